@@ -1,8 +1,10 @@
-"""Builds wheels that carry the CPU kernels, compiled for common levels of processors (modelmill/ops/cpu/prebuilt.py).
+"""Builds wheels that carry the CPU kernels, compiled for common levels of processors
+(modelmill/ops/cpu/prebuilt.py).
 
-Everything else stands in pyproject.toml. The compiler is CXX, or the first of g++, clang++ and c++ that is here; for
-another kind of machine name a cross compiler (CXX=aarch64-linux-gnu-g++). Without a compiler, or with
-MODELMILL_WHEEL_KERNELS=none, the wheel is one for any machine, which compiles the kernels where it runs.
+Everything else stands in pyproject.toml. The compiler is CXX, or the first of g++, clang++ and c++
+that is here; for another kind of machine name a cross compiler (CXX=aarch64-linux-gnu-g++). Without
+a compiler, or with MODELMILL_WHEEL_KERNELS=none, the wheel is one for any machine, which compiles
+the kernels where it runs.
 """
 
 from __future__ import annotations
@@ -25,12 +27,15 @@ from setuptools.command.sdist import sdist
 
 KERNELS = Path("modelmill/ops/cpu")
 COMPILERS = ("g++", "clang++", "c++")
-# Where file names and symbols are those of Linux; elsewhere the kernels are compiled where they run.
+# Where file names and symbols are those of Linux; elsewhere the kernels are compiled where they
+# run.
 SYSTEM = "linux"
 
 
 def _prebuilt() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("prebuilt", Path(__file__).parent / KERNELS / "prebuilt.py")
+    spec = importlib.util.spec_from_file_location(
+        "prebuilt", Path(__file__).parent / KERNELS / "prebuilt.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -47,13 +52,17 @@ def compiler() -> tuple[str, str] | None:
     path = next(filter(None, map(shutil.which, [named] if named else COMPILERS)), None)
     if asked == "none" or path is None or sys.platform != SYSTEM:
         return None
-    said = subprocess.run([path, "-dumpmachine"], capture_output=True, text=True, check=False).stdout
+    said = subprocess.run(
+        [path, "-dumpmachine"], capture_output=True, text=True, check=False
+    ).stdout
     machine, _, system = said.strip().partition("-")
     return (path, machine) if SYSTEM in system else None
 
 
 def compile_levels(path: str, machine: str, folder: Path) -> list[Path]:
-    """Every level of ``machine`` as a shared object in ``folder``; those of these sources that are there stay."""
+    """Every level of ``machine`` as a shared object in ``folder``; those of these sources that are
+    there stay.
+    """
     prebuilt = _prebuilt()
     folder.mkdir(parents=True, exist_ok=True)
     made = [folder / prebuilt.file_name(level, KERNELS) for level in prebuilt.cpu_levels(machine)]
@@ -65,7 +74,9 @@ def compile_levels(path: str, machine: str, folder: Path) -> list[Path]:
             target = folder / prebuilt.file_name(level, KERNELS)
             if target.exists():
                 continue
-            compiling, linking = prebuilt.compile_commands(path, level, Path(objects), target, KERNELS)
+            compiling, linking = prebuilt.compile_commands(
+                path, level, Path(objects), target, KERNELS
+            )
             jobs.append((level, [pool.submit(_run, command) for command in compiling], linking))
         for level, running, linking in jobs:
             for each in running:
@@ -79,7 +90,8 @@ def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(
-            f"{' '.join(command)}\n{done.stderr.strip()}\nthe CPU kernels do not compile; another compiler is named by "
+            f"{' '.join(command)}\n{done.stderr.strip()}\nthe CPU kernels do not compile; another "
+            "compiler is named by "
             "CXX, MODELMILL_WHEEL_KERNELS=none leaves them out"
         )
 
@@ -89,7 +101,8 @@ def platform_tag(libraries: Iterable[Path], machine: str) -> str:
     needed = [_prebuilt().glibc_needed(path.read_bytes()) for path in libraries]
     if not needed or None in needed:
         return f"linux_{machine}"
-    # the oldest glibc that this way of naming platforms knows is 2.5; torch's own wheels ask for 2.28
+    # the oldest glibc that this way of naming platforms knows is 2.5; torch's own wheels ask for
+    # 2.28
     return "manylinux_{}_{}_{}".format(*max(needed), machine)
 
 
@@ -118,7 +131,8 @@ class PlatformWheel(bdist_wheel):
     def finalize_options(self) -> None:
         self._levels = compiler()
         if self._levels is not None and _prebuilt().cpu_levels(self._levels[1]):
-            # the package then goes where machine code belongs (platlib), and the wheel is not one for any machine
+            # the package then goes where machine code belongs (platlib), and the wheel is not one
+            # for any machine
             self.distribution.has_ext_modules = lambda: True
         super().finalize_options()
 

@@ -1,13 +1,16 @@
-"""Times a model's steps with different choices of kernels, in turn on one card: what an idea is worth.
+"""Times a model's steps with different choices of kernels, in turn on one card: what an idea is
+worth.
 
-    python benchmarks/ab_steps.py qwen-7b --prefill 1x4096 --against linear_swiglu=torch --against linear=triton
-                                 [--decode 8x1024] [-q int8] [--pause 0.3] [--seconds 8] [--save FILE.jsonl]
+    python benchmarks/ab_steps.py qwen-7b --prefill 1x4096 --against linear_swiglu=torch --against
+                                 linear=triton [--decode 8x1024] [-q int8] [--pause 0.3] [--seconds
+                                 8] [--save FILE.jsonl]
 
-Each ``--against OP=VARIANT[,…]`` is one choice, beside the usual one ("all kernels"); the rows carry it as ``state``. A
-fused op is switched off when one of its parts comes from another backend: what changes besides is told there, too.
-``-q``: how the matrices are held (``weight_formats.py``). Decode steps are graphs. Prompts are launched as the engine
-does; with --pause each waits for that many seconds, so that the card is cool, and without it they follow one another
-for --seconds, and the power limit shows.
+Each ``--against OP=VARIANT[,…]`` is one choice, beside the usual one ("all kernels"); the rows
+carry it as ``state``. A fused op is switched off when one of its parts comes from another backend:
+what changes besides is told there, too. ``-q``: how the matrices are held (``weight_formats.py``).
+Decode steps are graphs. Prompts are launched as the engine does; with --pause each waits for that
+many seconds, so that the card is cool, and without it they follow one another for --seconds, and
+the power limit shows.
 """
 
 from __future__ import annotations
@@ -46,12 +49,20 @@ MIN_TURNS = 5
 
 def kernel_choices(against: Sequence[str]) -> dict[str, KernelChoice]:
     """The choices by their names: the usual one first."""
-    return {"all kernels": {}} | {each: dict(pair.split("=") for pair in each.split(",")) for each in against}
+    return {"all kernels": {}} | {
+        each: dict(pair.split("=") for pair in each.split(",")) for each in against
+    }
 
 
-def side_effects(requested: KernelChoice, usual: KernelChoice, chosen: KernelChoice) -> dict[str, str]:
+def side_effects(
+    requested: KernelChoice, usual: KernelChoice, chosen: KernelChoice
+) -> dict[str, str]:
     """What a choice changed besides what it asked for: op → variant."""
-    return {op: variant for op, variant in chosen.items() if op not in requested and variant != usual[op]}
+    return {
+        op: variant
+        for op, variant in chosen.items()
+        if op not in requested and variant != usual[op]
+    }
 
 
 def label_states(states: KernelChoices) -> dict[str, KernelChoice]:
@@ -72,7 +83,9 @@ def make_calls(model: nn.Module, step: Step, states: KernelChoices) -> list[Call
 
 
 @torch.inference_mode()
-def decode(model: nn.Module, batch: int, context: int, states: KernelChoices) -> Iterator[dict[str, Any]]:
+def decode(
+    model: nn.Module, batch: int, context: int, states: KernelChoices
+) -> Iterator[dict[str, Any]]:
     """One decode step with each choice, replays in turn; milliseconds."""
     replays = []
     for call in make_calls(model, make_step(model, batch, 1, context), states):
@@ -98,7 +111,13 @@ def prefill(
             times[index] += [1e3 * each for each in time_call(calls[index])]
         turn += 1
     for state, found in zip(states, times, strict=True):
-        about = {"figure": "step.prefill_ms", "batch": batch, "tokens": tokens, "state": state, "pause_s": pause}
+        about = {
+            "figure": "step.prefill_ms",
+            "batch": batch,
+            "tokens": tokens,
+            "state": state,
+            "pause_s": pause,
+        }
         yield about | spread_fields(found)
 
 
@@ -120,7 +139,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prefill", default="")
     parser.add_argument("--against", action="append", default=[], metavar="OP=VARIANT[,…]")
     parser.add_argument(
-        "-q", "--weights", default="dense", choices=WEIGHT_FORMATS, metavar="KIND", help=", ".join(WEIGHT_FORMATS)
+        "-q",
+        "--weights",
+        default="dense",
+        choices=WEIGHT_FORMATS,
+        metavar="KIND",
+        help=", ".join(WEIGHT_FORMATS),
     )
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--seconds", type=float, default=1.0)
@@ -139,7 +163,8 @@ def main() -> None:
     stamp = {
         "run": now.strftime("turns-%Y%m%dT%H%M%S"),
         "command": "python benchmarks/ab_steps.py " + " ".join(sys.argv[1:]),
-        "shape": options.shape, "weights": options.weights, "unit": "ms", "copy_gbps": round(copy_bandwidth() / 1e9),
+        "shape": options.shape, "weights": options.weights, "unit": "ms",
+        "copy_gbps": round(copy_bandwidth() / 1e9),
         "device": device_name("cuda"),
         "versions": versions(), "date": now.isoformat(timespec="seconds"),
     }  # fmt: skip

@@ -1,9 +1,11 @@
-"""Tunes the launch sizes of a model shape on this GPU as ``modelmill build`` does, and times decode steps with and
-without them, in turn, in one run.
+"""Tunes the launch sizes of a model shape on this GPU as ``modelmill build`` does, and times decode
+steps with and without them, in turn, in one run.
 
-    python benchmarks/autotune.py qwen-7b [--weights int8] [--decode 1x128,8x1024] [--save FILE.jsonl]
+    python benchmarks/autotune.py qwen-7b [--weights int8] [--decode 1x128,8x1024] [--save
+    FILE.jsonl]
 
-The plan comes from a checkpoint whose files have their size and no content: a plan reads names and shapes alone.
+The plan comes from a checkpoint whose files have their size and no content: a plan reads names and
+shapes alone.
 """
 
 from __future__ import annotations
@@ -61,13 +63,17 @@ def build_plan(shape: str, folder: Path, weights: str) -> BuildPlan:
     recipe = "none" if weights == "dense" else weights
     dtype = str(SHAPES[shape]["torch_dtype"])
     return make_plan(
-        open_checkpoint(sparse_checkpoint(shape, folder)), BuildConfig(target="cuda", dtype=dtype, quantization=recipe)
+        open_checkpoint(sparse_checkpoint(shape, folder)),
+        BuildConfig(target="cuda", dtype=dtype, quantization=recipe),
     )
 
 
 def load_tuning(stored: AutotuneRecord) -> Tuning:
     """What a start makes of a stored tuning."""
-    choices = {op: {parse_key(k): sizes for k, sizes in each.items()} for op, each in stored.choices.items()}
+    choices = {
+        op: {parse_key(k): sizes for k, sizes in each.items()}
+        for op, each in stored.choices.items()
+    }
     return Tuning(stored.device, choices)
 
 
@@ -89,7 +95,11 @@ def main() -> None:
     print(f"tuned in {time.perf_counter() - began:.1f} s", flush=True)
     model = random_model(options.shape, options.weights)
     command = "python benchmarks/autotune.py " + " ".join(sys.argv[1:])
-    about = {"shape": options.shape, "weights": options.weights, "run": f"tuning-{options.shape}-{options.weights}"}
+    about = {
+        "shape": options.shape,
+        "weights": options.weights,
+        "run": f"tuning-{options.shape}-{options.weights}",
+    }
     for batch, context in parse_pairs(options.decode):
         replays = []
         for tuning in (None, load_tuning(stored)):
@@ -97,12 +107,23 @@ def main() -> None:
             call()
             replays.append(capture_graph(call))
         times = time_interleaved(replays, ROUNDS, QUEUED_STEPS, "cuda")
-        for state, seconds in zip(("default launch sizes", "launch sizes of a tuned build"), times, strict=True):
+        for state, seconds in zip(
+            ("default launch sizes", "launch sizes of a tuned build"), times, strict=True
+        ):
             spread = Spread.from_values([each * 1e3 for each in seconds])
             facts = {**about, "batch": batch, "context": context, "state": state, "spread": spread}
-            line = make_row(command, "step.decode_ms", round(spread.median, 4), "ms", device_name("cuda"), **facts)
+            line = make_row(
+                command,
+                "step.decode_ms",
+                round(spread.median, 4),
+                "ms",
+                device_name("cuda"),
+                **facts,
+            )
             print(
-                f"{batch}x{context} {state}: {spread.median:.4f} ms ({spread.min:.4f} … {spread.max:.4f})", flush=True
+                f"{batch}x{context} {state}: {spread.median:.4f} ms ({spread.min:.4f} … "
+                f"{spread.max:.4f})",
+                flush=True,
             )
             if options.save is not None:
                 append_rows(options.save, [line])

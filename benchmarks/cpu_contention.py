@@ -1,11 +1,13 @@
-"""Prompts on a CPU, alone and while another process keeps one core busy: how the threads of OpenMP had better wait.
+"""Prompts on a CPU, alone and while another process keeps one core busy: how the threads of OpenMP
+had better wait.
 
-    python benchmarks/cpu_contention.py ENGINE [--uses cli server library] [--rounds 5] [--pin CPU] [--out FILE.jsonl]
+    python benchmarks/cpu_contention.py ENGINE [--uses cli server library] [--rounds 5] [--pin CPU]
+    [--out FILE.jsonl]
 
-Each setting has a process of its own; they take turns prompt by prompt, so that all meet the same machine. "ours" sets
-nothing; the others are what a user could set. cli: the process as the command line prepares it. server: ``modelmill
-serve``. library: a program that imports torch first. --realtime (as root): the quiet half at real-time priority, on a
-machine that others use meanwhile.
+Each setting has a process of its own; they take turns prompt by prompt, so that all meet the same
+machine. "ours" sets nothing; the others are what a user could set. cli: the process as the command
+line prepares it. server: ``modelmill serve``. library: a program that imports torch first.
+--realtime (as root): the quiet half at real-time priority, on a machine that others use meanwhile.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ for number, line in enumerate(sys.stdin):
     began = time.perf_counter()
     llm.generate({"prompt_token_ids": ids, "cache_salt": str(number)}, SamplingParams(max_tokens=1), progress=False)
     print(time.perf_counter() - began, flush=True)
-"""
+"""  # noqa: E501
 
 
 class PipeProcess:
@@ -62,7 +64,11 @@ class PipeProcess:
     def __init__(self, engine: Path, use: str, setting: str) -> None:
         command = [sys.executable, "-c", CHILD, str(engine), use, str(int(setting == "one thread"))]
         self.process = subprocess.Popen(
-            command, env=make_environment(setting), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            env=make_environment(setting),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def wait(self) -> None:
@@ -85,7 +91,17 @@ class HttpServer:
     def __init__(self, engine: Path, use: str, setting: str) -> None:
         del use
         self.port, self.draw, self.number = random.randrange(20000, 60000), random.Random(1), 0
-        command = [sys.executable, "-m", "modelmill", "serve", str(engine), "--port", str(self.port), "--device", "cpu"]
+        command = [
+            sys.executable,
+            "-m",
+            "modelmill",
+            "serve",
+            str(engine),
+            "--port",
+            str(self.port),
+            "--device",
+            "cpu",
+        ]
         more = ["--threads", "1"] if setting == "one thread" else []
         silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         self.process = subprocess.Popen([*command, *more], env=make_environment(setting), **silent)  # type: ignore[call-overload]
@@ -95,7 +111,8 @@ class HttpServer:
         while self.process.poll() is None:
             try:
                 base = f"http://127.0.0.1:{self.port}"
-                urllib.request.urlopen(f"{base}/health", timeout=5).close()  # 503 until the engine is open
+                # 503 until the engine is open
+                urllib.request.urlopen(f"{base}/health", timeout=5).close()
                 with urllib.request.urlopen(f"{base}/v1/models", timeout=5) as reply:
                     self.model = json.load(reply)["data"][0]["id"]
                     return
@@ -108,7 +125,10 @@ class HttpServer:
         self.number += 1
         ids = [self.draw.randrange(100, 40000) for _ in range(length)]
         body = {"model": self.model, "prompt": ids, "max_tokens": 1, "cache_salt": f"{self.number}"}
-        url, kind = f"http://127.0.0.1:{self.port}/v1/completions", {"Content-Type": "application/json"}
+        url, kind = (
+            f"http://127.0.0.1:{self.port}/v1/completions",
+            {"Content-Type": "application/json"},
+        )
         request = urllib.request.Request(url, json.dumps(body).encode(), kind)
         began = time.perf_counter()
         with urllib.request.urlopen(request, timeout=300) as reply:
@@ -118,7 +138,11 @@ class HttpServer:
 
 def make_environment(setting: str) -> dict[str, str]:
     """The environment of a setting's process."""
-    clean = {n: v for n, v in os.environ.items() if n not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")}
+    clean = {
+        n: v
+        for n, v in os.environ.items()
+        if n not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+    }
     return {**clean, **OPENMP_SETTINGS[setting]}
 
 
@@ -131,7 +155,9 @@ def descendants(pid: int) -> Iterator[int]:
         yield from (thread.id for thread in each.threads())
 
 
-def measure(sides: dict[str, Any], options: argparse.Namespace) -> Iterator[tuple[str, int, str, list[float]]]:
+def measure(
+    sides: dict[str, Any], options: argparse.Namespace
+) -> Iterator[tuple[str, int, str, list[float]]]:
     """(machine, length, setting, seconds)."""
     for machine in ("quiet", "one core taken"):
         busy = None
@@ -163,7 +189,12 @@ def main() -> None:
     """Measure, print a table, append rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("engine", type=Path)
-    parser.add_argument("--uses", nargs="+", default=["cli", "server", "library"], choices=("cli", "server", "library"))
+    parser.add_argument(
+        "--uses",
+        nargs="+",
+        default=["cli", "server", "library"],
+        choices=("cli", "server", "library"),
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--pin", type=int, help="processor that the busy process is bound to")
     parser.add_argument("--realtime", action="store_true")
@@ -173,13 +204,18 @@ def main() -> None:
 
     from modelmill.eval.report import cpu_name
 
-    facts = {"device": f"{cpu_name()}, {torch.get_num_threads()} threads", "engine": options.engine.name}
+    facts = {
+        "device": f"{cpu_name()}, {torch.get_num_threads()} threads",
+        "engine": options.engine.name,
+    }
     versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
     for use in options.uses:
         sides: dict[str, Any] = {}
         try:
             for name in OPENMP_SETTINGS:
-                sides[name] = (HttpServer if use == "server" else PipeProcess)(options.engine, use, name)
+                sides[name] = (HttpServer if use == "server" else PipeProcess)(
+                    options.engine, use, name
+                )
             for side in sides.values():
                 side.wait()
                 for length in LENGTHS:
@@ -197,24 +233,34 @@ def main() -> None:
         )
 
 
-def row(use: str, pin: int | None, machine: str, length: int, setting: str, seconds: list[float]) -> dict[str, Any]:
+def row(
+    use: str, pin: int | None, machine: str, length: int, setting: str, seconds: list[float]
+) -> dict[str, Any]:
     """One line of the results."""
     ordered = sorted(seconds)
     high = ordered[int(0.9 * (len(ordered) - 1))]
     return {
-        "figure": "busy_neighbour.prompt_s", "use": use, "machine": machine, "pinned": pin is not None,
+        "figure": "busy_neighbour.prompt_s", "use": use, "machine": machine,
+        "pinned": pin is not None,
         "prompt": length, "setting": setting, "value": statistics.median(ordered), "unit": "s",
         "spread": {"p90": high, "min": ordered[0], "max": ordered[-1], "runs": len(ordered)},
     }  # fmt: skip
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """p50/p90 in milliseconds, a line each for machine and length, and ours against the best of the others."""
-    print(f"{rows[0]['use']:<10}{'':>20}" + "".join(f"{name:>18}" for name in OPENMP_SETTINGS) + f"{'ours / best':>14}")
+    """p50/p90 in milliseconds, a line each for machine and length, and ours against the best of the
+    others.
+    """
+    print(
+        f"{rows[0]['use']:<10}{'':>20}"
+        + "".join(f"{name:>18}" for name in OPENMP_SETTINGS)
+        + f"{'ours / best':>14}"
+    )
     for machine, length in dict.fromkeys((r["machine"], r["prompt"]) for r in rows):
         line = {r["setting"]: r for r in rows if (r["machine"], r["prompt"]) == (machine, length)}
         cells = "".join(
-            f"{1e3 * line[n]['value']:>10.0f} /{1e3 * line[n]['spread']['p90']:>6.0f}" for n in OPENMP_SETTINGS
+            f"{1e3 * line[n]['value']:>10.0f} /{1e3 * line[n]['spread']['p90']:>6.0f}"
+            for n in OPENMP_SETTINGS
         )
         best = min(each["value"] for each in line.values())
         print(f"{machine:<18}{length:>6} tokens" + cells + f"{line['ours']['value'] / best:>14.2f}")

@@ -1,4 +1,5 @@
-"""The CPU kernels and torch's reference in turn, against this machine's memory: rows in benchmarks/results/cpu.jsonl.
+"""The CPU kernels and torch's reference in turn, against this machine's memory: rows in
+benchmarks/results/cpu.jsonl.
 
 python benchmarks/cpu_ops.py [--threads 2] [--op linear] [--dtype float32] [--runs 15]
 """

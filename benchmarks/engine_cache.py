@@ -1,8 +1,9 @@
-"""Engines that are kept between runs: built by the verb, found again by all that decides their weights.
+"""Engines that are kept between runs: built by the verb, found again by all that decides their
+weights.
 
-An engine's folder is named by the options of its build and by a digest of the checkpoint, the calibration file, torch
-and the sources that make weights. Where one of them changes the engine is built anew, so that an older engine is never
-measured as if today's code had made it.
+An engine's folder is named by the options of its build and by a digest of the checkpoint, the
+calibration file, torch and the sources that make weights. Where one of them changes the engine is
+built anew, so that an older engine is never measured as if today's code had made it.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Rooms whose code decides what a build writes. Of ops the references: kernels agree with them to rounding, and the
+# Rooms whose code decides what a build writes. Of ops the references: kernels agree with them to
+# rounding, and the
 # one of GPTQ's walk with its own (tests/quant/test_gptq_columns_kernel.py).
-SOURCES = ("builder/*.py", "checkpoint/**/*.py", "core/config.py", "models/*.py", "nn/*.py", "ops/*.py", "quant/*.py",
+SOURCES = ("builder/*.py", "checkpoint/**/*.py", "core/config.py", "models/*.py", "nn/*.py",
+    "ops/*.py", "quant/*.py",
            "text/*.py", "weights/*.py")  # fmt: skip
 
 
@@ -30,7 +33,9 @@ def source_digest(package: Path = ROOT / "modelmill") -> str:
     """A digest of the code that decides an engine's weights."""
     found = hashlib.sha256()
     for file in sorted({file for pattern in SOURCES for file in package.glob(pattern)}):
-        found.update(f"{file.relative_to(package)}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+        found.update(
+            f"{file.relative_to(package)}\0".encode() + hashlib.sha256(file.read_bytes()).digest()
+        )
     return found.hexdigest()[:12]
 
 
@@ -41,7 +46,11 @@ def short_digest(parts: Sequence[object]) -> str:
 
 def option_file_digests(words: Sequence[str]) -> list[str]:
     """The sha256 of each file that is named in the options of a build."""
-    return [hashlib.sha256(Path(word).read_bytes()).hexdigest() for word in words if Path(word).is_file()]
+    return [
+        hashlib.sha256(Path(word).read_bytes()).hexdigest()
+        for word in words
+        if Path(word).is_file()
+    ]
 
 
 def engine_path(checkpoint: Path, build: Sequence[str], folder: Path) -> Path:
@@ -51,7 +60,12 @@ def engine_path(checkpoint: Path, build: Sequence[str], folder: Path) -> Path:
     from modelmill.checkpoint.open import open_checkpoint
 
     files = option_file_digests(build)
-    facts = (open_checkpoint(checkpoint).quick_fingerprint(), files, torch.__version__, torch.cuda.is_available())
+    facts = (
+        open_checkpoint(checkpoint).quick_fingerprint(),
+        files,
+        torch.__version__,
+        torch.cuda.is_available(),
+    )
     name = "-".join(word.lstrip("-") for word in build if "/" not in word)[:60]
     return folder / f"{name}-{short_digest(build)}-{short_digest((*facts, source_digest()))}.engine"
 
@@ -59,7 +73,8 @@ def engine_path(checkpoint: Path, build: Sequence[str], folder: Path) -> Path:
 def build_or_reuse(
     checkpoint: Path, build: Sequence[str], folder: Path, fresh: bool = False
 ) -> tuple[Path | None, float | None]:
-    """(the engine of these options, seconds of its build or None where it was kept); no engine where it was refused.
+    """(the engine of these options, seconds of its build or None where it was kept); no engine
+    where it was refused.
 
     What older sources built with the same options goes. Raises SystemExit where the build failed.
     """
@@ -71,10 +86,21 @@ def build_or_reuse(
     for old in folder.glob(f"{engine.stem.rpartition('-')[0]}*.engine"):
         note(f"{old.name}: made by other sources or of other files, goes")
         shutil.rmtree(old)
-    command = [sys.executable, "-m", "modelmill", "build", str(checkpoint), "-o", str(engine), *build]
+    command = [
+        sys.executable,
+        "-m",
+        "modelmill",
+        "build",
+        str(checkpoint),
+        "-o",
+        str(engine),
+        *build,
+    ]
     note(shlex.join(command[1:]))
     began = time.perf_counter()
-    done = subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         note(done.stderr.strip())
         if "refused" not in done.stderr:
@@ -84,12 +110,20 @@ def build_or_reuse(
 
 
 def engine_content_digest(engine: Path) -> str:
-    """A digest of what an engine computes with: the model's config and its weights, not the options they came from."""
+    """A digest of what an engine computes with: the model's config and its weights, not the options
+    they came from.
+    """
     from modelmill.artifact.manifest import MANIFEST_FILE
 
     told = json.loads((engine / MANIFEST_FILE).read_text(encoding="utf-8"))
-    weights = {name: entry["sha256"] for name, entry in told["files"].items() if name.startswith("weights/")}
-    return short_digest([json.dumps(each, sort_keys=True) for each in (told["config"], told["aliases"], weights)])
+    weights = {
+        name: entry["sha256"]
+        for name, entry in told["files"].items()
+        if name.startswith("weights/")
+    }
+    return short_digest(
+        [json.dumps(each, sort_keys=True) for each in (told["config"], told["aliases"], weights)]
+    )
 
 
 def note(text: str) -> None:

@@ -1,11 +1,13 @@
-"""The lines of the speed table with weights, keys and values held in one of several ways, on the loop alone.
+"""The lines of the speed table with weights, keys and values held in one of several ways, on the
+loop alone.
 
-    python benchmarks/engine_core_table.py llama-7b --as smoothquant:auto [--decode 1x128,64x1024] [--first 1024,4096]
-        [--rounds 3] [--launched] [--save FILE.jsonl]
+    python benchmarks/engine_core_table.py llama-7b --as smoothquant:auto [--decode 1x128,64x1024]
+        [--first 1024,4096] [--rounds 3] [--launched] [--save FILE.jsonl]
 
-The requests, the clock and the statistic are those of ``table.py`` (time per token from calls of 16 and 144 tokens, the
-first token from whole calls); the weights are drawn at random, no engine is built. --as WEIGHTS:KV, several one after
-the other. --launched: beside it, in turn, the same without graphs of prompts.
+The requests, the clock and the statistic are those of ``table.py`` (time per token from calls of 16
+and 144 tokens, the first token from whole calls); the weights are drawn at random, no engine is
+built. --as WEIGHTS:KV, several one after the other. --launched: beside it, in turn, the same
+without graphs of prompts.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ class EngineCoreSide:
         self.engine_core, self.count = engine_core, 0
 
     def generate(self, lengths: Lengths, seed: int) -> float:
-        """Seconds from handing in requests of these (prompt, output) lengths to having all their ids on the host."""
+        """Seconds from handing in requests of these (prompt, output) lengths to having all their
+        ids on the host.
+        """
         requests = []
         for prompt, (_, output) in zip(random_prompts(lengths, seed), lengths, strict=True):
             requests.append(greedy_request(f"{self.name}-{self.count}", prompt, output))
@@ -66,7 +70,10 @@ class EagerPromptSide(EngineCoreSide):
 
     def generate(self, lengths: Lengths, seed: int) -> float:
         """As that of ``Alone``."""
-        kept, self.engine_core.model_runner.prefill_graphs = self.engine_core.model_runner.prefill_graphs, None
+        kept, self.engine_core.model_runner.prefill_graphs = (
+            self.engine_core.model_runner.prefill_graphs,
+            None,
+        )
         try:
             return super().generate(lengths, seed)
         finally:
@@ -75,7 +82,10 @@ class EagerPromptSide(EngineCoreSide):
 
 def workloads(options: argparse.Namespace) -> list[Workload]:
     """The lines asked for."""
-    found = [Workload(f"decode-{batch}x{prompt}", (prompt,) * batch) for batch, prompt in parse_pairs(options.decode)]
+    found = [
+        Workload(f"decode-{batch}x{prompt}", (prompt,) * batch)
+        for batch, prompt in parse_pairs(options.decode)
+    ]
     firsts = [int(each) for each in options.first.split(",") if each]
     return found + [Workload(f"first-{prompt}", (prompt,), (1,)) for prompt in firsts]
 
@@ -85,24 +95,36 @@ def measure(options: argparse.Namespace, weights: str, kv_dtype: str) -> None:
     """All lines with weights, keys and values held in one way; print and record."""
     model = random_model(options.shape, weights)
     config = RunConfig(
-        max_num_seqs=MAX_NUM_SEQS, max_model_len=MAX_MODEL_LEN, enable_prefix_caching=False, kv_cache_dtype=kv_dtype,
+        max_num_seqs=MAX_NUM_SEQS, max_model_len=MAX_MODEL_LEN, enable_prefix_caching=False,
+        kv_cache_dtype=kv_dtype,
         gpu_memory_utilization=0.8,
     )  # fmt: skip
     loop = EngineCore(model, config)
     loop.warm_up()
     sides = [EngineCoreSide(loop), *([EagerPromptSide(loop)] if options.launched else [])]
     stamp = {
-        "bench": "loop", "shape": options.shape, "weights": weights, "kv": kv_dtype, "kernels": dict(loop.ops.backends),
-        "command": "python benchmarks/engine_core_table.py " + " ".join(sys.argv[1:]), "versions": versions(),
-        "device": torch.cuda.get_device_name(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "bench": "loop", "shape": options.shape, "weights": weights, "kv": kv_dtype,
+        "kernels": dict(loop.ops.backends),
+        "command": "python benchmarks/engine_core_table.py " + " ".join(sys.argv[1:]),
+        "versions": versions(),
+        "device": torch.cuda.get_device_name(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }  # fmt: skip
     for work in workloads(options):
         rounds = options.rounds * (3 if work.name.startswith("first") else 1)
         for name, figure in measure_in_turn(work, sides, rounds).items():  # type: ignore[arg-type]
-            row: dict[str, Any] = {"figure": work.name, "unit": "ms", "statistic": work.statistic, **figure.to_dict()}
+            row: dict[str, Any] = {
+                "figure": work.name,
+                "unit": "ms",
+                "statistic": work.statistic,
+                **figure.to_dict(),
+            }
             state = "" if name == EngineCoreSide.name else f" ({name})"
             spread = f"({figure.min:.3f} … {figure.max:.3f})"
-            print(f"{weights}:{kv_dtype} {work.name}{state}: {figure.value:.3f} ms {spread}", flush=True)
+            print(
+                f"{weights}:{kv_dtype} {work.name}{state}: {figure.value:.3f} ms {spread}",
+                flush=True,
+            )
             if options.save:
                 with options.save.open("a") as file:
                     file.write(json.dumps(row | stamp | ({"state": name} if state else {})) + "\n")
@@ -113,12 +135,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("shape", choices=sorted(SHAPES))
     parser.add_argument(
-        "--as", dest="forms", action="append", required=True, metavar="WEIGHTS:KV", help=", ".join(WEIGHT_FORMATS)
+        "--as",
+        dest="forms",
+        action="append",
+        required=True,
+        metavar="WEIGHTS:KV",
+        help=", ".join(WEIGHT_FORMATS),
     )
     parser.add_argument("--decode", default="1x128,64x1024")
     parser.add_argument("--first", default="1024")
-    parser.add_argument("--rounds", type=int, default=3, help="measured rounds of a line (first: three times as many)")
-    parser.add_argument("--launched", action="store_true", help="prompts without graphs as well, in turn")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        help="measured rounds of a line (first: three times as many)",
+    )
+    parser.add_argument(
+        "--launched", action="store_true", help="prompts without graphs as well, in turn"
+    )
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()
     for form in options.forms:

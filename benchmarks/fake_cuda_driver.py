@@ -1,7 +1,9 @@
-"""A machine with a Hopper GPU that launches nothing, for the host's part of launches: where Python's time goes.
+"""A machine with a Hopper GPU that launches nothing, for the host's part of launches: where
+Python's time goes.
 
-Tensors live on the CPU, and the driver (fake_cuda_driver.c) takes every launch and forgets it. Triton compiles for
-sm_90 and launches through its own launchers. Linux with gcc; a torch without CUDA.
+Tensors live on the CPU, and the driver (fake_cuda_driver.c) takes every launch and forgets it.
+Triton compiles for sm_90 and launches through its own launchers. Linux with gcc; a torch without
+CUDA.
 """
 
 from __future__ import annotations
@@ -23,22 +25,31 @@ NUM_SMS = 132
 
 
 def driver_environment(folder: Path) -> dict[str, str]:
-    """Of a process that is to find the silent driver, which is compiled into ``folder``. Raises FileNotFoundError
-    without gcc."""
+    """Of a process that is to find the silent driver, which is compiled into ``folder``. Raises
+    FileNotFoundError without gcc."""
     gcc = shutil.which("gcc")
     if gcc is None or sys.platform != "linux":
         raise FileNotFoundError("the silent driver needs gcc on Linux")
     folder.mkdir(parents=True, exist_ok=True)
     flags = ["-O1", "-w", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
-    subprocess.run([gcc, *flags, "-o", str(folder / "libcuda.so.1"), str(HERE / "fake_cuda_driver.c")], check=True)
-    paths = {"LD_LIBRARY_PATH": folder, "TRITON_LIBCUDA_PATH": folder, "TRITON_CACHE_DIR": folder / "triton"}
+    subprocess.run(
+        [gcc, *flags, "-o", str(folder / "libcuda.so.1"), str(HERE / "fake_cuda_driver.c")],
+        check=True,
+    )
+    paths = {
+        "LD_LIBRARY_PATH": folder,
+        "TRITON_LIBCUDA_PATH": folder,
+        "TRITON_CACHE_DIR": folder / "triton",
+    }
     kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     return kept | {key: str(path) for key, path in paths.items()}
 
 
 def rerun_with_driver(folder: Path, arguments: Sequence[str]) -> int:
     """Run this program in a process that finds the silent driver; its exit status."""
-    return subprocess.run([sys.executable, *arguments], env=driver_environment(folder), check=False).returncode
+    return subprocess.run(
+        [sys.executable, *arguments], env=driver_environment(folder), check=False
+    ).returncode
 
 
 def fake_hopper_device() -> None:

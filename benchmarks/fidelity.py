@@ -1,7 +1,8 @@
-"""How far an engine's next-token distributions lie from another's on a text: perplexity, KL and agreement.
+"""How far an engine's next-token distributions lie from another's on a text: perplexity, KL and
+agreement.
 
-The text is cut into windows that are read one by one, each from its beginning. The reference's logits are computed once
-and kept beside the engines, since many engines are compared with one.
+The text is cut into windows that are read one by one, each from its beginning. The reference's
+logits are computed once and kept beside the engines, since many engines are compared with one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ ProgressCallback = Callable[[int, int], None]
 
 @dataclass
 class FidelitySums:
-    """Running sums over rows: nats of the tokens that came, KL to the reference, equal next tokens."""
+    """Running sums over rows: nats of the tokens that came, KL to the reference, equal next
+    tokens.
+    """
 
     scored: int = 0
     nats: float = 0.0
@@ -32,8 +35,13 @@ class FidelitySums:
     max_kl: float = 0.0
     num_equal: int = 0
 
-    def add(self, logits: torch.Tensor, reference: torch.Tensor | None, targets: torch.Tensor) -> None:
-        """logits, reference: [R, V]; targets: [R] the tokens that came, −1 where none did. All on one device."""
+    def add(
+        self, logits: torch.Tensor, reference: torch.Tensor | None, targets: torch.Tensor
+    ) -> None:
+        """logits, reference: [R, V]; targets: [R] the tokens that came, −1 where none did.
+
+        All on one device.
+        """
         for at in range(0, len(logits), ROWS_PER_STEP):
             part = slice(at, at + ROWS_PER_STEP)
             ours, came = logits[part].double().log_softmax(-1), targets[part]
@@ -53,27 +61,49 @@ class FidelitySums:
         """perplexity, and what was compared with a reference."""
         found: dict[str, Any] = {"perplexity": math.exp(self.nats / self.scored)}
         if self.rows:
-            found |= {"mean_kl": self.kl / self.rows, "max_kl": self.max_kl, "agreement": self.num_equal / self.rows}
+            found |= {
+                "mean_kl": self.kl / self.rows,
+                "max_kl": self.max_kl,
+                "agreement": self.num_equal / self.rows,
+            }
         return found
 
 
 def split_windows(ids: Sequence[int], length: int) -> list[list[int]]:
-    """Stretches of ``length`` ids that do not overlap; a last one of a single token has nothing to score."""
+    """Stretches of ``length`` ids that do not overlap; a last one of a single token has nothing to
+    score.
+    """
     cuts = [list(ids[at : at + length]) for at in range(0, len(ids), length)]
     return [cut for cut in cuts if len(cut) > 1]
 
 
 def measure_fidelity(
-    engine_core: Any, windows: Sequence[Sequence[int]], reference: torch.Tensor | None, on_progress: ProgressCallback
+    engine_core: Any,
+    windows: Sequence[Sequence[int]],
+    reference: torch.Tensor | None,
+    on_progress: ProgressCallback,
 ) -> dict[str, Any]:
-    """The loop's engine on the windows. reference: [all rows, V] float32 in the windows' order, on the CPU."""
+    """The loop's engine on the windows.
+
+    reference: [all rows, V] float32 in the windows' order, on the CPU.
+    """
     sums, first = FidelitySums(), 0
     for number, window in enumerate(windows):
         targets = torch.tensor([*window[1:], -1])
 
-        def take(_: int, at: int, logits: torch.Tensor, start: int = first, targets: torch.Tensor = targets) -> None:
+        def take(
+            _: int,
+            at: int,
+            logits: torch.Tensor,
+            start: int = first,
+            targets: torch.Tensor = targets,
+        ) -> None:
             to = slice(at, at + len(logits))
-            right = None if reference is None else reference[start + to.start : start + to.stop].to(logits.device)
+            right = (
+                None
+                if reference is None
+                else reference[start + to.start : start + to.stop].to(logits.device)
+            )
             sums.add(logits.float(), right, targets[to].to(logits.device))
 
         engine_core.scorer().run([window], None, take)
@@ -83,12 +113,16 @@ def measure_fidelity(
 
 
 def cached_logits(
-    open_engine_core: Callable[[], Any], windows: Sequence[Sequence[int]], file: Path, on_progress: ProgressCallback
+    open_engine_core: Callable[[], Any],
+    windows: Sequence[Sequence[int]],
+    file: Path,
+    on_progress: ProgressCallback,
 ) -> torch.Tensor:
-    """The float32 logits [all rows, V] of an engine on the windows, from ``file`` where it has them already.
+    """The float32 logits [all rows, V] of an engine on the windows, from ``file`` where it has them
+    already.
 
-    open_engine_core: called only where they must be computed. The file's name is completed by a digest of the windows.
-    """
+    open_engine_core: called only where they must be computed. The file's name is completed by a
+    digest of the windows."""
     digest = hashlib.sha256(repr([list(w) for w in windows]).encode()).hexdigest()[:12]
     rows = sum(map(len, windows))
     done = file.with_name(f"{file.name}-{digest}.f32")
@@ -96,7 +130,9 @@ def cached_logits(
         loop = open_engine_core()
         vocab = loop.model_runner.sampler.vocab
         part = done.with_suffix(".part")
-        found = torch.from_file(str(part), shared=True, size=rows * vocab, dtype=torch.float32).view(rows, vocab)
+        found = torch.from_file(
+            str(part), shared=True, size=rows * vocab, dtype=torch.float32
+        ).view(rows, vocab)
         first = 0
         for number, window in enumerate(windows):
 
@@ -109,4 +145,6 @@ def cached_logits(
         del found
         part.rename(done)
     size = done.stat().st_size // 4
-    return torch.from_file(str(done), shared=True, size=size, dtype=torch.float32).view(rows, size // rows)
+    return torch.from_file(str(done), shared=True, size=size, dtype=torch.float32).view(
+        rows, size // rows
+    )

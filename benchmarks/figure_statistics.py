@@ -1,7 +1,10 @@
-"""The rules by which both sides of a comparison become one figure: the same functions for ours and for a peer.
+"""The rules by which both sides of a comparison become one figure: the same functions for ours and
+for a peer.
 
-What goes in are seconds of whole calls, from handing in the requests until all their tokens are on the host. Time
-per token is a difference of two such calls, so that the first token, whatever a side does there, drops out of it.
+What goes in are seconds of whole calls, from handing in the requests until all their tokens are on
+the host. Time
+per token is a difference of two such calls, so that the first token, whatever a side does there,
+drops out of it.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ SHORT, LONG = 16, 144
 
 @dataclass(frozen=True)
 class MeasuredFigure:
-    """One measured figure: what counts, the least and most of its rounds, and the seconds of each call."""
+    """One measured figure: what counts, the least and most of its rounds, and the seconds of each
+    call.
+    """
 
     value: float
     min: float
@@ -31,13 +36,17 @@ class MeasuredFigure:
 
 
 def time_per_token(short: Sequence[float], long: Sequence[float]) -> MeasuredFigure:
-    """Milliseconds a step: (median of the long calls - median of the short ones) / steps between them.
+    """Milliseconds a step: (median of the long calls - median of the short ones) / steps between
+    them.
 
-    short, long: seconds of the calls with SHORT and LONG tokens, round by round; the spread is over the rounds.
+    short, long: seconds of the calls with SHORT and LONG tokens, round by round; the spread is over
+    the rounds.
     Raises ValueError where they are not as many, or none.
     """
     if not short or len(short) != len(long):
-        raise ValueError(f"{len(short)} short and {len(long)} long calls; there must be one of each a round")
+        raise ValueError(
+            f"{len(short)} short and {len(long)} long calls; there must be one of each a round"
+        )
     scale = 1e3 / (LONG - SHORT)
     rounds = [(b - a) * scale for a, b in zip(short, long, strict=True)]
     value = (statistics.median(long) - statistics.median(short)) * scale
@@ -50,7 +59,9 @@ def whole_call_figure(seconds: Sequence[float], scale: float = 1.0) -> MeasuredF
     if not seconds:
         raise ValueError("no call was measured")
     ends = min(seconds) * scale, max(seconds) * scale
-    return MeasuredFigure(statistics.median(seconds) * scale, *ends, len(seconds), {"all": list(seconds)})
+    return MeasuredFigure(
+        statistics.median(seconds) * scale, *ends, len(seconds), {"all": list(seconds)}
+    )
 
 
 def speedup(peer: MeasuredFigure, ours: MeasuredFigure) -> float:

@@ -1,13 +1,15 @@
-"""Times what the host does for a step with prompts, which is launched kernel by kernel: no GPU is needed.
+"""Times what the host does for a step with prompts, which is launched kernel by kernel: no GPU is
+needed.
 
-    python benchmarks/host_overhead.py [-q smoothquant] [--kv-cache-dtype int8] [--steps 1024,768+230] [--rounds 60]
-        [--profile]
+    python benchmarks/host_overhead.py [-q smoothquant] [--kv-cache-dtype int8] [--steps
+        1024,768+230] [--rounds 60] [--profile]
 
-A LLaMA of 32 layers, its matrices narrow, on a driver that launches nothing (``fake_cuda_driver.py``). ``1024``: a
-prompt of so many tokens; ``768+230``: so many tokens of prompts beside so many answers. CPU milliseconds of this
-process, the least and the median of the rounds: other programs make them larger, never smaller. What torch itself
-computes (cuBLAS on a GPU) would run here, so that ``-q`` is one of the kinds whose products are kernels of ours. To
-compare two checkouts, run each in turn.
+A LLaMA of 32 layers, its matrices narrow, on a driver that launches nothing
+(``fake_cuda_driver.py``). ``1024``: a prompt of so many tokens; ``768+230``: so many tokens of
+prompts beside so many answers. CPU milliseconds of this process, the least and the median of the
+rounds: other programs make them larger, never smaller. What torch itself computes (cuBLAS on a GPU)
+would run here, so that ``-q`` is one of the kinds whose products are kernels of ours. To compare
+two checkouts, run each in turn.
 """
 
 from __future__ import annotations
@@ -30,7 +32,12 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import fake_cuda_driver  # noqa: E402
 
 WEIGHT_FORMATS = ("smoothquant", "smoothquant-static", "fp8", "fp8-static")
-SMALL_CONFIG = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4, "vocab_size": 64}
+SMALL_CONFIG = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+}
 CHUNK_TOKENS, CONTEXT = 512, 1000
 FAKE_DRIVER_VAR = "MODELMILL_FAKE_CUDA_DRIVER"
 
@@ -48,16 +55,30 @@ def make_step(shape: str, weight_format: str, kv_dtype: str) -> Callable[[], Any
     from modelmill.runtime.decode_graphs import context_bucket
     from modelmill.runtime.model_loader import build_model
 
-    raw = {**SHAPES["llama-7b"], **SMALL_CONFIG, "num_key_value_heads": SMALL_CONFIG["num_attention_heads"]}
+    raw = {
+        **SHAPES["llama-7b"],
+        **SMALL_CONFIG,
+        "num_key_value_heads": SMALL_CONFIG["num_attention_heads"],
+    }
     model = build_model(str(raw["model_type"]), raw)
-    linears = [name for name, module in model.named_modules() if isinstance(module, Linear) and name != "head"]
-    fill_random_weights(model, dict.fromkeys(linears, weight_quantizer(weight_format)), torch.bfloat16, "cpu")
+    linears = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, Linear) and name != "head"
+    ]
+    fill_random_weights(
+        model, dict.fromkeys(linears, weight_quantizer(weight_format)), torch.bfloat16, "cpu"
+    )
     tokens, answers = (int(part or 0) for part in shape.partition("+")[::2])
     pieces = range(0, tokens, CHUNK_TOKENS) if answers else (0,)
     lengths = [min(CHUNK_TOKENS, tokens - at) if answers else tokens for at in pieces]
-    groups = [(1, length, length) for length in lengths] + ([(answers, 1, CONTEXT)] if answers else [])
+    groups = [(1, length, length) for length in lengths] + (
+        [(answers, 1, CONTEXT)] if answers else []
+    )
     pages = sum(count * -(-context // PAGE_SIZE) for count, _, context in groups) + 1
-    cache = KVCache.allocate(model.kv, pages, PAGE_SIZE, kv_cache_dtype(kv_dtype, torch.bfloat16), "cpu")  # type: ignore[arg-type]
+    cache = KVCache.allocate(
+        model.kv, pages, PAGE_SIZE, kv_cache_dtype(kv_dtype, torch.bfloat16), "cpu"
+    )  # type: ignore[arg-type]
     bound = context_bucket(CONTEXT) if answers else tokens
     step = synthetic_step(model, select_backends("cuda"), groups, max_context=bound, kv=cache)
 
@@ -84,7 +105,12 @@ def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
-        "-q", "--weights", default="smoothquant", choices=WEIGHT_FORMATS, metavar="KIND", help=", ".join(WEIGHT_FORMATS)
+        "-q",
+        "--weights",
+        default="smoothquant",
+        choices=WEIGHT_FORMATS,
+        metavar="KIND",
+        help=", ".join(WEIGHT_FORMATS),
     )
     parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "int8", "fp8"))
     parser.add_argument("--steps", default="1024,768+230")
@@ -94,11 +120,15 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure and print; once more, in a process that finds the silent driver, where this one does not."""
+    """Measure and print; once more, in a process that finds the silent driver, where this one does
+    not.
+    """
     options = parse_args()
     if os.environ.get(FAKE_DRIVER_VAR) != "1":
         os.environ[FAKE_DRIVER_VAR] = "1"
-        return fake_cuda_driver.rerun_with_driver(Path(tempfile.gettempdir()) / "modelmill-silent-driver", sys.argv)
+        return fake_cuda_driver.rerun_with_driver(
+            Path(tempfile.gettempdir()) / "modelmill-silent-driver", sys.argv
+        )
     import torch
 
     torch.set_num_threads(1)
@@ -108,7 +138,10 @@ def main() -> int:
         call = make_step(told, options.weights, options.kv_cache_dtype)
         times = cpu_ms(call, options.rounds)
         what = f"{options.weights}, pages {options.kv_cache_dtype}, {told} tokens"
-        print(f"{what}: {min(times):.2f} ms of CPU at least, {statistics.median(times):.2f} in the median")
+        print(
+            f"{what}: {min(times):.2f} ms of CPU at least, {statistics.median(times):.2f} in the "
+            "median"
+        )
         if options.profile:
             with cProfile.Profile() as profile:
                 for _ in range(5):

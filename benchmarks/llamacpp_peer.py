@@ -1,11 +1,16 @@
-"""Ours and llama.cpp on the same CPU in turn: prefill, and decode after short and long prompts, of one small model.
+"""Ours and llama.cpp on the same CPU in turn: prefill, and decode after short and long prompts, of
+one small model.
 
-    python benchmarks/llamacpp_peer.py ENGINE GGUF --peer-python /venv/bin/python [--threads 2] [--rounds 7] [--busy 0]
+    python benchmarks/llamacpp_peer.py ENGINE GGUF --peer-python /venv/bin/python [--threads 2]
+    [--rounds 7] [--busy 0]
 
-ENGINE is a modelmill engine, GGUF the file that llama.cpp runs, and peer-python an interpreter that has a llama.cpp
-wheel (``pip install xllamacpp`` in a virtual environment of its own). Each round runs every prompt once on either
-side, the first side changing from round to round. Both sides tell the same numbers: prefill is the prompt's tokens
-over the time to the first token, decode the tokens after the first over the time from the first to the last. Medians
+ENGINE is a modelmill engine, GGUF the file that llama.cpp runs, and peer-python an interpreter that
+has a llama.cpp wheel (``pip install xllamacpp`` in a virtual environment of its own). Each round
+runs every prompt once on either
+side, the first side changing from round to round. Both sides tell the same numbers: prefill is the
+prompt's tokens
+over the time to the first token, decode the tokens after the first over the time from the first to
+the last. Medians
 of the rounds and their spread are printed, and appended to --out. --busy N keeps N processes
 counting meanwhile, to see what a shared machine does to either side.
 """
@@ -38,7 +43,8 @@ def random_ids(count: int, seed: int) -> list[int]:
     return [1000 + (seed * 7919 + i * i * 31 + i * 17) % 40000 for i in range(count)]
 
 
-# -- the peer, in a process of its own: a line of JSON in, a line out ------------------------------------------------
+# -- the peer, in a process of its own: a line of JSON in, a line out
+# ------------------------------------------------
 
 
 def serve_peer(gguf: str, threads: int) -> None:
@@ -67,7 +73,9 @@ def serve_peer(gguf: str, threads: int) -> None:
         told = (json.loads(answer) if isinstance(answer, str) else answer)["timings"]
         assert told["prompt_n"] == len(asked["ids"]), "a part of the prompt was taken from a cache"
         assert told["predicted_n"] == asked["count"]
-        print(json.dumps([told["prompt_ms"] / 1e3, told["predicted_ms"] / 1e3]), file=out, flush=True)
+        print(
+            json.dumps([told["prompt_ms"] / 1e3, told["predicted_ms"] / 1e3]), file=out, flush=True
+        )
 
 
 class LlamaCppPeer:
@@ -76,7 +84,11 @@ class LlamaCppPeer:
     def __init__(self, python: str, gguf: Path, threads: int) -> None:
         command = [python, str(Path(__file__).resolve()), "--serve-peer", str(gguf), str(threads)]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
         )
         self._read()
 
@@ -100,16 +112,25 @@ class LlamaCppPeer:
         self._process.wait()
 
 
-# -- ours ------------------------------------------------------------------------------------------------------------
+# -- ours
+# ---------------------------------------------------------------------------
 
 
-def open_modelmill(engine: Path, threads: int) -> tuple[Callable[[list[int], int], Timing], dict[str, Any]]:
+def open_modelmill(
+    engine: Path, threads: int
+) -> tuple[Callable[[list[int], int], Timing], dict[str, Any]]:
     """A function that measures as ``LlamaCppPeer.measure`` does, and what the engine is."""
     from modelmill.core.config import RunConfig
     from modelmill.core.types import Request, SamplingParams
     from modelmill.runtime.engine_core import EngineCore
 
-    config = RunConfig(device="cpu", threads=threads, max_model_len=2048, enable_prefix_caching=False, max_num_seqs=1)
+    config = RunConfig(
+        device="cpu",
+        threads=threads,
+        max_model_len=2048,
+        enable_prefix_caching=False,
+        max_num_seqs=1,
+    )
     loop = EngineCore.open(engine, config)
     assert loop.artifact is not None
 
@@ -131,7 +152,10 @@ def open_modelmill(engine: Path, threads: int) -> tuple[Callable[[list[int], int
 @contextlib.contextmanager
 def busy_processes(count: int) -> Iterator[None]:
     """``count`` processes that do nothing but count."""
-    running = [multiprocessing.get_context("spawn").Process(target=_count, daemon=True) for _ in range(count)]
+    running = [
+        multiprocessing.get_context("spawn").Process(target=_count, daemon=True)
+        for _ in range(count)
+    ]
     for process in running:
         process.start()
     try:
@@ -150,8 +174,14 @@ def _count() -> None:
 
 def device() -> str:
     """The processor's name and family."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if sys.platform == "linux" else []
-    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    lines = (
+        Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        if sys.platform == "linux"
+        else []
+    )
+    found = {
+        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
+    }
     kind = f"family {found.get('cpu family', '?')} model {found.get('model', '?')}"
     return f"{found.get('model name', platform.processor())} ({kind}), {os.cpu_count()} cores"
 
@@ -167,7 +197,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--busy", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the rows are appended")
-    parser.add_argument("--note", default="", help="what else is to be said of this run, such as its priority")
+    parser.add_argument(
+        "--note", default="", help="what else is to be said of this run, such as its priority"
+    )
     options = parser.parse_args()
     measure, engine = open_modelmill(options.engine, options.threads)
     peer = LlamaCppPeer(options.peer_python, options.gguf, options.threads)
@@ -181,24 +213,36 @@ def main() -> None:
                 for name in list(sides)[:: 1 if turn % 2 else -1]:
                     prefill, decode = sides[name](random_ids(length, turn), options.tokens)
                     speeds.setdefault((length, "prefill", name), []).append(length / prefill)
-                    speeds.setdefault((length, "decode", name), []).append((options.tokens - 1) / decode)
+                    speeds.setdefault((length, "decode", name), []).append(
+                        (options.tokens - 1) / decode
+                    )
     peer.close()
     record(options, engine, speeds)
 
 
 def record(
-    options: argparse.Namespace, engine: dict[str, Any], speeds: dict[tuple[int, str, str], list[float]]
+    options: argparse.Namespace,
+    engine: dict[str, Any],
+    speeds: dict[tuple[int, str, str], list[float]],
 ) -> None:
     """Print the table, and append a row per line of it."""
     import torch
 
-    python = [options.peer_python, "-c", "from importlib.metadata import version; print(version('xllamacpp'))"]
+    python = [
+        options.peer_python,
+        "-c",
+        "from importlib.metadata import version; print(version('xllamacpp'))",
+    ]
     wheel = subprocess.run(python, capture_output=True, text=True, check=False).stdout.strip()
     names = [a if not Path(a).is_absolute() else Path(a).name for a in sys.argv[1:]]
     common = {
         "command": shlex.join(["python", "benchmarks/llamacpp_peer.py", *names]),
         "device": device(),
-        "versions": {"torch": torch.__version__, "python": platform.python_version(), "xllamacpp": wheel},
+        "versions": {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "xllamacpp": wheel,
+        },
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "engine": engine,
         "peer": options.gguf.name,
@@ -208,19 +252,35 @@ def record(
         "unit": "tokens/s",
     } | ({"note": options.note} if options.note else {})
     print(
-        f"{common['device']}; {options.threads} threads, {options.busy} busy processes, load {common['load_average']}"
+        f"{common['device']}; {options.threads} threads, {options.busy} busy processes, load "
+        f"{common['load_average']}"
     )
-    print(f"{'':24}{'ours':>8}{'least':>8}{'most':>8}{'llama.cpp':>12}{'least':>8}{'most':>8}{'ratio':>8}")
+    print(
+        f"{'':24}{'ours':>8}{'least':>8}{'most':>8}{'llama.cpp':>12}{'least':>8}{'most':>8}{'ratio':>8}"
+    )
     with options.out.open("a", encoding="utf-8") as file:
         for length in PROMPTS:
             for phase in ("prefill", "decode"):
-                ours, theirs = (sorted(speeds[length, phase, side]) for side in ("ours", "llama.cpp"))
+                ours, theirs = (
+                    sorted(speeds[length, phase, side]) for side in ("ours", "llama.cpp")
+                )
                 mine, other = statistics.median(ours), statistics.median(theirs)
-                shown = f"{mine:>8.0f}{ours[0]:>8.0f}{ours[-1]:>8.0f}{other:>12.0f}{theirs[0]:>8.0f}{theirs[-1]:>8.0f}"
+                shown = f"{mine:>8.0f}{ours[0]:>8.0f}{ours[-1]:>8.0f}{other:>12.0f}{theirs[0]:>8.0f}{theirs[-1]:>8.0f}"  # noqa: E501
                 print(f"{phase + ', prompt ' + str(length):24}{shown}{mine / other:>8.2f}")
-                row = {"op": "llamacpp_peer", "phase": phase, "prompt": length, "ours": round(mine, 1)}
-                row |= {"ours_spread": [round(ours[0], 1), round(ours[-1], 1)], "llamacpp": round(other, 1)}
-                row |= {"llamacpp_spread": [round(theirs[0], 1), round(theirs[-1], 1)], "ratio": round(mine / other, 3)}
+                row = {
+                    "op": "llamacpp_peer",
+                    "phase": phase,
+                    "prompt": length,
+                    "ours": round(mine, 1),
+                }
+                row |= {
+                    "ours_spread": [round(ours[0], 1), round(ours[-1], 1)],
+                    "llamacpp": round(other, 1),
+                }
+                row |= {
+                    "llamacpp_spread": [round(theirs[0], 1), round(theirs[-1], 1)],
+                    "ratio": round(mine / other, 3),
+                }
                 file.write(json.dumps(common | row) + "\n")
 
 

@@ -1,15 +1,18 @@
-"""MiniGPT-4's published sizes on the GPU, beside transformers' plain pipeline: a picture and words in, an answer out.
+"""MiniGPT-4's published sizes on the GPU, beside transformers' plain pipeline: a picture and words
+in, an answer out.
 
-    python benchmarks/minigpt4.py [--sides bfloat16,int4,transformers] [--works eyes,first,request,many] [--rounds 5]
-                                  [--layers N] [--out FILE.jsonl]
+    python benchmarks/minigpt4.py [--sides bfloat16,int4,transformers] [--works
+                                  eyes,first,request,many] [--rounds 5] [--layers N] [--out
+                                  FILE.jsonl]
 
-request: 100 text tokens and one picture (32 embeddings), 100 new tokens, greedy. first: its first token alone. many: 64
-of them at once. eyes: the tower, the Q-Former and the projection alone, one picture and 16. Every call brings pictures
-that were not seen before. A call runs from pixels (ours: bytes; transformers: normalised floats, as its processor gives
-them) on the host to ids on the host. Sides take turns call by call on one card, and their seconds become a figure by
-one function (``figure_statistics.whole_call_figure``). Weights are drawn at random: the language model is LLaMA-7B's
-shape with Vicuna's vocabulary. Sides of ours: how the language model's matrices are held (``weight_formats.py``;
-bfloat16: as they are), ``+int8-tower``.
+request: 100 text tokens and one picture (32 embeddings), 100 new tokens, greedy. first: its first
+token alone. many: 64 of them at once. eyes: the tower, the Q-Former and the projection alone, one
+picture and 16. Every call brings pictures that were not seen before. A call runs from pixels (ours:
+bytes; transformers: normalised floats, as its processor gives them) on the host to ids on the host.
+Sides take turns call by call on one card, and their seconds become a figure by one function
+(``figure_statistics.whole_call_figure``). Weights are drawn at random: the language model is
+LLaMA-7B's shape with Vicuna's vocabulary. Sides of ours: how the language model's matrices are held
+(``weight_formats.py``; bfloat16: as they are), ``+int8-tower``.
 """
 
 from __future__ import annotations
@@ -51,19 +54,21 @@ QFORMER = {
     "width": 768, "depth": 12, "heads": 12, "inner": 3072, "seen": 1408, "every": 2, "queries": 32,
 }  # fmt: skip
 TEXT, NEW_TOKENS, TOKENS_BEFORE_IMAGE, MANY_REQUESTS = 100, 100, 40, 64
-"""Tokens of text and of an answer; how many of the text stand before the picture; requests at once."""
+"""Tokens of text and of an answer; how many of the text stand before the picture; requests at once.
+"""
 PEER = "transformers"
 BATCH_SIZES = {"request": (1,), "first": (1,), "many": (MANY_REQUESTS,), "eyes": (1, 16)}
 """Pictures of a call, each of a request of its own."""
 OUTPUT_LENGTHS = {"request": NEW_TOKENS, "first": 1, "many": NEW_TOKENS}
 Prepare = Callable[[int], Callable[[], int]]
-"""A seed for the prompts and pictures → what is timed, which gives the number of tokens that came."""
+"""A seed for the prompts and pictures → what is timed, which gives the number of tokens that came.
+"""
 
 
 @dataclass(frozen=True)
 class MiniGPT4Side:
-    """One subject. prepare_requests: so many requests at once for so many tokens. prepare_encoder: so many pictures, by
-    the eyes alone."""
+    """One subject. prepare_requests: so many requests at once for so many tokens. prepare_encoder:
+    so many pictures, by the eyes alone."""
 
     name: str
     prepare_requests: Callable[[int, int], Prepare]
@@ -74,8 +79,12 @@ class MiniGPT4Side:
 def make_config(
     layers: int | None, tower: dict[str, int] = VISION_ENCODER, qformer: dict[str, int] = QFORMER
 ) -> dict[str, Any]:
-    """The config of MiniGPT-4 in its published sizes; layers: of the language model, to rehearse."""
-    config = LLAMA_7B | {"vocab_size": 32001} | ({} if layers is None else {"num_hidden_layers": layers})
+    """The config of MiniGPT-4 in its published sizes; layers: of the language model, to
+    rehearse.
+    """
+    config = (
+        LLAMA_7B | {"vocab_size": 32001} | ({} if layers is None else {"num_hidden_layers": layers})
+    )
     return config | {"model_type": "minigpt4", "reader": {"tower": tower, "qformer": qformer}}
 
 
@@ -128,7 +137,11 @@ def modelmill_side(name: str, config: dict[str, Any], device: str) -> MiniGPT4Si
 
         return prepare
 
-    facts = {"device": device_name(loop.device), "versions": versions(), "kernels": dict(loop.ops.backends)}
+    facts = {
+        "device": device_name(loop.device),
+        "versions": versions(),
+        "kernels": dict(loop.ops.backends),
+    }
     return MiniGPT4Side(name, asks, eyes, facts)
 
 
@@ -164,39 +177,65 @@ def transformers_side(config: dict[str, Any], device: str) -> MiniGPT4Side:
 
     tower, qformer = config["reader"]["tower"], config["reader"]["qformer"]
     text = transformers.LlamaConfig(
-        **{k: v for k, v in config.items() if k not in ("reader", "model_type", "architectures", "torch_dtype")}
+        **{
+            k: v
+            for k, v in config.items()
+            if k not in ("reader", "model_type", "architectures", "torch_dtype")
+        }
     )
     vision = transformers.Blip2VisionConfig(
-        hidden_size=tower["width"], intermediate_size=tower["inner"], num_hidden_layers=tower["depth"],
-        num_attention_heads=tower["heads"], image_size=tower["image"], patch_size=tower["patch"], qkv_bias=True,
+        hidden_size=tower["width"], intermediate_size=tower["inner"],
+        num_hidden_layers=tower["depth"],
+        num_attention_heads=tower["heads"], image_size=tower["image"], patch_size=tower["patch"],
+        qkv_bias=True,
     )  # fmt: skip
     asking = transformers.Blip2QFormerConfig(
-        hidden_size=qformer["width"], num_hidden_layers=qformer["depth"], num_attention_heads=qformer["heads"],
+        hidden_size=qformer["width"], num_hidden_layers=qformer["depth"],
+        num_attention_heads=qformer["heads"],
         intermediate_size=qformer["inner"], encoder_hidden_size=qformer["seen"],
         cross_attention_frequency=qformer["every"], layer_norm_eps=1e-12,
     )  # fmt: skip
-    words = {"text_config": text.to_dict(), "num_query_tokens": qformer["queries"], "image_token_index": 0}
-    told = transformers.Blip2Config(vision_config=vision.to_dict(), qformer_config=asking.to_dict(), **words)
+    words = {
+        "text_config": text.to_dict(),
+        "num_query_tokens": qformer["queries"],
+        "image_token_index": 0,
+    }
+    told = transformers.Blip2Config(
+        vision_config=vision.to_dict(), qformer_config=asking.to_dict(), **words
+    )
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(device):
-            model = transformers.Blip2ForConditionalGeneration(told).to(torch.bfloat16).eval().requires_grad_(False)
+            model = (
+                transformers.Blip2ForConditionalGeneration(told)
+                .to(torch.bfloat16)
+                .eval()
+                .requires_grad_(False)
+            )
     finally:
         torch.set_default_dtype(before)
     randomize_weights(model)
 
     def floats(count: int, seed: int) -> torch.Tensor:
         mean, std = (torch.tensor(v).view(3, 1, 1) for v in (IMAGE_MEAN, IMAGE_STD))
-        return (random_images(count, seed, tower["image"]).permute(0, 3, 1, 2).float() / 255 - mean) / std
+        return (
+            random_images(count, seed, tower["image"]).permute(0, 3, 1, 2).float() / 255 - mean
+        ) / std
 
     def asks(count: int, new: int) -> Prepare:
         lengths = {"max_new_tokens": new, "min_new_tokens": new}
-        how = transformers.GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0, **lengths)
+        how = transformers.GenerationConfig(
+            do_sample=False, eos_token_id=None, pad_token_id=0, **lengths
+        )
 
         def prepare(seed: int) -> Callable[[], int]:
             prompts = [
-                [*prompt[:TOKENS_BEFORE_IMAGE], *[0] * qformer["queries"], *prompt[TOKENS_BEFORE_IMAGE:]]
+                [
+                    *prompt[:TOKENS_BEFORE_IMAGE],
+                    *[0] * qformer["queries"],
+                    *prompt[TOKENS_BEFORE_IMAGE:],
+                ]
                 for prompt in random_prompts([(TEXT, new)] * count, seed)
             ]
             asked, shown = torch.tensor(prompts), floats(count, seed)
@@ -205,7 +244,9 @@ def transformers_side(config: dict[str, Any], device: str) -> MiniGPT4Side:
             def call() -> int:
                 ids, values = asked.to(device), shown.to(device, torch.bfloat16)
                 mask = torch.ones_like(ids)
-                out = model.generate(pixel_values=values, input_ids=ids, attention_mask=mask, generation_config=how)
+                out = model.generate(
+                    pixel_values=values, input_ids=ids, attention_mask=mask, generation_config=how
+                )
                 told = out.tolist()
                 return count * (len(told[0]) - (asked.shape[1] if len(told[0]) > new else 0))
 
@@ -221,7 +262,9 @@ def transformers_side(config: dict[str, Any], device: str) -> MiniGPT4Side:
             def call() -> int:
                 image = model.vision_model(shown.to(device, torch.bfloat16)).last_hidden_state
                 queries = model.query_tokens.expand(count, -1, -1)
-                asked = model.qformer(query_embeds=queries, encoder_hidden_states=image).last_hidden_state
+                asked = model.qformer(
+                    query_embeds=queries, encoder_hidden_states=image
+                ).last_hidden_state
                 return len(model.language_projection(asked.to(torch.bfloat16)).cpu())
 
             return call
@@ -232,7 +275,9 @@ def transformers_side(config: dict[str, Any], device: str) -> MiniGPT4Side:
     return MiniGPT4Side(PEER, asks, eyes, {"device": device_name(device), "versions": found})
 
 
-def measure_rows(sides: Sequence[MiniGPT4Side], works: Sequence[str], rounds: int) -> list[dict[str, Any]]:
+def measure_rows(
+    sides: Sequence[MiniGPT4Side], works: Sequence[str], rounds: int
+) -> list[dict[str, Any]]:
     """One row a side and work; sides take turns."""
     found = []
     for work, count in [(each, count) for each in works for count in BATCH_SIZES[each]]:
@@ -240,7 +285,11 @@ def measure_rows(sides: Sequence[MiniGPT4Side], works: Sequence[str], rounds: in
         for turn in range(rounds + 1):
             for side in sides:
                 new = OUTPUT_LENGTHS.get(work, 1)
-                prepare = side.prepare_encoder(count) if work == "eyes" else side.prepare_requests(count, new)
+                prepare = (
+                    side.prepare_encoder(count)
+                    if work == "eyes"
+                    else side.prepare_requests(count, new)
+                )
                 took = time_call(prepare(turn + 1000 * count + new), count * new, side.name)
                 if turn:  # the first compiles and records
                     seconds[side.name].append(took)
@@ -264,7 +313,8 @@ def make_row(work: str, count: int, side: MiniGPT4Side, seconds: Sequence[float]
     """What is kept of one figure."""
     figure = whole_call_figure(seconds, 1e3)
     told = {
-        "bench": "minigpt4", "work": work, "pictures": count, "subject": side.name, "value": round(figure.value, 3),
+        "bench": "minigpt4", "work": work, "pictures": count, "subject": side.name,
+        "value": round(figure.value, 3),
         "unit": "ms", "spread": {k: round(v, 3) for k, v in figure.to_dict().items()},
         "statistic": "median of whole calls, sides in turn",
     }  # fmt: skip
@@ -280,7 +330,9 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sides", default=f"bfloat16,int4,{PEER}")
     parser.add_argument("--works", default="eyes,first,request,many")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--layers", type=int, help="of the language model, to rehearse; such rows are no evidence")
+    parser.add_argument(
+        "--layers", type=int, help="of the language model, to rehearse; such rows are no evidence"
+    )
     parser.add_argument("--out", type=Path)
     return parser.parse_args(arguments)
 
@@ -292,7 +344,8 @@ def main() -> None:
     config = make_config(options.layers)
     names = options.sides.split(",")
     sides = [
-        transformers_side(config, device) if name == PEER else modelmill_side(name, config, device) for name in names
+        transformers_side(config, device) if name == PEER else modelmill_side(name, config, device)
+        for name in names
     ]
     found = measure_rows(sides, options.works.split(","), options.rounds)
     if options.out:

@@ -1,14 +1,16 @@
-"""Times single steps of a model shape on the GPU, without an engine: seeded random weights, decode as one graph.
+"""Times single steps of a model shape on the GPU, without an engine: seeded random weights, decode
+as one graph.
 
-    python benchmarks/model_step.py qwen-7b [--decode 1x128,8x1024] [--prefill 1x1024,1x4096] [--mixed 768+230x1000]
+    python benchmarks/model_step.py qwen-7b [--decode 1x128,8x1024] [--prefill 1x1024,1x4096]
+    [--mixed 768+230x1000]
                               [-q int4] [--kv-cache-dtype int8] [--profile] [--save FILE.jsonl]
 
-``decode BxC``: one step of B sequences that hold C tokens each, the median of graph replays, beside the floor: the
-bytes of weights and KV that it must read over the copy bandwidth measured in the same run. ``prefill BxN``: a first
-step of B prompts of N tokens, launched as the engine does, the median over runs. ``mixed N+BxC``: N tokens of prompts
-(of 512 at most) beside B answers that hold C tokens each, launched likewise. ``-q``: how the matrices are held
-(``weight_formats.py``); the head stays as it is without ``--quantize-head``. ``--kernel OP=VARIANT`` switches a kernel.
-"""
+``decode BxC``: one step of B sequences that hold C tokens each, the median of graph replays, beside
+the floor: the bytes of weights and KV that it must read over the copy bandwidth measured in the
+same run. ``prefill BxN``: a first step of B prompts of N tokens, launched as the engine does, the
+median over runs. ``mixed N+BxC``: N tokens of prompts (of 512 at most) beside B answers that hold C
+tokens each, launched likewise. ``-q``: how the matrices are held (``weight_formats.py``); the head
+stays as it is without ``--quantize-head``. ``--kernel OP=VARIANT`` switches a kernel."""
 
 from __future__ import annotations
 
@@ -52,18 +54,23 @@ ROUNDS, PROMPT = 15, 512
 
 
 def random_model(shape: str, weight_format: str = "dense", *, head: bool = False) -> nn.Module:
-    """A model of a shape of ``make_checkpoint`` on the GPU, every weight drawn at random; weight_format: one of
-    ``WEIGHT_FORMATS``.
+    """A model of a shape of ``make_checkpoint`` on the GPU, every weight drawn at random;
+    weight_format: one of ``WEIGHT_FORMATS``.
 
     head: whether the matrix of the logits is held so, too.
     """
     raw = SHAPES[shape]
     model = build_model(str(raw["model_type"]), raw)
     linears = [
-        name for name, module in model.named_modules() if isinstance(module, Linear) and (head or name != "head")
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, Linear) and (head or name != "head")
     ]
     return fill_random_weights(
-        model, dict.fromkeys(linears, weight_quantizer(weight_format)), getattr(torch, str(raw["torch_dtype"])), "cuda"
+        model,
+        dict.fromkeys(linears, weight_quantizer(weight_format)),
+        getattr(torch, str(raw["torch_dtype"])),
+        "cuda",
     )
 
 
@@ -76,7 +83,8 @@ def make_step(
     kv_dtype: str = "auto",
     kernels: Mapping[str, str] | None = None,
 ) -> Step:
-    """``batch`` sequences with ``new`` tokens each, the last at ``context``; pages in shuffled order.
+    """``batch`` sequences with ``new`` tokens each, the last at ``context``; pages in shuffled
+    order.
 
     kernels: op → variant, where one is switched by hand.
     """
@@ -84,26 +92,48 @@ def make_step(
     pages = batch * -(-context // PAGE_SIZE) + 1
     kv = KVCache.allocate(model.kv, pages, PAGE_SIZE, model_kv_dtype(model, kv_dtype), "cuda")  # type: ignore[arg-type]
     return synthetic_step(
-        model, select_backends("cuda", kernels, tuning), (batch, new, context), max_context=bound, kv=kv
+        model,
+        select_backends("cuda", kernels, tuning),
+        (batch, new, context),
+        max_context=bound,
+        kv=kv,
     )
 
 
-def mixed_step(model: nn.Module, sizes: tuple[int, int, int], kv_dtype: str, kernels: Mapping[str, str]) -> Step:
+def mixed_step(
+    model: nn.Module, sizes: tuple[int, int, int], kv_dtype: str, kernels: Mapping[str, str]
+) -> Step:
     """sizes: tokens of prompts, answers, tokens of each of those."""
     prompts, answers, context = sizes
-    pieces = [(1, min(PROMPT, prompts - at), min(PROMPT, prompts - at)) for at in range(0, prompts, PROMPT)]
-    pages = sum(-(-count // PAGE_SIZE) for _, _, count in pieces) + answers * -(-context // PAGE_SIZE) + 1
+    pieces = [
+        (1, min(PROMPT, prompts - at), min(PROMPT, prompts - at))
+        for at in range(0, prompts, PROMPT)
+    ]
+    pages = (
+        sum(-(-count // PAGE_SIZE) for _, _, count in pieces)
+        + answers * -(-context // PAGE_SIZE)
+        + 1
+    )
     device = model.embed.weight.device.type  # type: ignore[union-attr]
     kv = KVCache.allocate(model.kv, pages, PAGE_SIZE, model_kv_dtype(model, kv_dtype), device)  # type: ignore[arg-type]
     groups = [*pieces, (answers, 1, context)]
     return synthetic_step(
-        model, select_backends(device, kernels), groups, max_context=context_bucket(max(context, PROMPT)), kv=kv
+        model,
+        select_backends(device, kernels),
+        groups,
+        max_context=context_bucket(max(context, PROMPT)),
+        kv=kv,
     )
 
 
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of every matrix that a decode step reads."""
-    return sum(t.nbytes for m in model.modules() if isinstance(m, Linear) for t in m.weight.tensors().values())
+    return sum(
+        t.nbytes
+        for m in model.modules()
+        if isinstance(m, Linear)
+        for t in m.weight.tensors().values()
+    )
 
 
 @torch.inference_mode()
@@ -115,13 +145,22 @@ def time_decode(model: nn.Module, step: Step, rate: float) -> dict[str, Any]:
     batch, context = step.query_start.numel() - 1, int(step.context_lens[0])
     token = step.kv.nbytes / step.kv.pages / PAGE_SIZE
     floor = (weight_bytes(model) + batch * context * token) / rate * 1e3
-    return {"figure": "step.decode_ms", "batch": batch, "context": context, **spread_fields(times), "floor_ms": floor}
+    return {
+        "figure": "step.decode_ms",
+        "batch": batch,
+        "context": context,
+        **spread_fields(times),
+        "floor_ms": floor,
+    }
 
 
 @torch.inference_mode()
 def time_prefill(model: nn.Module, step: Step) -> dict[str, Any]:
     """Milliseconds of a first step."""
-    times = [each * 1e3 for each in time_interleaved([functools.partial(greedy_ids, model, step)], 9, 1, "cuda")[0]]
+    times = [
+        each * 1e3
+        for each in time_interleaved([functools.partial(greedy_ids, model, step)], 9, 1, "cuda")[0]
+    ]
     batch, tokens = step.query_start.numel() - 1, step.max_query
     return {"figure": "step.prefill_ms", "batch": batch, "tokens": tokens, **spread_fields(times)}
 
@@ -129,9 +168,18 @@ def time_prefill(model: nn.Module, step: Step) -> dict[str, Any]:
 @torch.inference_mode()
 def time_mixed_step(model: nn.Module, step: Step, sizes: tuple[int, int, int]) -> dict[str, Any]:
     """Milliseconds of a step with prompts beside answers."""
-    times = [each * 1e3 for each in time_interleaved([functools.partial(greedy_ids, model, step)], 9, 1, "cuda")[0]]
+    times = [
+        each * 1e3
+        for each in time_interleaved([functools.partial(greedy_ids, model, step)], 9, 1, "cuda")[0]
+    ]
     tokens, batch, context = sizes
-    return {"figure": "step.mixed_ms", "tokens": tokens, "batch": batch, "context": context, **spread_fields(times)}
+    return {
+        "figure": "step.mixed_ms",
+        "tokens": tokens,
+        "batch": batch,
+        "context": context,
+        **spread_fields(times),
+    }
 
 
 def spread_fields(times: list[float]) -> dict[str, Any]:
@@ -156,15 +204,21 @@ def kv_bytes_per_token(model: nn.Module, kv_dtype: str = "auto") -> int:
 
 
 def print_profile(
-    model: nn.Module, work: ProfileCase, ceilings: Roofline, kv_dtype: str, kernels: Mapping[str, str]
+    model: nn.Module,
+    work: ProfileCase,
+    ceilings: Roofline,
+    kv_dtype: str,
+    kernels: Mapping[str, str],
 ) -> None:
     """Print where the time of one step goes, as ``modelmill profile`` does."""
     length = work.prompt + PAGE_SIZE
     pages = work.batch * (length // PAGE_SIZE + 1) + 2
     config = RunConfig(
-        kv_cache_bytes=pages * PAGE_SIZE * kv_bytes_per_token(model, kv_dtype), max_num_seqs=work.batch,
+        kv_cache_bytes=pages * PAGE_SIZE * kv_bytes_per_token(model, kv_dtype),
+        max_num_seqs=work.batch,
         page_size=PAGE_SIZE,
-        max_num_batched_tokens=max(work.batch * work.prompt, length), kv_cache_dtype=kv_dtype, kernels=kernels,
+        max_num_batched_tokens=max(work.batch * work.prompt, length), kv_cache_dtype=kv_dtype,
+        kernels=kernels,
     )  # fmt: skip
     found, _ = profiled(EngineCore(model, config, max_model_len=length), work, ceilings)
     show_profile(found, 16)
@@ -186,7 +240,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prefill", default="")
     parser.add_argument("--mixed", default="")
     parser.add_argument(
-        "-q", "--weights", default="dense", choices=WEIGHT_FORMATS, metavar="KIND", help=", ".join(WEIGHT_FORMATS)
+        "-q",
+        "--weights",
+        default="dense",
+        choices=WEIGHT_FORMATS,
+        metavar="KIND",
+        help=", ".join(WEIGHT_FORMATS),
     )
     parser.add_argument("--quantize-head", action="store_true")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_DTYPES)
@@ -204,8 +263,10 @@ def main() -> None:
     model = random_model(options.shape, options.weights, head=options.quantize_head)
     rate = copy_bandwidth()
     stamp = {
-        "command": "python benchmarks/model_step.py " + " ".join(sys.argv[1:]), "shape": options.shape, "unit": "ms",
-        "weights": options.weights, "kv": kv, "copy_gbps": round(rate / 1e9), "device": torch.cuda.get_device_name(),
+        "command": "python benchmarks/model_step.py " + " ".join(sys.argv[1:]),
+        "shape": options.shape, "unit": "ms",
+        "weights": options.weights, "kv": kv, "copy_gbps": round(rate / 1e9),
+        "device": torch.cuda.get_device_name(),
         "versions": versions(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **({"state": options.state} if options.state else {}),
     }  # fmt: skip
@@ -229,7 +290,9 @@ def main() -> None:
                 file.write(json.dumps(row | stamp) + "\n")
         if options.profile:
             ceilings = measure_roofline("cuda", [model.embed.weight.dtype])  # type: ignore[union-attr, list-item]
-            show_profile(profile_step(model, step, ProfileCase("mixed", *sizes[1:]), ceilings)[0], 20)
+            show_profile(
+                profile_step(model, step, ProfileCase("mixed", *sizes[1:]), ceilings)[0], 20
+            )
     if options.profile and works:
         ceilings = measure_roofline("cuda", [model.embed.weight.dtype])  # type: ignore[union-attr, list-item]
         for work in works:

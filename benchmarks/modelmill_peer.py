@@ -1,4 +1,6 @@
-"""modelmill as one side of a comparison: ``python -m benchmarks.modelmill_peer '{"engine": …, "run": {…}}'``."""
+"""modelmill as one side of a comparison:
+``python -m benchmarks.modelmill_peer '{"engine": …, "run": {…}}'``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ from benchmarks.peer_process import Prepared, serve_requests, take_over_stdout
 
 
 def main() -> None:
-    """Open the engine and serve. run: fields of RunConfig; prompts are never answered from the prefix cache."""
+    """Open the engine and serve.
+
+    run: fields of RunConfig; prompts are never answered from the prefix cache.
+    """
     pipe = take_over_stdout()
     told = json.loads(sys.argv[1])
     from modelmill.core.config import RunConfig
@@ -19,7 +24,9 @@ def main() -> None:
     from modelmill.eval.targets import greedy_request
     from modelmill.runtime.engine_core import EngineCore
 
-    loop = EngineCore.open(Path(told["engine"]), RunConfig(**told["run"], enable_prefix_caching=False))
+    loop = EngineCore.open(
+        Path(told["engine"]), RunConfig(**told["run"], enable_prefix_caching=False)
+    )
     count = 0
 
     def prepare(prompts: Sequence[list[int]], outputs: Sequence[int]) -> Prepared:
@@ -30,7 +37,8 @@ def main() -> None:
             count += 1
 
         def call() -> int:
-            for request in requests:  # in the order given: which order it is, is the driver's choice for both sides
+            # in the order given: which order it is, is the driver's choice for both sides
+            for request in requests:
                 loop.add(request)
             tokens = ended = 0
             while ended < len(requests):
@@ -41,7 +49,11 @@ def main() -> None:
 
         return call
 
-    facts = {"device": device_name(loop.device), "versions": versions(), "kernels": dict(loop.ops.backends)}
+    facts = {
+        "device": device_name(loop.device),
+        "versions": versions(),
+        "kernels": dict(loop.ops.backends),
+    }
     serve_requests(prepare, facts, pipe)
 
 

@@ -1,9 +1,11 @@
 """Times every variant of every op against the ceilings of the device, and keeps the rows.
 
-    python benchmarks/ops.py [--op linear --op rms_norm] [--dtype bfloat16] [--variant triton] [--case NAME]
+    python benchmarks/ops.py [--op linear --op rms_norm] [--dtype bfloat16] [--variant triton]
+    [--case NAME]
                              [--device cuda] [--threads 2] [--runs 15] [--save FILE.jsonl]
 
-The same as ``modelmill bench ops``, for several dtypes in one run, with one line a figure as it is measured.
+The same as ``modelmill bench ops``, for several dtypes in one run, with one line a figure as it is
+measured.
 """
 
 from __future__ import annotations
@@ -46,12 +48,18 @@ def main(words: Sequence[str] | None = None, device: str = "cuda", out: Path | N
     usual = ["bfloat16"] if options.device.startswith("cuda") else ["float32", "bfloat16"]
     for dtype in options.dtype or usual:
         ceilings = measure_roofline(options.device, [getattr(torch, dtype)])
-        facts = {"device": device_name(options.device), "dtype": dtype, "ceilings": ceilings.to_dict()}
+        facts = {
+            "device": device_name(options.device),
+            "dtype": dtype,
+            "ceilings": ceilings.to_dict(),
+        }
         print(json.dumps(facts), flush=True)
         for each in bench_ops(ceilings, getattr(torch, dtype), wanted):
             print(json.dumps(each.to_dict()), flush=True)
             if options.save is not None:
-                append_rows(options.save, make_op_rows(command, {**facts, "results": [each.to_dict()]}))
+                append_rows(
+                    options.save, make_op_rows(command, {**facts, "results": [each.to_dict()]})
+                )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""One side of a comparison: an engine in a process of its own, asked over a pipe, timed by one rule.
+"""One side of a comparison: an engine in a process of its own, asked over a pipe, timed by one
+rule.
 
-The driver (``Side``) and the served process (``serve``) share this file, so that ours and every peer get the same
-prompts and the same clock around the same call. Standard library only: it runs inside the peers' own Pythons.
+The driver (``Side``) and the served process (``serve``) share this file, so that ours and every
+peer get the same prompts and the same clock around the same call. Standard library only: it runs
+inside the peers' own Pythons.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MIN_TOKEN_ID, MAX_TOKEN_ID = 5, 30000
-"""Prompt ids are drawn from here: no special tokens, within the smallest vocabulary of the table."""
+"""Prompt ids are drawn from here: no special tokens, within the smallest vocabulary of the table.
+"""
 
 Lengths = Sequence[tuple[int, int]]
 Prepared = Callable[[], int]
@@ -33,7 +36,9 @@ class PeerError(RuntimeError):
 class PeerProcess:
     """The driver's end: starts the process, asks it for calls of given lengths, ends it."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None
+    ) -> None:
         """Start it; ``began`` is the moment. env: added to this process's environment."""
         self.name, self._log = name, log
         self.facts: dict[str, Any] = {}
@@ -56,22 +61,29 @@ class PeerProcess:
         return self.facts
 
     def generate(self, lengths: Lengths, seed: int) -> float:
-        """Seconds of one call over requests of these (prompt, output) lengths, on ids drawn with ``seed``."""
+        """Seconds of one call over requests of these (prompt, output) lengths, on ids drawn with
+        ``seed``.
+        """
         answer = self._request({"lengths": [list(pair) for pair in lengths], "seed": seed})
         asked = sum(output for _, output in lengths)
         if answer["tokens"] != asked:
-            raise PeerError(f"{self.name} gave {answer['tokens']} tokens where {asked} were asked for")
+            raise PeerError(
+                f"{self.name} gave {answer['tokens']} tokens where {asked} were asked for"
+            )
         return float(answer["seconds"])
 
     def randomize_weights(self, weights: str) -> None:
-        """Have the weights drawn at random by a rule of ``make_checkpoint.py``, where the side did not load any."""
+        """Have the weights drawn at random by a rule of ``make_checkpoint.py``, where the side did
+        not load any.
+        """
         self._request({"randomise": weights})
 
     def close(self) -> None:
         """End the process and wait for it."""
         if self._process.poll() is None:
             assert self._process.stdin is not None
-            with contextlib.suppress(OSError):  # it is about to end by itself, and left a question unread
+            # it is about to end by itself, and left a question unread
+            with contextlib.suppress(OSError):
                 self._process.stdin.close()
             try:
                 self._process.wait(20)
@@ -82,7 +94,8 @@ class PeerProcess:
 
     def _request(self, what: Mapping[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # where it has ended, reading says so, with its last words
+        # where it has ended, reading says so, with its last words
+        with contextlib.suppress(OSError):
             print(json.dumps(what), file=self._process.stdin, flush=True)
         return self._read()
 
@@ -103,20 +116,33 @@ def _last_line(log: Path) -> str:
 def random_prompts(lengths: Lengths, seed: int) -> list[list[int]]:
     """Seeded prompt ids, the same on every side."""
     source = random.Random(seed)
-    return [[source.randrange(MIN_TOKEN_ID, MAX_TOKEN_ID) for _ in range(prompt)] for prompt, _ in lengths]
+    return [
+        [source.randrange(MIN_TOKEN_ID, MAX_TOKEN_ID) for _ in range(prompt)]
+        for prompt, _ in lengths
+    ]
 
 
 def take_over_stdout() -> IO[str]:
-    """The pipe to the driver; whatever else prints goes to stderr from now on. Call before importing an engine."""
+    """The pipe to the driver; whatever else prints goes to stderr from now on.
+
+    Call before importing an engine.
+    """
     pipe = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return pipe
 
 
 def serve_requests(
-    prepare: Prepare, facts: Mapping[str, Any], pipe: IO[str], *, randomize: Callable[[str], None] | None = None
+    prepare: Prepare,
+    facts: Mapping[str, Any],
+    pipe: IO[str],
+    *,
+    randomize: Callable[[str], None] | None = None,
 ) -> None:
-    """Answer the driver until it hangs up. ``prepare`` makes the requests outside the clock; its result is timed."""
+    """Answer the driver until it hangs up.
+
+    ``prepare`` makes the requests outside the clock; its result is timed.
+    """
     print(json.dumps(dict(facts)), file=pipe, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
@@ -126,7 +152,9 @@ def serve_requests(
             answer: dict[str, Any] = {}
         else:
             lengths = asked["lengths"]
-            call = prepare(random_prompts(lengths, asked["seed"]), [output for _, output in lengths])
+            call = prepare(
+                random_prompts(lengths, asked["seed"]), [output for _, output in lengths]
+            )
             began = time.perf_counter()
             tokens = call()
             answer = {"seconds": time.perf_counter() - began, "tokens": tokens}

@@ -29,9 +29,10 @@ PEERS = ("vLLM", "transformers")
 class PeerSetup:
     """A folder for models and logs, and where the peer's packages are.
 
-    peer: a folder of vLLM's packages; peer_python: an interpreter that has them. layers: fewer, to rehearse.
-    variants: fields of RunConfig by the name of a side that runs modelmill with them. weights: how they are drawn, by
-    ``make_checkpoint.py``.
+    peer: a folder of vLLM's packages; peer_python: an interpreter that has them. layers: fewer, to
+    rehearse.
+    variants: fields of RunConfig by the name of a side that runs modelmill with them. weights: how
+    they are drawn, by ``make_checkpoint.py``.
     """
 
     work: Path
@@ -45,18 +46,27 @@ class PeerSetup:
 
     def engine(self, shape: str) -> Path:
         """The engine of a shape, made and built on first use."""
-        suffix = (f"-{self.layers}l" if self.layers else "") + (f"-{self.weights}" if self.weights != NORMAL else "")
+        suffix = (f"-{self.layers}l" if self.layers else "") + (
+            f"-{self.weights}" if self.weights != NORMAL else ""
+        )
         engine = self.work / f"{shape}{suffix}.engine"
         if not engine.exists():
             checkpoint = self.work / f"{shape}{suffix}"
             layers = ["--layers", str(self.layers)] if self.layers else []
             if not (checkpoint / "config.json").exists():
                 self._run_module(
-                    "benchmarks.make_checkpoint", shape, str(checkpoint), *layers, "--weights", self.weights
+                    "benchmarks.make_checkpoint",
+                    shape,
+                    str(checkpoint),
+                    *layers,
+                    "--weights",
+                    self.weights,
                 )
             dtype = str(with_num_layers(shape)["torch_dtype"])
             check = [] if self.check else ["--no-check"]
-            self._run_module("modelmill", "build", str(checkpoint), "-o", str(engine), "--dtype", dtype, *check)
+            self._run_module(
+                "modelmill", "build", str(checkpoint), "-o", str(engine), "--dtype", dtype, *check
+            )
         return engine
 
     def cpu_engine(self, gguf: Path) -> Path:
@@ -64,23 +74,42 @@ class PeerSetup:
         engine = self.work / f"{gguf.stem}.int8.engine"
         if not engine.exists():
             self._run_module(
-                "modelmill", "build", str(gguf.resolve()), "-o", str(engine), "--dtype", "bfloat16", "-q", "int8"
+                "modelmill",
+                "build",
+                str(gguf.resolve()),
+                "-o",
+                str(engine),
+                "--dtype",
+                "bfloat16",
+                "-q",
+                "int8",
             )
         return engine
 
     def synthetic_config(self, shape: str) -> Path:
         """A folder with the shape's config as peers read it."""
-        return write_synthetic_config(with_num_layers(shape, self.layers), self.work / f"{shape}-proxy")
+        return write_synthetic_config(
+            with_num_layers(shape, self.layers), self.work / f"{shape}-proxy"
+        )
 
     def _run_module(self, module: str, *arguments: str) -> None:
         began = time.perf_counter()
-        subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, "-m", module, *arguments],
+            cwd=ROOT,
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
         self.note(f"{module} {arguments[0]}: {time.perf_counter() - began:.1f} s")
 
     def start_peer(self, name: str, shape: str, share: float, max_num_seqs: int) -> PeerProcess:
-        """Start one side's process: vLLM, transformers, or modelmill (other names are variants of it)."""
+        """Start one side's process: vLLM, transformers, or modelmill (other names are variants of
+        it).
+        """
         dtype = str(with_num_layers(shape)["torch_dtype"])
-        longest = min(MAX_MODEL_LEN, int(str(with_num_layers(shape).get("n_positions", MAX_MODEL_LEN))))
+        longest = min(
+            MAX_MODEL_LEN, int(str(with_num_layers(shape).get("n_positions", MAX_MODEL_LEN)))
+        )
         log = self.work / "logs" / f"{name}.log"
         limits: dict[str, Any] = {
             "gpu_memory_utilization": share,
@@ -88,11 +117,18 @@ class PeerSetup:
             "max_model_len": longest,
         }
         if name not in PEERS:
-            told: dict[str, Any] = {"engine": str(self.engine(shape)), "run": {**limits, **self.variants.get(name, {})}}
-            return PeerProcess(name, [sys.executable, "-m", "benchmarks.modelmill_peer", json.dumps(told)], log)
+            told: dict[str, Any] = {
+                "engine": str(self.engine(shape)),
+                "run": {**limits, **self.variants.get(name, {})},
+            }
+            return PeerProcess(
+                name, [sys.executable, "-m", "benchmarks.modelmill_peer", json.dumps(told)], log
+            )
         told = {"config": str(self.synthetic_config(shape)), "dtype": dtype}
         if name == "transformers":
-            return PeerProcess(name, [sys.executable, "-m", "benchmarks.transformers_peer", json.dumps(told)], log)
+            return PeerProcess(
+                name, [sys.executable, "-m", "benchmarks.transformers_peer", json.dumps(told)], log
+            )
         limits |= {"dtype": dtype}  # the CUDA graphs that vLLM captures are its own choice
         told = {"config": told["config"], "run": limits}
         python, env = self._vllm()
@@ -108,7 +144,7 @@ class PeerSetup:
         # one folder of it holds a library that others are linked to
         env |= {
             "PYTHONPATH": str(site),
-            "LD_LIBRARY_PATH": f"{site / 'tvm_ffi' / 'lib'}:{os.environ.get('LD_LIBRARY_PATH', '')}",
+            "LD_LIBRARY_PATH": f"{site / 'tvm_ffi' / 'lib'}:{os.environ.get('LD_LIBRARY_PATH', '')}",  # noqa: E501
         }
         return str(self.peer_python or sys.executable), env
 
@@ -116,7 +152,10 @@ class PeerSetup:
     def open_peers(
         self, names: Sequence[str], shape: str, share: float, max_num_seqs: int
     ) -> Iterator[list[PeerProcess]]:
-        """Sides ready to be asked, weights drawn. One after the other: a neighbour's memory must not move meanwhile."""
+        """Sides ready to be asked, weights drawn.
+
+        One after the other: a neighbour's memory must not move meanwhile.
+        """
         with contextlib.ExitStack() as stack:
             sides = []
             for name in names:

@@ -1,4 +1,5 @@
-"""Where a row comes from: the commit, the card and its host, so that a row can be judged without its author.
+"""Where a row comes from: the commit, the card and its host, so that a row can be judged without
+its author.
 
 Standard library only: both sides of a comparison and every driver may import it.
 """
@@ -15,21 +16,33 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def git_commit(root: Path = ROOT) -> str | None:
-    """The commit of a checkout, with "-dirty" behind it where tracked files differ; None outside of one."""
+    """The commit of a checkout, with "-dirty" behind it where tracked files differ; None outside of
+    one.
+    """
     commit = _output(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
     if commit is None:
         return None
-    return f"{commit}-dirty" if _output(["git", "-C", str(root), "status", "--porcelain", "-uno"]) else commit
+    return (
+        f"{commit}-dirty"
+        if _output(["git", "-C", str(root), "status", "--porcelain", "-uno"])
+        else commit
+    )
 
 
 def host_facts() -> dict[str, Any]:
-    """The processor's name, its cores, the load of the last minute, and the ids of the GPUs where there are any."""
+    """The processor's name, its cores, the load of the last minute, and the ids of the GPUs where
+    there are any.
+    """
     facts: dict[str, Any] = {
         "host_cpu": _processor(),
-        "host_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "host_cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "load_1m": round(os.getloadavg()[0], 2),
     }
-    gpus = _output(["nvidia-smi", "--query-gpu=uuid,driver_version,power.limit", "--format=csv,noheader"])
+    gpus = _output(
+        ["nvidia-smi", "--query-gpu=uuid,driver_version,power.limit", "--format=csv,noheader"]
+    )
     if gpus:
         uuid, driver, limit = (part.strip() for part in gpus.splitlines()[0].split(","))
         facts |= {"device_id": uuid, "driver": driver, "power_limit": limit}
@@ -41,12 +54,17 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
 
 
 def _output(command: list[str]) -> str | None:
     """What a command prints; None where there is no such command, or it fails."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=20
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

@@ -1,13 +1,15 @@
-"""What a recipe costs and saves: builds it, measures it against float32, appends a row to results/quantization.jsonl.
+"""What a recipe costs and saves: builds it, measures it against float32, appends a row to
+results/quantization.jsonl.
 
-    python benchmarks/quantization.py CHECKPOINT --text FILE.txt [--summaries FILE.jsonl] -- -q int4 --method gptq
-    python benchmarks/quantization.py --report
+    python benchmarks/quantization.py CHECKPOINT --text FILE.txt [--summaries FILE.jsonl] -- -q int4
+    --method gptq python benchmarks/quantization.py --report
 
-What stands behind ``--`` are options of ``modelmill build``, with paths from the repository's root; the engine is built
-by that verb, with acceptance, in the work folder and is kept there for the next run as long as the code that made it
-and the files it was made of are the same (--fresh builds it again all the same). The float32 engine of the checkpoint
-is built beside it, and its logits are kept. A row that stands already is not measured twice (--again does). A refused
-engine gives a row that says so. The text must not be what the recipe was calibrated on.
+What stands behind ``--`` are options of ``modelmill build``, with paths from the repository's root;
+the engine is built by that verb, with acceptance, in the work folder and is kept there for the next
+run as long as the code that made it and the files it was made of are the same (--fresh builds it
+again all the same). The float32 engine of the checkpoint is built beside it, and its logits are
+kept. A row that stands already is not measured twice (--again does). A refused engine gives a row
+that says so. The text must not be what the recipe was calibrated on.
 """
 
 from __future__ import annotations
@@ -27,7 +29,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.engine_cache import build_or_reuse, engine_content_digest, note, option_file_digests, source_digest  # noqa: E402
+from benchmarks.engine_cache import (  # noqa: E402
+    build_or_reuse,
+    engine_content_digest,
+    note,
+    option_file_digests,
+    source_digest,
+)
 from benchmarks.fidelity import cached_logits, measure_fidelity, split_windows  # noqa: E402
 from benchmarks.result_rows import (  # noqa: E402
     CALIBRATION,
@@ -58,19 +66,27 @@ def main(argv: Sequence[str]) -> int:
 
 def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our options, and those of the build."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoint", type=Path, nargs="?")
     parser.add_argument("--text", type=Path, help="UTF-8 text that is read")
-    parser.add_argument("--calibration", type=Path, help=f"default: {CALIBRATION} beside the text, if it is there")
     parser.add_argument(
-        "--summaries", type=Path, help="jsonl of articles and highlights: ROUGE of their summaries, too"
+        "--calibration", type=Path, help=f"default: {CALIBRATION} beside the text, if it is there"
+    )
+    parser.add_argument(
+        "--summaries",
+        type=Path,
+        help="jsonl of articles and highlights: ROUGE of their summaries, too",
     )
     parser.add_argument("--num", type=int, default=100, help="summaries")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument(
-        "--whole-inputs", action="store_true", help="the same weights, inputs not rounded: W4A16 of W4A8"
+        "--whole-inputs",
+        action="store_true",
+        help="the same weights, inputs not rounded: W4A16 of W4A8",
     )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int)
@@ -90,14 +106,23 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, words[cut + 1 :]
 
 
-def measure_build(options: argparse.Namespace, build: list[str], argv: Sequence[str]) -> dict[str, Any] | None:
+def measure_build(
+    options: argparse.Namespace, build: list[str], argv: Sequence[str]
+) -> dict[str, Any] | None:
     """Build, measure; the row, or None where it stands already."""
     from modelmill.eval.datasets import read_text, refuse_calibration_file
 
     asked, stands = matching_rows(read_rows(options.results), options, build)
     if stands and not options.again:
-        older = "" if stands[-1].get("sources") == source_digest() else ", of other sources than today's"
-        note(f"this row stands already{older}: {shlex.join(build) or 'as it is'} (--again measures once more)")
+        older = (
+            ""
+            if stands[-1].get("sources") == source_digest()
+            else ", of other sources than today's"
+        )
+        note(
+            f"this row stands already{older}: {shlex.join(build) or 'as it is'} (--again measures "
+            "once more)"
+        )
         return None
     folder = options.work / options.checkpoint.stem
     folder.mkdir(parents=True, exist_ok=True)
@@ -105,9 +130,20 @@ def measure_build(options: argparse.Namespace, build: list[str], argv: Sequence[
     assert plain is not None, "the float32 engine is accepted"
     words = (*calibration_options(options, build), *dtype_options(build), *build)
     engine, seconds = build_or_reuse(options.checkpoint, words, folder, options.fresh)
-    row: dict[str, Any] = {"command": shlex.join(["python", "benchmarks/quantization.py", *argv]), "key": asked}
-    row |= {"checkpoint": options.checkpoint.name, "options": shlex.join(build), "text": options.text.name}
-    row |= {"tokens": options.tokens, "window": options.window, "kv_cache_dtype": options.kv_cache_dtype}
+    row: dict[str, Any] = {
+        "command": shlex.join(["python", "benchmarks/quantization.py", *argv]),
+        "key": asked,
+    }
+    row |= {
+        "checkpoint": options.checkpoint.name,
+        "options": shlex.join(build),
+        "text": options.text.name,
+    }
+    row |= {
+        "tokens": options.tokens,
+        "window": options.window,
+        "kv_cache_dtype": options.kv_cache_dtype,
+    }
     row |= {
         "sources": source_digest(),
         "names": option_names(options, build),
@@ -124,7 +160,10 @@ def measure_build(options: argparse.Namespace, build: list[str], argv: Sequence[
     windows = split_windows(ids, options.window)
     reference = folder / f"reference-{engine_content_digest(plain)}"
     right = cached_logits(
-        lambda: open_engine_core(plain, options, "auto"), windows, reference, make_progress("float32")
+        lambda: open_engine_core(plain, options, "auto"),
+        windows,
+        reference,
+        make_progress("float32"),
     )
     exact = cached_perplexity(right, windows, reference)
     began = time.perf_counter()
@@ -140,19 +179,30 @@ def measure_build(options: argparse.Namespace, build: list[str], argv: Sequence[
 
 
 def dtype_options(build: Sequence[str]) -> Sequence[str]:
-    """float32 activations unless the options say otherwise, so that a row shows the recipe alone."""
+    """float32 activations unless the options say otherwise, so that a row shows the recipe
+    alone.
+    """
     return () if "--dtype" in build else FLOAT32
 
 
 def measure_rouge(engine: Path, options: argparse.Namespace) -> dict[str, Any]:
     """ROUGE of an engine's greedy summaries in percent, by the verb."""
-    given = ["--data", str(options.summaries), "--num", str(options.num), "--device", options.device]
+    given = [
+        "--data",
+        str(options.summaries),
+        "--num",
+        str(options.num),
+        "--device",
+        options.device,
+    ]
     given += ["--kv-cache-dtype", options.kv_cache_dtype]
     given += [] if options.threads is None else ["--threads", str(options.threads)]
     command = [sys.executable, "-m", "modelmill", "summarize", str(engine), *given, "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"the summaries ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+        raise SystemExit(
+            f"the summaries ended with {done.returncode}: {done.stderr.strip()[-500:]}"
+        )
     found = json.loads(done.stdout)["engine"]
     return {"rouge": found["rouge"], "summaries": found["items"]}
 
@@ -163,9 +213,15 @@ def open_engine_core(engine: Path, options: argparse.Namespace, kv: str) -> Any:
     from modelmill.runtime.engine_core import EngineCore
 
     length = options.window
-    how = {"device": options.device, "threads": options.threads, "kv_cache_dtype": kv, "max_num_seqs": 1}
+    how = {
+        "device": options.device,
+        "threads": options.threads,
+        "kv_cache_dtype": kv,
+        "max_num_seqs": 1,
+    }
     return EngineCore.open(
-        engine, RunConfig(**how, max_model_len=length, kv_cache_bytes=2**28, enable_prefix_caching=False)
+        engine,
+        RunConfig(**how, max_model_len=length, kv_cache_bytes=2**28, enable_prefix_caching=False),
     )
 
 
@@ -186,7 +242,9 @@ def encode_text(engine_core: Any, text: str, count: int) -> list[int]:
     return load_tokenizer(engine_core.artifact.tokenizer_files()).encode(text, bos=False)[:count]
 
 
-def cached_perplexity(reference_core: Any, windows: Sequence[Sequence[int]], reference: Path) -> float:
+def cached_perplexity(
+    reference_core: Any, windows: Sequence[Sequence[int]], reference: Path
+) -> float:
     """The reference's own perplexity, kept in a small file beside its logits."""
     from benchmarks.fidelity import FidelitySums
 
@@ -197,7 +255,9 @@ def cached_perplexity(reference_core: Any, windows: Sequence[Sequence[int]], ref
 
         sums, first = FidelitySums(), 0
         for window in windows:
-            sums.add(reference_core[first : first + len(window)], None, torch.tensor([*window[1:], -1]))
+            sums.add(
+                reference_core[first : first + len(window)], None, torch.tensor([*window[1:], -1])
+            )
             first += len(window)
         file.write_text(json.dumps(sums.facts()))
     return float(json.loads(file.read_text())["perplexity"])
@@ -211,8 +271,17 @@ def artifact_facts(artifact: Any) -> dict[str, Any]:
     for module, kind in manifest.weight_formats.items():
         if not module.startswith("head"):
             kinds[kind] = kinds.get(kind, 0) + 1
-    found: dict[str, Any] = {"recipe": config["quantization"], "method": config.get("method"), "dtype": config["dtype"]}
-    found |= {"group": config.get("group_size"), "symmetric": config.get("symmetric"), "kinds": kinds, "accepted": True}
+    found: dict[str, Any] = {
+        "recipe": config["quantization"],
+        "method": config.get("method"),
+        "dtype": config["dtype"],
+    }
+    found |= {
+        "group": config.get("group_size"),
+        "symmetric": config.get("symmetric"),
+        "kinds": kinds,
+        "accepted": True,
+    }
     calibration = manifest.source.get("calibration")
     told = ("name", "samples", "length", "sha256")
     found["calibration"] = None if calibration is None else {k: calibration[k] for k in told}
@@ -229,7 +298,11 @@ def row_provenance(device: str) -> dict[str, Any]:
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
     """All rows; an absent file has none."""
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    return (
+        [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        if file.exists()
+        else []
+    )
 
 
 def report(rows: Sequence[dict[str, Any]]) -> None:
@@ -240,7 +313,9 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
     last = {row["key"]: row for row in rows}.values()
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in last:
-        groups.setdefault((row["checkpoint"], row["text"], row["tokens"], row["window"]), []).append(row)
+        groups.setdefault(
+            (row["checkpoint"], row["text"], row["tokens"], row["window"]), []
+        ).append(row)
     for (checkpoint, text, tokens, window), found in groups.items():
         cells = []
         names = [row_label(row) for row in found]
@@ -248,11 +323,17 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
             name = row_label(row)
             if names.count(name) > 1:  # what else makes them two measurements
                 calibrated = (row.get("calibration") or {}).get("name")
-                name += f", {without_threads(row['device'])}" + (f", calibrated on {calibrated}" if calibrated else "")
+                name += f", {without_threads(row['device'])}" + (
+                    f", calibrated on {calibrated}" if calibrated else ""
+                )
             if "perplexity" not in row:
                 cells.append([name, "refused", *[None] * 5])
                 continue
-            numbers = [f"{row['perplexity']:.4f}", f"{100 * row['excess']:+.2f} %", f"{row['mean_kl']:.5f}"]
+            numbers = [
+                f"{row['perplexity']:.4f}",
+                f"{100 * row['excess']:+.2f} %",
+                f"{row['mean_kl']:.5f}",
+            ]
             cells.append(
                 [
                     name,
@@ -263,19 +344,29 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
                 ]
             )
         title = f"{checkpoint}: {text}, {tokens} tokens in windows of {window}"
-        columns = ("build", "perplexity", "over float32", "mean KL", "same next token", "on disk", "seconds")
+        columns = (
+            "build",
+            "perplexity",
+            "over float32",
+            "mean KL",
+            "same next token",
+            "on disk",
+            "seconds",
+        )
         print_table(columns, cells, title=title)
 
 
 def row_label(row: dict[str, Any]) -> str:
     """What was built and how it was run."""
-    name = f"{row['options']}{'' if row['kv_cache_dtype'] == 'auto' else ', KV ' + row['kv_cache_dtype']}"
+    name = f"{row['options']}{'' if row['kv_cache_dtype'] == 'auto' else ', KV ' + row['kv_cache_dtype']}"  # noqa: E501
     return name + ", inputs whole" * bool(row.get("whole_inputs")) or "as it is"
 
 
 def make_progress(label: str) -> Any:
     """Progress on stderr."""
-    return lambda done, total: print(f"\r{label}: {done}/{total}", end="\n" if done == total else "", file=sys.stderr)
+    return lambda done, total: print(
+        f"\r{label}: {done}/{total}", end="\n" if done == total else "", file=sys.stderr
+    )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
-"""Segment Anything's ViT-H on the GPU: pictures embedded, beside transformers; a click, and all of a picture.
+"""Segment Anything's ViT-H on the GPU: pictures embedded, beside transformers; a click, and all of
+a picture.
 
     python benchmarks/sam.py [--sides bfloat16,fp8,smoothquant,transformers,transformers-compiled]
-                             [--works encoder,click,everything] [--batches 1,8] [--rounds 9] [--depth N]
+                             [--works encoder,click,everything] [--batches 1,8] [--rounds 9]
+                             [--depth N]
                              [--kernel OP=VARIANT] [--out FILE.jsonl]
 
-encoder: normalised pixels [B, 3, 1024, 1024] on the device to embeddings there; sides take turns call by call, every
-call on other pixels. click: one point on an embedding that is kept, to three masks of 1800 × 1200 on the host, ours.
-everything: a new picture of 1800 × 1200, 1,024 points, to masks on the host, ours. A call is timed by the host's clock
-until the device is done. Weights are drawn at random, whose scores and boxes mean nothing: thresholds are chosen so
-that at most 85 % of all masks pass the first one, none is unstable, and 100 or more are returned; how many these were
+encoder: normalised pixels [B, 3, 1024, 1024] on the device to embeddings there; sides take turns
+call by call, every call on other pixels. click: one point on an embedding that is kept, to three
+masks of 1800 × 1200 on the host, ours. everything: a new picture of 1800 × 1200, 1,024 points, to
+masks on the host, ours. A call is timed by the host's clock until the device is done. Weights are
+drawn at random, whose scores and boxes mean nothing: thresholds are chosen so that at most 85 % of
+all masks pass the first one, none is unstable, and 100 or more are returned; how many these were
 stands in the row (``passing``, ``returned``). Boxes are so alike that it is all of them or one.
 Sides of ours: how the encoder's matrices are held (``weight_formats.py``; bfloat16: as they are).
 """
@@ -75,7 +78,11 @@ def random_model(name: str, spec: SamVitSpec, device: str) -> nn.Module:
     """Our model: the encoder in bfloat16 or held as the name says, prompts and masks in float32."""
     model = sam.Model(sam.SamConfig(spec))
     encoder = [n for n, m in model.image_encoder.named_modules() if isinstance(m, Linear)]
-    held = {} if name == "bfloat16" else {n: weight_quantizer(name) for n in encoder if n.startswith("blocks.")}
+    held = (
+        {}
+        if name == "bfloat16"
+        else {n: weight_quantizer(name) for n in encoder if n.startswith("blocks.")}
+    )
     fill_random_weights(model.image_encoder, held, torch.bfloat16, device)
     for rest in (model.prompt_encoder, model.mask_decoder):
         fill_random_weights(rest, {}, torch.float32, device)
@@ -85,7 +92,9 @@ def random_model(name: str, spec: SamVitSpec, device: str) -> nn.Module:
 def modelmill_side(name: str, spec: SamVitSpec, device: str, kernels: Mapping[str, str]) -> SamSide:
     """An eye around a drawn model. kernels: OP → variant, switched by hand."""
     ops = select_backends(device, kernels)
-    eye = SamModel(random_model(name, spec, device), VisionContext(ops), sam.IMAGE_MEAN, sam.IMAGE_STD)
+    eye = SamModel(
+        random_model(name, spec, device), VisionContext(ops), sam.IMAGE_MEAN, sam.IMAGE_STD
+    )
     facts = {"device": device_name(device), "versions": versions(), "kernels": dict(ops.backends)}
     return SamSide(name, lambda pixels: torch.cat(eye.run_encoder(pixels)), facts, eye)
 
@@ -97,7 +106,8 @@ def transformers_side(name: str, spec: SamVitSpec, device: str) -> SamSide:
     from benchmarks.synthetic_shapes import randomize_weights
 
     vision = transformers.SamVisionConfig(
-        hidden_size=spec.width, num_hidden_layers=spec.depth, num_attention_heads=spec.heads, mlp_dim=spec.inner,
+        hidden_size=spec.width, num_hidden_layers=spec.depth, num_attention_heads=spec.heads,
+        mlp_dim=spec.inner,
         global_attn_indexes=list(spec.global_attn_indexes),
     )  # fmt: skip
     with torch.device(device):
@@ -106,25 +116,35 @@ def transformers_side(name: str, spec: SamVitSpec, device: str) -> SamSide:
     randomize_weights(encoder)
     call = torch.compile(encoder) if name.endswith("-compiled") else encoder
     found = {each: importlib.metadata.version(each) for each in ("transformers", "torch")}
-    facts = {"device": device_name(device), "versions": found, "attention": encoder.config._attn_implementation}
+    facts = {
+        "device": device_name(device),
+        "versions": found,
+        "attention": encoder.config._attn_implementation,
+    }
     return SamSide(name, lambda pixels: call(pixels).last_hidden_state, facts)
 
 
-def encoder_rows(sides: Sequence[SamSide], batches: Sequence[int], rounds: int, device: str) -> list[dict[str, Any]]:
+def encoder_rows(
+    sides: Sequence[SamSide], batches: Sequence[int], rounds: int, device: str
+) -> list[dict[str, Any]]:
     """Milliseconds of a call, one row a side and batch."""
     found = []
     for batch in batches:
         seconds: dict[str, list[float]] = {side.name: [] for side in sides}
         for turn in range(-2, rounds):  # the first two compile and record
             generator = torch.Generator(device).manual_seed(turn + 10 * batch)
-            pixels = torch.randn(batch, 3, 1024, 1024, device=device, generator=generator).to(torch.bfloat16)
+            pixels = torch.randn(batch, 3, 1024, 1024, device=device, generator=generator).to(
+                torch.bfloat16
+            )
             for side in sides:
                 took = time_call(functools.partial(side.embed, pixels))
                 if turn >= 0:
                     seconds[side.name].append(took)
         for side in sides:
             told = make_row("encoder", side, seconds[side.name])
-            found.append(told | {"batch": batch, "images_per_s": round(batch / told["value"] * 1e3, 2)})
+            found.append(
+                told | {"batch": batch, "images_per_s": round(batch / told["value"] * 1e3, 2)}
+            )
     return found
 
 
@@ -149,11 +169,16 @@ def everything_row(side: SamSide, rounds: int) -> dict[str, Any]:
     scores = eye.decode(eye.embed_image(random_image(1)), points)[1][:, 1:]
     passing = float(scores.flatten().quantile(1 - IOU_THRESHOLD))
     told = {"pred_iou_thresh": min(1.0, max(0.0, passing)), "stability_score_thresh": 0.0}
-    overlap = (0.0, 1.0)  # drawn masks have nearly one box: how much two may overlap is found, not given
+    # drawn masks have nearly one box: how much two may overlap is found, not given
+    overlap = (0.0, 1.0)
     for _ in range(6):
         middle = sum(overlap) / 2
         few = (
-            len(eye.generate_masks(random_image(1), AutomaticMaskOptions(**told, box_nms_thresh=middle)))
+            len(
+                eye.generate_masks(
+                    random_image(1), AutomaticMaskOptions(**told, box_nms_thresh=middle)
+                )
+            )
             < MASKS_RETURNED
         )
         overlap = (middle, overlap[1]) if few else (overlap[0], middle)
@@ -166,11 +191,17 @@ def everything_row(side: SamSide, rounds: int) -> dict[str, Any]:
         if turn >= 0:
             seconds.append(time.perf_counter() - began)
     share = float((scores > options.pred_iou_thresh).float().mean())
-    return make_row("everything", side, seconds) | {"points": 1024, "passing": round(share, 3), "returned": returned}
+    return make_row("everything", side, seconds) | {
+        "points": 1024,
+        "passing": round(share, 3),
+        "returned": returned,
+    }
 
 
 def random_image(seed: int) -> np.ndarray:
-    """[1200, 1800, 3] uint8 that no other seed gives: coarse noise, as a photo has more of it than fine."""
+    """[1200, 1800, 3] uint8 that no other seed gives: coarse noise, as a photo has more of it than
+    fine.
+    """
     coarse = np.random.default_rng(seed + 100).integers(
         0, 256, (IMAGE_SIZE[1] // 20, IMAGE_SIZE[0] // 20, 3), dtype=np.uint8
     )
@@ -193,7 +224,8 @@ def make_row(work: str, side: SamSide, seconds: Sequence[float]) -> dict[str, An
     """What is kept of one figure."""
     figure = whole_call_figure(seconds, 1e3)
     return {
-        "bench": "sam", "model": "vit_h", "work": work, "subject": side.name, "value": round(figure.value, 3),
+        "bench": "sam", "model": "vit_h", "work": work, "subject": side.name,
+        "value": round(figure.value, 3),
         "unit": "ms", "spread": {k: round(v, 3) for k, v in figure.to_dict().items()},
         "statistic": "median of whole calls, sides in turn", "facts": side.facts,
     }  # fmt: skip
@@ -223,7 +255,9 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--works", default="encoder,click,everything")
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--depth", type=int, help="of the encoder, to rehearse; such rows are no evidence")
+    parser.add_argument(
+        "--depth", type=int, help="of the encoder, to rehearse; such rows are no evidence"
+    )
     parser.add_argument("--kernel", action="append", default=[], metavar="OP=VARIANT")
     parser.add_argument("--out", type=Path)
     return parser.parse_args(arguments)
@@ -238,7 +272,9 @@ def main() -> None:
     names = options.sides.split(",")
     kernels = dict(each.split("=", 1) for each in options.kernel)
     sides = [
-        transformers_side(name, spec, device) if name.startswith(PEER) else modelmill_side(name, spec, device, kernels)
+        transformers_side(name, spec, device)
+        if name.startswith(PEER)
+        else modelmill_side(name, spec, device, kernels)
         for name in names
     ]
     batches = [int(each) for each in options.batches.split(",")]

@@ -2,9 +2,9 @@
 
     python benchmarks/sampling.py qwen-7b [--batch 1,64] [--context 128] [--save FILE.jsonl]
 
-Each row of a batch asks for top-k 50 and top-p 0.9 at temperature 0.8. ``greedy``: argmax, in the step's graph.
-``drawn``: ``ops.sample``, in the graph. ``sorted``: the logits leave the graph, and the vocabulary is sorted behind it.
-All are timed in turn, round by round; the median of the rounds.
+Each row of a batch asks for top-k 50 and top-p 0.9 at temperature 0.8. ``greedy``: argmax, in the
+step's graph. ``drawn``: ``ops.sample``, in the graph. ``sorted``: the logits leave the graph, and
+the vocabulary is sorted behind it. All are timed in turn, round by round; the median of the rounds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def sample_by_sort(logits: torch.Tensor, sampling_inputs: dict[str, torch.Tensor
     values, order = logits.sort(dim=-1, descending=True, stable=True)
     likely = values.softmax(-1)
     out = likely.cumsum(-1) - likely >= sampling_inputs["top_p"][:, None]
-    logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).scatter_(1, order, out), float("-inf"))
+    logits = logits.masked_fill(
+        torch.ones_like(logits, dtype=torch.bool).scatter_(1, order, out), float("-inf")
+    )
     running = logits.softmax(-1).cumsum(-1)
     target = sampling_inputs["noise"].float()[:, None] * running[:, -1:]
     return torch.searchsorted(running, target, right=True)[:, 0]
@@ -93,7 +95,8 @@ def main() -> None:
     options = parser.parse_args()
     model = random_model(options.shape)
     stamp = {
-        "command": "python benchmarks/sampling.py " + " ".join(sys.argv[1:]), "shape": options.shape, "unit": "ms",
+        "command": "python benchmarks/sampling.py " + " ".join(sys.argv[1:]),
+        "shape": options.shape, "unit": "ms",
         "device": torch.cuda.get_device_name(), "versions": {"torch": torch.__version__},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }  # fmt: skip
@@ -101,9 +104,15 @@ def main() -> None:
         step = make_step(model, batch, 1, options.context)
         how = make_sampling_inputs(batch, int(model.config.vocab))  # type: ignore[union-attr, arg-type]
         calls = make_variants(model, step, how)
-        for name, seconds in zip(calls, time_interleaved(list(calls.values()), 15, 4, "cuda"), strict=True):
+        for name, seconds in zip(
+            calls, time_interleaved(list(calls.values()), 15, 4, "cuda"), strict=True
+        ):
             found = {"batch": batch, "context": options.context, "chosen": name}
-            row = {"figure": "step.sampled_ms", **found, "value": round(statistics.median(seconds) * 1e3, 3)}
+            row = {
+                "figure": "step.sampled_ms",
+                **found,
+                "value": round(statistics.median(seconds) * 1e3, 3),
+            }
             print(json.dumps(row), flush=True)
             if options.save:
                 with options.save.open("a") as file:

@@ -1,9 +1,12 @@
-"""How long a batch of requests takes with the scheduler as it is and steps that cost what they do on one H200.
+"""How long a batch of requests takes with the scheduler as it is and steps that cost what they do
+on one H200.
 
-    python benchmarks/scheduler_simulation.py 64x1024+144 64x1024+16 [--trace azure_conversation_trace.csv]
+    python benchmarks/scheduler_simulation.py 64x1024+144 64x1024+16 [--trace
+    azure_conversation_trace.csv]
 
-No GPU, no model: for judging an order of service before it is measured. Qwen-7B's shape in bfloat16; what a step costs
-was read off steps of the trace (``trace_steps.py``). The trace takes 27.6 s here and took 27.3 to 28.1 s on a card.
+No GPU, no model: for judging an order of service before it is measured. Qwen-7B's shape in
+bfloat16; what a step costs was read off steps of the trace (``trace_steps.py``). The trace takes
+27.6 s here and took 27.3 to 28.1 s on a card.
 """
 
 from __future__ import annotations
@@ -35,9 +38,10 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class StepCost:
-    """Milliseconds of a step's parts. weights: reading all of them once; row: of a step without prompts, each row on
-    top; token: the products of one token where they decide; key: a token's keys and values in all layers, read once;
-    attended_key_ms: a prompt's token, what its attention and its other kernels take."""
+    """Milliseconds of a step's parts. weights: reading all of them once; row: of a step without
+    prompts, each row on top; token: the products of one token where they decide; key: a token's
+    keys and values in all layers, read once; attended_key_ms: a prompt's token, what its attention
+    and its other kernels take."""
 
     weights: float = 3.9
     row: float = 0.003
@@ -55,10 +59,17 @@ class StepCost:
         return products + sum(singles) * self.key + prompts * self.attended_key_ms
 
 
-def simulate_seconds(lengths: Lengths, cost: StepCost, pages: int = NUM_PAGES, **limits: Any) -> float:
-    """Of a batch that is handed in at once, the longest answers first. limits: fields of ``Limits``."""
+def simulate_seconds(
+    lengths: Lengths, cost: StepCost, pages: int = NUM_PAGES, **limits: Any
+) -> float:
+    """Of a batch that is handed in at once, the longest answers first.
+
+    limits: fields of ``Limits``.
+    """
     scheduler = Scheduler(
-        SchedulerLimits(MAX_BATCHED_TOKENS, MAX_NUM_SEQS, PAGE_SIZE, prefix_caching=False, **limits),
+        SchedulerLimits(
+            MAX_BATCHED_TOKENS, MAX_NUM_SEQS, PAGE_SIZE, prefix_caching=False, **limits
+        ),
         PagePool(pages),
         1 << 12,
     )
@@ -71,7 +82,9 @@ def simulate_seconds(lengths: Lengths, cost: StepCost, pages: int = NUM_PAGES, *
 
 
 def iter_steps(scheduler: Scheduler) -> Iterator[Schedule]:
-    """The steps until nobody is left, each before its tokens count as computed; every answer goes to its limit."""
+    """The steps until nobody is left, each before its tokens count as computed; every answer goes
+    to its limit.
+    """
     while scheduler.running or scheduler.waiting:
         plan = scheduler.schedule()
         assert plan is not None
@@ -85,7 +98,10 @@ def iter_steps(scheduler: Scheduler) -> Iterator[Schedule]:
 
 
 def parse_batch(text: str) -> Lengths:
-    """64x1024+144: so many requests of so many tokens, with answers of so many. Raises ValueError for another text."""
+    """64x1024+144: so many requests of so many tokens, with answers of so many.
+
+    Raises ValueError for another text.
+    """
     size, _, answer = text.partition("+")
     count, _, prompt = size.partition("x")
     return [(int(prompt), int(answer))] * int(count)
@@ -108,7 +124,10 @@ def main() -> None:
     print(f"{'seconds':24}" + "".join(f"{name:>20}" for name in POLICIES))
     for name, lengths in works.items():
         print(
-            f"{name:24}" + "".join(f"{simulate_seconds(lengths, StepCost(), **how):20.3f}" for how in POLICIES.values())
+            f"{name:24}"
+            + "".join(
+                f"{simulate_seconds(lengths, StepCost(), **how):20.3f}" for how in POLICIES.values()
+            )
         )
 
 

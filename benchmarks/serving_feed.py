@@ -1,12 +1,14 @@
-"""What the API's process costs a token: real clients, the real API, and a worker that computes nothing.
+"""What the API's process costs a token: real clients, the real API, and a worker that computes
+nothing.
 
-    python -m benchmarks.serving_feed ENGINE [--streams 64] [--tokens 160] [--step-ms 1.8] [--against TREE]
+    python -m benchmarks.serving_feed ENGINE [--streams 64] [--tokens 160] [--step-ms 1.8]
+    [--against TREE]
 
-The worker's process is the real one around a loop that tells random ids at once (--step-ms 0: as fast as they go), so
-that a CPU shows what a GPU's 35,000 tokens a second ask of everything behind it. ENGINE gives the tokenizer; its
-weights are not read. --against: the root of another checkout, served in turn with this one, in the other order every
-round; ratios are of one run. CPU seconds of the processes tell the same without what other programs do to the clock.
-"""
+The worker's process is the real one around a loop that tells random ids at once (--step-ms 0: as
+fast as they go), so that a CPU shows what a GPU's 35,000 tokens a second ask of everything behind
+it. ENGINE gives the tokenizer; its weights are not read. --against: the root of another checkout,
+served in turn with this one, in the other order every round; ratios are of one run. CPU seconds of
+the processes tell the same without what other programs do to the clock."""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ ROUND_SECONDS = 0.2
 
 
 class FakeEngineCore:
-    """A loop as ``serve.worker.EngineWorker`` sees it: each step tells one token of every request that is open."""
+    """A loop as ``serve.worker.EngineWorker`` sees it: each step tells one token of every request
+    that is open.
+    """
 
     def __init__(self, vocab: int, step: float, seed: int = 0) -> None:
         """step: seconds from one step to the next; one that is late is not made up for."""
@@ -109,7 +113,9 @@ def run_worker(fd: int, engine: str, step: float) -> None:
     manifest = open_artifact(Path(engine)).manifest
     vocab = int(manifest.config["vocab_size"])
     wire.send(EngineReady(engine, "cpu", vocab, manifest.max_model_len, 1 << 20, 16, 1, 512))
-    EngineWorker(FakeEngineCore(vocab, step), wire, Inbox(wire, on_server_gone=lambda: os._exit(0))).run()  # type: ignore[arg-type]
+    EngineWorker(
+        FakeEngineCore(vocab, step), wire, Inbox(wire, on_server_gone=lambda: os._exit(0))
+    ).run()  # type: ignore[arg-type]
 
 
 def run_api(engine: str, root: str, step: float) -> None:
@@ -124,7 +130,15 @@ def run_api(engine: str, root: str, step: float) -> None:
 
         ours, theirs = socket.socketpair()
         with theirs:
-            words = [sys.executable, __file__, engine, "--root", root, "--feed", str(theirs.fileno())]
+            words = [
+                sys.executable,
+                __file__,
+                engine,
+                "--root",
+                root,
+                "--feed",
+                str(theirs.fileno()),
+            ]
             process = await asyncio.create_subprocess_exec(
                 *words, "--step-ms", str(1000 * step), pass_fds=(theirs.fileno(),)
             )
@@ -183,7 +197,9 @@ class CheckoutServer:
         told = asyncio.run(time_streams(self.client, prompts, tokens))
         for name, each in which.items():
             now = each.cpu_times()
-            told[name + "_us"] = 1e6 * (now.user + now.system - before[name].user - before[name].system)
+            told[name + "_us"] = 1e6 * (
+                now.user + now.system - before[name].user - before[name].system
+            )
             told[name + "_us"] /= tokens * len(prompts)
         return told
 
@@ -206,10 +222,14 @@ def compare_checkouts(args: argparse.Namespace) -> dict[str, Any]:
         plan = LoadPlan(args.streams, args.prompt, args.tokens, 0, 0, args.seed, args.vocab)
         for round in range(-1, args.rounds):
             for name in sorted(sides, reverse=bool(round % 2)):
-                told = sides[name].run_round(plan.prompts(round, args.streams, args.prompt), args.tokens)
+                told = sides[name].run_round(
+                    plan.prompts(round, args.streams, args.prompt), args.tokens
+                )
                 if round >= 0:
                     rounds[name].append(told)
-                    note(f"{name} " + ", ".join(f"{key} {value:.4g}" for key, value in told.items()))
+                    note(
+                        f"{name} " + ", ".join(f"{key} {value:.4g}" for key, value in told.items())
+                    )
     finally:
         for side in sides.values():
             side.close()
@@ -222,7 +242,10 @@ def compare_checkouts(args: argparse.Namespace) -> dict[str, Any]:
     if args.against:
         for key in ("served_s", "api_us"):
             ratios = [a[key] / b[key] for a, b in zip(rounds["here"], rounds["against"])]
-            out[f"{key}_here_over_against"] = {**median_min_max(ratios), "mean": statistics.mean(ratios)}
+            out[f"{key}_here_over_against"] = {
+                **median_min_max(ratios),
+                "mean": statistics.mean(ratios),
+            }
     return out
 
 
@@ -233,7 +256,9 @@ def note(line: str) -> None:
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("engine", type=Path)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=128)
@@ -242,7 +267,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--step-ms", type=float, default=0.0)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--against", type=Path, help="the root of another checkout")
-    parser.add_argument("--cores", type=int, nargs="*", default=[], help="of the worker and of the API")
+    parser.add_argument(
+        "--cores", type=int, nargs="*", default=[], help="of the worker and of the API"
+    )
     parser.add_argument("--profile", type=Path, help="cProfile's file, of the API")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)

@@ -2,13 +2,15 @@
 
     python -m benchmarks.serving_load ENGINE [--streams 16] [--rounds 6] [--burst 12] [--json FILE]
 
-Two sides take turns, in the other order every round, each with the engine on one core: the loop in a process of its
-own, and ``modelmill serve`` whose worker is pinned to that core, with the API and the client on the other. A round is
-the same requests on both; its ratio is served output per second over the loop's. The CPU seconds of the loop over those
-of the worker tell the same without what other programs do to the clock. ``--burst`` adds long prompts while answers
-run, and tells the gaps between tokens before and during it, and the loop's own steps (on a CPU in CPU time, so that
+Two sides take turns, in the other order every round, each with the engine on one core: the loop in
+a process of its own, and ``modelmill serve`` whose worker is pinned to that core, with the API and
+the client on the other. A round is the same requests on both; its ratio is served output per second
+over the loop's. The CPU seconds of the loop over those of the worker tell the same without what
+other programs do to the clock. ``--burst`` adds long prompts while answers run, and tells the gaps
+between tokens before and during it, and the loop's own steps (on a CPU in CPU time, so that
 it may be busy with other things). On a GPU (--device cuda) the cores are for Python alone:
-give three of them, so that a client that asks for thousands of tokens a second does not stand in the API's way.
+give three of them, so that a client that asks for thousands of tokens a second does not stand in
+the API's way.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ SETTLE_SECONDS = 0.3
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """streams at once, each a prompt of so many ids and an answer of so many tokens; long prompts join in a burst.
+    """streams at once, each a prompt of so many ids and an answer of so many tokens; long prompts
+    join in a burst.
 
     beside: tokens of the answers that run during a burst.
     """
@@ -55,12 +58,21 @@ class LoadPlan:
     def prompts(self, round: int, count: int, length: int) -> list[list[int]]:
         """Ids that no round shares with another: nothing is found in the prefix cache."""
         rng = random.Random(f"{self.seed} {round} {length}")
-        return [[rng.randrange(MIN_ROUNDS, min(MAX_TOKEN_ID, self.vocab)) for _ in range(length)] for _ in range(count)]
+        return [
+            [rng.randrange(MIN_ROUNDS, min(MAX_TOKEN_ID, self.vocab)) for _ in range(length)]
+            for _ in range(count)
+        ]
 
 
 async def time_stream(remote: OpenAIClient, prompt: list[int], tokens: int) -> list[float]:
     """When each token of one answer came; several in one event came at once."""
-    body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+    body = {
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
     times: list[float] = []
     async for when, event in remote.stream("/v1/completions", {**body, "model": "load"}):
         for choice in event.get("choices", ()):
@@ -70,20 +82,31 @@ async def time_stream(remote: OpenAIClient, prompt: list[int], tokens: int) -> l
     return times
 
 
-async def time_streams(remote: OpenAIClient, prompts: Sequence[list[int]], tokens: int) -> dict[str, float]:
-    """Seconds from the first request to the last token; to the last first token; the longest gap of any stream."""
+async def time_streams(
+    remote: OpenAIClient, prompts: Sequence[list[int]], tokens: int
+) -> dict[str, float]:
+    """Seconds from the first request to the last token; to the last first token; the longest gap of
+    any stream.
+    """
     began = time.perf_counter()
     told = await asyncio.gather(*(time_stream(remote, prompt, tokens) for prompt in prompts))
     seconds = time.perf_counter() - began
     gap = max((b - a for times in told for a, b in pairwise(times)), default=0.0)
-    return {"served_s": seconds, "last_first_s": max(times[0] for times in told) - began, "longest_gap_s": gap}
+    return {
+        "served_s": seconds,
+        "last_first_s": max(times[0] for times in told) - began,
+        "longest_gap_s": gap,
+    }
 
 
 async def burst(remote: OpenAIClient, plan: LoadPlan, round: int) -> dict[str, list[float]]:
     """Gaps in ms of running answers before long prompts come and while they are computed."""
     running = plan.prompts(1000 + round, plan.streams, plan.prompt)
     long = plan.prompts(2000 + round, plan.burst, plan.long)
-    answers = [asyncio.create_task(time_stream(remote, prompt, plan.beside or 4 * plan.tokens)) for prompt in running]
+    answers = [
+        asyncio.create_task(time_stream(remote, prompt, plan.beside or 4 * plan.tokens))
+        for prompt in running
+    ]
     await asyncio.sleep(0)
     # a third of the answers' time is quiet
     await asyncio.sleep(await quiet_seconds(remote, plan))
@@ -99,16 +122,24 @@ async def burst(remote: OpenAIClient, plan: LoadPlan, round: int) -> dict[str, l
                 quiet.append(1000 * (b - a))
             elif a < end:
                 during.append(1000 * (b - a))
-    return {"quiet": quiet, "during": during, "first": [1000 * (times[0] - begin) for times in firsts]}
+    return {
+        "quiet": quiet,
+        "during": during,
+        "first": [1000 * (times[0] - begin) for times in firsts],
+    }
 
 
 async def quiet_seconds(remote: OpenAIClient, plan: LoadPlan) -> float:
-    """Seconds to let the running answers be quiet: as long as a few tokens of an answer of another take."""
+    """Seconds to let the running answers be quiet: as long as a few tokens of an answer of another
+    take.
+    """
     times = await time_stream(remote, plan.prompts(3000, 1, plan.prompt)[0], 16)
     return max(0.2, 2 * (times[-1] - times[0]))
 
 
-def run_round(plan: LoadPlan, round: int, core_process: CoreProcess, server: ServedEngine) -> dict[str, float]:
+def run_round(
+    plan: LoadPlan, round: int, core_process: CoreProcess, server: ServedEngine
+) -> dict[str, float]:
     """Both sides once; which is first changes with each round."""
     prompts = plan.prompts(round, plan.streams, plan.prompt)
     found: dict[str, float] = {}
@@ -141,15 +172,24 @@ def quantile_at(values: Sequence[float], share: float) -> float:
 
 def step_figures(bursts: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
     """The loop's own steps, in ms, without long prompts and with them."""
-    quiet, during = ([1000 * each for found in bursts for each in found[name]] for name in ("quiet", "during"))
+    quiet, during = (
+        [1000 * each for found in bursts for each in found[name]] for name in ("quiet", "during")
+    )
     median = quantile_at(quiet, 0.5)
     told = {
         "quiet_median_ms": median,
         "quiet_p99_ms": quantile_at(quiet, 0.99),
         "during_median_ms": quantile_at(during, 0.5),
     }
-    told |= {"during_p99_ms": quantile_at(during, 0.99), "p99_over_quiet_median": quantile_at(during, 0.99) / median}
-    return told | {"rounds": [quantile_at(each["during"], 0.99) / quantile_at(each["quiet"], 0.5) for each in bursts]}
+    told |= {
+        "during_p99_ms": quantile_at(during, 0.99),
+        "p99_over_quiet_median": quantile_at(during, 0.99) / median,
+    }
+    return told | {
+        "rounds": [
+            quantile_at(each["during"], 0.99) / quantile_at(each["quiet"], 0.5) for each in bursts
+        ]
+    }
 
 
 def summary(
@@ -161,22 +201,31 @@ def summary(
         "alone_tokens_per_s": median_min_max([tokens / each["alone_s"] for each in rounds]),
         "served_tokens_per_s": median_min_max([tokens / each["served_s"] for each in rounds]),
         "ratio": median_min_max([each["alone_s"] / each["served_s"] for each in rounds]),
-        "cpu_ratio": median_min_max([each["alone_cpu_s"] / each["worker_cpu_s"] for each in rounds]),
+        "cpu_ratio": median_min_max(
+            [each["alone_cpu_s"] / each["worker_cpu_s"] for each in rounds]
+        ),
         "api_us_per_token": median_min_max([1e6 * each["api_cpu_s"] / tokens for each in rounds]),
-        "client_us_per_token": median_min_max([1e6 * each["client_cpu_s"] / tokens for each in rounds]),
+        "client_us_per_token": median_min_max(
+            [1e6 * each["client_cpu_s"] / tokens for each in rounds]
+        ),
     }
     if bursts:
         quiet = [gap for each in bursts for gap in each["quiet"]]
         during = [gap for each in bursts for gap in each["during"]]
         if not quiet or not during:
-            raise RuntimeError("the running answers had ended before the burst: give more --tokens or --streams")
+            raise RuntimeError(
+                "the running answers had ended before the burst: give more --tokens or --streams"
+            )
         told["burst"] = {
             "quiet_median_ms": quantile_at(quiet, 0.5),
             "quiet_p99_ms": quantile_at(quiet, 0.99),
             "during_median_ms": quantile_at(during, 0.5),
             "during_p99_ms": quantile_at(during, 0.99),
             "p99_over_quiet_median": quantile_at(during, 0.99) / quantile_at(quiet, 0.5),
-            "rounds": [quantile_at(each["during"], 0.99) / quantile_at(each["quiet"], 0.5) for each in bursts],
+            "rounds": [
+                quantile_at(each["during"], 0.99) / quantile_at(each["quiet"], 0.5)
+                for each in bursts
+            ],
             "first_token_ms": quantile_at([t for each in bursts for t in each["first"]], 0.5),
         }
     return told
@@ -184,7 +233,9 @@ def summary(
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("engine", type=Path)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--streams", type=int, default=16)
@@ -193,11 +244,18 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--burst", type=int, default=0, help="long prompts that join; 0: none")
     parser.add_argument(
-        "--beside", type=int, default=0, help="tokens of answers during a burst; 0: four times --tokens"
+        "--beside",
+        type=int,
+        default=0,
+        help="tokens of answers during a burst; 0: four times --tokens",
     )
     parser.add_argument("--long", type=int, default=1024, help="ids of a long prompt")
     parser.add_argument(
-        "--cores", type=int, nargs="+", default=(0, 1), help="of the engine, of the API, and of the client: as the API"
+        "--cores",
+        type=int,
+        nargs="+",
+        default=(0, 1),
+        help="of the engine, of the API, and of the client: as the API",
     )
     parser.add_argument("--kv-cache-bytes", type=int, default=1 << 30, help="of either side")
     parser.add_argument("--threads", type=int, default=1, help="the engine's, all on its core")
@@ -217,7 +275,16 @@ def main() -> int:
     served = ServedEngine(args.engine, run, engine_core, api_core)
     try:
         vocab = alone.ready()
-        plan = LoadPlan(args.streams, args.prompt, args.tokens, args.burst, args.long, args.seed, vocab, args.beside)
+        plan = LoadPlan(
+            args.streams,
+            args.prompt,
+            args.tokens,
+            args.burst,
+            args.long,
+            args.seed,
+            vocab,
+            args.beside,
+        )
         served.ready()
         rounds: list[dict[str, float]] = []
         bursts: list[dict[str, list[float]]] = []
@@ -228,15 +295,28 @@ def main() -> int:
         for round in range(args.rounds):
             rounds.append(run_round(plan, round, alone, served))
             last = rounds[-1]
-            print(f"round {round + 1}: {last['alone_s'] / last['served_s']:.4f} of the loop's output", file=sys.stderr)
+            print(
+                f"round {round + 1}: {last['alone_s'] / last['served_s']:.4f} of the loop's output",
+                file=sys.stderr,
+            )
             print(json.dumps(last), file=sys.stderr, flush=True)
             if plan.burst:
                 bursts.append(asyncio.run(burst(served.client, plan, round)))
                 long = plan.prompts(2500 + round, plan.burst, plan.long)
-                inner.append(alone.burst(plan.prompts(1500 + round, plan.streams, plan.prompt), long))
-                told_burst = {"served": summary(plan, rounds, bursts[-1:])["burst"], "steps": step_figures(inner[-1:])}
+                inner.append(
+                    alone.burst(plan.prompts(1500 + round, plan.streams, plan.prompt), long)
+                )
+                told_burst = {
+                    "served": summary(plan, rounds, bursts[-1:])["burst"],
+                    "steps": step_figures(inner[-1:]),
+                }
                 print(json.dumps(told_burst), file=sys.stderr, flush=True)
-        told = {"engine": args.engine.name, "device": args.device, "streams": args.streams, "prompt": args.prompt}
+        told = {
+            "engine": args.engine.name,
+            "device": args.device,
+            "streams": args.streams,
+            "prompt": args.prompt,
+        }
         told |= {"tokens": args.tokens, "rounds": args.rounds, **summary(plan, rounds, bursts)}
         if inner:
             told["burst_steps"] = step_figures(inner)

@@ -1,4 +1,6 @@
-"""The two sides of ``benchmarks.serving_load``: the loop alone in a process of its own, and a served engine."""
+"""The two sides of ``benchmarks.serving_load``: the loop alone in a process of its own, and a
+served engine.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,17 @@ class CoreProcess:
 
     def __init__(self, engine: Path, run: dict[str, Any], core: int) -> None:
         """run: fields of RunConfig."""
-        words = [sys.executable, "-m", "benchmarks.serving_processes", str(engine), json.dumps(run), str(core)]
-        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        words = [
+            sys.executable,
+            "-m",
+            "benchmarks.serving_processes",
+            str(engine),
+            json.dumps(run),
+            str(core),
+        ]
+        self._process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def ready(self) -> int:
         """Wait until it is open; the size of its vocabulary."""
@@ -46,8 +57,12 @@ class CoreProcess:
         told = self._read()
         return float(told["seconds"]), float(told["cpu"])
 
-    def burst(self, prompts: Sequence[list[int]], long: Sequence[list[int]]) -> dict[str, list[float]]:
-        """Seconds of steps of the running answers before long prompts come ("quiet") and meanwhile ("during")."""
+    def burst(
+        self, prompts: Sequence[list[int]], long: Sequence[list[int]]
+    ) -> dict[str, list[float]]:
+        """Seconds of steps of the running answers before long prompts come ("quiet") and meanwhile
+        ("during").
+        """
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"prompts": prompts, "long": long}) + "\n")
         self._process.stdin.flush()
@@ -74,7 +89,17 @@ class ServedEngine:
     def __init__(self, engine: Path, run: dict[str, Any], worker_core: int, core: int) -> None:
         """run: fields of RunConfig, given as flags."""
         self._cores = worker_core, core
-        words = [sys.executable, "-m", "modelmill", "serve", str(engine), "--port", "0", "--served-model-name", "load"]
+        words = [
+            sys.executable,
+            "-m",
+            "modelmill",
+            "serve",
+            str(engine),
+            "--port",
+            "0",
+            "--served-model-name",
+            "load",
+        ]
         for name, value in run.items():
             words += ["--" + name.replace("_", "-"), str(value)]
         self._process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
@@ -97,7 +122,9 @@ class ServedEngine:
                     raise
                 time.sleep(0.2)
         self.api = psutil.Process(self._process.pid)
-        (self.worker,) = [each for each in self.api.children() if "modelmill.serve.worker" in each.cmdline()]
+        (self.worker,) = [
+            each for each in self.api.children() if "modelmill.serve.worker" in each.cmdline()
+        ]
         for process, core in ((self.worker, self._cores[0]), (self.api, self._cores[1])):
             for thread in process.threads():
                 os.sched_setaffinity(thread.id, {core})
@@ -117,10 +144,14 @@ class ServedEngine:
 
 def _requests(name: str, prompts: Sequence[list[int]], tokens: int) -> list[Request]:
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    return [Request(id=f"{name} {i}", prompt=tuple(ids), params=params) for i, ids in enumerate(prompts)]
+    return [
+        Request(id=f"{name} {i}", prompt=tuple(ids), params=params) for i, ids in enumerate(prompts)
+    ]
 
 
-def _generate(loop: EngineCore, name: str, prompts: Sequence[list[int]], tokens: int) -> dict[str, float]:
+def _generate(
+    loop: EngineCore, name: str, prompts: Sequence[list[int]], tokens: int
+) -> dict[str, float]:
     began, cpu, told = time.perf_counter(), time.process_time(), 0
     for request in _requests(name, prompts, tokens):
         loop.add(request)
@@ -132,7 +163,10 @@ def _generate(loop: EngineCore, name: str, prompts: Sequence[list[int]], tokens:
 def _burst(
     loop: EngineCore, name: str, prompts: Sequence[list[int]], long: Sequence[list[int]]
 ) -> dict[str, list[float]]:
-    """As a server's worker schedules. On a CPU in CPU seconds: what else runs there does not count."""
+    """As a server's worker schedules.
+
+    On a CPU in CPU seconds: what else runs there does not count.
+    """
     scheduler = loop.scheduler
     kept = scheduler.limits, scheduler.adaptive_chunk, loop.clock
     scheduler.set_interactive(None, on_gpu=loop.device != "cpu")
@@ -171,7 +205,9 @@ def run_core_process(engine: Path, run: dict[str, Any], core: int) -> None:
     for count, line in enumerate(sys.stdin):
         asked = json.loads(line)
         long = asked.get("long")
-        found = _generate(loop, str(count), asked["prompts"], asked["tokens"]) if long is None else None
+        found = (
+            _generate(loop, str(count), asked["prompts"], asked["tokens"]) if long is None else None
+        )
         print(json.dumps(found or _burst(loop, str(count), asked["prompts"], long)), flush=True)
 
 

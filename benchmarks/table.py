@@ -1,6 +1,8 @@
-"""Reruns the table of the speed targets, part by part, each with ours and its peer in turn on one device.
+"""Reruns the table of the speed targets, part by part, each with ours and its peer in turn on one
+device.
 
-    python benchmarks/table.py PART [PART …] [--peer DIR | --peer-python PYTHON] [--out FILE.jsonl] [--work DIR]
+    python benchmarks/table.py PART [PART …] [--peer DIR | --peer-python PYTHON] [--out FILE.jsonl]
+    [--work DIR]
 
 | part | what | peer |
 |---|---|---|
@@ -14,15 +16,17 @@
 | gpt2 | decode of GPT-2 medium's shape, float16, batch 1 | transformers |
 | cpu | SmolLM2 on 2 threads (--gguf FILE, --peer-python PYTHON) | llama.cpp |
 
---peer DIR: a folder that holds vLLM's packages (for PYTHONPATH; its folder ``site`` where there is one); otherwise
---peer-python: an interpreter that has vLLM; with neither, only ours is measured. The model is made and built once in
---work. Both sides live on the card together and take turns call by call (``marks``: block by block), with the same ids;
-only the trace and the start-up, which need the whole card, give it to one side after the other. The parts that share
-the card run in the order in which they are named: "first decode warm" begins on a cool card. Both sides' seconds become
-a figure by the same function (``benchmarks/figure_statistics.py``). A row a side is appended to --out as soon as it is
-known, with the commit (``--commit`` where this is no checkout), the card, its host and the seconds of every call.
-``--weights uniform``: all of them within 0.001, as vLLM makes weights up; the targets' marks were taken on such.
-"""
+--peer DIR: a folder that holds vLLM's packages (for PYTHONPATH; its folder ``site`` where there is
+one); otherwise --peer-python: an interpreter that has vLLM; with neither, only ours is measured.
+The model is made and built once in --work. Both sides live on the card together and take turns call
+by call (``marks``: block by block), with the same ids; only the trace and the start-up, which need
+the whole card, give it to one side after the other. The parts that share the card run in the order
+in which they are named: "first decode warm" begins on a cool card. Both sides' seconds become a
+figure by the same function (``benchmarks/figure_statistics.py``). A row a side is appended to --out
+as soon as it is known, with the commit (``--commit`` where this is no checkout), the card, its host
+and the seconds of every call. ``--weights uniform``: all of them within 0.001, as vLLM makes
+weights up; the targets' marks were taken on such.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -82,7 +86,9 @@ class SpeedTable:
     def side_names(self, part: str) -> list[str]:
         """The sides of a part: ours, then its peer where there is one."""
         peer = PEER_BY_PART.get(part, "vLLM")
-        known = peer != "vLLM" or self.options.peer is not None or self.options.peer_python is not None
+        known = (
+            peer != "vLLM" or self.options.peer is not None or self.options.peer_python is not None
+        )
         ours = [MODELMILL, *(self.variants if part == "trace" else ())]
         wanted = [*ours, *([peer] if known else [])]
         return [name for name in wanted if not self.options.only or name in self.options.only]
@@ -95,7 +101,9 @@ class SpeedTable:
             for part in parts:
                 facts = {side.name: side.facts for side in sides}
                 for batch, prompt in self.options.mark or TARGET_MARKS if part == "marks" else ():
-                    for work, figures in measure_in_blocks(batch, prompt, sides, self.options.blocks):
+                    for work, figures in measure_in_blocks(
+                        batch, prompt, sides, self.options.blocks
+                    ):
                         self.record(part, work, figures, facts, order=BLOCKS)
                 for work in workloads_for(part):
                     rounds = self.options.rounds * (3 if part in FIRST_TOKEN_PARTS else 1)
@@ -106,8 +114,12 @@ class SpeedTable:
         from modelmill.eval.datasets import read_trace
 
         if self.options.trace is None:
-            raise SystemExit("part trace needs --trace FILE.csv with ContextTokens and GeneratedTokens")
-        lengths = order_requests(read_trace(self.options.trace, self.options.requests), self.options.order)
+            raise SystemExit(
+                "part trace needs --trace FILE.csv with ContextTokens and GeneratedTokens"
+            )
+        lengths = order_requests(
+            read_trace(self.options.trace, self.options.requests), self.options.order
+        )
         ending = "" if self.options.order == ARRIVAL else f"-{self.options.order}"
         work = Workload(f"trace-{len(lengths)}{ending}", (), (0,), scale=1.0)
         seconds: dict[str, list[float]] = {}
@@ -140,7 +152,9 @@ class SpeedTable:
         return found
 
     def run_startup(self) -> None:
-        """Fresh processes in turn; the first of each side warms the file and compile caches where nothing ran yet."""
+        """Fresh processes in turn; the first of each side warms the file and compile caches where
+        nothing ran yet.
+        """
         work = Workload("startup", (128,), (1,), scale=1.0)
         seconds: dict[str, list[float]] = {name: [] for name in self.side_names("startup")}
         facts: dict[str, Any] = {}
@@ -153,22 +167,48 @@ class SpeedTable:
                     facts[name] = side.ready()
                     side.generate([(128, 1)], seed=turn)
                     took = time.perf_counter() - side.start_time
-                self.peer_setup.note(f"{name} started in {took:.1f} s{'' if turn >= 0 else ' (not counted)'}")
+                self.peer_setup.note(
+                    f"{name} started in {took:.1f} s{'' if turn >= 0 else ' (not counted)'}"
+                )
                 if turn >= 0:
                     seconds[name].append(took)
-        self.record("startup", work, {name: work.figure({1: found}) for name, found in seconds.items()}, facts)
+        self.record(
+            "startup",
+            work,
+            {name: work.figure({1: found}) for name, found in seconds.items()},
+            facts,
+        )
 
     def run_cpu(self) -> None:
-        """The comparison with llama.cpp in turn, by ``llamacpp_peer.py``: its rows, and their table."""
+        """The comparison with llama.cpp in turn, by ``llamacpp_peer.py``: its rows, and their
+        table.
+        """
         options = self.options
         if None in (options.gguf, options.peer_python):
-            raise SystemExit("part cpu needs --gguf FILE and --peer-python PYTHON (that has xllamacpp)")
+            raise SystemExit(
+                "part cpu needs --gguf FILE and --peer-python PYTHON (that has xllamacpp)"
+            )
         engine = options.engine or self.peer_setup.cpu_engine(options.gguf)
         before = len(options.cpu_out.read_text().splitlines()) if options.cpu_out.exists() else 0
-        more = ["--peer-python", str(options.peer_python), "--rounds", str(options.rounds), "--out", options.cpu_out]
-        command = [sys.executable, ROOT / "benchmarks" / "llamacpp_peer.py", engine, options.gguf, *more]
+        more = [
+            "--peer-python",
+            str(options.peer_python),
+            "--rounds",
+            str(options.rounds),
+            "--out",
+            options.cpu_out,
+        ]
+        command = [
+            sys.executable,
+            ROOT / "benchmarks" / "llamacpp_peer.py",
+            engine,
+            options.gguf,
+            *more,
+        ]
         subprocess.run([str(each) for each in command], check=True, stdout=subprocess.DEVNULL)
-        self.cpu_rows = [json.loads(line) for line in options.cpu_out.read_text().splitlines()[before:]]
+        self.cpu_rows = [
+            json.loads(line) for line in options.cpu_out.read_text().splitlines()[before:]
+        ]
 
     def has_time_for(self, seconds: float) -> bool:
         """Whether that much more still ends before --limit."""
@@ -199,10 +239,14 @@ class SpeedTable:
         more |= {"options": self.variants[name]} if name in self.variants else {}
         target = TARGETS.get(work.name)
         return {
-            "bench": "table", "part": part, "work": work.name, "subject": name, "value": figure.value,
-            "unit": target.unit if target else "s" if work.scale == 1 else "ms", "spread": figure.to_dict(),
-            "calls_s": {name: [round(each, 5) for each in calls] for name, calls in figure.calls.items()},
-            "statistic": work.statistic, "run": self.run, "command": portable_command(sys.argv[1:]), **facts,
+            "bench": "table", "part": part, "work": work.name, "subject": name,
+            "value": figure.value,
+            "unit": target.unit if target else "s" if work.scale == 1 else "ms",
+            "spread": figure.to_dict(),
+            "calls_s": {name: [round(each, 5) for each in calls] for name,
+            calls in figure.calls.items()},
+            "statistic": work.statistic, "run": self.run, "command": portable_command(sys.argv[1:]),
+            **facts,
             **self.made_by, "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), **more,
         }  # fmt: skip
 
@@ -214,14 +258,20 @@ class SpeedTable:
         console = Console(width=160)
         if self.lines:
             table = Table(title=f"{self.run}: lower is better; (least … most) of the rounds")
-            peers = list(dict.fromkeys(name for _, found in self.lines for name in found if name != MODELMILL))
+            peers = list(
+                dict.fromkeys(
+                    name for _, found in self.lines for name in found if name != MODELMILL
+                )
+            )
             for column in ("work", "unit", "floor", "must", MODELMILL, *peers, "× ours"):
                 table.add_column(column, justify="left" if column == "work" else "right")
             for name, found in self.lines:
                 table.add_row(*table_line(name, found, peers))
             console.print(table)
         if self.cpu_rows:
-            table = Table(title="On the CPU, tokens/s: higher is better; (least … most) of the rounds")
+            table = Table(
+                title="On the CPU, tokens/s: higher is better; (least … most) of the rounds"
+            )
             for column in ("work", MODELMILL, "llama.cpp", "× llama.cpp", "must"):
                 table.add_column(column, justify="left" if column == "work" else "right")
             for row in self.cpu_rows:
@@ -232,8 +282,16 @@ class SpeedTable:
 def table_line(name: str, figures: Mapping[str, MeasuredFigure], peers: Sequence[str]) -> list[str]:
     """The cells of one line of the printed table."""
     target = TARGETS.get(name)
-    about = [target.title, target.unit, _plain(target.floor), _plain(target.required)] if target else [name, "", "", ""]
-    over = [speedup(figures[peer], figures[MODELMILL]) for peer in peers if peer in figures and MODELMILL in figures]
+    about = (
+        [target.title, target.unit, _plain(target.floor), _plain(target.required)]
+        if target
+        else [name, "", "", ""]
+    )
+    over = [
+        speedup(figures[peer], figures[MODELMILL])
+        for peer in peers
+        if peer in figures and MODELMILL in figures
+    ]
     cells = [spread(figures[side]) if side in figures else "–" for side in (MODELMILL, *peers)]
     return [*about, *cells, " ".join(f"{each:.2f}×" for each in over) or "–"]
 
@@ -241,7 +299,10 @@ def table_line(name: str, figures: Mapping[str, MeasuredFigure], peers: Sequence
 def cpu_table_line(row: Mapping[str, Any]) -> list[str]:
     """The cells of one line of the CPU table, from a row of ``llamacpp_peer.py``."""
     work = f"{row['phase']}, prompt {row['prompt']}"
-    sides = [f"{row[side]:.0f} ({row[f'{side}_spread'][0]:.0f} … {row[f'{side}_spread'][1]:.0f})" for side in CPU_SIDES]
+    sides = [
+        f"{row[side]:.0f} ({row[f'{side}_spread'][0]:.0f} … {row[f'{side}_spread'][1]:.0f})"
+        for side in CPU_SIDES
+    ]
     must = CPU_MUST.get((row["phase"], row["prompt"]))
     return [work, *sides, f"{row['ratio']:.2f}", "–" if must is None else f"{must:g}"]
 
@@ -263,7 +324,9 @@ def portable_command(arguments: Sequence[str]) -> str:
 
 
 def order_requests(lengths: Lengths, order: str) -> Lengths:
-    """The requests as both sides are handed them: as they arrived, or those with the longest answers first."""
+    """The requests as both sides are handed them: as they arrived, or those with the longest
+    answers first.
+    """
     return lengths if order == ARRIVAL else sorted(lengths, key=lambda pair: -pair[1])
 
 
@@ -286,28 +349,65 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peer", type=Path, help="folder of vLLM's packages")
     parser.add_argument("--peer-python", type=Path, help="interpreter that has the peer")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "h200.jsonl")
-    parser.add_argument("--work", type=Path, default=ROOT / "out" / "table", help="where models are made and logs lie")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=ROOT / "out" / "table",
+        help="where models are made and logs lie",
+    )
     parser.add_argument("--trace", type=Path, help="csv with ContextTokens and GeneratedTokens")
     parser.add_argument("--requests", type=int, default=500, help="of the trace")
-    parser.add_argument("--order", choices=(ARRIVAL, LONGEST_FIRST), default=ARRIVAL, help="trace: of both sides")
-    parser.add_argument("--max-num-seqs", type=int, default=256, help="of both sides, where they share the card")
+    parser.add_argument(
+        "--order", choices=(ARRIVAL, LONGEST_FIRST), default=ARRIVAL, help="trace: of both sides"
+    )
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=256, help="of both sides, where they share the card"
+    )
     parser.add_argument("--commit", help="of this code, where it is no checkout")
     parser.add_argument(
-        "--rounds", type=int, default=3, help="measured rounds of a line (first, warm: three times as many)"
+        "--rounds",
+        type=int,
+        default=3,
+        help="measured rounds of a line (first, warm: three times as many)",
     )
-    parser.add_argument("--mark", action="append", type=parse_mark, metavar="BxP", help="marks: only these, 1x4096 say")
+    parser.add_argument(
+        "--mark",
+        action="append",
+        type=parse_mark,
+        metavar="BxP",
+        help="marks: only these, 1x4096 say",
+    )
     parser.add_argument("--blocks", type=int, default=2, help="marks: blocks of each side")
-    parser.add_argument("--weights", choices=(NORMAL, UNIFORM), default=NORMAL, help="as make_checkpoint.py draws them")
+    parser.add_argument(
+        "--weights",
+        choices=(NORMAL, UNIFORM),
+        default=NORMAL,
+        help="as make_checkpoint.py draws them",
+    )
     parser.add_argument("--starts", type=int, default=2, help="counted starts of each side")
     parser.add_argument(
-        "--also", action="append", default=[], metavar="NAME=JSON", help="trace: ours with RunConfig fields"
+        "--also",
+        action="append",
+        default=[],
+        metavar="NAME=JSON",
+        help="trace: ours with RunConfig fields",
     )
-    parser.add_argument("--limit", type=float, default=570, help="seconds; ours is measured again only within them")
-    parser.add_argument("--only", action="append", help="only this side: modelmill, vLLM or transformers")
+    parser.add_argument(
+        "--limit", type=float, default=570, help="seconds; ours is measured again only within them"
+    )
+    parser.add_argument(
+        "--only", action="append", help="only this side: modelmill, vLLM or transformers"
+    )
     parser.add_argument("--no-check", action="store_true", help="build without the acceptance run")
-    parser.add_argument("--layers", type=int, help="fewer layers, to rehearse; such rows are no evidence")
-    parser.add_argument("--engine", type=Path, help="part cpu: an engine of the model (default: built, -q int8)")
-    parser.add_argument("--cpu-out", type=Path, default=ROOT / "benchmarks" / "results" / "cpu.jsonl")
+    parser.add_argument(
+        "--layers", type=int, help="fewer layers, to rehearse; such rows are no evidence"
+    )
+    parser.add_argument(
+        "--engine", type=Path, help="part cpu: an engine of the model (default: built, -q int8)"
+    )
+    parser.add_argument(
+        "--cpu-out", type=Path, default=ROOT / "benchmarks" / "results" / "cpu.jsonl"
+    )
     parser.add_argument("--gguf", type=Path, help="part cpu: the file llama.cpp runs")
     return parser.parse_args(arguments)
 
@@ -324,7 +424,11 @@ def main() -> None:
         for part, shape in (("eager", "qwen-7b"), ("gpt2", "gpt2-medium")):
             if part in options.parts:
                 bench.run_parts([part], shape)
-        for part, measure in (("trace", bench.run_trace), ("startup", bench.run_startup), ("cpu", bench.run_cpu)):
+        for part, measure in (
+            ("trace", bench.run_trace),
+            ("startup", bench.run_startup),
+            ("cpu", bench.run_cpu),
+        ):
             if part in options.parts:
                 measure()
     finally:

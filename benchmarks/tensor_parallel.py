@@ -1,12 +1,14 @@
-"""Times a model shape over several GPUs, without an engine: seeded random weights, one process a GPU.
+"""Times a model shape over several GPUs, without an engine: seeded random weights, one process a
+GPU.
 
-    python benchmarks/tensor_parallel.py qwen-7b --tp 2 [--sums 1,8,64] [--decode 1x128,64x1024] [--prefill 1x1024]
-        [--loop 1x128] [--layers N] [--save FILE.jsonl]
+    python benchmarks/tensor_parallel.py qwen-7b --tp 2 [--sums 1,8,64] [--decode 1x128,64x1024]
+        [--prefill 1x1024] [--loop 1x128] [--layers N] [--save FILE.jsonl]
 
-``sums``: microseconds of one sum over the ranks with its residual and norm, for so many tokens, ours and NCCL's, each
-in a recorded graph; checked against float64 before. ``decode`` and ``prefill`` as in ``model_step.py``, on one GPU and
-then on all, in one run. ``loop BxC``: milliseconds a token through the whole loop (scheduling, orders to the other
-ranks, graphs), B prompts of C tokens at once.
+``sums``: microseconds of one sum over the ranks with its residual and norm, for so many tokens,
+ours and NCCL's, each in a recorded graph; checked against float64 before. ``decode`` and
+``prefill`` as in ``model_step.py``, on one GPU and then on all, in one run. ``loop BxC``:
+milliseconds a token through the whole loop (scheduling, orders to the other ranks, graphs), B
+prompts of C tokens at once.
 """
 
 from __future__ import annotations
@@ -87,10 +89,16 @@ def time_all_reduce(tp_group: DistributedTPGroup, tokens: int, width: int = 4096
             for r in range(tp_group.size)
         ]
         x = every[tp_group.rank].to(device, dtype)
-        residual = torch.randn(tokens, width, generator=torch.Generator().manual_seed(99)).to(device, dtype)
-        weight = torch.rand(width, generator=torch.Generator().manual_seed(7)).to(device, dtype) + 0.5
+        residual = torch.randn(tokens, width, generator=torch.Generator().manual_seed(99)).to(
+            device, dtype
+        )
+        weight = (
+            torch.rand(width, generator=torch.Generator().manual_seed(7)).to(device, dtype) + 0.5
+        )
         expected = sum(e.to(device, dtype).double() for e in every) + residual.double()
-        normed, total = tp_group.all_reduce_add_rms_norm(add_rms_norm, x.clone(), residual.clone(), weight, 1e-6)
+        normed, total = tp_group.all_reduce_add_rms_norm(
+            add_rms_norm, x.clone(), residual.clone(), weight, 1e-6
+        )
         wide = total.double()
         target = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-6) * weight.double()
         limit = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
@@ -102,9 +110,9 @@ def time_all_reduce(tp_group: DistributedTPGroup, tokens: int, width: int = 4096
             error = float((found.double() - wanted).norm() / wanted.norm())
             assert error < limit, f"rank {tp_group.rank}: {tokens} tokens of {dtype}: error {error}"
         mine = normed.float().double().sum().view(torch.int64)
-        assert tp_group.all_reduce_min(int(mine)) == int(mine) == -tp_group.all_reduce_min(-int(mine)), (
-            "ranks hold different sums"
-        )
+        assert (
+            tp_group.all_reduce_min(int(mine)) == int(mine) == -tp_group.all_reduce_min(-int(mine))
+        ), "ranks hold different sums"
     x = torch.randn(tokens, width, device=device, dtype=torch.bfloat16)
     residual, weight = torch.randn_like(x), torch.rand(width, device=device, dtype=torch.bfloat16)
     ops = select_backends(str(device))
@@ -126,7 +134,9 @@ def time_all_gather(tp_group: DistributedTPGroup, tokens: int, vocab: int = 1519
     """The logits of all ranks side by side."""
     share = vocab // tp_group.size // 16 * 16
     widths = (*[share] * (tp_group.size - 1), vocab - share * (tp_group.size - 1))
-    full = torch.randn(tokens, vocab, generator=torch.Generator().manual_seed(3)).to(tp_group.device, torch.bfloat16)
+    full = torch.randn(tokens, vocab, generator=torch.Generator().manual_seed(3)).to(
+        tp_group.device, torch.bfloat16
+    )
     x = full.split(widths, 1)[tp_group.rank].contiguous()
     assert torch.equal(tp_group.all_gather(x, widths), full)
 
@@ -135,7 +145,12 @@ def time_all_gather(tp_group: DistributedTPGroup, tokens: int, vocab: int = 1519
             tp_group.all_gather(x, widths)
 
     peers = tp_group.peer_buffers
-    row: Row = {"figure": "gather.us", "tokens": tokens, "width": vocab, "value": _captured_us(rows)}
+    row: Row = {
+        "figure": "gather.us",
+        "tokens": tokens,
+        "width": vocab,
+        "value": _captured_us(rows),
+    }
     tp_group.peer_buffers = None
     assert torch.equal(tp_group.all_gather(x, widths), full)
     row["nccl_us"] = _captured_us(rows)
@@ -153,7 +168,10 @@ def time_steps(options: argparse.Namespace, model: nn.Module, tp_group: TPGroup)
     """Decode steps as graphs, first steps as they are."""
     device = f"cuda:{tp_group.rank}"
     ops, rate = select_backends(device), copy_bandwidth(device)
-    for figure, wanted in (("step.decode_ms", options.decode), ("step.prefill_ms", options.prefill)):
+    for figure, wanted in (
+        ("step.decode_ms", options.decode),
+        ("step.prefill_ms", options.prefill),
+    ):
         for batch, count in parse_pairs(wanted):
             decode = figure == "step.decode_ms"
             new, bound = (1, context_bucket(count)) if decode else (count, count)
@@ -166,7 +184,11 @@ def time_steps(options: argparse.Namespace, model: nn.Module, tp_group: TPGroup)
             row = {"figure": figure, "tp": tp_group.size, "batch": batch, "value": ms}
             if decode:
                 row |= {"context": count}
-                row |= {"floor_ms": (weight_bytes(model) + batch * count * kv_bytes_per_token(model)) / rate * 1e3}
+                row |= {
+                    "floor_ms": (weight_bytes(model) + batch * count * kv_bytes_per_token(model))
+                    / rate
+                    * 1e3
+                }
             else:
                 row |= {"tokens": count}
             yield row
@@ -186,7 +208,12 @@ def time_engine_core(
     if not shapes:
         return
     most = max(batch for batch, _ in shapes)
-    config = RunConfig(device=f"cuda:{tp_group.rank}", max_num_seqs=most, kv_cache_bytes=48 << 30, max_model_len=2048)
+    config = RunConfig(
+        device=f"cuda:{tp_group.rank}",
+        max_num_seqs=most,
+        kv_cache_bytes=48 << 30,
+        max_model_len=2048,
+    )
     loop = EngineCore(model, config, tp_group=tp_group)
     if tp_group.rank:
         run_commands(links[0], loop.model_runner)
@@ -196,19 +223,27 @@ def time_engine_core(
     for batch, count in shapes:
         for _ in range(2):  # the first run compiles and records
             ms, first = _time_batch(loop, batch, count)
-        yield {"figure": "loop.decode_ms", "tp": tp_group.size, "batch": batch, "context": count, "value": ms} | {
-            "first_token_ms": first
-        }
+        yield {
+            "figure": "loop.decode_ms",
+            "tp": tp_group.size,
+            "batch": batch,
+            "context": count,
+            "value": ms,
+        } | {"first_token_ms": first}
     others.broadcast(StepCommand(END))
 
 
 def _time_batch(engine_core: EngineCore, batch: int, count: int) -> tuple[float, float]:
     """(milliseconds a step of decoding, milliseconds to the last first token)."""
     generator = torch.Generator().manual_seed(batch + count)
-    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True).with_defaults({})
+    params = SamplingParams(
+        temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True
+    ).with_defaults({})
     for i in range(batch):
         prompt = tuple(torch.randint(2, engine_core.vocab, (count,), generator=generator).tolist())
-        engine_core.add(Request(id=str(i), prompt=prompt, params=params, cache_salt=str(time.monotonic())))
+        engine_core.add(
+            Request(id=str(i), prompt=prompt, params=params, cache_salt=str(time.monotonic()))
+        )
     seen: dict[str, int] = {}
     began = time.perf_counter()
     first = steps = 0.0
@@ -228,7 +263,9 @@ def _free_memory() -> None:
     torch.cuda.empty_cache()
 
 
-def run_rank(options: argparse.Namespace, tp_group: DistributedTPGroup, links: list[socket.socket]) -> Iterator[Row]:
+def run_rank(
+    options: argparse.Namespace, tp_group: DistributedTPGroup, links: list[socket.socket]
+) -> Iterator[Row]:
     """What every rank does, in the same order."""
     for tokens in map(int, filter(None, options.sums.split(","))):
         yield time_all_reduce(tp_group, tokens) | {"tp": tp_group.size}
@@ -248,8 +285,16 @@ def run_all_ranks(options: argparse.Namespace) -> Iterator[Row]:
     children = []
     for number in range(1, options.tp):
         ours, theirs = socket.socketpair()
-        word = [sys.executable, __file__, *sys.argv[1:], "--rank", f"{number},{meeting.port},{theirs.fileno()}"]
-        children.append(subprocess.Popen(word, pass_fds=(theirs.fileno(),), stdout=subprocess.DEVNULL))
+        word = [
+            sys.executable,
+            __file__,
+            *sys.argv[1:],
+            "--rank",
+            f"{number},{meeting.port},{theirs.fileno()}",
+        ]
+        children.append(
+            subprocess.Popen(word, pass_fds=(theirs.fileno(),), stdout=subprocess.DEVNULL)
+        )
         theirs.close()
         links.append(ours)
     try:
@@ -293,8 +338,10 @@ def main() -> None:
             pass
         os._exit(0)  # nobody is left to take leave of
     stamp = {
-        "command": "python benchmarks/tensor_parallel.py " + " ".join(sys.argv[1:]), "shape": options.shape,
-        "device": f"{torch.cuda.get_device_name()} x{options.tp}", "versions": {"torch": torch.__version__},
+        "command": "python benchmarks/tensor_parallel.py " + " ".join(sys.argv[1:]),
+        "shape": options.shape,
+        "device": f"{torch.cuda.get_device_name()} x{options.tp}",
+        "versions": {"torch": torch.__version__},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }  # fmt: skip
     began = time.perf_counter()
@@ -302,7 +349,12 @@ def main() -> None:
         print(f"{time.perf_counter() - began:6.1f} s", json.dumps(row), flush=True)
         if options.save:
             with options.save.open("a") as file:
-                file.write(json.dumps(row | {"unit": "us" if row["figure"].endswith("us") else "ms"} | stamp) + "\n")
+                file.write(
+                    json.dumps(
+                        row | {"unit": "us" if row["figure"].endswith("us") else "ms"} | stamp
+                    )
+                    + "\n"
+                )
 
 
 if __name__ == "__main__":

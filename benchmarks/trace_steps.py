@@ -1,13 +1,16 @@
-"""Serves the conversation trace with the loop alone and says where the GPU's time goes, step by step.
+"""Serves the conversation trace with the loop alone and says where the GPU's time goes, step by
+step.
 
-    python benchmarks/trace_steps.py qwen-7b --trace azure_conversation_trace.csv [--order together] [--budget 8192]
-        [--as dense:auto --as smoothquant:int8 …] [--runs 1] [--save FILE.jsonl]
+    python benchmarks/trace_steps.py qwen-7b --trace azure_conversation_trace.csv [--order together]
+        [--budget 8192] [--as dense:auto --as smoothquant:int8 …] [--runs 1] [--save FILE.jsonl]
 
-Seeded random weights, no text, no engine on disk. Steps are grouped by what they hold: single tokens only (by how many
-sequences) or chunks of prompts beside them (by tokens). For each group: its time by CUDA events, and what the
-memory and the tensor cores (in bfloat16) would need for the same reads and products. --as WEIGHTS:KV: how weights,
-and keys and values, are held (and :N, tokens of a step in which prompts join running answers), several one after the
-other on the same card. Each is warmed up with the same requests at
+Seeded random weights, no text, no engine on disk. Steps are grouped by what they hold: single
+tokens only (by how many sequences) or chunks of prompts beside them (by tokens). For each group:
+its time by CUDA events, and what the
+memory and the tensor cores (in bfloat16) would need for the same reads and products. --as
+WEIGHTS:KV: how weights,
+and keys and values, are held (and :N, tokens of a step in which prompts join running answers),
+several one after the other on the same card. Each is warmed up with the same requests at
 an eighth of their lengths.
 """
 
@@ -62,7 +65,9 @@ class StepRecord:
     @property
     def group(self) -> str:
         if self.prompts:
-            bound = next(b for b in (256, 512, 1024, 2048, 4096, 1 << 30) if self.prompts + self.singles <= b)
+            bound = next(
+                b for b in (256, 512, 1024, 2048, 4096, 1 << 30) if self.prompts + self.singles <= b
+            )
             return f"mixed <= {bound}"
         return f"decode <= {next(b for b in (1, 8, 32, 64, 128, 192, 256) if self.singles <= b)}"
 
@@ -110,17 +115,24 @@ def serve_trace(
     return time.perf_counter() - begin
 
 
-def group_table(records: list[StepRecord], engine_core: EngineCore, rate: float) -> list[dict[str, Any]]:
+def group_table(
+    records: list[StepRecord], engine_core: EngineCore, rate: float
+) -> list[dict[str, Any]]:
     """One row per group: steps, seconds, and the floor of its reads and products in seconds."""
     model = engine_core.model
     weights, token = (
         weight_bytes(model),
-        engine_core.model_runner.kv.nbytes / (engine_core.model_runner.kv.pages * engine_core.page_size),
+        engine_core.model_runner.kv.nbytes
+        / (engine_core.model_runner.kv.pages * engine_core.page_size),
     )
-    each = 2 * sum(m.shape[0] * m.shape[1] for m in model.modules() if isinstance(m, Linear))  # operations a token
+    # operations a token
+    each = 2 * sum(m.shape[0] * m.shape[1] for m in model.modules() if isinstance(m, Linear))
     rows: dict[str, dict[str, Any]] = {}
     for step in records:
-        row = rows.setdefault(step.group, {"group": step.group, "steps": 0, "s": 0.0, "keys_s": 0.0, "products_s": 0.0})
+        row = rows.setdefault(
+            step.group,
+            {"group": step.group, "steps": 0, "s": 0.0, "keys_s": 0.0, "products_s": 0.0},
+        )
         row["steps"] += 1
         row["s"] += step.start.elapsed_time(step.end) / 1e3
         row["keys_s"] += step.keys * token / rate
@@ -135,7 +147,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--order", action="append", choices=sorted(ORDERS))
-    parser.add_argument("--as", dest="forms", action="append", metavar="WEIGHTS:KV[:N]", help=", ".join(WEIGHT_FORMATS))
+    parser.add_argument(
+        "--as",
+        dest="forms",
+        action="append",
+        metavar="WEIGHTS:KV[:N]",
+        help=", ".join(WEIGHT_FORMATS),
+    )
     parser.add_argument("--runs", type=int, default=1, help="of each, after its warm-up")
     parser.add_argument("--budget", type=int, default=8192)
     parser.add_argument("--save", type=Path)
@@ -143,12 +161,15 @@ def parse_args() -> argparse.Namespace:
 
 
 @torch.inference_mode()
-def measure(options: argparse.Namespace, weight_format: str, work: list[tuple[int, int]], rate: float) -> None:
+def measure(
+    options: argparse.Namespace, weight_format: str, work: list[tuple[int, int]], rate: float
+) -> None:
     """Serve with weights, keys and values held in one way; print and record."""
     weights, kv, mixed = (*weight_format.split(":"), "", "")[:3]
     model = random_model(options.shape, weights)
     config = RunConfig(
-        max_num_seqs=256, max_num_batched_tokens=options.budget, enable_prefix_caching=False, max_model_len=4096,
+        max_num_seqs=256, max_num_batched_tokens=options.budget, enable_prefix_caching=False,
+        max_model_len=4096,
         kv_cache_dtype=kv or "auto", max_mixed_tokens=int(mixed) if mixed else None,
     )  # fmt: skip
     loop = EngineCore(model, config)
@@ -163,22 +184,29 @@ def measure(options: argparse.Namespace, weight_format: str, work: list[tuple[in
         rows = group_table(kept, loop, rate)
         for row in rows:
             print(
-                f"{row['group']:16} {row['steps']:5} steps {row['s']:7.2f} s   floor: keys {row['keys_s']:6.2f} "
+                f"{row['group']:16} {row['steps']:5} steps {row['s']:7.2f} s   floor: keys "
+                f"{row['keys_s']:6.2f} "
                 f"+ products {row['products_s']:6.2f} s",
                 flush=True,
             )
         gpu = sum(r["s"] for r in rows)
         floor = sum(r["keys_s"] + r["products_s"] for r in rows)
         line = {
-            "figure": "trace.loop_s", "value": seconds, "gpu_s": gpu, "floor_s": floor, "order": name,
+            "figure": "trace.loop_s", "value": seconds, "gpu_s": gpu, "floor_s": floor,
+            "order": name,
             "weights": weights, "kv": kv or "auto", "mixed": loop.scheduler.limits.max_mixed_tokens,
             "requests_per_s": len(work) / seconds, "kernels": dict(loop.ops.backends),
-            "preemptions": loop.stats().preemptions, "pages": loop.num_pages, "groups": rows, "shape": options.shape,
-            "copy_gbps": round(rate / 1e9), "command": "python benchmarks/trace_steps.py " + " ".join(sys.argv[1:]),
+            "preemptions": loop.stats().preemptions, "pages": loop.num_pages, "groups": rows,
+            "shape": options.shape,
+            "copy_gbps": round(rate / 1e9),
+            "command": "python benchmarks/trace_steps.py " + " ".join(sys.argv[1:]),
             "device": torch.cuda.get_device_name(), "versions": {"torch": torch.__version__},
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }  # fmt: skip
-        print(json.dumps({k: v for k, v in line.items() if k not in ("groups", "kernels")}), flush=True)
+        print(
+            json.dumps({k: v for k, v in line.items() if k not in ("groups", "kernels")}),
+            flush=True,
+        )
         if options.save:
             with options.save.open("a") as file:
                 file.write(json.dumps(line) + "\n")

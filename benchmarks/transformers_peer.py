@@ -1,6 +1,8 @@
-"""transformers as one side of a comparison: ``python -m benchmarks.transformers_peer '{"config": …, "dtype": …}'``.
+"""transformers as one side of a comparison:
+``python -m benchmarks.transformers_peer '{"config": …, "dtype": …}'``.
 
-Its generate() on one batch of equal prompts, greedy, end-of-text ignored, with random weights of a known shape.
+Its generate() on one batch of equal prompts, greedy, end-of-text ignored, with random weights of a
+known shape.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def main() -> None:
     def prepare(prompts: Sequence[list[int]], outputs: Sequence[int]) -> Prepared:
         assert len(set(outputs)) == 1, "one static batch has one length"
         asked = torch.tensor(list(prompts))
-        how = GenerationConfig(do_sample=False, max_new_tokens=outputs[0], eos_token_id=None, pad_token_id=0)
+        how = GenerationConfig(
+            do_sample=False, max_new_tokens=outputs[0], eos_token_id=None, pad_token_id=0
+        )
 
         @torch.inference_mode()
         def call() -> int:
@@ -45,7 +49,10 @@ def main() -> None:
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     versions = {each: importlib.metadata.version(each) for each in ("transformers", "torch")}
     serve_requests(
-        prepare, {"device": name, "versions": versions}, pipe, randomize=functools.partial(randomize_weights, model)
+        prepare,
+        {"device": name, "versions": versions},
+        pipe,
+        randomize=functools.partial(randomize_weights, model),
     )
 
 

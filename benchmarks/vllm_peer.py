@@ -2,9 +2,9 @@
 
     python -m benchmarks.vllm_peer '{"config": FOLDER, "run": {"max_num_seqs": 64, …}}'
 
-FOLDER holds a ``config.json`` (``benchmarks/synthetic_shapes.py`` writes it). Weights are dummies at the start, as vLLM
-makes them; ``randomise`` then draws every parameter like ``make_checkpoint.py`` does. Greedy, end-of-text ignored, no
-prefix cache, no text.
+FOLDER holds a ``config.json`` (``benchmarks/synthetic_shapes.py`` writes it). Weights are dummies
+at the start, as vLLM makes them; ``randomise`` then draws every parameter like
+``make_checkpoint.py`` does. Greedy, end-of-text ignored, no prefix cache, no text.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ def main() -> None:
 
     def prepare(prompts: Sequence[list[int]], outputs: Sequence[int]) -> Prepared:
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-        params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False) for n in outputs]
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False)
+            for n in outputs
+        ]
 
         def call() -> int:
             found = llm.generate(asked, params, use_tqdm=False)
@@ -62,7 +65,9 @@ def main() -> None:
         llm.apply_model(functools.partial(_randomise, weights))
         torch.cuda.synchronize()
 
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "triton", "transformers")}
+    versions = {
+        name: importlib.metadata.version(name) for name in ("torch", "triton", "transformers")
+    }
     facts = {
         "device": torch.cuda.get_device_name(),
         "versions": {"vllm": importlib.metadata.version("vllm"), **versions},

@@ -1,7 +1,8 @@
-"""Ways to hold a matrix that was drawn at random, rounded to nearest: what ``-q`` of the benchmarks names.
+"""Ways to hold a matrix that was drawn at random, rounded to nearest: what ``-q`` of the benchmarks
+names.
 
-Steps and zero-points of activations are drawn too, of the size that calibration would give them: how fast a kernel is
-does not depend on them.
+Steps and zero-points of activations are drawn too, of the size that calibration would give them:
+how fast a kernel is does not depend on them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ WEIGHT_FORMATS: dict[str, tuple[str, Layout]] = {
 
 
 def weight_quantizer(name: str) -> WeightQuantizer:
-    """(weight [N, K], dtype of the activations) → the held weight. Raises KeyError for an unknown name."""
+    """(weight [N, K], dtype of the activations) → the held weight.
+
+    Raises KeyError for an unknown name.
+    """
     kind, layout = WEIGHT_FORMATS[name]
     if kind == "int8_group":
         return lambda weight, _: int8_group_weight(weight, **layout)
@@ -49,13 +53,19 @@ def weight_quantizer(name: str) -> WeightQuantizer:
 
     def hold(weight: torch.Tensor, dtype: torch.dtype) -> WeightFormat:
         packed = base.pack(kind, weight, dtype, **layout)
-        return calibrated_rptq_weight(packed) if static and isinstance(packed, rptq.RptqWeight) else packed
+        return (
+            calibrated_rptq_weight(packed)
+            if static and isinstance(packed, rptq.RptqWeight)
+            else packed
+        )
 
     return hold
 
 
 def int8_group_weight(weight: torch.Tensor, group: int) -> WeightFormat:
-    """8 bits with a scale for each group of columns, as checkpoints bring them (``modelmill build -q`` has no such)."""
+    """8 bits with a scale for each group of columns, as checkpoints bring them
+    (``modelmill build -q`` has no such).
+    """
     parts = weight.float().unflatten(1, (-1, group))
     scale = (parts.abs().amax(-1) / 127).half()
     codes = torch.round(parts / scale.float()[..., None]).clamp(-127, 127).to(torch.int8)
@@ -69,7 +79,13 @@ def calibrated_rptq_weight(weight: rptq.RptqWeight) -> rptq.RptqWeight:
     generator = torch.Generator(device).manual_seed(columns)
     step = (torch.rand(groups, generator=generator, device=device) + 0.5) * (8 / 2**weight.bits)
     zero = torch.randint(
-        -(2 ** (weight.bits - 3)), 2 ** (weight.bits - 3), (groups,), generator=generator, device=device
+        -(2 ** (weight.bits - 3)),
+        2 ** (weight.bits - 3),
+        (groups,),
+        generator=generator,
+        device=device,
     )
     each = columns // groups
-    return weight.with_static_scales((1 / step).repeat_interleave(each), zero.repeat_interleave(each), step)
+    return weight.with_static_scales(
+        (1 / step).repeat_interleave(each), zero.repeat_interleave(each), step
+    )

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.figure_statistics import LONG, SHORT, MeasuredFigure, time_per_token, whole_call_figure
+from benchmarks.figure_statistics import (
+    LONG,
+    SHORT,
+    MeasuredFigure,
+    time_per_token,
+    whole_call_figure,
+)
 from benchmarks.peer_process import Lengths, PeerProcess
 
 PARTS = ("decode", "first", "warm", "marks", "trace", "startup", "eager", "gpt2", "cpu")
@@ -24,7 +30,8 @@ BLOCKS = (
     f"{CALLS_PER_BLOCK} of 1"
 )
 STATISTICS = {
-    "per_token": f"(median of calls with {LONG} tokens - median with {SHORT}) / {LONG - SHORT}; spread over rounds",
+    "per_token": f"(median of calls with {LONG} tokens - median with {SHORT}) / {LONG - SHORT}; "
+    "spread over rounds",
     "whole": "median of whole calls; spread over rounds",
 }
 
@@ -56,18 +63,26 @@ def workloads_for(part: str) -> list[Workload]:
         return []
     if part in FIRST_TOKEN_PARTS:
         return [Workload(f"{part}-{prompt}", (prompt,), (1,)) for prompt in (1024, 4096)]
-    return [Workload(f"{part}-{batch}x{prompt}", (prompt,) * batch) for batch, prompt in DECODE_WORKLOADS[part]]
+    return [
+        Workload(f"{part}-{batch}x{prompt}", (prompt,) * batch)
+        for batch, prompt in DECODE_WORKLOADS[part]
+    ]
 
 
-def measure_in_turn(work: Workload, sides: Sequence[PeerProcess], rounds: int) -> dict[str, MeasuredFigure]:
-    """Measure a line: each round every side once, another one first each time; round -1 only warms up.
+def measure_in_turn(
+    work: Workload, sides: Sequence[PeerProcess], rounds: int
+) -> dict[str, MeasuredFigure]:
+    """Measure a line: each round every side once, another one first each time; round -1 only warms
+    up.
 
-    Of two lengths each is called twice running. What a call finds depends on the one before: after a short call, most
-    of which is prompts at the power limit, the clock is lower than after a long one, and with each length once a round
-    it would always be the long call that pays for it.
+    Of two lengths each is called twice running. What a call finds depends on the one before: after
+    a short call, most of which is prompts at the power limit, the clock is lower than after a long
+    one, and with each length once a round it would always be the long call that pays for it.
     """
     order = [output for output in work.outputs for _ in work.outputs]
-    calls: dict[str, dict[int, list[float]]] = {side.name: {n: [] for n in work.outputs} for side in sides}
+    calls: dict[str, dict[int, list[float]]] = {
+        side.name: {n: [] for n in work.outputs} for side in sides
+    }
     for turn in range(-1, rounds):
         for side in sides[:: 1 if turn % 2 == 0 else -1]:
             for number, output in enumerate(order if turn >= 0 else work.outputs):
@@ -79,7 +94,9 @@ def measure_in_turn(work: Workload, sides: Sequence[PeerProcess], rounds: int) -
 
 
 def workloads_of_mark(batch: int, prompt: int) -> list[Workload]:
-    """The lines that one block of part ``marks`` gives: the time per token, and alone the first token as well."""
+    """The lines that one block of part ``marks`` gives: the time per token, and alone the first
+    token as well.
+    """
     decode = Workload(f"decode-{batch}x{prompt}", (prompt,) * batch)
     return [decode, Workload(f"first-{prompt}", (prompt,), (1,))] if batch == 1 else [decode]
 
@@ -87,26 +104,36 @@ def workloads_of_mark(batch: int, prompt: int) -> list[Workload]:
 def measure_in_blocks(
     batch: int, prompt: int, sides: Sequence[PeerProcess], rounds: int
 ) -> list[tuple[Workload, dict[str, MeasuredFigure]]]:
-    """The lines of ``workloads_of_mark``, each side by itself, in the order in which vLLM's marks of the table were
-    taken.
+    """The lines of ``workloads_of_mark``, each side by itself, in the order in which vLLM's marks
+    of the table were taken.
 
-    A call to warm up, then RUNNING calls each of SHORT, of LONG tokens and of one: a first token comes after answers,
-    on a card as warm as those make it, not as many first tokens one after another do. Sides take turns by blocks.
+    A call to warm up, then RUNNING calls each of SHORT, of LONG tokens and of one: a first token
+    comes after answers, on a card as warm as those make it, not as many first tokens one after
+    another do. Sides take turns by blocks.
     """
-    calls: dict[str, dict[int, list[float]]] = {side.name: {n: [] for n in (SHORT, LONG, 1)} for side in sides}
+    calls: dict[str, dict[int, list[float]]] = {
+        side.name: {n: [] for n in (SHORT, LONG, 1)} for side in sides
+    }
     for turn in range(rounds):
         for side in sides[:: 1 if turn % 2 == 0 else -1]:
             side.generate([(prompt, 8)] * batch, seed=1000 * turn)
             for output, seconds in calls[side.name].items():
                 for number in range(CALLS_PER_BLOCK):
-                    seconds.append(side.generate([(prompt, output)] * batch, 1000 * turn + 200 * (1 + number) + output))
+                    seconds.append(
+                        side.generate(
+                            [(prompt, output)] * batch, 1000 * turn + 200 * (1 + number) + output
+                        )
+                    )
     return [
-        (work, {name: work.figure(found) for name, found in calls.items()}) for work in workloads_of_mark(batch, prompt)
+        (work, {name: work.figure(found) for name, found in calls.items()})
+        for work in workloads_of_mark(batch, prompt)
     ]
 
 
 def warm_up(lengths: Lengths) -> list[tuple[int, int]]:
-    """The requests at an eighth of their lengths: every batch size on the way down has then been seen once."""
+    """The requests at an eighth of their lengths: every batch size on the way down has then been
+    seen once.
+    """
     return [(-(-prompt // 8), -(-output // 8)) for prompt, output in lengths]
 
 

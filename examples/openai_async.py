@@ -18,7 +18,9 @@ async def main(url: str) -> None:
 
         async def ask(country: str) -> str:
             prompt = f"The capital of {country} is"
-            answer = await client.completions.create(model=model, prompt=prompt, max_tokens=4, temperature=0)
+            answer = await client.completions.create(
+                model=model, prompt=prompt, max_tokens=4, temperature=0
+            )
             return f"{country}:{answer.choices[0].text.rstrip()}"
 
         for line in await asyncio.gather(*map(ask, COUNTRIES)):

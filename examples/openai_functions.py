@@ -1,4 +1,5 @@
-"""Let the model call a Python function: its call is streamed, the function runs here, and the model goes on.
+"""Let the model call a Python function: its call is streamed, the function runs here, and the model
+goes on.
 
 modelmill serve smollm2.engine --port 8123
 python examples/openai_functions.py http://127.0.0.1:8123/v1
@@ -36,12 +37,17 @@ def main(url: str) -> None:
 
     # "required": the answer is a call and keeps to the parameters; with "auto" the model decides
     calls: dict[int, dict] = {}
-    for chunk in client.chat.completions.create(messages=talk, tool_choice="required", stream=True, **how):
+    for chunk in client.chat.completions.create(
+        messages=talk, tool_choice="required", stream=True, **how
+    ):
         for piece in chunk.choices[0].delta.tool_calls or ():
-            call = calls.setdefault(piece.index, {"id": piece.id, "name": piece.function.name, "arguments": ""})
+            call = calls.setdefault(
+                piece.index, {"id": piece.id, "name": piece.function.name, "arguments": ""}
+            )
             call["arguments"] += piece.function.arguments
 
-    made = [{"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
+    made = [{"id": call["id"], "type": "function",
+        "function": {"name": call["name"], "arguments": call["arguments"]}}
             for call in calls.values()]  # fmt: skip
     talk.append({"role": "assistant", "content": None, "tool_calls": made})
     for call in calls.values():

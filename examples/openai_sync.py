@@ -21,7 +21,8 @@ def main(url: str) -> None:
     )
     print(answer.choices[0].message.content)
     print(
-        f"[{answer.choices[0].finish_reason}; {answer.usage.prompt_tokens} + {answer.usage.completion_tokens} tokens]"
+        f"[{answer.choices[0].finish_reason}; {answer.usage.prompt_tokens} + "
+        f"{answer.usage.completion_tokens} tokens]"
     )
 
 

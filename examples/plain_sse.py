@@ -1,4 +1,5 @@
-"""Stream an answer with Python's standard library alone: server-sent events are lines that begin with "data: ".
+"""Stream an answer with Python's standard library alone: server-sent events are lines that begin
+with "data: ".
 
 modelmill serve smollm2.engine --port 8123
 python examples/plain_sse.py http://127.0.0.1:8123/v1
@@ -11,7 +12,9 @@ import urllib.request
 
 def events(url: str, body: dict):
     """The JSON objects of a stream, until [DONE]."""
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"content-type": "application/json"}
+    )
     with urllib.request.urlopen(request) as response:
         for line in response:
             if not line.startswith(b"data: "):

@@ -11,7 +11,15 @@ from modelmill.core.errors import ModelmillError
 from modelmill.core.types import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["AsyncLLM", "LLM", "ModelmillError", "SamplingParams", "Segmenter", "__version__", "build_engine"]
+__all__ = [
+    "AsyncLLM",
+    "LLM",
+    "ModelmillError",
+    "SamplingParams",
+    "Segmenter",
+    "__version__",
+    "build_engine",
+]
 
 _LAZY = {
     "AsyncLLM": ("modelmill.async_llm", "AsyncLLM"),

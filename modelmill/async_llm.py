@@ -14,7 +14,13 @@ import numpy as np
 
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.errors import ModelmillError, UsageError
-from modelmill.core.options import BUILD_FIELDS, RUN_FIELDS, EngineOptions, accept_options, check_option_names
+from modelmill.core.options import (
+    BUILD_FIELDS,
+    RUN_FIELDS,
+    EngineOptions,
+    accept_options,
+    check_option_names,
+)
 from modelmill.core.types import POOL_MEAN, SamplingParams
 from modelmill.llm import LLM, ProgressCallback
 from modelmill.outputs import OutputDelta, RequestOutput
@@ -28,9 +34,9 @@ _DeltaCallback = Callable[[OutputDelta | BaseException | None], None]
 class AsyncLLM:
     """``async for delta in engine.stream(prompt)``; leaving the loop early aborts the request.
 
-    Takes what LLM takes. All calls but ``close`` belong to an asyncio event loop; several loops may share one engine.
-    ``async with AsyncLLM(path) as engine:`` closes it at the end; a closed one refuses every call with a UsageError.
-    """
+    Takes what LLM takes. All calls but ``close`` belong to an asyncio event loop; several loops may
+    share one engine. ``async with AsyncLLM(path) as engine:`` closes it at the end; a closed one
+    refuses every call with a UsageError."""
 
     @accept_options(RunConfig, BuildConfig)
     def __init__(
@@ -45,7 +51,8 @@ class AsyncLLM:
     ) -> None:
         check_option_names(options, (*RUN_FIELDS, *BUILD_FIELDS), type(self).__name__)
         own: dict[str, Any] = {
-            "tensor_parallel_size": tensor_parallel_size, "chat_template": chat_template, "progress": progress,
+            "tensor_parallel_size": tensor_parallel_size, "chat_template": chat_template,
+            "progress": progress,
             "openai_defaults": openai_defaults,
         }  # fmt: skip
         self.llm = LLM(model, **own, **options)
@@ -60,7 +67,9 @@ class AsyncLLM:
         self, prompt: Prompt | Messages, params: SamplingParams | None = None, **template: Any
     ) -> AsyncIterator[OutputDelta]:
         """Deltas of one answer as they come. Raises what LLM.stream raises."""
-        async with contextlib.aclosing(self.stream_request(self.llm.request(prompt, params, **template))) as deltas:
+        async with contextlib.aclosing(
+            self.stream_request(self.llm.request(prompt, params, **template))
+        ) as deltas:
             async for delta in deltas:
                 yield delta
 
@@ -76,7 +85,9 @@ class AsyncLLM:
 
         with self._close_lock:  # behind the last command nobody would be heard
             if self._closed or not self._thread.is_alive():
-                raise UsageError(f"this {type(self).__name__} ({self.llm.path}) is closed; open the engine again")
+                raise UsageError(
+                    f"this {type(self).__name__} ({self.llm.path}) is closed; open the engine again"
+                )
             self._commands.put(lambda: self._add(state, tell))
         try:
             while (item := await news.get()) is not None:
@@ -97,10 +108,18 @@ class AsyncLLM:
         return answer
 
     async def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, pooling: str = POOL_MEAN, dimensions: int | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str = POOL_MEAN,
+        dimensions: int | None = None,
     ) -> np.ndarray:
-        """Vectors [N, H] float32 of length 1, as ``LLM.embed`` gives them; all prompts share a batch."""
-        requests = [self.llm.embedding_request(prompt, pooling) for prompt in as_prompt_list(prompts)]
+        """Vectors [N, H] float32 of length 1, as ``LLM.embed`` gives them; all prompts share a
+        batch.
+        """
+        requests = [
+            self.llm.embedding_request(prompt, pooling) for prompt in as_prompt_list(prompts)
+        ]
         tasks = [asyncio.create_task(self._final_output(request)) for request in requests]
         try:
             return stack_embeddings(await asyncio.gather(*tasks), dimensions)
@@ -136,12 +155,14 @@ class AsyncLLM:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self.close)  # a step that runs ends first, and must not hold the event loop
+        # a step that runs ends first, and must not hold the event loop
+        await asyncio.to_thread(self.close)
 
     def __repr__(self) -> str:
         return repr(self.llm).replace(type(self.llm).__name__, type(self).__name__, 1)
 
-    # -- on the engine's thread -------------------------------------------------------------------------------------
+    # -- on the engine's thread
+    # -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
@@ -167,7 +188,8 @@ class AsyncLLM:
         try:
             self.llm.engine_core.add(state.request)
         except Exception as error:
-            # memory may run out while pictures are read: that ends this request, and not the thread and everybody's
+            # memory may run out while pictures are read: that ends this request, and not the thread
+            # and everybody's
             listener(error)
             return
         self._running[state.request.id] = state

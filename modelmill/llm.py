@@ -29,7 +29,12 @@ from modelmill.core.options import (
 from modelmill.core.types import POOL_MEAN, SamplingParams
 from modelmill.outputs import OutputDelta, RequestOutput
 from modelmill.progress import show_progress
-from modelmill.prompt_inputs import as_prompt_list, check_params, params_per_prompt, stack_embeddings
+from modelmill.prompt_inputs import (
+    as_prompt_list,
+    check_params,
+    params_per_prompt,
+    stack_embeddings,
+)
 from modelmill.request_state import RequestState
 from modelmill.runtime.device import compile_cpu_kernels
 from modelmill.runtime.engine_core import EngineCore
@@ -48,16 +53,18 @@ PROGRESS_DELAY_SECONDS = 1.0
 class LLM:
     """An engine, opened: ``generate``, ``chat``, ``stream`` and ``embed``.
 
-    ``with LLM(path) as llm:`` closes it at the end; a closed one refuses every call with a UsageError. Not thread-safe.
+    ``with LLM(path) as llm:`` closes it at the end; a closed one refuses every call with a
+    UsageError. Not thread-safe.
 
     Args:
-        model: An engine folder; or a checkpoint, which is built into the cache first (and said on stderr).
-        tensor_parallel_size: Another name for ``tp``.
-        chat_template: In place of the engine's own: a shipped one's name (vicuna, chatml), a file, or its text.
-        progress: Called with (stage, done, total) while it is built, compiled for and opened. None: shown on a
+        model: An engine folder; or a checkpoint, which is built into the cache first (and said on
+    stderr). tensor_parallel_size: Another name for ``tp``.
+        chat_template: In place of the engine's own: a shipped one's name (vicuna, chatml), a file,
+    or its text. progress: Called with (stage, done, total) while it is built, compiled for and
+    opened. None: shown on a
             terminal and in a notebook; False: nowhere.
-        openai_defaults: Where the checkpoint says nothing of sampling, a request that says nothing either is drawn as
-            OpenAI's API would; by default as ``core.generation_defaults`` says.
+        openai_defaults: Where the checkpoint says nothing of sampling, a request that says nothing
+    either is drawn as OpenAI's API would; by default as ``core.generation_defaults`` says.
         options: Fields of RunConfig and BuildConfig, by name. They are listed below.
 
     Raises:
@@ -105,7 +112,8 @@ class LLM:
             engine = cached_engine(engine, BuildConfig(**build), progress)  # type: ignore[arg-type]
         elif build:
             raise UsageError(
-                f"{', '.join(build)}: decided when an engine is built, and {engine} is one already; "
+                f"{', '.join(build)}: decided when an engine is built, and {engine} is one "
+                "already; "
                 "leave it out, or give the checkpoint"
             )
         self.path = engine
@@ -133,7 +141,9 @@ class LLM:
     def engine_core(self) -> EngineCore:
         """The engine's loop. Raises UsageError once it is closed."""
         if self._engine_core is None:
-            raise UsageError(f"this {type(self).__name__} ({self.path}) is closed; open the engine again")
+            raise UsageError(
+                f"this {type(self).__name__} ({self.path}) is closed; open the engine again"
+            )
         return self._engine_core
 
     @property
@@ -142,7 +152,8 @@ class LLM:
         return self._engine_core is None
 
     def close(self) -> None:
-        """Give weights and KV cache free and end the other ranks, where there are any. Closing twice is closing once.
+        """Give weights and KV cache free and end the other ranks, where there are any. Closing
+        twice is closing once.
 
         Streams that are open end with the UsageError that every later call gets.
         """
@@ -161,7 +172,9 @@ class LLM:
         if self._engine_core is None:
             return f"{type(self).__name__}({str(self.path)!r}, closed)"
         loop, manifest = self._engine_core, self.language.manifest
-        sizes = [entry["bytes"] for name, entry in manifest.files.items() if name.startswith("weights/")]
+        sizes = [
+            entry["bytes"] for name, entry in manifest.files.items() if name.startswith("weights/")
+        ]
         facts = {
             "model_type": manifest.model_type,
             "dtype": str(loop.dtype).removeprefix("torch."),
@@ -174,7 +187,8 @@ class LLM:
         told = ", ".join(f"{name}={value!r}" for name, value in facts.items())
         return f"{type(self).__name__}({str(self.path)!r}, {told})"
 
-    # -- asking -----------------------------------------------------------------------------------------------------
+    # -- asking
+    # ---------------------------------------------------------------------------
 
     def generate(
         self,
@@ -183,13 +197,16 @@ class LLM:
         *,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answer raw prompts: texts, {"prompt": text}, {"prompt_token_ids": ids} or lists of ids, all in one batch.
+        """Answer raw prompts: texts, {"prompt": text}, {"prompt_token_ids": ids} or lists of ids,
+        all in one batch.
 
-        An object may add a "cache_salt": requests of different salts share no cached prefix. Returns one RequestOutput
-        a prompt, in order. An answer ends at ``max_tokens`` or where prompt and answer fill what the engine reads
-        (``max_model_len``), whichever comes first: ``finish_reason`` is "length" then.
+        An object may add a "cache_salt": requests of different salts share no cached prefix.
+        Returns one RequestOutput a prompt, in order. An answer ends at ``max_tokens`` or where
+        prompt and answer fill what the engine reads (``max_model_len``), whichever comes first:
+        ``finish_reason`` is "length" then.
 
-        progress: a bar; default: on a terminal (stderr) and in a notebook, where it takes longer than a second.
+        progress: a bar; default: on a terminal (stderr) and in a notebook, where it takes longer
+        than a second.
         """
         asked = as_prompt_list(prompts)
         requests = [
@@ -206,7 +223,9 @@ class LLM:
         progress: bool | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Answer conversations ([{"role", "content"}, …], one or many) through the engine's chat template."""
+        """Answer conversations ([{"role", "content"}, …], one or many) through the engine's chat
+        template.
+        """
         talks = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         requests = [
             self.chat_request(talk, given, **template)  # type: ignore[arg-type]
@@ -230,32 +249,50 @@ class LLM:
     ) -> np.ndarray:
         """Vectors [N, H] float32 of texts, of length 1, as the server's /v1/embeddings gives them.
 
-        prompts: as ``generate`` takes them. pooling: of the final hidden states, "mean" or "last". dimensions: only the
-        first so many, brought to length 1 again. Raises RequestError.
+        prompts: as ``generate`` takes them. pooling: of the final hidden states, "mean" or "last".
+        dimensions: only the first so many, brought to length 1 again. Raises RequestError.
         """
         requests = [self.embedding_request(prompt, pooling) for prompt in as_prompt_list(prompts)]
         return stack_embeddings(self._run_requests(requests, progress), dimensions)
 
     def embedding_request(self, prompt: Prompt, pooling: str = POOL_MEAN) -> RequestState:
-        """A prompt whose embedding is wanted, as a request that has not been added yet. Raises RequestError."""
+        """A prompt whose embedding is wanted, as a request that has not been added yet.
+
+        Raises RequestError.
+        """
         asked = self.request(prompt, SamplingParams(max_tokens=0)).request
         return RequestState(replace(asked, pooling=pooling), None, None)
 
-    def request(self, prompt: Prompt | Messages, params: SamplingParams | None = None, **template: Any) -> RequestState:
-        """A prompt in any form, or a conversation, as a request that has not been added yet. Raises RequestError."""
+    def request(
+        self, prompt: Prompt | Messages, params: SamplingParams | None = None, **template: Any
+    ) -> RequestState:
+        """A prompt in any form, or a conversation, as a request that has not been added yet.
+
+        Raises RequestError.
+        """
         self.engine_core  # noqa: B018 -- a closed one makes none
         return self.language.request(prompt, check_params(params), **template)
 
-    def chat_request(self, messages: Messages, params: SamplingParams | None, **template: Any) -> RequestState:
-        """One conversation as a request. Raises UsageError where the engine has no chat template."""
+    def chat_request(
+        self, messages: Messages, params: SamplingParams | None, **template: Any
+    ) -> RequestState:
+        """One conversation as a request.
+
+        Raises UsageError where the engine has no chat template.
+        """
         self.engine_core  # noqa: B018 -- a closed one makes none
         return self.language.chat_request(messages, check_params(params), **template)
 
-    # -- inside -----------------------------------------------------------------------------------------------------
+    # -- inside
+    # ---------------------------------------------------------------------------
 
-    def _run_requests(self, states: Sequence[RequestState], progress: bool | None) -> list[RequestOutput]:
+    def _run_requests(
+        self, states: Sequence[RequestState], progress: bool | None
+    ) -> list[RequestOutput]:
         done = 0
-        with show_progress("prompts", enabled=progress, delay=0.0 if progress else PROGRESS_DELAY_SECONDS) as report:
+        with show_progress(
+            "prompts", enabled=progress, delay=0.0 if progress else PROGRESS_DELAY_SECONDS
+        ) as report:
             for delta in self._step_until_done(states):
                 if delta.output.finished:
                     done += 1
@@ -263,10 +300,11 @@ class LLM:
         return [d.output for d in states]
 
     def _step_until_done(self, states: Sequence[RequestState]) -> Iterator[OutputDelta]:
-        """Add the requests and step the loop until all have ended; aborts what is left when it is closed.
+        """Add the requests and step the loop until all have ended; aborts what is left when it is
+        closed.
 
-        Several may be open at once (a stream that is read while another is begun): each step serves all of them, and
-        what it says of others waits for them.
+        Several may be open at once (a stream that is read while another is begun): each step serves
+        all of them, and what it says of others waits for them.
         """
         news: deque[OutputDelta] = deque()
         own = {d.request.id: d for d in states}
@@ -288,7 +326,9 @@ class LLM:
                     self._engine_core.abort(id)
 
     def step(self, running: dict[str, RequestState]) -> list[OutputDelta]:
-        """One step of the loop: what it adds to the ``running`` dialogues; ended ones are taken out of the dict."""
+        """One step of the loop: what it adds to the ``running`` dialogues; ended ones are taken out
+        of the dict.
+        """
         deltas = []
         for token in self.engine_core.step():
             dialogue = running.get(token.request_id)
@@ -315,10 +355,12 @@ def build_engine(
     tune: bool = True,
     plan: BuildPlan | None = None,
 ) -> dict[str, Any]:
-    """Build, judge and write an engine; returns the acceptance report. Raises AcceptanceError where it is refused.
+    """Build, judge and write an engine; returns the acceptance report. Raises AcceptanceError where
+    it is refused.
 
-    delta, vision: as open_checkpoint takes them. tune: time launch sizes on the GPU that it is built for, where there
-    is one, and keep the best in the engine. plan: what was decided already, of this checkpoint and config.
+    delta, vision: as open_checkpoint takes them. tune: time launch sizes on the GPU that it is
+    built for, where there is one, and keep the best in the engine. plan: what was decided already,
+    of this checkpoint and config.
     """
     from modelmill.accept.run import accept
     from modelmill.builder.autotune_measure import autotune as rehearse
@@ -327,7 +369,9 @@ def build_engine(
     from modelmill.checkpoint.open import open_checkpoint
 
     if plan is None:
-        plan = make_plan(open_checkpoint(Path(checkpoint), delta=delta, vision=vision), config or BuildConfig())
+        plan = make_plan(
+            open_checkpoint(Path(checkpoint), delta=delta, vision=vision), config or BuildConfig()
+        )
 
     def judge(staged: Path, judged: Any) -> dict[str, Any]:
         return accept(staged, judged.checkpoint, on_progress=on_progress)
@@ -344,8 +388,8 @@ def cached_engine(
 ) -> Path:
     """The engine of a checkpoint in the cache folder, built now where it is not there yet.
 
-    engine_type: what it must do; None: anything. Raises UsageError where the checkpoint's model does something else,
-    and for options that the recipe does not read.
+    engine_type: what it must do; None: anything. Raises UsageError where the checkpoint's model
+    does something else, and for options that the recipe does not read.
     """
     from modelmill.builder.plan import make_plan
     from modelmill.builder.recipe_options import check_recipe_options
@@ -357,7 +401,9 @@ def cached_engine(
         check_engine_type(checkpoint, plan.engine_type, engine_type)
     engine = cache_dir() / "engines" / f"{checkpoint.stem}-{plan.resume_key()[:16]}.engine"
     if not is_engine(engine):
-        compile_cpu_kernels("cpu" if config.target == "cpu" else "auto", on_progress or (lambda *_: None))
+        compile_cpu_kernels(
+            "cpu" if config.target == "cpu" else "auto", on_progress or (lambda *_: None)
+        )
         sys.stderr.write(f"modelmill: building an engine for {checkpoint} into {engine}\n")
         sys.stderr.writelines(f"modelmill: warning: {each}\n" for each in plan.warnings)
         build_engine(checkpoint, engine, config, on_progress=on_progress, tune=False, plan=plan)

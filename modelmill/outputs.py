@@ -16,8 +16,8 @@ from modelmill.core.types import Logprob
 class CompletionOutput:
     """One of the n answers. token_ids include the token that ended it, text does not.
 
-    finish_reason: stop; length (max_tokens, or the end of what the engine reads, whichever comes first); or abort.
-    stop_reason: the stop string or token id that matched. score: of a beam.
+    finish_reason: stop; length (max_tokens, or the end of what the engine reads, whichever comes
+    first); or abort. stop_reason: the stop string or token id that matched. score: of a beam.
     """
 
     index: int
@@ -31,7 +31,8 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A prompt and its completions. Times are seconds since the request was added, by the host's clock.
+    """A prompt and its completions. Times are seconds since the request was added, by the host's
+    clock.
 
     embedding: of the prompt, where that was asked for; H numbers of float32, little endian.
     """
@@ -64,17 +65,21 @@ class OutputDelta:
 
 
 def unit_vector(state: bytes, dimensions: int | None = None) -> np.ndarray:
-    """A pooled state (``RequestOutput.embedding``) cut to its first ``dimensions`` and brought to length 1, [H]
-    float32.
+    """A pooled state (``RequestOutput.embedding``) cut to its first ``dimensions`` and brought to
+    length 1, [H] float32.
 
     Raises RequestError where it has fewer dimensions, or no direction.
     """
     x = np.frombuffer(state, dtype="<f4").astype(np.float64)
     if dimensions is not None:
         if dimensions > len(x):
-            raise RequestError(f"dimensions={dimensions} exceeds the {len(x)} of this engine's states")
+            raise RequestError(
+                f"dimensions={dimensions} exceeds the {len(x)} of this engine's states"
+            )
         x = x[:dimensions]
     length = math.sqrt(float(x @ x))
     if not length > 0 or not math.isfinite(length):
-        raise RequestError("input has a state without a direction (all zeros); give another, or more dimensions")
+        raise RequestError(
+            "input has a state without a direction (all zeros); give another, or more dimensions"
+        )
     return (x / length).astype("<f4")

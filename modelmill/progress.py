@@ -1,6 +1,8 @@
-"""What a piece of work is doing, shown to who waits: a line that moves on a terminal and in a notebook.
+"""What a piece of work is doing, shown to who waits: a line that moves on a terminal and in a
+notebook.
 
-One line at a time: a stage that begins takes the place of the one before, and at the end the line vanishes.
+One line at a time: a stage that begins takes the place of the one before, and at the end the line
+vanishes.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ ProgressCallback = Callable[..., None]
 """Called with (stage, done, total) or (done, total)."""
 
 COMPILING = "compiling kernels"
-"""How the stages begin that take long before anything else can be said: they are announced where no line moves, too."""
+"""How the stages begin that take long before anything else can be said: they are announced where no
+line moves, too.
+"""
 BAR_WIDTH = 24
 """Characters of a notebook's bar."""
 REFRESH_SECONDS = 0.5
@@ -37,26 +41,34 @@ class ProgressDisplay(Protocol):
 
 
 @contextlib.contextmanager
-def show_progress(label: str, *, enabled: bool | None = None, delay: float = 0.0) -> Iterator[ProgressCallback]:
+def show_progress(
+    label: str, *, enabled: bool | None = None, delay: float = 0.0
+) -> Iterator[ProgressCallback]:
     """Show progress while the block runs; yields the function that moves it.
 
-    enabled: None shows it on a terminal (stderr) and in a notebook; True draws it elsewhere, too; False nowhere. Where
-    it is not drawn, only a compilation is told of, in a plain line on stderr.
+    enabled: None shows it on a terminal (stderr) and in a notebook; True draws it elsewhere, too;
+    False nowhere. Where it is not drawn, only a compilation is told of, in a plain line on stderr.
 
     delay: seconds before anything is drawn, so that short work draws nothing.
     """
     if enabled is False:
         yield lambda *_: None
         return
-    display = open_display(label, delay, enabled=bool(enabled)) or CompileAnnouncer(sys.stderr.write)
+    display = open_display(label, delay, enabled=bool(enabled)) or CompileAnnouncer(
+        sys.stderr.write
+    )
     try:
         yield make_reporter(label, display)
     finally:
         display.close()
 
 
-def open_display(label: str, delay: float = 0.0, *, enabled: bool = False) -> ProgressDisplay | None:
-    """A terminal's or a notebook's; None where there is neither, or where the environment asks for plain output."""
+def open_display(
+    label: str, delay: float = 0.0, *, enabled: bool = False
+) -> ProgressDisplay | None:
+    """A terminal's or a notebook's; None where there is neither, or where the environment asks for
+    plain output.
+    """
     if in_notebook():
         return NotebookLine(label, delay)
     if enabled or (sys.stderr.isatty() and not env.plain_output()):
@@ -76,7 +88,9 @@ def make_reporter(label: str, display: ProgressDisplay) -> ProgressCallback:
 
 
 def parse_report(label: str, args: Sequence[Any]) -> tuple[str, list[float]]:
-    """(stage, done, total) or (done, total): the stage, which is ``label`` where none is named, and the numbers."""
+    """(stage, done, total) or (done, total): the stage, which is ``label`` where none is named, and
+    the numbers.
+    """
     stage = str(args[0]) if args and isinstance(args[0], str) else label
     return stage, [each for each in args if isinstance(each, (int, float))]
 
@@ -131,8 +145,11 @@ class TerminalLine:
         task = self._bars.tasks[0]
         task.total = total if counted else None
         share = f"{100 * done / total:3.0f} %" if counted else ""
-        self._bars.update(self._task, description=stage, completed=done if counted else 0, share=share)
-        task.finished_time = None  # of a stage that is whole; the seconds and the spinner are of all the work
+        self._bars.update(
+            self._task, description=stage, completed=done if counted else 0, share=share
+        )
+        # of a stage that is whole; the seconds and the spinner are of all the work
+        task.finished_time = None
 
     def close(self) -> None:
         """As Display."""
@@ -148,7 +165,9 @@ class NotebookLine:
         self._began, self._stage, self._done, self._total = time.monotonic(), label, 0.0, 0.0
         self._handle: Any = None
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._refresh, args=(delay,), name="progress", daemon=True)
+        self._thread = threading.Thread(
+            target=self._refresh, args=(delay,), name="progress", daemon=True
+        )
         if delay <= 0:
             self._draw()
         self._thread.start()
@@ -210,4 +229,6 @@ def format_bar(stage: str, done: float, total: float, seconds: float) -> str:
         return f"{stage}, {seconds:.0f} s"
     share = min(max(done / total, 0.0), 1.0)
     filled = round(BAR_WIDTH * share)
-    return f"{stage} {'━' * filled}{'─' * (BAR_WIDTH - filled)} {100 * share:3.0f} %, {seconds:.0f} s"
+    return (
+        f"{stage} {'━' * filled}{'─' * (BAR_WIDTH - filled)} {100 * share:3.0f} %, {seconds:.0f} s"
+    )

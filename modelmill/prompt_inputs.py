@@ -1,4 +1,6 @@
-"""What callers hand to an engine: prompts and sampling parameters in all their forms; and its embeddings as rows."""
+"""What callers hand to an engine: prompts and sampling parameters in all their forms; and its
+embeddings as rows.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,16 @@ def params_per_prompt(
     """Parameters for each of ``count`` prompts. Raises RequestError."""
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
-    if not isinstance(params, list | tuple) or not all(isinstance(one, SamplingParams | None) for one in params):
-        raise RequestError("sampling takes SamplingParams, one for all prompts or a list with one a prompt")
+    if not isinstance(params, list | tuple) or not all(
+        isinstance(one, SamplingParams | None) for one in params
+    ):
+        raise RequestError(
+            "sampling takes SamplingParams, one for all prompts or a list with one a prompt"
+        )
     if len(params) != count:
-        raise RequestError(f"{len(params)} SamplingParams for {count} prompts; give one, or one a prompt")
+        raise RequestError(
+            f"{len(params)} SamplingParams for {count} prompts; give one, or one a prompt"
+        )
     return list(params)
 
 

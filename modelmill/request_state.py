@@ -1,4 +1,6 @@
-"""Between ids and text for one request: detokenization, stop strings, and the answer as it grows."""
+"""Between ids and text for one request: detokenization, stop strings, and the answer as it
+grows.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from modelmill.text.tokenizer import Tokenizer
 
 
 class RequestState:
-    """Turns the Tokens of one request into text. An ids-only engine has no tokenizer: its text stays empty."""
+    """Turns the Tokens of one request into text.
+
+    An ids-only engine has no tokenizer: its text stays empty.
+    """
 
     def __init__(
         self,
@@ -23,10 +28,11 @@ class RequestState:
         shown_special: Collection[int] = (),
         continues_prompt: bool = False,
     ) -> None:
-        """shown_special: special tokens that the text shows, since they tell something (that a call begins).
+        """shown_special: special tokens that the text shows, since they tell something (that a call
+        begins).
 
-        continues_prompt: the answer goes on with the prompt's text (a completion); else it is a text of its own (a
-        chat's).
+        continues_prompt: the answer goes on with the prompt's text (a completion); else it is a
+        text of its own (a chat's).
         """
         self.request, self.continues_prompt, self.echo_text = request, continues_prompt, ""
         params = request.params
@@ -36,21 +42,31 @@ class RequestState:
         if tokenizer is not None:
             skip = params.skip_special_tokens
             self._detokenizer = Detokenizer(
-                tokenizer, skip_special=skip, shown_special=shown_special, continues_prompt=continues_prompt
+                tokenizer,
+                skip_special=skip,
+                shown_special=shown_special,
+                continues_prompt=continues_prompt,
             )
         self._sequences = self._make_detokenizers()
-        outputs = [CompletionOutput(i, logprobs=None if params.logprobs is None else []) for i in range(params.n)]
+        outputs = [
+            CompletionOutput(i, logprobs=None if params.logprobs is None else [])
+            for i in range(params.n)
+        ]
         self.output = RequestOutput(request.id, prompt, list(request.prompt), outputs)
 
     def _make_detokenizers(self) -> list[SequenceDetokenizer]:
         params, tokens = self.request.params, self._detokenizer
-        return [SequenceDetokenizer(None if tokens is None else tokens.fork(), params.stop) for _ in range(params.n)]
+        return [
+            SequenceDetokenizer(None if tokens is None else tokens.fork(), params.stop)
+            for _ in range(params.n)
+        ]
 
     def echo(self) -> None:
-        """The prompt's text (``echo_text``) will be shown before the answers'; to be called once, before any ``push``.
+        """The prompt's text (``echo_text``) will be shown before the answers'; to be called once,
+        before any ``push``.
 
-        Where ids leave a character unfinished, it is not in there: the answers' texts begin with what becomes of it.
-        """
+        Where ids leave a character unfinished, it is not in there: the answers' texts begin with
+        what becomes of it."""
         if self.output.prompt is not None or self._detokenizer is None:
             self.echo_text = self.output.prompt or ""
             return
@@ -59,19 +75,32 @@ class RequestState:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt, once it was computed; who counts what was asked for counts it then, and once."""
+        """Tokens of the prompt, once it was computed; who counts what was asked for counts it then,
+        and once.
+        """
         return len(self.output.prompt_token_ids) if self._prompt_computed else 0
 
     def token_counts(self, index: int) -> tuple[int, int, int]:
-        """Tokens so far: of the prompt, of the answer ``index``, and of the prompt from the prefix cache."""
-        return self.prompt_tokens, len(self.output.outputs[index].token_ids), self.output.cached_tokens
+        """Tokens so far: of the prompt, of the answer ``index``, and of the prompt from the prefix
+        cache.
+        """
+        return (
+            self.prompt_tokens,
+            len(self.output.outputs[index].token_ids),
+            self.output.cached_tokens,
+        )
 
     def process(self, token: TokenOutput) -> tuple[OutputDelta, bool]:
-        """Take one piece of news. Returns what it adds and whether a stop string ended that sequence just now."""
+        """Take one piece of news.
+
+        Returns what it adds and whether a stop string ended that sequence just now.
+        """
         now = time.perf_counter() - self.start_time
         answer, voice = self.output, self._sequences[token.index]
         output = answer.outputs[token.index]
-        self._prompt_computed = self._prompt_computed or token.finish_reason is not FinishReason.ABORT
+        self._prompt_computed = (
+            self._prompt_computed or token.finish_reason is not FinishReason.ABORT
+        )
         if token.prompt_logprobs is not None:
             answer.prompt_logprobs = token.prompt_logprobs
         if token.embedding is not None:
@@ -89,7 +118,9 @@ class RequestState:
         text, stopped = "", False
         for id in ids:
             output.token_ids.append(id)
-            piece, stopped = voice.push(id, check_stops=len(output.token_ids) > (self.request.params.min_tokens or 0))
+            piece, stopped = voice.push(
+                id, check_stops=len(output.token_ids) > (self.request.params.min_tokens or 0)
+            )
             text += piece
             if stopped:
                 break
@@ -106,7 +137,11 @@ class RequestState:
         ), stopped and token.finish_reason is None
 
     def _set_finish(
-        self, output: CompletionOutput, detokenizer: SequenceDetokenizer, token: TokenOutput, stopped: bool
+        self,
+        output: CompletionOutput,
+        detokenizer: SequenceDetokenizer,
+        token: TokenOutput,
+        stopped: bool,
     ) -> str:
         """Set the finish of a sequence; returns the text that was held back until now."""
         if stopped:
@@ -131,8 +166,8 @@ class SequenceDetokenizer:
         self.matched: str | None = None
 
     def push(self, id: int, check_stops: bool) -> tuple[str, bool]:
-        """(text to give out, whether a stop string ended it). check_stops: whether stop strings count yet
-        (min_tokens)."""
+        """(text to give out, whether a stop string ended it). check_stops: whether stop strings
+        count yet (min_tokens)."""
         if self._detokenizer is None:
             return "", False
         text = self._detokenizer.push(id)

@@ -14,7 +14,12 @@ from modelmill.artifact.verify import verify
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import BuildConfig, from_dict
 from modelmill.core.errors import RequestError, UsageError
-from modelmill.core.options import SegmenterOptions, accept_options, check_option_names, describe_options
+from modelmill.core.options import (
+    SegmenterOptions,
+    accept_options,
+    check_option_names,
+    describe_options,
+)
 from modelmill.progress import ProgressCallback, show_progress
 from modelmill.runtime.device import compile_cpu_kernels, pick_device, use_threads
 from modelmill.vision.automatic_mask_generator import AutomaticMaskOptions
@@ -29,25 +34,27 @@ START_OPTIONS = ("device", "kernels", "threads")
 
 
 class Segmenter:
-    """An engine that segments images, opened: ``set_image`` once, ``predict`` many times; ``everything``.
+    """An engine that segments images, opened: ``set_image`` once, ``predict`` many times;
+    ``everything``.
 
-    An image is a path, bytes, a PIL image or an array [H, W, 3] uint8; the embeddings of the last eight are kept by
-    their content. ``with Segmenter(path) as segmenter:`` closes it at the end; a closed one refuses every call with a
-    UsageError. Not thread-safe.
+    An image is a path, bytes, a PIL image or an array [H, W, 3] uint8; the embeddings of the last
+    eight are kept by their content. ``with Segmenter(path) as segmenter:`` closes it at the end; a
+    closed one refuses every call with a UsageError. Not thread-safe.
 
     Args:
-        model: An engine folder, or a checkpoint (.pth, .safetensors, folder), which is built into the cache first.
-        device: auto, cpu, cuda or cuda:N.
+        model: An engine folder, or a checkpoint (.pth, .safetensors, folder), which is built into
+    the cache first. device: auto, cpu, cuda or cuda:N.
         kernels: OP → variant.
         threads: Of a CPU.
-        progress: Called with (stage, done, total) while it is built, compiled for and opened. None: shown on a
+        progress: Called with (stage, done, total) while it is built, compiled for and opened. None:
+        shown on a
             terminal and in a notebook; False: nowhere.
         build: Fields of BuildConfig, by name, for a checkpoint only. They are listed below.
 
     Raises:
         UnknownOption: An option that there is not; a TypeError.
-        UsageError: An engine of another kind, or an option that makes no sense; RequestError, which is one, for an
-            image or a prompt that is no good.
+        UsageError: An engine of another kind, or an option that makes no sense; RequestError, which
+    is one, for an image or a prompt that is no good.
         ModelmillError: What the checkpoint, the engine and the device may have against it.
     """
 
@@ -87,7 +94,8 @@ class Segmenter:
             engine = cached_engine(engine, BuildConfig(**build), progress, ENGINE_TYPE)
         elif build:
             raise UsageError(
-                f"{', '.join(build)}: decided when an engine is built, and {engine} is one already; "
+                f"{', '.join(build)}: decided when an engine is built, and {engine} is one "
+                "already; "
                 "leave it out, or give the checkpoint"
             )
         artifact = open_artifact(engine)
@@ -101,7 +109,9 @@ class Segmenter:
     def model(self) -> SamModel:
         """The opened model. Raises UsageError once it is closed."""
         if self._model is None:
-            raise UsageError(f"this {type(self).__name__} ({self.path}) is closed; open the engine again")
+            raise UsageError(
+                f"this {type(self).__name__} ({self.path}) is closed; open the engine again"
+            )
         return self._model
 
     @property
@@ -124,12 +134,20 @@ class Segmenter:
         if self._model is None:
             return f"{type(self).__name__}({str(self.path)!r}, closed)"
         build, files = self.manifest.build, self.manifest.files
-        weights = format_bytes(sum(entry["bytes"] for name, entry in files.items() if name.startswith("weights/")))
-        told = f"dtype={build['dtype']!r}, quantization={build['quantization']!r}, device={self.device!r}"
+        weights = format_bytes(
+            sum(entry["bytes"] for name, entry in files.items() if name.startswith("weights/"))
+        )
+        told = (
+            f"dtype={build['dtype']!r}, quantization={build['quantization']!r}, "
+            f"device={self.device!r}"
+        )
         return f"{type(self).__name__}({str(self.path)!r}, {told}, weights={weights!r})"
 
     def set_image(self, image: Any) -> tuple[int, int]:
-        """Look at an image: its embedding is computed, or taken from the cache. Returns its (width, height)."""
+        """Look at an image: its embedding is computed, or taken from the cache.
+
+        Returns its (width, height).
+        """
         self._embedding = self.model.embed_image(image)
         return self._embedding.size
 
@@ -149,17 +167,24 @@ class Segmenter:
     ) -> list[Mask]:
         """Masks of the image that was set, best first: three, or one with multimask off.
 
-        points: (x, y) in the image's pixels; labels: 1 the object, 0 the background, default all 1; box: x0, y0, x1,
-        y1; mask: logits of a former answer (``Mask.logits``), or a picture of a rough mask, white inside: a path,
-        bytes, a PIL image, an array [H, W] of bools (``Mask.pixels``) or uint8.
+        points: (x, y) in the image's pixels; labels: 1 the object, 0 the background, default all 1;
+        box: x0, y0, x1, y1; mask: logits of a former answer (``Mask.logits``), or a picture of a
+        rough mask, white inside: a path, bytes, a PIL image, an array [H, W] of bools
+        (``Mask.pixels``) or uint8.
         """
         rough = None if mask is None else self._mask_logits(mask, self._current_embedding(None))
         return self.predict_all([make_prompt(points, labels, box, rough)], multimask=multimask)[0]
 
     def predict_all(
-        self, prompts: Sequence[Prompt], *, embedding: ImageEmbedding | None = None, multimask: bool = True
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        embedding: ImageEmbedding | None = None,
+        multimask: bool = True,
     ) -> list[list[Mask]]:
-        """The masks of each prompt, all in one call of the decoder; on the image that was set, or on another."""
+        """The masks of each prompt, all in one call of the decoder; on the image that was set, or
+        on another.
+        """
         where = self._current_embedding(embedding)
         for prompt in prompts:
             check_inside(prompt, where.size)
@@ -187,7 +212,9 @@ class Segmenter:
             drawn = open_image(mask, "the mask", background=BLACK)
         else:
             drawn = as_image(mask, "the mask")
-        return mask_prompt_logits(drawn, name.size, name.encoder_size, self.model.mask_size, self.model.image_size)
+        return mask_prompt_logits(
+            drawn, name.size, name.encoder_size, self.model.mask_size, self.model.image_size
+        )
 
     def everything(
         self,
@@ -197,14 +224,18 @@ class Segmenter:
         progress: Callable[[int, int], None] | None = None,
         **changes: Any,
     ) -> list[Mask]:
-        """Masks of all that a grid of points finds, best first; changes: fields of ``AutomaticMaskOptions``."""
+        """Masks of all that a grid of points finds, best first; changes: fields of
+        ``AutomaticMaskOptions``.
+        """
         if changes:
             if options is not None:
                 raise UsageError("give options or single fields of them, not both")
             options = from_dict(AutomaticMaskOptions, changes, "everything")
         return self.model.generate_masks(image, options, progress)
 
-    def generate_masks(self, image: Any, options: AutomaticMaskOptions | None = None, **changes: Any) -> list[Mask]:
+    def generate_masks(
+        self, image: Any, options: AutomaticMaskOptions | None = None, **changes: Any
+    ) -> list[Mask]:
         """``everything``, by the name that SAM's automatic generator has made known."""
         return self.everything(image, options, **changes)
 

@@ -1,4 +1,6 @@
-"""Shared fixtures: the folder with real data, found beside the checkout, and quiet, seeded torch."""
+"""Shared fixtures: the folder with real data, found beside the checkout, and quiet, seeded
+torch.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ except ImportError:  # where a GPU is there may be pytest alone
 ROOT = Path(__file__).resolve().parent.parent
 
 if settings is not None:
-    # The same examples in every run, however slow the machine is; --hypothesis-profile=search draws new ones.
+    # The same examples in every run, however slow the machine is; --hypothesis-profile=search draws
+    # new ones.
     _PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("same", _PATIENT, derandomize=True)
     settings.register_profile("search", _PATIENT)
@@ -48,7 +51,9 @@ def pytest_pyfunc_call() -> Generator[None, object, object]:
 
 
 def shared_dir() -> Path | None:
-    """The folder of specs, real weights and real data beside the checkout; None where it is absent."""
+    """The folder of specs, real weights and real data beside the checkout; None where it is
+    absent.
+    """
     path = ROOT.parent / "shared"
     return path if (path / "data").is_dir() else None
 

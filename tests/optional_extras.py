@@ -1,7 +1,8 @@
 """Tests whose extra is not installed are skipped with the reason, wherever its import stands.
 
-An import of an absent optional package skips the module, when it is collected, or the test, when it runs. Which parts
-of modelmill may import which package is the business of test_architecture: a core that needs an extra fails there.
+An import of an absent optional package skips the module, when it is collected, or the test, when it
+runs. Which parts of modelmill may import which package is the business of test_architecture: a core
+that needs an extra fails there.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def missing_extra_reason(error: BaseException) -> str | None:
         module = (error.name or "").partition(".")[0]
         if module in EXTRA_OF and is_missing(module):
             return f"needs {module}: pip install 'modelmill[{EXTRA_OF[module]}]'"
-    return str(error) if isinstance(error, MissingDependency) and _missing_extra(str(error)) else None
+    return (
+        str(error) if isinstance(error, MissingDependency) and _missing_extra(str(error)) else None
+    )
 
 
 def skip_if_extra_missing(said: str) -> None:
@@ -69,7 +72,8 @@ class SkippingModule(pytest.Module):
             why = None if cause is None else missing_extra_reason(cause)
             if why is None:
                 raise
-            # half made, it would lend nothing to a module that imports from it: that one must meet the cause itself
+            # half made, it would lend nothing to a module that imports from it: that one must meet
+            # the cause itself
             sys.modules.pop(".".join(self.path.relative_to(ROOT).with_suffix("").parts), None)
             pytest.skip(why, allow_module_level=True)
 

@@ -21,7 +21,10 @@ def _an_extra_that_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_an_absent_extra() -> None:
     absent = ModuleNotFoundError("No module named 'no_such_extra.part'", name="no_such_extra.part")
-    assert optional_extras.missing_extra_reason(absent) == "needs no_such_extra: pip install 'modelmill[some]'"
+    assert (
+        optional_extras.missing_extra_reason(absent)
+        == "needs no_such_extra: pip install 'modelmill[some]'"
+    )
     assert optional_extras.missing_extra_reason(MissingDependency(ASKED)) == ASKED
     optional_extras.skip_if_extra_missing("modelmill: all is well\n")
     with pytest.raises(pytest.skip.Exception, match="--x needs it"):
@@ -50,7 +53,8 @@ def test_what_is_a_failure(error: Exception) -> None:
         ("import no_such_extra", pytest.skip.Exception),
         ("import no_such_module", pytest.Collector.CollectError),
         (
-            f"from modelmill.core.errors import MissingDependency\nraise MissingDependency({ASKED!r})",
+            "from modelmill.core.errors import MissingDependency\nraise "
+            f"MissingDependency({ASKED!r})",
             pytest.skip.Exception,
         ),
     ],

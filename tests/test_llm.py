@@ -15,7 +15,13 @@ from modelmill import LLM, AsyncLLM, SamplingParams
 from modelmill.artifact.manifest import MANIFEST_FILE, Manifest
 from modelmill.artifact.store import open_artifact
 from modelmill.core.config import BuildConfig
-from modelmill.core.errors import CorruptArtifact, ModelmillError, RequestError, TokenizerError, UsageError
+from modelmill.core.errors import (
+    CorruptArtifact,
+    ModelmillError,
+    RequestError,
+    TokenizerError,
+    UsageError,
+)
 from modelmill.core.generation_defaults import MODELMILL_DEFAULTS, OPENAI_DEFAULTS
 from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.types import FinishReason, Request
@@ -23,17 +29,22 @@ from modelmill.llm import build_engine
 from modelmill.text_processor import TextProcessor
 from tests.wait import TIMEOUT_SECONDS
 
-STORY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
+STORY = (
+    "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
+)
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[bot]{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if "
+    "add_generation_prompt %}[bot]{% endif %}"
 )
 
 
 @pytest.fixture(scope="module")
 def engine(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("llm") / "stories.engine"
-    report = build_engine(shared / "data/models/stories260K", out, BuildConfig(dtype="float32", target="cpu"))
+    report = build_engine(
+        shared / "data/models/stories260K", out, BuildConfig(dtype="float32", target="cpu")
+    )
     assert report["accepted"]
     return out
 
@@ -44,7 +55,11 @@ def llm(engine: Path) -> LLM:
 
 
 def text(llm: LLM, prompt: Any, **params: Any) -> str:
-    return llm.generate(prompt, SamplingParams(**{"temperature": 0, "max_tokens": 40, **params}))[0].outputs[0].text
+    return (
+        llm.generate(prompt, SamplingParams(**{"temperature": 0, "max_tokens": 40, **params}))[0]
+        .outputs[0]
+        .text
+    )
 
 
 def test_the_known_story(llm: LLM) -> None:
@@ -77,24 +92,34 @@ def test_streamed_alone_and_in_a_batch_are_one_text(llm: LLM) -> None:
 def test_a_stop_string_ends_the_text_before_it(llm: LLM, cut: int) -> None:
     whole = text(llm, "Once upon a time", max_tokens=60)
     stop = whole[20 : 20 + cut]
-    answer = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=60, stop=(stop,)))[0].outputs[0]
+    answer = llm.generate(
+        "Once upon a time", SamplingParams(temperature=0, max_tokens=60, stop=(stop,))
+    )[0].outputs[0]
     assert answer.text == whole[: whole.index(stop)]
     assert answer.finish_reason == "stop"
     assert answer.stop_reason == stop
     kept = SamplingParams(temperature=0, max_tokens=60, stop=(stop,), include_stop=True)
-    assert llm.generate("Once upon a time", kept)[0].outputs[0].text == whole[: whole.index(stop)] + stop
+    assert (
+        llm.generate("Once upon a time", kept)[0].outputs[0].text
+        == whole[: whole.index(stop)] + stop
+    )
     assert llm.engine_core.stats().running == 0
 
 
 def test_stop_token_ids_are_kept_out_of_the_text(llm: LLM) -> None:
     ids = llm.generate("Once upon a time", GREEDY)[0].outputs[0].token_ids
     end = ids[5]
-    answer = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=40, stop_token_ids=(end,)))[0]
+    answer = llm.generate(
+        "Once upon a time", SamplingParams(temperature=0, max_tokens=40, stop_token_ids=(end,))
+    )[0]
     first = ids.index(end)
     assert answer.outputs[0].token_ids == ids[: first + 1]
     assert answer.outputs[0].finish_reason == "stop"
     assert answer.outputs[0].stop_reason == end
-    assert answer.outputs[0].text == llm.tokenizer.decode(ids[:first]).removeprefix(" ") or answer.outputs[0].text  # type: ignore[union-attr]
+    assert (
+        answer.outputs[0].text == llm.tokenizer.decode(ids[:first]).removeprefix(" ")
+        or answer.outputs[0].text
+    )  # type: ignore[union-attr]
 
 
 def test_n_answers_differ_and_repeat_with_their_seed(llm: LLM) -> None:
@@ -106,7 +131,9 @@ def test_n_answers_differ_and_repeat_with_their_seed(llm: LLM) -> None:
 
 
 def test_logprobs_come_with_every_token(llm: LLM) -> None:
-    out = llm.generate("Once", SamplingParams(temperature=0, max_tokens=5, logprobs=3))[0].outputs[0]
+    out = llm.generate("Once", SamplingParams(temperature=0, max_tokens=5, logprobs=3))[0].outputs[
+        0
+    ]
     assert out.logprobs is not None
     assert len(out.logprobs) == 5
     for id, table in zip(out.token_ids, out.logprobs, strict=True):
@@ -131,7 +158,9 @@ def test_chat_needs_a_template_and_takes_one(engine: Path, llm: LLM) -> None:
         llm.chat([{"role": "user", "content": "hi"}])
     talk = LLM(engine, device="cpu", chat_template=TEMPLATE)
     one = talk.chat([{"role": "user", "content": "hi"}], GREEDY)
-    two = talk.chat([[{"role": "user", "content": "hi"}], [{"role": "user", "content": "ho"}]], GREEDY)
+    two = talk.chat(
+        [[{"role": "user", "content": "hi"}], [{"role": "user", "content": "ho"}]], GREEDY
+    )
     assert one[0].outputs[0].text == two[0].outputs[0].text
     assert len(two) == 2
 
@@ -153,7 +182,8 @@ def test_shipped_templates_by_name(engine: Path) -> None:
 
 @pytest.mark.parametrize(
     "prompt",
-    [[], "x" * 20000, {"prompt_token_ids": [10**6]}, {"prompt_token_ids": [-1]}, {"prompt_token_ids": "abc"}, {"no": 1},
+    [[], "x" * 20000, {"prompt_token_ids": [10**6]}, {"prompt_token_ids": [-1]},
+    {"prompt_token_ids": "abc"}, {"no": 1},
      {"prompt_token_ids": [1.5]}, {"prompt_token_ids": []}],
     ids=lambda p: str(p)[:30],
 )  # fmt: skip
@@ -175,7 +205,10 @@ def test_unknown_options_are_named(engine: Path) -> None:
 
 
 def test_a_checkpoint_is_built_into_the_cache_once(
-    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shared: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path))
     folder = shared / "data/models/stories260K"
@@ -191,7 +224,9 @@ def test_an_ids_only_engine_says_so(shared: Path, tmp_path: Path) -> None:
     folder.mkdir()
     for name in ("config.json", "model.safetensors"):
         (folder / name).write_bytes((shared / "data/models/stories260K" / name).read_bytes())
-    report = build_engine(folder, tmp_path / "ids.engine", BuildConfig(dtype="float32", target="cpu"))
+    report = build_engine(
+        folder, tmp_path / "ids.engine", BuildConfig(dtype="float32", target="cpu")
+    )
     assert report["accepted"]
     llm = LLM(tmp_path / "ids.engine", device="cpu")
     assert len(llm.generate([[1]], GREEDY)[0].outputs[0].token_ids) == 40
@@ -202,7 +237,9 @@ def test_an_ids_only_engine_says_so(shared: Path, tmp_path: Path) -> None:
 
 
 def test_an_engine_that_says_nothing_has_our_defaults_and_openais(engine: Path, llm: LLM) -> None:
-    """The table of docs/serving.md; what a checkpoint says is in tests/core/test_generation_defaults.py."""
+    """The table of docs/serving.md; what a checkpoint says is in
+    tests/core/test_generation_defaults.py.
+    """
     assert llm.language.manifest.generation == {}
     client = TextProcessor.from_engine(engine)
     assert llm.defaults == dict(MODELMILL_DEFAULTS)
@@ -215,10 +252,16 @@ def test_an_engine_that_says_nothing_has_our_defaults_and_openais(engine: Path, 
 
 
 def test_a_generation_config_reaches_every_request(engine: Path) -> None:
-    manifest = llm_manifest(engine, {"do_sample": True, "top_k": 7, "suppress_tokens": [3], "stop_strings": ["###"]})
+    manifest = llm_manifest(
+        engine, {"do_sample": True, "top_k": 7, "suppress_tokens": [3], "stop_strings": ["###"]}
+    )
     for openai in (False, True):
         language = TextProcessor(
-            engine, manifest, open_artifact(engine).tokenizer_files(), TEMPLATE, openai_defaults=openai
+            engine,
+            manifest,
+            open_artifact(engine).tokenizer_files(),
+            TEMPLATE,
+            openai_defaults=openai,
         )
         talk = [{"role": "user", "content": "Hi"}]
         for state in (language.request("Once"), language.chat_request(talk, None)):
@@ -251,7 +294,9 @@ def llm_manifest(engine: Path, generation: dict[str, Any]) -> Manifest:
 
 
 def test_streams_read_in_turns_do_not_starve_each_other(llm: LLM) -> None:
-    """A step serves everything that is open: what it says of one stream must not be lost while another is read."""
+    """A step serves everything that is open: what it says of one stream must not be lost while
+    another is read.
+    """
     alone = [text(llm, p) for p in ("Once upon a time", "The dog", "Lily said")]
     first, second = llm.stream("Once upon a time", GREEDY), llm.stream("The dog", GREEDY)
     got = [next(first).text, next(second).text]
@@ -277,7 +322,8 @@ def test_stop_strings_wait_for_min_tokens(llm: LLM) -> None:
     whole = text(llm, "Once upon a time", max_tokens=60)
     stop = whole[4]
     answer = llm.generate(
-        "Once upon a time", SamplingParams(temperature=0, max_tokens=60, min_tokens=20, stop=(stop,))
+        "Once upon a time",
+        SamplingParams(temperature=0, max_tokens=60, min_tokens=20, stop=(stop,)),
     )[0].outputs[0]
     assert len(answer.token_ids) > 20
     assert whole.startswith(answer.text)
@@ -296,8 +342,10 @@ def test_a_salt_keeps_prefixes_apart(llm: LLM) -> None:
 
 
 def test_what_is_no_prompt_is_one_line(llm: LLM) -> None:
-    bad = [[[]], [None], [1.5], [True], [{"prompt": 3}], [{"prompt": "a", "prompt_token_ids": [1]}], [{}],
-           [{"prompt": "a", "temperature": 0}], [{"prompt": "a", "cache_salt": 7}], [["1"]], [[1.0]], [[10**30]],
+    bad = [[[]], [None], [1.5], [True], [{"prompt": 3}], [{"prompt": "a", "prompt_token_ids": [1]}],
+        [{}],
+           [{"prompt": "a", "temperature": 0}], [{"prompt": "a", "cache_salt": 7}], [["1"]],
+           [[1.0]], [[10**30]],
            [[-1]], [{"prompt_token_ids": "12"}]]  # fmt: skip
     for prompts in bad:
         with pytest.raises(RequestError):
@@ -390,7 +438,9 @@ def test_asyncio_streams_abort_and_errors(engine: Path, llm: LLM) -> None:
 
     async def main() -> None:
         answers = await asyncio.gather(
-            *(many.generate("Once upon a time", GREEDY) for _ in range(4)), left(), return_exceptions=False
+            *(many.generate("Once upon a time", GREEDY) for _ in range(4)),
+            left(),
+            return_exceptions=False,
         )
         assert [a.outputs[0].text for a in answers[:4]] == [expected] * 4  # type: ignore[union-attr]
         with pytest.raises(RequestError):

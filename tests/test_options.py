@@ -1,4 +1,6 @@
-"""The classes for Python as somebody meets them first: their options by name, their repr, their end."""
+"""The classes for Python as somebody meets them first: their options by name, their repr, their
+end.
+"""
 
 from __future__ import annotations
 
@@ -63,10 +65,16 @@ def hints_of(kind: type) -> dict[str, Any]:
 def test_types_of_options_are_those_of_the_configs() -> None:
     run, build = hints_of(RunConfig), hints_of(BuildConfig)
     assert typing.get_type_hints(RunOptions) == run
-    assert typing.get_type_hints(BuildOptions) == {name: hint for name, hint in build.items() if name not in run}
+    assert typing.get_type_hints(BuildOptions) == {
+        name: hint for name, hint in build.items() if name not in run
+    }
     assert typing.get_type_hints(EngineOptions) == {**build, **run}
-    assert typing.get_type_hints(SegmenterOptions) == {name: hint for name, hint in build.items() if name != "kernels"}
-    assert all(build[name] == run[name] for name in build.keys() & run.keys()), "one keyword sets both"
+    assert typing.get_type_hints(SegmenterOptions) == {
+        name: hint for name, hint in build.items() if name != "kernels"
+    }
+    assert all(build[name] == run[name] for name in build.keys() & run.keys()), (
+        "one keyword sets both"
+    )
 
 
 @pytest.mark.parametrize("kind", [LLM, AsyncLLM])
@@ -91,7 +99,8 @@ def test_the_docstrings_describe_every_option() -> None:
 def test_an_unknown_option_is_a_type_error_with_the_nearest_one(kind: Any, tmp_path: Path) -> None:
     """Before anything is opened: there is no engine."""
     with pytest.raises(
-        TypeError, match=rf"^{kind.__name__}: unknown option quantisation; did you mean quantization\?$"
+        TypeError,
+        match=rf"^{kind.__name__}: unknown option quantisation; did you mean quantization\?$",
     ):
         kind(tmp_path / "none", quantisation="int8")
     with pytest.raises(UnknownOption, match="unknown option xyzzy; known are "):
@@ -107,7 +116,9 @@ def test_public_names_are_shown_although_they_are_lazy() -> None:
         "assert '__version__' in dir(modelmill)\n"
         "assert 'torch' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert all(hasattr(modelmill, name) for name in modelmill.__all__)
 
@@ -115,7 +126,8 @@ def test_public_names_are_shown_although_they_are_lazy() -> None:
 def test_repr_says_what_is_open(engine: Path) -> None:
     llm = LLM(engine, device="cpu", max_model_len=128)
     assert repr(llm) == (
-        f"LLM({str(engine)!r}, model_type='llama', dtype='float32', quantization='none', device='cpu', "
+        f"LLM({str(engine)!r}, model_type='llama', dtype='float32', quantization='none', "
+        "device='cpu', "
         "weights='1018.75 KiB', max_model_len=128)"
     )
     llm.close()
@@ -141,7 +153,11 @@ def test_a_closed_one_refuses_every_call(llm: LLM, call: str) -> None:
 
 
 def test_every_public_method_is_among_these_calls() -> None:
-    public = {name for name, value in vars(LLM).items() if not name.startswith("_") and name not in ("close", "closed")}
+    public = {
+        name
+        for name, value in vars(LLM).items()
+        if not name.startswith("_") and name not in ("close", "closed")
+    }
     assert public == set(CALLS) - {"with", "generate nothing"}
 
 
@@ -189,7 +205,9 @@ def test_embeddings_have_length_1_alone_and_in_a_batch(llm: LLM) -> None:
     assert (found.shape, found.dtype) == ((3, 64), np.float32)
     assert np.linalg.norm(found, axis=1) == pytest.approx(np.ones(3), abs=1e-6)
     for place, prompt in enumerate(prompts):
-        assert llm.embed(prompt) == pytest.approx(found[place : place + 1], abs=1e-5), "alone and in a batch"
+        assert llm.embed(prompt) == pytest.approx(found[place : place + 1], abs=1e-5), (
+            "alone and in a batch"
+        )
 
 
 def test_embeddings_take_the_servers_options(llm: LLM) -> None:

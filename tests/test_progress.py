@@ -58,7 +58,9 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> Notebook:
 
 
 def terminal_of(monkeypatch: pytest.MonkeyPatch) -> Tty:
-    """stderr as a terminal; called in the test itself, since pytest sets stderr anew behind the fixtures."""
+    """stderr as a terminal; called in the test itself, since pytest sets stderr anew behind the
+    fixtures.
+    """
     for name in ("CI", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
@@ -74,9 +76,13 @@ def test_a_bar_in_words() -> None:
 
 def test_a_notebook_sees_the_stages_and_nothing_in_the_end(notebook: Notebook) -> None:
     with show_progress("opening") as report:
-        assert notebook.outputs[0][0].startswith("opening, "), "at once, before anything is reported"
+        assert notebook.outputs[0][0].startswith("opening, "), (
+            "at once, before anything is reported"
+        )
         report("weights", 1, 2)
-        wait_until(lambda: any("weights" in line and " 50 %" in line for line in notebook.outputs[0]))
+        wait_until(
+            lambda: any("weights" in line and " 50 %" in line for line in notebook.outputs[0])
+        )
     assert notebook.outputs[0][-1] == ""
     assert len(notebook.outputs) == 1, "one output changes in place"
 
@@ -88,20 +94,27 @@ def test_short_work_in_a_notebook_shows_nothing(notebook: Notebook) -> None:
     assert not any(thread.name == "progress" for thread in threading.enumerate())
 
 
-def test_a_terminal_shows_one_stage_at_a_time_and_it_vanishes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_one_stage_at_a_time_and_it_vanishes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     terminal = terminal_of(monkeypatch)
     with show_progress("opening") as report:
         report("weights", 97, 100)
         report("acceptance", 0, 1)
         wait_until(lambda: "acceptance" in terminal.getvalue())
     told = terminal.getvalue()
-    assert told.rstrip("\n").rpartition("\n")[2].endswith("\x1b[2K"), "the last thing is that the line is erased"
+    assert told.rstrip("\n").rpartition("\n")[2].endswith("\x1b[2K"), (
+        "the last thing is that the line is erased"
+    )
 
 
 def test_stages_take_each_others_place() -> None:
     line = TerminalLine("opening", delay=1000.0)
     line.update("weights", 97, 100)
-    assert (line._bars.tasks[0].description, line._bars.tasks[0].fields["share"]) == ("weights", " 97 %")
+    assert (line._bars.tasks[0].description, line._bars.tasks[0].fields["share"]) == (
+        "weights",
+        " 97 %",
+    )
     line.update("weights", 100, 100)
     assert not line._bars.tasks[0].finished, "its clock and its spinner go on"
     line.update("wiring", 0, 1)
@@ -119,7 +132,9 @@ def test_plain_output_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("wanted", [None, False])
-def test_a_log_is_told_of_a_compilation_once(monkeypatch: pytest.MonkeyPatch, wanted: bool | None) -> None:
+def test_a_log_is_told_of_a_compilation_once(
+    monkeypatch: pytest.MonkeyPatch, wanted: bool | None
+) -> None:
     monkeypatch.setattr(sys, "stderr", heard := io.StringIO())
     with show_progress("opening", enabled=wanted) as report:
         report("weights", 1, 2)
@@ -149,7 +164,11 @@ def test_opening_an_engine_says_that_kernels_compile(
     def compiling() -> Any:
         if not seen:
             seen.append(True)
-            wait_until(lambda: any(device.COMPILING_STAGE in line for output in notebook.outputs for line in output))
+            wait_until(
+                lambda: any(
+                    device.COMPILING_STAGE in line for output in notebook.outputs for line in output
+                )
+            )
         return load()
 
     monkeypatch.setattr(kernels, "load", compiling)
@@ -173,7 +192,9 @@ def test_progress_can_be_turned_off_or_taken(
     assert all(len(each) == 3 for each in told)
 
 
-def test_the_class_of_a_notebook_is_found_without_importing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_class_of_a_notebook_is_found_without_importing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
     assert not progress.in_notebook()
     assert "IPython" not in sys.modules

@@ -1,4 +1,6 @@
-"""The Segmenter: engines and checkpoints, images and prompts, and MobileSAM's facts through an engine."""
+"""The Segmenter: engines and checkpoints, images and prompts, and MobileSAM's facts through an
+engine.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,13 @@ def test_a_rough_mask_in_any_of_its_forms(engine: Path, tmp_path: Path) -> None:
                  tmp_path / "rough.png", (tmp_path / "rough.png").read_bytes()):  # fmt: skip
         assert [m.score for m in found.predict(mask=form)] == [m.score for m in drawn]
     side = found.model.mask_size
-    for wrong in (torch.zeros(7, 7), torch.full((side, side), float("nan")), 5, b"no picture", tmp_path / "no.png"):
+    for wrong in (
+        torch.zeros(7, 7),
+        torch.full((side, side), float("nan")),
+        5,
+        b"no picture",
+        tmp_path / "no.png",
+    ):
         with pytest.raises(RequestError):
             found.predict(mask=wrong)
     with pytest.raises(UsageError, match="set_image"):
@@ -70,14 +78,18 @@ def test_a_rough_mask_in_any_of_its_forms(engine: Path, tmp_path: Path) -> None:
 
 
 def test_loose_values_are_one_line(engine: Path) -> None:
-    """What people write by mistake: a pair for a list of pairs, one label for a list, a place beside the picture."""
+    """What people write by mistake: a pair for a list of pairs, one label for a list, a place
+    beside the picture.
+    """
     found = Segmenter(engine, device="cpu")
     found.set_image(photo())
     for wrong, says in (
         ({"points": (50, 60)}, "points are a list"), ({"points": 5}, "points are a list"),
         ({"points": [(50, 60)], "labels": 1}, "labels a list"), ({"box": 7}, "a box four numbers"),
-        ({"points": [("a", 1)]}, "numbers"), ({"points": [(201, 5)]}, "the point 201,5 is outside the picture"),
-        ({"box": (5, 5, 90, 121)}, "the box corner 90,121 is outside"), ({"points": None}, "needs a point"),
+        ({"points": [("a", 1)]}, "numbers"),
+        ({"points": [(201, 5)]}, "the point 201,5 is outside " "the picture"),
+        ({"box": (5, 5, 90, 121)}, "the box corner 90,121 is outside"),
+        ({"points": None}, "needs a point"),
     ):  # fmt: skip
         with pytest.raises(RequestError, match=says) as caught:
             found.predict(**wrong)  # type: ignore[arg-type]
@@ -85,8 +97,10 @@ def test_loose_values_are_one_line(engine: Path) -> None:
     assert found.predict_all([]) == []
     with pytest.raises(UsageError, match="list of them"):
         found.embed_images("photo.jpg")
-    for name, value in (("points_per_side", "x"), ("points_per_side", 2.5), ("points_per_side", True),
-                        ("crop_n_layers", 1.0), ("pred_iou_thresh", None), ("stability_score_offset", float("nan")),
+    for name, value in (("points_per_side", "x"), ("points_per_side", 2.5),
+        ("points_per_side", True),
+                        ("crop_n_layers", 1.0), ("pred_iou_thresh", None),
+                        ("stability_score_offset", float("nan")),
                         ("points_per_side", 10**5000)):  # fmt: skip
         with pytest.raises(RequestError, match=name):
             found.everything(photo(), **{name: value})
@@ -94,7 +108,12 @@ def test_loose_values_are_one_line(engine: Path) -> None:
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 90), (90, 1), (2, 70)])
 def test_pictures_too_thin_for_crops(engine: Path, size: tuple[int, int]) -> None:
-    loose = {"points_per_side": 2, "pred_iou_thresh": 0.0, "stability_score_thresh": 0.0, "crop_n_layers": 2}
+    loose = {
+        "points_per_side": 2,
+        "pred_iou_thresh": 0.0,
+        "stability_score_thresh": 0.0,
+        "crop_n_layers": 2,
+    }
     masks = Segmenter(engine, device="cpu").generate_masks(photo(0, size), **loose)
     assert all(mask.pixels.shape == size[::-1] for mask in masks)
 
@@ -103,9 +122,16 @@ def test_several_prompts_and_everything(engine: Path) -> None:
     found = Segmenter(engine)
     seen = found.embed_images([photo(0), photo(1, (90, 160))])
     assert [s.size for s in seen] == [(200, 120), (90, 160)]
-    both = found.predict_all([make_prompt([(5, 5)]), make_prompt(box=(1, 1, 80, 80))], embedding=seen[1])
+    both = found.predict_all(
+        [make_prompt([(5, 5)]), make_prompt(box=(1, 1, 80, 80))], embedding=seen[1]
+    )
     assert [len(masks) for masks in both] == [3, 3]
-    loose = {"points_per_side": 2, "pred_iou_thresh": 0.0, "stability_score_thresh": 0.0, "box_nms_thresh": 1.0}
+    loose = {
+        "points_per_side": 2,
+        "pred_iou_thresh": 0.0,
+        "stability_score_thresh": 0.0,
+        "box_nms_thresh": 1.0,
+    }
     told: list[tuple[int, int]] = []
     masks = found.everything(photo(), progress=lambda *at: told.append(at), **loose)
     assert told == [(0, 4), (4, 4)]
@@ -123,7 +149,9 @@ def test_mistakes_are_one_line(engine: Path, tmp_path: Path) -> None:
         found.everything(photo(), colour=3)
     with pytest.raises(UsageError, match="dtype: decided when an engine is built"):
         Segmenter(engine, dtype="bfloat16")
-    with pytest.raises(UsageError, match=r"segments images: modelmill segment .*small\.engine IMAGE"):
+    with pytest.raises(
+        UsageError, match=r"segments images: modelmill segment .*small\.engine IMAGE"
+    ):
         LLM(engine)
     with pytest.raises(UsageError, match="cpu, cuda"):
         Segmenter(engine, device="tpu")
@@ -142,7 +170,9 @@ def test_a_damaged_engine_is_refused(engine: Path, tmp_path: Path) -> None:
         Segmenter(copy)
 
 
-def test_a_checkpoint_is_built_into_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_a_checkpoint_is_built_into_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path / "cache"))
     checkpoint = small_file(tmp_path)
     first = Segmenter(checkpoint, dtype="bfloat16")
@@ -161,7 +191,12 @@ def mobile(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     engines = {"one": "float32", "two": "float32", "half": "bfloat16", "eight": "bfloat16-int8"}
     for name, how in engines.items():
         dtype, _, recipe = how.partition("-")
-        build_engine(source, folder / name, BuildConfig(dtype=dtype, quantization=recipe or "none"), check=False)
+        build_engine(
+            source,
+            folder / name,
+            BuildConfig(dtype=dtype, quantization=recipe or "none"),
+            check=False,
+        )
     return {name: folder / name for name in engines}
 
 
@@ -197,17 +232,27 @@ def test_masks_over_a_grid(mobile: dict[str, Path], shared: Path, which: str, le
         assert difference < 0.1
 
 
-def overlap(one: Segmenter, other: Segmenter, side: int, size: tuple[int, int]) -> tuple[float, float]:
-    """Mean IoU of the best masks over side × side points (the first's choice of three), and the scores' distance."""
+def overlap(
+    one: Segmenter, other: Segmenter, side: int, size: tuple[int, int]
+) -> tuple[float, float]:
+    """Mean IoU of the best masks over side × side points (the first's choice of three), and the
+    scores' distance.
+    """
     ious, apart = [], []
     for y in range(side):
-        prompts = [make_prompt([((x + 0.5) * size[0] / side, (y + 0.5) * size[1] / side)]) for x in range(side)]
+        prompts = [
+            make_prompt([((x + 0.5) * size[0] / side, (y + 0.5) * size[1] / side)])
+            for x in range(side)
+        ]
         assert one._embedding is not None
         assert other._embedding is not None
         pairs = [s.model.decode(s._embedding, prompts) for s in (one, other)]
         best = pairs[0][1][:, 1:].argmax(-1) + 1
         rows = torch.arange(side)
-        masks = [one.model.predict_all(one._embedding, prompts), other.model.predict_all(other._embedding, prompts)]
+        masks = [
+            one.model.predict_all(one._embedding, prompts),
+            other.model.predict_all(other._embedding, prompts),
+        ]
         apart.append((pairs[0][1][rows, best] - pairs[1][1][rows, best]).abs())
         for i in range(side):
             theirs = [m for m in masks[1][i] if torch.equal(m.logits, pairs[1][0][i, best[i]])]
@@ -215,11 +260,17 @@ def overlap(one: Segmenter, other: Segmenter, side: int, size: tuple[int, int]) 
     return sum(ious) / len(ious), float(torch.cat(apart).max())
 
 
-def test_a_picture_that_overflows_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build_engine(small_file(tmp_path), tmp_path / "half.engine", BuildConfig(dtype="float16"), check=False)
+def test_a_picture_that_overflows_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_engine(
+        small_file(tmp_path), tmp_path / "half.engine", BuildConfig(dtype="float16"), check=False
+    )
     found = Segmenter(tmp_path / "half.engine", device="cpu")
     encode = found.model.model.encode_image
-    monkeypatch.setattr(found.model.model, "encode_image", lambda x, vision: encode(x, vision) * 1e5)
+    monkeypatch.setattr(
+        found.model.model, "encode_image", lambda x, vision: encode(x, vision) * 1e5
+    )
     with pytest.raises(RequestError, match=r"overflows the engine's float16.*--dtype bfloat16"):
         found.set_image(photo())
     assert not len(found.model.embedding_cache)
@@ -230,7 +281,10 @@ def test_a_checkpoint_in_8_bits_through_the_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: Path, recipe: str
 ) -> None:
     monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path / "cache"))
-    found, plain = Segmenter(small_file(tmp_path), quantization=recipe, dtype="float32"), Segmenter(engine)
+    found, plain = (
+        Segmenter(small_file(tmp_path), quantization=recipe, dtype="float32"),
+        Segmenter(engine),
+    )
     assert found.manifest.build["quantization"] == recipe
     for segmenter in (found, plain):
         segmenter.set_image(photo())
@@ -239,7 +293,9 @@ def test_a_checkpoint_in_8_bits_through_the_class(
     assert ours[0].score != theirs[0].score
 
 
-@pytest.mark.parametrize("bad", [b"", b"text", b"\x89PNG\r\n\x1a\n", 7, "no.png", np.zeros((4, 4), np.float32)])
+@pytest.mark.parametrize(
+    "bad", [b"", b"text", b"\x89PNG\r\n\x1a\n", 7, "no.png", np.zeros((4, 4), np.float32)]
+)
 def test_bad_images_are_one_line(engine: Path, bad: object) -> None:
     found = Segmenter(engine)
     with pytest.raises(RequestError) as caught:

@@ -1,4 +1,5 @@
-"""The project's words: class names are unique, words that said nothing stay gone, the glossary names what exists.
+"""The project's words: class names are unique, words that said nothing stay gone, the glossary
+names what exists.
 
 A newcomer searches for the field's term. One term has one meaning: ``docs/glossary.md`` lists them.
 """
@@ -30,13 +31,13 @@ BANNED_IDENTIFIERS = frozenset(
     HeldWeight Held shelf shelves Loop Flight Ledger Pace Crew Mesh ALONE Eyes Eye Still Sight Glance Viewer Told Begun
     Come Ticket News Gate Dialogue Language Mix RotateStore Wanted wants matmul_gated of_gate SPANS LITTLE AGAIN SOON
     SURE foresee foresight eyes mesh
-    """.split()  # noqa: SIM905  a list that people extend
+    """.split()  # noqa: E501, SIM905
 )
 BANNED_MODULES = frozenset(
     """
     ahead aside known own parts ends shown pieces square drawn far lines values figures written quick early last still
     recorded joined warm tuned fit entry flight pace held shelf loop ledger eyes foresight mesh meeting ranks told
-    """.split()  # noqa: SIM905
+    """.split()  # noqa: E501, SIM905
 )
 # The field's word → the file that does it, where a search for the word has to land.
 FIELD_WORDS = {
@@ -72,7 +73,11 @@ def test_class_names_are_unique() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(str(path.relative_to(ROOT)))
-    twice = {name: files for name, files in places.items() if len(files) > 1 and name not in SHARED_CLASS_NAMES}
+    twice = {
+        name: files
+        for name, files in places.items()
+        if len(files) > 1 and name not in SHARED_CLASS_NAMES
+    }
     assert not twice
 
 
@@ -87,12 +92,16 @@ def test_banned_identifiers_stay_gone() -> None:
 
 
 def test_banned_module_names_stay_gone() -> None:
-    assert not [str(path.relative_to(ROOT)) for path in _trees() if path.stem.strip("_") in BANNED_MODULES]
+    assert not [
+        str(path.relative_to(ROOT)) for path in _trees() if path.stem.strip("_") in BANNED_MODULES
+    ]
 
 
 @pytest.mark.parametrize("word", FIELD_WORDS)
 def test_a_search_for_the_fields_word_lands(word: str) -> None:
-    assert re.search(word.replace(".", "[- ]"), (ROOT / FIELD_WORDS[word]).read_text(), re.IGNORECASE)
+    assert re.search(
+        word.replace(".", "[- ]"), (ROOT / FIELD_WORDS[word]).read_text(), re.IGNORECASE
+    )
 
 
 def test_the_glossary_names_what_exists() -> None:

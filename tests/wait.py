@@ -1,8 +1,9 @@
 """What a test waits for, and how long.
 
-Bounds in seconds are there to tell "soon" from "never", not to measure: a machine whose neighbours take it away for
-some seconds must not fail what is right. So every bound is one that only a fault reaches, and lies below the minute
-after which the server itself gives up by default, which would end what should have ended long before.
+Bounds in seconds are there to tell "soon" from "never", not to measure: a machine whose neighbours
+take it away for some seconds must not fail what is right. So every bound is one that only a fault
+reaches, and lies below the minute after which the server itself gives up by default, which would
+end what should have ended long before.
 """
 
 from __future__ import annotations
@@ -34,5 +35,7 @@ def wait_until(
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise AssertionError(f"it does not come about in {seconds:g} s", describe() if describe else None)
+            raise AssertionError(
+                f"it does not come about in {seconds:g} s", describe() if describe else None
+            )
         time.sleep(pause)

@@ -16,7 +16,8 @@ def run(
 ) -> int:  # fmt: skip
     """Exit code: 0, or with --check 1 where a file is not what its rows and story give.
 
-    description: what the tool does; target: of make, which writes. stale and write name the files, below a root.
+    description: what the tool does; target: of make, which writes. stale and write name the files,
+    below a root.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--check", action="store_true", help="write nothing")

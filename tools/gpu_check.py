@@ -3,10 +3,10 @@
     python -m tools.gpu_check expect GGUF QUESTIONS.jsonl tokens.json     on a CPU: build float32, answer, keep the ids
     python -m tools.gpu_check compare GGUF tokens.json [--out FILE]       on a GPU: build float32, answer, compare
 
-Both build with acceptance. Answers: the first turns of the first 20 questions through the chat template, 64 greedy
-tokens, one by one, all in one batch, and with the prefix cache warm. bfloat16 is reported beside it: the share of equal
-answers.
-"""
+Both build with acceptance. Answers: the first turns of the first 20 questions through the chat
+template, 64 greedy tokens, one by one, all in one batch, and with the prefix cache warm. bfloat16
+is reported beside it: the share of equal answers.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def engine(gguf: Path, target: str, dtype: str, folder: Path) -> LLM:
     out = folder / f"{target}-{dtype}.engine"
     started = time.perf_counter()
     report = build_engine(gguf, out, BuildConfig(dtype=dtype, target=target))
-    print(f"{out.name}: {report['verdict']}, built in {time.perf_counter() - started:.1f} s", flush=True)
+    print(
+        f"{out.name}: {report['verdict']}, built in {time.perf_counter() - started:.1f} s",
+        flush=True,
+    )
     return LLM(out, device=target, kv_cache_bytes=KV_BYTES)
 
 
@@ -58,14 +61,18 @@ def compare(args: argparse.Namespace) -> int:
         llm = engine(args.gguf, "cuda", "float32", Path(folder))
         # the CPU's ids came through the chat format, so its end tokens count here too
         assert llm.chat_format is not None
-        params = SamplingParams(temperature=0, max_tokens=TOKENS, stop_token_ids=tuple(llm.chat_format.stop_ids))
+        params = SamplingParams(
+            temperature=0, max_tokens=TOKENS, stop_token_ids=tuple(llm.chat_format.stop_ids)
+        )
         modes = {
             "one by one": [llm.generate([p], params)[0] for p in prompts],
             "one batch": llm.generate(prompts, params),
         }
         modes["prefix warm"] = llm.generate(prompts, params)
         for name, answers in modes.items():
-            facts[name] = sum(a.outputs[0].token_ids == r["tokens"] for a, r in zip(answers, rows, strict=True))
+            facts[name] = sum(
+                a.outputs[0].token_ids == r["tokens"] for a, r in zip(answers, rows, strict=True)
+            )
         facts["cached prompt tokens"] = sum(a.cached_tokens for a in modes["prefix warm"])
         facts["kernels"] = dict(llm.engine_core.ops.backends)
         del llm, modes

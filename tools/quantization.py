@@ -1,4 +1,6 @@
-"""``python -m tools.quantization``: write docs/quantization.md and its plot; ``--check`` only says what is stale."""
+"""``python -m tools.quantization``: write docs/quantization.md and its plot; ``--check`` only says
+what is stale.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +18,37 @@ from tools.performance.rows import read_rows
 STORY, PAGE = Path("docs/quantization.story.md"), Path("docs/quantization.md")
 PLOT = Path("docs/img/quantization.svg")
 RESULTS = Path("benchmarks/results/quantization.jsonl")
-NOTE = "<!-- Made by `make quantization` from quantization.story.md and benchmarks/results: change those. -->"
+NOTE = (
+    "<!-- Made by `make quantization` from quantization.story.md and benchmarks/results: "
+    "change those. -->"
+)
 ALL_TOKENS = 16_384  # tokens of a measurement that the page tells
 ROUGE = ("rouge1", "rouge2", "rougeL")
-SECOND_CHECKPOINT = "stories260K"  # a checkpoint whose weights were never rounded; all other rows are of the first
+# a checkpoint whose weights were never rounded; all other rows are of the first
+SECOND_CHECKPOINT = "stories260K"
 Row = Mapping[str, Any]
 
 
 def select_rows(file: Path, second: bool = False) -> list[Row]:
-    """The newest row of each measurement on all tokens, the least excess first; refused builds last.
+    """The newest row of each measurement on all tokens, the least excess first; refused builds
+    last.
 
     second: those of the second checkpoint instead, the least KL first.
     """
     found = read_rows(file)
     newest = {row["key"]: row for row in found if row["tokens"] == ALL_TOKENS}
-    newest = {key: row for key, row in newest.items() if (row.get("checkpoint") == SECOND_CHECKPOINT) == second}
+    newest = {
+        key: row
+        for key, row in newest.items()
+        if (row.get("checkpoint") == SECOND_CHECKPOINT) == second
+    }
     if second:
-        return sorted(newest.values(), key=lambda row: (row.get("group", 0), row.get("mean_kl", float("inf"))))
-    return sorted(newest.values(), key=lambda row: (row.get("excess", float("inf")), row["options"]))
+        return sorted(
+            newest.values(), key=lambda row: (row.get("group", 0), row.get("mean_kl", float("inf")))
+        )
+    return sorted(
+        newest.values(), key=lambda row: (row.get("excess", float("inf")), row["options"])
+    )
 
 
 def row_name(row: Row) -> str:
@@ -55,7 +70,8 @@ def table(rows: Sequence[Row]) -> list[str]:
             continue
         rouge = [f"{row['rouge'][kind]:.1f}" for kind in ROUGE] if "rouge" in row else []
         cells = (
-            row_name(row), f"{row['perplexity']:.4f}", f"{round(100 * row['excess'], 2) + 0.0:+.2f} %",
+            row_name(row), f"{row['perplexity']:.4f}",
+            f"{round(100 * row['excess'], 2) + 0.0:+.2f} %",
             f"{row['mean_kl']:.4f}", f"{100 * row['agreement']:.1f} %", " / ".join(rouge),
             f"{row['bytes'] / 2**20:.1f}",
         )  # fmt: skip
@@ -64,15 +80,25 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def render(
-    story: str, rows: Sequence[Row], steps: Sequence[Row] = (), second: Sequence[Row] = (), served: Sequence[Row] = ()
+    story: str,
+    rows: Sequence[Row],
+    steps: Sequence[Row] = (),
+    second: Sequence[Row] = (),
+    served: Sequence[Row] = (),
 ) -> str:
-    """The page's text; steps: rows of whole steps on a GPU; second: of the second checkpoint; served: of a trace."""
+    """The page's text; steps: rows of whole steps on a GPU; second: of the second checkpoint;
+    served: of a trace.
+    """
     text = story.replace("{{ table }}", "\n".join(table(rows)))
     text = text.replace("{{ marks }}", "\n".join(marks.targets_table(rows)))
     text = text.replace("{{ second table }}", "\n".join(table(second)))
-    text = text.replace("{{ plot }}", f"![Size on disk and what it costs]({PLOT.relative_to('docs')})")
+    text = text.replace(
+        "{{ plot }}", f"![Size on disk and what it costs]({PLOT.relative_to('docs')})"
+    )
     text = text.replace("{{ speed }}", "\n".join(speed.table(steps)))
-    text = text.replace("{{ speed plot }}", f"![Speed and what it costs]({speed.PLOT.relative_to('docs')})")
+    text = text.replace(
+        "{{ speed plot }}", f"![Speed and what it costs]({speed.PLOT.relative_to('docs')})"
+    )
     text = text.replace("{{ trace }}", "\n".join(trace.table(served)))
     return f"{NOTE}\n\n{text.strip()}\n"
 
@@ -114,7 +140,11 @@ def render_page(root: Path) -> str:
     results, steps = root / RESULTS, speed.step_rows(root / speed.RESULTS)
     served = trace.newest(trace.core_rows(root / speed.RESULTS))
     return render(
-        (root / STORY).read_text("utf-8"), select_rows(results), steps, select_rows(results, second=True), served
+        (root / STORY).read_text("utf-8"),
+        select_rows(results),
+        steps,
+        select_rows(results, second=True),
+        served,
     )
 
 

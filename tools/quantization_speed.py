@@ -1,4 +1,6 @@
-"""The speed half of docs/quantization.md: steps of LLaMA-7B's shape on an H200, by how the weights are held."""
+"""The speed half of docs/quantization.md: steps of LLaMA-7B's shape on an H200, by how the weights
+are held.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ Row = Mapping[str, Any]
 
 
 class SpeedLine(NamedTuple):
-    """A line of the table: what model_step.py was asked for (shape, weights, cache dtype, batch, tokens held or
-    prompt), the milliseconds that vLLM 0.25.1 took on another day, and what must be reached."""
+    """A line of the table: what model_step.py was asked for (shape, weights, cache dtype, batch,
+    tokens held or prompt), the milliseconds that vLLM 0.25.1 took on another day, and what must be
+    reached."""
 
     shape: str
     weights: str
@@ -62,7 +65,9 @@ BUILDS = {
 def step_rows(file: Path) -> list[Row]:
     """The rows of whole steps."""
     found = read_rows(file)
-    return [row for row in found if str(row.get("figure", "")).startswith("step.") and "shape" in row]
+    return [
+        row for row in found if str(row.get("figure", "")).startswith("step.") and "shape" in row
+    ]
 
 
 def newest(rows: Sequence[Row], line: SpeedLine) -> Row | None:
@@ -91,14 +96,21 @@ def table(rows: Sequence[Row]) -> list[str]:
         row = newest(rows, line)
         if row is None:
             continue
-        what = f"first token, {line.batch} × {line.tokens}" if line.prefill else f"{line.batch} × {line.tokens}"
+        what = (
+            f"first token, {line.batch} × {line.tokens}"
+            if line.prefill
+            else f"{line.batch} × {line.tokens}"
+        )
         what += "" if line.shape == "llama-7b" else f", {line.shape}"
         told = f"**{row['value']:.3g}**"
         if "spread" in row:
             told += f" ({row['spread']['min']:.3g} … {row['spread']['max']:.3g})"
-        state = "" if line.target is None else "reached" if row["value"] <= line.target else "missed"
+        state = (
+            "" if line.target is None else "reached" if row["value"] <= line.target else "missed"
+        )
         cells = (
-            what, f"`{line.weights}`", line.kv, f"{row['floor_ms']:.3g}" if "floor_ms" in row else "–",
+            what, f"`{line.weights}`", line.kv,
+            f"{row['floor_ms']:.3g}" if "floor_ms" in row else "–",
             "–" if line.target is None else f"{line.target:g}", told, state,
             "–" if line.peer is None else f"{line.peer:g}",
         )  # fmt: skip
@@ -107,8 +119,12 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def points(rows: Sequence[Row], accuracy: Sequence[Row]) -> list[tuple[str, float, float]]:
-    """(weights, ms a token, % of perplexity) of what was measured on both sides, one sequence after 128 tokens."""
-    plain = [row for row in accuracy if row.get("kv_cache_dtype", "auto") == "auto" and "excess" in row]
+    """(weights, ms a token, % of perplexity) of what was measured on both sides, one sequence after
+    128 tokens.
+    """
+    plain = [
+        row for row in accuracy if row.get("kv_cache_dtype", "auto") == "auto" and "excess" in row
+    ]
     excess = {row["options"]: 100 * row["excess"] for row in plain}
     found = []
     for line in SPEED_LINES:
@@ -136,7 +152,13 @@ def draw_plot(rows: Sequence[Row], accuracy: Sequence[Row], file: Path) -> None:
     dense = newest(rows, SPEED_LINES[0])
     if dense is not None:
         axes.axvline(dense["value"], color="#7f7f7f", linewidth=1)
-        axes.annotate("bfloat16", (dense["value"], 1.0), xytext=(-52, 3), textcoords="offset points", fontsize=8)
+        axes.annotate(
+            "bfloat16",
+            (dense["value"], 1.0),
+            xytext=(-52, 3),
+            textcoords="offset points",
+            fontsize=8,
+        )
     axes.set_yscale("log")
     axes.set_xlim(left=0)
     axes.set_xlabel("ms a token, LLaMA-7B's shape, one sequence, H200")

@@ -7,7 +7,8 @@ from typing import Any
 
 Row = Mapping[str, Any]
 
-# what, options of the build (the first that has a row), type of the KV cache, must: per cent of perplexity over float32
+# what, options of the build (the first that has a row), type of the KV cache, must: per cent of
+# perplexity over float32
 SINGLE_TARGETS = (
     ("int8", ("-q int8",), "auto", 0.3),
     ("KV cache in int8", ("-q none",), "int8", 0.3),
@@ -16,13 +17,21 @@ SINGLE_TARGETS = (
     ("rptq W8A8, static, exact", ("-q rptq --bits w8a8", "-q rptq"), "auto", 2.0),
     (
         "rptq W4A4",
-        ("-q rptq --bits w4a4", "-q rptq --bits w4a4 --copies 3", "-q rptq --bits w4a4 --splits-per-channel 3"),
+        (
+            "-q rptq --bits w4a4",
+            "-q rptq --bits w4a4 --copies 3",
+            "-q rptq --bits w4a4 --splits-per-channel 3",
+        ),
         "auto",
         100.0,
     ),
     ("GGUF's Q4_1 kept", ("-q keep",), "auto", 0.0),
 )
-W4A8_BUILDS = ("-q rptq --bits w4a8", "-q rptq --bits w4a8 --copies 2", "-q rptq --bits w4a8 --splits-per-channel 2")
+W4A8_BUILDS = (
+    "-q rptq --bits w4a8",
+    "-q rptq --bits w4a8 --copies 2",
+    "-q rptq --bits w4a8 --splits-per-channel 2",
+)
 MAX_RATIO = 2.0  # points that W4A8 may cost over its own weights with inputs as they are
 BEST_INT4 = {128: 34.0, 64: 25.0}
 METHODS = ("gptq", "awq", "awq+gptq")
@@ -37,35 +46,58 @@ def targets_table(rows: Sequence[Row]) -> list[str]:
         lines.append(_line(f"{what}, over float32", f"≤ +{must:g} %", found, must, "%"))
     whole, alone = (_excess(rows, W4A8_BUILDS, "auto", whole) for whole in (False, True))
     over = None if whole is None or alone is None else whole - alone
-    lines.append(_line("rptq W4A8, over its own W4A16", f"≤ {MAX_RATIO:g} points", over, MAX_RATIO, "points"))
+    lines.append(
+        _line("rptq W4A8, over its own W4A16", f"≤ {MAX_RATIO:g} points", over, MAX_RATIO, "points")
+    )
     for group, must in BEST_INT4.items():
         found = _int4(rows, group)
         better = {method: excess for method, excess in found.items() if method in METHODS}
         best = min(better, key=lambda method: better[method]) if better else None
         what = f"int4, groups of {group}, the best" + (f" ({best})" if best else "")
-        lines.append(_line(what, f"≤ +{must:g} %", None if best is None else better[best], must, "%"))
+        lines.append(
+            _line(what, f"≤ +{must:g} %", None if best is None else better[best], must, "%")
+        )
         for method in ("gptq", "awq"):
             if {method, "nearest"} <= set(found):
                 nearest = round(found["nearest"], 2)
                 told = f"better than nearest's {nearest:+.2f} %"
                 lines.append(
-                    _line(f"int4, groups of {group}, {method}", told, found[method], nearest - TOLERANCE_STEP, "%")
+                    _line(
+                        f"int4, groups of {group}, {method}",
+                        told,
+                        found[method],
+                        nearest - TOLERANCE_STEP,
+                        "%",
+                    )
                 )
     return lines
 
 
 def _line(what: str, target: str, measured: float | None, max_value: float, unit: str) -> str:
     verdict = (
-        "" if measured is None else "reached" if round(measured, 2) <= max_value + TOLERANCE_STEP / 10 else "missed"
+        ""
+        if measured is None
+        else "reached"
+        if round(measured, 2) <= max_value + TOLERANCE_STEP / 10
+        else "missed"
     )
-    return f"| {what} | {target} | {'no row' if measured is None else f'{measured + 0.0:+.2f} {unit}'} | {verdict} |"
+    return (
+        f"| {what} | {target} | "
+        f"{'no row' if measured is None else f'{measured + 0.0:+.2f} {unit}'} | {verdict} |"
+    )
 
 
-def _excess(rows: Sequence[Row], options: Sequence[str], kv_dtype: str, reference: bool = False) -> float | None:
+def _excess(
+    rows: Sequence[Row], options: Sequence[str], kv_dtype: str, reference: bool = False
+) -> float | None:
     """Per cent over float32 of the first of ``options`` that was measured."""
     for each in options:
         for row in rows:
-            how = (row["options"] or "-q none", row.get("kv_cache_dtype", "auto"), bool(row.get("whole_inputs")))
+            how = (
+                row["options"] or "-q none",
+                row.get("kv_cache_dtype", "auto"),
+                bool(row.get("whole_inputs")),
+            )
             if how == (each, kv_dtype, reference) and "excess" in row:
                 return round(100 * row["excess"], 4)
     return None
@@ -76,7 +108,8 @@ def _int4(rows: Sequence[Row], group: int) -> dict[str, float]:
     return {
         row["method"]: round(100 * row["excess"], 4)
         for row in rows
-        if (row.get("recipe"), row.get("group"), row.get("kv_cache_dtype")) == ("int4", group, "auto")
+        if (row.get("recipe"), row.get("group"), row.get("kv_cache_dtype"))
+        == ("int4", group, "auto")
         and not row.get("symmetric")
         and "excess" in row
     }

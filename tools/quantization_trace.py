@@ -1,4 +1,6 @@
-"""The conversation trace on docs/quantization.md: a run of benchmarks/trace_steps.py with several kinds of weights."""
+"""The conversation trace on docs/quantization.md: a run of benchmarks/trace_steps.py with several
+kinds of weights.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ def core_rows(file: Path) -> list[Row]:
 def newest(rows: Sequence[Row]) -> list[Row]:
     """Those of the newest run that has bfloat16 beside something else.
 
-    A run is rows of one command that follow one another; where one of them comes again, another run begins.
+    A run is rows of one command that follow one another; where one of them comes again, another run
+    begins.
     """
     runs: list[list[Row]] = []
     for row in rows:
@@ -31,7 +34,11 @@ def newest(rows: Sequence[Row]) -> list[Row]:
         if not last or again or last[-1]["command"] != row["command"]:
             runs.append([])
         runs[-1].append(row)
-    whole = [run for run in runs if len({row["weights"] for row in run}) > 1 and any(_is_plain(r) for r in run)]
+    whole = [
+        run
+        for run in runs
+        if len({row["weights"] for row in run}) > 1 and any(_is_plain(r) for r in run)
+    ]
     return max(whole, key=lambda run: run[-1]["date"], default=[])
 
 
@@ -49,7 +56,8 @@ def table(run: Sequence[Row]) -> list[str]:
         judged = row["weights"] == "smoothquant" and row["kv"] == "int8"
         state = ("reached" if ratio >= TARGET_RATIO else "missed") if judged else ""
         cells = (
-            f"`{row['weights']}`", row["kv"], str(row.get("mixed") or "default of that day"), f"{row['value']:.2f}",
+            f"`{row['weights']}`", row["kv"], str(row.get("mixed") or "default of that day"),
+            f"{row['value']:.2f}",
             f"{row['requests_per_s']:.1f}", f"{ratio:.2f}", state,
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")

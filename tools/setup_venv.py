@@ -1,7 +1,8 @@
-"""Set up .venv: torch first and by its exact version where there is no GPU, then modelmill with its constraints.
+"""Set up .venv: torch first and by its exact version where there is no GPU, then modelmill with its
+constraints.
 
-An open version range of torch would pull several gigabytes of CUDA packages onto a machine that cannot use them.
-Standard library only: it runs before anything is installed.
+An open version range of torch would pull several gigabytes of CUDA packages onto a machine that
+cannot use them. Standard library only: it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -21,32 +22,52 @@ CPU_TORCH = "torch==2.13.0"
 def main() -> int:
     """``create DIR`` or ``install DIR [EXTRAS]``."""
     if sys.version_info < (3, 11):  # noqa: UP036  it runs before the package's own check can
-        print(f"modelmill needs Python 3.11 or newer, not {sys.version.split()[0]}; call make with PYTHON=python3.11")
+        print(
+            f"modelmill needs Python 3.11 or newer, not {sys.version.split()[0]}; call make with "
+            "PYTHON=python3.11"
+        )
         return 1
     action, folder = sys.argv[1], Path(sys.argv[2])
     if action == "create":
         venv.create(folder, with_pip=True, symlinks=True)
         return 0
     extras = sys.argv[3] if len(sys.argv) > 3 else ""
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+    pip = [
+        str(folder / "bin" / "python"),
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        "--no-input",
+    ]
     gpu = shutil.which("nvidia-smi") is not None
     wanted = ",".join(filter(None, [extras, "gpu" if gpu else ""]))
     target = f"{ROOT}[{wanted}]" if wanted else str(ROOT)
     steps = [] if gpu else [[*pip, CPU_TORCH]]
     steps.append([*pip, "-c", str(ROOT / "constraints.txt"), "-e", target])
-    print(f"setting up {folder} (Python {sys.version.split()[0]}) by pip: a minute or two, the first time", flush=True)
+    print(
+        f"setting up {folder} (Python {sys.version.split()[0]}) by pip: a minute or two, the "
+        "first time",
+        flush=True,
+    )
     began, count = time.monotonic(), 0
     for step in steps:
         log = run_pip(step, began)
         if log is None:
             return 1
-        count += sum(len(line.split()) - 2 for line in log if line.startswith("Successfully installed"))
-    print(f"{folder} is ready: {count} packages installed in {time.monotonic() - began:.0f} s", flush=True)
+        count += sum(
+            len(line.split()) - 2 for line in log if line.startswith("Successfully installed")
+        )
+    print(
+        f"{folder} is ready: {count} packages installed in {time.monotonic() - began:.0f} s",
+        flush=True,
+    )
     return 0
 
 
 def run_pip(command: list[str], began: float) -> list[str] | None:
-    """Run pip; what it does is one line that moves on a terminal, and a line now and then elsewhere.
+    """Run pip; what it does is one line that moves on a terminal, and a line now and then
+    elsewhere.
 
     Returns its output; None where it failed, which is told.
     """
@@ -54,7 +75,9 @@ def run_pip(command: list[str], began: float) -> list[str] | None:
     teller = threading.Thread(target=_report, args=(doing, ended, began), daemon=True)
     teller.start()
     try:
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as pip:
             assert pip.stdout is not None
             for line in pip.stdout:
                 log.append(line.rstrip())
@@ -65,7 +88,11 @@ def run_pip(command: list[str], began: float) -> list[str] | None:
     if pip.returncode == 0:
         return log
     errors = [line for line in log if line.startswith("ERROR")] or log[-5:]
-    print("\n".join(errors), f"\npip failed ({pip.returncode}): {' '.join(command[1:])}", file=sys.stderr)
+    print(
+        "\n".join(errors),
+        f"\npip failed ({pip.returncode}): {' '.join(command[1:])}",
+        file=sys.stderr,
+    )
     return None
 
 

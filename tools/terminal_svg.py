@@ -1,7 +1,8 @@
-"""Draw what commands print as an SVG picture of a terminal: ``python -m tools.terminal_svg OUT.svg "COMMAND" ["COMMAND"
-…]``.
+"""Draw what commands print as an SVG picture of a terminal:
+``python -m tools.terminal_svg OUT.svg "COMMAND" ["COMMAND" …]``.
 
-Each command runs now; nothing in the picture is typed by hand. Long lines are cut at the picture's width.
+Each command runs now; nothing in the picture is typed by hand. Long lines are cut at the picture's
+width.
 """
 
 from __future__ import annotations
@@ -19,15 +20,29 @@ TERMINAL_COLUMNS = 112
 def main() -> int:
     """Run, record, write."""
     out, commands = Path(sys.argv[1]), sys.argv[2:]
-    console = Console(record=True, width=TERMINAL_COLUMNS, file=open("/dev/null", "w"), force_terminal=True)  # noqa: SIM115
+    console = Console(
+        record=True,
+        width=TERMINAL_COLUMNS,
+        file=open("/dev/null", "w"),  # noqa: SIM115
+        force_terminal=True,
+    )
     for command in commands:
         console.print(Text.assemble(("$ ", "bold green"), (command, "bold")))
         done = subprocess.run(
-            command, shell=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+            command,
+            shell=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
         )
         for line in done.stdout.rstrip().splitlines():
             console.print(
-                Text(line.rstrip()[:TERMINAL_COLUMNS] if not line.startswith(" ") or line.strip() else ""),
+                Text(
+                    line.rstrip()[:TERMINAL_COLUMNS]
+                    if not line.startswith(" ") or line.strip()
+                    else ""
+                ),
                 soft_wrap=False,
             )
         if done.returncode:

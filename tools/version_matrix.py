@@ -1,13 +1,15 @@
-"""``make test-versions``: the ranges of pyproject.toml, tested at both ends, each cell in a fresh environment.
+"""``make test-versions``: the ranges of pyproject.toml, tested at both ends, each cell in a fresh
+environment.
 
-A cell is a Python and a set of versions: ``oldest`` (every lower end, all at once), ``newest`` (what a plain install
-takes within the ranges), ``core`` (newest, no extra: the tests of what is absent must be skipped) and ``next`` (newest
-without upper ends: what a wider range would let in; it may fail and tells then why the range ends). Only ``oldest`` and
-``newest`` bind.
+A cell is a Python and a set of versions: ``oldest`` (every lower end, all at once), ``newest``
+(what a plain install takes within the ranges), ``core`` (newest, no extra: the tests of what is
+absent must be skipped) and ``next`` (newest without upper ends: what a wider range would let in; it
+may fail and tells then why the range ends). Only ``oldest`` and ``newest`` bind.
 
-Resumable: a cell that passed with the same sources is not run again (--again runs it). The environment of a cell that
-passed is removed (--keep keeps it); that of one that failed is left, to look into. One that is left is used again while
-it is to hold the same. --write FILE writes the table as a page. Standard library and ``packaging`` only.
+Resumable: a cell that passed with the same sources is not run again (--again runs it). The
+environment of a cell that passed is removed (--keep keeps it); that of one that failed is left, to
+look into. One that is left is used again while it is to hold the same. --write FILE writes the
+table as a page. Standard library and ``packaging`` only.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 OLD_PYTHON = PYTHONS[0]  # old versions have no wheels for a Python that came after them
 VERSION_SETS = ("oldest", "newest", "core", "next")
 EXTRAS = ("gpu", "eval", "report", "serve", "otel", "test")
-TOOLS = ("ruff", "mypy", "types-PyYAML", "types-psutil")  # they check the sources: their versions are no user's matter
+# they check the sources: their versions are no user's matter
+TOOLS = ("ruff", "mypy", "types-PyYAML", "types-psutil")
 TIMEOUT_SECONDS = 3600.0
 READY = ".ready"
 MOST = 20  # failures of a cell that are shown by name
@@ -53,7 +56,11 @@ TESTS = {
     "packaging": ("tests/core/test_packages.py",),
     "pillow": ("tests/vision/test_image.py",),
     "pyyaml": ("tests/core/test_config.py",),
-    "typer and rich": ("tests/cli/test_main.py", "tests/cli/test_options.py", "tests/cli/test_verbs.py"),
+    "typer and rich": (
+        "tests/cli/test_main.py",
+        "tests/cli/test_options.py",
+        "tests/cli/test_verbs.py",
+    ),
     "triton": ("tests/ops/test_sample.py", "tests/ops/test_fast_launch.py"),
     "rouge-score": ("tests/eval/test_rouge.py",),
     "transformers": (
@@ -62,14 +69,19 @@ TESTS = {
         "tests/eval/test_hf_reference.py",
     ),
     "matplotlib": ("tests/eval/test_report.py", "tests/eval/test_compare.py"),
-    "fastapi, uvicorn and pydantic": ("tests/serve/test_openai_format.py", "tests/serve/test_validation_errors.py"),
+    "fastapi, uvicorn and pydantic": (
+        "tests/serve/test_openai_format.py",
+        "tests/serve/test_validation_errors.py",
+    ),
     "openai": ("tests/serve/test_server.py",),
     "prometheus-client": ("tests/serve/test_engine_client.py",),
     "llguidance": ("tests/text/test_grammar.py",),
     "opentelemetry": ("tests/serve/test_traces.py",),
     "gguf": ("tests/checkpoint/test_gguf.py",),
 }
-"""For each library the tests in which it does its work: not all of the suite, which tests our own code for hours."""
+"""For each library the tests in which it does its work: not all of the suite, which tests our own
+code for hours.
+"""
 
 PAGE = """# Tested versions
 
@@ -85,7 +97,7 @@ extra; `next` the newest without upper ends, to see what a wider range would let
 left of an earlier run):
 
 {table}
-"""
+"""  # noqa: E501
 
 
 @dataclass(frozen=True)
@@ -107,7 +119,8 @@ class MatrixCell:
 
 @dataclass(frozen=True)
 class CellResult:
-    """What became of a cell. outcome: passed, failed, or why it could not run. versions: name → installed.
+    """What became of a cell. outcome: passed, failed, or why it could not run. versions: name →
+    installed.
 
     commit, date: of the run; a result is kept for as long as the sources are the same.
     """
@@ -125,11 +138,17 @@ class CellResult:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 where every cell that binds and could run passed, 1 where one failed or none could run."""
+    """Exit code: 0 where every cell that binds and could run passed, 1 where one failed or none
+    could run.
+    """
     options = _parse(argv)
     OUT.mkdir(parents=True, exist_ok=True)
     sources, found = digest(), {}
-    cells = [cell for cell in make_cells(options.python) if not options.set or cell.version_set in options.set]
+    cells = [
+        cell
+        for cell in make_cells(options.python)
+        if not options.set or cell.version_set in options.set
+    ]
     for place, cell in enumerate(cells, 1):
         print(f"[{place}/{len(cells)}] {cell.name}", flush=True)
         kept = None if options.again else stored_result(cell, sources)
@@ -141,7 +160,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.write is not None:
         options.write.write_text(page(found))
     bad = any(result.outcome == "failed" and cell.required for cell, result in found.items())
-    return 1 if bad or not any(result.outcome in ("passed", "failed") for result in found.values()) else 0
+    return (
+        1
+        if bad or not any(result.outcome in ("passed", "failed") for result in found.values())
+        else 0
+    )
 
 
 def dated(result: CellResult) -> CellResult:
@@ -151,7 +174,9 @@ def dated(result: CellResult) -> CellResult:
 
 
 def make_cells(pythons: Iterable[str]) -> list[MatrixCell]:
-    """Both ends on the oldest Python, the newest versions on every one, the core alone and the next on one each."""
+    """Both ends on the oldest Python, the newest versions on every one, the core alone and the next
+    on one each.
+    """
     chosen = list(pythons)
     cells = [MatrixCell(OLD_PYTHON, "oldest")] if OLD_PYTHON in chosen else []
     cells += [MatrixCell(python, "newest") for python in chosen]
@@ -164,14 +189,16 @@ def requirements(which: str) -> list[str]:
         project = tomllib.load(file)["project"]
     extras = project["optional-dependencies"]
     lines = list(project["dependencies"])
-    lines += [line for line in extras["test"] if line.startswith("pytest")] if which == "core" else [
+    lines += [line for line in extras["test"] if line.startswith("pytest")] if which == "core" else [  # noqa: E501
         line for extra in EXTRAS for line in extras[extra]
     ]  # fmt: skip
     found = {}
     for line in lines:
         requirement = Requirement(line)
         if requirement.name not in TOOLS:
-            found[requirement.name] = {"oldest": oldest, "next": without_upper_bound}.get(which, str)(requirement)
+            found[requirement.name] = {"oldest": oldest, "next": without_upper_bound}.get(
+                which, str
+            )(requirement)
     return list(found.values())
 
 
@@ -190,7 +217,9 @@ def without_upper_bound(requirement: Requirement) -> str:
 
 
 def _package_name(requirement: Requirement) -> str:
-    return requirement.name + (f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else "")
+    return requirement.name + (
+        f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+    )
 
 
 def run(cell: MatrixCell, sources: str, pins: Sequence[str], keep: bool = False) -> CellResult:
@@ -206,7 +235,11 @@ def run(cell: MatrixCell, sources: str, pins: Sequence[str], keep: bool = False)
         return CellResult("failed", sources, time.monotonic() - began, failures=[problem])
     python = folder / "bin" / "python"
     versions = versions_of(python, wanted)
-    twin = stored_result(MatrixCell(cell.python, "newest"), sources) if cell.version_set == "next" else None
+    twin = (
+        stored_result(MatrixCell(cell.python, "newest"), sources)
+        if cell.version_set == "next"
+        else None
+    )
     if (
         twin is not None and twin.versions == versions
     ):  # nothing is newer than the ranges: the same tests passed already
@@ -222,12 +255,20 @@ def versions_of(python: Path, wanted: Sequence[str]) -> dict[str, str]:
     """name → version of Python and of what was asked for, without what that brought along."""
     installed = json.loads(_output(python, "-m", "pip", "list", "--format", "json") or "[]")
     direct = {canonicalize_name(Requirement(line).name) for line in wanted}
-    versions = {"Python": _output(python, "-c", "import platform; print(platform.python_version())").strip()}
-    return versions | {each["name"]: each["version"] for each in installed if canonicalize_name(each["name"]) in direct}
+    versions = {
+        "Python": _output(python, "-c", "import platform; print(platform.python_version())").strip()
+    }
+    return versions | {
+        each["name"]: each["version"]
+        for each in installed
+        if canonicalize_name(each["name"]) in direct
+    }
 
 
 def ready(folder: Path, wanted: Sequence[str]) -> bool:
-    """Whether an earlier run left an environment that was installed to its end from the same lines."""
+    """Whether an earlier run left an environment that was installed to its end from the same
+    lines.
+    """
     try:
         return (folder / READY).read_text() == "\n".join(wanted)
     except OSError:
@@ -235,12 +276,27 @@ def ready(folder: Path, wanted: Sequence[str]) -> bool:
 
 
 def install(interpreter: str, folder: Path, packages: Sequence[str]) -> str | None:
-    """Make the environment; the reason where it cannot be had. torch goes first, so that a pin of it decides."""
+    """Make the environment; the reason where it cannot be had.
+
+    torch goes first, so that a pin of it decides.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     steps = [[interpreter, "-m", "venv", str(folder)]]
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "--no-compile", "--disable-pip-version-check"]
+    pip = [
+        str(folder / "bin" / "python"),
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-compile",
+        "--disable-pip-version-check",
+    ]
     torch = [line for line in packages if Requirement(line).name == "torch"]
-    steps += [[*pip, *torch], [*pip, "--prefer-binary", *packages], [*pip, "--no-deps", "-e", str(ROOT)]]
+    steps += [
+        [*pip, *torch],
+        [*pip, "--prefer-binary", *packages],
+        [*pip, "--no-deps", "-e", str(ROOT)],
+    ]
     for step in steps:
         print(f"    {' '.join(step[-1:] if 'venv' in step else step[7:])[:110]}", flush=True)
         done = subprocess.run(step, capture_output=True, text=True, check=False)
@@ -256,7 +312,11 @@ def run_tests(python: Path, folder: Path, sources: str) -> CellResult:
     files = sorted({file for files in TESTS.values() for file in files})
     log = folder.parent / f"{folder.name}.log"  # with_suffix would take ".11-oldest" for one
     command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "-rfE", "--tb=short", *files]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+    }
     with log.open("w") as file:
         try:
             code = subprocess.run(
@@ -271,13 +331,20 @@ def run_tests(python: Path, folder: Path, sources: str) -> CellResult:
         except subprocess.TimeoutExpired:
             code = 124
     text = log.read_text(errors="replace")
-    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", text[-400:])}
-    failures = re.findall(r"^(?:FAILED|ERROR) (tests/[^[\n]*?(?:\[.*?\])?)(?: - .*)?$", text, flags=re.MULTILINE)
+    counts = {
+        word: int(number)
+        for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", text[-400:])
+    }
+    failures = re.findall(
+        r"^(?:FAILED|ERROR) (tests/[^[\n]*?(?:\[.*?\])?)(?: - .*)?$", text, flags=re.MULTILINE
+    )
     if code and not failures:
         failures = [f"pytest ended with {code}: {log}"]
     bad = counts.get("failed", 0) + counts.get("errors", 0) + counts.get("error", 0)
     outcome = "passed" if code == 0 else "failed"
-    return CellResult(outcome, sources, 0.0, counts.get("passed", 0), bad, counts.get("skipped", 0), failures)
+    return CellResult(
+        outcome, sources, 0.0, counts.get("passed", 0), bad, counts.get("skipped", 0), failures
+    )
 
 
 def apply_pins(packages: Sequence[str], pins: Sequence[str]) -> list[str]:
@@ -294,7 +361,10 @@ def find_python(version: str) -> str | None:
     for candidate in (shutil.which(f"python{version}"), *map(str, reversed(roots))):
         if (
             candidate
-            and _output(candidate, "-c", "import sys; print('%d.%d' % sys.version_info[:2])").strip() == version
+            and _output(
+                candidate, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"
+            ).strip()
+            == version
         ):
             return candidate
     return None
@@ -303,7 +373,9 @@ def find_python(version: str) -> str | None:
 def _output(*command: object) -> str:
     """What a command prints; nothing where it is not here (a slim machine has no git)."""
     try:
-        return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False).stdout
+        return subprocess.run(
+            [str(word) for word in command], capture_output=True, text=True, check=False
+        ).stdout
     except OSError:
         return ""
 
@@ -311,7 +383,13 @@ def _output(*command: object) -> str:
 def digest() -> str:
     """Of everything that a result depends on."""
     total = hashlib.sha256()
-    for path in sorted([ROOT / "pyproject.toml", *(ROOT / "modelmill").rglob("*.*"), *(ROOT / "tests").rglob("*.py")]):
+    for path in sorted(
+        [
+            ROOT / "pyproject.toml",
+            *(ROOT / "modelmill").rglob("*.*"),
+            *(ROOT / "tests").rglob("*.py"),
+        ]
+    ):
         if path.is_file() and "__pycache__" not in path.parts:
             total.update(path.read_bytes())
     return total.hexdigest()[:16]
@@ -328,7 +406,10 @@ def stored_result(cell: MatrixCell, sources: str) -> CellResult | None:
 
 def summary(result: CellResult) -> str:
     """One line."""
-    counts = f"{result.passed} passed, {result.failed} failed, {result.skipped} skipped in {result.seconds:.0f} s"
+    counts = (
+        f"{result.passed} passed, {result.failed} failed, {result.skipped} skipped in "
+        f"{result.seconds:.0f} s"
+    )
     return f"{result.outcome}: {counts}" if result.seconds else result.outcome
 
 
@@ -341,7 +422,8 @@ def table(results: dict[MatrixCell, CellResult]) -> str:
     for cell, each in results.items():
         outcome = each.outcome if cell.required else f"{each.outcome} (does not bind)"
         lines.append(
-            f"| {cell.name} | {outcome} | {each.passed} | {each.failed} | {each.skipped} | {each.seconds:.0f} "
+            f"| {cell.name} | {outcome} | {each.passed} | {each.failed} | {each.skipped} | "
+            f"{each.seconds:.0f} "
             f"| {each.commit} | {each.date} |"
         )
     ranges, ran = tested_ranges(), [(cell, each) for cell, each in results.items() if each.versions]
@@ -351,13 +433,17 @@ def table(results: dict[MatrixCell, CellResult]) -> str:
         lines += [f"| --- | --- |{' --- |' * len(ran)}"]
     for name in names:
         row = [
-            {canonicalize_name(key): value for key, value in each.versions.items()}.get(name, "–") for _, each in ran
+            {canonicalize_name(key): value for key, value in each.versions.items()}.get(name, "–")
+            for _, each in ran
         ]
         lines.append(f"| {name} | {ranges.get(name, '')} | {' | '.join(row)} |")
     for cell, each in results.items():
         lines += [f"\n{cell.name}: {failure}" for failure in each.failures[:MOST]]
         if len(each.failures) > MOST:
-            lines.append(f"\n{cell.name}: and {len(each.failures) - MOST} more, in {OUT.name}/{cell.name}.log")
+            lines.append(
+                f"\n{cell.name}: and {len(each.failures) - MOST} more, in "
+                f"{OUT.name}/{cell.name}.log"
+            )
     return "\n".join(lines)
 
 
@@ -365,7 +451,10 @@ def tested_ranges() -> dict[str, str]:
     """Of each package, and of Python, the range that pyproject.toml gives: ``>=2.11, <2.16``."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
-    lines = [*project["dependencies"], *(line for extra in EXTRAS for line in project["optional-dependencies"][extra])]
+    lines = [
+        *project["dependencies"],
+        *(line for extra in EXTRAS for line in project["optional-dependencies"][extra]),
+    ]
     found = {"python": Requirement(f"python{project['requires-python']}")}
     found |= {canonicalize_name(each.name): each for each in map(Requirement, lines)}
     return {
@@ -380,13 +469,25 @@ def page(found: dict[MatrixCell, CellResult]) -> str:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="version_matrix", description=__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("--python", nargs="+", default=PYTHONS, choices=PYTHONS, help="Pythons (default: all)")
-    parser.add_argument("--set", nargs="+", default=[], choices=VERSION_SETS, help="sets of versions (default: all)")
-    parser.add_argument("--pin", nargs="+", default=[], metavar="NAME==VERSION", help="what this machine can have")
+    parser = argparse.ArgumentParser(
+        prog="version_matrix", description=__doc__.partition("\n")[0] if __doc__ else ""
+    )
+    parser.add_argument(
+        "--python", nargs="+", default=PYTHONS, choices=PYTHONS, help="Pythons (default: all)"
+    )
+    parser.add_argument(
+        "--set", nargs="+", default=[], choices=VERSION_SETS, help="sets of versions (default: all)"
+    )
+    parser.add_argument(
+        "--pin", nargs="+", default=[], metavar="NAME==VERSION", help="what this machine can have"
+    )
     parser.add_argument("--again", action="store_true", help="run cells that passed, too")
-    parser.add_argument("--keep", action="store_true", help="keep the environments of cells that passed, too")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="the table as a page of the documentation")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the environments of cells that passed, too"
+    )
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="the table as a page of the documentation"
+    )
     return parser.parse_args(argv)
 
 

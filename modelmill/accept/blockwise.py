@@ -1,7 +1,8 @@
 """A quantized matrix row by row and tile by tile: what the whole matrix's errors hide.
 
-Two rows that changed places, one scale that is wrong, a tile of a wrong copy: in a matrix of hundreds of rows each
-moves the sums over all of it by less than rounding does, but its own row or tile by much more.
+Two rows that changed places, one scale that is wrong, a tile of a wrong copy: in a matrix of
+hundreds of rows each moves the sums over all of it by less than rounding does, but its own row or
+tile by much more.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from torch import Tensor
 from modelmill.accept.metrics import INFINITE, ErrorMetrics, incomparable_metrics
 
 TILE_SIZE = 32
-# Weights measured at a time: on a CPU their float64 copies stay in its cache, which is most of the speed.
+# Weights measured at a time: on a CPU their float64 copies stay in its cache, which is most of the
+# speed.
 CHUNK_WEIGHTS = {"cpu": 1 << 17, "cuda": 1 << 24}
 MEDIAN_ROW_STRIDE = 8  # of so many rows one tells its median
-# Of the mean energy of all rows, what a quiet row counts as at least: one scale for a whole matrix rounds quiet rows
-# coarsely, and they matter little.
+# Of the mean energy of all rows, what a quiet row counts as at least: one scale for a whole matrix
+# rounds quiet rows coarsely, and they matter little.
 MIN_ENERGY_RATIO = 0.25
 
 
@@ -31,19 +33,23 @@ def compare_matrix(name: str, ours: Tensor, expected: Tensor) -> tuple[ErrorMetr
     return compare_blocks(name, [(ours, expected)])
 
 
-def compare_blocks(name: str, blocks: Iterable[tuple[Tensor, Tensor]]) -> tuple[ErrorMetrics, ErrorMetrics]:
-    """A matrix whose blocks of rows [n, K] come one by one, (ours, expected): the whole of it, and its worst parts.
+def compare_blocks(
+    name: str, blocks: Iterable[tuple[Tensor, Tensor]]
+) -> tuple[ErrorMetrics, ErrorMetrics]:
+    """A matrix whose blocks of rows [n, K] come one by one, (ours, expected): the whole of it, and
+    its worst parts.
 
-    Computed in float64 where ``expected`` lies. Of all blocks but the last n is a multiple of 32. Where one cannot be
-    compared (another shape, NaN), both rows tell that.
+    Computed in float64 where ``expected`` lies. Of all blocks but the last n is a multiple of 32.
+    Where one cannot be compared (another shape, NaN), both rows tell that.
 
-    The whole's gain is <ours, expected> / <expected, expected> over the weights within their row's root mean square:
-    there rounding is unbiased. Farther out a searched grid clips, and least squares pulls values in: for a matrix of 16
-    levels the plain gain is off by 0.01–0.04, this one by less than 0.01. median_abs: the median of every eighth row's.
+    The whole's gain is <ours, expected> / <expected, expected> over the weights within their row's
+    root mean square: there rounding is unbiased. Farther out a searched grid clips, and least
+    squares pulls values in: for a matrix of 16 levels the plain gain is off by 0.01–0.04, this one
+    by less than 0.01. median_abs: the median of every eighth row's.
 
-    The parts: rel_l2 of the row that errs most; gain of the row where it is most off; max_rel the error of the worst
-    tile of 32 × 32 as a share of its size, or of the mean tile's where that is larger; cosine the least of all rows;
-    mean_abs and median_abs of the rows' rel_l2.
+    The parts: rel_l2 of the row that errs most; gain of the row where it is most off; max_rel the
+    error of the worst tile of 32 × 32 as a share of its size, or of the mean tile's where that is
+    larger; cosine the least of all rows; mean_abs and median_abs of the rows' rel_l2.
     """
     measured, numbers = [], 0
     for ours, expected in blocks:
@@ -65,8 +71,8 @@ def _row_chunks(ours: Tensor, expected: Tensor) -> Iterator[tuple[Tensor, Tensor
 
 
 def _measure_in_threads(chunks: list[tuple[Tensor, Tensor]]) -> list[RowAndTileErrors]:
-    """On a CPU each thread takes whole pieces: threads that share one would wait for each other at every operation,
-    which takes twenty times as long where somebody else needs a core."""
+    """On a CPU each thread takes whole pieces: threads that share one would wait for each other at
+    every operation, which takes twenty times as long where somebody else needs a core."""
     threads = min(torch.get_num_threads(), len(chunks))
     if threads == 1 or chunks[0][1].device.type != "cpu":
         return _measure_chunks(chunks)
@@ -88,9 +94,11 @@ def _measure_chunks(chunks: list[tuple[Tensor, Tensor]]) -> list[RowAndTileError
 
 
 class RowAndTileErrors(NamedTuple):
-    """Of each row [N] float64: squares of what is expected, of the error, their product (along); the product and the
-    squares within the root mean square (within, kept); the sum of the error's sizes and, of some rows, their median.
-    Of each tile: mean squares, size and error. Of what is measured at once: the largest error and number expected."""
+    """Of each row [N] float64: squares of what is expected, of the error, their product (along);
+    the product and the squares within the root mean square (within, kept); the sum of the error's
+    sizes and, of some rows, their median.
+    Of each tile: mean squares, size and error. Of what is measured at once: the largest error and
+    number expected."""
 
     energy: Tensor
     error_energy: Tensor
@@ -128,7 +136,8 @@ def _measure_chunk(ours: Tensor, expected: Tensor, scratch: Tensor) -> RowAndTil
     error = off.abs_()
     middle = error[::MEDIAN_ROW_STRIDE].median(1).values
     return RowAndTileErrors(
-        energy, squares.sum(1), along, within, kept, error.sum(1), middle, size, _tile_means(squares),
+        energy, squares.sum(1), along, within, kept, error.sum(1), middle, size,
+        _tile_means(squares),
         error.max()[None], scale[None],
     )  # fmt: skip
 
@@ -136,7 +145,9 @@ def _measure_chunk(ours: Tensor, expected: Tensor, scratch: Tensor) -> RowAndTil
 def _matrix_metrics(name: str, num_weights: int, errors: RowAndTileErrors) -> ErrorMetrics:
     """num_weights: how many weights there are."""
     max_abs, scale = float(errors.max_abs_error.max()), float(errors.max_abs_expected.max())
-    power, off, along = (float(x.sum()) for x in (errors.energy, errors.error_energy, errors.error_dot))
+    power, off, along = (
+        float(x.sum()) for x in (errors.energy, errors.error_energy, errors.error_dot)
+    )
     error, gain, cosine = 0.0, 1.0, 1.0
     if max_abs and power:
         error = math.sqrt(off / power)
@@ -167,7 +178,9 @@ def _worst_block_metrics(name: str, errors: RowAndTileErrors) -> ErrorMetrics:
     rows = (errors.error_energy / counted).sqrt()
     gains = errors.error_dot / counted
     tile = float(
-        (errors.tile_error_energy / errors.tile_energy.clamp(min=float(errors.tile_energy.mean()))).max().sqrt()
+        (errors.tile_error_energy / errors.tile_energy.clamp(min=float(errors.tile_energy.mean())))
+        .max()
+        .sqrt()
     )
     return ErrorMetrics(
         name,
@@ -183,18 +196,27 @@ def _worst_block_metrics(name: str, errors: RowAndTileErrors) -> ErrorMetrics:
 
 
 def _tile_means(squares: Tensor) -> Tensor:
-    """The mean of each tile of squares [N, K], flat; those at the lower and the right edge are smaller."""
+    """The mean of each tile of squares [N, K], flat; those at the lower and the right edge are
+    smaller.
+    """
     rows, columns = squares.shape
     missing = (0, -columns % TILE_SIZE, 0, -rows % TILE_SIZE)
     wide = F.pad(squares, missing) if any(missing) else squares
     # a tile's columns first, which lie together
-    sums = wide.view(wide.shape[0], -1, TILE_SIZE).sum(2).view(wide.shape[0] // TILE_SIZE, TILE_SIZE, -1).sum(1)
+    sums = (
+        wide.view(wide.shape[0], -1, TILE_SIZE)
+        .sum(2)
+        .view(wide.shape[0] // TILE_SIZE, TILE_SIZE, -1)
+        .sum(1)
+    )
     high, across = (_tile_lengths(length, squares) for length in (rows, columns))
     return (sums / (high[:, None] * across)).flatten()
 
 
 def _tile_lengths(length: int, like: Tensor) -> Tensor:
     """How much of a length each tile covers."""
-    covered = torch.full((-(-length // TILE_SIZE),), float(TILE_SIZE), dtype=like.dtype, device=like.device)
+    covered = torch.full(
+        (-(-length // TILE_SIZE),), float(TILE_SIZE), dtype=like.dtype, device=like.device
+    )
     covered[-1:] -= -length % TILE_SIZE
     return covered

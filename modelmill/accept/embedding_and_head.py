@@ -1,7 +1,8 @@
-"""What stands before and behind the layers, against the checkpoint's: embedding tables, and a head that is quantized.
+"""What stands before and behind the layers, against the checkpoint's: embedding tables, and a head
+that is quantized.
 
-A text shows few rows of an embedding, and a reference that computes with the engine's own head shows nothing of it.
-Both are as large as the vocabulary: one block of rows is in memory at a time.
+A text shows few rows of an embedding, and a reference that computes with the engine's own head
+shows nothing of it. Both are as large as the vocabulary: one block of rows is in memory at a time.
 """
 
 from __future__ import annotations
@@ -21,13 +22,21 @@ from modelmill.accept.reference.tensor_source import BLOCK_ROWS
 from modelmill.accept.tolerances import BLOCK_BOUNDS, module_bound, weight_bound
 
 
-def check_embedding_tables(checkpoint_reference: ReferenceModel, model: Any, dtype: str) -> Iterator[Finding]:
-    """The stored tables of the embedding, whole and row by row: neither rounding nor a recipe changes them."""
+def check_embedding_tables(
+    checkpoint_reference: ReferenceModel, model: Any, dtype: str
+) -> Iterator[Finding]:
+    """The stored tables of the embedding, whole and row by row: neither rounding nor a recipe
+    changes them.
+    """
     bound = module_bound("embed", dtype)
     for suffix, source in checkpoint_reference.embedding_tables().items():
         table = getattr(model.embed, suffix)
         for row in _compare_rows(
-            f"embed.{suffix}", checkpoint_reference, source, tuple(table.shape), partial(_table_rows, table)
+            f"embed.{suffix}",
+            checkpoint_reference,
+            source,
+            tuple(table.shape),
+            partial(_table_rows, table),
         ):
             yield Finding(row.name, None, "embed", row, bound)
 

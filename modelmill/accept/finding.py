@@ -10,7 +10,10 @@ from modelmill.accept.tolerances import ErrorBound
 
 @dataclass(frozen=True)
 class Finding:
-    """One comparison against its bound. layer None: embedding, final norm, head. name: the engine's module path."""
+    """One comparison against its bound.
+
+    layer None: embedding, final norm, head. name: the engine's module path.
+    """
 
     name: str
     layer: int | None

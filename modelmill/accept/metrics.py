@@ -12,15 +12,18 @@ from torch import Tensor
 
 INFINITE = math.inf
 LOGITS_BLOCK = 1 << 21
-"""Logits that are in float64 at once: 16 MiB a copy, however wide the vocabulary and long the text."""
+"""Logits that are in float64 at once: 16 MiB a copy, however wide the vocabulary and long the text.
+"""
 
 
 @dataclass(frozen=True)
 class ErrorMetrics:
     """One comparison. Errors are infinite where either side holds NaN or Inf, or the shapes differ.
 
-    ``max_abs_expected``: max |reference|. ``max_rel``: max_abs / scale. ``rel_l2``: ‖ours − ref‖ / ‖ref‖.
-    ``gain``: <ours, ref> / <ref, ref>, the factor by which ours is the reference; rounding leaves it near 1.
+    ``max_abs_expected``: max |reference|. ``max_rel``: max_abs / scale. ``rel_l2``: ‖ours − ref‖ /
+    ‖ref‖.
+    ``gain``: <ours, ref> / <ref, ref>, the factor by which ours is the reference; rounding leaves
+    it near 1.
     """
 
     name: str
@@ -41,14 +44,21 @@ class ErrorMetrics:
 
 def incomparable_metrics(name: str) -> ErrorMetrics:
     """What is told of tensors of different shapes, or with NaN or Inf: every error is infinite."""
-    return ErrorMetrics(name, INFINITE, INFINITE, INFINITE, INFINITE, INFINITE, 0.0, INFINITE, INFINITE)
+    return ErrorMetrics(
+        name, INFINITE, INFINITE, INFINITE, INFINITE, INFINITE, 0.0, INFINITE, INFINITE
+    )
 
 
 def compare_tensors(name: str, ours: Tensor, reference: Tensor) -> ErrorMetrics:
-    """Compare two tensors of one shape, of any dtype and device; computed where ``reference`` lies."""
+    """Compare two tensors of one shape, of any dtype and device; computed where ``reference``
+    lies.
+    """
     if ours.shape != reference.shape:
         return incomparable_metrics(name)
-    right, left = _to_float64(reference, reference).reshape(-1), _to_float64(ours, reference).reshape(-1)
+    right, left = (
+        _to_float64(reference, reference).reshape(-1),
+        _to_float64(ours, reference).reshape(-1),
+    )
     if not right.numel():
         return ErrorMetrics(name, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0)
     error = (left - right).abs()
@@ -85,7 +95,9 @@ def _error_metrics(
         median_abs=median_abs,
         max_rel=0.0 if same else _ratio(max_abs, scale),
         rel_l2=0.0 if same else _ratio(off, math.sqrt(power)),
-        cosine=1.0 if same else (product / math.sqrt(power * ours_power) if power and ours_power else 0.0),
+        cosine=1.0
+        if same
+        else (product / math.sqrt(power * ours_power) if power and ours_power else 0.0),
         gain=1.0 if same else _ratio(product, power),
         scale=scale,
     )
@@ -102,7 +114,9 @@ def _ratio(numerator: float, denominator: float) -> float:
 
 @dataclass(frozen=True)
 class TokenAgreement:
-    """Next-token agreement where the reference is sure: ``first_mismatch`` is the first row that disagrees."""
+    """Next-token agreement where the reference is sure: ``first_mismatch`` is the first row that
+    disagrees.
+    """
 
     num_rows: int
     num_sure: int
@@ -140,13 +154,18 @@ def compare_logits(name: str, ours: Tensor, reference: Tensor) -> ErrorMetrics:
         return compare_tensors(name, ours, reference)
     errors = torch.empty_like(reference, dtype=torch.float32)
     max_abs = scale = ours_scale = total = 0.0
-    for (left, right), error in zip(_centered_blocks(ours, reference), _row_blocks(errors), strict=True):
+    for (left, right), error in zip(
+        _centered_blocks(ours, reference), _row_blocks(errors), strict=True
+    ):
         block = (left - right).abs()
         if not bool(block.isfinite().all()):
             return incomparable_metrics(name)
         error[0].copy_(block)
         max_abs, total = max(max_abs, float(block.max())), total + float(block.sum())
-        scale, ours_scale = max(scale, float(right.abs().max())), max(ours_scale, float(left.abs().max()))
+        scale, ours_scale = (
+            max(scale, float(right.abs().max())),
+            max(ours_scale, float(left.abs().max())),
+        )
     # Normalised first, so that squares of very large or very small values stay in range.
     unit = scale or ours_scale or 1.0
     power = ours_power = product = off = 0.0
@@ -157,7 +176,12 @@ def compare_logits(name: str, ours: Tensor, reference: Tensor) -> ErrorMetrics:
         off += float((left - right).square().sum())
     mean_abs, median_abs = total / reference.numel(), float(errors.reshape(-1).median())
     return _error_metrics(
-        name, max_abs, mean_abs, median_abs, scale, _ErrorSums(power, ours_power, product, math.sqrt(off))
+        name,
+        max_abs,
+        mean_abs,
+        median_abs,
+        scale,
+        _ErrorSums(power, ours_power, product, math.sqrt(off)),
     )
 
 
@@ -168,9 +192,11 @@ def _centered_blocks(ours: Tensor, reference: Tensor) -> Iterator[tuple[Tensor, 
 
 
 def top1_agreement(ours: Tensor, reference: Tensor, margin: float) -> TokenAgreement:
-    """Does ours choose the reference's next token, wherever its top-two distance exceeds the margin?
+    """Does ours choose the reference's next token, wherever its top-two distance exceeds the
+    margin?
 
-    ours, reference [T, vocab]; ``margin`` in units of each row's standard deviation over the vocabulary.
+    ours, reference [T, vocab]; ``margin`` in units of each row's standard deviation over the
+    vocabulary.
     A row of ours with NaN disagrees.
     """
     sure, same = [], []
@@ -187,19 +213,28 @@ def top1_agreement(ours: Tensor, reference: Tensor, margin: float) -> TokenAgree
 
 
 def kl_divergence(ours: Tensor, reference: Tensor) -> Tensor:
-    """KL(reference ‖ ours) in nats per row: logits [T, vocab] → [T], infinite where ours is not finite."""
+    """KL(reference ‖ ours) in nats per row: logits [T, vocab] → [T], infinite where ours is not
+    finite.
+    """
     rows = []
     for left, right in _row_blocks(ours, reference):
-        exact, guess = _to_float64(right, right).log_softmax(-1), _to_float64(left, right).log_softmax(-1)
+        exact, guess = (
+            _to_float64(right, right).log_softmax(-1),
+            _to_float64(left, right).log_softmax(-1),
+        )
         rows.append((exact.exp() * (exact - guess)).sum(-1).clamp(min=0.0))
     each = torch.cat(rows)
     return torch.where(each.isnan(), torch.full_like(each, INFINITE), each)
 
 
 def perplexity(logits: Tensor, targets: Tensor) -> float:
-    """exp of the mean negative log likelihood of targets [T] under logits [T, vocab]; NaN becomes inf."""
+    """exp of the mean negative log likelihood of targets [T] under logits [T, vocab]; NaN becomes
+    inf.
+    """
     places = targets.to(logits.device, torch.long)[:, None]
-    blocks = zip(logits.split(_rows_per_block(logits)), places.split(_rows_per_block(logits)), strict=True)
+    blocks = zip(
+        logits.split(_rows_per_block(logits)), places.split(_rows_per_block(logits)), strict=True
+    )
     rows = [-_to_float64(block, block).log_softmax(-1).gather(-1, place) for block, place in blocks]
     each = torch.cat(rows)
     mean = float(each.mean()) if each.numel() else 0.0

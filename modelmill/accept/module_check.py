@@ -1,9 +1,12 @@
-"""The engine under the measuring rod: its modules' inputs are replaced by the reference's, their outputs compared.
+"""The engine under the measuring rod: its modules' inputs are replaced by the reference's, their
+outputs compared.
 
 Three passes over the same tokens through the real runtime (its pages, kernels and Step):
 
-* modules: every module reads what the reference's module read, so nothing accumulates and a fault names itself;
-* wiring: only the residual stream entering a layer is replaced, so what connects the modules is judged too;
+* modules: every module reads what the reference's module read, so nothing accumulates and a fault
+  names itself;
+* wiring: only the residual stream entering a layer is replaced, so what connects the modules is
+  judged too;
 * norms: every norm reads inputs of the size of √eps, where a wrong eps shows in any dtype.
 """
 
@@ -28,7 +31,12 @@ from modelmill.accept.reference_trace import (
     split_layer_path,
     split_output,
 )
-from modelmill.accept.tolerances import ACT_QUANT_BOUNDS, ACT_QUANT_LAYER_BOUNDS, ErrorBound, module_bound
+from modelmill.accept.tolerances import (
+    ACT_QUANT_BOUNDS,
+    ACT_QUANT_LAYER_BOUNDS,
+    ErrorBound,
+    module_bound,
+)
 from modelmill.runtime.engine_core import EngineCore
 
 # Rows of the probe for which the final norm and the head are judged: a vocabulary is wide.
@@ -38,10 +46,10 @@ HEAD_ROWS = 12
 class ModuleCheck:
     """One engine and one reference, reading one sequence of ids in one step.
 
-    other_sequences: (ids, prompt length) of further sequences that the reference computes along the way, while it has a
-    layer's weights; their residual streams out of the last layer are in ``other_streams`` after ``check_modules``.
-    uses_engine_weights: the reference computes with the weights that the engine holds (accept.quantized_reference), so
-    their rounding is no part of it.
+    other_sequences: (ids, prompt length) of further sequences that the reference computes along the
+    way, while it has a layer's weights; their residual streams out of the last layer are in
+    ``other_streams`` after ``check_modules``. uses_engine_weights: the reference computes with the
+    weights that the engine holds (accept.quantized_reference), so their rounding is no part of it.
     """
 
     def __init__(
@@ -59,23 +67,30 @@ class ModuleCheck:
         self.ids = list(ids)
         self.other_sequences = list(other_sequences)
         self.other_streams: list[torch.Tensor] = []
-        self.head_rows = sorted({round((i + 1) * len(self.ids) / HEAD_ROWS) - 1 for i in range(HEAD_ROWS)} - {-1})
-        assert engine_core.artifact is not None, "an engine core made by EngineCore.open knows its artifact"
+        self.head_rows = sorted(
+            {round((i + 1) * len(self.ids) / HEAD_ROWS) - 1 for i in range(HEAD_ROWS)} - {-1}
+        )
+        assert engine_core.artifact is not None, (
+            "an engine core made by EngineCore.open knows its artifact"
+        )
         self.dtype = engine_core.artifact.manifest.build["dtype"]
         self.weight_formats = language_formats(engine_core.artifact.manifest.weight_formats)
         self.findings: list[Finding] = []
         self._streams: list[torch.Tensor] = []
 
-    # -- the passes -------------------------------------------------------------------------------------------------
+    # -- the passes
+    # ---------------------------------------------------------------------------
 
     def check_modules(self, on_layer: Callable[[int], None] = lambda _: None) -> torch.Tensor:
-        """Every module on the reference's inputs. Returns the reference's residual stream at the end, [T, H].
+        """Every module on the reference's inputs. Returns the reference's residual stream at the
+        end, [T, H].
 
         on_layer: called with the number of layers that are done.
         """
         x = self.reference.embed(torch.tensor(self.ids))
         others = [
-            OtherSequence(self.reference.embed(torch.tensor(list(ids))), length) for ids, length in self.other_sequences
+            OtherSequence(self.reference.embed(torch.tensor(list(ids))), length)
+            for ids, length in self.other_sequences
         ]
         state = ReferenceTrace(self.reference, x, self.head_rows, others)
 
@@ -94,7 +109,9 @@ class ModuleCheck:
         return state.stream
 
     def check_wiring(self) -> None:
-        """Every layer on the reference's residual stream, its inside left alone; call after ``check_modules``."""
+        """Every layer on the reference's residual stream, its inside left alone; call after
+        ``check_modules``.
+        """
 
         def before(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             layer, part = split_layer_path(name)
@@ -103,9 +120,13 @@ class ModuleCheck:
             index = self.reference.num_layers if layer is None else layer
             x, residual = args[0], args[1]
             stream = x if residual is None else x.float() + residual.float()
-            expected = self._streams[index] if layer is not None else self._streams[index][self.head_rows]
+            expected = (
+                self._streams[index] if layer is not None else self._streams[index][self.head_rows]
+            )
             if index > 0:
-                self._add_finding(f"layers.{index - 1}", index - 1, "layer", "layer", stream, expected)
+                self._add_finding(
+                    f"layers.{index - 1}", index - 1, "layer", "layer", stream, expected
+                )
             return norm_args_for_stream(expected, args)
 
         self._run_with_hooks(before, None)
@@ -117,34 +138,49 @@ class ModuleCheck:
 
         def tiny(width: int) -> torch.Tensor:
             generator = torch.Generator().manual_seed(17)
-            return (torch.randn(len(self.ids), width, generator=generator) * eps**0.5).to(dtype).float()
+            return (
+                (torch.randn(len(self.ids), width, generator=generator) * eps**0.5)
+                .to(dtype)
+                .float()
+            )
 
         def before(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             part = split_layer_path(name)[1]
             if part == "attn.rope_cache":
                 return cast_like(tiny(args[0].shape[1]), args[0]), *args[1:]
-            return norm_args_for_stream(tiny(args[0].shape[1])[: len(args[0])], args) if part in canonical else None
+            return (
+                norm_args_for_stream(tiny(args[0].shape[1])[: len(args[0])], args)
+                if part in canonical
+                else None
+            )
 
         def after(name: str, args: tuple[Any, ...], output: Any) -> None:
             layer, part = split_layer_path(name)
             if part in canonical:
                 x = tiny(args[0].shape[1])[: len(output[0])]
                 expected = self.reference.run_norm(layer, canonical[part], x)
-                self._add_finding(f"{name}.eps", layer, f"{part}.eps", canonical[part], output[0], expected)
+                self._add_finding(
+                    f"{name}.eps", layer, f"{part}.eps", canonical[part], output[0], expected
+                )
             elif part == "attn.rope_cache" and layer is not None:
                 q = output.reshape(len(output), -1)
-                heads = self.reference.norm_and_rope_queries(layer, tiny(args[0].shape[1])[:, : q.shape[1]])
+                heads = self.reference.norm_and_rope_queries(
+                    layer, tiny(args[0].shape[1])[:, : q.shape[1]]
+                )
                 if heads is not None:
                     self._add_finding(f"{name}.eps", layer, f"{part}.eps", "q_rot", q, heads)
 
         self._run_with_hooks(before, after)
 
-    # -- inside -----------------------------------------------------------------------------------------------------
+    # -- inside
+    # ---------------------------------------------------------------------------
 
     def _run_with_hooks(self, before: Callable[..., Any], after: Callable[..., Any] | None) -> None:
         wanted = frozenset(self.head_rows)
         with self.engine_core.model_runner.forward_hooks(before, after):
-            self.engine_core.scorer().run([self.ids], None, lambda *_: None, lambda _, place: place in wanted)
+            self.engine_core.scorer().run(
+                [self.ids], None, lambda *_: None, lambda _, place: place in wanted
+            )
 
     def _replace_inputs(
         self, reference_trace: ReferenceTrace, name: str, args: tuple[Any, ...]
@@ -164,7 +200,9 @@ class ModuleCheck:
         if name == "norm" and reference_trace.layer_trace is not None:
             last = reference_trace.layer_trace
             reference_trace.finish_layer()
-            branch, residual = (last[n].output[self.head_rows] for n in ("down", "post_attn_residual"))
+            branch, residual = (
+                last[n].output[self.head_rows] for n in ("down", "post_attn_residual")
+            )
             return cast_like(branch, args[0]), cast_like(residual, args[0]), *args[2:]
         if name == "head":
             return cast_like(reference_trace.head_trace()["final_norm"].output, args[0]), *args[1:]
@@ -172,51 +210,75 @@ class ModuleCheck:
         if layer is None or trace is None:
             return None
         if part == "mlp_norm":
-            return cast_like(trace["o_proj"].output, args[0]), cast_like(reference_trace.stream, args[0]), *args[2:]
+            return (
+                cast_like(trace["o_proj"].output, args[0]),
+                cast_like(reference_trace.stream, args[0]),
+                *args[2:],
+            )
         given = reference_input(part, trace)
         return None if given is None else (cast_like(given, args[0]), *args[1:])
 
-    def _compare_output(self, reference_trace: ReferenceTrace, name: str, args: tuple[Any, ...], output: Any) -> None:
+    def _compare_output(
+        self, reference_trace: ReferenceTrace, name: str, args: tuple[Any, ...], output: Any
+    ) -> None:
         """Compare what a module put out."""
         layer, part = split_layer_path(name)
-        if name == "embed":
-            self._add_finding(name, None, "embed", "embed", output, reference_trace.stream)
-        elif name == "norm":
-            last = self.reference.num_layers - 1
-            self._add_finding(
-                f"layers.{last}.output", last, "output", "output", output[1], reference_trace.stream[self.head_rows]
-            )
-            self._add_finding(
-                name, None, "norm", "final_norm", output[0], reference_trace.head_trace()["final_norm"].output
-            )
-        elif name == "head":
-            self._add_finding(name, None, "head", "logits", output, reference_trace.head_trace()["logits"].output)
-        if layer is None or reference_trace.layer_trace is None:
+        if layer is None:
+            self._compare_outside_layers(reference_trace, name, output)
             return
-        trace, where = reference_trace.layer_trace, f"layers.{layer}"
+        if reference_trace.layer_trace is None:
+            return
+        trace = reference_trace.layer_trace
         if part == "attn_norm":
             if layer > 0:
-                self._add_finding(
-                    f"layers.{layer - 1}.output", layer - 1, "output", "output", output[1], reference_trace.stream
-                )
-            self._add_finding(name, layer, part, "input_norm", output[0], trace["input_norm"].output)
+                self._compare_stream(layer - 1, output[1], reference_trace.stream)
+            self._add_finding(
+                name, layer, part, "input_norm", output[0], trace["input_norm"].output
+            )
         elif part == "mlp_norm":
             expected = trace["post_attn_residual"].output
+            residual = f"layers.{layer}.attn.residual"
             self._add_finding(
-                f"{where}.attn.residual", layer, "attn.residual", "post_attn_residual", output[1], expected
+                residual, layer, "attn.residual", "post_attn_residual", output[1], expected
             )
             self._add_finding(name, layer, part, "mlp_norm", output[0], trace["mlp_norm"].output)
         elif part in MODULE_OUTPUTS:
-            parent = name.rpartition(".")[0]
-            names = [n for n in MODULE_OUTPUTS[part] if n in trace]
-            for ours, canonical in zip(split_output(output, [trace[n].output for n in names]), names, strict=True):
-                label = f"{canonical}_proj" if len(names) > 1 else part.rpartition(".")[2]
-                path = f"{parent}.{label}"
-                self._add_finding(
-                    path, layer, path.removeprefix(where + "."), canonical, ours, trace[canonical].output, name
-                )
+            self._compare_projections(layer, part, name, output, trace)
         elif part == "attn.rope_cache":
             self._compare_rope_and_cache(layer, name, args, output, trace)
+
+    def _compare_outside_layers(
+        self, reference_trace: ReferenceTrace, name: str, output: Any
+    ) -> None:
+        """The embedding, the final norm with the last layer's output, and the logits."""
+        if name == "embed":
+            self._add_finding(name, None, "embed", "embed", output, reference_trace.stream)
+        elif name == "norm":
+            expected = reference_trace.stream[self.head_rows]
+            self._compare_stream(self.reference.num_layers - 1, output[1], expected)
+            expected = reference_trace.head_trace()["final_norm"].output
+            self._add_finding(name, None, "norm", "final_norm", output[0], expected)
+        elif name == "head":
+            expected = reference_trace.head_trace()["logits"].output
+            self._add_finding(name, None, "head", "logits", output, expected)
+
+    def _compare_stream(self, layer: int, output: Any, expected: Any) -> None:
+        """The residual stream behind a layer."""
+        self._add_finding(f"layers.{layer}.output", layer, "output", "output", output, expected)
+
+    def _compare_projections(
+        self, layer: int, part: str, name: str, output: Any, trace: LayerTrace
+    ) -> None:
+        """Each projection of a linear that computes several at once."""
+        parent = name.rpartition(".")[0]
+        names = [n for n in MODULE_OUTPUTS[part] if n in trace]
+        outputs = split_output(output, [trace[n].output for n in names])
+        for ours, canonical in zip(outputs, names, strict=True):
+            label = f"{canonical}_proj" if len(names) > 1 else part.rpartition(".")[2]
+            path = f"{parent}.{label}"
+            module = path.removeprefix(f"layers.{layer}.")
+            expected = trace[canonical].output
+            self._add_finding(path, layer, module, canonical, ours, expected, name)
 
     def _compare_rope_and_cache(
         self, layer: int, name: str, args: tuple[Any, ...], q: torch.Tensor, trace: LayerTrace
@@ -231,7 +293,8 @@ class ModuleCheck:
                    trace["q_rot" if rotated else "q"].output)  # fmt: skip
         k = step.kv.k[layer][slots // size, :, slots % size].reshape(tokens, -1)
         v = step.kv.v[layer][slots // size, :, slots % size].reshape(tokens, -1)
-        self._add_finding(f"{name}.k", layer, "attn.rope_cache.k", "k_rot" if rotated else "output", k,
+        self._add_finding(f"{name}.k", layer, "attn.rope_cache.k", "k_rot" if rotated else "output",
+            k,
                    trace["k_rot" if rotated else "k"].output)  # fmt: skip
         self._add_finding(f"{name}.v", layer, "attn.rope_cache.v", "output", v, trace["v"].output)
 
@@ -248,23 +311,29 @@ class ModuleCheck:
         weight_format = self.weight_formats.get(linear_path or name, "dense")
         recipe = (
             weight_format
-            if weight_format in ACT_QUANT_BOUNDS or (weight_format == "int8" and not self.uses_engine_weights)
+            if weight_format in ACT_QUANT_BOUNDS
+            or (weight_format == "int8" and not self.uses_engine_weights)
             else "none"
         )
         if reference_module == "layer":
             coarse = sorted(
-                set(self.weight_formats.values()) & (set(ACT_QUANT_BOUNDS) if self.uses_engine_weights else {"int8"})
+                set(self.weight_formats.values())
+                & (set(ACT_QUANT_BOUNDS) if self.uses_engine_weights else {"int8"})
             )
             bound = layer_bound(self.dtype, coarse[0] if coarse else "none", len(self.ids))
         else:
             bound = module_bound(reference_module, self.dtype, recipe, length=len(self.ids))
-        self.findings.append(Finding(name, layer, module, compare_tensors(name, ours, expected), bound))
+        self.findings.append(
+            Finding(name, layer, module, compare_tensors(name, ours, expected), bound)
+        )
 
 
 def layer_bound(dtype: str, recipe: str, length: int) -> ErrorBound:
-    """A whole layer run freely on the reference's input: the modules' bounds, added up along its longest path.
+    """A whole layer run freely on the reference's input: the modules' bounds, added up along its
+    longest path.
 
-    A layer has eight modules in a row; independent errors grow with the root of their number, and the residual
+    A layer has eight modules in a row; independent errors grow with the root of their number, and
+    the residual
     stream that is added at the end only makes the relative error smaller.
     """
     if recipe in ACT_QUANT_BOUNDS:
@@ -272,5 +341,7 @@ def layer_bound(dtype: str, recipe: str, length: int) -> ErrorBound:
     parts = [module_bound(m, dtype, recipe, length=length) for m in ("q", "q_rot", "attn", "act")]
     root = 8**0.5
     return ErrorBound(
-        root * max(b.rel_l2 for b in parts), root * max(b.max_rel for b in parts), 2 * max(b.gain for b in parts)
+        root * max(b.rel_l2 for b in parts),
+        root * max(b.max_rel for b in parts),
+        2 * max(b.gain for b in parts),
     )

@@ -1,7 +1,9 @@
-"""Quantized image encoders are judged in two halves, as accept.quantized_reference does it for language models.
+"""Quantized image encoders are judged in two halves, as accept.quantized_reference does it for
+language models.
 
-Their arithmetic: the reference computes with the matrices that the engine holds, and rounds activations where the
-engine does. Their weights: what is held against the checkpoint's own, batch norms folded in, matrix by matrix,
+Their arithmetic: the reference computes with the matrices that the engine holds, and rounds
+activations where the engine does. Their weights: what is held against the checkpoint's own, batch
+norms folded in, matrix by matrix,
 row by row and tile by tile.
 """
 
@@ -23,10 +25,11 @@ LocatePath: TypeAlias = Callable[[str], tuple[int | None, str]]
 
 
 class EngineMatrices(Mapping[str, Affine]):
-    """What quantized linear layers hold, by path, on the CPU in float32; none where none is quantized.
+    """What quantized linear layers hold, by path, on the CPU in float32; none where none is
+    quantized.
 
-    Each is expanded when it is asked for: ViT-H's together are 2.5 GB. Without their biases: nobody rounds those, and
-    the reference's own are to be compared with.
+    Each is expanded when it is asked for: ViT-H's together are 2.5 GB. Without their biases: nobody
+    rounds those, and the reference's own are to be compared with.
     """
 
     def __init__(self, model: nn.Module, path_prefix: str = "") -> None:
@@ -34,7 +37,9 @@ class EngineMatrices(Mapping[str, Affine]):
         self._weights: dict[str, Any] = {
             path: module.weight
             for path, module in model.named_modules()
-            if path.startswith(path_prefix) and isinstance(module, Linear) and module.weight.format != "dense"
+            if path.startswith(path_prefix)
+            and isinstance(module, Linear)
+            and module.weight.format != "dense"
         }
 
     def __getitem__(self, path: str) -> Affine:
@@ -58,8 +63,8 @@ def check_encoder_weights(
     checkpoint_matrix: Callable[[str], Tensor],
     locate: LocatePath,
 ) -> Iterator[Finding]:
-    """Every quantized matrix against the checkpoint's: rounding neither turns a matrix, nor swaps two, nor scales one,
-    nor does it do so to a row or a tile.
+    """Every quantized matrix against the checkpoint's: rounding neither turns a matrix, nor swaps
+    two, nor scales one, nor does it do so to a row or a tile.
 
     checkpoint_matrix: by the engine's path; locate: where a path is to be told of.
     """

@@ -1,7 +1,9 @@
-"""What rounding did to an engine's layers, told while the reference walks through them: their weights are read once.
+"""What rounding did to an engine's layers, told while the reference walks through them: their
+weights are read once.
 
-Three things want a layer's weights of the checkpoint: the comparison with what the engine holds, what rounding cost its
-outputs, and the checkpoint's own residual streams, which an engine of few bits is told against.
+Three things want a layer's weights of the checkpoint: the comparison with what the engine holds,
+what rounding cost its outputs, and the checkpoint's own residual streams, which an engine of few
+bits is told against.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ from modelmill.accept.reference import LayerWeights, ReferenceModel
 
 
 class QuantizedLayersCheck:
-    """Of one engine whose layers are rounded, against ``checkpoint_reference``, which computes with the checkpoint's
-    weights.
+    """Of one engine whose layers are rounded, against ``checkpoint_reference``, which computes with
+    the checkpoint's weights.
 
-    uses_engine_weights: the engine is judged in two halves (accept.quantized_reference). folded_scales: a recipe's
-    scales by layer. findings: what is held against what the checkpoint holds. quantization_errors: what
-    ``accept.quantization_error`` tells, where it is asked for. streams: the checkpoint's residual streams [T, H]; out
-    of the last layer in the end.
+    uses_engine_weights: the engine is judged in two halves (accept.quantized_reference).
+    folded_scales: a recipe's scales by layer. findings: what is held against what the checkpoint
+    holds. quantization_errors: what ``accept.quantization_error`` tells, where it is asked for.
+    streams: the checkpoint's residual streams [T, H]; out of the last layer in the end.
     """
 
     def __init__(
@@ -46,8 +48,8 @@ class QuantizedLayersCheck:
         folded_scales: Mapping[int, Scales],
         has_stored_errors: bool,
     ) -> None:
-        """sequences: (ids, length of the prompt). has_stored_errors: whether the engine tells itself what rounding
-        cost.
+        """sequences: (ids, length of the prompt). has_stored_errors: whether the engine tells
+        itself what rounding cost.
         """
         self.checkpoint_reference, self.model, self.weight_formats, self.dtype = (
             checkpoint_reference,
@@ -57,7 +59,8 @@ class QuantizedLayersCheck:
         )
         self._uses_engine_weights, self._has_stored_errors = uses_engine_weights, has_stored_errors
         self._folded_scales = {
-            layer: _to_device(scales, checkpoint_reference.device) for layer, scales in folded_scales.items()
+            layer: _to_device(scales, checkpoint_reference.device)
+            for layer, scales in folded_scales.items()
         }
         # an engine judged in one half is told against the reference that judges it
         followed = sequences if uses_engine_weights else [] if has_stored_errors else sequences[:1]
@@ -68,8 +71,8 @@ class QuantizedLayersCheck:
         self._layers_done = 0
 
     def reference(self) -> ReferenceModel:
-        """The one to judge with: a layer is compared when its weights are read, and in two halves the engine's own
-        weights are what it computes with."""
+        """The one to judge with: a layer is compared when its weights are read, and in two halves
+        the engine's own weights are what it computes with."""
         made = (
             quantized_reference(self.checkpoint_reference, self.model, self.weight_formats)
             if self._uses_engine_weights
@@ -92,19 +95,36 @@ class QuantizedLayersCheck:
             self._advance_streams(index, plain, engine_weights)
         return with_engine_weights(plain, engine_weights) if self._uses_engine_weights else plain
 
-    def _compare_weights(self, index: int, checkpoint_weights: LayerWeights, engine_weights: LayerWeights) -> None:
+    def _compare_weights(
+        self, index: int, checkpoint_weights: LayerWeights, engine_weights: LayerWeights
+    ) -> None:
         scales = self._folded_scales.get(index, {})
         for path, module, row, bound in compare_layer_weights(
-            checkpoint_weights, engine_weights, self.weight_formats, self.dtype, scales, index, self.model.kv
+            checkpoint_weights,
+            engine_weights,
+            self.weight_formats,
+            self.dtype,
+            scales,
+            index,
+            self.model.kv,
         ):
             self.findings.append(Finding(path, index, module, row, bound))
 
-    def _advance_streams(self, index: int, checkpoint_weights: LayerWeights, engine_weights: LayerWeights) -> None:
+    def _advance_streams(
+        self, index: int, checkpoint_weights: LayerWeights, engine_weights: LayerWeights
+    ) -> None:
         for number, prompt in enumerate(self._prompts):
-            trace = self.checkpoint_reference.run_layer(index, checkpoint_weights, self.streams[number], prompt)
+            trace = self.checkpoint_reference.run_layer(
+                index, checkpoint_weights, self.streams[number], prompt
+            )
             if number == 0 and not self._has_stored_errors:
                 self.quantization_errors += layer_quantization_error(
-                    index, checkpoint_weights, engine_weights, trace, self.model, self.weight_formats
+                    index,
+                    checkpoint_weights,
+                    engine_weights,
+                    trace,
+                    self.model,
+                    self.weight_formats,
                 )
             self.streams[number] = trace["output"].output
 

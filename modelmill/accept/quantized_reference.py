@@ -1,10 +1,12 @@
 """Engines of few bits are judged in two halves, each sharper than both together.
 
-Their arithmetic: the reference computes with the weights that the engine really holds, and rounds activations where the
-engine does, so that every module is within the bounds of an unquantized engine (whole sequences too, where activations
-are not rounded). Their weights: what is held, with a recipe's folded
-scales undone, against the checkpoint's own, matrix by matrix: rounding moves single weights, but it neither turns a
-matrix, nor swaps two, nor scales one; nor does it do so to a row or a tile (accept/blockwise.py).
+Their arithmetic: the reference computes with the weights that the engine really holds, and rounds
+activations where the engine does, so that every module is within the bounds of an unquantized
+engine (whole sequences too, where activations are not rounded). Their weights: what is held, with a
+recipe's folded
+scales undone, against the checkpoint's own, matrix by matrix: rounding moves single weights, but it
+neither turns a matrix, nor swaps two, nor scales one; nor does it do so to a row or a tile
+(accept/blockwise.py).
 """
 
 from __future__ import annotations
@@ -35,9 +37,11 @@ LINEAR_MODULES = {
 Scales = Mapping[str, Tensor]
 
 
-def quantized_reference(reference: ReferenceModel, model: Any, weight_formats: Mapping[str, str]) -> ReferenceModel:
-    """``reference`` computing with the norms (and the quantized head) that ``model`` holds; its layers:
-    with_engine_weights.
+def quantized_reference(
+    reference: ReferenceModel, model: Any, weight_formats: Mapping[str, str]
+) -> ReferenceModel:
+    """``reference`` computing with the norms (and the quantized head) that ``model`` holds; its
+    layers: with_engine_weights.
     """
     plain_norm = reference.norm_weights
     made = copy.copy(reference)
@@ -65,15 +69,21 @@ def quantized_reference(reference: ReferenceModel, model: Any, weight_formats: M
     return made
 
 
-def with_engine_weights(checkpoint_weights: LayerWeights, engine_weights: LayerWeights) -> LayerWeights:
+def with_engine_weights(
+    checkpoint_weights: LayerWeights, engine_weights: LayerWeights
+) -> LayerWeights:
     """A layer's weights as the engine holds them, in the reference's dtype."""
     return checkpoint_weights | {
         name: _cast_like(mine, checkpoint_weights[name]) for name, mine in engine_weights.items()
     }
 
 
-def read_engine_weights(model: Any, index: int, weights: LayerWeights) -> Iterator[tuple[str, Affine]]:
-    """What a layer of the engine holds, by the reference's names, in float32 where ``weights`` lie."""
+def read_engine_weights(
+    model: Any, index: int, weights: LayerWeights
+) -> Iterator[tuple[str, Affine]]:
+    """What a layer of the engine holds, by the reference's names, in float32 where ``weights``
+    lie.
+    """
     layer, device = model.layers[index], weights["input_norm"].weight.device
     for name in NORM_MODULES:
         yield name, _norm_weights(model, index, name, device)
@@ -92,15 +102,19 @@ def read_engine_weights(model: Any, index: int, weights: LayerWeights) -> Iterat
 
 
 def compare_layer_weights(
-    checkpoint_weights: LayerWeights, engine_weights: LayerWeights, weight_formats: Mapping[str, str], dtype: str,
+    checkpoint_weights: LayerWeights, engine_weights: LayerWeights,
+    weight_formats: Mapping[str, str], dtype: str,
     folded_scales: Scales, index: int, kv: Any,
 ) -> Iterator[tuple[str, str, ErrorMetrics, ErrorBound]]:  # fmt: skip
-    """(path, module, row, bound) of every tensor of a layer: what is held against what the checkpoint holds.
+    """(path, module, row, bound) of every tensor of a layer: what is held against what the
+    checkpoint holds.
 
-    folded_scales: what a recipe folded in, by site. kv: the model's KVShape. Behind a quantized matrix stands its worst
-    row and tile, as ``….weight.worst_block``.
+    folded_scales: what a recipe folded in, by site. kv: the model's KVShape. Behind a quantized
+    matrix stands its worst row and tile, as ``….weight.worst_block``.
     """
-    places = {name: (path, site) for path, (names, site) in LINEAR_MODULES.items() for name in names}
+    places = {
+        name: (path, site) for path, (names, site) in LINEAR_MODULES.items() for name in names
+    }
     for name, engine_weight in engine_weights.items():
         path, site = places.get(name, (NORM_MODULES.get(name, name), ""))
         kind = weight_formats.get(f"layers.{index}.{path}", "dense")
@@ -108,7 +122,8 @@ def compare_layer_weights(
         module = f"{path.rpartition('.')[0]}.{name}_proj" if several else path
         where = f"layers.{index}.{module}.weight"
         right = checkpoint_weights[name].weight
-        # smoothing makes columns of quiet channels smaller than a step: what is held is compared as it is multiplied
+        # smoothing makes columns of quiet channels smaller than a step: what is held is compared as
+        # it is multiplied
         smoothed = kind == "w8a8" and site in folded_scales
         ours = unfold_scales(name, "" if smoothed else site, engine_weight, folded_scales, kv)
         fits = ours.weight.shape == right.shape
@@ -118,17 +133,26 @@ def compare_layer_weights(
             yield where, module, whole, weight_bound(dtype, kind)
             yield worst_block.name, module, worst_block, BLOCK_BOUNDS[kind]
         else:
-            yield where, module, compare_tensors(where, ours.weight, right), weight_bound(dtype, kind)
+            yield (
+                where,
+                module,
+                compare_tensors(where, ours.weight, right),
+                weight_bound(dtype, kind),
+            )
         biases = ours.bias, checkpoint_weights[name].bias
         if fits and any(bias is not None for bias in biases):
             # one that is lost counts as what is computed without it
-            mine, expected = (right.new_zeros(len(right)) if bias is None else bias for bias in biases)
+            mine, expected = (
+                right.new_zeros(len(right)) if bias is None else bias for bias in biases
+            )
             row = compare_tensors(f"layers.{index}.{module}.bias", mine, expected)
             yield row.name, module, row, weight_bound(dtype, "dense")
 
 
 def unfold_scales(name: str, site: str, affine: Affine, scales: Scales, kv: Any) -> Affine:
-    """A weight without the scales that a recipe folded into it: rows that make a site's input, columns that read it."""
+    """A weight without the scales that a recipe folded into it: rows that make a site's input,
+    columns that read it.
+    """
     weight, bias, _ = affine
     made = {"input_norm": "qkv", "mlp_norm": "up", "v": "o", "up": "down"}.get(name)
     if made is not None and made in scales:
@@ -147,11 +171,17 @@ def _norm_weights(model: Any, index: int, name: str, device: torch.device) -> Af
 
 
 def _cast_like(affine: Affine, like: Affine) -> Affine:
-    """In the reference's dtype; another shape than the checkpoint's is left to be found by comparison."""
+    """In the reference's dtype; another shape than the checkpoint's is left to be found by
+    comparison.
+    """
     if affine.weight.shape != like.weight.shape:
         return like
     dtype = like.weight.dtype
-    return Affine(affine.weight.to(dtype), None if affine.bias is None else affine.bias.to(dtype), affine.fake_quantize)
+    return Affine(
+        affine.weight.to(dtype),
+        None if affine.bias is None else affine.bias.to(dtype),
+        affine.fake_quantize,
+    )
 
 
 def _input_quantizer(weight: Any) -> Callable[[Tensor], Tensor] | None:
@@ -160,10 +190,14 @@ def _input_quantizer(weight: Any) -> Callable[[Tensor], Tensor] | None:
 
 
 def language_formats(weight_formats: Mapping[str, str]) -> dict[str, str]:
-    """How the language model's matrices are held; those of the vision encoder are judged by themselves
-    (accept.vision_encoder).
+    """How the language model's matrices are held; those of the vision encoder are judged by
+    themselves (accept.vision_encoder).
     """
-    return {name: kind for name, kind in weight_formats.items() if not name.startswith("image_embedder.")}
+    return {
+        name: kind
+        for name, kind in weight_formats.items()
+        if not name.startswith("image_embedder.")
+    }
 
 
 def is_low_bit(weight_formats: Mapping[str, str]) -> bool:

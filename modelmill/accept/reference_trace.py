@@ -1,4 +1,6 @@
-"""The reference's side of a pass through the engine's modules: what each of them reads, and what it should put out."""
+"""The reference's side of a pass through the engine's modules: what each of them reads, and what it
+should put out.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,25 @@ from modelmill.accept.reference import HeadTrace, LayerTrace, ReferenceModel
 
 @dataclass
 class OtherSequence:
-    """A sequence that only travels along: its residual stream [T, H] and the length of its prompt."""
+    """A sequence that only travels along: its residual stream [T, H] and the length of its
+    prompt.
+    """
 
     stream: torch.Tensor
     prompt_length: int
 
 
 class ReferenceTrace:
-    """The reference, layer by layer, as the engine's forward reaches it; one layer's weights and trace in memory."""
+    """The reference, layer by layer, as the engine's forward reaches it; one layer's weights and
+    trace in memory.
+    """
 
     def __init__(
-        self, reference: ReferenceModel, x: torch.Tensor, rows: Sequence[int], others: Sequence[OtherSequence] = ()
+        self,
+        reference: ReferenceModel,
+        x: torch.Tensor,
+        rows: Sequence[int],
+        others: Sequence[OtherSequence] = (),
     ) -> None:
         self.reference = reference
         self.stream = x
@@ -39,7 +49,9 @@ class ReferenceTrace:
         weights = self.reference.layer_weights(layer)
         self.layer_trace = self.reference.run_layer(layer, weights, self.stream, len(self.stream))
         for other in self._others:
-            other.stream = self.reference.run_layer(layer, weights, other.stream, other.prompt_length)["output"].output
+            other.stream = self.reference.run_layer(
+                layer, weights, other.stream, other.prompt_length
+            )["output"].output
 
     def finish_layer(self) -> None:
         """The layer is done: its output is the stream that the next one reads."""
@@ -87,7 +99,8 @@ def split_output(output: torch.Tensor, expected: list[torch.Tensor]) -> list[tor
     """A fused module's output cut into what the reference has side by side, each [T, width]."""
     flat = output.reshape(output.shape[0], -1)
     widths = [e.shape[-1] for e in expected]
-    # a fused output of another width than the reference's cannot be cut: compare as it is and fail by shape
+    # a fused output of another width than the reference's cannot be cut: compare as it is and fail
+    # by shape
     return list(flat.split(widths, -1)) if sum(widths) == flat.shape[-1] else [flat] * len(expected)
 
 

@@ -1,7 +1,8 @@
 """The acceptance contract: a staged engine through the real runtime, against the float32 reference.
 
-Modules, wiring and norms are judged one by one (``accept.module_check``); then whole sequences run freely, in one
-batch, partly as prefill and partly as decode, and their logits, next tokens and perplexity are judged.
+Modules, wiring and norms are judged one by one (``accept.module_check``); then whole sequences run
+freely, in one batch, partly as prefill and partly as decode, and their logits, next tokens and
+perplexity are judged.
 """
 
 from __future__ import annotations
@@ -38,8 +39,13 @@ NUM_SEQUENCES = 3
 SEQUENCE_LENGTH = 96
 
 
-def accept(staged: Path, checkpoint: Checkpoint, *, on_progress: StageProgress | None = None) -> dict[str, Any]:
-    """Judge a staged engine. Returns the report: {"accepted", "reason", "verdict", "layer", "module", "layers", …}."""
+def accept(
+    staged: Path, checkpoint: Checkpoint, *, on_progress: StageProgress | None = None
+) -> dict[str, Any]:
+    """Judge a staged engine.
+
+    Returns the report: {"accepted", "reason", "verdict", "layer", "module", "layers", …}.
+    """
     artifact = open_artifact(staged, staged=True)
     if artifact.manifest.engine_type == "segmentation":
         from modelmill.accept.segmentation import accept_segmentation
@@ -64,7 +70,9 @@ def sample_ids(artifact: Artifact) -> list[list[int]]:
     """Sequences to judge with: our own text, or seeded ids where the engine has no tokenizer."""
     limit = min(SEQUENCE_LENGTH, artifact.manifest.max_model_len)
     files = artifact.tokenizer_files()
-    vocab = int(artifact.manifest.config.get("vocab_size") or artifact.manifest.config["padded_vocab_size"])
+    vocab = int(
+        artifact.manifest.config.get("vocab_size") or artifact.manifest.config["padded_vocab_size"]
+    )
     if files:
         text = (resources.files("modelmill.accept") / "text.txt").read_text()
         ids = load_tokenizer(files).encode(text, bos=False)
@@ -82,7 +90,8 @@ def compare_engine(
     *,
     on_progress: StageProgress | None = None,
 ) -> dict[str, Any]:
-    """Compare an opened engine with its checkpoint on sequences of ids; every number is in the result.
+    """Compare an opened engine with its checkpoint on sequences of ids; every number is in the
+    result.
 
     verdict: "numerical noise", or "bug at layer N, module M" with ``layer`` and ``module`` set.
     """
@@ -104,7 +113,10 @@ def compare_engine(
         place = place_reference(checkpoint, engine_core, ids[0])
         on_gpu = place.device != "cpu"
         return _compare(engine_core, place, ids, on_stage)
-    except (RuntimeError, TypeError) as error:  # of torch: no room after all, or tensors in two places
+    except (
+        RuntimeError,
+        TypeError,
+    ) as error:  # of torch: no room after all, or tensors in two places
         if not on_gpu:
             raise
         said = one_line(str(error), 200)
@@ -121,10 +133,13 @@ def _compare(
 ) -> dict[str, Any]:
     """With the reference where it is. on_stage: a stage, and how much of it is done."""
     reference = checkpoint_reference = placed_reference.reference
-    assert engine_core.artifact is not None, "an engine core made by EngineCore.open knows its artifact"
+    assert engine_core.artifact is not None, (
+        "an engine core made by EngineCore.open knows its artifact"
+    )
     manifest, model = engine_core.artifact.manifest, engine_core.model_runner.model
     weight_formats = language_formats(manifest.weight_formats)
-    # what a checkpoint brings in few bits is expanded by the reference itself: nothing was rounded here
+    # what a checkpoint brings in few bits is expanded by the reference itself: nothing was rounded
+    # here
     kept = manifest.build["quantization"] == "keep"
     uses_engine_weights = is_low_bit(weight_formats) and not kept
     rounded = not kept and bool(set(weight_formats.values()) - {"dense"})
@@ -133,32 +148,35 @@ def _compare(
     starts = [len(sequences[0]), *(max(1, len(s) * 3 // 4) for s in sequences[1:])]
     dtype = manifest.build["dtype"]
     rounding = None
+    split = list(zip(sequences, starts, strict=True))
     if rounded:
         quantized = read_quantization_facts(engine_core.artifact)
         rounding = QuantizedLayersCheck(
-            checkpoint_reference, model, weight_formats, dtype, list(zip(sequences, starts, strict=True)),
+            checkpoint_reference, model, weight_formats, dtype, split,
             uses_engine_weights=uses_engine_weights,
             folded_scales={layer: scales for layer, (_, scales) in quantized.items()},
             has_stored_errors=bool(quantized),
         )  # fmt: skip
         reference = rounding.reference()
     module_check = ModuleCheck(
-        engine_core,
-        reference,
-        sequences[0],
-        list(zip(sequences[1:], starts[1:], strict=True)),
+        engine_core, reference, sequences[0], split[1:],
         uses_engine_weights=uses_engine_weights or kept,
+    )  # fmt: skip
+    last = module_check.check_modules(
+        lambda done: on_stage("modules of layers", done, reference.num_layers)
     )
-    last = module_check.check_modules(lambda done: on_stage("modules of layers", done, reference.num_layers))
     on_stage("wiring")
     module_check.check_wiring()
     on_stage("norms")
     module_check.check_norms()
     on_stage("sequences")
+    exact = None
     if rounding is not None:
         rounding.finish()
-    exact = (checkpoint_reference, rounding.streams) if rounding is not None and uses_engine_weights else None
-    whole = check_sequences(engine_core, reference, sequences, starts, [last, *module_check.other_streams], exact)
+        exact = (checkpoint_reference, rounding.streams) if uses_engine_weights else None
+    whole = check_sequences(
+        engine_core, reference, sequences, starts, [last, *module_check.other_streams], exact
+    )
     findings = list(check_embedding_tables(checkpoint_reference, model, dtype))
     if rounding is not None:
         findings += [
@@ -175,8 +193,12 @@ def _compare(
 
 
 def _stored_quantization_errors(engine_core: EngineCore) -> list[dict[str, Any]]:
-    """What a calibrated recipe told of each matrix: errors before and after, bits, outlier channels."""
-    assert engine_core.artifact is not None, "an engine core made by EngineCore.open knows its artifact"
+    """What a calibrated recipe told of each matrix: errors before and after, bits, outlier
+    channels.
+    """
+    assert engine_core.artifact is not None, (
+        "an engine core made by EngineCore.open knows its artifact"
+    )
     facts_by_layer = read_quantization_facts(engine_core.artifact)
     return [
         {"layer": layer, "module": module, **fact}
@@ -185,8 +207,12 @@ def _stored_quantization_errors(engine_core: EngineCore) -> list[dict[str, Any]]
     ]
 
 
-def _report(engine_core: EngineCore, findings: list[Finding], sequence_report: dict[str, Any]) -> dict[str, Any]:
-    assert engine_core.artifact is not None, "an engine core made by EngineCore.open knows its artifact"
+def _report(
+    engine_core: EngineCore, findings: list[Finding], sequence_report: dict[str, Any]
+) -> dict[str, Any]:
+    assert engine_core.artifact is not None, (
+        "an engine core made by EngineCore.open knows its artifact"
+    )
     manifest = engine_core.artifact.manifest
     bad = [f for f in findings if not f.ok]
     first = _first_failure(bad)
@@ -195,7 +221,8 @@ def _report(engine_core: EngineCore, findings: list[Finding], sequence_report: d
         verdict = f"bug at {where}, module {first.module}"
         why = "; ".join(first.bound.violations(first.metrics))
         reason = (
-            f"{verdict}: {why}; compare tells more, another --dtype or --kernel {_kernel_hint(first.module)} may help"
+            f"{verdict}: {why}; compare tells more, another --dtype or --kernel "
+            f"{_kernel_hint(first.module)} may help"
         )
     elif not sequence_report["ok"]:
         verdict = "bug between the modules: every module is right alone, whole sequences are not"
@@ -220,12 +247,18 @@ def _report(engine_core: EngineCore, findings: list[Finding], sequence_report: d
 
 
 def _first_failure(failures: list[Finding]) -> Finding | None:
-    """The finding to name: a module that is wrong alone beats a layer that is wrong as a whole; then the earliest."""
+    """The finding to name: a module that is wrong alone beats a layer that is wrong as a whole;
+    then the earliest.
+    """
     alone = [f for f in failures if f.module != "layer"] or failures
     first = min(alone, key=lambda f: (_layer_depth(f), alone.index(f))) if alone else None
     # a norm that is wrong because of its eps is far more wrong where the eps is half of it
     eps = next((f for f in failures if first is not None and f.name == f"{first.name}.eps"), None)
-    if first is not None and eps is not None and eps.bound.excess(eps.metrics) > 3 * first.bound.excess(first.metrics):
+    if (
+        first is not None
+        and eps is not None
+        and eps.bound.excess(eps.metrics) > 3 * first.bound.excess(first.metrics)
+    ):
         return eps
     return first
 
@@ -247,7 +280,9 @@ def _kernel_hint(module: str) -> str:
 
 
 def _kv_bytes(artifact: Artifact) -> int:
-    """Room for the judged sequences and nothing more: width 8192, 256 layers would still be 8 GiB in bfloat16."""
+    """Room for the judged sequences and nothing more: width 8192, 256 layers would still be 8 GiB
+    in bfloat16.
+    """
     config = artifact.manifest.config
     layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 1)
     hidden = int(config.get("hidden_size") or config.get("n_embd") or 1)

@@ -1,8 +1,10 @@
-"""The acceptance contract for engines that segment images: every stage against the plain float32 reference.
+"""The acceptance contract for engines that segment images: every stage against the plain float32
+reference.
 
-Each module of the staged engine reads what the reference's module read, so that nothing accumulates and a fault names
-itself; every norm reads inputs of the size of √eps too, where a wrong eps shows in any dtype; then pictures and prompts
-of our own go through the whole engine, and embedding, mask logits, masks and scores are judged.
+Each module of the staged engine reads what the reference's module read, so that nothing accumulates
+and a fault names itself; every norm reads inputs of the size of √eps too, where a wrong eps shows
+in any dtype; then pictures and prompts of our own go through the whole engine, and embedding, mask
+logits, masks and scores are judged.
 """
 
 from __future__ import annotations
@@ -34,34 +36,55 @@ from modelmill.vision.sam_model import ImageEmbedding, SamModel
 
 STAGE_NAMES = ("encoder", "norms", "prompts and masks", "whole")
 IOU_SLACK = 1e-3  # a mask of few pixels changes by one
-MIN_CLEAR_PIXEL_MATCH = 0.999  # of the pixels whose logits are clear of 0, so many must fall on the reference's side
+# of the pixels whose logits are clear of 0, so many must fall on the reference's side
+MIN_CLEAR_PIXEL_MATCH = 0.999
 
 
 def accept_segmentation(
     staged: Path, checkpoint: Checkpoint, *, on_progress: StageProgress | None = None
 ) -> dict[str, Any]:
-    """Judge a staged engine on the device that it is built for, where that is here. Returns the report."""
+    """Judge a staged engine on the device that it is built for, where that is here.
+
+    Returns the report.
+    """
     artifact = open_artifact(staged, staged=True)
-    device = "cuda:0" if artifact.manifest.build["target"] == "cuda" and torch.cuda.is_available() else "cpu"
-    return compare_segmentation(artifact, open_sam_model(artifact, device), checkpoint, on_progress=on_progress)
+    device = (
+        "cuda:0"
+        if artifact.manifest.build["target"] == "cuda" and torch.cuda.is_available()
+        else "cpu"
+    )
+    return compare_segmentation(
+        artifact, open_sam_model(artifact, device), checkpoint, on_progress=on_progress
+    )
 
 
 @torch.inference_mode()
 def compare_segmentation(
-    artifact: Artifact, sam_model: SamModel, checkpoint: Checkpoint, *, on_progress: StageProgress | None = None
+    artifact: Artifact,
+    sam_model: SamModel,
+    checkpoint: Checkpoint,
+    *,
+    on_progress: StageProgress | None = None,
 ) -> dict[str, Any]:
-    """Compare an opened engine with its checkpoint: {"accepted", "reason", "verdict", "module", "layers", "masks"}."""
+    """Compare an opened engine with its checkpoint: {"accepted", "reason", "verdict", "module",
+    "layers", "masks"}.
+    """
 
     def on_stage(step: int) -> None:
         if on_progress is not None:
-            on_progress(f"acceptance: {STAGE_NAMES[min(step, len(STAGE_NAMES) - 1)]}", step, len(STAGE_NAMES))
+            name = STAGE_NAMES[min(step, len(STAGE_NAMES) - 1)]
+            on_progress(f"acceptance: {name}", step, len(STAGE_NAMES))
 
     checkpoint_reference = SamReference(checkpoint)
     check_names(checkpoint_reference)
     engine_matrices = EngineMatrices(sam_model.model)
-    reference = SamReference(checkpoint, engine_matrices) if engine_matrices else checkpoint_reference
+    reference = (
+        SamReference(checkpoint, engine_matrices) if engine_matrices else checkpoint_reference
+    )
     build = artifact.manifest.build
-    stage_check = StageCheck(sam_model.model, sam_model.vision, str(sam_model.device), build["dtype"], is_in_encoder)
+    stage_check = StageCheck(
+        sam_model.model, sam_model.vision, str(sam_model.device), build["dtype"], is_in_encoder
+    )
     stage_check.findings += check_encoder_weights(
         engine_matrices,
         sam_model.model,
@@ -71,29 +94,35 @@ def compare_segmentation(
     )
     picture = sample_image(sam_model.image_size)
     on_stage(0)
-    embedding = stage_check.check_stages(reference.encoder_stages(reference.normalize_image(picture)))[0]
+    embedding = stage_check.check_stages(
+        reference.encoder_stages(reference.normalize_image(picture))
+    )[0]
     on_stage(2)
     decoder, prompts = SamDecoderReference(reference), sample_prompts(sam_model.image_size)
-    points, labels = prompt_tensors(
-        prompts,
-        (sam_model.image_size, sam_model.image_size * 2 // 3),
-        (sam_model.image_size, sam_model.image_size * 2 // 3),
-    )
+    size = (sam_model.image_size, sam_model.image_size * 2 // 3)
+    points, labels = prompt_tensors(prompts, size, size)
     generator = torch.Generator().manual_seed(5)
     mask = torch.randn(1, 1, 4 * reference.grid, 4 * reference.grid, generator=generator) * 8
     stage_check.check_stages(decoder.prompt_stages(points[:1], labels[:1], mask))
-    sparse, dense, places = stage_check.check_stages(decoder.prompt_stages(points, labels, None), num_outputs=3)
-    logits, scores = stage_check.check_stages(decoder.decoder_stages(embedding, places, sparse, dense), num_outputs=2)
+    sparse, dense, places = stage_check.check_stages(
+        decoder.prompt_stages(points, labels, None), num_outputs=3
+    )
+    logits, scores = stage_check.check_stages(
+        decoder.decoder_stages(embedding, places, sparse, dense), num_outputs=2
+    )
     on_stage(1)
     stage_check.check_norms(reference.norms)
     on_stage(3)
     if engine_matrices:
-        embedding = _last_output(checkpoint_reference.encoder_stages(checkpoint_reference.normalize_image(picture)))[0]
+        normalized = checkpoint_reference.normalize_image(picture)
+        embedding = _last_output(checkpoint_reference.encoder_stages(normalized))[0]
+        exact_decoder = SamDecoderReference(checkpoint_reference)
         logits, scores = _last_output(
-            SamDecoderReference(checkpoint_reference).decoder_stages(embedding, places, sparse, dense)
+            exact_decoder.decoder_stages(embedding, places, sparse, dense)
         )
+    expected = embedding, logits, scores
     whole = _check_whole_model(
-        sam_model, build["dtype"], build["quantization"], picture, prompts, (embedding, logits, scores)
+        sam_model, build["dtype"], build["quantization"], picture, prompts, expected
     )
     on_stage(4)
     return with_unused_tensors(
@@ -107,9 +136,13 @@ def is_in_encoder(path: str) -> bool:
 
 
 def sample_image(image_size: int) -> Tensor:
-    """[2/3 side, side, 3] uint8: discs and boxes of several colours on a slope, seeded noise on all of it."""
+    """[2/3 side, side, 3] uint8: discs and boxes of several colours on a slope, seeded noise on all
+    of it.
+    """
     height = image_size * 2 // 3
-    y, x = torch.meshgrid(torch.arange(height) / image_size, torch.arange(image_size) / image_size, indexing="ij")
+    y, x = torch.meshgrid(
+        torch.arange(height) / image_size, torch.arange(image_size) / image_size, indexing="ij"
+    )
     canvas = torch.stack((60 + 120 * x, 90 + 90 * y, 170 - 80 * x), -1)
     for cx, cy, size, colour in _SHAPES[:3]:
         canvas[((x - cx) ** 2 + (y - cy) ** 2) < size**2] = torch.tensor(colour)
@@ -153,14 +186,17 @@ def _check_whole_model(
     prompts: list[Prompt],
     expected: tuple[Tensor, Tensor, Tensor],
 ) -> dict[str, Any]:
-    """A picture and its prompts through the engine as a user asks them. expected: embedding, logits, scores in
+    """A picture and its prompts through the engine as a user asks them. expected: embedding,
+    logits, scores in
     float32.
     """
     try:
         image_embedding = sam_model.embed_image(picture)
     except RequestError:  # it overflows, and is judged as what it is
         size = (picture.shape[1], picture.shape[0])
-        image_embedding = ImageEmbedding(torch.full_like(expected[0], math.nan, device=sam_model.device), size, size)
+        image_embedding = ImageEmbedding(
+            torch.full_like(expected[0], math.nan, device=sam_model.device), size, size
+        )
     embedding_error = compare_tensors("embedding", image_embedding.embedding, expected[0])
     logits = expected[1]
     ours, ours_scores = (x.cpu() for x in sam_model.decode(image_embedding, prompts))
@@ -171,13 +207,16 @@ def _check_whole_model(
     same = ((ours > 0) == (logits > 0)) & ours.isfinite()
     share = float(same[sure].float().mean()) if bool(sure.any()) else 1.0
     overlap = mask_iou(ours > 0, logits > 0)
-    # a mask is as steady as its logits: cut a margin higher and lower, the reference's own lie this far apart
+    # a mask is as steady as its logits: cut a margin higher and lower, the reference's own lie this
+    # far apart
     steady = mask_iou(logits > margin / 2, logits > -margin / 2)
     difference = (ours_scores - expected[2]).abs()
     broken = {
-        f"embedding off by {embedding_error.rel_l2:.2g}, bound {bound:.2g}": not embedding_error.rel_l2 <= bound,
+        f"embedding off by {embedding_error.rel_l2:.2g}, bound {bound:.2g}": not embedding_error.rel_l2  # noqa: E501
+        <= bound,
         f"mask logits off by {off.rel_l2:.2g}, bound {most:.2g}": not off.rel_l2 <= most,
-        f"{100 * (1 - share):.2g} % of the clear mask pixels differ": not share >= MIN_CLEAR_PIXEL_MATCH,
+        f"{100 * (1 - share):.2g} % of the clear mask pixels differ": not share
+        >= MIN_CLEAR_PIXEL_MATCH,
         f"IoU of the masks {float(overlap.mean()):.3f}, bound {float(steady.mean()):.3f}": not bool(
             overlap.mean() >= steady.mean() - IOU_SLACK
         ),
@@ -201,23 +240,38 @@ def _check_whole_model(
     }
 
 
-def _report(artifact: Artifact, stage_check: StageCheck, whole_model_report: dict[str, Any]) -> dict[str, Any]:
+def _report(
+    artifact: Artifact, stage_check: StageCheck, whole_model_report: dict[str, Any]
+) -> dict[str, Any]:
     manifest = artifact.manifest
     bad = [f for f in stage_check.findings if not f.ok]
-    first = min(bad, key=lambda f: (f.name.endswith(".eps"), stage_check.findings.index(f)), default=None)
+    first = min(
+        bad, key=lambda f: (f.name.endswith(".eps"), stage_check.findings.index(f)), default=None
+    )
     eps = next((f for f in bad if first is not None and f.name == f"{first.name}.eps"), None)
     first = eps or first
     if first is not None:
-        where = first.name.split(".")[0].replace("_", " ") if first.layer is None else f"layer {first.layer}"
+        where = (
+            first.name.split(".")[0].replace("_", " ")
+            if first.layer is None
+            else f"layer {first.layer}"
+        )
         verdict = f"bug at {where}, module {first.module}"
-        reason = f"{verdict}: {'; '.join(first.bound.violations(first.metrics))}; try another --dtype or --kernel"
+        reason = (
+            f"{verdict}: {'; '.join(first.bound.violations(first.metrics))}; try another "
+            "--dtype or --kernel"
+        )
         if not math.isfinite(first.metrics.max_abs):
             verdict = f"overflow at {where}, module {first.module}"
-            reason = f"{verdict}: it is not finite in {manifest.build['dtype']}; build with --dtype bfloat16"
+            reason = (
+                f"{verdict}: it is not finite in {manifest.build['dtype']}; build with "
+                "--dtype bfloat16"
+            )
     elif not whole_model_report["finite"]:
         verdict = "overflow between the modules"
         reason = (
-            f"{verdict}: what they add up to is not finite in {manifest.build['dtype']}; build with --dtype bfloat16"
+            f"{verdict}: what they add up to is not finite in {manifest.build['dtype']}; "
+            "build with --dtype bfloat16"
         )
     elif not whole_model_report["ok"]:
         verdict = "bug between the modules: every module is right alone, the whole is not"

@@ -1,9 +1,13 @@
-"""How far an honest engine may lie from the float32 reference: published per dtype, recipe and module kind.
+"""How far an honest engine may lie from the float32 reference: published per dtype, recipe and
+module kind.
 
-Module-local: each engine module is fed the reference's own input, cast to the engine's dtype, so nothing
+Module-local: each engine module is fed the reference's own input, cast to the engine's dtype, so
+nothing
 accumulates and the first module out of bounds is the faulty one. Measured with
-`tests/accept/measure_tolerances.py` (rounded modules, worst of the usual choices; seeded Gaussian and
-Student-t(3) weights, 2-32 layers, widths 64-1024, and SmolLM2-135M-Instruct reading our own text; 128 tokens).
+`tests/accept/measure_tolerances.py` (rounded modules, worst of the usual choices; seeded Gaussian
+and
+Student-t(3) weights, 2-32 layers, widths 64-1024, and SmolLM2-135M-Instruct reading our own text;
+128 tokens).
 Worst seen, as rel_l2 / max_abs over max |reference|; int8 (one scale a row) changes linear alone:
 
     kind         float32            float16            bfloat16           int8, any dtype
@@ -15,49 +19,63 @@ Worst seen, as rel_l2 / max_abs over max |reference|; int8 (one scale a row) cha
     residual     same arithmetic    6.7e-4 / 1.4e-3    4.1e-3 / 7.4e-3
     |gain - 1|   2.6e-7             6.7e-4             4.4e-3             5.3e-3
 
-Bounds are about three times that. float32 gets more, since a plain running sum over ten thousand terms is
-honest too; its rotary bound grows with the position, because one unit in the last place of a frequency
+Bounds are about three times that. float32 gets more, since a plain running sum over ten thousand
+terms is
+honest too; its rotary bound grows with the position, because one unit in the last place of a
+frequency
 turns into an angle there.
 
 Planted faults, least effect over all dtypes and recipes (SmolLM2 and seeded models): o_proj x 1.05
-|gain - 1| 0.046; w1 and w2 swapped rel_l2 1.2; o_proj transposed 1.03, q transposed 1.13; k named v 1.0; the two
-norms swapped 0.34; RoPE base 1e4 for 1e5 0.44; eps 1e-6 for 1e-5 on inputs of size √eps 0.33. The loosest
+|gain - 1| 0.046; w1 and w2 swapped rel_l2 1.2; o_proj transposed 1.03, q transposed 1.13; k named v
+1.0; the two
+norms swapped 0.34; RoPE base 1e4 for 1e5 0.44; eps 1e-6 for 1e-5 on inputs of size √eps 0.33. The
+loosest
 rel_l2 bound is 0.1 and the loosest gain bound 0.016, so each is out of bounds everywhere.
 
-Whole-model logits (centred per row) add up like √(layers + 2). Worst rel_l2 over that root: float32 3.5e-7,
-float16 6.0e-4, bfloat16 4.8e-3; int8 7.6e-3 Gaussian, 6.8e-3 SmolLM2, 2.9e-2 Student-t. Bounds are three times
-that (int8: 4.6 times the first two, 1.2 times Student-t, so that agreement still tests something). Next tokens
-were lost at top-two margins up to (in standard deviations of the row) 0.002 float16, 0.062 bfloat16, 0.35 int8
-Student-t at 32 layers and 0.053 int8 SmolLM2. The margin asked for is 2.5 times the rel_l2 bound: for SmolLM2 it
+Whole-model logits (centred per row) add up like √(layers + 2). Worst rel_l2 over that root: float32
+3.5e-7,
+float16 6.0e-4, bfloat16 4.8e-3; int8 7.6e-3 Gaussian, 6.8e-3 SmolLM2, 2.9e-2 Student-t. Bounds are
+three times
+that (int8: 4.6 times the first two, 1.2 times Student-t, so that agreement still tests something).
+Next tokens
+were lost at top-two margins up to (in standard deviations of the row) 0.002 float16, 0.062
+bfloat16, 0.35 int8 Student-t at 32 layers and 0.053 int8 SmolLM2. The margin asked for is 2.5 times
+the rel_l2 bound: for SmolLM2 it
 leaves 52 % of 512 rows to test in bfloat16, 17 % in int8, all but a few in float32.
 
-int4 errs too much for bounds on outputs to tell a fault from rounding (Gaussian to Student-t and SmolLM2: linear
+int4 errs too much for bounds on outputs to tell a fault from rounding (Gaussian to Student-t and
+SmolLM2: linear
 rel_l2 0.10-0.28, one scale a row 0.42, gain off by up to 0.06), so it is judged in two halves
-(accept/quantized_reference.py). Its matrices against the checkpoint's, SmolLM2: rel_l2 0.09 nearest, 0.10-0.16 GPTQ and
-AWQ; max_rel 0.06 nearest, up to 0.27; gain within the rows' root mean square off by 0.005 nearest, 0.008 GPTQ. The gain
-over all weights is off by more where ranges are clipped for the sake of a few loud channels: in the last down_proj,
-whose loudest inputs have 60 times the mean energy, by 0.024 for the clipped grid alone (groups of 64; after GPTQ 0.023,
-within the root mean square 0.004) and 0.035 in groups of 128. o_proj x 1.05 moves the gain by 0.05.
+(accept/quantized_reference.py). Its matrices against the checkpoint's, SmolLM2: rel_l2 0.09
+nearest, 0.10-0.16 GPTQ and AWQ; max_rel 0.06 nearest, up to 0.27; gain within the rows' root mean
+square off by 0.005 nearest, 0.008 GPTQ. The gain over all weights is off by more where ranges are
+clipped for the sake of a few loud channels: in the last down_proj, whose loudest inputs have 60
+times the mean energy, by 0.024 for the clipped grid alone (groups of 64; after GPTQ 0.023, within
+the root mean square 0.004) and 0.035 in groups of 128. o_proj x 1.05 moves the gain by 0.05.
 
-w8a8 and fp8 round activations, and the reference rounds its own in the same way: in float32 a product is then as exact
-as any (6e-7 / 1.1e-6 in SmolLM2), with room for a value on the border of two steps (4e-4 / 1e-3 there). Where inputs
-differ, some of them fall to the other side of a border between two steps, and each layer adds as much again as rounding
-does: whole layers and sequences tell less. Worst on seeded llama, gpt2 and qwen, by token or static, bfloat16: linear
-w8a8 7.9e-3 / 1.3e-2 (float16 2.2e-3 / 4.5e-3), fp8 1.3e-2 / 4.6e-2; a layer 3.8e-2 / 4.8e-2 and 7.4e-2 / 1.3e-1; logits
-over the root 3.2e-2 and 5.9e-2 (SmolLM2 w8a8, float32: 7.8e-3). Tensor cores (H200, float32 engine of SmolLM2) were
-seen at 1.3e-3 / 3.4e-3 in fp8. Matrices against the checkpoint's: w8a8 1.3e-2, fp8 2.7e-2, gain off by 3.5e-3 at most.
-fp8 that carries its errors on moves single weights as far as GPTQ does in int4: max_rel 0.32 in SmolLM2.
+w8a8 and fp8 round activations, and the reference rounds its own in the same way: in float32 a
+product is then as exact as any (6e-7 / 1.1e-6 in SmolLM2), with room for a value on the border of
+two steps (4e-4 / 1e-3 there). Where inputs differ, some of them fall to the other side of a border
+between two steps, and each layer adds as much again as rounding does: whole layers and sequences
+tell less. Worst on seeded llama, gpt2 and qwen, by token or static, bfloat16: linear w8a8 7.9e-3 /
+1.3e-2 (float16 2.2e-3 / 4.5e-3), fp8 1.3e-2 / 4.6e-2; a layer 3.8e-2 / 4.8e-2 and 7.4e-2 / 1.3e-1;
+logits over the root 3.2e-2 and 5.9e-2 (SmolLM2 w8a8, float32: 7.8e-3). Tensor cores (H200, float32
+engine of SmolLM2) were seen at 1.3e-3 / 3.4e-3 in fp8. Matrices against the checkpoint's: w8a8
+1.3e-2, fp8 2.7e-2, gain off by 3.5e-3 at most. fp8 that carries its errors on moves single weights
+as far as GPTQ does in int4: max_rel 0.32 in SmolLM2.
 
-Parts of a matrix (accept/blockwise.py), worst of SmolLM2 as row / tile / row's gain off by: int8 0.064 / 0.026 /
-0.0045, w8a8 0.068 / 0.11 / 0.004, fp8 0.22 / 0.29 / 0.025 (in the down_proj whose first token is 500 times the others;
-0.08 elsewhere), int4 nearest 0.23 / 0.23 / 0.04, GPTQ g128 0.27 / 0.27 / 0.18. Two rows swapped: row 1.4; a tile of
-wrong values across four of ours: 0.7; a scale x 1.1: gain 0.1, which int4 cannot be asked for. Quantized heads are
-within the same (accept/embedding_and_head.py). An embedding's tables are held to "embedding" as wholes, row by row and
-tile by tile.
+Parts of a matrix (accept/blockwise.py), worst of SmolLM2 as row / tile / row's gain off by: int8
+0.064 / 0.026 / 0.0045, w8a8 0.068 / 0.11 / 0.004, fp8 0.22 / 0.29 / 0.025 (in the down_proj whose
+first token is 500 times the others; 0.08 elsewhere), int4 nearest 0.23 / 0.23 / 0.04, GPTQ g128
+0.27 / 0.27 / 0.18. Two rows swapped: row 1.4; a tile of wrong values across four of ours: 0.7; a
+scale x 1.1: gain 0.1, which int4 cannot be asked for. Quantized heads are within the same
+(accept/embedding_and_head.py). An embedding's tables are held to "embedding" as wholes, row by row
+and tile by tile.
 
-RPTQ engines, float32, SmolLM2 calibrated on 49,152 tokens, H200: products 4.6e-7 / 1e-6 (the last of 11,
-3.8e-6 / 9.7e-6, whose first token has 500 times the others' outputs), a layer 1.1e-3 / 1.4e-3, logits over the root
-1.1e-2; matrices w8a8 2.4e-2 / 4.4e-2, gain off by 6e-4.
+RPTQ engines, float32, SmolLM2 calibrated on 49,152 tokens, H200: products 4.6e-7 / 1e-6 (the last
+of 11,
+3.8e-6 / 9.7e-6, whose first token has 500 times the others' outputs), a layer 1.1e-3 / 1.4e-3,
+logits over the root 1.1e-2; matrices w8a8 2.4e-2 / 4.4e-2, gain off by 6e-4.
 """
 
 from __future__ import annotations
@@ -71,34 +89,53 @@ from modelmill.core.errors import UsageError
 DTYPES = ("float32", "float16", "bfloat16")
 RECIPES = ("none", "int8")
 LINEAR_MODULES = ("q", "k", "v", "o_proj", "gate", "up", "fc", "down", "logits")
-MODULE_TYPES = {"q_rot": "rotary", "k_rot": "rotary", "attn": "attention", "act": "activation", "embed": "embedding"}
+MODULE_TYPES = {
+    "q_rot": "rotary",
+    "k_rot": "rotary",
+    "attn": "attention",
+    "act": "activation",
+    "embed": "embedding",
+}
 
 
 @dataclass(frozen=True)
 class ErrorBound:
-    """Largest honest rel_l2, max_abs as a multiple of the tensor's scale (max |reference|), and |gain - 1|."""
+    """Largest honest rel_l2, max_abs as a multiple of the tensor's scale (max |reference|), and |gain - 1|."""  # noqa: E501
 
     rel_l2: float
     max_rel: float
     gain: float
 
     def violations(self, metrics: ErrorMetrics) -> list[str]:
-        """What of the row is out of bounds, in words with both numbers; empty where all is within."""
+        """What of the row is out of bounds, in words with both numbers; empty where all is
+        within.
+        """
         found = {
             "rel_l2": (metrics.rel_l2, self.rel_l2),
             "max_rel": (metrics.max_rel, self.max_rel),
             "|gain - 1|": (abs(metrics.gain - 1), self.gain),
         }
-        return [f"{what} {value:.2g} > {limit:.2g}" for what, (value, limit) in found.items() if not value <= limit]
+        return [
+            f"{what} {value:.2g} > {limit:.2g}"
+            for what, (value, limit) in found.items()
+            if not value <= limit
+        ]
 
     def excess(self, metrics: ErrorMetrics) -> float:
-        """The worst error as a multiple of its bound: above 1 is out of bounds; orders faults by size."""
-        return max(metrics.rel_l2 / self.rel_l2, metrics.max_rel / self.max_rel, abs(metrics.gain - 1) / self.gain)
+        """The worst error as a multiple of its bound: above 1 is out of bounds; orders faults by
+        size.
+        """
+        return max(
+            metrics.rel_l2 / self.rel_l2,
+            metrics.max_rel / self.max_rel,
+            abs(metrics.gain - 1) / self.gain,
+        )
 
 
 @dataclass(frozen=True)
 class LogitsBound:
-    """For the logits at the end: rel_l2 of centred logits, and the top-two margin (in the row's standard
+    """For the logits at the end: rel_l2 of centred logits, and the top-two margin (in the row's
+    standard
     deviations) beyond which the next token must agree."""
 
     rel_l2: float
@@ -112,9 +149,21 @@ MODULE_BOUNDS: dict[str, dict[str, tuple[float, float]]] = {
     "norm": {"float32": (5e-6, 1e-5), "float16": (1.3e-3, 3.3e-3), "bfloat16": (1.1e-2, 2.7e-2)},
     "linear": {"float32": (1e-5, 3e-5), "float16": (1.7e-3, 2.6e-3), "bfloat16": (1.4e-2, 2.3e-2)},
     "rotary": {"float32": (3e-6, 1e-5), "float16": (1.2e-3, 4.5e-3), "bfloat16": (1.0e-2, 2.6e-2)},
-    "attention": {"float32": (1e-5, 3e-5), "float16": (3.3e-3, 8.1e-3), "bfloat16": (2.8e-2, 7.2e-2)},
-    "activation": {"float32": (2e-6, 5e-6), "float16": (1.5e-3, 4.2e-3), "bfloat16": (1.3e-2, 2.5e-2)},
-    "residual": {"float32": (5e-7, 1e-6), "float16": (2.0e-3, 4.2e-3), "bfloat16": (1.3e-2, 2.3e-2)},
+    "attention": {
+        "float32": (1e-5, 3e-5),
+        "float16": (3.3e-3, 8.1e-3),
+        "bfloat16": (2.8e-2, 7.2e-2),
+    },
+    "activation": {
+        "float32": (2e-6, 5e-6),
+        "float16": (1.5e-3, 4.2e-3),
+        "bfloat16": (1.3e-2, 2.5e-2),
+    },
+    "residual": {
+        "float32": (5e-7, 1e-6),
+        "float16": (2.0e-3, 4.2e-3),
+        "bfloat16": (1.3e-2, 2.3e-2),
+    },
 }
 MODULE_BOUNDS["embedding"] = MODULE_BOUNDS["residual"]
 INT8_LINEAR_BOUND = (1e-1, 3e-1)
@@ -127,7 +176,8 @@ WEIGHT_BOUNDS = {
     "fp8": ErrorBound(0.1, 1.0, 1e-2),
 }
 WEIGHT_BOUNDS["rptq"] = WEIGHT_BOUNDS["int4"]
-# Weight format → bounds on the row that errs most, on the worst tile of 32 × 32 and on the row whose gain is most off.
+# Weight format → bounds on the row that errs most, on the worst tile of 32 × 32 and on the row
+# whose gain is most off.
 BLOCK_BOUNDS = {
     "int4": ErrorBound(0.8, 0.65, 0.5),
     "int8": ErrorBound(0.4, 0.3, 0.05),
@@ -135,13 +185,18 @@ BLOCK_BOUNDS = {
     "fp8": ErrorBound(0.6, 0.6, 0.07),
 }
 BLOCK_BOUNDS["rptq"] = BLOCK_BOUNDS["int4"]
-# Weight format → dtype → (rel_l2, max_rel) of a product whose activations are rounded, the reference's as well.
+# Weight format → dtype → (rel_l2, max_rel) of a product whose activations are rounded, the
+# reference's as well.
 ACT_QUANT_BOUNDS: dict[str, dict[str, tuple[float, float]]] = {
     "w8a8": {"float32": (2e-3, 5e-3), "float16": (7e-3, 1.4e-2), "bfloat16": (3e-2, 6e-2)},
     # tensor cores keep fewer bits of fp8's sums than float32 has
     "fp8": {"float32": (4e-3, 1e-2), "float16": (2e-2, 5e-2), "bfloat16": (4e-2, 1.4e-1)},
 }
-ACT_QUANT_BOUNDS["rptq"] = {"float32": (1e-5, 3e-5), "float16": (2e-2, 5e-2), "bfloat16": (6e-2, 2e-1)}
+ACT_QUANT_BOUNDS["rptq"] = {
+    "float32": (1e-5, 3e-5),
+    "float16": (2e-2, 5e-2),
+    "bfloat16": (6e-2, 2e-1),
+}
 ACT_QUANT_LOGITS_BOUNDS = {"w8a8": 0.1, "fp8": 0.18, "rptq": 0.05}
 ACT_QUANT_LAYER_BOUNDS = {
     "w8a8": ErrorBound(0.12, 0.15, 1.4e-2),
@@ -157,7 +212,9 @@ MARGIN_PER_REL_L2 = 2.5
 
 
 def module_type(module: str) -> str:
-    """The kind of a canonical module name: norm, linear, rotary, attention, activation, residual, embedding."""
+    """The kind of a canonical module name: norm, linear, rotary, attention, activation, residual,
+    embedding.
+    """
     if module in LINEAR_MODULES:
         return "linear"
     return MODULE_TYPES.get(module, "norm" if module.endswith("norm") else "residual")
@@ -166,7 +223,8 @@ def module_type(module: str) -> str:
 def module_bound(module: str, dtype: str, recipe: str = "none", *, length: int = 0) -> ErrorBound:
     """The bound for one module (canonical name) of an engine in this dtype and recipe.
 
-    ``length``: tokens of the sequence, for the rotation. Raises UsageError for a dtype or recipe without
+    ``length``: tokens of the sequence, for the rotation. Raises UsageError for a dtype or recipe
+    without
     published tolerances.
     """
     _check_published(dtype, recipe)
@@ -174,7 +232,10 @@ def module_bound(module: str, dtype: str, recipe: str = "none", *, length: int =
     rel_l2, max_rel = MODULE_BOUNDS[kind][dtype]
     gain = GAIN_BOUNDS[dtype]
     if kind == "rotary":
-        rel_l2, max_rel = rel_l2 + ROPE_BOUND_PER_TOKEN[0] * length, max_rel + ROPE_BOUND_PER_TOKEN[1] * length
+        rel_l2, max_rel = (
+            rel_l2 + ROPE_BOUND_PER_TOKEN[0] * length,
+            max_rel + ROPE_BOUND_PER_TOKEN[1] * length,
+        )
     if recipe == "int8" and kind in ("linear", "embedding"):
         rel_l2, max_rel, gain = INT8_LINEAR_BOUND[0], INT8_LINEAR_BOUND[1], INT8_GAIN_BOUND
     if recipe in ACT_QUANT_BOUNDS and kind == "linear":

@@ -1,8 +1,9 @@
 """Tensors of a checkpoint that no one multiplied with, and why each of them does not matter.
 
-The reference remembers what it read. What is left was dropped by the build, or the build would have named it: computed
-buffers that old files save (compared with what is computed), copies (compared), and parts that these models do not use.
-Anything else means that a drop rule is too wide, and the engine is refused.
+The reference remembers what it read. What is left was dropped by the build, or the build would have
+named it: computed buffers that old files save (compared with what is computed), copies (compared),
+and parts that these models do not use. Anything else means that a drop rule is too wide, and the
+engine is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from modelmill.accept.reference.minigpt4_vision import MiniGpt4VisionReference
 from modelmill.accept.reference.sam import SamReference
 
 CLOSE_TOLERANCES: dict[str, Any] = {"rtol": 1e-2, "atol": 1e-7}
-"""Of computed numbers that a file may hold in 16 bits: bfloat16 keeps 3 digits, float16 steps of 6e-8."""
+"""Of computed numbers that a file may hold in 16 bits: bfloat16 keeps 3 digits, float16 steps of
+6e-8.
+"""
 MAX_MASK_SCORE = -1e3  # a score that hides a key: −1e4 in the originals
 MAX_NAMES_SHOWN = 3
 
@@ -33,7 +36,10 @@ HarmlessPatterns = Mapping[str, tuple[str, ValueCheck]]
 def unused_language_tensors(reference: ReferenceModel) -> list[dict[str, Any]]:
     """Rows on what the reference of a language model did not read; see ``finding_to_json``."""
     patterns: HarmlessPatterns = {
-        r"(.*\.)?rotary_emb\.inv_freq": ("rotary frequencies, computed", lambda t: _is_rope_frequencies(reference, t)),
+        r"(.*\.)?rotary_emb\.inv_freq": (
+            "rotary frequencies, computed",
+            lambda t: _is_rope_frequencies(reference, t),
+        ),
         r"(.*\.)?attn\.masked_bias": (
             "a mask's score, computed",
             lambda t: t.numel() == 1 and float(t) <= MAX_MASK_SCORE,
@@ -50,28 +56,50 @@ def unused_vision_tensors(reference: MiniGpt4VisionReference) -> list[dict[str, 
     """The same for MiniGPT-4's and BLIP-2's vision encoders."""
     last = int(reference.vision_config["depth"])
     unused: tuple[tuple[str, str], ...] = (
-        (rf"(visual_encoder\.)?blocks\.{last}\..*", "the vision encoder's block behind the last that is used"),
+        (
+            rf"(visual_encoder\.)?blocks\.{last}\..*",
+            "the vision encoder's block behind the last that is used",
+        ),
         (r"(visual_encoder\.)?(norm|fc_norm|head)\..*", "the vision encoder's head for classes"),
-        (r"Qformer\.bert\.embeddings\.(word|position)_embeddings\..*", "the Q-Former's embeddings of text"),
-        (r"Qformer\.bert\.encoder\.layer\.\d+\.(intermediate|output)\..*", "the Q-Former's branch for text"),
+        (
+            r"Qformer\.bert\.embeddings\.(word|position)_embeddings\..*",
+            "the Q-Former's embeddings of text",
+        ),
+        (
+            r"Qformer\.bert\.encoder\.layer\.\d+\.(intermediate|output)\..*",
+            "the Q-Former's branch for text",
+        ),
         (r"Qformer\.(cls|bert\.pooler)\..*", "the Q-Former's head for text"),
-        (r"(vision_proj|text_proj|itm_head|t5_proj|opt_proj)\..*|temp", "heads of the Q-Former's training"),
+        (
+            r"(vision_proj|text_proj|itm_head|t5_proj|opt_proj)\..*|temp",
+            "heads of the Q-Former's training",
+        ),
     )
-    patterns: dict[str, tuple[str, ValueCheck]] = {pattern: (what, lambda _: True) for pattern, what in unused}
+    patterns: dict[str, tuple[str, ValueCheck]] = {
+        pattern: (what, lambda _: True) for pattern, what in unused
+    }
     patterns[r".*\.position_ids"] = ("positions, counted", _is_arange)
     source = reference.source
-    return _summarize([n for n in source.unread() if not n.startswith("llama_model.")], source.container.get, patterns)
+    return _summarize(
+        [n for n in source.unread() if not n.startswith("llama_model.")],
+        source.container.get,
+        patterns,
+    )
 
 
 def unused_sam_tensors(reference: SamReference, other: SamReference) -> list[dict[str, Any]]:
-    """The same for SAM and MobileSAM; other: a second reference that may have read what the first did not."""
+    """The same for SAM and MobileSAM; other: a second reference that may have read what the first
+    did not.
+    """
     matrix = reference.get("prompt_encoder.pe_layer.positional_encoding_gaussian_matrix")
     patterns: HarmlessPatterns = {
         r"prompt_encoder\.shared_embedding\.positional_embedding": (
             "the Fourier matrix once more", lambda t: torch.equal(t.float(), matrix),
         ),
-        r".*\bpixel_mean": ("the pixels' mean, known", lambda t: _has_values(t, (123.675, 116.28, 103.53))),
-        r".*\bpixel_std": ("the pixels' deviation, known", lambda t: _has_values(t, (58.395, 57.12, 57.375))),
+        r".*\bpixel_mean": ("the pixels' mean, known",
+        lambda t: _has_values(t, (123.675, 116.28, 103.53))),
+        r".*\bpixel_std": ("the pixels' deviation, known",
+        lambda t: _has_values(t, (58.395, 57.12, 57.375))),
         r".*image_encoder\.(norm_head|head)\..*": ("MobileSAM's head for classes", lambda _: True),
         r".*\.num_batches_tracked": ("a counter of training", lambda _: True),
         r".*\.attention_bias_idxs": ("distances in a window, computed", _is_window_distances),
@@ -93,7 +121,9 @@ def with_unused_tensors(report: dict[str, Any], rows: list[dict[str, Any]]) -> d
     return report | {"accepted": False, "verdict": verdict, "reason": reason}
 
 
-def _summarize(names: Iterable[str], get: Callable[[str], Tensor], patterns: HarmlessPatterns) -> list[dict[str, Any]]:
+def _summarize(
+    names: Iterable[str], get: Callable[[str], Tensor], patterns: HarmlessPatterns
+) -> list[dict[str, Any]]:
     """One row a kind of tensor and outcome: {"what", "count", "names" (the first few), "ok"}."""
     found: dict[tuple[str, bool], list[str]] = {}
     for name in sorted(names):
@@ -129,7 +159,9 @@ def _is_causal_mask(tensor: Tensor) -> bool:
     """[…, n, n]: every position sees itself and those before it."""
     square = tensor.reshape(-1, *tensor.shape[-2:])[0] if tensor.dim() >= 2 else tensor[None]
     count = square.shape[-1]
-    return tensor.numel() == count * count and torch.equal(square != 0, torch.ones(count, count).tril() != 0)
+    return tensor.numel() == count * count and torch.equal(
+        square != 0, torch.ones(count, count).tril() != 0
+    )
 
 
 def _is_logn(reference: ReferenceModel, tensor: Tensor) -> bool:

@@ -1,18 +1,21 @@
-"""The acceptance contract for the image half of a model that talks about pictures: vision encoder, norm, Q-Former,
-projection.
+"""The acceptance contract for the image half of a model that talks about pictures: vision encoder,
+norm, Q-Former, projection.
 
-Each module reads what the float32 reference's module read; blocks and layers are judged as wholes too, so that what
-connects their modules is seen; every norm reads inputs of the size of √eps; then a picture goes through freely.
+Each module reads what the float32 reference's module read; blocks and layers are judged as wholes
+too, so that what connects their modules is seen; every norm reads inputs of the size of √eps; then
+a picture goes through freely.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from modelmill.accept.finding import Finding
 from modelmill.accept.metrics import compare_tensors
 from modelmill.accept.quantized_encoder_reference import EngineMatrices, check_encoder_weights
 from modelmill.accept.reference.minigpt4_vision import MiniGpt4VisionReference
@@ -35,7 +38,9 @@ COMPOSITE_MODULES = (
 
 def square_sample_image(image_size: int) -> Tensor:
     """[side, side, 3] uint8: a disc and a box on a slope, seeded noise on all of it."""
-    y, x = torch.meshgrid(torch.arange(image_size) / image_size, torch.arange(image_size) / image_size, indexing="ij")
+    y, x = torch.meshgrid(
+        torch.arange(image_size) / image_size, torch.arange(image_size) / image_size, indexing="ij"
+    )
     canvas = torch.stack((60 + 120 * x, 90 + 90 * y, 170 - 80 * x), -1)
     canvas[((x - 0.3) ** 2 + (y - 0.35) ** 2) < 0.04] = torch.tensor((220.0, 40.0, 30.0))
     canvas[((x - 0.7).abs() < 0.15) & ((y - 0.6).abs() < 0.2)] = torch.tensor((20.0, 140.0, 60.0))
@@ -45,8 +50,12 @@ def square_sample_image(image_size: int) -> Tensor:
 
 @torch.inference_mode()
 def check_vision_encoder(engine_core: EngineCore, checkpoint: Checkpoint) -> dict[str, Any]:
-    """{"ok", "reason", "verdict", "layer", "module", "image_embeddings", "layers"} of an opened engine's image half."""
-    assert engine_core.artifact is not None, "an engine core made by EngineCore.open knows its artifact"
+    """{"ok", "reason", "verdict", "layer", "module", "image_embeddings", "layers"} of an opened
+    engine's image half.
+    """
+    assert engine_core.artifact is not None, (
+        "an engine core made by EngineCore.open knows its artifact"
+    )
     dtype = engine_core.artifact.manifest.build["dtype"]
     engine_matrices = EngineMatrices(engine_core.model, VISION_BLOCKS_PREFIX)
     checkpoint_reference = reference = MiniGpt4VisionReference(checkpoint)
@@ -60,7 +69,11 @@ def check_vision_encoder(engine_core: EngineCore, checkpoint: Checkpoint) -> dic
         lambda path: not path.startswith("image_embedder.ln_vision"),
     )
     stage_check.findings += check_encoder_weights(
-        engine_matrices, engine_core.model, dtype, partial(_checkpoint_matrix, checkpoint_reference), _locate
+        engine_matrices,
+        engine_core.model,
+        dtype,
+        partial(_checkpoint_matrix, checkpoint_reference),
+        _locate,
     )
     picture = square_sample_image(reference.image_size)
     [expected] = stage_check.check_stages(reference.stages(reference.normalize_image(picture)))
@@ -69,22 +82,19 @@ def check_vision_encoder(engine_core: EngineCore, checkpoint: Checkpoint) -> dic
         for stage in checkpoint_reference.stages(checkpoint_reference.normalize_image(picture)):
             [expected] = stage.expected
     batch = picture.permute(2, 0, 1)[None].to(engine_core.device)
-    whole = compare_tensors("embeddings", engine_core.model.encode_images(batch, engine_core.ops)[0], expected)  # type: ignore[operator]
+    encode_images: Callable[..., torch.Tensor] = engine_core.model.encode_images  # type: ignore[assignment]
+    whole = compare_tensors("embeddings", encode_images(batch, engine_core.ops)[0], expected)
     bound = embedding_bound(dtype, engine_core.artifact.manifest.build.get("tower", "none"))
     bad = [finding for finding in stage_check.findings if not finding.ok]
     # a module that is wrong alone beats a block that is wrong as a whole
-    first = min(bad, key=lambda f: (f.module in COMPOSITE_MODULES, stage_check.findings.index(f)), default=None)
+    first = min(
+        bad,
+        key=lambda f: (f.module in COMPOSITE_MODULES, stage_check.findings.index(f)),
+        default=None,
+    )
     eps = next((f for f in bad if first is not None and f.name == f"{first.name}.eps"), None)
     first = eps or first
-    if first is not None:
-        where = "the vision encoder" if first.layer is None else f"layer {first.layer} of the vision encoder"
-        verdict = f"bug at {where}, module {first.module}"
-        reason = f"{verdict}: {'; '.join(first.bound.violations(first.metrics))}; try another --dtype or --kernel"
-    elif not whole.rel_l2 <= bound:
-        verdict = "bug between the modules of the vision encoder: every module is right alone, the whole is not"
-        reason = f"{verdict} (embeddings off by {whole.rel_l2:.2g}, bound {bound:.2g}); try another --dtype"
-    else:
-        verdict = reason = "numerical noise"
+    verdict, reason = _verdict(first, whole.rel_l2, bound)
     return {
         "ok": verdict == "numerical noise",
         "verdict": verdict,
@@ -101,6 +111,26 @@ def check_vision_encoder(engine_core: EngineCore, checkpoint: Checkpoint) -> dic
     }
 
 
+def _verdict(first: Finding | None, embedding_error: float, bound: float) -> tuple[str, str]:
+    """The verdict and its reason. first: the module at fault, None where each is right alone."""
+    if first is not None:
+        encoder = "the vision encoder"
+        where = encoder if first.layer is None else f"layer {first.layer} of {encoder}"
+        verdict = f"bug at {where}, module {first.module}"
+        violations = "; ".join(first.bound.violations(first.metrics))
+        return verdict, f"{verdict}: {violations}; try another --dtype or --kernel"
+    if embedding_error <= bound:
+        return "numerical noise", "numerical noise"
+    verdict = (
+        "bug between the modules of the vision encoder: every module is right alone, "
+        "the whole is not"
+    )
+    return verdict, (
+        f"{verdict} (embeddings off by {embedding_error:.2g}, bound {bound:.2g}); try "
+        "another --dtype"
+    )
+
+
 def _checkpoint_matrix(checkpoint_reference: MiniGpt4VisionReference, path: str) -> Tensor:
     """The checkpoint's matrix by the engine's path."""
     return checkpoint_reference.matrix(path.removeprefix("image_embedder.")).weight
@@ -113,7 +143,9 @@ def _locate(path: str) -> tuple[int, str]:
 
 
 def merge_reports(vision_report: dict[str, Any], language_report: dict[str, Any]) -> dict[str, Any]:
-    """The report of both: accepted where both are; what is wrong with the vision encoder is told first."""
+    """The report of both: accepted where both are; what is wrong with the vision encoder is told
+    first.
+    """
     merged = {
         **language_report,
         "image_embeddings": vision_report["image_embeddings"],
@@ -122,5 +154,6 @@ def merge_reports(vision_report: dict[str, Any], language_report: dict[str, Any]
     if not vision_report["ok"]:
         merged |= {key: vision_report[key] for key in ("verdict", "reason", "layer", "module")}
     return with_unused_tensors(
-        merged | {"accepted": vision_report["ok"] and language_report["accepted"]}, vision_report["unused_tensors"]
+        merged | {"accepted": vision_report["ok"] and language_report["accepted"]},
+        vision_report["unused_tensors"],
     )

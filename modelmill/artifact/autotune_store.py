@@ -1,7 +1,7 @@
 """``tuning/<device>.json``: launch sizes that a build measured on one device, by the device's name.
 
-It depends on the machine and the day, so it lies outside the hashes; it decides speed alone, so a damaged one is told
-and left out, and never keeps an engine from running.
+It depends on the machine and the day, so it lies outside the hashes; it decides speed alone, so a
+damaged one is told and left out, and never keeps an engine from running.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ MAX_LAUNCH_VALUE = 1 << 20
 
 @dataclass(frozen=True)
 class AutotuneRecord:
-    """choices: op → product → launch sizes. facts: what was measured, with which versions, when; for reading only."""
+    """choices: op → product → launch sizes.
+
+    facts: what was measured, with which versions, when; for reading only.
+    """
 
     device: str
     choices: Mapping[str, Mapping[str, tuple[int, ...]]]
@@ -40,12 +43,20 @@ def device_slug(device: str) -> str:
 
 def record_to_bytes(record: AutotuneRecord) -> bytes:
     """The file's content."""
-    raw = {"schema": SCHEMA, "device": record.device, "choices": record.choices, "facts": record.facts}
+    raw = {
+        "schema": SCHEMA,
+        "device": record.device,
+        "choices": record.choices,
+        "facts": record.facts,
+    }
     return (json.dumps(raw, indent=1, sort_keys=True) + "\n").encode()
 
 
 def read_record(engine: Path, device: str) -> AutotuneRecord | None:
-    """What is stored for a device; None where nothing is. Raises ValueError, in a few words, for a damaged file."""
+    """What is stored for a device; None where nothing is.
+
+    Raises ValueError, in a few words, for a damaged file.
+    """
     path = engine / record_path(device)
     if not path.is_file():
         return None
@@ -70,23 +81,37 @@ def _parse(raw: Any, device: str) -> AutotuneRecord:
         raise ValueError("without choices")
     found: dict[str, dict[str, tuple[int, ...]]] = {}
     for op, chosen in choices.items():
-        if not isinstance(chosen, dict) or not all(_is_launch_config(each) for each in chosen.values()):
+        if not isinstance(chosen, dict) or not all(
+            _is_launch_config(each) for each in chosen.values()
+        ):
             raise ValueError("sizes that are no whole numbers")
         found[op] = {name: tuple(sizes) for name, sizes in chosen.items()}
     return AutotuneRecord(device, found, facts)
 
 
 def _is_launch_config(value: Any) -> bool:
-    return isinstance(value, list) and all(type(each) is int and 0 < each <= MAX_LAUNCH_VALUE for each in value)
+    return isinstance(value, list) and all(
+        type(each) is int and 0 < each <= MAX_LAUNCH_VALUE for each in value
+    )
 
 
 def tuned_devices(engine: Path) -> list[str]:
-    """Names of the devices that the engine has files for, as the files call them; a damaged one by its file's name."""
+    """Names of the devices that the engine has files for, as the files call them; a damaged one by
+    its file's name.
+    """
     found = []
     for path in sorted((engine / FOLDER).glob("*.json")):
         try:
-            name = json.loads(path.read_bytes())["device"] if path.stat().st_size <= MAX_FILE_BYTES else None
+            name = (
+                json.loads(path.read_bytes())["device"]
+                if path.stat().st_size <= MAX_FILE_BYTES
+                else None
+            )
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             name = None
-        found.append(name if isinstance(name, str) and device_slug(name) == path.stem else f"{path.name} (damaged)")
+        found.append(
+            name
+            if isinstance(name, str) and device_slug(name) == path.stem
+            else f"{path.name} (damaged)"
+        )
     return found

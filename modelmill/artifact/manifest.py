@@ -1,7 +1,8 @@
 """The manifest: what an engine folder is, in one JSON file that is written last.
 
-Everything here follows from the checkpoint and the BuildConfig alone, so that two builds are bit-identical. What
-depends on the machine or the day lives in ``tuning/<device>.json``, outside the hashes.
+Everything here follows from the checkpoint and the BuildConfig alone, so that two builds are
+bit-identical. What depends on the machine or the day lives in ``tuning/<device>.json``, outside the
+hashes.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ ENGINE_TYPES = {
 class Manifest:
     """config: the checkpoint's own config (Hugging Face keys). build: the resolved BuildConfig.
 
-    weight_formats: linear module → weight format. aliases: tensor → the tensor whose memory it shares. files: path
-    inside the folder → {"sha256", "bytes"}. packing: layout of the weights. generation: the checkpoint's
-    generation_config.
+    weight_formats: linear module → weight format. aliases: tensor → the tensor whose memory it
+    shares. files: path inside the folder → {"sha256", "bytes"}. packing: layout of the weights.
+    generation: the checkpoint's generation_config.
     """
 
     schema: int
@@ -56,69 +57,94 @@ class Manifest:
 
     def to_json(self) -> str:
         """The file's text; carries its own digest, so that a changed manifest is noticed."""
-        return json.dumps({**asdict(self), "digest": self.digest()}, indent=1, sort_keys=True) + "\n"
+        return (
+            json.dumps({**asdict(self), "digest": self.digest()}, indent=1, sort_keys=True) + "\n"
+        )
 
     @staticmethod
     def from_json(text: str, engine_path: str) -> Manifest:
-        """Parse and check. Raises CorruptArtifact for damage, IncompatibleArtifact for another schema or packing."""
+        """Parse and check.
+
+        Raises CorruptArtifact for damage, IncompatibleArtifact for another schema or packing.
+        """
         try:
             raw = json.loads(text)
         except (ValueError, RecursionError):
-            raise CorruptArtifact(f"{engine_path}/{MANIFEST_FILE} is not JSON; rebuild the engine") from None
+            raise CorruptArtifact(
+                f"{engine_path}/{MANIFEST_FILE} is not JSON; rebuild the engine"
+            ) from None
         if not isinstance(raw, Mapping) or "schema" not in raw:
-            raise CorruptArtifact(f"{engine_path}/{MANIFEST_FILE} is not an engine's manifest; rebuild the engine")
+            raise CorruptArtifact(
+                f"{engine_path}/{MANIFEST_FILE} is not an engine's manifest; rebuild the engine"
+            )
         if raw["schema"] != SCHEMA:
             raise IncompatibleArtifact(
-                f"{engine_path} has schema {str(raw['schema'])[:20]!r}, this modelmill reads {SCHEMA}; rebuild it: "
+                f"{engine_path} has schema {str(raw['schema'])[:20]!r}, this modelmill reads "
+                f"{SCHEMA}; rebuild it: "
                 f"modelmill build CHECKPOINT -o {engine_path}"
             )
         names = {f.name for f in fields(Manifest)}
         if set(raw) != names | {"digest"}:
             odd = ", ".join(repr(name[:40]) for name in sorted(set(raw) ^ (names | {"digest"}))[:5])
             raise CorruptArtifact(
-                f"{engine_path}/{MANIFEST_FILE} has unknown or missing keys: {odd}; rebuild the engine"
+                f"{engine_path}/{MANIFEST_FILE} has unknown or missing keys: {odd}; rebuild the "
+                "engine"
             )
         manifest = Manifest(**{k: v for k, v in raw.items() if k != "digest"})
         if manifest.digest() != raw["digest"]:
             raise CorruptArtifact(
-                f"{engine_path}/{MANIFEST_FILE} was changed after the build (its sha256 differs); rebuild the engine"
+                f"{engine_path}/{MANIFEST_FILE} was changed after the build (its sha256 differs); "
+                "rebuild the engine"
             )
         _check_values(manifest, engine_path)
         if manifest.packing not in PACKINGS:
             raise IncompatibleArtifact(
-                f"{engine_path} is packed as {manifest.packing[:40]!r}, this modelmill reads {', '.join(PACKINGS)}; "
+                f"{engine_path} is packed as {manifest.packing[:40]!r}, this modelmill reads "
+                f"{', '.join(PACKINGS)}; "
                 f"rebuild it: modelmill build CHECKPOINT -o {engine_path}"
             )
         return manifest
 
 
 def _check_values(manifest: Manifest, engine_path: str) -> None:
-    """Whoever writes a manifest can write its digest too, so every value must be of the kind its readers rely on."""
+    """Whoever writes a manifest can write its digest too, so every value must be of the kind its
+    readers rely on.
+    """
     tables = (manifest.config, manifest.build, manifest.generation, manifest.source)
     texts = (manifest.weight_formats, manifest.aliases, manifest.versions)
     kernels = manifest.build.get("kernels") if isinstance(manifest.build, dict) else None
     fine = (
-        all(isinstance(text, str) for text in (manifest.engine_type, manifest.model_type, manifest.packing))
+        all(
+            isinstance(text, str)
+            for text in (manifest.engine_type, manifest.model_type, manifest.packing)
+        )
         and all(isinstance(table, dict) for table in (*tables, *texts, manifest.files, kernels))
         and all(isinstance(value, str) for table in (*texts, kernels) for value in table.values())  # type: ignore[union-attr]
         and type(manifest.max_model_len) is int
         and 0 < manifest.max_model_len <= MAX_MODEL_LEN
     )
     if not fine:
-        raise CorruptArtifact(f"{engine_path}/{MANIFEST_FILE} holds values of the wrong kind; rebuild the engine")
+        raise CorruptArtifact(
+            f"{engine_path}/{MANIFEST_FILE} holds values of the wrong kind; rebuild the engine"
+        )
     for name, entry in manifest.files.items():
         parts = name.split("/")
         if not all(parts) or {".", ".."} & set(parts) or not name.isprintable():
-            raise CorruptArtifact(f"{engine_path}/{MANIFEST_FILE} names a file outside the engine: {name[:200]!r}")
+            raise CorruptArtifact(
+                f"{engine_path}/{MANIFEST_FILE} names a file outside the engine: {name[:200]!r}"
+            )
         known = isinstance(entry, dict) and isinstance(entry.get("sha256"), str)
         if not known or type(entry.get("bytes")) is not int:
             raise CorruptArtifact(
-                f"{engine_path}/{MANIFEST_FILE} gives {name[:200]!r} no sha256 and size; rebuild the engine"
+                f"{engine_path}/{MANIFEST_FILE} gives {name[:200]!r} no sha256 and size; rebuild "
+                "the engine"
             )
 
 
 def check_engine_type(path: Path, engine_type: str, expected: str) -> None:
-    """Raise UsageError, saying how it is asked, where an engine or a checkpoint's model is of another kind."""
+    """Raise UsageError, saying how it is asked, where an engine or a checkpoint's model is of
+    another kind.
+    """
     if engine_type != expected:
         does = (
             ENGINE_TYPES[engine_type].format(path)

@@ -1,7 +1,9 @@
-"""``quantization/layer-NNNN.json``: what a recipe did to a layer, kept with the engine and hashed like its weights.
+"""``quantization/layer-NNNN.json``: what a recipe did to a layer, kept with the engine and hashed
+like its weights.
 
-facts: linear module (inside the layer) → errors, bits, outlier channels. scales: site → what the inputs at that site
-were divided by when a recipe folded scales into the layer, float32: the acceptance contract undoes them to compare.
+facts: linear module (inside the layer) → errors, bits, outlier channels. scales: site → what the
+inputs at that site were divided by when a recipe folded scales into the layer, float32: the
+acceptance contract undoes them to compare.
 """
 
 from __future__ import annotations
@@ -29,22 +31,32 @@ def facts_path(layer: int) -> str:
 
 def facts_to_bytes(facts: Mapping[str, Any], scales: Mapping[str, torch.Tensor]) -> bytes:
     """The file's content."""
-    kept = {site: base64.b64encode(s.float().cpu().numpy().tobytes()).decode() for site, s in scales.items()}
+    kept = {
+        site: base64.b64encode(s.float().cpu().numpy().tobytes()).decode()
+        for site, s in scales.items()
+    }
     return (json.dumps({"facts": facts, "scales": kept}, indent=1, sort_keys=True) + "\n").encode()
 
 
 def read_quantization_facts(artifact: Artifact) -> dict[int, tuple[dict[str, Any], Scales]]:
-    """(facts, scales) of each layer that a calibrated recipe changed. Raises CorruptArtifact for a damaged file."""
+    """(facts, scales) of each layer that a calibrated recipe changed.
+
+    Raises CorruptArtifact for a damaged file.
+    """
     found = {}
     for name in artifact.manifest.files:
         if not name.startswith(FOLDER + "/"):
             continue
         try:
             raw = json.loads((artifact.path / name).read_bytes())
-            scales = {site: _decode_vector(text) for site, text in raw["scales"].items() if site in SITES}
+            scales = {
+                site: _decode_vector(text) for site, text in raw["scales"].items() if site in SITES
+            }
             found[int(name.removesuffix(".json").rpartition("-")[2])] = (dict(raw["facts"]), scales)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise CorruptArtifact(f"{artifact.path / name} is damaged; rebuild the engine") from None
+            raise CorruptArtifact(
+                f"{artifact.path / name} is damaged; rebuild the engine"
+            ) from None
     return found
 
 

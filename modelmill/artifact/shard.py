@@ -1,9 +1,10 @@
 """Weight files: the safetensors format, written as a stream and read through mmap.
 
-The writer knows all shapes beforehand, so that one tensor is in memory at a time and the sha256 is made on the way,
+The writer knows all shapes beforehand, so that one tensor is in memory at a time and the sha256 is
+made on the way,
 by a thread of its own while the same bytes are written.
-Every tensor starts on a 64-byte boundary (padding is a tensor of its own, since the format allows no holes), so that
-kernels may use aligned vector loads on the mapped file.
+Every tensor starts on a 64-byte boundary (padding is a tensor of its own, since the format allows
+no holes), so that kernels may use aligned vector loads on the mapped file.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class ShardWriter:
         expected = next(iter(self._remaining))
         shape, dtype = self._remaining.pop(expected)
         assert name == expected, f"{name} written where {expected} was announced"
-        assert tuple(tensor.shape) == shape, f"{name}: {tuple(tensor.shape)} is not the announced {shape}"
+        assert tuple(tensor.shape) == shape, (
+            f"{name}: {tuple(tensor.shape)} is not the announced {shape}"
+        )
         assert tensor.dtype == dtype, f"{name}: {tensor.dtype} is not the announced {dtype}"
         flat = tensor.detach().contiguous().view(-1)
         if flat.numel():
@@ -85,7 +88,10 @@ class ShardWriter:
         return self
 
     def __exit__(
-        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        exc_type: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._hash_thread.shutdown()
         self._file.close()
@@ -97,11 +103,19 @@ def _header(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int]]:
     offset = 0
     for name, (shape, dtype) in specs.items():
         size = torch.Size(shape).numel() * dtype.itemsize
-        entries[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        entries[name] = {
+            "dtype": _DTYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [offset, offset + size],
+        }
         offset += size
         pads[name] = pad = -offset % ALIGNMENT
         if pad:
-            entries[f"{_PAD_PREFIX}.{name}"] = {"dtype": "U8", "shape": [pad], "data_offsets": [offset, offset + pad]}
+            entries[f"{_PAD_PREFIX}.{name}"] = {
+                "dtype": "U8",
+                "shape": [pad],
+                "data_offsets": [offset, offset + pad],
+            }
             offset += pad
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
@@ -109,7 +123,10 @@ def _header(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int]]:
 
 
 class ShardReader:
-    """A mapped weight file. Tensors are views of the mapping (private: writing to one never reaches the file)."""
+    """A mapped weight file.
+
+    Tensors are views of the mapping (private: writing to one never reaches the file).
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -117,16 +134,22 @@ class ShardReader:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 0 < length <= size - 8:
-                raise CorruptArtifact(f"{path} is damaged (its header does not fit the file); rebuild the engine")
+                raise CorruptArtifact(
+                    f"{path} is damaged (its header does not fit the file); rebuild the engine"
+                )
             try:
                 header = json.loads(file.read(length))
             except (ValueError, RecursionError):
                 header = None
             if not isinstance(header, dict):
-                raise CorruptArtifact(f"{path} is damaged (its header is not JSON); rebuild the engine") from None
+                raise CorruptArtifact(
+                    f"{path} is damaged (its header is not JSON); rebuild the engine"
+                ) from None
         self._start = 8 + length
         self._size = size
-        self._entries = {k: v for k, v in header.items() if not k.startswith(_PAD_PREFIX) and k != "__metadata__"}
+        self._entries = {
+            k: v for k, v in header.items() if not k.startswith(_PAD_PREFIX) and k != "__metadata__"
+        }
         self._storage = torch.UntypedStorage.from_file(str(path), False, size)
 
     def names(self) -> list[str]:
@@ -139,11 +162,19 @@ class ShardReader:
             entry = self._entries[name]
             dtype, shape = _DTYPES[entry["dtype"]], torch.Size(entry["shape"])
             begin, end = (self._start + int(o) for o in entry["data_offsets"])
-            whole = self._start <= begin and end <= self._size and end - begin == shape.numel() * dtype.itemsize
+            whole = (
+                self._start <= begin
+                and end <= self._size
+                and end - begin == shape.numel() * dtype.itemsize
+            )
             whole = whole and all(size >= 0 for size in shape)
         except (KeyError, TypeError, ValueError, OverflowError, RuntimeError):
             whole = False
         if not whole or begin % dtype.itemsize:
-            raise CorruptArtifact(f"{self.path}: the entry of {name} is damaged; rebuild the engine")
-        flat = torch.empty(0, dtype=dtype).set_(self._storage, begin // dtype.itemsize, (shape.numel(),))  # type: ignore[call-overload]
+            raise CorruptArtifact(
+                f"{self.path}: the entry of {name} is damaged; rebuild the engine"
+            )
+        flat = torch.empty(0, dtype=dtype).set_(
+            self._storage, begin // dtype.itemsize, (shape.numel(),)
+        )  # type: ignore[call-overload]
         return flat.view(shape)

@@ -1,7 +1,8 @@
 """The engine on disk: written beside its place and moved there when complete, read through mmap.
 
-``Staging`` is the half-written engine: a hidden folder next to the target with a journal of finished files, so that an
-interrupted build resumes; it has no manifest until the end, and only a folder with a manifest is an engine.
+``Staging`` is the half-written engine: a hidden folder next to the target with a journal of
+finished files, so that an interrupted build resumes; it has no manifest until the end, and only a
+folder with a manifest is an engine.
 """
 
 from __future__ import annotations
@@ -36,13 +37,16 @@ class Artifact:
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
         self.manifest = manifest
-        self._shards = [ShardReader(path / name) for name in manifest.files if name.endswith(".safetensors")]
+        self._shards = [
+            ShardReader(path / name) for name in manifest.files if name.endswith(".safetensors")
+        ]
         self._shard_by_tensor: dict[str, ShardReader] = {}
         for shard in self._shards:
             for name in shard.names():
                 if name in self._shard_by_tensor:
                     raise CorruptArtifact(
-                        f"{shard.path} holds {name}, which another file holds too; rebuild the engine"
+                        f"{shard.path} holds {name}, which another file holds too; rebuild the "
+                        "engine"
                     )
                 self._shard_by_tensor[name] = shard
 
@@ -60,7 +64,9 @@ class Artifact:
         """The tokenizer's files by name; empty for an ids-only engine."""
         prefix = TOKENIZER_FOLDER + "/"
         return {
-            n.removeprefix(prefix): (self.path / n).read_bytes() for n in self.manifest.files if n.startswith(prefix)
+            n.removeprefix(prefix): (self.path / n).read_bytes()
+            for n in self.manifest.files
+            if n.startswith(prefix)
         }
 
     def acceptance(self) -> dict[str, Any]:
@@ -87,14 +93,18 @@ def is_engine(path: Path) -> bool:
 
 
 def open_artifact(path: Path, *, staged: bool = False) -> Artifact:
-    """Open an engine; every file must be there with its size. ``artifact.verify`` checks the contents.
+    """Open an engine; every file must be there with its size. ``artifact.verify`` checks the
+    contents.
 
     Raises ArtifactError where it is no engine, CorruptArtifact, IncompatibleArtifact.
     """
     if not is_engine(path):
         hint = "it does not exist" if not path.exists() else f"it has no {MANIFEST_FILE}"
         target = "ENGINE" if path.exists() else path
-        raise ArtifactError(f"{path} is not an engine ({hint}); make one with: modelmill build CHECKPOINT -o {target}")
+        raise ArtifactError(
+            f"{path} is not an engine ({hint}); make one with: modelmill build CHECKPOINT -o "
+            f"{target}"
+        )
     if path.name.startswith(".") and path.name.endswith(STAGING_SUFFIX) and not staged:
         raise ArtifactError(f"{path} is an unfinished build; run the build again to finish it")
     manifest = Manifest.from_json((path / MANIFEST_FILE).read_text(errors="replace"), str(path))
@@ -104,13 +114,15 @@ def open_artifact(path: Path, *, staged: bool = False) -> Artifact:
             raise CorruptArtifact(f"{file} is missing; rebuild the engine")
         if file.stat().st_size != entry["bytes"]:
             raise CorruptArtifact(
-                f"{file} has {file.stat().st_size} bytes instead of {entry['bytes']}; rebuild the engine"
+                f"{file} has {file.stat().st_size} bytes instead of {entry['bytes']}; rebuild the "
+                "engine"
             )
     return Artifact(path, manifest)
 
 
 class Staging:
-    """An engine in the making. ``key`` names what is being built: files of another key are thrown away.
+    """An engine in the making. ``key`` names what is being built: files of another key are thrown
+    away.
 
     target: where the engine will stand; a link stays, what it points to is replaced.
     """
@@ -123,13 +135,18 @@ class Staging:
         self.finished_files: dict[str, dict[str, Any]] = {}
 
     def open(self) -> None:
-        """Take the folder for ourselves and keep what an interrupted build of the same key left there.
+        """Take the folder for ourselves and keep what an interrupted build of the same key left
+        there.
 
-        Raises UsageError where the target is something else than an engine, ArtifactError where another build runs
+        Raises UsageError where the target is something else than an engine, ArtifactError where
+        another build runs
         or the disk does not let us.
         """
         if self.target == Path.cwd():
-            raise UsageError(f"{self.target} is the folder you are in, which cannot be replaced; choose another -o")
+            raise UsageError(
+                f"{self.target} is the folder you are in, which cannot be replaced; choose "
+                "another -o"
+            )
         try:
             check_target(self.target)
             self.target.parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +162,8 @@ class Staging:
             self._lock.close()
             self._lock = None
             raise ArtifactError(
-                f"another build of {self.target} is running; wait for it, or {other_target_hint(self.target)}"
+                f"another build of {self.target} is running; wait for it, or "
+                f"{other_target_hint(self.target)}"
             ) from None
         try:
             self._resume()
@@ -154,14 +172,20 @@ class Staging:
             raise self._unwritable(error) from None
 
     def _unwritable(self, error: OSError) -> ArtifactError:
-        return ArtifactError(f"cannot write beside {self.target}: {error.strerror}; {other_target_hint(self.target)}")
+        return ArtifactError(
+            f"cannot write beside {self.target}: {error.strerror}; {other_target_hint(self.target)}"
+        )
 
     def _resume(self) -> None:
         journal = self.path / _JOURNAL
-        with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
+        with contextlib.suppress(
+            OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError
+        ):
             raw = json.loads(journal.read_text())
             if raw.get("key") == self._key:
-                self.finished_files = {n: e for n, e in raw["files"].items() if _matches_hash(self.path / n, e)}
+                self.finished_files = {
+                    n: e for n, e in raw["files"].items() if _matches_hash(self.path / n, e)
+                }
                 return
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True)
@@ -187,7 +211,9 @@ class Staging:
         _write_atomically(self.path / name, data)
 
     def seal(self, manifest: Manifest) -> None:
-        """Write the manifest: from here on the staged folder can be opened (``staged=True``) and judged."""
+        """Write the manifest: from here on the staged folder can be opened (``staged=True``) and
+        judged.
+        """
         for name in [str(p.relative_to(self.path)) for p in self.path.rglob("*") if p.is_file()]:
             if name not in manifest.files and name not in (_JOURNAL, MANIFEST_FILE):
                 (self.path / name).unlink()
@@ -196,8 +222,9 @@ class Staging:
     def publish(self) -> None:
         """Move the finished engine to its place in one step; an older engine there is replaced.
 
-        Only where the file system cannot exchange two names is there a moment with no engine at its place. Raises
-        ArtifactError where the place cannot be taken; the next build then only has to move.
+        Only where the file system cannot exchange two names is there a moment with no engine at its
+        place. Raises ArtifactError where the place cannot be taken; the next build then only has to
+        move.
         """
         (self.path / _JOURNAL).unlink(missing_ok=True)
         try:
@@ -205,7 +232,8 @@ class Staging:
         except OSError as error:
             self._write_journal()
             raise ArtifactError(
-                f"the engine cannot be moved to {self.target}: {error.strerror}; build it again with another -o"
+                f"the engine cannot be moved to {self.target}: {error.strerror}; build it again "
+                "with another -o"
             ) from None
 
     def _move_to_target(self) -> None:
@@ -237,18 +265,28 @@ class Staging:
             self._lock = None
 
     def _write_journal(self) -> None:
-        _write_atomically(self.path / _JOURNAL, json.dumps({"key": self._key, "files": self.finished_files}).encode())
+        _write_atomically(
+            self.path / _JOURNAL,
+            json.dumps({"key": self._key, "files": self.finished_files}).encode(),
+        )
 
 
 def check_target(target: Path) -> bool:
-    """Whether an engine stands where one is to be written. Raises UsageError where something else does."""
+    """Whether an engine stands where one is to be written.
+
+    Raises UsageError where something else does.
+    """
     target = Path(os.path.realpath(target))
     try:
         if not _is_replaceable(target):
-            raise UsageError(f"{target} exists and is not an engine; choose another -o or remove it")
+            raise UsageError(
+                f"{target} exists and is not an engine; choose another -o or remove it"
+            )
         return is_engine(target)
     except OSError as error:
-        raise ArtifactError(f"cannot write beside {target}: {error.strerror}; {other_target_hint(target)}") from None
+        raise ArtifactError(
+            f"cannot write beside {target}: {error.strerror}; {other_target_hint(target)}"
+        ) from None
 
 
 def other_target_hint(target: Path) -> str:
@@ -259,7 +297,8 @@ def other_target_hint(target: Path) -> str:
 
 
 def _is_replaceable(target: Path) -> bool:
-    """Whether a build may take this place: nothing is there, or an engine of any version, damaged or not.
+    """Whether a build may take this place: nothing is there, or an engine of any version, damaged
+    or not.
 
     Other things have a manifest.json as well, so it has to be one of ours. Raises OSError.
     """

@@ -1,7 +1,8 @@
 """Integrity: every hashed file of an engine is read once and compared with its sha256.
 
-Reading 15 GB at each start would cost more than loading them, so a passed check is remembered in the cache folder with
-the files' sizes, times and inodes; a file that was touched since is read again. ``force`` reads everything.
+Reading 15 GB at each start would cost more than loading them, so a passed check is remembered in
+the cache folder with the files' sizes, times and inodes; a file that was touched since is read
+again. ``force`` reads everything.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from modelmill.core.errors import CorruptArtifact
 from modelmill.core.progress_types import AmountProgress
 
 
-def verify(artifact: Artifact, *, force: bool = False, on_progress: AmountProgress | None = None) -> None:
+def verify(
+    artifact: Artifact, *, force: bool = False, on_progress: AmountProgress | None = None
+) -> None:
     """Raise CorruptArtifact naming the first file whose content is not what was built.
 
     on_progress: called with (bytes read, bytes in all).
@@ -39,7 +42,8 @@ def verify(artifact: Artifact, *, force: bool = False, on_progress: AmountProgre
                     on_progress(done, total)
         if digest.hexdigest() != entry["sha256"]:
             raise CorruptArtifact(
-                f"{artifact.path / name} was damaged after the build (its sha256 differs); rebuild the engine"
+                f"{artifact.path / name} was damaged after the build (its sha256 differs); "
+                "rebuild the engine"
             )
     with contextlib.suppress(OSError):
         note.parent.mkdir(parents=True, exist_ok=True)
@@ -52,5 +56,10 @@ def _file_stamps(artifact: Artifact) -> dict[str, list[int]]:
     out = {}
     for name in artifact.manifest.files:
         stat = Path(artifact.path / name).stat()
-        out[str((artifact.path / name).resolve())] = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+        out[str((artifact.path / name).resolve())] = [
+            stat.st_size,
+            stat.st_mtime_ns,
+            stat.st_ctime_ns,
+            stat.st_ino,
+        ]
     return out

@@ -1,8 +1,9 @@
-"""Tunes launch sizes on the GPU of this machine: a few layers of the model with random weights, steps as graphs.
+"""Tunes launch sizes on the GPU of this machine: a few layers of the model with random weights,
+steps as graphs.
 
-The layers are the model's own (norms, attention and all), enough of them to leave the cache, so that a kernel is timed
-between the neighbours that it will have. Rows as decoding has them: 1, 8, 16; with weights in 8 bits also 32 and 64,
-where cuBLAS has no part.
+The layers are the model's own (norms, attention and all), enough of them to leave the cache, so
+that a kernel is timed between the neighbours that it will have. Rows as decoding has them: 1, 8,
+16; with weights in 8 bits also 32 and 64, where cuBLAS has no part.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from torch import nn
 
 import modelmill
 from modelmill.artifact.autotune_store import AutotuneRecord
-from modelmill.builder.autotune_search import AutotuneOutcome, StepTimer, TunableGemm, search_launch_configs
+from modelmill.builder.autotune_search import (
+    AutotuneOutcome,
+    StepTimer,
+    TunableGemm,
+    search_launch_configs,
+)
 from modelmill.builder.plan import BuildPlan
 from modelmill.core import log
 from modelmill.nn.step import Step
@@ -32,7 +38,8 @@ from modelmill.ops.timing import capture_graph, time_interleaved
 _log = log.get_logger(__name__)
 
 MIN_WEIGHT_BYTES = 64 << 20  # a smaller model lives in the cache, and its steps are launches
-MIN_LAYER_BYTES = 3 << 30  # drawn at least: weights come from memory, and the head is no larger part than it will be
+# drawn at least: weights come from memory, and the head is no larger part than it will be
+MIN_LAYER_BYTES = 3 << 30
 TIME_LIMIT_S = 25.0
 CONTEXT_LENGTH, MAX_CONTEXT_LENGTH = 128, 4096
 TIMING_ROUNDS, QUEUED_REPLAYS = 9, 4
@@ -55,11 +62,14 @@ def skip_reason(plan: BuildPlan) -> str | None:
 
 
 @torch.inference_mode()
-def autotune(plan: BuildPlan, on_progress: Callable[[str, int, int], None] | None = None) -> AutotuneRecord | None:
-    """Launch sizes for the GPU of this machine; None where ``skip_reason`` says so. At most some 30 s.
+def autotune(
+    plan: BuildPlan, on_progress: Callable[[str, int, int], None] | None = None
+) -> AutotuneRecord | None:
+    """Launch sizes for the GPU of this machine; None where ``skip_reason`` says so. At most some 30
+    s.
 
-    Whatever goes wrong (memory, a weight that cannot be drawn) is logged and means None: an engine without tuned sizes
-    is a good engine, and no build fails for want of them.
+    Whatever goes wrong (memory, a weight that cannot be drawn) is logged and means None: an engine
+    without tuned sizes is a good engine, and no build fails for want of them.
     """
     if skip_reason(plan) is not None:
         return None
@@ -97,7 +107,9 @@ def to_record(device: str, outcomes: dict[int, AutotuneOutcome], seconds: float)
     choices: dict[str, dict[str, tuple[int, ...]]] = {}
     for outcome in outcomes.values():
         for op, chosen in outcome.choices.items():
-            choices.setdefault(op, {}).update({format_key(key): sizes for key, sizes in chosen.items()})
+            choices.setdefault(op, {}).update(
+                {format_key(key): sizes for key, sizes in chosen.items()}
+            )
     steps = {
         str(rows): {
             "default_us": _us(each.default_seconds),
@@ -110,7 +122,11 @@ def to_record(device: str, outcomes: dict[int, AutotuneOutcome], seconds: float)
         "steps": steps,
         "seconds": round(seconds, 1),
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "versions": {"modelmill": modelmill.__version__, "torch": torch.__version__, "triton": _triton()},
+        "versions": {
+            "modelmill": modelmill.__version__,
+            "torch": torch.__version__,
+            "triton": _triton(),
+        },
     }
     return AutotuneRecord(device, choices, facts)
 
@@ -135,15 +151,21 @@ def _sample_model(plan: BuildPlan) -> nn.Module:
     return fill_random_weights(model, plan.weight_formats, plan.dtype, "cuda")
 
 
-def _tune_row_bucket(model: nn.Module, plan: BuildPlan, rows: int, deadline: float) -> AutotuneOutcome:
+def _tune_row_bucket(
+    model: nn.Module, plan: BuildPlan, rows: int, deadline: float
+) -> AutotuneOutcome:
     ops = registry.select_backends("cuda", plan.config.kernels)
     step = synthetic_step(model, ops, (rows, 1, CONTEXT_LENGTH), max_context=MAX_CONTEXT_LENGTH)
     race = make_timer(lambda choices: _captured_step(model, step, plan, choices))
     return search_launch_configs(tunable_gemms(model, step), race, time.perf_counter, deadline)
 
 
-def _captured_step(model: nn.Module, step: Step, plan: BuildPlan, choices: TunedConfigs) -> Callable[[], Any]:
-    ops = registry.select_backends("cuda", plan.config.kernels, Tuning(torch.cuda.get_device_name(), choices))
+def _captured_step(
+    model: nn.Module, step: Step, plan: BuildPlan, choices: TunedConfigs
+) -> Callable[[], Any]:
+    ops = registry.select_backends(
+        "cuda", plan.config.kernels, Tuning(torch.cuda.get_device_name(), choices)
+    )
     tuned = replace(step, ops=ops)
 
     def run() -> torch.Tensor:
@@ -163,7 +185,9 @@ def make_timer(prepare: Callable[[TunedConfigs], Callable[[], Any]]) -> StepTime
                 calls[index] = prepare(choices)
             except torch.OutOfMemoryError:
                 raise
-            except Exception:  # what does not compile or fit here (triton's own errors) is no candidate
+            except (
+                Exception
+            ):  # what does not compile or fit here (triton's own errors) is no candidate
                 if index == 0:
                     raise
         found = time_interleaved(list(calls.values()), TIMING_ROUNDS, QUEUED_REPLAYS, "cuda")
@@ -181,7 +205,9 @@ def tunable_gemms(model: nn.Module, step: Step) -> list[TunableGemm]:
         front = registry.implementations(op)[step.ops.backends[op]]
 
         def spy(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Any:
-            if module.supports(x, weight, *rest) and (module is front or not front.supports(x, weight, *rest)):
+            if module.supports(x, weight, *rest) and (
+                module is front or not front.supports(x, weight, *rest)
+            ):
                 key = module.gemm_key(x, weight)
                 weight_bytes[op, key] = weight_bytes.get((op, key), 0) + weight.nbytes
             return call(x, weight, *rest)
@@ -196,13 +222,20 @@ def tunable_gemms(model: nn.Module, step: Step) -> list[TunableGemm]:
     model(replace(step, ops=replace(step.ops, **spies)))
     total = sum(weight_bytes.values())
     offered = {
-        (op, key): _tunable_implementation(op, step.ops.backends[op]).candidates(key) for op, key in weight_bytes
+        (op, key): _tunable_implementation(op, step.ops.backends[op]).candidates(key)
+        for op, key in weight_bytes
     }
-    return [TunableGemm(*each, weight_bytes[each] / total, sizes) for each, sizes in offered.items() if len(sizes) > 1]
+    return [
+        TunableGemm(*each, weight_bytes[each] / total, sizes)
+        for each, sizes in offered.items()
+        if len(sizes) > 1
+    ]
 
 
 def _tunable_implementation(op: str, implementation: str) -> Any:
-    """The module of a variant that can be tuned, or of the one behind it that serves what it does not; else None."""
+    """The module of a variant that can be tuned, or of the one behind it that serves what it does
+    not; else None.
+    """
     order = registry.BACKEND_PREFERENCE["cuda"]
     behind = order[order.index(implementation) :] if implementation in order else (implementation,)
     found = (registry.implementations(op).get(name) for name in behind)

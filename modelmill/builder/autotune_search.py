@@ -1,8 +1,8 @@
 """Which launch sizes make a whole step faster: the search, which knows nothing of GPUs.
 
-One product at a time changes its sizes while the others keep theirs, and the step as a whole is timed: kernels overlap
-their neighbours, so that the best tile by itself need not be the best one there. What does not clearly win keeps its
-default.
+One product at a time changes its sizes while the others keep theirs, and the step as a whole is
+timed: kernels overlap their neighbours, so that the best tile by itself need not be the best one
+there. What does not clearly win keeps its default.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ StepTimer = Callable[[Sequence[TunedConfigs]], list[float | None]]
 
 @dataclass(frozen=True)
 class TunableGemm:
-    """A product of a step. time_share: its part of the step's time, by the bytes of its weight. launch_configs: to be
-    tried.
+    """A product of a step. time_share: its part of the step's time, by the bytes of its weight.
+    launch_configs: to be tried.
     """
 
     op: str
@@ -33,8 +33,8 @@ class TunableGemm:
 
 @dataclass(frozen=True)
 class AutotuneOutcome:
-    """choices: what won. default_seconds, tuned_seconds: of a step, raced at the end. num_untried: products left
-    undone.
+    """choices: what won. default_seconds, tuned_seconds: of a step, raced at the end. num_untried:
+    products left undone.
     """
 
     choices: TunedConfigs
@@ -46,7 +46,8 @@ class AutotuneOutcome:
 def search_launch_configs(
     gemms: Sequence[TunableGemm], time_steps: StepTimer, now: Callable[[], float], deadline: float
 ) -> AutotuneOutcome:
-    """Try each product's sizes, those with the largest share first, as long as ``now() < deadline``.
+    """Try each product's sizes, those with the largest share first, as long as
+    ``now() < deadline``.
 
     A winner must win twice, and all of them together clearly once more against the defaults.
     """
@@ -72,16 +73,22 @@ def search_launch_configs(
     return AutotuneOutcome(best, default, tuned, untried)
 
 
-def _wins_again(time_steps: StepTimer, best: TunedConfigs, candidate: TunedConfigs, time_share: float) -> bool:
+def _wins_again(
+    time_steps: StepTimer, best: TunedConfigs, candidate: TunedConfigs, time_share: float
+) -> bool:
     base, seconds = time_steps([best, candidate])
     return base is not None and seconds is not None and is_clearly_faster(base, seconds, time_share)
 
 
 def is_clearly_faster(base: float, seconds: float, time_share: float) -> bool:
-    """Whether a step of ``seconds`` beats ``base`` by more than chance, where the product has this share of it."""
+    """Whether a step of ``seconds`` beats ``base`` by more than chance, where the product has this
+    share of it.
+    """
     return (base - seconds) / base > max(MIN_GEMM_GAIN * time_share, MIN_STEP_GAIN)
 
 
-def with_launch_config(choices: TunedConfigs, gemm: TunableGemm, launch_config: tuple[int, ...]) -> TunedConfigs:
+def with_launch_config(
+    choices: TunedConfigs, gemm: TunableGemm, launch_config: tuple[int, ...]
+) -> TunedConfigs:
     """The choices with one product's sizes in their place."""
     return {**choices, gemm.op: {**choices.get(gemm.op, {}), gemm.key: launch_config}}

@@ -1,4 +1,6 @@
-"""A checkpoint becomes an engine: tensors stream through, the staged engine is judged, and only then appears."""
+"""A checkpoint becomes an engine: tensors stream through, the staged engine is judged, and only
+then appears.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,13 @@ from modelmill.checkpoint.check_finite import check_finite, is_finite
 from modelmill.checkpoint.rename import apply_rule
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import to_dict
-from modelmill.core.errors import AcceptanceError, ArtifactError, CheckpointError, CorruptCheckpoint, UsageError
+from modelmill.core.errors import (
+    AcceptanceError,
+    ArtifactError,
+    CheckpointError,
+    CorruptCheckpoint,
+    UsageError,
+)
 from modelmill.core.progress_types import StageProgress
 from modelmill.text.tokenizer import load_tokenizer
 from modelmill.weights.base import pack
@@ -34,7 +42,9 @@ from modelmill.weights.base import pack
 AcceptFunction = Callable[[Path, BuildPlan], dict[str, Any]]
 TuneFunction = Callable[[BuildPlan], AutotuneRecord | None]
 GPU_BYTES_PER_WEIGHT = 32
-"""Bytes that rounding takes for each weight: as read, in float32, spread scales and offsets, what is divided."""
+"""Bytes that rounding takes for each weight: as read, in float32, spread scales and offsets, what
+is divided.
+"""
 
 
 def build(
@@ -46,11 +56,12 @@ def build(
 ) -> dict[str, Any]:
     """Write the engine of ``plan`` to ``out``; returns the acceptance report.
 
-    accept: judges the staged folder and returns {"accepted": bool, "reason": str, …}; None writes an unjudged engine
-    and the report says so. on_progress: called with (stage, done, total). tune: gives this device's launch sizes, which
-    the engine is then judged with. An interrupted build resumes at the next call.
-    Raises AcceptanceError (nothing is written), CheckpointError, TokenizerError, ArtifactError, and UsageError where
-    there is too little memory, before anything is written.
+    accept: judges the staged folder and returns {"accepted": bool, "reason": str, …}; None writes
+    an unjudged engine and the report says so. on_progress: called with (stage, done, total). tune:
+    gives this device's launch sizes, which the engine is then judged with. An interrupted build
+    resumes at the next call.
+    Raises AcceptanceError (nothing is written), CheckpointError, TokenizerError, ArtifactError, and
+    UsageError where there is too little memory, before anything is written.
     """
     plan.build_memory.check(str(plan.checkpoint.path), with_acceptance=accept is not None)
     files = plan.checkpoint.tokenizer_files() if plan.engine_type == LANGUAGE else {}
@@ -82,7 +93,9 @@ def build(
                 if error.errno in (errno.ENOSPC, errno.EDQUOT)
                 else ""
             )
-            raise ArtifactError(f"cannot write {out}: {error.strerror}{free}; run the build again to resume") from None
+            raise ArtifactError(
+                f"cannot write {out}: {error.strerror}{free}; run the build again to resume"
+            ) from None
         raise
     finally:
         fingerprint.stop()
@@ -94,7 +107,11 @@ def _write_weights(plan: BuildPlan, staging: Staging, on_progress: StageProgress
     done = 0
     shards = plan.shards()
     depth = sum(layer_index(name) is not None for name in shards)
-    left = [name for name in shards if name not in staging.finished_files and layer_index(name) is not None]
+    left = [
+        name
+        for name in shards
+        if name not in staging.finished_files and layer_index(name) is not None
+    ]
     calibrated = plan.calibration is not None and bool(left)
     layers = LayerQuantizer(plan, staging, _check_range) if calibrated else None
     following = dict(pairwise(left))
@@ -118,11 +135,17 @@ def _write_weights(plan: BuildPlan, staging: Staging, on_progress: StageProgress
                     layers.forward_finished_layer(layer, planned_tensors, name)
                 report_bytes(size)
                 continue
-            infos = {full: info for planned in planned_tensors for full, info in planned.stored_info.items()}
+            infos = {
+                full: info
+                for planned in planned_tensors
+                for full, info in planned.stored_info.items()
+            }
             with staging.shard(name, infos) as writer:
                 if layers is not None and layer is not None:
                     told_layer(layer)
-                    layers.quantize_and_write(layer, planned_tensors, writer, shards.get(following.get(name, ""), ()))
+                    layers.quantize_and_write(
+                        layer, planned_tensors, writer, shards.get(following.get(name, ""), ())
+                    )
                     told_layer(layer + 1)
                     continue
                 for planned, tensors in prefetch(partial(_read_tensor, plan), planned_tensors):
@@ -160,7 +183,9 @@ def _write_tensor(
         plan.recipe is None and not planned.module.startswith(VISION_BLOCKS_PREFIX)
     ):
         quantized = pack(
-            planned.weight_format, tensor, planned.dtype if planned.weight_format == "dense" else plan.dtype
+            planned.weight_format,
+            tensor,
+            planned.dtype if planned.weight_format == "dense" else plan.dtype,
         )
     else:
         # the same bits there and here: a build's bytes do not depend on the machine
@@ -177,7 +202,11 @@ def _rounding_device(plan: BuildPlan, num_weights: int) -> str:
     if plan.device == "cpu":
         return "cpu"
     kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return "cuda" if GPU_BYTES_PER_WEIGHT * num_weights < torch.cuda.mem_get_info()[0] + kept else "cpu"
+    return (
+        "cuda"
+        if GPU_BYTES_PER_WEIGHT * num_weights < torch.cuda.mem_get_info()[0] + kept
+        else "cpu"
+    )
 
 
 def _check_range(tensor: torch.Tensor, planned: PlannedTensor, plan: BuildPlan) -> None:
@@ -186,9 +215,12 @@ def _check_range(tensor: torch.Tensor, planned: PlannedTensor, plan: BuildPlan) 
         if planned.weight_format not in (None, "dense"):
             kept = str(tensor.dtype).removeprefix("torch.")
             raise CorruptCheckpoint(
-                f"{what}: scales of {planned.weight_format} overflow in {kept}; build with -q int8 or none"
+                f"{what}: scales of {planned.weight_format} overflow in {kept}; build with -q "
+                "int8 or none"
             )
-        raise CorruptCheckpoint(f"{what} overflows in {plan.config.dtype}; build with --dtype bfloat16 or float32")
+        raise CorruptCheckpoint(
+            f"{what} overflows in {plan.config.dtype}; build with --dtype bfloat16 or float32"
+        )
 
 
 def _manifest(plan: BuildPlan, staging: Staging, fingerprint: str) -> Manifest:
@@ -214,7 +246,9 @@ def _manifest(plan: BuildPlan, staging: Staging, fingerprint: str) -> Manifest:
     )
 
 
-def _run_acceptance(plan: BuildPlan, staging: Staging, accept: AcceptFunction | None) -> dict[str, Any]:
+def _run_acceptance(
+    plan: BuildPlan, staging: Staging, accept: AcceptFunction | None
+) -> dict[str, Any]:
     if accept is None:
         return {"accepted": None, "reason": "built without acceptance (--no-check)"}
     report = accept(staging.path, plan)

@@ -30,8 +30,8 @@ NUM_PARAGRAPHS = 1600
 
 @dataclass(frozen=True)
 class CalibrationSource:
-    """path None: our own text. digest: sha256 of the file or the text. num_samples sequences of max_length tokens at
-    most.
+    """path None: our own text. digest: sha256 of the file or the text. num_samples sequences of
+    max_length tokens at most.
 
     image_digest: sha256 of the pictures' files, where the model reads pictures.
     """
@@ -45,7 +45,12 @@ class CalibrationSource:
     def to_json(self) -> dict[str, Any]:
         """For the manifest: evaluations refuse the file that an engine was calibrated on."""
         name = BUILTIN_SOURCE if self.path is None else self.path.name
-        facts = {"name": name, "sha256": self.digest, "samples": self.num_samples, "length": self.max_length}
+        facts = {
+            "name": name,
+            "sha256": self.digest,
+            "samples": self.num_samples,
+            "length": self.max_length,
+        }
         return facts | ({"pictures": self.image_digest} if self.image_digest else {})
 
 
@@ -57,7 +62,10 @@ def find_calibration(config: BuildConfig, max_model_len: int) -> CalibrationSour
     length = min(config.calibration_length, max_model_len)
     if config.calibration is None:
         return CalibrationSource(
-            None, hashlib.sha256(builtin_text().encode()).hexdigest(), config.calibration_samples, length
+            None,
+            hashlib.sha256(builtin_text().encode()).hexdigest(),
+            config.calibration_samples,
+            length,
         )
     path = Path(config.calibration)
     try:
@@ -72,17 +80,22 @@ def find_calibration(config: BuildConfig, max_model_len: int) -> CalibrationSour
 def load_calibration_ids(
     source: CalibrationSource, tokenizer_files: Mapping[str, bytes], vocab_size: int, seed: int
 ) -> list[list[int]]:
-    """Sequences of ``max_length`` ids, texts joined and cut; the last may be shorter. The same on every machine.
+    """Sequences of ``max_length`` ids, texts joined and cut; the last may be shorter. The same on
+    every machine.
 
-    An engine without a tokenizer is calibrated on random ids. Raises UsageError for a file without texts.
+    An engine without a tokenizer is calibrated on random ids. Raises UsageError for a file without
+    texts.
     """
     if not tokenizer_files:
         if source.path is not None:
             raise UsageError(
-                f"--calibration {source.path}: the checkpoint has no tokenizer to read texts with; leave it out"
+                f"--calibration {source.path}: the checkpoint has no tokenizer to read texts "
+                "with; leave it out"
             )
         generator = torch.Generator().manual_seed(seed)
-        return torch.randint(0, vocab_size, (source.num_samples, source.max_length), generator=generator).tolist()
+        return torch.randint(
+            0, vocab_size, (source.num_samples, source.max_length), generator=generator
+        ).tolist()
     tokenizer = load_tokenizer(tokenizer_files)
     texts = iter([builtin_text()]) if source.path is None else read_texts(source.path)
     joined = TokenChunker(source.max_length)
@@ -113,11 +126,15 @@ class TokenChunker:
 
 
 def read_texts(path: Path) -> Iterator[str]:
-    """The texts of a jsonl, by "text", "article", "prompt" or the contents of "messages". Raises UsageError."""
+    """The texts of a jsonl, by "text", "article", "prompt" or the contents of "messages".
+
+    Raises UsageError.
+    """
     for number, value in read_lines(path):
         if IMAGE_KEYS & set(value):
             raise UsageError(
-                f"--calibration {path}, line {number}: shows a picture, which this model does not read; leave such "
+                f"--calibration {path}, line {number}: shows a picture, which this model does not "
+                "read; leave such "
                 "lines out"
             )
         yield text_from_line(value, path, number)
@@ -146,7 +163,8 @@ def text_from_line(line: Mapping[str, Any], path: Path, line_number: int) -> str
     text = _find_text(line)
     if text is None:
         raise UsageError(
-            f"--calibration {path}, line {line_number}: has no text under {', '.join(TEXT_KEYS)} or messages"
+            f"--calibration {path}, line {line_number}: has no text under {', '.join(TEXT_KEYS)} "
+            "or messages"
         )
     return text
 
@@ -165,9 +183,16 @@ def _find_text(line: Mapping[str, Any]) -> str | None:
 
 def builtin_text(seed: int = 0, num_paragraphs: int = NUM_PARAGRAPHS) -> str:
     """Paragraphs of calibration.txt's patterns, their words drawn anew each time."""
-    lines = (resources.files("modelmill.builder") / "calibration.txt").read_text(encoding="utf-8").split("\n")
+    lines = (
+        (resources.files("modelmill.builder") / "calibration.txt")
+        .read_text(encoding="utf-8")
+        .split("\n")
+    )
     cut = lines.index("---")
-    words = {name: filled.split(" | ") for name, _, filled in (line.partition(": ") for line in lines[1:cut])}
+    words = {
+        name: filled.split(" | ")
+        for name, _, filled in (line.partition(": ") for line in lines[1:cut])
+    }
     patterns = [line.replace("\\n", "\n") for line in lines[cut + 1 :] if line]
     source = random.Random(seed)
     made: list[str] = []
@@ -178,5 +203,7 @@ def builtin_text(seed: int = 0, num_paragraphs: int = NUM_PARAGRAPHS) -> str:
 
 
 def _fill_pattern(pattern: str, words: Mapping[str, list[str]], rng: random.Random) -> str:
-    text = re.sub(r"\{(\w+)\}", lambda m: rng.choice(words[m[1]]) if m[1] in words else m[0], pattern)
+    text = re.sub(
+        r"\{(\w+)\}", lambda m: rng.choice(words[m[1]]) if m[1] in words else m[0], pattern
+    )
     return text[:1].upper() + text[1:] if pattern.startswith("{") and text[:1].isalpha() else text

@@ -1,9 +1,10 @@
 """What a build says of keys of a config that no family reads: nothing, a warning, or an error.
 
-A family reads its config through a ``ConfigView``, which knows what was read. Of the rest, DESCRIPTION, TRAINING and
-RUNNING change no logits, nor do those of DEFAULTS with the value given there. Those of NEUTRAL would, unless they have
-one of the values given there. Any other is named, since nobody here knows what it means. A family adds its own:
-``UNUSED_CONFIG_KEYS`` (names) and ``SUPPORTED_VALUES`` (as here).
+A family reads its config through a ``ConfigView``, which knows what was read. Of the rest,
+DESCRIPTION, TRAINING and RUNNING change no logits, nor do those of DEFAULTS with the value given
+there. Those of NEUTRAL would, unless they have one of the values given there. Any other is named,
+since nobody here knows what it means. A family adds its own: ``UNUSED_CONFIG_KEYS`` (names) and
+``SUPPORTED_VALUES`` (as here).
 """
 
 from __future__ import annotations
@@ -19,41 +20,56 @@ from modelmill.core.quoting import quote
 
 DESCRIPTION_KEYS = frozenset((
     "architectures", "model_type", "transformers_version", "name_or_path", "torch_dtype", "dtype",
-    "quantization_config", "language", "tokenizer_class", "bos_token_id", "eos_token_id", "pad_token_id",
-    "unk_token_id", "sep_token_id", "cls_token_id", "mask_token_id", "decoder_start_token_id", "image_token_id",
-    "image_token_index", "prefix", "model_name", "id2label", "label2id", "num_labels", "problem_type",
-    "finetuning_task", "task_specific_params", "transformers.js_config", "is_llama_config", "max_sequence_length",
+    "quantization_config", "language", "tokenizer_class", "bos_token_id", "eos_token_id",
+    "pad_token_id",
+    "unk_token_id", "sep_token_id", "cls_token_id", "mask_token_id", "decoder_start_token_id",
+    "image_token_id",
+    "image_token_index", "prefix", "model_name", "id2label", "label2id", "num_labels",
+    "problem_type",
+    "finetuning_task", "task_specific_params", "transformers.js_config", "is_llama_config",
+    "max_sequence_length",
     "vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "finetuned", "eos_token_ids",
 ))  # fmt: skip
-"""What the file is and where it comes from; special tokens are read from other files; the checkpoint's reader itself
-reads quantization_config and dtype."""
+"""What the file is and where it comes from; special tokens are read from other files; the
+checkpoint's reader itself reads quantization_config and dtype."""
 
 TRAINING_KEYS = frozenset((
-    "initializer_range", "initializer_factor", "attention_dropout", "attn_dropout", "hidden_dropout", "resid_dropout",
+    "initializer_range", "initializer_factor", "attention_dropout", "attn_dropout",
+    "hidden_dropout", "resid_dropout",
     "embedding_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "classifier_dropout",
-    "hidden_dropout_prob", "attention_probs_dropout_prob", "emb_dropout_prob", "attn_dropout_prob", "layerdrop",
-    "gradient_checkpointing", "pretraining_tp", "bf16", "fp16", "fp32", "summary_activation", "summary_first_dropout",
-    "summary_proj_to_labels", "summary_type", "summary_use_proj", "summary_last_dropout", "unsloth_fixed",
+    "hidden_dropout_prob", "attention_probs_dropout_prob", "emb_dropout_prob", "attn_dropout_prob",
+    "layerdrop",
+    "gradient_checkpointing", "pretraining_tp", "bf16", "fp16", "fp32", "summary_activation",
+    "summary_first_dropout",
+    "summary_proj_to_labels", "summary_type", "summary_use_proj", "summary_last_dropout",
+    "unsloth_fixed",
     "unsloth_version",
 ))  # fmt: skip
 """Read by training alone."""
 
 RUNTIME_KEYS = frozenset((
-    "use_cache", "return_dict", "use_return_dict", "output_hidden_states", "output_attentions", "output_scores",
-    "torchscript", "use_bfloat16", "tf_legacy_loss", "chunk_size_feed_forward", "attn_implementation",
-    "experts_implementation", "use_flash_attn", "is_decoder", "tie_last_hidden_states", "tie_encoder_decoder",
+    "use_cache", "return_dict", "use_return_dict", "output_hidden_states", "output_attentions",
+    "output_scores",
+    "torchscript", "use_bfloat16", "tf_legacy_loss", "chunk_size_feed_forward",
+    "attn_implementation",
+    "experts_implementation", "use_flash_attn", "is_decoder", "tie_last_hidden_states",
+    "tie_encoder_decoder",
     "cross_attention_hidden_size", "output_past",
 ))  # fmt: skip
 """How one implementation computes the same."""
 
 INERT_DEFAULTS: Mapping[str, Any] = {
     "max_length": 20, "min_length": 0, "do_sample": False, "early_stopping": False, "num_beams": 1,
-    "num_beam_groups": 1, "diversity_penalty": 0.0, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "typical_p": 1.0,
-    "repetition_penalty": 1.0, "length_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0,
+    "num_beam_groups": 1, "diversity_penalty": 0.0, "temperature": 1.0, "top_k": 50, "top_p": 1.0,
+    "typical_p": 1.0,
+    "repetition_penalty": 1.0, "length_penalty": 1.0, "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
     "num_return_sequences": 1, "return_dict_in_generate": False, "remove_invalid_values": False,
     "attention_bias": False, "mlp_bias": False, "expert_used_count": 0, "expert_count": 0,
 }  # fmt: skip
-"""What old files repeat of generation's defaults, and switches that are off; with another value they are named."""
+"""What old files repeat of generation's defaults, and switches that are off; with another value
+they are named.
+"""
 
 ATTENTION_DIRECTION_KEYS: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (True,),
@@ -110,11 +126,13 @@ SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "residual_scale": (0, 1),
     "embedding_scale": (0, 1),
 }
-"""Keys that change what some model computes, and the values with which they change nothing (null never does)."""
+"""Keys that change what some model computes, and the values with which they change nothing (null
+never does).
+"""
 
 WITHOUT_EFFECT = frozenset(("attention.sliding_window",))
-"""GGUF's keys that sound as if they changed something and do not, in llama.cpp neither: a llama of a GGUF has full
-attention. They are named, since the weights may have been trained otherwise."""
+"""GGUF's keys that sound as if they changed something and do not, in llama.cpp neither: a llama of
+a GGUF has full attention. They are named, since the weights may have been trained otherwise."""
 
 
 def check_unread_keys(view: ConfigView, family: ModuleType, file_name: str) -> list[str]:
@@ -123,7 +141,12 @@ def check_unread_keys(view: ConfigView, family: ModuleType, file_name: str) -> l
     Raises CheckpointError for a key that changes the arithmetic in a way that is not computed.
     """
     neutral = {**SUPPORTED_VALUES, **getattr(family, "SUPPORTED_VALUES", {})}
-    harmless = DESCRIPTION_KEYS | TRAINING_KEYS | RUNTIME_KEYS | frozenset(getattr(family, "UNUSED_CONFIG_KEYS", ()))
+    harmless = (
+        DESCRIPTION_KEYS
+        | TRAINING_KEYS
+        | RUNTIME_KEYS
+        | frozenset(getattr(family, "UNUSED_CONFIG_KEYS", ()))
+    )
     unknown = []
     for key, value in view.unread().items():
         # alone, within an object or behind an architecture's name
@@ -134,7 +157,9 @@ def check_unread_keys(view: ConfigView, family: ModuleType, file_name: str) -> l
         elif allowed is not None:
             if not any(_is_equal(value, each) for each in allowed):
                 raise CheckpointError(f"{file_name}: {_unsupported_message(key, value, allowed)}")
-        elif not any(name in harmless or name.startswith("_") or _is_default(name, value) for name in names):
+        elif not any(
+            name in harmless or name.startswith("_") or _is_default(name, value) for name in names
+        ):
             unknown.append(key)
     return [*view.remarks, *_unread_warning(unknown, file_name)]
 
@@ -143,11 +168,19 @@ def _unsupported_message(key: str, value: Any, allowed: tuple[Any, ...]) -> str:
     shown = f"{key if key.isprintable() else quote(key)}={quote(value, 60)}"
     if key.rpartition(".")[2] in ATTENTION_DIRECTION_KEYS:
         return (
-            f"{shown} asks for attention to later tokens, too (embedding models such as gte-Qwen2 do), which is not "
+            f"{shown} asks for attention to later tokens, too (embedding models such as gte-Qwen2 "
+            "do), which is not "
             f"computed; supported: {', '.join(map(repr, allowed))}"
         )
-    known = f"leave it out, or set it to {' or '.join(map(repr, allowed))}" if allowed else "leave it out"
-    return f"{shown} changes what is computed, and is not supported; {known}, if the weights were trained so"
+    known = (
+        f"leave it out, or set it to {' or '.join(map(repr, allowed))}"
+        if allowed
+        else "leave it out"
+    )
+    return (
+        f"{shown} changes what is computed, and is not supported; {known}, if the weights were "
+        "trained so"
+    )
 
 
 def _is_default(name: str, value: Any) -> bool:
@@ -163,7 +196,14 @@ def _unread_warning(keys: list[str], file_name: str) -> list[str]:
     """One line for all keys that nobody knows."""
     if not keys:
         return []
-    shown = [key if key.isprintable() and len(key) <= 60 else quote(key, 60) for key in sorted(keys)[:MAX_LISTED_NAMES]]
+    shown = [
+        key if key.isprintable() and len(key) <= 60 else quote(key, 60)
+        for key in sorted(keys)[:MAX_LISTED_NAMES]
+    ]
     more = f" and {len(keys) - len(shown)} more" if len(keys) > len(shown) else ""
-    says = "is a key that is not read and has" if len(keys) == 1 else "are keys that are not read and have"
+    says = (
+        "is a key that is not read and has"
+        if len(keys) == 1
+        else "are keys that are not read and have"
+    )
     return [f"{file_name}: {', '.join(shown)}{more} {says} no effect"]

@@ -16,12 +16,17 @@ from modelmill.core.progress_types import StageProgress
 
 
 def differences_from_plan(
-    plan: BuildPlan, engine_path: Path, *, with_acceptance: bool = True, on_progress: StageProgress | None = None
+    plan: BuildPlan,
+    engine_path: Path,
+    *,
+    with_acceptance: bool = True,
+    on_progress: StageProgress | None = None,
 ) -> list[str]:
-    """In what the engine at that place differs from what ``plan`` would write there, a few words each; [] in nothing.
+    """In what the engine at that place differs from what ``plan`` would write there, a few words
+    each; [] in nothing.
 
-    with_acceptance: whether the new one would be judged. The checkpoint is read whole only where all else is the same.
-    """
+    with_acceptance: whether the new one would be judged. The checkpoint is read whole only where
+    all else is the same."""
     try:
         artifact = open_artifact(engine_path)
         judged = artifact.acceptance().get("accepted")
@@ -44,7 +49,9 @@ def differences_from_plan(
     ]
     if with_acceptance and judged is not True:
         found.append("it was built without acceptance")
-    if manifest.source.get("calibration") != (None if plan.text_source is None else plan.text_source.to_json()):
+    if manifest.source.get("calibration") != (
+        None if plan.text_source is None else plan.text_source.to_json()
+    ):
         found.append("calibrated on something else")
     if found:
         return found

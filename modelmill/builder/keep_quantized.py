@@ -1,7 +1,8 @@
 """``-q keep``: matrices that a checkpoint stores in few bits stay as they are, number by number.
 
-What reads one input is one matrix in the engine (q, k and v; gate and up): where its parts are stored alike they are
-held as one, otherwise each in its own way, one above the other. Everything else is held dense.
+What reads one input is one matrix in the engine (q, k and v; gate and up): where its parts are
+stored alike they are held as one, otherwise each in its own way, one above the other. Everything
+else is held dense.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ KEEP = "keep"
 
 @dataclass(frozen=True)
 class KeptWeight:
-    """A matrix of the engine from parts of the checkpoint, with the layout of each; None: a part that is dense.
+    """A matrix of the engine from parts of the checkpoint, with the layout of each; None: a part
+    that is dense.
 
     weight_format: how it is held.
     """
@@ -64,7 +66,9 @@ class KeptWeight:
 
 
 def find_kept_weight(resolved: ResolvedRule, checkpoint: Checkpoint) -> KeptWeight | None:
-    """How a matrix can be kept; None where nothing of it is stored in few bits, or it is not made of whole rows."""
+    """How a matrix can be kept; None where nothing of it is stored in few bits, or it is not made
+    of whole rows.
+    """
     forms = [checkpoint.quant_layout(name) for name in resolved.sources]
     turned = resolved.how == "transpose"
     if resolved.how not in ("copy", "cat0", "transpose") or any(
@@ -74,15 +78,19 @@ def find_kept_weight(resolved: ResolvedRule, checkpoint: Checkpoint) -> KeptWeig
     if not any(forms):
         return None
     first = forms[0]
-    same = first is not None and all(form is not None and form.merge_key == first.merge_key for form in forms)
+    same = first is not None and all(
+        form is not None and form.merge_key == first.merge_key for form in forms
+    )
     kind = first.weight_format if first is not None and same else "mixed_rows"
     return KeptWeight(resolved.sources, tuple(forms), kind)
 
 
 def resolve_keep(checkpoint: Checkpoint, config: BuildConfig) -> tuple[BuildConfig, dict[str, str]]:
-    """A checkpoint that is quantized already is kept unless another recipe is asked for; and why, by option.
+    """A checkpoint that is quantized already is kept unless another recipe is asked for; and why,
+    by option.
 
-    Raises UsageError where there is nothing to keep, CheckpointError where the config speaks of what is not there.
+    Raises UsageError where there is nothing to keep, CheckpointError where the config speaks of
+    what is not there.
     """
     foreign = bool(checkpoint.config.get("quantization_config"))
     if config.quantization != KEEP and not (foreign and config.quantization == "none"):
@@ -97,17 +105,21 @@ def resolve_keep(checkpoint: Checkpoint, config: BuildConfig) -> tuple[BuildConf
             types[checkpoint.info(name).dtype] += len(checkpoint.info(name).shape) > 1
     if not labels and foreign:
         raise CheckpointError(
-            f"{checkpoint.path}: config.json says that the weights are quantized, but none are; remove its "
+            f"{checkpoint.path}: config.json says that the weights are quantized, but none are; "
+            "remove its "
             "quantization_config, or take the whole checkpoint"
         )
     if not labels:
         type_names = ", ".join(name for name, count in types.most_common(4) if count)
         raise UsageError(
-            f"-q keep: {checkpoint.path} holds no matrix that can be kept as it is (Q4_0, Q4_1, Q8_0, GPTQ, AWQ, "
+            f"-q keep: {checkpoint.path} holds no matrix that can be kept as it is (Q4_0, Q4_1, "
+            "Q8_0, GPTQ, AWQ, "
             f"compressed-tensors), but {type_names}; build with -q int4 or -q int8"
         )
     label_counts = ", ".join(f"{label} ({count})" for label, count in labels.most_common())
-    return replace(config, quantization=KEEP), {"quantization": f"{KEEP}: as the checkpoint has them, {label_counts}"}
+    return replace(config, quantization=KEEP), {
+        "quantization": f"{KEEP}: as the checkpoint has them, {label_counts}"
+    }
 
 
 def source_shape(info: TensorInfo, layout: QuantLayout | None) -> tuple[int, int]:
@@ -138,7 +150,12 @@ def _unpack(layout: QuantLayout, packed: PackedMatrix) -> WeightFormat:
             packed.codes, packed.scale, packed.offset, layout.group_size, packed.perm
         )
     return int4.Int4Weight(
-        int4.pack_codes(packed.codes), packed.scale, packed.offset, layout.columns, layout.group_size, perm=packed.perm
+        int4.pack_codes(packed.codes),
+        packed.scale,
+        packed.offset,
+        layout.columns,
+        layout.group_size,
+        perm=packed.perm,
     )
 
 

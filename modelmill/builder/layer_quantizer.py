@@ -1,7 +1,9 @@
-"""Layers of a calibrated recipe: read dense, quantized on the calibration tokens that come through, written.
+"""Layers of a calibrated recipe: read dense, quantized on the calibration tokens that come through,
+written.
 
-In memory are the embedding, one layer in float32, the next one as the checkpoint stores it, and the calibration tokens.
-Layers that an interrupted build has finished are read back and only passed through.
+In memory are the embedding, one layer in float32, the next one as the checkpoint stores it, and the
+calibration tokens. Layers that an interrupted build has finished are read back and only passed
+through.
 """
 
 from __future__ import annotations
@@ -50,16 +52,22 @@ class LayerQuantizer:
         self.samples = calibration_samples(plan.calibration, files, self.model, plan.config.seed)
         self._calibration: CalibrationState | None = None
         self._reader = ThreadPoolExecutor(1)
-        self._prefetched: tuple[Sequence[PlannedTensor], Future[list[dict[str, torch.Tensor]]]] | None = None
+        self._prefetched: (
+            tuple[Sequence[PlannedTensor], Future[list[dict[str, torch.Tensor]]]] | None
+        ) = None
 
     def close(self) -> None:
         """Read nothing more."""
         self._reader.shutdown()
 
-    def forward_finished_layer(self, layer: int, planned_tensors: Iterable[PlannedTensor], shard: str) -> None:
+    def forward_finished_layer(
+        self, layer: int, planned_tensors: Iterable[PlannedTensor], shard: str
+    ) -> None:
         """Through a layer that is finished already."""
         reader = ShardReader(self.staging.path / shard)
-        self._load(planned_tensors, lambda piece: {name: reader.get(name) for name in piece.stored_info})
+        self._load(
+            planned_tensors, lambda piece: {name: reader.get(name) for name in piece.stored_info}
+        )
         self.calibration.forward_layer(QuantizableLayer(self.model.layers[layer], self.heads))
         self._release_layer(layer)
 
@@ -70,9 +78,16 @@ class LayerQuantizer:
         writer: ShardWriter,
         next_tensors: Sequence[PlannedTensor] = (),
     ) -> None:
-        """Quantize a layer and write it, what was done to it first. next_tensors: the next one's, read meanwhile."""
+        """Quantize a layer and write it, what was done to it first.
+
+        next_tensors: the next one's, read meanwhile.
+        """
         came, self._prefetched = self._prefetched, None
-        read = came[1].result() if came is not None and came[0] is planned_tensors else self._read_all(planned_tensors)
+        read = (
+            came[1].result()
+            if came is not None and came[0] is planned_tensors
+            else self._read_all(planned_tensors)
+        )
         del came
         if next_tensors:
             self._prefetched = next_tensors, self._reader.submit(self._read_all, next_tensors)
@@ -102,33 +117,47 @@ class LayerQuantizer:
             self._calibration = CalibrationState.from_ids(self.model, ids, ops, self.device, shown)
         return self._calibration
 
-    # -- inside -----------------------------------------------------------------------------------------------------
+    # -- inside
+    # ---------------------------------------------------------------------------
 
     def _read(self, planned: PlannedTensor) -> dict[str, torch.Tensor]:
         """One tensor of the checkpoint; norms and biases rounded as they will be stored."""
         checkpoint = self.plan.checkpoint
         tensor = apply_rule(planned.rule, checkpoint.get, checkpoint.info)
         check_finite(", ".join(planned.rule.sources), tensor)
-        return {planned.rule.target: tensor if planned.weight_format is not None else tensor.to(self.plan.dtype)}
+        return {
+            planned.rule.target: tensor
+            if planned.weight_format is not None
+            else tensor.to(self.plan.dtype)
+        }
 
     def _read_all(self, planned_tensors: Iterable[PlannedTensor]) -> list[dict[str, torch.Tensor]]:
         return [self._read(planned) for planned in planned_tensors]
 
     def _load_prefix(self, prefix: str) -> None:
-        self._load([planned for planned in self.plan.tensors if planned.rule.target.startswith(prefix)], self._read)
+        self._load(
+            [planned for planned in self.plan.tensors if planned.rule.target.startswith(prefix)],
+            self._read,
+        )
 
     def _load(
-        self, planned_tensors: Iterable[PlannedTensor], read: Callable[[PlannedTensor], Mapping[str, torch.Tensor]]
+        self,
+        planned_tensors: Iterable[PlannedTensor],
+        read: Callable[[PlannedTensor], Mapping[str, torch.Tensor]],
     ) -> None:
         for planned in planned_tensors:
             tensors = read(planned)
             module = self.model.get_submodule(planned.module)
             if planned.weight_format is None:
-                self._set_tensor(planned.rule.target, tensors[planned.rule.target].to(self.device).float())
+                self._set_tensor(
+                    planned.rule.target, tensors[planned.rule.target].to(self.device).float()
+                )
             elif set(tensors) == {f"{planned.module}.weight"}:
                 assert isinstance(module, Linear)
                 # as it is stored and then widened: half the bytes travel
-                module.weight = Dense(tensors[f"{planned.module}.weight"].to(self.device).float().contiguous())
+                module.weight = Dense(
+                    tensors[f"{planned.module}.weight"].to(self.device).float().contiguous()
+                )
             else:
                 assert isinstance(module, Linear)
                 parts = {name.rpartition(".")[2]: t for name, t in tensors.items()}
@@ -136,7 +165,11 @@ class LayerQuantizer:
 
     def _tensors_to_store(self, planned: PlannedTensor) -> dict[str, torch.Tensor]:
         if planned.weight_format is None:
-            return {planned.rule.target: self.model.get_buffer(planned.rule.target).to("cpu", self.plan.dtype)}
+            return {
+                planned.rule.target: self.model.get_buffer(planned.rule.target).to(
+                    "cpu", self.plan.dtype
+                )
+            }
         module = self.model.get_submodule(planned.module)
         assert isinstance(module, Linear)
         parts = module.weight.to("cpu").tensors()

@@ -1,8 +1,9 @@
 """Calibration of a model with eyes: conversations about pictures beside texts.
 
-A line of the jsonl may name pictures ("image": a path, "images": several; paths are relative to the file) with what is
-asked or said about them ("text"), and an answer ("answer" or "caption"); or it holds "messages" with pictures as a chat
-has them. Without a file pictures of our own are drawn and talked about in our own words.
+A line of the jsonl may name pictures ("image": a path, "images": several; paths are relative to the
+file) with what is asked or said about them ("text"), and an answer ("answer" or "caption"); or it
+holds "messages" with pictures as a chat has them. Without a file pictures of our own are drawn and
+talked about in our own words.
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ class CalibrationSample:
 
 
 def hash_images(source: CalibrationSource) -> CalibrationSource:
-    """The source with its pictures hashed: others under the same names make another engine. Raises UsageError."""
+    """The source with its pictures hashed: others under the same names make another engine.
+
+    Raises UsageError.
+    """
     if source.path is None:
         return replace(source, image_digest=BUILTIN_IMAGES)
     digest, any_shown = hashlib.sha256(), False
@@ -76,7 +80,10 @@ def hash_images(source: CalibrationSource) -> CalibrationSource:
 def calibration_samples(
     source: CalibrationSource, files: Mapping[str, bytes], model: Any, seed: int
 ) -> list[CalibrationSample]:
-    """Calibration sequences of a model with eyes or without. Raises UsageError for data that is no good."""
+    """Calibration sequences of a model with eyes or without.
+
+    Raises UsageError for data that is no good.
+    """
     vocab = int(model.config.vocab)
     if reads_images(files):
         found = load_samples(source, files, int(model.image_size))
@@ -91,26 +98,36 @@ def embed_images(
     samples: Sequence[CalibrationSample], model: Any, load_prefix: Callable[[str], None], ops: Ops
 ) -> list[dict[int, torch.Tensor]]:
     """Embeddings of each sample's pictures, by their places, as ``encode_images`` makes them."""
-    pictures = [torch.as_tensor(picture) for sample in samples for picture in sample.images.values()]
+    pictures = [
+        torch.as_tensor(picture) for sample in samples for picture in sample.images.values()
+    ]
     if not pictures:
         return [{} for _ in samples]
     found = iter(encode_images(model, torch.stack(pictures), load_prefix, ops))
     return [{position: next(found) for position in sample.images} for sample in samples]
 
 
-def load_samples(source: CalibrationSource, files: Mapping[str, bytes], image_size: int) -> list[CalibrationSample]:
-    """Sequences of at most ``max_length`` tokens, none of which ends inside a picture; the same on every machine.
+def load_samples(
+    source: CalibrationSource, files: Mapping[str, bytes], image_size: int
+) -> list[CalibrationSample]:
+    """Sequences of at most ``max_length`` tokens, none of which ends inside a picture; the same on
+    every machine.
 
-    A line with pictures is a sequence of its own, texts are joined and cut as ``load_calibration_ids`` does. Raises
-    UsageError, which names the line, for a picture that is missing or none and for a line that says nothing.
+    A line with pictures is a sequence of its own, texts are joined and cut as
+    ``load_calibration_ids`` does. Raises UsageError, which names the line, for a picture that is
+    missing or none and for a line that says nothing.
     """
     tokenizer = load_tokenizer(files)
     chat = load_image_chat(files, tokenizer)
     found: list[CalibrationSample] = []
     texts = TokenChunker(source.max_length)
-    for where, value in builtin_lines(image_size) if source.path is None else _read_conversations(source.path):
+    for where, value in (
+        builtin_lines(image_size) if source.path is None else _read_conversations(source.path)
+    ):
         if isinstance(value, str):
-            found += [CalibrationSample(ids) for ids in texts.add(tokenizer.encode(value, bos=False))]
+            found += [
+                CalibrationSample(ids) for ids in texts.add(tokenizer.encode(value, bos=False))
+            ]
         else:
             found.append(_conversation_sample(value, chat, source, image_size, where))
         if len(found) >= source.num_samples:
@@ -124,9 +141,11 @@ def reads_images(files: Mapping[str, bytes]) -> bool:
 
 
 @torch.inference_mode()
-def encode_images(model: Any, images: torch.Tensor, load_prefix: Callable[[str], None], ops: Ops) -> torch.Tensor:
-    """Embeddings [N, 32, hidden] float32 on the CPU of pictures [N, S, S, 3] uint8, one block of the vision encoder in
-    memory.
+def encode_images(
+    model: Any, images: torch.Tensor, load_prefix: Callable[[str], None], ops: Ops
+) -> torch.Tensor:
+    """Embeddings [N, 32, hidden] float32 on the CPU of pictures [N, S, S, 3] uint8, one block of
+    the vision encoder in memory.
 
     load_prefix: fill what the prefix names; ``model.image_embedder`` is empty afterwards.
     """
@@ -135,7 +154,10 @@ def encode_images(model: Any, images: torch.Tensor, load_prefix: Callable[[str],
     for name in ("cls_token", "pos_embed", "patch_embed."):
         load_prefix(f"{IMAGE_EMBEDDER_PREFIX}visual_encoder.{name}")
     device = encoder.pos_embed.device
-    batches = [model.normalize(some.to(device).permute(0, 3, 1, 2)) for some in images.split(IMAGE_BATCH_SIZE)]
+    batches = [
+        model.normalize(some.to(device).permute(0, 3, 1, 2))
+        for some in images.split(IMAGE_BATCH_SIZE)
+    ]
     image_tokens = [encoder.embed_patches(some) for some in batches]
     for number, block in enumerate(encoder.blocks):
         load_prefix(f"{IMAGE_EMBEDDER_PREFIX}visual_encoder.blocks.{number}.")
@@ -158,7 +180,10 @@ def builtin_lines(image_size: int, seed: int = 0) -> Iterator[tuple[str, Any]]:
             {"type": "image", "image": draw_image(number, image_size)},
             {"type": "text", "text": QUESTIONS[number // TEXTS_PER_IMAGE % len(QUESTIONS)]},
         ]
-        yield "our own", [{"role": "user", "content": asked}, {"role": "assistant", "content": text}]
+        yield (
+            "our own",
+            [{"role": "user", "content": asked}, {"role": "assistant", "content": text}],
+        )
 
 
 def draw_image(seed: int, image_size: int) -> np.ndarray:
@@ -196,12 +221,16 @@ def _read_conversations(path: Path) -> Iterator[tuple[str, Any]]:
             yield where, _conversation(value, shown, where)
 
 
-def _conversation(line: Mapping[str, Any], images: list[Any], location: str) -> list[dict[str, Any]]:
+def _conversation(
+    line: Mapping[str, Any], images: list[Any], location: str
+) -> list[dict[str, Any]]:
     """A conversation of a line with pictures, a question and perhaps an answer."""
     asked = next((line[key] for key in TEXT_KEYS if isinstance(line.get(key), str)), "").strip()
     told = next((line[key] for key in ANSWER_KEYS if isinstance(line.get(key), str)), "").strip()
     if not asked and not told:
-        raise UsageError(f"{location}: shows a picture and says nothing; give a text, an answer or a caption")
+        raise UsageError(
+            f"{location}: shows a picture and says nothing; give a text, an answer or a caption"
+        )
     parts: list[dict[str, Any]] = [{"type": "image", "image": picture} for picture in images]
     talk: list[dict[str, Any]] = [
         {"role": "user", "content": [*parts, *([{"type": "text", "text": asked}] if asked else [])]}
@@ -210,11 +239,16 @@ def _conversation(line: Mapping[str, Any], images: list[Any], location: str) -> 
 
 
 def _images_in_line(line: Mapping[str, Any], path: Path, line_number: int) -> list[Any]:
-    """The pictures that a line names: paths, or the texts of data URLs. Raises UsageError for what is no name."""
+    """The pictures that a line names: paths, or the texts of data URLs.
+
+    Raises UsageError for what is no name.
+    """
     named = line.get("image", line.get("images", []))
     listed = named if isinstance(named, list) else [named]
     if any(not isinstance(each, str) or not each for each in listed):
-        raise UsageError(f"--calibration {path}, line {line_number}: image is a path, images a list of paths")
+        raise UsageError(
+            f"--calibration {path}, line {line_number}: image is a path, images a list of paths"
+        )
     found: list[Any] = [path.parent / each for each in listed]
     turns = line.get("messages")
     for turn in turns if isinstance(turns, list) else []:
@@ -233,7 +267,11 @@ def _absolute_paths(messages: list[Any], path: Path) -> list[Any]:
     """The messages with the paths of their pictures beside the file."""
 
     def part(given: Any) -> Any:
-        named = isinstance(given, dict) and given.get("type") == "image" and isinstance(given.get("image"), str)
+        named = (
+            isinstance(given, dict)
+            and given.get("type") == "image"
+            and isinstance(given.get("image"), str)
+        )
         return {**given, "image": path.parent / given["image"]} if named else given
 
     return [
@@ -254,11 +292,14 @@ def _conversation_sample(
     except RequestError as error:
         raise UsageError(f"{location}: {error}") from None
     # a picture is never cut: the sequence ends before one that does not fit
-    cut = min([source.max_length, *(at for at in shown if at + chat.image_tokens > source.max_length)])
+    cut = min(
+        [source.max_length, *(at for at in shown if at + chat.image_tokens > source.max_length)]
+    )
     kept = {at: picture for at, picture in shown.items() if at + chat.image_tokens <= cut}
     if shown and not kept:
         raise UsageError(
-            f"{location}: a picture takes {chat.image_tokens} tokens behind {min(shown)}, more than a sequence of "
+            f"{location}: a picture takes {chat.image_tokens} tokens behind {min(shown)}, more "
+            "than a sequence of "
             f"{source.max_length} holds; raise --calibration-length"
         )
     return CalibrationSample(ids[:cut], kept)
@@ -276,4 +317,6 @@ def _read_image_file(picture: Path, path: Path, line_number: int) -> bytes:
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
         raise UsageError(f"--calibration {path}, line {line_number}: {picture}: {reason}") from None
     except ValueError:  # a NUL, or half a surrogate pair
-        raise UsageError(f"--calibration {path}, line {line_number}: {quote(str(picture))} is no path") from None
+        raise UsageError(
+            f"--calibration {path}, line {line_number}: {quote(str(picture))} is no path"
+        ) from None

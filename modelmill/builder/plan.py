@@ -1,9 +1,12 @@
-"""What will be built and why: every "auto" resolved, every tensor accounted for, memory told before it is taken."""
+"""What will be built and why: every "auto" resolved, every tensor accounted for, memory told before
+it is taken.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import ModuleType
@@ -51,7 +54,11 @@ from modelmill.nn.kv import KVShape, kv_cache_dtype
 from modelmill.ops import registry
 from modelmill.quant.mixed_precision import MixedPrecisionRecipe
 from modelmill.quant.recipe import Recipe, make_recipe
-from modelmill.quant.vision_encoder import W8A8NearestRecipe, describe_vision_recipe, vision_encoder_recipe
+from modelmill.quant.vision_encoder import (
+    W8A8NearestRecipe,
+    describe_vision_recipe,
+    vision_encoder_recipe,
+)
 from modelmill.weights.base import UNPACKED_MEMORY_FRACTION, unpacked_size
 
 PACKING = "rows/2"
@@ -59,11 +66,13 @@ PACKING = "rows/2"
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """A build, decided. ``config`` has no "auto" left; ``reasons`` say why each was resolved as it was.
+    """A build, decided. ``config`` has no "auto" left; ``reasons`` say why each was resolved as it
+    was.
 
-    recipe: how linears are quantized, None where they are kept. calibration: what it takes statistics on, if any.
-    auto_result: what ``-q auto`` measured. auto_source: the text that it measured on. warnings: what the config says
-    and has no effect, and what else whoever builds should know of the checkpoint.
+    recipe: how linears are quantized, None where they are kept. calibration: what it takes
+    statistics on, if any. auto_result: what ``-q auto`` measured. auto_source: the text that it
+    measured on. warnings: what the config says and has no effect, and what else whoever builds
+    should know of the checkpoint.
     """
 
     checkpoint: Checkpoint
@@ -90,7 +99,11 @@ class BuildPlan:
         if module_path.startswith(VISION_BLOCKS_PREFIX):
             return W8A8NearestRecipe(self.config)
         assert self.recipe is not None, "a build with a recipe"
-        return self.recipe.recipe_for(module_path) if hasattr(self.recipe, "recipe_for") else self.recipe
+        return (
+            self.recipe.recipe_for(module_path)
+            if hasattr(self.recipe, "recipe_for")
+            else self.recipe
+        )
 
     @property
     def engine_type(self) -> str:
@@ -124,7 +137,9 @@ class BuildPlan:
         return out
 
     def shards(self) -> dict[str, list[PlannedTensor]]:
-        """Weight file → its tensors: one file a layer, so that an interrupted build loses one layer at most."""
+        """Weight file → its tensors: one file a layer, so that an interrupted build loses one layer
+        at most.
+        """
         out: dict[str, list[PlannedTensor]] = {}
         for planned in self.tensors:
             parts = planned.module.split(".")
@@ -145,7 +160,8 @@ class BuildPlan:
 
     @property
     def expanded_bytes(self) -> int:
-        """Bytes that weights take beside what is stored where no compiled kernel serves them on this CPU.
+        """Bytes that weights take beside what is stored where no compiled kernel serves them on
+        this CPU.
 
         They are expanded once at load, as far as memory goes (``runtime.unpack_weights``).
         """
@@ -153,17 +169,26 @@ class BuildPlan:
             return 0
         chosen = registry.select_backends("cpu", self.config.kernels).backends
         sizes = [
-            unpacked_size(p.weight_format, p.shape, self.dtype) for p in self.tensors if p.weight_format is not None
+            unpacked_size(p.weight_format, p.shape, self.dtype)
+            for p in self.tensors
+            if p.weight_format is not None
         ]
         total = sum(size for op, size in filter(None, sizes) if chosen[op] == "torch")
         return min(
-            total, int(UNPACKED_MEMORY_FRACTION * max(memory_limits.available_memory().total - self.weight_bytes, 0))
+            total,
+            int(
+                UNPACKED_MEMORY_FRACTION
+                * max(memory_limits.available_memory().total - self.weight_bytes, 0)
+            ),
         )
 
     @cached_property
     def build_memory(self) -> BuildMemory:
         """What the build itself takes, judging included."""
-        shared = memory_plan.process_bytes(), memory_plan.mapped_bytes(self.checkpoint, self.tensors)
+        shared = (
+            memory_plan.process_bytes(),
+            memory_plan.mapped_bytes(self.checkpoint, self.tensors),
+        )
         writing = memory_plan.writing_bytes(self.checkpoint, self.tensors)
         if self.engine_type != LANGUAGE:
             encoder, itemsize = self.model_config.encoder, self.dtype.itemsize
@@ -172,10 +197,14 @@ class BuildPlan:
         judging = memory_plan.acceptance_bytes(
             self.checkpoint, self.tensors, self.model_config.vocab, self.model_config.hidden
         )
-        judging += min(self.expanded_bytes, int(UNPACKED_MEMORY_FRACTION * memory_limits.available_memory().free))
+        judging += min(
+            self.expanded_bytes,
+            int(UNPACKED_MEMORY_FRACTION * memory_limits.available_memory().free),
+        )
         calibrating = 0
         if self.calibration is not None and self.device == "cuda":
-            # the tokens, their statistics and the layer are there; here one is read, and one read ahead
+            # the tokens, their statistics and the layer are there; here one is read, and one read
+            # ahead
             calibrating = memory_plan.layer_read_bytes(self.tensors)
         elif self.calibration is not None:
             tokens = self.calibration.num_samples * self.calibration.max_length
@@ -196,28 +225,51 @@ class BuildPlan:
 
     @property
     def _kv_shape(self) -> KVShape:
-        return KVShape(self.model_config.layers, self.model_config.kv_heads, self.model_config.head_dim)
+        return KVShape(
+            self.model_config.layers, self.model_config.kv_heads, self.model_config.head_dim
+        )
 
     @cached_property
     def memory_report(self) -> dict[str, Any]:
-        """Now and at run time, in bytes; the largest batch × length that fits, or why it does not."""
+        """Now and at run time, in bytes; the largest batch × length that fits, or why it does
+        not.
+        """
         total, free = device_memory(self.config.target)
         expanded = self.expanded_bytes
         if self.engine_type != LANGUAGE:
             room = (total, free)
-            report = segmentation_memory(self.model_config, self.weight_bytes + expanded, room, self.dtype.itemsize)
+            report = segmentation_memory(
+                self.model_config, self.weight_bytes + expanded, room, self.dtype.itemsize
+            )
             return report | self._build_memory_json
-        workspace = 4 * 8192 * max(self.model_config.inner * 2, self.model_config.hidden * 4) * self.dtype.itemsize
+        workspace = (
+            4
+            * 8192
+            * max(self.model_config.inner * 2, self.model_config.hidden * 4)
+            * self.dtype.itemsize
+        )
         left = int(total * 0.9) - self.weight_bytes - expanded - workspace
         tokens = max(left, 0) // self.kv_bytes_per_token
         full = tokens // self.max_model_len
         if left <= 0:
-            needed, there = format_bytes(self.weight_bytes + expanded + workspace), format_bytes(total)
-            verdict = f"does not fit: weights and workspace need {needed}, the device has {there}; try -q int8"
+            needed, there = (
+                format_bytes(self.weight_bytes + expanded + workspace),
+                format_bytes(total),
+            )
+            verdict = (
+                f"does not fit: weights and workspace need {needed}, the device has "
+                f"{there}; try -q int8"
+            )
         elif full < 1:
-            verdict = f"{self.max_model_len} tokens do not fit; the longest that do: --max-model-len {tokens}"
+            verdict = (
+                f"{self.max_model_len} tokens do not fit; the longest that do: "
+                f"--max-model-len {tokens}"
+            )
         else:
-            verdict = f"{full} sequences of {self.max_model_len} tokens, or {tokens} tokens in any mixture"
+            verdict = (
+                f"{full} sequences of {self.max_model_len} tokens, or {tokens} tokens in "
+                "any mixture"
+            )
         return {
             "device_total": total,
             "device_free": free,
@@ -234,8 +286,13 @@ class BuildPlan:
 
     @property
     def _build_memory_json(self) -> dict[str, int]:
-        """What a build takes, for --dry-run: at its peak, and how much of it are pages of mapped files."""
-        return {"build_peak": self.build_memory.peak_bytes, "build_mapped": self.build_memory.mapped_bytes}
+        """What a build takes, for --dry-run: at its peak, and how much of it are pages of mapped
+        files.
+        """
+        return {
+            "build_peak": self.build_memory.peak_bytes,
+            "build_mapped": self.build_memory.mapped_bytes,
+        }
 
     @property
     def _encoder_workspace(self) -> int:
@@ -243,7 +300,9 @@ class BuildPlan:
         return int(segmentation_memory(self.model_config, 0, (0, 0), 4)["workspace"])
 
     def resume_key(self) -> str:
-        """What is being built and by which version; an interrupted build of another key is not resumed."""
+        """What is being built and by which version; an interrupted build of another key is not
+        resumed.
+        """
         parts = (
             modelmill.__version__,
             self.checkpoint.quick_fingerprint(),
@@ -287,7 +346,9 @@ def layer_index(shard: str) -> int | None:
     return int(number) if number.isdigit() else None
 
 
-def make_plan(checkpoint: Checkpoint, config: BuildConfig, on_progress: StageProgress | None = None) -> BuildPlan:
+def make_plan(
+    checkpoint: Checkpoint, config: BuildConfig, on_progress: StageProgress | None = None
+) -> BuildPlan:
     """Decide everything, reading no weights (but for ``-q auto``, which measures; on_progress: as
     ``build_engine.build``'s).
 
@@ -297,13 +358,19 @@ def make_plan(checkpoint: Checkpoint, config: BuildConfig, on_progress: StagePro
     family = find_family(checkpoint)
     sizes, warnings = _read_model_config(checkpoint, family)
     if engine_type_for(family) != LANGUAGE:
-        return replace(_segmentation_plan(checkpoint, config, family, sizes), warnings=tuple(warnings))
+        return replace(
+            _segmentation_plan(checkpoint, config, family, sizes), warnings=tuple(warnings)
+        )
     check_generation_config(checkpoint, int(sizes.vocab))
     sizes, said = resolve_tied_head(checkpoint, family, sizes)
     config, kept = resolve_keep(checkpoint, config)
     renames = resolve_rename_rules(checkpoint, family, sizes)
     config, found = resolve_auto_precision(checkpoint, config, family, sizes, renames, on_progress)
-    recipe = MixedPrecisionRecipe(config, sizes.layers) if config.quantization == AUTO else make_recipe(config)
+    recipe = (
+        MixedPrecisionRecipe(config, sizes.layers)
+        if config.quantization == AUTO
+        else make_recipe(config)
+    )
     limit = getattr(sizes, "max_extended_len", None) or sizes.max_len
     length = config.max_model_len or sizes.max_len
     if length > limit:
@@ -313,32 +380,53 @@ def make_plan(checkpoint: Checkpoint, config: BuildConfig, on_progress: StagePro
     if source is not None and reads_images(checkpoint.tokenizer_files()):
         source = hash_images(source)
     config, reasons = resolve_options(checkpoint, config, recipe, source)
-    recipe = MixedPrecisionRecipe(config, sizes.layers) if isinstance(recipe, MixedPrecisionRecipe) else recipe
+    recipe = (
+        MixedPrecisionRecipe(config, sizes.layers)
+        if isinstance(recipe, MixedPrecisionRecipe)
+        else recipe
+    )
     reasons |= kept
     registry.select_backends(
-        config.target if config.target == "cpu" or torch.cuda.is_available() else "cpu", config.kernels
+        config.target if config.target == "cpu" or torch.cuda.is_available() else "cpu",
+        config.kernels,
     )
     with torch.device("meta"):
         model = family.Model(sizes)
-    if config.tower != "none" and not any(name.startswith(VISION_BLOCKS_PREFIX) for name, _ in model.named_modules()):
-        raise UsageError(f"--tower {config.tower}: {checkpoint.path} reads no pictures; leave it out")
+    if config.tower != "none" and not any(
+        name.startswith(VISION_BLOCKS_PREFIX) for name, _ in model.named_modules()
+    ):
+        raise UsageError(
+            f"--tower {config.tower}: {checkpoint.path} reads no pictures; leave it out"
+        )
     tensors = tuple(plan_tensors(checkpoint, config, recipe, model, renames, family))
     aliases = {"head.weight": "embed.weight"} if sizes.tied else {}
     if sizes.tied and "head" in quantized_modules(model, config):
-        # the embedding stays as it is; the head gets its own quantized copy of the same rows
-        embed = next(p for p in tensors if p.module == "embed" and p.rule.target == "embed.weight")
-        copy = ResolvedRule("head.weight", embed.rule.sources, embed.rule.how)
-        tensors = (*tensors, plan_tensor(checkpoint, config, copy, "head", quantization_for(recipe, config, "head")))
-        aliases = {}
+        tensors, aliases = (*tensors, _quantized_head(checkpoint, config, recipe, tensors)), {}
     calibration, chosen_on = source if calibrated else None, source if found is not None else None
     return BuildPlan(
-        checkpoint, config, family, sizes, length, tensors, aliases, reasons, recipe, calibration, found, chosen_on,
+        checkpoint, config, family, sizes, length, tensors, aliases, reasons, recipe, calibration,
+        found, chosen_on,
         (*warnings, *said),
     )  # fmt: skip
 
 
+def _quantized_head(
+    checkpoint: Checkpoint,
+    config: BuildConfig,
+    recipe: Any,
+    tensors: Sequence[PlannedTensor],
+) -> PlannedTensor:
+    """The head's own quantized copy of a tied embedding's rows; the embedding stays as it is."""
+    embed = next(p for p in tensors if p.module == "embed" and p.rule.target == "embed.weight")
+    copy = ResolvedRule("head.weight", embed.rule.sources, embed.rule.how)
+    return plan_tensor(checkpoint, config, copy, "head", quantization_for(recipe, config, "head"))
+
+
 def _read_model_config(checkpoint: Checkpoint, family: ModuleType) -> tuple[Any, list[str]]:
-    """The family's sizes, and what there is to say of keys that it does not read. Raises CheckpointError."""
+    """The family's sizes, and what there is to say of keys that it does not read.
+
+    Raises CheckpointError.
+    """
     view = ConfigView(checkpoint.config)
     sizes = family.config_from_hf(view)
     view.ignore(checkpoint.unread_config)
@@ -346,15 +434,20 @@ def _read_model_config(checkpoint: Checkpoint, family: ModuleType) -> tuple[Any,
     return sizes, check_unread_keys(view, family, where)
 
 
-def _segmentation_plan(checkpoint: Checkpoint, config: BuildConfig, family: ModuleType, model_config: Any) -> BuildPlan:
-    """The same for a model of images: no tokens, so no length, no head and nothing to calibrate on."""
+def _segmentation_plan(
+    checkpoint: Checkpoint, config: BuildConfig, family: ModuleType, model_config: Any
+) -> BuildPlan:
+    """The same for a model of images: no tokens, so no length, no head and nothing to calibrate
+    on.
+    """
     check_segmentation_options(config, checkpoint.path)
     recipe = vision_encoder_recipe(config)
     config, reasons = resolve_options(checkpoint, config, recipe, None)
     if recipe is not None:
         reasons["quantization"] = describe_vision_recipe(config)
     registry.select_backends(
-        config.target if config.target == "cpu" or torch.cuda.is_available() else "cpu", config.kernels
+        config.target if config.target == "cpu" or torch.cuda.is_available() else "cpu",
+        config.kernels,
     )
     renames = resolve_rename_rules(checkpoint, family, model_config)
     model = family.Model(model_config)

@@ -1,4 +1,6 @@
-"""What a build does beside itself: reading the next tensor while one is written, and the checkpoint's fingerprint."""
+"""What a build does beside itself: reading the next tensor while one is written, and the
+checkpoint's fingerprint.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,11 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def prefetch(load: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[tuple[Item, Result]]:
-    """Each item in order and what ``load`` makes of it, the next one made while the one before is used.
+def prefetch(
+    load: Callable[[Item], Result], items: Iterable[Item]
+) -> Iterator[tuple[Item, Result]]:
+    """Each item in order and what ``load`` makes of it, the next one made while the one before is
+    used.
 
     Two are there at most, if the caller lets go of one before it asks for another.
     """
@@ -31,7 +36,10 @@ def prefetch(load: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[
 
 
 class BackgroundFingerprint:
-    """The sha256 of a checkpoint's files, made while its weights are read anyway. ``stop`` has to be called."""
+    """The sha256 of a checkpoint's files, made while its weights are read anyway.
+
+    ``stop`` has to be called.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._stop_event, self._callbacks = threading.Event(), list[StageProgress]()

@@ -1,4 +1,6 @@
-"""Which options a recipe reads: one that it does not read is a mistake, and never left aside in silence."""
+"""Which options a recipe reads: one that it does not read is a mistake, and never left aside in
+silence.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ from modelmill.core.errors import UsageError
 RECIPE_OPTIONS = {
     "int8": ("quantize_head",),
     "int4": ("quantize_head", "method", "group_size", "symmetric"),
-    "smoothquant": ("quantize_head", "activation_scales", "weight_scales", "alpha", "max_layer_error"),
+    "smoothquant": (
+        "quantize_head",
+        "activation_scales",
+        "weight_scales",
+        "alpha",
+        "max_layer_error",
+    ),
     "fp8": ("quantize_head", "method", "activation_scales", "weight_scales"),
     "rptq": ("quantize_head", "bits", "mode", "splits_per_channel"),
     "auto": ("quantize_head", "method", "max_kl", "max_ppl_increase"),
@@ -27,8 +35,8 @@ VISION_ENCODER_OPTIONS = ("activation_scales", "weight_scales")
 def check_recipe_options(config: BuildConfig, *, segmentation: bool = False) -> None:
     """Raises UsageError for an option, other than by default, that the recipe does not read.
 
-    segmentation: the model segments images. Asked where a person gives the options; a program may hold one set for
-    many.
+    segmentation: the model segments images. Asked where a person gives the options; a program may
+    hold one set for many.
     """
     read = RECIPE_OPTIONS.get(config.quantization, ())
     if segmentation:
@@ -36,7 +44,15 @@ def check_recipe_options(config: BuildConfig, *, segmentation: bool = False) -> 
     elif config.tower != "none":
         read = (*read, *VISION_ENCODER_OPTIONS)
     for each in fields(config):
-        if each.name in ALL_RECIPE_OPTIONS and each.name not in read and getattr(config, each.name) != each.default:
+        if (
+            each.name in ALL_RECIPE_OPTIONS
+            and each.name not in read
+            and getattr(config, each.name) != each.default
+        ):
             flag = "--" + each.name.replace("_", "-")
-            readers = ", ".join(f"-q {recipe}" for recipe, names in RECIPE_OPTIONS.items() if each.name in names)
-            raise UsageError(f"{flag} is for {readers}, not for -q {config.quantization}; leave it out")
+            readers = ", ".join(
+                f"-q {recipe}" for recipe, names in RECIPE_OPTIONS.items() if each.name in names
+            )
+            raise UsageError(
+                f"{flag} is for {readers}, not for -q {config.quantization}; leave it out"
+            )

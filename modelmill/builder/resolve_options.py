@@ -20,25 +20,32 @@ from modelmill.quant.rptq import resolve_splits
 
 
 def find_family(checkpoint: Checkpoint) -> ModuleType:
-    """models/<model_type>.py. Raises UnknownArchitecture with the unknown names and the nearest known family."""
+    """models/<model_type>.py.
+
+    Raises UnknownArchitecture with the unknown names and the nearest known family.
+    """
     family = find_module("modelmill.models", checkpoint.model_type or "")
     if family is not None:
         return family
     known = module_names("modelmill.models")
     named = checkpoint.config.get("architectures")
     architectures = (
-        list_names([str(n) for n in named]) if isinstance(named, list) and named else "no architecture named"
+        list_names([str(n) for n in named])
+        if isinstance(named, list) and named
+        else "no architecture named"
     )
     near = closest_name(checkpoint.model_type or "", known)
     guess = f"; the nearest known family is {near}" if near else ""
     raise UnknownArchitecture(
-        f"{checkpoint.path}: model_type {checkpoint.model_type!r} ({architectures}) is not known{guess}; "
+        f"{checkpoint.path}: model_type {checkpoint.model_type!r} ({architectures}) is not "
+        f"known{guess}; "
         f"known are {', '.join(known)}"
     )
 
 
 def check_generation_config(checkpoint: Checkpoint, vocab_size: int) -> None:
-    """Defaults that no request could be answered with are the checkpoint's fault: raises CheckpointError.
+    """Defaults that no request could be answered with are the checkpoint's fault: raises
+    CheckpointError.
 
     vocab_size: tokens that the model knows.
     """
@@ -48,15 +55,22 @@ def check_generation_config(checkpoint: Checkpoint, vocab_size: int) -> None:
         if outside is not None:
             raise RequestError(f"it names the token id {outside}, outside 0…{vocab_size - 1}")
     except RequestError as error:
-        raise CheckpointError(f"{checkpoint.path}: generation_config.json: {error}; correct it there") from None
+        raise CheckpointError(
+            f"{checkpoint.path}: generation_config.json: {error}; correct it there"
+        ) from None
 
 
 def resolve_options(
-    checkpoint: Checkpoint, config: BuildConfig, recipe: Recipe | None, source: CalibrationSource | None
+    checkpoint: Checkpoint,
+    config: BuildConfig,
+    recipe: Recipe | None,
+    source: CalibrationSource | None,
 ) -> tuple[BuildConfig, dict[str, str]]:
-    """The options with no "auto" left, and why each became what it is. Raises UsageError for a file that is missing.
+    """The options with no "auto" left, and why each became what it is. Raises UsageError for a file
+    that is missing.
 
-    ``-q auto`` and ``keep`` are resolved before (``auto``, ``keep``). source: what it is calibrated or chosen on.
+    ``-q auto`` and ``keep`` are resolved before (``auto``, ``keep``). source: what it is calibrated
+    or chosen on.
     """
     reasons = {}
     target, dtype = config.target, config.dtype
@@ -73,24 +87,39 @@ def resolve_options(
         elif stored in ("float16", "bfloat16"):
             dtype, reasons["dtype"] = stored, f"{stored}: as stored"
         else:
-            dtype, reasons["dtype"] = "bfloat16", "bfloat16: half the traffic of float32, no overflow"
+            dtype, reasons["dtype"] = (
+                "bfloat16",
+                "bfloat16: half the traffic of float32, no overflow",
+            )
     method = getattr(recipe, "method", "nearest")
     if config.method == "auto" and method != "nearest":
         reasons["method"] = f"{method}: the best measured"
     if config.quantization == "rptq":
         splits = resolve_splits(config)
         if config.splits_per_channel is None:
-            why = f"what keeps {config.bits}'s accuracy" if config.mode == "exact" else f"{config.mode} knows no more"
+            why = (
+                f"what keeps {config.bits}'s accuracy"
+                if config.mode == "exact"
+                else f"{config.mode} knows no more"
+            )
             reasons["splits_per_channel"] = f"{splits}: {why}"
         config = replace(config, splits_per_channel=splits)
     if source is not None:
-        calibration = f"sha256:{source.digest}" + (f"+{source.image_digest}" if source.image_digest else "")
-        reasons["calibration"] = f"{source.to_json()['name']}, up to {source.num_samples} × {source.max_length} tokens"
+        calibration = f"sha256:{source.digest}" + (
+            f"+{source.image_digest}" if source.image_digest else ""
+        )
+        reasons["calibration"] = (
+            f"{source.to_json()['name']}, up to {source.num_samples} × {source.max_length} tokens"
+        )
     else:
         # its path must not make two engines of one checkpoint differ
         if config.calibration is not None and not Path(config.calibration).is_file():
             raise UsageError(f"--calibration {config.calibration}: there is no such file")
         calibration = None
         if config.calibration is not None:
-            reasons["calibration"] = f"not used: the recipe {config.quantization} needs no statistics"
-    return replace(config, target=target, dtype=dtype, method=method, calibration=calibration), reasons
+            reasons["calibration"] = (
+                f"not used: the recipe {config.quantization} needs no statistics"
+            )
+    return replace(
+        config, target=target, dtype=dtype, method=method, calibration=calibration
+    ), reasons

@@ -1,8 +1,8 @@
 """Models that are no language models: what their files leave out, and what their engines need.
 
-A family says ``ENGINE_TYPE`` (absent: "language"), ``FLOAT32_TENSORS`` (regular expressions for tensors that stay
-float32) and may offer ``config_from_shapes(shapes)``, a raw config from the tensors of an original file that has no
-config.json beside it.
+A family says ``ENGINE_TYPE`` (absent: "language"), ``FLOAT32_TENSORS`` (regular expressions for
+tensors that stay float32) and may offer ``config_from_shapes(shapes)``, a raw config from the
+tensors of an original file that has no config.json beside it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ def with_config(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     shapes = {name: checkpoint.info(name).shape for name in checkpoint.names()}
     for name in module_names("modelmill.models"):
-        config_from_shapes = getattr(find_module("modelmill.models", name), "config_from_shapes", None)
+        config_from_shapes = getattr(
+            find_module("modelmill.models", name), "config_from_shapes", None
+        )
         config = None if config_from_shapes is None else config_from_shapes(shapes)
         if config is not None:
             return replace(checkpoint, config=config)
     raise CheckpointError(
-        f"{checkpoint.path.parent / 'config.json'}: is missing, and the tensors of {checkpoint.path.name} are of no "
+        f"{checkpoint.path.parent / 'config.json'}: is missing, and the tensors of "
+        f"{checkpoint.path.name} are of no "
         "model that is known without one; a checkpoint's folder has it beside the weights"
     )
 
@@ -57,36 +60,48 @@ def check_segmentation_options(config: BuildConfig, path: object) -> None:
     """Raise UsageError for options that mean nothing to a model that segments images."""
     if config.quantization not in VISION_QUANTIZATIONS:
         raise UsageError(
-            f"-q {config.quantization}: {path} segments images, and this recipe is for language models; "
+            f"-q {config.quantization}: {path} segments images, and this recipe is for language "
+            "models; "
             "take -q int8 (weights and activations) or -q fp8"
         )
     if config.quantization != "none" and config.activation_scales == "tensor":
         raise UsageError(
-            f"--activation-scales tensor: {path} segments images, whose activations are scaled by token; leave it out"
+            f"--activation-scales tensor: {path} segments images, whose activations are scaled by "
+            "token; leave it out"
         )
     if config.kv_cache_dtype != "auto":
-        raise UsageError(f"--kv-cache-dtype: {path} segments images and has no KV cache; leave it out")
+        raise UsageError(
+            f"--kv-cache-dtype: {path} segments images and has no KV cache; leave it out"
+        )
     if config.tower != "none":
         raise UsageError(f"--tower: {path} segments images; its encoder's recipe is named by -q")
     if config.max_model_len is not None:
-        raise UsageError(f"--max-model-len: {path} segments images and reads no tokens; leave it out")
+        raise UsageError(
+            f"--max-model-len: {path} segments images and reads no tokens; leave it out"
+        )
 
 
 def segmentation_memory(
     model_config: Any, weight_bytes: int, device_memory: tuple[int, int], itemsize: int
 ) -> dict[str, Any]:
-    """Memory of an image engine in bytes: weights and the widest layer of one picture; there is no KV cache.
+    """Memory of an image engine in bytes: weights and the widest layer of one picture; there is no
+    KV cache.
 
     device_memory: (total, free).
     """
     encoder = model_config.encoder
     tokens = encoder.grid**2
     if hasattr(encoder, "widths"):
-        # the first stage works at a quarter of the picture's side with four times its channels, in and out of a GELU
+        # the first stage works at a quarter of the picture's side with four times its channels, in
+        # and out of a GELU
         workspace = 3 * (model_config.image // 4) ** 2 * 4 * encoder.widths[0] * itemsize
     else:
-        # qkv or the MLP's inside, and, where no kernel of ours runs, the scores of one layer over the whole picture
-        workspace = 3 * tokens * max(3 * encoder.width, encoder.inner) * itemsize + 2 * encoder.heads * tokens**2 * 4
+        # qkv or the MLP's inside, and, where no kernel of ours runs, the scores of one layer over
+        # the whole picture
+        workspace = (
+            3 * tokens * max(3 * encoder.width, encoder.inner) * itemsize
+            + 2 * encoder.heads * tokens**2 * 4
+        )
     needed = weight_bytes + workspace
     fits = f"one picture needs {needed / 2**20:.0f} MiB, weights included"
     verdict = (

@@ -31,8 +31,8 @@ VISION_BLOCKS_PREFIX = "image_embedder.visual_encoder.blocks."
 class PlannedTensor:
     """One tensor of the model: where it comes from and how it is stored.
 
-    weight_format: of a linear's weight, None for everything else. stored_info: shape and dtype by full name.
-    kept_weight: where the checkpoint's own whole numbers are stored.
+    weight_format: of a linear's weight, None for everything else. stored_info: shape and dtype by
+    full name. kept_weight: where the checkpoint's own whole numbers are stored.
     """
 
     module: str
@@ -45,7 +45,9 @@ class PlannedTensor:
     @property
     def nbytes(self) -> int:
         """Bytes in the engine."""
-        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.stored_info.values())
+        return sum(
+            torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.stored_info.values()
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -53,8 +55,13 @@ class PlannedTensor:
         return next(iter(self.stored_info.values()))[1]
 
 
-def resolve_rename_rules(checkpoint: Checkpoint, family: ModuleType, model_config: Any) -> list[ResolvedRule]:
-    """The family's rules with this checkpoint's names. Raises TensorMismatch for missing and left-over tensors."""
+def resolve_rename_rules(
+    checkpoint: Checkpoint, family: ModuleType, model_config: Any
+) -> list[ResolvedRule]:
+    """The family's rules with this checkpoint's names.
+
+    Raises TensorMismatch for missing and left-over tensors.
+    """
     rules = family.rules(model_config)
     drops = [
         *family.ignored_tensors(model_config),
@@ -63,8 +70,11 @@ def resolve_rename_rules(checkpoint: Checkpoint, family: ModuleType, model_confi
     return plan_renames(rules, drops, checkpoint.names(), family.CHECKPOINT_PREFIXES)
 
 
-def _unused_zero_biases(checkpoint: Checkpoint, rules: Sequence[Rule], prefixes: Sequence[str]) -> list[str]:
-    """Biases of zeros that nobody reads: AutoGPTQ writes one beside each packed matrix, of the model's or not.
+def _unused_zero_biases(
+    checkpoint: Checkpoint, rules: Sequence[Rule], prefixes: Sequence[str]
+) -> list[str]:
+    """Biases of zeros that nobody reads: AutoGPTQ writes one beside each packed matrix, of the
+    model's or not.
 
     Raises TensorMismatch where such a bias holds something else.
     """
@@ -75,11 +85,17 @@ def _unused_zero_biases(checkpoint: Checkpoint, rules: Sequence[Rule], prefixes:
     found = []
     for name in checkpoint.names():
         matrix = name.removesuffix("bias") + "weight"
-        if not name.endswith(".bias") or name in read or matrix not in here or checkpoint.quant_layout(matrix) is None:
+        if (
+            not name.endswith(".bias")
+            or name in read
+            or matrix not in here
+            or checkpoint.quant_layout(matrix) is None
+        ):
             continue
         if bool((checkpoint.get(name) != 0).any()):
             raise TensorMismatch(
-                f"{list_names([name])} beside a packed matrix is a bias that {checkpoint.model_type} has not, and not "
+                f"{list_names([name])} beside a packed matrix is a bias that "
+                f"{checkpoint.model_type} has not, and not "
                 "zero; does config.json belong to these weights (model_type, attention_bias)?"
             )
         found.append(name)
@@ -91,18 +107,28 @@ def quantized_modules(model: nn.Module, config: BuildConfig) -> set[str]:
     if config.quantization == "none":
         return set()
     kept = getattr(model, "unquantized_prefixes", ())
-    linears = {n for n, module in model.named_modules() if isinstance(module, Linear) and not n.startswith(kept)}
+    linears = {
+        n
+        for n, module in model.named_modules()
+        if isinstance(module, Linear) and not n.startswith(kept)
+    }
     return linears if config.quantize_head else linears - set(UNQUANTIZED_MODULES)
 
 
 def plan_tensors(
-    checkpoint: Checkpoint, config: BuildConfig, recipe: Recipe | None, model: nn.Module, rules: Sequence[ResolvedRule],
+    checkpoint: Checkpoint, config: BuildConfig, recipe: Recipe | None, model: nn.Module,
+    rules: Sequence[ResolvedRule],
     family: ModuleType,
 ) -> list[PlannedTensor]:  # fmt: skip
-    """Every tensor of the model. Raises TensorMismatch where the config asks for another shape than a tensor has."""
+    """Every tensor of the model.
+
+    Raises TensorMismatch where the config asks for another shape than a tensor has.
+    """
     quantized = quantized_modules(model, config)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
-    expected = {name: tuple(buffer.shape) for name, buffer in model.named_buffers(remove_duplicate=False)}
+    expected = {
+        name: tuple(buffer.shape) for name, buffer in model.named_buffers(remove_duplicate=False)
+    }
     expected = {n: s for n, s in expected.items() if n.rpartition(".")[2] != "inv_freq"}
     expected |= {f"{name}.weight": module.shape for name, module in linears.items()}
     out = []
@@ -110,14 +136,17 @@ def plan_tensors(
         module, _, suffix = resolved.target.rpartition(".")
         quantization: Recipe | str | None = None
         if module in linears and suffix == "weight":
-            quantization = quantization_for(recipe, config, module) if module in quantized else "dense"
+            quantization = (
+                quantization_for(recipe, config, module) if module in quantized else "dense"
+            )
             if config.tower != "none" and module.startswith(VISION_BLOCKS_PREFIX):
                 quantization = W8A8NearestRecipe(config)
         dtype = storage_dtype(family, resolved.target, getattr(torch, config.dtype))
         planned = plan_tensor(checkpoint, config, resolved, module, quantization, dtype)
         if planned.shape != expected[resolved.target]:
             raise TensorMismatch(
-                f"{', '.join(resolved.sources)}: shape {list(planned.shape)} where the config asks for "
+                f"{', '.join(resolved.sources)}: shape {list(planned.shape)} where the config "
+                "asks for "
                 f"{list(expected[resolved.target])}; config.json and weights do not belong together"
             )
         out.append(planned)
@@ -133,29 +162,44 @@ def quantization_for(recipe: Recipe | None, config: BuildConfig, module_path: st
 
 
 def plan_tensor(
-    checkpoint: Checkpoint, config: BuildConfig, rule: ResolvedRule, module: str, quantization: Recipe | str | None,
+    checkpoint: Checkpoint, config: BuildConfig, rule: ResolvedRule, module: str,
+    quantization: Recipe | str | None,
     dtype: torch.dtype | None = None,
 ) -> PlannedTensor:  # fmt: skip
     """quantization: "dense", "keep" or a recipe for a linear's weight, None for everything else.
 
-    dtype: None means the activations'. What cannot be kept becomes dense. Raises TensorMismatch for whole numbers.
+    dtype: None means the activations'. What cannot be kept becomes dense. Raises TensorMismatch for
+    whole numbers.
     """
     info = result_info(rule, checkpoint.info)
     dtype = dtype or getattr(torch, config.dtype)
     if not info.torch_dtype.is_floating_point:
-        raise TensorMismatch(f"{', '.join(rule.sources)} holds {info.dtype} where numbers with a fraction are needed")
+        raise TensorMismatch(
+            f"{', '.join(rule.sources)} holds {info.dtype} where numbers with a fraction are needed"
+        )
     if quantization is None:
         return PlannedTensor(module, rule, None, info.shape, {rule.target: (info.shape, dtype)})
     shape = (info.shape[0], info.shape[1]) if len(info.shape) == 2 else (0, 0)
     if quantization == KEEP:
         kept = find_kept_weight(rule, checkpoint)
         if kept is not None:
-            parts = tuple(source_shape(checkpoint.info(s), f) for s, f in zip(kept.sources, kept.layouts, strict=True))
-            stored = {f"{module}.{suffix}": entry for suffix, entry in kept.stored_info(parts, dtype).items()}
+            parts = tuple(
+                source_shape(checkpoint.info(s), f)
+                for s, f in zip(kept.sources, kept.layouts, strict=True)
+            )
+            stored = {
+                f"{module}.{suffix}": entry
+                for suffix, entry in kept.stored_info(parts, dtype).items()
+            }
             return PlannedTensor(module, rule, kept.weight_format, info.shape, stored, kept)
         quantization = "dense"
     kind, layout = (
-        (quantization, {}) if isinstance(quantization, str) else (quantization.weight_format, quantization.pack_options)
+        (quantization, {})
+        if isinstance(quantization, str)
+        else (quantization.weight_format, quantization.pack_options)
     )
-    stored = {f"{module}.{suffix}": entry for suffix, entry in packed_info(kind, shape, dtype, **layout).items()}
+    stored = {
+        f"{module}.{suffix}": entry
+        for suffix, entry in packed_info(kind, shape, dtype, **layout).items()
+    }
     return PlannedTensor(module, rule, kind, info.shape, stored)

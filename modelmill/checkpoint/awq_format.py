@@ -1,7 +1,7 @@
 """AutoAWQ checkpoints of version gemm: 4 bits with zeros.
 
-qweight [K, N/8] int32: nibble i (the lowest first) holds output 8j + (0 2 4 6 1 3 5 7)[i]; qzeros [G, N/8] the same;
-scales [G, N]. weight = scale · (code − zero).
+qweight [K, N/8] int32: nibble i (the lowest first) holds output 8j + (0 2 4 6 1 3 5 7)[i]; qzeros
+[G, N/8] the same; scales [G, N]. weight = scale · (code − zero).
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ NIBBLE_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def make(settings: Mapping[str, Any], path: Path) -> AwqScheme:
-    """The scheme of a ``quantization_config``. Raises CheckpointError for settings that cannot be read."""
+    """The scheme of a ``quantization_config``.
+
+    Raises CheckpointError for settings that cannot be read.
+    """
     bits = settings.get("bits", settings.get("w_bit", 4))
     group = settings.get("group_size", settings.get("q_group_size", 128))
     version = str(settings.get("version", "gemm")).lower()
@@ -44,7 +47,9 @@ def make(settings: Mapping[str, Any], path: Path) -> AwqScheme:
             f"{path} is an AWQ checkpoint of {quote(bits, 60)} bits, 4 can be read; "
             "take the original and build with -q int4"
         )
-    if not isinstance(group, int) or (group != -1 and (group < GROUP_SIZE_MULTIPLE or group % GROUP_SIZE_MULTIPLE)):
+    if not isinstance(group, int) or (
+        group != -1 and (group < GROUP_SIZE_MULTIPLE or group % GROUP_SIZE_MULTIPLE)
+    ):
         raise CheckpointError(
             f"{path} is an AWQ checkpoint in groups of {quote(group, 60)}; "
             f"groups of −1 or a multiple of {GROUP_SIZE_MULTIPLE} "
@@ -64,20 +69,37 @@ class AwqScheme:
 
     @property
     def label(self) -> str:
-        return "AWQ, 4 bits" + (" a channel" if self.group_size == -1 else f" in groups of {self.group_size}")
+        return "AWQ, 4 bits" + (
+            " a channel" if self.group_size == -1 else f" in groups of {self.group_size}"
+        )
 
     def quant_layout(self, raw: Container, stem: str) -> QuantLayout:
-        here, zeros = (packed_words_shape(raw.info(f"{stem}.{part}"), self.path) for part in ("qweight", "qzeros"))
+        here, zeros = (
+            packed_words_shape(raw.info(f"{stem}.{part}"), self.path)
+            for part in ("qweight", "qzeros")
+        )
         grids = scales_shape(raw.info(f"{stem}.scales"), self.path)
         if grids[1] != here[1] * 8:
-            raise CorruptCheckpoint(f"{self.path}: {stem}.qweight {list(here)} and scales {list(grids)} do not fit")
+            raise CorruptCheckpoint(
+                f"{self.path}: {stem}.qweight {list(here)} and scales {list(grids)} do not fit"
+            )
         if grids != (zeros[0], zeros[1] * 8):
-            raise CorruptCheckpoint(f"{self.path}: {stem}.qzeros {list(zeros)} and scales {list(grids)} do not fit")
+            raise CorruptCheckpoint(
+                f"{self.path}: {stem}.qzeros {list(zeros)} and scales {list(grids)} do not fit"
+            )
         columns = here[0]
-        group = -(-columns // GROUP_SIZE_MULTIPLE) * GROUP_SIZE_MULTIPLE if self.group_size == -1 else self.group_size
+        group = (
+            -(-columns // GROUP_SIZE_MULTIPLE) * GROUP_SIZE_MULTIPLE
+            if self.group_size == -1
+            else self.group_size
+        )
         if -(-columns // group) != grids[0]:
-            raise CorruptCheckpoint(f"{self.path}: {stem} has {grids[0]} groups for {columns} columns of {group}")
-        return QuantLayout(self.label, 4, grids[1], columns, group, has_offset=True, scale_dtype=torch.float32)
+            raise CorruptCheckpoint(
+                f"{self.path}: {stem} has {grids[0]} groups for {columns} columns of {group}"
+            )
+        return QuantLayout(
+            self.label, 4, grids[1], columns, group, has_offset=True, scale_dtype=torch.float32
+        )
 
     def read_packed(self, raw: Container, stem: str, layout: QuantLayout) -> PackedMatrix:  # noqa: ARG002
         codes = _unpack_outputs(raw.get(f"{stem}.qweight")).t().contiguous()

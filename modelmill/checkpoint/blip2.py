@@ -1,8 +1,10 @@
-"""BLIP-2 as transformers keeps it, in one checkpoint, seen as MiniGPT-4's published parts are: their arithmetic is one.
+"""BLIP-2 as transformers keeps it, in one checkpoint, seen as MiniGPT-4's published parts are:
+their arithmetic is one.
 
-The names are turned into those of the original files (``minigpt4_parts``), so that one model and one reference serve
-both. Two things differ: the norm between tower and Q-Former has the tower's eps, and the tower's keys may have a bias,
-which changes nothing (a query meets the same number with every key) and is left out.
+The names are turned into those of the original files (``minigpt4_parts``), so that one model and
+one reference serve both. Two things differ: the norm between tower and Q-Former has the tower's
+eps, and the tower's keys may have a bias, which changes nothing (a query meets the same number with
+every key) and is left out.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ HF_LANGUAGE_PREFIX = "language_model."
 _NAME_PATTERNS = (
     (r"vision_model\.embeddings\.class_embedding", VISION_ENCODER_PREFIX + "cls_token"),
     (r"vision_model\.embeddings\.position_embedding", VISION_ENCODER_PREFIX + "pos_embed"),
-    (r"vision_model\.embeddings\.patch_embedding\.(\w+)", VISION_ENCODER_PREFIX + r"patch_embed.proj.\1"),
-    (r"vision_model\.encoder\.layers\.(\d+)\.layer_norm([12])\.(\w+)", VISION_ENCODER_PREFIX + r"blocks.\1.norm\2.\3"),
+    (r"vision_model\.embeddings\.patch_embedding\.(\w+)",
+    VISION_ENCODER_PREFIX + r"patch_embed.proj.\1"),
+    (r"vision_model\.encoder\.layers\.(\d+)\.layer_norm([12])\.(\w+)",
+    VISION_ENCODER_PREFIX + r"blocks.\1.norm\2.\3"),
     (
         r"vision_model\.encoder\.layers\.(\d+)\.self_attn\.projection\.(\w+)",
         VISION_ENCODER_PREFIX + r"blocks.\1.attn.proj.\2",
@@ -37,10 +41,12 @@ _NAME_PATTERNS = (
         r"vision_model\.encoder\.layers\.(\d+)\.self_attn\.qkv\.weight",
         VISION_ENCODER_PREFIX + r"blocks.\1.attn.qkv.weight",
     ),
-    (r"vision_model\.encoder\.layers\.(\d+)\.mlp\.(fc[12]\.\w+)", VISION_ENCODER_PREFIX + r"blocks.\1.mlp.\2"),
+    (r"vision_model\.encoder\.layers\.(\d+)\.mlp\.(fc[12]\.\w+)",
+    VISION_ENCODER_PREFIX + r"blocks.\1.mlp.\2"),
     (r"vision_model\.post_layernorm\.(\w+)", r"ln_vision.\1"),
     (r"qformer\.layernorm\.(\w+)", r"Qformer.bert.embeddings.LayerNorm.\1"),
-    (r"qformer\.(encoder\.layer\.\d+\.(?:cross)?attention)\.attention\.(.+)", r"Qformer.bert.\1.self.\2"),
+    (r"qformer\.(encoder\.layer\.\d+\.(?:cross)?attention)\.attention\.(.+)",
+    r"Qformer.bert.\1.self.\2"),
     (r"qformer\.(encoder\..+)", r"Qformer.bert.\1"),
     (r"language_projection\.(\w+)", r"llama_proj.\1"),
     (r"language_model\.(.+)", LANGUAGE_PREFIX + r"\1"),
@@ -50,7 +56,9 @@ _BIAS = re.compile(r"vision_model\.encoder\.layers\.(\d+)\.self_attn\.qkv\.bias"
 
 
 class Blip2Container:
-    """The tensors under the names of MiniGPT-4's files; names that are in neither stay as they are."""
+    """The tensors under the names of MiniGPT-4's files; names that are in neither stay as they
+    are.
+    """
 
     def __init__(self, container: Container) -> None:
         self._container = container
@@ -102,7 +110,11 @@ class PrefixedView:
         self.metadata: dict[str, Any] = container.metadata
 
     def names(self) -> list[str]:
-        return [n.removeprefix(self._prefix) for n in self._container.names() if n.startswith(self._prefix)]
+        return [
+            n.removeprefix(self._prefix)
+            for n in self._container.names()
+            if n.startswith(self._prefix)
+        ]
 
     def info(self, name: str) -> TensorInfo:
         info = self._container.info(self._prefix + name)
@@ -115,19 +127,24 @@ class PrefixedView:
         return self._container.files()
 
 
-def convert_configs(raw: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """(config of the whole as MiniGPT-4's are, config of its language model, keys that neither was made from).
+def convert_configs(
+    raw: Mapping[str, Any], path: Path
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """(config of the whole as MiniGPT-4's are, config of its language model, keys that neither was
+    made from).
 
-    raw: transformers' Blip2Config. Raises CheckpointError where parts are missing or no whole numbers,
-    UnknownArchitecture for what is no such model.
+    raw: transformers' Blip2Config. Raises CheckpointError where parts are missing or no whole
+    numbers, UnknownArchitecture for what is no such model.
     """
     config = ConfigView(raw)
     if config.get("model_type") in INSTRUCTBLIP_TYPES:
         raise UnknownArchitecture(
-            f"{path}: is InstructBLIP, whose Q-Former reads the question too; BLIP-2 and MiniGPT-4 are known here"
+            f"{path}: is InstructBLIP, whose Q-Former reads the question too; BLIP-2 and "
+            "MiniGPT-4 are known here"
         )
     vision, asking = (
-        config.sub_view(_sub_config(config, key, path), f"{key}.") for key in ("vision_config", "qformer_config")
+        config.sub_view(_sub_config(config, key, path), f"{key}.")
+        for key in ("vision_config", "qformer_config")
     )
     text = _sub_config(config, "text_config", path)
     if not isinstance(text.get("model_type"), str):
@@ -135,10 +152,13 @@ def convert_configs(raw: Mapping[str, Any], path: Path) -> tuple[dict[str, Any],
     for name, part in (("vision_config", vision), ("qformer_config", asking)):
         if part.get("hidden_act", "gelu") != "gelu":
             raise UnknownArchitecture(
-                f"{path}: config.json: {name} has hidden_act {quote(part['hidden_act'], 40)}; only gelu is known"
+                f"{path}: config.json: {name} has hidden_act {quote(part['hidden_act'], 40)}; "
+                "only gelu is known"
             )
     if vision.get("qkv_bias", True) is not True or asking.get("use_qformer_text_input"):
-        raise UnknownArchitecture(f"{path}: is a variant of BLIP-2 (qkv_bias, use_qformer_text_input) not known here")
+        raise UnknownArchitecture(
+            f"{path}: is a variant of BLIP-2 (qkv_bias, use_qformer_text_input) not known here"
+        )
     vision_encoder = {
         "width": vision.get("hidden_size", 1408),
         "depth": vision.get("num_hidden_layers", 39),
@@ -158,20 +178,34 @@ def convert_configs(raw: Mapping[str, Any], path: Path) -> tuple[dict[str, Any],
     }
     eps = vision.get("layer_norm_eps", 1e-6)
     norms = {"vision_encoder": eps, "between": eps, "qformer": asking.get("layer_norm_eps", 1e-12)}
-    embedder = {"vision_encoder": vision_encoder, "qformer": qformer, "eps": norms, "language": text["model_type"]}
+    embedder = {
+        "vision_encoder": vision_encoder,
+        "qformer": qformer,
+        "eps": norms,
+        "language": text["model_type"],
+    }
     stored = {key: config[key] for key in ("torch_dtype", "dtype") if config.get(key) is not None}
-    return {**text, **stored, "model_type": MODEL_TYPE, "image_embedder": embedder}, {**text, **stored}, config.unread()
+    return (
+        {**text, **stored, "model_type": MODEL_TYPE, "image_embedder": embedder},
+        {**text, **stored},
+        config.unread(),
+    )
 
 
 def chat_format_file(num_query_tokens: int) -> bytes:
     """What the format of its questions is, as a file of the tokenizer's folder."""
-    return (json.dumps({"format": BLIP2_TYPE, "tokens": num_query_tokens}, indent=1, sort_keys=True) + "\n").encode()
+    return (
+        json.dumps({"format": BLIP2_TYPE, "tokens": num_query_tokens}, indent=1, sort_keys=True)
+        + "\n"
+    ).encode()
 
 
 def _sub_config(config: ConfigView, key: str, path: Path) -> Mapping[str, Any]:
     found = config.get(key)
     if not isinstance(found, Mapping):
-        raise CheckpointError(f"{path}: config.json of a BLIP-2 lacks {key}, the sizes of one of its parts")
+        raise CheckpointError(
+            f"{path}: config.json of a BLIP-2 lacks {key}, the sizes of one of its parts"
+        )
     return found
 
 

@@ -12,7 +12,8 @@ CHUNK_VALUES = 1 << 24
 def check_finite(name: str, tensor: torch.Tensor) -> None:
     """Raise CorruptCheckpoint naming the tensor if any value is NaN or infinite.
 
-    Any shape and dtype; integers pass. Takes one pass and no memory in the tensor's size (float8 is widened
+    Any shape and dtype; integers pass. Takes one pass and no memory in the tensor's size (float8 is
+    widened
     a chunk at a time).
     """
     if not tensor.dtype.is_floating_point or tensor.numel() == 0:
@@ -27,12 +28,15 @@ def check_finite(name: str, tensor: torch.Tensor) -> None:
         low, high = torch.aminmax(part)
         kind = "NaN" if torch.isnan(low) or torch.isnan(high) else "infinity"
         raise CorruptCheckpoint(
-            f"the tensor {name} holds {kind}; the checkpoint is damaged or was saved from a failed run"
+            f"the tensor {name} holds {kind}; the checkpoint is damaged or was saved from a "
+            "failed run"
         )
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether a floating tensor holds neither NaN nor infinity; it is read once and nothing is made of it."""
+    """Whether a floating tensor holds neither NaN nor infinity; it is read once and nothing is made
+    of it.
+    """
     if tensor.numel() == 0:
         return True
     # NaN propagates through aminmax and infinity is an extreme, so the two ends tell of all values.

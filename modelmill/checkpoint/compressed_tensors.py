@@ -1,10 +1,14 @@
-"""compressed-tensors checkpoints: pack-quantized (4 and 8 bits) and int-quantized (8 bits), by group, channel, tensor.
+"""compressed-tensors checkpoints: pack-quantized (4 and 8 bits) and int-quantized (8 bits), by
+group, channel, tensor.
 
-weight_packed [N, ⌈K/8⌉] int32 holds value + 8 in order, the lowest nibble first (8 bits: [N, ⌈K/4⌉], value + 128),
-and weight_shape tells N and K; or weight [N, K] int8 as it is. weight_scale [N, G]; weight_zero_point [N, G] int8, or
-packed along N like the weight; weight_g_idx [K]. weight = scale · (value − zero_point).
+weight_packed [N, ⌈K/8⌉] int32 holds value + 8 in order, the lowest nibble first (8 bits: [N,
+⌈K/4⌉], value + 128),
+and weight_shape tells N and K; or weight [N, K] int8 as it is. weight_scale [N, G];
+weight_zero_point [N, G] int8, or packed along N like the weight; weight_g_idx [K]. weight = scale ·
+(value − zero_point).
 
-What a config asks of activations (8 bits, per token) is not part of a weight: they stay in the engine's dtype.
+What a config asks of activations (8 bits, per token) is not part of a weight: they stay in the
+engine's dtype.
 """
 
 from __future__ import annotations
@@ -36,26 +40,44 @@ STRATEGIES = ("group", "channel", "tensor")
 
 
 def make(settings: Mapping[str, Any], path: Path) -> CompressedTensorsScheme:
-    """The scheme of a ``quantization_config``. Raises CheckpointError for settings that cannot be read."""
+    """The scheme of a ``quantization_config``.
+
+    Raises CheckpointError for settings that cannot be read.
+    """
     groups = settings.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups or any(not isinstance(each, Mapping) for each in groups.values()):
+    if (
+        not isinstance(groups, Mapping)
+        or not groups
+        or any(not isinstance(each, Mapping) for each in groups.values())
+    ):
         raise CheckpointError(f"{path}: its quantization_config names no config_groups; {ADVICE}")
     sparse: Any = settings.get("sparsity_config") or {}
     sparsity = sparse.get("format", "dense") if isinstance(sparse, Mapping) else sparse
     if sparsity != "dense":
-        raise CheckpointError(f"{path} is stored sparse ({quote(sparsity, 60)}), which cannot be read; {ADVICE}")
+        raise CheckpointError(
+            f"{path} is stored sparse ({quote(sparsity, 60)}), which cannot be read; {ADVICE}"
+        )
     if settings.get("kv_cache_scheme"):
-        raise CheckpointError(f"{path} brings scales for its KV cache, which cannot be used; {ADVICE}")
+        raise CheckpointError(
+            f"{path} brings scales for its KV cache, which cannot be used; {ADVICE}"
+        )
     activations = set()
     for each in groups.values():
         _check_group(each, str(each.get("format") or settings.get("format")), path)
         given: Any = each.get("input_activations") or {}
         if not isinstance(given, Mapping):
-            raise CheckpointError(f"{path}: its input_activations are {quote(given, 60)}, no object; {ADVICE}")
+            raise CheckpointError(
+                f"{path}: its input_activations are {quote(given, 60)}, no object; {ADVICE}"
+            )
         if given:
-            activations.add(f"{given.get('num_bits', 8)} bits, {'per token' if given.get('dynamic') else 'static'}")
+            activations.add(
+                f"{given.get('num_bits', 8)} bits, "
+                f"{'per token' if given.get('dynamic') else 'static'}"
+            )
     weights = {_describe_weights(each["weights"]) for each in groups.values()}
-    return CompressedTensorsScheme(path, " and ".join(sorted(weights)), " and ".join(sorted(activations)))
+    return CompressedTensorsScheme(
+        path, " and ".join(sorted(weights)), " and ".join(sorted(activations))
+    )
 
 
 def _check_group(group: Mapping[str, Any], format_name: str, path: Path) -> None:
@@ -65,14 +87,21 @@ def _check_group(group: Mapping[str, Any], format_name: str, path: Path) -> None
             f"{path} is a compressed-tensors checkpoint of format {format_name}, "
             f"known are {', '.join(FORMATS)}; {ADVICE}"
         )
-    bits, kind, strategy = weights.get("num_bits", 8), weights.get("type", "int"), weights.get("strategy") or "tensor"
+    bits, kind, strategy = (
+        weights.get("num_bits", 8),
+        weights.get("type", "int"),
+        weights.get("strategy") or "tensor",
+    )
     if kind != "int" or type(bits) is not int or bits not in (4, 8) or strategy not in STRATEGIES:
         raise CheckpointError(
-            f"{path} is a compressed-tensors checkpoint of {quote(bits, 60)}-bit {kind} weights by {strategy}; "
+            f"{path} is a compressed-tensors checkpoint of {quote(bits, 60)}-bit {kind} weights "
+            f"by {strategy}; "
             f"int weights of 4 or 8 bits by {', '.join(STRATEGIES)} can be read; {ADVICE}"
         )
     size = weights.get("group_size")
-    if strategy == "group" and (not isinstance(size, int) or size < GROUP_SIZE_MULTIPLE or size % GROUP_SIZE_MULTIPLE):
+    if strategy == "group" and (
+        not isinstance(size, int) or size < GROUP_SIZE_MULTIPLE or size % GROUP_SIZE_MULTIPLE
+    ):
         raise CheckpointError(
             f"{path} is a compressed-tensors checkpoint in groups of {size}; "
             f"multiples of {GROUP_SIZE_MULTIPLE} can be kept; {ADVICE}"
@@ -106,7 +135,11 @@ class CompressedTensorsScheme:
 
     @property
     def label(self) -> str:
-        asked = f"; activations of {self.activations} are asked for and stay whole" if self.activations else ""
+        asked = (
+            f"; activations of {self.activations} are asked for and stay whole"
+            if self.activations
+            else ""
+        )
         return f"compressed-tensors, {self.weights}{asked}"
 
     def quant_layout(self, raw: Container, stem: str) -> QuantLayout:
@@ -117,7 +150,8 @@ class CompressedTensorsScheme:
             known = {(rows, -(-columns // 8)): 4, (rows, -(-columns // 4)): 8}
             if stored not in known:
                 raise CheckpointError(
-                    f"{self.path}: {stem}.weight_packed {list(stored)} holds no {rows} × {columns} codes of 4 or 8 "
+                    f"{self.path}: {stem}.weight_packed {list(stored)} holds no {rows} × "
+                    f"{columns} codes of 4 or 8 "
                     f"bits; {ADVICE}"
                 )
             bits = known[stored]
@@ -125,7 +159,9 @@ class CompressedTensorsScheme:
             info = raw.info(f"{stem}.weight")
             if info.dtype != "int8" or len(info.shape) != 2 or 0 in info.shape:
                 told = f"{info.dtype} {list(info.shape)}"
-                raise CheckpointError(f"{self.path}: {stem}.weight is {told}, matrices of int8 can be read; {ADVICE}")
+                raise CheckpointError(
+                    f"{self.path}: {stem}.weight is {told}, matrices of int8 can be read; {ADVICE}"
+                )
             (rows, columns), bits = info.shape, 8
         groups = self._count_groups(raw, stem, rows)
         group = -(-columns // groups)
@@ -133,22 +169,35 @@ class CompressedTensorsScheme:
         if groups == 1:
             group = whole
         elif group % GROUP_SIZE_MULTIPLE or -(-columns // group) != groups:
-            raise CheckpointError(f"{self.path}: {stem} has {groups} groups for {columns} columns; {ADVICE}")
+            raise CheckpointError(
+                f"{self.path}: {stem} has {groups} groups for {columns} columns; {ADVICE}"
+            )
         offset = f"{stem}.weight_zero_point" in here
         if offset and raw.info(f"{stem}.weight_zero_point").dtype not in ("int8", "int32"):
             found = raw.info(f"{stem}.weight_zero_point").dtype
-            raise CorruptCheckpoint(f"{self.path}: {stem}.weight_zero_point is {found}, int8 and int32 can be read")
+            raise CorruptCheckpoint(
+                f"{self.path}: {stem}.weight_zero_point is {found}, int8 and int32 can be read"
+            )
         half = raw.info(f"{stem}.weight_scale").dtype == "float16" and not offset
         order = perm_digest(self._read_perm(raw, stem, columns, group))
         return QuantLayout(
-            self.label, bits, rows, columns, group, offset, torch.float16 if half else torch.float32, order
+            self.label,
+            bits,
+            rows,
+            columns,
+            group,
+            offset,
+            torch.float16 if half else torch.float32,
+            order,
         )
 
     def read_packed(self, raw: Container, stem: str, layout: QuantLayout) -> PackedMatrix:
         here = set(raw.names())
         middle = 1 << (layout.bits - 1)
         if f"{stem}.weight_packed" in here:
-            codes = unpack_fields(raw.get(f"{stem}.weight_packed"), layout.bits)[:, : layout.columns]
+            codes = unpack_fields(raw.get(f"{stem}.weight_packed"), layout.bits)[
+                :, : layout.columns
+            ]
             codes = codes if layout.bits == 4 else (codes.to(torch.int16) - middle).to(torch.int8)
         else:
             codes = raw.get(f"{stem}.weight")
@@ -162,22 +211,33 @@ class CompressedTensorsScheme:
             zero = self._read_zero_points(raw, stem, layout)
             # a 4-bit code is value + 8, an 8-bit one the value itself
             offset = scale.float() * (-(zero + 8) if layout.bits == 4 else -zero)
-        return PackedMatrix(codes.contiguous(), scale.to(layout.scale_dtype).contiguous(), offset, order)
+        return PackedMatrix(
+            codes.contiguous(), scale.to(layout.scale_dtype).contiguous(), offset, order
+        )
 
     def _read_weight_shape(self, raw: Container, stem: str) -> tuple[int, int]:
         """Rows and columns as weight_shape tells them."""
         name = f"{stem}.weight_shape"
         stated = raw.get(name).flatten().tolist() if raw.info(name).numel == 2 else []
-        if len(stated) != 2 or not all(isinstance(n, (int, float)) and 1 <= n < 2**31 and n % 1 == 0 for n in stated):
-            raise CorruptCheckpoint(f"{self.path}: {name} tells no rows and columns; download the checkpoint again")
+        if len(stated) != 2 or not all(
+            isinstance(n, (int, float)) and 1 <= n < 2**31 and n % 1 == 0 for n in stated
+        ):
+            raise CorruptCheckpoint(
+                f"{self.path}: {name} tells no rows and columns; download the checkpoint again"
+            )
         return int(stated[0]), int(stated[1])
 
     def _count_groups(self, raw: Container, stem: str, rows: int) -> int:
         info = raw.info(f"{stem}.weight_scale")
         count, shape = info.numel, info.shape
-        if not info.torch_dtype.is_floating_point or count == 0 or (count != 1 and (count % rows or shape[0] != rows)):
+        if (
+            not info.torch_dtype.is_floating_point
+            or count == 0
+            or (count != 1 and (count % rows or shape[0] != rows))
+        ):
             raise CorruptCheckpoint(
-                f"{self.path}: {stem}.weight_scale, {info.dtype} {list(shape)}, does not fit {rows} rows"
+                f"{self.path}: {stem}.weight_scale, {info.dtype} {list(shape)}, does not fit "
+                f"{rows} rows"
             )
         return max(count // rows, 1)
 
@@ -185,19 +245,31 @@ class CompressedTensorsScheme:
         """[N, G] int32."""
         groups = -(-layout.columns // layout.group_size)
         stored = raw.get(f"{stem}.weight_zero_point")
-        if stored.dtype is torch.int32 and stored.shape == (-(-layout.rows * layout.bits // 32), groups):
+        if stored.dtype is torch.int32 and stored.shape == (
+            -(-layout.rows * layout.bits // 32),
+            groups,
+        ):
             fields = unpack_fields(stored.t().contiguous(), layout.bits).t()[: layout.rows]
             return fields.to(torch.int32) - (1 << (layout.bits - 1))
         if stored.numel() not in (1, layout.rows * groups):
-            raise CorruptCheckpoint(f"{self.path}: {stem}.weight_zero_point {list(stored.shape)} does not fit")
-        return stored.to(torch.int32).reshape(-1, 1 if stored.numel() == 1 else groups).expand(layout.rows, groups)
+            raise CorruptCheckpoint(
+                f"{self.path}: {stem}.weight_zero_point {list(stored.shape)} does not fit"
+            )
+        return (
+            stored.to(torch.int32)
+            .reshape(-1, 1 if stored.numel() == 1 else groups)
+            .expand(layout.rows, groups)
+        )
 
-    def _read_perm(self, raw: Container, stem: str, num_columns: int, group_size: int) -> torch.Tensor | None:
+    def _read_perm(
+        self, raw: Container, stem: str, num_columns: int, group_size: int
+    ) -> torch.Tensor | None:
         name = f"{stem}.weight_g_idx"
         if name not in set(raw.names()):
             return None
         groups = read_group_index(raw, name, num_columns, self.path)
-        if bool((groups < 0).any()):  # written for every module, filled only where columns were reordered
+        # written for every module, filled only where columns were reordered
+        if bool((groups < 0).any()):
             return None
         try:
             return perm_from_group_index(groups, group_size)

@@ -69,7 +69,10 @@ def list_names(names: Collection[str]) -> str:
     """Up to a dozen names for an error line, then how many more there are."""
     # A file's names may hold anything; an error stays one line.
     first = sorted(names)[:MAX_LISTED_NAMES]
-    some = [name if name.isprintable() and len(name) <= MAX_NAME_LENGTH else quote(name) for name in first]
+    some = [
+        name if name.isprintable() and len(name) <= MAX_NAME_LENGTH else quote(name)
+        for name in first
+    ]
     more = len(names) - len(some)
     return ", ".join(some) + (f" and {more} more" if more else "")
 

@@ -22,8 +22,10 @@ CHUNK_ROWS = 4096
 class DeltaContainer:
     """base + delta under Hugging Face names.
 
-    Rows that only the delta has (tokens it added) are taken as they are. The sum is computed in float32 and
-    rounded once to the wider dtype of the two. Raises TensorMismatch where names or shapes do not pair.
+    Rows that only the delta has (tokens it added) are taken as they are. The sum is computed in
+    float32 and
+    rounded once to the wider dtype of the two. Raises TensorMismatch where names or shapes do not
+    pair.
     """
 
     def __init__(self, base: Container, delta: Container) -> None:
@@ -33,7 +35,8 @@ class DeltaContainer:
         alone = {name for name in first ^ second if not name.endswith(COMPUTED_BUFFER)}
         if alone:
             raise TensorMismatch(
-                f"base and delta do not belong together: {len(alone)} tensor(s) are in one of them only: "
+                f"base and delta do not belong together: {len(alone)} tensor(s) are in one of "
+                "them only: "
                 f"{list_names(alone)}"
             )
         self._delta_names = second
@@ -77,9 +80,14 @@ class DeltaContainer:
     def _check_shapes(self, one: TensorInfo, other: TensorInfo) -> None:
         if one.shape == other.shape:
             return
-        grows = len(one.shape) == 2 and one.shape[1:] == other.shape[1:] and one.shape[0] < other.shape[0]
+        grows = (
+            len(one.shape) == 2
+            and one.shape[1:] == other.shape[1:]
+            and one.shape[0] < other.shape[0]
+        )
         if not (grows and any(part in one.name for part in VOCABULARY_TENSORS)):
             raise TensorMismatch(
-                f"{one.name} is {list(one.shape)} in the base but {list(other.shape)} in the delta; "
+                f"{one.name} is {list(one.shape)} in the base but {list(other.shape)} in the "
+                "delta; "
                 "is this the delta of another model?"
             )

@@ -1,7 +1,9 @@
 """The ggml number formats: block sizes, and expansion of the block formats to float32.
 
-A block format stores `block_values` consecutive values of a row in `size` bytes: one or two scales and the values
-in 2 to 8 bits. The layouts are those of ggml (gguf-py's `gguf.quants` is the independent reference the
+A block format stores `block_values` consecutive values of a row in `size` bytes: one or two scales
+and the values
+in 2 to 8 bits. The layouts are those of ggml (gguf-py's `gguf.quants` is the independent reference
+the
 tests compare with). Every function takes blocks as uint8 [n, size] and returns float32 [n, block].
 """
 
@@ -43,7 +45,9 @@ class GgmlType:
 
 
 def dequantize_blocks(ggml_type: GgmlType, data: torch.Tensor, out: torch.Tensor) -> None:
-    """Fill `outputs` (float32, flat) with the values of `data` (uint8, flat, whole blocks), chunk by chunk."""
+    """Fill `outputs` (float32, flat) with the values of `data` (uint8, flat, whole blocks), chunk
+    by chunk.
+    """
     assert ggml_type.dequantize is not None, ggml_type.name
     blocks, values = data.view(-1, ggml_type.block_bytes), out.view(-1, ggml_type.block_values)
     step = max(1, CHUNK_VALUES // ggml_type.block_values)
@@ -54,8 +58,8 @@ def dequantize_blocks(ggml_type: GgmlType, data: torch.Tensor, out: torch.Tensor
 def _fields(data: torch.Tensor, width: int, bits: int) -> torch.Tensor:
     """Unpack bit fields: uint8 [n, k] -> uint8 [n, k * 8 / bits].
 
-    Bytes go in groups of `max_pages_per_seq`; of each group first the lowest field of every byte, then the next one.
-    """
+    Bytes go in groups of `max_pages_per_seq`; of each group first the lowest field of every byte,
+    then the next one."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
     groups = data.reshape(data.shape[0], -1, 1, width)
     return ((groups >> shifts.view(1, 1, -1, 1)) & ((1 << bits) - 1)).flatten(1)
@@ -117,11 +121,15 @@ def _q3_k(b: torch.Tensor) -> torch.Tensor:
 
 
 def _k_scales_and_minima(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q4_K and Q5_K: 8 scales and 8 minima of 6 bits in 12 bytes after the two halves, as [n, 8, 1]."""
+    """Q4_K and Q5_K: 8 scales and 8 minima of 6 bits in 12 bytes after the two halves, as [n, 8,
+    1].
+    """
     first, second, mixed = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scales = torch.cat((first & 63, (mixed & 15) | ((first >> 2) & 48)), dim=1)
     lows = torch.cat((second & 63, (mixed >> 4) | ((second >> 2) & 48)), dim=1)
-    return (_read_float16(b, 0) * scales.float())[..., None], (_read_float16(b, 2) * lows.float())[..., None]
+    return (_read_float16(b, 0) * scales.float())[..., None], (_read_float16(b, 2) * lows.float())[
+        ..., None
+    ]
 
 
 def _q4_k(b: torch.Tensor) -> torch.Tensor:
@@ -181,4 +189,7 @@ GGML_TYPES: dict[int, GgmlType] = {
     40: GgmlType("NVFP4", 64, 36),
     41: GgmlType("Q1_0", 128, 18),
 }
-"""By the number a GGUF file uses. Types that cannot be expanded are listed so that errors can name them."""
+"""By the number a GGUF file uses.
+
+Types that cannot be expanded are listed so that errors can name them.
+"""

@@ -1,7 +1,10 @@
-"""Read GGUF files (version 2 and 3, little-endian), believing nothing they say before it is checked.
+"""Read GGUF files (version 2 and 3, little-endian), believing nothing they say before it is
+checked.
 
-Every count, length and offset is held against the file's size before anything is read or allocated, so a
-lying header costs one error line and no memory. Values are read from the file a tensor at a time; a plain
+Every count, length and offset is held against the file's size before anything is read or allocated,
+so a
+lying header costs one error line and no memory. Values are read from the file a tensor at a time; a
+plain
 read rather than a mapping, so that a file that shrinks meanwhile is an error and not a crash.
 """
 
@@ -60,7 +63,8 @@ class GgufTensor:
 class GgufFile:
     """One GGUF file under its own tensor names (blk.0.attn_q.weight).
 
-    metadata: numbers, strings and bools as Python values, arrays of numbers as numpy arrays, arrays of
+    metadata: numbers, strings and bools as Python values, arrays of numbers as numpy arrays, arrays
+    of
     strings as lists (bytes that are not UTF-8 survive as surrogate escapes).
     Raises CorruptCheckpoint for anything that contradicts the file's size or itself.
     """
@@ -84,7 +88,8 @@ class GgufFile:
         placed = self._find_tensor(name)
         if not placed.ggml_type.readable:
             raise CheckpointError(
-                f"{self.path}: {quote(name)} is stored as {placed.ggml_type.name}, which modelmill cannot expand; "
+                f"{self.path}: {quote(name)} is stored as {placed.ggml_type.name}, which "
+                "modelmill cannot expand; "
                 "use a Q4_0 to Q8_0, K-quant or 16-bit GGUF"
             )
         with self.path.open("rb") as stream:
@@ -96,7 +101,9 @@ class GgufFile:
             return self._dequantize(stream, placed)
 
     def raw_blocks(self, name: str) -> torch.Tensor:
-        """A matrix of a block format as it lies in the file: uint8 [rows, blocks, bytes of a block]."""
+        """A matrix of a block format as it lies in the file: uint8 [rows, blocks, bytes of a
+        block].
+        """
         placed = self._find_tensor(name)
         assert placed.ggml_type.dtype is None, f"{name} is not stored in blocks"
         stored = torch.empty(
@@ -114,7 +121,9 @@ class GgufFile:
         return [self.path]
 
     def same_values(self, one: str, other: str) -> bool:
-        """Whether two tensors are stored in the same bytes' worth; reads only up to the first difference."""
+        """Whether two tensors are stored in the same bytes' worth; reads only up to the first
+        difference.
+        """
         a, b = self._find_tensor(one), self._find_tensor(other)
         if (a.shape, a.ggml_type) != (b.shape, b.ggml_type):
             return False
@@ -139,7 +148,9 @@ class GgufFile:
         step = CHUNK_VALUES // kind.block_values * kind.block_values
         for start in range(0, flat.numel(), step):
             part = flat[start : start + step]
-            stored = torch.empty(part.numel() // kind.block_values * kind.block_bytes, dtype=torch.uint8)
+            stored = torch.empty(
+                part.numel() // kind.block_values * kind.block_bytes, dtype=torch.uint8
+            )
             self._read_into(stream, stored)
             dequantize_blocks(kind, stored, part)
         return result
@@ -161,12 +172,18 @@ class _GgufHeader:
         self.size = path.stat().st_size
         self.position = 0
         if self.size < 24 or self._read_bytes(4) != b"GGUF":
-            raise self._corrupt_error("is not a GGUF file (no GGUF magic at its start, or too short)")
+            raise self._corrupt_error(
+                "is not a GGUF file (no GGUF magic at its start, or too short)"
+            )
         version = self._read_number("<I")
         if version & 0xFFFF == 0:
-            raise CheckpointError(f"{path}: is a big-endian GGUF file; convert it to little-endian first")
+            raise CheckpointError(
+                f"{path}: is a big-endian GGUF file; convert it to little-endian first"
+            )
         if version not in (2, 3):
-            raise CheckpointError(f"{path}: has GGUF version {version}; modelmill reads versions 2 and 3")
+            raise CheckpointError(
+                f"{path}: has GGUF version {version}; modelmill reads versions 2 and 3"
+            )
         self.tensor_count = self._read_number("<Q")
         pair_count = self._read_number("<Q")
         self._check_count(pair_count, MIN_KEY_BYTES, "metadata entries")
@@ -181,9 +198,13 @@ class _GgufHeader:
     def place_tensors(self) -> dict[str, GgufTensor]:
         """Tensor entries, with offsets made absolute, inside the file and disjoint."""
         alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        power_of_two = isinstance(alignment, int) and alignment > 0 and alignment & (alignment - 1) == 0
+        power_of_two = (
+            isinstance(alignment, int) and alignment > 0 and alignment & (alignment - 1) == 0
+        )
         if not power_of_two or alignment > MAX_ALIGNMENT:
-            raise self._corrupt_error(f"asks for an alignment of {quote(alignment)} bytes, which is no power of two")
+            raise self._corrupt_error(
+                f"asks for an alignment of {quote(alignment)} bytes, which is no power of two"
+            )
         entries: dict[str, GgufTensor] = {}
         for _ in range(self.tensor_count):
             entry = self._read_tensor_entry(alignment)
@@ -192,7 +213,8 @@ class _GgufHeader:
             entries[entry.name] = entry
         start = (self.position + alignment - 1) // alignment * alignment
         placed = {
-            e.name: GgufTensor(e.name, e.shape, e.ggml_type, start + e.offset, e.nbytes) for e in entries.values()
+            e.name: GgufTensor(e.name, e.shape, e.ggml_type, start + e.offset, e.nbytes)
+            for e in entries.values()
         }
         end, before = 0, ""
         for entry in sorted(placed.values(), key=lambda e: e.offset):
@@ -211,25 +233,38 @@ class _GgufHeader:
         name = self._read_name("tensor name")
         count = self._read_number("<I")
         if count > MAX_DIMENSIONS:
-            raise self._corrupt_error(f"gives {quote(name)} {count} dimensions; there are at most {MAX_DIMENSIONS}")
+            raise self._corrupt_error(
+                f"gives {quote(name)} {count} dimensions; there are at most {MAX_DIMENSIONS}"
+            )
         dims = [self._read_number("<Q") for _ in range(count)]
         number, offset = self._read_number("<I"), self._read_number("<Q")
         kind = GGML_TYPES.get(number)
         if kind is None:
-            raise CheckpointError(f"{self.path}: {quote(name)} has the unknown ggml type number {number}")
+            raise CheckpointError(
+                f"{self.path}: {quote(name)} has the unknown ggml type number {number}"
+            )
         values = 1
         for dim in dims:
             values *= dim
         # The product is a Python integer, so it cannot wrap around the way 64-bit arithmetic does.
         nbytes = values // kind.block_values * kind.block_bytes
         if (dims[0] if dims else 1) % kind.block_values:
-            raise self._corrupt_error(f"gives {quote(name)} rows that are no whole number of {kind.name} blocks")
-        if nbytes > self.size or offset > self.size or max(dims, default=0) > self.size * kind.block_values:
             raise self._corrupt_error(
-                f"says {quote(name)} has {nbytes} bytes at {offset}, but the file has {self.size} in all"
+                f"gives {quote(name)} rows that are no whole number of {kind.name} blocks"
+            )
+        if (
+            nbytes > self.size
+            or offset > self.size
+            or max(dims, default=0) > self.size * kind.block_values
+        ):
+            raise self._corrupt_error(
+                f"says {quote(name)} has {nbytes} bytes at {offset}, but the file has {self.size} "
+                "in all"
             )
         if offset % alignment:
-            raise self._corrupt_error(f"places {quote(name)} at {offset}, which is not aligned to {alignment}")
+            raise self._corrupt_error(
+                f"places {quote(name)} at {offset}, which is not aligned to {alignment}"
+            )
         return GgufTensor(name, tuple(reversed(dims)), kind, offset, nbytes)
 
     def _read_value(self, value_type: int, key: str, depth: int) -> Any:
@@ -238,7 +273,9 @@ class _GgufHeader:
         if value_type == ARRAY:
             return self._read_array(key, depth)
         if value_type not in SCALARS:
-            raise self._corrupt_error(f"gives the metadata key {quote(key)} the unknown type {value_type}")
+            raise self._corrupt_error(
+                f"gives the metadata key {quote(key)} the unknown type {value_type}"
+            )
         dtype = SCALARS[value_type]
         data = self._read_bytes(dtype.itemsize)
         return data != b"\0" if value_type == BOOL else np.frombuffer(data, dtype)[0].item()
@@ -273,7 +310,8 @@ class _GgufHeader:
     def _check_count(self, count: int, min_bytes: int, description: str) -> None:
         if count * min_bytes > self.size - self.position:
             raise self._corrupt_error(
-                f"claims {count} {description}, more than its remaining {self.size - self.position} bytes can hold"
+                f"claims {count} {description}, more than its remaining "
+                f"{self.size - self.position} bytes can hold"
             )
 
     def _read_number(self, format_code: str) -> int:
@@ -282,7 +320,9 @@ class _GgufHeader:
 
     def _read_bytes(self, count: int) -> bytes:
         if count > self.size - self.position:
-            raise self._corrupt_error(f"is truncated: it ends at byte {self.size}, inside its header")
+            raise self._corrupt_error(
+                f"is truncated: it ends at byte {self.size}, inside its header"
+            )
         data = self.stream.read(count)
         if len(data) != count:
             raise self._corrupt_error("became shorter while it was read")

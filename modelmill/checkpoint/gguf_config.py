@@ -22,18 +22,26 @@ SAMPLING_KEYS = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-"""general.sampling.… of a GGUF, as llama.cpp reads them; the rest (xtc, mirostat, a window of penalties) is its own."""
+"""general.sampling.… of a GGUF, as llama.cpp reads them; the rest (xtc, mirostat, a window of
+penalties) is its own.
+"""
 
 
-def read_config(raw: GgufFile, arch: str, tied: bool) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """(config, generation_config) in Hugging Face's keys for llama, qwen, qwen2, qwen3 or gpt2, and unread keys.
+def read_config(
+    raw: GgufFile, arch: str, tied: bool
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """(config, generation_config) in Hugging Face's keys for llama, qwen, qwen2, qwen3 or gpt2, and
+    unread keys.
 
-    Raises CorruptCheckpoint for missing or senseless keys, UnknownArchitecture for variants (experts,
+    Raises CorruptCheckpoint for missing or senseless keys, UnknownArchitecture for variants
+    (experts,
     partly rotated heads) that share a name with a family of ours but compute something else.
     """
     keys = _ArchitectureKeys(raw, arch)
     if keys.get_count("expert_count", 0):
-        raise UnknownArchitecture(f"{raw.path}: is a mixture of experts, which modelmill does not compute")
+        raise UnknownArchitecture(
+            f"{raw.path}: is a mixture of experts, which modelmill does not compute"
+        )
     if "token_embd.weight" not in raw.names() or len(raw.info("token_embd.weight").shape) != 2:
         raise CorruptCheckpoint(f"{raw.path}: has no token_embd.weight matrix")
     vocabulary = raw.info("token_embd.weight").shape[0]
@@ -49,7 +57,8 @@ def read_config(raw: GgufFile, arch: str, tied: bool) -> tuple[dict[str, Any], d
     if isinstance(ids.get("eos_token_id"), list):
         config["eos_token_id"] = ids["eos_token_id"][0]
     unread = {key: value for key, value in keys.view.unread().items() if key.startswith(f"{arch}.")}
-    # full attention is computed, as llama.cpp does: a window as long as the context is no other than that
+    # full attention is computed, as llama.cpp does: a window as long as the context is no other
+    # than that
     window, context = f"{arch}.attention.sliding_window", keys.get_count("context_length")
     if isinstance(unread.get(window), int) and not 0 < unread[window] < context:
         del unread[window]
@@ -62,12 +71,19 @@ def _sampling_defaults(raw: GgufFile) -> dict[str, Any]:
     for key, name in SAMPLING_KEYS.items():
         value = raw.metadata.get(f"general.sampling.{key}")
         if value is not None:
-            found[name] = _shortest_decimal(value) if isinstance(value, float) and math.isfinite(value) else value
+            found[name] = (
+                _shortest_decimal(value)
+                if isinstance(value, float) and math.isfinite(value)
+                else value
+            )
     return {"do_sample": True, **found} if found else {}
 
 
 class _ArchitectureKeys:
-    """A GGUF's keys of one architecture, each checked as it is read. view: every key, and which were read."""
+    """A GGUF's keys of one architecture, each checked as it is read.
+
+    view: every key, and which were read.
+    """
 
     def __init__(self, raw: GgufFile, arch: str) -> None:
         self.raw, self.arch = raw, arch
@@ -77,13 +93,21 @@ class _ArchitectureKeys:
         value = self.view.get(f"{self.arch}.{key}", default)
         least = 1 if default is None else min(default, 1)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_COUNT:
-            raise CorruptCheckpoint(f"{self.raw.path}: the key {self.arch}.{key} is {_describe_value(value)}")
+            raise CorruptCheckpoint(
+                f"{self.raw.path}: the key {self.arch}.{key} is {_describe_value(value)}"
+            )
         return value
 
     def get_positive_float(self, key: str, default: float | None = None) -> float:
         value = self.view.get(f"{self.arch}.{key}", default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise CorruptCheckpoint(f"{self.raw.path}: the key {self.arch}.{key} is {_describe_value(value)}")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value < math.inf
+        ):
+            raise CorruptCheckpoint(
+                f"{self.raw.path}: the key {self.arch}.{key} is {_describe_value(value)}"
+            )
         return _shortest_decimal(value)
 
     def has_tensor(self, tensor: str) -> bool:
@@ -91,7 +115,9 @@ class _ArchitectureKeys:
 
 
 def _shortest_decimal(value: float) -> float:
-    """The shortest decimal a float32 may have come from: GGUF stores those, config.json had 1e-05."""
+    """The shortest decimal a float32 may have come from: GGUF stores those, config.json had
+    1e-05.
+    """
     narrow = np.float32(value)
     return float(str(narrow)) if float(narrow) == value else float(value)
 
@@ -107,7 +133,8 @@ def _head_dim(keys: _ArchitectureKeys) -> int:
     rotated = keys.get_count("rope.dimension_count", head_dim)
     if value_dim != head_dim or rotated != head_dim:
         raise UnknownArchitecture(
-            f"{keys.raw.path}: has heads of {head_dim} keys, {value_dim} values and {rotated} rotated "
+            f"{keys.raw.path}: has heads of {head_dim} keys, {value_dim} values and {rotated} "
+            "rotated "
             "channels; modelmill computes heads where the three agree"
         )
     return head_dim
@@ -115,7 +142,11 @@ def _head_dim(keys: _ArchitectureKeys) -> int:
 
 def _llama(keys: _ArchitectureKeys) -> dict[str, Any]:
     """Keys of LLaMA, Mistral (which GGUF calls llama), Qwen2 and Qwen3."""
-    classes = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    classes = {
+        "llama": "LlamaForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+    }
     heads = keys.get_count("attention.head_count")
     theta = keys.get_positive_float("rope.freq_base", 10000.0)
     return {
@@ -142,7 +173,9 @@ def _rope_scaling(keys: _ArchitectureKeys, theta: float) -> dict[str, Any] | Non
         if keys.has_tensor("rope_freqs.weight"):
             info = raw.info("rope_freqs.weight")
             if info.shape != (_head_dim(keys) // 2,):
-                raise CorruptCheckpoint(f"rope_freqs.weight has {list(info.shape)}, not one a frequency")
+                raise CorruptCheckpoint(
+                    f"rope_freqs.weight has {list(info.shape)}, not one a frequency"
+                )
             factors = raw.get("rope_freqs.weight").float().tolist()
             return rope_scaling.from_tensor(keys.view, keys.arch, factors, theta)
         return rope_scaling.from_metadata(keys.view, keys.arch)
@@ -153,12 +186,16 @@ def _rope_scaling(keys: _ArchitectureKeys, theta: float) -> dict[str, Any] | Non
 def _qwen(keys: _ArchitectureKeys) -> dict[str, Any]:
     """Keys of Qwen v1.
 
-    A GGUF does not say whether dynamic NTK and logn were on, nor the trained length: they are off here, as
+    A GGUF does not say whether dynamic NTK and logn were on, nor the trained length: they are off
+    here, as
     llama.cpp computes the model, and seq_length is the context length the file states.
     """
     head_dim, feed_forward = _head_dim(keys), keys.get_count("feed_forward_length")
-    if keys.has_tensor("blk.0.ffn_up.weight") and keys.raw.info("blk.0.ffn_up.weight").shape[:1] == (feed_forward,):
-        # config.json counts w1 and w2 together, and so do GGUFs of the official converter; this one does not.
+    if keys.has_tensor("blk.0.ffn_up.weight") and keys.raw.info("blk.0.ffn_up.weight").shape[
+        :1
+    ] == (feed_forward,):
+        # config.json counts w1 and w2 together, and so do GGUFs of the official converter; this one
+        # does not.
         feed_forward *= 2
     context = keys.get_count("context_length")
     theta = keys.get_positive_float("rope.freq_base", 10000.0)
@@ -200,17 +237,23 @@ def _gpt2(keys: _ArchitectureKeys) -> dict[str, Any]:
 
 
 def _special_ids(raw: GgufFile, vocabulary: int) -> dict[str, Any]:
-    """bos, eos (with end-of-turn, where the file names one) and pad ids, all inside the vocabulary."""
+    """bos, eos (with end-of-turn, where the file names one) and pad ids, all inside the
+    vocabulary.
+    """
     tokens = raw.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list) and len(tokens) > vocabulary:
-        raise CorruptCheckpoint(f"{raw.path}: has {len(tokens)} tokens but only {vocabulary} embedding rows")
+        raise CorruptCheckpoint(
+            f"{raw.path}: has {len(tokens)} tokens but only {vocabulary} embedding rows"
+        )
     found: dict[str, int] = {}
     for name in ("bos", "eos", "eot", "padding"):
         value = raw.metadata.get(f"tokenizer.ggml.{name}_token_id")
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocabulary:
-            raise CorruptCheckpoint(f"{raw.path}: its {name} token {_describe_value(value)} is outside the vocabulary")
+            raise CorruptCheckpoint(
+                f"{raw.path}: its {name} token {_describe_value(value)} is outside the vocabulary"
+            )
         found[name] = value
     ends = list(dict.fromkeys(found[name] for name in ("eos", "eot") if name in found))
     ids: dict[str, Any] = {}

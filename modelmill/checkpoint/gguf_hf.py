@@ -1,6 +1,7 @@
 """Present a GGUF file as Hugging Face would: tensor names, values and config.json.
 
-What llama.cpp's converter did is undone: LLaMA's q and k rows are permuted for interleaved rotary pairs,
+What llama.cpp's converter did is undone: LLaMA's q and k rows are permuted for interleaved rotary
+pairs,
 GPT-2's Conv1D weights are transposed, and names and config keys are its own.
 """
 
@@ -64,12 +65,17 @@ GPT2_NAMES = {
 }
 
 CONSUMED_TENSORS = dict.fromkeys(("llama", "qwen", "qwen2", "qwen3"), ("rope_freqs.weight",))
-"""Read into the config's rope_scaling and not shown as a tensor, by architecture; GPT-2 rotates nothing."""
+"""Read into the config's rope_scaling and not shown as a tensor, by architecture; GPT-2 rotates
+nothing.
+"""
 
 
 @dataclass(frozen=True)
 class GgufArchitecture:
-    """How one GGUF architecture maps to Hugging Face. layer_prefix: the prefix of a layer's names."""
+    """How one GGUF architecture maps to Hugging Face.
+
+    layer_prefix: the prefix of a layer's names.
+    """
 
     names: dict[str, str]
     layer_prefix: str
@@ -95,11 +101,13 @@ class _HfTensor:
 
 
 class GgufAsHf:
-    """A GGUF's tensors under Hugging Face names, with `config` and `generation_config` made from its keys.
+    """A GGUF's tensors under Hugging Face names, with `config` and `generation_config` made from
+    its keys.
 
     unread: the architecture's own keys that neither was made from.
 
-    Tensors this architecture does not know keep their GGUF name, so that renaming reports them as left over.
+    Tensors this architecture does not know keep their GGUF name, so that renaming reports them as
+    left over.
     Raises UnknownArchitecture, or CorruptCheckpoint where keys and tensors contradict each other.
     """
 
@@ -108,7 +116,8 @@ class GgufAsHf:
         layout = ARCHITECTURES.get(arch) if isinstance(arch, str) else None
         if layout is None:
             raise UnknownArchitecture(
-                f"{raw.path}: has the GGUF architecture {arch!r}; modelmill reads {', '.join(ARCHITECTURES)}"
+                f"{raw.path}: has the GGUF architecture {arch!r}; modelmill reads "
+                f"{', '.join(ARCHITECTURES)}"
             )
         self._raw = raw
         self.metadata = raw.metadata
@@ -142,7 +151,9 @@ class GgufAsHf:
         return gguf_quant_layout(self._raw.info(entry.source), transposed=entry.transposed)
 
     def read_packed(self, name: str) -> PackedMatrix:
-        """Its blocks taken apart, rows in Hugging Face's order (of the transpose where the form says so)."""
+        """Its blocks taken apart, rows in Hugging Face's order (of the transpose where the form
+        says so).
+        """
         entry = self._entry(name)
         blocks = self._raw.raw_blocks(entry.source)
         if entry.restore is not None and not entry.transposed:
@@ -168,31 +179,49 @@ class GgufAsHf:
         undo: Callable[[torch.Tensor], torch.Tensor] | None = None
         transposed = False
         if architecture.has_permuted_qk and base in ("blk.attn_q", "blk.attn_k"):
-            heads = self.config["num_attention_heads" if base == "blk.attn_q" else "num_key_value_heads"]
+            heads = self.config[
+                "num_attention_heads" if base == "blk.attn_q" else "num_key_value_heads"
+            ]
             if not shape or shape[0] % (2 * heads):
                 raise CorruptCheckpoint(
                     f"{self._raw.path}: {name} has {list(shape)}, which {heads} heads do not divide"
                 )
             undo = _unpermute(heads)
         elif architecture.transposed and base.startswith("blk.") and len(shape) == 2:
-            shape, undo, transposed = (shape[1], shape[0]), lambda tensor: tensor.t().contiguous(), True
+            shape, undo, transposed = (
+                (shape[1], shape[0]),
+                lambda tensor: tensor.t().contiguous(),
+                True,
+            )
         if target in self._entries:
             raise CorruptCheckpoint(f"{self._raw.path}: two tensors mean {target}")
         self._entries[target] = _HfTensor(name, shape, undo, transposed)
 
 
 def _hf_name(name: str, architecture: GgufArchitecture) -> tuple[str, str]:
-    """The Hugging Face name of a GGUF tensor (its own where unknown), and its base without layer and suffix."""
+    """The Hugging Face name of a GGUF tensor (its own where unknown), and its base without layer
+    and suffix.
+    """
     stem, _, suffix = name.rpartition(".")
     parts = stem.split(".", 2)
     layer = ""
     # no model has a million layers, and Python refuses to read a number of thousands of digits
-    if len(parts) == 3 and parts[0] == "blk" and parts[1].isascii() and parts[1].isdigit() and len(parts[1]) < 7:
+    if (
+        len(parts) == 3
+        and parts[0] == "blk"
+        and parts[1].isascii()
+        and parts[1].isdigit()
+        and len(parts[1]) < 7
+    ):
         layer, stem = parts[1], f"blk.{parts[2]}"
     found = architecture.names.get(stem)
     if found is None or suffix not in ("weight", "bias") or stem.startswith("blk.") != bool(layer):
         return name, ""
-    return (f"{architecture.layer_prefix}.{int(layer)}.{found}.{suffix}" if layer else f"{found}.{suffix}"), stem
+    return (
+        f"{architecture.layer_prefix}.{int(layer)}.{found}.{suffix}"
+        if layer
+        else f"{found}.{suffix}"
+    ), stem
 
 
 def _unpermute(heads: int) -> Callable[[torch.Tensor], torch.Tensor]:

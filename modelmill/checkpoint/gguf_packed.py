@@ -1,7 +1,10 @@
-"""GGUF's Q4_0, Q4_1 and Q8_0 taken apart without expanding them: blocks of 32 columns become groups of 32.
+"""GGUF's Q4_0, Q4_1 and Q8_0 taken apart without expanding them: blocks of 32 columns become groups
+of 32.
 
-Q4_0: a float16 scale, 16 bytes; Q4_1: scale, minimum, 16 bytes; Q8_0: scale, 32 signed bytes. Of the 4-bit formats
-byte j holds column j in its low half and column j + 16 in its high half. The other formats have scales of scales.
+Q4_0: a float16 scale, 16 bytes; Q4_1: scale, minimum, 16 bytes; Q8_0: scale, 32 signed bytes. Of
+the 4-bit formats
+byte j holds column j in its low half and column j + 16 in its high half. The other formats have
+scales of scales.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
 
 
 def gguf_quant_layout(info: TensorInfo, *, transposed: bool) -> QuantLayout | None:
-    """The form of a matrix [rows, columns] in GGUF's own orientation; None for other types and for vectors."""
+    """The form of a matrix [rows, columns] in GGUF's own orientation; None for other types and for
+    vectors.
+    """
     if info.dtype not in BITS or len(info.shape) != 2:
         return None
     rows, columns = info.shape
@@ -46,4 +51,9 @@ def unpack_gguf_blocks(type_name: str, blocks: torch.Tensor) -> PackedMatrix:
 
 def _read_float16(blocks: torch.Tensor, byte_offset: int) -> torch.Tensor:
     """The float16 at a byte of each block, [N, G]."""
-    return blocks[:, :, byte_offset : byte_offset + 2].contiguous().view(torch.float16)[:, :, 0].contiguous()
+    return (
+        blocks[:, :, byte_offset : byte_offset + 2]
+        .contiguous()
+        .view(torch.float16)[:, :, 0]
+        .contiguous()
+    )

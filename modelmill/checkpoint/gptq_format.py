@@ -1,6 +1,8 @@
-"""GPTQ checkpoints (AutoGPTQ, GPTQModel): 4 and 8 bits, with and without act-order, formats gptq and gptq_v2.
+"""GPTQ checkpoints (AutoGPTQ, GPTQModel): 4 and 8 bits, with and without act-order, formats gptq
+and gptq_v2.
 
-qweight [K·bits/32, N] int32, packed along K; qzeros [G, N·bits/32], along N, holding zero − 1 (gptq_v2: zero);
+qweight [K·bits/32, N] int32, packed along K; qzeros [G, N·bits/32], along N, holding zero − 1
+(gptq_v2: zero);
 scales [G, N]; g_idx [K], the group of each column. weight = scale · (code − zero).
 """
 
@@ -33,7 +35,10 @@ BITS = (4, 8)
 
 
 def make(settings: Mapping[str, Any], path: Path) -> GptqScheme:
-    """The scheme of a ``quantization_config``. Raises CheckpointError for settings that cannot be read."""
+    """The scheme of a ``quantization_config``.
+
+    Raises CheckpointError for settings that cannot be read.
+    """
     bits, group = settings.get("bits", 4), settings.get("group_size", 128)
     form = str(settings.get("checkpoint_format", "gptq"))
     if form not in FORMATS:
@@ -43,26 +48,35 @@ def make(settings: Mapping[str, Any], path: Path) -> GptqScheme:
         )
     if type(bits) is not int or bits not in BITS:
         raise CheckpointError(
-            f"{path} is a GPTQ checkpoint of {quote(bits, 60)} bits, 4 and 8 can be read; {_advice(bits)}"
+            f"{path} is a GPTQ checkpoint of {quote(bits, 60)} bits, 4 and 8 can be read; "
+            f"{_advice(bits)}"
         )
-    if not isinstance(group, int) or (group != -1 and (group < GROUP_SIZE_MULTIPLE or group % GROUP_SIZE_MULTIPLE)):
+    if not isinstance(group, int) or (
+        group != -1 and (group < GROUP_SIZE_MULTIPLE or group % GROUP_SIZE_MULTIPLE)
+    ):
         raise CheckpointError(
             f"{path} is a GPTQ checkpoint in groups of {quote(group, 60)}; "
             f"groups of −1 or a multiple of {GROUP_SIZE_MULTIPLE} "
             "can be kept; take the original and build with -q int4 --group-size 32"
         )
-    return GptqScheme(path, bits, group, bool(settings.get("sym", True)), 1 if form == "gptq" else 0)
+    return GptqScheme(
+        path, bits, group, bool(settings.get("sym", True)), 1 if form == "gptq" else 0
+    )
 
 
 def _advice(bits: Any) -> str:
     return (
-        f"take the original checkpoint and build with -q int4{' (there is nothing smaller)' if bits in (2, 3) else ''}"
+        "take the original checkpoint and build with -q "
+        f"int4{' (there is nothing smaller)' if bits in (2, 3) else ''}"
     )
 
 
 @dataclass(frozen=True)
 class GptqScheme:
-    """bits: of a code. group_size: columns, −1 for whole rows. zero_point_offset: what stored zeros lack."""
+    """bits: of a code.
+
+    group_size: columns, −1 for whole rows. zero_point_offset: what stored zeros lack.
+    """
 
     path: Path
     bits: int
@@ -83,30 +97,48 @@ class GptqScheme:
             packed_words_shape(raw.info(f"{stem}.qzeros"), self.path),
         )
         if grids[1] != here[1]:
-            raise CorruptCheckpoint(f"{self.path}: {stem}.qweight {list(here)} and scales {list(grids)} do not fit")
+            raise CorruptCheckpoint(
+                f"{self.path}: {stem}.qweight {list(here)} and scales {list(grids)} do not fit"
+            )
         if (zeros[0], zeros[1] * 32 // self.bits) != grids:
-            raise CorruptCheckpoint(f"{self.path}: {stem}.qzeros {list(zeros)} and scales {list(grids)} do not fit")
+            raise CorruptCheckpoint(
+                f"{self.path}: {stem}.qzeros {list(zeros)} and scales {list(grids)} do not fit"
+            )
         columns = here[0] * 32 // self.bits
-        group = -(-columns // GROUP_SIZE_MULTIPLE) * GROUP_SIZE_MULTIPLE if self.group_size == -1 else self.group_size
+        group = (
+            -(-columns // GROUP_SIZE_MULTIPLE) * GROUP_SIZE_MULTIPLE
+            if self.group_size == -1
+            else self.group_size
+        )
         if -(-columns // group) != grids[0]:
             raise CheckpointError(
-                f"{self.path}: {stem} has {grids[0]} groups for {columns} columns, not groups of {group} at "
-                f"{self.bits} bits as the config says; modules of other settings cannot be read, take the original"
+                f"{self.path}: {stem} has {grids[0]} groups for {columns} columns, not groups of "
+                f"{group} at "
+                f"{self.bits} bits as the config says; modules of other settings cannot be read, "
+                "take the original"
             )
-        grid = torch.float16 if self.symmetric and raw.info(f"{stem}.scales").dtype == "float16" else torch.float32
+        grid = (
+            torch.float16
+            if self.symmetric and raw.info(f"{stem}.scales").dtype == "float16"
+            else torch.float32
+        )
         order = perm_digest(self._read_perm(raw, stem, columns, group))
-        return QuantLayout(self.label, self.bits, here[1], columns, group, not self.symmetric, grid, order)
+        return QuantLayout(
+            self.label, self.bits, here[1], columns, group, not self.symmetric, grid, order
+        )
 
     def read_packed(self, raw: Container, stem: str, layout: QuantLayout) -> PackedMatrix:
         codes = unpack_fields(raw.get(f"{stem}.qweight").t().contiguous(), self.bits)  # [N, K]
         zeros = (
-            unpack_fields(raw.get(f"{stem}.qzeros"), self.bits).t().to(torch.int32) + self.zero_point_offset
+            unpack_fields(raw.get(f"{stem}.qzeros"), self.bits).t().to(torch.int32)
+            + self.zero_point_offset
         )  # [N, G]
         scale = raw.get(f"{stem}.scales").t().contiguous()
         middle = 1 << (self.bits - 1)
         if self.symmetric and bool((zeros != middle).any()):
             raise CorruptCheckpoint(
-                f'{self.path}: {stem} has zeros other than {middle}, its config says "sym": true; set it to false'
+                f'{self.path}: {stem} has zeros other than {middle}, its config says "sym": true; '
+                "set it to false"
             )
         order = self._read_perm(raw, stem, layout.columns, layout.group_size)
         if order is not None:
@@ -118,7 +150,9 @@ class GptqScheme:
             codes = (codes.to(torch.int16) - middle).to(torch.int8)
         return PackedMatrix(codes.contiguous(), scale.to(layout.scale_dtype), offset, order)
 
-    def _read_perm(self, raw: Container, stem: str, num_columns: int, group_size: int) -> torch.Tensor | None:
+    def _read_perm(
+        self, raw: Container, stem: str, num_columns: int, group_size: int
+    ) -> torch.Tensor | None:
         name = f"{stem}.g_idx"
         if name not in _names(raw):
             return None
@@ -127,7 +161,8 @@ class GptqScheme:
             return perm_from_group_index(groups, group_size)
         except ValueError:
             raise CheckpointError(
-                f"{self.path}: {name} has groups of uneven size, which cannot be kept; take the original checkpoint"
+                f"{self.path}: {name} has groups of uneven size, which cannot be kept; take the "
+                "original checkpoint"
             ) from None
 
 

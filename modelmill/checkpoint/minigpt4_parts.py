@@ -1,7 +1,9 @@
-"""MiniGPT-4 as it is published: a LLaMA checkpoint and the eyes in files of their own, seen as one container.
+"""MiniGPT-4 as it is published: a LLaMA checkpoint and the eyes in files of their own, seen as one
+container.
 
-The eyes are EVA's ViT-g (``blocks.*``), BLIP-2's Q-Former (``Qformer.*``, ``query_tokens``, ``ln_vision.*``) and
-MiniGPT-4's own projection (``llama_proj.*``). They are told apart by what they hold, not by their names.
+The eyes are EVA's ViT-g (``blocks.*``), BLIP-2's Q-Former (``Qformer.*``, ``query_tokens``,
+``ln_vision.*``) and MiniGPT-4's own projection (``llama_proj.*``). They are told apart by what they
+hold, not by their names.
 """
 
 from __future__ import annotations
@@ -31,7 +33,11 @@ VISION_ENCODER_PREFIX = "visual_encoder."
 GENERATION_DEFAULTS = {"do_sample": True, "temperature": 1.0, "top_p": 0.9, "max_new_tokens": 300}
 PROMPTS = ("first", "current")
 _VISION_PARTS = (
-    ("vision_encoder", "EVA's ViT-g (blocks.0.attn.qkv.weight)", r"(visual_encoder\.)?blocks\.0\.attn\.qkv\.weight"),
+    (
+        "vision_encoder",
+        "EVA's ViT-g (blocks.0.attn.qkv.weight)",
+        r"(visual_encoder\.)?blocks\.0\.attn\.qkv\.weight",
+    ),
     ("qformer", "BLIP-2's Q-Former (query_tokens)", r"query_tokens"),
     ("projection", "MiniGPT-4's projection (llama_proj.weight)", r"llama_proj\.weight"),
 )
@@ -40,8 +46,9 @@ _VISION_PARTS = (
 class MiniGpt4Container:
     """A language model's tensors behind ``llama_model.``, and those of the eyes' files.
 
-    A name that several of the eyes' files hold is taken from the last: vision encoder, Q-Former, projection is the
-    order in which upstream loads them. Raises CheckpointError where a part is missing or a file is none of them.
+    A name that several of the eyes' files hold is taken from the last: vision encoder, Q-Former,
+    projection is the order in which upstream loads them. Raises CheckpointError where a part is
+    missing or a file is none of them.
     """
 
     def __init__(self, language: Container, files: Sequence[Path]) -> None:
@@ -52,16 +59,23 @@ class MiniGpt4Container:
         missing = [what for number, (_, what, _) in enumerate(_VISION_PARTS) if number not in found]
         if missing:
             given = ", ".join(path.name for path in files) or "no file"
-            raise CheckpointError(f"the eyes of this model are incomplete: {' and '.join(missing)} not in {given}")
+            raise CheckpointError(
+                f"the eyes of this model are incomplete: {' and '.join(missing)} not in {given}"
+            )
         for _, container in opened:
             bare = any(name.startswith("blocks.") for name in container.names())
             for name in container.names():
-                self._vision_tensors[VISION_ENCODER_PREFIX + name if bare else name] = (container, name)
+                self._vision_tensors[VISION_ENCODER_PREFIX + name if bare else name] = (
+                    container,
+                    name,
+                )
         self._files = [file for _, container in opened for file in container.files()]
         self.metadata: dict[str, Any] = {}
 
     def names(self) -> list[str]:
-        return [LANGUAGE_PREFIX + name for name in self._language.names()] + list(self._vision_tensors)
+        return [LANGUAGE_PREFIX + name for name in self._language.names()] + list(
+            self._vision_tensors
+        )
 
     def info(self, name: str) -> TensorInfo:
         container, theirs = self._locate(name)
@@ -84,24 +98,39 @@ class MiniGpt4Container:
 
 
 def is_minigpt4_folder(folder: Path) -> bool:
-    """Whether a folder holds the published parts side by side, or says in minigpt4.json where they are."""
+    """Whether a folder holds the published parts side by side, or says in minigpt4.json where they
+    are.
+    """
     if (folder / SETTINGS_FILE).is_file():
         return True
-    plain = any((folder / name).exists() for name in ("config.json", "model.safetensors", "pytorch_model.bin"))
+    plain = any(
+        (folder / name).exists()
+        for name in ("config.json", "model.safetensors", "pytorch_model.bin")
+    )
     return not plain and bool(_weight_files(folder)) and len(_language_folders(folder)) == 1
 
 
 def find_parts(folder: Path) -> tuple[Path, list[Path], dict[str, Any]]:
-    """(the language model, the eyes' files, minigpt4.json's settings) of such a folder. Raises CheckpointError."""
+    """(the language model, the eyes' files, minigpt4.json's settings) of such a folder.
+
+    Raises CheckpointError.
+    """
     settings = read_json(folder / SETTINGS_FILE) if (folder / SETTINGS_FILE).is_file() else {}
     check_settings(settings, folder / SETTINGS_FILE)
-    languages = [folder / settings["language"]] if "language" in settings else _language_folders(folder)
+    languages = (
+        [folder / settings["language"]] if "language" in settings else _language_folders(folder)
+    )
     if len(languages) != 1:
         raise CheckpointError(
-            f"{folder}: holds {len(languages)} folders with a config.json; the language model is one, or is named "
+            f"{folder}: holds {len(languages)} folders with a config.json; the language model is "
+            "one, or is named "
             f'in {SETTINGS_FILE} as "language"'
         )
-    files = [folder / name for name in settings["vision"]] if "vision" in settings else _weight_files(folder)
+    files = (
+        [folder / name for name in settings["vision"]]
+        if "vision" in settings
+        else _weight_files(folder)
+    )
     return languages[0], files, settings
 
 
@@ -111,7 +140,9 @@ def check_settings(settings: Mapping[str, Any], path: Path) -> None:
     known = {"language", "vision", "prompt", *tables}
     unknown = sorted(set(settings) - known)
     if unknown:
-        raise CheckpointError(f"{path}: {quote(unknown[0])} is no setting; known are {', '.join(sorted(known))}")
+        raise CheckpointError(
+            f"{path}: {quote(unknown[0])} is no setting; known are {', '.join(sorted(known))}"
+        )
     vision = settings.get("vision", [])
     sizes = [value for table in tables for value in _settings_table(settings, table).values()]
     fine = (
@@ -134,8 +165,9 @@ def config_from_parts(
 ) -> dict[str, Any]:
     """The language model's config with the eyes' sizes under "image_embedder".
 
-    Sizes follow from the tensors, but for those that no tensor tells: how many blocks are used (39, as published) and
-    the numbers of heads. Raises UnknownArchitecture for a language model that is no LLaMA, CheckpointError.
+    Sizes follow from the tensors, but for those that no tensor tells: how many blocks are used (39,
+    as published) and the numbers of heads. Raises UnknownArchitecture for a language model that is
+    no LLaMA, CheckpointError.
     """
     if language.get("model_type") != "llama":
         found = quote(language.get("model_type"))
@@ -157,7 +189,9 @@ def config_from_parts(
         "width": asking,
         "depth": _count_layers(vision.names(), r"Qformer\.bert\.encoder\.layer\.(\d{1,6})\..*"),
         "heads": 12,
-        "inner": _shape(vision, "Qformer.bert.encoder.layer.0.intermediate_query.dense.weight", 2)[0],
+        "inner": _shape(vision, "Qformer.bert.encoder.layer.0.intermediate_query.dense.weight", 2)[
+            0
+        ],
         "image_width": width,
         "cross_attention_frequency": 2,
         "queries": queries,
@@ -176,7 +210,11 @@ def config_from_parts(
 
 def chat_format_file(settings: Mapping[str, Any], num_query_tokens: int) -> bytes:
     """What the chat format of the engine is, as a file of its tokenizer's folder."""
-    content = {"format": MODEL_TYPE, "prompt": settings.get("prompt", "first"), "tokens": num_query_tokens}
+    content = {
+        "format": MODEL_TYPE,
+        "prompt": settings.get("prompt", "first"),
+        "tokens": num_query_tokens,
+    }
     return (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
 
 
@@ -195,13 +233,19 @@ def _open_part(path: Path) -> tuple[list[int], Container]:
         if any(re.fullmatch(pattern, name) for name in names)
     ]
     if not part_numbers:
-        raise CheckpointError(f"{path}: holds neither {', nor '.join(what for _, what, _ in _VISION_PARTS)}")
+        raise CheckpointError(
+            f"{path}: holds neither {', nor '.join(what for _, what, _ in _VISION_PARTS)}"
+        )
     return part_numbers, container
 
 
 def _weight_files(folder: Path) -> list[Path]:
     """The weight files that lie in the folder itself."""
-    return sorted(f for f in folder.iterdir() if f.suffix in (".pth", ".pt", ".bin", ".safetensors") and f.is_file())
+    return sorted(
+        f
+        for f in folder.iterdir()
+        if f.suffix in (".pth", ".pt", ".bin", ".safetensors") and f.is_file()
+    )
 
 
 def _language_folders(folder: Path) -> list[Path]:
@@ -216,7 +260,9 @@ def _settings_table(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _shape(vision: MiniGpt4Container, name: str, dims: int) -> tuple[int, ...]:
     shape = vision.info(name).shape
     if len(shape) != dims or 0 in shape:
-        raise TensorMismatch(f"{name} has shape {list(shape)} where {dims} dimensions above 0 are needed")
+        raise TensorMismatch(
+            f"{name} has shape {list(shape)} where {dims} dimensions above 0 are needed"
+        )
     return shape
 
 

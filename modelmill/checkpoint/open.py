@@ -45,10 +45,11 @@ HASH_CHUNK_BYTES = 1 << 22
 class Checkpoint:
     """A model's weights, config and tokenizer files, always under Hugging Face names.
 
-    `raw` is the container under its own names (GGUF: blk.0.attn_q.weight); `view` the same values under
-    Hugging Face names, and the same object where they agree. `language`: the language model of one with eyes.
-    `unread_config`: keys that the config was not made from, where it was made from other keys (GGUF, BLIP-2), by full
-    names.
+    `raw` is the container under its own names (GGUF: blk.0.attn_q.weight); `view` the same values
+    under
+    Hugging Face names, and the same object where they agree. `language`: the language model of one
+    with eyes. `unread_config`: keys that the config was not made from, where it was made from other
+    keys (GGUF, BLIP-2), by full names.
     """
 
     path: Path
@@ -63,7 +64,9 @@ class Checkpoint:
 
     @property
     def model_type(self) -> str:
-        """The config's model_type: the name of the model file that computes it; empty where there is no config."""
+        """The config's model_type: the name of the model file that computes it; empty where there
+        is no config.
+        """
         return str(self.config.get("model_type", ""))
 
     def names(self) -> list[str]:
@@ -81,8 +84,12 @@ class Checkpoint:
         return self.view.get(name)
 
     def quant_layout(self, name: str) -> QuantLayout | None:
-        """How a matrix is stored in few bits; None where it is not, or not in a form that can be kept."""
-        found: QuantLayout | None = self.view.quant_layout(name) if hasattr(self.view, "quant_layout") else None
+        """How a matrix is stored in few bits; None where it is not, or not in a form that can be
+        kept.
+        """
+        found: QuantLayout | None = (
+            self.view.quant_layout(name) if hasattr(self.view, "quant_layout") else None
+        )
         return found
 
     def read_packed(self, name: str) -> PackedMatrix:
@@ -91,11 +98,15 @@ class Checkpoint:
         return found
 
     def tokenizer_files(self) -> dict[str, bytes]:
-        """The tokenizer's files by name: as they lie in a folder, or gguf_vocab.json made from a GGUF."""
+        """The tokenizer's files by name: as they lie in a folder, or gguf_vocab.json made from a
+        GGUF.
+        """
         return dict(self.side_files)
 
     def fingerprint(self, on_progress: AmountProgress | None = None) -> str:
-        """sha256 over everything: config, tokenizer files and the whole content of the weight files."""
+        """sha256 over everything: config, tokenizer files and the whole content of the weight
+        files.
+        """
         files = self.raw.files()
         total = sum(file.stat().st_size for file in files)
         digest = hashlib.sha256(self._canonical_facts())
@@ -112,7 +123,8 @@ class Checkpoint:
         return digest.hexdigest()
 
     def quick_fingerprint(self) -> str:
-        """sha256 over names, sizes, modification times, tensor headers and config: tells that nothing was
+        """sha256 over names, sizes, modification times, tensor headers and config: tells that
+        nothing was
         touched since, without reading the weights."""
         digest = hashlib.sha256(self._canonical_facts())
         for file in self.raw.files():
@@ -122,20 +134,26 @@ class Checkpoint:
 
     def _canonical_facts(self) -> bytes:
         """Config, tokenizer files' digests and tensor headers in one canonical form."""
-        headers = [(i.name, list(i.shape), i.dtype) for i in map(self.view.info, sorted(self.view.names()))]
+        headers = [
+            (i.name, list(i.shape), i.dtype) for i in map(self.view.info, sorted(self.view.names()))
+        ]
         side = {name: hashlib.sha256(data).hexdigest() for name, data in self.side_files.items()}
         facts = [self.container, self.config, self.generation_config, headers, side]
         return json.dumps(facts, sort_keys=True, default=str).encode()
 
 
-def open_checkpoint(path: Path, *, delta: Path | None = None, vision: Sequence[Path] = ()) -> Checkpoint:
+def open_checkpoint(
+    path: Path, *, delta: Path | None = None, vision: Sequence[Path] = ()
+) -> Checkpoint:
     """Open a Hugging Face folder, or a single .gguf, .safetensors, .bin or .pth file.
 
-    delta: a second checkpoint whose tensors are added to the first one's (Vicuna's way of publishing). vision: files
-    with MiniGPT-4's eyes for this language model (see `minigpt4_parts`), and at most one minigpt4.json.
-    Nothing but headers is read, and code that a checkpoint brings (auto_map) is never run. A single file without a
-    config.json beside it has an empty config: original image models are published so. Raises CheckpointError where
-    something is missing, CorruptCheckpoint where a file lies about itself.
+    delta: a second checkpoint whose tensors are added to the first one's (Vicuna's way of
+    publishing). vision: files with MiniGPT-4's eyes for this language model (see `minigpt4_parts`),
+    and at most one minigpt4.json.
+    Nothing but headers is read, and code that a checkpoint brings (auto_map) is never run. A single
+    file without a config.json beside it has an empty config: original image models are published
+    so. Raises CheckpointError where something is missing, CorruptCheckpoint where a file lies about
+    itself.
     """
     path = Path(path)
     settings: dict[str, Any] = {}
@@ -150,10 +168,14 @@ def open_checkpoint(path: Path, *, delta: Path | None = None, vision: Sequence[P
     for file in (Path(f) for f in vision if Path(f).suffix == ".json"):
         settings = read_json(file)
         check_settings(settings, file)
-    return _with_vision(path, base, [Path(f) for f in vision if Path(f).suffix != ".json"], settings)
+    return _with_vision(
+        path, base, [Path(f) for f in vision if Path(f).suffix != ".json"], settings
+    )
 
 
-def _with_vision(path: Path, language: Checkpoint, files: Sequence[Path], settings: Mapping[str, Any]) -> Checkpoint:
+def _with_vision(
+    path: Path, language: Checkpoint, files: Sequence[Path], settings: Mapping[str, Any]
+) -> Checkpoint:
     """A language model and its eyes as one checkpoint."""
     view = MiniGpt4Container(language.view, files)
     config = config_from_parts(language.config, view, settings)
@@ -178,9 +200,11 @@ def _as_minigpt4(checkpoint: Checkpoint) -> Checkpoint:
     config, text, unread = blip2.convert_configs(checkpoint.config, checkpoint.path)
     view = blip2.Blip2Container(checkpoint.view)
     depth = config["image_embedder"]["vision_encoder"]["depth"]
-    if depth != view.num_blocks:  # of MiniGPT-4's vision encoder the last block is left out, of this none
+    # of MiniGPT-4's vision encoder the last block is left out, of this none
+    if depth != view.num_blocks:
         raise CheckpointError(
-            f"{checkpoint.path}: config.json: num_hidden_layers of the vision encoder is {quote(depth, 40)}, "
+            f"{checkpoint.path}: config.json: num_hidden_layers of the vision encoder is "
+            f"{quote(depth, 40)}, "
             f"the weights have {view.num_blocks} layers"
         )
     words = blip2.PrefixedView(view, LANGUAGE_PREFIX)
@@ -189,7 +213,13 @@ def _as_minigpt4(checkpoint: Checkpoint) -> Checkpoint:
     if side:
         side[CHAT_FILE] = blip2.chat_format_file(config["image_embedder"]["qformer"]["queries"])
     return replace(
-        checkpoint, config=config, raw=view, view=view, side_files=side, language=language, unread_config=unread
+        checkpoint,
+        config=config,
+        raw=view,
+        view=view,
+        side_files=side,
+        language=language,
+        unread_config=unread,
     )
 
 
@@ -200,7 +230,9 @@ def _with_delta(path: Path, delta: Path | None) -> Checkpoint:
         return base
     added = _open_path(Path(delta))
     if added.model_type != base.model_type:
-        raise CheckpointError(f"{delta}: the delta is of model_type {added.model_type}, its base of {base.model_type}")
+        raise CheckpointError(
+            f"{delta}: the delta is of model_type {added.model_type}, its base of {base.model_type}"
+        )
     view = DeltaContainer(base.view, added.view)
     return Checkpoint(
         path=path,
@@ -227,7 +259,9 @@ def _open_path(path: Path) -> Checkpoint:
         return _with_config(path.parent, path, "safetensors", SafetensorsFiles([path]))
     if path.suffix in (".bin", ".pth", ".pt"):
         return _with_config(path.parent, path, "pth", PthFiles([path]))
-    raise CheckpointError(f"{path}: not a .gguf, .safetensors, .bin or .pth file; give a checkpoint's folder")
+    raise CheckpointError(
+        f"{path}: not a .gguf, .safetensors, .bin or .pth file; give a checkpoint's folder"
+    )
 
 
 def _open_folder(folder: Path) -> Checkpoint:
@@ -242,16 +276,24 @@ def _open_folder(folder: Path) -> Checkpoint:
         return _with_config(folder, folder, "pth", PthFiles([folder / "pytorch_model.bin"]))
     for suffix, opener in (
         (".gguf", lambda file: _open_gguf(file)),
-        (".safetensors", lambda file: _with_config(folder, folder, "safetensors", SafetensorsFiles([file]))),
+        (
+            ".safetensors",
+            lambda file: _with_config(folder, folder, "safetensors", SafetensorsFiles([file])),
+        ),
         (".pth", lambda file: _with_config(folder, folder, "pth", PthFiles([file]))),
     ):
-        found = sorted(file for file in folder.iterdir() if file.suffix == suffix and file.is_file())
+        found = sorted(
+            file for file in folder.iterdir() if file.suffix == suffix and file.is_file()
+        )
         if len(found) == 1:
             return opener(found[0])
         if found:
-            raise CheckpointError(f"{folder}: holds {len(found)} {suffix} files and no index; name one of them")
+            raise CheckpointError(
+                f"{folder}: holds {len(found)} {suffix} files and no index; name one of them"
+            )
     raise CheckpointError(
-        f"{folder}: holds no weights (model.safetensors, its index, pytorch_model.bin or a .gguf file)"
+        f"{folder}: holds no weights (model.safetensors, its index, pytorch_model.bin or a .gguf "
+        "file)"
     )
 
 
@@ -259,14 +301,18 @@ def _with_config(folder: Path, path: Path, container: str, weights: Container) -
     alone = path.is_file() and not (folder / "config.json").exists()
     config = {} if alone else read_json(folder / "config.json")
     if not alone and not isinstance(config.get("model_type"), str):
-        raise UnknownArchitecture(f"{folder / 'config.json'}: names no model_type; add the family's name")
+        raise UnknownArchitecture(
+            f"{folder / 'config.json'}: names no model_type; add the family's name"
+        )
     generation_file = folder / "generation_config.json"
     for name, method in SIDE_FILES.items():
         if not alone and "quantization_config" not in config and (folder / name).is_file():
             config["quantization_config"] = {"quant_method": method, **read_json(folder / name)}
     scheme = find_scheme(config, path)
     transposed = config.get("model_type") == "gpt2"
-    view = weights if scheme is None else PrequantizedContainer(weights, scheme, transposed=transposed)
+    view = (
+        weights if scheme is None else PrequantizedContainer(weights, scheme, transposed=transposed)
+    )
     return Checkpoint(
         path=path,
         container=container,
@@ -281,7 +327,9 @@ def _with_config(folder: Path, path: Path, container: str, weights: Container) -
 def _open_gguf(path: Path) -> Checkpoint:
     raw = GgufFile(path)
     if str(raw.metadata.get("split.count", 0)) not in ("0", "1"):
-        raise CheckpointError(f"{path}: is one part of a split GGUF; join the parts with llama-gguf-split --merge")
+        raise CheckpointError(
+            f"{path}: is one part of a split GGUF; join the parts with llama-gguf-split --merge"
+        )
     view = GgufAsHf(raw)
     has_vocabulary = raw.metadata.get("tokenizer.ggml.model") not in (None, "none", "no_vocab")
     return Checkpoint(

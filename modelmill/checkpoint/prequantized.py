@@ -1,8 +1,9 @@
-"""Checkpoints that GPTQ, AWQ or compressed-tensors have quantized, under the names of the weights they stand for.
+"""Checkpoints that GPTQ, AWQ or compressed-tensors have quantized, under the names of the weights
+they stand for.
 
-``config.json`` says which (``quantization_config``); older ones have quantize_config.json (AutoGPTQ) or
-quant_config.json (AutoAWQ) beside it. A stem's packed tensors become one matrix "<stem>.weight", which is expanded only
-where somebody asks for its values.
+``config.json`` says which (``quantization_config``); older ones have quantize_config.json
+(AutoGPTQ) or quant_config.json (AutoAWQ) beside it. A stem's packed tensors become one matrix
+"<stem>.weight", which is expanded only where somebody asks for its values.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ ADVICE = "take the original checkpoint and build it with -q int4 or -q int8"
 class QuantScheme(Protocol):
     """One format with one checkpoint's settings.
 
-    label: for people. suffixes: those that a packed matrix consists of. marker_suffix: the one that tells that it is
-    one.
+    label: for people. suffixes: those that a packed matrix consists of. marker_suffix: the one that
+    tells that it is one.
     """
 
     label: str
@@ -35,14 +36,20 @@ class QuantScheme(Protocol):
     marker_suffix: str
 
     def quant_layout(self, raw: Container, stem: str) -> QuantLayout:
-        """How this matrix is stored. Raises CheckpointError for what cannot be read, naming what to do."""
+        """How this matrix is stored.
+
+        Raises CheckpointError for what cannot be read, naming what to do.
+        """
 
     def read_packed(self, raw: Container, stem: str, layout: QuantLayout) -> PackedMatrix:
         """Its values. Raises CorruptCheckpoint where they contradict the form."""
 
 
 def find_scheme(config: Mapping[str, Any], path: Path) -> QuantScheme | None:
-    """The scheme of a ``quantization_config``; None where there is none. Raises CheckpointError for one not known."""
+    """The scheme of a ``quantization_config``; None where there is none.
+
+    Raises CheckpointError for one not known.
+    """
     settings = config.get("quantization_config")
     if not settings:
         return None
@@ -52,7 +59,9 @@ def find_scheme(config: Mapping[str, Any], path: Path) -> QuantScheme | None:
     found = SCHEME_MODULES.get(method)
     if found is None:
         named, known = method or "an unnamed method", ", ".join(SCHEME_MODULES)
-        raise CheckpointError(f"{path} is quantized by {named}, which is not supported (known are {known}); {ADVICE}")
+        raise CheckpointError(
+            f"{path} is quantized by {named}, which is not supported (known are {known}); {ADVICE}"
+        )
     scheme: QuantScheme = found.make(settings, path)
     return scheme
 
@@ -60,7 +69,8 @@ def find_scheme(config: Mapping[str, Any], path: Path) -> QuantScheme | None:
 class PrequantizedContainer:
     """A container whose packed matrices appear as "<stem>.weight", [N, K]; all else as it is.
 
-    transposed: the family stores its matrices as [K, N] (GPT-2's Conv1D), so the names mean the transposes.
+    transposed: the family stores its matrices as [K, N] (GPT-2's Conv1D), so the names mean the
+    transposes.
     """
 
     def __init__(self, raw: Container, scheme: QuantScheme, *, transposed: bool = False) -> None:
@@ -94,7 +104,9 @@ class PrequantizedContainer:
         shape = (form.columns, form.rows) if form.transposed else (form.rows, form.columns)
         here = set(self._raw.names())
         stored = [f"{stem}.{part}" for part in self.scheme.suffixes if f"{stem}.{part}" in here]
-        return TensorInfo(name, shape, form.label, sum(self._raw.info(part).nbytes for part in stored))
+        return TensorInfo(
+            name, shape, form.label, sum(self._raw.info(part).nbytes for part in stored)
+        )
 
     def get(self, name: str) -> torch.Tensor:
         """The values, of a packed matrix in float32."""

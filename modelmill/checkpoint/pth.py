@@ -1,4 +1,6 @@
-"""Read PyTorch's .pth and .bin files as tensors only: nothing a file brings along is ever executed."""
+"""Read PyTorch's .pth and .bin files as tensors only: nothing a file brings along is ever
+executed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ WRAPPER_KEYS = ("state_dict", "model", "module")
 class PthFiles:
     """The tensors of one or several PyTorch files as one container, mapped where the format allows.
 
-    expected: tensor name -> file name, as an index lists them. Raises CheckpointError where a file holds
+    expected: tensor name -> file name, as an index lists them. Raises CheckpointError where a file
+    holds
     more than tensors, CorruptCheckpoint where it is damaged.
     """
 
@@ -35,12 +38,15 @@ class PthFiles:
         for path in self._paths:
             for name, tensor in _load(path).items():
                 if name in self._tensors:
-                    raise CorruptCheckpoint(f"{path}: holds {quote(name)}, which another shard holds too")
+                    raise CorruptCheckpoint(
+                        f"{path}: holds {quote(name)}, which another shard holds too"
+                    )
                 self._tensors[name] = tensor
         absent = [name for name in expected or {} if name not in self._tensors]
         if absent:
             raise CorruptCheckpoint(
-                f"{self._paths[0].parent / INDEX_FILE}: lists {len(absent)} tensor(s) no shard holds: "
+                f"{self._paths[0].parent / INDEX_FILE}: lists {len(absent)} tensor(s) no shard "
+                "holds: "
                 f"{list_names(absent)}"
             )
 
@@ -68,24 +74,34 @@ class PthFiles:
 
 
 def _load(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of one file by name, out of {"model": …} or {"state_dict": …} where it is wrapped."""
+    """Every tensor of one file by name, out of {"model": …} or {"state_dict": …} where it is
+    wrapped.
+    """
     if not path.is_file():
         raise CheckpointError(f"{path}: is missing")
     stored = _check_archive(path)
     archive = stored is not None
     try:
-        # mmap reads nothing but the description; the old format (before torch 1.6) cannot be mapped.
+        # mmap reads nothing but the description; the old format (before torch 1.6) cannot be
+        # mapped.
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's remarks on how it was written; what is wrong is said below
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True if archive else None)
+            # torch's remarks on how it was written; what is wrong is said below
+            warnings.simplefilter("ignore")
+            content = torch.load(
+                path, map_location="cpu", weights_only=True, mmap=True if archive else None
+            )
     except Exception as error:
-        # torch raises UnpicklingError, RuntimeError, EOFError, KeyError … for what foreign bytes may hold.
+        # torch raises UnpicklingError, RuntimeError, EOFError, KeyError … for what foreign bytes
+        # may hold.
         said = str(error).lower()
         if "weights only load failed" in said and ("global" in said or "class" in said):
             raise CheckpointError(
-                f"{path}: holds more than tensors, refusing to run its code; ask for a safetensors version"
+                f"{path}: holds more than tensors, refusing to run its code; ask for a "
+                "safetensors version"
             ) from None
-        raise CorruptCheckpoint(f"{path}: is damaged or no PyTorch file ({type(error).__name__})") from None
+        raise CorruptCheckpoint(
+            f"{path}: is damaged or no PyTorch file ({type(error).__name__})"
+        ) from None
     tensors = _named_tensors(path, content)
     if stored is not None:
         _check_storages(path, tensors, stored)
@@ -93,9 +109,11 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _check_archive(path: Path) -> int | None:
-    """The bytes that an archive stores for tensors; None for the format before torch 1.6, which is no archive.
+    """The bytes that an archive stores for tensors; None for the format before torch 1.6, which is
+    no archive.
 
-    A PyTorch archive stores its entries uncompressed: one that inflates is a bomb, not a checkpoint.
+    A PyTorch archive stores its entries uncompressed: one that inflates is a bomb, not a
+    checkpoint.
     """
     try:
         if not zipfile.is_zipfile(path):
@@ -105,21 +123,34 @@ def _check_archive(path: Path) -> int | None:
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
         raise CorruptCheckpoint(f"{path}: is damaged ({quote(str(error))})") from None
     size = path.stat().st_size
-    if any(e.compress_type != zipfile.ZIP_STORED for e in entries) or sum(e.file_size for e in entries) > size:
-        raise CorruptCheckpoint(f"{path}: has compressed entries, which PyTorch never writes; refusing it")
+    if (
+        any(e.compress_type != zipfile.ZIP_STORED for e in entries)
+        or sum(e.file_size for e in entries) > size
+    ):
+        raise CorruptCheckpoint(
+            f"{path}: has compressed entries, which PyTorch never writes; refusing it"
+        )
     return sum(entry.file_size for entry in entries if "/data/" in entry.filename)
 
 
 def _check_storages(path: Path, tensors: Mapping[str, torch.Tensor], stored: int) -> None:
-    """A mapped storage is as long as the file's description claims: not longer than its entry, and of its own."""
-    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors.values()) if s.nbytes()}
+    """A mapped storage is as long as the file's description claims: not longer than its entry, and
+    of its own.
+    """
+    storages = {
+        s.data_ptr(): s.nbytes()
+        for s in (t.untyped_storage() for t in tensors.values())
+        if s.nbytes()
+    }
     end = 0
     for start, nbytes in sorted(storages.items()):
         if start < end:
             raise CorruptCheckpoint(f"{path}: is damaged: two of its tensors overlap")
         end = start + nbytes
     if sum(storages.values()) > stored:
-        raise CorruptCheckpoint(f"{path}: is damaged: its tensors claim more bytes than the {stored} it stores")
+        raise CorruptCheckpoint(
+            f"{path}: is damaged: its tensors claim more bytes than the {stored} it stores"
+        )
 
 
 def _named_tensors(path: Path, content: Any) -> dict[str, torch.Tensor]:
@@ -136,7 +167,11 @@ def _named_tensors(path: Path, content: Any) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{path}: holds no tensors")
     for name, tensor in found.items():
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
-            raise CheckpointError(f"{path}: {quote(name)} is no plain dense tensor; save it dense and unquantized")
+            raise CheckpointError(
+                f"{path}: {quote(name)} is no plain dense tensor; save it dense and unquantized"
+            )
         if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
-            raise CorruptCheckpoint(f"{path}: {quote(name)} claims more values than the file stores")
+            raise CorruptCheckpoint(
+                f"{path}: {quote(name)} claims more values than the file stores"
+            )
     return {name: tensor.detach() for name, tensor in found.items()}

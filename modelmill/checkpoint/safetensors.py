@@ -1,6 +1,8 @@
-"""Read safetensors files, one or many with an index, after checking their headers against their sizes.
+"""Read safetensors files, one or many with an index, after checking their headers against their
+sizes.
 
-The safetensors library maps the files and makes the tensors; what a header may claim is checked here first,
+The safetensors library maps the files and makes the tensors; what a header may claim is checked
+here first,
 so that every fault has one clear line that names the file.
 """
 
@@ -52,7 +54,8 @@ class SafetensorsFiles:
     """The tensors of one or several safetensors files as one container.
 
     expected: tensor name -> file name, as an index lists them; checked against what the files hold.
-    Raises CorruptCheckpoint for a file that contradicts its size, itself, another shard or the index.
+    Raises CorruptCheckpoint for a file that contradicts its size, itself, another shard or the
+    index.
     """
 
     def __init__(self, paths: Sequence[Path], expected: Mapping[str, str] | None = None) -> None:
@@ -67,7 +70,8 @@ class SafetensorsFiles:
             for info in infos:
                 if info.name in self._file_by_tensor:
                     raise CorruptCheckpoint(
-                        f"{path}: holds {quote(info.name)}, which {self._file_by_tensor[info.name].name} holds too"
+                        f"{path}: holds {quote(info.name)}, which "
+                        f"{self._file_by_tensor[info.name].name} holds too"
                     )
                 self._infos[info.name] = info
                 self._file_by_tensor[info.name] = path
@@ -108,18 +112,25 @@ class SafetensorsFiles:
         absent = [name for name in expected if name not in self._file_by_tensor]
         if absent:
             raise CorruptCheckpoint(
-                f"{folder / INDEX_FILE}: lists {len(absent)} tensor(s) no shard holds: {list_names(absent)}"
+                f"{folder / INDEX_FILE}: lists {len(absent)} tensor(s) no shard holds: "
+                f"{list_names(absent)}"
             )
-        strays = [name for name, home in expected.items() if self._file_by_tensor[name].name != home]
+        strays = [
+            name for name, home in expected.items() if self._file_by_tensor[name].name != home
+        ]
         if strays:
-            raise CorruptCheckpoint(f"{folder / INDEX_FILE}: names the wrong shard for {list_names(strays)}")
+            raise CorruptCheckpoint(
+                f"{folder / INDEX_FILE}: names the wrong shard for {list_names(strays)}"
+            )
 
 
 def read_header(path: Path) -> tuple[list[TensorInfo], dict[str, str]]:
     """The tensors a safetensors file declares, and its metadata.
 
-    Checked: the header fits the file and is JSON without repeated names; every dtype is known; every tensor's
-    place matches its shape; places follow each other without gap or overlap and end where the file ends.
+    Checked: the header fits the file and is JSON without repeated names; every dtype is known;
+    every tensor's
+    place matches its shape; places follow each other without gap or overlap and end where the file
+    ends.
     Raises CorruptCheckpoint, or CheckpointError for a dtype this version cannot hold.
     """
     if not path.is_file():
@@ -129,7 +140,8 @@ def read_header(path: Path) -> tuple[list[TensorInfo], dict[str, str]]:
         length = int.from_bytes(stream.read(8), "little") if size >= 8 else MAX_HEADER_BYTES + 1
         if length > min(MAX_HEADER_BYTES, size - 8):
             raise CorruptCheckpoint(
-                f"{path}: is no safetensors file or is truncated (it has {size} bytes, its header claims "
+                f"{path}: is no safetensors file or is truncated (it has {size} bytes, its header "
+                "claims "
                 f"{length if size >= 8 else 'at least 8'})"
             )
         text = stream.read(length)
@@ -159,18 +171,25 @@ def _parse_entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, int]:
     """One tensor's description and the place where it begins behind the header."""
     if not isinstance(entry, dict):
         raise CorruptCheckpoint(f"{path}: describes {quote(name)} by no JSON object")
-    shape, place = _nonnegative_ints(entry.get("shape")), _nonnegative_ints(entry.get("data_offsets"))
+    shape, place = (
+        _nonnegative_ints(entry.get("shape")),
+        _nonnegative_ints(entry.get("data_offsets")),
+    )
     dtype = entry.get("dtype")
     if shape is None or place is None or len(place) != 2 or not isinstance(dtype, str):
         raise CorruptCheckpoint(f"{path}: gives {quote(name)} no proper dtype, shape and place")
     if dtype not in DTYPES:
-        raise CheckpointError(f"{path}: {quote(name)} has the dtype {quote(dtype)}, which modelmill does not read")
+        raise CheckpointError(
+            f"{path}: {quote(name)} has the dtype {quote(dtype)}, which modelmill does not read"
+        )
     kind = DTYPES[dtype]
     nbytes = math.prod(shape) * kind.itemsize
-    # A dimension of 2**60 beside one of 0 is no tensor anybody has; torch's strides would overflow on it.
+    # A dimension of 2**60 beside one of 0 is no tensor anybody has; torch's strides would overflow
+    # on it.
     if place[1] - place[0] != nbytes or max(shape, default=0) >= 1 << 48:
         raise CorruptCheckpoint(
-            f"{path}: {quote(name)} of shape {shape} and dtype {dtype} takes {nbytes} bytes, but its place has "
+            f"{path}: {quote(name)} of shape {shape} and dtype {dtype} takes {nbytes} bytes, but "
+            "its place has "
             f"{place[1] - place[0]}"
         )
     label = str(kind).removeprefix("torch.")
@@ -178,7 +197,9 @@ def _parse_entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, int]:
 
 
 def _nonnegative_ints(value: Any) -> list[int] | None:
-    """A JSON value that is a short list of integers from 0 up (bools are ints to Python, not here), else None."""
+    """A JSON value that is a short list of integers from 0 up (bools are ints to Python, not here),
+    else None.
+    """
     if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
         return None
     return value if all(type(item) is int and item >= 0 for item in value) else None
@@ -193,7 +214,8 @@ def _check_offsets(path: Path, entries: Sequence[tuple[TensorInfo, int]], data_b
         end, before = start + info.nbytes, info.name
     if end > data_bytes:
         raise CorruptCheckpoint(
-            f"{path}: is truncated: its tensors take {end} bytes, but only {data_bytes} are there; download it again"
+            f"{path}: is truncated: its tensors take {end} bytes, but only {data_bytes} are "
+            "there; download it again"
         )
     if end < data_bytes:
         raise CorruptCheckpoint(f"{path}: has {data_bytes - end} bytes that belong to no tensor")

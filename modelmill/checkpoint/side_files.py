@@ -25,11 +25,14 @@ TOKENIZER_FILES = (
     "generation_config.json",
     "pieces.json",
 )
-"""What a tokenizer or a chat format may be made of; anything else in the folder is not looked at."""
+"""What a tokenizer or a chat format may be made of; anything else in the folder is not looked at.
+"""
 
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "pieces.json")
-"""Files of which a tokenizer has one; the others, which any save_pretrained may write, only describe it."""
+"""Files of which a tokenizer has one; the others, which any save_pretrained may write, only
+describe it.
+"""
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:
@@ -40,16 +43,26 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
     tiktoken = sorted(file.name for file in folder.glob("*.tiktoken"))
     if not tiktoken and not any((folder / name).is_file() for name in VOCABULARY_FILES):
         return {}
-    return {name: read_side_file(folder / name) for name in (*TOKENIZER_FILES, *tiktoken) if (folder / name).is_file()}
+    return {
+        name: read_side_file(folder / name)
+        for name in (*TOKENIZER_FILES, *tiktoken)
+        if (folder / name).is_file()
+    }
 
 
 def read_side_file(path: Path) -> bytes:
-    """A side file's bytes; raises CheckpointError where it is missing or larger than any real one."""
+    """A side file's bytes; raises CheckpointError where it is missing or larger than any real
+    one.
+    """
     if not path.is_file():
-        raise CheckpointError(f"{path}: is missing; a checkpoint's folder has it beside the weights")
+        raise CheckpointError(
+            f"{path}: is missing; a checkpoint's folder has it beside the weights"
+        )
     size = path.stat().st_size
     if size > MAX_SIDE_FILE_BYTES:
-        raise CorruptCheckpoint(f"{path}: has {size} bytes, more than the {MAX_SIDE_FILE_BYTES} such a file may have")
+        raise CorruptCheckpoint(
+            f"{path}: has {size} bytes, more than the {MAX_SIDE_FILE_BYTES} such a file may have"
+        )
     return path.read_bytes()
 
 
@@ -58,7 +71,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(read_side_file(path))
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{path}: is not valid JSON ({error}); fetch the file again") from None
+        raise CorruptCheckpoint(
+            f"{path}: is not valid JSON ({error}); fetch the file again"
+        ) from None
     if not isinstance(value, dict):
         raise CorruptCheckpoint(f"{path}: holds no JSON object at its top")
     return value
@@ -67,7 +82,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_index(path: Path) -> dict[str, str]:
     """The weight_map of a shard index: tensor name -> shard file name.
 
-    Shards must be plain names in the index's own folder (a hub cache may link them elsewhere, an index may
+    Shards must be plain names in the index's own folder (a hub cache may link them elsewhere, an
+    index may
     not point elsewhere). Raises CorruptCheckpoint otherwise, and where a shard is missing.
     """
     weight_map = read_json(path).get("weight_map")
@@ -80,8 +96,12 @@ def read_index(path: Path) -> dict[str, str]:
         if shard in checked:
             continue
         if shard in ("", ".", "..") or any(c in shard for c in "/\\\0:"):
-            raise CorruptCheckpoint(f"{path}: points outside its folder: {quote(shard)}; refusing to follow")
+            raise CorruptCheckpoint(
+                f"{path}: points outside its folder: {quote(shard)}; refusing to follow"
+            )
         if not (path.parent / shard).is_file():
-            raise CorruptCheckpoint(f"{path}: names the shard {shard}, which is missing; finish the download")
+            raise CorruptCheckpoint(
+                f"{path}: names the shard {shard}, which is missing; finish the download"
+            )
         checked.add(shard)
     return weight_map

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from modelmill.eval.targets import BenchTarget
     from modelmill.llm import LLM
 
-HELP = "Measure first token, tokens per second, start-up, beside transformers if asked; every kernel by itself."
+HELP = (
+    "Measure first token, tokens per second, start-up, beside transformers if asked; every "
+    "kernel by itself."
+)
 EPILOG = """latency: all of a batch at once, prompt and answer of one length, for each batch size.
 
 throughput: many requests at once, of one length, of a data set or of a trace.
@@ -53,7 +56,7 @@ Examples:
 
   modelmill bench serve --url http://127.0.0.1:8000 --request-rate 4 --num-prompts 200 --first-ms 500 --token-ms 50
 
-  modelmill bench ops --op linear --op rms_norm --dtype bfloat16"""
+  modelmill bench ops --op linear --op rms_norm --dtype bfloat16"""  # noqa: E501
 
 BENCHMARKS = ("latency", "throughput", "startup", "serve", "ops")
 DEFAULT_RUNS = 5
@@ -64,43 +67,76 @@ class Args(CommonArgs):
     """What to measure, with which requests, how often."""
 
     what: str = option(
-        help="latency, throughput, startup, serve, ops", positional=True, choices=BENCHMARKS, metavar="WHAT"
+        help="latency, throughput, startup, serve, ops",
+        positional=True,
+        choices=BENCHMARKS,
+        metavar="WHAT",
     )
-    engine: Path | None = option(None, ENGINE_HELP + "; none for serve and ops", positional=True, metavar="ENGINE")
-    batch_size: tuple[int, ...] = option((1,), "latency: batch sizes, measured in turn until memory ends")
+    engine: Path | None = option(
+        None, ENGINE_HELP + "; none for serve and ops", positional=True, metavar="ENGINE"
+    )
+    batch_size: tuple[int, ...] = option(
+        (1,), "latency: batch sizes, measured in turn until memory ends"
+    )
     input_len: int = option(128, "tokens of a prompt; serve: words, each of a token or more")
     output_len: int = option(64, "tokens of an answer (end-of-text is ignored)")
-    num_prompts: int | None = option(None, "throughput, serve: requests (default: 100; of a trace 500)")
-    dataset: Path | None = option(None, "throughput: ShareGPT json, or jsonl of prompts", metavar="FILE")
+    num_prompts: int | None = option(
+        None, "throughput, serve: requests (default: 100; of a trace 500)"
+    )
+    dataset: Path | None = option(
+        None, "throughput: ShareGPT json, or jsonl of prompts", metavar="FILE"
+    )
     trace: Path | None = option(
-        None, "throughput, serve: lengths from a csv with ContextTokens and GeneratedTokens", metavar="FILE.csv"
+        None,
+        "throughput, serve: lengths from a csv with ContextTokens and GeneratedTokens",
+        metavar="FILE.csv",
     )
     runs: int | None = option(None, "measured runs (default: 5; ops: 15 rounds)")
     warmup: int = option(1, "runs before them that are not counted")
     url: str | None = option(None, "serve: address of the server")
-    model: str | None = option(None, "serve: model to ask (default: the first that the server lists)")
+    model: str | None = option(
+        None, "serve: model to ask (default: the first that the server lists)"
+    )
     api_key: str | None = option(None, "serve: key of the server")
-    request_rate: float | None = option(None, "serve: requests a second, arriving by chance (default: all at once)")
+    request_rate: float | None = option(
+        None, "serve: requests a second, arriving by chance (default: all at once)"
+    )
     concurrency: int | None = option(None, "serve: most requests at a time")
     endpoint: str = option(
-        "completions", "serve: what is asked, /v1/completions or chat", choices=("completions", "chat")
+        "completions",
+        "serve: what is asked, /v1/completions or chat",
+        choices=("completions", "chat"),
     )
-    ignore_eos: bool = option(True, "serve: ask for answers of full length; not for servers that refuse the field")
-    first_ms: float | None = option(None, "serve: a good request has its first token within so many ms")
+    ignore_eos: bool = option(
+        True, "serve: ask for answers of full length; not for servers that refuse the field"
+    )
+    first_ms: float | None = option(
+        None, "serve: a good request has its first token within so many ms"
+    )
     token_ms: float | None = option(None, "serve: a good request takes at most so many ms a token")
     op: tuple[str, ...] = option((), "ops: only this one (repeatable)")
-    variant: tuple[str, ...] = option((), "ops: only this variant, torch, triton, cuda or cpu (repeatable)")
-    case: str = option("", "ops: only cases whose name contains this")
-    reference: str | None = option(None, "measure transformers, too, in turn with the engine", choices=("hf",))
-    checkpoint: Path | None = option(
-        None, "checkpoint for the reference (default: ENGINE, where that is one)", metavar="CHECKPOINT"
+    variant: tuple[str, ...] = option(
+        (), "ops: only this variant, torch, triton, cuda or cpu (repeatable)"
     )
-    reference_dtype: str | None = option(None, "type of the reference (default: the engine's)", choices=DTYPES)
+    case: str = option("", "ops: only cases whose name contains this")
+    reference: str | None = option(
+        None, "measure transformers, too, in turn with the engine", choices=("hf",)
+    )
+    checkpoint: Path | None = option(
+        None,
+        "checkpoint for the reference (default: ENGINE, where that is one)",
+        metavar="CHECKPOINT",
+    )
+    reference_dtype: str | None = option(
+        None, "type of the reference (default: the engine's)", choices=DTYPES
+    )
     reference_batch_size: int = option(8, "throughput: size of the reference's static batches")
     plot: Path | None = option(None, "draw the figures", metavar="FILE.png")
     save: Path | None = option(None, "append the figures as rows", metavar="FILE.jsonl")
     build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint in the engine's place")
-    enable_prefix_caching: bool = option(False, "reuse equal prompt beginnings: repeated runs then measure the cache")
+    enable_prefix_caching: bool = option(
+        False, "reuse equal prompt beginnings: repeated runs then measure the cache"
+    )
     run: RunConfig = config(RunConfig, "Engine", exclude=("enable_prefix_caching",))
 
 
@@ -109,7 +145,12 @@ def run(args: Args) -> int:
     _check(args)
     if args.what == "serve":
         return _bench_serve(args)
-    kinds = {"latency": _latency, "throughput": _throughput, "startup": _startup, "ops": measure_ops}
+    kinds = {
+        "latency": _latency,
+        "throughput": _throughput,
+        "startup": _startup,
+        "ops": measure_ops,
+    }
     measured = kinds[args.what](args)
     command = _redacted_command(sys.argv[1:])
     ops = args.what == "ops"
@@ -118,19 +159,24 @@ def run(args: Args) -> int:
         from modelmill.eval.report import append_rows
 
         append_rows(args.save, rows)
-    emit_json({"command": command, **measured, "rows": rows}) if args.json else (show_ops if ops else show_table)(
-        measured
-    )
+    emit_json({"command": command, **measured, "rows": rows}) if args.json else (
+        show_ops if ops else show_table
+    )(measured)
     if args.plot is not None:
         from modelmill.eval.report import plot
 
-        title = f"{args.what}: {'' if args.engine is None else args.engine.name + ' '}on {measured['device']}"
+        title = (
+            f"{args.what}: {'' if args.engine is None else args.engine.name + ' '}on "
+            f"{measured['device']}"
+        )
         plot(args.plot, lambda axes: (draw_ops if ops else draw_plot)(axes, measured), title)
     return 1 if ops and any(each["failed"] for each in measured["results"]) else 0
 
 
 def _bench_serve(args: Args) -> int:
-    """What was measured is kept first, then told, then drawn: no mistake of a later one loses it."""
+    """What was measured is kept first, then told, then drawn: no mistake of a later one loses
+    it.
+    """
     measured, drawn = measure_serve(args)
     command = _redacted_command(sys.argv[1:])
     rows = make_serve_rows(command, measured, args)
@@ -169,7 +215,9 @@ def _check(args: Args) -> None:
     if args.dataset is not None and args.trace is not None:
         raise UsageError("give one of --dataset and --trace")
     if args.what != "throughput" and (args.dataset or (args.trace and args.what != "serve")):
-        raise UsageError("--dataset and --trace belong to bench throughput, --trace to bench serve as well")
+        raise UsageError(
+            "--dataset and --trace belong to bench throughput, --trace to bench serve as well"
+        )
     if args.reference is not None and args.what in ("startup", "serve", "ops"):
         raise UsageError("--reference belongs to bench latency and throughput")
     if args.reference is not None:
@@ -194,7 +242,9 @@ def _check(args: Args) -> None:
 def _engine_path(args: Args) -> Path:
     """The engine, which all but ops need."""
     if args.engine is None:
-        raise UsageError(f"ENGINE is missing: bench {args.what} measures an engine; bench ops needs none")
+        raise UsageError(
+            f"ENGINE is missing: bench {args.what} measures an engine; bench ops needs none"
+        )
     return args.engine
 
 
@@ -214,7 +264,9 @@ def _open_targets(args: Args, **options: Any) -> tuple[LLM, list[BenchTarget]]:
 
         source = args.checkpoint or _engine_path(args)
         if is_engine(source):
-            raise UsageError("--reference hf needs --checkpoint CHECKPOINT, the one the engine was built from")
+            raise UsageError(
+                "--reference hf needs --checkpoint CHECKPOINT, the one the engine was built from"
+            )
         dtype = args.reference_dtype or str(llm.engine_core.dtype).removeprefix("torch.")
         print_note(f"loading {source} into transformers ({dtype})")
         reference = load_reference(open_checkpoint(source), dtype, llm.engine_core.device)
@@ -229,7 +281,12 @@ def _latency(args: Args) -> dict[str, Any]:
     llm, subjects = _open_targets(args, max_num_seqs=max(args.run.max_num_seqs, *args.batch_size))
     shapes = [LatencyShape(batch, args.input_len, args.output_len) for batch in args.batch_size]
     with show_progress("latency", quiet=args.json) as told:
-        how = {"runs": args.runs or DEFAULT_RUNS, "warmup": args.warmup, "seed": args.run.seed, "on_progress": told}
+        how = {
+            "runs": args.runs or DEFAULT_RUNS,
+            "warmup": args.warmup,
+            "seed": args.run.seed,
+            "on_progress": told,
+        }
         found = sweep_shapes(subjects, shapes, llm.engine_core.vocab, **how)
     if found.stop_reason is not None:
         print_note(f"the sweep ended before its last batch size: {found.stop_reason}")
@@ -248,9 +305,15 @@ def _throughput(args: Args) -> dict[str, Any]:
     llm, subjects = _open_targets(args)
     work = _requests(args, llm)
     with show_progress("throughput", quiet=args.json) as told:
-        found = measure_throughput(subjects, work, runs=args.runs or DEFAULT_RUNS, warmup=args.warmup, on_progress=told)
+        found = measure_throughput(
+            subjects, work, runs=args.runs or DEFAULT_RUNS, warmup=args.warmup, on_progress=told
+        )
     results = [each.to_dict() for each in found]
-    return {**_row_facts(args, llm), "results": results, "speedups": _speedups(results, lambda each: each["seconds"])}
+    return {
+        **_row_facts(args, llm),
+        "results": results,
+        "speedups": _speedups(results, lambda each: each["seconds"]),
+    }
 
 
 def _requests(args: Args, llm: LLM) -> list[BenchRequest]:
@@ -259,13 +322,17 @@ def _requests(args: Args, llm: LLM) -> list[BenchRequest]:
     limit, vocab, seed = llm.engine_core.max_model_len, llm.engine_core.vocab, args.run.seed
     if args.trace is not None:
         return random_requests(
-            read_trace(args.trace, args.num_prompts or 500, min(limit, MAX_TRACE_TOKENS)), vocab, seed
+            read_trace(args.trace, args.num_prompts or 500, min(limit, MAX_TRACE_TOKENS)),
+            vocab,
+            seed,
         )
     count = args.num_prompts or 100
     if args.dataset is not None:
         tokenizer = llm.tokenizer
         if tokenizer is None:
-            raise TokenizerError(f"{args.engine} is an ids-only engine (no tokenizer); leave --dataset out")
+            raise TokenizerError(
+                f"{args.engine} is an ids-only engine (no tokenizer); leave --dataset out"
+            )
         work = read_dataset(args.dataset, count, tokenizer.encode, limit, args.output_len)
         if len(work) < count:
             print_note(f"{args.dataset} holds only {len(work)} prompts that fit, not {count}")
@@ -326,5 +393,7 @@ def _speedups(results: Sequence[Mapping[str, Any]], of: Any) -> list[dict[str, A
             same = ours.get("shape") == theirs.get("shape")
             if same and ours["subject"] == "modelmill" and theirs["subject"] != "modelmill":
                 ratio = of(theirs)["median"] / of(ours)["median"]
-                found.append({"over": theirs["subject"], "shape": ours.get("shape"), "speedup": ratio})
+                found.append(
+                    {"over": theirs["subject"], "shape": ours.get("shape"), "speedup": ratio}
+                )
     return found

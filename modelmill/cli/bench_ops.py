@@ -13,7 +13,17 @@ from modelmill.core.registry import closest_name
 if TYPE_CHECKING:
     from modelmill.eval.op_bench import OpTiming
 
-COLUMNS = ("op", "case", "variant", "µs (min … max)", "GB/s", "TFLOP/s", "bound by", "of ceiling", "timed by")
+COLUMNS = (
+    "op",
+    "case",
+    "variant",
+    "µs (min … max)",
+    "GB/s",
+    "TFLOP/s",
+    "bound by",
+    "of ceiling",
+    "timed by",
+)
 
 
 MIN_SHOWN_FRACTION = 0.05  # of the ceiling: below, a launch takes all the time
@@ -33,7 +43,9 @@ def check_ops(engine: Path | None, ops: Sequence[str], implementations: Sequence
             raise UsageError(f"no op is called {op!r}; {more}")
     for variant in implementations:
         if variant not in ("torch", *registry.BACKENDS):
-            raise UsageError(f"--variant {variant!r} is not one of torch, {', '.join(registry.BACKENDS)}")
+            raise UsageError(
+                f"--variant {variant!r} is not one of torch, {', '.join(registry.BACKENDS)}"
+            )
 
 
 def measure_ops(args: Any) -> dict[str, Any]:
@@ -49,7 +61,13 @@ def measure_ops(args: Any) -> dict[str, Any]:
     device = pick_device(args.run.device)
     if device == "cpu":
         use_threads(args.run.threads)
-    name = args.build.dtype if args.build.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
+    name = (
+        args.build.dtype
+        if args.build.dtype != "auto"
+        else "float32"
+        if device == "cpu"
+        else "bfloat16"
+    )
     dtype = getattr(torch, name)
     ops = (*registry.OPS, *registry.FUSED_OPS)
     wanted = OpBenchSelection(tuple(args.op), tuple(args.variant), args.case, args.runs)
@@ -79,10 +97,30 @@ def make_op_rows(command: str, results: dict[str, Any]) -> list[dict[str, Any]]:
         if us is None:
             continue
         said = {name: each[name] for name in ("op", "dtype", "case", "variant", "chosen", "bound")}
-        figures = {name: round(each[name], 4) for name in ("gbps", "tflops", "fraction") if each[name] is not None}
+        figures = {
+            name: round(each[name], 4)
+            for name in ("gbps", "tflops", "fraction")
+            if each[name] is not None
+        }
         spread = {"min": us["min"], "max": us["max"], "runs": us["runs"]}
-        more = {"bench": "op", "timed": each["how"], "spread": spread, "ceilings": results["ceilings"]}
-        rows.append(make_row(command, "op", round(us["median"], 3), "us", results["device"], **said, **figures, **more))
+        more = {
+            "bench": "op",
+            "timed": each["how"],
+            "spread": spread,
+            "ceilings": results["ceilings"],
+        }
+        rows.append(
+            make_row(
+                command,
+                "op",
+                round(us["median"], 3),
+                "us",
+                results["device"],
+                **said,
+                **figures,
+                **more,
+            )
+        )
     return rows
 
 
@@ -92,9 +130,14 @@ def show_ops(results: dict[str, Any]) -> None:
 
     ceilings = results["ceilings"]
     memory, rates = ceilings["memory_gbps"], describe_rates(ceilings["products_tflops"])
-    title = f"ops in {results['dtype']} on {results['device']}; ceilings: {memory:.4g} GB/s, {rates}"
+    title = (
+        f"ops in {results['dtype']} on {results['device']}; ceilings: {memory:.4g} GB/s, {rates}"
+    )
     print_table(COLUMNS, [_table_row(each) for each in results["results"]], title=title)
-    print("▸ what the shelf picks; the ceiling is the larger of the times for the bytes and for the operations")
+    print(
+        "▸ what the shelf picks; the ceiling is the larger of the times for the bytes and for the "
+        "operations"
+    )
 
 
 def _table_row(each: dict[str, Any]) -> list[Any]:
@@ -104,7 +147,14 @@ def _table_row(each: dict[str, Any]) -> list[Any]:
     us, fraction = each["us"], each["fraction"]
     time = f"{_short(us['median'])} ({_short(us['min'])} … {_short(us['max'])})"
     rates = [_cell(each["gbps"]), _cell(each["tflops"])]
-    return [*head, time, *rates, each["bound"] or "–", "–" if fraction is None else f"{fraction:.0%}", each["how"]]
+    return [
+        *head,
+        time,
+        *rates,
+        each["bound"] or "–",
+        "–" if fraction is None else f"{fraction:.0%}",
+        each["how"],
+    ]
 
 
 def _cell(value: float | None) -> str:
@@ -116,8 +166,15 @@ def _short(value: float) -> str:
 
 
 def draw_ops(axes: Any, results: dict[str, Any]) -> None:
-    """A bar for each case of the picked variant: its fraction of the ceiling. What is but a launch is left out."""
-    chosen = [each for each in results["results"] if each["chosen"] and (each["fraction"] or 0) >= MIN_SHOWN_FRACTION]
+    """A bar for each case of the picked variant: its fraction of the ceiling.
+
+    What is but a launch is left out.
+    """
+    chosen = [
+        each
+        for each in results["results"]
+        if each["chosen"] and (each["fraction"] or 0) >= MIN_SHOWN_FRACTION
+    ]
     names = [f"{each['op']} {each['case']} ({each['variant']})" for each in chosen]
     axes.figure.set_size_inches(9, max(4, 0.22 * len(names) + 1))
     axes.barh(range(len(names)), [each["fraction"] for each in chosen], color=_colours(chosen))

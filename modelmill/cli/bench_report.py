@@ -29,15 +29,25 @@ def make_rows(command: str, figures: Mapping[str, Any]) -> list[dict[str, Any]]:
     from modelmill.eval.report import make_row
 
     rows = []
-    about = {key: figures[key] for key in ("engine", "dtype", "quantization", "kernels") if key in figures}
+    about = {
+        key: figures[key]
+        for key in ("engine", "dtype", "quantization", "kernels")
+        if key in figures
+    }
     for result in figures["results"]:
-        asked = {key: result[key] for key in ("shape", "requests", "input_tokens", "output_tokens") if key in result}
+        asked = {
+            key: result[key]
+            for key in ("shape", "requests", "input_tokens", "output_tokens")
+            if key in result
+        }
         for figure, unit in UNITS.items():
             spread = result.get(figure)
             if spread is not None:
                 details = {**about, "subject": result["subject"], "spread": spread, **asked}
                 name = f"{figures['what']}.{figure}"
-                rows.append(make_row(command, name, spread["median"], unit, figures["device"], **details))
+                rows.append(
+                    make_row(command, name, spread["median"], unit, figures["device"], **details)
+                )
     return rows
 
 
@@ -55,7 +65,9 @@ def show_table(bench_figures: Mapping[str, Any]) -> None:
     title = f"{bench_figures['what']}: {bench_figures['engine']} ({kind}) on "
     names = [_column_title(name) for name in figures]
     print_table(
-        [*head, *names], rows, title=f"{title}{bench_figures['device']}; {SPREAD_TEXT} of {_runs(results)} runs"
+        [*head, *names],
+        rows,
+        title=f"{title}{bench_figures['device']}; {SPREAD_TEXT} of {_runs(results)} runs",
     )
     firsts = results[0].get("first_token_ms")
     if bench_figures["what"] == "throughput" and firsts is not None:
@@ -98,7 +110,10 @@ def draw_plot(axes: Any, figures: Mapping[str, Any]) -> None:
             mine = [result for result in results if result["subject"] == subject]
             low = [each[key]["median"] - each[key]["min"] for each in mine]
             high = [each[key]["max"] - each[key]["median"] for each in mine]
-            at, values = [each["shape"]["batch"] for each in mine], [each[key]["median"] for each in mine]
+            at, values = (
+                [each["shape"]["batch"] for each in mine],
+                [each[key]["median"] for each in mine],
+            )
             axes.errorbar(at, values, yerr=[low, high], marker="o", capsize=3, label=subject)
         sizes = sorted({result["shape"]["batch"] for result in results})
         axes.set_xscale("log", base=2)
@@ -110,5 +125,9 @@ def draw_plot(axes: Any, figures: Mapping[str, Any]) -> None:
     else:
         key = "output_tokens_per_s" if figures["what"] == "throughput" else "total_s"
         axes.bar(subjects, [result[key]["median"] for result in results])
-        axes.set_ylabel("output tokens per second" if figures["what"] == "throughput" else "seconds to first token")
+        axes.set_ylabel(
+            "output tokens per second"
+            if figures["what"] == "throughput"
+            else "seconds to first token"
+        )
     axes.grid(alpha=0.3)

@@ -29,7 +29,9 @@ RATE_ROWS = {
 def check_serve(args: Any) -> None:
     """Raises UsageError for what makes no load."""
     if args.engine is not None:
-        raise UsageError(f"bench serve measures a server, not {args.engine}; start one with modelmill serve")
+        raise UsageError(
+            f"bench serve measures a server, not {args.engine}; start one with modelmill serve"
+        )
     if args.url is None:
         raise UsageError("bench serve needs --url, the address of a server")
     for name in ("request_rate", "concurrency", "first_ms", "token_ms"):
@@ -46,9 +48,15 @@ def measure_serve(args: Any) -> tuple[dict[str, Any], Callable[[Path], None]]:
 
     remote = OpenAIClient.from_url(args.url, args.api_key)
     count = args.num_prompts or (500 if args.trace else 100)
-    lengths = [(args.input_len, args.output_len)] * count if args.trace is None else read_trace(args.trace, count)
+    lengths = (
+        [(args.input_len, args.output_len)] * count
+        if args.trace is None
+        else read_trace(args.trace, count)
+    )
     asked = {"seed": args.run.seed, "chat": args.endpoint == "chat", "ignore_eos": args.ignore_eos}
-    load = ServingLoad(lengths, args.request_rate, args.concurrency, args.first_ms, args.token_ms, **asked)
+    load = ServingLoad(
+        lengths, args.request_rate, args.concurrency, args.first_ms, args.token_ms, **asked
+    )
 
     async def all_of_it() -> tuple[str, list[RequestTiming], float]:
         model = args.model or await remote.first_model()
@@ -61,28 +69,51 @@ def measure_serve(args: Any) -> tuple[dict[str, Any], Callable[[Path], None]]:
         from modelmill.eval.report import plot
         from modelmill.eval.serving_plots import GRID_SHAPE, draw_plots
 
-        plot(path, lambda axes: draw_plots(axes, found, seconds, load), f"{model} at {args.url}", GRID_SHAPE)
+        plot(
+            path,
+            lambda axes: draw_plots(axes, found, seconds, load),
+            f"{model} at {args.url}",
+            GRID_SHAPE,
+        )
 
-    return {"what": "serve", "url": args.url, "model": model, **summarize_load(found, seconds, load)}, drawn
+    return {
+        "what": "serve",
+        "url": args.url,
+        "model": model,
+        **summarize_load(found, seconds, load),
+    }, drawn
 
 
 def make_serve_rows(command: str, results: dict[str, Any], args: Any) -> list[dict[str, Any]]:
-    """A row for each figure. Another machine may be what is measured: in the device's place stands its address."""
+    """A row for each figure.
+
+    Another machine may be what is measured: in the device's place stands its address.
+    """
     from modelmill.eval.report import make_row
 
     about = {
-        name: results[name] for name in ("model", "requests", "failed", "prompt_tokens", "output_tokens", "seconds")
+        name: results[name]
+        for name in ("model", "requests", "failed", "prompt_tokens", "output_tokens", "seconds")
     }
-    about |= {name: getattr(args, name) for name in ("endpoint", "request_rate", "concurrency", "first_ms", "token_ms")}
+    about |= {
+        name: getattr(args, name)
+        for name in ("endpoint", "request_rate", "concurrency", "first_ms", "token_ms")
+    }
     rows = []
     for figure in LATENCY_ROWS:
         spread = results[figure]
         if spread is not None:
             details = {**about, "spread": spread}
-            rows.append(make_row(command, f"serve.{figure}", spread["median"], "ms", results["url"], **details))
+            rows.append(
+                make_row(
+                    command, f"serve.{figure}", spread["median"], "ms", results["url"], **details
+                )
+            )
     for figure, unit in RATE_ROWS.items():
         if results[figure] is not None:
-            rows.append(make_row(command, f"serve.{figure}", results[figure], unit, results["url"], **about))
+            rows.append(
+                make_row(command, f"serve.{figure}", results[figure], unit, results["url"], **about)
+            )
     return rows
 
 
@@ -93,7 +124,9 @@ def show_serve(results: dict[str, Any]) -> None:
         for key, name in LATENCY_ROWS.items()
         if results[key] is not None
     ]
-    print_table(["", "mean", "median", "p90", "p99"], rows, f"{results['model']} at {results['url']}")
+    print_table(
+        ["", "mean", "median", "p90", "p99"], rows, f"{results['model']} at {results['url']}"
+    )
     counts = {
         "requests": f"{results['requests'] - results['failed']} of {results['requests']}",
         "prompt tokens": results.get("prompt_tokens"),
@@ -102,6 +135,9 @@ def show_serve(results: dict[str, Any]) -> None:
         "output tokens/s": results["output_tokens_per_s"],
         "good requests/s": results["good_requests_per_s"],
     }
-    print_table(["", ""], [[name, format_cell(value)] for name, value in counts.items() if value is not None])
+    print_table(
+        ["", ""],
+        [[name, format_cell(value)] for name, value in counts.items() if value is not None],
+    )
     if results["errors"]:
         print_table(["errors"], [[each] for each in results["errors"]])

@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.builder.recipe_options import ALL_RECIPE_OPTIONS, RECIPE_OPTIONS, check_recipe_options
+from modelmill.builder.recipe_options import (
+    ALL_RECIPE_OPTIONS,
+    RECIPE_OPTIONS,
+    check_recipe_options,
+)
 from modelmill.cli.options import CommonArgs, config
 from modelmill.cli.output import emit_json, print_facts, print_note, print_table, show_progress
 from modelmill.cli.vision_flags import MiniGPT4Files
@@ -32,7 +36,15 @@ EPILOG = """Examples:
   modelmill build models/Qwen--Qwen3-0.6B --dry-run"""
 
 
-VISION_OPTIONS = ("dtype", "quantization", "activation_scales", "weight_scales", "target", "kernels", "seed")
+VISION_OPTIONS = (
+    "dtype",
+    "quantization",
+    "activation_scales",
+    "weight_scales",
+    "target",
+    "kernels",
+    "seed",
+)
 """The options that concern an engine which segments images."""
 
 QUIET_LINE_SECONDS = 60.0
@@ -50,36 +62,57 @@ class Args(CommonArgs):
         metavar="CHECKPOINT",
     )
     output: Path | None = option(
-        None, "engine folder to write; it appears when it is complete", flags=("-o", "--output"), metavar="ENGINE"
+        None,
+        "engine folder to write; it appears when it is complete",
+        flags=("-o", "--output"),
+        metavar="ENGINE",
     )
     force: bool = option(False, "replace an engine that stands at -o already", flags=("--force",))
-    quiet: bool = option(False, "say what was built in one line, without the plan and the tables", flags=("--quiet",))
+    quiet: bool = option(
+        False, "say what was built in one line, without the plan and the tables", flags=("--quiet",)
+    )
     dry_run: bool = option(False, "print the plan and write nothing", flags=("--dry-run",))
-    delta: Path | None = option(None, "second checkpoint to add to the first (Vicuna's deltas)", metavar="DELTA")
+    delta: Path | None = option(
+        None, "second checkpoint to add to the first (Vicuna's deltas)", metavar="DELTA"
+    )
     check: bool = option(True, "judge the engine against the float32 reference before it appears")
-    tune: bool = option(True, "time launch sizes of the kernels on this GPU and keep the best in the engine")
+    tune: bool = option(
+        True, "time launch sizes of the kernels on this GPU and keep the best in the engine"
+    )
     vision_files: MiniGPT4Files = config(MiniGPT4Files, "MiniGPT-4's parts")
     build: BuildConfig = config(BuildConfig, "Build")
 
 
 def run(args: Args) -> int:
-    """Print the plan, build, print the acceptance summary. A refused engine raises AcceptanceError."""
+    """Print the plan, build, print the acceptance summary.
+
+    A refused engine raises AcceptanceError.
+    """
     if args.output is None and not args.dry_run:
-        raise UsageError("-o ENGINE is missing: the folder to write the engine to (or --dry-run for the plan alone)")
+        raise UsageError(
+            "-o ENGINE is missing: the folder to write the engine to (or --dry-run for the plan "
+            "alone)"
+        )
     every = QUIET_LINE_SECONDS if args.quiet else None
     with show_progress("planning", quiet=args.json, lines=True, every=every) as told:
-        from modelmill.artifact.store import check_target, is_engine  # inside, since torch takes seconds to import
+        # inside, since torch takes seconds to import
+        from modelmill.artifact.store import check_target, is_engine
         from modelmill.builder.plan import make_plan
         from modelmill.checkpoint.open import open_checkpoint
         from modelmill.runtime.device import compile_cpu_kernels
 
         source, vision = args.vision_files.split_checkpoint(args.checkpoint)
         if is_engine(source):
-            raise UsageError(f"{source} is an engine already; give the checkpoint that it was built from")
+            raise UsageError(
+                f"{source} is an engine already; give the checkpoint that it was built from"
+            )
         there = args.output is not None and not args.dry_run and check_target(args.output)
         checkpoint = open_checkpoint(source, delta=args.delta, vision=vision)
-        if there and not args.force and args.build.quantization == "auto":  # whose plan alone takes minutes
-            raise UsageError(f"{args.output} is an engine already; choose another -o, or replace it with --force")
+        # whose plan alone takes minutes
+        if there and not args.force and args.build.quantization == "auto":
+            raise UsageError(
+                f"{args.output} is an engine already; choose another -o, or replace it with --force"
+            )
         compile_cpu_kernels("cpu" if args.build.target == "cpu" else "auto", told)
         made = make_plan(checkpoint, args.build, told)
     check_recipe_options(args.build, segmentation=made.engine_type != "language")
@@ -95,7 +128,9 @@ def run(args: Args) -> int:
 
 
 def _check_existing(args: Args, made: BuildPlan) -> int:
-    """What is there is left alone: it is what was asked for, or UsageError says in what it is not."""
+    """What is there is left alone: it is what was asked for, or UsageError says in what it is
+    not.
+    """
     from modelmill.artifact.store import open_artifact
     from modelmill.builder.existing_engine import differences_from_plan
 
@@ -110,10 +145,18 @@ def _check_existing(args: Args, made: BuildPlan) -> int:
         )
     if args.json:
         report = open_artifact(args.output).acceptance()
-        done = {"engine": str(args.output), "seconds": 0.0, "plan": made.describe(), "acceptance": report}
+        done = {
+            "engine": str(args.output),
+            "seconds": 0.0,
+            "plan": made.describe(),
+            "acceptance": report,
+        }
         emit_json({**done, "tuning": None})
     else:
-        print(f"{args.output} is already built from this checkpoint with these options (--force builds it again)")
+        print(
+            f"{args.output} is already built from this checkpoint with these options (--force "
+            "builds it again)"
+        )
     return 0
 
 
@@ -126,7 +169,9 @@ def _build(args: Args, source: Path, vision: Any, made: BuildPlan) -> int:
         show_plan(plan)
     began = time.perf_counter()
     try:
-        with show_progress("building", lines=not args.json, every=QUIET_LINE_SECONDS if args.quiet else None) as told:
+        with show_progress(
+            "building", lines=not args.json, every=QUIET_LINE_SECONDS if args.quiet else None
+        ) as told:
             how: dict[str, Any] = {
                 "delta": args.delta,
                 "vision": vision,
@@ -145,8 +190,18 @@ def _build(args: Args, source: Path, vision: Any, made: BuildPlan) -> int:
         print_note(unused)
     tuned = _autotune(made, args)
     if args.json:
-        tuning = None if tuned is None else {"device": tuned.device, "choices": tuned.choices, "facts": tuned.facts}
-        done = {"engine": str(args.output), "seconds": seconds, "plan": plan, "acceptance": report, "tuning": tuning}
+        tuning = (
+            None
+            if tuned is None
+            else {"device": tuned.device, "choices": tuned.choices, "facts": tuned.facts}
+        )
+        done = {
+            "engine": str(args.output),
+            "seconds": seconds,
+            "plan": plan,
+            "acceptance": report,
+            "tuning": tuning,
+        }
         emit_json(done)
         return 0
     if args.quiet:
@@ -155,7 +210,11 @@ def _build(args: Args, source: Path, vision: Any, made: BuildPlan) -> int:
     show_acceptance(report)
     if tuned is not None:
         show_tuning(tuned)
-    asked = "segment {} IMAGE --point X,Y" if made.engine_type == "segmentation" else "run {} --prompt '…'"
+    asked = (
+        "segment {} IMAGE --point X,Y"
+        if made.engine_type == "segmentation"
+        else "run {} --prompt '…'"
+    )
     if "image_embeddings" in report and plan["tokenizer"]:
         asked = "chat {} --image photo.jpg"
     print(f"{args.output} is ready ({seconds:.1f} s): modelmill {asked.format(args.output)}")
@@ -163,7 +222,9 @@ def _build(args: Args, source: Path, vision: Any, made: BuildPlan) -> int:
 
 
 def _warn_broken_template(checkpoint: Checkpoint) -> None:
-    """A broken chat template leaves an engine that answers raw prompts: that is said now, not at the first chat."""
+    """A broken chat template leaves an engine that answers raw prompts: that is said now, not at
+    the first chat.
+    """
     from modelmill.cli.inspect import text_facts
 
     told = text_facts(checkpoint.tokenizer_files())["chat_template"]
@@ -183,7 +244,11 @@ def _autotune(plan: BuildPlan, args: Args) -> AutotuneRecord | None:
     if not args.tune:
         print_note("not tuned (--no-tune): the engine runs with default launch sizes")
         return None
-    found = read_record(args.output, torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    found = (
+        read_record(args.output, torch.cuda.get_device_name())
+        if torch.cuda.is_available()
+        else None
+    )
     if found is None:
         print_note(skip_reason(plan) or "not tuned: the engine runs with default launch sizes")
     return found
@@ -201,7 +266,9 @@ def show_tuning(tuning: AutotuneRecord) -> None:
     print(f"tuned for {tuning.device}: {count} products with launch sizes of their own")
     if rows:
         print_table(
-            ("sequences", "default, µs", "tuned, µs", "not tried"), rows, title="Steps of the layers it was tuned on"
+            ("sequences", "default, µs", "tuned, µs", "not tried"),
+            rows,
+            title="Steps of the layers it was tuned on",
         )
 
 
@@ -210,7 +277,8 @@ def show_plan(plan: dict[str, Any]) -> None:
     build, reasons, memory = plan["build"], plan["reasons"], plan["memory"]
     language = plan["engine_type"] == "language"
     cache = (
-        f"{format_bytes(memory['kv_per_token'])} ({format_bytes(memory['kv_per_token_8bit'])} in 8 bits)"
+        f"{format_bytes(memory['kv_per_token'])} ({format_bytes(memory['kv_per_token_8bit'])} in "
+        "8 bits)"
         if language
         else None
     )
@@ -221,12 +289,20 @@ def show_plan(plan: dict[str, Any]) -> None:
         and (language or name in VISION_OPTIONS)
         and _option_applies(name, build)
     ]
-    kinds = ", ".join(f"{name} {format_bytes(count)}" for name, count in plan["bytes_by_format"].items())
+    kinds = ", ".join(
+        f"{name} {format_bytes(count)}" for name, count in plan["bytes_by_format"].items()
+    )
     print_facts(
         [
             ("checkpoint", f"{plan['checkpoint']} ({plan['container']})"),
-            ("architecture", f"{plan['model_type']}, {_layer_count_text(plan)}{plan['tensors']} tensors"),
-            ("tokenizer", ("yes" if plan["tokenizer"] else "none: an ids-only engine") if language else None),
+            (
+                "architecture",
+                f"{plan['model_type']}, {_layer_count_text(plan)}{plan['tensors']} tensors",
+            ),
+            (
+                "tokenizer",
+                ("yes" if plan["tokenizer"] else "none: an ids-only engine") if language else None,
+            ),
             ("weights", f"{format_bytes(memory['weights'])} ({kinds})"),
             ("longest sequence", plan["max_model_len"] if language else None),
             ("sampling", (plan["sampling"] or {}).get("text")),
@@ -236,19 +312,30 @@ def show_plan(plan: dict[str, Any]) -> None:
         title="Plan",
     )
     show_bit_choice(plan["auto"])
+    _show_memory(memory, cache)
+
+
+def _show_memory(memory: dict[str, Any], cache: str | None) -> None:
+    """cache: of a token, None where there is no KV cache."""
     print_facts(
         [
-            ("device", f"{format_bytes(memory['device_total'])}, {format_bytes(memory['device_free'])} free now"),
+            (
+                "device",
+                f"{format_bytes(memory['device_total'])}, {format_bytes(memory['device_free'])} "
+                "free now",
+            ),
             (
                 "while building",
-                f"{format_bytes(memory['build_peak'])} ({format_bytes(memory['build_mapped'])} mapped files)",
+                f"{format_bytes(memory['build_peak'])} ({format_bytes(memory['build_mapped'])} "
+                "mapped files)",
             ),
             ("weights at run time", format_bytes(memory["weights"])),
             *(
                 [
                     (
                         "expanded at start",
-                        f"{format_bytes(memory['expanded'])}: this CPU has no compiled kernels for them",
+                        f"{format_bytes(memory['expanded'])}: this CPU has no compiled kernels "
+                        "for them",
                     )
                 ]
                 if memory.get("expanded")
@@ -285,15 +372,23 @@ def show_bit_choice(choice: dict[str, Any] | None) -> None:
         return
     forms = list(choice["layers"][0]["kl"])[:-1]
     rows = [
-        [row["layer"], row["bit_choice"], format_bytes(row["bytes"]), *(row["kl"][form] for form in forms)]
+        [
+            row["layer"],
+            row["bit_choice"],
+            format_bytes(row["bytes"]),
+            *(row["kl"][form] for form in forms),
+        ]
         for row in choice["layers"]
     ]
     print_table(
-        ("layer", "chosen", "size", *(f"KL {form}" for form in forms)), rows, title="Layers, each rounded alone"
+        ("layer", "chosen", "size", *(f"KL {form}" for form in forms)),
+        rows,
+        title="Layers, each rounded alone",
     )
     rise = 100 * (math.exp(choice["log_perplexity"]) - 1)
     print(
-        f"together: mean KL at most {choice['kl']:.4g} nats a token, perplexity {rise:+.2f} % at most "
+        f"together: mean KL at most {choice['kl']:.4g} nats a token, perplexity {rise:+.2f} % at "
+        "most "
         "(means plus standard errors, on calibration data)\n"
     )
 
@@ -322,7 +417,12 @@ def show_acceptance(report: dict[str, Any]) -> None:
     print_facts(
         [
             ("verdict", report.get("verdict")),
-            ("compared", f"{len(report.get('layers', []))} modules, {logits.get('tokens')} tokens" if logits else None),
+            (
+                "compared",
+                f"{len(report.get('layers', []))} modules, {logits.get('tokens')} tokens"
+                if logits
+                else None,
+            ),
             ("next tokens", agreed if logits else None),
             ("perplexity", perplexity if logits else None),
             ("mean KL to the checkpoint", logits.get("mean_kl")),
@@ -344,22 +444,39 @@ def acceptance_summary(report: dict[str, Any]) -> str:
     if not report or report.get("accepted") is None:
         return (report or {}).get("reason", "built without acceptance")
     size = format_bytes(report["bytes"]) if "bytes" in report else ""
-    words = [f"accepted ({report.get('verdict')})", f"{len(report.get('layers', []))} modules compared", size]
+    words = [
+        f"accepted ({report.get('verdict')})",
+        f"{len(report.get('layers', []))} modules compared",
+        size,
+    ]
     return ", ".join(filter(None, words))
 
 
 def _row_and_tile(row: dict[str, Any]) -> dict[str, Any]:
-    """A line of its own for the worst row and tile of a quantized matrix: shares of its size, not of one weight."""
-    return {**row, "module": f"{row['module']}, worst tile"} if row["name"].endswith(".worst_block") else row
+    """A line of its own for the worst row and tile of a quantized matrix: shares of its size, not
+    of one weight.
+    """
+    return (
+        {**row, "module": f"{row['module']}, worst tile"}
+        if row["name"].endswith(".worst_block")
+        else row
+    )
 
 
 def _vision_summary(pictures: dict[str, Any] | None) -> str | None:
-    return None if pictures is None else f"{pictures['rel_l2']} of their size (bound {pictures['bound']})"
+    return (
+        None
+        if pictures is None
+        else f"{pictures['rel_l2']} of their size (bound {pictures['bound']})"
+    )
 
 
 def _ignored_tensors(report: dict[str, Any]) -> str | None:
     """The checkpoint's tensors that the engine does without."""
-    return ", ".join(f"{row['count']} × {row['what']}" for row in report.get("unused_tensors") or []) or None
+    return (
+        ", ".join(f"{row['count']} × {row['what']}" for row in report.get("unused_tensors") or [])
+        or None
+    )
 
 
 def show_masks(report: dict[str, Any]) -> None:
@@ -370,10 +487,17 @@ def show_masks(report: dict[str, Any]) -> None:
             ("verdict", report.get("verdict")),
             (
                 "compared",
-                f"{len(report.get('layers', []))} modules; {masks['prompts']} prompts on a picture of our own",
+                f"{len(report.get('layers', []))} modules; {masks['prompts']} prompts on a "
+                "picture of our own",
             ),
-            ("embedding's error", f"{masks['embedding_rel_l2']} of its size (bound {masks['embedding_bound']})"),
-            ("mask logits' error", f"{masks['logits_rel_l2']} of their size (bound {masks['logits_bound']})"),
+            (
+                "embedding's error",
+                f"{masks['embedding_rel_l2']} of its size (bound {masks['embedding_bound']})",
+            ),
+            (
+                "mask logits' error",
+                f"{masks['logits_rel_l2']} of their size (bound {masks['logits_bound']})",
+            ),
             (
                 "IoU with the reference",
                 f"{masks['mask_iou_mean']} on average (bound {masks['mask_iou_bound']}), "
@@ -397,7 +521,16 @@ def show_masks(report: dict[str, Any]) -> None:
 def show_modules(layers: list[dict[str, Any]]) -> None:
     """The worst of each module."""
     rows = worst_by_module(layers)
-    columns = ("module", "worst at", "max abs", "mean abs", "median abs", "cosine", "tolerance", "within")
+    columns = (
+        "module",
+        "worst at",
+        "max abs",
+        "mean abs",
+        "median abs",
+        "cosine",
+        "tolerance",
+        "within",
+    )
     keys = ("module", "name", "max_abs", "mean_abs", "median_abs", "cosine", "tolerance", "ok")
     print_table(columns, [[row.get(key) for key in keys] for row in rows])
 
@@ -417,14 +550,18 @@ def show_recipe(layer_reports: list[dict[str, Any]], calibrated: bool = True) ->
     for layer, matrices in layers.items():
         errors = [_error_change(each["before"], each["after"]) for each in matrices]
         worst = max(matrices, key=lambda each: each["outliers"][0][1])
-        channels = ", ".join(f"{channel} ({times:.3g}×)" for channel, times in worst["outliers"][:2])
+        channels = ", ".join(
+            f"{channel} ({times:.3g}×)" for channel, times in worst["outliers"][:2]
+        )
         bits = sum(each["bits"] for each in matrices) / len(matrices)
         row = [layer, *errors, f"{bits:.3g}", f"{worst['module']}: {channels}"]
         if "clusters" in matrices[0]:
             row.append(", ".join(f"{each['clusters']} ({each['alone']})" for each in matrices))
         rows.append(row)
     where = "calibration inputs" if calibrated else "acceptance text"
-    print_table(columns, rows, title=f"Errors of outputs on the {where}, rounded to nearest → as held")
+    print_table(
+        columns, rows, title=f"Errors of outputs on the {where}, rounded to nearest → as held"
+    )
 
 
 def _error_change(before: float, after: float) -> str:

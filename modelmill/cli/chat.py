@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 from modelmill.cli.engine_options import ENGINE_HELP, SAMPLING_HELP, CacheBuildOptions, open_llm
 from modelmill.cli.options import CommonArgs, config
 from modelmill.cli.output import emit_json, print_note
-from modelmill.cli.run import InterruptHandler, note_speed, wait_for_first_token, warn_max_tokens, with_max_tokens
+from modelmill.cli.run import (
+    InterruptHandler,
+    note_speed,
+    wait_for_first_token,
+    warn_max_tokens,
+    with_max_tokens,
+)
 from modelmill.cli.terminal import WordWrapper, hide_typed_keys, make_wrapper
 from modelmill.core.config import RunConfig, option
 from modelmill.core.errors import RequestError, TemplateError, UsageError
@@ -45,25 +51,45 @@ COMMANDS = """/system TEXT   set the system message (alone: show it)
 class Args(CommonArgs):
     """engine: one with a chat template; or the url of a server."""
 
-    engine: Path | None = option(None, ENGINE_HELP + "; none with --url", positional=True, metavar="ENGINE")
+    engine: Path | None = option(
+        None, ENGINE_HELP + "; none with --url", positional=True, metavar="ENGINE"
+    )
     url: str | None = option(None, "talk with a server that speaks OpenAI's API instead")
-    model: str | None = option(None, "with --url: model to ask (default: the first that the server lists)")
+    model: str | None = option(
+        None, "with --url: model to ask (default: the first that the server lists)"
+    )
     api_key: str | None = option(None, "with --url: key of the server")
     system: str | None = option(None, "system message at the beginning")
-    image: tuple[Path, ...] = option((), "picture of the first message, for engines that read pictures (repeatable)")
+    image: tuple[Path, ...] = option(
+        (), "picture of the first message, for engines that read pictures (repeatable)"
+    )
     stream: bool = option(True, "show the answer while it is made")
-    chat_template: str | None = option(None, "chat template, or a file with one, instead of the engine's own")
+    chat_template: str | None = option(
+        None, "chat template, or a file with one, instead of the engine's own"
+    )
     build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint in the engine's place")
-    sampling: SamplingParams = config(SamplingParams, "Sampling", helps=SAMPLING_HELP, exclude=("n", "num_beams"))
+    sampling: SamplingParams = config(
+        SamplingParams, "Sampling", helps=SAMPLING_HELP, exclude=("n", "num_beams")
+    )
     run: RunConfig = config(RunConfig, "Engine")
 
 
 def run(args: Args) -> int:
-    """Talk until /exit or the end of the input. With --json the conversation is printed at the end, and only it."""
+    """Talk until /exit or the end of the input.
+
+    With --json the conversation is printed at the end, and only it.
+    """
     if (args.engine is None) == (args.url is None):
         raise UsageError("give one of ENGINE and --url URL")
     llm, params = _open_remote(args) if args.engine is None else _open_local(args, args.engine)
-    talk = ChatSession(llm, params, args.system, stream=args.stream, silent=args.json, explicit_options=args.sampling)
+    talk = ChatSession(
+        llm,
+        params,
+        args.system,
+        stream=args.stream,
+        silent=args.json,
+        explicit_options=args.sampling,
+    )
     for image in args.image:
         talk.attach_image(image)
     if sys.stdin.isatty() and not args.json:
@@ -79,7 +105,10 @@ def _open_local(args: Args, engine: Path) -> tuple[LLM, SamplingParams]:
     """The engine, opened here."""
     llm = open_llm(engine, args.build, args.run, chat_template=args.chat_template)
     if llm.chat_format is None:
-        raise UsageError(f"{engine} has no chat template; give one with --chat-template, or use modelmill run --prompt")
+        raise UsageError(
+            f"{engine} has no chat template; give one with --chat-template, or use modelmill run "
+            "--prompt"
+        )
     return llm, with_max_tokens(args.sampling, llm)
 
 
@@ -88,11 +117,16 @@ def _open_remote(args: Args) -> tuple[RemoteChat, SamplingParams]:
     from modelmill.cli.remote_chat import RemoteChat
     from modelmill.eval.openai_client import OpenAIClient
 
-    return RemoteChat(OpenAIClient.from_url(args.url or "", args.api_key), args.model), args.sampling
+    return RemoteChat(
+        OpenAIClient.from_url(args.url or "", args.api_key), args.model
+    ), args.sampling
 
 
 def read_line() -> str | None:
-    """The next line of the user; None at the end of the input. Ctrl-C at the prompt only clears the line."""
+    """The next line of the user; None at the end of the input.
+
+    Ctrl-C at the prompt only clears the line.
+    """
     if not sys.stdin.isatty():
         line = sys.stdin.readline()
         return line.rstrip("\n") if line else None
@@ -121,8 +155,8 @@ class ChatSession:
         silent: bool = False,
         explicit_options: SamplingParams | None = None,
     ) -> None:
-        """explicit_options: what the user gave, of ``params``; where an answer cannot be as long as that, it is said
-        once."""
+        """explicit_options: what the user gave, of ``params``; where an answer cannot be as long as
+        that, it is said once."""
         self.llm, self.params = llm, params
         self.stream, self.silent = stream, silent
         self.messages: list[dict[str, Any]] = []
@@ -156,7 +190,12 @@ class ChatSession:
             self._set_system(rest)
             self._print("(system message set)")
         elif name == "system":
-            self._print(next((each["content"] for each in self.messages if each["role"] == "system"), "(none)"))
+            self._print(
+                next(
+                    (each["content"] for each in self.messages if each["role"] == "system"),
+                    "(none)",
+                )
+            )
         elif name == "image":
             self._attach_file(rest)
         elif name in ("save", "save!"):
@@ -166,7 +205,10 @@ class ChatSession:
         return True
 
     def attach_image(self, image: Path) -> None:
-        """A picture for the next message. Raises RequestError for none, UsageError where the engine reads none."""
+        """A picture for the next message.
+
+        Raises RequestError for none, UsageError where the engine reads none.
+        """
         from modelmill.vision.image_input import to_data_url
 
         text_processor = getattr(self.llm, "text_processor", None)
@@ -186,7 +228,9 @@ class ChatSession:
         self.messages = [{"role": "system", "content": text}, *rest]
 
     def _save(self, name: str, replace: bool) -> None:
-        """Write the conversation; over a file only where this talk wrote it, or where ``replace`` is asked for."""
+        """Write the conversation; over a file only where this talk wrote it, or where ``replace``
+        is asked for.
+        """
         if not name:
             self._print("/save needs a file name")
             return
@@ -203,7 +247,10 @@ class ChatSession:
             self._print(f"cannot write {name}: {error.strerror}")
 
     def _answer_line(self, line: str) -> None:
-        """Answer one line. A refused one is told in one line, and the talk goes on as if it had not been said."""
+        """Answer one line.
+
+        A refused one is told in one line, and the talk goes on as if it had not been said.
+        """
         shown: list[dict[str, Any]] = [
             {"type": "image_url", "image_url": {"url": url}} for url in self._attached_images
         ]
@@ -225,7 +272,10 @@ class ChatSession:
                 print_note(str(error))
                 return
         if forgotten:
-            print_note(f"the conversation is longer than the engine reads; oldest turns forgotten: {forgotten}")
+            print_note(
+                "the conversation is longer than the engine reads; oldest turns forgotten: "
+                f"{forgotten}"
+            )
         self.messages = [*trial, {"role": "assistant", "content": text}]
 
     def _stream_answer(self, messages: list[dict[str, Any]]) -> str:
@@ -233,7 +283,11 @@ class ChatSession:
         parts: list[str] = []
         answer: RequestOutput | None = None
         wrapped = make_wrapper() or WordWrapper(lambda: sys.maxsize)
-        with InterruptHandler() as interrupt, hide_typed_keys(), wait_for_first_token(self.llm) as came:
+        with (
+            InterruptHandler() as interrupt,
+            hide_typed_keys(),
+            wait_for_first_token(self.llm) as came,
+        ):
             stream: Any = self.llm.stream(messages, self.params)
             for delta in stream:
                 if answer is None:

@@ -24,10 +24,16 @@ EPILOG = """Exit code 0 only where everything is within its dtype's published to
 
 Examples:
 
-  modelmill compare model.engine model.gguf --plot errors.png"""
+  modelmill compare model.engine model.gguf --plot errors.png"""  # noqa: E501
 
-SIZE_NAMES = {"layers": "layers", "hidden": "hidden size", "inner": "inner size", "vocab": "vocabulary"}
-# what the contract fixes: with chunks, rounded keys or other lengths a good engine would differ from the reference
+SIZE_NAMES = {
+    "layers": "layers",
+    "hidden": "hidden size",
+    "inner": "inner size",
+    "vocab": "vocabulary",
+}
+# what the contract fixes: with chunks, rounded keys or other lengths a good engine would differ
+# from the reference
 EXCLUDED_OPTIONS = (
     *("enable_prefix_caching", "cuda_graphs", "kv_cache_dtype", "tp", "seed"),
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_mixed_tokens"),
@@ -40,9 +46,15 @@ class Args(CommonArgs):
     """An engine and a checkpoint."""
 
     engine: Path = option(help="an engine folder", positional=True, metavar="ENGINE")
-    checkpoint: Path = option(help="the checkpoint that it is compared with", positional=True, metavar="CHECKPOINT")
-    delta: Path | None = option(None, "second checkpoint that was added to the first", metavar="DELTA")
-    all: bool = option(False, "list every module of every layer, not only the worst", flags=("--all",))
+    checkpoint: Path = option(
+        help="the checkpoint that it is compared with", positional=True, metavar="CHECKPOINT"
+    )
+    delta: Path | None = option(
+        None, "second checkpoint that was added to the first", metavar="DELTA"
+    )
+    all: bool = option(
+        False, "list every module of every layer, not only the worst", flags=("--all",)
+    )
     plot: Path | None = option(None, "draw the errors by layer", metavar="FILE.png")
     vision_files: MiniGPT4Files = config(MiniGPT4Files, "MiniGPT-4's parts")
     run: RunConfig = config(RunConfig, "Engine", exclude=EXCLUDED_OPTIONS)
@@ -66,21 +78,32 @@ def run(args: Args) -> int:
         return _compare_masks(args, artifact, checkpoint)
     check_sizes(artifact.manifest, checkpoint)
     # rounded keys are no fault of the engine's
-    settings = replace(args.run, enable_prefix_caching=False, cuda_graphs=False, kv_cache_dtype="activations")
+    settings = replace(
+        args.run, enable_prefix_caching=False, cuda_graphs=False, kv_cache_dtype="activations"
+    )
     with show_progress("comparing", lines=True) as told:
         llm = LLM(args.engine, progress=told, **non_default_fields(settings))
         ids = sample_ids(artifact)
         result = compare_to_checkpoint(
-            llm, checkpoint, lambda: compare_engine(llm.engine_core, checkpoint, ids, on_progress=told)
+            llm,
+            checkpoint,
+            lambda: compare_engine(llm.engine_core, checkpoint, ids, on_progress=told),
         )
     emit_json(result) if args.json else _show(result, args.all)
     if args.plot is not None:
-        plot(args.plot, lambda axes: draw_errors(axes, result["layers"]), f"{args.engine.name}: {result['verdict']}")
+        plot(
+            args.plot,
+            lambda axes: draw_errors(axes, result["layers"]),
+            f"{args.engine.name}: {result['verdict']}",
+        )
     return 0 if result["passed"] else 1
 
 
 def _compare_masks(args: Args, artifact: Artifact, checkpoint: Checkpoint) -> int:
-    """The same for an engine that segments images, stage by stage. Raises UsageError for what only layers have."""
+    """The same for an engine that segments images, stage by stage.
+
+    Raises UsageError for what only layers have.
+    """
     from modelmill.accept.segmentation import compare_segmentation
     from modelmill.builder.segmentation import with_config
     from modelmill.cli.build import show_acceptance
@@ -88,7 +111,9 @@ def _compare_masks(args: Args, artifact: Artifact, checkpoint: Checkpoint) -> in
     from modelmill.vision.open_model import open_sam_model
 
     if args.plot is not None or args.all:
-        raise UsageError("--plot and --all are for language models; of an encoder --json tells every module")
+        raise UsageError(
+            "--plot and --all are for language models; of an encoder --json tells every module"
+        )
     with show_progress("comparing", lines=True) as told:
         compile_cpu_kernels(args.run.device, told)
         eye = open_sam_model(artifact, pick_device(args.run.device), args.run.kernels)
@@ -100,7 +125,10 @@ def _compare_masks(args: Args, artifact: Artifact, checkpoint: Checkpoint) -> in
 
 
 def check_sizes(manifest: Manifest, checkpoint: Checkpoint) -> None:
-    """Layers and widths must agree: nothing can be compared otherwise. Raises UsageError with both."""
+    """Layers and widths must agree: nothing can be compared otherwise.
+
+    Raises UsageError with both.
+    """
     from modelmill.builder.resolve_options import find_family
     from modelmill.core.registry import find_module
 
@@ -120,18 +148,35 @@ def check_sizes(manifest: Manifest, checkpoint: Checkpoint) -> None:
 def _show(result: dict[str, Any], every: bool) -> None:
     checks = result["text"]
     if checks:
-        rows = [[c["what"], c["subject"].replace("\n", "⏎"), c["against"], _check_line(c)] for c in checks]
+        rows = [
+            [c["what"], c["subject"].replace("\n", "⏎"), c["against"], _check_line(c)]
+            for c in checks
+        ]
         print_table(("checked", "text", "against", "equal"), rows, title="Template and tokens")
     layers = result["layers"] if every else worst_by_module(result["layers"])
     outside = [layer for layer in result["layers"] if not layer["ok"] and layer not in layers]
-    rows = [[layer["name"], *[layer[key] for key in COLUMNS], layer["ok"]] for layer in [*layers, *outside[:20]]]
+    rows = [
+        [layer["name"], *[layer[key] for key in COLUMNS], layer["ok"]]
+        for layer in [*layers, *outside[:20]]
+    ]
     names = [column.replace("_", " ") for column in COLUMNS]
-    print_table(("module", *names, "within"), rows, title="Every module" if every else "The worst of each module")
+    print_table(
+        ("module", *names, "within"),
+        rows,
+        title="Every module" if every else "The worst of each module",
+    )
     logits = result.get("logits") or {}
     print_facts(
         [
-            ("compared", f"{len(result['layers'])} modules in {result.get('dtype')}, {result.get('quantization')}"),
-            ("logits", f"relative error {logits['rel_l2']}, bound {logits['bound']}" if logits else None),
+            (
+                "compared",
+                f"{len(result['layers'])} modules in {result.get('dtype')}, "
+                f"{result.get('quantization')}",
+            ),
+            (
+                "logits",
+                f"relative error {logits['rel_l2']}, bound {logits['bound']}" if logits else None,
+            ),
             ("verdict", result["verdict"]),
             ("why", result.get("reason") if not result["passed"] else None),
         ]

@@ -16,7 +16,9 @@ from modelmill.core import env, packages
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import option
 
-HELP = "Show the environment: devices, versions, kernels available, what is missing and how to get it."
+HELP = (
+    "Show the environment: devices, versions, kernels available, what is missing and how to get it."
+)
 
 REQUIRED_PACKAGES = (
     "torch",
@@ -43,7 +45,9 @@ COMPILERS = ("c++", "g++", "clang++")
 class Args(CommonArgs):
     """engine: whether it runs here, and how it is tuned."""
 
-    engine: Path | None = option(None, "an engine: whether it fits this machine", positional=True, metavar="ENGINE")
+    engine: Path | None = option(
+        None, "an engine: whether it fits this machine", positional=True, metavar="ENGINE"
+    )
 
 
 def run(args: Args) -> int:
@@ -52,7 +56,10 @@ def run(args: Args) -> int:
         from modelmill.runtime.device import compile_cpu_kernels
 
         compile_cpu_kernels("cpu", told)
-        found = {**collect_facts(), **({} if args.engine is None else {"engine": engine_facts(args.engine)})}
+        found = {
+            **collect_facts(),
+            **({} if args.engine is None else {"engine": engine_facts(args.engine)}),
+        }
     emit_json(found) if args.json else _show(found)
     return 1 if any(not each["needs"] for each in found["missing"]) else 0
 
@@ -94,7 +101,10 @@ def collect_facts() -> dict[str, Any]:
 
 
 def engine_facts(path: Path) -> dict[str, Any]:
-    """How an engine stands to this machine. Raises ArtifactError, IncompatibleArtifact (another packing, schema)."""
+    """How an engine stands to this machine.
+
+    Raises ArtifactError, IncompatibleArtifact (another packing, schema).
+    """
     from modelmill.artifact.store import open_artifact
     from modelmill.cli.inspect import tuning_facts
 
@@ -116,7 +126,9 @@ def _gpus(torch: Any) -> list[dict[str, Any]]:
         facts_of = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         capability = f"{facts_of.major}.{facts_of.minor}"
-        found.append({"name": facts_of.name, "capability": capability, "memory": total, "memory_free": free})
+        found.append(
+            {"name": facts_of.name, "capability": capability, "memory": total, "memory_free": free}
+        )
     return found
 
 
@@ -128,11 +140,20 @@ def _kernels(torch: Any) -> list[dict[str, Any]]:
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         chosen = registry.select_backends(device).backends
         for op in (*registry.OPS, *registry.FUSED_OPS):
-            reasons = {name: module.available(device) for name, module in registry.implementations(op).items()}
+            reasons = {
+                name: module.available(device)
+                for name, module in registry.implementations(op).items()
+            }
             available = ["torch", *(name for name, reason in reasons.items() if reason is None)]
             refused = {name: reason for name, reason in reasons.items() if reason is not None}
             rows.append(
-                {"op": op, "device": device, "chosen": chosen[op], "available": available, "unavailable": refused}
+                {
+                    "op": op,
+                    "device": device,
+                    "chosen": chosen[op],
+                    "available": available,
+                    "unavailable": refused,
+                }
             )
     return rows
 
@@ -149,7 +170,10 @@ def _cpu_kernels() -> dict[str, str | None]:
 
 def _compiler() -> str | None:
     named = env.cxx_compiler()
-    return next((path for path in (shutil.which(name) for name in (named, *COMPILERS) if name) if path), None)
+    return next(
+        (path for path in (shutil.which(name) for name in (named, *COMPILERS) if name) if path),
+        None,
+    )
 
 
 def _missing_packages(torch: Any) -> list[dict[str, Any]]:
@@ -189,25 +213,7 @@ def _kernels_line(report: dict[str, str | None]) -> str:
 
 
 def _show(report: dict[str, Any]) -> None:
-    cpu = report["cpu"]
-    gpus = [
-        f"{g['name']}, {format_bytes(g['memory'])}, {format_bytes(g['memory_free'])} free, sm {g['capability']}"
-        for g in report["gpus"]
-    ]
-    print_facts(
-        [
-            ("modelmill", f"{report['modelmill']} on Python {report['python']}, {report['system']}"),
-            ("CPU", f"{cpu['name']}: {cpu['cores']} cores, {cpu['threads']} threads used, {cpu['capability']}"),
-            ("threads wait", cpu["waiting"]),
-            ("memory", f"{format_bytes(cpu['memory'])}, {format_bytes(cpu['memory_free'])} free"),
-            ("GPU", "\n".join(gpus) or "none"),
-            ("CUDA", report["cuda"]),
-            ("compiler", report["compiler"] or "none"),
-            ("CPU kernels", _kernels_line(report["cpu_kernels"])),
-            ("cache", f"{report['cache']['path']}, {format_bytes(report['cache']['disk_free'] or 0)} free on its disk"),
-            ("packages", ", ".join(f"{name} {version}" for name, version in report["packages"].items() if version)),
-        ]
-    )
+    _show_machine(report)
     rows = [
         [
             k["device"],
@@ -220,21 +226,63 @@ def _show(report: dict[str, Any]) -> None:
     ]
     print_table(("device", "op", "chosen", "available", "not available"), rows, title="Kernels")
     if "engine" in report:
-        from modelmill.cli.inspect import tuning_line
-
-        engine = report["engine"]
-        versions = ", ".join(f"{name} {version}" for name, version in engine["versions"].items())
-        lines = [("packing", f"{engine['packing']}: read here"), ("built", f"for {engine['target']} with {versions}")]
-        tuned = tuning_line(engine["tuning"]) or "none: default launch sizes"
-        print_facts([*lines, ("tuning", tuned)], title=engine["path"])
+        _show_engine(report["engine"])
     if report["missing"]:
-        missing = [[each["name"], each["needs"] or "everything", each["get"]] for each in report["missing"]]
+        missing = [
+            [each["name"], each["needs"] or "everything", each["get"]] for each in report["missing"]
+        ]
         print_table(("missing", "needed for", "how to get it"), missing)
     else:
         print("nothing is missing")
     if report["outside"]:
-        rows = [[each["name"], each["version"], each["tested"], _fix_versions_hint(each)] for each in report["outside"]]
-        print_table(("outside what was tested", "installed", "tested", "how to get a tested one"), rows)
+        rows = [
+            [each["name"], each["version"], each["tested"], _fix_versions_hint(each)]
+            for each in report["outside"]
+        ]
+        print_table(
+            ("outside what was tested", "installed", "tested", "how to get a tested one"), rows
+        )
+
+
+def _show_machine(report: dict[str, Any]) -> None:
+    cpu, cache = report["cpu"], report["cache"]
+    gpus = [
+        f"{g['name']}, {format_bytes(g['memory'])}, {format_bytes(g['memory_free'])} free, sm "
+        f"{g['capability']}"
+        for g in report["gpus"]
+    ]
+    cores = f"{cpu['cores']} cores, {cpu['threads']} threads used, {cpu['capability']}"
+    disk_free = format_bytes(cache["disk_free"] or 0)
+    versions = (f"{name} {version}" for name, version in report["packages"].items() if version)
+    print_facts(
+        [
+            (
+                "modelmill",
+                f"{report['modelmill']} on Python {report['python']}, {report['system']}",
+            ),
+            ("CPU", f"{cpu['name']}: {cores}"),
+            ("threads wait", cpu["waiting"]),
+            ("memory", f"{format_bytes(cpu['memory'])}, {format_bytes(cpu['memory_free'])} free"),
+            ("GPU", "\n".join(gpus) or "none"),
+            ("CUDA", report["cuda"]),
+            ("compiler", report["compiler"] or "none"),
+            ("CPU kernels", _kernels_line(report["cpu_kernels"])),
+            ("cache", f"{cache['path']}, {disk_free} free on its disk"),
+            ("packages", ", ".join(versions)),
+        ]
+    )
+
+
+def _show_engine(engine: dict[str, Any]) -> None:
+    from modelmill.cli.inspect import tuning_line
+
+    versions = ", ".join(f"{name} {version}" for name, version in engine["versions"].items())
+    lines = [
+        ("packing", f"{engine['packing']}: read here"),
+        ("built", f"for {engine['target']} with {versions}"),
+    ]
+    tuned = tuning_line(engine["tuning"]) or "none: default launch sizes"
+    print_facts([*lines, ("tuning", tuned)], title=engine["path"])
 
 
 def _fix_versions_hint(outside: dict[str, Any]) -> str:

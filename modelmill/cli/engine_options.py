@@ -46,7 +46,9 @@ SAMPLING_HELP = {
 
 @dataclass(frozen=True, kw_only=True)
 class CacheBuildOptions:
-    """How a checkpoint is built when it stands where an engine is wanted; not used for an engine."""
+    """How a checkpoint is built when it stands where an engine is wanted; not used for an
+    engine.
+    """
 
     dtype: str = inherit_option(BuildConfig, "dtype", help="for a checkpoint: type to build it in")
     quantization: str = inherit_option(
@@ -57,18 +59,24 @@ class CacheBuildOptions:
 def open_llm(model: Path, build: CacheBuildOptions, run: RunConfig, **llm_options: Any) -> LLM:
     """An LLM for an engine; a checkpoint is built into the cache first, and LLM says so on stderr.
 
-    A dtype or recipe that is given together with an engine is refused by LLM. llm_options: LLM's own options.
+    A dtype or recipe that is given together with an engine is refused by LLM. llm_options: LLM's
+    own options.
     """
     with show_progress(f"opening {model.name}", lines=True) as told:
         from modelmill.llm import LLM  # inside, since torch takes seconds to import
 
         given = {name: value for name, value in llm_options.items() if value is not None}
-        return LLM(model, progress=told, **non_default_fields(build), **non_default_fields(run), **given)
+        return LLM(
+            model, progress=told, **non_default_fields(build), **non_default_fields(run), **given
+        )
 
 
 def share_gpu_with_reference(run: RunConfig) -> RunConfig:
     """``run`` with half of the GPU left for transformers, unless a share was asked for."""
-    asked = run.gpu_memory_utilization != RunConfig().gpu_memory_utilization or run.kv_cache_bytes is not None
+    asked = (
+        run.gpu_memory_utilization != RunConfig().gpu_memory_utilization
+        or run.kv_cache_bytes is not None
+    )
     return run if asked else replace(run, gpu_memory_utilization=REFERENCE_GPU_FRACTION)
 
 

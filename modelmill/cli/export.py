@@ -27,16 +27,32 @@ EXPORT_FORMATS = ("triton",)
 class Args(CommonArgs):
     """form: who is to serve it; engine: a folder or a checkpoint."""
 
-    form: str = option(help="triton: a model repository of Triton Inference Server", positional=True, metavar="FORM")
-    engine: Path = option(
-        help="engine folder, or a checkpoint (it is built into the cache first)", positional=True, metavar="ENGINE"
+    form: str = option(
+        help="triton: a model repository of Triton Inference Server",
+        positional=True,
+        metavar="FORM",
     )
-    out: Path = option(help="the model repository; a folder NAME is made in it", flags=("-o", "--out"), metavar="DIR")
+    engine: Path = option(
+        help="engine folder, or a checkpoint (it is built into the cache first)",
+        positional=True,
+        metavar="ENGINE",
+    )
+    out: Path = option(
+        help="the model repository; a folder NAME is made in it",
+        flags=("-o", "--out"),
+        metavar="DIR",
+    )
     name: str | None = option(None, "name of the model in Triton (default: the engine's folder's)")
     link: bool = option(False, "link to the engine's folder (the default)", flags=("--link",))
-    copy: bool = option(False, "copy the engine's files, so that the repository can be moved", flags=("--copy",))
-    chat_template: str | None = option(None, "chat template, or a file with one, instead of the engine's own")
-    max_waiting: int = option(1024, "requests that may wait beyond --max-num-seqs; more are refused")
+    copy: bool = option(
+        False, "copy the engine's files, so that the repository can be moved", flags=("--copy",)
+    )
+    chat_template: str | None = option(
+        None, "chat template, or a file with one, instead of the engine's own"
+    )
+    max_waiting: int = option(
+        1024, "requests that may wait beyond --max-num-seqs; more are refused"
+    )
     build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint in an engine's place")
     run: RunConfig = config(RunConfig, "Engine")
 
@@ -49,7 +65,8 @@ def run(args: Args) -> int:
 
     if args.form not in EXPORT_FORMATS:
         raise UsageError(
-            f"export knows {', '.join(EXPORT_FORMATS)}, not {args.form!r}: modelmill export triton ENGINE -o DIR"
+            f"export knows {', '.join(EXPORT_FORMATS)}, not {args.form!r}: modelmill export "
+            "triton ENGINE -o DIR"
         )
     if args.link and args.copy:
         raise UsageError("--link and --copy exclude each other; give one")
@@ -62,11 +79,23 @@ def run(args: Args) -> int:
         with show_progress(f"opening {engine.name}", lines=not args.json) as told:
             engine = cached_engine(engine, BuildConfig(**built), told)
     elif built:
-        raise UsageError(f"{', '.join(built)}: decided when an engine is built, and {engine} is one already")
-    start = StartOptions(non_default_fields(args.run), _read_template(args.chat_template), args.max_waiting)
-    made = export_triton_repository(engine, args.out, name=args.name, copy=args.copy, start_options=start)
+        raise UsageError(
+            f"{', '.join(built)}: decided when an engine is built, and {engine} is one already"
+        )
+    start = StartOptions(
+        non_default_fields(args.run), _read_template(args.chat_template), args.max_waiting
+    )
+    made = export_triton_repository(
+        engine, args.out, name=args.name, copy=args.copy, start_options=start
+    )
     if args.json:
-        emit_json({"model": made.name, "path": str(made.resolve()), "engine": "copy" if args.copy else "link"})
+        emit_json(
+            {
+                "model": made.name,
+                "path": str(made.resolve()),
+                "engine": "copy" if args.copy else "link",
+            }
+        )
     else:
         print_note(f"{made} is ready: tritonserver --model-repository {args.out.resolve()}")
     return 0
@@ -80,5 +109,6 @@ def _read_template(source: str | None) -> str | None:
         return Path(source).read_text("utf-8")
     except (OSError, UnicodeDecodeError):
         raise UsageError(
-            f"--chat-template {source}: neither a file nor a template; shipped are vicuna and chatml"
+            f"--chat-template {source}: neither a file nor a template; shipped are vicuna and "
+            "chatml"
         ) from None

@@ -16,7 +16,14 @@ MAX_WIDTH = 110
 MAX_NAME_WIDTH = 30
 """Columns of the names; what is longer has its text on the next line."""
 EXAMPLES = "Examples:"
-METAVARS = {"pairs": "KEY=VALUE", "ints": "N,N,…", "int": "N", "float": "X", "str": "TEXT", "Path": "PATH"}
+METAVARS = {
+    "pairs": "KEY=VALUE",
+    "ints": "N,N,…",
+    "int": "N",
+    "float": "X",
+    "str": "TEXT",
+    "Path": "PATH",
+}
 
 Row = tuple[Sequence[str], str]
 """Names, of which none may be broken, and what they are."""
@@ -52,10 +59,15 @@ def verb_page(verb: str, module: ModuleType, width: int) -> str:
         panel = "Arguments" if flag.positional else flag.panel or "Options"
         panels.setdefault(panel, []).append((flag_names(flag), flag_help(flag)))
     panels["Options"].append((("-h,", "--help"), "show this page and exit"))
-    parts = [_style_heading("Usage:") + f" {usage(verb, module)}", *(textwrap.fill(each, width) for each in about)]
+    parts = [
+        _style_heading("Usage:") + f" {usage(verb, module)}",
+        *(textwrap.fill(each, width) for each in about),
+    ]
     if examples:
         parts.append("\n".join((_style_heading(EXAMPLES), *(f"  {line}" for line in examples))))
-    parts += [f"{_style_heading(title)}\n{_table(rows, width)}" for title, rows in panels.items() if rows]
+    parts += [
+        f"{_style_heading(title)}\n{_table(rows, width)}" for title, rows in panels.items() if rows
+    ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -83,7 +95,11 @@ def usage(verb: str, module: ModuleType) -> str:
     for flag in collect_flags(module.Args):
         if flag.positional:
             words.append(flag.label if flag.required else f"[{flag.label}]")
-    words += [f"--{f.long} {_metavar(f)}" for f in collect_flags(module.Args) if f.required and not f.positional]
+    words += [
+        f"--{f.long} {_metavar(f)}"
+        for f in collect_flags(module.Args)
+        if f.required and not f.positional
+    ]
     return " ".join([*words, "[OPTIONS]"])
 
 
@@ -98,7 +114,11 @@ def flag_names(flag: Flag) -> list[str]:
     if flag.positional:
         return [flag.label]
     short = [name for name in flag.short if not name.startswith("--")]
-    names = [*short, *(f"--{name}" for name in flag.names), *([f"--no-{flag.long}"] if flag.negatable else [])]
+    names = [
+        *short,
+        *(f"--{name}" for name in flag.names),
+        *([f"--no-{flag.long}"] if flag.negatable else []),
+    ]
     shown = [f"{name}," for name in names[:-1]] + names[-1:]
     return shown if flag.value_type is bool else [*shown, _metavar(flag)]
 
@@ -121,16 +141,22 @@ def _split_epilog(module: ModuleType) -> tuple[list[str], list[str]]:
 
 
 def _table(rows: Sequence[Row], width: int) -> str:
-    """Names on the left, texts on the right or below; a name that does not fit beside others has a line of its own."""
+    """Names on the left, texts on the right or below; a name that does not fit beside others has a
+    line of its own.
+    """
     widths = [len(" ".join(names)) for names, _ in rows]
-    left = 2 + max((size for size in widths if size <= min(MAX_NAME_WIDTH, width // 2)), default=8) + 2
+    left = (
+        2 + max((size for size in widths if size <= min(MAX_NAME_WIDTH, width // 2)), default=8) + 2
+    )
     lines = []
     for names, text in rows:
         heads = _wrap_words(names, width - 2)
         room = max(width - left, 16)
         texts = textwrap.wrap(text, room) if text else []
         if len(heads) == 1 and len(heads[0]) + 4 <= left and texts:
-            lines.append(f"  {_style_name(heads[0])}{' ' * (left - 2 - len(heads[0]))}{texts.pop(0)}")
+            lines.append(
+                f"  {_style_name(heads[0])}{' ' * (left - 2 - len(heads[0]))}{texts.pop(0)}"
+            )
         else:
             lines += [f"  {_style_name(head)}" for head in heads]
         lines += [" " * left + each for each in texts]

@@ -16,7 +16,10 @@ from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import option
 from modelmill.core.errors import ModelmillError
 
-HELP = "Show what a checkpoint or an engine is: architecture, sizes, dtypes, tokenizer, chat template, acceptance."
+HELP = (
+    "Show what a checkpoint or an engine is: architecture, sizes, dtypes, tokenizer, chat "
+    "template, acceptance."
+)
 EPILOG = """Examples:
 
   modelmill inspect model.engine
@@ -41,7 +44,9 @@ class Args(CommonArgs):
 
     path: Path = option(help="a checkpoint or an engine", positional=True, metavar="PATH")
     tensors: bool = option(False, "list every tensor", flags=("--tensors",))
-    verify: bool = option(False, "read every file of an engine and compare its sha256", flags=("--verify",))
+    verify: bool = option(
+        False, "read every file of an engine and compare its sha256", flags=("--verify",)
+    )
 
 
 def run(args: Args) -> int:
@@ -62,7 +67,8 @@ def _engine_facts(args: Args) -> dict[str, Any]:
         with show_progress("verifying") as told:
             verify(artifact, force=True, on_progress=told)
     manifest = artifact.manifest
-    tensors = [_tensor_facts(name, each.shape, str(each.dtype).removeprefix("torch."), each.nbytes) for name, each in
+    tensors = [_tensor_facts(name, each.shape, str(each.dtype).removeprefix("torch."),
+        each.nbytes) for name, each in
                ((name, artifact.tensor(name)) for name in artifact.names())]  # fmt: skip
     return {
         "kind": "engine",
@@ -78,7 +84,9 @@ def _engine_facts(args: Args) -> dict[str, Any]:
         **text_facts(artifact.tokenizer_files()),
         "generation": manifest.generation,
         "sampling": sampling_facts(
-            manifest.generation, manifest.source.get("container"), manifest.engine_type == "language"
+            manifest.generation,
+            manifest.source.get("container"),
+            manifest.engine_type == "language",
         ),
         "source": manifest.source,
         "versions": manifest.versions,
@@ -103,16 +111,21 @@ def _checkpoint_facts(args: Args) -> dict[str, Any]:
         "architectures": checkpoint.config.get("architectures"),
         "sizes": _sizes(checkpoint.config, checkpoint.model_type),
         **_content_facts(
-            [_tensor_facts(each.name, each.shape, each.dtype, each.nbytes) for each in infos], args.tensors
+            [_tensor_facts(each.name, each.shape, each.dtype, each.nbytes) for each in infos],
+            args.tensors,
         ),
         **text_facts(checkpoint.tokenizer_files()),
         "generation": checkpoint.generation_config,
-        "sampling": sampling_facts(checkpoint.generation_config, checkpoint.container, checkpoint.model_type != "sam"),
+        "sampling": sampling_facts(
+            checkpoint.generation_config, checkpoint.container, checkpoint.model_type != "sam"
+        ),
         "config": checkpoint.config,
     }
 
 
-def sampling_facts(generation: Mapping[str, Any], container: Any, language: bool) -> dict[str, Any] | None:
+def sampling_facts(
+    generation: Mapping[str, Any], container: Any, language: bool
+) -> dict[str, Any] | None:
     """How answers are drawn where nobody says; what makes no sense is told, not raised."""
     from modelmill.core.generation_defaults import read_generation
 
@@ -133,7 +146,10 @@ def tuning_facts(engine: Path) -> dict[str, Any]:
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     here = dict.fromkeys(torch.cuda.get_device_name(index) for index in range(count))
-    return {"devices": tuned_devices(engine), "here": {name: look_up_tuning(engine, name).message for name in here}}
+    return {
+        "devices": tuned_devices(engine),
+        "here": {name: look_up_tuning(engine, name).message for name in here},
+    }
 
 
 def tuning_line(facts: Mapping[str, Any]) -> str | None:
@@ -164,8 +180,16 @@ def _sizes(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
         from modelmill.models.sam import config_from_hf
 
         encoder = config_from_hf(config).encoder
-        kind = "MobileSAM's TinyViT" if hasattr(encoder, "widths") else f"ViT, {encoder.depth} × {encoder.width}"
-        return {"encoder": kind, "picture": f"{encoder.image} × {encoder.image}", "embedding": f"{encoder.grid}²"}
+        kind = (
+            "MobileSAM's TinyViT"
+            if hasattr(encoder, "widths")
+            else f"ViT, {encoder.depth} × {encoder.width}"
+        )
+        return {
+            "encoder": kind,
+            "picture": f"{encoder.image} × {encoder.image}",
+            "embedding": f"{encoder.grid}²",
+        }
     found = {}
     for label, keys in SIZE_KEYS:
         value = next((config[key] for key in keys if config.get(key) is not None), None)
@@ -175,7 +199,9 @@ def _sizes(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
 
 
 def text_facts(files: dict[str, bytes]) -> dict[str, Any]:
-    """Tokenizer and chat template; a broken one is told, not raised: inspect is how one finds out."""
+    """Tokenizer and chat template; a broken one is told, not raised: inspect is how one finds
+    out.
+    """
     from modelmill.text.chat import load_chat
     from modelmill.text.tokenizer import load_tokenizer
 
@@ -210,11 +236,16 @@ def _show(report: dict[str, Any]) -> None:
     build = report.get("build", {})
     sampling = report["sampling"] or {"text": None, "unused": {}}
     weights = ", ".join(f"{count} {kind}" for kind, count in report.get("weights", {}).items())
-    dtypes = ", ".join(f"{dtype} {format_bytes(count)}" for dtype, count in report["bytes_by_dtype"].items())
+    dtypes = ", ".join(
+        f"{dtype} {format_bytes(count)}" for dtype, count in report["bytes_by_dtype"].items()
+    )
     architectures = ", ".join(report.get("architectures") or [])
     print_facts(
         [
-            ("architecture", report["model_type"] + (f" ({architectures})" if architectures else "")),
+            (
+                "architecture",
+                report["model_type"] + (f" ({architectures})" if architectures else ""),
+            ),
             ("container", report.get("container")),
             *report["sizes"].items(),
             ("parameters", report["parameters"]),
@@ -222,13 +253,22 @@ def _show(report: dict[str, Any]) -> None:
             ("dtype", build.get("dtype")),
             ("recipe", f"{build['quantization']}: {weights}" if engine else None),
             ("target", build.get("target")),
-            ("built for up to", f"{report['max_model_len']} tokens" if engine and not still else None),
+            (
+                "built for up to",
+                f"{report['max_model_len']} tokens" if engine and not still else None,
+            ),
             ("tokenizer", None if still else _tokenizer_line(report)),
             ("chat template", None if still else _chat_line(report["chat_template"])),
             ("generation", _line(report["generation"])),
             ("sampling", sampling["text"]),
-            ("without effect", "; ".join(f"{name} {why}" for name, why in sampling["unused"].items()) or None),
-            ("source", _line({k: v for k, v in report.get("source", {}).items() if k != "warnings"})),
+            (
+                "without effect",
+                "; ".join(f"{name} {why}" for name, why in sampling["unused"].items()) or None,
+            ),
+            (
+                "source",
+                _line({k: v for k, v in report.get("source", {}).items() if k != "warnings"}),
+            ),
             *(("warning", each) for each in report.get("source", {}).get("warnings", ())),
             ("versions", _line(report.get("versions", {}))),
             ("tuning", tuning_line(report["tuning"]) if engine else None),
@@ -239,7 +279,10 @@ def _show(report: dict[str, Any]) -> None:
     if engine:
         show_acceptance(report["acceptance"])
     if "tensors" in report:
-        rows = [[t["name"], "×".join(map(str, t["shape"])), t["dtype"], t["bytes"]] for t in report["tensors"]]
+        rows = [
+            [t["name"], "×".join(map(str, t["shape"])), t["dtype"], t["bytes"]]
+            for t in report["tensors"]
+        ]
         print_table(("tensor", "shape", "dtype", "bytes"), rows)
 
 
@@ -260,4 +303,6 @@ def _chat_line(chat: dict[str, Any] | None) -> str:
 
 
 def _line(values: Mapping[str, Any]) -> str | None:
-    return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None) or None
+    return (
+        ", ".join(f"{name} {value}" for name, value in values.items() if value is not None) or None
+    )

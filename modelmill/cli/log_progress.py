@@ -1,4 +1,6 @@
-"""Progress where there is no terminal: a plain line now and then, so that a log of minutes does not look dead."""
+"""Progress where there is no terminal: a plain line now and then, so that a log of minutes does not
+look dead.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,15 @@ MAX_COUNT = 10_000
 
 
 class LogProgress:
-    """Keeps what was told last and prints it from a thread of its own: a stage may take minutes between two reports.
+    """Keeps what was told last and prints it from a thread of its own: a stage may take minutes
+    between two reports.
 
     write_line: prints a line. A block that ends before ``every`` seconds prints nothing.
     """
 
-    def __init__(self, label: str, write_line: Callable[[str], None], every: float = MIN_INTERVAL_SECONDS) -> None:
+    def __init__(
+        self, label: str, write_line: Callable[[str], None], every: float = MIN_INTERVAL_SECONDS
+    ) -> None:
         self._write_line, self._every, self._start_time = write_line, every, time.monotonic()
         self._stage, self._done, self._total = label, 0.0, 0.0
         self._stop_event = threading.Event()
@@ -37,8 +42,14 @@ class LogProgress:
         self._thread.join()
 
     def _print(self) -> None:
-        while not self._stop_event.wait(seconds_to_next_line(time.monotonic() - self._start_time, self._every)):
-            self._write_line(format_progress(self._stage, self._done, self._total, time.monotonic() - self._start_time))
+        while not self._stop_event.wait(
+            seconds_to_next_line(time.monotonic() - self._start_time, self._every)
+        ):
+            self._write_line(
+                format_progress(
+                    self._stage, self._done, self._total, time.monotonic() - self._start_time
+                )
+            )
 
 
 def seconds_to_next_line(seconds: float, every: float = MIN_INTERVAL_SECONDS) -> float:

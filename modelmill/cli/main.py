@@ -1,7 +1,9 @@
 """The ``modelmill`` command: one file a verb, imported when it is called.
 
-A verb is a module ``cli/<verb>.py`` with ``HELP`` (one line), ``Args`` (a dataclass, see ``options``) and
-``run(args) -> int``, the exit code. 0: done. 1: it did not work, or a check was not passed. 2: the command line
+A verb is a module ``cli/<verb>.py`` with ``HELP`` (one line), ``Args`` (a dataclass, see
+``options``) and
+``run(args) -> int``, the exit code. 0: done. 1: it did not work, or a check was not passed. 2: the
+command line
 makes no sense. 130: Ctrl-C.
 """
 
@@ -20,19 +22,40 @@ from modelmill.core.errors import ModelmillError, UsageError
 from modelmill.core.registry import closest_name, find_module, module_names
 
 NOT_VERBS = (
-    *("main", "options", "output", "option_sources", "engine_options", "vision_flags", "bench_report"),
+    *(
+        "main",
+        "options",
+        "output",
+        "option_sources",
+        "engine_options",
+        "vision_flags",
+        "bench_report",
+    ),
     *("bench_ops", "bench_serve", "serve_ray", "stdio", "log_progress", "help_page", "terminal"),
     *("remote_chat", "segment_output"),
 )
 """Modules of this folder that are no verbs."""
 
 VERB_ORDER = (
-    *("pull", "inspect", "build", "run", "chat", "segment", "serve", "export", "compare", "perplexity"),
+    *(
+        "pull",
+        "inspect",
+        "build",
+        "run",
+        "chat",
+        "segment",
+        "serve",
+        "export",
+        "compare",
+        "perplexity",
+    ),
     *("summarize", "bench", "profile", "doctor"),
 )
 """The order of the help page; a verb that is not named here stands behind these."""
 
-DESCRIPTION = "Turns a language-model checkpoint into a verified engine, and runs, compares and evaluates it."
+DESCRIPTION = (
+    "Turns a language-model checkpoint into a verified engine, and runs, compares and evaluates it."
+)
 
 OTHER_NAMES = {
     "quantize": "build -q",
@@ -47,7 +70,10 @@ OTHER_NAMES = {
 def verbs() -> list[str]:
     """Names of all verbs: the files of this folder."""
     found = [name for name in module_names("modelmill.cli") if name not in NOT_VERBS]
-    return sorted(found, key=lambda name: (VERB_ORDER.index(name) if name in VERB_ORDER else len(VERB_ORDER), name))
+    return sorted(
+        found,
+        key=lambda name: (VERB_ORDER.index(name) if name in VERB_ORDER else len(VERB_ORDER), name),
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -64,7 +90,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def execute(argv: list[str]) -> int:
-    """Run one command line; returns the exit code. A user's mistake is one line on stderr, a bug is raised."""
+    """Run one command line; returns the exit code.
+
+    A user's mistake is one line on stderr, a bug is raised.
+    """
     import typer
 
     try:
@@ -82,7 +111,8 @@ def execute(argv: list[str]) -> int:
             raise
         return _fail(told, 1)
     except Exception as error:
-        # typer carries click inside itself in its newer versions, so click's errors are known by their shape only.
+        # typer carries click inside itself in its newer versions, so click's errors are known by
+        # their shape only.
         if not hasattr(error, "format_message"):
             raise
         if type(error).__name__ == "NoArgsIsHelpError":
@@ -100,7 +130,8 @@ def _find_verb(argv: list[str]) -> str | None:
     if name not in known:
         hint = OTHER_NAMES.get(name) or closest_name(called, known)
         raise UsageError(
-            f"there is no command {called!r}; " + (f"did you mean {hint}?" if hint else f"there are {', '.join(known)}")
+            f"there is no command {called!r}; "
+            + (f"did you mean {hint}?" if hint else f"there are {', '.join(known)}")
         )
     return name
 
@@ -127,7 +158,13 @@ def _make_app(verb: str | None) -> Any:
         assert module is not None
         call = _verb_function(module) if completing or name == verb else _placeholder
         page = command_class(partial(verb_page, name, module))
-        app.command(name, cls=page, help=module.HELP, short_help=module.HELP, context_settings=_typer_settings())(call)
+        app.command(
+            name,
+            cls=page,
+            help=module.HELP,
+            short_help=module.HELP,
+            context_settings=_typer_settings(),
+        )(call)
     return app
 
 
@@ -165,7 +202,9 @@ def _top_callback() -> Callable[..., None]:
             print(f"modelmill {__version__}")
             raise typer.Exit
 
-    option = typer.Option(False, "--version", help="Show the version and exit.", is_eager=True, callback=show)
+    option = typer.Option(
+        False, "--version", help="Show the version and exit.", is_eager=True, callback=show
+    )
 
     def top(version: bool = option) -> None:
         """Nothing of its own to do."""
@@ -182,7 +221,11 @@ def _usage_error_text(error: Any, argv: list[str]) -> str:
 
         verb = _find_verb(argv)
         module = find_module("modelmill.cli", verb) if verb else None
-        known = [f"--{n}" for f in collect_flags(module.Args) if not f.positional for n in f.names] if module else []
+        known = (
+            [f"--{n}" for f in collect_flags(module.Args) if not f.positional for n in f.names]
+            if module
+            else []
+        )
         hint = closest_name(option.replace("_", "-"), known)
         text = f"there is no flag {option}" + (f"; did you mean {hint}?" if hint else "")
     text = (text[:1].lower() + text[1:]).replace("Value error, ", "", 1)
@@ -207,14 +250,19 @@ def _verb_usage(argv: list[str]) -> str:
 
 
 def _source_variable(error: Any) -> str | None:
-    """The environment variable that a refused value stands in; None where it was given as a flag."""
+    """The environment variable that a refused value stands in; None where it was given as a
+    flag.
+    """
     context, param = getattr(error, "ctx", None), getattr(error, "param", None)
     if context is None or param is None:
         return None
     if getattr(context.get_parameter_source(param.name), "name", "") != "ENVIRONMENT":
         return None
     named = param.envvar if isinstance(param.envvar, (list, tuple)) else [param.envvar]
-    return next((each for each in named if env.flag_value(each.removeprefix("MODELMILL_")) is not None), None)
+    return next(
+        (each for each in named if env.flag_value(each.removeprefix("MODELMILL_")) is not None),
+        None,
+    )
 
 
 def _fail(message: str, code: int) -> int:

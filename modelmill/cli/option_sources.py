@@ -16,15 +16,24 @@ from modelmill.core.errors import UsageError
 from modelmill.core.registry import closest_name
 
 T = TypeVar("T")
-TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
+TYPE_NAMES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    Path: "a path",
+}
 
 
-def gather_args(args: type[T], command_line: Mapping[str, Any], usage: Callable[[], str] | None = None) -> T:
+def gather_args(
+    args: type[T], command_line: Mapping[str, Any], usage: Callable[[], str] | None = None
+) -> T:
     """An ``args`` from typer's values (None: not given), the --config file and the defaults.
 
     usage: how the verb is called, for who left something out.
 
-    Raises UsageError, in one line, for a value of the wrong kind, an unknown key in the file, or a missing flag.
+    Raises UsageError, in one line, for a value of the wrong kind, an unknown key in the file, or a
+    missing flag.
     """
     flags = collect_flags(args)
     values: dict[str, Any] = {}
@@ -59,7 +68,8 @@ def _build_dataclass(cls: type[T], values: Mapping[str, Any]) -> T:
 
 
 def _from_variable(flag: Flag) -> tuple[Any, str]:
-    """What a repeatable flag's variable holds, and its name: one value, whole, or several as a JSON list.
+    """What a repeatable flag's variable holds, and its name: one value, whole, or several as a JSON
+    list.
 
     Numbers and KEY=VALUE, which hold no white space, may stand side by side.
     """
@@ -86,11 +96,15 @@ def _from_file(flags: list[Flag], path: Path) -> dict[str, Any]:
     try:
         raw = yaml.safe_load(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from None
+        raise UsageError(
+            f"--config {path} cannot be read: {' '.join(str(error).split())}"
+        ) from None
     if raw is None:
         return {}
     if not isinstance(raw, dict):
-        raise UsageError(f"--config {path} must hold `flag: value` lines, not a {type(raw).__name__}")
+        raise UsageError(
+            f"--config {path} must hold `flag: value` lines, not a {type(raw).__name__}"
+        )
     # what a verb cannot do without stands on its command line
     known = {
         name: flag
@@ -102,8 +116,12 @@ def _from_file(flags: list[Flag], path: Path) -> dict[str, Any]:
     for key, value in raw.items():
         flag = known.get(str(key).replace("-", "_"))
         if flag is None or flag.name == "config":
-            hint = closest_name(str(key).replace("-", "_"), [name for name in known if name != "config"])
-            raise UsageError(f"{path}: unknown option {key!r}" + (f"; did you mean {hint}?" if hint else ""))
+            hint = closest_name(
+                str(key).replace("-", "_"), [name for name in known if name != "config"]
+            )
+            raise UsageError(
+                f"{path}: unknown option {key!r}" + (f"; did you mean {hint}?" if hint else "")
+            )
         if value is not None:
             values[flag.name] = _parse_value(flag, value, f"{path}: {key}")
     return values
@@ -139,14 +157,19 @@ def _parse_pairs(flag: Flag, value: Any, source: str) -> dict[Any, Any]:
                 raise UsageError(f"{source} takes KEY=VALUE, not {text!r}")
             items.append((name, rest))
     return {
-        _parse_scalar(flag.key_type, k, source, ()): _parse_scalar(flag.value_type, v, source, ()) for k, v in items
+        _parse_scalar(flag.key_type, k, source, ()): _parse_scalar(flag.value_type, v, source, ())
+        for k, v in items
     }
 
 
 def _parse_scalar(value_type: type, value: Any, source: str, choices: tuple[Any, ...]) -> Any:
     result = _convert(value_type, value)
     if result is None:
-        quotes = "; put it into quotes" if value_type is str and not isinstance(value, (dict, list)) else ""
+        quotes = (
+            "; put it into quotes"
+            if value_type is str and not isinstance(value, (dict, list))
+            else ""
+        )
         raise UsageError(f"{source} must be {TYPE_NAMES[value_type]}, not {value!r}{quotes}")
     if choices and result not in choices:
         raise UsageError(f"{source} {value!r} is not one of {', '.join(map(str, choices))}")
@@ -154,11 +177,15 @@ def _parse_scalar(value_type: type, value: Any, source: str, choices: tuple[Any,
 
 
 def _convert(value_type: type, value: Any) -> Any:
-    """``value`` as ``value_type``; None where it is not one. YAML's own types are taken, text is parsed."""
+    """``value`` as ``value_type``; None where it is not one.
+
+    YAML's own types are taken, text is parsed.
+    """
     if value_type is bool:
         return value if isinstance(value, bool) else None
     if isinstance(value, (bool, dict, list)) or (value_type is str and not isinstance(value, str)):
-        # YAML reads an unquoted `on` as a bool and `0123` as 83: for a text that would be a silent change.
+        # YAML reads an unquoted `on` as a bool and `0123` as 83: for a text that would be a silent
+        # change.
         return None
     try:
         if value_type is int and isinstance(value, float):

@@ -1,11 +1,14 @@
 """A dataclass becomes the command line: its fields' metadata are the one source of every flag.
 
-A verb's ``Args`` holds plain fields and whole configs (BuildConfig, RunConfig, SamplingParams); a config's fields
-become flags of the verb, and a name that stands in several configs is one flag that sets it in each. A value is
-looked for on the command line, then in MODELMILL_<FLAG>, then in ``--config FILE.yaml``, then in the dataclass.
+A verb's ``Args`` holds plain fields and whole configs (BuildConfig, RunConfig, SamplingParams); a
+config's fields become flags of the verb, and a name that stands in several configs is one flag that
+sets it in each. A value is
+looked for on the command line, then in MODELMILL_<FLAG>, then in ``--config FILE.yaml``, then in
+the dataclass.
 
-Field metadata: ``help``, ``choices``, ``flags`` (``-x`` adds a short name, the first ``--x`` replaces the long one,
-others are further names of it), ``positional``, ``metavar``, ``required``, ``hidden``, ``python_only`` (no flag).
+Field metadata: ``help``, ``choices``, ``flags`` (``-x`` adds a short name, the first ``--x``
+replaces the long one, others are further names of it), ``positional``, ``metavar``, ``required``,
+``hidden``, ``python_only`` (no flag).
 """
 
 from __future__ import annotations
@@ -31,16 +34,18 @@ class CommonArgs:
     """What every verb takes."""
 
     json: bool = option(False, "print JSON, and nothing else, on stdout", flags=("--json",))
-    config: Path | None = option(None, "YAML file with values for flags that are not given", metavar="FILE.yaml")
+    config: Path | None = option(
+        None, "YAML file with values for flags that are not given", metavar="FILE.yaml"
+    )
 
 
 @dataclass(frozen=True)
 class Flag:
     """One parameter of a verb.
 
-    container: "one" value, "many" (repeatable), "ints" (comma-separated and repeatable), "pairs" (KEY=VALUE,
-    repeatable) or "two" (two values after one flag). value_type: the type of a value; key_type: that of a pair's key.
-    short: its other names.
+    container: "one" value, "many" (repeatable), "ints" (comma-separated and repeatable), "pairs"
+    (KEY=VALUE, repeatable) or "two" (two values after one flag). value_type: the type of a value;
+    key_type: that of a pair's key. short: its other names.
     """
 
     name: str
@@ -66,7 +71,10 @@ class Flag:
 
     @property
     def repeatable(self) -> bool:
-        """Whether it may be given more than once. click would split such a flag's variable at white space."""
+        """Whether it may be given more than once.
+
+        click would split such a flag's variable at white space.
+        """
         return self.container in ("many", "ints", "pairs") and not self.positional
 
     @property
@@ -75,23 +83,38 @@ class Flag:
         return self.metavar or self.name.upper() if self.positional else f"--{self.long}"
 
 
-def config(cls: type[T], panel: str, *, helps: Mapping[str, str] | None = None, exclude: tuple[str, ...] = ()) -> Any:
-    """A field that holds a whole config. helps: help texts for fields without one; exclude: fields that get no flag."""
+def config(
+    cls: type[T],
+    panel: str,
+    *,
+    helps: Mapping[str, str] | None = None,
+    exclude: tuple[str, ...] = (),
+) -> Any:
+    """A field that holds a whole config.
+
+    helps: help texts for fields without one; exclude: fields that get no flag.
+    """
     metadata = {"panel": panel, "helps": dict(helps or {}), "exclude": exclude}
     return field(default_factory=cls, metadata=metadata)
 
 
 def inherit_option(cls: type, name: str, **changes: Any) -> Any:
-    """A field with the default, help and choices of ``cls``'s field of that name, but for ``changes``."""
+    """A field with the default, help and choices of ``cls``'s field of that name, but for
+    ``changes``.
+    """
     for found in fields(cls):
         if found.name == name:
             settings = {**found.metadata, **changes}
-            return option(settings.pop("default", found.default), settings.pop("help", ""), **settings)
+            return option(
+                settings.pop("default", found.default), settings.pop("help", ""), **settings
+            )
     raise LookupError(f"{cls.__name__} has no field {name!r}")
 
 
 def collect_flags(args: type) -> list[Flag]:
-    """Every flag of an ``Args`` dataclass, positional ones first; the first of equal names describes it."""
+    """Every flag of an ``Args`` dataclass, positional ones first; the first of equal names
+    describes it.
+    """
     found: dict[str, Flag] = {}
     for flag in _iter_flags(args, None, {}, ()):
         first = found.setdefault(flag.name, flag)
@@ -100,7 +123,9 @@ def collect_flags(args: type) -> list[Flag]:
     return sorted(found.values(), key=lambda flag: not flag.positional)
 
 
-def _iter_flags(cls: type, panel: str | None, helps: Mapping[str, str], exclude: tuple[str, ...]) -> Iterator[Flag]:
+def _iter_flags(
+    cls: type, panel: str | None, helps: Mapping[str, str], exclude: tuple[str, ...]
+) -> Iterator[Flag]:
     hints = typing.get_type_hints(cls)
     for each in fields(cls):
         if each.name in exclude or each.metadata.get("python_only"):
@@ -108,7 +133,9 @@ def _iter_flags(cls: type, panel: str | None, helps: Mapping[str, str], exclude:
         hint = hints[each.name]
         if is_dataclass(hint):
             below = each.metadata
-            yield from _iter_flags(typing.cast(type, hint), below["panel"], below["helps"], below["exclude"])
+            yield from _iter_flags(
+                typing.cast(type, hint), below["panel"], below["helps"], below["exclude"]
+            )
         else:
             yield _flag(each, hint, panel, helps.get(each.name, ""))
 
@@ -124,7 +151,10 @@ def _flag(each: Field[Any], hint: Any, panel: str | None, help: str) -> Flag:
     return Flag(
         name=each.name,
         long=long[0] if long else each.name.replace("_", "-"),
-        short=(*(name for name in named if not name.startswith("--")), *(f"--{name}" for name in long[1:])),
+        short=(
+            *(name for name in named if not name.startswith("--")),
+            *(f"--{name}" for name in long[1:]),
+        ),
         container=shape,
         value_type=kind,
         key_type=key,
@@ -158,11 +188,16 @@ def _analyze_type(hint: Any) -> tuple[str, type, type]:
 
 
 def make_signature(flags: list[Flag]) -> inspect.Signature:
-    """The signature that typer reads: every parameter defaults to None, so that "not given" can be told."""
+    """The signature that typer reads: every parameter defaults to None, so that "not given" can be
+    told.
+    """
     return inspect.Signature(
         [
             inspect.Parameter(
-                flag.name, inspect.Parameter.KEYWORD_ONLY, default=_parameter(flag), annotation=_annotation(flag)
+                flag.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=_parameter(flag),
+                annotation=_annotation(flag),
             )
             for flag in flags
         ]
@@ -184,7 +219,9 @@ def _parameter(flag: Flag) -> Any:
     import typer
 
     if flag.positional:
-        return typer.Argument(... if flag.required else None, help=flag.help, metavar=flag.metavar, show_default=False)
+        return typer.Argument(
+            ... if flag.required else None, help=flag.help, metavar=flag.metavar, show_default=False
+        )
     long = f"--{flag.long}/--no-{flag.long}" if flag.negatable else f"--{flag.long}"
     return typer.Option(
         None,
@@ -229,14 +266,18 @@ def _default_text(flag: Flag) -> str:
 
 
 def make_command(args: type[T], run: Callable[[T], int]) -> Callable[..., int]:
-    """A function with the signature that typer reads; it gathers the values into ``args`` and runs."""
+    """A function with the signature that typer reads; it gathers the values into ``args`` and
+    runs.
+    """
 
     def call(**given: Any) -> int:
         from modelmill.cli.help_page import short_usage
         from modelmill.cli.option_sources import gather_args
 
         chosen = gather_args(
-            args, given, lambda: short_usage(run.__module__.rpartition(".")[2], sys.modules[run.__module__])
+            args,
+            given,
+            lambda: short_usage(run.__module__.rpartition(".")[2], sys.modules[run.__module__]),
         )
         try:
             return run(chosen)

@@ -1,7 +1,7 @@
 """What the verbs print: results on stdout, everything said along the way on stderr.
 
-With ``--json`` stdout is the JSON alone. Progress is drawn only where stderr is a terminal; what takes minutes tells of
-it elsewhere in a line now and then.
+With ``--json`` stdout is the JSON alone. Progress is drawn only where stderr is a terminal; what
+takes minutes tells of it elsewhere in a line now and then.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ ProgressCallback = Callable[..., None]
 
 
 def emit_json(value: Any) -> None:
-    """One JSON value on stdout; NaN and infinities become null, so that every reader can read it."""
+    """One JSON value on stdout; NaN and infinities become null, so that every reader can read
+    it.
+    """
     print(json.dumps(_replace_non_finite(value), indent=1, ensure_ascii=False))
 
 
@@ -44,7 +46,9 @@ def plain_output() -> bool:
     return env.plain_output()
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str | None = None) -> None:
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str | None = None
+) -> None:
     """A table on stdout; numbers stand right. Off a terminal it keeps its full width."""
     from rich import box
     from rich.console import Console
@@ -52,7 +56,9 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], title: st
 
     width = None if sys.stdout.isatty() else 200
     console = Console(width=width, no_color=plain_output(), highlight=False)
-    drawn = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
+    drawn = Table(
+        title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False
+    )
     for index, column in enumerate(columns):
         numeric = bool(rows) and all(_is_number(row[index]) for row in rows)
         drawn.add_column(column, justify="right" if numeric else "left", overflow="fold")
@@ -67,9 +73,16 @@ def print_facts(pairs: Sequence[tuple[str, Any]], title: str | None = None) -> N
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=None if sys.stdout.isatty() else 200, no_color=plain_output(), highlight=False)
+    console = Console(
+        width=None if sys.stdout.isatty() else 200, no_color=plain_output(), highlight=False
+    )
     drawn = Table(
-        title=title, box=box.SIMPLE, show_header=False, title_justify="left", title_style="bold", pad_edge=False
+        title=title,
+        box=box.SIMPLE,
+        show_header=False,
+        title_justify="left",
+        title_style="bold",
+        pad_edge=False,
     )
     drawn.add_column(style="cyan", no_wrap=True)
     drawn.add_column(overflow="fold")
@@ -104,16 +117,24 @@ def _is_number(value: Any) -> bool:
 
 @contextlib.contextmanager
 def show_progress(
-    label: str, *, quiet: bool = False, lines: bool = False, every: float | None = None, delay: float = 0.0
+    label: str,
+    *,
+    quiet: bool = False,
+    lines: bool = False,
+    every: float | None = None,
+    delay: float = 0.0,
 ) -> Iterator[ProgressCallback]:
-    """A line that moves on stderr while the block runs, if stderr is a terminal; yields the function that moves it.
+    """A line that moves on stderr while the block runs, if stderr is a terminal; yields the
+    function that moves it.
 
-    lines: without a terminal (or plain) a line on stderr every ten seconds (or ``every``) and more, and one for each
-    compilation. delay: seconds before a terminal's line is drawn.
+    lines: without a terminal (or plain) a line on stderr every ten seconds (or ``every``) and more,
+    and one for each compilation. delay: seconds before a terminal's line is drawn.
     """
     if quiet or plain_output() or not sys.stderr.isatty():
         with (
-            _progress_in_lines(label, every) if lines and not quiet else contextlib.nullcontext(lambda *_: None) as told
+            _progress_in_lines(label, every)
+            if lines and not quiet
+            else contextlib.nullcontext(lambda *_: None) as told
         ):
             yield told
         return

@@ -6,7 +6,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.engine_options import ENGINE_HELP, CacheBuildOptions, open_llm, share_gpu_with_reference
+from modelmill.cli.engine_options import (
+    ENGINE_HELP,
+    CacheBuildOptions,
+    open_llm,
+    share_gpu_with_reference,
+)
 from modelmill.cli.options import CommonArgs, config
 from modelmill.cli.output import emit_json, print_table, show_progress
 from modelmill.core.config import DTYPES, RunConfig, option
@@ -22,7 +27,7 @@ before it; the first token of a window that nothing precedes is not scored.
 
 Examples:
 
-  modelmill perplexity model.engine --data wiki.txt --max-length 1024 --stride 512 --limit-tokens 16384"""
+  modelmill perplexity model.engine --data wiki.txt --max-length 1024 --stride 512 --limit-tokens 16384"""  # noqa: E501
 
 MAX_WINDOW_TOKENS = 2048
 
@@ -36,9 +41,13 @@ class Args(CommonArgs):
     max_length: int | None = option(
         None, f"tokens in a window (default: what the engine allows, at most {MAX_WINDOW_TOKENS})"
     )
-    stride: int | None = option(None, "tokens from one window's begin to the next (default: --max-length)")
+    stride: int | None = option(
+        None, "tokens from one window's begin to the next (default: --max-length)"
+    )
     limit_tokens: int | None = option(None, "read only this many tokens of the file")
-    reference: Path | None = option(None, "transformers' value for this checkpoint, too", metavar="CHECKPOINT")
+    reference: Path | None = option(
+        None, "transformers' value for this checkpoint, too", metavar="CHECKPOINT"
+    )
     reference_dtype: str = option("float32", "type of the reference", choices=DTYPES)
     build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint in the engine's place")
     run: RunConfig = config(RunConfig, "Engine")
@@ -51,7 +60,10 @@ def run(args: Args) -> int:
     from modelmill.eval.targets import EngineScorer
 
     assert args.data is not None
-    for name, value, least in (("--max-length", args.max_length, 2), ("--limit-tokens", args.limit_tokens, 1)):
+    for name, value, least in (
+        ("--max-length", args.max_length, 2),
+        ("--limit-tokens", args.limit_tokens, 1),
+    ):
         if value is not None and value < least:
             raise UsageError(f"{name} must be at least {least}, not {value}")
     if args.reference is not None:
@@ -62,10 +74,15 @@ def run(args: Args) -> int:
     assert llm.engine_core.artifact is not None
     refuse_calibration_file(args.data, llm.engine_core.artifact.manifest.source)
     if llm.tokenizer is None:
-        raise TokenizerError(f"{args.engine} is an ids-only engine (no tokenizer); a perplexity needs one")
+        raise TokenizerError(
+            f"{args.engine} is an ids-only engine (no tokenizer); a perplexity needs one"
+        )
     length = args.max_length or min(llm.engine_core.max_model_len, MAX_WINDOW_TOKENS)
     if length > llm.engine_core.max_model_len:
-        raise UsageError(f"--max-length {length} is more than this engine reads ({llm.engine_core.max_model_len})")
+        raise UsageError(
+            f"--max-length {length} is more than this engine reads "
+            f"({llm.engine_core.max_model_len})"
+        )
     stride = args.stride if args.stride is not None else length
     ids = llm.tokenizer.encode(text, bos=False)[: args.limit_tokens]
     with show_progress("perplexity", quiet=args.json) as told:
@@ -89,15 +106,28 @@ def _reference(args: Args, ids: list[int], length: int, stride: int, device: str
     assert args.reference is not None
     reference = load_reference(open_checkpoint(args.reference), args.reference_dtype, device)
     with show_progress("transformers", quiet=args.json) as told:
-        return measure_perplexity(ids, reference, max_length=length, stride=stride, on_progress=told)
+        return measure_perplexity(
+            ids, reference, max_length=length, stride=stride, on_progress=told
+        )
 
 
 def _show(result: dict[str, Any]) -> None:
-    rows = [["modelmill", result["perplexity"], result["nll"], result["tokens"], result["windows"], result["seconds"]]]
+    rows = [
+        [
+            "modelmill",
+            result["perplexity"],
+            result["nll"],
+            result["tokens"],
+            result["windows"],
+            result["seconds"],
+        ]
+    ]
     other = result.get("reference")
     if other is not None:
         name = f"transformers, {other['dtype']}"
-        rows.append([name, *[other[key] for key in ("perplexity", "nll", "tokens", "windows", "seconds")]])
+        rows.append(
+            [name, *[other[key] for key in ("perplexity", "nll", "tokens", "windows", "seconds")]]
+        )
     shown = [[name, f"{ppl:.5f}", f"{nll:.6f}", *rest] for name, ppl, nll, *rest in rows]
     print_table(("", "perplexity", "nats per token", "tokens", "windows", "seconds"), shown)
     if other is not None:

@@ -39,7 +39,9 @@ class Args(CommonArgs):
     batch: int = option(1, "sequences computed together")
     prompt: int = option(128, "tokens of each prompt")
     lines: int = option(24, "lines of the table (0: all)")
-    trace: Path | None = option(None, "write a trace that Perfetto (ui.perfetto.dev) opens", metavar="FILE.json")
+    trace: Path | None = option(
+        None, "write a trace that Perfetto (ui.perfetto.dev) opens", metavar="FILE.json"
+    )
     save: Path | None = option(None, "append the figures as rows", metavar="FILE.jsonl")
     build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint in the engine's place")
     run: RunConfig = config(RunConfig, "Engine")
@@ -77,17 +79,25 @@ def run(args: Args) -> int:
             tracks[f"{phase}, {args.batch} × {args.prompt}"] = events
             told("profile", number + 1, len(phases))
     if args.trace is not None:
-        chrome_trace.write_trace(args.trace, chrome_trace.make_trace(tracks, {**about, **ceilings.to_dict()}))
+        chrome_trace.write_trace(
+            args.trace, chrome_trace.make_trace(tracks, {**about, **ceilings.to_dict()})
+        )
     rows = _make_rows(shlex.join(["modelmill", *sys.argv[1:]]), about, ceilings.to_dict(), found)
     if args.save is not None:
         from modelmill.eval.report import append_rows
 
         append_rows(args.save, rows)
     if args.json:
-        phases_told = [each.to_dict() for each in found]
-        emit_json({**about, "ceilings": ceilings.to_dict(), "kernels": dict(loop.ops.backends), "phases": phases_told})
+        phase_dicts = [each.to_dict() for each in found]
+        kernels = dict(loop.ops.backends)
+        emit_json(
+            {**about, "ceilings": ceilings.to_dict(), "kernels": kernels, "phases": phase_dicts}
+        )
         return 0
-    print(f"{args.engine} ({about['dtype']}, {about['quantization']}) on {about['device']}; at most ", end="")
+    print(
+        f"{args.engine} ({about['dtype']}, {about['quantization']}) on {about['device']}; at most ",
+        end="",
+    )
     told_rates = describe_rates({name: rate / 1e12 for name, rate in ceilings.matmul_rates.items()})
     print(f"{ceilings.memory_bandwidth / 1e9:,.0f} GB/s and {told_rates}")
     for each in found:
@@ -106,10 +116,23 @@ def _make_rows(
     for each in profiles:
         figures = {"floor_us": each.floor_us, "gap_us": each.gap_us, "how": each.how}
         work = {"batch": each.batch, "prompt": each.prompt}
-        facts = {**{k: v for k, v in about.items() if k != "device"}, **work, **figures, "ceilings": ceilings}
+        facts = {
+            **{k: v for k, v in about.items() if k != "device"},
+            **work,
+            **figures,
+            "ceilings": ceilings,
+        }
         step = each.step_us
         rows.append(
-            make_row(command, f"profile.{each.phase}_us", step.median, "us", about["device"], spread=step, **facts)
+            make_row(
+                command,
+                f"profile.{each.phase}_us",
+                step.median,
+                "us",
+                about["device"],
+                spread=step,
+                **facts,
+            )
         )
     return rows
 
@@ -118,12 +141,16 @@ def show_profile(profile: Profile, max_lines: int) -> None:
     """The step and its lines for people."""
     step = profile.step_us
     what = f"{profile.phase}, {profile.batch} × {profile.prompt}"
-    timed = {"graph": "as a CUDA graph", "launched": "launched by Python", "host": "on the CPU"}[profile.how]
+    timed = {"graph": "as a CUDA graph", "launched": "launched by Python", "host": "on the CPU"}[
+        profile.how
+    ]
     kernels = "kernels" if profile.how != "host" else "ops"
     title = (
-        f"{what}: {_format_us(step.median)} µs {timed} ({_format_us(step.min)} … {_format_us(step.max)}); "
+        f"{what}: {_format_us(step.median)} µs {timed} ({_format_us(step.min)} … "
+        f"{_format_us(step.max)}); "
         f"floor {_format_us(profile.floor_us)} µs, "
-        f"which is {profile.floor_us / step.median:.0%} of that; between {kernels} {_format_us(profile.gap_us)} µs"
+        f"which is {profile.floor_us / step.median:.0%} of that; between {kernels} "
+        f"{_format_us(profile.gap_us)} µs"
     )
     if profile.how != "host":
         title += f"; seen by the profiler: {_format_us(profile.seen_us)} µs"
@@ -141,7 +168,9 @@ def _table(lines: tuple[ProfileLine, ...], max_lines: int) -> None:
         rest = lines[len(shown) :]
         us, share = sum(line.us for line in rest), sum(line.share for line in rest)
         calls = sum(line.calls for line in rest)
-        rows.append([f"{len(rest)} more", "", "", calls, _format_us(us), f"{share:.1%}", *["–"] * 4])
+        rows.append(
+            [f"{len(rest)} more", "", "", calls, _format_us(us), f"{share:.1%}", *["–"] * 4]
+        )
     columns: tuple[str, ...] = (
         "module",
         "op",
@@ -161,7 +190,13 @@ def _table(lines: tuple[ProfileLine, ...], max_lines: int) -> None:
 
 
 def _cells(line: ProfileLine) -> list[Any]:
-    head = [line.module or "(model)", line.op or "–", _shorten_name(line.kernel), line.calls, _format_us(line.us)]
+    head = [
+        line.module or "(model)",
+        line.op or "–",
+        _shorten_name(line.kernel),
+        line.calls,
+        _format_us(line.us),
+    ]
     if line.floor_us is None:
         return [*head, f"{line.share:.1%}", *["–"] * 4]
     nbytes, operations = (line.nbytes or 0) / 1e6, (line.operations or 0) / 1e9

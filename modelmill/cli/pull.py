@@ -24,7 +24,9 @@ EPILOG = """Examples:
 class Args(CommonArgs):
     """name: smollm2, org/name, or org/name:file.gguf."""
 
-    name: str = option(help="smollm2, a hub's org/name, or org/name:file.gguf", positional=True, metavar="NAME")
+    name: str = option(
+        help="smollm2, a hub's org/name, or org/name:file.gguf", positional=True, metavar="NAME"
+    )
     output: Path | None = option(
         None, "folder to put it in; default: the cache", flags=("-o", "--output"), metavar="FOLDER"
     )
@@ -42,7 +44,11 @@ def run(args: Args) -> int:
         except OSError as error:
             if error.errno not in disk_errors.USER_FIXABLE_ERRNOS:
                 raise
-            other = "choose another -o" if args.output else "name a folder with -o, or another cache in MODELMILL_CACHE"
+            other = (
+                "choose another -o"
+                if args.output
+                else "name a folder with -o, or another cache in MODELMILL_CACHE"
+            )
             raise CheckpointError(f"cannot write {folder}: {error.strerror}; {other}") from None
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
     count = sum(each.stat().st_size for each in files)

@@ -32,10 +32,17 @@ class RemoteChat:
         self._loop = asyncio.new_event_loop()
         self.model = model or self._loop.run_until_complete(remote.first_model())
 
-    def stream(self, messages: Sequence[dict[str, Any]], params: SamplingParams) -> Iterator[OutputDelta]:
-        """Deltas of one answer. Closing it leaves the server, which ends the request. Raises ModelmillError."""
+    def stream(
+        self, messages: Sequence[dict[str, Any]], params: SamplingParams
+    ) -> Iterator[OutputDelta]:
+        """Deltas of one answer.
+
+        Closing it leaves the server, which ends the request. Raises ModelmillError.
+        """
         body = {"model": self.model, "messages": list(messages), **explicit_fields(params)}
-        events = self._client.stream("/v1/chat/completions", {**body, "stream_options": {"include_usage": True}})
+        events = self._client.stream(
+            "/v1/chat/completions", {**body, "stream_options": {"include_usage": True}}
+        )
         output = CompletionOutput(0)
         answer = RequestOutput("", None, [], [output])
         began = time.perf_counter()
@@ -45,7 +52,9 @@ class RemoteChat:
                 usage = event.get("usage") or {}
                 # only their number is known
                 output.token_ids = [0] * usage.get("completion_tokens", len(output.token_ids))
-                answer.prompt_token_ids = [0] * usage.get("prompt_tokens", len(answer.prompt_token_ids))
+                answer.prompt_token_ids = [0] * usage.get(
+                    "prompt_tokens", len(answer.prompt_token_ids)
+                )
                 for choice in event.get("choices") or ():
                     text = (choice.get("delta") or {}).get("content") or ""
                     if text and answer.first_token_seconds is None:
@@ -72,5 +81,7 @@ def explicit_fields(params: SamplingParams) -> dict[str, Any]:
             continue
         if each.name == "logit_bias":
             value = {str(id): bias for id, bias in value.items()}
-        out[RENAMED_FIELDS.get(each.name, each.name)] = list(value) if isinstance(value, tuple) else value
+        out[RENAMED_FIELDS.get(each.name, each.name)] = (
+            list(value) if isinstance(value, tuple) else value
+        )
     return out

@@ -35,7 +35,7 @@ Examples:
   modelmill run model.engine --file prompts.jsonl --json
 
   modelmill run minigpt4.engine --image photo.jpg --prompt "Describe it."
-"""
+"""  # noqa: E501
 
 PROMPT_KEYS = ("messages", "prompt_token_ids", "prompt", "text")
 """What a line of --file may hold, one of them."""
@@ -51,7 +51,8 @@ COMMAND_LINE_KEYS = {each.name for each in fields(SamplingParams)} | {
 PROGRESS_DELAY_SECONDS = 1.0
 """Seconds without a token before a terminal shows that one is waited for."""
 DEFAULT_MAX_TOKENS = 512
-"""The longest answer where neither --max-tokens nor the engine's generation_config says otherwise."""
+"""The longest answer where neither --max-tokens nor the engine's generation_config says otherwise.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +66,18 @@ class Args(CommonArgs):
         "jsonl of prompt, messages, text or prompt_token_ids, answered in one batch",
         metavar="FILE.jsonl",
     )
-    image: tuple[Path, ...] = option((), "picture before the prompt, for engines that read pictures (repeatable)")
-    raw: bool = option(False, "continue the prompt as it stands, without the chat template", flags=("--raw",))
+    image: tuple[Path, ...] = option(
+        (), "picture before the prompt, for engines that read pictures (repeatable)"
+    )
+    raw: bool = option(
+        False, "continue the prompt as it stands, without the chat template", flags=("--raw",)
+    )
     system: str | None = option(None, "system message before the prompt (chat engines)")
-    chat_template: str | None = option(None, "chat template, or a file with one, instead of the engine's own")
+    chat_template: str | None = option(
+        None, "chat template, or a file with one, instead of the engine's own"
+    )
     dump: tuple[str, str] | None = option(
-        None, "write the prompt's intermediate tensors of all modules that match to a safetensors file",
+        None, "write the prompt's intermediate tensors of all modules that match to a safetensors " "file",  # noqa: E501
         metavar="PATTERN FILE",
     )  # fmt: skip
     build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint in the engine's place")
@@ -82,11 +89,17 @@ def run(args: Args) -> int:
     """Answer, and tell the speed on stderr as ``N tokens/s``."""
     if (args.prompt is None) == (args.file is None):
         raise UsageError("give one of --prompt TEXT (or - for stdin) and --file FILE.jsonl")
-    jobs = _read_jobs(args.file) if args.file is not None else [{"prompt": _read_prompt(args.prompt or "")}]
+    jobs = (
+        _read_jobs(args.file)
+        if args.file is not None
+        else [{"prompt": _read_prompt(args.prompt or "")}]
+    )
     llm = open_llm(args.engine, args.build, args.run, chat_template=args.chat_template)
     if args.image and (args.raw or not llm.language.reads_images):
         why = "--raw continues a text" if args.raw else f"{args.engine} reads no pictures"
-        raise UsageError(f"--image: {why}; pictures are for engines with eyes (minigpt4), in conversations")
+        raise UsageError(
+            f"--image: {why}; pictures are for engines with eyes (minigpt4), in conversations"
+        )
     params = with_max_tokens(args.sampling, llm)
     asks = [_job_input(job, args, llm) for job in jobs]
     if args.dump is not None:
@@ -134,7 +147,10 @@ def _read_jobs(path: Path) -> list[dict[str, Any]]:
 
 
 def _job_input(job: dict[str, Any], args: Args, llm: LLM) -> Any:
-    """What LLM takes for one job: messages for its chat template, or a raw prompt. Raises UsageError."""
+    """What LLM takes for one job: messages for its chat template, or a raw prompt.
+
+    Raises UsageError.
+    """
     kind = next(key for key in PROMPT_KEYS if key in job)
     text = job[kind]
     if kind == "messages":
@@ -148,31 +164,41 @@ def _job_input(job: dict[str, Any], args: Args, llm: LLM) -> Any:
     if not isinstance(text, str):
         raise UsageError(f"a prompt must be text, not {type(text).__name__}")
     if args.raw or kind != "prompt" or llm.chat_format is None:
-        _refuse_chat_flags(args, "a text that is continued (text, --raw, or an engine without a chat template)")
+        _refuse_chat_flags(
+            args, "a text that is continued (text, --raw, or an engine without a chat template)"
+        )
         return {"prompt": text}
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     return [*system, {"role": "user", "content": with_images(text, args.image)}]
 
 
 def _refuse_chat_flags(args: Args, what: str) -> None:
-    """--system and --image belong to a prompt that becomes a conversation; what holds its own says its own."""
+    """--system and --image belong to a prompt that becomes a conversation; what holds its own says
+    its own.
+    """
     for name, given in (("--system", args.system is not None), ("--image", bool(args.image))):
         if given:
-            raise UsageError(f"{name} goes before a prompt in a conversation, not before {what}; put it there")
+            raise UsageError(
+                f"{name} goes before a prompt in a conversation, not before {what}; put it there"
+            )
 
 
 def with_images(text: str, images: Sequence[Path]) -> Any:
     """A user's message: the text, with pictures before it where there are any."""
     if not images:
         return text
-    return [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
+    return [
+        *({"type": "image", "image": image} for image in images),
+        {"type": "text", "text": text},
+    ]
 
 
 @contextlib.contextmanager
 def wait_for_first_token(llm: Any) -> Iterator[Callable[[], None]]:
     """Show that the first token is being waited for, until the function that it yields is called.
 
-    A GPU's kernels are compiled when they are first met, which may take longer than all of an answer.
+    A GPU's kernels are compiled when they are first met, which may take longer than all of an
+    answer.
     """
     on_gpu = str(getattr(getattr(llm, "engine_core", None), "device", "")).startswith("cuda")
     label = "first token (kernels are compiled at their first use)" if on_gpu else "first token"
@@ -181,18 +207,27 @@ def wait_for_first_token(llm: Any) -> Iterator[Callable[[], None]]:
         yield waiting.close
 
 
-def warn_max_tokens(llm: Any, explicit_options: SamplingParams, outputs: Sequence[RequestOutput]) -> None:
+def warn_max_tokens(
+    llm: Any, explicit_options: SamplingParams, outputs: Sequence[RequestOutput]
+) -> None:
     """One line on stderr where an answer cannot be as long as it was asked for."""
-    longest, prompts = llm.engine_core.max_model_len, [len(answer.prompt_token_ids) for answer in outputs]
+    longest, prompts = (
+        llm.engine_core.max_model_len,
+        [len(answer.prompt_token_ids) for answer in outputs],
+    )
     room = longest - max(prompts)
-    for name, tokens in (("--max-tokens", explicit_options.max_tokens), ("--min-tokens", explicit_options.min_tokens)):
+    for name, tokens in (
+        ("--max-tokens", explicit_options.max_tokens),
+        ("--min-tokens", explicit_options.min_tokens),
+    ):
         short = sum(tokens is not None and prompt + tokens > longest for prompt in prompts)
         if tokens is None or not short:
             continue
         whose = "the answer ends" if len(prompts) == 1 else f"{short} of {len(prompts)} answers end"
         took = "the prompt takes" if len(prompts) == 1 else "the longest prompt takes"
         print_note(
-            f"{name} {tokens}: {whose} at {room} tokens at the latest, since the engine reads {longest} in all and "
+            f"{name} {tokens}: {whose} at {room} tokens at the latest, since the engine reads "
+            f"{longest} in all and "
             f"{took} {max(prompts)}"
         )
         return
@@ -237,7 +272,9 @@ def _batch(args: Args, llm: LLM, asks: list[Any], params: SamplingParams) -> int
         places = [place for place, ask in enumerate(asks) if isinstance(ask, list) == chat]
         if places:
             ask_all = llm.chat if chat else llm.generate
-            found = ask_all([asks[place] for place in places], params, progress=False if args.json else None)
+            found = ask_all(
+                [asks[place] for place in places], params, progress=False if args.json else None
+            )
             answers.update(zip(places, found, strict=True))
     seconds = time.perf_counter() - began
     ordered = [answers[place] for place in range(len(asks))]
@@ -255,7 +292,9 @@ def _batch(args: Args, llm: LLM, asks: list[Any], params: SamplingParams) -> int
 
 
 def output_to_json(request_output: RequestOutput, seconds: float) -> dict[str, Any]:
-    """An answer as ``--json`` prints it; ``seconds`` of the whole batch where the answer has no own."""
+    """An answer as ``--json`` prints it; ``seconds`` of the whole batch where the answer has no
+    own.
+    """
     outputs = []
     for output in request_output.outputs:
         told: dict[str, Any] = {
@@ -281,11 +320,15 @@ def output_to_json(request_output: RequestOutput, seconds: float) -> dict[str, A
             "output_tokens": count,
             "prompt_tokens": len(request_output.prompt_token_ids),
             "cached_tokens": request_output.cached_tokens,
-            "tokens_per_s": _decode_rate([request_output], total, _first_token_time(request_output)),
+            "tokens_per_s": _decode_rate(
+                [request_output], total, _first_token_time(request_output)
+            ),
         },
     }
     if request_output.prompt_logprobs is not None:
-        told["prompt_logprobs"] = [None if each is None else _logprobs(each) for each in request_output.prompt_logprobs]
+        told["prompt_logprobs"] = [
+            None if each is None else _logprobs(each) for each in request_output.prompt_logprobs
+        ]
     return told
 
 
@@ -299,7 +342,9 @@ def _first_token_time(output: RequestOutput) -> float | None:
 
 
 def _decode_rate(outputs: Sequence[RequestOutput], seconds: float, first: float | None) -> float:
-    """Tokens per second after the first ones, of which each of a prompt's answers has one; else of all tokens."""
+    """Tokens per second after the first ones, of which each of a prompt's answers has one; else of
+    all tokens.
+    """
     counts = [len(output.token_ids) for answer in outputs for output in answer.outputs]
     later = sum(max(count - 1, 0) for count in counts)
     if first is not None and later and seconds > first:
@@ -320,7 +365,9 @@ def note_speed(outputs: list[RequestOutput], seconds: float) -> None:
     prompt = sum(len(answer.prompt_token_ids) for answer in outputs)
     rate = _decode_rate(outputs, seconds, first)
     head = f"first token after {first:.2f} s, " if first is not None else ""
-    print_note(f"{prompt} prompt + {count} answer tokens in {seconds:.2f} s: {head}{rate:.1f} tokens/s")
+    print_note(
+        f"{prompt} prompt + {count} answer tokens in {seconds:.2f} s: {head}{rate:.1f} tokens/s"
+    )
 
 
 def _dump(llm: LLM, asks: list[Any], pattern: str, file: str) -> None:
@@ -338,13 +385,15 @@ def _prompt_ids(llm: LLM, ask: Any) -> list[int]:
     if "prompt_token_ids" in ask:
         return list(ask["prompt_token_ids"])
     if llm.tokenizer is None:
-        raise TokenizerError(f"{llm.path} is an ids-only engine (no tokenizer); give prompt_token_ids in --file")
+        raise TokenizerError(
+            f"{llm.path} is an ids-only engine (no tokenizer); give prompt_token_ids in --file"
+        )
     return llm.tokenizer.encode(ask["prompt"])
 
 
 class InterruptHandler:
-    """While it is entered, the first Ctrl-C sets ``requested`` (a step is never cut in the middle); the second
-    raises."""
+    """While it is entered, the first Ctrl-C sets ``requested`` (a step is never cut in the middle);
+    the second raises."""
 
     def __init__(self) -> None:
         self.requested = False

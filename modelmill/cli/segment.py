@@ -33,7 +33,7 @@ Examples:
 
   modelmill segment sam.engine truck.jpg --box 425,600,700,875 --point 575,750 --label 0 --json
 
-  modelmill segment sam.engine photos/ --everything -o masked/"""
+  modelmill segment sam.engine photos/ --everything -o masked/"""  # noqa: E501
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 
@@ -54,28 +54,46 @@ class Args(CommonArgs):
 
     engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
     images: tuple[Path, ...] = option(
-        help="pictures, folders of pictures, or globs", positional=True, required=True, metavar="IMAGE…"
+        help="pictures, folders of pictures, or globs",
+        positional=True,
+        required=True,
+        metavar="IMAGE…",
     )
     point: tuple[str, ...] = option((), "X,Y of a point (repeatable)", metavar="X,Y")
-    label: tuple[int, ...] = option((), "1: the point is on the object, 0: it is not; one a point (default: 1)")
+    label: tuple[int, ...] = option(
+        (), "1: the point is on the object, 0: it is not; one a point (default: 1)"
+    )
     box: tuple[str, ...] = option(
         (), "the object's box; several are several objects (repeatable)", metavar="X0,Y0,X1,Y1"
     )
     mask: Path | None = option(None, "picture of a rough mask, white is the object", metavar="FILE")
-    single: bool = option(False, "one mask, for a prompt that is clear, instead of three", flags=("--single",))
+    single: bool = option(
+        False, "one mask, for a prompt that is clear, instead of three", flags=("--single",)
+    )
     everything: bool = option(False, "segment all of each picture", flags=("--everything",))
     points_per_side: int = option(32, "for --everything: points of the grid on each side")
-    pred_iou_thresh: float = option(0.88, "for --everything: masks of which the model expects less are left out")
-    stability_score_thresh: float = option(0.95, "for --everything: masks with edges less steady are left out")
-    box_nms_thresh: float = option(0.7, "for --everything: of masks whose boxes overlap by more the best stays")
+    pred_iou_thresh: float = option(
+        0.88, "for --everything: masks of which the model expects less are left out"
+    )
+    stability_score_thresh: float = option(
+        0.95, "for --everything: masks with edges less steady are left out"
+    )
+    box_nms_thresh: float = option(
+        0.7, "for --everything: of masks whose boxes overlap by more the best stays"
+    )
     crop_layers: int = option(0, "for --everything: look again at 4, 16, … parts of the picture")
     min_region: int = option(0, "for --everything: fill holes and drop islands of fewer pixels")
     output: Path | None = option(
-        None, "picture with the masks drawn over it; for several pictures a folder", flags=("-o", "--output"),
+        None, "picture with the masks drawn over it; for several pictures a folder",
+        flags=("-o", "--output"),
         metavar="OUT.png",
     )  # fmt: skip
-    masks: Path | None = option(None, "folder for every mask as a black and white PNG", metavar="FOLDER")
-    rle: bool = option(False, "with --json: the masks' pixels as COCO run lengths", flags=("--rle",))
+    masks: Path | None = option(
+        None, "folder for every mask as a black and white PNG", metavar="FOLDER"
+    )
+    rle: bool = option(
+        False, "with --json: the masks' pixels as COCO run lengths", flags=("--rle",)
+    )
     batch: int = option(4, "pictures that the encoder sees at a time")
     build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint in the engine's place")
     device: str = inherit_option(RunConfig, "device")
@@ -93,7 +111,11 @@ def run(args: Args) -> int:
         from modelmill.segmenter import Segmenter  # inside, since torch takes seconds to import
 
         segmenter = Segmenter(
-            args.engine, device=args.device, threads=args.threads, progress=told, **non_default_fields(args.build)
+            args.engine,
+            device=args.device,
+            threads=args.threads,
+            progress=told,
+            **non_default_fields(args.build),
         )
     results = []
     with show_progress("segmenting", quiet=not several and not args.everything, lines=True) as told:
@@ -111,13 +133,20 @@ def run(args: Args) -> int:
 
 
 def expand_paths(patterns: tuple[Path, ...]) -> list[Path]:
-    """Files of paths, folders (their pictures, by name) and globs. Raises UsageError where there is nothing."""
+    """Files of paths, folders (their pictures, by name) and globs.
+
+    Raises UsageError where there is nothing.
+    """
     found: list[Path] = []
     for path in patterns:
         if path.is_dir():
-            inside = sorted(p for p in path.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
+            inside = sorted(
+                p for p in path.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file()
+            )
             if not inside:
-                raise UsageError(f"{path}: there are no pictures in this folder ({', '.join(IMAGE_SUFFIXES)})")
+                raise UsageError(
+                    f"{path}: there are no pictures in this folder ({', '.join(IMAGE_SUFFIXES)})"
+                )
             found += inside
         elif path.exists() or not any(c in str(path) for c in "*?["):
             found.append(path)
@@ -137,7 +166,9 @@ def _glob(path: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class SegmentQuery:
-    """What is asked of each picture: prompts, in which ``mask`` has no logits yet, or everything."""
+    """What is asked of each picture: prompts, in which ``mask`` has no logits yet, or
+    everything.
+    """
 
     prompts: tuple[Prompt, ...] = ()
     mask: Image | None = None
@@ -153,17 +184,28 @@ def _make_query(args: Args) -> SegmentQuery:
         raise UsageError(f"--batch {args.batch} is outside 1…64")
     if args.everything:
         if asked or args.label or args.single:
-            raise UsageError("--everything takes no point, label, box, mask or --single; leave one or the other out")
+            raise UsageError(
+                "--everything takes no point, label, box, mask or --single; leave one or the "
+                "other out"
+            )
         from modelmill.vision.automatic_mask_generator import AutomaticMaskOptions
 
         return SegmentQuery(
-            everything=AutomaticMaskOptions(**{field: getattr(args, flag) for flag, field in MASK_OPTION_NAMES.items()})
+            everything=AutomaticMaskOptions(
+                **{field: getattr(args, flag) for flag, field in MASK_OPTION_NAMES.items()}
+            )
         )
     for each in fields(Args):
         if each.name in MASK_OPTION_NAMES and getattr(args, each.name) != each.default:
-            raise UsageError(f"--{each.name.replace('_', '-')} belongs to --everything; leave it out, or ask for that")
+            raise UsageError(
+                f"--{each.name.replace('_', '-')} belongs to --everything; leave it out, or ask "
+                "for that"
+            )
     if not asked:
-        raise UsageError("what is to be segmented? give --point X,Y, --box X0,Y0,X1,Y1, --mask FILE or --everything")
+        raise UsageError(
+            "what is to be segmented? give --point X,Y, --box X0,Y0,X1,Y1, --mask FILE or "
+            "--everything"
+        )
     return _prompt_query(args)
 
 
@@ -180,13 +222,16 @@ def _prompt_query(args: Args) -> SegmentQuery:
     if len(boxes) > 1:
         if points or args.mask is not None:
             raise UsageError(
-                "each of several boxes is a prompt of its own: leave out --point and --mask, or all but one"
+                "each of several boxes is a prompt of its own: leave out --point and --mask, or "
+                "all but one"
             )
         return SegmentQuery(tuple(make_prompt(box=box) for box in boxes))
     # what is clear in the file of a mask is no object
     rough = None if args.mask is None else open_image(args.mask, background=BLACK)
     stand_in = None if rough is None else torch.zeros(1, 1)
-    return SegmentQuery((make_prompt(points, args.label or None, boxes[0] if boxes else None, stand_in),), rough)
+    return SegmentQuery(
+        (make_prompt(points, args.label or None, boxes[0] if boxes else None, stand_in),), rough
+    )
 
 
 def parse_numbers(text: str, count: int, flag: str, metavar: str) -> list[float]:
@@ -202,7 +247,8 @@ def parse_numbers(text: str, count: int, flag: str, metavar: str) -> list[float]
 
 
 def segment_images(
-    args: Args, segmenter: Segmenter, paths: list[Path], query: SegmentQuery, outputs: SegmentOutputs,
+    args: Args, segmenter: Segmenter, paths: list[Path], query: SegmentQuery,
+    outputs: SegmentOutputs,
     on_progress: Callable[..., None],
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """One result a picture, in order; pictures are read and seen a few at a time."""
@@ -218,7 +264,9 @@ def segment_images(
             except RequestError as error:
                 pictures.append(error)
         good = [p for p in pictures if not isinstance(p, RequestError)]
-        seen = iter(_embed_images(segmenter, good) if good and query.prompts else [None] * len(good))
+        seen = iter(
+            _embed_images(segmenter, good) if good and query.prompts else [None] * len(good)
+        )
         share = (time.perf_counter() - began) / len(part)
         for index, (path, picture) in enumerate(zip(part, pictures, strict=True)):
             began = time.perf_counter()
@@ -230,7 +278,8 @@ def segment_images(
                     if isinstance(embedded, RequestError):
                         raise RequestError(f"{path}: {embedded}")
                     masks = _masks(args, segmenter, picture, query, embedded, on_progress)
-                    took = share + time.perf_counter() - began  # to the masks; drawing them is not segmenting
+                    # to the masks; drawing them is not segmenting
+                    took = share + time.perf_counter() - began
                     result = write_result(outputs, path, picture, masks, query.prompts, args.rle)
                     yield {**result, "seconds": round(took, 4)}
                 except RequestError as error:
@@ -239,7 +288,9 @@ def segment_images(
 
 
 def _embed_images(segmenter: Segmenter, pictures: list[Any]) -> list[ImageEmbedding | RequestError]:
-    """Embeddings of several pictures, together; where they cannot be, one by one, with what is wrong with each."""
+    """Embeddings of several pictures, together; where they cannot be, one by one, with what is
+    wrong with each.
+    """
     found: list[ImageEmbedding | RequestError] = []
     try:
         found += segmenter.embed_images(pictures)
@@ -267,13 +318,17 @@ def _masks(
 
     if embedding is None:
         return [
-            segmenter.everything(picture, query.everything, progress=lambda done, of: on_progress("points", done, of))
+            segmenter.everything(
+                picture, query.everything, progress=lambda done, of: on_progress("points", done, of)
+            )
         ]
     prompts = query.prompts
     for prompt in prompts:
         check_inside(prompt, picture.size)
     if query.mask is not None:
         image = segmenter.model.image_size
-        drawn = mask_prompt_logits(query.mask, embedding.size, embedding.encoder_size, image // 4, image)
+        drawn = mask_prompt_logits(
+            query.mask, embedding.size, embedding.encoder_size, image // 4, image
+        )
         prompts = tuple(replace(prompt, mask=drawn) for prompt in prompts)
     return segmenter.predict_all(prompts, embedding=embedding, multimask=not args.single)

@@ -1,4 +1,6 @@
-"""What ``modelmill segment`` writes and tells of a picture: the overlay, a PNG of each mask, the JSON, the table."""
+"""What ``modelmill segment`` writes and tells of a picture: the overlay, a PNG of each mask, the
+JSON, the table.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,13 @@ MAX_MASKS_SHOWN = 20  # masks of a picture in the table for people
 class SegmentOutputs:
     """Files of one run: none over a picture that is read, and none twice.
 
-    overlay: a picture's file, or a folder where there are several; masks: a folder. Raises UsageError.
+    overlay: a picture's file, or a folder where there are several; masks: a folder. Raises
+    UsageError.
     """
 
-    def __init__(self, overlay: Path | None, masks: Path | None, read: Sequence[Path], several: bool) -> None:
+    def __init__(
+        self, overlay: Path | None, masks: Path | None, read: Sequence[Path], several: bool
+    ) -> None:
         self.overlay, self.masks, self.several = overlay, masks, several
         self._used_paths = {path.resolve() for path in read}
         if masks is not None and masks.exists() and not masks.is_dir():
@@ -32,15 +37,25 @@ class SegmentOutputs:
             return
         if several:
             if overlay.exists() and not overlay.is_dir():
-                raise UsageError(f"-o {overlay}: several pictures need a folder, and this is a file")
+                raise UsageError(
+                    f"-o {overlay}: several pictures need a folder, and this is a file"
+                )
         elif overlay.is_dir():
-            raise UsageError(f"-o {overlay} is a folder; name a file in it, for example {overlay / 'masks.png'}")
+            raise UsageError(
+                f"-o {overlay} is a folder; name a file in it, for example {overlay / 'masks.png'}"
+            )
         elif overlay.suffix.lower() not in OUTPUT_SUFFIXES:
-            raise UsageError(f"-o {overlay}: no picture format that is written is called {overlay.suffix!r}; take .png")
+            raise UsageError(
+                f"-o {overlay}: no picture format that is written is called {overlay.suffix!r}; "
+                "take .png"
+            )
         elif overlay.resolve() in self._used_paths:
-            raise UsageError(f"-o {overlay} is the picture itself, and would be lost; name another file")
+            raise UsageError(
+                f"-o {overlay} is the picture itself, and would be lost; name another file"
+            )
         else:
-            self._used_paths.add(overlay.resolve())  # a mask in its folder may come to the same name
+            # a mask in its folder may come to the same name
+            self._used_paths.add(overlay.resolve())
 
     def overlay_path(self, path: Path) -> Path | None:
         """Where the overlay of a picture goes; None where none is wanted."""
@@ -55,13 +70,16 @@ class SegmentOutputs:
     def _unused_path(self, folder: Path, stem: str) -> Path:
         """A PNG of that name, with a number where pictures of the same name came before."""
         names = (f"{stem}.png", *(f"{stem}_{n}.png" for n in range(2, len(self._used_paths) + 3)))
-        found = next(folder / name for name in names if (folder / name).resolve() not in self._used_paths)
+        found = next(
+            folder / name for name in names if (folder / name).resolve() not in self._used_paths
+        )
         self._used_paths.add(found.resolve())
         return found
 
 
 def write_result(
-    outputs: SegmentOutputs, path: Path, picture: Any, answers: Sequence[Sequence[Mask]], prompts: Sequence[Prompt],
+    outputs: SegmentOutputs, path: Path, picture: Any, answers: Sequence[Sequence[Mask]],
+    prompts: Sequence[Prompt],
     rle: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """What is told of a picture; writes what was asked for.
@@ -73,7 +91,11 @@ def write_result(
     found: dict[str, Any] = {"image": str(path), "size": list(picture.size)}
     target = outputs.overlay_path(path)
     if target is not None:
-        shown = [masks[0] for masks in answers if masks] if prompts else [m for masks in answers for m in masks]
+        shown = (
+            [masks[0] for masks in answers if masks]
+            if prompts
+            else [m for masks in answers for m in masks]
+        )
         _save(overlay(picture, shown, prompts), target)
         found["overlay"] = str(target)
     found["masks"] = []
@@ -95,7 +117,10 @@ def _save(picture: Any, target: Path) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         picture.save(target)
-    except (OSError, ValueError) as error:  # a format that holds no picture of this size raises the latter
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # a format that holds no picture of this size raises the latter
         why = error.strerror if isinstance(error, OSError) else None
         raise ArtifactError(f"cannot write {target}: {why or error}") from None
 
@@ -108,12 +133,15 @@ def show_results(results: Iterable[dict[str, Any]]) -> None:
         masks = result["masks"]
         several = any("prompt" in mask for mask in masks)
         rows = [
-            [i + 1, *([m["prompt"] + 1] if several else []), ",".join(map(str, m["box"])), round(m["score"], 4),
+            [i + 1, *([m["prompt"] + 1] if several else []), ",".join(map(str, m["box"])),
+            round(m["score"], 4),
              m["area"]]
             for i, m in enumerate(masks[:MAX_MASKS_SHOWN])
         ]  # fmt: skip
         width, height = result["size"]
-        more = f", the first {MAX_MASKS_SHOWN} of {len(masks)}" if len(masks) > MAX_MASKS_SHOWN else ""
+        more = (
+            f", the first {MAX_MASKS_SHOWN} of {len(masks)}" if len(masks) > MAX_MASKS_SHOWN else ""
+        )
         print(f"{result['image']}: {width} × {height} pixels, {result['seconds']:.2f} s{more}")
         print_table(("mask", *(["of box"] if several else []), "box", "score", "pixels"), rows)
         if "overlay" in result:

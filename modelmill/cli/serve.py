@@ -44,37 +44,66 @@ class Args(CommonArgs):
     """engines: folders or checkpoints."""
 
     engines: tuple[Path, ...] = option(
-        (), "engine folders, or checkpoints (they are built into the cache first)", positional=True, metavar="ENGINE…"
+        (),
+        "engine folders, or checkpoints (they are built into the cache first)",
+        positional=True,
+        metavar="ENGINE…",
     )
     host: str = option("127.0.0.1", "address to listen on; others than this machine's need a key")
     port: int = option(8000, "port to listen on; 0: any that is free")
-    served_model_name: tuple[str, ...] = option((), "name of each engine in requests (default: its folder's name)")
+    served_model_name: tuple[str, ...] = option(
+        (), "name of each engine in requests (default: its folder's name)"
+    )
     api_key: tuple[str, ...] = option((), "a key that opens the API (repeatable)", metavar="KEY")
     api_key_file: Path | None = option(None, "file with a key on each line")
     share_cache_across_keys: bool = option(
-        False, "let requests of different API keys share cached prefixes and image embeddings (cached_tokens tells it)"
+        False,
+        "let requests of different API keys share cached prefixes and image embeddings "
+        "(cached_tokens tells it)",
     )
-    chat_template: str | None = option(None, "chat template, or a file with one, instead of the engines' own")
-    max_waiting: int = option(1024, "answers that may wait beyond --max-num-seqs; more are refused with 429")
+    chat_template: str | None = option(
+        None, "chat template, or a file with one, instead of the engines' own"
+    )
+    max_waiting: int = option(
+        1024, "answers that may wait beyond --max-num-seqs; more are refused with 429"
+    )
     max_body_bytes: int = option(16 << 20, "largest request, of those that may hold pictures")
     max_text_body_bytes: int = option(4 << 20, "largest request to a path that takes no pictures")
     max_image_pixels: int = option(50_000_000, "largest image that is looked at")
-    image_cache_bytes: int = option(64 << 20, "kept embeddings of images that were seen, for each such engine")
-    shutdown_timeout: float = option(30.0, "seconds that running answers may take to finish after SIGTERM")
+    image_cache_bytes: int = option(
+        64 << 20, "kept embeddings of images that were seen, for each such engine"
+    )
+    shutdown_timeout: float = option(
+        30.0, "seconds that running answers may take to finish after SIGTERM"
+    )
     watchdog_timeout: float = option(
-        120.0, "seconds without a sign of life after which an engine's worker is ended and started again; 0: never"
+        120.0,
+        "seconds without a sign of life after which an engine's worker is ended and started "
+        "again; 0: never",
     )
-    allowed_origins: tuple[str, ...] = option((), "origins whose web pages may call the API (CORS); * for all")
-    allowed_hosts: tuple[str, ...] = option((), "names beside localhost under which a server without a key answers")
+    allowed_origins: tuple[str, ...] = option(
+        (), "origins whose web pages may call the API (CORS); * for all"
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (), "names beside localhost under which a server without a key answers"
+    )
     log_level: str = option(
-        "warning", "what is logged on stderr, as JSON lines (info: every request)", choices=LOG_LEVELS
+        "warning",
+        "what is logged on stderr, as JSON lines (info: every request)",
+        choices=LOG_LEVELS,
     )
-    otlp_endpoint: str | None = option(None, "OpenTelemetry traces go there, over HTTP (docs/observability.md)")
+    otlp_endpoint: str | None = option(
+        None, "OpenTelemetry traces go there, over HTTP (docs/observability.md)"
+    )
     warm_up: bool = option(True, "record decode graphs before the first request (GPU)")
     ray: bool = option(
-        False, "serve through Ray Serve: replicas behind this server (docs/cluster.md)", flags=("--ray",)
+        False,
+        "serve through Ray Serve: replicas behind this server (docs/cluster.md)",
+        flags=("--ray",),
     )
-    replicas: int = option(1, "with --ray: servers of the same engines; with GPUs each takes --tp of them")
+    replicas: int = option(
+        1, "with --ray: servers of the same engines; with GPUs each takes --tp of them"
+    )
     ray_address: str | None = option(
         None, "with --ray: a running Ray cluster (auto, HOST:PORT); default: one of our own"
     )
@@ -105,7 +134,9 @@ def run(args: Args) -> int:
         engines = _engines(args, names)
         await Server(engines, place).run(
             lambda url: announce_address(args, url, names, f"loading {', '.join(names)}"),
-            lambda engine: print_note("; ".join(filter(None, (f"{engine.name} is ready", engine.kv_cache_summary)))),
+            lambda engine: print_note(
+                "; ".join(filter(None, (f"{engine.name} is ready", engine.kv_cache_summary)))
+            ),
         )
 
     with log_to_stderr(args.log_level):
@@ -114,7 +145,9 @@ def run(args: Args) -> int:
 
 
 def announce_address(args: Args, url: str, names: Sequence[str], doing: str) -> None:
-    """Tell where it listens; with --json as one line on stdout, for scripts that let it choose a port."""
+    """Tell where it listens; with --json as one line on stdout, for scripts that let it choose a
+    port.
+    """
     print_note(f"listening on {url}; {doing}")
     if args.json:
         print(json.dumps({"url": url, "models": list(names)}), flush=True)
@@ -131,9 +164,14 @@ def _server_options(args: Args) -> ServerOptions:
         raise UsageError("--shutdown-timeout and --max-waiting must not be negative")
     for flag, size in (("body", args.max_body_bytes), ("text-body", args.max_text_body_bytes)):
         if not 1024 <= size < 1 << 31:
-            raise UsageError(f"--max-{flag}-bytes must be between 1024 and {(1 << 31) - 1}, not {size}")
+            raise UsageError(
+                f"--max-{flag}-bytes must be between 1024 and {(1 << 31) - 1}, not {size}"
+            )
     if not (args.watchdog_timeout == 0 or 0.1 <= args.watchdog_timeout < float("inf")):
-        raise UsageError(f"--watchdog-timeout must be 0 (never) or at least 0.1 seconds, not {args.watchdog_timeout:g}")
+        raise UsageError(
+            "--watchdog-timeout must be 0 (never) or at least 0.1 seconds, not "
+            f"{args.watchdog_timeout:g}"
+        )
     if args.max_image_pixels < 1 or args.image_cache_bytes < 0:
         raise UsageError("--max-image-pixels must be at least 1, --image-cache-bytes not negative")
     # spaces around a key are none of it: of what a client sends they are taken off too
@@ -141,7 +179,9 @@ def _server_options(args: Args) -> ServerOptions:
     if any(not key or not key.isascii() or not key.isprintable() for key in keys):
         raise UsageError("an API key must be printable ASCII and not empty")
     if not keys and args.host not in LOOPBACK_HOSTS:
-        raise UsageError(f"--host {args.host} opens the API to others; give --api-key or --api-key-file as well")
+        raise UsageError(
+            f"--host {args.host} opens the API to others; give --api-key or --api-key-file as well"
+        )
     limits = ServiceLimits(
         api_keys=keys,
         max_body_bytes=args.max_body_bytes,
@@ -152,10 +192,13 @@ def _server_options(args: Args) -> ServerOptions:
     )
     if args.otlp_endpoint is not None:
         collector_url(args.otlp_endpoint)
-        if args.ray and args.ray_address is None:  # another cluster's machines have packages of their own
+        # another cluster's machines have packages of their own
+        if args.ray and args.ray_address is None:
             require("--otlp-endpoint", "opentelemetry", "otel")
     # with replicas, they tell the traces
-    traces = None if args.otlp_endpoint is None or args.ray else Traces.export_to(args.otlp_endpoint)
+    traces = (
+        None if args.otlp_endpoint is None or args.ray else Traces.export_to(args.otlp_endpoint)
+    )
     return ServerOptions(args.host, args.port, args.shutdown_timeout, limits, traces)
 
 
@@ -175,22 +218,29 @@ def _read_keys(file: Path | None) -> list[str]:
 def _model_names(args: Args) -> list[str]:
     """A name for each engine."""
     if not args.engines:
-        raise UsageError("give at least one ENGINE, for example: modelmill serve model.engine --port 8000")
+        raise UsageError(
+            "give at least one ENGINE, for example: modelmill serve model.engine --port 8000"
+        )
     names = list(args.served_model_name) or [served_name(path) for path in args.engines]
     if not all(name.strip() for name in names):
         raise UsageError("--served-model-name must not be empty")
     if len(names) != len(args.engines):
         raise UsageError(
-            f"{len(names)} --served-model-name for {len(args.engines)} engines; give one for each, or none"
+            f"{len(names)} --served-model-name for {len(args.engines)} engines; give one for "
+            "each, or none"
         )
     double = next((name for name in names if names.count(name) > 1), None)
     if double is not None:
-        raise UsageError(f"two engines would be served as {double}; give --served-model-name for each")
+        raise UsageError(
+            f"two engines would be served as {double}; give --served-model-name for each"
+        )
     return names
 
 
 def served_name(path: Path) -> str:
-    """The name of an engine's folder as it was given: a link's own, not that of what it points to."""
+    """The name of an engine's folder as it was given: a link's own, not that of what it points
+    to.
+    """
     return Path(os.path.abspath(path)).name.removesuffix(".engine")
 
 
@@ -213,7 +263,9 @@ def _open_messages(args: Args) -> list[OpenEngine]:
     run = non_default_fields(split_kv_budget(args.run, views.count(False)))
     orders = []
     for place, path in enumerate(args.engines):
-        later = tuple(size for size, view in zip(weights[place + 1 :], views[place + 1 :]) if not view)
+        later = tuple(
+            size for size, view in zip(weights[place + 1 :], views[place + 1 :]) if not view
+        )
         # one that has loaded holds its weights already; what it works with it may have given back
         aside = sum(
             segment_engine_bytes(size if at > place else 0, args.image_cache_bytes)
@@ -232,7 +284,10 @@ def _open_messages(args: Args) -> list[OpenEngine]:
 def _is_segmentation_engine(path: Path) -> bool:
     """Whether it is an engine that segments images; a checkpoint counts as one that writes text."""
     try:
-        return json.loads((path / "manifest.json").read_text("utf-8")).get("engine_type") == "segmentation"
+        return (
+            json.loads((path / "manifest.json").read_text("utf-8")).get("engine_type")
+            == "segmentation"
+        )
     except (OSError, ValueError, AttributeError):
         return False  # its worker tells what is wrong with it
 
@@ -247,4 +302,8 @@ def _engine_bytes(path: Path) -> int:
     """Bytes of an engine, about."""
     if path.is_file():
         return path.stat().st_size
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.is_dir() else 0
+    return (
+        sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        if path.is_dir()
+        else 0
+    )

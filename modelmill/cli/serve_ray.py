@@ -19,8 +19,13 @@ if TYPE_CHECKING:
     from modelmill.serve.worker_messages import OpenEngine
 
 
-def serve_replicas(args: Args, place: ServerOptions, names: Sequence[str], open_messages: Sequence[OpenEngine]) -> int:
-    """Serve until SIGTERM or Ctrl-C; 0 after an orderly end. Raises UsageError for flags that do not go together."""
+def serve_replicas(
+    args: Args, place: ServerOptions, names: Sequence[str], open_messages: Sequence[OpenEngine]
+) -> int:
+    """Serve until SIGTERM or Ctrl-C; 0 after an orderly end.
+
+    Raises UsageError for flags that do not go together.
+    """
     from modelmill.cli.serve import announce_address
     from modelmill.serve.json_logs import log_to_stderr
     from modelmill.serve.replicas.deployment import ReplicaSpec
@@ -33,9 +38,13 @@ def serve_replicas(args: Args, place: ServerOptions, names: Sequence[str], open_
     if not 1 <= args.replicas <= 1024:
         raise UsageError(f"--replicas must be in 1…1024, not {args.replicas}")
     if ":" in args.run.device:
-        raise UsageError(f"--device {args.run.device}: Ray gives each replica its GPUs; give --device cuda")
+        raise UsageError(
+            f"--device {args.run.device}: Ray gives each replica its GPUs; give --device cuda"
+        )
     if find_spec("ray") is None:
-        raise MissingDependency("--ray needs ray; install it with: pip install 'modelmill[serve,ray]'")
+        raise MissingDependency(
+            "--ray needs ray; install it with: pip install 'modelmill[serve,ray]'"
+        )
     plan = ReplicaSpec(
         tuple(names),
         tuple(map(_make_portable, open_messages)),
@@ -45,7 +54,9 @@ def serve_replicas(args: Args, place: ServerOptions, names: Sequence[str], open_
         args.otlp_endpoint,
         max_text_body_bytes=args.max_text_body_bytes,
     )
-    shape = DeploymentSpec(args.replicas, args.run.tp, args.run.device, args.ray_address, args.shutdown_timeout)
+    shape = DeploymentSpec(
+        args.replicas, args.run.tp, args.run.device, args.ray_address, args.shutdown_timeout
+    )
 
     async def serve() -> None:
         server = ReplicaServer(RayCluster(plan, shape), place)
@@ -58,7 +69,9 @@ def serve_replicas(args: Args, place: ServerOptions, names: Sequence[str], open_
 
 
 def _make_portable(message: OpenEngine) -> OpenEngine:
-    """``message`` with an engine, and paths that mean the same in another folder; a checkpoint is built now, once."""
+    """``message`` with an engine, and paths that mean the same in another folder; a checkpoint is
+    built now, once.
+    """
     from modelmill.artifact.store import is_engine
     from modelmill.llm import cached_engine
 
@@ -69,6 +82,11 @@ def _make_portable(message: OpenEngine) -> OpenEngine:
         with show_progress("building") as told:
             path = cached_engine(path, BuildConfig(**message.build), told)
         message = replace(message, build={})
-    if template is not None and len(template) < 1024 and "{" not in template and Path(template).is_file():
+    if (
+        template is not None
+        and len(template) < 1024
+        and "{" not in template
+        and Path(template).is_file()
+    ):
         template = str(Path(template).resolve())
     return replace(message, model=str(path.resolve()), chat_template=template)

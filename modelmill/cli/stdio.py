@@ -1,7 +1,8 @@
 """stdout and stderr that outlive their reader: a verb goes on to its own end and its own exit code.
 
-A reader that leaves (``| head -1``) is no error: what is still said goes nowhere. A disk that is full is one, told once
-and in one line. A stream that was closed before the start (``>&-``) is a stream to nowhere.
+A reader that leaves (``| head -1``) is no error: what is still said goes nowhere. A disk that is
+full is one, told once and in one line. A stream that was closed before the start (``>&-``) is a
+stream to nowhere.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from modelmill.core.errors import ModelmillError
 
 
 class SafeOutput(io.FileIO):
-    """A descriptor that is written until it fails. reader_gone: nobody reads it any more; all that is written is
-    dropped."""
+    """A descriptor that is written until it fails. reader_gone: nobody reads it any more; all that
+    is written is dropped."""
 
     def __init__(self, descriptor: int, name: str) -> None:
         super().__init__(descriptor, "wb", closefd=False)
@@ -26,7 +27,10 @@ class SafeOutput(io.FileIO):
         self._name = name
 
     def write(self, data: Any, /) -> int:
-        """Write or drop all of it. Raises ModelmillError, once, where the descriptor takes none (a full disk)."""
+        """Write or drop all of it.
+
+        Raises ModelmillError, once, where the descriptor takes none (a full disk).
+        """
         rest = memoryview(data).cast("B")
         while rest and not self.reader_gone:
             try:
@@ -36,7 +40,9 @@ class SafeOutput(io.FileIO):
             except OSError as error:
                 self.reader_gone = True
                 why = error.strerror or error
-                raise ModelmillError(f"cannot write to {self._name}: {why}; not all was told") from None
+                raise ModelmillError(
+                    f"cannot write to {self._name}: {why}; not all was told"
+                ) from None
         return memoryview(data).nbytes
 
 
@@ -44,7 +50,8 @@ class SafeOutput(io.FileIO):
 def tolerate_closed_output() -> Iterator[None]:
     """While it is entered stdout and stderr are ``SafeOutput``s, and no stream is missing.
 
-    Bytes that are no UTF-8, and characters that the terminal has not, become replacement marks, not tracebacks.
+    Bytes that are no UTF-8, and characters that the terminal has not, become replacement marks, not
+    tracebacks.
     """
     with contextlib.ExitStack() as kept:
         before = sys.stdin
@@ -69,9 +76,12 @@ def stdout_reader_gone() -> bool:
 
 
 def _safe_stream(stream: TextIO | None, name: str) -> TextIO:
-    """A stream like this one that outlives its reader; one without a descriptor stays what it is."""
+    """A stream like this one that outlives its reader; one without a descriptor stays what it
+    is.
+    """
     if stream is None:
-        return open(os.devnull, "w", encoding="utf-8")  # takes the free descriptor, which no engine's file may get
+        # takes the free descriptor, which no engine's file may get
+        return open(os.devnull, "w", encoding="utf-8")
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     stream.flush()

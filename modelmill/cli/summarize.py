@@ -6,7 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.engine_options import ENGINE_HELP, CacheBuildOptions, open_llm, share_gpu_with_reference
+from modelmill.cli.engine_options import (
+    ENGINE_HELP,
+    CacheBuildOptions,
+    open_llm,
+    share_gpu_with_reference,
+)
 from modelmill.cli.options import CommonArgs, config
 from modelmill.cli.output import emit_json, print_table, show_progress
 from modelmill.core.config import DTYPES, RunConfig, option
@@ -17,14 +22,17 @@ if TYPE_CHECKING:
     from modelmill.eval.summarize import Facts, Summarizer, Summary, SummaryTask
     from modelmill.llm import LLM
 
-HELP = "Summarize articles and score the summaries with ROUGE, beside transformers on the same prompts."
+HELP = (
+    "Summarize articles and score the summaries with ROUGE, beside transformers on the same "
+    "prompts."
+)
 EPILOG = """Greedy. A chat engine gets the task through its chat template, others by "TL;DR:" behind the article.
 
 Examples:
 
   modelmill summarize model.engine --data articles.jsonl --num 20
 
-  modelmill summarize model.engine --data articles.jsonl --reference model.gguf --check-accuracy 0.5"""
+  modelmill summarize model.engine --data articles.jsonl --reference model.gguf --check-accuracy 0.5"""  # noqa: E501
 
 MAX_BATCH_SIZE = 32
 
@@ -34,21 +42,31 @@ class Args(CommonArgs):
     """What to summarize, how, and beside what."""
 
     engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
-    data: Path | None = option(None, "jsonl with article and highlights", required=True, metavar="FILE.jsonl")
+    data: Path | None = option(
+        None, "jsonl with article and highlights", required=True, metavar="FILE.jsonl"
+    )
     num: int | None = option(None, "take only this many articles")
     max_new_tokens: int = option(100, "longest summary in tokens")
-    max_input_tokens: int | None = option(None, "cut prompts to this many tokens (default: what the engine reads)")
+    max_input_tokens: int | None = option(
+        None, "cut prompts to this many tokens (default: what the engine reads)"
+    )
     batch_size: int | None = option(
         None,
-        f"summaries made at once (default: {MAX_BATCH_SIZE} by the engine, 1 by transformers, which then pads nothing)",
+        f"summaries made at once (default: {MAX_BATCH_SIZE} by the engine, 1 by transformers, "
+        "which then pads nothing)",
     )
-    reference: Path | None = option(None, "also run this checkpoint through transformers", metavar="CHECKPOINT")
+    reference: Path | None = option(
+        None, "also run this checkpoint through transformers", metavar="CHECKPOINT"
+    )
     reference_dtype: str = option("float32", "type of the reference", choices=DTYPES)
     check_accuracy: float | None = option(
-        None, "exit code 1 where any ROUGE differs from the reference's by more than this many points",
+        None, "exit code 1 where any ROUGE differs from the reference's by more than this many "
+        "points",
         metavar="THRESHOLD",
     )  # fmt: skip
-    save: Path | None = option(None, "keep the summaries here; a broken run goes on from it", metavar="FILE.jsonl")
+    save: Path | None = option(
+        None, "keep the summaries here; a broken run goes on from it", metavar="FILE.jsonl"
+    )
     texts: bool = option(False, "show the summaries, too", flags=("--texts",))
     build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint in the engine's place")
     run: RunConfig = config(RunConfig, "Engine")
@@ -71,7 +89,9 @@ def run(args: Args) -> int:
         raise UsageError("--check-accuracy needs --reference CHECKPOINT to compare with")
     if args.reference is not None:
         require("--reference", "transformers", "eval")
-    if (args.num is not None and args.num < 1) or (args.batch_size is not None and args.batch_size < 1):
+    if (args.num is not None and args.num < 1) or (
+        args.batch_size is not None and args.batch_size < 1
+    ):
         raise UsageError("--num and --batch-size must be at least 1")
     for name in ("max_new_tokens", "max_input_tokens"):
         value = getattr(args, name)
@@ -90,14 +110,18 @@ def run(args: Args) -> int:
         "engine": min(args.batch_size or MAX_BATCH_SIZE, len(items)),
         "reference": min(args.batch_size or 1, len(items)),
     }
-    sides["modelmill"] = _summarize_side(args, llm, task, EngineSummarizer(llm, batches["engine"]), engine_facts(llm))
+    sides["modelmill"] = _summarize_side(
+        args, llm, task, EngineSummarizer(llm, batches["engine"]), engine_facts(llm)
+    )
     if args.reference is not None:
         from modelmill.checkpoint.open import open_checkpoint
         from modelmill.eval.hf_reference import load_reference
 
         checkpoint = open_checkpoint(args.reference)
         reference = load_reference(checkpoint, args.reference_dtype, llm.engine_core.device)
-        other = HfSummarizer(reference, batches["reference"], f"transformers {args.reference_dtype}")
+        other = HfSummarizer(
+            reference, batches["reference"], f"transformers {args.reference_dtype}"
+        )
         facts = reference_facts(checkpoint, args.reference_dtype, llm.engine_core.device)
         sides["transformers"] = _summarize_side(args, llm, task, other, facts)
     result = _result(args, task, sides, rouge, batches)
@@ -105,7 +129,9 @@ def run(args: Args) -> int:
     return 0 if result.get("passed", True) else 1
 
 
-def _summarize_side(args: Args, llm: LLM, task: SummaryTask, side: Summarizer, facts: Facts) -> list[Summary]:
+def _summarize_side(
+    args: Args, llm: LLM, task: SummaryTask, side: Summarizer, facts: Facts
+) -> list[Summary]:
     from modelmill.eval.summarize import SummaryStore, summarize_articles
 
     tokenizer = llm.tokenizer
@@ -113,14 +139,28 @@ def _summarize_side(args: Args, llm: LLM, task: SummaryTask, side: Summarizer, f
     with show_progress(side.name, quiet=args.json) as told:
         store = SummaryStore(args.save)
         return summarize_articles(
-            task, side, lambda ids: tokenizer.decode(ids), store=store, facts=facts, on_progress=told
+            task,
+            side,
+            lambda ids: tokenizer.decode(ids),
+            store=store,
+            facts=facts,
+            on_progress=told,
         )
 
 
 def _result(
-    args: Args, task: SummaryTask, sides: dict[str, list[Summary]], rouge: Any, batches: dict[str, int]
+    args: Args,
+    task: SummaryTask,
+    sides: dict[str, list[Summary]],
+    rouge: Any,
+    batches: dict[str, int],
 ) -> dict[str, Any]:
-    from modelmill.eval.summarize import count_equal_texts, rouge_differences, score_summaries, text_pairs
+    from modelmill.eval.summarize import (
+        count_equal_texts,
+        rouge_differences,
+        score_summaries,
+        text_pairs,
+    )
 
     result: dict[str, Any] = {"engine": score_summaries(sides["modelmill"], task.articles, rouge)}
     result["engine"]["batch_size"] = batches["engine"]
@@ -130,7 +170,9 @@ def _result(
         result |= {"reference": {**other, "dtype": args.reference_dtype}, "difference": change}
         result["reference"]["batch_size"] = batches["reference"]
         result["equal_summaries"] = count_equal_texts(sides["modelmill"], sides["transformers"])
-        result["speedup"] = other["seconds"] / result["engine"]["seconds"] if result["engine"]["seconds"] else None
+        result["speedup"] = (
+            other["seconds"] / result["engine"]["seconds"] if result["engine"]["seconds"] else None
+        )
         if args.check_accuracy is not None:
             result["threshold"] = args.check_accuracy
             result["passed"] = max(map(abs, change.values())) <= args.check_accuracy
@@ -152,12 +194,23 @@ def _show(result: dict[str, Any]) -> None:
             speed = [side["seconds_per_item"], side["output_tokens_per_s"], side["items"]]
             rows.append([name, *[f"{side['rouge'][kind]:.2f}" for kind in kinds], *speed])
     if "difference" in result:
-        rows.append(["difference", *[f"{result['difference'][kind]:+.2f}" for kind in kinds], None, None, None])
+        rows.append(
+            [
+                "difference",
+                *[f"{result['difference'][kind]:+.2f}" for kind in kinds],
+                None,
+                None,
+                None,
+            ]
+        )
     print_table(("", *kinds, "s per item", "output tokens/s", "items"), rows)
     if "speedup" in result:
         equal = f"{result['equal_summaries']} of {result['engine']['items']} summaries are equal"
         ours, theirs = (result[side]["batch_size"] for side in ("engine", "reference"))
-        print(f"{equal}; speed-up over transformers {result['speedup']:.2f}×, {ours} at once against {theirs}")
+        print(
+            f"{equal}; speed-up over transformers {result['speedup']:.2f}×, {ours} at once "
+            f"against {theirs}"
+        )
     if "passed" in result:
         verdict = "within" if result["passed"] else "NOT within"
         print(f"{verdict} {result['threshold']} points of the reference")

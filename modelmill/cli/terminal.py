@@ -1,4 +1,6 @@
-"""A conversation's terminal: answers wrap between words while they stream, and keys wait for the next prompt."""
+"""A conversation's terminal: answers wrap between words while they stream, and keys wait for the
+next prompt.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,11 @@ TAB_WIDTH = 8
 
 
 class WordWrapper:
-    """Breaks a stream of text between words at the terminal's edge. A word is held back until it ends.
+    """Breaks a stream of text between words at the terminal's edge. A word is held back until it
+    ends.
 
-    What is wider than the terminal is left to it; wide characters (CJK) may be broken between any two.
+    What is wider than the terminal is left to it; wide characters (CJK) may be broken between any
+    two.
     """
 
     def __init__(self, columns: Callable[[], int]) -> None:
@@ -94,7 +98,8 @@ def terminal_width() -> int:
 
 @contextlib.contextmanager
 def hide_typed_keys() -> Iterator[None]:
-    """While it is entered, the terminal does not show what is typed; it keeps it for who reads next.
+    """While it is entered, the terminal does not show what is typed; it keeps it for who reads
+    next.
 
     Only where stdin is a terminal and we are in its foreground. Ctrl-C is what it was.
     """

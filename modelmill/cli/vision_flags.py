@@ -16,25 +16,39 @@ SETTINGS_FILE = "minigpt4.json"
 class MiniGPT4Files:
     """Parts of MiniGPT-4 in files of their own, beside its language model."""
 
-    llm: Path | None = option(None, "LLaMA or Vicuna folder, where CHECKPOINT is the word minigpt4", metavar="FOLDER")
+    llm: Path | None = option(
+        None, "LLaMA or Vicuna folder, where CHECKPOINT is the word minigpt4", metavar="FOLDER"
+    )
     vit: Path | None = option(None, "EVA's ViT-g (eva_vit_g.pth)", metavar="FILE")
-    qformer: Path | None = option(None, "BLIP-2's Q-Former (blip2_pretrained_….pth)", metavar="FILE")
+    qformer: Path | None = option(
+        None, "BLIP-2's Q-Former (blip2_pretrained_….pth)", metavar="FILE"
+    )
     projection: Path | None = option(
-        None, "MiniGPT-4's projection (pretrained_minigpt4.pth); a minigpt4.json beside it is read", metavar="FILE"
+        None,
+        "MiniGPT-4's projection (pretrained_minigpt4.pth); a minigpt4.json beside it is read",
+        metavar="FILE",
     )
 
     def split_checkpoint(self, checkpoint: Path) -> tuple[Path, tuple[Path, ...]]:
-        """(the language model, or the one checkpoint that there is; the eyes' files). Raises UsageError."""
-        files = tuple(each for each in (self.vit, self.qformer, self.projection) if each is not None)
+        """(the language model, or the one checkpoint that there is; the eyes' files).
+
+        Raises UsageError.
+        """
+        files = tuple(
+            each for each in (self.vit, self.qformer, self.projection) if each is not None
+        )
         if self.projection is not None and (self.projection.parent / SETTINGS_FILE).is_file():
             files += (self.projection.parent / SETTINGS_FILE,)
         if self.llm is None:
             if str(checkpoint) == MODEL_TYPE and not checkpoint.exists():
-                raise UsageError("minigpt4 is made of parts: give --llm, --vit, --qformer and --projection")
+                raise UsageError(
+                    "minigpt4 is made of parts: give --llm, --vit, --qformer and --projection"
+                )
             return checkpoint, files
         if str(checkpoint) != MODEL_TYPE:
             raise UsageError(
-                f"--llm names the language model, and so does {checkpoint}; write {MODEL_TYPE} in its place"
+                f"--llm names the language model, and so does {checkpoint}; write {MODEL_TYPE} in "
+                "its place"
             )
         if not files:
             raise UsageError("--llm goes with --vit, --qformer and --projection")

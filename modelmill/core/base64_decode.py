@@ -1,4 +1,6 @@
-"""Bytes out of base64, in pieces: a picture of many MB would keep the interpreter to itself for a tenth of a second."""
+"""Bytes out of base64, in pieces: a picture of many MB would keep the interpreter to itself for a
+tenth of a second.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ _WHITESPACE = b" \t\n\r\f\v"
 
 
 def decode_base64(text: str, start: int = 0) -> bytes:
-    """What ``text`` from ``start`` on stands for; white space is left out. Raises ValueError where it is no base64."""
+    """What ``text`` from ``start`` on stands for; white space is left out.
+
+    Raises ValueError where it is no base64.
+    """
     out = bytearray()
     left = b""
     for at in range(start, len(text), CHUNK_CHARS):

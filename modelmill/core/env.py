@@ -12,7 +12,7 @@ KMP_BLOCKTIME           the same for LLVM's and Intel's OpenMP
 MALLOC_*, GLIBC_TUNABLES  glibc's own: where one speaks of malloc's thresholds, ours are not set
 NO_COLOR, CI, TERM=dumb plain output without colours and progress bars
 ======================  ==========================================================================
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -23,13 +23,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 OPENMP_WAIT_VARS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-"""Variables that say how threads of OpenMP wait for each other; its runtime reads them when torch is imported."""
+"""Variables that say how threads of OpenMP wait for each other; its runtime reads them when torch
+is imported.
+"""
 _PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 _values_read: dict[str, str] = {}  # what was set for an import alone
 
 
 def cache_dir() -> Path:
-    """Folder for everything that can be made again; created on first use by whoever writes there."""
+    """Folder for everything that can be made again; created on first use by whoever writes
+    there.
+    """
     named = os.environ.get("MODELMILL_CACHE")
     if named:
         return Path(named).expanduser()
@@ -38,7 +42,10 @@ def cache_dir() -> Path:
 
 
 def flag_value(name: str) -> str | None:
-    """Value of a command line flag's variable, e.g. ``flag("max_model_len")`` reads MODELMILL_MAX_MODEL_LEN."""
+    """Value of a command line flag's variable, e.g.
+
+    ``flag("max_model_len")`` reads MODELMILL_MAX_MODEL_LEN.
+    """
     return os.environ.get("MODELMILL_" + name.upper())
 
 
@@ -69,15 +76,22 @@ def child_env() -> dict[str, str]:
 
 
 def openmp_wait_settings() -> dict[str, str]:
-    """The variables in force that say how OpenMP's threads wait; empty where its runtime does as it likes."""
-    return {**_values_read, **{name: os.environ[name] for name in OPENMP_WAIT_VARS if name in os.environ}}
+    """The variables in force that say how OpenMP's threads wait; empty where its runtime does as it
+    likes.
+    """
+    return {
+        **_values_read,
+        **{name: os.environ[name] for name in OPENMP_WAIT_VARS if name in os.environ},
+    }
 
 
 def set_passive_waiting() -> None:
-    """Have OpenMP's threads sleep while they wait, in this process and its children; for processes of ours.
+    """Have OpenMP's threads sleep while they wait, in this process and its children; for processes
+    of ours.
 
-    By default they spin for up to 20 ms at each barrier, and where somebody else has one of the cores, that is the core
-    on which the last of them could have come. Nothing is done where the user has decided, or where torch is there.
+    By default they spin for up to 20 ms at each barrier, and where somebody else has one of the
+    cores, that is the core on which the last of them could have come. Nothing is done where the
+    user has decided, or where torch is there.
     """
     if not openmp_wait_settings() and "torch" not in sys.modules:
         os.environ.update(_PASSIVE)
@@ -85,8 +99,8 @@ def set_passive_waiting() -> None:
 
 @contextlib.contextmanager
 def passive_wait_imports() -> Iterator[None]:
-    """As ``set_passive_waiting``, for what is imported inside: a user's program and its children keep their
-    environment."""
+    """As ``set_passive_waiting``, for what is imported inside: a user's program and its children
+    keep their environment."""
     if openmp_wait_settings() or "torch" in sys.modules:
         yield
         return
@@ -102,7 +116,9 @@ def passive_wait_imports() -> Iterator[None]:
 
 def user_set_malloc() -> bool:
     """Whether the user has told glibc's malloc how it keeps memory."""
-    return "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(n.startswith("MALLOC_") for n in os.environ)
+    return "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(
+        n.startswith("MALLOC_") for n in os.environ
+    )
 
 
 def worker_env() -> dict[str, str]:

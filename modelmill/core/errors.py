@@ -20,9 +20,10 @@
     ├── RankError                  one of several ranks has ended; the engine is over
     └── MissingDependency          a package, compiler or device is absent
 
-A user's mistake raises one of these and the command line prints its single line. Anything else is a bug
+A user's mistake raises one of these and the command line prints its single line. Anything else is a
+bug
 of ours and keeps its traceback.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ class UnknownOption(UsageError, TypeError):
     """A keyword argument that a class for Python does not know."""
 
 
-GRAMMAR_LOST = "the answer could not be held to its grammar any further: too much work; ask for a simpler one"
+GRAMMAR_LOST = (
+    "the answer could not be held to its grammar any further: too much work; ask for a simpler one"
+)
 
 
 class CheckpointError(ModelmillError):
@@ -91,7 +94,9 @@ class CapacityError(ModelmillError):
 
 
 class RankError(ModelmillError):
-    """One of the processes that compute a model together has ended: the engine must be opened again."""
+    """One of the processes that compute a model together has ended: the engine must be opened
+    again.
+    """
 
 
 class MissingDependency(ModelmillError):

@@ -1,9 +1,9 @@
 """How answers are drawn where a request does not say: the one place that decides.
 
-What the checkpoint's generation_config says is taken by every door, with the meaning that transformers gives it:
-without ``do_sample: true`` the likeliest token is taken. Where it says nothing (a GGUF, as a rule) people and Python
-get ``OWN``, clients of the HTTP API and of Triton get OpenAI's temperature 1 and top_p 1, which is what their requests
-were written against.
+What the checkpoint's generation_config says is taken by every door, with the meaning that
+transformers gives it: without ``do_sample: true`` the likeliest token is taken. Where it says
+nothing (a GGUF, as a rule) people and Python get ``OWN``, clients of the HTTP API and of Triton get
+OpenAI's temperature 1 and top_p 1, which is what their requests were written against.
 """
 
 from __future__ import annotations
@@ -17,9 +17,15 @@ from modelmill.core.logits_processors import PROCESSOR_FIELDS, LogitsProcessors
 from modelmill.core.quoting import quote
 from modelmill.core.types import DEFAULTED_FIELDS, SamplingParams
 
-MODELMILL_DEFAULTS: Mapping[str, Any] = {"temperature": 0.6, "top_p": 0.95, "top_k": 40, "min_p": 0.05}
-"""llama.cpp's filters at the temperature that Llama 3, Qwen3 and DeepSeek-R1 ask for: at 1 small models write
-gibberish, at llama.cpp's 0.8 SmolLM2-135M had 31 of 60 facts right, at 0.6 42. For a request that sets none of them."""
+MODELMILL_DEFAULTS: Mapping[str, Any] = {
+    "temperature": 0.6,
+    "top_p": 0.95,
+    "top_k": 40,
+    "min_p": 0.05,
+}
+"""llama.cpp's filters at the temperature that Llama 3, Qwen3 and DeepSeek-R1 ask for: at 1 small
+models write gibberish, at llama.cpp's 0.8 SmolLM2-135M had 31 of 60 facts right, at 0.6 42. For a
+request that sets none of them."""
 OPENAI_DEFAULTS: Mapping[str, Any] = {"temperature": 1.0, "top_p": 1.0}
 CHECKPOINT_SOURCE, MODELMILL_SOURCE, OPENAI_SOURCE = "checkpoint", "modelmill", "openai"
 MAX_KEYS_SHOWN = 20
@@ -27,12 +33,22 @@ MAX_KEYS_SHOWN = 20
 _NEUTRAL_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": (0, 50), "min_p": 0.0}
 """What changes a draw alone, and values of transformers' own that say nothing."""
 _LENGTH_KEYS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
-_USED_KEYS = {*DEFAULTED_FIELDS, *PROCESSOR_FIELDS, *_LENGTH_KEYS, "do_sample", "stop_strings", "eos_token_id"}
+_USED_KEYS = {
+    *DEFAULTED_FIELDS,
+    *PROCESSOR_FIELDS,
+    *_LENGTH_KEYS,
+    "do_sample",
+    "stop_strings",
+    "eos_token_id",
+}
 # ids of other uses, Qwen v1's chat format, and what makes transformers faster or lets it tell more
 _IGNORED_KEYS = frozenset((
-    "bos_token_id", "pad_token_id", "decoder_start_token_id", "chat_format", "max_window_size", "use_cache",
-    "cache_implementation", "cache_config", "max_cache_len", "return_legacy_cache", "output_attentions",
-    "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate", "remove_invalid_values",
+    "bos_token_id", "pad_token_id", "decoder_start_token_id", "chat_format", "max_window_size",
+    "use_cache",
+    "cache_implementation", "cache_config", "max_cache_len", "return_legacy_cache",
+    "output_attentions",
+    "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
+    "remove_invalid_values",
     "transformers_version", "_from_model_config", "is_assistant", "num_assistant_tokens",
     "num_assistant_tokens_schedule", "assistant_confidence_threshold", "prompt_lookup_num_tokens",
     "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind", "target_lookbehind",
@@ -68,9 +84,10 @@ _UNSUPPORTED_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
 class GenerationDefaults:
     """The defaults of an engine's requests.
 
-    sampling: SamplingParams fields that describe a draw, and the repetition penalty. greedy: nothing is drawn unless a
-    request asks for it. max_length, min_length: in tokens, the prompt's included; max_tokens, min_tokens: of the
-    answer. unused: keys of generation_config without effect here, and why. source: who says so, for people.
+    sampling: SamplingParams fields that describe a draw, and the repetition penalty. greedy:
+    nothing is drawn unless a request asks for it. max_length, min_length: in tokens, the prompt's
+    included; max_tokens, min_tokens: of the answer. unused: keys of generation_config without
+    effect here, and why. source: who says so, for people.
     """
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -86,7 +103,9 @@ class GenerationDefaults:
 
     @property
     def values(self) -> dict[str, Any]:
-        """SamplingParams fields of a request that sets none, but for what depends on the prompt's length."""
+        """SamplingParams fields of a request that sets none, but for what depends on the prompt's
+        length.
+        """
         found = dict(self.sampling)
         if self.greedy:
             found["temperature"] = 0.0
@@ -108,12 +127,16 @@ class GenerationDefaults:
         A prompt that reaches the checkpoint's max_length is bounded by the context alone.
         """
         found = self.values
-        if self.source == MODELMILL_SOURCE and any(getattr(params, name) is not None for name in MODELMILL_DEFAULTS):
+        if self.source == MODELMILL_SOURCE and any(
+            getattr(params, name) is not None for name in MODELMILL_DEFAULTS
+        ):
             # who says how to draw gets just that, not filters that nobody spoke of
             found = {name: value for name, value in found.items() if name not in MODELMILL_DEFAULTS}
         if self.greedy and requests_sampling(params):
             found["temperature"] = self.sampling.get("temperature", 1.0)
-        bounded = self.max_length is not None and self.max_tokens is None and params.max_tokens is None
+        bounded = (
+            self.max_length is not None and self.max_tokens is None and params.max_tokens is None
+        )
         # Llama 3's is half its context: a longer prompt is answered, as far as the context goes
         if bounded and self.max_length is not None and prompt_length < self.max_length:
             found["max_tokens"] = self.max_length - prompt_length
@@ -122,7 +145,9 @@ class GenerationDefaults:
         return params.with_defaults(found)
 
     def to_dict(self) -> dict[str, Any]:
-        """The defaults as JSON has them: ``values``, the same as ``text``, who says so, and what is not used."""
+        """The defaults as JSON has them: ``values``, the same as ``text``, who says so, and what is
+        not used.
+        """
         return {
             "values": self._display_values(),
             "text": self.summary(),
@@ -132,7 +157,11 @@ class GenerationDefaults:
 
     def _display_values(self) -> dict[str, Any]:
         found = {name: value for name, value in self.values.items() if name != "logits_processors"}
-        found |= {name: getattr(self, name) for name in ("max_length", "min_length") if getattr(self, name)}
+        found |= {
+            name: getattr(self, name)
+            for name in ("max_length", "min_length")
+            if getattr(self, name)
+        }
         return found | self.processors.non_default()
 
     def summary(self) -> str:
@@ -141,7 +170,10 @@ class GenerationDefaults:
         if self.greedy:
             told = {name: value for name, value in told.items() if name not in _NEUTRAL_SAMPLING}
             told = {"greedy": "", **told}
-        said = ", ".join(f"{name} {_abbreviate(value)}".strip() for name, value in told.items()) or "temperature 1.0"
+        said = (
+            ", ".join(f"{name} {_abbreviate(value)}".strip() for name, value in told.items())
+            or "temperature 1.0"
+        )
         why = {
             CHECKPOINT_SOURCE: "of the checkpoint's generation_config",
             MODELMILL_SOURCE: "modelmill's own: the checkpoint says nothing",
@@ -150,7 +182,9 @@ class GenerationDefaults:
         return f"{said} ({why[self.source]})"
 
     def warning(self) -> str | None:
-        """One line on what of the checkpoint's generation_config has no effect; None where all has."""
+        """One line on what of the checkpoint's generation_config has no effect; None where all
+        has.
+        """
         if not self.unused:
             return None
         listed = [f"{name} {why}" for name, why in self.unused.items()]
@@ -167,14 +201,22 @@ def requests_sampling(params: SamplingParams) -> bool:
     """Whether a request that sets no temperature asks for a draw all the same."""
     if params.num_beams > 1 or params.temperature is not None:
         return False
-    filtered = params.top_p not in (None, 1.0) or params.top_k not in (None, 0, -1, 1) or bool(params.min_p)
+    filtered = (
+        params.top_p not in (None, 1.0)
+        or params.top_k not in (None, 0, -1, 1)
+        or bool(params.min_p)
+    )
     return filtered or params.n > 1
 
 
-def read_generation(raw: Mapping[str, Any], container: str = "", *, openai: bool = False) -> GenerationDefaults:
-    """What a checkpoint's generation_config asks for. Raises RequestError naming a key with a senseless value.
+def read_generation(
+    raw: Mapping[str, Any], container: str = "", *, openai: bool = False
+) -> GenerationDefaults:
+    """What a checkpoint's generation_config asks for. Raises RequestError naming a key with a
+    senseless value.
 
-    container: of the checkpoint; a GGUF's generation_config is made of its keys, and holds the ids in any case.
+    container: of the checkpoint; a GGUF's generation_config is made of its keys, and holds the ids
+    in any case.
     openai: for clients of an API.
     """
     processors = LogitsProcessors.from_config(raw)
@@ -201,12 +243,16 @@ def read_generation(raw: Mapping[str, Any], container: str = "", *, openai: bool
 
 
 def _is_absent(raw: Mapping[str, Any], container: str) -> bool:
-    """Whether the checkpoint has no generation_config of its own, or one that was made of a GGUF's ids."""
+    """Whether the checkpoint has no generation_config of its own, or one that was made of a GGUF's
+    ids.
+    """
     return not raw or (container.rpartition("/")[2].startswith("gguf") and "do_sample" not in raw)
 
 
 def _unused(raw: Mapping[str, Any], greedy: bool) -> dict[str, str]:
-    """Keys that change an answer in transformers, or are not known there, and have no effect here."""
+    """Keys that change an answer in transformers, or are not known there, and have no effect
+    here.
+    """
     found: dict[str, str] = {}
     for name, value in raw.items():
         if value is None or name in _IGNORED_KEYS:
@@ -239,4 +285,6 @@ def _check_strings(value: Any) -> tuple[str, ...]:
     try:
         return SamplingParams(stop=value).stop
     except RequestError:
-        raise RequestError(f"stop_strings must be a text or a list of texts, not {quote(value, 60)}") from None
+        raise RequestError(
+            f"stop_strings must be a text or a list of texts, not {quote(value, 60)}"
+        ) from None

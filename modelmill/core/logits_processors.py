@@ -1,4 +1,5 @@
-"""What transformers' ``generate`` does to logits beyond the fields of SamplingParams, as plain data.
+"""What transformers' ``generate`` does to logits beyond the fields of SamplingParams, as plain
+data.
 
 A checkpoint asks for it in its generation_config; ``runtime.logits_processors`` computes it.
 """
@@ -20,10 +21,13 @@ MAX_ID = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsProcessors:
-    """Fields are named and mean as in transformers' GenerationConfig; the neutral object changes nothing.
+    """Fields are named and mean as in transformers' GenerationConfig; the neutral object changes
+    nothing.
 
-    sequence_bias: (token ids, what is added to the last one's logit where the others stand before it).
-    encoder_*: of the prompt. forced_eos_token_id: at the longest length. exponential_decay_length_penalty: (tokens
+    sequence_bias: (token ids, what is added to the last one's logit where the others stand before
+    it).
+    encoder_*: of the prompt. forced_eos_token_id: at the longest length.
+    exponential_decay_length_penalty: (tokens
     of the answer before it begins, factor). renormalize_logits concerns beams alone.
     """
 
@@ -44,7 +48,9 @@ class LogitsProcessors:
 
     @property
     def depends_on_tokens(self) -> bool:
-        """Whether the next token's logits depend on which tokens stand before it, not on their number alone."""
+        """Whether the next token's logits depend on which tokens stand before it, not on their
+        number alone.
+        """
         words = (*self.bad_words_ids, *(ids for ids, _ in self.sequence_bias))
         sizes = (self.no_repeat_ngram_size, self.encoder_no_repeat_ngram_size)
         return any(sizes) or any(len(word) > 1 for word in words)
@@ -59,17 +65,31 @@ class LogitsProcessors:
 
     def non_default(self) -> dict[str, Any]:
         """The fields that are not neutral, as JSON has them."""
-        return {name: value for name, value in asdict(self).items() if value != getattr(_NEUTRAL, name)}
+        return {
+            name: value for name, value in asdict(self).items() if value != getattr(_NEUTRAL, name)
+        }
 
     @staticmethod
     def from_config(raw: Mapping[str, Any]) -> LogitsProcessors:
-        """From a generation_config (other keys and null are left alone). Raises RequestError naming the key."""
-        given = {name: _PARSERS[name](name, raw[name]) for name in PROCESSOR_FIELDS if raw.get(name) is not None}
+        """From a generation_config (other keys and null are left alone).
+
+        Raises RequestError naming the key.
+        """
+        given = {
+            name: _PARSERS[name](name, raw[name])
+            for name in PROCESSOR_FIELDS
+            if raw.get(name) is not None
+        }
         found = LogitsProcessors(**given)
         first = () if found.forced_bos_token_id is None else (found.forced_bos_token_id,)
-        for name, ids in (("forced_bos_token_id", first), ("forced_eos_token_id", found.forced_eos_token_id)):
+        for name, ids in (
+            ("forced_bos_token_id", first),
+            ("forced_eos_token_id", found.forced_eos_token_id),
+        ):
             if ids and set(ids) <= set(found.suppress_tokens):
-                raise RequestError(f"{name} names only tokens that suppress_tokens forbids; leave one of them out")
+                raise RequestError(
+                    f"{name} names only tokens that suppress_tokens forbids; leave one of them out"
+                )
         return found
 
 
@@ -85,7 +105,9 @@ def _flag(name: str, value: Any) -> bool:
 
 def _integer(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_ID:
-        raise RequestError(f"{name} must be an integer between 0 and {MAX_ID}, not {quote(value, 60)}")
+        raise RequestError(
+            f"{name} must be an integer between 0 and {MAX_ID}, not {quote(value, 60)}"
+        )
     return value
 
 
@@ -112,7 +134,9 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def _token_sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
-    good = isinstance(value, list | tuple) and all(isinstance(word, list | tuple) and word for word in value)
+    good = isinstance(value, list | tuple) and all(
+        isinstance(word, list | tuple) and word for word in value
+    )
     if not good:
         raise RequestError(f"{name} must be a list of lists of token ids, not {quote(value, 60)}")
     if sum(map(len, value)) > MAX_IDS:
@@ -121,12 +145,16 @@ def _token_sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _biases(name: str, value: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
-    good = isinstance(value, list | tuple) and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value)
+    good = isinstance(value, list | tuple) and all(
+        isinstance(pair, list | tuple) and len(pair) == 2 for pair in value
+    )
     if not good:
         raise RequestError(f"{name} must be a list of [token ids, number], not {quote(value, 60)}")
     words = _token_sequences(name, [pair[0] for pair in value])
     # as in transformers, where a later entry of the same ids takes an earlier one's place
-    return tuple({word: _number(name, pair[1]) for word, pair in zip(words, value, strict=True)}.items())
+    return tuple(
+        {word: _number(name, pair[1]) for word, pair in zip(words, value, strict=True)}.items()
+    )
 
 
 def _decay(name: str, value: Any) -> tuple[int, float]:

@@ -1,4 +1,6 @@
-"""Memory that has been freed, kept for the next tensor: glibc's thresholds, in processes of our own."""
+"""Memory that has been freed, kept for the next tensor: glibc's thresholds, in processes of our
+own.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ import ctypes
 from modelmill.core import env
 
 MMAP_THRESHOLD = 64 << 20
-"""Bytes from which malloc maps a block of its own, whose pages are all new and go back when it is freed."""
+"""Bytes from which malloc maps a block of its own, whose pages are all new and go back when it is
+freed.
+"""
 TRIM_THRESHOLD = 256 << 20
 """Bytes free at the end of the heap from which they go back to the system."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -16,13 +20,16 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 def set_malloc_thresholds() -> bool:
     """Have malloc give tensors the memory of those before; whether it does now.
 
-    By default glibc maps each block of more than 32 MB anew and returns what lies free at the heap's end: a fault for
-    every 4 KiB that is written. Nothing is done with another C library, or where the user has set malloc's variables.
-    """
+    By default glibc maps each block of more than 32 MB anew and returns what lies free at the
+    heap's end: a fault for every 4 KiB that is written. Nothing is done with another C library, or
+    where the user has set malloc's variables."""
     libc = _glibc()
     if libc is None or env.user_set_malloc():
         return False
-    return bool(libc.mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD) and libc.mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD))
+    return bool(
+        libc.mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD)
+        and libc.mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD)
+    )
 
 
 def trim_heap() -> None:

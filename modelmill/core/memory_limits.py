@@ -1,4 +1,6 @@
-"""Memory and processors that this process may use: the machine's, or what a container or a service's limit leaves."""
+"""Memory and processors that this process may use: the machine's, or what a container or a
+service's limit leaves.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class MemoryInfo(NamedTuple):
 
 
 class _CgroupFiles(NamedTuple):
-    """What a control group calls its limit, its use, and the parts of its use that are pages of files."""
+    """What a control group calls its limit, its use, and the parts of its use that are pages of
+    files.
+    """
 
     limit: str
     used: str
@@ -35,10 +39,11 @@ _CGROUP_V2 = _CgroupFiles("memory.max", "memory.current", ("inactive_file", "act
 
 
 def available_memory(groups: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> MemoryInfo:
-    """Of the machine, or of the tightest control group that this process is in (Linux, both versions).
+    """Of the machine, or of the tightest control group that this process is in (Linux, both
+    versions).
 
-    The system ends a process whose group takes more than its limit, without a word and however much the machine has.
-    """
+    The system ends a process whose group takes more than its limit, without a word and however much
+    the machine has."""
     machine = psutil.virtual_memory()
     total, free = machine.total, machine.available
     for limit, used in cgroup_limits(groups, mount):
@@ -47,16 +52,21 @@ def available_memory(groups: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> 
 
 
 def prefix_cache_bytes(kv_bytes: int) -> int:
-    """What kept prefixes may take of a KV cache in RAM whose size follows from the memory that is free.
+    """What kept prefixes may take of a KV cache in RAM whose size follows from the memory that is
+    free.
 
-    Pages in RAM take memory when they are first written. Kept to the last one, prefixes would take all of it in time,
-    however few answers run; so they are given a part, enough for the conversations that are being had.
+    Pages in RAM take memory when they are first written. Kept to the last one, prefixes would take
+    all of it in time, however few answers run; so they are given a part, enough for the
+    conversations that are being had.
     """
     return min(kv_bytes, max(kv_bytes // 3, MIN_PREFIX_CACHE_BYTES))
 
 
-def cgroup_limits(groups: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> Iterator[tuple[int, int]]:
-    """(limit, used) in bytes of each control group with a limit; a group is bound by those above it, too.
+def cgroup_limits(
+    groups: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT
+) -> Iterator[tuple[int, int]]:
+    """(limit, used) in bytes of each control group with a limit; a group is bound by those above
+    it, too.
 
     groups: as /proc/self/cgroup. mount: where control groups are seen.
     """
@@ -76,9 +86,11 @@ def cgroup_limits(groups: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> Ite
 
 
 def cpu_quota(groups: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> float:
-    """Processors whose time the tightest control group's quota pays for; infinity where there is none.
+    """Processors whose time the tightest control group's quota pays for; infinity where there is
+    none.
 
-    A process with more threads than that is stopped, all threads at once, for the rest of each period.
+    A process with more threads than that is stopped, all threads at once, for the rest of each
+    period.
     """
     quotas = [math.inf]
     for line in _read_text(groups).splitlines():
@@ -91,10 +103,17 @@ def cpu_quota(groups: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> float:
             ]
         elif "cpu" in controllers.split(","):
             for folder in (
-                each for base in (mount / "cpu", mount / controllers) for each in _self_and_parents(base, path)
+                each
+                for base in (mount / "cpu", mount / controllers)
+                for each in _self_and_parents(base, path)
             ):
                 quotas.append(
-                    _parse_quota([_read_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")])
+                    _parse_quota(
+                        [
+                            _read_text(folder / f"cpu.cfs_{name}_us").strip()
+                            for name in ("quota", "period")
+                        ]
+                    )
                 )
     return min(quotas)
 
@@ -107,7 +126,10 @@ def _parse_quota(text: list[str]) -> float:
 
 
 def _self_and_parents(base: Path, path: str) -> Iterator[Path]:
-    """Folders of a group and of those above it. From within a container the way there may not be seen, its end is."""
+    """Folders of a group and of those above it.
+
+    From within a container the way there may not be seen, its end is.
+    """
     parts = PurePosixPath(path).parts[1:]
     parts = () if ".." in parts else parts
     for count in range(len(parts), -1, -1):
@@ -116,7 +138,8 @@ def _self_and_parents(base: Path, path: str) -> Iterator[Path]:
 
 def _inactive_file_bytes(folder: Path, files: _CgroupFiles) -> int:
     stat = dict(line.split(maxsplit=1) for line in _read_text(folder / "memory.stat").splitlines())
-    # also those that were read twice, as a checkpoint is by its build: the system takes them back before it ends anyone
+    # also those that were read twice, as a checkpoint is by its build: the system takes them back
+    # before it ends anyone
     return sum(int(stat.get(name, 0)) for name in files.inactive_file_keys)
 
 

@@ -1,7 +1,9 @@
-"""The options of the classes for Python: named, typed and described by the fields of RunConfig and BuildConfig.
+"""The options of the classes for Python: named, typed and described by the fields of RunConfig and
+BuildConfig.
 
-The types below are what editors and mypy see; ``accept_options`` gives the same names to ``help()`` and to completion.
-A test keeps both equal to the configs. What is not given is left out, so that a default can be told from a wish.
+The types below are what editors and mypy see; ``accept_options`` gives the same names to ``help()``
+and to completion. A test keeps both equal to the configs. What is not given is left out, so that a
+default can be told from a wish.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ BUILD_FIELDS = tuple(each.name for each in fields(BuildConfig) if each.name not 
 
 
 def accept_options(*configs: type, exclude: Iterable[str] = ()) -> Callable[[Init], Init]:
-    """For an ``__init__`` with ``**options``: its signature names the fields of ``configs`` in their place.
+    """For an ``__init__`` with ``**options``: its signature names the fields of ``configs`` in
+    their place.
 
     exclude: fields that are no options, or have a parameter of their own.
     """
@@ -92,7 +95,9 @@ def accept_options(*configs: type, exclude: Iterable[str] = ()) -> Callable[[Ini
 
     def named(init: Init) -> Init:
         signature = inspect.signature(init)
-        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        own = [
+            p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
         known = {p.name for p in own} | left
         for config in configs:
             hints = typing.get_type_hints(config)
@@ -100,10 +105,15 @@ def accept_options(*configs: type, exclude: Iterable[str] = ()) -> Callable[[Ini
                 if each.name in known:
                     continue
                 known.add(each.name)
-                default = each.default if each.default_factory is MISSING else each.default_factory()
+                default = (
+                    each.default if each.default_factory is MISSING else each.default_factory()
+                )
                 own.append(
                     inspect.Parameter(
-                        each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[each.name]
+                        each.name,
+                        inspect.Parameter.KEYWORD_ONLY,
+                        default=default,
+                        annotation=hints[each.name],
                     )
                 )
         init.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
@@ -119,7 +129,10 @@ def describe_options(config: type, exclude: Iterable[str] = ()) -> str:
         if each.name not in exclude:
             default = each.default if each.default_factory is MISSING else each.default_factory()
             about = each.metadata.get("help", "")
-            lines.append(f"    {each.name}: {about}." + ("" if "default:" in about else f" Default: {default!r}."))
+            lines.append(
+                f"    {each.name}: {about}."
+                + ("" if "default:" in about else f" Default: {default!r}.")
+            )
     return "\n".join(lines)
 
 
@@ -129,6 +142,9 @@ def check_option_names(names: Iterable[str], known: Iterable[str], source: str) 
     unknown = sorted(set(names) - set(listed))
     if not unknown:
         return
-    hints = [f"{name}; did you mean {hint}?" if (hint := closest_name(name, listed)) else name for name in unknown]
+    hints = [
+        f"{name}; did you mean {hint}?" if (hint := closest_name(name, listed)) else name
+        for name in unknown
+    ]
     tail = "" if any(hint.endswith("?") for hint in hints) else f"; known are {', '.join(listed)}"
     raise UnknownOption(f"{source}: unknown option {', '.join(hints)}{tail}")

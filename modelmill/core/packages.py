@@ -1,6 +1,8 @@
-"""Packages beside ours: whether one that is needed is there, and whether its version is one that was tested.
+"""Packages beside ours: whether one that is needed is there, and whether its version is one that
+was tested.
 
-The tested ranges stand once, in pyproject.toml; an installed modelmill carries them in its metadata.
+The tested ranges stand once, in pyproject.toml; an installed modelmill carries them in its
+metadata.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ PYTHON_NAME = "Python"
 
 @dataclass(frozen=True)
 class UntestedVersion:
-    """An installed version that lies outside what was tested. tested: the range, as ``>=2.11,<2.16``."""
+    """An installed version that lies outside what was tested.
+
+    tested: the range, as ``>=2.11,<2.16``.
+    """
 
     name: str
     version: str
@@ -27,7 +32,8 @@ class UntestedVersion:
 
 
 def require(feature: str, module: str, extra: str) -> None:
-    """To be called before anything is computed. Raises MissingDependency where ``module`` cannot be found.
+    """To be called before anything is computed. Raises MissingDependency where ``module`` cannot be
+    found.
 
     Args:
         feature: what needs it, as the user named it (``--plot``).
@@ -36,11 +42,15 @@ def require(feature: str, module: str, extra: str) -> None:
     """
     if find_spec(module) is None:
         package = module.replace("_", "-")
-        raise MissingDependency(f"{feature} needs {package}; install it with: pip install 'modelmill[{extra}]'")
+        raise MissingDependency(
+            f"{feature} needs {package}; install it with: pip install 'modelmill[{extra}]'"
+        )
 
 
 def untested_versions() -> list[UntestedVersion]:
-    """What is installed in a version that no test ran with, Python included; empty where our metadata is absent."""
+    """What is installed in a version that no test ran with, Python included; empty where our
+    metadata is absent.
+    """
     found: dict[str, UntestedVersion] = {}
     for name, version, tested in _installed_versions():
         if not _in_range(version, tested):
@@ -50,7 +60,11 @@ def untested_versions() -> list[UntestedVersion]:
 
 def sort_range(tested: str) -> str:
     """``>=1,<2``: build tools write the parts of a range in any order."""
-    return ",".join(sorted(tested.replace(" ", "").split(","), key=lambda part: (not part.startswith(">"), part)))
+    return ",".join(
+        sorted(
+            tested.replace(" ", "").split(","), key=lambda part: (not part.startswith(">"), part)
+        )
+    )
 
 
 def _installed_versions() -> Iterator[tuple[str, str, str]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 def quote(value: object, max_chars: int = 200) -> str:
-    """``repr(value)`` cut to ``max_chars`` characters: one line, free of what a terminal would obey, whatever it
-    holds."""
+    """``repr(value)`` cut to ``max_chars`` characters: one line, free of what a terminal would
+    obey, whatever it holds."""
     try:
         text = repr(value)
     except ValueError:  # a whole number of more digits than Python prints

@@ -13,7 +13,9 @@ def module_names(package: str) -> list[str]:
     return list(_listed(tuple(importlib.import_module(package).__path__)))
 
 
-@cache  # an engine that is opened asks thousands of times, and folders of an installed package stay as they are
+# an engine that is opened asks thousands of times, and folders of an installed package stay as they
+# are
+@cache
 def _listed(folders: tuple[str, ...]) -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(folders) if not m.name.startswith("_"))
 

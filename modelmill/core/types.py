@@ -38,7 +38,8 @@ class SamplingParams:
     """How one request is sampled. ``None`` means unset: the engine's own defaults (the checkpoint's
     generation_config) apply, then the neutral value. A field set here always wins.
 
-    temperature 0 is greedy. ``seed`` gives the same tokens alone and in a batch. ``n`` samples one prompt n
+    temperature 0 is greedy. ``seed`` gives the same tokens alone and in a batch. ``n`` samples one
+    prompt n
     times; ``num_beams`` > 1 searches with beams instead of sampling and returns the ``n`` best.
     ``logits_processors``: ``LogitsProcessors()`` switches off what the checkpoint asks for.
     Raises RequestError for values outside their range.
@@ -73,7 +74,9 @@ class SamplingParams:
         object.__setattr__(self, "stop", _as_tuple("stop", stop))
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         if not isinstance(self.logit_bias, Mapping | None):
-            raise RequestError(f"logit_bias must map token ids to numbers, not be {quote(self.logit_bias, 60)}")
+            raise RequestError(
+                f"logit_bias must map token ids to numbers, not be {quote(self.logit_bias, 60)}"
+            )
         object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
         self._check()
 
@@ -83,17 +86,29 @@ class SamplingParams:
                 _check_int(name, getattr(self, name), low, high)
         for name, (least, most) in _FLOAT_RANGES.items():
             if getattr(self, name) is not None or name in _NOT_NONE:
-                _check_number(name, getattr(self, name), least, most, open_low=name in _EXCLUSIVE_MIN)
+                _check_number(
+                    name, getattr(self, name), least, most, open_low=name in _EXCLUSIVE_MIN
+                )
         for name in ("ignore_eos", "early_stopping", "skip_special_tokens", "include_stop"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} must be true or false, not {quote(getattr(self, name), 60)}")
+                raise RequestError(
+                    f"{name} must be true or false, not {quote(getattr(self, name), 60)}"
+                )
         if not isinstance(self.logits_processors, LogitsProcessors | None):
             raise RequestError("logits_processors takes LogitsProcessors")
         if self.num_beams > 1 and self.n > self.num_beams:
-            raise RequestError(f"n={self.n} asks for more than num_beams={self.num_beams} beams; lower n")
+            raise RequestError(
+                f"n={self.n} asks for more than num_beams={self.num_beams} beams; lower n"
+            )
         if self.num_beams > 1 and (self.logprobs is not None or self.prompt_logprobs is not None):
-            raise RequestError("logprobs are not told for beams; use num_beams=1, or the score of each beam")
-        if self.max_tokens is not None and self.min_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                "logprobs are not told for beams; use num_beams=1, or the score of each beam"
+            )
+        if (
+            self.max_tokens is not None
+            and self.min_tokens is not None
+            and self.min_tokens > self.max_tokens
+        ):
             raise RequestError(f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}")
         if len(self.stop) > MAX_STOPS or any(not isinstance(s, str) or not s for s in self.stop):
             raise RequestError(f"stop takes up to {MAX_STOPS} non-empty strings")
@@ -110,10 +125,11 @@ class SamplingParams:
             _check_number("logit_bias value", bias, -100.0, 100.0)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """A copy in which every unset field has its value: ours, else ``defaults``, else the neutral one.
+        """A copy in which every unset field has its value: ours, else ``defaults``, else the
+        neutral one.
 
-        A field set explicitly beats the defaults as a group where they would change its meaning: an explicit
-        temperature 0 stays greedy whatever ``defaults`` say.
+        A field set explicitly beats the defaults as a group where they would change its meaning: an
+        explicit temperature 0 stays greedy whatever ``defaults`` say.
         """
         neutral = {
             "temperature": 1.0,
@@ -131,7 +147,10 @@ class SamplingParams:
             if getattr(self, name) is None and value is not None:
                 filled[name] = value
         # of two that contradict each other, the default is a suggestion, the other was asked for
-        if self.min_tokens is not None and filled.get("max_tokens", self.min_tokens) < self.min_tokens:
+        if (
+            self.min_tokens is not None
+            and filled.get("max_tokens", self.min_tokens) < self.min_tokens
+        ):
             filled["max_tokens"] = self.min_tokens
         limit = filled.get("max_tokens", self.max_tokens)
         if limit is not None and "min_tokens" in filled:
@@ -162,11 +181,11 @@ class EmbeddingSpan:
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer must be. grammar_type: json (text: a JSON schema), regex, choice (a JSON list of texts), lark, or
-    calls.
+    """What an answer must be. grammar_type: json (text: a JSON schema), regex, choice (a JSON list
+    of texts), lark, or calls.
 
-    calls: {"functions": [{"name", "arguments": a JSON schema}], "most"}: {"name", "arguments"} of one of the functions;
-    a list of 1 to ``most`` of them where that is no null.
+    calls: {"functions": [{"name", "arguments": a JSON schema}], "most"}: {"name", "arguments"} of
+    one of the functions; a list of 1 to ``most`` of them where that is no null.
     """
 
     grammar_type: str
@@ -182,7 +201,9 @@ class Guide(Protocol):
     failed: bool
 
     def mask(self) -> Any:
-        """[ceil(V / 8)] uint8 of numpy: bit t % 8 of byte t // 8 is set where token t may come; never all zero."""
+        """[ceil(V / 8)] uint8 of numpy: bit t % 8 of byte t // 8 is set where token t may come;
+        never all zero.
+        """
 
     def accept(self, token: int) -> None:
         """The token that was taken."""
@@ -190,11 +211,12 @@ class Guide(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt in ids, to be answered in ids. ``params`` are resolved; ``eos_ids`` end it unless ignored.
+    """One prompt in ids, to be answered in ids. ``params`` are resolved; ``eos_ids`` end it unless
+    ignored.
 
-    pooling: MEAN or LAST: the prompt's embedding is wanted, and no answer (max_tokens 0). penalize_prompt: whether the
-    prompt's tokens count as ids for penalties and processors; they do not where the original gives its prompt to the
-    model as embeddings.
+    pooling: MEAN or LAST: the prompt's embedding is wanted, and no answer (max_tokens 0).
+    penalize_prompt: whether the prompt's tokens count as ids for penalties and processors; they do
+    not where the original gives its prompt to the model as embeddings.
     """
 
     id: str
@@ -220,7 +242,8 @@ class Logprob:
 class TokenOutput:
     """One step's news about one sequence of a request.
 
-    index: which of the n sequences. id is None where only the finish is told (abort) or prompt logprobs.
+    index: which of the n sequences. id is None where only the finish is told (abort) or prompt
+    logprobs.
     logprobs: the sampled token's and the top ones, by id. finish_reason: set on the last event.
     stop_token_id: the token id that ended it, where it was one (that id is not part of the answer).
     embedding: of the prompt, H numbers of float32, little endian.
@@ -279,7 +302,9 @@ def _check_int(name: str, value: Any, low: int, high: int) -> None:
         raise RequestError(f"{name}={quote(value, 60)} is outside {low}…{high}")
 
 
-def _check_number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
+def _check_number(
+    name: str, value: Any, low: float, high: float, *, open_low: bool = False
+) -> None:
     # a whole number may be too large for a float, so it is compared before it is converted
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole and not (isinstance(value, float) and math.isfinite(value)):

@@ -23,11 +23,14 @@ class TraceEvent:
     args: Mapping[str, Any] = field(default_factory=dict)
 
 
-def make_trace(tracks: Mapping[str, Mapping[str, Sequence[TraceEvent]]], about: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON-able. tracks: process → track → events. Events of a track that overlap are spread over lanes.
+def make_trace(
+    tracks: Mapping[str, Mapping[str, Sequence[TraceEvent]]], about: Mapping[str, Any]
+) -> dict[str, Any]:
+    """JSON-able. tracks: process → track → events. Events of a track that overlap are spread over
+    lanes.
 
-    On one lane slices must lie beside or inside one another; two kernels of which the second begins before the first
-    ends are neither.
+    On one lane slices must lie beside or inside one another; two kernels of which the second begins
+    before the first ends are neither.
     """
     events: list[dict[str, Any]] = []
     for pid, (process, named) in enumerate(tracks.items(), 1):
@@ -37,16 +40,25 @@ def make_trace(tracks: Mapping[str, Mapping[str, Sequence[TraceEvent]]], about: 
             for number, lane in enumerate(assign_lanes(content)):
                 tid += 1
                 events.append(
-                    _metadata_event("thread_name", pid, tid, name if number == 0 else f"{name} (overlapping)")
+                    _metadata_event(
+                        "thread_name", pid, tid, name if number == 0 else f"{name} (overlapping)"
+                    )
                 )
                 events += [_slice_event(each, pid, tid) for each in lane]
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {k: str(v) for k, v in about.items()}}
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {k: str(v) for k, v in about.items()},
+    }
 
 
 def assign_lanes(events: Sequence[TraceEvent]) -> list[list[TraceEvent]]:
-    """The events on as few lanes as needed for no two to cross; one inside another shares its lane."""
+    """The events on as few lanes as needed for no two to cross; one inside another shares its
+    lane.
+    """
     found: list[list[TraceEvent]] = []
-    open_: list[list[float]] = []  # of each lane the ends of the slices that are still open, outermost first
+    # of each lane the ends of the slices that are still open, outermost first
+    open_: list[list[float]] = []
     for event in sorted(events, key=lambda each: (each.start_us, -each.duration_us)):
         ends = event.start_us + event.duration_us
         for lane, ending in zip(found, open_, strict=True):
@@ -91,4 +103,12 @@ def _metadata_event(event_name: str, pid: int, tid: int, name: str) -> dict[str,
 
 def _slice_event(event: TraceEvent, pid: int, tid: int) -> dict[str, Any]:
     times = {"ts": round(event.start_us, 3), "dur": round(event.duration_us, 3)}
-    return {"ph": "X", "cat": "op", "name": event.name, "pid": pid, "tid": tid, **times, "args": dict(event.args)}
+    return {
+        "ph": "X",
+        "cat": "op",
+        "name": event.name,
+        "pid": pid,
+        "tid": tid,
+        **times,
+        "args": dict(event.args),
+    }

@@ -48,11 +48,16 @@ def refuse_calibration_file(path: Path, source: Mapping[str, Any]) -> None:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest == calibration.get("sha256"):
-        raise UsageError(f"{path} is what this engine was calibrated on; evaluate it on another file")
+        raise UsageError(
+            f"{path} is what this engine was calibrated on; evaluate it on another file"
+        )
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, object) of each line that is not blank. Raises UsageError naming the line that is none."""
+    """(line number, object) of each line that is not blank.
+
+    Raises UsageError naming the line that is none.
+    """
     return parse_jsonl(read_text(path), path)
 
 
@@ -94,11 +99,15 @@ def read_articles(path: Path, count: int | None) -> list[Article]:
     return items
 
 
-def read_dataset(path: Path, count: int | None, encode: Encode, limit: int, default_output: int) -> list[BenchRequest]:
-    """Requests from a ShareGPT json or a jsonl, those that fit ``limit`` tokens, the first ``count`` of them.
+def read_dataset(
+    path: Path, count: int | None, encode: Encode, limit: int, default_output: int
+) -> list[BenchRequest]:
+    """Requests from a ShareGPT json or a jsonl, those that fit ``limit`` tokens, the first
+    ``count`` of them.
 
-    An object gives its prompt as ``conversations`` or ``messages`` (the first turn asks, the second answers),
-    ``prompt``, ``text``, ``article`` or ``turns``; its output length from the answer's tokens, or ``output_len``
+    An object gives its prompt as ``conversations`` or ``messages`` (the first turn asks, the second
+    answers), ``prompt``, ``text``, ``article`` or ``turns``; its output length from the answer's
+    tokens, or ``output_len``
     or ``max_tokens``, else ``default_output``.
     """
     work: list[BenchRequest] = []
@@ -110,7 +119,13 @@ def read_dataset(path: Path, count: int | None, encode: Encode, limit: int, defa
             continue
         prompt = encode(pair[0])
         told = value.get("output_len") or value.get("max_tokens")
-        output = int(told) if isinstance(told, int) else len(encode(pair[1])) if pair[1] else default_output
+        output = (
+            int(told)
+            if isinstance(told, int)
+            else len(encode(pair[1]))
+            if pair[1]
+            else default_output
+        )
         if len(prompt) >= 1 and output >= 1 and len(prompt) + output <= limit:
             work.append(BenchRequest(tuple(prompt), output))
     if not work:
@@ -155,9 +170,11 @@ def _turn_text(turn: Any) -> str | None:
 
 
 def read_trace(path: Path, count: int, limit: int = MAX_TRACE_TOKENS) -> list[tuple[int, int]]:
-    """(prompt length, output length) of ``count`` requests of a trace with ContextTokens and GeneratedTokens.
+    """(prompt length, output length) of ``count`` requests of a trace with ContextTokens and
+    GeneratedTokens.
 
-    Kept are rows with a context of at least 4 tokens, at least 1 generated token and a sum of at most ``limit``;
+    Kept are rows with a context of at least 4 tokens, at least 1 generated token and a sum of at
+    most ``limit``;
     they are shuffled with seed 0, and the first ``count`` are taken.
     """
     rows = csv.DictReader(read_text(path).splitlines())
@@ -177,7 +194,12 @@ def read_trace(path: Path, count: int, limit: int = MAX_TRACE_TOKENS) -> list[tu
     return lengths[:count]
 
 
-def random_requests(lengths: Sequence[tuple[int, int]], vocab: int, seed: int) -> list[BenchRequest]:
+def random_requests(
+    lengths: Sequence[tuple[int, int]], vocab: int, seed: int
+) -> list[BenchRequest]:
     """Requests of these (prompt, output) lengths with seeded token ids below ``vocab_size``."""
     source = random.Random(seed)
-    return [BenchRequest(tuple(source.randrange(vocab) for _ in range(prompt)), output) for prompt, output in lengths]
+    return [
+        BenchRequest(tuple(source.randrange(vocab) for _ in range(prompt)), output)
+        for prompt, output in lengths
+    ]

@@ -14,12 +14,15 @@ from modelmill.core.errors import UsageError
 from modelmill.core.registry import closest_name
 
 
-def dump_module_outputs(engine_core: Any, ids: Sequence[int], pattern: str, path: Path) -> dict[str, Tensor]:
-    """Run ``ids`` as a prompt and write the outputs of all modules whose names match the glob ``pattern``.
+def dump_module_outputs(
+    engine_core: Any, ids: Sequence[int], pattern: str, path: Path
+) -> dict[str, Tensor]:
+    """Run ``ids`` as a prompt and write the outputs of all modules whose names match the glob
+    ``pattern``.
 
-    A module's output has a row for each token; where it gives several tensors they are NAME.0, NAME.1, … . ids
-    themselves are written as ``ids`` [T] int64. A former dump is replaced. Raises UsageError where nothing matches, the
-    file cannot be written, or another file stands there.
+    A module's output has a row for each token; where it gives several tensors they are NAME.0,
+    NAME.1, … . ids themselves are written as ``ids`` [T] int64. A former dump is replaced. Raises
+    UsageError where nothing matches, the file cannot be written, or another file stands there.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -38,12 +41,16 @@ def dump_module_outputs(engine_core: Any, ids: Sequence[int], pattern: str, path
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, str(path))
     except (OSError, SafetensorError) as error:  # the latter of a folder, for one
-        raise UsageError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
+        raise UsageError(
+            f"cannot write {path}: {getattr(error, 'strerror', None) or error}"
+        ) from None
     return tensors
 
 
 def check_output_file(path: Path) -> None:
-    """Raises UsageError where a file stands that is no dump: a checkpoint is as well a safetensors file."""
+    """Raises UsageError where a file stands that is no dump: a checkpoint is as well a safetensors
+    file.
+    """
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():

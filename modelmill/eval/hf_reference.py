@@ -1,4 +1,6 @@
-"""transformers as the independent reference: any checkpoint of ours in the class that transformers has for it."""
+"""transformers as the independent reference: any checkpoint of ours in the class that transformers
+has for it.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,21 @@ class HfReference:
     @torch.inference_mode()
     def logits(self, ids: Sequence[int]) -> Tensor:
         """float32 logits [T, vocab] of one sequence."""
-        return self.model(torch.tensor([list(ids)], device=self.device), use_cache=False).logits[0].float()
+        return (
+            self.model(torch.tensor([list(ids)], device=self.device), use_cache=False)
+            .logits[0]
+            .float()
+        )
 
     def score(self, windows: Sequence[Sequence[int]]) -> Iterator[list[float]]:
-        """For each window of T ids the T - 1 natural-log probabilities of ids[1:], each given those before it."""
+        """For each window of T ids the T - 1 natural-log probabilities of ids[1:], each given those
+        before it.
+        """
         for window in windows:
             targets = torch.tensor(list(window[1:]), device=self.device)
-            loss = torch.nn.functional.cross_entropy(self.logits(window)[:-1], targets, reduction="none")
+            loss = torch.nn.functional.cross_entropy(
+                self.logits(window)[:-1], targets, reduction="none"
+            )
             yield (-loss).tolist()
 
     @torch.inference_mode()
@@ -48,14 +58,19 @@ class HfReference:
     ) -> tuple[list[list[int]], list[float]]:
         """Greedy answers in one batch padded on the left, and the times of its steps.
 
-        An answer holds the token that ended it; without ``eos_ids`` it has max_new_tokens. Times are seconds since
+        An answer holds the token that ended it; without ``eos_ids`` it has max_new_tokens. Times
+        are seconds since
         the call, one for each step of the batch.
         """
         from transformers import GenerationConfig
 
         longest = max(map(len, prompts))
-        ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=self.device)
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=self.device)
+        ids = torch.tensor(
+            [[0] * (longest - len(p)) + list(p) for p in prompts], device=self.device
+        )
+        mask = torch.tensor(
+            [[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=self.device
+        )
         config = GenerationConfig(
             do_sample=False,
             max_new_tokens=max_new_tokens,
@@ -63,7 +78,9 @@ class HfReference:
             pad_token_id=eos_ids[0] if eos_ids else 0,
         )
         clock = _StepTimer()
-        found = self.model.generate(ids, attention_mask=mask, generation_config=config, streamer=clock)
+        found = self.model.generate(
+            ids, attention_mask=mask, generation_config=config, streamer=clock
+        )
         return [_cut_at_eos(row[longest:].tolist(), eos_ids) for row in found], clock.times
 
 
@@ -93,22 +110,33 @@ def _cut_at_eos(ids: list[int], eos_ids: Sequence[int]) -> list[int]:
     return ids
 
 
-def load_reference(checkpoint: Checkpoint, dtype: str = "float32", device: str = "cpu") -> HfReference:
+def load_reference(
+    checkpoint: Checkpoint, dtype: str = "float32", device: str = "cpu"
+) -> HfReference:
     """The checkpoint in transformers' class for its model_type; no code of the checkpoint is run.
 
-    A Hugging Face folder is loaded by transformers itself; of every other container the tensors are copied, under
-    their Hugging Face names, into a model made from the config. Raises MissingDependency without transformers,
-    UnknownArchitecture where it has no such class, TensorMismatch where names or shapes do not fit.
+    A Hugging Face folder is loaded by transformers itself; of every other container the tensors are
+    copied, under
+    their Hugging Face names, into a model made from the config. Raises MissingDependency without
+    transformers, UnknownArchitecture where it has no such class, TensorMismatch where names or
+    shapes do not fit.
     """
     try:
         import transformers
     except ImportError:
-        raise MissingDependency("the reference needs transformers; pip install 'modelmill[eval]'") from None
+        raise MissingDependency(
+            "the reference needs transformers; pip install 'modelmill[eval]'"
+        ) from None
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     kind = getattr(torch, dtype)
-    model = _load_folder(checkpoint, kind) if _is_folder(checkpoint) else _load_from_tensors(checkpoint, kind)
-    # What the checkpoint's generation_config asks for (sampling, penalties, stops) must not leak into greedy runs.
+    model = (
+        _load_folder(checkpoint, kind)
+        if _is_folder(checkpoint)
+        else _load_from_tensors(checkpoint, kind)
+    )
+    # What the checkpoint's generation_config asks for (sampling, penalties, stops) must not leak
+    # into greedy runs.
     model.generation_config = transformers.GenerationConfig()
     return HfReference(model, device)
 
@@ -145,14 +173,19 @@ def _load_from_tensors(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
         value = checkpoint.get(name)
         if places[place].shape != value.shape:
             raise TensorMismatch(
-                f"{name} has shape {list(value.shape)}, transformers expects {list(places[place].shape)}"
+                f"{name} has shape {list(value.shape)}, transformers expects "
+                f"{list(places[place].shape)}"
             )
         with torch.no_grad():
             places[place].copy_(value)
         filled.add(places[place].data_ptr())
-    missing = [name for name, parameter in model.named_parameters() if parameter.data_ptr() not in filled]
+    missing = [
+        name for name, parameter in model.named_parameters() if parameter.data_ptr() not in filled
+    ]
     if missing:
-        raise TensorMismatch(f"{checkpoint.path} lacks {', '.join(missing[:5])}, which transformers expects")
+        raise TensorMismatch(
+            f"{checkpoint.path} lacks {', '.join(missing[:5])}, which transformers expects"
+        )
     return model
 
 
@@ -162,7 +195,9 @@ def _config(checkpoint: Checkpoint) -> Any:
 
     kind = checkpoint.model_type
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise UnknownArchitecture(f"transformers has no model for model_type {kind!r}; leave the reference out")
+        raise UnknownArchitecture(
+            f"transformers has no model for model_type {kind!r}; leave the reference out"
+        )
     return AutoConfig.for_model(**{**checkpoint.config, "model_type": kind})
 
 
@@ -176,7 +211,9 @@ def _match_tensor_name(name: str, places: dict[str, Any], prefix: str) -> str | 
 
 @contextlib.contextmanager
 def _without_init() -> Iterator[None]:
-    """Leave out transformers' random initialisation, where this version can: every value is overwritten."""
+    """Leave out transformers' random initialisation, where this version can: every value is
+    overwritten.
+    """
     try:
         from transformers.initialization import no_init_weights
     except ImportError:

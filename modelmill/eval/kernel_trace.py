@@ -1,8 +1,9 @@
-"""Kernels of a GPU as torch's profiler (CUPTI) saw them: their times, and which call of which op launched them.
+"""Kernels of a GPU as torch's profiler (CUPTI) saw them: their times, and which call of which op
+launched them.
 
-A recorded graph shows its kernels, but not who asked for them. So a step runs twice under the profiler: once launched
-by Python, where every launch lies inside the label of its op, and as the graph. The n-th launch of a kernel's name
-belongs to the same call in both.
+A recorded graph shows its kernels, but not who asked for them. So a step runs twice under the
+profiler: once launched by Python, where every launch lies inside the label of its op, and as the
+graph. The n-th launch of a kernel's name belongs to the same call in both.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 
 @dataclass(frozen=True)
 class KernelRecord:
-    """Microseconds. call: (module, op, number of the op's call) that launched it; None where that is not known.
+    """Microseconds. call: (module, op, number of the op's call) that launched it; None where that
+    is not known.
 
-    added_us: how much later the step ended for it, since the kernel in front may still have run. gap_us: idle time
-    before it.
+    added_us: how much later the step ended for it, since the kernel in front may still have run.
+    gap_us: idle time before it.
     """
 
     name: str
@@ -56,7 +58,9 @@ def profile_events(run: Callable[[], Any]) -> list[dict[str, Any]]:
 
 
 def kernels_from_events(events: Iterable[Mapping[str, Any]]) -> list[KernelRecord]:
-    """The device's work, in the order in which it began, each with the innermost label that its launch lies in."""
+    """The device's work, in the order in which it began, each with the innermost label that its
+    launch lies in.
+    """
     listed = [each for each in events if each.get("ph") == "X"]
     launches = {
         each["args"]["correlation"]: each
@@ -69,7 +73,9 @@ def kernels_from_events(events: Iterable[Mapping[str, Any]]) -> list[KernelRecor
         if each.get("cat") in GPU_CATEGORIES:
             launch = launches.get(each.get("args", {}).get("correlation"))
             call = None if launch is None else _enclosing_label(labels, launch)
-            found.append(KernelRecord(str(each["name"]), float(each["ts"]), float(each["dur"]), call))
+            found.append(
+                KernelRecord(str(each["name"]), float(each["ts"]), float(each["dur"]), call)
+            )
     return sorted(found, key=lambda kernel: kernel.start_us)
 
 
@@ -77,11 +83,17 @@ _Label = tuple[float, float, tuple[str, str, int]]
 
 
 def _labels_by_thread(events: Iterable[Mapping[str, Any]]) -> dict[Any, list[_Label]]:
-    """Labels by thread, in the order in which they began; calls of an op by a module are numbered."""
+    """Labels by thread, in the order in which they began; calls of an op by a module are
+    numbered.
+    """
     found: dict[Any, list[_Label]] = defaultdict(list)
     counts: dict[tuple[str, str], int] = defaultdict(int)
     for each in sorted(events, key=lambda event: float(event["ts"])):
-        label = parse_label(str(each["name"])) if each.get("cat") in ("user_annotation", "cpu_op") else None
+        label = (
+            parse_label(str(each["name"]))
+            if each.get("cat") in ("user_annotation", "cpu_op")
+            else None
+        )
         if label is not None:
             begins = float(each["ts"])
             found[each.get("pid"), each.get("tid")].append(
@@ -91,7 +103,9 @@ def _labels_by_thread(events: Iterable[Mapping[str, Any]]) -> dict[Any, list[_La
     return found
 
 
-def _enclosing_label(labels: Mapping[Any, list[_Label]], launch: Mapping[str, Any]) -> tuple[str, str, int] | None:
+def _enclosing_label(
+    labels: Mapping[Any, list[_Label]], launch: Mapping[str, Any]
+) -> tuple[str, str, int] | None:
     """The innermost label around a launch: the last to begin of those that have not ended."""
     mine, at = labels.get((launch.get("pid"), launch.get("tid")), []), float(launch["ts"])
     for index in range(bisect_right(mine, at, key=lambda label: label[0]) - 1, -1, -1):
@@ -100,18 +114,24 @@ def _enclosing_label(labels: Mapping[Any, list[_Label]], launch: Mapping[str, An
     return None
 
 
-def label_graph_kernels(labeled: Sequence[KernelRecord], kernels: Sequence[KernelRecord]) -> list[KernelRecord]:
+def label_graph_kernels(
+    labeled: Sequence[KernelRecord], kernels: Sequence[KernelRecord]
+) -> list[KernelRecord]:
     """Kernels of a graph with the calls of those that Python launched, in order for each name."""
     waiting: dict[str, deque[tuple[str, str, int] | None]] = defaultdict(deque)
     for each in labeled:
         waiting[each.name].append(each.call)
-    return [replace(each, call=waiting[each.name].popleft() if waiting[each.name] else None) for each in kernels]
+    return [
+        replace(each, call=waiting[each.name].popleft() if waiting[each.name] else None)
+        for each in kernels
+    ]
 
 
 def timeline(kernels: Sequence[KernelRecord]) -> list[KernelRecord]:
     """What each kernel adds to the time of the step, and how long nothing ran before it.
 
-    Kernels may overlap: one that began early, and waited, is charged from where the one in front ended.
+    Kernels may overlap: one that began early, and waited, is charged from where the one in front
+    ended.
     """
     found, done = [], kernels[0].start_us if kernels else 0.0
     for each in kernels:
@@ -123,7 +143,9 @@ def timeline(kernels: Sequence[KernelRecord]) -> list[KernelRecord]:
 
 
 def split_runs(kernels: Sequence[KernelRecord], count: int) -> list[list[KernelRecord]]:
-    """The kernels of ``count`` equal runs, one after another; all of them as one where they cannot be told apart."""
+    """The kernels of ``count`` equal runs, one after another; all of them as one where they cannot
+    be told apart.
+    """
     each, left = divmod(len(kernels), count)
     if left or not each:
         return [list(kernels)]

@@ -1,6 +1,8 @@
-"""What ``bench ops`` times on a GPU beyond each op's own cases: sizes at which its memory or its tensor cores decide.
+"""What ``bench ops`` times on a GPU beyond each op's own cases: sizes at which its memory or its
+tensor cores decide.
 
-Prompts of a 7B decoder and pictures of ViT-H; smaller cases stay in the caches or take no longer than their launch.
+Prompts of a 7B decoder and pictures of ViT-H; smaller cases stay in the caches or take no longer
+than their launch.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ CaseMaker = Callable[[str, torch.dtype], Iterator[Case]]
 
 
 def permuted_quant_args(width: int, device: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Ways to quantize rows beyond ``rms_norm_quant.quant_modes``: a column order with one scale for all, and in
-    fp8."""
+    """Ways to quantize rows beyond ``rms_norm_quant.quant_modes``: a column order with one scale
+    for all, and in fp8."""
     perm = torch.randperm(width, generator=torch.Generator().manual_seed(width)).int().to(device)
     inv_scale = torch.full((1,), 20.0, device=device)
     yield "int8-static-order", {"dtype": torch.int8, "inv_scale": inv_scale, "perm": perm}
@@ -46,29 +48,47 @@ def permuted_quant_args(width: int, device: str) -> Iterator[tuple[str, dict[str
 def quantize_cases(rows: int, width: int, device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Rows to 8 bits, in every way."""
     x = randn(rows, width, device=device, dtype=dtype, seed=1)
-    for name, form in (*rms_norm_quant.quant_modes(width, device, 0), *permuted_quant_args(width, device)):
+    for name, form in (
+        *rms_norm_quant.quant_modes(width, device, 0),
+        *permuted_quant_args(width, device),
+    ):
         stored = form["perm"].numel() if "perm" in form else width
         yield Case(f"{rows}x{width}-{name}", {"x": x, **form}, nbytes(x) + rows * stored)
 
 
-def rope_cases(tokens: int, heads: int, dim: int, device: str, dtype: torch.dtype) -> Iterator[Case]:
+def rope_cases(
+    tokens: int, heads: int, dim: int, device: str, dtype: torch.dtype
+) -> Iterator[Case]:
     """A prompt's queries and keys rotated, keys and values stored in shuffled slots."""
     pages, turns = rope_cache.random_cache_and_angles(tokens, heads, dim, device, dtype, seed=1)
     qkv = randn(tokens, 3 * heads * dim, device=device, dtype=dtype, seed=2)
     args = {"qkv": qkv, "heads": heads, **pages, **turns}
-    yield Case(f"{tokens}x{heads}/{heads}x{dim}", args, 2 * nbytes(qkv), writes=("k_cache", "v_cache"))
+    yield Case(
+        f"{tokens}x{heads}/{heads}x{dim}", args, 2 * nbytes(qkv), writes=("k_cache", "v_cache")
+    )
 
 
 def angle_cases(tokens: int, half: int, device: str, dtype: torch.dtype) -> Iterator[Case]:
     """A step's angles, one row of frequencies."""
-    positions = torch.arange(tokens, device=device) % 65536  # far ones take longer: sines of large numbers
+    # far ones take longer: sines of large numbers
+    positions = torch.arange(tokens, device=device) % 65536
     table = (1e4 ** -(torch.arange(half, device=device) / half))[None]
-    args = {"positions": positions, "keys": torch.zeros_like(positions), "table": table, "dtype": dtype}
+    args = {
+        "positions": positions,
+        "keys": torch.zeros_like(positions),
+        "table": table,
+        "dtype": dtype,
+    }
     yield Case(f"{tokens}x{half}-1", args, nbytes(positions) + 8 * tokens * half)
 
 
 INT4_SHAPES = [(8, 4096, 22016, 128), (64, 11008, 4096, 128), (1024, 4096, 4096, 128)]
-INT8_GROUP_SHAPES = [(1, 4096, 12288, 32), (8, 4096, 12288, 32), (64, 4096, 12288, 32), (1024, 4096, 12288, 32)]
+INT8_GROUP_SHAPES = [
+    (1, 4096, 12288, 32),
+    (8, 4096, 12288, 32),
+    (64, 4096, 12288, 32),
+    (1024, 4096, 12288, 32),
+]
 RPTQ_SHAPES = [(1024, 4352, 4096, 128, 8)]
 
 LARGE_CASES: dict[str, CaseMaker] = {
@@ -87,5 +107,7 @@ LARGE_CASES: dict[str, CaseMaker] = {
     "int8_group_linear": partial(grouped, INT8_GROUP_SHAPES, int8_group_linear.random_weight),
     "rptq_quant": partial(rptq_quant.cases_for_shapes, [(4096, 11008, 128)], full=True),
     "rptq_linear": partial(rptq_linear.cases_for_shapes, RPTQ_SHAPES),
-    "w8a8_linear_swiglu": partial(w8a8_linear_swiglu.cases_for_shapes, [(1024, 4096, 11008), (4096, 4096, 11008)]),
+    "w8a8_linear_swiglu": partial(
+        w8a8_linear_swiglu.cases_for_shapes, [(1024, 4096, 11008), (4096, 4096, 11008)]
+    ),
 }

@@ -24,12 +24,13 @@ class LatencyShape:
 
 @dataclass(frozen=True)
 class Latency:
-    """One subject at one shape. Milliseconds, and tokens per second of the whole batch; output apart from input.
+    """One subject at one shape. Milliseconds, and tokens per second of the whole batch; output
+    apart from input.
 
-    per_token_ms: of a run, the mean over its answers of the time from an answer's first token to its last by the tokens
-    between. output_tokens_per_s: the tokens that came after every answer had its first, over the time they took. Where
-    prompts need several steps, early answers go on while late ones wait: none of that counts as speed after the first.
-    """
+    per_token_ms: of a run, the mean over its answers of the time from an answer's first token to
+    its last by the tokens between. output_tokens_per_s: the tokens that came after every answer had
+    its first, over the time they took. Where prompts need several steps, early answers go on while
+    late ones wait: none of that counts as speed after the first."""
 
     subject: str
     shape: LatencyShape
@@ -56,7 +57,8 @@ def measure_latency(
 ) -> list[Latency]:
     """Measure each subject at one shape, taking turns run by run, all on the same ids.
 
-    Every run has fresh ids, so that no prefix cache answers. Raises CapacityError where the shape does not fit.
+    Every run has fresh ids, so that no prefix cache answers. Raises CapacityError where the shape
+    does not fit.
     """
     passes: dict[str, list[TargetRun]] = {subject.name: [] for subject in targets}
     for subject in targets:
@@ -64,7 +66,9 @@ def measure_latency(
         if reason is not None:
             raise CapacityError(reason)
     for number in range(-warmup, runs):
-        work = random_requests([(shape.input, shape.output)] * shape.batch, vocab, seed + 1000 + number)
+        work = random_requests(
+            [(shape.input, shape.output)] * shape.batch, vocab, seed + 1000 + number
+        )
         for subject in targets:
             found = _timed_run(subject, work, shape)
             if number >= 0:
@@ -83,14 +87,18 @@ def _timed_run(target: BenchTarget, work: Any, shape: LatencyShape) -> TargetRun
         torch.cuda.empty_cache()
     except MemoryError:
         pass
-    raise CapacityError(f"{target.name} ran out of memory at {shape.batch} × {shape.input + shape.output} tokens")
+    raise CapacityError(
+        f"{target.name} ran out of memory at {shape.batch} × {shape.input + shape.output} tokens"
+    )
 
 
 def _summary(name: str, shape: LatencyShape, passes: Sequence[TargetRun]) -> Latency:
     first = Spread.from_values([each.first_token_seconds for each in passes])
     per_token = output = None
     if shape.output > 1:
-        per_token = Spread.from_values([statistics.fmean(each.seconds_per_token) for each in passes])
+        per_token = Spread.from_values(
+            [statistics.fmean(each.seconds_per_token) for each in passes]
+        )
         output = Spread.from_values(
             [(each.total_seconds - each.first_token_seconds) / each.later_tokens for each in passes]
         ).inverse(1)
@@ -116,7 +124,10 @@ class LatencySweep:
 def sweep_shapes(
     targets: Sequence[BenchTarget], shapes: Sequence[LatencyShape], vocab: int, **how: Any
 ) -> LatencySweep:
-    """``measure`` at each shape until memory ends. Raises the first shape's error: then nothing was measured."""
+    """``measure`` at each shape until memory ends.
+
+    Raises the first shape's error: then nothing was measured.
+    """
     results: list[Latency] = []
     for shape in shapes:
         try:

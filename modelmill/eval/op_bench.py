@@ -1,9 +1,10 @@
 """Times every variant of every op against the ceilings of the device, on the op's own cases.
 
-Argument sets that are larger together than the caches take turns, as layers do. On a GPU the calls are replays of a
-recorded graph; what cannot be recorded (a reference that reads lengths on the host) is timed call by call with events
-and says so. On a CPU the variants, a plain read of the memory and a large product take turns round by round; the
-fraction is that of the best round, since on a busy machine only that tells of the kernel.
+Argument sets that are larger together than the caches take turns, as layers do. On a GPU the calls
+are replays of a recorded graph; what cannot be recorded (a reference that reads lengths on the
+host) is timed call by call with events and says so. On a CPU the variants, a plain read of the
+memory and a large product take turns round by round; the fraction is that of the best round, since
+on a busy machine only that tells of the kernel.
 """
 
 from __future__ import annotations
@@ -26,18 +27,21 @@ CACHE_FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 192 << 20}  # several times the c
 MAX_ARGUMENT_SETS = {"cuda": 24, "cpu": 256}
 ROUNDS, MIN_ROUNDS = 15, 5
 CASE_SECONDS = 0.8  # of one case on a CPU, beyond the least rounds
-GRAPH_SECONDS = 4e-3  # of calls in one graph: enough that its start does not count, little enough to end soon
+# of calls in one graph: enough that its start does not count, little enough to end soon
+GRAPH_SECONDS = 4e-3
 GRAPH_CALLS = 48
-QUEUED_CALLS = 4  # replays between two events: the start of the first is the only one that the host delays
+# replays between two events: the start of the first is the only one that the host delays
+QUEUED_CALLS = 4
 
 
 @dataclass(frozen=True)
 class OpTiming:
-    """One variant on one case. us: microseconds a call. tflops: None where the case counts no operations.
+    """One variant on one case. us: microseconds a call. tflops: None where the case counts no
+    operations.
 
-    bound: what sets the floor, "memory" or "products". fraction: the floor over the time; None where the case counts no
-    bytes. chosen: whether the engine picks it for this case. how: graph, events or host. failed: why there is no time.
-    """
+    bound: what sets the floor, "memory" or "products". fraction: the floor over the time; None
+    where the case counts no bytes. chosen: whether the engine picks it for this case. how: graph,
+    events or host. failed: why there is no time."""
 
     op: str
     case: str
@@ -59,7 +63,9 @@ class OpTiming:
 
 @dataclass(frozen=True)
 class OpBenchSelection:
-    """What to time: ops (all where empty), variants (likewise), cases whose name contains ``case``."""
+    """What to time: ops (all where empty), variants (likewise), cases whose name contains
+    ``case``.
+    """
 
     ops: tuple[str, ...] = ()
     implementations: tuple[str, ...] = ()
@@ -67,7 +73,9 @@ class OpBenchSelection:
     rounds: int | None = None
 
 
-def bench_ops(roofline: Roofline, dtype: torch.dtype, selection: OpBenchSelection) -> Iterator[OpTiming]:
+def bench_ops(
+    roofline: Roofline, dtype: torch.dtype, selection: OpBenchSelection
+) -> Iterator[OpTiming]:
     """Time what is wanted on the device of the ceilings, op by op."""
     kind = torch.device(roofline.device).type
     picked = registry.select_backends(roofline.device).backends
@@ -80,7 +88,12 @@ def bench_ops(roofline: Roofline, dtype: torch.dtype, selection: OpBenchSelectio
 
 
 def measure_case(
-    op: str, case: Case, dtype: torch.dtype, roofline: Roofline, selection: OpBenchSelection, picked: str
+    op: str,
+    case: Case,
+    dtype: torch.dtype,
+    roofline: Roofline,
+    selection: OpBenchSelection,
+    picked: str,
 ) -> Iterator[OpTiming]:
     """Every wanted variant that serves the case."""
     kind = torch.device(roofline.device).type
@@ -88,10 +101,18 @@ def measure_case(
     order = registry.BACKEND_PREFERENCE[kind]
     chosen = next((each for each in order[order.index(picked) :] if each in calls), "torch")
     name = str(dtype).removeprefix("torch.")
-    calls = {v: call for v, call in calls.items() if not selection.implementations or v in selection.implementations}
+    calls = {
+        v: call
+        for v, call in calls.items()
+        if not selection.implementations or v in selection.implementations
+    }
     rounds = selection.rounds or ROUNDS
     sets = argument_sets(case, kind)
-    timed = _time_on_cuda(calls, sets, rounds) if kind == "cuda" else _time_on_cpu(calls, sets, rounds, dtype)
+    timed = (
+        _time_on_cuda(calls, sets, rounds)
+        if kind == "cuda"
+        else _time_on_cpu(calls, sets, rounds, dtype)
+    )
     for variant, times in timed.items():
         base = OpTiming(op, case.name, name, variant, variant == chosen, times.how)
         if isinstance(times.seconds, str):
@@ -99,11 +120,15 @@ def measure_case(
             continue
         rate = max(times.matmul_rates or 0.0, roofline.matmul_rates.get(name, 0.0))
         bandwidth = max(times.memory_bandwidth or 0.0, roofline.memory_bandwidth)
-        now = replace(roofline, memory_bandwidth=bandwidth, matmul_rates=roofline.matmul_rates | {name: rate})
+        now = replace(
+            roofline, memory_bandwidth=bandwidth, matmul_rates=roofline.matmul_rates | {name: rate}
+        )
         yield with_roofline(base, case, times.seconds, now)
 
 
-def with_roofline(base: OpTiming, case: Case, seconds: Sequence[float], roofline: Roofline) -> OpTiming:
+def with_roofline(
+    base: OpTiming, case: Case, seconds: Sequence[float], roofline: Roofline
+) -> OpTiming:
     """The figures of a time. seconds: of single calls."""
     spread = Spread.from_values([each * 1e6 for each in seconds])
     best = spread.min if base.how == "host" else spread.median
@@ -121,7 +146,9 @@ def with_roofline(base: OpTiming, case: Case, seconds: Sequence[float], roofline
     )
 
 
-def runnable_implementations(op: str, case: Case, device_type: str) -> dict[str, Callable[..., Any]]:
+def runnable_implementations(
+    op: str, case: Case, device_type: str
+) -> dict[str, Callable[..., Any]]:
     """The reference and every variant that serves these arguments on this kind of device."""
     found = {"torch": registry.reference(op)}
     for name, module in registry.implementations(op).items():
@@ -134,9 +161,14 @@ def runnable_implementations(op: str, case: Case, device_type: str) -> dict[str,
 def argument_sets(case: Case, device_type: str) -> list[dict[str, Any]]:
     """The case's arguments and as many copies as leave the caches behind."""
     size = nbytes(*(each for each in case.args.values() if isinstance(each, torch.Tensor)))
-    count = max(1, min(MAX_ARGUMENT_SETS[device_type], -(-CACHE_FLUSH_BYTES[device_type] // max(size, 1))))
+    count = max(
+        1, min(MAX_ARGUMENT_SETS[device_type], -(-CACHE_FLUSH_BYTES[device_type] // max(size, 1)))
+    )
     copies = [
-        {name: each.clone() if isinstance(each, torch.Tensor) else each for name, each in case.args.items()}
+        {
+            name: each.clone() if isinstance(each, torch.Tensor) else each
+            for name, each in case.args.items()
+        }
         for _ in range(count - 1)
     ]
     return [case.args, *copies]
@@ -144,8 +176,8 @@ def argument_sets(case: Case, device_type: str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _CallTimes:
-    """Seconds of single calls, or why there are none. memory_bandwidth, matmul_rates: the rates of the rounds that they
-    are from."""
+    """Seconds of single calls, or why there are none. memory_bandwidth, matmul_rates: the rates of
+    the rounds that they are from."""
 
     how: str
     seconds: list[float] | str
@@ -154,7 +186,10 @@ class _CallTimes:
 
 
 def _time_on_cpu(
-    calls: dict[str, Callable[..., Any]], sets: list[dict[str, Any]], rounds: int, dtype: torch.dtype
+    calls: dict[str, Callable[..., Any]],
+    sets: list[dict[str, Any]],
+    rounds: int,
+    dtype: torch.dtype,
 ) -> dict[str, _CallTimes]:
     found: dict[str, _CallTimes] = {}
     ready: dict[str, Callable[[], Any]] = {}
@@ -171,7 +206,8 @@ def _time_on_cpu(
     everything = [*ready.values(), read, multiply]
     queued = [timing.calls_for_duration(call, 1e-4) for call in everything]
     first = sum(
-        sum(times) * each for times, each in zip(timing.time_interleaved(everything, 1, queued), queued, strict=True)
+        sum(times) * each
+        for times, each in zip(timing.time_interleaved(everything, 1, queued), queued, strict=True)
     )
     rounds = max(MIN_ROUNDS, min(rounds, int(CASE_SECONDS / first)))
     *times, reads, products = timing.time_interleaved(everything, rounds, queued)
@@ -192,7 +228,9 @@ def _time_on_cuda(
         except Exception as error:  # as on a CPU
             found[name] = _CallTimes("events", _one_line(error))
             continue
-        repeats = len(sets) * max(1, min(GRAPH_CALLS // len(sets), int(GRAPH_SECONDS / (once * len(sets)))))
+        repeats = len(sets) * max(
+            1, min(GRAPH_CALLS // len(sets), int(GRAPH_SECONDS / (once * len(sets))))
+        )
         try:
             replay = timing.capture_graph(step, repeats)
         except RuntimeError:  # it waits for the host, which a recording refuses

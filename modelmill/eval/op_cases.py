@@ -1,6 +1,8 @@
-"""What ``bench ops`` times: each op's own cases, and the shapes of the models that the speed targets name.
+"""What ``bench ops`` times: each op's own cases, and the shapes of the models that the speed
+targets name.
 
-On a GPU those of a 7B decoder (4096 wide, 11008 inside, 32 heads of 128), on a CPU those of SmolLM2-135M.
+On a GPU those of a 7B decoder (4096 wide, 11008 inside, 32 heads of 128), on a CPU those of
+SmolLM2-135M.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ def _norm_case(rows: int, width: int, device: str, dtype: torch.dtype) -> Case:
 def _add_norm_case(rows: int, width: int, device: str, dtype: torch.dtype) -> Case:
     case = _norm_case(rows, width, device, dtype)
     residual = randn(rows, width, device=device, dtype=dtype, seed=3)
-    return Case(case.name, case.args | {"residual": residual}, 2 * case.bytes_moved, writes=("residual",))
+    return Case(
+        case.name, case.args | {"residual": residual}, 2 * case.bytes_moved, writes=("residual",)
+    )
 
 
 def _norm_quant_cases(rows: int, width: int, device: str, dtype: torch.dtype) -> Iterator[Case]:
@@ -66,7 +70,12 @@ def linear_cases(shapes: Shapes) -> Callable[[str, torch.dtype], Iterator[Case]]
             x = randn(rows, k, device=device, dtype=dtype, seed=rows)
             weight = randn(n, k, device=device, dtype=dtype, seed=k, scale=k**-0.5)
             moved = nbytes(x, weight) + rows * n * x.element_size()
-            yield Case(f"{rows}x{k}->{n}", {"x": x, "weight": weight, "bias": None}, moved, 2 * rows * k * n)
+            yield Case(
+                f"{rows}x{k}->{n}",
+                {"x": x, "weight": weight, "bias": None},
+                moved,
+                2 * rows * k * n,
+            )
 
     return make
 
@@ -77,7 +86,9 @@ def int8_linear_cases(shapes: Shapes) -> Callable[[str, torch.dtype], Iterator[C
     def make(device: str, dtype: torch.dtype) -> Iterator[Case]:
         for rows, k, n in shapes:
             x = randn(rows, k, device=device, dtype=dtype, seed=rows)
-            weight, scale = quantize(randn(n, k, device=device, dtype=torch.float32, seed=k, scale=k**-0.5))
+            weight, scale = quantize(
+                randn(n, k, device=device, dtype=torch.float32, seed=k, scale=k**-0.5)
+            )
             moved = nbytes(x, weight) + rows * n * x.element_size()
             args = {"x": x, "weight": weight, "scale": scale, "bias": None}
             yield Case(f"{rows}x{k}->{n}", args, moved, 2 * rows * k * n)
@@ -85,17 +96,33 @@ def int8_linear_cases(shapes: Shapes) -> Callable[[str, torch.dtype], Iterator[C
     return make
 
 
-def w8a8_linear_cases(act_dtype: torch.dtype, shapes: Shapes) -> Callable[[str, torch.dtype], Iterator[Case]]:
+def w8a8_linear_cases(
+    act_dtype: torch.dtype, shapes: Shapes
+) -> Callable[[str, torch.dtype], Iterator[Case]]:
     """The same with activations in 8 bits as well, scaled by token."""
 
     def make(device: str, dtype: torch.dtype) -> Iterator[Case]:
         for rows, k, n in shapes:
-            x, x_scale = quantize_per_row(randn(rows, k, device=device, dtype=torch.float32, seed=rows), act_dtype)
+            x, x_scale = quantize_per_row(
+                randn(rows, k, device=device, dtype=torch.float32, seed=rows), act_dtype
+            )
             weight, scale = quantize_per_row(
                 randn(n, k, device=device, dtype=torch.float32, seed=k, scale=k**-0.5), act_dtype
             )
-            args = {"x": x, "weight": weight, "scale": scale, "x_scale": x_scale, "dtype": dtype, "bias": None}
-            yield Case(f"{rows}x{k}->{n}", args, nbytes(x, weight) + rows * n * dtype.itemsize, 2 * rows * k * n)
+            args = {
+                "x": x,
+                "weight": weight,
+                "scale": scale,
+                "x_scale": x_scale,
+                "dtype": dtype,
+                "bias": None,
+            }
+            yield Case(
+                f"{rows}x{k}->{n}",
+                args,
+                nbytes(x, weight) + rows * n * dtype.itemsize,
+                2 * rows * k * n,
+            )
 
     return make
 
@@ -139,12 +166,16 @@ def with_8bit_kv(case: Case, name: str, kv_dtype: torch.dtype) -> Case:
     keys = int(args["context_lens"].sum()) * heads
     moved -= 2 * keys * (dim * (args["k_cache"].element_size() - 1) - 4)
     for part in ("k", "v"):
-        args[f"{part}_cache"], args[f"{part}_scale"] = quantize_per_row(args[f"{part}_cache"], kv_dtype)
+        args[f"{part}_cache"], args[f"{part}_scale"] = quantize_per_row(
+            args[f"{part}_cache"], kv_dtype
+        )
     return Case(f"{case.name}-{name}", args, moved, case.flops)
 
 
 def _small_attention_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    shapes = [(count, 1, context) for count in CPU_ROWS for context in (128, 512, 4096)] + [(1, 512, 512)]
+    shapes = [(count, 1, context) for count in CPU_ROWS for context in (128, 512, 4096)] + [
+        (1, 512, 512)
+    ]
     for number, (count, queries, context) in enumerate(shapes):
         lengths = [(queries, context)] * count
         name = f"{count}x{queries} of {context}"
@@ -154,7 +185,9 @@ def _small_attention_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 def _small_layer_norm_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     for rows in CPU_ROWS:
         case = _norm_case(rows, HIDDEN, device, dtype)
-        yield Case(case.name, case.args | {"bias": torch.ones(HIDDEN, dtype=dtype)}, case.bytes_moved)
+        yield Case(
+            case.name, case.args | {"bias": torch.ones(HIDDEN, dtype=dtype)}, case.bytes_moved
+        )
 
 
 def _small_swiglu_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
@@ -163,12 +196,27 @@ def _small_swiglu_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         yield Case(f"{rows}x{INNER}", {"gate_up": gate_up}, nbytes(gate_up) * 3 // 2)
 
 
-BIG = ((1, 4096, 151936), (2, 4096, 12288), (8, 4096, 12288), (8, 11008, 4096), (16, 4096, 22016), (4096, 4096, 12288))
+BIG = (
+    (1, 4096, 151936),
+    (2, 4096, 12288),
+    (8, 4096, 12288),
+    (8, 11008, 4096),
+    (16, 4096, 22016),
+    (4096, 4096, 12288),
+)
 BIG_INT8 = ((16, 4096, 12288), (64, 4096, 12288), (256, 4096, 12288), (512, 4096, 12288))
 BIG_WEIGHT_SHAPES = ((4096, 12288), (4096, 4096), (4096, 22016), (11008, 4096))
-BIG_W8A8: Shapes = tuple((rows, k, n) for rows in (1, 8, 64, 256, 1024, 4096) for k, n in BIG_WEIGHT_SHAPES)
+BIG_W8A8: Shapes = tuple(
+    (rows, k, n) for rows in (1, 8, 64, 256, 1024, 4096) for k, n in BIG_WEIGHT_SHAPES
+)
 QKV = (HEADS + 2 * KV_HEADS) * DIM
-WEIGHT_SHAPES = ((HIDDEN, QKV), (HIDDEN, HIDDEN), (HIDDEN, 2 * INNER), (INNER, HIDDEN), (HIDDEN, VOCAB))
+WEIGHT_SHAPES = (
+    (HIDDEN, QKV),
+    (HIDDEN, HIDDEN),
+    (HIDDEN, 2 * INNER),
+    (INNER, HIDDEN),
+    (HIDDEN, VOCAB),
+)
 BIG_SAMPLES: Shapes = tuple((rows, 151936, how) for rows in (1, 8, 64) for how in (0, 1, 2, 4))
 SMALL_SAMPLES: Shapes = tuple((rows, VOCAB, how) for rows in CPU_ROWS for how in (0, 1, 2))
 SMALL: Shapes = tuple((rows, k, n) for rows in CPU_ROWS for k, n in WEIGHT_SHAPES)
@@ -179,7 +227,9 @@ EXTRA_CASES: dict[str, dict[str, CaseMaker]] = {
         "rms_norm": lambda device, dtype: iter([_norm_case(16384, 4096, device, dtype)]),
         "add_rms_norm": lambda device, dtype: iter([_add_norm_case(16384, 4096, device, dtype)]),
         "rms_norm_quant": lambda device, dtype: _norm_quant_cases(16384, 4096, device, dtype),
-        "add_rms_norm_quant": lambda device, dtype: _add_norm_quant_cases(16384, 4096, device, dtype),
+        "add_rms_norm_quant": lambda device, dtype: _add_norm_quant_cases(
+            16384, 4096, device, dtype
+        ),
         "linear": linear_cases(BIG),
         "int8_linear": int8_linear_cases(BIG_INT8),
         "w8a8_linear": w8a8_linear_cases(torch.int8, BIG_W8A8),
@@ -188,8 +238,12 @@ EXTRA_CASES: dict[str, dict[str, CaseMaker]] = {
         "paged_attention": _attention_cases,
     },
     "cpu": {
-        "rms_norm": lambda device, dtype: (_norm_case(rows, HIDDEN, device, dtype) for rows in CPU_ROWS),
-        "add_rms_norm": lambda device, dtype: (_add_norm_case(rows, HIDDEN, device, dtype) for rows in CPU_ROWS),
+        "rms_norm": lambda device, dtype: (
+            _norm_case(rows, HIDDEN, device, dtype) for rows in CPU_ROWS
+        ),
+        "add_rms_norm": lambda device, dtype: (
+            _add_norm_case(rows, HIDDEN, device, dtype) for rows in CPU_ROWS
+        ),
         "layer_norm": _small_layer_norm_cases,
         "silu_mul": _small_swiglu_cases,
         "linear": linear_cases(SMALL),

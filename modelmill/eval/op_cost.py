@@ -1,4 +1,6 @@
-"""What one call of an op must move and compute: pure counts of its arguments, from which floors are made."""
+"""What one call of an op must move and compute: pure counts of its arguments, from which floors are
+made.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,22 @@ import torch
 
 from modelmill.ops import registry
 from modelmill.ops.case import nbytes
-from modelmill.ops.decode import DecodeInputs, DecodeLayerWeights, DecodeLinearWeights, DecoderStackWeights
+from modelmill.ops.decode import (
+    DecodeInputs,
+    DecodeLayerWeights,
+    DecodeLinearWeights,
+    DecoderStackWeights,
+)
 
 INT8, FP8 = "int8", "float8_e4m3fn"
 
 
 @dataclass(frozen=True)
 class OpCost:
-    """nbytes: read and written once each. unavoidable_bytes: of these the weights of products, keys and values, which
-    no fusion saves. operations: multiplications and additions of the products. int8_operations, fp8_operations: of
-    these what multiplies activations of such a type, faster than others."""
+    """nbytes: read and written once each. unavoidable_bytes: of these the weights of products, keys
+    and values, which no fusion saves. operations: multiplications and additions of the products.
+    int8_operations, fp8_operations: of these what multiplies activations of such a type, faster
+    than others."""
 
     nbytes: int = 0
     unavoidable_bytes: int = 0
@@ -31,12 +39,18 @@ class OpCost:
     fp8_operations: int = 0
 
     def __add__(self, other: OpCost) -> OpCost:
-        return OpCost(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+        return OpCost(
+            *(getattr(self, each.name) + getattr(other, each.name) for each in fields(self))
+        )
 
     @property
     def ops_by_8bit_dtype(self) -> dict[str, int]:
         """Operations by dtype, as ``Roofline`` takes them: those of 8 bits."""
-        return {kind: number for kind, number in ((INT8, self.int8_operations), (FP8, self.fp8_operations)) if number}
+        return {
+            kind: number
+            for kind, number in ((INT8, self.int8_operations), (FP8, self.fp8_operations))
+            if number
+        }
 
 
 def op_cost(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> OpCost:
@@ -57,7 +71,13 @@ def op_cost(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: A
         held = nbytes(*_tensors([value for name, value in given.items() if name != read]))
         operations = 2 * x.numel() * result.shape[-1] * (2 if swiglu else 1)
         kind = act_8bit_dtype(given)
-        return OpCost(nbytes(x) + held + out, held, operations, operations * (kind == INT8), operations * (kind == FP8))
+        return OpCost(
+            nbytes(x) + held + out,
+            held,
+            operations,
+            operations * (kind == INT8),
+            operations * (kind == FP8),
+        )
     if op == "paged_attention":
         return attention_cost(given, out)
     if op == "rope_cache":
@@ -68,7 +88,9 @@ def op_cost(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: A
 
 
 def rope_bytes(args: Mapping[str, Any], out: int) -> int:
-    """Bytes of angles, of the queries (``out``), and of keys and values that go to slots, in the cache's dtype."""
+    """Bytes of angles, of the queries (``out``), and of keys and values that go to slots, in the
+    cache's dtype.
+    """
     stored = args["slots"].numel() * 2 * _token_bytes(args["k_cache"])
     return nbytes(args.get("cos"), args.get("sin")) + out + stored
 
@@ -76,11 +98,17 @@ def rope_bytes(args: Mapping[str, Any], out: int) -> int:
 def act_8bit_dtype(args: Mapping[str, Any]) -> str | None:
     """The dtype of 8 bits that a product's activations have; None where they have more."""
     x = args.get("x", args.get("q"))
-    return str(x.dtype).removeprefix("torch.") if isinstance(x, torch.Tensor) and x.dtype.itemsize == 1 else None
+    return (
+        str(x.dtype).removeprefix("torch.")
+        if isinstance(x, torch.Tensor) and x.dtype.itemsize == 1
+        else None
+    )
 
 
 def attention_cost(args: Mapping[str, Any], out: int) -> OpCost:
-    """Each key and value of a context once, however many queries read it; a causal query sees what is before it."""
+    """Each key and value of a context once, however many queries read it; a causal query sees what
+    is before it.
+    """
     q, starts, lengths = args["q"], args["query_start"].tolist(), args["context_lens"].tolist()
     window = args.get("window")
     keys, pairs = attended_keys([b - a for a, b in itertools.pairwise(starts)], lengths, window)
@@ -89,7 +117,9 @@ def attention_cost(args: Mapping[str, Any], out: int) -> OpCost:
 
 
 def attended_keys(queries: list[int], contexts: list[int], window: int | None) -> tuple[int, int]:
-    """(keys that are read, pairs of a query and a key that it sees) of sequences whose last tokens are the queries."""
+    """(keys that are read, pairs of a query and a key that it sees) of sequences whose last tokens
+    are the queries.
+    """
     keys = pairs = 0
     for new, context in zip(queries, contexts, strict=True):
         new = min(new, context)
@@ -102,7 +132,9 @@ def attended_keys(queries: list[int], contexts: list[int], window: int | None) -
     return keys, pairs
 
 
-def decode_cost(stack: DecoderStackWeights, tokens: DecodeInputs, x: torch.Tensor, out: int) -> OpCost:
+def decode_cost(
+    stack: DecoderStackWeights, tokens: DecodeInputs, x: torch.Tensor, out: int
+) -> OpCost:
     """All layers and the head in one call."""
     rows = x.shape[0] if tokens.logit_rows is None else tokens.logit_rows.shape[0]
     total = OpCost(nbytes(x) + out + nbytes(stack.norm)) + _matrix_cost(stack.lm_head, rows)
@@ -129,7 +161,9 @@ def _matrix_cost(matrix: DecodeLinearWeights, rows: int) -> OpCost:
 
 
 def _token_bytes(cache_: torch.Tensor) -> int:
-    """Bytes of one token's keys in a cache [pages, kv_heads, page_size, dim], with its scales where it has 8 bits."""
+    """Bytes of one token's keys in a cache [pages, kv_heads, page_size, dim], with its scales where
+    it has 8 bits.
+    """
     scale = 4 if cache_.element_size() == 1 else 0
     return cache_.shape[1] * (cache_.shape[3] * cache_.element_size() + scale)
 

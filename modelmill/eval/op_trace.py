@@ -1,4 +1,6 @@
-"""Watches a step at work: every call of an op, with the module that makes it and what it must move."""
+"""Watches a step at work: every call of an op, with the module that makes it and what it must
+move.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ SEPARATOR = "|"
 
 @dataclass(frozen=True)
 class TraceSlice:
-    """One op or module at work. module: its name in the model. op: "" for a module. Seconds of the host's clock."""
+    """One op or module at work.
+
+    module: its name in the model. op: "" for a module. Seconds of the host's clock.
+    """
 
     module: str
     op: str
@@ -82,12 +87,17 @@ def trace_ops(
 
         return covered
 
-    covers: dict[str, Any] = {op: cover(op, getattr(ops, op)) for op in ops.backends if getattr(ops, op) is not None}
+    covers: dict[str, Any] = {
+        op: cover(op, getattr(ops, op)) for op in ops.backends if getattr(ops, op) is not None
+    }
     seen.ops = replace(ops, **covers)
     handles = []
     for name, module in model.named_modules():
         if name:
-            handles += [module.register_forward_pre_hook(before(name)), module.register_forward_hook(after)]
+            handles += [
+                module.register_forward_pre_hook(before(name)),
+                module.register_forward_hook(after),
+            ]
     try:
         yield seen
     finally:

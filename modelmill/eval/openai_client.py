@@ -1,4 +1,5 @@
-"""A small client for servers that speak OpenAI's API: one connection a request, streamed, with times.
+"""A small client for servers that speak OpenAI's API: one connection a request, streamed, with
+times.
 
 Plain asyncio, so that measuring a server costs the machine as little as can be.
 """
@@ -17,7 +18,8 @@ from urllib.parse import urlsplit
 from modelmill.core.errors import ModelmillError, RequestError, UsageError
 
 MAX_LINE_BYTES = 1 << 24
-TEXT_MODEL_TYPES = (None, "language")  # kinds of models that write; other servers, and one that loads, tell none
+# kinds of models that write; other servers, and one that loads, tell none
+TEXT_MODEL_TYPES = (None, "language")
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,9 @@ class OpenAIClient:
         except ValueError:
             port = -1
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-            raise UsageError(f"--url {url!r} is no http address; give one like http://127.0.0.1:8000")
+            raise UsageError(
+                f"--url {url!r} is no http address; give one like http://127.0.0.1:8000"
+            )
         secure = parts.scheme == "https"
         path = parts.path.rstrip("/").removesuffix("/v1")
         return OpenAIClient(parts.hostname, port or (443 if secure else 80), path, secure, key)
@@ -53,18 +57,26 @@ class OpenAIClient:
             return json.loads(text)
         except ValueError:
             raise ModelmillError(
-                f"{self.host}:{self.port}{self.path}{path} answers no JSON; give the address of an OpenAI API"
+                f"{self.host}:{self.port}{self.path}{path} answers no JSON; give the address of "
+                "an OpenAI API"
             ) from None
 
     async def first_model(self) -> str:
-        """The first model that the server lists, and that writes where it tells kinds. Raises ModelmillError."""
+        """The first model that the server lists, and that writes where it tells kinds.
+
+        Raises ModelmillError.
+        """
         try:
             listed = (await self.get("/v1/models"))["data"]
             return str(next(each for each in listed if each.get("kind") in TEXT_MODEL_TYPES)["id"])
         except (KeyError, StopIteration, TypeError, AttributeError):
-            raise ModelmillError("the server lists no model that writes; name one with --model") from None
+            raise ModelmillError(
+                "the server lists no model that writes; name one with --model"
+            ) from None
 
-    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[tuple[float, dict[str, Any]]]:
+    async def stream(
+        self, path: str, body: Mapping[str, Any]
+    ) -> AsyncIterator[tuple[float, dict[str, Any]]]:
         """(when it came, event) for each event of a streamed answer. Raises ModelmillError."""
         async with _HttpExchange(self) as exchange:
             await exchange.send("POST", path, {**body, "stream": True})
@@ -101,10 +113,17 @@ class _HttpExchange:
         self._writer.close()
 
     async def send(self, method: str, path: str, body: Mapping[str, Any] | None) -> None:
-        """Send it and read the head of the answer. Raises ModelmillError for a status that is no success."""
+        """Send it and read the head of the answer.
+
+        Raises ModelmillError for a status that is no success.
+        """
         remote = self._client
         data = b"" if body is None else json.dumps(body).encode()
-        lines = [f"{method} {remote.path}{path} HTTP/1.1", f"host: {remote.host}:{remote.port}", "connection: close"]
+        lines = [
+            f"{method} {remote.path}{path} HTTP/1.1",
+            f"host: {remote.host}:{remote.port}",
+            "connection: close",
+        ]
         lines += ["content-type: application/json", f"content-length: {len(data)}"]
         if remote.key is not None:
             lines.append(f"authorization: Bearer {remote.key}")
@@ -112,11 +131,15 @@ class _HttpExchange:
         try:
             head = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
-            raise ModelmillError(f"{remote.host}:{remote.port} closed the connection without an answer") from None
+            raise ModelmillError(
+                f"{remote.host}:{remote.port} closed the connection without an answer"
+            ) from None
         _, _, rest = head[0].partition(" ")
         if not head[0].startswith("HTTP/") or not rest[:3].isdecimal():
             raise ModelmillError(f"{remote.host}:{remote.port} does not speak HTTP")
-        self._headers = {n.strip().lower(): v.strip() for n, _, v in (line.partition(":") for line in head[1:])}
+        self._headers = {
+            n.strip().lower(): v.strip() for n, _, v in (line.partition(":") for line in head[1:])
+        }
         status = int(rest[:3])
         if status != 200:
             text = b"".join([part async for part in self.body()])
@@ -134,11 +157,16 @@ class _HttpExchange:
             while size := int((await self._reader.readline()).split(b";")[0], 16):
                 yield (await self._reader.readexactly(size + 2))[:-2]
         except (asyncio.IncompleteReadError, ValueError, OSError):
-            raise ModelmillError("the server closed the connection in the middle of an answer") from None
+            raise ModelmillError(
+                "the server closed the connection in the middle of an answer"
+            ) from None
 
 
 def _parse_event(data: bytes) -> dict[str, Any]:
-    """An event of a stream. Raises ModelmillError for what is none, and for one that tells of an error."""
+    """An event of a stream.
+
+    Raises ModelmillError for what is none, and for one that tells of an error.
+    """
     try:
         event = json.loads(data)
     except ValueError:
@@ -147,7 +175,8 @@ def _parse_event(data: bytes) -> dict[str, Any]:
         raise ModelmillError(f"the server ended the answer: {_error_message(event)}")
     if not _is_well_formed(event):
         raise ModelmillError(
-            f"the server sent an event that is none of OpenAI's API: {data[:80].decode(errors='replace')}"
+            "the server sent an event that is none of OpenAI's API: "
+            f"{data[:80].decode(errors='replace')}"
         )
     return event
 
@@ -160,7 +189,9 @@ def _is_well_formed(event: Any) -> bool:
     if not isinstance(choices, list) or not isinstance(usage, dict):
         return False
     counts = [usage.get(name, 0) for name in ("prompt_tokens", "completion_tokens")]
-    pieces = all(isinstance(each, dict) and isinstance(each.get("delta") or {}, dict) for each in choices)
+    pieces = all(
+        isinstance(each, dict) and isinstance(each.get("delta") or {}, dict) for each in choices
+    )
     return pieces and all(isinstance(count, int) for count in counts)
 
 
@@ -174,9 +205,14 @@ def _error_message(answer: Any) -> str:
 
 
 def _has_content(choice: Mapping[str, Any]) -> bool:
-    """Whether a piece holds something of the answer; whose turn it is and why it ended is nothing of it."""
+    """Whether a piece holds something of the answer; whose turn it is and why it ended is nothing
+    of it.
+    """
     delta = choice.get("delta") or {}
-    parts = (choice.get("text"), *(delta.get(name) for name in ("content", "reasoning_content", "tool_calls")))
+    parts = (
+        choice.get("text"),
+        *(delta.get(name) for name in ("content", "reasoning_content", "tool_calls")),
+    )
     return any(parts)
 
 
@@ -213,11 +249,15 @@ class RequestTiming:
         return [b - a for a, b in zip(self.chunk_times, self.chunk_times[1:])]
 
 
-async def time_request(client: OpenAIClient, body: Mapping[str, Any], endpoint: str = "completions") -> RequestTiming:
+async def time_request(
+    client: OpenAIClient, body: Mapping[str, Any], endpoint: str = "completions"
+) -> RequestTiming:
     """One answer, measured; what goes wrong is noted in it. endpoint: what stands behind /v1/."""
     found = RequestTiming(time.perf_counter())
     try:
-        async for when, event in client.stream(f"/v1/{endpoint}", {**body, "stream_options": {"include_usage": True}}):
+        async for when, event in client.stream(
+            f"/v1/{endpoint}", {**body, "stream_options": {"include_usage": True}}
+        ):
             usage = event.get("usage")
             if usage:
                 found.prompt_tokens = usage.get("prompt_tokens", 0)

@@ -41,10 +41,13 @@ class Perplexity:
 
 
 def sliding_windows(count: int, max_length: int, stride: int) -> list[ScoreWindow]:
-    """Cut ``count`` tokens into windows of at most ``max_length`` that begin every ``stride`` tokens.
+    """Cut ``count`` tokens into windows of at most ``max_length`` that begin every ``stride``
+    tokens.
 
-    A token is scored once, in the first window that holds it, with all of that window before it; a window's own
-    first token has nothing before it and is not scored. With stride = max_length the windows do not overlap.
+    A token is scored once, in the first window that holds it, with all of that window before it; a
+    window's own
+    first token has nothing before it and is not scored. With stride = max_length the windows do not
+    overlap.
     Raises UsageError for sizes that leave nothing to score.
     """
     if max_length < 2:
@@ -74,14 +77,18 @@ def measure_perplexity(
     stride: int,
     on_progress: ProgressCallback | None = None,
 ) -> Perplexity:
-    """The perplexity of ``ids``; progress is called with ("perplexity", windows done, windows in all)."""
+    """The perplexity of ``ids``; progress is called with ("perplexity", windows done, windows in
+    all).
+    """
     windows = sliding_windows(len(ids), max_length, stride)
     began = time.perf_counter()
     total, tokens = 0.0, 0
     scores = scorer.score([ids[window.begin : window.end] for window in windows])
     for done, (window, values) in enumerate(zip(windows, scores, strict=True), 1):
         if len(values) != window.end - window.begin - 1:
-            raise AssertionError(f"{len(values)} scores for a window of {window.end - window.begin} tokens")
+            raise AssertionError(
+                f"{len(values)} scores for a window of {window.end - window.begin} tokens"
+            )
         total += math.fsum(values[len(values) - window.scored :])
         tokens += window.scored
         if on_progress is not None:

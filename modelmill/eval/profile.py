@@ -1,7 +1,9 @@
-"""Where the time of one step goes: kernel by kernel on a GPU, op by op on a CPU, each against its floor.
+"""Where the time of one step goes: kernel by kernel on a GPU, op by op on a CPU, each against its
+floor.
 
-The step is the engine's own (its weights, its pages, its ops, its graph); its sequences are of one length, with random
-ids and random pages. Floors are counts (``counts``) over what was measured of the device in the same run.
+The step is the engine's own (its weights, its pages, its ops, its graph); its sequences are of one
+length, with random ids and random pages. Floors are counts (``counts``) over what was measured of
+the device in the same run.
 """
 
 from __future__ import annotations
@@ -15,7 +17,13 @@ from torch import nn
 
 from modelmill.core.errors import CapacityError, UsageError
 from modelmill.eval import chrome_trace
-from modelmill.eval.kernel_trace import kernels_from_events, label_graph_kernels, profile_events, split_runs, timeline
+from modelmill.eval.kernel_trace import (
+    kernels_from_events,
+    label_graph_kernels,
+    profile_events,
+    split_runs,
+    timeline,
+)
 from modelmill.eval.op_trace import TraceSlice, trace_ops
 from modelmill.eval.profile_lines import (
     ProfileLine,
@@ -44,10 +52,12 @@ CPU_ROUNDS, CPU_WARMUP_ROUNDS = 7, 2
 
 @dataclass(frozen=True)
 class Profile:
-    """One phase. step_us: without the profiler. seen_us: the step that the lines are of. gap_us: nothing ran meanwhile.
+    """One phase. step_us: without the profiler. seen_us: the step that the lines are of. gap_us:
+    nothing ran meanwhile.
 
-    floor_us: weights, keys and values once, or the operations, whichever takes longer. how: graph, launched (by Python)
-    or host (a CPU). inside: of an op that spans others, what those take when they run one by one.
+    floor_us: weights, keys and values once, or the operations, whichever takes longer. how: graph,
+    launched (by Python) or host (a CPU). inside: of an op that spans others, what those take when
+    they run one by one.
     """
 
     phase: str
@@ -68,7 +78,9 @@ class Profile:
 
 @dataclass(frozen=True)
 class ProfileCase:
-    """What is profiled: ``batch`` sequences after a prompt of ``prompt`` tokens, or that prompt itself."""
+    """What is profiled: ``batch`` sequences after a prompt of ``prompt`` tokens, or that prompt
+    itself.
+    """
 
     phase: str
     batch: int
@@ -77,7 +89,8 @@ class ProfileCase:
 
 @torch.inference_mode()
 def profile_case(engine_core: Any, case: ProfileCase, roofline: Roofline) -> tuple[Profile, Tracks]:
-    """A step of an engine's loop, which must be idle: its pages are overwritten. The events are tracks for a trace.
+    """A step of an engine's loop, which must be idle: its pages are overwritten. The events are
+    tracks for a trace.
 
     Raises UsageError, CapacityError where such a step does not fit the engine.
     """
@@ -85,7 +98,9 @@ def profile_case(engine_core: Any, case: ProfileCase, roofline: Roofline) -> tup
 
 
 @torch.inference_mode()
-def profile_step(model: nn.Module, step: Step, case: ProfileCase, roofline: Roofline) -> tuple[Profile, Tracks]:
+def profile_step(
+    model: nn.Module, step: Step, case: ProfileCase, roofline: Roofline
+) -> tuple[Profile, Tracks]:
     """The same of a step as it is; ``case`` says what it is called."""
     held: torch.Tensor = model.embed.weight  # type: ignore[union-attr, assignment]
     dtype = str(held.dtype).removeprefix("torch.")
@@ -97,16 +112,22 @@ def make_step(engine_core: Any, case: ProfileCase) -> Step:
     decode = case.phase == "decode"
     new, context = (1, case.prompt + 1) if decode else (case.prompt, case.prompt)
     if context > engine_core.max_model_len:
-        raise UsageError(f"--prompt {case.prompt} is too long: the engine computes {engine_core.max_model_len} tokens")
+        raise UsageError(
+            f"--prompt {case.prompt} is too long: the engine computes {engine_core.max_model_len} "
+            "tokens"
+        )
     if not decode and case.batch * new > engine_core.config.max_num_batched_tokens:
         raise UsageError(
-            f"{case.batch} prompts of {new} tokens are no single step: lower --batch or --prompt, or raise "
+            f"{case.batch} prompts of {new} tokens are no single step: lower --batch or --prompt, "
+            "or raise "
             f"--max-num-batched-tokens ({engine_core.config.max_num_batched_tokens})"
         )
     pages = case.batch * -(-context // engine_core.page_size)
     if pages > engine_core.num_pages:
         held = engine_core.num_pages * engine_core.page_size
-        raise CapacityError(f"{case.batch} x {context} tokens do not fit: the KV cache holds {held}; lower --batch")
+        raise CapacityError(
+            f"{case.batch} x {context} tokens do not fit: the KV cache holds {held}; lower --batch"
+        )
     longest = -(-engine_core.max_model_len // engine_core.page_size) * engine_core.page_size
     graph = decode and engine_core.model_runner.decode_graphs is not None
     bound = min(context_bucket(context), max(longest, context)) if graph else context
@@ -136,8 +157,13 @@ def _profile_gpu(
             torch.cuda.synchronize()
     with trace_ops(model, step.ops, torch.profiler.record_function, with_cost=False) as labelled:
         known = kernels_from_events(profile_events(lambda: launch(replace(step, ops=labelled.ops))))
-    seconds = timing.time_interleaved([run], ROUNDS, QUEUED_STEPS if how == "graph" else 1, "cuda")[0]
-    runs = split_runs(kernels_from_events(profile_events(lambda: [run() for _ in range(GRAPH_REPLAYS)])), GRAPH_REPLAYS)
+    seconds = timing.time_interleaved([run], ROUNDS, QUEUED_STEPS if how == "graph" else 1, "cuda")[
+        0
+    ]
+    runs = split_runs(
+        kernels_from_events(profile_events(lambda: [run() for _ in range(GRAPH_REPLAYS)])),
+        GRAPH_REPLAYS,
+    )
     kernels = median_run([timeline(label_graph_kernels(known, each)) for each in runs])
     counts = costs_by_call(counted.calls)
     lines = kernel_lines(kernels, counts, ceilings, dtype)
@@ -165,13 +191,17 @@ def _profile_cpu(
         apart = replace(step, fuse=False)
         with trace_ops(model, apart.ops) as counted:
             model(replace(apart, ops=counted.ops))
-        inside = op_lines(_traced_runs(model, apart)[1], costs_by_call(counted.calls), ceilings, dtype)
+        inside = op_lines(
+            _traced_runs(model, apart)[1], costs_by_call(counted.calls), ceilings, dtype
+        )
     step_us = Spread.from_values([each * 1e6 for each in seconds])
     ops_us = sum(line.us for line in lines)
     gap = max(0.0, step_us.median - ops_us)
     found = Profile(
-        work.phase, work.batch, work.prompt, "host", step_us=step_us, seen_us=ops_us + gap, gap_us=gap,
-        floor_us=min_step_us(counts.values(), ceilings, dtype), lines=tuple(with_shares(lines, ops_us + gap)),
+        work.phase, work.batch, work.prompt, "host", step_us=step_us, seen_us=ops_us + gap,
+        gap_us=gap,
+        floor_us=min_step_us(counts.values(), ceilings, dtype),
+        lines=tuple(with_shares(lines, ops_us + gap)),
         inside=tuple(inside),
     )  # fmt: skip
     return found, cpu_events(runs[-1])

@@ -51,13 +51,25 @@ class Spread:
         return self._transform(lambda value: value * factor)
 
     def inverse(self, amount: float) -> Spread:
-        """Seconds for ``amount`` things become things per second; p99 is what 99 % of the runs reach."""
+        """Seconds for ``amount`` things become things per second; p99 is what 99 % of the runs
+        reach.
+        """
         rate = self._transform(lambda value: amount / value if value else 0.0)
         return replace(rate, min=rate.max, max=rate.min, p25=rate.p75, p75=rate.p25)
 
     def _transform(self, change: Callable[[float], float]) -> Spread:
-        kept = {"median": self.median, "min": self.min, "max": self.max, "p25": self.p25, "p75": self.p75}
-        return Spread(**{name: change(value) for name, value in kept.items()}, p99=change(self.p99), runs=self.runs)
+        kept = {
+            "median": self.median,
+            "min": self.min,
+            "max": self.max,
+            "p25": self.p25,
+            "p75": self.p75,
+        }
+        return Spread(
+            **{name: change(value) for name, value in kept.items()},
+            p99=change(self.p99),
+            runs=self.runs,
+        )
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:
@@ -68,8 +80,12 @@ def quantile(ordered: Sequence[float], q: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def make_row(command: str, figure: str, value: float, unit: str, device: str, **details: Any) -> dict[str, Any]:
-    """One row of benchmarks/results: command, device, versions, date, figure, value and unit, and the details."""
+def make_row(
+    command: str, figure: str, value: float, unit: str, device: str, **details: Any
+) -> dict[str, Any]:
+    """One row of benchmarks/results: command, device, versions, date, figure, value and unit, and
+    the details.
+    """
     return {
         "command": command,
         "figure": figure,
@@ -78,12 +94,18 @@ def make_row(command: str, figure: str, value: float, unit: str, device: str, **
         "device": device,
         "versions": versions(),
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        **{name: asdict(each) if isinstance(each, Spread) else each for name, each in details.items()},
+        **{
+            name: asdict(each) if isinstance(each, Spread) else each
+            for name, each in details.items()
+        },
     }
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Append rows to a jsonl file, making its folder. Raises UsageError where it cannot be written."""
+    """Append rows to a jsonl file, making its folder.
+
+    Raises UsageError where it cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as sink:
@@ -93,7 +115,9 @@ def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of python, modelmill and the packages that decide the speed; absent ones are left out."""
+    """Versions of python, modelmill and the packages that decide the speed; absent ones are left
+    out.
+    """
     import modelmill
 
     found = {"python": platform.python_version(), "modelmill": modelmill.__version__}
@@ -128,14 +152,17 @@ def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:
 def check_plot(path: Path) -> None:
     """To be called before anything is measured: whether ``plot`` could write to ``path``.
 
-    Raises MissingDependency without matplotlib, UsageError for a kind of file that it does not write, or a folder.
+    Raises MissingDependency without matplotlib, UsageError for a kind of file that it does not
+    write, or a folder.
     """
     require("--plot", "matplotlib", "report")
     from matplotlib.backend_bases import FigureCanvasBase
 
     kinds = FigureCanvasBase.get_supported_filetypes()
     if path.suffix and path.suffix[1:].lower() not in kinds:
-        raise UsageError(f"--plot {path}: no plot can be written as {path.suffix}; end it in .png, .svg or .pdf")
+        raise UsageError(
+            f"--plot {path}: no plot can be written as {path.suffix}; end it in .png, .svg or .pdf"
+        )
     if path.is_dir():
         raise UsageError(f"--plot {path}: this is a folder; name a file, as {path / 'plot.png'}")
 
@@ -143,8 +170,8 @@ def check_plot(path: Path) -> None:
 def plot(path: Path, draw: Any, title: str, shape: tuple[int, int] = (1, 1)) -> None:
     """Draw into a new figure with ``draw(axes)`` and write it to ``path`` (png, svg or pdf).
 
-    shape: rows and columns of diagrams; where there are several, ``draw`` gets the list of their axes. Raises
-    MissingDependency without matplotlib, UsageError where the file cannot be written.
+    shape: rows and columns of diagrams; where there are several, ``draw`` gets the list of their
+    axes. Raises MissingDependency without matplotlib, UsageError where the file cannot be written.
     """
     check_plot(path)
     import matplotlib

@@ -1,4 +1,6 @@
-"""What a device gives at most, measured in the run that is judged by it, and the floor of a piece of work under it."""
+"""What a device gives at most, measured in the run that is judged by it, and the floor of a piece
+of work under it.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ NO_OPERATIONS: Mapping[str, float] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Roofline:
-    """memory_bandwidth: bytes/s (of a copy on a GPU, of reading on a CPU). matmul_rates: operations/s of torch's, by
-    the dtype of what is multiplied."""
+    """memory_bandwidth: bytes/s (of a copy on a GPU, of reading on a CPU). matmul_rates:
+    operations/s of torch's, by the dtype of what is multiplied."""
 
     device: str
     memory_bandwidth: float
@@ -32,10 +34,12 @@ class Roofline:
     ) -> float:
         """Seconds below which no kernel can move ``nbytes`` and do the operations.
 
-        dtype: of what they multiply, but for the ``ops_by_8bit_dtype`` ones among them, by theirs. A dtype of theirs
-        whose rate is not known counts as the others do.
+        dtype: of what they multiply, but for the ``ops_by_8bit_dtype`` ones among them, by theirs.
+        A dtype of theirs whose rate is not known counts as the others do.
         """
-        known = {kind: count for kind, count in ops_by_8bit_dtype.items() if self.matmul_rates.get(kind)}
+        known = {
+            kind: count for kind, count in ops_by_8bit_dtype.items() if self.matmul_rates.get(kind)
+        }
         seconds = sum(count / self.matmul_rates[kind] for kind, count in known.items())
         rate = self.matmul_rates.get(dtype)
         if rate:
@@ -43,12 +47,17 @@ class Roofline:
         return max(nbytes / self.memory_bandwidth, seconds)
 
     def bound(
-        self, nbytes: float, operations: float, dtype: str, ops_by_8bit_dtype: Mapping[str, float] = NO_OPERATIONS
+        self,
+        nbytes: float,
+        operations: float,
+        dtype: str,
+        ops_by_8bit_dtype: Mapping[str, float] = NO_OPERATIONS,
     ) -> str:
         """What sets the floor: "memory" or "products"."""
         return (
             "memory"
-            if self.min_seconds(nbytes) >= self.min_seconds(nbytes, operations, dtype, ops_by_8bit_dtype)
+            if self.min_seconds(nbytes)
+            >= self.min_seconds(nbytes, operations, dtype, ops_by_8bit_dtype)
             else "products"
         )
 
@@ -72,7 +81,9 @@ def measure_roofline(device: str, dtypes: Sequence[torch.dtype]) -> Roofline:
 
 
 def measure_matmul_rates(device: str, dtypes: Sequence[torch.dtype]) -> dict[str, float]:
-    """Operations per second of torch's products of these dtypes, and on a GPU of those of 8 bits that it has there."""
+    """Operations per second of torch's products of these dtypes, and on a GPU of those of 8 bits
+    that it has there.
+    """
     wanted = [*dtypes, *(EIGHT_BIT_DTYPES if device.startswith("cuda") and dtypes else ())]
     found = {str(each).removeprefix("torch."): matmul_throughput(device, each) for each in wanted}
     return {name: rate for name, rate in found.items() if rate is not None}

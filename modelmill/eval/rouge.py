@@ -10,7 +10,24 @@ from modelmill.core.errors import MissingDependency
 
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
-TITLES = ("mr", "mrs", "ms", "dr", "prof", "sen", "rep", "gov", "gen", "col", "sgt", "lt", "capt", "st", "jr", "sr")
+TITLES = (
+    "mr",
+    "mrs",
+    "ms",
+    "dr",
+    "prof",
+    "sen",
+    "rep",
+    "gov",
+    "gen",
+    "col",
+    "sgt",
+    "lt",
+    "capt",
+    "st",
+    "jr",
+    "sr",
+)
 SHORT_FORMS = (
     "vs",
     "no",
@@ -35,9 +52,11 @@ _END = re.compile(r"([.!?]+[\"'”’)\]]*)\s+")
 
 
 def split_sentences(text: str) -> list[str]:
-    """Split at line ends, and where . ! or ? (with its closing quotes) ends a sentence and not an abbreviation.
+    """Split at line ends, and where . ! or ? (with its closing quotes) ends a sentence and not an
+    abbreviation.
 
-    News text is also written with a space before the full stop ("it is over . The next"); that splits too.
+    News text is also written with a space before the full stop ("it is over . The next"); that
+    splits too.
     """
     found: list[str] = []
     for line in text.split("\n"):
@@ -51,7 +70,9 @@ def split_sentences(text: str) -> list[str]:
 
 
 def _ends_sentence(line: str, start: int, end: re.Match[str]) -> bool:
-    """Whether the mark ends a sentence: not after an abbreviation or an initial, not before a small letter."""
+    """Whether the mark ends a sentence: not after an abbreviation or an initial, not before a small
+    letter.
+    """
     after = line[end.end()]
     if after.islower():
         return False
@@ -72,12 +93,16 @@ class RougeScorer:
         try:
             from rouge_score import rouge_scorer
         except ImportError:
-            raise MissingDependency("ROUGE needs rouge-score; pip install 'modelmill[eval]'") from None
+            raise MissingDependency(
+                "ROUGE needs rouge-score; pip install 'modelmill[eval]'"
+            ) from None
         self._scorer: Any = rouge_scorer.RougeScorer(list(ROUGE_TYPES), use_stemmer=True)
 
     def score(self, summary: str, reference: str) -> dict[str, float]:
         """F-measures × 100 of one pair."""
-        scores = self._scorer.score("\n".join(split_sentences(reference)), "\n".join(split_sentences(summary)))
+        scores = self._scorer.score(
+            "\n".join(split_sentences(reference)), "\n".join(split_sentences(summary))
+        )
         return {kind: 100.0 * float(scores[kind].fmeasure) for kind in ROUGE_TYPES}
 
     def mean_score(self, summaries: Sequence[str], references: Sequence[str]) -> dict[str, float]:

@@ -15,16 +15,17 @@ from modelmill.eval.report import quantile
 
 WORDS = """time year people way day man thing woman life child world school state family student group country problem
 hand part place case week company system program question work number night point home water room mother area money
-story fact month lot right study book eye job word business issue side kind head house service friend father"""
+story fact month lot right study book eye job word business issue side kind head house service friend father"""  # noqa: E501
 # most vocabularies hold each of them as one token
 
 
 @dataclass(frozen=True)
 class ServingLoad:
-    """lengths: (words of a prompt, tokens of its answer) of each request. rate: requests a second on average, arriving
-    by chance; None: all at once. concurrency: most at a time. first_ms, token_ms: a good request is not slower.
-    chat: a prompt is a message. ignore_eos: answers are asked for in full length, which is no field of OpenAI's own.
-    """
+    """lengths: (words of a prompt, tokens of its answer) of each request. rate: requests a second
+    on average, arriving by chance; None: all at once. concurrency: most at a time. first_ms,
+    token_ms: a good request is not slower.
+    chat: a prompt is a message. ignore_eos: answers are asked for in full length, which is no field
+    of OpenAI's own."""
 
     lengths: Sequence[tuple[int, int]]
     rate: float | None = None
@@ -50,7 +51,9 @@ async def run_load(
         await asyncio.sleep(max(0.0, began + after - time.perf_counter()))
         async with slots:
             found = await time_request(
-                client, request_body(load, model, prompt, tokens), "chat/completions" if load.chat else "completions"
+                client,
+                request_body(load, model, prompt, tokens),
+                "chat/completions" if load.chat else "completions",
             )
         ended += 1
         on_progress(ended, len(load.lengths))
@@ -68,18 +71,29 @@ async def run_load(
 def request_body(load: ServingLoad, model: str, prompt: str, tokens: int) -> dict[str, Any]:
     """A request's fields."""
     asked: dict[str, Any] = {"model": model, "max_tokens": tokens, "temperature": 0}
-    asked |= {"messages": [{"role": "user", "content": prompt}]} if load.chat else {"prompt": prompt}
+    asked |= (
+        {"messages": [{"role": "user", "content": prompt}]} if load.chat else {"prompt": prompt}
+    )
     return {**asked, "ignore_eos": True} if load.ignore_eos else asked
 
 
-def goodput(timings: Sequence[RequestTiming], seconds: float, first_ms: float | None, token_ms: float | None) -> float:
+def goodput(
+    timings: Sequence[RequestTiming], seconds: float, first_ms: float | None, token_ms: float | None
+) -> float:
     """Requests a second that were within the limits."""
-    met = [each for each in timings if each.error is None and _meets_limits(each, first_ms, token_ms)]
+    met = [
+        each for each in timings if each.error is None and _meets_limits(each, first_ms, token_ms)
+    ]
     return len(met) / seconds
 
 
-def summarize_load(timings: Sequence[RequestTiming], seconds: float, load: ServingLoad) -> dict[str, Any]:
-    """Medians, p90 and p99 in milliseconds, rates, goodput. Raises ModelmillError where nothing succeeded."""
+def summarize_load(
+    timings: Sequence[RequestTiming], seconds: float, load: ServingLoad
+) -> dict[str, Any]:
+    """Medians, p90 and p99 in milliseconds, rates, goodput.
+
+    Raises ModelmillError where nothing succeeded.
+    """
     good = [each for each in timings if each.error is None]
     if not good:
         raise ModelmillError(f"none of {len(timings)} requests was answered: {timings[0].error}")
@@ -99,7 +113,9 @@ def summarize_load(timings: Sequence[RequestTiming], seconds: float, load: Servi
         "per_token_ms": percentiles_ms(per_token),
         "between_pieces_ms": percentiles_ms([gap for each in good for gap in each.chunk_gaps]),
         "whole_ms": percentiles_ms([each.total_seconds for each in good]),
-        "good_requests_per_s": goodput(good, seconds, load.first_ms, load.token_ms) if limited else None,
+        "good_requests_per_s": goodput(good, seconds, load.first_ms, load.token_ms)
+        if limited
+        else None,
     }
 
 
@@ -112,7 +128,12 @@ def percentiles_ms(seconds: Sequence[float]) -> dict[str, float] | None:
     def at(share: float) -> float:
         return 1000 * quantile(ordered, share)
 
-    return {"mean": 1000 * sum(ordered) / len(ordered), "median": at(0.5), "p90": at(0.9), "p99": at(0.99)}
+    return {
+        "mean": 1000 * sum(ordered) / len(ordered),
+        "median": at(0.5),
+        "p90": at(0.9),
+        "p99": at(0.99),
+    }
 
 
 def _meets_limits(timing: RequestTiming, first_ms: float | None, token_ms: float | None) -> bool:

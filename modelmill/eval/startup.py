@@ -21,7 +21,11 @@ TIMEOUT_SECONDS = 1800
 
 @dataclass(frozen=True)
 class StartupTimes:
-    """Seconds. total: process start to first token; import_, load and first add up to it but for the start itself."""
+    """Seconds.
+
+    total: process start to first token; import_, load and first add up to it but for the start
+    itself.
+    """
 
     total_s: Spread
     import_s: Spread
@@ -53,7 +57,10 @@ def measure_startup(
         if on_progress is not None:
             on_progress("startup", number + 2, runs + 1)
     return StartupTimes(
-        *[Spread.from_values([each[name] for each in found]) for name in ("total", "import", "load", "first")]
+        *[
+            Spread.from_values([each[name] for each in found])
+            for name in ("total", "import", "load", "first")
+        ]
     )
 
 

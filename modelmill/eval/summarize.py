@@ -1,4 +1,6 @@
-"""Summaries of articles by an engine, and by transformers on the same prompts, lengths and stops, under ROUGE."""
+"""Summaries of articles by an engine, and by transformers on the same prompts, lengths and stops,
+under ROUGE.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class Summarizer(Protocol):
     name: str
     batch: int
 
-    def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_ids: Sequence[int]) -> list[list[int]]:
+    def answer(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_ids: Sequence[int]
+    ) -> list[list[int]]:
         """Greedy answers."""
 
 
@@ -63,7 +67,9 @@ class EngineSummarizer:
     def __init__(self, llm: Any, batch: int, name: str = "modelmill") -> None:
         self.llm, self.batch, self.name = llm, batch, name
 
-    def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_ids: Sequence[int]) -> list[list[int]]:
+    def answer(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_ids: Sequence[int]
+    ) -> list[list[int]]:
         """Greedy answers; every default of the checkpoint's generation_config is overruled."""
         params = SamplingParams(
             temperature=0.0,
@@ -75,7 +81,9 @@ class EngineSummarizer:
             min_tokens=0,
             logits_processors=LogitsProcessors(),
         )
-        answers = self.llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, progress=False)
+        answers = self.llm.generate(
+            [{"prompt_token_ids": list(p)} for p in prompts], params, progress=False
+        )
         return [list(answer.outputs[0].token_ids) for answer in answers]
 
 
@@ -85,20 +93,29 @@ class HfSummarizer:
     def __init__(self, reference: Any, batch: int, name: str = "transformers") -> None:
         self.reference, self.batch, self.name = reference, batch, name
 
-    def answer(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_ids: Sequence[int]) -> list[list[int]]:
+    def answer(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_ids: Sequence[int]
+    ) -> list[list[int]]:
         """Greedy answers."""
         found, _ = self.reference.generate(prompts, max_new_tokens, eos_ids)
         return found
 
 
-def make_task(llm: Any, articles: Sequence[Article], max_new_tokens: int, max_input: int | None = None) -> SummaryTask:
-    """The prompts of all items: through the chat template where the engine has one, else with "TL;DR:" behind.
+def make_task(
+    llm: Any, articles: Sequence[Article], max_new_tokens: int, max_input: int | None = None
+) -> SummaryTask:
+    """The prompts of all items: through the chat template where the engine has one, else with
+    "TL;DR:" behind.
 
-    An article is cut, at its end and in tokens, so that prompt and summary fit the engine (and ``max_input``).
+    An article is cut, at its end and in tokens, so that prompt and summary fit the engine (and
+    ``max_input``).
     Raises TokenizerError for an ids-only engine, UsageError where not even an empty article fits.
     """
     if llm.tokenizer is None:
-        raise TokenizerError("this is an ids-only engine (no tokenizer); summaries need a checkpoint with a tokenizer")
+        raise TokenizerError(
+            "this is an ids-only engine (no tokenizer); summaries need a checkpoint with a "
+            "tokenizer"
+        )
     room = llm.engine_core.max_model_len - max_new_tokens
     room = room if max_input is None else min(room, max_input)
     stops = tuple(llm.eos_ids)
@@ -106,17 +123,24 @@ def make_task(llm: Any, articles: Sequence[Article], max_new_tokens: int, max_in
         stops = tuple(dict.fromkeys((*stops, *llm.chat_format.stop_ids)))
     encode = _encoder(llm)
     return SummaryTask(
-        list(articles), [_fit_prompt(llm, encode, item.article, room) for item in articles], max_new_tokens, stops
+        list(articles),
+        [_fit_prompt(llm, encode, item.article, room) for item in articles],
+        max_new_tokens,
+        stops,
     )
 
 
 def _encoder(llm: Any) -> Callable[[str], list[int]]:
     if llm.chat_format is None:
         return lambda article: list(llm.tokenizer.encode(article + TLDR))
-    return lambda article: list(llm.chat_format.encode([{"role": "user", "content": TASK + article}]))
+    return lambda article: list(
+        llm.chat_format.encode([{"role": "user", "content": TASK + article}])
+    )
 
 
-def _fit_prompt(llm: Any, encode: Callable[[str], list[int]], article: str, max_tokens: int) -> list[int]:
+def _fit_prompt(
+    llm: Any, encode: Callable[[str], list[int]], article: str, max_tokens: int
+) -> list[int]:
     """The prompt's ids, the article cut until they fit ``max_tokens``."""
     ids = encode(article)
     if len(ids) <= max_tokens:
@@ -143,10 +167,11 @@ def summarize_articles(
     facts: Facts | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> list[Summary]:
-    """All summaries of one side, in the items' order; those that ``store`` already has are not made again.
+    """All summaries of one side, in the items' order; those that ``store`` already has are not made
+    again.
 
-    facts: what besides the task and the side's name decides its summaries or their time (``engine_facts``,
-    ``reference_facts``); kept summaries of other facts are not this run's.
+    facts: what besides the task and the side's name decides its summaries or their time
+    (``engine_facts``, ``reference_facts``); kept summaries of other facts are not this run's.
     """
     key = _store_key(task, side.name, side.batch, facts or {})
     done = store.read(key)
@@ -154,19 +179,27 @@ def summarize_articles(
     for start in range(0, len(missing), side.batch):
         part = missing[start : start + side.batch]
         began = time.perf_counter()
-        answers = side.answer([task.prompts[place] for place in part], task.max_new_tokens, task.eos_ids)
+        answers = side.answer(
+            [task.prompts[place] for place in part], task.max_new_tokens, task.eos_ids
+        )
         share = (time.perf_counter() - began) / len(part)
         for place, ids in zip(part, answers, strict=True):
             name = task.articles[place].id
-            done[place] = Summary(name, len(task.prompts[place]), len(ids), decode(ids).strip(), share)
+            done[place] = Summary(
+                name, len(task.prompts[place]), len(ids), decode(ids).strip(), share
+            )
         store.add(key, {place: done[place] for place in part})
         if on_progress is not None:
-            on_progress(side.name, len(task.articles) - len(missing) + start + len(part), len(task.articles))
+            on_progress(
+                side.name, len(task.articles) - len(missing) + start + len(part), len(task.articles)
+            )
     return [done[place] for place in range(len(task.articles))]
 
 
 def engine_facts(llm: Any) -> Facts:
-    """What decides an engine's summaries and their time: its content, how it is run, on what, by which versions."""
+    """What decides an engine's summaries and their time: its content, how it is run, on what, by
+    which versions.
+    """
     engine_core = llm.engine_core
     facts = {
         "engine": engine_core.artifact.manifest.digest(),
@@ -186,10 +219,12 @@ def _machine(device: str) -> Facts:
 
 
 class SummaryStore:
-    """Summaries kept in a jsonl file, so that a broken run goes on where it ended. path None keeps nothing.
+    """Summaries kept in a jsonl file, so that a broken run goes on where it ended. path None keeps
+    nothing.
 
-    A line is a summary, its place in the task and the task's key. What was cut off in the middle of its last line is
-    whole up to there; a file with any other line is refused, so that nothing of another kind is appended to.
+    A line is a summary, its place in the task and the task's key. What was cut off in the middle of
+    its last line is whole up to there; a file with any other line is refused, so that nothing of
+    another kind is appended to.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -205,7 +240,11 @@ class SummaryStore:
         if self.path is None or not self.path.exists():
             return {}
         rows = [row for row in self._rows(self.path) if row["key"] == key]
-        return {row["place"]: Summary(**{name: row[name] for name in _FIELDS}) for row in rows if "place" in row}
+        return {
+            row["place"]: Summary(**{name: row[name] for name in _FIELDS})
+            for row in rows
+            if "place" in row
+        }
 
     def add(self, key: str, summaries: Mapping[int, Summary]) -> None:
         """Keep some more, by place, in one write; what a broken run left of a line goes first."""
@@ -222,7 +261,9 @@ class SummaryStore:
                     sink.truncate(content.rfind(b"\n") + 1)
                 sink.write(lines)
         except OSError as error:
-            raise UsageError(f"cannot write {self.path}: {error.strerror}; choose another --save") from None
+            raise UsageError(
+                f"cannot write {self.path}: {error.strerror}; choose another --save"
+            ) from None
 
     def _rows(self, path: Path) -> list[dict[str, Any]]:
         try:
@@ -260,12 +301,18 @@ def _store_key(task: SummaryTask, name: str, batch: int, facts: Facts) -> str:
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def score_summaries(summaries: Sequence[Summary], articles: Sequence[Article], rouge: RougeScorer) -> dict[str, Any]:
-    """ROUGE and speed of one side: {rouge: {kind: percent}, items, seconds, seconds_per_item, …}."""
+def score_summaries(
+    summaries: Sequence[Summary], articles: Sequence[Article], rouge: RougeScorer
+) -> dict[str, Any]:
+    """ROUGE and speed of one side: {rouge: {kind: percent}, items, seconds, seconds_per_item,
+    …}.
+    """
     seconds = sum(each.seconds for each in summaries)
     output = sum(each.output_tokens for each in summaries)
     return {
-        "rouge": rouge.mean_score([each.text for each in summaries], [item.highlights for item in articles]),
+        "rouge": rouge.mean_score(
+            [each.text for each in summaries], [item.highlights for item in articles]
+        ),
         "items": len(summaries),
         "prompt_tokens": sum(each.prompt_tokens for each in summaries),
         "output_tokens": output,

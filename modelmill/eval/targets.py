@@ -19,10 +19,11 @@ ProgressCallback = Callable[[str, int, int], None]
 class TargetRun:
     """One measured pass over some requests. Seconds by the host's clock, since all were handed in.
 
-    first_token_seconds: until every request had its first token. all_first_token_seconds: the same for each.
-    total_seconds: until all had ended. seconds_per_token: between an answer's first and last token, by its tokens after
-    the first, of each answer with such. later_tokens: of all answers, those that came after ``first_token_seconds``;
-    others may have gone on while some had to wait.
+    first_token_seconds: until every request had its first token. all_first_token_seconds: the same
+    for each. total_seconds: until all had ended. seconds_per_token: between an answer's first and
+    last token, by its tokens after the first, of each answer with such. later_tokens: of all
+    answers, those that came after ``first_token_seconds``; others may have gone on while some had
+    to wait.
     """
 
     first_token_seconds: float
@@ -43,11 +44,15 @@ class BenchTarget(Protocol):
     def warm_up(self, max_requests: int) -> None:
         """Do now what is done once, for up to ``max_requests`` requests at a time."""
 
-    def run(self, workload: Sequence[BenchRequest], on_progress: ProgressCallback | None = None) -> TargetRun:
+    def run(
+        self, workload: Sequence[BenchRequest], on_progress: ProgressCallback | None = None
+    ) -> TargetRun:
         """Serve all requests, handed in at once."""
 
     def capacity_problem(self, batch: int, length: int) -> str | None:
-        """None where ``batch`` sequences of ``length`` tokens can be computed together, else why not."""
+        """None where ``batch`` sequences of ``length`` tokens can be computed together, else why
+        not.
+        """
 
 
 class EngineTarget:
@@ -63,10 +68,15 @@ class EngineTarget:
         """Record graphs and compile kernels."""
         self.engine_core.warm_up(max_requests)
 
-    def run(self, workload: Sequence[BenchRequest], on_progress: ProgressCallback | None = None) -> TargetRun:
+    def run(
+        self, workload: Sequence[BenchRequest], on_progress: ProgressCallback | None = None
+    ) -> TargetRun:
         """Hand in all requests at once and step until the last has ended."""
         began = time.perf_counter()
-        requests = [greedy_request(f"bench-{next(self._count)}", each.prompt, each.output) for each in workload]
+        requests = [
+            greedy_request(f"bench-{next(self._count)}", each.prompt, each.output)
+            for each in workload
+        ]
         waiting = [request.id for request in requests]
         self.engine_core.add_all(requests)
         firsts: dict[str, float] = {}
@@ -82,7 +92,9 @@ class EngineTarget:
                         firsts.setdefault(token.request_id, now)
                         lasts[token.request_id] = now
                     if token.finish_reason is FinishReason.ABORT:
-                        raise CapacityError(f"{self.name} ran out of memory with {len(workload)} requests")
+                        raise CapacityError(
+                            f"{self.name} ran out of memory with {len(workload)} requests"
+                        )
                     if token.finish_reason is not None:
                         finished += 1
                         if on_progress is not None:
@@ -95,20 +107,30 @@ class EngineTarget:
                     self.engine_core.abort(id)
         total = time.perf_counter() - began
         times = tuple(firsts.values())
-        pairs = ((firsts[request.id], lasts[request.id], each.output) for request, each in zip(requests, workload))
-        per_token = tuple((last - first) / (output - 1) for first, last, output in pairs if output > 1)
+        pairs = (
+            (firsts[request.id], lasts[request.id], each.output)
+            for request, each in zip(requests, workload)
+        )
+        per_token = tuple(
+            (last - first) / (output - 1) for first, last, output in pairs if output > 1
+        )
         inputs = sum(len(each.prompt) for each in workload)
         return TargetRun(max(times), total, times, per_token, tokens - early, inputs, tokens)
 
     def capacity_problem(self, batch: int, length: int) -> str | None:
-        """Whether the KV cache holds them all: a batch that must wait or be preempted is no batch of that size."""
+        """Whether the KV cache holds them all: a batch that must wait or be preempted is no batch
+        of that size.
+        """
         if length > self.engine_core.max_model_len:
             return (
                 f"{length} tokens are more than the engine's {self.engine_core.max_model_len}; "
                 "lower --input-len or --output-len"
             )
         if batch > self.engine_core.config.max_num_seqs:
-            return f"{batch} sequences are more than --max-num-seqs {self.engine_core.config.max_num_seqs}"
+            return (
+                f"{batch} sequences are more than --max-num-seqs "
+                f"{self.engine_core.config.max_num_seqs}"
+            )
         pages = batch * -(-length // self.engine_core.page_size)
         if pages > self.engine_core.num_pages:
             held = self.engine_core.num_pages * self.engine_core.page_size
@@ -128,20 +150,28 @@ class HfTarget:
     def warm_up(self, max_requests: int) -> None:
         """transformers has nothing to prepare."""
 
-    def run(self, workload: Sequence[BenchRequest], on_progress: ProgressCallback | None = None) -> TargetRun:
-        """Batch by batch; a batch runs to its longest output, and only the tokens asked for are counted."""
+    def run(
+        self, workload: Sequence[BenchRequest], on_progress: ProgressCallback | None = None
+    ) -> TargetRun:
+        """Batch by batch; a batch runs to its longest output, and only the tokens asked for are
+        counted.
+        """
         began = time.perf_counter()
         came: list[list[float]] = []
         for start in range(0, len(workload), self.batch):
             part = workload[start : start + self.batch]
             before = time.perf_counter() - began
-            _, times = self.reference.generate([each.prompt for each in part], max(each.output for each in part))
+            _, times = self.reference.generate(
+                [each.prompt for each in part], max(each.output for each in part)
+            )
             came.extend([before + when for when in times[: each.output]] for each in part)
             if on_progress is not None:
                 on_progress(self.name, start + len(part), len(workload))
         total = time.perf_counter() - began
         firsts = tuple(times[0] for times in came)
-        per_token = tuple((times[-1] - times[0]) / (len(times) - 1) for times in came if len(times) > 1)
+        per_token = tuple(
+            (times[-1] - times[0]) / (len(times) - 1) for times in came if len(times) > 1
+        )
         first = max(firsts)
         later = sum(when > first for times in came for when in times)
         inputs = sum(len(each.prompt) for each in workload)
@@ -154,7 +184,9 @@ class HfTarget:
 
 
 class EngineScorer:
-    """Log probabilities of an engine, for perplexity: windows are computed through its loop, several in flight."""
+    """Log probabilities of an engine, for perplexity: windows are computed through its loop,
+    several in flight.
+    """
 
     def __init__(self, engine_core: Any, max_in_flight: int = 8) -> None:
         self.engine_core = engine_core
@@ -167,7 +199,9 @@ class EngineScorer:
             yield from self._score_together(windows[start : start + self.max_in_flight])
 
     def _score_together(self, windows: Sequence[Sequence[int]]) -> list[list[float]]:
-        params = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0, ignore_eos=True).with_defaults({})
+        params = SamplingParams(
+            max_tokens=0, temperature=0.0, prompt_logprobs=0, ignore_eos=True
+        ).with_defaults({})
         running: dict[str, Sequence[int]] = {}
         found: dict[str, list[float]] = {}
         for window in windows:
@@ -179,7 +213,9 @@ class EngineScorer:
             while ended < len(running):
                 for token in self.engine_core.step():
                     if token.prompt_logprobs is not None:
-                        found[token.request_id] = _own_logprobs(token.prompt_logprobs, running[token.request_id])
+                        found[token.request_id] = _own_logprobs(
+                            token.prompt_logprobs, running[token.request_id]
+                        )
                     if token.finish_reason is FinishReason.ABORT:
                         raise CapacityError("a window does not fit the memory; lower --max-length")
                     ended += token.finish_reason is not None

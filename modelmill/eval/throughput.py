@@ -40,7 +40,8 @@ def measure_throughput(
 ) -> list[Throughput]:
     """Serve all of ``requests`` at once, ``runs`` times, the subjects taking turns.
 
-    first_token_ms is over the requests of the last run, the rest over the runs. A warm-up takes a few requests.
+    first_token_ms is over the requests of the last run, the rest over the runs. A warm-up takes a
+    few requests.
     """
     passes: dict[str, list[TargetRun]] = {subject.name: [] for subject in targets}
     if warmup:

@@ -1,8 +1,9 @@
-"""An engine inside Triton Inference Server's Python backend: in-flight batching, streams and cancellation.
+"""An engine inside Triton Inference Server's Python backend: in-flight batching, streams and
+cancellation.
 
-``execute`` only takes requests over. The engine's thread steps all of them together; an event loop on another thread
-sends what comes, piece by piece, and looks who has left. Triton's own module is handed in, since it exists inside of
-Triton's process alone.
+``execute`` only takes requests over. The engine's thread steps all of them together; an event loop
+on another thread sends what comes, piece by piece, and looks who has left. Triton's own module is
+handed in, since it exists inside of Triton's process alone.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ CANCEL_POLL_SECONDS = 0.02
 class TritonBackend:
     """The requests of one instance."""
 
-    def __init__(self, triton: Any, async_llm: AsyncLLM, max_waiting: int, metric_labels: Mapping[str, str]) -> None:
+    def __init__(
+        self, triton: Any, async_llm: AsyncLLM, max_waiting: int, metric_labels: Mapping[str, str]
+    ) -> None:
         """triton: Triton's module. max_waiting: requests that may wait beyond those of a step."""
         self._triton, self._async_llm = triton, async_llm
         self._metrics = TritonMetrics(triton, metric_labels)
@@ -55,7 +58,9 @@ class TritonBackend:
             set_python_executable()
             folder = Path(args["model_repository"]) / args["model_version"]
             start = StartOptions.read(folder / START_FILE)
-            run = with_triton_device(from_dict(RunConfig, start.run, str(folder / START_FILE)), args)
+            run = with_triton_device(
+                from_dict(RunConfig, start.run, str(folder / START_FILE)), args
+            )
             engine = AsyncLLM(
                 folder / ENGINE_DIR,
                 chat_template=start.chat_template,
@@ -95,7 +100,8 @@ class TritonBackend:
     def _start_request(self, request: _TritonRequest) -> None:
         if len(self._active_requests) >= self._max_requests:
             request.fail(
-                f"the engine has {len(self._active_requests)} requests to answer; try again soon", "UNAVAILABLE"
+                f"the engine has {len(self._active_requests)} requests to answer; try again soon",
+                "UNAVAILABLE",
             )
             return
         task = self._event_loop.create_task(self._run_request(request))
@@ -112,7 +118,10 @@ class TritonBackend:
             async with contextlib.aclosing(self._async_llm.stream_request(dialogue)) as deltas:
                 async for delta in deltas:
                     if delta.finish_reason == "abort":
-                        request.fail("the engine has no memory left for this request; shorten it", "UNAVAILABLE")
+                        request.fail(
+                            "the engine has no memory left for this request; shorten it",
+                            "UNAVAILABLE",
+                        )
                         return
                     if delta.finish_reason == "error":
                         request.fail(GRAMMAR_LOST, "INVALID_ARG")
@@ -126,13 +135,20 @@ class TritonBackend:
         except ModelmillError as error:
             request.fail(str(error), "UNAVAILABLE")
         except Exception as error:
-            # its text may hold anything, a prompt too: kind and place go to the log, nothing to the client
+            # its text may hold anything, a prompt too: kind and place go to the log, nothing to the
+            # client
             where = traceback.extract_tb(error.__traceback__)[-1]
-            self._triton.Logger.log_error(f"modelmill: {type(error).__name__} at {where.filename}:{where.lineno}")
-            request.fail("something went wrong in the engine; the server's log says what", "INTERNAL")
+            self._triton.Logger.log_error(
+                f"modelmill: {type(error).__name__} at {where.filename}:{where.lineno}"
+            )
+            request.fail(
+                "something went wrong in the engine; the server's log says what", "INTERNAL"
+            )
 
     async def _poll_cancellations(self) -> None:
-        """Whoever has left is answered no more; the engine drops the request before its next step."""
+        """Whoever has left is answered no more; the engine drops the request before its next
+        step.
+        """
         while True:
             await asyncio.sleep(CANCEL_POLL_SECONDS)
             self._metrics.update(self._async_llm.llm.engine_core.stats())
@@ -156,9 +172,13 @@ class _TritonRequest:
 
     def __init__(self, triton: Any, request: Any) -> None:
         self._triton, self._sender = triton, request.get_response_sender()
-        tensors = ((field.name, triton.get_input_tensor_by_name(request, field.name)) for field in INPUTS)
+        tensors = (
+            (field.name, triton.get_input_tensor_by_name(request, field.name)) for field in INPUTS
+        )
         # copies: the memory is Triton's
-        self.inputs = {name: tensor.as_numpy().copy() for name, tensor in tensors if tensor is not None}
+        self.inputs = {
+            name: tensor.as_numpy().copy() for name, tensor in tensors if tensor is not None
+        }
         self._is_open = True
 
     @property
@@ -169,44 +189,66 @@ class _TritonRequest:
     def send_delta(self, delta: OutputDelta, send_full_output: bool) -> None:
         """A piece of the answer, or all of it; the last one ends the request."""
         output = delta.output.outputs[0]
-        text, ids = (output.text, output.token_ids) if send_full_output else (delta.text, delta.token_ids)
+        text, ids = (
+            (output.text, output.token_ids) if send_full_output else (delta.text, delta.token_ids)
+        )
         values = (
             numpy.array([text.encode()], dtype=numpy.object_),
             numpy.array(list(ids), dtype=numpy.int32),
             numpy.array([(delta.finish_reason or "").encode()], dtype=numpy.object_),
         )
-        tensors = [self._triton.Tensor(field.name, value) for field, value in zip(OUTPUTS, values, strict=True)]
-        self._send(self._triton.InferenceResponse(output_tensors=tensors), last=delta.finish_reason is not None)
+        tensors = [
+            self._triton.Tensor(field.name, value)
+            for field, value in zip(OUTPUTS, values, strict=True)
+        ]
+        self._send(
+            self._triton.InferenceResponse(output_tensors=tensors),
+            last=delta.finish_reason is not None,
+        )
 
     def fail(self, message: str, code: str) -> None:
         """End the request with an error. code: of TritonError."""
-        error = self._triton.TritonError(" ".join(message.split()), getattr(self._triton.TritonError, code))
+        error = self._triton.TritonError(
+            " ".join(message.split()), getattr(self._triton.TritonError, code)
+        )
         self._send(self._triton.InferenceResponse(output_tensors=[], error=error), last=True)
 
     def _send(self, response: Any, last: bool) -> None:
         if not self._is_open:
             return
         self._is_open = not last
-        self._sender.send(response, flags=self._triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL if last else 0)
+        self._sender.send(
+            response, flags=self._triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL if last else 0
+        )
 
 
-def check_request(request: ParsedRequest, text_processor: TextProcessor, max_model_len: int) -> None:
-    """Raises RequestError for what this engine cannot read, and for what is too long however it would be split."""
+def check_request(
+    request: ParsedRequest, text_processor: TextProcessor, max_model_len: int
+) -> None:
+    """Raises RequestError for what this engine cannot read, and for what is too long however it
+    would be split.
+    """
     prompt: Any = request.prompt
     if not isinstance(prompt, Mapping):
         if text_processor.chat_format is None:
-            raise RequestError("messages need a chat template, which this engine has not; give text_input")
+            raise RequestError(
+                "messages need a chat template, which this engine has not; give text_input"
+            )
         texts = [each["content"] for each in prompt if isinstance(each.get("content"), str)]
     else:
         if text_processor.tokenizer is None and ("prompt" in prompt or request.params.stop):
-            raise RequestError("this engine has no tokenizer; give input_ids, and stop_token_ids instead of stop")
+            raise RequestError(
+                "this engine has no tokenizer; give input_ids, and stop_token_ids instead of stop"
+            )
         texts = list(prompt.values())[:1]
     for text in texts:
         text_processor.check_length(text, max_model_len)
 
 
 def check_one_instance(model_config: Mapping[str, Any]) -> None:
-    """Raises UsageError for a configuration with two instances on one device: they would not share their steps."""
+    """Raises UsageError for a configuration with two instances on one device: they would not share
+    their steps.
+    """
     found: Counter[str] = Counter()
     for group in model_config.get("instance_group", ()):
         kind, count = group.get("kind", "KIND_AUTO"), group.get("count", 1)
@@ -215,7 +257,8 @@ def check_one_instance(model_config: Mapping[str, Any]) -> None:
     for place, count in found.items():
         if count > 1:
             raise UsageError(
-                f"{count} instances on {place}: each would hold an engine of its own, while requests share the steps "
+                f"{count} instances on {place}: each would hold an engine of its own, while "
+                "requests share the steps "
                 "of one; set count to 1 in config.pbtxt"
             )
 
@@ -229,13 +272,25 @@ def with_triton_device(run: RunConfig, args: Mapping[str, str]) -> RunConfig:
 
 
 def set_python_executable() -> None:
-    """Ranks and chat templates start Python by ``sys.executable``, which is Triton's stub here, or nothing."""
+    """Ranks and chat templates start Python by ``sys.executable``, which is Triton's stub here, or
+    nothing.
+    """
     if Path(sys.executable or "stub").name.startswith("python"):
         return
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    found = next((path for name in (version, "python3") if (path := Path(sys.prefix, "bin", name)).is_file()), None)
+    found = next(
+        (
+            path
+            for name in (version, "python3")
+            if (path := Path(sys.prefix, "bin", name)).is_file()
+        ),
+        None,
+    )
     if found is None:
-        raise UsageError(f"there is no Python in {sys.prefix}/bin; start Triton with the PYTHONHOME of its interpreter")
+        raise UsageError(
+            f"there is no Python in {sys.prefix}/bin; start Triton with the PYTHONHOME of its "
+            "interpreter"
+        )
     sys.executable = str(found)
 
 

@@ -17,7 +17,10 @@ VARIABLE_LENGTH = -1
 
 @dataclass(frozen=True)
 class TritonField:
-    """A tensor of one dimension. size: 1, or VARIABLE_LENGTH. is_sampling_param: a field of SamplingParams."""
+    """A tensor of one dimension.
+
+    size: 1, or VARIABLE_LENGTH. is_sampling_param: a field of SamplingParams.
+    """
 
     name: str
     type: str
@@ -54,7 +57,9 @@ OUTPUTS = (
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request, read: its prompt as ``TextProcessor.request`` takes it, how to answer it, and in pieces or not."""
+    """A request, read: its prompt as ``TextProcessor.request`` takes it, how to answer it, and in
+    pieces or not.
+    """
 
     prompt: Prompt | Messages
     params: SamplingParams
@@ -66,13 +71,23 @@ def parse_request(tensors: Mapping[str, Any]) -> ParsedRequest:
 
     tensors: arrays of numpy, of any shape; strings are bytes. Raises RequestError in one line.
     """
-    values = {field.name: _parse_tensor(field, tensors[field.name]) for field in INPUTS if field.name in tensors}
+    values = {
+        field.name: _parse_tensor(field, tensors[field.name])
+        for field in INPUTS
+        if field.name in tensors
+    }
     sources = [name for name in ("text_input", "messages", "input_ids") if name in values]
     if len(sources) != 1:
         told = " and ".join(sources) or "none of them"
         raise RequestError(f"give one of text_input, messages and input_ids, not {told}")
-    sampling = {field.name: values[field.name] for field in INPUTS if field.is_sampling_param and field.name in values}
-    return ParsedRequest(_select_prompt(values, sources[0]), SamplingParams(**sampling), values.get("stream", False))
+    sampling = {
+        field.name: values[field.name]
+        for field in INPUTS
+        if field.is_sampling_param and field.name in values
+    }
+    return ParsedRequest(
+        _select_prompt(values, sources[0]), SamplingParams(**sampling), values.get("stream", False)
+    )
 
 
 def _select_prompt(values: Mapping[str, Any], source: str) -> Prompt | Messages:
@@ -123,5 +138,8 @@ def _shortest_float(value: float) -> float:
 def format_pbtxt_fields(fields: Sequence[TritonField], optional: bool) -> str:
     """The fields as config.pbtxt writes them."""
     more = ", optional: true" if optional else ""
-    lines = (f'  {{ name: "{field.name}", data_type: {field.type}, dims: [ {field.size} ]{more} }}' for field in fields)
+    lines = (
+        f'  {{ name: "{field.name}", data_type: {field.type}, dims: [ {field.size} ]{more} }}'
+        for field in fields
+    )
     return "[\n" + ",\n".join(lines) + "\n]"

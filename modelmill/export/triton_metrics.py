@@ -1,4 +1,6 @@
-"""An engine's counters and gauges on Triton's own metrics page, under the names that ``modelmill serve`` uses."""
+"""An engine's counters and gauges on Triton's own metrics page, under the names that
+``modelmill serve`` uses.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ COUNTERS: Mapping[str, tuple[str, Callable[[Stats], float]]] = {
     "prompt_tokens_total": ("Tokens of prompts that were answered.", lambda s: s.prompt_tokens),
     "generation_tokens_total": ("Tokens of answers.", lambda s: s.output_tokens),
     "num_preemptions_total": ("Preempted sequences.", lambda s: s.preemptions),
-    "prefix_cache_queries_total": ("Tokens of prompts looked up in the prefix cache.", lambda s: s.prompt_tokens),
+    "prefix_cache_queries_total": (
+        "Tokens of prompts looked up in the prefix cache.",
+        lambda s: s.prompt_tokens,
+    ),
     "prefix_cache_hits_total": ("Tokens of prompts found there.", lambda s: s.cached_tokens),
 }
 
@@ -38,7 +43,9 @@ class TritonMetrics:
             for table, kind in tables
             for name, (told, _) in table.items()
         }
-        self._metrics = {name: found.Metric(labels=dict(labels)) for name, found in self._families.items()}
+        self._metrics = {
+            name: found.Metric(labels=dict(labels)) for name, found in self._families.items()
+        }
         self._last_values: dict[str, float] = dict.fromkeys(self._families, 0.0)
 
     def update(self, stats: Stats) -> None:

@@ -1,4 +1,5 @@
-"""A model repository for Triton Inference Server: an engine, its config.pbtxt and a model.py that calls modelmill.
+"""A model repository for Triton Inference Server: an engine, its config.pbtxt and a model.py that
+calls modelmill.
 
 ::
 
@@ -6,7 +7,7 @@
     REPOSITORY/NAME/1/model.py
     REPOSITORY/NAME/1/engine          the engine's folder, linked or copied
     REPOSITORY/NAME/1/start.json      how it is opened: RunConfig's fields, the chat template, the length of the queue
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -48,12 +49,15 @@ class TritonPythonModel:
 
     def finalize(self):
         self.backend.close()
-'''
+'''  # noqa: E501
 
 
 @dataclass(frozen=True)
 class StartOptions:
-    """How the engine is opened. run: fields of RunConfig that differ from its defaults. waiting: see serve."""
+    """How the engine is opened.
+
+    run: fields of RunConfig that differ from its defaults. waiting: see serve.
+    """
 
     run: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
@@ -61,7 +65,16 @@ class StartOptions:
 
     def to_json(self) -> str:
         """As start.json."""
-        return json.dumps({"run": dict(self.run), "chat_template": self.chat_template, "waiting": self.waiting}) + "\n"
+        return (
+            json.dumps(
+                {
+                    "run": dict(self.run),
+                    "chat_template": self.chat_template,
+                    "waiting": self.waiting,
+                }
+            )
+            + "\n"
+        )
 
     @staticmethod
     def read(path: Path) -> StartOptions:
@@ -71,26 +84,36 @@ class StartOptions:
         except (OSError, ValueError):
             raise UsageError(f"{path} cannot be read; export the engine again") from None
         if not isinstance(raw, dict) or not isinstance(raw.get("run", {}), dict):
-            raise UsageError(f"{path} must hold an object with run, chat_template and waiting; export the engine again")
+            raise UsageError(
+                f"{path} must hold an object with run, chat_template and waiting; export the "
+                "engine again"
+            )
         found = from_dict(StartOptions, raw, str(path))
         from_dict(RunConfig, found.run, str(path))
         return found
 
 
 def export_triton_repository(
-    engine: Path, repository: Path, *, name: str | None = None, copy: bool = False, start_options: StartOptions
+    engine: Path,
+    repository: Path,
+    *,
+    name: str | None = None,
+    copy: bool = False,
+    start_options: StartOptions,
 ) -> Path:
     """Write REPOSITORY/NAME for an engine folder; returns it. It appears whole or not at all.
 
     name: default: the folder's, without .engine. copy: the engine's files; else a link to them.
 
-    Raises UsageError where the name is taken or none, or the folder cannot be written; ArtifactError for the engine.
-    """
+    Raises UsageError where the name is taken or none, or the folder cannot be written;
+    ArtifactError for the engine."""
     manifest = open_artifact(engine).manifest
     check_engine_type(engine, manifest.engine_type, "language")
     chosen = name or Path(os.path.abspath(engine)).name.removesuffix(".engine")
     if not _NAME.fullmatch(chosen):
-        raise UsageError(f"--name {chosen[:60]!r}: letters, digits, _, - and . only; give another --name")
+        raise UsageError(
+            f"--name {chosen[:60]!r}: letters, digits, _, - and . only; give another --name"
+        )
     run = from_dict(RunConfig, start_options.run, "run")
     target = repository / chosen
     if target.exists() or target.is_symlink():
@@ -118,7 +141,9 @@ def _link_or_copy(engine: Path, target: Path, copy: bool) -> None:
 
 
 def _instance_kind(manifest: Manifest, run: RunConfig) -> str:
-    """Whose device an instance is: several GPUs, or one that was named, are the engine's own choice."""
+    """Whose device an instance is: several GPUs, or one that was named, are the engine's own
+    choice.
+    """
     if run.tp > 1 or ":" in run.device:
         return "KIND_MODEL"
     device = manifest.build.get("target") if run.device == "auto" else run.device
@@ -135,4 +160,4 @@ model_transaction_policy {{ decoupled: true }}
 instance_group [ {{ count: 1, kind: {instance_kind} }} ]
 input {format_pbtxt_fields(INPUTS, optional=True)}
 output {format_pbtxt_fields(OUTPUTS, optional=False)}
-'''
+'''  # noqa: E501

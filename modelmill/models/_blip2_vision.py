@@ -1,7 +1,8 @@
-"""From images to embeddings that a language model takes as inputs: vision encoder, norm, Q-Former, projection.
+"""From images to embeddings that a language model takes as inputs: vision encoder, norm, Q-Former,
+projection.
 
-MiniGPT-4 keeps them in three files (EVA's ViT-g, BLIP-2's Q-Former, its own projection), transformers' BLIP-2 in one
-under other names (``checkpoint.blip2``).
+MiniGPT-4 keeps them in three files (EVA's ViT-g, BLIP-2's Q-Former, its own projection),
+transformers' BLIP-2 in one under other names (``checkpoint.blip2``).
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ CHECKPOINT_PREFIXES = ("", "visual_encoder.", "module.", "model.")
 
 @dataclass(frozen=True)
 class Blip2VisionSpec:
-    """out: the language model's width. norm_eps: of the norm between vision encoder and Q-Former."""
+    """out: the language model's width.
+
+    norm_eps: of the norm between vision encoder and Q-Former.
+    """
 
     vision_encoder: EvaSpec
     qformer: QFormerSpec
@@ -53,7 +57,11 @@ class Blip2ImageEmbedder(nn.Module):
         # in float32, as the original does even where the vision encoder is in 16 bits
         norm = self.ln_vision
         wide = torch.nn.functional.layer_norm(
-            image_tokens.float(), (image_tokens.shape[-1],), norm.weight.float(), norm.bias.float(), norm.eps
+            image_tokens.float(),
+            (image_tokens.shape[-1],),
+            norm.weight.float(),
+            norm.bias.float(),
+            norm.eps,
         )
         return vision.linear(self.proj, self.qformer(wide.to(image_tokens.dtype), vision))
 
@@ -63,7 +71,9 @@ def rules(spec: Blip2VisionSpec) -> list[Rule]:
     with torch.device("meta"):
         embedder = Blip2ImageEmbedder(spec)
     names = [name for name, _ in embedder.named_buffers()]
-    names += [f"{name}.weight" for name, module in embedder.named_modules() if isinstance(module, Linear)]
+    names += [
+        f"{name}.weight" for name, module in embedder.named_modules() if isinstance(module, Linear)
+    ]
     return [_rule_for(name) for name in sorted(names)]
 
 

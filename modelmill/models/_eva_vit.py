@@ -1,4 +1,7 @@
-"""EVA-CLIP's ViT-g without its last block, the eyes of BLIP-2 and MiniGPT-4 (Fang et al. 2022, arXiv:2211.07636)."""
+"""EVA-CLIP's ViT-g without its last block, the eyes of BLIP-2 and MiniGPT-4 (Fang et al.
+
+2022, arXiv:2211.07636).
+"""
 
 from __future__ import annotations
 
@@ -82,7 +85,9 @@ class EvaPatchEmbed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, 3, S, S] → [B, T, C]."""
-        return F.linear(patchify(x, self.proj.stride).flatten(1, 2), self.proj.weight.flatten(1), self.proj.bias)
+        return F.linear(
+            patchify(x, self.proj.stride).flatten(1, 2), self.proj.weight.flatten(1), self.proj.bias
+        )
 
 
 class EvaVisionEncoder(nn.Module):
@@ -96,9 +101,12 @@ class EvaVisionEncoder(nn.Module):
         self.spec = spec
         self.patch_embed = EvaPatchEmbed(spec)
         self.register_buffer("cls_token", torch.empty(1, 1, spec.width, device="meta"))
-        self.register_buffer("pos_embed", torch.empty(1, spec.grid**2 + 1, spec.width, device="meta"))
+        self.register_buffer(
+            "pos_embed", torch.empty(1, spec.grid**2 + 1, spec.width, device="meta")
+        )
         self.blocks = nn.ModuleList(
-            VitBlock(spec.width, spec.eps, EvaAttention(spec), EvaMLP(spec)) for _ in range(spec.depth)
+            VitBlock(spec.width, spec.eps, EvaAttention(spec), EvaMLP(spec))
+            for _ in range(spec.depth)
         )
 
     def forward(self, x: torch.Tensor, vision: VisionContext) -> torch.Tensor:
@@ -113,11 +121,15 @@ class EvaVisionEncoder(nn.Module):
 
 
 def interpolate_positions(table: torch.Tensor, num_patches: int) -> torch.Tensor:
-    """Learned positions [1, 1 + G², C] for a square of ``num_patches`` patches, bicubic where it is another size."""
+    """Learned positions [1, 1 + G², C] for a square of ``num_patches`` patches, bicubic where it is
+    another size.
+    """
     grid, side = round((table.shape[1] - 1) ** 0.5), round(num_patches**0.5)
     assert side * side == num_patches, "images are square here"
     if grid == side:
         return table
     square = table[:, 1:].float().view(1, grid, grid, -1).permute(0, 3, 1, 2)
     larger = F.interpolate(square, (side, side), mode="bicubic", align_corners=False)
-    return torch.cat((table[:, :1], larger.permute(0, 2, 3, 1).reshape(1, num_patches, -1).to(table.dtype)), 1)
+    return torch.cat(
+        (table[:, :1], larger.permute(0, 2, 3, 1).reshape(1, num_patches, -1).to(table.dtype)), 1
+    )

@@ -1,4 +1,6 @@
-"""Reading a foreign config.json: a missing or wrong value is the checkpoint's fault, and is named."""
+"""Reading a foreign config.json: a missing or wrong value is the checkpoint's fault, and is
+named.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +13,24 @@ from modelmill.core.quoting import quote
 from modelmill.nn.rotary import RopeSpec
 
 MAX_SIZE = 1 << 24
-"""Above every real width, vocabulary and context; keeps nonsense from taking memory before weights are looked at."""
+"""Above every real width, vocabulary and context; keeps nonsense from taking memory before weights
+are looked at.
+"""
 
 MAX_LAYERS = 4096
 MAX_FLOAT = 1e12
 """Above every real base, factor and epsilon; keeps float32 arithmetic on them finite."""
 
 
-def positive_int(raw: Mapping[str, Any], *keys: str, default: int | None = None, max_value: int = MAX_SIZE) -> int:
+def positive_int(
+    raw: Mapping[str, Any], *keys: str, default: int | None = None, max_value: int = MAX_SIZE
+) -> int:
     """The first of ``keys`` that is set, as a whole number from 1 to ``max_value``."""
     value = _first_value(raw, keys, default)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= max_value:
         raise CheckpointError(
-            f"config.json: {keys[0]} must be a whole number from 1 to {max_value}, not {quote(value, 60)}"
+            f"config.json: {keys[0]} must be a whole number from 1 to {max_value}, not "
+            f"{quote(value, 60)}"
         )
     return value
 
@@ -37,7 +44,9 @@ def non_negative_float(raw: Mapping[str, Any], *keys: str, default: float | None
     """The first of ``keys`` that is set, as a number from 0 up."""
     value = _first_value(raw, keys, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < MAX_FLOAT:
-        raise CheckpointError(f"config.json: {keys[0]} must be a number from 0 up, not {quote(value, 60)}")
+        raise CheckpointError(
+            f"config.json: {keys[0]} must be a number from 0 up, not {quote(value, 60)}"
+        )
     return float(value)
 
 
@@ -63,7 +72,8 @@ def require_value(raw: Mapping[str, Any], key: str, allowed: tuple[Any, ...], de
     value = raw.get(key, default)
     if value not in allowed:
         raise CheckpointError(
-            f"config.json: {key}={quote(value, 60)} is not supported (supported: {', '.join(map(repr, allowed))})"
+            f"config.json: {key}={quote(value, 60)} is not supported (supported: "
+            f"{', '.join(map(repr, allowed))})"
         )
 
 
@@ -93,19 +103,25 @@ ROPE_KEYS = ("rope_theta", "rope_type", "type")
 
 
 def rope_spec(raw: Mapping[str, Any], dim: int, max_positions: int) -> RopeSpec:
-    """The rotation, from ``rope_theta`` and ``rope_scaling`` or from the newer ``rope_parameters``."""
+    """The rotation, from ``rope_theta`` and ``rope_scaling`` or from the newer
+    ``rope_parameters``.
+    """
     name, scaling = _rope_scaling(raw)
-    base = positive_float(raw if scaling.get("rope_theta") is None else scaling, "rope_theta", default=10000.0)
+    base = positive_float(
+        raw if scaling.get("rope_theta") is None else scaling, "rope_theta", default=10000.0
+    )
     if base == 1.0:
         raise CheckpointError("config.json: rope_theta=1 rotates nothing")
     scaling_type = scaling.get("rope_type", scaling.get("type", "default"))
     if not isinstance(scaling_type, str) or scaling_type not in SCALINGS:
         raise CheckpointError(
-            f"config.json: {name}: rope scaling {quote(scaling_type, 60)} is not supported (known: linear, dynamic, "
+            f"config.json: {name}: rope scaling {quote(scaling_type, 60)} is not supported "
+            "(known: linear, dynamic, "
             "llama3, yarn)"
         )
     if scaling_type != "default":
-        # transformers turns such a fraction of each head only where it scales, and then no decoder of ours fits it
+        # transformers turns such a fraction of each head only where it scales, and then no decoder
+        # of ours fits it
         part = "partial_rotary_factor"
         require_value(scaling if part in scaling else raw, part, (1, None), None)
     if scaling_type in ("llama3", "yarn") and raw.get(TRAINED_LEN_KEY) is not None:
@@ -123,19 +139,24 @@ def rope_spec(raw: Mapping[str, Any], dim: int, max_positions: int) -> RopeSpec:
         fast, slow = scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1
         if fast < slow:
             raise CheckpointError(
-                f"config.json: {name}: yarn needs beta_fast (now {fast:g}) of at least beta_slow (now {slow:g}); "
+                f"config.json: {name}: yarn needs beta_fast (now {fast:g}) of at least beta_slow "
+                f"(now {slow:g}); "
                 "are the two exchanged?"
             )
     if isinstance(raw, ConfigView):
         read = {*ROPE_KEYS, *needed, *optional, *(["truncate"] if scaling_type == "yarn" else [])}
         raw.ignore({f"{name}.{key}": value for key, value in scaling.items() if key not in read})
     if scaling_type == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
-        raise CheckpointError(f"config.json: {name}: llama3 needs low_freq_factor below high_freq_factor")
+        raise CheckpointError(
+            f"config.json: {name}: llama3 needs low_freq_factor below high_freq_factor"
+        )
     return RopeSpec(dim, base, max_positions, scaling)
 
 
 def _rope_scaling(raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Its key and ``rope_scaling``, or ``rope_parameters`` where there is none: never a mixture, as in transformers."""
+    """Its key and ``rope_scaling``, or ``rope_parameters`` where there is none: never a mixture, as
+    in transformers.
+    """
     first, second = (raw.get(key) for key in ("rope_scaling", "rope_parameters"))
     for key, found in (("rope_scaling", first), ("rope_parameters", second)):
         if found is None:
@@ -165,7 +186,10 @@ def max_sequence_len(spec: RopeSpec, max_positions: int) -> int:
 
 
 def _first_value(raw: Mapping[str, Any], keys: tuple[str, ...], default: Any) -> Any:
-    """The value of keys that mean the same. Raises CheckpointError where two of them contradict each other."""
+    """The value of keys that mean the same.
+
+    Raises CheckpointError where two of them contradict each other.
+    """
     named = [key for key in keys if raw.get(key) is not None]
     if not named:
         if default is None:
@@ -175,7 +199,8 @@ def _first_value(raw: Mapping[str, Any], keys: tuple[str, ...], default: Any) ->
     for other in named[1:]:
         if raw[other] != value:
             raise CheckpointError(
-                f"config.json: {named[0]}={quote(value, 60)} and {other}={quote(raw[other], 60)} mean the same and "
+                f"config.json: {named[0]}={quote(value, 60)} and {other}={quote(raw[other], 60)} "
+                "mean the same and "
                 "contradict each other; correct one of them"
             )
     return value

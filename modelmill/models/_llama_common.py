@@ -24,7 +24,9 @@ IGNORED_BUFFERS = (r"(.*\.)?rotary_emb\.inv_freq", r".*\.masked_bias")
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 CHECKPOINT_PREFIXES = ("model.",)
 DEFAULT_WINDOW = 4096
-"""``sliding_window`` of MistralConfig, Qwen2Config and Qwen3Config where config.json does not name it."""
+"""``sliding_window`` of MistralConfig, Qwen2Config and Qwen3Config where config.json does not name
+it.
+"""
 
 
 def config_from_hf(raw: Mapping[str, Any], positions: int = 2048, **switches: Any) -> DecoderConfig:
@@ -38,10 +40,13 @@ def config_from_hf(raw: Mapping[str, Any], positions: int = 2048, **switches: An
     head_dim = positive_int(raw, "head_dim", default=max(hidden // heads, 1))
     if heads % kv_heads:
         raise CheckpointError(
-            f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
+            f"config.json: num_attention_heads={heads} is not a multiple of "
+            f"num_key_value_heads={kv_heads}"
         )
     if head_dim % 2:
-        raise CheckpointError(f"config.json: head_dim={head_dim} is odd; rotary embeddings need pairs")
+        raise CheckpointError(
+            f"config.json: head_dim={head_dim} is odd; rotary embeddings need pairs"
+        )
     positions = positive_int(raw, "max_position_embeddings", default=positions)
     spec = rope_spec(raw, head_dim, positions)
     return DecoderConfig(
@@ -61,10 +66,12 @@ def config_from_hf(raw: Mapping[str, Any], positions: int = 2048, **switches: An
 
 
 def sliding_windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    """Per layer the sliding window or None, from ``layer_types`` or from Qwen2's ``max_window_layers``.
+    """Per layer the sliding window or None, from ``layer_types`` or from Qwen2's
+    ``max_window_layers``.
 
-    A ``sliding_window`` of null means none; one that is absent is the original classes' DEFAULT_WINDOW. Raises
-    CheckpointError for layers of a kind that is not computed, and for windows without a size.
+    A ``sliding_window`` of null means none; one that is absent is the original classes'
+    DEFAULT_WINDOW. Raises CheckpointError for layers of a kind that is not computed, and for
+    windows without a size.
     """
     raw = overlay_config(raw, {"sliding_window": DEFAULT_WINDOW})
     sized = raw["sliding_window"] is not None
@@ -73,7 +80,8 @@ def sliding_windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ..
     if not on:
         if types is not None and SLIDING_ATTENTION in types:
             raise CheckpointError(
-                f"config.json: layer_types names {SLIDING_ATTENTION}, but sliding_window or use_sliding_window is off"
+                f"config.json: layer_types names {SLIDING_ATTENTION}, but sliding_window or "
+                "use_sliding_window is off"
             )
         return ()
     size = positive_int(raw, "sliding_window")
@@ -84,8 +92,8 @@ def sliding_windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ..
 
 
 def layer_types(raw: Mapping[str, Any], layers: int) -> list[str] | None:
-    """``layer_types``: FULL_ATTENTION or SLIDING_ATTENTION for each layer; None where it is absent. Raises
-    CheckpointError for others."""
+    """``layer_types``: FULL_ATTENTION or SLIDING_ATTENTION for each layer; None where it is absent.
+    Raises CheckpointError for others."""
     types = raw.get("layer_types")
     if types is None:
         return None
@@ -94,34 +102,47 @@ def layer_types(raw: Mapping[str, Any], layers: int) -> list[str] | None:
     types = [
         FULL_ATTENTION if layer_type == "attention" else layer_type for layer_type in types
     ]  # its name before transformers 5
-    unknown = next((layer_type for layer_type in types if layer_type not in (FULL_ATTENTION, SLIDING_ATTENTION)), None)
+    unknown = next(
+        (
+            layer_type
+            for layer_type in types
+            if layer_type not in (FULL_ATTENTION, SLIDING_ATTENTION)
+        ),
+        None,
+    )
     if unknown is not None:
         raise CheckpointError(
-            f"config.json: layer_types names {quote(unknown, 60)}, which is not computed (known: {FULL_ATTENTION}, "
+            f"config.json: layer_types names {quote(unknown, 60)}, which is not computed (known: "
+            f"{FULL_ATTENTION}, "
             f"{SLIDING_ATTENTION})"
         )
     if len(types) != layers:
         raise CheckpointError(
-            f"config.json: layer_types names {len(types)} layers where num_hidden_layers={layers}; correct one of them"
+            f"config.json: layer_types names {len(types)} layers where "
+            f"num_hidden_layers={layers}; correct one of them"
         )
     return types
 
 
 def refuse_windows(raw: Mapping[str, Any], config: DecoderConfig) -> DecoderConfig:
-    """The sizes of a family without windows. Raises CheckpointError for a config that asks for some.
+    """The sizes of a family without windows. Raises CheckpointError for a config that asks for
+    some.
 
-    Runtimes differ in what they make of these keys (transformers' cache keeps the window, its mask does not know it).
-    """
+    Runtimes differ in what they make of these keys (transformers' cache keeps the window, its mask
+    does not know it)."""
     on, size = boolean(raw, "use_sliding_window", True), raw.get("sliding_window")
     types = layer_types(raw, config.layers)
     if types is not None and SLIDING_ATTENTION in types:
         raise CheckpointError(
-            f"config.json: layer_types names {SLIDING_ATTENTION}, which a {raw.get('model_type', 'llama')} does not "
-            f"have; take {FULL_ATTENTION} for every layer, or the model_type that these weights were trained as"
+            f"config.json: layer_types names {SLIDING_ATTENTION}, which a "
+            f"{raw.get('model_type', 'llama')} does not "
+            f"have; take {FULL_ATTENTION} for every layer, or the model_type that these weights "
+            "were trained as"
         )
     if on and size is not None and positive_int(raw, "sliding_window") < config.max_len:
         raise CheckpointError(
-            f"config.json: sliding_window={size} is not supported for a {raw.get('model_type', 'llama')}; set it to "
+            f"config.json: sliding_window={size} is not supported for a "
+            f"{raw.get('model_type', 'llama')}; set it to "
             "null for full attention, or model_type to mistral for windows"
         )
     return config
@@ -129,7 +150,10 @@ def refuse_windows(raw: Mapping[str, Any], config: DecoderConfig) -> DecoderConf
 
 def rules(config: DecoderConfig) -> list[Rule]:
     """Every tensor of the decoder under its Hugging Face names."""
-    out = [Rule("embed.weight", ("model.embed_tokens.weight",)), Rule("norm.weight", ("model.norm.weight",))]
+    out = [
+        Rule("embed.weight", ("model.embed_tokens.weight",)),
+        Rule("norm.weight", ("model.norm.weight",)),
+    ]
     if not config.tied:
         out.append(Rule("head.weight", ("lm_head.weight",)))
     for i in range(config.layers):
@@ -146,7 +170,10 @@ def rules(config: DecoderConfig) -> list[Rule]:
             *_linear(f"{ours}.mlp.down_proj", (f"{theirs}.mlp.down_proj",), config.mlp_bias),
         ]
         if config.qk_norm:
-            out += [Rule(f"{ours}.attn.rope_cache.{n}_norm.weight", (f"{attention}.{n}_norm.weight",)) for n in "qk"]
+            out += [
+                Rule(f"{ours}.attn.rope_cache.{n}_norm.weight", (f"{attention}.{n}_norm.weight",))
+                for n in "qk"
+            ]
     return out
 
 

@@ -1,4 +1,7 @@
-"""The Q-Former: learned queries that ask an image (Li et al. 2023, arXiv:2301.12597); the queries' branch alone."""
+"""The Q-Former: learned queries that ask an image (Li et al.
+
+2023, arXiv:2301.12597); the queries' branch alone.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +52,14 @@ class QFormerOutput(nn.Module):
         self.dense = Linear(inner, width, bias=True)
         self.LayerNorm = PlainNorm(width, eps)
 
-    def forward(self, x: torch.Tensor | QuantizedInput, residual: torch.Tensor, vision: VisionContext) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor | QuantizedInput, residual: torch.Tensor, vision: VisionContext
+    ) -> torch.Tensor:
         """x [B, T, inner], residual [B, T, C] → [B, T, C]."""
         norm = self.LayerNorm
-        normed, _ = vision.ops.add_layer_norm(vision.linear(self.dense, x), residual, norm.weight, norm.bias, norm.eps)
+        normed, _ = vision.ops.add_layer_norm(
+            vision.linear(self.dense, x), residual, norm.weight, norm.bias, norm.eps
+        )
         return normed
 
 
@@ -65,7 +72,9 @@ class QFormerAttention(nn.Module):
         self.self = QFormerQKV(spec.width, kv_width)
         self.output = QFormerOutput(spec.width, spec.width, spec.eps)
 
-    def forward(self, x: torch.Tensor, context: torch.Tensor, vision: VisionContext) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, context: torch.Tensor, vision: VisionContext
+    ) -> torch.Tensor:
         """x [B, T, C], context [B, S, kv_width] → [B, T, C]."""
         part = self.self
         q, k, v = (
@@ -91,12 +100,16 @@ class QFormerLayer(nn.Module):
         super().__init__()
         self.attention = QFormerAttention(spec, spec.width)
         self.crossattention = (
-            QFormerAttention(spec, spec.image_width) if index % spec.cross_attention_frequency == 0 else None
+            QFormerAttention(spec, spec.image_width)
+            if index % spec.cross_attention_frequency == 0
+            else None
         )
         self.intermediate_query = QFormerIntermediate(spec.width, spec.inner)
         self.output_query = QFormerOutput(spec.inner, spec.width, spec.eps)
 
-    def forward(self, x: torch.Tensor, image_tokens: torch.Tensor, vision: VisionContext) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, image_tokens: torch.Tensor, vision: VisionContext
+    ) -> torch.Tensor:
         """x [B, T, C], image_tokens [B, S, image_width] → [B, T, C]."""
         x = self.attention(x, x, vision)
         if self.crossattention is not None:
@@ -112,7 +125,9 @@ class QFormer(nn.Module):
 
     def __init__(self, spec: QFormerSpec) -> None:
         super().__init__()
-        self.register_buffer("query_tokens", torch.empty(1, spec.queries, spec.width, device="meta"))
+        self.register_buffer(
+            "query_tokens", torch.empty(1, spec.queries, spec.width, device="meta")
+        )
         self.norm = PlainNorm(spec.width, spec.eps)
         self.layer = nn.ModuleList(QFormerLayer(spec, i) for i in range(spec.depth))
 

@@ -1,4 +1,6 @@
-"""SAM's sizes from a config.json, or from what an original file's tensors tell; what is not computed is refused."""
+"""SAM's sizes from a config.json, or from what an original file's tensors tell; what is not
+computed is refused.
+"""
 
 from __future__ import annotations
 
@@ -8,41 +10,61 @@ from typing import Any
 from modelmill.core.config_view import ConfigView
 from modelmill.core.errors import CheckpointError, UnknownArchitecture
 from modelmill.core.quoting import quote
-from modelmill.models._hf_config import MAX_LAYERS, num_layers, positive_float, positive_int, require_value
+from modelmill.models._hf_config import (
+    MAX_LAYERS,
+    num_layers,
+    positive_float,
+    positive_int,
+    require_value,
+)
 from modelmill.models._sam_vit import SamVitSpec
 
 EMBED_WIDTH = 256  # of the embeddings that encoder, prompts and decoder share
 SUPPORTED_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     "vision_config": {
         "hidden_act": ("gelu",), "num_channels": (3,), "qkv_bias": (True,), "use_abs_pos": (True,),
-        "use_rel_pos": (True,), "output_channels": (EMBED_WIDTH,), "num_pos_feats": (EMBED_WIDTH // 2,),
+        "use_rel_pos": (True,), "output_channels": (EMBED_WIDTH,),
+        "num_pos_feats": (EMBED_WIDTH // 2,),
     },
     "prompt_encoder_config": {
-        "hidden_act": ("gelu",), "hidden_size": (EMBED_WIDTH,), "layer_norm_eps": (1e-6,), "mask_input_channels": (16,),
+        "hidden_act": ("gelu",), "hidden_size": (EMBED_WIDTH,), "layer_norm_eps": (1e-6,),
+        "mask_input_channels": (16,),
         "num_point_embeddings": (4,),
     },
     "mask_decoder_config": {
-        "hidden_act": ("relu",), "hidden_size": (EMBED_WIDTH,), "mlp_dim": (2048,), "num_hidden_layers": (2,),
-        "num_attention_heads": (8,), "attention_downsample_rate": (2,), "num_multimask_outputs": (3,),
+        "hidden_act": ("relu",), "hidden_size": (EMBED_WIDTH,), "mlp_dim": (2048,),
+        "num_hidden_layers": (2,),
+        "num_attention_heads": (8,), "attention_downsample_rate": (2,),
+        "num_multimask_outputs": (3,),
         "iou_head_depth": (3,), "iou_head_hidden_dim": (256,), "layer_norm_eps": (1e-6, 1e-5),
     },
 }  # fmt: skip
-"""What transformers' config can change and is computed in one way only: what it may say, the default first.
+"""What transformers' config can change and is computed in one way only: what it may say, the
+default first.
 
-The decoder's epsilon is 1e-5, the original's; transformers' own default for the same weights is 1e-6."""
+The decoder's epsilon is 1e-5, the original's; transformers' own default for the same weights is
+1e-6."""
 
 
 def spec_from_hf(raw: Mapping[str, Any]) -> SamVitSpec:
     """The encoder's sizes from transformers' config.json. Raises CheckpointError."""
     if not isinstance(raw.get("vision_config"), Mapping):
-        raise UnknownArchitecture("config.json of a sam model lacks vision_config; give the original .pth instead")
+        raise UnknownArchitecture(
+            "config.json of a sam model lacks vision_config; give the original .pth instead"
+        )
     tables = {part: _section(raw, part) for part in SUPPORTED_VALUES}
     for part, keys in SUPPORTED_VALUES.items():
         for key, allowed in keys.items():
             require_value(tables[part], f"{part}.{key}", allowed, allowed[0])
     spec = _spec_from_vision_config(tables["vision_config"])
-    for key, size in (("image_size", spec.image), ("patch_size", spec.patch), ("image_embedding_size", spec.grid)):
-        require_value(tables["prompt_encoder_config"], f"prompt_encoder_config.{key}", (size,), size)
+    for key, size in (
+        ("image_size", spec.image),
+        ("patch_size", spec.patch),
+        ("image_embedding_size", spec.grid),
+    ):
+        require_value(
+            tables["prompt_encoder_config"], f"prompt_encoder_config.{key}", (size,), size
+        )
     return _check_sizes(spec)
 
 
@@ -65,7 +87,9 @@ def _spec_from_vision_config(vision: Mapping[str, Any]) -> SamVitSpec:
     ratio = positive_float(vision, "vision_config.mlp_ratio", default=4.0)
     return SamVitSpec(
         width=width,
-        depth=positive_int(vision, "vision_config.num_hidden_layers", default=12, max_value=MAX_LAYERS),
+        depth=positive_int(
+            vision, "vision_config.num_hidden_layers", default=12, max_value=MAX_LAYERS
+        ),
         heads=size("num_attention_heads", 12),
         global_attn_indexes=_layer_indices(
             vision.get("vision_config.global_attn_indexes", (2, 5, 8, 11)), "global_attn_indexes"
@@ -82,26 +106,38 @@ def spec_from_sizes(raw: Mapping[str, Any]) -> SamVitSpec:
     """The encoder's sizes as ``sam.config_from_shapes`` tells them."""
     sizes = _section(raw, "sizes")
     found = {
-        key: positive_int(sizes, f"sizes.{key}") for key in ("width", "heads", "inner", "image", "patch", "window")
+        key: positive_int(sizes, f"sizes.{key}")
+        for key in ("width", "heads", "inner", "image", "patch", "window")
     }
     layers = _layer_indices(sizes.get("sizes.global_attn_indexes"), "sizes.global_attn_indexes")
     rows = positive_int(sizes, "sizes.rel_pos_rows") if "sizes.rel_pos_rows" in sizes else None
     return _check_sizes(
-        SamVitSpec(depth=num_layers(sizes, "sizes.depth"), global_attn_indexes=layers, rel_pos_rows=rows, **found)
+        SamVitSpec(
+            depth=num_layers(sizes, "sizes.depth"),
+            global_attn_indexes=layers,
+            rel_pos_rows=rows,
+            **found,
+        )
     )
 
 
 def _layer_indices(value: Any, key: str) -> tuple[int, ...]:
     """Numbers of layers."""
     if not isinstance(value, (list, tuple)) or any(type(n) is not int or n < 0 for n in value):
-        raise CheckpointError(f"config.json: {key} must be a list of numbers of layers, not {quote(value, 60)}")
+        raise CheckpointError(
+            f"config.json: {key} must be a list of numbers of layers, not {quote(value, 60)}"
+        )
     return tuple(value)
 
 
 def _check_sizes(spec: SamVitSpec) -> SamVitSpec:
     """The same sizes. Raises CheckpointError where they do not fit each other."""
     if spec.width % spec.heads:
-        raise CheckpointError(f"config.json: {spec.heads} heads do not divide a hidden size of {spec.width}")
+        raise CheckpointError(
+            f"config.json: {spec.heads} heads do not divide a hidden size of {spec.width}"
+        )
     if spec.image % spec.patch:
-        raise CheckpointError(f"config.json: patches of {spec.patch} pixels do not divide an image of {spec.image}")
+        raise CheckpointError(
+            f"config.json: patches of {spec.patch} pixels do not divide an image of {spec.image}"
+        )
     return spec

@@ -1,4 +1,6 @@
-"""SAM's mask decoder: tokens and image attend to each other twice, then masks are read off the enlarged image."""
+"""SAM's mask decoder: tokens and image attend to each other twice, then masks are read off the
+enlarged image.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,13 @@ class SamAttention(nn.Module):
         self.v_proj = Linear(width, inner, bias=True)
         self.out_proj = Linear(inner, width, bias=True)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, vision: VisionContext) -> torch.Tensor:
-        """[N, Q, C], [N, K, C], [N, K, C] → [N, Q, C]. What all prompts share, q or k and v, may have an N of 1."""
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, vision: VisionContext
+    ) -> torch.Tensor:
+        """[N, Q, C], [N, K, C], [N, K, C] → [N, Q, C].
+
+        What all prompts share, q or k and v, may have an N of 1.
+        """
         q, k, v = (
             self._split_heads(vision.linear(layer, x))
             for layer, x in ((self.q_proj, q), (self.k_proj, k), (self.v_proj, v))
@@ -68,7 +75,9 @@ class SamTokenMLP(nn.Module):
 
 
 class TwoWayAttentionBlock(nn.Module):
-    """One round: tokens among themselves, tokens to image, MLP, image to tokens; a norm after each."""
+    """One round: tokens among themselves, tokens to image, MLP, image to tokens; a norm after
+    each.
+    """
 
     def __init__(self, width: int, heads: int, inner: int, first: bool) -> None:
         super().__init__()
@@ -90,7 +99,9 @@ class TwoWayAttentionBlock(nn.Module):
         image_pe: torch.Tensor,
         vision: VisionContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """tokens [N, T, C], image [N or 1, P, C]; query_pe: the tokens as they came; image_pe: of the image, [P, C]."""
+        """tokens [N, T, C], image [N or 1, P, C]; query_pe: the tokens as they came; image_pe: of
+        the image, [P, C].
+        """
         if self.skip_first_residual:  # neither positions nor a residual
             tokens = self.self_attn(tokens, tokens, tokens, vision)
         else:
@@ -98,7 +109,9 @@ class TwoWayAttentionBlock(nn.Module):
             tokens = tokens + self.self_attn(at, at, tokens, vision)
         tokens = self.norm1(tokens)
         placed = image + image_pe
-        tokens = self.norm2(tokens + self.cross_attn_token_to_image(tokens + query_pe, placed, image, vision))
+        tokens = self.norm2(
+            tokens + self.cross_attn_token_to_image(tokens + query_pe, placed, image, vision)
+        )
         tokens = self.norm3(tokens + self.mlp(tokens, vision))
         image = image + self.cross_attn_image_to_token(placed, tokens + query_pe, tokens, vision)
         image = vision.ops.layer_norm(image, self.norm4.weight, self.norm4.bias, self.norm4.eps)
@@ -110,18 +123,26 @@ class TwoWayTransformer(nn.Module):
 
     def __init__(self, width: int, heads: int, inner: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(TwoWayAttentionBlock(width, heads, inner, first=i == 0) for i in range(2))
+        self.layers = nn.ModuleList(
+            TwoWayAttentionBlock(width, heads, inner, first=i == 0) for i in range(2)
+        )
         self.final_attn_token_to_image = SamAttention(width, heads, 2)
         self.norm_final_attn = PlainNorm(width, NORM_EPS)
 
     def forward(
-        self, image: torch.Tensor, image_pe: torch.Tensor, query_pe: torch.Tensor, vision: VisionContext
+        self,
+        image: torch.Tensor,
+        image_pe: torch.Tensor,
+        query_pe: torch.Tensor,
+        vision: VisionContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """image [N or 1, P, C], image_pe [P, C], query_pe [N, T, C] → tokens, image [N, P, C]."""
         tokens = query_pe
         for layer in self.layers:
             tokens, image = layer(tokens, image, query_pe, image_pe, vision)
-        tokens = tokens + self.final_attn_token_to_image(tokens + query_pe, image + image_pe, image, vision)
+        tokens = tokens + self.final_attn_token_to_image(
+            tokens + query_pe, image + image_pe, image, vision
+        )
         return self.norm_final_attn(tokens), image
 
 
@@ -156,7 +177,9 @@ class SamMaskDecoder(nn.Module):
                 "3": Conv2d(width // 4, width // 8, 2, stride=2, transposed=True),
             }
         )
-        self.output_hypernetworks_mlps = nn.ModuleList(SamMaskHead(width, width // 8) for _ in range(NUM_MASKS))
+        self.output_hypernetworks_mlps = nn.ModuleList(
+            SamMaskHead(width, width // 8) for _ in range(NUM_MASKS)
+        )
         self.iou_prediction_head = SamMaskHead(width, NUM_MASKS)
 
     def forward(
@@ -167,9 +190,11 @@ class SamMaskDecoder(nn.Module):
         dense: torch.Tensor,
         vision: VisionContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """image: [N or 1, C, G, G]; image_pe: [C, G, G]; sparse: [N, P, C]; dense: [N or 1, C, G, G].
+        """image: [N or 1, C, G, G]; image_pe: [C, G, G]; sparse: [N, P, C]; dense: [N or 1, C, G,
+        G].
 
-        Returns all four masks' logits [N, 4, 4·G, 4·G] and their predicted IoUs [N, 4], both float32.
+        Returns all four masks' logits [N, 4, 4·G, 4·G] and their predicted IoUs [N, 4], both
+        float32.
         """
         count, side = len(sparse), dense.shape[-1]
         own = torch.cat((self.iou_token.weight, self.mask_tokens.weight))
@@ -179,7 +204,9 @@ class SamMaskDecoder(nn.Module):
         source = (image + dense).flatten(2).transpose(1, 2).contiguous()
         at = image_pe.to(own.dtype).flatten(1).t()
         tokens, source = self.transformer(source, at, tokens, vision)
-        makers = [make(tokens[:, 1 + i], vision) for i, make in enumerate(self.output_hypernetworks_mlps)]
+        makers = [
+            make(tokens[:, 1 + i], vision) for i, make in enumerate(self.output_hypernetworks_mlps)
+        ]
         masks = self._upscale_image(source, vision) @ torch.stack(makers, 2).float()
         # what became of one token lies together, by row, column, half and half of a half
         parts = masks.view(count, side, side, 2, 2, 2, 2, NUM_MASKS).permute(0, 7, 1, 3, 5, 2, 4, 6)
@@ -189,7 +216,8 @@ class SamMaskDecoder(nn.Module):
     def _upscale_image(self, image: torch.Tensor, vision: VisionContext) -> torch.Tensor:
         """[N, P, C] → [N, 16·P, C / 8] float32: each token becomes 2 × 2, each of those again.
 
-        A transposed convolution whose parts do not overlap is a product of each token with all of them.
+        A transposed convolution whose parts do not overlap is a product of each token with all of
+        them.
         """
         first, norm, second = (self.output_upscaling[name] for name in ("0", "1", "3"))
         assert isinstance(first, Conv2d)
@@ -197,11 +225,19 @@ class SamMaskDecoder(nn.Module):
         assert isinstance(second, Conv2d)
         x = _upsample_2x(image, first, vision).unflatten(-1, (4, -1))
         x = F.gelu(vision.ops.layer_norm(x, norm.weight, norm.bias, norm.eps))
-        return F.gelu(_upsample_2x(x, second, vision)).view(len(image), 16 * image.shape[1], -1).float()
+        return (
+            F.gelu(_upsample_2x(x, second, vision))
+            .view(len(image), 16 * image.shape[1], -1)
+            .float()
+        )
 
 
 def _upsample_2x(x: torch.Tensor, conv: Conv2d, vision: VisionContext) -> torch.Tensor:
-    """[…, C] → […, 4·out] of a transposed convolution of 2 × 2 with stride 2: upper left, upper right, lower left, …"""
+    """[…, C] → […, 4·out] of a transposed convolution of 2 × 2 with stride 2: upper left, upper
+    right, lower left, …
+    """
     weight = conv.weight.permute(2, 3, 1, 0).flatten(0, 2)
     assert conv.bias is not None
-    return vision.ops.linear(x.reshape(-1, x.shape[-1]), weight, conv.bias.repeat(4)).view(*x.shape[:-1], -1)
+    return vision.ops.linear(x.reshape(-1, x.shape[-1]), weight, conv.bias.repeat(4)).view(
+        *x.shape[:-1], -1
+    )

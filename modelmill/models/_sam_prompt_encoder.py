@@ -1,4 +1,7 @@
-"""SAM's prompt encoder: points, boxes and masks to embeddings (Kirillov et al. 2023, arXiv:2304.02643)."""
+"""SAM's prompt encoder: points, boxes and masks to embeddings (Kirillov et al.
+
+2023, arXiv:2304.02643).
+"""
 
 from __future__ import annotations
 
@@ -31,16 +34,27 @@ class FourierPositionEncoding(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.register_buffer("positional_encoding_gaussian_matrix", torch.empty(2, width // 2, device="meta"))
+        self.register_buffer(
+            "positional_encoding_gaussian_matrix", torch.empty(2, width // 2, device="meta")
+        )
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        """positions: […, 2] x and y in [0, 1] → […, C], in float32: the angles reach hundreds of radians."""
-        angles = 2 * math.pi * ((2 * positions.float() - 1) @ self.positional_encoding_gaussian_matrix.float())
+        """positions: […, 2] x and y in [0, 1] → […, C], in float32: the angles reach hundreds of
+        radians.
+        """
+        angles = (
+            2
+            * math.pi
+            * ((2 * positions.float() - 1) @ self.positional_encoding_gaussian_matrix.float())
+        )
         return torch.cat((angles.sin(), angles.cos()), -1)
 
 
 class SamPromptEncoder(nn.Module):
-    """Prompts to sparse and dense embeddings. image_size: pixels a side; grid_size: tokens a side."""
+    """Prompts to sparse and dense embeddings.
+
+    image_size: pixels a side; grid_size: tokens a side.
+    """
 
     def __init__(self, width: int, image_size: int, grid_size: int) -> None:
         super().__init__()
@@ -61,10 +75,12 @@ class SamPromptEncoder(nn.Module):
         )
 
     def embed_points(self, points: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """points: [N, P, 2] x, y in the encoder's pixels. labels: [N, P]. Returns [N, P, C] float32.
+        """points: [N, P, 2] x, y in the encoder's pixels. labels: [N, P]. Returns [N, P, C]
+        float32.
 
-        A label −1 is a point that is not there; where a prompt has no box, one of those stands at the end, and the
-        corners of a box are points with the labels 2 and 3: callers arrange them (``vision.prompts``).
+        A label −1 is a point that is not there; where a prompt has no box, one of those stands at
+        the end, and the corners of a box are points with the labels 2 and 3: callers arrange them
+        (``vision.prompts``).
         """
         found = self.pe_layer((points.float() + 0.5) / self.image_size)
         found = torch.where((labels == NOT_A_POINT)[..., None], torch.zeros_like(found), found)
@@ -75,7 +91,9 @@ class SamPromptEncoder(nn.Module):
     def embed_masks(self, masks: torch.Tensor | None, count: int) -> torch.Tensor:
         """masks: [N, 1, 4·G, 4·G] logits, G the grid size, or None. Returns [N, C, G, G]."""
         if masks is None:
-            return self.no_mask_embed.weight.view(1, -1, 1, 1).expand(count, -1, self.grid_size, self.grid_size)
+            return self.no_mask_embed.weight.view(1, -1, 1, 1).expand(
+                count, -1, self.grid_size, self.grid_size
+            )
         steps = self.mask_downscaling
         x = F.gelu(steps["1"](steps["0"](masks.to(self.no_mask_embed.weight.dtype))))
         return steps["6"](F.gelu(steps["4"](steps["3"](x))))

@@ -1,4 +1,5 @@
-"""MobileSAM's encoder (Zhang et al. 2023, arXiv:2306.14289): TinyViT (Wu et al. 2022, arXiv:2207.10666).
+"""MobileSAM's encoder (Zhang et al. 2023, arXiv:2306.14289): TinyViT (Wu et al. 2022,
+arXiv:2207.10666).
 
 Batch norms are folded into their convolutions when the engine is built.
 """
@@ -19,7 +20,9 @@ from modelmill.nn.vision_context import VisionContext
 
 @dataclass(frozen=True)
 class TinyVitSpec:
-    """Sizes of the four stages; the first is convolutions only, and the last does not halve the image."""
+    """Sizes of the four stages; the first is convolutions only, and the last does not halve the
+    image.
+    """
 
     widths: tuple[int, ...] = (64, 128, 160, 320)
     depths: tuple[int, ...] = (2, 2, 6, 2)
@@ -37,7 +40,9 @@ class TinyVitSpec:
 
 
 class MBConv(nn.Module):
-    """1×1 → 3×3 by channel → 1×1, added to its input; a convolution of 1×1 is a linear layer of each pixel."""
+    """1×1 → 3×3 by channel → 1×1, added to its input; a convolution of 1×1 is a linear layer of
+    each pixel.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -81,19 +86,26 @@ class TinyVitAttention(nn.Module):
         self.register_buffer("attention_biases", torch.empty(heads, window * window, device="meta"))
 
     def forward(self, x: torch.Tensor, vision: VisionContext) -> torch.Tensor:
-        """[B, H, W, C], the same shape. Windows over the edge hold zeros there, put in before the norm."""
+        """[B, H, W, C], the same shape.
+
+        Windows over the edge hold zeros there, put in before the norm.
+        """
         batch, height, width, channels = x.shape
         qkv = self._qkv(self.norm(x), vision)
         fill = None
         if height % self.window or width % self.window:
             # a norm of zeros is its bias
             fill = self._qkv(self.norm.bias[None, None, None], vision)[0, 0, 0].contiguous()
-        mixed = vision.ops.image_attention(qkv, self.heads, self.window, fill, bias=self.attention_biases)
+        mixed = vision.ops.image_attention(
+            qkv, self.heads, self.window, fill, bias=self.attention_biases
+        )
         return vision.linear(self.proj, mixed.view(batch, height, width, channels))
 
     def _qkv(self, x: torch.Tensor, vision: VisionContext) -> torch.Tensor:
         batch, height, width, channels = x.shape
-        by_head = vision.linear(self.qkv, x).view(batch, height, width, self.heads, 3, channels // self.heads)
+        by_head = vision.linear(self.qkv, x).view(
+            batch, height, width, self.heads, 3, channels // self.heads
+        )
         return by_head.transpose(3, 4)
 
 
@@ -112,7 +124,10 @@ class TinyVitMLP(nn.Module):
 
 
 class TinyVitBlock(nn.Module):
-    """Attention, added; a convolution by channel, in its place; MLP, added. [B, H, W, C], the same shape."""
+    """Attention, added; a convolution by channel, in its place; MLP, added.
+
+    [B, H, W, C], the same shape.
+    """
 
     def __init__(self, width: int, heads: int, window: int, eps: float) -> None:
         super().__init__()
@@ -133,12 +148,16 @@ class TinyVitStage(nn.Module):
         super().__init__()
         width = spec.widths[index]
         blocks = (
-            MBConv(width) if index == 0 else TinyVitBlock(width, spec.heads[index], spec.windows[index], spec.eps)
+            MBConv(width)
+            if index == 0
+            else TinyVitBlock(width, spec.heads[index], spec.windows[index], spec.eps)
             for _ in range(spec.depths[index])
         )
         self.blocks = nn.ModuleList(blocks)
         last = index + 1 == len(spec.widths)
-        self.downsample = None if last else PatchMerging(width, spec.widths[index + 1], spec.strides[index])
+        self.downsample = (
+            None if last else PatchMerging(width, spec.widths[index + 1], spec.strides[index])
+        )
 
     def forward(self, x: torch.Tensor, vision: VisionContext) -> torch.Tensor:
         """[B, H, W, C] → [B, H', W', C']."""
@@ -155,7 +174,10 @@ class TinyVitEncoder(nn.Module):
         self.spec = spec
         first = spec.widths[0]
         self.patch_embed = nn.ModuleDict(
-            {"0": Conv2d(3, first // 2, 3, stride=2, padding=1), "2": Conv2d(first // 2, first, 3, stride=2, padding=1)}
+            {
+                "0": Conv2d(3, first // 2, 3, stride=2, padding=1),
+                "2": Conv2d(first // 2, first, 3, stride=2, padding=1),
+            }
         )
         self.layers = nn.ModuleList(TinyVitStage(spec, i) for i in range(len(spec.widths)))
         self.neck = make_neck(spec.widths[-1], spec.out)
@@ -170,5 +192,7 @@ class TinyVitEncoder(nn.Module):
 
 
 def conv_channels_last(conv: Conv2d, x: torch.Tensor) -> torch.Tensor:
-    """A convolution on [B, H, W, C]: what lies channels last is a view of what it reads, and of what it puts out."""
+    """A convolution on [B, H, W, C]: what lies channels last is a view of what it reads, and of
+    what it puts out.
+    """
     return conv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)

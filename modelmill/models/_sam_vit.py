@@ -1,4 +1,7 @@
-"""SAM's plain ViT encoder: windows in most layers, the whole image in a few (Li et al. 2022, arXiv:2203.16527)."""
+"""SAM's plain ViT encoder: windows in most layers, the whole image in a few (Li et al.
+
+2022, arXiv:2203.16527).
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,11 @@ from modelmill.ops.quant_types import QuantizedInput
 
 @dataclass(frozen=True)
 class SamVitSpec:
-    """Sizes. global_attn_indexes: layers that attend to the whole image; the others to windows of ``window`` tokens a
-    side.
+    """Sizes. global_attn_indexes: layers that attend to the whole image; the others to windows of
+    ``window`` tokens a side.
 
-    rel_pos_rows: rows of those layers' tables of relative positions, where they were made for another size of image.
-    """
+    rel_pos_rows: rows of those layers' tables of relative positions, where they were made for
+    another size of image."""
 
     width: int
     depth: int
@@ -75,8 +78,8 @@ class SamVitAttention(VitBranch):
     def forward(self, x: torch.Tensor | QuantizedInput, vision: VisionContext) -> torch.Tensor:
         """[B, H, W, C], the same shape.
 
-        Windows over the edge hold zeros there, put in after the norm, so that q, k and v of those tokens are the bias.
-        """
+        Windows over the edge hold zeros there, put in after the norm, so that q, k and v of those
+        tokens are the bias."""
         qkv = vision.linear(self.qkv, x)
         batch, height, width, channels = qkv.shape
         qkv = qkv.view(batch, height, width, 3, self.heads, channels // (3 * self.heads))
@@ -84,7 +87,8 @@ class SamVitAttention(VitBranch):
         tall, wide = (height, width) if self.window is None else (self.window, self.window)
         mixed = vision.ops.image_attention(
             qkv, self.heads, self.window, self.qkv.bias.view(3, self.heads, -1),
-            resize_rel_pos(self.rel_pos_h, 2 * tall - 1), resize_rel_pos(self.rel_pos_w, 2 * wide - 1),
+            resize_rel_pos(self.rel_pos_h, 2 * tall - 1),
+            resize_rel_pos(self.rel_pos_w, 2 * wide - 1),
         )  # fmt: skip
         return vision.linear(self.proj, mixed)
 
@@ -115,10 +119,16 @@ class SamVitEncoder(nn.Module):
         super().__init__()
         self.spec = spec
         self.patch_embed = SamPatchEmbed(spec)
-        self.register_buffer("pos_embed", torch.empty(1, spec.grid, spec.grid, spec.width, device="meta"))
-        windows = [None if index in spec.global_attn_indexes else spec.window for index in range(spec.depth)]
+        self.register_buffer(
+            "pos_embed", torch.empty(1, spec.grid, spec.grid, spec.width, device="meta")
+        )
+        windows = [
+            None if index in spec.global_attn_indexes else spec.window
+            for index in range(spec.depth)
+        ]
         self.blocks = nn.ModuleList(
-            VitBlock(spec.width, spec.eps, SamVitAttention(spec, window), SamVitMLP(spec)) for window in windows
+            VitBlock(spec.width, spec.eps, SamVitAttention(spec, window), SamVitMLP(spec))
+            for window in windows
         )
         self.neck = make_neck(spec.width, spec.out)
 
@@ -139,7 +149,10 @@ def make_neck(width: int, out: int) -> nn.Sequential:
 
 
 def resize_rel_pos(table: torch.Tensor, length: int) -> torch.Tensor:
-    """A table of relative positions for another size, linearly interpolated. [L, D] → [length, D]."""
+    """A table of relative positions for another size, linearly interpolated.
+
+    [L, D] → [length, D].
+    """
     if table.shape[0] == length:
         return table
     wide = F.interpolate(table.float().t()[None], size=length, mode="linear")[0].t()

@@ -12,7 +12,13 @@ from torch import nn
 
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.errors import CheckpointError
-from modelmill.models._hf_config import boolean, non_negative_float, num_layers, positive_int, require_value
+from modelmill.models._hf_config import (
+    boolean,
+    non_negative_float,
+    num_layers,
+    positive_int,
+    require_value,
+)
 from modelmill.nn.attention import Attention, AttentionSpec, RopeCosSin
 from modelmill.nn.embedding import LMHead, TokenEmbedding
 from modelmill.nn.kv import KVShape
@@ -56,7 +62,10 @@ def config_from_hf(raw: Mapping[str, Any]) -> Gpt2Config:
     require_value(raw, "scale_attn_weights", (True,), True)
     require_value(raw, "scale_attn_by_inverse_layer_idx", (False,), False)
     require_value(raw, "add_cross_attention", (False,), False)
-    hidden, heads = positive_int(raw, "n_embd", "hidden_size"), positive_int(raw, "n_head", "num_attention_heads")
+    hidden, heads = (
+        positive_int(raw, "n_embd", "hidden_size"),
+        positive_int(raw, "n_head", "num_attention_heads"),
+    )
     if hidden % heads:
         raise CheckpointError(f"config.json: n_embd={hidden} is not a multiple of n_head={heads}")
     return Gpt2Config(
@@ -68,7 +77,10 @@ def config_from_hf(raw: Mapping[str, Any]) -> Gpt2Config:
         eps=non_negative_float(raw, "layer_norm_epsilon", default=1e-5),
         # n_ctx is read by nobody today: it only fills in for the others
         max_len=positive_int(
-            raw, "n_positions", "max_position_embeddings", default=positive_int(raw, "n_ctx", default=1024)
+            raw,
+            "n_positions",
+            "max_position_embeddings",
+            default=positive_int(raw, "n_ctx", default=1024),
         ),
         tied=boolean(raw, "tie_word_embeddings", True),
     )
@@ -103,7 +115,10 @@ def ignored_tensors(config: Gpt2Config) -> tuple[str, ...]:
 
 
 def _affine(target: str, source: str, how: str = "copy") -> list[Rule]:
-    return [Rule(f"{target}.weight", (f"{source}.weight",), how), Rule(f"{target}.bias", (f"{source}.bias",))]
+    return [
+        Rule(f"{target}.weight", (f"{source}.weight",), how),
+        Rule(f"{target}.bias", (f"{source}.bias",)),
+    ]
 
 
 class Gpt2Embedding(TokenEmbedding):
@@ -125,7 +140,9 @@ class Gpt2Layer(nn.Module):
 
     def __init__(self, config: Gpt2Config, index: int) -> None:
         super().__init__()
-        spec = AttentionSpec(config.hidden, config.heads, config.heads, config.head_dim, qkv_bias=True, out_bias=True)
+        spec = AttentionSpec(
+            config.hidden, config.heads, config.heads, config.head_dim, qkv_bias=True, out_bias=True
+        )
         self.attn_norm = LayerNorm(config.hidden, config.eps)
         self.attn = Attention(spec, index)
         self.mlp_norm = LayerNorm(config.hidden, config.eps)
@@ -139,7 +156,9 @@ class Gpt2Layer(nn.Module):
         step: Step,
         logit_step: Step | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(branch, residual), both [T, H], or of the rows of ``logit_step``; their sum is the layer's output."""
+        """(branch, residual), both [T, H], or of the rows of ``logit_step``; their sum is the
+        layer's output.
+        """
         x, residual = self.attn_norm(x, residual, step)
         x = self.attn(x, rope, step, logit_step)
         if logit_step is not None:
@@ -171,7 +190,9 @@ class Model(nn.Module):
         return self.head(self.hidden_states(step), step)
 
     def hidden_states(self, step: Step) -> torch.Tensor:
-        """What the head reads: the normed final states [R, H] of the rows that the step asks for."""
+        """What the head reads: the normed final states [R, H] of the rows that the step asks
+        for.
+        """
         x: torch.Tensor = self.embed(step.ids, step)
         residual: torch.Tensor | None = None
         rope = RopeCosSin()

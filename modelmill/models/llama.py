@@ -17,7 +17,10 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; biases only where the config asks for them."""
     attention_bias = boolean(raw, "attention_bias", False)
     config = _llama_common.config_from_hf(
-        raw, qkv_bias=attention_bias, out_bias=attention_bias, mlp_bias=boolean(raw, "mlp_bias", False)
+        raw,
+        qkv_bias=attention_bias,
+        out_bias=attention_bias,
+        mlp_bias=boolean(raw, "mlp_bias", False),
     )
     return _llama_common.refuse_windows(raw, config)
 

@@ -1,7 +1,7 @@
 """MiniGPT-4 (Zhu et al. 2023, arXiv:2304.10592): a LLaMA that reads pictures through BLIP-2's eyes.
 
-The language model is the plain decoder; ``encode_images`` turns pictures into embeddings that stand in a prompt like
-tokens.
+The language model is the plain decoder; ``encode_images`` turns pictures into embeddings that stand
+in a prompt like tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from modelmill.core.errors import CheckpointError, UnknownArchitecture
 from modelmill.core.quoting import quote
 from modelmill.core.registry import find_module
 from modelmill.models import _blip2_vision, llama
-from modelmill.models._blip2_vision import IMAGE_MEAN, IMAGE_STD, Blip2ImageEmbedder, Blip2VisionSpec
+from modelmill.models._blip2_vision import (
+    IMAGE_MEAN,
+    IMAGE_STD,
+    Blip2ImageEmbedder,
+    Blip2VisionSpec,
+)
 from modelmill.models._eva_vit import EvaSpec
 from modelmill.models._hf_config import positive_float, positive_int
 from modelmill.models._qformer import QFormerSpec
@@ -29,22 +34,29 @@ CHECKPOINT_PREFIXES = ("",)
 # computed in float32 whatever the rest is stored in, as the original does
 FLOAT32_TENSORS = (r"image_embedder\.ln_vision\.(weight|bias)",)
 IMAGE_EMBEDDER_PREFIX = "image_embedder."
-LANGUAGE_MODEL_PREFIX = "llama_model."  # in front of the decoder's tensors (checkpoint.minigpt4_parts)
-# of BLIP-2's parts: the queries have no words and no positions; whether words are tied is the language model's
+# in front of the decoder's tensors (checkpoint.minigpt4_parts)
+LANGUAGE_MODEL_PREFIX = "llama_model."
+# of BLIP-2's parts: the queries have no words and no positions; whether words are tied is the
+# language model's
 SUPPORTED_VALUES = {"position_embedding_type": ("absolute",), "num_channels": (3,)}
 UNUSED_CONFIG_KEYS = (
-    "image_text_hidden_size", "qformer_config.max_position_embeddings", "use_decoder_only_language_model",
+    "image_text_hidden_size", "qformer_config.max_position_embeddings",
+    "use_decoder_only_language_model",
     "tie_word_embeddings", "projection_dim",
 )  # fmt: skip
 LANGUAGE_MODELS = ("llama", "mistral", "qwen2", "qwen3")
-"""Language models that may stand behind the eyes: the plain decoder in all of them, under the same names."""
+"""Language models that may stand behind the eyes: the plain decoder in all of them, under the same
+names.
+"""
 
 
 @dataclass(frozen=True)
 class MiniGpt4Config(DecoderConfig):
     """The decoder's sizes and the eyes'."""
 
-    image_embedder: Blip2VisionSpec = field(default_factory=lambda: Blip2VisionSpec(EvaSpec(), QFormerSpec(), 4096))
+    image_embedder: Blip2VisionSpec = field(
+        default_factory=lambda: Blip2VisionSpec(EvaSpec(), QFormerSpec(), 4096)
+    )
 
 
 class Model(Decoder):
@@ -67,7 +79,9 @@ class Model(Decoder):
     def encode_images(self, images: torch.Tensor, ops: Ops) -> torch.Tensor:
         """Pictures [B, 3, S, S] uint8 → embeddings [B, 32, hidden] in the model's type."""
         like = self.image_embedder.visual_encoder.pos_embed
-        found: torch.Tensor = self.image_embedder(self.normalize(images).to(like.dtype), VisionContext(ops))
+        found: torch.Tensor = self.image_embedder(
+            self.normalize(images).to(like.dtype), VisionContext(ops)
+        )
         return found
 
     def normalize(self, images: torch.Tensor) -> torch.Tensor:
@@ -77,16 +91,21 @@ class Model(Decoder):
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> MiniGpt4Config:
-    """Sizes of both halves. Raises CheckpointError where those of the eyes are missing or do not fit together,
-    UnknownArchitecture where the language model is none of ``LANGUAGE_MODELS``."""
+    """Sizes of both halves. Raises CheckpointError where those of the eyes are missing or do not
+    fit together, UnknownArchitecture where the language model is none of ``LANGUAGE_MODELS``."""
     sizes = raw.get("image_embedder")
     if not isinstance(sizes, Mapping):
-        raise CheckpointError('config.json: of a minigpt4 lacks "image_embedder", the sizes of its eyes')
+        raise CheckpointError(
+            'config.json: of a minigpt4 lacks "image_embedder", the sizes of its eyes'
+        )
     model_type = sizes.get("language", "llama")
-    family = find_module("modelmill.models", str(model_type)) if model_type in LANGUAGE_MODELS else None
+    family = (
+        find_module("modelmill.models", str(model_type)) if model_type in LANGUAGE_MODELS else None
+    )
     if family is None:
         raise UnknownArchitecture(
-            f"the language model behind the eyes is of model_type {quote(model_type, 60)}; known there are "
+            f"the language model behind the eyes is of model_type {quote(model_type, 60)}; known "
+            "there are "
             f"{', '.join(LANGUAGE_MODELS)}"
         )
     decoder = family.config_from_hf(raw)
@@ -98,23 +117,34 @@ def config_from_hf(raw: Mapping[str, Any]) -> MiniGpt4Config:
         eps=positive_float(eps, "vision_encoder", default=EvaSpec.eps),
     )
     qformer = QFormerSpec(
-        **_spec_sizes(sizes.get("qformer"), QFormerSpec()), eps=positive_float(eps, "qformer", default=QFormerSpec.eps)
+        **_spec_sizes(sizes.get("qformer"), QFormerSpec()),
+        eps=positive_float(eps, "qformer", default=QFormerSpec.eps),
     )
     for name, spec in (("vision encoder", encoder), ("qformer", qformer)):
         if spec.width % spec.heads:
-            raise CheckpointError(f"the {name}'s width {spec.width} does not divide into {spec.heads} heads")
+            raise CheckpointError(
+                f"the {name}'s width {spec.width} does not divide into {spec.heads} heads"
+            )
     if encoder.image % encoder.patch:
-        raise CheckpointError(f"pictures of {encoder.image} pixels do not divide into patches of {encoder.patch}")
+        raise CheckpointError(
+            f"pictures of {encoder.image} pixels do not divide into patches of {encoder.patch}"
+        )
     shared = {each.name: getattr(decoder, each.name) for each in fields(decoder)}
     between = positive_float(eps, "between", default=Blip2VisionSpec.norm_eps)
-    return MiniGpt4Config(**shared, image_embedder=Blip2VisionSpec(encoder, qformer, decoder.hidden, between))
+    return MiniGpt4Config(
+        **shared, image_embedder=Blip2VisionSpec(encoder, qformer, decoder.hidden, between)
+    )
 
 
 def rules(config: MiniGpt4Config) -> list[Rule]:
     """The decoder's tensors from behind ``llama_model.``, the eyes' from their own files."""
-    decoder = [replace(r, sources=tuple(LANGUAGE_MODEL_PREFIX + s for s in r.sources)) for r in llama.rules(config)]
+    decoder = [
+        replace(r, sources=tuple(LANGUAGE_MODEL_PREFIX + s for s in r.sources))
+        for r in llama.rules(config)
+    ]
     return decoder + [
-        replace(r, target=IMAGE_EMBEDDER_PREFIX + r.target) for r in _blip2_vision.rules(config.image_embedder)
+        replace(r, target=IMAGE_EMBEDDER_PREFIX + r.target)
+        for r in _blip2_vision.rules(config.image_embedder)
     ]
 
 
@@ -128,9 +158,13 @@ def ignored_tensors(config: MiniGpt4Config) -> list[str]:
 def _spec_sizes(sizes: Any, defaults: Any) -> dict[str, int]:
     """The whole numbers of a spec; what is not told is as published."""
     if not isinstance(sizes, Mapping):
-        raise CheckpointError('config.json: "image_embedder" of a minigpt4 has no vision_encoder or no qformer')
+        raise CheckpointError(
+            'config.json: "image_embedder" of a minigpt4 has no vision_encoder or no qformer'
+        )
     names = {each.name for each in fields(defaults) if each.name != "eps"}
     unknown = sorted(set(sizes) - names)
     if unknown:
-        raise CheckpointError(f"the eyes have no size {unknown[0]!r}; known are {', '.join(sorted(names))}")
+        raise CheckpointError(
+            f"the eyes have no size {unknown[0]!r}; known are {', '.join(sorted(names))}"
+        )
     return {name: positive_int(sizes, name) for name in sizes}

@@ -17,10 +17,15 @@ __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in MistralConfig."""
     layers = num_layers(raw, "num_hidden_layers")
-    # MistralConfig knows neither use_sliding_window nor max_window_layers: the window holds in every layer. One with
-    # layer_types is read as Ministral's, as transformers' AutoConfig does: only the layers named sliding have it
-    raw = overlay_config(raw, {"num_key_value_heads": 8}, {"use_sliding_window": True, "max_window_layers": 0})
-    return _llama_common.config_from_hf(raw, positions=131072, windows=_llama_common.sliding_windows(raw, layers))
+    # MistralConfig knows neither use_sliding_window nor max_window_layers: the window holds in
+    # every layer. One with layer_types is read as Ministral's, as transformers' AutoConfig does:
+    # only the layers named sliding have it
+    raw = overlay_config(
+        raw, {"num_key_value_heads": 8}, {"use_sliding_window": True, "max_window_layers": 0}
+    )
+    return _llama_common.config_from_hf(
+        raw, positions=131072, windows=_llama_common.sliding_windows(raw, layers)
+    )
 
 
 class Model(Decoder):

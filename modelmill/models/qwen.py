@@ -1,7 +1,8 @@
 """Qwen v1 (``QWenLMHeadModel``: Qwen-7B, 14B, 72B and their chats).
 
-``out = c_proj(w1(x) · silu(w2(x)))``: the gate is w2. The rotation's base follows the request's prompt length (dynamic
-NTK) and stays through its decode; queries past ``seq_length`` are scaled by logn.
+``out = c_proj(w1(x) · silu(w2(x)))``: the gate is w2. The rotation's base follows the request's
+prompt length (dynamic NTK) and stays through its decode; queries past ``seq_length`` are scaled by
+logn.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ from typing import Any
 
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.errors import CheckpointError
-from modelmill.models._hf_config import boolean, non_negative_float, num_layers, positive_float, positive_int
+from modelmill.models._hf_config import (
+    boolean,
+    non_negative_float,
+    num_layers,
+    positive_float,
+    positive_int,
+)
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.rotary import RopeSpec
 
@@ -21,21 +28,29 @@ CHECKPOINT_PREFIXES = ("transformer.",)
 MAX_NTK_FACTOR = 16
 SUPPORTED_VALUES = {"activation": ("swiglu",), "pos_emb": ("rotary",)}
 UNUSED_CONFIG_KEYS = (
-    "n_inner", "use_cache_quantization", "use_cache_kernel", "softmax_in_fp32", "onnx_safe", "params_dtype",
+    "n_inner", "use_cache_quantization", "use_cache_kernel", "softmax_in_fp32", "onnx_safe",
+    "params_dtype",
     "bias_dropout_fusion", "tokenizer_type", "auto_map",
 )  # fmt: skip
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Sizes from config.json, the old key names accepted too. ``intermediate_size`` counts w1 and w2 together."""
+    """Sizes from config.json, the old key names accepted too.
+
+    ``intermediate_size`` counts w1 and w2 together.
+    """
     hidden = positive_int(raw, "hidden_size", "n_embd")
     heads = positive_int(raw, "num_attention_heads", "n_head")
     dim = positive_int(raw, "kv_channels", default=hidden // heads)
     if dim % 2:
-        raise CheckpointError(f"config.json: kv_channels={dim} is odd; rotary embeddings need pairs")
+        raise CheckpointError(
+            f"config.json: kv_channels={dim} is odd; rotary embeddings need pairs"
+        )
     inner = positive_int(raw, "intermediate_size", "ffn_hidden_size")
     if inner % 2:
-        raise CheckpointError(f"config.json: intermediate_size={inner} is odd, but it counts w1 and w2 together")
+        raise CheckpointError(
+            f"config.json: intermediate_size={inner} is odd, but it counts w1 and w2 together"
+        )
     seq_length = positive_int(raw, "seq_length", default=2048)
     positions = positive_int(raw, "max_position_embeddings", "n_positions", default=seq_length)
     ntk = boolean(raw, "use_dynamic_ntk", False)
@@ -60,12 +75,21 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         tied=boolean(raw, "tie_word_embeddings", False),
         logn=seq_length if boolean(raw, "use_logn_attn", False) else None,
     )
-    return replace(config, max_extended_len=max(config.max_len, MAX_NTK_FACTOR * seq_length)) if ntk else config
+    return (
+        replace(config, max_extended_len=max(config.max_len, MAX_NTK_FACTOR * seq_length))
+        if ntk
+        else config
+    )
 
 
 def rules(config: DecoderConfig) -> list[Rule]:
-    """Every tensor under its QWenLMHeadModel name; the fused gate_up holds w2 (gate) above w1 (up)."""
-    out = [Rule("embed.weight", ("transformer.wte.weight",)), Rule("norm.weight", ("transformer.ln_f.weight",))]
+    """Every tensor under its QWenLMHeadModel name; the fused gate_up holds w2 (gate) above w1
+    (up).
+    """
+    out = [
+        Rule("embed.weight", ("transformer.wte.weight",)),
+        Rule("norm.weight", ("transformer.ln_f.weight",)),
+    ]
     if not config.tied:
         out.append(Rule("head.weight", ("lm_head.weight",)))
     for i in range(config.layers):
@@ -76,13 +100,21 @@ def rules(config: DecoderConfig) -> list[Rule]:
             Rule(f"{ours}.attn.qkv_proj.weight", (f"{theirs}.attn.c_attn.weight",)),
             Rule(f"{ours}.attn.qkv_proj.bias", (f"{theirs}.attn.c_attn.bias",)),
             Rule(f"{ours}.attn.o_proj.weight", (f"{theirs}.attn.c_proj.weight",)),
-            Rule(f"{ours}.mlp.gate_up_proj.weight", (f"{theirs}.mlp.w2.weight", f"{theirs}.mlp.w1.weight"), "cat0"),
+            Rule(
+                f"{ours}.mlp.gate_up_proj.weight",
+                (f"{theirs}.mlp.w2.weight", f"{theirs}.mlp.w1.weight"),
+                "cat0",
+            ),
             Rule(f"{ours}.mlp.down_proj.weight", (f"{theirs}.mlp.c_proj.weight",)),
         ]
         if config.out_bias:
             out += [
                 Rule(f"{ours}.attn.o_proj.bias", (f"{theirs}.attn.c_proj.bias",)),
-                Rule(f"{ours}.mlp.gate_up_proj.bias", (f"{theirs}.mlp.w2.bias", f"{theirs}.mlp.w1.bias"), "cat0"),
+                Rule(
+                    f"{ours}.mlp.gate_up_proj.bias",
+                    (f"{theirs}.mlp.w2.bias", f"{theirs}.mlp.w1.bias"),
+                    "cat0",
+                ),
                 Rule(f"{ours}.mlp.down_proj.bias", (f"{theirs}.mlp.c_proj.bias",)),
             ]
     return out

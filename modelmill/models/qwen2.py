@@ -15,10 +15,14 @@ __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", 
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Sizes from config.json; windows only where ``use_sliding_window`` is true (its default is false)."""
+    """Sizes from config.json; windows only where ``use_sliding_window`` is true (its default is
+    false).
+    """
     layers = num_layers(raw, "num_hidden_layers")
     windowed = boolean(raw, "use_sliding_window", False)
-    raw = overlay_config(raw, {"num_key_value_heads": 32, "max_window_layers": 28}, {"use_sliding_window": windowed})
+    raw = overlay_config(
+        raw, {"num_key_value_heads": 32, "max_window_layers": 28}, {"use_sliding_window": windowed}
+    )
     return _llama_common.config_from_hf(
         raw, positions=32768, qkv_bias=True, windows=_llama_common.sliding_windows(raw, layers)
     )

@@ -1,4 +1,6 @@
-"""Qwen3: RMSNorm on each head of q and k before the rotation; head_dim independent of the hidden size."""
+"""Qwen3: RMSNorm on each head of q and k before the rotation; head_dim independent of the hidden
+size.
+"""
 
 from __future__ import annotations
 

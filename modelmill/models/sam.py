@@ -1,4 +1,5 @@
-"""Segment Anything (Kirillov et al. 2023, arXiv:2304.02643): ViT-B, -L, -H, and MobileSAM's TinyViT.
+"""Segment Anything (Kirillov et al. 2023, arXiv:2304.02643): ViT-B, -L, -H, and MobileSAM's
+TinyViT.
 
 Modules are called what the original checkpoints call them; transformers' names are translated.
 """
@@ -24,8 +25,9 @@ from modelmill.nn.linear import Linear
 from modelmill.nn.vision_context import VisionContext
 
 ENGINE_TYPE = "segmentation"
-# Float32 in every dtype: prompts and masks are 4 million of the 9 to 640 million parameters and a click's whole
-# precision (angles of hundreds of radians, logits cut at 0); the biases are a table that the op reads as float32.
+# Float32 in every dtype: prompts and masks are 4 million of the 9 to 640 million parameters and a
+# click's whole precision (angles of hundreds of radians, logits cut at 0); the biases are a table
+# that the op reads as float32.
 FLOAT32_TENSORS = (r"(prompt_encoder|mask_decoder)\..*", r".*\.attention_biases")
 CHECKPOINT_PREFIXES = ("", "module.", "model.")
 UNUSED_CONFIG_KEYS = ("projection_dim", "tie_word_embeddings", "scale")
@@ -36,7 +38,10 @@ HEADS_BY_WIDTH = {768: 12, 1024: 16, 1280: 16}
 
 @dataclass(frozen=True)
 class SamConfig:
-    """encoder: its sizes. checkpoint_layout: whose names the checkpoint has, "original" or "transformers"."""
+    """encoder: its sizes.
+
+    checkpoint_layout: whose names the checkpoint has, "original" or "transformers".
+    """
 
     encoder: SamVitSpec | TinyVitSpec
     checkpoint_layout: str = "original"
@@ -53,10 +58,11 @@ class SamConfig:
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> SamConfig:
-    """Sizes from transformers' config.json, or from what ``config_from_shapes`` made of the tensors.
+    """Sizes from transformers' config.json, or from what ``config_from_shapes`` made of the
+    tensors.
 
-    Raises CheckpointError for sizes that are none, and for settings that would change the arithmetic and are not
-    computed.
+    Raises CheckpointError for sizes that are none, and for settings that would change the
+    arithmetic and are not computed.
     """
     if raw.get("encoder") == "vit_t":
         return SamConfig(TinyVitSpec())
@@ -66,11 +72,14 @@ def config_from_hf(raw: Mapping[str, Any]) -> SamConfig:
 
 
 def config_from_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any] | None:
-    """A raw config from the tensors of an original file, which has none beside it; None where they are not SAM's.
+    """A raw config from the tensors of an original file, which has none beside it; None where they
+    are not SAM's.
 
     Raises TensorMismatch where they are, but one that tells a size is missing or has another shape.
     """
-    prefix = next((p for p in CHECKPOINT_PREFIXES if f"{p}mask_decoder.iou_token.weight" in shapes), None)
+    prefix = next(
+        (p for p in CHECKPOINT_PREFIXES if f"{p}mask_decoder.iou_token.weight" in shapes), None
+    )
     if prefix is None:
         return None
     own = {name.removeprefix(prefix): tuple(shape) for name, shape in shapes.items()}
@@ -81,11 +90,17 @@ def config_from_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any] | 
     _, grid, _, width = _required_shape(own, "image_encoder.pos_embed", 4)
     patch = _required_shape(own, "image_encoder.patch_embed.proj.weight", 4)[2]
     inner = _required_shape(own, "image_encoder.blocks.0.mlp.lin1.weight", 2)[0]
-    layers = sum(1 for name in own if re.fullmatch(r"image_encoder\.blocks\.\d+\.attn\.qkv\.weight", name))
-    tables = [_required_shape(own, f"image_encoder.blocks.{i}.attn.rel_pos_h", 2) for i in range(max(layers, 1))]
+    layers = sum(
+        1 for name in own if re.fullmatch(r"image_encoder\.blocks\.\d+\.attn\.qkv\.weight", name)
+    )
+    tables = [
+        _required_shape(own, f"image_encoder.blocks.{i}.attn.rel_pos_h", 2)
+        for i in range(max(layers, 1))
+    ]
     dim = tables[0][1]
     lengths = {length for length, _ in tables}
-    # windows are smaller than the image; where all layers are alike, they see what their tables reach
+    # windows are smaller than the image; where all layers are alike, they see what their tables
+    # reach
     short = min(lengths) if len(lengths) > 1 or lengths != {2 * grid - 1} else 0
     sizes = {
         "width": width,
@@ -109,13 +124,17 @@ def _required_shape(shapes: Mapping[str, tuple[int, ...]], name: str, dims: int)
     if shape is None or len(shape) != dims or 0 in shape:
         found = "is missing" if shape is None else f"has shape {list(shape)}"
         raise TensorMismatch(
-            f"{name} {found} where {dims} dimensions above 0 are needed; the file is no whole SAM, download it again"
+            f"{name} {found} where {dims} dimensions above 0 are needed; the file is no whole "
+            "SAM, download it again"
         )
     return shape
 
 
 class Model(nn.Module):
-    """The three stages. ``config`` holds the sizes. Recipes quantize the encoder's linear layers alone."""
+    """The three stages.
+
+    ``config`` holds the sizes. Recipes quantize the encoder's linear layers alone.
+    """
 
     unquantized_prefixes = ("prompt_encoder.", "mask_decoder.")
 
@@ -123,7 +142,9 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         spec = config.encoder
-        self.image_encoder = TinyVitEncoder(spec) if isinstance(spec, TinyVitSpec) else SamVitEncoder(spec)
+        self.image_encoder = (
+            TinyVitEncoder(spec) if isinstance(spec, TinyVitSpec) else SamVitEncoder(spec)
+        )
         self.prompt_encoder = SamPromptEncoder(EMBED_WIDTH, config.image, config.grid)
         self.mask_decoder = SamMaskDecoder(EMBED_WIDTH)
 
@@ -141,12 +162,16 @@ class Model(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Prompts on images to masks.
 
-        embedding: [N, 256, G, G], or [1, 256, G, G] for N prompts on one image. points [N, P, 2], labels [N, P] as in
-        ``SamPromptEncoder.embed_points``; masks: [N, 1, 4·G, 4·G] logits or None. Returns the logits of the single mask
-        and the three of an ambiguous prompt, [N, 4, 4·G, 4·G] float32, and their predicted IoUs [N, 4] float32.
+        embedding: [N, 256, G, G], or [1, 256, G, G] for N prompts on one image. points [N, P, 2],
+        labels [N, P] as in ``SamPromptEncoder.embed_points``; masks: [N, 1, 4·G, 4·G] logits or
+        None. Returns the logits of the single mask and the three of an ambiguous prompt, [N, 4,
+        4·G, 4·G] float32, and their predicted IoUs [N, 4] float32.
         """
         prompts = self.prompt_encoder
-        sparse, dense = prompts.embed_points(points, labels), prompts.embed_masks(masks, len(points))
+        sparse, dense = (
+            prompts.embed_points(points, labels),
+            prompts.embed_masks(masks, len(points)),
+        )
         return self.mask_decoder(embedding, prompts.dense_pe(), sparse, dense, vision)
 
 
@@ -161,22 +186,25 @@ def rules(config: SamConfig) -> list[Rule]:
 
 
 def ignored_tensors(config: SamConfig) -> list[str]:
-    """What nobody reads: MobileSAM's classifier, and transformers' second copy of the Fourier matrix."""
+    """What nobody reads: MobileSAM's classifier, and transformers' second copy of the Fourier
+    matrix.
+    """
     if config.checkpoint_layout == "transformers":
         return [r"prompt_encoder\.shared_embedding\..*"]
-    return [r"image_encoder\.(norm_head|head)\..*", r".*\.num_batches_tracked", "pixel_mean", "pixel_std", r".*\.ab",
+    return [r"image_encoder\.(norm_head|head)\..*", r".*\.num_batches_tracked", "pixel_mean",
+        "pixel_std", r".*\.ab",
             r".*\.attention_bias_idxs"]  # fmt: skip
 
 
 def _tensor_names(model: Model) -> list[str]:
     found = [name for name, _ in model.named_buffers()]
-    found += [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear)]
+    found += [
+        f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear)
+    ]
     return sorted(found)
 
 
-_ENCODER = (
-    r"image_encoder\.(?:patch_embed\.[02]|layers\.\d+\.(?:blocks\.\d+\.(?:conv[123]|local_conv)|downsample\.conv[123]))"
-)
+_ENCODER = r"image_encoder\.(?:patch_embed\.[02]|layers\.\d+\.(?:blocks\.\d+\.(?:conv[123]|local_conv)|downsample\.conv[123]))"  # noqa: E501
 _CONV = re.compile(rf"({_ENCODER})\.(weight|bias)")
 
 
@@ -203,7 +231,10 @@ _HF_SPELLINGS = (
     (r"\.neck\.1\.", ".neck.layer_norm1."),
     (r"\.neck\.2\.", ".neck.conv2."),
     (r"\.neck\.3\.", ".neck.layer_norm2."),
-    (r"^prompt_encoder\.pe_layer\.positional_encoding_gaussian_matrix$", "shared_image_embedding.positional_embedding"),
+    (
+        r"^prompt_encoder\.pe_layer\.positional_encoding_gaussian_matrix$",
+        "shared_image_embedding.positional_embedding",
+    ),
     (r"\.point_embeddings\.", ".point_embed."),
     (r"\.mask_downscaling\.0\.", ".mask_embed.conv1."),
     (r"\.mask_downscaling\.1\.", ".mask_embed.layer_norm1."),
@@ -215,9 +246,18 @@ _HF_SPELLINGS = (
     (r"\.output_upscaling\.0\.", ".upscale_conv1."),
     (r"\.output_upscaling\.1\.", ".upscale_layer_norm."),
     (r"\.output_upscaling\.3\.", ".upscale_conv2."),
-    (r"^(mask_decoder\.(?:output_hypernetworks_mlps\.\d|iou_prediction_head))\.layers\.0\.", r"\1.proj_in."),
-    (r"^(mask_decoder\.(?:output_hypernetworks_mlps\.\d|iou_prediction_head))\.layers\.2\.", r"\1.proj_out."),
-    (r"^(mask_decoder\.(?:output_hypernetworks_mlps\.\d|iou_prediction_head))\.layers\.1\.", r"\1.layers.0."),
+    (
+        r"^(mask_decoder\.(?:output_hypernetworks_mlps\.\d|iou_prediction_head))\.layers\.0\.",
+        r"\1.proj_in.",
+    ),
+    (
+        r"^(mask_decoder\.(?:output_hypernetworks_mlps\.\d|iou_prediction_head))\.layers\.2\.",
+        r"\1.proj_out.",
+    ),
+    (
+        r"^(mask_decoder\.(?:output_hypernetworks_mlps\.\d|iou_prediction_head))\.layers\.1\.",
+        r"\1.layers.0.",
+    ),
 )
 
 

@@ -19,7 +19,9 @@ from modelmill.parallel.tp_group import TPGroup
 
 @dataclass(frozen=True)
 class RopeCosSin:
-    """The rotation of one step, computed once for all layers: cos, sin [T, D/2] float32; q_scale [T] (logn) or None."""
+    """The rotation of one step, computed once for all layers: cos, sin [T, D/2] float32; q_scale
+    [T] (logn) or None.
+    """
 
     cos: torch.Tensor | None = None
     sin: torch.Tensor | None = None
@@ -62,7 +64,8 @@ class Attention(nn.Module):
         logit_step: Step | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """[T, H] → [T, H]; with ``logit_step`` only the rows that it holds, [R, H] (``nn.logit_rows``).
+        """[T, H] → [T, H]; with ``logit_step`` only the rows that it holds, [R, H]
+        (``nn.logit_rows``).
 
         None where it was added to the residual at once.
         """
@@ -73,15 +76,26 @@ class Attention(nn.Module):
         if logit_step is not None:
             q, step = q[step.logit_rows], logit_step
         mixed = self.core(q, step)
-        return None if self.o_proj.try_linear_add(mixed, residual, step) else self.o_proj(mixed, step)
+        return (
+            None if self.o_proj.try_linear_add(mixed, residual, step) else self.o_proj(mixed, step)
+        )
 
     def shard(self, tp_group: TPGroup, alignment_for: Callable[[str], int]) -> None:
-        """Keep this rank's heads; what ``forward`` returns is then a summand. alignment_for: of a child's columns."""
+        """Keep this rank's heads; what ``forward`` returns is then a summand.
+
+        alignment_for: of a child's columns.
+        """
         spec = self.spec
         heads, kv_heads, dim = spec.heads, spec.kv_heads, spec.head_dim
-        mine = partition_heads(heads, kv_heads, dim, tp_group.size, alignment_for("o_proj"))[tp_group.rank]
-        self.qkv_proj.take_shard(Shard.from_rows(self.qkv_proj.shape, *mine.qkv_rows(heads, kv_heads, dim)))
-        self.o_proj.take_shard(Shard.from_columns(self.o_proj.shape, (mine.q[0] * dim, mine.q[1] * dim), tp_group.rank))
+        mine = partition_heads(heads, kv_heads, dim, tp_group.size, alignment_for("o_proj"))[
+            tp_group.rank
+        ]
+        self.qkv_proj.take_shard(
+            Shard.from_rows(self.qkv_proj.shape, *mine.qkv_rows(heads, kv_heads, dim))
+        )
+        self.o_proj.take_shard(
+            Shard.from_columns(self.o_proj.shape, (mine.q[0] * dim, mine.q[1] * dim), tp_group.rank)
+        )
         self.rope_cache.heads, self.kv_heads = mine.q[1] - mine.q[0], mine.kv[1] - mine.kv[0]
 
 

@@ -33,7 +33,12 @@ class Conv2d(nn.Module):
         transposed: bool = False,
     ) -> None:
         super().__init__()
-        self.stride, self.padding, self.groups, self.transposed = stride, padding, groups, transposed
+        self.stride, self.padding, self.groups, self.transposed = (
+            stride,
+            padding,
+            groups,
+            transposed,
+        )
         shape = (
             (in_channels, out_channels // groups, kernel_size, kernel_size)
             if transposed
@@ -51,13 +56,17 @@ class Conv2d(nn.Module):
 
     def _convolve(self, x: torch.Tensor) -> torch.Tensor:
         if self.transposed:
-            return F.conv_transpose2d(x, self.weight, self.bias, self.stride, self.padding, groups=self.groups)
+            return F.conv_transpose2d(
+                x, self.weight, self.bias, self.stride, self.padding, groups=self.groups
+            )
         return F.conv2d(x, self.weight, self.bias, self.stride, self.padding, groups=self.groups)
 
 
 @contextlib.contextmanager
 def _disable_tf32() -> Iterator[None]:
-    """Inside, cuDNN computes float32 as float32: else it rounds to TF32, whose errors (3e-4) acceptance refuses."""
+    """Inside, cuDNN computes float32 as float32: else it rounds to TF32, whose errors (3e-4)
+    acceptance refuses.
+    """
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
     try:
@@ -102,15 +111,23 @@ class PlainNorm(nn.Module):
         return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
 
     def add_norm(
-        self, x: torch.Tensor, branch: torch.Tensor | None, next_linear: Linear, vision: VisionContext
+        self,
+        x: torch.Tensor,
+        branch: torch.Tensor | None,
+        next_linear: Linear,
+        vision: VisionContext,
     ) -> tuple[torch.Tensor | QuantizedInput, torch.Tensor]:
-        """(the norm of x + branch in the form that ``next_linear`` takes, x + branch); branch None: of x."""
+        """(the norm of x + branch in the form that ``next_linear`` takes, x + branch); branch None:
+        of x.
+        """
         ops, act_quant = vision.ops, vision.act_quant(next_linear)
         if branch is None:
             normed = ops.layer_norm(x, self.weight, self.bias, self.eps)
             if act_quant is None:
                 return normed, x
-            return QuantizedInput(*ops.quantize(normed, act_quant.dtype, act_quant.inv_scale), x.dtype), x
+            return QuantizedInput(
+                *ops.quantize(normed, act_quant.dtype, act_quant.inv_scale), x.dtype
+            ), x
         if act_quant is None:
             return ops.add_layer_norm(branch, x, self.weight, self.bias, self.eps)
         values, scale, total = ops.add_layer_norm_quant(

@@ -1,4 +1,6 @@
-"""The pre-norm decoder that LLaMA, Mistral and the Qwens share; a model file fills in its sizes and names."""
+"""The pre-norm decoder that LLaMA, Mistral and the Qwens share; a model file fills in its sizes and
+names.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,11 @@ from modelmill.nn.step import Step
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes and switches. windows: per layer the attention window or None. logn: Qwen v1's seq_length, or None.
+    """Sizes and switches. windows: per layer the attention window or None. logn: Qwen v1's
+    seq_length, or None.
 
-    max_len: the usual longest sequence; max_extended_len: the longest that may be asked for, where that is more.
+    max_len: the usual longest sequence; max_extended_len: the longest that may be asked for, where
+    that is more.
     """
 
     hidden: int
@@ -77,7 +81,8 @@ class DecoderLayer(nn.Module):
         step: Step,
         logit_step: Step | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """(branch, residual), both [T, H], or of the rows of ``logit_step``; their sum is the layer's output.
+        """(branch, residual), both [T, H], or of the rows of ``logit_step``; their sum is the
+        layer's output.
 
         A branch of None was added to the residual where it was computed.
         """
@@ -91,7 +96,10 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids → logits. ``config``, ``kv`` and ``rope_rule``/``rope_key`` are what the runtime asks of a model."""
+    """Token ids → logits.
+
+    ``config``, ``kv`` and ``rope_rule``/``rope_key`` are what the runtime asks of a model.
+    """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -130,7 +138,9 @@ class Decoder(nn.Module):
         return self.head(self._run_layers(x, rope, step), step)
 
     def hidden_states(self, step: Step) -> torch.Tensor:
-        """What the head reads: the normed final states [R, H] of the rows that the step asks for."""
+        """What the head reads: the normed final states [R, H] of the rows that the step asks
+        for.
+        """
         return self._run_layers(self.embed(step.ids, step), self.rope(step), step)
 
     def _run_layers(self, x: torch.Tensor, rope: RopeCosSin, step: Step) -> torch.Tensor:

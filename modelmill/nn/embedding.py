@@ -37,15 +37,17 @@ class TokenEmbedding(nn.Module):
 class LMHead(Linear):
     """The projection to the vocabulary, in float32 sums cast to float32 logits.
 
-    Ranks share out the vocabulary, and each of them gets all logits: they sample alike, with nothing more to exchange.
-    """
+    Ranks share out the vocabulary, and each of them gets all logits: they sample alike, with
+    nothing more to exchange."""
 
     shard_widths: tuple[int, ...] = ()
 
     def forward(self, x: torch.Tensor | QuantizedInput, step: Step) -> torch.Tensor:
         """[R, H] → [R, V] float32."""
         logits = super().forward(x, step)
-        return (step.tp_group.all_gather(logits, self.shard_widths) if self.shard_widths else logits).float()
+        return (
+            step.tp_group.all_gather(logits, self.shard_widths) if self.shard_widths else logits
+        ).float()
 
     def shard(self, tp_group: TPGroup, alignment_for: Callable[[str], int]) -> None:  # noqa: ARG002  its columns stay whole
         """Keep some rows of the vocabulary."""

@@ -1,4 +1,6 @@
-"""A decoder's modules as the one op that runs all layers: the weights that ``ops.decode`` asks for, gathered."""
+"""A decoder's modules as the one op that runs all layers: the weights that ``ops.decode`` asks for,
+gathered.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from modelmill.nn.linear import Linear
 from modelmill.nn.mlp import GatedMLP
 from modelmill.nn.norm import RMSNorm
 from modelmill.nn.step import Step
-from modelmill.ops.decode import DecodeInputs, DecodeLayerWeights, DecodeLinearWeights, DecoderStackWeights
+from modelmill.ops.decode import (
+    DecodeInputs,
+    DecodeLayerWeights,
+    DecodeLinearWeights,
+    DecoderStackWeights,
+)
 
 # Tokens of a step up to which one call is worth it: beyond, the time goes into the products.
 MAX_FUSED_TOKENS = 16
@@ -23,11 +30,15 @@ _SUPPORTED_FORMATS = ("dense", "int8", "int4", "int8_group")
 
 
 class StackedWeights:
-    """The stack of a list of layers; gathered again where a linear layer has come to hold another weight."""
+    """The stack of a list of layers; gathered again where a linear layer has come to hold another
+    weight.
+    """
 
     def __init__(self, layers: nn.ModuleList, norm: RMSNorm, head: Linear) -> None:
         self._modules = (layers, norm, head)
-        self._linears = [m for part in self._modules for m in part.modules() if isinstance(m, Linear)]
+        self._linears = [
+            m for part in self._modules for m in part.modules() if isinstance(m, Linear)
+        ]
         self._weights: list[object] = []
         self._stack: DecoderStackWeights | None = None
 
@@ -37,14 +48,19 @@ class StackedWeights:
         if len(weights) != len(self._weights) or not all(map(is_, weights, self._weights)):
             self._weights = weights
             readable = all(
-                m.weight.format in _SUPPORTED_FORMATS and "perm" not in m.weight.tensors() for m in self._linears
+                m.weight.format in _SUPPORTED_FORMATS and "perm" not in m.weight.tensors()
+                for m in self._linears
             )
             self._stack = _stack_weights(*self._modules) if readable else None
         return self._stack
 
 
 def run_fused_decode(
-    op: Callable[..., torch.Tensor], stack: DecoderStackWeights, x: torch.Tensor, rope: RopeCosSin, step: Step
+    op: Callable[..., torch.Tensor],
+    stack: DecoderStackWeights,
+    x: torch.Tensor,
+    rope: RopeCosSin,
+    step: Step,
 ) -> torch.Tensor:
     """x: [T, H] embeddings → logits [R, V] float32 of the rows that the step asks for."""
     tokens = DecodeInputs(

@@ -1,11 +1,14 @@
 """What a page of the KV cache is.
 
-A page holds ``page_size`` consecutive tokens of one sequence, for one layer as [kv_heads, page_size, head_dim] for keys
-and the same for values, so that the keys of one head in one page lie side by side. A slot is page · page_size + offset.
+A page holds ``page_size`` consecutive tokens of one sequence, for one layer as [kv_heads,
+page_size, head_dim] for keys and the same for values, so that the keys of one head in one page lie
+side by side. A slot is page · page_size + offset.
 
-Keys and values are kept in the activations' dtype, or in 8 bits (int8, or fp8 e4m3) with a float32 scale for each
-token and head beside the page, [kv_heads, page_size]: 4 bytes beside 64 or 128. A float16 scale would save two of them,
-but has neither the range for an outlier of 1e6 nor the digits for a row of 1e-4.
+Keys and values are kept in the activations' dtype, or in 8 bits (int8, or fp8 e4m3) with a float32
+scale for each
+token and head beside the page, [kv_heads, page_size]: 4 bytes beside 64 or 128. A float16 scale
+would save two of them, but has neither the range for an outlier of 1e6 nor the digits for a row of
+1e-4.
 """
 
 from __future__ import annotations
@@ -34,8 +37,12 @@ class KVShape:
     head_dim: int
 
     def page_bytes(self, page_size: int, dtype: torch.dtype) -> int:
-        """Bytes of one page over all layers, keys and values, with the scales where ``dtype`` has 8 bits."""
-        each = self.head_dim * dtype.itemsize + (_SCALE_DTYPE.itemsize if dtype in QUANTIZED_KV_DTYPES.values() else 0)
+        """Bytes of one page over all layers, keys and values, with the scales where ``dtype`` has 8
+        bits.
+        """
+        each = self.head_dim * dtype.itemsize + (
+            _SCALE_DTYPE.itemsize if dtype in QUANTIZED_KV_DTYPES.values() else 0
+        )
         return 2 * self.layers * self.kv_heads * page_size * each
 
 
@@ -43,7 +50,8 @@ class KVShape:
 class KVCache:
     """The pages of all layers: k[layer], v[layer] of [pages, kv_heads, page_size, head_dim].
 
-    k_scale, v_scale: [pages, kv_heads, page_size] float32 of each layer where the pages hold 8 bits, else empty.
+    k_scale, v_scale: [pages, kv_heads, page_size] float32 of each layer where the pages hold 8
+    bits, else empty.
     """
 
     k: tuple[torch.Tensor, ...]
@@ -53,15 +61,25 @@ class KVCache:
     v_scale: tuple[torch.Tensor, ...] = ()
 
     @staticmethod
-    def allocate(shape: KVShape, pages: int, page_size: int, dtype: torch.dtype, device: str) -> KVCache:
-        """Zeroed pages, so that nothing reads what nobody wrote. In RAM they are backed once they are written."""
+    def allocate(
+        shape: KVShape, pages: int, page_size: int, dtype: torch.dtype, device: str
+    ) -> KVCache:
+        """Zeroed pages, so that nothing reads what nobody wrote.
+
+        In RAM they are backed once they are written.
+        """
         size = (pages, shape.kv_heads, page_size, shape.head_dim)
 
-        def zeros(size: tuple[int, ...], dtype: torch.dtype, count: int = shape.layers) -> tuple[torch.Tensor, ...]:
+        def zeros(
+            size: tuple[int, ...], dtype: torch.dtype, count: int = shape.layers
+        ) -> tuple[torch.Tensor, ...]:
             return tuple(_zeros(size, dtype, device) for _ in range(count))
 
         scales = shape.layers if dtype in QUANTIZED_KV_DTYPES.values() else 0
-        k_scale, v_scale = zeros(size[:3], _SCALE_DTYPE, scales), zeros(size[:3], _SCALE_DTYPE, scales)
+        k_scale, v_scale = (
+            zeros(size[:3], _SCALE_DTYPE, scales),
+            zeros(size[:3], _SCALE_DTYPE, scales),
+        )
         return KVCache(zeros(size, dtype), zeros(size, dtype), page_size, k_scale, v_scale)
 
     @property
@@ -85,10 +103,14 @@ class KVCache:
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """``torch.zeros``; on the CPU, where that writes every byte, pages of the system's, which are zero unwritten."""
+    """``torch.zeros``; on the CPU, where that writes every byte, pages of the system's, which are
+    zero unwritten.
+    """
     if torch.device(device).type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
     count = math.prod(size)
-    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+    private = (
+        {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+    )
     pages = mmap.mmap(-1, max(count, 1) * dtype.itemsize, **private)
     return torch.frombuffer(pages, dtype=dtype)[:count].view(size)

@@ -16,7 +16,8 @@ from modelmill.weights.base import WeightFormat, act_quant
 class Linear(nn.Module):
     """y = x Wᵀ + b. Which format W has is the weight's business; it is put in place by the loader.
 
-    shape: (N, K) of what this rank holds. bias: [N] or None. weight_shard: which part that is; None: everything.
+    shape: (N, K) of what this rank holds. bias: [N] or None. weight_shard: which part that is;
+    None: everything.
     """
 
     weight: WeightFormat
@@ -40,19 +41,27 @@ class Linear(nn.Module):
         return self.weight.matmul(x, self.bias, step.ops)
 
     def act_quant(self, step: Step) -> ActQuantSpec | None:
-        """The 8-bit input that a norm in front should make at once; None: floating point, from which it is made here.
+        """The 8-bit input that a norm in front should make at once; None: floating point, from
+        which it is made here.
 
         Somebody who watches modules sees floating point.
         """
         fused = step.fuse and step.tp_group.size == 1 and step.ops.fuses_norm_quant
         return act_quant(self.weight) if fused else None
 
-    def try_linear_swiglu(self, x: torch.Tensor | QuantizedInput, step: Step) -> torch.Tensor | None:
-        """silu(first half) · second half of the output in one op, [T, N / 2]; None where there is no such op."""
+    def try_linear_swiglu(
+        self, x: torch.Tensor | QuantizedInput, step: Step
+    ) -> torch.Tensor | None:
+        """silu(first half) · second half of the output in one op, [T, N / 2]; None where there is
+        no such op.
+        """
         return self.weight.try_linear_swiglu(x, self.bias, step.ops)
 
-    def try_linear_add(self, x: torch.Tensor | QuantizedInput, residual: torch.Tensor | None, step: Step) -> bool:
-        """Whether x Wᵀ + b was added to the residual [T, N], in its place, in one op; else nothing was done.
+    def try_linear_add(
+        self, x: torch.Tensor | QuantizedInput, residual: torch.Tensor | None, step: Step
+    ) -> bool:
+        """Whether x Wᵀ + b was added to the residual [T, N], in its place, in one op; else nothing
+        was done.
 
         Not where somebody watches modules, nor where other ranks have summands of it.
         """
@@ -64,14 +73,18 @@ class Linear(nn.Module):
     def try_qkv_rope(
         self, x: torch.Tensor | QuantizedInput, rope_args: tuple[Any, ...], step: Step
     ) -> torch.Tensor | None:
-        """Queries of x Wᵀ + b, rotated, and keys and values stored, in one op; None: nothing was done.
+        """Queries of x Wᵀ + b, rotated, and keys and values stored, in one op; None: nothing was
+        done.
 
-        Not where somebody watches modules. rope_args: what ``rope_cache`` takes behind the projection.
+        Not where somebody watches modules. rope_args: what ``rope_cache`` takes behind the
+        projection.
         """
         fused = getattr(self.weight, "try_qkv_rope", None)
         return None if fused is None or not step.fuse else fused(x, self.bias, rope_args, step.ops)
 
     def try_swiglu_quant(self, gate_up: torch.Tensor, step: Step) -> torch.Tensor | None:
-        """Of silu(first half) · second half of [T, 2·K], where one op gates and rounds; None where there is none."""
+        """Of silu(first half) · second half of [T, 2·K], where one op gates and rounds; None where
+        there is none.
+        """
         fused = getattr(self.weight, "try_swiglu_quant", None)
         return None if fused is None else fused(gate_up, self.bias, step.ops)

@@ -1,8 +1,9 @@
 """The last layer's second half, for the rows whose logits are wanted and no others.
 
-Keys and values of every token must be stored in every layer. What the last layer makes of a token beyond that is read
-by the head alone, and of a prompt the head wants one row: its query, output projection and MLP are left out for the
-others. With n layers that is about three quarters of one nth of a prompt's products.
+Keys and values of every token must be stored in every layer. What the last layer makes of a token
+beyond that is read by the head alone, and of a prompt the head wants one row: its query, output
+projection and MLP are left out for the others. With n layers that is about three quarters of one
+nth of a prompt's products.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ MIN_ROW_RATIO = 2  # times as many rows as are wanted, from which leaving out pa
 
 
 def select_logit_rows(step: Step) -> Step | None:
-    """The step of the wanted rows, each the single query of a sequence of its own; None where all rows go on.
+    """The step of the wanted rows, each the single query of a sequence of its own; None where all
+    rows go on.
 
     A row's context ends with itself. Somebody who watches modules sees all rows.
     """

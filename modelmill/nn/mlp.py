@@ -15,7 +15,9 @@ from modelmill.parallel.shard import Range, Shard, partition
 from modelmill.parallel.tp_group import TPGroup
 
 _CHANNEL_ALIGNMENT = (
-    64  # channels that a rank's share is a multiple of where there are many: rows then start at cache lines
+    # channels that a rank's share is a multiple of where there are many: rows then start at cache
+    # lines
+    64
 )
 
 
@@ -55,13 +57,22 @@ class GatedMLP(nn.Module):
             if out is not None:
                 return out
             inner = self.act(gate_up, step)
-        return None if self.down_proj.try_linear_add(inner, residual, step) else self.down_proj(inner, step)
+        return (
+            None
+            if self.down_proj.try_linear_add(inner, residual, step)
+            else self.down_proj(inner, step)
+        )
 
     def shard(self, tp_group: TPGroup, alignment_for: Callable[[str], int]) -> None:
-        """Keep some inner channels; what ``forward`` returns is then a summand. alignment_for: of a child's columns."""
+        """Keep some inner channels; what ``forward`` returns is then a summand.
+
+        alignment_for: of a child's columns.
+        """
         inner = self.down_proj.shape[1]
         a, b = _channel_range(inner, tp_group, alignment_for("down_proj"))
-        self.gate_up_proj.take_shard(Shard.from_rows(self.gate_up_proj.shape, (a, b), (inner + a, inner + b)))
+        self.gate_up_proj.take_shard(
+            Shard.from_rows(self.gate_up_proj.shape, (a, b), (inner + a, inner + b))
+        )
         self.down_proj.take_shard(Shard.from_columns(self.down_proj.shape, (a, b), tp_group.rank))
 
 
@@ -79,7 +90,10 @@ class PlainMLP(nn.Module):
         return self.down_proj(self.act(self.fc_proj(x, step), step), step)
 
     def shard(self, tp_group: TPGroup, alignment_for: Callable[[str], int]) -> None:
-        """Keep some inner channels; what ``forward`` returns is then a summand. alignment_for: of a child's columns."""
+        """Keep some inner channels; what ``forward`` returns is then a summand.
+
+        alignment_for: of a child's columns.
+        """
         mine = _channel_range(self.down_proj.shape[1], tp_group, alignment_for("down_proj"))
         self.fc_proj.take_shard(Shard.from_rows(self.fc_proj.shape, mine))
         self.down_proj.take_shard(Shard.from_columns(self.down_proj.shape, mine, tp_group.rank))
@@ -89,5 +103,8 @@ def _channel_range(inner: int, tp_group: TPGroup, alignment: int) -> Range:
     """The inner channels of a rank."""
     lines = lcm(alignment, _CHANNEL_ALIGNMENT)
     return partition(
-        inner, tp_group.size, lines if inner >= 8 * tp_group.size * lines else alignment, "inner channels"
+        inner,
+        tp_group.size,
+        lines if inner >= 8 * tp_group.size * lines else alignment,
+        "inner channels",
     )[tp_group.rank]

@@ -1,6 +1,7 @@
 """Normalisations. RMSNorm carries the residual stream: it adds, normalises, and returns both.
 
-What they add to the residual is a branch's output, of which each rank holds a summand: they are where ranks meet.
+What they add to the residual is a branch's output, of which each rank holds a summand: they are
+where ranks meet.
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ class RMSNorm(nn.Module):
         self.register_buffer("weight", torch.empty(width, device="meta"))
 
     def forward(
-        self, x: torch.Tensor | None, residual: torch.Tensor | None, step: Step, act_quant: ActQuantSpec | None = None
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        step: Step,
+        act_quant: ActQuantSpec | None = None,
     ) -> tuple[torch.Tensor | QuantizedInput, torch.Tensor]:
-        """x, residual: [T, H]; x None: it was added to the residual before. act_quant: the 8-bit form in which the
-        normed values are put out; None: as they are."""
+        """x, residual: [T, H]; x None: it was added to the residual before. act_quant: the 8-bit
+        form in which the normed values are put out; None: as they are."""
         if x is None:
             x, residual = residual, None
         assert x is not None, "a branch or a residual"
@@ -43,8 +48,12 @@ class RMSNorm(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, act_quant: ActQuantSpec
     ) -> tuple[QuantizedInput, torch.Tensor]:
         if residual is None:
-            return QuantizedInput(*step.ops.rms_norm_quant(x, self.weight, self.eps, *act_quant), x.dtype), x
-        values, scale, total = step.ops.add_rms_norm_quant(x, residual, self.weight, self.eps, *act_quant)
+            return QuantizedInput(
+                *step.ops.rms_norm_quant(x, self.weight, self.eps, *act_quant), x.dtype
+            ), x
+        values, scale, total = step.ops.add_rms_norm_quant(
+            x, residual, self.weight, self.eps, *act_quant
+        )
         return QuantizedInput(values, scale, x.dtype), total
 
 
@@ -60,9 +69,15 @@ class LayerNorm(nn.Module):
         self.register_buffer("weight", torch.empty(width, device="meta"))
         self.register_buffer("bias", torch.empty(width, device="meta"))
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """x, residual: [T, H]."""
-        total = x if residual is None else step.tp_group.all_reduce(x, decode=step.max_query == 1) + residual
+        total = (
+            x
+            if residual is None
+            else step.tp_group.all_reduce(x, decode=step.max_query == 1) + residual
+        )
         return step.ops.layer_norm(total, self.weight, self.bias, self.eps), total
 
 

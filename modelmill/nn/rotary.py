@@ -1,8 +1,9 @@
 """Rotary position embeddings and all their scalings (Su et al. 2021, arXiv:2104.09864).
 
-A rotation may depend on a length: Qwen v1's dynamic NTK takes it from the request's prompt and keeps it, LLaMA's
-"dynamic" takes it from the prompt during prefill and from the position afterwards. The runtime therefore asks the model
-for a *rope key* per token (``rule`` says from which length) and hands the keys back in the Step. Key 0: unscaled.
+A rotation may depend on a length: Qwen v1's dynamic NTK takes it from the request's prompt and
+keeps it, LLaMA's "dynamic" takes it from the prompt during prefill and from the position
+afterwards. The runtime therefore asks the model for a *rope key* per token (``rule`` says from
+which length) and hands the keys back in the Step. Key 0: unscaled.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ ROPE_KEY_RULES = ("fixed", "prompt", "running")
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """dim: rotated channels per head. scaling: the raw ``rope_scaling`` dict. trained_len: positions of the training.
+    """dim: rotated channels per head. scaling: the raw ``rope_scaling`` dict. trained_len:
+    positions of the training.
 
     Raises CheckpointError for a dim that cannot be rotated so.
     """
@@ -37,10 +39,14 @@ class RopeSpec:
 
     def __post_init__(self) -> None:
         if self.dim < 2 or self.dim % 2:
-            raise CheckpointError(f"heads of {self.dim} channels have no pairs for rotary embeddings to turn")
+            raise CheckpointError(
+                f"heads of {self.dim} channels have no pairs for rotary embeddings to turn"
+            )
         if self.dim == 2 and self.scaling_type in NTK_SCALINGS:
             # the base grows with the power dim / (dim - 2)
-            raise CheckpointError("heads of 2 channels cannot be stretched by dynamic NTK: they need 4 or more")
+            raise CheckpointError(
+                "heads of 2 channels cannot be stretched by dynamic NTK: they need 4 or more"
+            )
 
     @property
     def scaling_type(self) -> str:
@@ -51,9 +57,11 @@ class RopeSpec:
 
 
 class Rotary(nn.Module):
-    """A step's positions and keys → (cos, sin), each [T, D/2] float32, and Qwen v1's factors on q [T], or None.
+    """A step's positions and keys → (cos, sin), each [T, D/2] float32, and Qwen v1's factors on q
+    [T], or None.
 
-    rule: which length decides the key ("fixed": none). Raises CheckpointError for a scaling it does not know.
+    rule: which length decides the key ("fixed": none). Raises CheckpointError for a scaling it does
+    not know.
     """
 
     inv_freq: torch.Tensor
@@ -65,7 +73,8 @@ class Rotary(nn.Module):
         self.rule = {"qwen_ntk": "prompt", "dynamic": "running"}.get(spec.scaling_type, "fixed")
         inv_freq, self.factor = _frequencies(spec)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
-        # one row a key, made once: in a graph, a row is one small kernel and its powers would be ten
+        # one row a key, made once: in a graph, a row is one small kernel and its powers would be
+        # ten
         table = _ntk_table(spec, inv_freq) if self.rule == "prompt" else None
         self.register_buffer("ntk_table", table, persistent=False)
 
@@ -84,7 +93,10 @@ class Rotary(nn.Module):
         keys = step.rope_keys
         if self.rule == "running":
             # a row of frequencies for each token
-            table, keys = self._frequencies_by_token(keys), torch.arange(len(keys), device=keys.device)
+            table, keys = (
+                self._frequencies_by_token(keys),
+                torch.arange(len(keys), device=keys.device),
+            )
         else:
             table = self.inv_freq[None] if self.ntk_table is None else self.ntk_table
         return step.ops.rope_cos_sin(step.positions, keys, table, self.factor, logn, dtype)
@@ -99,8 +111,8 @@ class Rotary(nn.Module):
 
 
 def ntk_doublings(length: int, trained_len: int) -> int:
-    """How often ``trained_len`` must double to hold ``length``: Qwen v1's α is 2^(doublings + 1) − 1, and 1 for
-    none."""
+    """How often ``trained_len`` must double to hold ``length``: Qwen v1's α is 2^(doublings + 1) −
+    1, and 1 for none."""
     doublings = 0
     while trained_len << doublings < length:
         doublings += 1
@@ -118,13 +130,16 @@ def _ntk_table(spec: RopeSpec, inv_freq: torch.Tensor) -> torch.Tensor:
 def _ntk_frequencies(spec: RopeSpec, base_factor: torch.Tensor) -> torch.Tensor:
     """Frequencies of a base raised by ``base_factor`` [T] float64 (NTK): [T, D/2] float32."""
     base = spec.base * base_factor ** (spec.dim / (spec.dim - 2))
-    exponent = torch.arange(0, spec.dim, 2, device=base_factor.device, dtype=torch.float64) / spec.dim
+    exponent = (
+        torch.arange(0, spec.dim, 2, device=base_factor.device, dtype=torch.float64) / spec.dim
+    )
     return (base[:, None] ** -exponent).float()
 
 
 def _frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
     """(inv_freq [D/2] float32, factor on cos and sin) of a scaling that needs no length."""
-    # on the CPU even in a model on the meta device: torch would load its compiler for that, 120 MB of modules
+    # on the CPU even in a model on the meta device: torch would load its compiler for that, 120 MB
+    # of modules
     exponent = torch.arange(0, spec.dim, 2, dtype=torch.float32, device="cpu") / spec.dim
     plain = 1.0 / spec.base**exponent
     scaling_type, scaling = spec.scaling_type, spec.scaling
@@ -136,7 +151,9 @@ def _frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
         return _llama3(plain, scaling), 1.0
     if scaling_type == "yarn":
         return _yarn(spec, exponent)
-    raise CheckpointError(f"rope scaling {scaling_type!r} is not supported (known: linear, dynamic, llama3, yarn)")
+    raise CheckpointError(
+        f"rope scaling {scaling_type!r} is not supported (known: linear, dynamic, llama3, yarn)"
+    )
 
 
 def _llama3(plain: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
@@ -152,7 +169,10 @@ def _llama3(plain: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _yarn(spec: RopeSpec, exponent: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """YaRN (Peng et al. 2023, arXiv:2309.00071): interpolate slow channels, keep fast ones, temper the attention."""
+    """YaRN (Peng et al.
+
+    2023, arXiv:2309.00071): interpolate slow channels, keep fast ones, temper the attention.
+    """
     scaling = spec.scaling
     trained = float(scaling.get("original_max_position_embeddings") or spec.trained_len)
     factor = float(scaling["factor"])
@@ -165,7 +185,8 @@ def _yarn(spec: RopeSpec, exponent: torch.Tensor) -> tuple[torch.Tensor, float]:
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, spec.dim - 1)
-    # a range that the clamps turned round stays so, as in the original: nothing is interpolated then
+    # a range that the clamps turned round stays so, as in the original: nothing is interpolated
+    # then
     span = high - low or 0.001
     channels = torch.arange(spec.dim // 2, dtype=torch.float32, device="cpu")
     ramp = ((channels - low) / span).clamp(0, 1)

@@ -1,7 +1,9 @@
-"""One model over several ranks: every module that can be split keeps its part, before any weight is read.
+"""One model over several ranks: every module that can be split keeps its part, before any weight is
+read.
 
-A branch (attention, MLP) is split so that it needs nothing from the others: heads, or inner channels, with the columns
-of its last product that they feed. The ranks' outputs add up to the branch; the norm that takes them up adds them.
+A branch (attention, MLP) is split so that it needs nothing from the others: heads, or inner
+channels, with the columns of its last product that they feed. The ranks' outputs add up to the
+branch; the norm that takes them up adds them.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from modelmill.parallel.tp_group import TPGroup
 def shard_model(model: nn.Module, tp_group: TPGroup, alignment_for: Callable[[str], int]) -> None:
     """Leave of a model without weights what ``tp_group.rank`` computes, its KV heads included.
 
-    alignment_for: at which multiples the columns of a linear layer (by name) may be cut. Raises UsageError where there
-    are more ranks than parts.
+    alignment_for: at which multiples the columns of a linear layer (by name) may be cut. Raises
+    UsageError where there are more ranks than parts.
     """
     if tp_group.size == 1:
         return

@@ -1,4 +1,6 @@
-"""A step without an engine around it, for measuring: weights and keys drawn at random, sequences of given lengths."""
+"""A step without an engine around it, for measuring: weights and keys drawn at random, sequences of
+given lengths.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,15 @@ PackWeight = Callable[[torch.Tensor, torch.dtype], WeightFormat]
 
 
 def fill_random_weights(
-    model: nn.Module, weight_formats: Mapping[str, str | PackWeight], dtype: torch.dtype, device: str
+    model: nn.Module,
+    weight_formats: Mapping[str, str | PackWeight],
+    dtype: torch.dtype,
+    device: str,
 ) -> nn.Module:
     """Fill a model that has no memory yet; never with zeros, which run faster than values do.
 
-    weight_formats: linear module → how its weight is held ("dense" where it is not named): a format, rounded to
-    nearest, or what makes the weight of a drawn one and the activations' dtype.
+    weight_formats: linear module → how its weight is held ("dense" where it is not named): a
+    format, rounded to nearest, or what makes the weight of a drawn one and the activations' dtype.
     """
     generator = torch.Generator(device).manual_seed(0)
 
@@ -38,7 +43,9 @@ def fill_random_weights(
         if isinstance(module, Linear):
             how = weight_formats.get(name, "dense")
             drawn = draw(*module.shape, scale=module.shape[1] ** -0.5)
-            module.weight = base.pack(how, drawn, dtype) if isinstance(how, str) else how(drawn, dtype)
+            module.weight = (
+                base.pack(how, drawn, dtype) if isinstance(how, str) else how(drawn, dtype)
+            )
     for name, buffer in list(model.named_buffers()):
         parent, _, leaf = name.rpartition(".")
         value = draw(*buffer.shape) if buffer.is_meta else buffer.to(device)
@@ -55,16 +62,19 @@ def synthetic_step(
     max_context: int | None = None,
     kv: KVCache | None = None,
 ) -> Step:
-    """sequences: (how many, new tokens of each, tokens of each with the new ones), or several of these, for prompts
-    beside answers; their pages in shuffled order.
+    """sequences: (how many, new tokens of each, tokens of each with the new ones), or several of
+    these, for prompts beside answers; their pages in shuffled order.
 
-    max_context: the launch bound of their lengths, as a graph has one; default: the longest. kv: pages to use, which
-    are overwritten with random values; default: as many as are needed, of the activations' dtype.
+    max_context: the launch bound of their lengths, as a graph has one; default: the longest. kv:
+    pages to use, which are overwritten with random values; default: as many as are needed, of the
+    activations' dtype.
     """
     several = not isinstance(sequences[0], int)
     groups = cast(list[tuple[int, int, int]], list(sequences) if several else [sequences])
     # two tensors, not columns of one: a length alone would keep that one's stride
-    each = zip(*((new, context) for count, new, context in groups for _ in range(count)), strict=True)
+    each = zip(
+        *((new, context) for count, new, context in groups for _ in range(count)), strict=True
+    )
     new, contexts = (torch.tensor(numbers) for numbers in each)
     batch, longest, widest = len(new), int(contexts.max()), int(new.max())
     weight = model.embed.weight  # type: ignore[union-attr]
@@ -104,7 +114,10 @@ def synthetic_step(
 
 
 def _fill_kv_random(kv: KVCache, pages: int) -> None:
-    """Random values in the first pages: no arithmetic is easier than in an answer. 8-bit pages get scales as well."""
+    """Random values in the first pages: no arithmetic is easier than in an answer.
+
+    8-bit pages get scales as well.
+    """
     for cache in (each[:pages] for each in (*kv.k, *kv.v)):
         if cache.dtype == torch.int8:
             cache.random_(-127, 128)

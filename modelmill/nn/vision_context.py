@@ -1,4 +1,6 @@
-"""What the modules of an image model need to know besides their input: no tokens, no cache, only the ops."""
+"""What the modules of an image model need to know besides their input: no tokens, no cache, only
+the ops.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class VisionContext:
     ops: Ops = field(repr=False)
 
     def linear(self, layer: Linear, x: torch.Tensor | QuantizedInput) -> torch.Tensor:
-        """[…, K] → […, N], whatever form the weight is held in, from activations in the form that it wants."""
+        """[…, K] → […, N], whatever form the weight is held in, from activations in the form that
+        it wants.
+        """
         if isinstance(x, QuantizedInput):
             values = x.values.view(-1, x.values.shape[-1])
             flat = QuantizedInput(values, None if x.scale is None else x.scale.view(-1), x.dtype)
@@ -34,16 +38,24 @@ class VisionContext:
         fused = self.act_quant(next_linear)
         if fused is not None:
             inner = self.linear(layer, x)
-            return QuantizedInput(*self.ops.gelu_quant(inner, fused.dtype, fused.inv_scale), inner.dtype)
+            return QuantizedInput(
+                *self.ops.gelu_quant(inner, fused.dtype, fused.inv_scale), inner.dtype
+            )
         if layer.weight.format == "dense" and isinstance(x, torch.Tensor):
             weight = layer.weight.tensors()["weight"]
-            return self.ops.linear_gelu(x.reshape(-1, x.shape[-1]), weight, layer.bias).view(*x.shape[:-1], -1)
+            return self.ops.linear_gelu(x.reshape(-1, x.shape[-1]), weight, layer.bias).view(
+                *x.shape[:-1], -1
+            )
         return self.ops.gelu(self.linear(layer, x))
 
     def act_quant(self, layer: Linear) -> ActQuantSpec | None:
-        """The 8-bit input that the op in front should make at once; None: floating point, or no op makes it faster."""
+        """The 8-bit input that the op in front should make at once; None: floating point, or no op
+        makes it faster.
+        """
         found = act_quant(layer.weight)
         if found is None or self.ops.backends["add_layer_norm_quant"] == "torch":
             return None
         plain = found.zero_point is None and found.perm is None and found.bits == 8
-        return found if plain and (found.inv_scale is None or found.inv_scale.numel() == 1) else None
+        return (
+            found if plain and (found.inv_scale is None or found.inv_scale.numel() == 1) else None
+        )

@@ -1,4 +1,6 @@
-"""What the vision transformers share: patches, blocks of attention and MLP, and the stream that runs through them."""
+"""What the vision transformers share: patches, blocks of attention and MLP, and the stream that
+runs through them.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ class VitBlock(nn.Module):
     def forward_deferred_add(
         self, x: torch.Tensor, branch: torch.Tensor | None, vision: VisionContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x: what the stream holds, and the branch that is still to be added to it. Returns the next of both.
+        """x: what the stream holds, and the branch that is still to be added to it. Returns the
+        next of both.
 
         A norm reads what the addition before it writes, so one op does both.
         """
@@ -63,10 +66,13 @@ def run_blocks(blocks: Iterable[nn.Module], x: torch.Tensor, vision: VisionConte
 
 
 def patchify(x: torch.Tensor, patch_size: int) -> torch.Tensor:
-    """[B, 3, H, W] → [B, H / P, W / P, 3 · P²], P the patch size, as the weight of a convolution [C, 3, P, P] lies.
+    """[B, 3, H, W] → [B, H / P, W / P, 3 · P²], P the patch size, as the weight of a convolution
+    [C, 3, P, P] lies.
 
     Where it never reads a pixel twice a convolution is a product of these.
     """
     batch, channels, height, width = x.shape
-    parts = x.reshape(batch, channels, height // patch_size, patch_size, width // patch_size, patch_size)
+    parts = x.reshape(
+        batch, channels, height // patch_size, patch_size, width // patch_size, patch_size
+    )
     return parts.permute(0, 2, 4, 1, 3, 5).flatten(3)

@@ -26,10 +26,14 @@ def add_layer_norm(
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Usual and odd widths, few rows and many, with a residual of ten times the branch's scale."""
-    yield from cases_for_shapes((*SHAPES, *(() if device == "cpu" else ((4096, 1280),))), device, dtype)
+    yield from cases_for_shapes(
+        (*SHAPES, *(() if device == "cpu" else ((4096, 1280),))), device, dtype
+    )
 
 
-def cases_for_shapes(shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype) -> Iterator[Case]:
+def cases_for_shapes(
+    shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype
+) -> Iterator[Case]:
     """Of (rows, width)."""
     for rows, width in shapes:
         x = randn(rows, width, device=device, dtype=dtype, seed=rows * width)

@@ -18,7 +18,8 @@ def add_layer_norm_quant(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float,
     dtype: torch.dtype, inv_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:  # fmt: skip
-    """(values [..., H] of ``dtype``, scale [...] float32 or None, x + residual) of ``add_layer_norm``'s output.
+    """(values [..., H] of ``dtype``, scale [...] float32 or None, x + residual) of
+    ``add_layer_norm``'s output.
 
     inv_scale: [1] float32 or None; rounding as in ``rms_norm_quant``.
     """
@@ -31,7 +32,9 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     yield from _narrow(plain.cases(device, dtype), device)
 
 
-def cases_for_shapes(shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype) -> Iterator[Case]:
+def cases_for_shapes(
+    shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype
+) -> Iterator[Case]:
     """Of (rows, width), in every form."""
     yield from _narrow(plain.cases_for_shapes(shapes, device, dtype), device)
 

@@ -17,7 +17,8 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (rms_norm(x + residual), x + residual), the sum rounded to x's dtype first.
 
-    x, residual: [..., H], same dtype. weight: [H]. Variants may reuse the residual's memory for the sum.
+    x, residual: [..., H], same dtype. weight: [H]. Variants may reuse the residual's memory for the
+    sum.
     """
     total = x + residual
     return rms_norm(total, weight, eps), total

@@ -24,10 +24,11 @@ def add_rms_norm_quant(
     perm: torch.Tensor | None = None,
     bits: int = 8,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(values, scale or None, x + residual): ``rms_norm_quant`` of the sum, which is rounded to x's dtype first.
+    """(values, scale or None, x + residual): ``rms_norm_quant`` of the sum, which is rounded to x's
+    dtype first.
 
-    x, residual: [..., H], same dtype; the residual stream keeps its order. Variants may reuse the residual's memory for
-    the sum.
+    x, residual: [..., H], same dtype; the residual stream keeps its order. Variants may reuse the
+    residual's memory for the sum.
     """
     y, total = add_rms_norm(x, residual, weight, eps)
     return *rms_norm_quant.quantize_rows(y, dtype, inv_scale, zero_point, perm, bits), total

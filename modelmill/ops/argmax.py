@@ -13,7 +13,9 @@ TOLERANCE = {torch.float32: 0.0, torch.float16: 0.0, torch.bfloat16: 0.0}
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Ids [B] int64 of rows [B, V] float32, the lowest where several are the largest; NaN counts as −inf."""
+    """Ids [B] int64 of rows [B, V] float32, the lowest where several are the largest; NaN counts as
+    −inf.
+    """
     never = float("-inf")
     return logits.nan_to_num(never, float("inf"), never).argmax(-1)
 

@@ -13,8 +13,10 @@ import torch
 class Case:
     """Arguments for one call of an op.
 
-    args: keyword arguments. bytes_moved: least device-memory traffic (each input read once, each output written
-    once). flops: arithmetic, for compute-bound ops. writes: names of arguments that the op writes in place.
+    args: keyword arguments. bytes_moved: least device-memory traffic (each input read once, each
+    output written
+    once). flops: arithmetic, for compute-bound ops. writes: names of arguments that the op writes
+    in place.
     """
 
     name: str
@@ -30,11 +32,17 @@ def nbytes(*tensors: torch.Tensor | None) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
-def randn(*shape: int, device: str, dtype: torch.dtype, seed: int, scale: float = 1.0) -> torch.Tensor:
-    """Seeded normal values, drawn in float32 on the CPU for small and on the device for large tensors."""
+def randn(
+    *shape: int, device: str, dtype: torch.dtype, seed: int, scale: float = 1.0
+) -> torch.Tensor:
+    """Seeded normal values, drawn in float32 on the CPU for small and on the device for large
+    tensors.
+    """
     where = "cpu" if device == "cpu" or _product(shape) < 1 << 22 else device
     generator = torch.Generator(where).manual_seed(seed)
-    return (torch.randn(*shape, generator=generator, device=where) * scale).to(device=device, dtype=dtype)
+    return (torch.randn(*shape, generator=generator, device=where) * scale).to(
+        device=device, dtype=dtype
+    )
 
 
 def _product(shape: tuple[int, ...]) -> int:

@@ -1,7 +1,8 @@
-"""All layers of a decoder on a few tokens in one call: what the other ops compute one after another.
+"""All layers of a decoder on a few tokens in one call: what the other ops compute one after
+another.
 
-It spans the other ops and adds nothing to what they compute; a variant saves the host's work between them, which for a
-small model takes as long as the arithmetic. See ``registry.FUSED_OPS``.
+It spans the other ops and adds nothing to what they compute; a variant saves the host's work
+between them, which for a small model takes as long as the arithmetic. See ``registry.FUSED_OPS``.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ TOLERANCE = {torch.float32: 5e-5, torch.float16: 4e-2, torch.bfloat16: 2.5e-1}
 class DecodeLinearWeights:
     """weight: [N, K] of the activations' dtype, or int8 with scale [N] float32. bias: [N] or None.
 
-    group_size: where it is not 0, weight, scale and offset are as int4_linear (uint8) or int8_group_linear (int8) have
-    them, of ``in_features`` columns.
+    group_size: where it is not 0, weight, scale and offset are as int4_linear (uint8) or
+    int8_group_linear (int8) have them, of ``in_features`` columns.
     """
 
     weight: torch.Tensor
@@ -61,7 +62,9 @@ class DecodeLinearWeights:
 
 @dataclass(frozen=True, eq=False)
 class DecodeLayerWeights:
-    """One layer's weights: norms [H] (q_norm, k_norm: [D] or None), matrices, and the attention window or None."""
+    """One layer's weights: norms [H] (q_norm, k_norm: [D] or None), matrices, and the attention
+    window or None.
+    """
 
     attn_norm: torch.Tensor
     qkv: DecodeLinearWeights
@@ -76,7 +79,10 @@ class DecodeLayerWeights:
 
 @dataclass(frozen=True, eq=False)
 class DecoderStackWeights:
-    """Layers, the final norm [H] and the head. packed: where a variant keeps what it made of the weights."""
+    """Layers, the final norm [H] and the head.
+
+    packed: where a variant keeps what it made of the weights.
+    """
 
     layers: tuple[DecodeLayerWeights, ...]
     norm: torch.Tensor
@@ -88,7 +94,8 @@ class DecoderStackWeights:
 
 @dataclass(frozen=True, eq=False)
 class DecodeInputs:
-    """Where the tokens stand, as in ``paged_attention`` and ``rope_cache``; k, v: each layer's pages.
+    """Where the tokens stand, as in ``paged_attention`` and ``rope_cache``; k, v: each layer's
+    pages.
 
     logit_rows: [R] int64, whose logits are wanted; None: all.
     """
@@ -108,7 +115,10 @@ class DecodeInputs:
 
 
 def decode(x: torch.Tensor, stack: DecoderStackWeights, tokens: DecodeInputs) -> torch.Tensor:
-    """x: [T, H], the tokens' embeddings. Writes k and v; returns logits [R, V] float32, rounded to x's dtype before."""
+    """x: [T, H], the tokens' embeddings.
+
+    Writes k and v; returns logits [R, V] float32, rounded to x's dtype before.
+    """
     t, residual = tokens, None
     for layer, k, v in zip(stack.layers, t.k, t.v, strict=True):
         if residual is None:
@@ -117,7 +127,10 @@ def decode(x: torch.Tensor, stack: DecoderStackWeights, tokens: DecodeInputs) ->
             x, residual = add_rms_norm(x, residual, layer.attn_norm, stack.eps)
         turn, norms = (t.cos, t.sin, t.q_scale), (layer.q_norm, layer.k_norm)
         q = rope_cache(layer.qkv.matmul(x), k, v, t.slots, stack.heads, *turn, *norms, stack.eps)
-        scale, around = k.shape[3] ** -0.5, (t.block_tables, t.query_start, t.context_lens, t.max_query, t.max_context)
+        scale, around = (
+            k.shape[3] ** -0.5,
+            (t.block_tables, t.query_start, t.context_lens, t.max_query, t.max_context),
+        )
         x = layer.o.matmul(paged_attention(q, k, v, *around, scale, layer.window))
         x, residual = add_rms_norm(x, residual, layer.mlp_norm, stack.eps)
         x = layer.down.matmul(silu_mul(layer.gate_up.matmul(x)))
@@ -128,7 +141,9 @@ def decode(x: torch.Tensor, stack: DecoderStackWeights, tokens: DecodeInputs) ->
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """One token, a few sequences, a chunk with history, windows, biases, head norms, int8; odd sizes."""
+    """One token, a few sequences, a chunk with history, windows, biases, head norms, int8; odd
+    sizes.
+    """
     shapes: list[tuple[str, list[tuple[int, int]], int, int, str, bool]] = [
         ("one", [(1, 40)], 4, 2, "", False),
         ("int8", [(1, 300)], 4, 1, "int8", False),
@@ -173,7 +188,9 @@ def _case(
         qkv, o = matrix((heads + 2 * kv_heads) * dim, hidden), matrix(hidden, heads * dim)
         window = 20 if extras and index else None
         gate_up, down = matrix(2 * inner, hidden), matrix(hidden, inner)
-        return DecodeLayerWeights(drawn(hidden) + 1, qkv, o, drawn(hidden) + 1, gate_up, down, q_norm, k_norm, window)
+        return DecodeLayerWeights(
+            drawn(hidden) + 1, qkv, o, drawn(hidden) + 1, gate_up, down, q_norm, k_norm, window
+        )
 
     pages = [-(-context // size) for _, context in lengths]
     tables = torch.zeros(len(lengths), max(pages), dtype=torch.int32)

@@ -1,4 +1,6 @@
-"""Matrix product with fp8 (e4m3) weights; activations in fp8 as well, or floating point as they are."""
+"""Matrix product with fp8 (e4m3) weights; activations in fp8 as well, or floating point as they
+are.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.quant_types import quantize_per_row
 
 FP8 = torch.float8_e4m3fn
-# Hopper's tensor cores keep some 14 bits of fp8's sums: of 12 million sums of 4,096 the worst is 1.3 % of a typical
-# result off (all of them 0.2 %), where rounding to fp8 costs 3 to 4 %.
+# Hopper's tensor cores keep some 14 bits of fp8's sums: of 12 million sums of 4,096 the worst is
+# 1.3 % of a typical result off (all of them 0.2 %), where rounding to fp8 costs 3 to 4 %.
 TOLERANCE = {torch.float32: 2e-2, torch.float16: 2.5e-2, torch.bfloat16: 6e-2}
 
 
@@ -24,10 +26,11 @@ def fp8_linear(
     dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x: [T, K] e4m3 or float; weight: [N, K] e4m3; scale: [N] float32; bias: [N]. Returns [T, N] of ``dtype``.
+    """x: [T, K] e4m3 or float; weight: [N, K] e4m3; scale: [N] float32; bias: [N]. Returns [T, N]
+    of ``dtype``.
 
-    x_scale: [T] or [1] float32, of an x in fp8; None where x is floating point. (Σ x · w) · x_scale · scale + bias,
-    products and sums in float32 (float64 where the scales are), rounded once.
+    x_scale: [T] or [1] float32, of an x in fp8; None where x is floating point. (Σ x · w) · x_scale
+    · scale + bias, products and sums in float32 (float64 where the scales are), rounded once.
     """
     out = (x.to(scale.dtype) @ weight.to(scale.dtype).T) * scale
     if x_scale is not None:
@@ -39,18 +42,45 @@ def fp8_linear(
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """As for w8a8_linear; every second product with activations as they are."""
-    shapes = [(1, 576, 1536), (5, 100, 33), (33, 576, 96), (1, 1536, 576), (2, 65, 7), (7, 64, 48), (20, 33, 50)]
+    shapes = [
+        (1, 576, 1536),
+        (5, 100, 33),
+        (33, 576, 96),
+        (1, 1536, 576),
+        (2, 65, 7),
+        (7, 64, 48),
+        (20, 33, 50),
+    ]
     if device != "cpu":
-        shapes += [(1, 4096, 12288), (1, 4096, 4096), (1, 11008, 4096), (8, 4096, 4096), (64, 4096, 4096)]
+        shapes += [
+            (1, 4096, 12288),
+            (1, 4096, 4096),
+            (1, 11008, 4096),
+            (8, 4096, 4096),
+            (64, 4096, 4096),
+        ]
         shapes += [(1024, 4096, 12288), (1000, 4096, 4096)]
     for rows, k, n in shapes:
         for eight in (True, False):
-            args: dict[str, Any] = random_inputs(rows, k, n, device=device, per_token=rows != 5, per_channel=rows != 33)
+            args: dict[str, Any] = random_inputs(
+                rows, k, n, device=device, per_token=rows != 5, per_channel=rows != 33
+            )
             if not eight:
-                args |= {"x": randn(rows, k, device=device, dtype=dtype, seed=rows + k), "x_scale": None}
-            args |= {"dtype": dtype, "bias": randn(n, device=device, dtype=dtype, seed=n) if n % 2 else None}
-            moved = nbytes(args["x"], args["weight"], args["scale"], args["bias"]) + rows * n * dtype.itemsize
-            yield Case(f"{rows}x{k}->{n}-{'8x8' if eight else '16x8'}", args, moved, 2 * rows * k * n)
+                args |= {
+                    "x": randn(rows, k, device=device, dtype=dtype, seed=rows + k),
+                    "x_scale": None,
+                }
+            args |= {
+                "dtype": dtype,
+                "bias": randn(n, device=device, dtype=dtype, seed=n) if n % 2 else None,
+            }
+            moved = (
+                nbytes(args["x"], args["weight"], args["scale"], args["bias"])
+                + rows * n * dtype.itemsize
+            )
+            yield Case(
+                f"{rows}x{k}->{n}-{'8x8' if eight else '16x8'}", args, moved, 2 * rows * k * n
+            )
 
 
 def random_inputs(

@@ -1,4 +1,6 @@
-"""GELU by the error function, as vision transformers use it (Hendrycks & Gimpel 2016, arXiv:1606.08415)."""
+"""GELU by the error function, as vision transformers use it (Hendrycks & Gimpel 2016,
+arXiv:1606.08415).
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,17 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """SAM's inner width and an odd one."""
-    shapes = ((1, 5120), (7, 101), (64, 3072)) if device == "cpu" else ((1, 5120), (7, 101), (4096, 5120))
+    shapes = (
+        ((1, 5120), (7, 101), (64, 3072))
+        if device == "cpu"
+        else ((1, 5120), (7, 101), (4096, 5120))
+    )
     yield from cases_for_shapes(shapes, device, dtype)
 
 
-def cases_for_shapes(shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype) -> Iterator[Case]:
+def cases_for_shapes(
+    shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype
+) -> Iterator[Case]:
     """Of (rows, width)."""
     for rows, width in shapes:
         x = randn(rows, width, device=device, dtype=dtype, seed=rows + width, scale=2.0)

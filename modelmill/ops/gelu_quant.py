@@ -1,4 +1,6 @@
-"""GELU whose output is 8-bit, scaled by token or by calibration: what the second half of an MLP multiplies with."""
+"""GELU whose output is 8-bit, scaled by token or by calibration: what the second half of an MLP
+multiplies with.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ TOLERANCE = rms_norm_quant.TOLERANCE
 def gelu_quant(
     x: torch.Tensor, dtype: torch.dtype, inv_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(values [..., H] of ``dtype``, scale [...] float32 or None) of y = gelu(x), rounded to x's dtype.
+    """(values [..., H] of ``dtype``, scale [...] float32 or None) of y = gelu(x), rounded to x's
+    dtype.
 
     x: [..., H] float32/16/bf16. inv_scale: [1] float32 or None; both as in ``rms_norm_quant``.
     """
@@ -29,7 +32,9 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     yield from cases_for_shapes(shapes, device, dtype)
 
 
-def cases_for_shapes(shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype) -> Iterator[Case]:
+def cases_for_shapes(
+    shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype
+) -> Iterator[Case]:
     """Of (rows, width), in every form."""
     for rows, width in shapes:
         x = randn(rows, width, device=device, dtype=dtype, seed=rows * width, scale=2.0)

@@ -1,4 +1,6 @@
-"""What references of products with weights in groups along K share, whatever the width of the codes."""
+"""What references of products with weights in groups along K share, whatever the width of the
+codes.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +23,42 @@ class RandomWeight(Protocol):
     ) -> dict[str, torch.Tensor | None]: ...
 
 
-def matmul_reference(x: torch.Tensor, weight_float: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [T, K] · wide [N, K]ᵀ + bias [N], summed in wide's dtype, rounded once: [T, N] of x's dtype."""
+def matmul_reference(
+    x: torch.Tensor, weight_float: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """x [T, K] · wide [N, K]ᵀ + bias [N], summed in wide's dtype, rounded once: [T, N] of x's
+    dtype.
+    """
     out = linear(x.to(weight_float.dtype), weight_float)
     return (out if bias is None else out + bias).to(x.dtype)
 
 
 def expand_groups(grid: torch.Tensor, group: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """What each group has, [N, ⌈columns/group⌉], as what each column has, [N, columns] of ``dtype``."""
+    """What each group has, [N, ⌈columns/group⌉], as what each column has, [N, columns] of
+    ``dtype``.
+    """
     return grid.to(dtype).repeat_interleave(group, 1)[:, :columns]
 
 
 def cases_for_shapes(
-    shapes: list[tuple[int, int, int, int]], random_weight: RandomWeight, device: str, dtype: torch.dtype
+    shapes: list[tuple[int, int, int, int]],
+    random_weight: RandomWeight,
+    device: str,
+    dtype: torch.dtype,
 ) -> Iterator[Case]:
-    """A case for each (rows, K, N, group): symmetric where there are 5 rows, with a bias where N is odd."""
+    """A case for each (rows, K, N, group): symmetric where there are 5 rows, with a bias where N is
+    odd.
+    """
     for rows, k, n, group in shapes:
         x = randn(rows, k, device=device, dtype=dtype, seed=rows + k + n)
-        args = {"x": x, **random_weight(n, k, group, device=device, symmetric=rows == 5), "group": group}
+        args = {
+            "x": x,
+            **random_weight(n, k, group, device=device, symmetric=rows == 5),
+            "group": group,
+        }
         args["bias"] = randn(n, device=device, dtype=dtype, seed=n) if n % 2 else None
-        moved = nbytes(*(a for a in args.values() if isinstance(a, torch.Tensor))) + rows * n * x.element_size()
+        moved = (
+            nbytes(*(a for a in args.values() if isinstance(a, torch.Tensor)))
+            + rows * n * x.element_size()
+        )
         yield Case(f"{rows}x{k}->{n} g{group}", args, moved, 2 * rows * k * n)

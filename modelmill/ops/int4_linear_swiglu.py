@@ -1,4 +1,6 @@
-"""A gated pair of products with 4-bit weights and SwiGLU's gate in one op: what lies between never reaches memory."""
+"""A gated pair of products with 4-bit weights and SwiGLU's gate in one op: what lies between never
+reaches memory.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,25 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Decode rows, odd sizes; the 7B shape only on a GPU."""
     shapes = [(1, 576, 1536, 128), (5, 100, 33, 32), (1, 160, 7, 128), (16, 128, 64, 64)]
     if device != "cpu":
-        shapes += [(1, 4096, 11008, 128), (8, 4096, 11008, 128), (20, 1536, 520, 128), (64, 4096, 11008, 128)]
+        shapes += [
+            (1, 4096, 11008, 128),
+            (8, 4096, 11008, 128),
+            (20, 1536, 520, 128),
+            (64, 4096, 11008, 128),
+        ]
         shapes += [(1, 1056, 104, 32), (1, 4096, 11008, 64)]
     for rows, k, inner, group in shapes:
         x = randn(rows, k, device=device, dtype=dtype, seed=rows + k)
-        args = {"x": x, **random_weight(2 * inner, k, group, device=device, symmetric=rows == 5), "group": group}
-        args["bias"] = randn(2 * inner, device=device, dtype=dtype, seed=inner) if inner % 2 else None
-        moved = nbytes(*(a for a in args.values() if isinstance(a, torch.Tensor))) + rows * inner * x.element_size()
+        args = {
+            "x": x,
+            **random_weight(2 * inner, k, group, device=device, symmetric=rows == 5),
+            "group": group,
+        }
+        args["bias"] = (
+            randn(2 * inner, device=device, dtype=dtype, seed=inner) if inner % 2 else None
+        )
+        moved = (
+            nbytes(*(a for a in args.values() if isinstance(a, torch.Tensor)))
+            + rows * inner * x.element_size()
+        )
         yield Case(f"{rows}x{k}->2x{inner} g{group}", args, moved, 4 * rows * k * inner)

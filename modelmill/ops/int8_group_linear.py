@@ -1,7 +1,8 @@
 """Matrix product with 8-bit weights in groups along K; activations stay floating point.
 
-As int4_linear, with a byte a weight: scale[n, g] · code + offset[n, g], code −128…127, g = column // group; without
-offsets 0 is meant (symmetric). A row is filled up with zeros to a multiple of 32 columns.
+As int4_linear, with a byte a weight: scale[n, g] · code + offset[n, g], code −128…127, g = column
+// group; without offsets 0 is meant (symmetric). A row is filled up with zeros to a multiple of 32
+columns.
 """
 
 from __future__ import annotations
@@ -25,12 +26,16 @@ def int8_group_linear(
     group: int,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x: [T, K] float; weight: [N, ⌈K/32⌉·32] int8; scale, offset: [N, ⌈K/group⌉] float16 or float32; bias: [N].
+    """x: [T, K] float; weight: [N, ⌈K/32⌉·32] int8; scale, offset: [N, ⌈K/group⌉] float16 or
+    float32; bias: [N].
 
-    group: a multiple of 32. Returns [T, N] of x's dtype. Weights and sums are float32 (float64 where x is).
+    group: a multiple of 32. Returns [T, N] of x's dtype. Weights and sums are float32 (float64
+    where x is).
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    return matmul_reference(x, dequantize_weight(weight, scale, offset, group, x.shape[-1], wide), bias)
+    return matmul_reference(
+        x, dequantize_weight(weight, scale, offset, group, x.shape[-1], wide), bias
+    )
 
 
 def dequantize_weight(
@@ -55,20 +60,37 @@ def pad_codes(codes: torch.Tensor) -> torch.Tensor:
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Decode and prefill, K that is no multiple of the group, of 32, or odd."""
-    shapes = [(1, 576, 1536, 32), (5, 100, 33, 32), (33, 576, 96, 64), (1, 1536, 576, 128), (2, 65, 7, 96)]
+    shapes = [
+        (1, 576, 1536, 32),
+        (5, 100, 33, 32),
+        (33, 576, 96, 64),
+        (1, 1536, 576, 128),
+        (2, 65, 7, 96),
+    ]
     shapes += [(70, 544, 65, 64), (65, 99, 40, 32)]
     if device != "cpu":
-        shapes += [(1, 4096, 12288, 128), (1, 4096, 4096, 64), (1, 11008, 4096, 32), (1, 1056, 608, 32)]
+        shapes += [
+            (1, 4096, 12288, 128),
+            (1, 4096, 4096, 64),
+            (1, 11008, 4096, 32),
+            (1, 1056, 608, 32),
+        ]
         shapes += [(1, 1120, 608, 64), (8, 4096, 4096, 64), (20, 992, 64, 32)]
         shapes += [(64, 4096, 4096, 128), (132, 4096, 4096, 32)]
     yield from cases_for_shapes(shapes, random_weight, device, dtype)
 
 
-def random_weight(n: int, k: int, group: int, *, device: str, symmetric: bool) -> dict[str, torch.Tensor | None]:
+def random_weight(
+    n: int, k: int, group: int, *, device: str, symmetric: bool
+) -> dict[str, torch.Tensor | None]:
     """A seeded weight whose outputs have about unit scale."""
     generator = torch.Generator().manual_seed(n + k)
     codes = torch.randint(-128, 128, (n, k), generator=generator, dtype=torch.int8)
     scale = (torch.rand(n, -(-k // group), generator=generator) + 0.5) * (k**-0.5 / 74)
     offset = scale * (20 * torch.randn(scale.shape, generator=generator))
-    held = {"weight": pad_codes(codes), "scale": scale.half(), "offset": None if symmetric else offset.half()}
+    held = {
+        "weight": pad_codes(codes),
+        "scale": scale.half(),
+        "offset": None if symmetric else offset.half(),
+    }
     return {name: None if t is None else t.to(device) for name, t in held.items()}

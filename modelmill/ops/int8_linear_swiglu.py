@@ -1,4 +1,6 @@
-"""A gated pair of products with int8 weights and SwiGLU's gate in one op: what lies between never reaches memory."""
+"""A gated pair of products with int8 weights and SwiGLU's gate in one op: what lies between never
+reaches memory.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ TOLERANCE = {torch.float32: 5e-5, torch.float16: 2e-2, torch.bfloat16: 1.5e-1}
 def int8_linear_swiglu(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """silu(x Gᵀ) · (x Uᵀ). As int8_linear, with weight [2·I, K], G above U, scale and bias [2·I]. Returns [T, I].
+    """silu(x Gᵀ) · (x Uᵀ). As int8_linear, with weight [2·I, K], G above U, scale and bias [2·I].
+    Returns [T, I].
 
     The products are rounded to x's dtype before the gate, as two ops would.
     """
@@ -30,7 +33,9 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         shapes += [(1, 4096, 11008), (8, 4096, 11008)]
     for rows, k, inner in shapes:
         x = randn(rows, k, device=device, dtype=dtype, seed=rows + k)
-        q, scale = quantize(randn(2 * inner, k, device=device, dtype=torch.float32, seed=k + inner, scale=k**-0.5))
+        q, scale = quantize(
+            randn(2 * inner, k, device=device, dtype=torch.float32, seed=k + inner, scale=k**-0.5)
+        )
         bias = randn(2 * inner, device=device, dtype=dtype, seed=inner) if inner % 2 else None
         moved = nbytes(x, q, scale, bias) + rows * inner * x.element_size()
         args = {"x": x, "weight": q, "scale": scale, "bias": bias}

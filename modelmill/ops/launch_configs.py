@@ -1,7 +1,8 @@
 """Launch configs chosen for one device, and which of them the kernels here accept.
 
-An implementation that can be tuned offers ``candidates(key)``, the configs that it may be launched with, and takes
-``configs`` in ``run``. They travel as an argument of ``registry.select_backends``; nothing is kept in a module.
+An implementation that can be tuned offers ``candidates(key)``, the configs that it may be launched
+with, and takes ``configs`` in ``run``. They travel as an argument of ``registry.select_backends``;
+nothing is kept in a module.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Tuning:
-    """configs: launch configs by op and key. device: the name of the device that they were measured on."""
+    """configs: launch configs by op and key.
+
+    device: the name of the device that they were measured on.
+    """
 
     device: str
     configs: TunedConfigs
@@ -37,7 +41,9 @@ class Tuning:
         return sum(len(each) for each in self.configs.values())
 
 
-def filter_supported(module: ModuleType, configs: Mapping[GemmKey, tuple[int, ...]]) -> dict[GemmKey, tuple[int, ...]]:
+def filter_supported(
+    module: ModuleType, configs: Mapping[GemmKey, tuple[int, ...]]
+) -> dict[GemmKey, tuple[int, ...]]:
     """What of a choice the variant offers; a file is no reason to launch anything else."""
     offered = getattr(module, "candidates", None)
     found = {}

@@ -12,7 +12,9 @@ from modelmill.ops.case import Case, nbytes, randn
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 
 
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> torch.Tensor:
     """x: [..., H]; weight, bias: [H]; statistics in float32. Returns the shape and dtype of x."""
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
@@ -22,10 +24,14 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     yield from cases_for_shapes(((1, 768), (7, 1024), (3, 100), (512, 1600)), device, dtype)
 
 
-def cases_for_shapes(shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype) -> Iterator[Case]:
+def cases_for_shapes(
+    shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype
+) -> Iterator[Case]:
     """Of (rows, width)."""
     for rows, width in shapes:
         x = randn(rows, width, device=device, dtype=dtype, seed=rows * width) + 0.5
         weight = randn(width, device=device, dtype=dtype, seed=width) + 1
         bias = randn(width, device=device, dtype=dtype, seed=width + 1)
-        yield Case(f"{rows}x{width}", {"x": x, "weight": weight, "bias": bias, "eps": 1e-5}, 2 * nbytes(x))
+        yield Case(
+            f"{rows}x{width}", {"x": x, "weight": weight, "bias": bias, "eps": 1e-5}, 2 * nbytes(x)
+        )

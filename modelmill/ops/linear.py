@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 
-# Products of K terms: bounds are for cases whose outputs have unit scale (weights drawn with 1/sqrt(K)).
+# Products of K terms: bounds are for cases whose outputs have unit scale (weights drawn with
+# 1/sqrt(K)).
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 AMX_COLUMNS = 32  # of 16 bits
@@ -18,9 +19,9 @@ AMX_COLUMNS = 32  # of 16 bits
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x: [T, K]; weight: [N, K]; bias: [N] or None; all of one dtype. Returns [T, N].
 
-    With AMX oneDNN (torch 2.13) reads 16-bit rows up to a multiple of 32 columns and multiplies what lies beyond K, the
-    next row or a gap, by zero: a NaN there, somebody else's, becomes this row's. Such rows are filled with zeros first.
-    """
+    With AMX oneDNN (torch 2.13) reads 16-bit rows up to a multiple of 32 columns and multiplies
+    what lies beyond K, the next row or a gap, by zero: a NaN there, somebody else's, becomes this
+    row's. Such rows are filled with zeros first."""
     spare = -x.shape[-1] % AMX_COLUMNS
     if spare and x.device.type == "cpu" and x.dtype.itemsize == 2:
         return F.linear(F.pad(x, (0, spare)), F.pad(weight, (0, spare)), bias)
@@ -44,4 +45,6 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         weight = randn(n, k, device=device, dtype=dtype, seed=k + n, scale=k**-0.5)
         bias = randn(n, device=device, dtype=dtype, seed=n) if n % 2 else None
         moved = nbytes(x, weight, bias) + rows * n * x.element_size()
-        yield Case(f"{rows}x{k}->{n}", {"x": x, "weight": weight, "bias": bias}, moved, 2 * rows * k * n)
+        yield Case(
+            f"{rows}x{k}->{n}", {"x": x, "weight": weight, "bias": bias}, moved, 2 * rows * k * n
+        )

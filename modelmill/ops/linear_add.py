@@ -15,9 +15,11 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 def linear_add(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """residual + x Wᵀ (+ b), the product rounded before it is added, as two ops would; variants may round once.
+    """residual + x Wᵀ (+ b), the product rounded before it is added, as two ops would; variants may
+    round once.
 
-    x: [T, K]; weight: [N, K]; residual: [T, N], written over with the sum and returned; bias: [N] or None.
+    x: [T, K]; weight: [N, K]; residual: [T, N], written over with the sum and returned; bias: [N]
+    or None.
     """
     return residual.add_(linear(x, weight, bias))
 
@@ -26,7 +28,13 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Prompts, odd sizes; the 7B shapes only on a GPU."""
     shapes = [(5, 72, 40), (300, 136, 200), (512, 64, 96)]
     if device != "cpu":
-        shapes += [(1024, 4096, 4096), (1024, 11008, 4096), (4096, 4096, 4096), (4096, 11008, 4096), (1000, 520, 328)]
+        shapes += [
+            (1024, 4096, 4096),
+            (1024, 11008, 4096),
+            (4096, 4096, 4096),
+            (4096, 11008, 4096),
+            (1000, 520, 328),
+        ]
     for rows, k, n in shapes:
         x = randn(rows, k, device=device, dtype=dtype, seed=rows + k)
         weight = randn(n, k, device=device, dtype=dtype, seed=k + n, scale=k**-0.5)

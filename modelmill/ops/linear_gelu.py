@@ -13,7 +13,9 @@ from modelmill.ops.linear import linear
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 
-def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear_gelu(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """gelu(x Wᵀ + b). x: [T, K]; weight: [N, K]; bias: [N] or None. Returns [T, N].
 
     In 16 bits a variant may take GELU's tanh form, which is off by less than 5e-4.
@@ -31,4 +33,6 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         weight = randn(n, k, device=device, dtype=dtype, seed=k + n, scale=k**-0.5)
         bias = randn(n, device=device, dtype=dtype, seed=n) if rows != 5 else None
         moved = nbytes(x, weight, bias) + rows * n * x.element_size()
-        yield Case(f"{rows}x{k}->{n}", {"x": x, "weight": weight, "bias": bias}, moved, 2 * rows * k * n)
+        yield Case(
+            f"{rows}x{k}->{n}", {"x": x, "weight": weight, "bias": bias}, moved, 2 * rows * k * n
+        )

@@ -1,4 +1,6 @@
-"""A gated pair of products and SwiGLU's gate in one op: what lies between them never reaches memory."""
+"""A gated pair of products and SwiGLU's gate in one op: what lies between them never reaches
+memory.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,11 @@ from modelmill.ops.silu_mul import silu_mul
 TOLERANCE = {torch.float32: 5e-5, torch.float16: 2e-2, torch.bfloat16: 1.5e-1}
 
 
-def linear_swiglu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """silu(x Gᵀ) · (x Uᵀ). x: [T, K]; weight: [2·I, K], G above U; bias: [2·I] or None. Returns [T, I].
+def linear_swiglu(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """silu(x Gᵀ) · (x Uᵀ). x: [T, K]; weight: [2·I, K], G above U; bias: [2·I] or None. Returns [T,
+    I].
 
     The products are rounded to x's dtype before the gate, as two ops would.
     """
@@ -25,11 +30,22 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Decode rows, odd sizes; the 7B shape only on a GPU."""
     shapes = [(1, 576, 1536), (5, 100, 33), (1, 65, 7), (16, 128, 64)]
     if device != "cpu":
-        shapes += [(1, 4096, 11008), (8, 4096, 11008), (32, 4096, 11008), (64, 4096, 11008), (4096, 4096, 11008)]
+        shapes += [
+            (1, 4096, 11008),
+            (8, 4096, 11008),
+            (32, 4096, 11008),
+            (64, 4096, 11008),
+            (4096, 4096, 11008),
+        ]
         shapes += [(768, 520, 2816)]
     for rows, k, inner in shapes:
         x = randn(rows, k, device=device, dtype=dtype, seed=rows + k)
         weight = randn(2 * inner, k, device=device, dtype=dtype, seed=k + inner, scale=k**-0.5)
         bias = randn(2 * inner, device=device, dtype=dtype, seed=inner) if inner % 2 else None
         moved = nbytes(x, weight, bias) + rows * inner * x.element_size()
-        yield Case(f"{rows}x{k}->2x{inner}", {"x": x, "weight": weight, "bias": bias}, moved, 4 * rows * k * inner)
+        yield Case(
+            f"{rows}x{k}->2x{inner}",
+            {"x": x, "weight": weight, "bias": bias},
+            moved,
+            4 * rows * k * inner,
+        )

@@ -1,4 +1,7 @@
-"""Causal attention over a paged KV cache (Kwon et al. 2023, arXiv:2309.06180), prefill and decode in one signature."""
+"""Causal attention over a paged KV cache (Kwon et al.
+
+2023, arXiv:2309.06180), prefill and decode in one signature.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,16 @@ def paged_attention(
 ) -> torch.Tensor:
     """Each query attends to the keys of its own sequence up to its own position.
 
-    q: [T, heads, D], the sequences' new tokens one after another. k_cache, v_cache: [pages, kv_heads, page_size, D],
-    already holding the new tokens. block_tables: [B, P] int32 page numbers. query_start: [B + 1] int32 offsets into T.
-    context_lens: [B] int32, keys of each sequence including the new ones; the last query of a sequence sits at
-    context_len − 1. max_query, max_context: upper bounds of the rows (host integers, for launch sizes). window: a query
-    at p sees keys > p − window. Query heads h share the KV head h // (heads / kv_heads). A sequence with
-    context_len 0 is padding; its output rows are undefined. k_scale, v_scale: [pages, kv_heads, page_size] float32, one
-    a token and head, beside caches of int8 or float8_e4m3fn. Returns [T, heads·D] in q's dtype.
+    q: [T, heads, D], the sequences' new tokens one after another. k_cache, v_cache: [pages,
+    kv_heads, page_size, D], already holding the new tokens. block_tables: [B, P] int32 page
+    numbers. query_start: [B + 1] int32 offsets into T. context_lens: [B] int32, keys of each
+    sequence including the new ones; the last query of a sequence sits at context_len − 1.
+    max_query, max_context: upper bounds of the rows (host integers, for launch sizes). window: a
+    query at p sees keys > p − window. Query heads h share the KV head h // (heads / kv_heads). A
+    sequence with
+    context_len 0 is padding; its output rows are undefined. k_scale, v_scale: [pages, kv_heads,
+    page_size] float32, one a token and head, beside caches of int8 or float8_e4m3fn. Returns [T,
+    heads·D] in q's dtype.
     """
     _, kv_heads, page_size, dim = k_cache.shape
     tokens, heads, _ = q.shape
@@ -50,7 +56,9 @@ def paged_attention(
         rows = q[first:last].transpose(0, 1)
         mask = _causal_mask(last - first, length, window, q.device)
         gqa = heads != kv_heads
-        mixed = F.scaled_dot_product_attention(rows[None], k[None], v[None], mask, scale=scale, enable_gqa=gqa)[0]
+        mixed = F.scaled_dot_product_attention(
+            rows[None], k[None], v[None], mask, scale=scale, enable_gqa=gqa
+        )[0]
         out[first:last] = mixed.transpose(0, 1)
     return out.view(tokens, heads * dim)
 
@@ -65,8 +73,12 @@ def _gather_pages(
     return found.to(dtype).transpose(0, 1).flatten(1, 2)
 
 
-def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """Which keys each of the last ``queries`` positions sees: [queries, keys] bool; None where all see all."""
+def _causal_mask(
+    queries: int, keys: int, window: int | None, device: torch.device
+) -> torch.Tensor | None:
+    """Which keys each of the last ``queries`` positions sees: [queries, keys] bool; None where all
+    see all.
+    """
     if queries == 1 and (window is None or keys <= window):
         return None
     row = torch.arange(keys - queries, keys, device=device)[:, None]
@@ -76,7 +88,9 @@ def _causal_mask(queries: int, keys: int, window: int | None, device: torch.devi
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Decode, prefill, chunks with history and mixtures; GQA; windows; odd lengths; head sizes 8 to 128."""
+    """Decode, prefill, chunks with history and mixtures; GQA; windows; odd lengths; head sizes 8 to
+    128.
+    """
     shapes: list[tuple[str, int, int, int, list[tuple[int, int]], int | None]] = [
         ("decode", 9, 3, 64, [(1, 1), (1, 17), (1, 100)], None),
         ("prefill", 4, 4, 128, [(33, 33), (1, 1)], None),
@@ -113,7 +127,9 @@ def _case(
     for b, count in enumerate(counts):
         tables[b, :count] = torch.tensor(order[:count], dtype=torch.int32)
         order = order[count:]
-    starts = torch.tensor([0, *torch.tensor([n for n, _ in lengths]).cumsum(0).tolist()], dtype=torch.int32)
+    starts = torch.tensor(
+        [0, *torch.tensor([n for n, _ in lengths]).cumsum(0).tolist()], dtype=torch.int32
+    )
     contexts = torch.tensor([c for _, c in lengths], dtype=torch.int32)
     q = randn(int(starts[-1]), heads, dim, device=device, dtype=dtype, seed=seed)
     k = randn(pages, kv_heads, page_size, dim, device=device, dtype=dtype, seed=seed + 1)

@@ -1,4 +1,6 @@
-"""Queries, keys and values of a prompt in one op: the product, its rotation and the KV-cache write (``rope_cache``)."""
+"""Queries, keys and values of a prompt in one op: the product, its rotation and the KV-cache write
+(``rope_cache``).
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,11 @@ def qkv_rope_cache(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``rope_cache`` of x Wᵀ (+ b), the product rounded to x's dtype before it is turned, as two ops would.
+    """``rope_cache`` of x Wᵀ (+ b), the product rounded to x's dtype before it is turned, as two
+    ops would.
 
-    x: [T, K]; weight: [N, K] of N = (heads + 2·kv_heads)·D, q above k above v; bias: [N] or None; the others as in
-    ``rope_cache``. Returns q: [T, heads, D].
+    x: [T, K]; weight: [N, K] of N = (heads + 2·kv_heads)·D, q above k above v; bias: [N] or None;
+    the others as in ``rope_cache``. Returns q: [T, heads, D].
     """
     qkv = linear(x, weight, bias)
     turn, norms = (cos, sin, q_scale), (q_norm, k_norm)
@@ -42,7 +45,9 @@ def qkv_rope_cache(
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Prompts with and without biases, angles and logn; heads of 64 and 128; the 7B shape only on a GPU."""
+    """Prompts with and without biases, angles and logn; heads of 64 and 128; the 7B shape only on a
+    GPU.
+    """
     shapes = [(5, 72, 3, 1, 64), (300, 136, 2, 2, 128)]
     if device != "cpu":
         shapes += [
@@ -57,14 +62,18 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 def cases_for_shapes(
     shapes: list[tuple[int, int, int, int, int]], device: str, dtype: torch.dtype, page: int = 16
 ) -> Iterator[Case]:
-    """Prompts of (tokens, columns of x, heads, KV heads, head size): shuffled slots in pages of ``page`` tokens."""
+    """Prompts of (tokens, columns of x, heads, KV heads, head size): shuffled slots in pages of
+    ``page`` tokens.
+    """
     for tokens, k, heads, kv_heads, dim in shapes:
         rows = (heads + 2 * kv_heads) * dim
         pages, angles = random_cache_and_angles(tokens, kv_heads, dim, device, dtype, tokens, page)
         args: dict[str, Any] = {
             "x": randn(tokens, k, device=device, dtype=dtype, seed=tokens + k),
             "weight": randn(rows, k, device=device, dtype=dtype, seed=k + rows, scale=k**-0.5),
-            "bias": randn(rows, device=device, dtype=dtype, seed=rows) if heads % 32 or heads == kv_heads else None,
+            "bias": randn(rows, device=device, dtype=dtype, seed=rows)
+            if heads % 32 or heads == kv_heads
+            else None,
             "heads": heads,
             **pages,
         }
@@ -72,7 +81,9 @@ def cases_for_shapes(
             args |= angles
         if heads % 3 == 0:
             args |= {"q_scale": torch.linspace(1.0, 1.5, tokens, device=device)}
-        read = [args.get(name) for name in ("x", "weight", "bias", "slots", "cos", "sin", "q_scale")]
+        read = [
+            args.get(name) for name in ("x", "weight", "bias", "slots", "cos", "sin", "q_scale")
+        ]
         moved = nbytes(*read) + tokens * rows * dtype.itemsize
         name = f"{tokens}x{k}->{heads}/{kv_heads}x{dim}"
         yield Case(name, args, moved, 2 * tokens * k * rows, writes=("k_cache", "v_cache"))

@@ -1,4 +1,6 @@
-"""Activations to 8 bits on their own, where no norm does it on the way: scaled by token or by calibration."""
+"""Activations to 8 bits on their own, where no norm does it on the way: scaled by token or by
+calibration.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(values [..., N] of ``dtype``, scale [...] float32 or None) of x [..., H] float32/16/bf16.
 
-    The arguments and what is done with them are those of ``rms_norm_quant``, which does the same to a norm's output.
-    """
+    The arguments and what is done with them are those of ``rms_norm_quant``, which does the same to
+    a norm's output."""
     return rms_norm_quant.quantize_rows(x, dtype, inv_scale, zero_point, perm, bits)
 
 

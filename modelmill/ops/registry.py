@@ -1,16 +1,18 @@
 """The registry of ops: which backend's implementation of each op serves a device.
 
-An op is a file ``ops/<op>.py`` with a function of its own name, the torch reference: it defines what the op
-computes. A backend's implementation is a file of the same name in ``ops/cpu``, ``ops/triton`` or ``ops/cuda`` with
+An op is a file ``ops/<op>.py`` with a function of its own name, the torch reference: it defines
+what the op
+computes. A backend's implementation is a file of the same name in ``ops/cpu``, ``ops/triton`` or
+``ops/cuda`` with
 
 * ``available(device_type) -> str | None``: None where it can run, else the reason why it cannot;
 * ``run(...)``: the same signature and meaning as the reference;
-* optionally ``supports(...) -> bool``: whether these arguments are served; the next backend in the order of preference
-  serves the others, at last the reference;
-* optionally ``specializations(...)``: arguments with which each of its kernels is met once, where kernels are compiled
-  for sizes that change from step to step (``runtime.warmup``);
-* optionally ``USES_FALLBACK = True``: ``run`` also takes ``fallback``, the next backend's ``run``, for the part of the
-  work that that one serves better.
+* optionally ``supports(...) -> bool``: whether these arguments are served; the next backend in the
+  order of preference serves the others, at last the reference;
+* optionally ``specializations(...)``: arguments with which each of its kernels is met once, where
+  kernels are compiled for sizes that change from step to step (``runtime.warmup``);
+* optionally ``USES_FALLBACK = True``: ``run`` also takes ``fallback``, the next backend's ``run``,
+  for the part of the work that that one serves better.
 
 ``select_backends`` picks once, at load; the result is passed in every Step and can be printed.
 """
@@ -61,13 +63,27 @@ OPS = (
     "image_attention",
     "upsample_masks",
 )
-# Fused ops, and the ops that each replaces. Used only where an implementation exists and all that it replaces comes
-# from the same backend (or from another where that backend has none of it), so that a kernel switched by hand is never
-# bypassed. What decode does not do:
+# Fused ops, and the ops that each replaces. Used only where an implementation exists and all that
+# it replaces comes from the same backend (or from another where that backend has none of it), so
+# that a kernel switched by hand is never bypassed. What decode does not do:
 _NOT_IN_DECODE = (
-    *("rms_norm_quant", "add_rms_norm_quant", "silu_mul_quant", "quantize", "w8a8_linear", "fp8_linear"),
+    *(
+        "rms_norm_quant",
+        "add_rms_norm_quant",
+        "silu_mul_quant",
+        "quantize",
+        "w8a8_linear",
+        "fp8_linear",
+    ),
     *("rptq_quant", "rptq_linear", "argmax", "sample", "image_attention", "upsample_masks"),
-    *("add_layer_norm", "add_layer_norm_quant", "gelu", "gelu_quant", "linear_gelu", "rope_cos_sin"),
+    *(
+        "add_layer_norm",
+        "add_layer_norm_quant",
+        "gelu",
+        "gelu_quant",
+        "linear_gelu",
+        "rope_cos_sin",
+    ),
 )
 FUSED_OPS = {
     "decode": tuple(op for op in OPS if op not in _NOT_IN_DECODE),
@@ -78,8 +94,15 @@ FUSED_OPS = {
     "linear_add": ("linear", "add_rms_norm"),
     "qkv_rope_cache": ("linear", "rope_cache"),
 }
-# Fused ops that give None for arguments that they do not serve: the ops that they replace are faster than a reference.
-_OPTIONAL_FUSED_OPS = ("int8_linear_swiglu", "int4_linear_swiglu", "w8a8_linear_swiglu", "linear_add", "qkv_rope_cache")
+# Fused ops that give None for arguments that they do not serve: the ops that they replace are
+# faster than a reference.
+_OPTIONAL_FUSED_OPS = (
+    "int8_linear_swiglu",
+    "int4_linear_swiglu",
+    "w8a8_linear_swiglu",
+    "linear_add",
+    "qkv_rope_cache",
+)
 BACKENDS = ("cuda", "triton", "cpu")
 BACKEND_PREFERENCE = {"cuda": ("cuda", "triton", "torch"), "cpu": ("cpu", "torch")}
 
@@ -88,8 +111,8 @@ BACKEND_PREFERENCE = {"cuda": ("cuda", "triton", "torch"), "cpu": ("cpu", "torch
 class Ops:
     """The selected callables, one per op; ``backends`` names the backend of each for printing.
 
-    Fused ops: None where no backend has one for their ops. Those in ``_OPTIONAL_FUSED_OPS`` give None for arguments
-    that they leave to those.
+    Fused ops: None where no backend has one for their ops. Those in ``_OPTIONAL_FUSED_OPS`` give
+    None for arguments that they leave to those.
     """
 
     rms_norm: Callable[..., torch.Tensor]
@@ -153,7 +176,9 @@ def implementations(op: str, backends: Iterable[str] = BACKENDS) -> dict[str, Mo
 
 
 def implementation(op: str, backend: str) -> ModuleType | None:
-    """One backend's implementation of an op; None where it has none, or where a package that it needs is absent."""
+    """One backend's implementation of an op; None where it has none, or where a package that it
+    needs is absent.
+    """
     if backend not in BACKENDS:
         return None
     try:
@@ -166,18 +191,25 @@ def implementation(op: str, backend: str) -> ModuleType | None:
 
 
 def specializations(op: str, backend: str) -> list[Callable[..., Any]]:
-    """``specializations`` of the backend that was selected and of those behind it, where they have any."""
+    """``specializations`` of the backend that was selected and of those behind it, where they have
+    any.
+    """
     names = BACKENDS[BACKENDS.index(backend) :] if backend in BACKENDS else ()
     offered = implementations(op, names)
-    return [module.specializations for module in offered.values() if hasattr(module, "specializations")]
+    return [
+        module.specializations for module in offered.values() if hasattr(module, "specializations")
+    ]
 
 
-def select_backends(device: str, overrides: Mapping[str, str] | None = None, tuning: Tuning | None = None) -> Ops:
+def select_backends(
+    device: str, overrides: Mapping[str, str] | None = None, tuning: Tuning | None = None
+) -> Ops:
     """Select a backend of every op for ``device`` ("cpu", "cuda", "cuda:1").
 
-    overrides: {op: backend}, backend one of torch, triton, cuda, cpu; for a fused op torch switches it off. tuning:
-    launch configs chosen for this device, where an implementation takes them. Raises UsageError for an unknown op or a
-    backend that does not have it or cannot run on the device.
+    overrides: {op: backend}, backend one of torch, triton, cuda, cpu; for a fused op torch switches
+    it off. tuning: launch configs chosen for this device, where an implementation takes them.
+    Raises UsageError for an unknown op or a backend that does not have it or cannot run on the
+    device.
     """
     overrides = dict(overrides or {})
     known = (*OPS, *FUSED_OPS)
@@ -185,7 +217,8 @@ def select_backends(device: str, overrides: Mapping[str, str] | None = None, tun
         if op not in known:
             hint = closest_name(op, list(known))
             raise UsageError(
-                f"no op is called {op!r}" + (f"; did you mean {hint}?" if hint else f"; known: {', '.join(known)}")
+                f"no op is called {op!r}"
+                + (f"; did you mean {hint}?" if hint else f"; known: {', '.join(known)}")
             )
     device_type = torch.device(device).type
     picked: dict[str, Any] = {}
@@ -194,15 +227,17 @@ def select_backends(device: str, overrides: Mapping[str, str] | None = None, tun
         preferred = (overrides[op],) if op in overrides else BACKEND_PREFERENCE[device_type]
         picked[op], backends[op] = _pick(op, preferred, device_type, tuning, forced=op in overrides)
     for op, replaced in FUSED_OPS.items():
-        run = _pick_fused(op, {o: backends[o] for o in replaced}, device_type, overrides.get(op), tuning)
+        run = _pick_fused(
+            op, {o: backends[o] for o in replaced}, device_type, overrides.get(op), tuning
+        )
         backends[op] = "torch" if run is None else backends[replaced[0]]
         picked[op] = run
     return Ops(**picked, backends=backends)
 
 
 def with_heartbeat(ops: Ops, on_op: Callable[[], None]) -> Ops:
-    """The same ops; ``on_op`` is called after each call of one, so that who watches a long step sees that it goes
-    on."""
+    """The same ops; ``on_op`` is called after each call of one, so that who watches a long step
+    sees that it goes on."""
 
     def after(run: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(run)
@@ -218,13 +253,17 @@ def with_heartbeat(ops: Ops, on_op: Callable[[], None]) -> Ops:
 
 
 def _pick_fused(
-    op: str, replaced: Mapping[str, str], device_type: str, requested: str | None, tuning: Tuning | None
+    op: str,
+    replaced: Mapping[str, str],
+    device_type: str,
+    requested: str | None,
+    tuning: Tuning | None,
 ) -> Callable[..., Any] | None:
-    """The implementation of a fused op where all that it replaces comes from its backend; None leaves the work to
-    those.
+    """The implementation of a fused op where all that it replaces comes from its backend; None
+    leaves the work to those.
 
-    replaced: the backends of those ops. requested "torch" switches it off. Raises UsageError where another backend is
-    requested and cannot serve.
+    replaced: the backends of those ops. requested "torch" switches it off. Raises UsageError where
+    another backend is requested and cannot serve.
     """
     if requested == "torch":
         return None
@@ -247,8 +286,8 @@ def _pick_fused(
 
 
 def _common_backend(replaced: Mapping[str, str]) -> str | None:
-    """The backend that the first of these ops comes from, where the others do, too, or that backend has none of
-    them."""
+    """The backend that the first of these ops comes from, where the others do, too, or that backend
+    has none of them."""
     backend = next(iter(replaced.values()))
     others = [op for op, other in replaced.items() if other != backend]
     same = all(replaced[op] != "torch" and implementation(op, backend) is None for op in others)
@@ -258,10 +297,14 @@ def _common_backend(replaced: Mapping[str, str]) -> str | None:
 def _pick(
     op: str, preferred: tuple[str, ...], device_type: str, tuning: Tuning | None, *, forced: bool
 ) -> tuple[Callable[..., Any], str]:
-    """The first implementation that can run, and its backend; what it does not serve goes to those behind it."""
+    """The first implementation that can run, and its backend; what it does not serve goes to those
+    behind it.
+    """
     serve, backend = reference(op), "torch"
     behind: Callable[..., Any] | None = None
-    for name, module in reversed(_usable_backends(op, preferred, device_type, forced=forced).items()):
+    for name, module in reversed(
+        _usable_backends(op, preferred, device_type, forced=forced).items()
+    ):
         run = _with_launch_configs(op, module, tuning)
         if behind is not None and getattr(module, "USES_FALLBACK", False):
             run = functools.partial(run, fallback=behind)
@@ -269,9 +312,11 @@ def _pick(
     return serve, backend
 
 
-def _usable_backends(op: str, preferred: tuple[str, ...], device_type: str, *, forced: bool) -> dict[str, ModuleType]:
-    """The implementations that can run on ``device_type``, best first; behind a forced one come those less
-    preferred."""
+def _usable_backends(
+    op: str, preferred: tuple[str, ...], device_type: str, *, forced: bool
+) -> dict[str, ModuleType]:
+    """The implementations that can run on ``device_type``, best first; behind a forced one come
+    those less preferred."""
     found: dict[str, ModuleType] = {}
     for name in preferred:
         if name == "torch":
@@ -298,7 +343,9 @@ def _with_launch_configs(op: str, module: ModuleType, tuning: Tuning | None) -> 
     return functools.partial(run, configs=configs) if configs else run
 
 
-def _with_fallback(module: ModuleType, run: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:
+def _with_fallback(
+    module: ModuleType, run: Callable[..., Any], fallback: Callable[..., Any]
+) -> Callable[..., Any]:
     """``run``, and ``fallback`` where the implementation does not support the arguments."""
     supports = getattr(module, "supports", None)
     if supports is None:

@@ -23,8 +23,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Odd and usual shapes; the last two are the decode and the prefill row counts that are benchmarked."""
+    """Odd and usual shapes; the last two are the decode and the prefill row counts that are
+    benchmarked.
+    """
     for rows, width in SHAPES:
         x = randn(rows, width, device=device, dtype=dtype, seed=rows * width)
         weight = randn(width, device=device, dtype=dtype, seed=width) + 1
-        yield Case(f"{rows}x{width}", {"x": x, "weight": weight, "eps": 1e-5}, 2 * nbytes(x) + nbytes(weight))
+        yield Case(
+            f"{rows}x{width}",
+            {"x": x, "weight": weight, "eps": 1e-5},
+            2 * nbytes(x) + nbytes(weight),
+        )

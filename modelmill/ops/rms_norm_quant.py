@@ -1,4 +1,6 @@
-"""RMSNorm whose output is 8-bit: scaled by token or by calibration, its channels in another order if one is given."""
+"""RMSNorm whose output is 8-bit: scaled by token or by calibration, its channels in another order
+if one is given.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,19 @@ def rms_norm_quant(
     perm: torch.Tensor | None = None,
     bits: int = 8,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(values [..., N] of ``dtype``, scale [...] float32 or None) of y = rms_norm(x, weight, eps), rounded to x's
-    dtype.
+    """(values [..., N] of ``dtype``, scale [...] float32 or None) of y = rms_norm(x, weight, eps),
+    rounded to x's dtype.
 
-    x: [..., H] float32/16/bf16. weight: [H], x's dtype. dtype: torch.int8 or torch.float8_e4m3fn. perm: [N] int32,
-    N ≤ H or not: column i of the values is y's column perm[i], and zeros (not the zero-point) where that is −1;
-    None: all in their order. inv_scale: what y is multiplied by before it is rounded, 1 / scale, float32: [1] for all,
-    or [N] for each column of the values; None: the token's own, largest / max(amax of its y, 1e-6), and the scale that
-    undoes it, max(amax, 1e-6) / largest, is returned. zero_point: [N] int32 zero-points, added after the rounding; int8
-    and a static inv_scale only. Rounded half to even and held at the ends: ±448 (fp8), ±(2^(bits − 1) − 1), with
-    zero-points −2^(bits − 1) … 2^(bits − 1) − 1. largest: 448 or 2^(bits − 1) − 1.
+    x: [..., H] float32/16/bf16. weight: [H], x's dtype. dtype: torch.int8 or torch.float8_e4m3fn.
+    perm: [N] int32,
+    N ≤ H or not: column i of the values is y's column perm[i], and zeros (not the zero-point) where
+    that is −1;
+    None: all in their order. inv_scale: what y is multiplied by before it is rounded, 1 / scale,
+    float32: [1] for all, or [N] for each column of the values; None: the token's own, largest /
+    max(amax of its y, 1e-6), and the scale that undoes it, max(amax, 1e-6) / largest, is returned.
+    zero_point: [N] int32 zero-points, added after the rounding; int8 and a static inv_scale only.
+    Rounded half to even and held at the ends: ±448 (fp8), ±(2^(bits − 1) − 1), with zero-points
+    −2^(bits − 1) … 2^(bits − 1) − 1. largest: 448 or 2^(bits − 1) − 1.
     """
     return quantize_rows(rms_norm(x, weight, eps), dtype, inv_scale, zero_point, perm, bits)
 
@@ -53,7 +58,8 @@ def quantize_rows(
     wide, scale, by = y.float(), None, inv_scale
     if by is None:
         amax = wide.abs().amax(-1).clamp(min=MIN_AMAX)
-        # torch would make a product with the reciprocal of a number over a tensor: two roundings where kernels have one
+        # torch would make a product with the reciprocal of a number over a tensor: two roundings
+        # where kernels have one
         scale, by = amax / most, (torch.full_like(amax, most) / amax)[..., None]
     if perm is not None:
         wide = wide[..., perm.clamp(min=0).long()]
@@ -79,7 +85,9 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         weight = randn(width, device=device, dtype=dtype, seed=width) + 1
         for name, args in quant_modes(width, device, number):
             moved = nbytes(x, weight) + rows * (args["perm"].numel() if "perm" in args else width)
-            yield Case(f"{rows}x{width}-{name}", {"x": x, "weight": weight, "eps": 1e-5, **args}, moved)
+            yield Case(
+                f"{rows}x{width}-{name}", {"x": x, "weight": weight, "eps": 1e-5, **args}, moved
+            )
 
 
 def quant_modes(width: int, device: str, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -97,4 +105,13 @@ def quant_modes(width: int, device: str, seed: int) -> Iterator[tuple[str, dict[
     yield "fp8-static", {"dtype": fp8, "inv_scale": factor[:1]}
     yield "int8-token-order", {"dtype": int8, "perm": order if width % 1024 == 0 else padded}
     yield "int8-groups", {"dtype": int8, "inv_scale": factor, "zero_point": zero, "perm": order}
-    yield "int4-groups", {"dtype": int8, "inv_scale": factor / 16, "zero_point": zero // 16, "perm": order, "bits": 4}
+    yield (
+        "int4-groups",
+        {
+            "dtype": int8,
+            "inv_scale": factor / 16,
+            "zero_point": zero // 16,
+            "perm": order,
+            "bits": 4,
+        },
+    )

@@ -1,4 +1,7 @@
-"""Per-head norm of q and k (Qwen3), RoPE (Su et al. 2021, arXiv:2104.09864), logn and the KV-cache write, in one op."""
+"""Per-head norm of q and k (Qwen3), RoPE (Su et al.
+
+2021, arXiv:2104.09864), logn and the KV-cache write, in one op.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +33,13 @@ def rope_cache(
 ) -> torch.Tensor:
     """Split qkv, norm q and k per head, rotate, scale q, and store k and v.
 
-    qkv: [T, (heads + 2·kv_heads)·D], q | k | v. k_cache, v_cache: [pages, kv_heads, page_size, D], written in place.
-    slots: [T] int64, page·page_size + offset; a negative slot is not written (padding). cos, sin: [T, D/2] float32,
-    or None for models without RoPE. q_scale: [T] float32, multiplies q after the rotation (logn). q_norm, k_norm: [D].
-    k_scale, v_scale: [pages, kv_heads, page_size] float32, written beside caches of int8 or float8_e4m3fn, whose values
-    are those of ``quant_types.quantize_per_row`` over each token's head. Returns q: [T, heads, D] in qkv's dtype.
+    qkv: [T, (heads + 2·kv_heads)·D], q | k | v. k_cache, v_cache: [pages, kv_heads, page_size, D],
+    written in place. slots: [T] int64, page·page_size + offset; a negative slot is not written
+    (padding). cos, sin: [T, D/2] float32,
+    or None for models without RoPE. q_scale: [T] float32, multiplies q after the rotation (logn).
+    q_norm, k_norm: [D]. k_scale, v_scale: [pages, kv_heads, page_size] float32, written beside
+    caches of int8 or float8_e4m3fn, whose values are those of ``quant_types.quantize_per_row`` over
+    each token's head. Returns q: [T, heads, D] in qkv's dtype.
     """
     _, kv_heads, page_size, dim = k_cache.shape
     tokens = qkv.shape[0]
@@ -69,20 +74,30 @@ def _apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 def random_cache_and_angles(
     tokens: int, kv_heads: int, dim: int, device: str, dtype: torch.dtype, seed: int, page: int = 16
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """What a case needs beside a projection: pages with room to spare and shuffled slots in them; angles."""
+    """What a case needs beside a projection: pages with room to spare and shuffled slots in them;
+    angles.
+    """
     pages = -(-tokens // page) + 2
-    slots = torch.randperm(pages * page, generator=torch.Generator().manual_seed(seed))[:tokens].to(device)
-    k, v = (torch.full((pages, kv_heads, page, dim), 7.0, device=device, dtype=dtype) for _ in range(2))
+    slots = torch.randperm(pages * page, generator=torch.Generator().manual_seed(seed))[:tokens].to(
+        device
+    )
+    k, v = (
+        torch.full((pages, kv_heads, page, dim), 7.0, device=device, dtype=dtype) for _ in range(2)
+    )
     angle = randn(tokens, dim // 2, device=device, dtype=torch.float32, seed=seed, scale=3.0)
     return {"k_cache": k, "v_cache": v, "slots": slots}, {"cos": angle.cos(), "sin": angle.sin()}
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """MHA, GQA, MQA; head sizes 64, 80 and 128; with and without norms, rotation and logn; shuffled slots."""
+    """MHA, GQA, MQA; head sizes 64, 80 and 128; with and without norms, rotation and logn; shuffled
+    slots.
+    """
     shapes = ((1, 9, 3, 64), (13, 4, 4, 128), (5, 8, 1, 80), (32, 32, 32, 128), (3, 2, 2, 8))
     for number, (tokens, heads, kv_heads, dim) in enumerate(shapes):
         pages, angles = random_cache_and_angles(tokens, kv_heads, dim, device, dtype, number)
-        qkv = randn(tokens, (heads + 2 * kv_heads) * dim, device=device, dtype=dtype, seed=number + 10)
+        qkv = randn(
+            tokens, (heads + 2 * kv_heads) * dim, device=device, dtype=dtype, seed=number + 10
+        )
         args = {"qkv": qkv, "heads": heads, **pages}
         if number != 2:
             args |= angles

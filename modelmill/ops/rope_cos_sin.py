@@ -1,4 +1,7 @@
-"""The angles of a step's rotary embeddings (Su et al. 2021, arXiv:2104.09864), and Qwen v1's logn factors."""
+"""The angles of a step's rotary embeddings (Su et al.
+
+2021, arXiv:2104.09864), and Qwen v1's logn factors.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,10 @@ def rope_cos_sin(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(cos, sin, logn factors) of each token, computed once for all layers.
 
-    positions: [T] int64. keys: [T] int64, which row of ``table`` [K, D/2] float32 holds a token's frequencies; not read
-    where there is one row. factor: on cos and sin. logn: the length from which queries grow by log(position + 1) /
-    log(logn), or None; these factors are rounded to ``dtype``. Returns cos, sin: [T, D/2] float32, and the factors
+    positions: [T] int64. keys: [T] int64, which row of ``table`` [K, D/2] float32 holds a token's
+    frequencies; not read where there is one row. factor: on cos and sin. logn: the length from
+    which queries grow by log(position + 1) / log(logn), or None; these factors are rounded to
+    ``dtype``. Returns cos, sin: [T, D/2] float32, and the factors
     [T] float32 or None. Angles are rounded to float32, as in the original models.
     """
     frequencies = table[0] if len(table) == 1 else table[keys]
@@ -39,8 +43,16 @@ def rope_cos_sin(
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """One row of frequencies and several; with and without a factor and logn; one token, odd numbers, far positions."""
-    shapes = ((1, 64, 1, 5), (37, 40, 1, 4096), (300, 64, 32, 131_072), (5, 3, 4, 9000), (1024, 64, 32, 1024))
+    """One row of frequencies and several; with and without a factor and logn; one token, odd
+    numbers, far positions.
+    """
+    shapes = (
+        (1, 64, 1, 5),
+        (37, 40, 1, 4096),
+        (300, 64, 32, 131_072),
+        (5, 3, 4, 9000),
+        (1024, 64, 32, 1024),
+    )
     for number, (tokens, half, rows, longest) in enumerate(shapes):
         generator = torch.Generator().manual_seed(number)
         positions = torch.randint(longest, (tokens,), generator=generator).to(device)

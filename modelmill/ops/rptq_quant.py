@@ -26,10 +26,12 @@ def rptq_quant(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(q [T, P] int8, step [T, P / group] float32 or None).
 
-    x: [T, K] float; gated: [T, 2·K], of which silu(first half) · second half, rounded to x's dtype, is taken. perm:
-    [P] int32: column i of q is x's column perm[i], or 0 where that is −1. inv_scale, zero_point: [P] float32 and int32
-    as in rms_norm_quant (static); None: each token and group has its own step = max(amax, 1e-6) / most, with most =
-    2^(bits − 1) − 1, and q = x · (most / amax), rounded half to even.
+    x: [T, K] float; gated: [T, 2·K], of which silu(first half) · second half, rounded to x's dtype,
+    is taken. perm:
+    [P] int32: column i of q is x's column perm[i], or 0 where that is −1. inv_scale, zero_point:
+    [P] float32 and int32 as in rms_norm_quant (static); None: each token and group has its own step
+    = max(amax, 1e-6) / most, with most = 2^(bits − 1) − 1, and q = x · (most / amax), rounded half
+    to even.
     """
     if gated:
         gate, up = x.chunk(2, -1)
@@ -37,16 +39,24 @@ def rptq_quant(
     if inv_scale is not None:
         return quantize_rows(x, torch.int8, inv_scale, zero_point, perm, bits)[0], None
     most = quant_range(torch.int8, bits, has_zero_point=False)[1]
-    wide = torch.where(perm >= 0, x.float()[:, perm.clamp(min=0).long()], 0.0).view(x.shape[0], -1, group)
+    wide = torch.where(perm >= 0, x.float()[:, perm.clamp(min=0).long()], 0.0).view(
+        x.shape[0], -1, group
+    )
     amax = wide.abs().amax(-1, keepdim=True).clamp(min=MIN_AMAX)
     q = (wide * (most / amax)).round().clamp(-most, most)
     return q.to(torch.int8).view(x.shape[0], -1), (amax / most)[..., 0]
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Static and dynamic, 8 and 4 bit, after a gate and without, clusters of 1 channel and of every size."""
+    """Static and dynamic, 8 and 4 bit, after a gate and without, clusters of 1 channel and of every
+    size.
+    """
     sizes = [(1, 96, 32), (7, 100, 32), (3, 300, 128), (18, 612, 256), (21, 260, 64)]
-    sizes += [] if device == "cpu" else [(1, 11008, 128), (64, 4096, 128), (130, 612, 256), (135, 260, 64)]
+    sizes += (
+        []
+        if device == "cpu"
+        else [(1, 11008, 128), (64, 4096, 128), (130, 612, 256), (135, 260, 64)]
+    )
     yield from cases_for_shapes(sizes, device, dtype)
 
 
@@ -60,7 +70,11 @@ def cases_for_shapes(
         parts: list[torch.Tensor] = []
         at = 0
         while at < width:
-            drawn = 1 if len(parts) == 1 else int(torch.randint(1, group + 1, (1,), generator=generator))
+            drawn = (
+                1
+                if len(parts) == 1
+                else int(torch.randint(1, group + 1, (1,), generator=generator))
+            )
             size = min(width - at, group if full else drawn)
             parts.append(F.pad(channels[at : at + size], (0, group - size), value=-1))
             at += size
@@ -69,10 +83,26 @@ def cases_for_shapes(
         zero = torch.randint(-90, 90, order.shape, generator=generator).int()
         for bits in (8, 4):
             gated = full or (number + bits) % 3 == 0
-            x = randn(rows, 2 * width if gated else width, device=device, dtype=dtype, seed=width, scale=2.0)
-            shared = {"x": x, "perm": order.to(device), "bits": bits, "group": group, "gated": gated}
+            x = randn(
+                rows,
+                2 * width if gated else width,
+                device=device,
+                dtype=dtype,
+                seed=width,
+                scale=2.0,
+            )
+            shared = {
+                "x": x,
+                "perm": order.to(device),
+                "bits": bits,
+                "group": group,
+                "gated": gated,
+            }
             shrink = 1 if bits == 8 else 16
-            static = {"inv_scale": (factor / shrink).to(device), "zero_point": (zero // shrink).to(device)}
+            static = {
+                "inv_scale": (factor / shrink).to(device),
+                "zero_point": (zero // shrink).to(device),
+            }
             name = f"{rows}x{width} a{bits}{' gated' if gated else ''}"
             yield Case(f"{name} static", shared | static, nbytes(x) + rows * len(order))
             steps = 4 * rows * (len(order) // group)  # one a cluster, float32

@@ -1,10 +1,12 @@
-"""One token for each row of logits: temperature, top-k, top-p, min-p, and a draw by the row's uniform number.
+"""One token for each row of logits: temperature, top-k, top-p, min-p, and a draw by the row's
+uniform number.
 
-Probabilities are whole numbers, in units of 2^-40 of the likeliest token's. Sums of whole numbers do not depend on the
-order of their terms, and the exponential below is a fixed sequence of IEEE float32 operations (no fused multiply-add),
-so the same logits and numbers give the same ids in every variant, at any batch size, on any device: exactly, not only
-nearly. What may differ between devices is the last bit of the logits themselves. A token below 2^-40 of the likeliest
-one's probability is never drawn.
+Probabilities are whole numbers, in units of 2^-40 of the likeliest token's. Sums of whole numbers
+do not depend on the order of their terms, and the exponential below is a fixed sequence of IEEE
+float32 operations (no fused multiply-add), so the same logits and numbers give the same ids in
+every variant, at any batch size, on any device: exactly, not only nearly. What may differ between
+devices is the last bit of the logits themselves. A token below 2^-40 of the likeliest one's
+probability is never drawn.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from modelmill.ops.case import Case, nbytes, randn
 
 # Ids are exact.
 TOLERANCE = {torch.float32: 0.0, torch.float16: 0.0, torch.bfloat16: 0.0}
-FIXED_POINT_BITS = 40  # the likeliest token weighs 2^40, so that rows of up to four million tokens fit into int64
+# the likeliest token weighs 2^40, so that rows of up to four million tokens fit into int64
+FIXED_POINT_BITS = 40
 LOG2E = 1.4426950408889634
 # 2^f on [0, 1] to 2e-9, 1 at 0 and 2 at 1; float32 constants, lowest power first after the 1.
 EXP2_COEFFICIENTS = (
@@ -40,9 +43,10 @@ def sample(
 ) -> torch.Tensor:
     """Ids [B] int64 of rows logits [B, V] float32; one value a row in each of the others, all [B].
 
-    temperature: float32, 0 takes the likeliest token, the lowest id where several are; the logits are multiplied by 1
-    over it. top_k: int32, 0 (or V and more)
-    keeps all. top_p: float32, from 1 on keeps all. min_p: float32, 0 keeps all. noise: float64 in [0, 1).
+    temperature: float32, 0 takes the likeliest token, the lowest id where several are; the logits
+    are multiplied by 1 over it. top_k: int32, 0 (or V and more)
+    keeps all. top_p: float32, from 1 on keeps all. min_p: float32, 0 keeps all. noise: float64 in
+    [0, 1).
     NaN counts as −inf; a row without a possible token gives id 0; of several +inf one is drawn.
     """
     left = token_weights(logits, temperature, top_k, top_p, min_p)
@@ -55,17 +59,25 @@ def sample(
 
 
 def token_weights(
-    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """What the filters leave of each token's probability, [B, V] int64, 2^40 for the likeliest; as in ``sample``.
+    """What the filters leave of each token's probability, [B, V] int64, 2^40 for the likeliest; as
+    in ``sample``.
 
-    One after another: top-k keeps what is not below the k-th largest, top-p the fewest of the likeliest tokens whose
-    weights reach its share of what top-k left (of equal ones the lowest ids), min-p what weighs at least its share of
-    the likeliest.
+    One after another: top-k keeps what is not below the k-th largest, top-p the fewest of the
+    likeliest tokens whose weights reach its share of what top-k left (of equal ones the lowest
+    ids), min-p what weighs at least its share of the likeliest.
     """
     vocab = logits.shape[1]
     warm = torch.where(temperature > 0, temperature, 1.0).float()
-    x = logits.float().nan_to_num(float("-inf"), float("inf"), float("-inf")) * (1.0 / warm)[:, None]
+    x = (
+        logits.float().nan_to_num(float("-inf"), float("inf"), float("-inf"))
+        * (1.0 / warm)[:, None]
+    )
     most = x.amax(-1, keepdim=True)
     weight = _fixed_point_exp(x, most)
     k = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab).long()[:, None]
@@ -88,8 +100,8 @@ def token_weights(
 
 
 def _fixed_point_exp(x: torch.Tensor, row_max: torch.Tensor) -> torch.Tensor:
-    """exp(x − row_max) in units of 2^-40, rounded down, as int64; 0 for −inf. x: [B, N]; row_max: [B, 1], its
-    maximum."""
+    """exp(x − row_max) in units of 2^-40, rounded down, as int64; 0 for −inf. x: [B, N]; row_max:
+    [B, 1], its maximum."""
     z = torch.where(x == row_max, 0.0, x - row_max).mul_(LOG2E).clamp_(min=-60.0)
     whole = z.floor()
     part = z.sub_(whole)
@@ -101,11 +113,14 @@ def _fixed_point_exp(x: torch.Tensor, row_max: torch.Tensor) -> torch.Tensor:
     return shifted.masked_fill_(x == float("-inf"), 0)
 
 
-def _top_sorted(x: torch.Tensor, weight: torch.Tensor, k: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+def _top_sorted(
+    x: torch.Tensor, weight: torch.Tensor, k: torch.Tensor, p: torch.Tensor
+) -> torch.Tensor:
     """The values of each row, falling; on a CPU only as many as the filters can reach."""
     vocab = x.shape[1]
     if not x.is_cuda:
-        # a sort of the whole vocabulary takes milliseconds; what matters is nearly always among the first few
+        # a sort of the whole vocabulary takes milliseconds; what matters is nearly always among the
+        # first few
         total = weight.sum(-1, keepdim=True).double()
         for first in (64, 1024):
             if first < vocab:
@@ -125,7 +140,9 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:  # noqa: ARG001 - 
         yield random_case(rows, vocab, device, scale)
 
 
-def random_case(rows: int, vocab: int, device: str, scale: float = 1.0, sampling: int | None = None) -> Case:
+def random_case(
+    rows: int, vocab: int, device: str, scale: float = 1.0, sampling: int | None = None
+) -> Case:
     """Rows that differ in what they ask for, or that all ask for mix ``sampling``."""
     mixes = (
         (0.8, 50, 0.9, 0.05),
@@ -145,6 +162,10 @@ def random_case(rows: int, vocab: int, device: str, scale: float = 1.0, sampling
         "top_k": torch.tensor(top_k, dtype=torch.int32, device=device),
         "top_p": torch.tensor(top_p, device=device),
         "min_p": torch.tensor(min_p, device=device),
-        "noise": torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(rows)).to(device),
+        "noise": torch.rand(
+            rows, dtype=torch.float64, generator=torch.Generator().manual_seed(rows)
+        ).to(device),
     }
-    return Case(f"{rows}x{vocab}" + ("" if sampling is None else f"-mix{sampling}"), args, nbytes(logits))
+    return Case(
+        f"{rows}x{vocab}" + ("" if sampling is None else f"-mix{sampling}"), args, nbytes(logits)
+    )

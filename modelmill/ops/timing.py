@@ -1,7 +1,9 @@
-"""How long a call takes, and how fast the device is at most: the one clock of tuning, benchmarks and profiles.
+"""How long a call takes, and how fast the device is at most: the one clock of tuning, benchmarks
+and profiles.
 
-On a GPU calls are timed with events, best as replays of a recorded graph, so that the host is not in the figure; on a
-CPU by the host's clock. What is compared is timed in turn, round by round, so that a busy machine slows all alike.
+On a GPU calls are timed with events, best as replays of a recorded graph, so that the host is not
+in the figure; on a CPU by the host's clock. What is compared is timed in turn, round by round, so
+that a busy machine slows all alike.
 """
 
 from __future__ import annotations
@@ -18,16 +20,19 @@ from modelmill.ops.cpu import build
 
 Call = Callable[[], Any]
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 128 << 20}  # many times the caches, read and written
-MATMUL_SIDE = {"cuda": 8192, "cpu": 1024}  # of the square products; large enough that the sides do not matter
+# of the square products; large enough that the sides do not matter
+MATMUL_SIDE = {"cuda": 8192, "cpu": 1024}
 EIGHT_BIT_DTYPES = (torch.int8, torch.float8_e4m3fn)
 MIN_MATMUL_SECONDS = 5e-3  # a product that takes this long on a CPU needs not be larger
 
 
 def capture_graph(call: Call, repeats: int = 1) -> Call:
-    """A replay of ``repeats`` calls, recorded in a CUDA graph. Raises RuntimeError where a call waits for the host.
+    """A replay of ``repeats`` calls, recorded in a CUDA graph. Raises RuntimeError where a call
+    waits for the host.
 
-    The caller has called it before: what compiles or allocates at first must not happen while recording. The replay
-    keeps the call, and with it the tensors at whose addresses the graph reads.
+    The caller has called it before: what compiles or allocates at first must not happen while
+    recording. The replay keeps the call, and with it the tensors at whose addresses the graph
+    reads.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -46,13 +51,20 @@ def capture_graph(call: Call, repeats: int = 1) -> Call:
 
 
 def time_interleaved(
-    calls: Sequence[Call], rounds: int, calls_per_sample: Sequence[int] | int = 1, device: str = "cpu"
+    calls: Sequence[Call],
+    rounds: int,
+    calls_per_sample: Sequence[int] | int = 1,
+    device: str = "cpu",
 ) -> list[list[float]]:
     """Seconds of one call of each, ``rounds`` times, the calls one after another in every round.
 
     calls_per_sample: calls between two readings of the clock, for all or for each.
     """
-    counts = [calls_per_sample] * len(calls) if isinstance(calls_per_sample, int) else list(calls_per_sample)
+    counts = (
+        [calls_per_sample] * len(calls)
+        if isinstance(calls_per_sample, int)
+        else list(calls_per_sample)
+    )
     timed = _time_with_events if device.startswith("cuda") else _time_on_host
     for call in calls:
         call()
@@ -68,9 +80,11 @@ def median_time(call: Call, rounds: int, calls_per_sample: int = 1, device: str 
     return statistics.median(time_interleaved([call], rounds, calls_per_sample, device)[0])
 
 
-def calls_for_duration(call: Call, min_seconds: float, device: str = "cpu", max_calls: int = 1000) -> int:
-    """How many calls take ``min_seconds`` seconds together: what is shorter than the clock's own noise is timed in
-    rows."""
+def calls_for_duration(
+    call: Call, min_seconds: float, device: str = "cpu", max_calls: int = 1000
+) -> int:
+    """How many calls take ``min_seconds`` seconds together: what is shorter than the clock's own
+    noise is timed in rows."""
     call()
     once = (_time_with_events if device.startswith("cuda") else _time_on_host)(call, 1)
     return max(1, min(max_calls, int(min_seconds / max(once, 1e-7))))
@@ -78,13 +92,16 @@ def calls_for_duration(call: Call, min_seconds: float, device: str = "cpu", max_
 
 def copy_bandwidth(device: str = "cuda") -> float:
     """Bytes per second of a copy on the device, bytes read plus bytes written."""
-    source = torch.randint(0, 1 << 30, (COPY_BYTES[_device_type(device)] // 4,), dtype=torch.int32, device=device)
+    source = torch.randint(
+        0, 1 << 30, (COPY_BYTES[_device_type(device)] // 4,), dtype=torch.int32, device=device
+    )
     target = torch.empty_like(source)
     return 2 * source.nbytes / _best_time(lambda: target.copy_(source), device)
 
 
 def memory_read() -> tuple[Call, int]:
-    """A read of a large array by all threads of the CPU, and its bytes: what a product with a weight can hope for.
+    """A read of a large array by all threads of the CPU, and its bytes: what a product with a
+    weight can hope for.
 
     Writing is dearer there than reading, so that a copy would set the mark too low.
     """
@@ -98,7 +115,9 @@ def memory_read() -> tuple[Call, int]:
 
 
 def memory_bandwidth(device: str) -> float:
-    """Bytes per second that the device's memory gives at most: of a copy on a GPU, of reading on a CPU."""
+    """Bytes per second that the device's memory gives at most: of a copy on a GPU, of reading on a
+    CPU.
+    """
     if _device_type(device) == "cuda":
         return copy_bandwidth(device)
     read, size = memory_read()
@@ -123,7 +142,10 @@ def square_matmul(device: str, dtype: torch.dtype) -> tuple[Call, int]:
 
 def _square_matmul_8bit(device: str, dtype: torch.dtype, side: int) -> Call:
     """The same in 8 bits: into int32, or with one scale for all into bfloat16."""
-    drawn = [torch.randint(-127, 128, (side, side), dtype=torch.int8, device=device).to(dtype) for _ in range(2)]
+    drawn = [
+        torch.randint(-127, 128, (side, side), dtype=torch.int8, device=device).to(dtype)
+        for _ in range(2)
+    ]
     a, b = drawn[0], drawn[1].t()  # the second by columns, as the tensor cores want it
     if dtype is torch.int8:
         return lambda: torch._int_mm(a, b)
@@ -132,11 +154,15 @@ def _square_matmul_8bit(device: str, dtype: torch.dtype, side: int) -> Call:
 
 
 def matmul_throughput(device: str, dtype: torch.dtype) -> float | None:
-    """Operations per second of such a product; None where torch has none of 8 bits on this device."""
+    """Operations per second of such a product; None where torch has none of 8 bits on this
+    device.
+    """
     try:
         multiply, operations = square_matmul(device, dtype)
         return operations / _best_time(multiply, device)
-    except RuntimeError as error:  # what a device lacks is told so; where memory is short that is another matter
+    except (
+        RuntimeError
+    ) as error:  # what a device lacks is told so; where memory is short that is another matter
         if dtype not in EIGHT_BIT_DTYPES or isinstance(error, torch.OutOfMemoryError):
             raise
         return None

@@ -24,10 +24,11 @@ def upsample_masks(
 ) -> Masks:
     """What lies above 0 of logits [N, G, G] float32, enlarged as SAM does it (``enlarged``).
 
-    image: pixels a side of the encoder's square. resized, size: (width, height) inside it and of the picture. Returns
-    (masks [N, height, width] bool, or None where pixels is False; boxes [N, 4] int64, x0, y0, x1, y1 of the outermost
-    pixels, zeros for an empty mask; areas [N] int64; stability [N] float32, or None where offset is None: the IoU of
-    the masks cut at +offset and at −offset).
+    image: pixels a side of the encoder's square. resized, size: (width, height) inside it and of
+    the picture. Returns (masks [N, height, width] bool, or None where pixels is False; boxes [N, 4]
+    int64, x0, y0, x1, y1 of the outermost pixels, zeros for an empty mask; areas [N] int64;
+    stability [N] float32, or None where offset is None: the IoU of the masks cut at +offset and at
+    −offset).
     """
     big = upsample_logits(logits[:, None], image, resized, size)[:, 0]
     masks = big > 0
@@ -39,10 +40,14 @@ def upsample_masks(
     return masks if pixels else None, masks_to_boxes(masks), masks.sum((-2, -1)), steady
 
 
-def upsample_logits(logits: torch.Tensor, image: int, resized: tuple[int, int], size: tuple[int, int]) -> torch.Tensor:
-    """Logits [N, M, G, G] → [N, M, height, width] of the picture: up to the encoder's square, cropped, and up again.
+def upsample_logits(
+    logits: torch.Tensor, image: int, resized: tuple[int, int], size: tuple[int, int]
+) -> torch.Tensor:
+    """Logits [N, M, G, G] → [N, M, height, width] of the picture: up to the encoder's square,
+    cropped, and up again.
 
-    image: pixels a side of that square. resized, size: (width, height) inside it and of the picture.
+    image: pixels a side of that square. resized, size: (width, height) inside it and of the
+    picture.
     """
     big = F.interpolate(logits, (image, image), mode="bilinear", align_corners=False)
     big = big[..., : resized[1], : resized[0]]
@@ -50,7 +55,9 @@ def upsample_logits(logits: torch.Tensor, image: int, resized: tuple[int, int], 
 
 
 def masks_to_boxes(masks: torch.Tensor) -> torch.Tensor:
-    """[…, H, W] bool → […, 4] int64: x0, y0, x1, y1 of the outermost pixels, inclusive; zeros for an empty mask."""
+    """[…, H, W] bool → […, 4] int64: x0, y0, x1, y1 of the outermost pixels, inclusive; zeros for
+    an empty mask.
+    """
     height, width = masks.shape[-2:]
     rows, columns = masks.any(-1), masks.any(-2)
     y = torch.arange(height, device=masks.device)
@@ -64,7 +71,9 @@ def masks_to_boxes(masks: torch.Tensor) -> torch.Tensor:
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Wide, tall, thin and tiny pictures, larger and smaller than the square; three masks of a click."""
+    """Wide, tall, thin and tiny pictures, larger and smaller than the square; three masks of a
+    click.
+    """
     if device == "cpu" and dtype is not torch.float32:
         return  # they would be the same
     shapes = [
@@ -75,13 +84,25 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         (2, 8, 32, (32, 24), (12, 9)),
     ]
     if device != "cpu":
-        shapes += [(24, 256, 1024, (1024, 683), (1800, 1200)), (65, 256, 1024, (1024, 684), (800, 534))]
+        shapes += [
+            (24, 256, 1024, (1024, 683), (1800, 1200)),
+            (65, 256, 1024, (1024, 684), (800, 534)),
+        ]
     for seed, (count, side, image, fitted, size) in enumerate(shapes):
         logits = randn(count, side, side, device=device, dtype=torch.float32, seed=seed, scale=6.0)
         if side > 100:  # steep edges: no pixel of millions is so near 0 that rounding decides
-            logits = F.interpolate(logits[:, None, ::16, ::16].sign() * 7, (side, side))[:, 0] + logits / 30
+            logits = (
+                F.interpolate(logits[:, None, ::16, ::16].sign() * 7, (side, side))[:, 0]
+                + logits / 30
+            )
         # one whose mask is a small part of the picture
         logits[0, side // 2 :] = -7.0
-        args = {"logits": logits, "image": image, "resized": fitted, "size": size, "offset": 1.0 if seed % 2 else None}
+        args = {
+            "logits": logits,
+            "image": image,
+            "resized": fitted,
+            "size": size,
+            "offset": 1.0 if seed % 2 else None,
+        }
         moved = nbytes(logits) + count * size[0] * size[1]
         yield Case(f"{count}x{side}->{size[0]}x{size[1]}", args, moved)

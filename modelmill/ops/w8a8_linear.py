@@ -1,4 +1,6 @@
-"""Matrix product of int8 activations with int8 weights: exact int32 sums, scaled once in float32."""
+"""Matrix product of int8 activations with int8 weights: exact int32 sums, scaled once in
+float32.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,12 @@ def w8a8_linear(
     dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x: [T, K] int8; weight: [N, K] int8; scale: [N], x_scale: [T] or [1] float32; bias: [N]. Returns [T, N].
+    """x: [T, K] int8; weight: [N, K] int8; scale: [N], x_scale: [T] or [1] float32; bias: [N].
+    Returns [T, N].
 
-    (Σ x · w) · x_scale · scale + bias, rounded to ``dtype`` once. The sums are whole numbers, exact up to 2³¹; from
-    then on all is float32 (float64 where the scales are). weight may be float32 that holds the integers (expanded).
+    (Σ x · w) · x_scale · scale + bias, rounded to ``dtype`` once. The sums are whole numbers, exact
+    up to 2³¹; from then on all is float32 (float64 where the scales are). weight may be float32
+    that holds the integers (expanded).
     """
     out = exact_int_matmul(x, weight).to(scale.dtype) * x_scale[:, None] * scale
     if bias is not None:
@@ -34,22 +38,55 @@ def w8a8_linear(
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Decode and prefill; one scale a token or for all, a row or for all; odd widths; outlier channels."""
-    shapes = [(1, 576, 1536), (5, 100, 33), (33, 576, 96), (1, 1536, 576), (2, 65, 7), (7, 64, 48), (20, 33, 50)]
+    """Decode and prefill; one scale a token or for all, a row or for all; odd widths; outlier
+    channels.
+    """
+    shapes = [
+        (1, 576, 1536),
+        (5, 100, 33),
+        (33, 576, 96),
+        (1, 1536, 576),
+        (2, 65, 7),
+        (7, 64, 48),
+        (20, 33, 50),
+    ]
     if device != "cpu":
-        shapes += [(1, 4096, 12288), (1, 4096, 4096), (1, 11008, 4096), (8, 4096, 4096), (64, 4096, 4096)]
+        shapes += [
+            (1, 4096, 12288),
+            (1, 4096, 4096),
+            (1, 11008, 4096),
+            (8, 4096, 4096),
+            (64, 4096, 4096),
+        ]
         shapes += [(1024, 4096, 12288), (1000, 4096, 4096)]
     for rows, k, n in shapes:
-        args: dict[str, Any] = random_inputs(rows, k, n, device=device, per_token=rows != 5, per_channel=rows != 33)
-        args |= {"dtype": dtype, "bias": randn(n, device=device, dtype=dtype, seed=n) if n % 2 else None}
-        moved = nbytes(args["x"], args["weight"], args["scale"], args["bias"]) + rows * n * dtype.itemsize
+        args: dict[str, Any] = random_inputs(
+            rows, k, n, device=device, per_token=rows != 5, per_channel=rows != 33
+        )
+        args |= {
+            "dtype": dtype,
+            "bias": randn(n, device=device, dtype=dtype, seed=n) if n % 2 else None,
+        }
+        moved = (
+            nbytes(args["x"], args["weight"], args["scale"], args["bias"])
+            + rows * n * dtype.itemsize
+        )
         yield Case(f"{rows}x{k}->{n}", args, moved, 2 * rows * k * n)
 
 
 def random_inputs(
-    rows: int, k: int, n: int, *, device: str, per_token: bool = True, per_channel: bool = True, outliers: float = 30.0
+    rows: int,
+    k: int,
+    n: int,
+    *,
+    device: str,
+    per_token: bool = True,
+    per_channel: bool = True,
+    outliers: float = 30.0,
 ) -> dict[str, Any]:
-    """x, weight and their scales, seeded; every fortieth channel of x is ``outliers`` times the others."""
+    """x, weight and their scales, seeded; every fortieth channel of x is ``outliers`` times the
+    others.
+    """
     x = randn(rows, k, device="cpu", dtype=torch.float32, seed=rows + k)
     x[:, ::40] *= outliers
     wide = randn(n, k, device="cpu", dtype=torch.float32, seed=n, scale=k**-0.5)

@@ -1,4 +1,6 @@
-"""A gated pair of products in 8 bits and SwiGLU's gate in one op: what lies between them never reaches memory."""
+"""A gated pair of products in 8 bits and SwiGLU's gate in one op: what lies between them never
+reaches memory.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,11 @@ def w8a8_linear_swiglu(
     dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """silu(x Gᵀ) · (x Uᵀ), [T, I] of ``dtype``. x: [T, K], weight: [2·I, K], G above U, both int8 or both e4m3.
+    """silu(x Gᵀ) · (x Uᵀ), [T, I] of ``dtype``. x: [T, K], weight: [2·I, K], G above U, both int8
+    or both e4m3.
 
-    Scales and bias as w8a8_linear and fp8_linear have them; the products are rounded to ``dtype`` before the gate.
+    Scales and bias as w8a8_linear and fp8_linear have them; the products are rounded to ``dtype``
+    before the gate.
     """
     product = w8a8_linear.w8a8_linear if x.dtype is torch.int8 else fp8_linear.fp8_linear
     return silu_mul(product(x, weight, scale, x_scale, dtype, bias))
@@ -39,13 +43,22 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     yield from cases_for_shapes(shapes, device, dtype)
 
 
-def cases_for_shapes(shapes: Sequence[tuple[int, int, int]], device: str, dtype: torch.dtype) -> Iterator[Case]:
+def cases_for_shapes(
+    shapes: Sequence[tuple[int, int, int]], device: str, dtype: torch.dtype
+) -> Iterator[Case]:
     """Of (rows, K, half of the outputs)."""
     for rows, k, inner in shapes:
         for name, drawn in (("int8", w8a8_linear.random_inputs), ("fp8", fp8_linear.random_inputs)):
             args: dict[str, Any] = drawn(rows, k, 2 * inner, device=device, per_token=rows != 100)
             generator = torch.Generator().manual_seed(inner)
-            bias = torch.randn(2 * inner, generator=generator).to(device, dtype) if rows in (5, 100) else None
+            bias = (
+                torch.randn(2 * inner, generator=generator).to(device, dtype)
+                if rows in (5, 100)
+                else None
+            )
             args |= {"dtype": dtype, "bias": bias}
-            moved = nbytes(args["x"], args["weight"], args["scale"], bias) + rows * inner * dtype.itemsize
+            moved = (
+                nbytes(args["x"], args["weight"], args["scale"], bias)
+                + rows * inner * dtype.itemsize
+            )
             yield Case(f"{rows}x{k}->2x{inner}-{name}", args, moved, 4 * rows * k * inner)

@@ -1,6 +1,7 @@
 """Memory of one GPU that the processes of other GPUs map into their own address space (CUDA's IPC).
 
-The four calls of the CUDA runtime that torch does not offer, made in the library that torch has loaded.
+The four calls of the CUDA runtime that torch does not offer, made in the library that torch has
+loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ class _IpcMemHandle(ctypes.Structure):
 
 
 def allocate(size: int) -> int:
-    """Address of ``size`` zeroed bytes on the current device, an allocation of their own. Raises RuntimeError."""
+    """Address of ``size`` zeroed bytes on the current device, an allocation of their own.
+
+    Raises RuntimeError.
+    """
     address = ctypes.c_void_p()
     _call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(size))
     _call("cudaMemset", address, 0, ctypes.c_size_t(size))
@@ -30,14 +34,20 @@ def allocate(size: int) -> int:
 
 
 def export_handle(address: int) -> bytes:
-    """What another process needs to map an allocation. Raises RuntimeError where the system does not share memory."""
+    """What another process needs to map an allocation.
+
+    Raises RuntimeError where the system does not share memory.
+    """
     handle = _IpcMemHandle()
     _call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(address))
     return bytes(handle)
 
 
 def map_handle(handle: bytes) -> int:
-    """Address of another process's allocation. Raises RuntimeError where this GPU cannot reach that one."""
+    """Address of another process's allocation.
+
+    Raises RuntimeError where this GPU cannot reach that one.
+    """
     address = ctypes.c_void_p()
     found = _IpcMemHandle.from_buffer_copy(handle)
     _call("cudaIpcOpenMemHandle", ctypes.byref(address), found, ctypes.c_uint(_LAZY_PEER_ACCESS))

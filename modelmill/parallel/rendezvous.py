@@ -10,7 +10,10 @@ LOOPBACK = "127.0.0.1"
 
 
 class RendezvousServer:
-    """Rank 0's side. The port is taken by the system and held from here on: nobody else can get it in between."""
+    """Rank 0's side.
+
+    The port is taken by the system and held from here on: nobody else can get it in between.
+    """
 
     def __init__(self) -> None:
         self._socket = socket.socket()
@@ -24,10 +27,18 @@ class RendezvousServer:
 
 
 def connect(port: int, listen_fd: int | None = None) -> Any:
-    """The store at a port; listen_fd: the listening socket's descriptor, where this rank serves it."""
+    """The store at a port; listen_fd: the listening socket's descriptor, where this rank serves
+    it.
+    """
     import torch.distributed as dist
 
     more: dict[str, Any] = {} if listen_fd is None else {"master_listen_fd": listen_fd}
     return dist.TCPStore(
-        LOOPBACK, port, None, listen_fd is not None, timedelta(seconds=120), wait_for_workers=False, **more
+        LOOPBACK,
+        port,
+        None,
+        listen_fd is not None,
+        timedelta(seconds=120),
+        wait_for_workers=False,
+        **more,
     )

@@ -1,7 +1,7 @@
 """Which part of a model each rank holds: pure arithmetic on sizes.
 
-Parts are consecutive, cover everything, may be uneven, and start at multiples of an *alignment*: the rows or columns of
-a quantized weight that share a scale stay together.
+Parts are consecutive, cover everything, may be uneven, and start at multiples of an *alignment*:
+the rows or columns of a quantized weight that share a scale stay together.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Range = tuple[int, int]
 class Shard:
     """What a rank holds of a matrix [N, K]: stretches of its rows, one stretch of its columns.
 
-    full_shape: (N, K). has_bias: whether this rank adds the bias; where columns are split one rank does, so that the
-    sum over the ranks holds it once.
+    full_shape: (N, K). has_bias: whether this rank adds the bias; where columns are split one rank
+    does, so that the sum over the ranks holds it once.
     """
 
     full_shape: tuple[int, int]
@@ -60,29 +60,36 @@ class HeadShard:
 
 
 def partition(count: int, size: int, alignment: int = 1, item_name: str = "items") -> list[Range]:
-    """``count`` items over ``size`` ranks, as even as the alignment allows; the first ranks hold the larger parts.
+    """``count`` items over ``size`` ranks, as even as the alignment allows; the first ranks hold
+    the larger parts.
 
     Raises UsageError where a rank would hold none.
     """
     units = -(-count // alignment)
     if units < size:
         raise UsageError(
-            f"--tp {size}: the model's {count} {item_name} split into {units} at most; use --tp {units} or less"
+            f"--tp {size}: the model's {count} {item_name} split into {units} at most; use --tp "
+            f"{units} or less"
         )
     base, more = divmod(units, size)
     edges = [min((rank * base + min(rank, more)) * alignment, count) for rank in range(size + 1)]
     return list(pairwise(edges))
 
 
-def partition_heads(heads: int, kv_heads: int, dim: int, size: int, alignment: int = 1) -> list[HeadShard]:
-    """Query heads with the KV heads that they read; ``alignment``: of the columns of the output projection.
+def partition_heads(
+    heads: int, kv_heads: int, dim: int, size: int, alignment: int = 1
+) -> list[HeadShard]:
+    """Query heads with the KV heads that they read; ``alignment``: of the columns of the output
+    projection.
 
-    Up to ``kv_heads`` ranks share out whole groups. More ranks than that hold one KV head each, some of them the same,
-    and share out its query heads: a rank's query heads never read more than it holds, and all KV heads of a rank serve
-    equally many. Raises UsageError where that cannot be.
+    Up to ``kv_heads`` ranks share out whole groups. More ranks than that hold one KV head each,
+    some of them the same, and share out its query heads: a rank's query heads never read more than
+    it holds, and all KV heads of a rank serve equally many. Raises UsageError where that cannot be.
     """
     if size > heads:
-        raise UsageError(f"--tp {size}: the model has {heads} attention heads; use --tp {heads} or less")
+        raise UsageError(
+            f"--tp {size}: the model has {heads} attention heads; use --tp {heads} or less"
+        )
     group = heads // kv_heads
     if size <= kv_heads:
         together = lcm(group * dim, alignment) // (group * dim)
@@ -90,7 +97,8 @@ def partition_heads(heads: int, kv_heads: int, dim: int, size: int, alignment: i
         return [HeadShard((a * group, b * group), (a, b)) for a, b in parts]
     if (group * dim) % alignment and kv_heads > 1:
         raise UsageError(
-            f"--tp {size}: groups of {alignment} weights cross the model's KV heads; use --tp {kv_heads} or less"
+            f"--tp {size}: groups of {alignment} weights cross the model's KV heads; use --tp "
+            f"{kv_heads} or less"
         )
     together = lcm(dim, alignment) // dim
     found = []

@@ -1,9 +1,11 @@
-"""The tensor-parallel group: the ranks that compute one model together, as an object that is passed along.
+"""The tensor-parallel group: the ranks that compute one model together, as an object that is passed
+along.
 
-``TPGroup`` is a single rank: its all_reduce returns its input, and it imports nothing. ``DistributedTPGroup`` is one of
-several processes, each with a GPU of one host (NCCL, and a custom all-reduce for the small messages of a decode step)
-or with the CPU (gloo). Every rank makes the same calls in the same order, and all ranks receive identical values, so
-that norms, logits and sampled ids are identical too.
+``TPGroup`` is a single rank: its all_reduce returns its input, and it imports nothing.
+``DistributedTPGroup`` is one of several processes, each with a GPU of one host (NCCL, and a custom
+all-reduce for the small messages of a decode step) or with the CPU (gloo). Every rank makes the
+same calls in the same order, and all ranks receive identical values, so that norms, logits and
+sampled ids are identical too.
 """
 
 from __future__ import annotations
@@ -24,13 +26,18 @@ _NO_TIMEOUT = timedelta(days=30)  # who watches the processes ends a wait, not a
 
 
 class TPGroup:
-    """One rank alone; with another rank and size only to learn what the part of such a rank would be."""
+    """One rank alone; with another rank and size only to learn what the part of such a rank would
+    be.
+    """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
 
     def all_reduce(self, x: torch.Tensor, *, decode: bool = False) -> torch.Tensor:  # noqa: ARG002
-        """The sum of x over the ranks, the same on all; x may be overwritten. decode: of a step that may be a graph."""
+        """The sum of x over the ranks, the same on all; x may be overwritten.
+
+        decode: of a step that may be a graph.
+        """
         return x
 
     def all_reduce_add_rms_norm(
@@ -68,8 +75,13 @@ SINGLE_RANK = TPGroup()
 class DistributedTPGroup(TPGroup):
     """One of several ranks. ``rendezvous``: a torch store that all ranks reach."""
 
-    def __init__(self, rank: int, size: int, rendezvous: Any, device: str, seconds: float = 120.0) -> None:
-        """Meets the others, at most ``seconds`` long. Raises RuntimeError where they do not come."""
+    def __init__(
+        self, rank: int, size: int, rendezvous: Any, device: str, seconds: float = 120.0
+    ) -> None:
+        """Meets the others, at most ``seconds`` long.
+
+        Raises RuntimeError where they do not come.
+        """
         import torch.distributed as dist
 
         super().__init__(rank, size)
@@ -81,12 +93,15 @@ class DistributedTPGroup(TPGroup):
         self._min_options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
         if self.device.type == "cuda":
             if not dist.is_nccl_available():
-                raise MissingDependency("--tp on GPUs needs a torch that is built with NCCL; use one GPU")
+                raise MissingDependency(
+                    "--tp on GPUs needs a torch that is built with NCCL; use one GPU"
+                )
             torch.cuda.set_device(self.device)
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = _NO_TIMEOUT
             self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
-            self.all_reduce_min(0)  # the communicator is made at the first use, which must not be in a graph
+            # the communicator is made at the first use, which must not be in a graph
+            self.all_reduce_min(0)
             self.peer_buffers = PeerBuffers.connect(
                 rank, size, rendezvous, self.device, lambda yes: bool(self.all_reduce_min(int(yes)))
             )
@@ -95,7 +110,9 @@ class DistributedTPGroup(TPGroup):
             self._group.set_timeout(_NO_TIMEOUT)
 
     def all_reduce(self, x: torch.Tensor, *, decode: bool = False) -> torch.Tensor:
-        if self.peer_buffers is not None and self.peer_buffers.supports_all_reduce(x, decode=decode):
+        if self.peer_buffers is not None and self.peer_buffers.supports_all_reduce(
+            x, decode=decode
+        ):
             return self.peer_buffers.all_reduce(x)
         x = x.contiguous()
         self._group.allreduce([x]).wait()
@@ -112,7 +129,11 @@ class DistributedTPGroup(TPGroup):
         decode: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         alike = residual.is_contiguous() and residual.dtype == weight.dtype == x.dtype
-        if self.peer_buffers is not None and alike and self.peer_buffers.supports_all_reduce(x, decode=decode):
+        if (
+            self.peer_buffers is not None
+            and alike
+            and self.peer_buffers.supports_all_reduce(x, decode=decode)
+        ):
             return self.peer_buffers.all_reduce_add_rms_norm(x, residual, weight, eps)
         return op(self.all_reduce(x, decode=decode), residual, weight, eps)
 

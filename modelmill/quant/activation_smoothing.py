@@ -1,11 +1,12 @@
-"""SmoothQuant (Xiao et al. 2022, arXiv:2211.10438): channels with large activations are made small before rounding.
+"""SmoothQuant (Xiao et al. 2022, arXiv:2211.10438): channels with large activations are made small
+before rounding.
 
 s_j = max|X_j|^α / max|W_j|^(1−α), max|W_j| over all rows that read channel j; inputs are divided by s where they are
 made, the weight's columns multiplied, so that the layer computes the same. Four sites: the norm before qkv, the norm
 before gate/up, the attention output (folded into the v rows), SwiGLU's output (into the up rows: out = up · silu(gate)
 is linear in up). Under GQA the smoother of o is one vector for all q heads of a KV head: both maxima are taken over
 them. GPT-2's activation is linear in nothing, so the input of its second matrix stays as it is.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -20,24 +21,31 @@ from modelmill.quant.calibration_state import SITES, CalibrationState, Quantizab
 from modelmill.quant.recipe import InputStatistics, PrepareResult, Scales
 
 MIN_SCALE = 1e-5
-FOLD_ORDER = ("o", "down", "qkv", "up")  # folding o and down changes the weights that read the norms' outputs
+# folding o and down changes the weights that read the norms' outputs
+FOLD_ORDER = ("o", "down", "qkv", "up")
 ALPHA_GRID = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 ALPHA_STEP = 0.05
 SiteAlphas = dict[str, float | None]  # site → α, None: left alone
 
 
-def smoothing_scales(block: QuantizableLayer, site: str, max_abs: torch.Tensor, alpha: float) -> torch.Tensor:
+def smoothing_scales(
+    block: QuantizableLayer, site: str, max_abs: torch.Tensor, alpha: float
+) -> torch.Tensor:
     """s [K] ≥ 1e-5 of a site whose inputs reach ``max_abs`` [K], scaled to a geometric mean of 1.
 
-    A channel that is never seen, or that nothing reads, keeps its size. The mean is free: per-token and per-tensor
-    scales take up a common factor, and a norm's weight stays of its size.
+    A channel that is never seen, or that nothing reads, keeps its size. The mean is free: per-token
+    and per-tensor scales take up a common factor, and a norm's weight stays of its size.
     """
     weight = block.linear(site).weight.dense().abs().amax(0)
     if site == "o":
         max_abs, weight = max_over_kv_group(block, max_abs), max_over_kv_group(block, weight)
     scales = max_abs.pow(alpha) / weight.clamp(min=MIN_SCALE).pow(1 - alpha)
     known = (max_abs > 0) & (weight > 0)
-    mean = scales[known].log().mean().exp() if bool(known.any()) else torch.ones((), device=scales.device)
+    mean = (
+        scales[known].log().mean().exp()
+        if bool(known.any())
+        else torch.ones((), device=scales.device)
+    )
     return torch.where(known, scales / mean, torch.ones_like(scales)).clamp(min=MIN_SCALE)
 
 
@@ -49,9 +57,15 @@ def max_over_kv_group(block: QuantizableLayer, vector: torch.Tensor) -> torch.Te
 
 
 def apply_smoothing(
-    block: QuantizableLayer, statistics: Mapping[str, InputStatistics], alphas: SiteAlphas, dtype: torch.dtype
+    block: QuantizableLayer,
+    statistics: Mapping[str, InputStatistics],
+    alphas: SiteAlphas,
+    dtype: torch.dtype,
 ) -> Scales:
-    """Fold every site's smoother in; returns what inputs were divided by. dtype: norms and biases are stored so."""
+    """Fold every site's smoother in; returns what inputs were divided by.
+
+    dtype: norms and biases are stored so.
+    """
     folded: Scales = {}
     for site in FOLD_ORDER:
         alpha = alphas.get(site)
@@ -62,7 +76,8 @@ def apply_smoothing(
 
 
 class SmoothingTrial:
-    """A layer tried out with smoothers and rounded matrices on calibration tokens, and put back as it was.
+    """A layer tried out with smoothers and rounded matrices on calibration tokens, and put back as
+    it was.
 
     round_layer: makes of a layer (dense, folded) the layer as it will be held.
     """
@@ -87,22 +102,28 @@ class SmoothingTrial:
         self._expected = [_residual_stream(batch) for batch in exact.batches]
 
     def output_error(self, alphas: SiteAlphas) -> float:
-        """The root of the mean over tokens of the squared error of the layer's output, as a share of the output."""
+        """The root of the mean over tokens of the squared error of the layer's output, as a share
+        of the output.
+        """
         with restore_layer_on_exit(self.block):
             apply_smoothing(self.block, self.statistics, alphas, self.dtype)
             tokens = self.calibration.fork()
             self.round_layer(self.block, tokens)
             total, count = 0.0, 0
             for batch, right in zip(tokens.batches, self._expected, strict=True):
-                off = (_residual_stream(batch) - right).square().sum(-1) / right.square().sum(-1).clamp(min=1e-30)
+                off = (_residual_stream(batch) - right).square().sum(-1) / right.square().sum(
+                    -1
+                ).clamp(min=1e-30)
                 total, count = total + float(off.sum()), count + len(off)
         return (total / max(count, 1)) ** 0.5
 
 
 def search_alphas(trial: SmoothingTrial) -> tuple[SiteAlphas, float, float]:
-    """(α of each site, the layer's error with them, without any): one α for the layer, then each site for itself.
+    """(α of each site, the layer's error with them, without any): one α for the layer, then each
+    site for itself.
 
-    A site may also be left alone. What errs least is kept, and what is simpler where nothing is gained.
+    A site may also be left alone. What errs least is kept, and what is simpler where nothing is
+    gained.
     """
     nothing: SiteAlphas = dict.fromkeys(SITES)
     plain = trial.output_error(nothing)
@@ -132,11 +153,15 @@ def search_alphas(trial: SmoothingTrial) -> tuple[SiteAlphas, float, float]:
 
 @contextmanager
 def restore_layer_on_exit(block: QuantizableLayer) -> Iterator[None]:
-    """The layer's weights, norms and biases come back at the end; what is done in between makes new tensors."""
+    """The layer's weights, norms and biases come back at the end; what is done in between makes new
+    tensors.
+    """
     modules = [block.linear(site) for site in SITES]
     norms = [norm for norm in map(block.norm, SITES) if norm is not None]
     saved = [(linear, linear.weight, linear.bias) for linear in modules]
-    affine: list[tuple[Any, Any, Any]] = [(norm, norm.weight, getattr(norm, "bias", None)) for norm in norms]
+    affine: list[tuple[Any, Any, Any]] = [
+        (norm, norm.weight, getattr(norm, "bias", None)) for norm in norms
+    ]
     try:
         yield
     finally:
@@ -148,7 +173,9 @@ def restore_layer_on_exit(block: QuantizableLayer) -> Iterator[None]:
                 norm.bias = bias
 
 
-def smoothing_result(block: QuantizableLayer, folded_scales: Scales, alphas: SiteAlphas) -> PrepareResult:
+def smoothing_result(
+    block: QuantizableLayer, folded_scales: Scales, alphas: SiteAlphas
+) -> PrepareResult:
     """What was done, for the report."""
     facts: dict[str, Any] = {}
     for site in SITES:

@@ -1,8 +1,10 @@
-"""AWQ (Lin et al. 2023, arXiv:2306.00978): channels that carry large activations are scaled up before rounding.
+"""AWQ (Lin et al. 2023, arXiv:2306.00978): channels that carry large activations are scaled up
+before rounding.
 
-The inverse of a scale is folded into what makes the input: the norm before qkv and gate/up, the v rows before o, the up
-rows before down (out = up · silu(gate) is linear in up). So the layer computes the same and costs the same. Under GQA
-the scales of o are one vector for all q heads of a KV head. Where nothing linear makes the input (GPT-2's activation)
+The inverse of a scale is folded into what makes the input: the norm before qkv and gate/up, the v
+rows before o, the up rows before down (out = up · silu(gate) is linear in up). So the layer
+computes the same and costs the same. Under GQA the scales of o are one vector for all q heads of a
+KV head. Where nothing linear makes the input (GPT-2's activation)
 a site is left alone.
 """
 
@@ -23,9 +25,13 @@ RoundWeight = Callable[[torch.Tensor, InputStatistics], torch.Tensor]
 
 
 def scale_layer(
-    block: QuantizableLayer, statistics: Mapping[str, InputStatistics], round_weight: RoundWeight, dtype: torch.dtype
+    block: QuantizableLayer,
+    statistics: Mapping[str, InputStatistics],
+    round_weight: RoundWeight,
+    dtype: torch.dtype,
 ) -> PrepareResult:
-    """Search the scales of all sites and fold them in. round_weight: a weight as it would be rounded, for the search.
+    """Search the scales of all sites and fold them in. round_weight: a weight as it would be
+    rounded, for the search.
 
     o and down go first, since folding them changes the weights that read the norms' outputs.
     """
@@ -39,7 +45,9 @@ def scale_layer(
         )
         done.facts[site] = {"alpha": alpha, "error": gain}
         if alpha > 0:
-            done.scales[site] = fold_scales(block, site, average_kv_group(block, site, scales), dtype)
+            done.scales[site] = fold_scales(
+                block, site, average_kv_group(block, site, scales), dtype
+            )
     for site in SITES:
         done.facts.setdefault(site, {"alpha": 0.0})
     return done
@@ -53,7 +61,9 @@ def is_foldable(block: QuantizableLayer, site: str) -> bool:
 def search_scales(
     weight: torch.Tensor, statistics: InputStatistics, round_weight: RoundWeight
 ) -> tuple[torch.Tensor, float, float]:
-    """(scales [K], α, error as a share of the error without scales): the α whose rounded outputs err least."""
+    """(scales [K], α, error as a share of the error without scales): the α whose rounded outputs
+    err least.
+    """
     weight = weight[:: max(1, len(weight) // _SEARCH_ROWS)]
     best, chosen, alpha, first = float("inf"), torch.ones_like(statistics.mean_abs), 0.0, 0.0
     for step in range(ALPHA_STEPS):
@@ -70,7 +80,9 @@ def search_scales(
 
 def awq_scales(mean_abs: torch.Tensor, alpha: float) -> torch.Tensor:
     """mean|X|^α over √(max · min)."""
-    scales = mean_abs.clamp(min=_MIN_CHANNEL_SHARE * float(mean_abs.max().clamp(min=1e-30))).pow(alpha)
+    scales = mean_abs.clamp(min=_MIN_CHANNEL_SHARE * float(mean_abs.max().clamp(min=1e-30))).pow(
+        alpha
+    )
     return scales / (scales.max() * scales.min()).sqrt()
 
 
@@ -78,12 +90,18 @@ def scale_statistics(statistics: InputStatistics, scales: torch.Tensor) -> Input
     """The statistics of inputs divided by ``scales``."""
     s = statistics
     hessian = s.hessian / scales[:, None] / scales
-    mean, peak, low, high = (v / scales for v in (s.mean_abs, s.max_abs, s.min_values, s.max_values))
+    mean, peak, low, high = (
+        v / scales for v in (s.mean_abs, s.max_abs, s.min_values, s.max_values)
+    )
     return InputStatistics(s.num_tokens, hessian, mean, peak, low, high, s.input_samples / scales)
 
 
-def average_kv_group_statistics(block: QuantizableLayer, site: str, statistics: InputStatistics) -> InputStatistics:
-    """For "o": the mean over the q heads of a KV head, so that the search sees what folding can do."""
+def average_kv_group_statistics(
+    block: QuantizableLayer, site: str, statistics: InputStatistics
+) -> InputStatistics:
+    """For "o": the mean over the q heads of a KV head, so that the search sees what folding can
+    do.
+    """
     if site != "o":
         return statistics
     s = statistics
@@ -107,8 +125,11 @@ def average_kv_group(block: QuantizableLayer, site: str, vector: torch.Tensor) -
     return each.mean(1, keepdim=True).expand_as(each).reshape(-1)
 
 
-def fold_scales(block: QuantizableLayer, site: str, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Divide a site's input by ``scales`` where it is made, multiply its weight's columns; returns what was divided by.
+def fold_scales(
+    block: QuantizableLayer, site: str, scales: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Divide a site's input by ``scales`` where it is made, multiply its weight's columns; returns
+    what was divided by.
 
     A norm is stored in ``dtype``: what its rounding makes of the scales is what the columns get.
     """
@@ -139,10 +160,14 @@ def fold_scales(block: QuantizableLayer, site: str, scales: torch.Tensor, dtype:
 
 def _per_kv_head(block: QuantizableLayer, scales: torch.Tensor) -> torch.Tensor:
     heads = block.heads
-    return scales.view(heads.num_kv_heads, heads.num_q_heads // heads.num_kv_heads, heads.head_dim)[:, 0].reshape(-1)
+    return scales.view(heads.num_kv_heads, heads.num_q_heads // heads.num_kv_heads, heads.head_dim)[
+        :, 0
+    ].reshape(-1)
 
 
-def _divide_rows(block: QuantizableLayer, site: str, first: int, scales: torch.Tensor, dtype: torch.dtype) -> None:
+def _divide_rows(
+    block: QuantizableLayer, site: str, first: int, scales: torch.Tensor, dtype: torch.dtype
+) -> None:
     """The last rows of a fused weight and its bias, from ``first`` on."""
     makes = block.linear(site)
     weight = makes.weight.dense().clone()

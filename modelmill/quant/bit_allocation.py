@@ -1,8 +1,10 @@
-"""Which layer bears how few bits: choosing the smallest forms whose errors together stay within a limit.
+"""Which layer bears how few bits: choosing the smallest forms whose errors together stay within a
+limit.
 
-What one rounded layer does to the model's next-token distributions (mean KL, measured with all other layers whole) adds
-up over layers as long as it is small. So the choice is a budget: every layer begins in its smallest form, and the step
-that saves most KL for its bytes is taken until the sum fits.
+What one rounded layer does to the model's next-token distributions (mean KL, measured with all
+other layers whole) adds up over layers as long as it is small. So the choice is a budget: every
+layer begins in its smallest form, and the step that saves most KL for its bytes is taken until the
+sum fits.
 """
 
 from __future__ import annotations
@@ -33,8 +35,11 @@ class LayerOption:
     kl: float
 
 
-def quantize_quickly(weight: torch.Tensor, bit_choice: str, importance: torch.Tensor) -> WeightFormat:
-    """A weight [N, K] float32 as ``bit_choice``, quickly: ranges clipped by the inputs' energy [K], rounded to
+def quantize_quickly(
+    weight: torch.Tensor, bit_choice: str, importance: torch.Tensor
+) -> WeightFormat:
+    """A weight [N, K] float32 as ``bit_choice``, quickly: ranges clipped by the inputs' energy [K],
+    rounded to
     nearest.
     """
     if bit_choice == UNQUANTIZED:
@@ -52,7 +57,10 @@ def quantize_linears(
     importance: Mapping[str, torch.Tensor],
     dense_weights: Mapping[str, WeightFormat],
 ) -> int:
-    """Put a layer's linears into one bit choice; returns their bytes. dense_weights: the whole ones, by site."""
+    """Put a layer's linears into one bit choice; returns their bytes.
+
+    dense_weights: the whole ones, by site.
+    """
     total = 0
     for site in SITES:
         quantized = quantize_quickly(dense_weights[site].dense(), bit_choice, importance[site])
@@ -61,9 +69,11 @@ def quantize_linears(
     return total
 
 
-def allocate_bits(layer_options: Sequence[Sequence[LayerOption]], kl_budget: float) -> list[LayerOption]:
-    """One option a layer, their KL within ``kl_budget``. layer_options: by layer, UNQUANTIZED with a KL of 0 among
-    them.
+def allocate_bits(
+    layer_options: Sequence[Sequence[LayerOption]], kl_budget: float
+) -> list[LayerOption]:
+    """One option a layer, their KL within ``kl_budget``. layer_options: by layer, UNQUANTIZED with
+    a KL of 0 among them.
     """
     ordered = [sorted(each, key=lambda option: option.nbytes) for each in layer_options]
     chosen = [each[0] for each in ordered]
@@ -85,7 +95,9 @@ def allocate_bits(layer_options: Sequence[Sequence[LayerOption]], kl_budget: flo
 def _revert_needless_upgrades(
     chosen: list[LayerOption], layer_options: Sequence[Sequence[LayerOption]], kl_budget: float
 ) -> list[LayerOption]:
-    """Steps that turned out not to be needed are taken back, the one that saves most bytes first."""
+    """Steps that turned out not to be needed are taken back, the one that saves most bytes
+    first.
+    """
     while True:
         spare = kl_budget - sum(option.kl for option in chosen)
         best: tuple[int, int, LayerOption] | None = None

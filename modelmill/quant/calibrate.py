@@ -1,7 +1,9 @@
-"""Layer by layer through the model: statistics of the inputs, the recipe, and on with what the recipe made.
+"""Layer by layer through the model: statistics of the inputs, the recipe, and on with what the
+recipe made.
 
-In memory are one layer, its statistics and the calibration tokens between two layers. A layer sees inputs that the
-quantized layers before it have computed, and inside a layer each site those of the quantized sites before it.
+In memory are one layer, its statistics and the calibration tokens between two layers. A layer sees
+inputs that the quantized layers before it have computed, and inside a layer each site those of the
+quantized sites before it.
 """
 
 from __future__ import annotations
@@ -23,22 +25,28 @@ NUM_OUTLIERS = 4  # channels told in the report
 MIN_TOKENS = 128
 
 
-def check_calibration_ids(ids: Sequence[Sequence[int]], vocab: int, source_name: str = "the calibration data") -> None:
-    """Raises UsageError for calibration ids that tell too little or are no tokens of the model; source_name: where
-    from.
+def check_calibration_ids(
+    ids: Sequence[Sequence[int]], vocab: int, source_name: str = "the calibration data"
+) -> None:
+    """Raises UsageError for calibration ids that tell too little or are no tokens of the model;
+    source_name: where from.
     """
     total = sum(map(len, ids))
     if not ids or not total:
         raise UsageError(
-            f"{source_name} is empty: no text in it gives a token; give one that has texts, or none for our own"
+            f"{source_name} is empty: no text in it gives a token; give one that has texts, or "
+            "none for our own"
         )
     if total < MIN_TOKENS:
         raise UsageError(
-            f"{source_name} is too short: {total} tokens are read, at least {MIN_TOKENS} are needed; give more text, "
+            f"{source_name} is too short: {total} tokens are read, at least {MIN_TOKENS} are "
+            "needed; give more text, "
             "or a larger --calibration-samples, --calibration-length or --max-model-len"
         )
     if any(not 0 <= i < vocab for one in ids for i in one):
-        raise UsageError(f"{source_name} holds token ids outside 0…{vocab - 1}: it is of another tokenizer")
+        raise UsageError(
+            f"{source_name} holds token ids outside 0…{vocab - 1}: it is of another tokenizer"
+        )
 
 
 def quantize_layer(
@@ -49,14 +57,17 @@ def quantize_layer(
     dtype: torch.dtype,
     layer_name: str,
 ) -> tuple[dict[str, Any], Scales]:
-    """Leave a layer of dense float32 weights with held ones; returns the facts by linear module, and what was folded.
+    """Leave a layer of dense float32 weights with held ones; returns the facts by linear module,
+    and what was folded.
 
-    calibration: the tokens before the layer, afterwards behind it; None for recipes without calibration. dtype: of
-    norms and biases as stored. layer_name: the layer's name, for errors.
+    calibration: the tokens before the layer, afterwards behind it; None for recipes without
+    calibration. dtype: of norms and biases as stored. layer_name: the layer's name, for errors.
     """
     prepared, needs_hessian = PrepareResult(), getattr(recipe, "needs_hessian", True)
     if calibration is not None and recipe.needs_prepare:
-        survey = _collect_all_sites(block, calibration.fork(PROBE_BATCHES), layer_name, needs_hessian=needs_hessian)
+        survey = _collect_all_sites(
+            block, calibration.fork(PROBE_BATCHES), layer_name, needs_hessian=needs_hessian
+        )
         if getattr(recipe, "needs_search", False):
             prepared = recipe.search_layer(block, survey, calibration.subset(TRIAL_TOKENS), dtype)  # type: ignore[attr-defined]
         else:
@@ -67,11 +78,15 @@ def quantize_layer(
         if calibration is not None:
             calibration.forward_to(block, site)
             statistics = collect_statistics(
-                calibration.site_inputs(), f"{layer_name}.{block.linear_paths[site]}", needs_hessian=needs_hessian
+                calibration.site_inputs(),
+                f"{layer_name}.{block.linear_paths[site]}",
+                needs_hessian=needs_hessian,
             )
         linear = block.linear(site)
         weight = linear.weight.dense()
-        linear_recipe = recipe.recipe_for(block.linear_paths[site]) if hasattr(recipe, "recipe_for") else recipe
+        linear_recipe = (
+            recipe.recipe_for(block.linear_paths[site]) if hasattr(recipe, "recipe_for") else recipe
+        )
         quantized = prepared.quantize_by_site.get(site, linear_recipe.quantize)(weight, statistics)
         facts[block.linear_paths[site]] = quantization_facts(
             weight, quantized, linear_recipe, statistics
@@ -90,7 +105,9 @@ def _collect_all_sites(
     for site in SITES:
         calibration.forward_to(block, site)
         found[site] = collect_statistics(
-            calibration.site_inputs(), f"{layer_name}.{block.linear_paths[site]}", needs_hessian=needs_hessian
+            calibration.site_inputs(),
+            f"{layer_name}.{block.linear_paths[site]}",
+            needs_hessian=needs_hessian,
         )
     return found
 
@@ -98,8 +115,8 @@ def _collect_all_sites(
 def collect_statistics(
     inputs: Iterable[torch.Tensor], site_name: str, *, needs_hessian: bool = True
 ) -> InputStatistics:
-    """Statistics of batches of inputs [T, K]; without ``needs_hessian`` the Hessian is left out ([0, 0]): it takes
-    longest.
+    """Statistics of batches of inputs [T, K]; without ``needs_hessian`` the Hessian is left out
+    ([0, 0]): it takes longest.
 
     Raises UsageError where inputs hold NaN or infinity.
     """
@@ -108,7 +125,9 @@ def collect_statistics(
     for x in inputs:
         size = x.abs()
         products = x.T @ x if needs_hessian else x.new_zeros(0, 0)
-        now = InputStatistics(len(x), products, size.sum(0), size.amax(0), x.amin(0), x.amax(0), x[:0])
+        now = InputStatistics(
+            len(x), products, size.sum(0), size.amax(0), x.amin(0), x.amax(0), x[:0]
+        )
         found = now if found is None else _merge_statistics(found, now)
         kept.append(x)
     assert found is not None, "a flow has batches"
@@ -118,7 +137,8 @@ def collect_statistics(
     found.input_samples = torch.cat([x[::every] for x in kept])[:SAMPLE_ROWS]
     if not bool(torch.isfinite(found.mean_abs).all() & torch.isfinite(found.hessian).all()):
         raise UsageError(
-            f"the calibration data makes NaN or infinite inputs at {site_name}: the checkpoint or the data is damaged"
+            f"the calibration data makes NaN or infinite inputs at {site_name}: the checkpoint or "
+            "the data is damaged"
         )
     return found
 
@@ -131,16 +151,22 @@ def _merge_statistics(a: InputStatistics, b: InputStatistics) -> InputStatistics
         torch.minimum(a.min_values, b.min_values),
         torch.maximum(a.max_values, b.max_values),
     )
-    return InputStatistics(a.num_tokens + b.num_tokens, a.hessian, a.mean_abs, *ends, a.input_samples)
+    return InputStatistics(
+        a.num_tokens + b.num_tokens, a.hessian, a.mean_abs, *ends, a.input_samples
+    )
 
 
 def quantization_facts(
-    weight: torch.Tensor, quantized: WeightFormat, recipe: Recipe, statistics: InputStatistics | None
+    weight: torch.Tensor,
+    quantized: WeightFormat,
+    recipe: Recipe,
+    statistics: InputStatistics | None,
 ) -> dict[str, Any]:
-    """What rounding did to one weight: errors as shares of the outputs (of the weight where nothing was calibrated).
+    """What rounding did to one weight: errors as shares of the outputs (of the weight where nothing
+    was calibrated).
 
-    before: plain rounding to nearest; after: what is held. outliers: the input channels that stand out most, and by how
-    many times the median channel.
+    before: plain rounding to nearest; after: what is held. outliers: the input channels that stand
+    out most, and by how many times the median channel.
     """
     plain = pack(recipe.weight_format, weight, torch.float32, **recipe.pack_options)
     stored = sum(t.numel() * t.element_size() for t in quantized.tensors().values())
@@ -154,12 +180,18 @@ def quantization_facts(
         peak = statistics.max_abs
         channels = peak.argsort(descending=True)[:NUM_OUTLIERS].tolist()
         median = float(peak.median().clamp(min=1e-30))
-        facts["outliers"] = [[channel, round_digits(float(peak[channel]) / median)] for channel in channels]
+        facts["outliers"] = [
+            [channel, round_digits(float(peak[channel]) / median)] for channel in channels
+        ]
     return facts
 
 
-def output_error(weight: torch.Tensor, quantized: WeightFormat, statistics: InputStatistics | None) -> float:
-    """What rounding does to a weight's outputs (to the weight, without statistics), as a share of them."""
+def output_error(
+    weight: torch.Tensor, quantized: WeightFormat, statistics: InputStatistics | None
+) -> float:
+    """What rounding does to a weight's outputs (to the weight, without statistics), as a share of
+    them.
+    """
     off = weight - quantized.dense()
     if statistics is not None and hasattr(quantized, "fake_quantize"):
         right = statistics.input_samples @ weight.T

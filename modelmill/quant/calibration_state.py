@@ -1,8 +1,9 @@
 """A decoder layer opened up at its four sites, and the calibration tokens on their way through it.
 
-A site is an input that one or more matrices share: "qkv" (the norm before attention), "o" (what attention mixed), "up"
-(the norm before the MLP; gate and up, or GPT-2's fc) and "down" (the activation). Statistics of inputs are collected
-under these labels, and a recipe treats what reads the same input together.
+A site is an input that one or more matrices share: "qkv" (the norm before attention), "o" (what
+attention mixed), "up" (the norm before the MLP; gate and up, or GPT-2's fc) and "down" (the
+activation). Statistics of inputs are collected under these labels, and a recipe treats what reads
+the same input together.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ class AttentionHeads:
 
 
 class QuantizableLayer:
-    """One layer of a model, by site. ``layer`` has the modules that nn.decoder's and GPT-2's layers have in common."""
+    """One layer of a model, by site.
+
+    ``layer`` has the modules that nn.decoder's and GPT-2's layers have in common.
+    """
 
     def __init__(self, layer: Any, heads: AttentionHeads) -> None:
         self.layer = layer
@@ -61,7 +65,9 @@ class QuantizableLayer:
 
 @dataclass
 class CalibrationBatch:
-    """Some calibration sequences between two layers, or at a site: x, residual, site_input are [T, …]."""
+    """Some calibration sequences between two layers, or at a site: x, residual, site_input are [T,
+    …].
+    """
 
     step: Step
     rope: RopeCosSin
@@ -86,14 +92,16 @@ class CalibrationState:
     ) -> CalibrationState:
         """Embed sequences of ids. ``model`` needs its embedding alone; all is computed in float32.
 
-        image_embeddings: for each sequence the foreign embeddings (of pictures) [L, H] by the position of their first
-        place; the ids there are −1 afterwards, since no token stands there.
+        image_embeddings: for each sequence the foreign embeddings (of pictures) [L, H] by the
+        position of their first place; the ids there are −1 afterwards, since no token stands there.
         """
         batches: list[CalibrationBatch] = []
         begun = 0
         for group in _batch_sequences(ids):
             step = _prefill_step(model, group, ops, device)
-            foreign = [] if image_embeddings is None else image_embeddings[begun : begun + len(group)]
+            foreign = (
+                [] if image_embeddings is None else image_embeddings[begun : begun + len(group)]
+            )
             begun += len(group)
             with torch.inference_mode():
                 rope = model.rope(step) if hasattr(model, "rope") else RopeCosSin()
@@ -107,16 +115,24 @@ class CalibrationState:
         return CalibrationState(batches)
 
     def fork(self, batches: int | None = None) -> CalibrationState:
-        """Another flow from here, of the first ``batches``, with tensors of its own: ops may add into a residual."""
+        """Another flow from here, of the first ``batches``, with tensors of its own: ops may add
+        into a residual.
+        """
         return CalibrationState(
             [
-                replace(batch, x=batch.x.clone(), residual=None if batch.residual is None else batch.residual.clone())
+                replace(
+                    batch,
+                    x=batch.x.clone(),
+                    residual=None if batch.residual is None else batch.residual.clone(),
+                )
                 for batch in self.batches[:batches]
             ]
         )
 
     def subset(self, max_tokens: int) -> CalibrationState:
-        """Another flow from here, of the first sequences that hold about so many tokens; one at least."""
+        """Another flow from here, of the first sequences that hold about so many tokens; one at
+        least.
+        """
         batch = self.batches[0]
         ends = batch.step.query_start.tolist()[1:]
         count = max(1, sum(end <= max_tokens for end in ends))
@@ -125,14 +141,19 @@ class CalibrationState:
         lengths = step.context_lens[:count]
         cut = replace(
             step,
-            **{name: getattr(step, name)[:end] for name in ("ids", "positions", "slots", "rope_keys")},
+            **{
+                name: getattr(step, name)[:end]
+                for name in ("ids", "positions", "slots", "rope_keys")
+            },
             block_tables=step.block_tables[:count],
             query_start=step.query_start[: count + 1],
             context_lens=lengths,
             max_query=int(lengths.max()),
             max_context=int(lengths.max()),
         )
-        turned = RopeCosSin(*(None if t is None else t[:end] for t in (rope.cos, rope.sin, rope.q_scale)))
+        turned = RopeCosSin(
+            *(None if t is None else t[:end] for t in (rope.cos, rope.sin, rope.q_scale))
+        )
         residual = None if batch.residual is None else batch.residual[:end].clone()
         return CalibrationState([CalibrationBatch(cut, turned, batch.x[:end].clone(), residual)])
 
@@ -174,11 +195,15 @@ def _forward_to_qkv(layer: Any, b: CalibrationBatch) -> None:
 def _forward_to_o(layer: Any, b: CalibrationBatch) -> None:
     attn = layer.attn
     op_args = attn.rope_cache.op_args(b.rope, b.step)
-    b.site_input = attn.core(attn.rope_cache(attn.qkv_proj(b.site_input, b.step), op_args, b.step), b.step)
+    b.site_input = attn.core(
+        attn.rope_cache(attn.qkv_proj(b.site_input, b.step), op_args, b.step), b.step
+    )
 
 
 def _forward_to_up(layer: Any, b: CalibrationBatch) -> None:
-    b.site_input, b.residual = layer.mlp_norm(layer.attn.o_proj(b.site_input, b.step), b.residual, b.step)
+    b.site_input, b.residual = layer.mlp_norm(
+        layer.attn.o_proj(b.site_input, b.step), b.residual, b.step
+    )
 
 
 def _forward_to_down(layer: Any, b: CalibrationBatch) -> None:
@@ -187,7 +212,12 @@ def _forward_to_down(layer: Any, b: CalibrationBatch) -> None:
     b.site_input = mlp.act(first(b.site_input, b.step), b.step)
 
 
-_FORWARD_TO = {"qkv": _forward_to_qkv, "o": _forward_to_o, "up": _forward_to_up, "down": _forward_to_down}
+_FORWARD_TO = {
+    "qkv": _forward_to_qkv,
+    "o": _forward_to_o,
+    "up": _forward_to_up,
+    "down": _forward_to_down,
+}
 
 
 def _batch_sequences(ids: Sequence[Sequence[int]]) -> Iterator[list[list[int]]]:
@@ -203,18 +233,25 @@ def _batch_sequences(ids: Sequence[Sequence[int]]) -> Iterator[list[list[int]]]:
 
 
 def _prefill_step(model: Any, ids: Sequence[Sequence[int]], ops: Any, device: str) -> Step:
-    """A prefill of whole sequences. Its pages are one layer's, since layers are computed one after another."""
+    """A prefill of whole sequences.
+
+    Its pages are one layer's, since layers are computed one after another.
+    """
     shape: KVShape = model.kv
     lengths = [len(one) for one in ids]
     pages = [-(-n // PAGE_SIZE) for n in lengths]
-    one = KVCache.allocate(KVShape(1, shape.kv_heads, shape.head_dim), sum(pages), PAGE_SIZE, torch.float32, device)
+    one = KVCache.allocate(
+        KVShape(1, shape.kv_heads, shape.head_dim), sum(pages), PAGE_SIZE, torch.float32, device
+    )
     kv = KVCache(one.k * shape.layers, one.v * shape.layers, PAGE_SIZE)
     tables = torch.zeros(len(ids), max(pages), dtype=torch.int32)
     firsts = [sum(pages[:i]) for i in range(len(pages))]
     for row, (first, count) in enumerate(zip(firsts, pages, strict=True)):
         tables[row, :count] = torch.arange(first, first + count)
     places = [torch.arange(n) for n in lengths]
-    slots = torch.cat([place + first * PAGE_SIZE for place, first in zip(places, firsts, strict=True)])
+    slots = torch.cat(
+        [place + first * PAGE_SIZE for place, first in zip(places, firsts, strict=True)]
+    )
     keys = torch.cat([torch.full((n,), model.rope_key(n)) for n in lengths])
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     return Step(

@@ -1,7 +1,9 @@
-"""Channels in clusters by their (max, min), each cluster in groups of columns that an integer kernel can read.
+"""Channels in clusters by their (max, min), each cluster in groups of columns that an integer
+kernel can read.
 
-k-means as RPTQ does it (Yuan et al. 2023, arXiv:2304.01089); then clusters are fitted into a fixed number of groups of
-fixed width. A cluster may leave columns of its last group empty; where that would take too many groups, the channels
+k-means as RPTQ does it (Yuan et al. 2023, arXiv:2304.01089); then clusters are fitted into a fixed
+number of groups of fixed width. A cluster may leave columns of its last group empty; where that
+would take too many groups, the channels
 of such remainders move to other clusters that have room, those first whose error grows least.
 """
 
@@ -19,12 +21,16 @@ _MAX_CANDIDATES = 6  # remainders looked at each time one has to go
 
 
 def cluster_channels(
-    low: torch.Tensor, high: torch.Tensor, importance: torch.Tensor, group_width: int, num_groups: int
+    low: torch.Tensor,
+    high: torch.Tensor,
+    importance: torch.Tensor,
+    group_width: int,
+    num_groups: int,
 ) -> torch.Tensor:
     """Columns → channels, [num_groups · group_width] int32, −1 where a column stays empty.
 
-    low, high: [K], the ends of each channel; importance: [K], what a squared error of the channel costs. K ≤ num_groups
-    · group_width.
+    low, high: [K], the ends of each channel; importance: [K], what a squared error of the channel
+    costs. K ≤ num_groups · group_width.
     """
     ends = np.stack([high.double().cpu().numpy(), low.double().cpu().numpy()], 1)
     weight = importance.double().cpu().numpy().clip(min=1e-30)
@@ -32,15 +38,21 @@ def cluster_channels(
     clusters = [np.flatnonzero(labels == c) for c in range(int(labels.max()) + 1)]
     order = np.full((num_groups, group_width), -1, dtype=np.int32)
     at = 0
-    for cluster in fit_to_groups([c for c in clusters if len(c)], ends, weight, group_width, num_groups):
+    for cluster in fit_to_groups(
+        [c for c in clusters if len(c)], ends, weight, group_width, num_groups
+    ):
         for part in split_cluster(cluster, ends, group_width):
             order[at, : len(part)] = part
             at += 1
     return torch.from_numpy(order.reshape(-1))
 
 
-def kmeans(points: np.ndarray, num_clusters: int, restarts: int = KMEANS_RESTARTS, seed: int = 0) -> np.ndarray:
-    """Labels [K] of points [K, D] in at most ``num_clusters`` clusters: the best of several starts (k-means++)."""
+def kmeans(
+    points: np.ndarray, num_clusters: int, restarts: int = KMEANS_RESTARTS, seed: int = 0
+) -> np.ndarray:
+    """Labels [K] of points [K, D] in at most ``num_clusters`` clusters: the best of several starts
+    (k-means++).
+    """
     generator = np.random.default_rng(seed)
     points = points / (np.abs(points).max() or 1.0)
     size = (points**2).sum(-1)[:, None]
@@ -52,7 +64,11 @@ def kmeans(points: np.ndarray, num_clusters: int, restarts: int = KMEANS_RESTART
             found = away.argmin(1)
             sizes = np.bincount(found, minlength=num_clusters)
             sums = np.stack(
-                [np.bincount(found, points[:, d], minlength=num_clusters) for d in range(points.shape[1])], 1
+                [
+                    np.bincount(found, points[:, d], minlength=num_clusters)
+                    for d in range(points.shape[1])
+                ],
+                1,
             )
             moved = np.where(sizes[:, None] > 0, sums / sizes.clip(min=1)[:, None], centres)
             if np.array_equal(moved, centres):
@@ -64,7 +80,9 @@ def kmeans(points: np.ndarray, num_clusters: int, restarts: int = KMEANS_RESTART
     return labels
 
 
-def _kmeans_plus_plus(points: np.ndarray, num_clusters: int, generator: np.random.Generator) -> np.ndarray:
+def _kmeans_plus_plus(
+    points: np.ndarray, num_clusters: int, generator: np.random.Generator
+) -> np.ndarray:
     """Starting centres: each next one drawn by the squared distance to those before."""
     chosen = [int(generator.integers(len(points)))]
     away = ((points - points[chosen[0]]) ** 2).sum(-1)
@@ -77,27 +95,44 @@ def _kmeans_plus_plus(points: np.ndarray, num_clusters: int, generator: np.rando
 
 
 def fit_to_groups(
-    clusters: Sequence[np.ndarray], ranges: np.ndarray, importance: np.ndarray, group_width: int, num_groups: int
+    clusters: Sequence[np.ndarray],
+    ranges: np.ndarray,
+    importance: np.ndarray,
+    group_width: int,
+    num_groups: int,
 ) -> list[np.ndarray]:
-    """The clusters changed so that together they fill at most ``num_groups`` groups of ``group_width``."""
+    """The clusters changed so that together they fill at most ``num_groups`` groups of
+    ``group_width``.
+    """
     found = [np.asarray(c) for c in clusters]
     while sum(-(-len(c) // group_width) for c in found) > num_groups:
         partial = sorted(
-            (i for i, c in enumerate(found) if len(c) % group_width), key=lambda i: len(found[i]) % group_width
+            (i for i, c in enumerate(found) if len(c) % group_width),
+            key=lambda i: len(found[i]) % group_width,
         )
-        tried = [_move_remainder(found, i, ranges, importance, group_width) for i in partial[:_MAX_CANDIDATES]]
+        tried = [
+            _move_remainder(found, i, ranges, importance, group_width)
+            for i in partial[:_MAX_CANDIDATES]
+        ]
         found = [c for c in min(tried, key=lambda each: each[0])[1] if len(c)]
     return found
 
 
 def _move_remainder(
-    clusters: list[np.ndarray], index: int, ranges: np.ndarray, importance: np.ndarray, group_width: int
+    clusters: list[np.ndarray],
+    index: int,
+    ranges: np.ndarray,
+    importance: np.ndarray,
+    group_width: int,
 ) -> tuple[float, list[np.ndarray]]:
-    """(what it costs, the clusters) when the remainder of one cluster moves into the empty columns of the others."""
+    """(what it costs, the clusters) when the remainder of one cluster moves into the empty columns
+    of the others.
+    """
     out = list(clusters)
     mine = out[index]
     wide = ranges[mine, 0] - ranges[mine, 1]
-    leaving = mine[np.argsort(wide, kind="stable")[: len(mine) % group_width]]  # those that widen others least
+    # those that widen others least
+    leaving = mine[np.argsort(wide, kind="stable")[: len(mine) % group_width]]
     out[index] = np.setdiff1d(mine, leaving)
     high, low = (
         np.array([f(ranges[c, i]) if len(c) else f0 for c in out])
@@ -106,7 +141,9 @@ def _move_remainder(
     held = np.array([importance[c].sum() for c in out])
     room = np.array([-len(c) % group_width for c in out])
     room[index] = 0
-    before = float(((ranges[mine, 0].max() - ranges[mine, 1].min()) ** 2) * importance[leaving].sum())
+    before = float(
+        ((ranges[mine, 0].max() - ranges[mine, 1].min()) ** 2) * importance[leaving].sum()
+    )
     cost = -before
     for channel in leaving[::-1]:  # the widest first, while there is choice
         tops, bottoms = np.maximum(high, ranges[channel, 0]), np.minimum(low, ranges[channel, 1])
@@ -125,7 +162,9 @@ def _move_remainder(
 
 
 def split_cluster(cluster: np.ndarray, ranges: np.ndarray, group_width: int) -> list[np.ndarray]:
-    """A cluster in groups of at most ``group_width`` channels, the widest in the group that is not full."""
+    """A cluster in groups of at most ``group_width`` channels, the widest in the group that is not
+    full.
+    """
     wide = ranges[cluster, 0] - ranges[cluster, 1]
     ranked = cluster[np.argsort(-wide, kind="stable")]
     first = len(ranked) % group_width

@@ -1,7 +1,9 @@
-"""fp8 (e4m3) weights, their errors carried on as GPTQ does; activations in fp8 by token or with one static scale.
+"""fp8 (e4m3) weights, their errors carried on as GPTQ does; activations in fp8 by token or with one
+static scale.
 
-The steps of e4m3 are a sixteenth of a number's binade, so a row's scale decides on nothing but where in its binade each
-weight lies: eight scales an eighth of a binade apart are tried, and what errs least on the inputs' energy is kept.
+The steps of e4m3 are a sixteenth of a number's binade, so a row's scale decides on nothing but
+where in its binade each weight lies: eight scales an eighth of a binade apart are tried, and what
+errs least on the inputs' energy is kept.
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ class Fp8Recipe:
         self.needs_calibration = self.static_input_scale or self.needs_hessian
         self.per_channel = config.weight_scales == "channel"
         given = FLOAT_INPUT if config.activation_scales == "none" else PER_TOKEN_SCALE
-        self.pack_options: Mapping[str, Any] = {"per_channel": self.per_channel, "input_scale": given}
+        self.pack_options: Mapping[str, Any] = {
+            "per_channel": self.per_channel,
+            "input_scale": given,
+        }
 
     def prepare(
         self,
@@ -54,20 +59,32 @@ class Fp8Recipe:
         return PrepareResult()
 
     def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> Fp8Weight:
-        """[N, K] float32 → fp8; a static scale is what errs least on the outputs. No statistics: nearest."""
+        """[N, K] float32 → fp8; a static scale is what errs least on the outputs.
+
+        No statistics: nearest.
+        """
         quantized = Fp8Weight.pack(weight, torch.float32, **self.pack_options)
         if statistics is None:
             return quantized
         if self.needs_hessian:
-            values, scale = gptq_to_e4m3(weight, damped(statistics.hessian), quantized.scale, self.per_channel)
+            values, scale = gptq_to_e4m3(
+                weight, damped(statistics.hessian), quantized.scale, self.per_channel
+            )
             quantized = Fp8Weight.from_stored(values, scale, quantized.input_scale)
-        return search_static_scale(weight, quantized, statistics) if self.static_input_scale else quantized
+        return (
+            search_static_scale(weight, quantized, statistics)
+            if self.static_input_scale
+            else quantized
+        )
 
 
 def gptq_to_e4m3(
     weight: torch.Tensor, hessian: torch.Tensor, scale: torch.Tensor, per_channel: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values [N, K] e4m3, scale [N]). scale: the least that holds each row; hessian: [K, K], damped."""
+    """(values [N, K] e4m3, scale [N]).
+
+    scale: the least that holds each row; hessian: [K, K], damped.
+    """
     scale = search_scale_in_binade(weight, hessian.diagonal(), scale, per_channel)
     steps = RoundingGrid(scale[:, None].expand_as(weight).contiguous())
     values = round_with_compensation(weight, hessian, steps)
@@ -79,7 +96,9 @@ def gptq_to_e4m3(
 def search_scale_in_binade(
     weight: torch.Tensor, importance: torch.Tensor, scale: torch.Tensor, per_channel: bool
 ) -> torch.Tensor:
-    """[N]: ``scale`` times 2^(i / 8), the i < 8 of each row, or of all, whose rounding errs least; importance: [K]."""
+    """[N]: ``scale`` times 2^(i / 8), the i < 8 of each row, or of all, whose rounding errs least;
+    importance: [K].
+    """
     best = torch.full_like(scale, torch.inf)
     found = scale
     for i in range(SCALES_PER_BINADE):

@@ -1,25 +1,35 @@
 """GPTQ (Frantar et al. 2022, arXiv:2210.17323), and what improves on its result.
 
-All of it minimises tr((W − Ŵ) H (W − Ŵ)ᵀ), the squared error of a layer's outputs on its calibration inputs, with
-H = 2 XᵀX. GPTQ rounds column after column and lets the columns not yet rounded carry the error; ``refine`` goes on
-from any result: it fits scales and offsets to the codes under H, and then picks each code anew given all the others.
-"""
+All of it minimises tr((W − Ŵ) H (W − Ŵ)ᵀ), the squared error of a layer's outputs on its
+calibration inputs, with
+H = 2 XᵀX. GPTQ rounds column after column and lets the columns not yet rounded carry the error;
+``refine`` goes on
+from any result: it fits scales and offsets to the codes under H, and then picks each code anew
+given all the others."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
-from modelmill.quant.group_grid import INT4_LEVELS, SYMMETRIC_ZERO_POINT, GroupGrid, round_grid_to_fp16
+from modelmill.quant.group_grid import (
+    INT4_LEVELS,
+    SYMMETRIC_ZERO_POINT,
+    GroupGrid,
+    round_grid_to_fp16,
+)
 from modelmill.quant.rounding_grid import BLOCK_COLUMNS, RoundingGrid
 
 DAMPING = 0.01
 _MIN_FIT_ROWS = 256  # whose grids are fitted at a time, at least
-_FIT_ELEMENTS = {"cpu": 0, "cuda": 1 << 26}  # as many as this leaves room for, in numbers of their normal equations
+# as many as this leaves room for, in numbers of their normal equations
+_FIT_ELEMENTS = {"cpu": 0, "cuda": 1 << 26}
 
 
 def damped(hessian: torch.Tensor, damping: float = DAMPING) -> torch.Tensor:
-    """H [K, K] with ``damping`` · mean diagonal on its diagonal; channels that were never seen get 1 there."""
+    """H [K, K] with ``damping`` · mean diagonal on its diagonal; channels that were never seen get
+    1 there.
+    """
     hessian = hessian.clone()
     diagonal = hessian.diagonal()
     seen = diagonal > 0
@@ -30,7 +40,9 @@ def damped(hessian: torch.Tensor, damping: float = DAMPING) -> torch.Tensor:
 
 
 def inverse_cholesky(hessian: torch.Tensor) -> torch.Tensor:
-    """The upper Cholesky factor of H⁻¹, float32; more damping where H is not positive definite in float32."""
+    """The upper Cholesky factor of H⁻¹, float32; more damping where H is not positive definite in
+    float32.
+    """
     damping = 0.0
     while True:
         try:
@@ -48,7 +60,8 @@ def gptq(
     act_order: bool = True,
     num_levels: int = INT4_LEVELS,
 ) -> torch.Tensor:
-    """Codes [N, K] (float32) on a grid found beforehand. weight: [N, K] float32; hessian: [K, K], damped.
+    """Codes [N, K] (float32) on a grid found beforehand. weight: [N, K] float32; hessian: [K, K],
+    damped.
 
     The grid stays as it is, so groups stay contiguous whatever the order.
     """
@@ -57,11 +70,16 @@ def gptq(
 
 
 def round_with_compensation(
-    weight: torch.Tensor, hessian: torch.Tensor, rounding_grid: RoundingGrid, *, act_order: bool = True
+    weight: torch.Tensor,
+    hessian: torch.Tensor,
+    rounding_grid: RoundingGrid,
+    *,
+    act_order: bool = True,
 ) -> torch.Tensor:
     """Rounded values [N, K], columns that are not rounded yet carrying the error of those that are.
 
-    act_order: round the columns of the largest inputs first, while others can still carry their errors.
+    act_order: round the columns of the largest inputs first, while others can still carry their
+    errors.
     """
     columns = weight.shape[1]
     here = torch.arange(columns, device=weight.device)
@@ -87,14 +105,18 @@ def refine(
     symmetric: bool,
     num_sweeps: int,
 ) -> tuple[torch.Tensor, GroupGrid]:
-    """Fit the grid to the codes and choose the codes anew, ``num_sweeps`` times; no sweep makes the error larger."""
+    """Fit the grid to the codes and choose the codes anew, ``num_sweeps`` times; no sweep makes the
+    error larger.
+    """
     for _ in range(num_sweeps):
         grid = fit_grid(weight, hessian, codes, grid, symmetric=symmetric)
         codes = refine_codes(weight, hessian, codes, grid)
     return codes, grid
 
 
-def refine_codes(weight: torch.Tensor, hessian: torch.Tensor, codes: torch.Tensor, grid: GroupGrid) -> torch.Tensor:
+def refine_codes(
+    weight: torch.Tensor, hessian: torch.Tensor, codes: torch.Tensor, grid: GroupGrid
+) -> torch.Tensor:
     """Each column's codes chosen anew given all others; codes [N, K]."""
     steps = RoundingGrid(*grid.expand(weight.shape[1]), INT4_LEVELS)
     return steps.quantize(coordinate_descent_sweep(weight, hessian, grid.dequantize(codes), steps))
@@ -115,9 +137,16 @@ def coordinate_descent_sweep(
 
 
 def fit_grid(
-    weight: torch.Tensor, hessian: torch.Tensor, codes: torch.Tensor, grid: GroupGrid, *, symmetric: bool
+    weight: torch.Tensor,
+    hessian: torch.Tensor,
+    codes: torch.Tensor,
+    grid: GroupGrid,
+    *,
+    symmetric: bool,
 ) -> GroupGrid:
-    """Scales and offsets that err least under H for these codes; a row whose error would not fall keeps its own."""
+    """Scales and offsets that err least under H for these codes; a row whose error would not fall
+    keeps its own.
+    """
     columns, group, count = weight.shape[1], grid.group_size, grid.scale.shape[1]
     missing = count * group - columns
     h = F.pad(hessian, (0, missing, 0, missing))
@@ -136,16 +165,28 @@ def fit_grid(
         found = torch.linalg.solve(normal, right).float()
         s, o = round_grid_to_fp16(found[:, :count], None if symmetric else found[:, count:])
         fresh, old = GroupGrid(s, o, group), GroupGrid(scale[part], offset[part], group)
-        errors = (squared_output_error(weight[part], hessian, each.dequantize(codes[part])) for each in (fresh, old))
+        errors = (
+            squared_output_error(weight[part], hessian, each.dequantize(codes[part]))
+            for each in (fresh, old)
+        )
         better = (next(errors) < next(errors))[:, None]
-        scale[part], offset[part] = torch.where(better, s, scale[part]), torch.where(better, o, offset[part])
+        scale[part], offset[part] = (
+            torch.where(better, s, scale[part]),
+            torch.where(better, o, offset[part]),
+        )
     return GroupGrid(scale, offset, group)
 
 
 def _normal_equations(
-    w: torch.Tensor, q: torch.Tensor, h: torch.Tensor, hessian_group_sums: torch.Tensor, symmetric: bool
+    w: torch.Tensor,
+    q: torch.Tensor,
+    h: torch.Tensor,
+    hessian_group_sums: torch.Tensor,
+    symmetric: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The normal equations of each row's scales, and of its offsets behind them: [n, m, m] and [n, m], float64."""
+    """The normal equations of each row's scales, and of its offsets behind them: [n, m, m] and [n,
+    m], float64.
+    """
     count = len(hessian_group_sums)
     group = len(h) // count
     rows, right_q = [], []
@@ -157,13 +198,17 @@ def _normal_equations(
     if symmetric:
         return normal, right
     grouped = q.view(len(q), count, group)
-    mixed = torch.einsum("nak,bak->nab", grouped, hessian_group_sums.view(count, count, group)).double()
+    mixed = torch.einsum(
+        "nak,bak->nab", grouped, hessian_group_sums.view(count, count, group)
+    ).double()
     plain = hessian_group_sums.view(count, count, group).sum(-1).double().expand(len(q), -1, -1)
     top, bottom = torch.cat([normal, mixed], 2), torch.cat([mixed.transpose(1, 2), plain], 2)
     return torch.cat([top, bottom], 1), torch.cat([right, (w @ hessian_group_sums.T).double()], 1)
 
 
-def squared_output_error(weight: torch.Tensor, hessian: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
+def squared_output_error(
+    weight: torch.Tensor, hessian: torch.Tensor, quantized: torch.Tensor
+) -> torch.Tensor:
     """The squared error of each row's outputs, [N]."""
     off = weight - quantized
     return ((off @ hessian) * off).sum(-1)

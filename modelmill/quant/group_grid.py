@@ -1,8 +1,9 @@
 """Grids of 16 levels for groups of weights: where they lie, and rounding onto them.
 
-A weight in group g of row n becomes scale[n, g] · q + offset[n, g] with q in 0…15. Scales and offsets are rounded to
-float16 before any weight is rounded onto them, so that storing them costs nothing. A symmetric grid is the same with
-offset = −8 · scale. Groups run along K; the last one of a row may be shorter.
+A weight in group g of row n becomes scale[n, g] · q + offset[n, g] with q in 0…15. Scales and
+offsets are rounded to float16 before any weight is rounded onto them, so that storing them costs
+nothing. A symmetric grid is the same with offset = −8 · scale. Groups run along K; the last one of
+a row may be shorter.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ INT4_LEVELS = 16
 _ROUND_MAGIC = 1.5 * 2**23  # floats of this size have no fraction
 SYMMETRIC_ZERO_POINT = 8  # the code of 0 on a symmetric grid
 RangeSearch = tuple[tuple[float, ...], int]
-# Shares of a group's range that are tried, largest first, and how often scale and offset are fitted to each.
+# Shares of a group's range that are tried, largest first, and how often scale and offset are fitted
+# to each.
 THOROUGH_SEARCH = (tuple(1.0 - 0.05 * i for i in range(8)), 2)
 QUICK_SEARCH = ((1.0, 0.85, 0.7), 1)
 MIN_MAX_RANGE: RangeSearch = ((), 0)
@@ -35,7 +37,10 @@ class GroupGrid:
 
     def expand(self, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Scale and offset of every weight, [N, K] each."""
-        return tuple(t.repeat_interleave(self.group_size, 1)[:, :num_columns] for t in (self.scale, self.offset))  # type: ignore[return-value]
+        return tuple(
+            t.repeat_interleave(self.group_size, 1)[:, :num_columns]
+            for t in (self.scale, self.offset)
+        )  # type: ignore[return-value]
 
     def quantize(self, weight: torch.Tensor) -> torch.Tensor:
         """Nearest codes of a weight [N, K], float32."""
@@ -52,8 +57,11 @@ def to_codes(
     weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, num_levels: int = INT4_LEVELS
 ) -> torch.Tensor:
     """The nearest of 16 levels (or of ``num_levels``); halves go to the even code."""
-    # torch.round calls its threads even for a few numbers, which costs twenty times the rounding where cores are busy
-    return ((weight - offset) / scale).clamp_(0, num_levels - 1).add_(_ROUND_MAGIC).sub_(_ROUND_MAGIC)
+    # torch.round calls its threads even for a few numbers, which costs twenty times the rounding
+    # where cores are busy
+    return (
+        ((weight - offset) / scale).clamp_(0, num_levels - 1).add_(_ROUND_MAGIC).sub_(_ROUND_MAGIC)
+    )
 
 
 def find_grid(
@@ -66,8 +74,9 @@ def find_grid(
 ) -> GroupGrid:
     """The grid of every group of a weight [N, K] float32.
 
-    importance: [K], the weight of each column's squared error; None: all alike. search: the ranges tried and the fits
-    of each; kept is what errs least. MIN_MAX_RANGE: the grid spans the group's range.
+    importance: [K], the weight of each column's squared error; None: all alike. search: the ranges
+    tried and the fits of each; kept is what errs least. MIN_MAX_RANGE: the grid spans the group's
+    range.
     """
     rows, columns = weight.shape
     count = -(-columns // group_size)
@@ -75,7 +84,9 @@ def find_grid(
     mass = torch.ones(columns, device=weight.device) if importance is None else importance.float()
     mass = _split_groups(mass.clamp(min=0)[None], group_size, count)
     mass = torch.where(
-        mass.sum(-1, keepdim=True) > 0, mass, _split_groups(torch.ones_like(weight[:1]), group_size, count)
+        mass.sum(-1, keepdim=True) > 0,
+        mass,
+        _split_groups(torch.ones_like(weight[:1]), group_size, count),
     )
     step = max(1, _CHUNK_WEIGHTS[weight.device.type] // max(columns, 1))
     parts = [_search_range(part, mass, symmetric, search) for part in each.split(step)]
@@ -84,7 +95,9 @@ def find_grid(
 
 
 def _split_groups(weight: torch.Tensor, group_size: int, num_groups: int) -> torch.Tensor:
-    """[N, K] → [N, G, group]; a short last group is filled up with its first column, or mass with nothing."""
+    """[N, K] → [N, G, group]; a short last group is filled up with its first column, or mass with
+    nothing.
+    """
     missing = num_groups * group_size - weight.shape[1]
     if missing:
         fill = weight[:, (num_groups - 1) * group_size, None].expand(-1, missing)
@@ -110,7 +123,10 @@ def _search_range(
             found = _weighted_error(groups, importance, *tried)
             better = found < error
             error = torch.where(better, found, error)
-            scale, offset = torch.where(better, tried[0], scale), torch.where(better, tried[1], offset)
+            scale, offset = (
+                torch.where(better, tried[0], scale),
+                torch.where(better, tried[1], offset),
+            )
     return scale, offset
 
 
@@ -120,15 +136,22 @@ def _grid_for_range(
     if symmetric:
         top = torch.maximum(high.abs(), low.abs()) * range_factor
         # 8 levels below zero and 7 above: the longer side gets the eighth
-        scale = torch.where(-low > high, -top / SYMMETRIC_ZERO_POINT, top / SYMMETRIC_ZERO_POINT).neg()
+        scale = torch.where(
+            -low > high, -top / SYMMETRIC_ZERO_POINT, top / SYMMETRIC_ZERO_POINT
+        ).neg()
         return round_grid_to_fp16(scale, None)
     return round_grid_to_fp16(
         (high - low) * range_factor / (INT4_LEVELS - 1), low + (high - low) * (1 - range_factor) / 2
     )
 
 
-def round_grid_to_fp16(scale: torch.Tensor, offset: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounded to float16, held as float32; a scale of 0 becomes 1. offset None: the symmetric one."""
+def round_grid_to_fp16(
+    scale: torch.Tensor, offset: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rounded to float16, held as float32; a scale of 0 becomes 1.
+
+    offset None: the symmetric one.
+    """
     scale = scale.half().float()
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     return scale, -SYMMETRIC_ZERO_POINT * scale if offset is None else offset.half().float()
@@ -143,7 +166,11 @@ def _weighted_error(
 
 
 def _least_squares_fit(
-    groups: torch.Tensor, importance: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, symmetric: bool
+    groups: torch.Tensor,
+    importance: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor,
+    symmetric: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The scale and offset that err least for the codes which a grid gives."""
     q = to_codes(groups, scale[..., None], offset[..., None])

@@ -1,7 +1,8 @@
 """Weight-only int4 in groups: nearest, GPTQ, AWQ, or AWQ's scales with GPTQ's rounding.
 
-nearest looks at the weights alone. awq scales channels and clips each group's range to what errs least on the
-calibration inputs; gptq rounds column by column, each column's error carried on by the others, and then refines.
+nearest looks at the weights alone. awq scales channels and clips each group's range to what errs
+least on the calibration inputs; gptq rounds column by column, each column's error carried on by the
+others, and then refines.
 """
 
 from __future__ import annotations
@@ -34,17 +35,26 @@ class Int4Recipe:
         self.method = DEFAULT_METHOD if config.method == "auto" else config.method
         assert self.method in ROUNDING_METHODS, "BuildConfig checks it"
         self.group_size, self.symmetric = config.group_size, config.symmetric
-        self.pack_options: Mapping[str, Any] = {"group_size": self.group_size, "symmetric": self.symmetric}
+        self.pack_options: Mapping[str, Any] = {
+            "group_size": self.group_size,
+            "symmetric": self.symmetric,
+        }
         self.needs_calibration = self.method != "nearest"
         self.needs_prepare = self.method.startswith("awq")
 
     def prepare(
         self, block: QuantizableLayer, statistics: Mapping[str, InputStatistics], dtype: torch.dtype
     ) -> PrepareResult:
-        """AWQ's scales. What rounding costs without them is told as "before": seen later, it would count their gain."""
+        """AWQ's scales.
+
+        What rounding costs without them is told as "before": seen later, it would count their gain.
+        """
         if not self.needs_prepare:
             return PrepareResult()
-        before = {site: self._nearest_error(block.linear(site).weight.dense(), statistics[site]) for site in SITES}
+        before = {
+            site: self._nearest_error(block.linear(site).weight.dense(), statistics[site])
+            for site in SITES
+        }
         done = scale_layer(block, statistics, self._round_quickly, dtype)
         done.facts = {site: {**done.facts.get(site, {}), "before": before[site]} for site in SITES}
         return done
@@ -53,24 +63,34 @@ class Int4Recipe:
         """[N, K] float32 → int4."""
         group = resolve_group_size(self.group_size, weight.shape[1])
         if statistics is None or not self.needs_calibration:
-            return Int4Weight.pack(weight, torch.float32, group_size=group, symmetric=self.symmetric)
+            return Int4Weight.pack(
+                weight, torch.float32, group_size=group, symmetric=self.symmetric
+            )
         hessian = damped(statistics.hessian)
         grid = find_grid(weight, group, symmetric=self.symmetric, importance=hessian.diagonal())
         if self.method == "awq":
             codes = grid.quantize(weight)
         else:
             codes = gptq(weight, hessian, grid)
-            codes, grid = refine(weight, hessian, codes, grid, symmetric=self.symmetric, num_sweeps=REFINE_SWEEPS)
-        return Int4Weight.from_codes(codes, grid.scale, None if self.symmetric else grid.offset, group)
+            codes, grid = refine(
+                weight, hessian, codes, grid, symmetric=self.symmetric, num_sweeps=REFINE_SWEEPS
+            )
+        return Int4Weight.from_codes(
+            codes, grid.scale, None if self.symmetric else grid.offset, group
+        )
 
     def _nearest_error(self, weight: torch.Tensor, statistics: InputStatistics) -> float:
-        return output_error(weight, Int4Weight.pack(weight, torch.float32, **self.pack_options), statistics)
+        return output_error(
+            weight, Int4Weight.pack(weight, torch.float32, **self.pack_options), statistics
+        )
 
     def _round_quickly(self, weight: torch.Tensor, statistics: InputStatistics) -> torch.Tensor:
         """A weight rounded with ranges searched in haste, for AWQ's search."""
         group = resolve_group_size(self.group_size, weight.shape[1])
         importance = statistics.hessian.diagonal()
-        grid = find_grid(weight, group, symmetric=self.symmetric, importance=importance, search=QUICK_SEARCH)
+        grid = find_grid(
+            weight, group, symmetric=self.symmetric, importance=importance, search=QUICK_SEARCH
+        )
         return grid.dequantize(grid.quantize(weight))
 
 

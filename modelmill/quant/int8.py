@@ -1,4 +1,6 @@
-"""Weight-only int8: symmetric, one scale per output channel, round to nearest; nothing to calibrate."""
+"""Weight-only int8: symmetric, one scale per output channel, round to nearest; nothing to
+calibrate.
+"""
 
 from __future__ import annotations
 

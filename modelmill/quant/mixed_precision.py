@@ -1,4 +1,6 @@
-"""A recipe for each layer: int4 in some group size, int8, or whole; ``-q auto`` chooses, ``--layer-recipe`` says it."""
+"""A recipe for each layer: int4 in some group size, int8, or whole; ``-q auto`` chooses,
+``--layer-recipe`` says it.
+"""
 
 from __future__ import annotations
 
@@ -55,10 +57,13 @@ class MixedPrecisionRecipe:
         forms = {str(i): UNQUANTIZED for i in range(num_layers)} | dict(config.layer_recipes)
         for layer, form in forms.items():
             if not (layer.isdigit() and int(layer) < num_layers):
-                raise UsageError(f"--layer-recipe {layer}={form}: the layers are 0 to {num_layers - 1}")
+                raise UsageError(
+                    f"--layer-recipe {layer}={form}: the layers are 0 to {num_layers - 1}"
+                )
             if form not in (*BIT_CHOICES, UNQUANTIZED):
                 raise UsageError(
-                    f"--layer-recipe {layer}={form}: {form} is not one of {', '.join(BIT_CHOICES)}, {UNQUANTIZED}"
+                    f"--layer-recipe {layer}={form}: {form} is not one of "
+                    f"{', '.join(BIT_CHOICES)}, {UNQUANTIZED}"
                 )
         made = {form: _recipe_for_bits(form, config) for form in sorted(set(forms.values()))}
         self.bit_choices = {int(layer): form for layer, form in forms.items()}

@@ -1,9 +1,11 @@
-"""The contract of a quantization recipe: the folder is the registry, a recipe is a file with ``RECIPE``, its class.
+"""The contract of a quantization recipe: the folder is the registry, a recipe is a file with
+``RECIPE``, its class.
 
-A recipe says what it needs to know about a layer's inputs, may change the layer before it is rounded (``prepare``: what
-is folded from one matrix into another), and turns each weight into a quantized one (``quantize``). Layers are handed to
-it one after another, from the first to the last, and inside a layer the sites in the order of computation, so that
-statistics are those of inputs which the quantized part before has computed.
+A recipe says what it needs to know about a layer's inputs, may change the layer before it is
+rounded (``prepare``: what is folded from one matrix into another), and turns each weight into a
+quantized one (``quantize``). Layers are handed to it one after another, from the first to the last,
+and inside a layer the sites in the order of computation, so that statistics are those of inputs
+which the quantized part before has computed.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ Scales = dict[str, torch.Tensor]
 class InputStatistics:
     """Of the inputs x [T, K] at one site, over all calibration tokens; float32.
 
-    hessian: [K, K], the mean of xᵀx. mean_abs, max_abs, min_values, max_values: [K]. input_samples: [R, K], every so
-    many of the inputs.
+    hessian: [K, K], the mean of xᵀx. mean_abs, max_abs, min_values, max_values: [K]. input_samples:
+    [R, K], every so many of the inputs.
     """
 
     num_tokens: int
@@ -45,26 +47,28 @@ class InputStatistics:
 
 @dataclass
 class PrepareResult:
-    """What ``prepare`` did. scales: site → [K], what the inputs at that site were divided by. facts: for the report.
+    """What ``prepare`` did. scales: site → [K], what the inputs at that site were divided by.
+    facts: for the report.
 
     quantize_by_site: site → what quantizes its weight in place of the recipe's own ``quantize``.
     """
 
     scales: Scales = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
-    quantize_by_site: dict[str, Callable[[torch.Tensor, InputStatistics | None], WeightFormat]] = field(
-        default_factory=dict
+    quantize_by_site: dict[str, Callable[[torch.Tensor, InputStatistics | None], WeightFormat]] = (
+        field(default_factory=dict)
     )
 
 
 class Recipe(Protocol):
-    """weight_format: how weights are held. pack_options: the format's options (``weights.base.pack``), which decide
-    sizes.
+    """weight_format: how weights are held. pack_options: the format's options
+    (``weights.base.pack``), which decide sizes.
 
-    needs_calibration: whether ``quantize`` needs statistics. needs_prepare: whether ``prepare`` does, of the layer as
-    it was. A recipe that tries a layer out has ``needs_search`` (True) and ``search_layer(block, statistics,
-    calibration, dtype)``, called in place of ``prepare`` with some calibration tokens before the layer; one that asks
-    for no Hessian says ``needs_hessian`` (False).
+    needs_calibration: whether ``quantize`` needs statistics. needs_prepare: whether ``prepare``
+    does, of the layer as it was. A recipe that tries a layer out has ``needs_search`` (True) and
+    ``search_layer(block, statistics, calibration, dtype)``, called in place of ``prepare`` with
+    some calibration tokens before the layer; one that asks for no Hessian says ``needs_hessian``
+    (False).
     """
 
     weight_format: str
@@ -75,13 +79,17 @@ class Recipe(Protocol):
     def prepare(
         self, block: QuantizableLayer, statistics: Mapping[str, InputStatistics], dtype: torch.dtype
     ) -> PrepareResult:
-        """Change the layer's dense weights, norms and biases in place, so that it computes the same.
+        """Change the layer's dense weights, norms and biases in place, so that it computes the
+        same.
 
         dtype: what norms and biases are stored in.
         """
 
     def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> WeightFormat:
-        """A weight [N, K] float32 as it will be held. statistics: of its inputs; None where there are none."""
+        """A weight [N, K] float32 as it will be held.
+
+        statistics: of its inputs; None where there are none.
+        """
 
 
 def make_recipe(config: BuildConfig) -> Recipe | None:
@@ -93,14 +101,21 @@ def make_recipe(config: BuildConfig) -> Recipe | None:
         return None
     made = _recipe_class(config.quantization)
     if made is None:
-        raise UsageError(f"--quantization {config.quantization!r} is not one of {', '.join(recipe_names())}")
+        raise UsageError(
+            f"--quantization {config.quantization!r} is not one of {', '.join(recipe_names())}"
+        )
     found: Recipe = made(config)
     return found
 
 
 def recipe_names() -> list[str]:
     """Names of all recipes."""
-    return [NONE, KEEP, AUTO, *(name for name in module_names("modelmill.quant") if _recipe_class(name) is not None)]
+    return [
+        NONE,
+        KEEP,
+        AUTO,
+        *(name for name in module_names("modelmill.quant") if _recipe_class(name) is not None),
+    ]
 
 
 def _recipe_class(name: str) -> Any:

@@ -1,4 +1,6 @@
-"""What weights may be rounded to, and the walk through a block of columns that rounds them one after another."""
+"""What weights may be rounded to, and the walk through a block of columns that rounds them one
+after another.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class RoundingGrid:
     def to(self, device: str) -> RoundingGrid:
         """The same on a device."""
         return replace(
-            self, scale=self.scale.to(device), offset=None if self.offset is None else self.offset.to(device)
+            self,
+            scale=self.scale.to(device),
+            offset=None if self.offset is None else self.offset.to(device),
         )
 
     def round_column(self, column: torch.Tensor, j: int) -> torch.Tensor:
@@ -38,7 +42,9 @@ class RoundingGrid:
         scale = self.scale[:, j]
         if self.offset is None:
             return round_to_dtype(column / scale, E4M3).float() * scale
-        return to_codes(column, scale, self.offset[:, j], self.num_levels) * scale + self.offset[:, j]
+        return (
+            to_codes(column, scale, self.offset[:, j], self.num_levels) * scale + self.offset[:, j]
+        )
 
     def quantize(self, values: torch.Tensor) -> torch.Tensor:
         """[N, K], the codes of values that are on the grid."""
@@ -46,24 +52,45 @@ class RoundingGrid:
         return to_codes(values, self.scale, self.offset, self.num_levels)
 
     def round_columns(
-        self, work: torch.Tensor, matrix: torch.Tensor, first: int, last: int, values: torch.Tensor, *, refine: bool
+        self,
+        work: torch.Tensor,
+        matrix: torch.Tensor,
+        first: int,
+        last: int,
+        values: torch.Tensor,
+        *,
+        refine: bool,
     ) -> torch.Tensor:
-        """Round the columns first … last of ``work`` [N, K] into ``values``; returns what each passes on, [N, width].
+        """Round the columns first … last of ``work`` [N, K] into ``values``; returns what each
+        passes on, [N, width].
 
-        Not ``refine``: ``work`` are weights, matrix [K, K] is the factor of H⁻¹, and a column passes its error on.
-        refine: ``work`` is what pulls at each column of ``values``, matrix is H, and a column that is rounded to where
-        the pull says passes its change on. Both happen inside the block here, behind it by the caller.
+        Not ``refine``: ``work`` are weights, matrix [K, K] is the factor of H⁻¹, and a column
+        passes its error on. refine: ``work`` is what pulls at each column of ``values``, matrix is
+        H, and a column that is rounded to where the pull says passes its change on. Both happen
+        inside the block here, behind it by the caller.
         """
         passed = torch.empty(len(work), last - first, device=work.device)
         kernel = _gptq_columns_kernel(work.device.type)
         if kernel is not None and (self.offset is not None or kernel.supports_fp8(work.device)):
-            kernel.run(work, matrix, first, self.scale, self.offset, self.num_levels, values, passed, refine)
+            kernel.run(
+                work,
+                matrix,
+                first,
+                self.scale,
+                self.offset,
+                self.num_levels,
+                values,
+                passed,
+                refine,
+            )
             return passed
         mine, inner = work[:, first:last], matrix[first:last, first:last]
         for j in range(last - first):
             column, by = mine[:, j], inner[j, j]
             before = values[:, first + j].clone() if refine else column
-            values[:, first + j] = self.round_column(before + column / by if refine else column, first + j)
+            values[:, first + j] = self.round_column(
+                before + column / by if refine else column, first + j
+            )
             passed[:, j] = before - values[:, first + j]
             if refine:
                 mine += passed[:, j, None] * inner[j]

@@ -1,10 +1,13 @@
-"""RPTQ (Yuan et al. 2023, arXiv:2304.01089): inputs in integers, their channels reordered into clusters.
+"""RPTQ (Yuan et al. 2023, arXiv:2304.01089): inputs in integers, their channels reordered into
+clusters.
 
-Of each site's channels the ends (min, max) are clustered, a cluster has one static step and zero-point, and weights
-are rounded by GPTQ in clustered order. What is multiplied is integers (ops/rptq_linear.py). The sites are R1 (norm
-→ q, k, v), R3 (attention output → o), R4 (norm → gate, up) and R5 (SwiGLU output, or GPT-2's GELU → down). Not R2: q
-and k are multiplied with each other inside attention, after a rotation that ties channels in pairs, and stay as they
-are; so do the attention probabilities and the KV cache.
+Of each site's channels the ends (min, max) are clustered, a cluster has one static step and
+zero-point, and weights
+are rounded by GPTQ in clustered order. What is multiplied is integers (ops/rptq_linear.py). The
+sites are R1 (norm
+→ q, k, v), R3 (attention output → o), R4 (norm → gate, up) and R5 (SwiGLU output, or GPT-2's GELU →
+down). Not R2: q and k are multiplied with each other inside attention, after a rotation that ties
+channels in pairs, and stay as they are; so do the attention probabilities and the KV cache.
 """
 
 from __future__ import annotations
@@ -33,10 +36,11 @@ INT8_LEVELS = 255
 # What a range of calibration is multiplied with: one of these, by what errs least.
 RANGE_FACTORS = {8: (1.3,), 4: tuple(1.0 - 0.04 * i for i in range(22))}
 MIN_SIDE_SHARE = 0.25  # of a range, that the side which was seen less has at least
-# By weight bits, how much smaller a channel's step may be than its cluster's: the weight shrinks with it.
+# By weight bits, how much smaller a channel's step may be than its cluster's: the weight shrinks
+# with it.
 MAX_STEP_RATIO = {8: 16.0, 4: 2.0}
-# What keeps SmolLM2's perplexity where it was promised: W8A8 within 2 %, W4A8 within 2 points of its own weights with
-# inputs as they are, W4A4 within twice (docs/quantization.md).
+# What keeps SmolLM2's perplexity where it was promised: W8A8 within 2 %, W4A8 within 2 points of
+# its own weights with inputs as they are, W4A4 within twice (docs/quantization.md).
 DEFAULT_SPLITS = {"w8a8": 1, "w4a8": 2, "w4a4": 3}
 _MAX_ZERO_POINT = 10_000.0
 _MIN_STEP = 1e-8
@@ -44,7 +48,8 @@ _MIN_STEP = 1e-8
 
 @dataclass(frozen=True)
 class ClusterRanges:
-    """Of a site's columns in clustered order: inverse_step [P] of the channels, zero_point [P], cluster_step [G].
+    """Of a site's columns in clustered order: inverse_step [P] of the channels, zero_point [P],
+    cluster_step [G].
 
     rounding_noise: [P], the mean square that rounding adds to each column.
     """
@@ -63,7 +68,9 @@ class RptqRecipe:
     needs_prepare = False
 
     def __init__(self, config: BuildConfig, splits_per_channel: int = 1) -> None:
-        """splits_per_channel: of every channel; those that the options ask for are at R5 alone (``recipe_for``)."""
+        """splits_per_channel: of every channel; those that the options ask for are at R5 alone
+        (``recipe_for``).
+        """
         self.weight_bits, self.input_bits = BIT_WIDTHS[config.bits]
         self.mode, self.splits_per_channel = config.mode, splits_per_channel
         self.pack_options: Mapping[str, Any] = {
@@ -77,11 +84,16 @@ class RptqRecipe:
             self.pack_options = {**self.pack_options, "splits_per_channel": splits_per_channel}
         elif asked > 1:
             if self.mode != "exact":
-                raise UsageError(f"--splits-per-channel {asked}: is for --mode exact, not {self.mode}; leave it out")
+                raise UsageError(
+                    f"--splits-per-channel {asked}: is for --mode exact, not {self.mode}; leave "
+                    "it out"
+                )
             self._down_proj_recipe = RptqRecipe(config, asked)
         # nothing is known of what the head will read: its inputs are scaled as they come
         self._head_recipe = (
-            self if self.mode == "dynamic" else RptqRecipe(replace(config, mode="dynamic", splits_per_channel=None))
+            self
+            if self.mode == "dynamic"
+            else RptqRecipe(replace(config, mode="dynamic", splits_per_channel=None))
         )
 
     def recipe_for(self, module_path: str) -> RptqRecipe:
@@ -100,16 +112,25 @@ class RptqRecipe:
         return PrepareResult()
 
     def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> WeightFormat:
-        """[N, K] float32 → integers. Without statistics (the head): nearest, inputs scaled as they come."""
+        """[N, K] float32 → integers.
+
+        Without statistics (the head): nearest, inputs scaled as they come.
+        """
         if statistics is None:
-            return RptqWeight.pack(weight, torch.float32, weight_bits=self.weight_bits, bits=self.input_bits)
+            return RptqWeight.pack(
+                weight, torch.float32, weight_bits=self.weight_bits, bits=self.input_bits
+            )
         columns = weight.shape[1]
         group, groups = rptq_group_layout(columns, self.mode, self.splits_per_channel)
         unit, many = (
-            (group // self.splits_per_channel, groups) if self.mode != "folded" else rptq_group_layout(columns, "exact")
+            (group // self.splits_per_channel, groups)
+            if self.mode != "folded"
+            else rptq_group_layout(columns, "exact")
         )
         mass = weight.square().sum(0)
-        order = cluster_channels(statistics.min_values, statistics.max_values, mass, unit, many).to(weight.device)
+        order = cluster_channels(statistics.min_values, statistics.max_values, mass, unit, many).to(
+            weight.device
+        )
         ranges = None
         if self.mode != "dynamic":
             ranges = find_ranges(
@@ -125,21 +146,34 @@ class RptqRecipe:
             assert ranges is not None, "a static mode"
             order, ranges = compact_clusters(order, ranges, group)
         wide, hessian = self._rounding_target(weight, statistics.hessian, order, ranges)
-        codes, scale, offset = self._round_weight(wide, hessian, unit if self.mode != "folded" else group)
+        codes, scale, offset = self._round_weight(
+            wide, hessian, unit if self.mode != "folded" else group
+        )
         if self.splits_per_channel > 1:
             assert ranges is not None, "a static mode"
-            codes, order, ranges = split_channels(codes, order, ranges, group, self.splits_per_channel, self.input_bits)
-        quantized = RptqWeight.from_codes(codes, scale, offset, order, columns, group, self.input_bits)
+            codes, order, ranges = split_channels(
+                codes, order, ranges, group, self.splits_per_channel, self.input_bits
+            )
+        quantized = RptqWeight.from_codes(
+            codes, scale, offset, order, columns, group, self.input_bits
+        )
         return (
             quantized
             if ranges is None
-            else quantized.with_static_scales(ranges.inverse_step, ranges.zero_point, ranges.cluster_step)
+            else quantized.with_static_scales(
+                ranges.inverse_step, ranges.zero_point, ranges.cluster_step
+            )
         )
 
     def _rounding_target(
-        self, weight: torch.Tensor, hessian: torch.Tensor, perm: torch.Tensor, ranges: ClusterRanges | None
+        self,
+        weight: torch.Tensor,
+        hessian: torch.Tensor,
+        perm: torch.Tensor,
+        ranges: ClusterRanges | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the weight to round [N, P], H of what it will be multiplied with [P, P]), both in clustered order.
+        """(the weight to round [N, P], H of what it will be multiplied with [P, P]), both in
+        clustered order.
 
         What rounding the inputs adds to them is noise of a known size, by which H grows.
         """
@@ -150,7 +184,8 @@ class RptqRecipe:
             return wide, regular
         noisy = regular + ranges.rounding_noise.diag()
         share = 1.0 / (
-            ranges.inverse_step * ranges.cluster_step.repeat_interleave(len(perm) // len(ranges.cluster_step))
+            ranges.inverse_step
+            * ranges.cluster_step.repeat_interleave(len(perm) // len(ranges.cluster_step))
         )
         return wide * share, noisy / share[:, None] / share
 
@@ -161,16 +196,24 @@ class RptqRecipe:
         if self.weight_bits == 4:
             grid = find_grid(weight, group_size, importance=hessian.diagonal())
             codes = gptq(weight, hessian, grid)
-            codes, grid = refine(weight, hessian, codes, grid, symmetric=False, num_sweeps=REFINE_SWEEPS)
+            codes, grid = refine(
+                weight, hessian, codes, grid, symmetric=False, num_sweeps=REFINE_SWEEPS
+            )
             return codes, grid.scale, grid.offset
         top = weight.view(len(weight), -1, group_size).abs().amax(-1) / (INT8_LEVELS // 2)
-        scale = round_scale_to_fp16(top) if weight.shape[1] > group_size else torch.where(top > 0, top, 1.0)
+        scale = (
+            round_scale_to_fp16(top)
+            if weight.shape[1] > group_size
+            else torch.where(top > 0, top, 1.0)
+        )
         grid = GroupGrid(scale, -(INT8_LEVELS // 2) * scale, group_size)
         return gptq(weight, hessian, grid, num_levels=INT8_LEVELS) - INT8_LEVELS // 2, scale, None
 
 
 def resolve_splits(config: BuildConfig) -> int:
-    """Columns of each channel at R5: as asked, or what keeps the promised accuracy in the mode that knows splits."""
+    """Columns of each channel at R5: as asked, or what keeps the promised accuracy in the mode that
+    knows splits.
+    """
     if config.splits_per_channel is not None:
         return config.splits_per_channel
     return DEFAULT_SPLITS[config.bits] if config.mode == "exact" else 1
@@ -187,10 +230,11 @@ def find_ranges(
 ) -> ClusterRanges:
     """Steps and zero-points: of each cluster a step, of each channel in it a share of that step.
 
-    A channel's range is what calibration saw of it, times one number a cluster: at 8 bits a margin for what was not
-    seen, at 4 bits what errs least on the inputs that were kept, weighted by ``importance`` [K]. max_step_ratio: the
-    most by which a channel's step is smaller than the largest of its cluster. splits_per_channel: columns that share a
-    channel's range; at 8 bits the margin grows with them.
+    A channel's range is what calibration saw of it, times one number a cluster: at 8 bits a margin
+    for what was not seen, at 4 bits what errs least on the inputs that were kept, weighted by
+    ``importance`` [K]. max_step_ratio: the most by which a channel's step is smaller than the
+    largest of its cluster. splits_per_channel: columns that share a channel's range; at 8 bits the
+    margin grows with them.
     """
     s = statistics
     least, levels = -(2.0 ** (bits - 1)), (2.0**bits - 1) * splits_per_channel
@@ -200,13 +244,26 @@ def find_ranges(
     )
     low, high, cost = low[0], high[0], cost[0]
     if bits == 8:  # a side that was hardly seen may come yet
-        low, high = torch.minimum(low, -MIN_SIDE_SHARE * high), torch.maximum(high, -MIN_SIDE_SHARE * low)
+        low, high = (
+            torch.minimum(low, -MIN_SIDE_SHARE * high),
+            torch.maximum(high, -MIN_SIDE_SHARE * low),
+        )
     widest = (high - low).amax(1, keepdim=True)
     best = torch.full_like(widest, torch.inf)
     step, zero = torch.ones_like(low), torch.zeros_like(low)
-    for size in RANGE_FACTORS[4] if bits == 4 else [size * splits_per_channel for size in RANGE_FACTORS[bits]]:
-        tried = (torch.maximum(high - low, widest / max_step_ratio) * (size / levels)).clamp(min=_MIN_STEP)
-        shift = (least + levels / 2 - (low + high) / 2 / tried).round().clamp(-_MAX_ZERO_POINT, _MAX_ZERO_POINT)
+    for size in (
+        RANGE_FACTORS[4]
+        if bits == 4
+        else [size * splits_per_channel for size in RANGE_FACTORS[bits]]
+    ):
+        tried = (torch.maximum(high - low, widest / max_step_ratio) * (size / levels)).clamp(
+            min=_MIN_STEP
+        )
+        shift = (
+            (least + levels / 2 - (low + high) / 2 / tried)
+            .round()
+            .clamp(-_MAX_ZERO_POINT, _MAX_ZERO_POINT)
+        )
         q = ((rows / tried).round() + shift).clamp(least, least + levels)
         error = (((q - shift) * tried - rows).square() * cost).sum((0, 2))[:, None]
         better = error < best
@@ -218,12 +275,18 @@ def find_ranges(
 
 
 def split_channels(
-    codes: torch.Tensor, perm: torch.Tensor, ranges: ClusterRanges, group_size: int, splits_per_channel: int, bits: int
+    codes: torch.Tensor,
+    perm: torch.Tensor,
+    ranges: ClusterRanges,
+    group_size: int,
+    splits_per_channel: int,
+    bits: int,
 ) -> tuple[torch.Tensor, torch.Tensor, ClusterRanges]:
-    """Codes [N, P], perm and ranges [P] with ``splits_per_channel`` columns a channel, groups filled up to
-    ``group_size`` columns.
+    """Codes [N, P], perm and ranges [P] with ``splits_per_channel`` columns a channel, groups
+    filled up to ``group_size`` columns.
 
-    The first column of a channel covers the lowest stretch of its integers, the next one what follows.
+    The first column of a channel covers the lowest stretch of its integers, the next one what
+    follows.
     """
     groups = len(ranges.cluster_step)
     missing = group_size - len(perm) // groups * splits_per_channel
@@ -233,7 +296,11 @@ def split_channels(
         return F.pad(each, (0, missing), value=fill).flatten(-2)
 
     stretch = 2.0**bits - 1
-    number = torch.arange(splits_per_channel, device=perm.device).repeat(len(perm)).unflatten(-1, (groups, -1))
+    number = (
+        torch.arange(splits_per_channel, device=perm.device)
+        .repeat(len(perm))
+        .unflatten(-1, (groups, -1))
+    )
     shift = F.pad(number, (0, missing)).flatten() * stretch
     kept = ClusterRanges(
         wide(ranges.inverse_step, 1),
@@ -244,8 +311,12 @@ def split_channels(
     return wide(codes, 0), wide(perm, -1), kept
 
 
-def compact_clusters(perm: torch.Tensor, ranges: ClusterRanges, width: int) -> tuple[torch.Tensor, ClusterRanges]:
-    """The same clusters side by side, columns that stay empty at the end; their steps go into the weight."""
+def compact_clusters(
+    perm: torch.Tensor, ranges: ClusterRanges, width: int
+) -> tuple[torch.Tensor, ClusterRanges]:
+    """The same clusters side by side, columns that stay empty at the end; their steps go into the
+    weight.
+    """
     real = perm >= 0
     missing = width - int(real.sum())
 

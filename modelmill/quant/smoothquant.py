@@ -1,8 +1,9 @@
-"""W8A8 with smoothed activations (quant/activation_smoothing.py): int8 weights, int8 inputs scaled by token or by
-calibration.
+"""W8A8 with smoothed activations (quant/activation_smoothing.py): int8 weights, int8 inputs scaled
+by token or by calibration.
 
-A layer whose output errs by more than the limit with the best smoothers keeps the inputs of some of its matrices as
-they are, the fewest that bring it under the limit; their weights are int8 all the same.
+A layer whose output errs by more than the limit with the best smoothers keeps the inputs of some of
+its matrices as they are, the fewest that bring it under the limit; their weights are int8 all the
+same.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ class SmoothQuantRecipe:
 
     def __init__(self, config: BuildConfig) -> None:
         self.alpha = None if config.alpha == "auto" else float(config.alpha)
-        self.static_input_scale, self.max_layer_error = config.activation_scales == "tensor", config.max_layer_error
+        self.static_input_scale, self.max_layer_error = (
+            config.activation_scales == "tensor",
+            config.max_layer_error,
+        )
         self.per_channel = config.weight_scales == "channel"
         self.pack_options: Mapping[str, Any] = {"per_channel": self.per_channel}
 
@@ -41,7 +45,9 @@ class SmoothQuantRecipe:
         self, block: QuantizableLayer, statistics: Mapping[str, InputStatistics], dtype: torch.dtype
     ) -> PrepareResult:
         """One α for all sites, nothing tried."""
-        alphas: activation_smoothing.SiteAlphas = dict.fromkeys(SITES, 0.5 if self.alpha is None else self.alpha)
+        alphas: activation_smoothing.SiteAlphas = dict.fromkeys(
+            SITES, 0.5 if self.alpha is None else self.alpha
+        )
         return activation_smoothing.smoothing_result(
             block, activation_smoothing.apply_smoothing(block, statistics, alphas, dtype), alphas
         )
@@ -53,20 +59,30 @@ class SmoothQuantRecipe:
         calibration: CalibrationState,
         dtype: torch.dtype,
     ) -> PrepareResult:
-        """The α that err least on the layer's output, and the sites whose inputs stay as they are."""
+        """The α that err least on the layer's output, and the sites whose inputs stay as they
+        are.
+        """
         before = {site: self._error_before(block, site, statistics[site]) for site in SITES}
-        trial = activation_smoothing.SmoothingTrial(block, statistics, calibration, dtype, self._quantize_layer)
+        trial = activation_smoothing.SmoothingTrial(
+            block, statistics, calibration, dtype, self._quantize_layer
+        )
         if self.alpha is None:
             alphas, error, plain = activation_smoothing.search_alphas(trial)
         else:
             alphas = dict.fromkeys(SITES, self.alpha)
             error, plain = trial.output_error(alphas), trial.output_error(dict.fromkeys(SITES))
         floats: frozenset[str] = frozenset()
-        while self.max_layer_error is not None and error > self.max_layer_error and len(floats) < len(SITES):
+        while (
+            self.max_layer_error is not None
+            and error > self.max_layer_error
+            and len(floats) < len(SITES)
+        ):
             tried = {}
             for site in SITES:
                 if site not in floats:
-                    trial.round_layer = partial(self._quantize_layer, weight_only_sites=floats | {site})
+                    trial.round_layer = partial(
+                        self._quantize_layer, weight_only_sites=floats | {site}
+                    )
                     tried[site] = trial.output_error(alphas)
             best = min(tried, key=lambda site: tried[site])
             floats, error = floats | {best}, tried[best]
@@ -91,12 +107,21 @@ class SmoothQuantRecipe:
             else quantized
         )
 
-    def quantize_weight_only(self, weight: torch.Tensor, statistics: InputStatistics | None) -> W8A8Weight:  # noqa: ARG002
+    def quantize_weight_only(
+        self,
+        weight: torch.Tensor,
+        statistics: InputStatistics | None,  # noqa: ARG002
+    ) -> W8A8Weight:
         """The same weights for inputs as they are."""
-        return W8A8Weight.pack(weight, torch.float32, per_channel=self.per_channel, input_scale=FLOAT_INPUT)
+        return W8A8Weight.pack(
+            weight, torch.float32, per_channel=self.per_channel, input_scale=FLOAT_INPUT
+        )
 
     def _quantize_layer(
-        self, block: QuantizableLayer, calibration: CalibrationState, weight_only_sites: frozenset[str] = frozenset()
+        self,
+        block: QuantizableLayer,
+        calibration: CalibrationState,
+        weight_only_sites: frozenset[str] = frozenset(),
     ) -> None:
         """Through a layer, each matrix rounded when its input is there."""
         for site in SITES:
@@ -107,25 +132,31 @@ class SmoothQuantRecipe:
                 if self.static_input_scale
                 else None
             )
-            linear.weight = (self.quantize_weight_only if site in weight_only_sites else self.quantize)(
-                linear.weight.dense(), statistics
-            )
+            linear.weight = (
+                self.quantize_weight_only if site in weight_only_sites else self.quantize
+            )(linear.weight.dense(), statistics)
         calibration.finish_layer(block)
 
-    def _error_before(self, block: QuantizableLayer, site: str, statistics: InputStatistics) -> dict[str, float]:
+    def _error_before(
+        self, block: QuantizableLayer, site: str, statistics: InputStatistics
+    ) -> dict[str, float]:
         """The error of a site's outputs without smoothing."""
         weight = block.linear(site).weight.dense()
         return {"before": output_error(weight, self.quantize(weight, statistics), statistics)}
 
 
 def search_static_scale(weight: torch.Tensor, quantized: Any, statistics: InputStatistics) -> Any:
-    """``quantized`` with one scale for all inputs: of the shares of the largest one the one whose outputs err least."""
+    """``quantized`` with one scale for all inputs: of the shares of the largest one the one whose
+    outputs err least.
+    """
     rows = statistics.input_samples
     right = rows @ weight.T
     peak = float(statistics.max_abs.max().clamp(min=1e-6))
     best, least = quantized, float("inf")
     most = (
-        torch.iinfo(torch.int8).max if quantized.VALUE_DTYPE is torch.int8 else torch.finfo(quantized.VALUE_DTYPE).max
+        torch.iinfo(torch.int8).max
+        if quantized.VALUE_DTYPE is torch.int8
+        else torch.finfo(quantized.VALUE_DTYPE).max
     )
     for shrink in CLIP_FACTORS:
         scale = torch.full((1,), peak * shrink / most, device=weight.device)

@@ -1,7 +1,9 @@
-"""Recipes for the encoders of models that read images: 8-bit weights and activations, nothing to calibrate.
+"""Recipes for the encoders of models that read images: 8-bit weights and activations, nothing to
+calibrate.
 
-Weights have a scale for each output channel, activations one for each token (a window's pixel, in TinyViT). Here int8
-means both: an encoder computes thousands of tokens at a time, and weights alone would save nothing.
+Weights have a scale for each output channel, activations one for each token (a window's pixel, in
+TinyViT). Here int8 means both: an encoder computes thousands of tokens at a time, and weights alone
+would save nothing.
 """
 
 from __future__ import annotations
@@ -49,16 +51,22 @@ class W8A8NearestRecipe:
 
 
 def vision_encoder_recipe(config: BuildConfig) -> Recipe | None:
-    """The recipe of a build whose model reads images; None for "none". config: one of ``VISION_QUANTIZATIONS``,
+    """The recipe of a build whose model reads images; None for "none". config: one of
+    ``VISION_QUANTIZATIONS``,
     checked before.
     """
     if config.quantization == "int8":
         weights_alone = config.activation_scales == "none"
         return int8.Int8Recipe(config) if weights_alone else W8A8NearestRecipe(config)
-    return fp8.Fp8Recipe(replace(config, method="nearest")) if config.quantization == "fp8" else None
+    return (
+        fp8.Fp8Recipe(replace(config, method="nearest")) if config.quantization == "fp8" else None
+    )
 
 
 def describe_vision_recipe(config: BuildConfig) -> str:
     """What a recipe does to an encoder, for the plan."""
     inputs = "as they are" if config.activation_scales == "none" else "too, scaled by token"
-    return f"{config.quantization}: weights of the encoder's linear layers in 8 bits, activations {inputs}"
+    return (
+        f"{config.quantization}: weights of the encoder's linear layers in 8 bits, activations "
+        f"{inputs}"
+    )

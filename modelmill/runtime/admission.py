@@ -1,7 +1,8 @@
-"""What is known of how long answers will be: how many pages they need at their worst moment, whether they end together.
+"""What is known of how long answers will be: how many pages they need at their worst moment,
+whether they end together.
 
-An answer that ignores the end of text has as many tokens as its limit says. One that may end earlier is taken as it is:
-what it will need is nobody's knowledge.
+An answer that ignores the end of text has as many tokens as its limit says. One that may end
+earlier is taken as it is: what it will need is nobody's knowledge.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ MAX_LENGTH_RATIO = 4 / 3
 def ends_at_limit(seq: Sequence) -> bool:
     """Whether nothing but its limit ends the answer."""
     params = seq.request.params
-    return params.ignore_eos and seq.beam_search is None and seq.guide is None and not (params.stop or seq.stop_ids)
+    return (
+        params.ignore_eos
+        and seq.beam_search is None
+        and seq.guide is None
+        and not (params.stop or seq.stop_ids)
+    )
 
 
 def similar_lengths(seqs: Iterable[Sequence]) -> bool:
@@ -29,9 +35,11 @@ def similar_lengths(seqs: Iterable[Sequence]) -> bool:
 
 
 def peak_pages(seqs: Iterable[Sequence], page_size: int) -> int:
-    """Pages of ``page_size`` tokens that they hold together at most, each growing by a token a step until it ends.
+    """Pages of ``page_size`` tokens that they hold together at most, each growing by a token a step
+    until it ends.
 
-    Last pages count as half full; pages that two of them share are counted twice. 0 where nothing is known of any.
+    Last pages count as half full; pages that two of them share are counted twice. 0 where nothing
+    is known of any.
     """
     lengths, left, staying = [], [], 0
     for seq in seqs:

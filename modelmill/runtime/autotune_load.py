@@ -1,4 +1,6 @@
-"""Which launch sizes an engine has for this device; without any, the defaults serve, and that is said."""
+"""Which launch sizes an engine has for this device; without any, the defaults serve, and that is
+said.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ _log = log.get_logger(__name__)
 
 @dataclass(frozen=True)
 class TuningLookup:
-    """tuning: None means default launch sizes. message: one line for people. is_warning: whether it may surprise
-    them."""
+    """tuning: None means default launch sizes. message: one line for people. is_warning: whether it
+    may surprise them."""
 
     tuning: Tuning | None
     message: str
@@ -26,7 +28,10 @@ class TuningLookup:
 
 
 def load_tuning(engine: Path, device: str) -> Tuning | None:
-    """The engine's launch sizes for ``device`` ("cuda:0"); on a CPU there is nothing to choose. Logs what it found."""
+    """The engine's launch sizes for ``device`` ("cuda:0"); on a CPU there is nothing to choose.
+
+    Logs what it found.
+    """
     if not device.startswith("cuda"):
         return None
     found = look_up_tuning(engine, torch.cuda.get_device_name(device))
@@ -39,15 +44,21 @@ def look_up_tuning(engine: Path, name: str) -> TuningLookup:
     again = f"modelmill build CHECKPOINT -o {engine} on this device tunes them"
     try:
         stored = read_record(engine, name)
-        choices = {} if stored is None else {op: _keys(chosen) for op, chosen in stored.choices.items()}
+        choices = (
+            {} if stored is None else {op: _keys(chosen) for op, chosen in stored.choices.items()}
+        )
     except ValueError as error:
-        damaged = f"{engine / record_path(name)} is damaged ({error}): default launch sizes; {again}"
+        damaged = (
+            f"{engine / record_path(name)} is damaged ({error}): default launch sizes; {again}"
+        )
         return TuningLookup(None, damaged, is_warning=True)
     if stored is None:
         others = tuned_devices(engine)
         elsewhere = f" (it was tuned for {', '.join(others)})" if others else ""
         return TuningLookup(
-            None, f"{engine} has no tuning for {name}{elsewhere}: default launch sizes; {again}", bool(others)
+            None,
+            f"{engine} has no tuning for {name}{elsewhere}: default launch sizes; {again}",
+            bool(others),
         )
     supported = {op: _accepted(op, chosen) for op, chosen in choices.items()}
     tuning = Tuning(name, {op: chosen for op, chosen in supported.items() if chosen})
@@ -55,7 +66,9 @@ def look_up_tuning(engine: Path, name: str) -> TuningLookup:
     message = f"tuned for {name}: {tuning.count} products with launch sizes of their own"
     if left:
         return TuningLookup(
-            tuning, f"{message}, {left} that this version does not know left out; {again}", is_warning=True
+            tuning,
+            f"{message}, {left} that this version does not know left out; {again}",
+            is_warning=True,
         )
     return TuningLookup(tuning, message)
 

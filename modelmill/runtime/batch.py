@@ -1,7 +1,8 @@
 """From a schedule to a Step: every integer that a forward pass needs, in one buffer.
 
-The integers are written into one host buffer (pinned for a GPU), go to the device in one asynchronous copy, and are
-seen there through views, at places that follow from their ``BatchLayout``.
+The integers are written into one host buffer (pinned for a GPU), go to the device in one
+asynchronous copy, and are seen there through views, at places that follow from their
+``BatchLayout``.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from modelmill.runtime.sequence import Sequence
 class PackedBatch:
     """A step's integers on the device, and the host's knowledge of them.
 
-    all_rows: whether all rows' logits are wanted, in the order of the tokens. max_query, max_context: bounds.
-    uses_last_ids: whether some ids come from the tokens sampled last.
+    all_rows: whether all rows' logits are wanted, in the order of the tokens. max_query,
+    max_context: bounds. uses_last_ids: whether some ids come from the tokens sampled last.
     """
 
     views: BatchViews
@@ -41,7 +42,12 @@ class PackedBatch:
     embed_mask: torch.Tensor | None = None
 
     def step(
-        self, kv: KVCache, ops: Ops, ids: torch.Tensor, fuse: bool = False, tp_group: TPGroup = SINGLE_RANK
+        self,
+        kv: KVCache,
+        ops: Ops,
+        ids: torch.Tensor,
+        fuse: bool = False,
+        tp_group: TPGroup = SINGLE_RANK,
     ) -> Step:
         """The Step of this batch. fuse: nobody watches single modules."""
         v = self.views
@@ -67,7 +73,8 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class LogitRows:
-    """Logit rows of a step. rows: index into its tokens. keep_slots: where each sample is kept for the next
+    """Logit rows of a step. rows: index into its tokens. keep_slots: where each sample is kept for
+    the next
     step (−1: not).
 
     sampling_inputs: for each of SAMPLING_FIELDS a value per sample; None where none is drawn.
@@ -79,7 +86,10 @@ class LogitRows:
 
 
 class Packer:
-    """Builds batches. Two host buffers take turns, so that one can be filled while the other is being copied."""
+    """Builds batches.
+
+    Two host buffers take turns, so that one can be filled while the other is being copied.
+    """
 
     def __init__(self, tables: PageTables, page_size: int, device: str) -> None:
         self.tables, self.page_size = tables, page_size
@@ -99,10 +109,14 @@ class Packer:
             return
         words = max(words, 1 << 14)
         count = 2 if self.cuda else 1
-        self._host_buffers = [torch.zeros(words, dtype=torch.int64, pin_memory=self.cuda) for _ in range(count)]
+        self._host_buffers = [
+            torch.zeros(words, dtype=torch.int64, pin_memory=self.cuda) for _ in range(count)
+        ]
         self._copy_events = [torch.cuda.Event() for _ in range(count)] if self.cuda else []
         self._device_buffer = (
-            torch.zeros(words, dtype=torch.int64, device=self.device) if self.cuda else self._host_buffers[0]
+            torch.zeros(words, dtype=torch.int64, device=self.device)
+            if self.cuda
+            else self._host_buffers[0]
         )
         self._arrays.clear()
         self._views.clear()
@@ -125,8 +139,8 @@ class Packer:
         decode_pad: tuple[int, int] | None = None,
         prefill_pad: tuple[int, int] | None = None,
     ) -> PackedBatch:
-        """Write and send a step. decode_pad: (sequences, context) that a decode step is filled up to; prefill_pad:
-        (tokens, context) that another step is."""
+        """Write and send a step. decode_pad: (sequences, context) that a decode step is filled up
+        to; prefill_pad: (tokens, context) that another step is."""
         count = sum(count for _, count in work)
         bounds = prefill_pad or decode_pad
         tokens = count if bounds is None else bounds[0]
@@ -160,14 +174,22 @@ class Packer:
         return PackedBatch(views, tokens, all_rows, max_query, reach, uses_last_ids, embeds, mask)
 
     def dummy_batch(self, query: int, seqs: int, max_context: int = 0) -> PackedBatch:
-        """A step of ``seqs`` empty sequences, ``query`` tokens wide, that reads and stores nothing: for warming up.
+        """A step of ``seqs`` empty sequences, ``query`` tokens wide, that reads and stores nothing:
+        for warming up.
 
         max_context: bound on their context; twice ``query`` else.
         """
         max_context = max_context or 2 * query
         layout = BatchLayout(query, seqs, 1, self._table_columns(max_context))
         views, out = self.views(layout), self._host_arrays(layout)
-        for section in (out.ids, out.positions, out.rope_keys, out.logit_rows, out.query_start, out.context_lens):
+        for section in (
+            out.ids,
+            out.positions,
+            out.rope_keys,
+            out.logit_rows,
+            out.query_start,
+            out.context_lens,
+        ):
             section[:] = 0
         out.last_id_rows[:], out.slots[:], out.keep_slots[:] = -1, -1, -1
         out.block_tables[:] = 0
@@ -175,7 +197,9 @@ class Packer:
         return PackedBatch(views, query, False, query, max_context, False)
 
     def receive_buffer(self, layout: BatchLayout) -> tuple[BatchViews, memoryview]:
-        """The place of a step that another process packed: where to put its bytes before ``send``."""
+        """The place of a step that another process packed: where to put its bytes before
+        ``send``.
+        """
         views = self.views(layout)
         return views, self._buffer_bytes(self._next_buffer(), views)
 
@@ -196,7 +220,9 @@ class Packer:
         if self.cuda:
             assert self._device_buffer is not None
             words = views.num_words
-            self._device_buffer[:words].copy_(self._host_buffers[self._buffer_index][:words], non_blocking=True)
+            self._device_buffer[:words].copy_(
+                self._host_buffers[self._buffer_index][:words], non_blocking=True
+            )
             self._copy_events[self._buffer_index].record()
 
     def _next_buffer(self) -> int:
@@ -218,10 +244,14 @@ class Packer:
         return arrays
 
     def _pack_single_decode(self, out: HostArrays, seq: Sequence) -> bool:
-        """One token of one sequence: as ``_pack_decode``, without temporary arrays, whose cost would show on a CPU."""
+        """One token of one sequence: as ``_pack_decode``, without temporary arrays, whose cost
+        would show on a CPU.
+        """
         at, size = seq.computed, self.page_size
         uses_last_ids = at >= len(seq.tokens)
-        out.ids[0], out.last_id_rows[0] = (0, seq.table_row) if uses_last_ids else (seq.tokens[at], -1)
+        out.ids[0], out.last_id_rows[0] = (
+            (0, seq.table_row) if uses_last_ids else (seq.tokens[at], -1)
+        )
         out.positions[0] = at
         out.slots[0] = seq.pages[at // size] * size + at % size
         keys = seq.rope_keys(at, at + 1)
@@ -256,7 +286,13 @@ class Packer:
         out.block_tables[:n] = self.tables.table[where, :columns]
         out.query_start[:] = np.arange(seqs + 1)
         if seqs > n:
-            out.ids[n:], out.last_id_rows[n:], positions[n:], out.slots[n:], out.rope_keys[n:] = 0, -1, 0, -1, 0
+            out.ids[n:], out.last_id_rows[n:], positions[n:], out.slots[n:], out.rope_keys[n:] = (
+                0,
+                -1,
+                0,
+                -1,
+                0,
+            )
             out.context_lens[n:] = 0
             out.block_tables[n:] = 0
         return max(last_id_rows, default=-1) >= 0
@@ -276,7 +312,9 @@ class Packer:
             positions = np.arange(first, stop)
             out.positions[start:end] = positions
             table = self.tables.table[seq.table_row]
-            out.slots[start:end] = table[positions // size].astype(np.int64) * size + positions % size
+            out.slots[start:end] = (
+                table[positions // size].astype(np.int64) * size + positions % size
+            )
             out.rope_keys[start:end] = seq.rope_keys(first, stop)
             out.query_start[i] = start
             out.context_lens[i] = stop
@@ -309,7 +347,9 @@ class Packer:
 def _gather_embeds(
     work: Seq[tuple[Sequence, int]], tokens: int, device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Foreign embeddings of the step's tokens, [T, H], and where they stand; (None, None) where there are none."""
+    """Foreign embeddings of the step's tokens, [T, H], and where they stand; (None, None) where
+    there are none.
+    """
     if not any(s.request.embedding_spans for s, _ in work):
         return None, None
     found: list[torch.Tensor] = []
@@ -322,7 +362,9 @@ def _gather_embeds(
             high = min(insert.position + insert.length, seq.computed + count)
             if low >= high:
                 continue
-            found.append(_span_embeds(insert)[low - insert.position : high - insert.position].to(device))
+            found.append(
+                _span_embeds(insert)[low - insert.position : high - insert.position].to(device)
+            )
             at = start - seq.computed
             places.append(torch.arange(at + low, at + high))
             mask[at + low : at + high] = True

@@ -1,7 +1,7 @@
 """Where every integer of a step stands in its buffer.
 
-It follows from four numbers (``BatchLayout``), so that a CUDA graph of a layout finds them at the same place every
-time.
+It follows from four numbers (``BatchLayout``), so that a CUDA graph of a layout finds them at the
+same place every time.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ from dataclasses import dataclass
 import torch
 
 _ALIGN = 8  # int64 words: sections start at multiples of 64 bytes, as kernels like their pointers
-SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "noise")  # what ``ops.sample`` takes for each row
+# what ``ops.sample`` takes for each row
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "noise")
 
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """tokens: T. seqs: B. num_logit_rows: rows whose logits are wanted. table_columns: of the block tables."""
+    """tokens: T.
+
+    seqs: B. num_logit_rows: rows whose logits are wanted. table_columns: of the block tables.
+    """
 
     tokens: int
     seqs: int
@@ -29,7 +33,11 @@ class BatchLayout:
         wide = [("ids", t), ("last_id_rows", t), ("positions", t), ("slots", t), ("rope_keys", t)]
         wide += [("logit_rows", r), ("keep_slots", r), ("noise", r)]
         narrow = [("temperature", r), ("top_k", r), ("top_p", r), ("min_p", r)]
-        narrow += [("query_start", b + 1), ("context_lens", b), ("block_tables", b * self.table_columns)]
+        narrow += [
+            ("query_start", b + 1),
+            ("context_lens", b),
+            ("block_tables", b * self.table_columns),
+        ]
         return [(n, c, 8) for n, c in wide] + [(n, c, 4) for n, c in narrow]
 
     def num_words(self) -> int:

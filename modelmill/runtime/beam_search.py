@@ -1,9 +1,10 @@
 """Beam search, scored and stopped as transformers does it.
 
-Each step the best ``num_candidates`` continuations of all beams are taken; those that end may become results if they
-are among the best ``width``, the best others live on. A result's score is its summed log-probability over its length to
-the power of ``length_penalty``. The search ends when no living beam could beat the worst result any more, with
-``early_stopping`` as soon as there are ``width`` results, or when nothing can go on.
+Each step the best ``num_candidates`` continuations of all beams are taken; those that end may
+become results if they are among the best ``width``, the best others live on. A result's score is
+its summed log-probability over its length to the power of ``length_penalty``. The search ends when
+no living beam could beat the worst result any more, with ``early_stopping`` as soon as there are
+``width`` results, or when nothing can go on.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _RowProcessor = Callable[[torch.Tensor, Sequence, LogitsProcessors], None]
 
 @dataclass(frozen=True)
 class BeamResult:
-    """A finished beam: the answer's ids without the one that ended it, its score, and how it ended."""
+    """A finished beam: the answer's ids without the one that ended it, its score, and how it
+    ended.
+    """
 
     score: float
     tokens: tuple[int, ...]
@@ -41,7 +44,10 @@ class BeamExtension:
 
 
 class BeamSearch:
-    """The state of one search. ``seqs`` are its living beams, best first, their scores in ``scores``."""
+    """The state of one search.
+
+    ``seqs`` are its living beams, best first, their scores in ``scores``.
+    """
 
     def __init__(self, leader: Sequence) -> None:
         params = leader.request.params
@@ -55,7 +61,10 @@ class BeamSearch:
         self.num_forks = 0
 
     def advance(self, logits: torch.Tensor) -> list[BeamExtension]:
-        """One step: logits [beams, V] float32, in the order of ``seqs``. Empty where the search has ended."""
+        """One step: logits [beams, V] float32, in the order of ``seqs``.
+
+        Empty where the search has ended.
+        """
         scores = torch.tensor(self.scores, dtype=torch.float32, device=logits.device)
         total = self._process_logprobs(logits.log_softmax(-1)) + scores[:, None]
         vocab = total.shape[1]
@@ -81,7 +90,12 @@ class BeamSearch:
         for seq, score in zip(self.seqs, self.scores):
             answer = tuple(seq.tokens[seq.prompt_len :])
             self.results.append(
-                BeamResult(self._normalized_score(score, max(len(answer), 1)), answer, FinishReason.LENGTH, None)
+                BeamResult(
+                    self._normalized_score(score, max(len(answer), 1)),
+                    answer,
+                    FinishReason.LENGTH,
+                    None,
+                )
             )
         self.results = sorted(self.results, key=lambda r: -r.score)[: self.width]
 
@@ -89,10 +103,17 @@ class BeamSearch:
         seq = self.seqs[parent]
         answer = tuple(seq.tokens[seq.prompt_len :])
         if token in seq.stop_ids:
-            self.results.append(BeamResult(self._normalized_score(score, length), answer, FinishReason.STOP, token))
+            self.results.append(
+                BeamResult(self._normalized_score(score, length), answer, FinishReason.STOP, token)
+            )
         else:
             self.results.append(
-                BeamResult(self._normalized_score(score, length), (*answer, token), FinishReason.LENGTH, None)
+                BeamResult(
+                    self._normalized_score(score, length),
+                    (*answer, token),
+                    FinishReason.LENGTH,
+                    None,
+                )
             )
 
     def _normalized_score(self, score: float, length: int) -> float:
@@ -102,9 +123,14 @@ class BeamSearch:
         """Whether a living beam with sum ``best`` at ``length`` cannot improve the results."""
         if len(self.results) < self.width:
             return False
-        return self.early_stopping is True or self._normalized_score(best, length) <= self.results[-1].score
+        return (
+            self.early_stopping is True
+            or self._normalized_score(best, length) <= self.results[-1].score
+        )
 
-    def _apply_by_row(self, processor: _RowProcessor, logs: torch.Tensor, processors: LogitsProcessors) -> None:
+    def _apply_by_row(
+        self, processor: _RowProcessor, logs: torch.Tensor, processors: LogitsProcessors
+    ) -> None:
         for row, seq in zip(logs, self.seqs, strict=True):
             processor(row, seq, processors)
 
@@ -122,9 +148,14 @@ class BeamSearch:
             token_mask = torch.zeros_like(logs, dtype=torch.bool)
             for i, seq in enumerate(self.seqs):
                 token_mask[
-                    i, torch.tensor(logits_processors.history_ids(seq), dtype=torch.int64, device=logs.device)
+                    i,
+                    torch.tensor(
+                        logits_processors.history_ids(seq), dtype=torch.int64, device=logs.device
+                    ),
                 ] = True
-                answer = torch.tensor(seq.tokens[seq.prompt_len :], dtype=torch.int64, device=logs.device)
+                answer = torch.tensor(
+                    seq.tokens[seq.prompt_len :], dtype=torch.int64, device=logs.device
+                )
                 counts[i] = torch.bincount(answer, minlength=logs.shape[1])
             logs = logit_penalties.apply_repetition_penalty(
                 logs, token_mask, logs.new_tensor(params.repetition_penalty or 1.0)

@@ -1,5 +1,5 @@
-"""How an engine core is fitted to its model and device: how long answers may be, what a step may hold, graphs and
-buffers."""
+"""How an engine core is fitted to its model and device: how long answers may be, what a step may
+hold, graphs and buffers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,18 @@ MAX_GRAPH_SEQS = 512
 
 
 def max_sequence_len(model: nn.Module, config: RunConfig, built_max_len: int | None) -> int:
-    """Tokens of a sequence. built_max_len: what the engine was built for. Raises UsageError where more is asked for."""
+    """Tokens of a sequence.
+
+    built_max_len: what the engine was built for. Raises UsageError where more is asked for.
+    """
     limit = int(model.config.max_len) if built_max_len is None else built_max_len  # type: ignore[union-attr, arg-type]
     if config.max_model_len is None:
         return limit
     if config.max_model_len > limit:
-        raise UsageError(f"--max-model-len {config.max_model_len} exceeds the engine's {limit}; lower it or rebuild")
+        raise UsageError(
+            f"--max-model-len {config.max_model_len} exceeds the engine's {limit}; lower it or "
+            "rebuild"
+        )
     if config.max_model_len < 1:
         raise UsageError(f"--max-model-len must be at least 1, not {config.max_model_len}")
     return config.max_model_len
@@ -39,7 +45,9 @@ def scheduler_limits(model: nn.Module, config: RunConfig, *, on_gpu: bool) -> Sc
     """What a step may hold; on a GPU the weights decide how many tokens join running answers."""
     mixed = config.max_mixed_tokens
     if mixed is None and on_gpu:
-        mixed = max_mixed_tokens(kv_memory.weight_bytes(model), inputs_8bit=_mostly_8bit_inputs(model))
+        mixed = max_mixed_tokens(
+            kv_memory.weight_bytes(model), inputs_8bit=_mostly_8bit_inputs(model)
+        )
     return SchedulerLimits(
         config.max_num_batched_tokens,
         config.max_num_seqs,
@@ -60,14 +68,26 @@ def _mostly_8bit_inputs(model: nn.Module) -> bool:
 
 
 def set_up_gpu(runner: ModelRunner, config: RunConfig, max_pages_per_seq: int) -> None:
-    """Room for the largest step, and graphs where they are wanted. max_pages_per_seq: pages of the longest sequence."""
+    """Room for the largest step, and graphs where they are wanted.
+
+    max_pages_per_seq: pages of the longest sequence.
+    """
     packer, tokens = runner.packer, config.max_num_batched_tokens
     # graphs know the buffer's address: it must never have to grow
-    packer.reserve(BatchLayout(tokens, config.max_num_seqs, tokens + config.max_num_seqs, 2 * max_pages_per_seq))
+    packer.reserve(
+        BatchLayout(
+            tokens, config.max_num_seqs, tokens + config.max_num_seqs, 2 * max_pages_per_seq
+        )
+    )
     if config.cuda_graphs:
-        rows, context = min(config.max_num_seqs, MAX_GRAPH_SEQS), max_pages_per_seq * config.page_size
+        rows, context = (
+            min(config.max_num_seqs, MAX_GRAPH_SEQS),
+            max_pages_per_seq * config.page_size,
+        )
         runner.decode_graphs = DecodeGraphs(
             runner.forward, runner.sampler.select_ids, runner.last_ids, packer, rows, context
         )
         if prefill_graphs.prefill_graphs_enabled(config, runner.tp_group):
-            runner.prefill_graphs = PrefillGraphs(runner.forward, PrefillGraphCapturer(), tokens, context)
+            runner.prefill_graphs = PrefillGraphs(
+                runner.forward, PrefillGraphCapturer(), tokens, context
+            )

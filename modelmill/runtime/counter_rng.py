@@ -1,7 +1,7 @@
 """Random numbers by counter: a number follows from (seed, position) alone.
 
-So a seeded request gets the same numbers alone, in any batch, after a preemption, on any device. The mixing function is
-splitmix64's finaliser (Steele, Lea, Flood 2014).
+So a seeded request gets the same numbers alone, in any batch, after a preemption, on any device.
+The mixing function is splitmix64's finaliser (Steele, Lea, Flood 2014).
 """
 
 from __future__ import annotations
@@ -22,13 +22,20 @@ def splitmix64(x: np.ndarray) -> np.ndarray:
 
 
 def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Numbers in [0, 1), float64 with 53 random bits. seeds: [B] uint64; positions: [B] whole numbers."""
+    """Numbers in [0, 1), float64 with 53 random bits.
+
+    seeds: [B] uint64; positions: [B] whole numbers.
+    """
     counter = positions.astype(np.uint64) * _GOLDEN
-    return (splitmix64(splitmix64(seeds + _GOLDEN) ^ counter) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (splitmix64(splitmix64(seeds + _GOLDEN) ^ counter) >> np.uint64(11)).astype(
+        np.float64
+    ) * 2.0**-53
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """The seed of stream ``index`` under ``seed``; stream 0 of a seed differs from the seed itself."""
+    """The seed of stream ``index`` under ``seed``; stream 0 of a seed differs from the seed
+    itself.
+    """
     state = np.array([seed & _MASK], dtype=np.uint64)
     step = np.array([(index + 1) & _MASK], dtype=np.uint64)
     return int(splitmix64(splitmix64(state + _GOLDEN) + step * _GOLDEN)[0])

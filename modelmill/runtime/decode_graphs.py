@@ -1,8 +1,9 @@
 """CUDA graphs of decode steps: the whole step, from the ids of the last one to the ids of this one.
 
-A graph is recorded for a number of sequences and a bound on their context, when it is first needed. Its inputs stand at
-fixed places (``batch_layout.BatchLayout``), how each row is drawn among them, so that one graph serves every mix of
-temperature, top-k, top-p and min-p. Smaller batches are padded with sequences of context 0 whose slots are −1.
+A graph is recorded for a number of sequences and a bound on their context, when it is first needed.
+Its inputs stand at fixed places (``batch_layout.BatchLayout``), how each row is drawn among them,
+so that one graph serves every mix of temperature, top-k, top-p and min-p. Smaller batches are
+padded with sequences of context 0 whose slots are −1.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch
 from modelmill.runtime.batch import PackedBatch, Packer
 from modelmill.runtime.batch_layout import BatchLayout
 
-# What a graph ends with: ids by argmax, ids drawn as the batch says, or logits for what needs tables of its own.
+# What a graph ends with: ids by argmax, ids drawn as the batch says, or logits for what needs
+# tables of its own.
 GREEDY, SAMPLED, LOGITS = "greedy", "sampled", "logits"
 
 
@@ -32,11 +34,11 @@ class _DecodeGraph:
 
 
 class DecodeGraphs:
-    """Recorded decode steps. forward: a batch's logits. select_ids: ids from logits and how they are drawn (None:
-    argmax).
+    """Recorded decode steps. forward: a batch's logits. select_ids: ids from logits and how they
+    are drawn (None: argmax).
 
-    last_ids: where sampled ids are kept by row. max_seqs: most sequences that a graph serves. max_len: most tokens of
-    one.
+    last_ids: where sampled ids are kept by row. max_seqs: most sequences that a graph serves.
+    max_len: most tokens of one.
     """
 
     def __init__(
@@ -48,7 +50,12 @@ class DecodeGraphs:
         max_seqs: int,
         max_len: int,
     ) -> None:
-        self._forward, self._select_ids, self._last_ids, self._packer = forward, select_ids, last_ids, packer
+        self._forward, self._select_ids, self._last_ids, self._packer = (
+            forward,
+            select_ids,
+            last_ids,
+            packer,
+        )
         self.sizes = graph_batch_sizes(max_seqs)
         self.max_seqs = max_seqs
         self._max_len = max_len
@@ -63,7 +70,8 @@ class DecodeGraphs:
         return size, min(context_bucket(context), max(self._max_len, context))
 
     def replay(self, batch: PackedBatch, graph_output: str) -> torch.Tensor:
-        """Run a padded batch: its ids, which are kept in ``last_ids`` too, or with ``LOGITS`` its logits.
+        """Run a padded batch: its ids, which are kept in ``last_ids`` too, or with ``LOGITS`` its
+        logits.
 
         Raises NotCapturable where an op waits for the host.
         """
@@ -75,14 +83,17 @@ class DecodeGraphs:
         return found.out
 
     def _capture(self, batch: PackedBatch, graph_output: str) -> _DecodeGraph:
-        """The batch's own numbers serve for the dry run: computing a step twice writes the same keys and values."""
+        """The batch's own numbers serve for the dry run: computing a step twice writes the same
+        keys and values.
+        """
         batch = _with_last_ids(batch)
         with on_side_stream(torch.cuda.Stream()):
             self._run(batch, graph_output)
             if graph_output not in self._dry_run_outputs:
                 self._dry_run(batch, graph_output)
         graph = torch.cuda.CUDAGraph()
-        # other threads (NCCL's watchdog, a second engine) go on meanwhile: only what this one does is recorded
+        # other threads (NCCL's watchdog, a second engine) go on meanwhile: only what this one does
+        # is recorded
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             out = self._run(batch, graph_output)
             if graph_output != LOGITS:
@@ -93,7 +104,9 @@ class DecodeGraphs:
         logits = self._forward(batch)
         if graph_output == LOGITS:
             return self._logits_buffer(logits)[: batch.tokens].copy_(logits)
-        return self._select_ids(logits, batch.views.sampling_inputs(len(logits)) if graph_output == SAMPLED else None)
+        return self._select_ids(
+            logits, batch.views.sampling_inputs(len(logits)) if graph_output == SAMPLED else None
+        )
 
     def _dry_run(self, batch: PackedBatch, graph_output: str) -> None:
         """Once."""
@@ -110,7 +123,9 @@ class DecodeGraphs:
 
 @contextlib.contextmanager
 def on_side_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Work on ``stream``, between what the current one has and what it gets: what is written over there comes after."""
+    """Work on ``stream``, between what the current one has and what it gets: what is written over
+    there comes after.
+    """
     here = torch.cuda.current_stream()
     stream.wait_stream(here)
     try:
@@ -121,7 +136,8 @@ def on_side_stream(stream: torch.cuda.Stream) -> Iterator[None]:
 
 
 def dry_run(call: Callable[[], object]) -> None:
-    """Call what will be recorded: an op that waits for the host (a torch reference with ``tolist``) cannot be.
+    """Call what will be recorded: an op that waits for the host (a torch reference with ``tolist``)
+    cannot be.
 
     Raises NotCapturable.
     """
@@ -141,7 +157,9 @@ def dry_run(call: Callable[[], object]) -> None:
 
 
 def graph_batch_sizes(max_seqs: int) -> list[int]:
-    """1, 2, 4, 8, then steps of 8 to 64, of 16 to 256 and of 32, up to the first that holds ``max_seqs``."""
+    """1, 2, 4, 8, then steps of 8 to 64, of 16 to 256 and of 32, up to the first that holds
+    ``max_seqs``.
+    """
     sizes = [1, 2, 4, 8]
     while sizes[-1] < max_seqs:
         last = sizes[-1]
@@ -150,7 +168,10 @@ def graph_batch_sizes(max_seqs: int) -> list[int]:
 
 
 def context_bucket(context: int) -> int:
-    """A bound for the context: 4,096 times a power of four. Few, since kernels divide each sequence's own context."""
+    """A bound for the context: 4,096 times a power of four.
+
+    Few, since kernels divide each sequence's own context.
+    """
     bound = 4096
     while bound < context:
         bound *= 4
@@ -158,4 +179,13 @@ def context_bucket(context: int) -> int:
 
 
 def _with_last_ids(batch: PackedBatch) -> PackedBatch:
-    return PackedBatch(batch.views, batch.tokens, batch.all_rows, batch.max_query, batch.max_context, True, None, None)
+    return PackedBatch(
+        batch.views,
+        batch.tokens,
+        batch.all_rows,
+        batch.max_query,
+        batch.max_context,
+        True,
+        None,
+        None,
+    )

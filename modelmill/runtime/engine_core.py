@@ -1,8 +1,9 @@
 """The engine core: requests in, tokens out, one step at a time.
 
-On a GPU the next step is launched before the tokens of the last one are read, so that the GPU never waits for Python.
-What the host does not know yet (the last token) stays on the device; what it decides (who runs, where pages are)
-follows from counts alone. A sequence that turns out to have ended costs one wasted row.
+On a GPU the next step is launched before the tokens of the last one are read, so that the GPU never
+waits for Python. What the host does not know yet (the last token) stays on the device; what it
+decides (who runs, where pages are) follows from counts alone. A sequence that turns out to have
+ended costs one wasted row.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from modelmill.artifact.store import Artifact, open_artifact
 from modelmill.artifact.verify import verify
 from modelmill.core.config import RunConfig
 from modelmill.core.types import FinishReason, Request, TokenOutput
-from modelmill.nn.kv import KVCache, kv_cache_dtype
+from modelmill.nn.kv import KVCache, KVShape, kv_cache_dtype
 from modelmill.ops.launch_configs import Tuning
 from modelmill.ops.registry import select_backends, with_heartbeat
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
@@ -53,7 +54,10 @@ _BUDGET_RETRY_STEPS = 100
 
 
 class EngineCore:
-    """One model on one device with its KV pages. Not thread-safe: one thread calls ``add`` and ``step``."""
+    """One model on one device with its KV pages.
+
+    Not thread-safe: one thread calls ``add`` and ``step``.
+    """
 
     def __init__(
         self,
@@ -67,11 +71,11 @@ class EngineCore:
         tuning: Tuning | None = None,
         tp_group: TPGroup = SINGLE_RANK,
     ) -> None:
-        """An engine core around a loaded model. digest: identifies the weights in prefix keys. overlap: launch steps
-        ahead.
+        """An engine core around a loaded model. digest: identifies the weights in prefix keys.
+        overlap: launch steps ahead.
 
-        tuning: launch sizes for this device. tp_group: of which rank this is; above 0 only its model_runner is used.
-        """
+        tuning: launch sizes for this device. tp_group: of which rank this is; above 0 only its
+        model_runner is used."""
         self.config = config = config or RunConfig()
         self.artifact = artifact
         self.model = model
@@ -84,21 +88,30 @@ class EngineCore:
         self.max_model_len = capacity.max_sequence_len(model, config, max_model_len)
         self.page_size = config.page_size
         self._rope_rule = RopeRule.from_model(model)
-        self.num_pages = kv_memory.num_kv_pages(model, self.ops, config, self.kv_dtype, self.max_model_len, tp_group)
+        self.num_pages = kv_memory.num_kv_pages(
+            model, self.ops, config, self.kv_dtype, self.max_model_len, tp_group
+        )
         max_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         num_slots = self.num_pages * self.page_size
         self.request_limits = RequestLimits(self.vocab, self.max_model_len, num_slots, max_seqs)
         cuda = self.device.startswith("cuda")
         width = -(-self.max_model_len // self.page_size)
         limits = capacity.scheduler_limits(model, config, on_gpu=cuda)
-        max_idle_pages = kv_memory.max_idle_pages(config, self.num_pages, self.page_bytes, self.device)
+        max_idle_pages = kv_memory.max_idle_pages(
+            config, self.num_pages, self.page_bytes, self.device
+        )
         self.scheduler = Scheduler(limits, PagePool(self.num_pages, max_idle_pages), width)
         # the last page is scrap: some variants write padding there
-        kv = KVCache.allocate(model.kv, self.num_pages + 1, self.page_size, self.kv_dtype, self.device)  # type: ignore[arg-type]
+        shape: KVShape = model.kv  # type: ignore[assignment]
+        kv = KVCache.allocate(shape, self.num_pages + 1, self.page_size, self.kv_dtype, self.device)
         packer = Packer(self.scheduler.tables, self.page_size, self.device)
-        self.vision_runner = VisionEncoderRunner(model, self.ops, self.device, graphs=cuda and config.cuda_graphs)
+        self.vision_runner = VisionEncoderRunner(
+            model, self.ops, self.device, graphs=cuda and config.cuda_graphs
+        )
         self.sampler = Sampler(self.vocab, self.device, self.ops)
-        self.model_runner = ModelRunner(model, self.ops, kv, packer, self.sampler, config.max_num_seqs, tp_group)
+        self.model_runner = ModelRunner(
+            model, self.ops, kv, packer, self.sampler, config.max_num_seqs, tp_group
+        )
         self._overlap = cuda if overlap is None else overlap
         self.model_runner.keep_last_ids = self._overlap or cuda
         if cuda:
@@ -116,10 +129,12 @@ class EngineCore:
 
     @classmethod
     def open(cls, engine: Path | Artifact, config: RunConfig | None = None) -> EngineCore:
-        """Load an engine; a path's files are checked against their sha256 first (``artifact.verify``).
+        """Load an engine; a path's files are checked against their sha256 first
+        (``artifact.verify``).
 
-        Kernels switched at build stay switched, and its default for the KV cache stays, unless ``config`` says
-        otherwise. Raises ArtifactError, CapacityError, MissingDependency, UsageError, RankError.
+        Kernels switched at build stay switched, and its default for the KV cache stays, unless
+        ``config`` says otherwise. Raises ArtifactError, CapacityError, MissingDependency,
+        UsageError, RankError.
         """
         config = config or RunConfig()
         artifact = engine if isinstance(engine, Artifact) else open_artifact(Path(engine))
@@ -127,12 +142,15 @@ class EngineCore:
         check = verify if not isinstance(engine, Artifact) else lambda _: None
         config = replace(config, kernels={**artifact.manifest.build["kernels"], **config.kernels})
         if config.kv_cache_dtype == "auto":
-            config = replace(config, kv_cache_dtype=artifact.manifest.build.get("kv_cache_dtype", "auto"))
+            config = replace(
+                config, kv_cache_dtype=artifact.manifest.build.get("kv_cache_dtype", "auto")
+            )
         device = pick_device(config.device)
         if config.tp == 1:
             check(artifact)
             return cls.for_rank(artifact, config, device)
-        build_rank_model(artifact, TPGroup(size=config.tp))  # before processes are started: whether it can be split so
+        # before processes are started: whether it can be split so
+        build_rank_model(artifact, TPGroup(size=config.tp))
         workers = TPWorkers(artifact.path, config, rank_devices(device, config.tp))
         try:
             with workers.guard():
@@ -154,14 +172,24 @@ class EngineCore:
             use_threads(config.threads, tp_group.size)
         model = load_model(artifact, device, tp_group)
         manifest = artifact.manifest
-        length, digest, tuning = manifest.max_model_len, manifest.digest(), load_tuning(artifact.path, device)
+        length, digest, tuning = (
+            manifest.max_model_len,
+            manifest.digest(),
+            load_tuning(artifact.path, device),
+        )
         return cls(
-            model, config, max_model_len=length, digest=digest, artifact=artifact, tuning=tuning, tp_group=tp_group
+            model,
+            config,
+            max_model_len=length,
+            digest=digest,
+            artifact=artifact,
+            tuning=tuning,
+            tp_group=tp_group,
         )
 
     def close(self) -> None:
-        """End the other ranks, where there are any; the engine core is of no use then. Called when it is forgotten,
-        too."""
+        """End the other ranks, where there are any; the engine core is of no use then. Called when
+        it is forgotten, too."""
         if self._finalizer is not None:
             self._finalizer()
 
@@ -173,38 +201,57 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether ``step`` has something to do or to return."""
-        return bool(self._events or self._pending or self.scheduler.running or self.scheduler.waiting)
+        return bool(
+            self._events or self._pending or self.scheduler.running or self.scheduler.waiting
+        )
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError where it can never be served."""
         self.input_processor.add(request)
 
     def add_all(self, requests: Iterable[Request]) -> None:
-        """Queue requests that were handed in together: those that may get the longest answers are served first.
+        """Queue requests that were handed in together: those that may get the longest answers are
+        served first.
 
-        All of them are done when the last one is, and a long answer that begins late ends alone, at the price of a
-        whole step for each token. What is drawn at random does not depend on this order. Raises RequestError where one
-        can never be served; those before it in this order stay queued.
+        All of them are done when the last one is, and a long answer that begins late ends alone, at
+        the price of a whole step for each token. What is drawn at random does not depend on this
+        order. Raises RequestError where one can never be served; those before it in this order stay
+        queued.
         """
         self.input_processor.add_all(requests)
 
     def abort(self, request_id: str) -> None:
-        """End a request now; the next step tells ABORT for each of its sequences. Unknown ids are ignored."""
+        """End a request now; the next step tells ABORT for each of its sequences.
+
+        Unknown ids are ignored.
+        """
         seqs = list(self.output_processor.live_sequences.get(request_id, ()))
         beams = bool(seqs) and seqs[0].beam_search is not None
-        ended = range(seqs[0].request.params.n) if beams else [s.index for s in seqs if s.finish_reason is None]
-        self._events += [TokenOutput(request_id, index, None, finish_reason=FinishReason.ABORT) for index in ended]
+        ended = (
+            range(seqs[0].request.params.n)
+            if beams
+            else [s.index for s in seqs if s.finish_reason is None]
+        )
+        self._events += [
+            TokenOutput(request_id, index, None, finish_reason=FinishReason.ABORT)
+            for index in ended
+        ]
         for seq in seqs:
             self.output_processor.finish_sequence(seq, FinishReason.ABORT)
 
     def finish(self, request_id: str, index: int) -> None:
-        """End one sequence (of a beam search: all of it) quietly: a stop string was found in its text."""
+        """End one sequence (of a beam search: all of it) quietly: a stop string was found in its
+        text.
+        """
         for seq in list(self.output_processor.live_sequences.get(request_id, ())):
             if seq.index == index or seq.beam_search is not None:
                 self.output_processor.finish_sequence(seq, FinishReason.STOP)
 
     def step(self) -> list[TokenOutput]:
-        """Schedule, run, sample, and tell what came of it. Raises RankError where another rank has ended."""
+        """Schedule, run, sample, and tell what came of it.
+
+        Raises RankError where another rank has ended.
+        """
         with self.model_runner.guard_ranks():
             return self._step()
 
@@ -221,13 +268,17 @@ class EngineCore:
         return events
 
     def ping(self) -> None:
-        """Wait until every other rank has answered that it lives. Raises RankError where one has ended."""
+        """Wait until every other rank has answered that it lives.
+
+        Raises RankError where one has ended.
+        """
         if self.model_runner.tp_workers is not None:
             with self.model_runner.guard_ranks():
                 self.model_runner.tp_workers.ping()
 
     def on_heartbeat(self, heartbeat: Callable[[], None]) -> None:
-        """Call ``heartbeat`` after every operation from now on, so that who watches a long step sees that it goes on.
+        """Call ``heartbeat`` after every operation from now on, so that who watches a long step
+        sees that it goes on.
 
         Replayed graphs have no operations to see.
         """
@@ -256,25 +307,34 @@ class EngineCore:
         )
 
     def warm_up(self, max_seqs: int | None = None, *, all_specializations: bool = False) -> None:
-        """Capture the graphs for decoding up to ``max_seqs`` sequences now, not when they are first needed.
+        """Capture the graphs for decoding up to ``max_seqs`` sequences now, not when they are first
+        needed.
 
-        all_specializations: meet every kernel that steps with prompts may take as well (``runtime.warmup``) and capture
-        those of short prompts (``runtime.prefill_graphs``), for who serves people: compiling takes half a minute, once
-        a machine.
+        all_specializations: meet every kernel that steps with prompts may take as well
+        (``runtime.warmup``) and capture those of short prompts (``runtime.prefill_graphs``), for
+        who serves people: compiling takes half a minute, once a machine.
         """
         self.vision_runner.warm_up()
         if self.model_runner.decode_graphs is not None:
-            sequences = min(max_seqs or self.config.max_num_seqs, self.model_runner.decode_graphs.max_seqs)
+            sequences = min(
+                max_seqs or self.config.max_num_seqs, self.model_runner.decode_graphs.max_seqs
+            )
             self.model_runner.warm_up(
-                sequences, self.config.max_num_batched_tokens, all_specializations=all_specializations
+                sequences,
+                self.config.max_num_batched_tokens,
+                all_specializations=all_specializations,
             )
 
     def scorer(self) -> TokenScorer:
         """Runs given tokens through the engine's own pages, for measuring; see ``TokenScorer``."""
-        return TokenScorer(self.model_runner, self.scheduler, self._rope_rule, self.config.max_num_batched_tokens)
+        return TokenScorer(
+            self.model_runner, self.scheduler, self._rope_rule, self.config.max_num_batched_tokens
+        )
 
     def score(self, ids: list[list[int]], decode_from: int | None = None) -> list[torch.Tensor]:
-        """Logits [T, V] float32 on the CPU of each list of ids; from ``decode_from`` on token by token."""
+        """Logits [T, V] float32 on the CPU of each list of ids; from ``decode_from`` on token by
+        token.
+        """
         return self.scorer().logits(ids, decode_from)
 
     def trace(
@@ -286,7 +346,8 @@ class EngineCore:
         before: PreHook | None = None,
         after: PostHook | None = None,
     ) -> dict[str, list[Any]]:
-        """Score ``ids`` and keep the outputs of the modules whose names match ``pattern``, one per step, on the CPU.
+        """Score ``ids`` and keep the outputs of the modules whose names match ``pattern``, one per
+        step, on the CPU.
 
         before and after are called for every module, as in ``ModelRunner.forward_hooks``.
         """

@@ -13,7 +13,9 @@ PostHook = Callable[[str, tuple[Any, ...], Any], None]
 
 
 @contextlib.contextmanager
-def attach_forward_hooks(model: nn.Module, before: PreHook | None, after: PostHook | None) -> Iterator[None]:
+def attach_forward_hooks(
+    model: nn.Module, before: PreHook | None, after: PostHook | None
+) -> Iterator[None]:
     """before: (name, args) → other arguments, or None to keep them. after: (name, args, output)."""
     handles = []
     for name, module in model.named_modules():

@@ -1,4 +1,6 @@
-"""What a request becomes: sequences with their limit, seed and guide, queued in an order of service."""
+"""What a request becomes: sequences with their limit, seed and guide, queued in an order of
+service.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ from modelmill.runtime.vision_runner import VisionEncoderRunner
 class InputProcessor:
     """Numbers requests as they come: the order of service and the random numbers follow from that.
 
-    guide_factory: what makes a guide of a request's grammar, given by who opens an engine; None: no structured output.
-    """
+    guide_factory: what makes a guide of a request's grammar, given by who opens an engine; None: no
+    structured output."""
 
     def __init__(
         self,
@@ -72,7 +74,10 @@ class InputProcessor:
         return left if allowed is None else min(allowed, left)
 
     def _enqueue(self, request: Request, arrival: int, number: int) -> None:
-        """arrival: its place in the order of service. number: what its random numbers follow from."""
+        """arrival: its place in the order of service.
+
+        number: what its random numbers follow from.
+        """
         params = request.params.with_defaults({})
         if params is not request.params:
             request = replace(request, params=params)

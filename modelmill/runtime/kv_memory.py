@@ -31,7 +31,8 @@ def num_kv_pages(
 ) -> int:
     """Pages of the KV cache of a loaded model: what was asked for, or what its device has free.
 
-    Raises CapacityError where not even one sequence, or one step, fits, or where more is asked for than there is.
+    Raises CapacityError where not even one sequence, or one step, fits, or where more is asked for
+    than there is.
     """
     weights, device = weight_bytes(model), model_device(model)
     if config.kv_cache_bytes is not None:
@@ -41,7 +42,8 @@ def num_kv_pages(
             free = free_cuda_bytes(model, ops, config, device, config.max_num_seqs, tp_group)
         except torch.OutOfMemoryError:
             raise CapacityError(
-                f"a step of {config.max_num_batched_tokens} tokens does not fit beside {weights / _GIB:.2f} GiB of "
+                f"a step of {config.max_num_batched_tokens} tokens does not fit beside "
+                f"{weights / _GIB:.2f} GiB of "
                 "weights; lower --max-num-batched-tokens or --max-num-seqs"
             ) from None
     else:
@@ -50,7 +52,9 @@ def num_kv_pages(
     assert isinstance(shape, KVShape)
     pages = kv_pages_for_bytes(shape, kv_dtype, config, max_model_len, free, weights, tp_group)
     if device == "cpu":
-        _check_fits_in_ram((pages + 1) * shape.page_bytes(config.page_size, kv_dtype) * tp_group.size)
+        _check_fits_in_ram(
+            (pages + 1) * shape.page_bytes(config.page_size, kv_dtype) * tp_group.size
+        )
     return pages
 
 
@@ -63,10 +67,12 @@ def kv_pages_for_bytes(
     weights: int = 0,
     tp_group: TPGroup = SINGLE_RANK,
 ) -> int:
-    """Pages for ``free_bytes`` bytes, or for ``config.kv_cache_bytes``; no more than the limits can ever use.
+    """Pages for ``free_bytes`` bytes, or for ``config.kv_cache_bytes``; no more than the limits can
+    ever use.
 
-    tp_group: the page of a sequence has the same number on every rank, so all have as many as the one with the fewest.
-    Raises CapacityError where not even one sequence of ``max_model_len`` tokens fits.
+    tp_group: the page of a sequence has the same number on every rank, so all have as many as the
+    one with the fewest. Raises CapacityError where not even one sequence of ``max_model_len``
+    tokens fits.
     """
     size = shape.page_bytes(config.page_size, dtype)
     per_seq = -(-max_model_len // config.page_size)
@@ -76,10 +82,15 @@ def kv_pages_for_bytes(
     if pages < per_seq:
         max_len = max(pages, 0) * config.page_size
         source = "free memory gives" if config.kv_cache_bytes is None else "--kv-cache-bytes gives"
-        advice = f"--max-model-len {max_len} would fit" if max_len else "free memory or use a smaller model or dtype"
+        advice = (
+            f"--max-model-len {max_len} would fit"
+            if max_len
+            else "free memory or use a smaller model or dtype"
+        )
         beside_weights = f" beside {format_bytes(weights)} of weights" if weights else ""
         raise CapacityError(
-            f"one sequence of {max_model_len} tokens needs {format_bytes((per_seq + 1) * size)} of KV cache, "
+            f"one sequence of {max_model_len} tokens needs {format_bytes((per_seq + 1) * size)} "
+            "of KV cache, "
             f"{source} {format_bytes(max(given, 0))}{beside_weights}; {advice}"
         )
     return pages
@@ -97,25 +108,37 @@ def max_idle_pages(config: RunConfig, pages: int, page_bytes: int, device: str) 
 
 
 def _check_fits_in_ram(required_bytes: int) -> None:
-    """Pages in RAM are backed as they are written: too many would end the process in the middle of an answer."""
+    """Pages in RAM are backed as they are written: too many would end the process in the middle of
+    an answer.
+    """
     total = memory_limits.available_memory().total
     if required_bytes > total:
         raise CapacityError(
-            f"the KV cache would take {format_bytes(required_bytes)}, and this process may have {format_bytes(total)}; "
+            f"the KV cache would take {format_bytes(required_bytes)}, and this process may have "
+            f"{format_bytes(total)}; "
             "lower --kv-cache-bytes"
         )
 
 
 def free_cpu_bytes(ranks: int = 1, reserved_bytes: int = 0) -> int:
-    """Bytes of RAM that a KV cache may take: a share, since pages are only backed by memory once they are written.
+    """Bytes of RAM that a KV cache may take: a share, since pages are only backed by memory once
+    they are written.
 
     reserved_bytes: bytes that are for others.
     """
-    return int(max(memory_limits.available_memory().free - reserved_bytes, 0) * CPU_MEMORY_FRACTION) // ranks
+    return (
+        int(max(memory_limits.available_memory().free - reserved_bytes, 0) * CPU_MEMORY_FRACTION)
+        // ranks
+    )
 
 
 def free_cuda_bytes(
-    model: nn.Module, ops: Ops, config: RunConfig, device: str, max_logit_rows: int, tp_group: TPGroup = SINGLE_RANK
+    model: nn.Module,
+    ops: Ops,
+    config: RunConfig,
+    device: str,
+    max_logit_rows: int,
+    tp_group: TPGroup = SINGLE_RANK,
 ) -> int:
     """Bytes left for KV pages after weights and the largest step, measured by running one.
 
@@ -135,16 +158,27 @@ def free_cuda_bytes(
     reserve = (
         _GIB // 2
         + peak // 8
-        + (prefill_graphs.MAX_GRAPH_BYTES if prefill_graphs.prefill_graphs_enabled(config, tp_group) else 0)
+        + (
+            prefill_graphs.MAX_GRAPH_BYTES
+            if prefill_graphs.prefill_graphs_enabled(config, tp_group)
+            else 0
+        )
     )
     return int(total * config.gpu_memory_utilization) - (total - free) - peak - reserve
 
 
 @torch.inference_mode()
 def _run_largest_step(
-    model: nn.Module, ops: Ops, config: RunConfig, device: str, max_logit_rows: int, tp_group: TPGroup
+    model: nn.Module,
+    ops: Ops,
+    config: RunConfig,
+    device: str,
+    max_logit_rows: int,
+    tp_group: TPGroup,
 ) -> None:
-    """As many tokens as a step may hold, in sequences of one page that all write to the same page."""
+    """As many tokens as a step may hold, in sequences of one page that all write to the same
+    page.
+    """
     size, shape = config.page_size, model.kv
     assert isinstance(shape, KVShape)
     dtype = kv_cache_dtype(config.kv_cache_dtype, activation_dtype(model))
@@ -180,7 +214,9 @@ def model_device(model: nn.Module) -> str:
 
 
 def activation_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of a model's activations, and of its KV cache unless that is kept in 8 bits: the embedding's."""
+    """The dtype of a model's activations, and of its KV cache unless that is kept in 8 bits: the
+    embedding's.
+    """
     weight = model.embed.weight  # type: ignore[union-attr]
     assert isinstance(weight, torch.Tensor)
     return weight.dtype

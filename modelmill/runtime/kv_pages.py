@@ -1,12 +1,15 @@
 """The pool of KV pages: free list, reference counts and the prefix cache.
 
-A page is free, held by one or more sequences, or idle: unreferenced but still holding the keys and values of a known
-prefix. Idle pages are found again by their sha256 chain key and are evicted, least recently used first, when no page
-is free. Pages are only shared when full, or between forks; a fork that writes into a shared page gets its own copy.
+A page is free, held by one or more sequences, or idle: unreferenced but still holding the keys and
+values of a known prefix. Idle pages are found again by their sha256 chain key and are evicted,
+least recently used first, when no page
+is free. Pages are only shared when full, or between forks; a fork that writes into a shared page
+gets its own copy.
 
-In RAM a page takes memory from when it is first written. So pages that were given back are taken again before any that
-nobody has had, and once ``max_idle`` pages are idle, they are evicted before a new one is taken: a server takes what
-its answers hold at once and the prefixes that it may keep, however many tokens go through it.
+In RAM a page takes memory from when it is first written. So pages that were given back are taken
+again before any that nobody has had, and once ``max_idle`` pages are idle, they are evicted before
+a new one is taken: a server takes what its answers hold at once and the prefixes that it may keep,
+however many tokens go through it.
 """
 
 from __future__ import annotations
@@ -24,8 +27,12 @@ def root_key(model: str, cache_salt: str) -> bytes:
     return hashlib.sha256(f"{len(model)}:{model}:{cache_salt}".encode()).digest()
 
 
-def page_key(parent: bytes, tokens: Iterable[int], rope_keys: Iterable[int], embedding_key: str = "") -> bytes:
-    """The key of a full page: its parent's key, its token ids, their rope keys, and foreign content in it."""
+def page_key(
+    parent: bytes, tokens: Iterable[int], rope_keys: Iterable[int], embedding_key: str = ""
+) -> bytes:
+    """The key of a full page: its parent's key, its token ids, their rope keys, and foreign content
+    in it.
+    """
     state = hashlib.sha256(parent)
     state.update(array("q", tokens).tobytes())
     rope = array("q", rope_keys)
@@ -65,7 +72,10 @@ class PagePool:
         return len(self._page_by_key)
 
     def alloc(self) -> int | None:
-        """A page for one holder; None where all are held. Evicts the least recently used idle page if it must."""
+        """A page for one holder; None where all are held.
+
+        Evicts the least recently used idle page if it must.
+        """
         new = self.count - self.num_touched
         # those that nobody has had lie below the others
         if len(self._free) > new or (new and not (self._idle and len(self._idle) >= self.max_idle)):
@@ -120,7 +130,9 @@ class PagePool:
 
 
 class PageTables:
-    """Page numbers of the running sequences: ``table`` is [rows, pages] int32, kept as pages come and go."""
+    """Page numbers of the running sequences: ``table`` is [rows, pages] int32, kept as pages come
+    and go.
+    """
 
     def __init__(self, rows: int, width: int) -> None:
         self.table = np.zeros((rows, width), dtype=np.int32)

@@ -1,4 +1,5 @@
-"""What a checkpoint's generation_config does to logits before a token is picked, as transformers computes it.
+"""What a checkpoint's generation_config does to logits before a token is picked, as transformers
+computes it.
 
 Functions over one row, [V] float32 (of beams: their log-probabilities), changed in place.
 """
@@ -17,13 +18,18 @@ _NEG_INF = float("-inf")
 
 
 def active_processors(seq: Sequence) -> LogitsProcessors | None:
-    """What changes the logits of a sequence; None where nothing does. A grammar alone says what may come."""
+    """What changes the logits of a sequence; None where nothing does.
+
+    A grammar alone says what may come.
+    """
     found = seq.request.params.logits_processors
     return found if found and seq.guide is None else None
 
 
 def history_ids(seq: Sequence) -> list[int]:
-    """The sequence's tokens that count as ids in the original: without pictures, and of some prompts none."""
+    """The sequence's tokens that count as ids in the original: without pictures, and of some
+    prompts none.
+    """
     if not seq.request.penalize_prompt:
         return seq.tokens[seq.prompt_len :]
     if not seq.request.embedding_spans:
@@ -36,7 +42,9 @@ def history_ids(seq: Sequence) -> list[int]:
 
 def apply_before_penalties(row: torch.Tensor, seq: Sequence, processors: LogitsProcessors) -> None:
     """What transformers computes before the repetition penalty."""
-    _add_sequence_bias(row, history_ids(seq) if processors.depends_on_tokens else [], processors.sequence_bias)
+    _add_sequence_bias(
+        row, history_ids(seq) if processors.depends_on_tokens else [], processors.sequence_bias
+    )
     if processors.encoder_repetition_penalty != 1.0:
         ids = _unique_prompt_ids(seq, row)
         # the opposite of a repetition penalty: what the prompt holds becomes likelier
@@ -53,7 +61,11 @@ def apply_after_penalties(row: torch.Tensor, seq: Sequence, processors: LogitsPr
         _ban_ids(row, banned_ngram_ids(tokens, tokens, processors.no_repeat_ngram_size))
         prompt = tokens[: len(tokens) - (len(seq.tokens) - seq.prompt_len)]
         _ban_ids(row, banned_ngram_ids(prompt, tokens, processors.encoder_no_repeat_ngram_size))
-        words = ((word, _NEG_INF) for word in processors.bad_words_ids if not (len(word) == 1 and word[0] in ends))
+        words = (
+            (word, _NEG_INF)
+            for word in processors.bad_words_ids
+            if not (len(word) == 1 and word[0] in ends)
+        )
         _add_sequence_bias(row, tokens.tolist(), words)
     else:
         _ban_ids(row, (word[0] for word in processors.bad_words_ids if word[0] not in ends))
@@ -80,7 +92,9 @@ def apply_after_min_tokens(row: torch.Tensor, seq: Sequence, processors: LogitsP
 
 
 def banned_ngram_ids(source: np.ndarray, tokens: np.ndarray, ngram_size: int) -> np.ndarray:
-    """Tokens [n] int64 that would end an n-gram of ``source`` [S], ``tokens`` [T] being what was written so far."""
+    """Tokens [n] int64 that would end an n-gram of ``source`` [S], ``tokens`` [T] being what was
+    written so far.
+    """
     if not 0 < ngram_size <= len(source) or len(tokens) + 1 < ngram_size:
         return np.zeros(0, dtype=np.int64)
     ends = source[ngram_size - 1 :]
@@ -92,17 +106,25 @@ def banned_ngram_ids(source: np.ndarray, tokens: np.ndarray, ngram_size: int) ->
 
 def _num_uncounted(seq: Sequence) -> int:
     """Tokens of the prompt that are no ids in the original."""
-    return seq.prompt_len if not seq.request.penalize_prompt else sum(i.length for i in seq.request.embedding_spans)
+    return (
+        seq.prompt_len
+        if not seq.request.penalize_prompt
+        else sum(i.length for i in seq.request.embedding_spans)
+    )
 
 
 def _unique_prompt_ids(seq: Sequence, row: torch.Tensor) -> torch.Tensor:
     """The prompt's ids, each once."""
     answer = len(seq.tokens) - seq.prompt_len
     tokens = history_ids(seq)
-    return torch.tensor(sorted(set(tokens[: len(tokens) - answer])), dtype=torch.int64, device=row.device)
+    return torch.tensor(
+        sorted(set(tokens[: len(tokens) - answer])), dtype=torch.int64, device=row.device
+    )
 
 
-def _add_sequence_bias(row: torch.Tensor, tokens: list[int], words: Iterable[tuple[tuple[int, ...], float]]) -> None:
+def _add_sequence_bias(
+    row: torch.Tensor, tokens: list[int], words: Iterable[tuple[tuple[int, ...], float]]
+) -> None:
     """Add to the logits of words' last tokens where the others stand at the end of ``tokens``."""
     bias: dict[int, float] = {}
     for word, value in words:

@@ -8,10 +8,11 @@ from modelmill.core.types import Logprob
 
 
 def logprob_table(logits: torch.Tensor, chosen: torch.Tensor, top: int) -> torch.Tensor:
-    """Per row: the chosen token's id, log-probability and rank, then the ``top`` most likely ids and their values.
+    """Per row: the chosen token's id, log-probability and rank, then the ``top`` most likely ids
+    and their values.
 
-    logits: [R, V] float32. chosen: [R] int64. Returns [R, 3 + 2·top] float64 (ids are exact there), ready for one copy.
-    """
+    logits: [R, V] float32. chosen: [R] int64. Returns [R, 3 + 2·top] float64 (ids are exact there),
+    ready for one copy."""
     logs = logits.log_softmax(-1)
     mine = logs.gather(1, chosen[:, None])
     rank = (logs > mine).sum(-1, keepdim=True) + 1
@@ -23,7 +24,8 @@ def logprob_table(logits: torch.Tensor, chosen: torch.Tensor, top: int) -> torch
 
 
 def read_logprobs(row: list[float], top: int) -> dict[int, Logprob]:
-    """One row of a ``logprob_table``: the ``top`` most likely tokens and the chosen one, by id, most likely first.
+    """One row of a ``logprob_table``: the ``top`` most likely tokens and the chosen one, by id,
+    most likely first.
 
     ``top`` may be lower than the table's.
     """

@@ -22,36 +22,48 @@ TIED_HEAD_ALIASES = {"head.weight": "embed.weight"}
 
 
 def build_model(model_type: str, config: Mapping[str, object]) -> nn.Module:
-    """The model of a family, its weights without memory. Raises IncompatibleArtifact for an unknown family."""
+    """The model of a family, its weights without memory.
+
+    Raises IncompatibleArtifact for an unknown family.
+    """
     module = find_module("modelmill.models", model_type)
     if module is None:
         known = ", ".join(module_names("modelmill.models"))
-        raise IncompatibleArtifact(f"the engine is of family {model_type!r}, known here are {known}; update modelmill")
+        raise IncompatibleArtifact(
+            f"the engine is of family {model_type!r}, known here are {known}; update modelmill"
+        )
     return module.Model(module.config_from_hf(config))
 
 
 def load_model(artifact: Artifact, device: str, tp_group: TPGroup = SINGLE_RANK) -> nn.Module:
     """The engine's model with its weights on ``device``; on the CPU they stay views of the files.
 
-    tp_group: only this rank's part is read. Raises CorruptArtifact where tensors are missing, left over or of a wrong
-    shape, UsageError where the model cannot be split so often.
+    tp_group: only this rank's part is read. Raises CorruptArtifact where tensors are missing, left
+    over or of a wrong shape, UsageError where the model cannot be split so often.
     """
     model, manifest = build_rank_model(artifact, tp_group), artifact.manifest
     if manifest.aliases not in ({}, TIED_HEAD_ALIASES):
-        raise CorruptArtifact(f"{artifact.path} shares other tensors than head and embedding; rebuild the engine")
+        raise CorruptArtifact(
+            f"{artifact.path} shares other tensors than head and embedding; rebuild the engine"
+        )
     computed = {name for name, buffer in model.named_buffers() if not buffer.is_meta}
-    fill_weights(model, artifact.tensor, artifact.names(), manifest.weight_formats, manifest.aliases, device)
+    fill_weights(
+        model, artifact.tensor, artifact.names(), manifest.weight_formats, manifest.aliases, device
+    )
     _check_dtypes(model, artifact, computed)
     return model
 
 
 def _check_dtypes(model: nn.Module, artifact: Artifact, computed: set[str]) -> None:
-    """Raise CorruptArtifact for a tensor of another dtype than the build's: kernels read what they are told to.
+    """Raise CorruptArtifact for a tensor of another dtype than the build's: kernels read what they
+    are told to.
 
     computed: buffers that come from no file.
     """
     manifest = artifact.manifest
-    float32_tensors = getattr(find_module("modelmill.models", manifest.model_type), "FLOAT32_TENSORS", ())
+    float32_tensors = getattr(
+        find_module("modelmill.models", manifest.model_type), "FLOAT32_TENSORS", ()
+    )
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in base.FLOAT_DTYPES}
     build_dtype = dtypes.get(str(manifest.build.get("dtype")))
     stored = {name: buffer for name, buffer in model.named_buffers() if name not in computed}
@@ -60,17 +72,25 @@ def _check_dtypes(model: nn.Module, artifact: Artifact, computed: set[str]) -> N
             parts: tuple[Any, ...] = getattr(module.weight, "parts", (module.weight,))
             stored |= {f"{name}.weight": part.weight for part in parts if part.format == "dense"}
     for name, tensor in stored.items():
-        expected = torch.float32 if any(re.fullmatch(pattern, name) for pattern in float32_tensors) else build_dtype
+        expected = (
+            torch.float32
+            if any(re.fullmatch(pattern, name) for pattern in float32_tensors)
+            else build_dtype
+        )
         if tensor.dtype != expected:
             found = str(tensor.dtype).removeprefix("torch.")
             raise CorruptArtifact(
-                f"{artifact.path}: {name} is stored as {found} in an engine of {manifest.build.get('dtype')!r}; "
+                f"{artifact.path}: {name} is stored as {found} in an engine of "
+                f"{manifest.build.get('dtype')!r}; "
                 "rebuild the engine"
             )
 
 
 def build_rank_model(artifact: Artifact, tp_group: TPGroup) -> nn.Module:
-    """What a rank computes of the engine's model, without memory. Raises UsageError where it cannot be split so."""
+    """What a rank computes of the engine's model, without memory.
+
+    Raises UsageError where it cannot be split so.
+    """
     manifest = artifact.manifest
     model = build_model(manifest.model_type, manifest.config)
     shard_model(model, tp_group, lambda name: _column_alignment(artifact, name))
@@ -80,13 +100,19 @@ def build_rank_model(artifact: Artifact, tp_group: TPGroup) -> nn.Module:
 def _column_alignment(artifact: Artifact, linear: str) -> int:
     """At which multiples the columns of a stored weight may be cut."""
     prefix = linear + "."
-    suffixes = [n.removeprefix(prefix) for n in artifact.names() if n.startswith(prefix) and n != f"{linear}.bias"]
+    suffixes = [
+        n.removeprefix(prefix)
+        for n in artifact.names()
+        if n.startswith(prefix) and n != f"{linear}.bias"
+    ]
     views = {s: artifact.tensor(prefix + s) for s in suffixes}
     weight_format = artifact.manifest.weight_formats.get(linear, "dense")
     try:
         return base.from_tensors(weight_format, views).alignment if views else 1
     except KeyError as missing:
-        raise CorruptArtifact(f"the engine lacks the tensor {prefix}{missing.args[0]}; rebuild it") from None
+        raise CorruptArtifact(
+            f"the engine lacks the tensor {prefix}{missing.args[0]}; rebuild it"
+        ) from None
 
 
 def fill_weights(
@@ -99,8 +125,9 @@ def fill_weights(
 ) -> None:
     """Put every tensor in its place, one at a time.
 
-    read_tensor: tensor by name. names: all that there are. weight_formats: linear module → how its weight is held
-    ("dense" where it is not named). aliases: tensor name → the tensor whose memory it shares.
+    read_tensor: tensor by name. names: all that there are. weight_formats: linear module → how its
+    weight is held ("dense" where it is not named). aliases: tensor name → the tensor whose memory
+    it shares.
     """
     store = _TensorStore(read_tensor, set(names), aliases, device)
     for name, module in model.named_modules():
@@ -110,7 +137,9 @@ def fill_weights(
         _fill_buffer(model, name, buffer, store)
     left = sorted(store.names - store.used)
     if left:
-        raise CorruptArtifact(f"the engine holds tensors that the model does not know: {_join_first(left)}; rebuild it")
+        raise CorruptArtifact(
+            f"the engine holds tensors that the model does not know: {_join_first(left)}; rebuild it"  # noqa: E501
+        )
     model.eval().requires_grad_(False)
 
 
@@ -118,9 +147,18 @@ class _TensorStore:
     """Tensors by name on the device; those that others share are kept to be handed out again."""
 
     def __init__(
-        self, read_tensor: Callable[[str], torch.Tensor], names: set[str], aliases: Mapping[str, str], device: str
+        self,
+        read_tensor: Callable[[str], torch.Tensor],
+        names: set[str],
+        aliases: Mapping[str, str],
+        device: str,
     ) -> None:
-        self.read_tensor, self.names, self.aliases, self.device = read_tensor, names, aliases, device
+        self.read_tensor, self.names, self.aliases, self.device = (
+            read_tensor,
+            names,
+            aliases,
+            device,
+        )
         self.used: set[str] = set()
         self._shared: dict[str, torch.Tensor] = {}
         self._alias_targets = set(aliases.values())
@@ -157,10 +195,14 @@ def _fill_linear(name: str, module: Linear, store: _TensorStore, weight_format: 
     try:
         module.weight = weight = base.from_tensors(weight_format, tensors)
     except KeyError as missing:
-        raise CorruptArtifact(f"the engine lacks the tensor {name}.{missing.args[0]}; rebuild it") from None
+        raise CorruptArtifact(
+            f"the engine lacks the tensor {name}.{missing.args[0]}; rebuild it"
+        ) from None
     full_shape = tuple(module.shape if shard is None else shard.full_shape)
     if tuple(weight.shape) != full_shape:
-        raise CorruptArtifact(f"{name} has shape {tuple(weight.shape)} instead of {full_shape}; rebuild the engine")
+        raise CorruptArtifact(
+            f"{name} has shape {tuple(weight.shape)} instead of {full_shape}; rebuild the engine"
+        )
     if shard is not None:
         if not shard.has_bias:
             store.used.add(f"{name}.bias")  # another rank adds it
@@ -180,7 +222,8 @@ def _fill_buffer(model: nn.Module, name: str, buffer: torch.Tensor, store: _Tens
         tensor = base.slice_tensor(tensor, shard.rows)
     if tensor.shape != buffer.shape:
         raise CorruptArtifact(
-            f"{name} has shape {tuple(tensor.shape)} instead of {tuple(buffer.shape)}; rebuild the engine"
+            f"{name} has shape {tuple(tensor.shape)} instead of {tuple(buffer.shape)}; rebuild "
+            "the engine"
         )
     setattr(module, leaf, tensor)
 

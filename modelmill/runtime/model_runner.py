@@ -1,7 +1,8 @@
 """Runs steps: model, KV pages and ops together, by graph where one serves.
 
-``launch`` starts a scheduled step and returns without waiting; its ``PendingStep`` is read later. Sampled ids stay on
-the device as well (``last_ids``), from where the next step may take them before the host has seen them.
+``launch`` starts a scheduled step and returns without waiting; its ``PendingStep`` is read later.
+Sampled ids stay on the device as well (``last_ids``), from where the next step may take them before
+the host has seen them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ from modelmill.runtime import logprobs, warmup
 from modelmill.runtime.batch import LogitRows, PackedBatch, Packer
 from modelmill.runtime.decode_graphs import GREEDY, LOGITS, SAMPLED, DecodeGraphs, NotCapturable
 from modelmill.runtime.forward_hooks import PostHook, PreHook, attach_forward_hooks
-from modelmill.runtime.pending_step import PendingStep, PromptLogprobs, StepRows, assign_rows, pool_states
+from modelmill.runtime.pending_step import (
+    PendingStep,
+    PromptLogprobs,
+    StepRows,
+    assign_rows,
+    pool_states,
+)
 from modelmill.runtime.prefill_graphs import CAPTURE_AFTER_USES, PrefillGraphs
 from modelmill.runtime.sampler import Sampler, SamplingBatch
 from modelmill.runtime.scheduler import Schedule
@@ -34,7 +41,8 @@ from modelmill.runtime.step_commands import COPY, FORWARD, StepCommand
 _log = log.get_logger(__name__)
 # widths of chunks and numbers of sequences between which kernels change their tiles
 WARMUP_QUERY_LENS, WARMUP_BATCH_SIZES = (16, 64, 512), (1, 2, 17)
-# and such as prompts beside answers give: kernels may be compiled anew for counts that are no multiple of 16
+# and such as prompts beside answers give: kernels may be compiled anew for counts that are no
+# multiple of 16
 WARMUP_ODD_STEPS = ((37, 9), (137, 9), (501, 17))
 
 
@@ -49,11 +57,11 @@ class TPBroadcaster(Protocol):
 
 
 class ModelRunner:
-    """What is needed to run a step. ``decode_graphs`` and ``prefill_graphs`` are None where there are none (CPU, or
-    switched off; of prompts also where there are several ranks).
+    """What is needed to run a step. ``decode_graphs`` and ``prefill_graphs`` are None where there
+    are none (CPU, or switched off; of prompts also where there are several ranks).
 
-    Of several ranks, rank 0 launches; through ``tp_workers`` every step reaches the others, where ``tp_worker`` runs
-    it.
+    Of several ranks, rank 0 launches; through ``tp_workers`` every step reaches the others, where
+    ``tp_worker`` runs it.
     """
 
     def __init__(
@@ -90,8 +98,12 @@ class ModelRunner:
         return self.model(self._step(batch))
 
     @torch.inference_mode()
-    def hidden_states(self, batch: PackedBatch, num_state_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logits of the wanted rows but the last ``num_state_rows``, hidden states [num_state_rows, H] of those)."""
+    def hidden_states(
+        self, batch: PackedBatch, num_state_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits of the wanted rows but the last ``num_state_rows``, hidden states
+        [num_state_rows, H] of those).
+        """
         step = self._step(batch)
         x = self.model.hidden_states(step)  # type: ignore[operator]
         rest = len(x) - num_state_rows
@@ -131,9 +143,13 @@ class ModelRunner:
                 self._disable_graphs(error)
                 return
         if command.num_kept_ids:
-            self._store_last_ids(batch, torch.empty(command.num_kept_ids, dtype=torch.int64, device=self.device))
+            self._store_last_ids(
+                batch, torch.empty(command.num_kept_ids, dtype=torch.int64, device=self.device)
+            )
 
-    def _broadcast_step(self, batch: PackedBatch, command: str, num_kept_ids: int = 0, num_state_rows: int = 0) -> None:
+    def _broadcast_step(
+        self, batch: PackedBatch, command: str, num_kept_ids: int = 0, num_state_rows: int = 0
+    ) -> None:
         """Have the other ranks, where there are any, run this batch, which was packed last."""
         if self.tp_workers is None:
             return
@@ -174,8 +190,12 @@ class ModelRunner:
         if not (self._can_replay(schedule, rows) and self._replay_graph(pending, sampling)):
             logit_rows = [*rows.sample_rows]
             logit_rows += [row for members in rows.beam_rows.values() for _, row in members]
-            logit_rows += [r for _, start, count, _ in rows.prompt_rows for r in range(start, start + count)]
-            logit_rows += [r for _, start, count in rows.pooled_rows for r in range(start, start + count)]
+            logit_rows += [
+                r for _, start, count, _ in rows.prompt_rows for r in range(start, start + count)
+            ]
+            logit_rows += [
+                r for _, start, count in rows.pooled_rows for r in range(start, start + count)
+            ]
             keep_slots = [s.table_row for s in rows.seqs]
             for leader, siblings in schedule.forks.items():
                 at = rows.seqs.index(leader)
@@ -189,12 +209,18 @@ class ModelRunner:
                 prefill_pad=prefill_pad,
             )
             self._forward_and_sample(
-                pending, rows, sampling, batch, self.forward if prefill_pad is None else self._forward_prefill
+                pending,
+                rows,
+                sampling,
+                batch,
+                self.forward if prefill_pad is None else self._forward_prefill,
             )
         if self.packer.cuda:
             pending.ids = None if pending.ids is None else pending.ids.to("cpu", non_blocking=True)
             pending.logprob_table = (
-                None if pending.logprob_table is None else pending.logprob_table.to("cpu", non_blocking=True)
+                None
+                if pending.logprob_table is None
+                else pending.logprob_table.to("cpu", non_blocking=True)
             )
             for pooled in pending.pooled_states:
                 pooled.state_sum = pooled.state_sum.to("cpu", non_blocking=True)
@@ -204,11 +230,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self, max_seqs: int, max_tokens: int, *, all_specializations: bool = False) -> None:
-        """Record the greedy decode graphs of every size up to ``max_seqs``, for the shortest contexts.
+        """Record the greedy decode graphs of every size up to ``max_seqs``, for the shortest
+        contexts.
 
-        Before that, steps with prompts of every kind that kernels know apart: some are compiled when first met.
-        all_specializations: attention, and products of up to ``max_tokens`` tokens, in all of their forms, too, and
-        graphs of short prompts.
+        Before that, steps with prompts of every kind that kernels know apart: some are compiled
+        when first met. all_specializations: attention, and products of up to ``max_tokens`` tokens,
+        in all of their forms, too, and graphs of short prompts.
         """
         for query in WARMUP_QUERY_LENS:
             for seqs in WARMUP_BATCH_SIZES:
@@ -221,10 +248,16 @@ class ModelRunner:
         self.ops = usual_ops
         if all_specializations:
             columns = self.packer.tables.table.shape[1]
-            warmup.warm_up_attention(self.ops, attention, max_seqs, columns * self.packer.page_size, columns)
+            warmup.warm_up_attention(
+                self.ops, attention, max_seqs, columns * self.packer.page_size, columns
+            )
             warmup.warm_up_gemms(self.ops, gemms, max_tokens)
             self._capture_prefill_graphs()
-        for size in [s for s in self.decode_graphs.sizes if s <= max_seqs] if self.decode_graphs is not None else []:
+        for size in (
+            [s for s in self.decode_graphs.sizes if s <= max_seqs]
+            if self.decode_graphs is not None
+            else []
+        ):
             assert self.decode_graphs is not None
             batch = self.packer.pack([], LogitRows([], []), self.decode_graphs.padded_size(size, 1))
             try:
@@ -237,7 +270,9 @@ class ModelRunner:
 
     def _capture_prefill_graphs(self) -> None:
         """Graphs of prompts of every size."""
-        for size, bound in self.prefill_graphs.all_sizes() if self.prefill_graphs is not None else ():
+        for size, bound in (
+            self.prefill_graphs.all_sizes() if self.prefill_graphs is not None else ()
+        ):
             for _ in range(CAPTURE_AFTER_USES):
                 self._forward_prefill(self.packer.dummy_batch(size, 1, bound))
 
@@ -251,18 +286,24 @@ class ModelRunner:
             return
         pairs = torch.tensor(page_pairs, dtype=torch.int64)
         if self.tp_workers is not None:
-            self.tp_workers.broadcast(StepCommand(COPY, pairs.numel()), pairs.numpy().data.cast("B"))
+            self.tp_workers.broadcast(
+                StepCommand(COPY, pairs.numel()), pairs.numpy().data.cast("B")
+            )
         pairs = pairs.to(self.device)
         source, target = pairs[:, 0], pairs[:, 1]
         for cache in self.kv.tensors:
             cache[target] = cache[source]
 
     @contextlib.contextmanager
-    def forward_hooks(self, before: PreHook | None = None, after: PostHook | None = None) -> Iterator[None]:
-        """See every module at work, by its name in the model; graphs and fused layers are off meanwhile.
+    def forward_hooks(
+        self, before: PreHook | None = None, after: PostHook | None = None
+    ) -> Iterator[None]:
+        """See every module at work, by its name in the model; graphs and fused layers are off
+        meanwhile.
 
-        before: (name, args) → other arguments, or None to keep them. after: (name, args, output). Raises UsageError
-        where a module is spread over several ranks, none of which sees the whole of it.
+        before: (name, args) → other arguments, or None to keep them. after: (name, args, output).
+        Raises UsageError where a module is spread over several ranks, none of which sees the whole
+        of it.
         """
         if self.tp_group.size > 1:
             raise UsageError("single modules can be watched on one rank only; use --tp 1")
@@ -312,7 +353,9 @@ class ModelRunner:
         return True
 
     def _prefill_pad(self, schedule: Schedule, rows: StepRows) -> tuple[int, int] | None:
-        """What a step of one prompt alone is filled up to (``prefill_graphs``); None for all others."""
+        """What a step of one prompt alone is filled up to (``prefill_graphs``); None for all
+        others.
+        """
         if self.prefill_graphs is None or self.hooked or len(schedule.work) != 1 or schedule.forks:
             return None
         seq, count = schedule.work[0]
@@ -340,7 +383,9 @@ class ModelRunner:
         forward: Callable[[PackedBatch], torch.Tensor],
     ) -> None:
         n = len(step_rows.seqs)
-        self._broadcast_step(batch, FORWARD, n if self.keep_last_ids else 0, step_rows.num_state_rows)
+        self._broadcast_step(
+            batch, FORWARD, n if self.keep_last_ids else 0, step_rows.num_state_rows
+        )
         if step_rows.num_state_rows:
             logits, states = self.hidden_states(batch, step_rows.num_state_rows)
             pending.pooled_states = pool_states(step_rows, states)
@@ -355,17 +400,23 @@ class ModelRunner:
         for members in step_rows.beam_rows.values():
             seqs = [seq for seq, _ in members]
             beam_order = [seqs.index(s) for s in seqs[0].siblings]
-            pending.beam_logits.append((seqs[0].beam_search, logits[start : start + len(seqs)][beam_order]))
+            pending.beam_logits.append(
+                (seqs[0].beam_search, logits[start : start + len(seqs)][beam_order])
+            )
             start += len(seqs)
         for seq, _, count, known in step_rows.prompt_rows:
             chosen = torch.tensor(seq.tokens[known + 1 : known + 1 + count], device=logits.device)
             top = min(seq.request.params.prompt_logprobs or 0, logits.shape[1])
             pending.prompt_logprobs.append(
-                PromptLogprobs(seq, logprobs.logprob_table(logits[start : start + count], chosen, top))
+                PromptLogprobs(
+                    seq, logprobs.logprob_table(logits[start : start + count], chosen, top)
+                )
             )
             start += count
 
 
 def _needs_embeds(seq: Sequence) -> bool:
     """Whether the next token brings an embedding of its own, which no graph takes."""
-    return any(insert.position + insert.length > seq.computed for insert in seq.request.embedding_spans)
+    return any(
+        insert.position + insert.length > seq.computed for insert in seq.request.embedding_spans
+    )

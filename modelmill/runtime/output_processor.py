@@ -1,4 +1,6 @@
-"""What a step's results mean: tokens are appended, sequences end, beams are replaced by their children."""
+"""What a step's results mean: tokens are appended, sequences end, beams are replaced by their
+children.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ from modelmill.runtime.sequence import Sequence
 class OutputProcessor:
     """The sequences of every request that is not over, and the counts of tokens.
 
-    live_sequences: by request id. num_beam_searches: among them. num_guided: sequences whose next token depends on
-    which the last one was, beyond what the model sees.
+    live_sequences: by request id. num_beam_searches: among them. num_guided: sequences whose next
+    token depends on which the last one was, beyond what the model sees.
     """
 
     def __init__(self, scheduler: Scheduler, sampler: Sampler) -> None:
@@ -48,15 +50,17 @@ class OutputProcessor:
         for prompt in pending.prompt_logprobs:
             assert prompt.seq.prompt_logprobs is not None
             top = prompt.seq.request.params.prompt_logprobs or 0
-            prompt.seq.prompt_logprobs.extend(logprobs.read_logprobs(row, top) for row in prompt.logprob_table.tolist())
+            prompt.seq.prompt_logprobs.extend(
+                logprobs.read_logprobs(row, top) for row in prompt.logprob_table.tolist()
+            )
         for i, seq in enumerate(pending.seqs):
             if seq.finish_reason is None:
                 events.append(self._append_token(seq, ids[i], top_logprobs.get(i)))
         for search, logits in pending.beam_logits:
             events += self._advance_beams(search, logits)  # type: ignore[arg-type]
         for pooled in pending.pooled_states:
-            total = pooled.state_sum if pooled.is_first else pooled.seq.pooled_sum + pooled.state_sum  # type: ignore[operator]
-            pooled.seq.pooled_sum = total
+            before = 0 if pooled.is_first else pooled.seq.pooled_sum
+            pooled.seq.pooled_sum = before + pooled.state_sum
         for (seq, _), reached in zip(pending.schedule.work, pending.computed_after):
             if seq.finish_reason is None:
                 self.scheduler.cache_full_pages(seq)
@@ -68,7 +72,9 @@ class OutputProcessor:
                 events += self._finish_out_of_pages(seq)
         return events
 
-    def _append_token(self, seq: Sequence, token: int, top_logprobs: Mapping[int, Logprob] | None) -> TokenOutput:
+    def _append_token(
+        self, seq: Sequence, token: int, top_logprobs: Mapping[int, Logprob] | None
+    ) -> TokenOutput:
         """One sampled token of one sequence."""
         cached = self._count_prompt(seq)
         seq.pending -= 1
@@ -96,9 +102,11 @@ class OutputProcessor:
         return TokenOutput(request, seq.index, shown, top_logprobs, finish, stop, prompt, cached)  # type: ignore[arg-type]
 
     def _count_prompt(self, seq: Sequence) -> int:
-        """Count a request's prompt, once however many answers it gets; its tokens that came from the prefix cache.
+        """Count a request's prompt, once however many answers it gets; its tokens that came from
+        the prefix cache.
 
-        Answers that have to compute it again find their own pages there: that saves nothing of what was asked for.
+        Answers that have to compute it again find their own pages there: that saves nothing of what
+        was asked for.
         """
         cached = self._cached_tokens.get(seq.request.id)
         if cached is None:
@@ -146,7 +154,15 @@ class OutputProcessor:
             return self._finish_beam_search(seq.beam_search)
         cached = self._count_prompt(seq)
         self.finish_sequence(seq, FinishReason.LENGTH)
-        return [TokenOutput(seq.request.id, seq.index, None, finish_reason=FinishReason.LENGTH, cached_tokens=cached)]
+        return [
+            TokenOutput(
+                seq.request.id,
+                seq.index,
+                None,
+                finish_reason=FinishReason.LENGTH,
+                cached_tokens=cached,
+            )
+        ]
 
     def _advance_beams(self, search: BeamSearch, logits: torch.Tensor) -> list[TokenOutput]:
         """One step of a beam search: its beams are replaced by their children."""

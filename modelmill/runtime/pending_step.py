@@ -14,7 +14,9 @@ from modelmill.runtime.sequence import Sequence
 
 @dataclass
 class PromptLogprobs:
-    """Log-probabilities of a stretch of a prompt: one table row per token that follows position ``first``."""
+    """Log-probabilities of a stretch of a prompt: one table row per token that follows position
+    ``first``.
+    """
 
     seq: Sequence
     logprob_table: torch.Tensor
@@ -22,7 +24,10 @@ class PromptLogprobs:
 
 @dataclass
 class PooledStates:
-    """Hidden states of a stretch of a prompt, as their sum [H] in float64. is_first: nothing of it came before."""
+    """Hidden states of a stretch of a prompt, as their sum [H] in float64.
+
+    is_first: nothing of it came before.
+    """
 
     seq: Sequence
     state_sum: torch.Tensor
@@ -31,7 +36,8 @@ class PooledStates:
 
 @dataclass
 class PendingStep:
-    """A launched step. seqs: one per sampled id. logprob_table: their log-probabilities. beam_logits: by search.
+    """A launched step. seqs: one per sampled id. logprob_table: their log-probabilities.
+    beam_logits: by search.
 
     computed_after: how far each sequence of the schedule's work is computed after it.
     """
@@ -56,7 +62,9 @@ class PendingStep:
 
 @dataclass
 class StepRows:
-    """Which rows of a step serve what, in the order of ``Wanted.rows``: samples, beams, prompts; then hidden states."""
+    """Which rows of a step serve what, in the order of ``Wanted.rows``: samples, beams, prompts;
+    then hidden states.
+    """
 
     seqs: list[Sequence] = field(default_factory=list)
     sample_rows: list[int] = field(default_factory=list)
@@ -102,6 +110,8 @@ def pool_states(rows: StepRows, states: torch.Tensor) -> list[PooledStates]:
     out, start = [], 0
     for seq, _, count in rows.pooled_rows:
         total = torch.sum(states[start : start + count], 0, dtype=torch.float64)
-        out.append(PooledStates(seq, total, is_first=seq.computed == 0 or seq.request.pooling != POOL_MEAN))
+        out.append(
+            PooledStates(seq, total, is_first=seq.computed == 0 or seq.request.pooling != POOL_MEAN)
+        )
         start += count
     return out

@@ -1,9 +1,10 @@
 """CUDA graphs of a short prompt's step: while its 300 kernels are launched one by one, a GPU waits.
 
-One sequence alone whose prompt, or what is left of it, has up to 1,024 tokens. Its step is filled up to one of few
-sizes, recorded or not, so that the same prompt gives the same numbers each time. Steps of several sequences are too
-many different ones. From some hundred tokens on a GPU computes for longer than a host launches, and filling costs time:
-there a step is recorded only where it nearly has such a size.
+One sequence alone whose prompt, or what is left of it, has up to 1,024 tokens. Its step is filled
+up to one of few sizes, recorded or not, so that the same prompt gives the same numbers each time.
+Steps of several sequences are too many different ones. From some hundred tokens on a GPU computes
+for longer than a host launches, and filling costs time: there a step is recorded only where it
+nearly has such a size.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ _log = log.get_logger(__name__)
 PREFILL_GRAPH_SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)
 FREE_PAD_TOKENS = 512  # tokens up to which filling costs less than launching
 MAX_PAD_FRACTION = 1 / 64  # of a larger size that may be filling
-CAPTURE_AFTER_USES = 2  # of a kind of step, at the second of which it is recorded: that takes as long as ten steps
+# of a kind of step, at the second of which it is recorded: that takes as long as ten steps
+CAPTURE_AFTER_USES = 2
 MAX_GRAPHS = 16  # graphs; steps of further kinds are launched kernel by kernel
-MAX_GRAPH_BYTES = MAX_GRAPHS * 40 << 20  # that they hold: mostly what cuBLAS asks for in each of them
+# that they hold: mostly what cuBLAS asks for in each of them
+MAX_GRAPH_BYTES = MAX_GRAPHS * 40 << 20
 OOM_RETRY_USES = 100  # meetings after one that found no memory
 
 
-PrefillSize = tuple[int, int]  # tokens, bound on the context: a step's layout and launches follow from them
+# tokens, bound on the context: a step's layout and launches follow from them
+PrefillSize = tuple[int, int]
 CapturedPrefill = tuple[Callable[[], None], torch.Tensor]
 
 
@@ -42,8 +46,9 @@ def prefill_graphs_enabled(config: RunConfig, tp_group: TPGroup) -> bool:
 class PrefillGraphs:
     """Logits [1, V] of filled steps, by graph from the second meeting on.
 
-    forward: a batch's logits. capture: a call → (what replays it, the tensor where its result is then). Where it raises
-    NotCapturable, steps go on without graphs; where there is no memory, it is tried again later. max_tokens: of a
+    forward: a batch's logits. capture: a call → (what replays it, the tensor where its result is
+    then). Where it raises NotCapturable, steps go on without graphs; where there is no memory, it
+    is tried again later. max_tokens: of a
     step. max_len: of a sequence.
     """
 
@@ -70,17 +75,29 @@ class PrefillGraphs:
         return len(self._captured)
 
     def all_sizes(self) -> list[PrefillSize]:
-        """Every size with the bound of sequences that begin with it; the largest first: its memory serves the rest."""
-        return [(size, self._context_bound(min(size, self._max_len))) for size in reversed(self.sizes)]
+        """Every size with the bound of sequences that begin with it; the largest first: its memory
+        serves the rest.
+        """
+        return [
+            (size, self._context_bound(min(size, self._max_len))) for size in reversed(self.sizes)
+        ]
 
     def padded_size(self, tokens: int, context: int) -> PrefillSize | None:
         """What a step is filled up to; None where it is left as it is."""
         size = next((size for size in self.sizes if size >= tokens), None)
-        if tokens < 2 or size is None or (size > FREE_PAD_TOKENS and size - tokens > MAX_PAD_FRACTION * size):
+        if (
+            tokens < 2
+            or size is None
+            or (size > FREE_PAD_TOKENS and size - tokens > MAX_PAD_FRACTION * size)
+        ):
             return None
         padded = (size, self._context_bound(context))
         # filling alone costs time
-        return padded if padded in self._captured or (self._enabled and len(self._captured) < MAX_GRAPHS) else None
+        return (
+            padded
+            if padded in self._captured or (self._enabled and len(self._captured) < MAX_GRAPHS)
+            else None
+        )
 
     def _context_bound(self, context: int) -> int:
         return min(context_bucket(context), max(self._max_len, context))
@@ -99,7 +116,11 @@ class PrefillGraphs:
 
     def _capture_if_reused(self, size: PrefillSize, batch: PackedBatch) -> CapturedPrefill | None:
         self._num_uses[size] = self._num_uses.get(size, 0) + 1
-        if not self._enabled or self._num_uses[size] < CAPTURE_AFTER_USES or len(self._captured) >= MAX_GRAPHS:
+        if (
+            not self._enabled
+            or self._num_uses[size] < CAPTURE_AFTER_USES
+            or len(self._captured) >= MAX_GRAPHS
+        ):
             return None
         try:
             captured = self._captured[size] = self._capture(lambda: self._forward(batch))
@@ -114,7 +135,10 @@ class PrefillGraphs:
 
 
 class PrefillGraphCapturer:
-    """Records calls on a stream of its own. All graphs share their memory, since they follow one another."""
+    """Records calls on a stream of its own.
+
+    All graphs share their memory, since they follow one another.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -132,7 +156,8 @@ class PrefillGraphCapturer:
 
     def _capture_graph(self, call: Callable[[], torch.Tensor]) -> CapturedPrefill:
         graph = torch.cuda.CUDAGraph()
-        # torch.cuda.graph would collect garbage and empty the cache first, and somebody waits for this step
+        # torch.cuda.graph would collect garbage and empty the cache first, and somebody waits for
+        # this step
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             out = call()

@@ -1,9 +1,9 @@
 """From logits to token ids, for a whole batch on its device; nothing waits for the host.
 
-Order: logit bias, repetition, presence and frequency penalties, min_tokens; then the argmax, or ``ops.sample``. What a
-checkpoint's generation_config asks for besides (``logits_processors``) stands where transformers has it. What has to be
-known about the sequences of a batch is gathered once in a ``SamplingBatch`` and reused as long as the batch stays the
-same.
+Order: logit bias, repetition, presence and frequency penalties, min_tokens; then the argmax, or
+``ops.sample``. What a checkpoint's generation_config asks for besides (``logits_processors``)
+stands where transformers has it. What has to be known about the sequences of a batch is gathered
+once in a ``SamplingBatch`` and reused as long as the batch stays the same.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from modelmill.runtime.sequence import Sequence
 
 @dataclass
 class SamplingBatch:
-    """How the rows of one batch are sampled. Tensors are on the device; ``None`` where no row needs them.
+    """How the rows of one batch are sampled. Tensors are on the device; ``None`` where no row needs
+    them.
 
-    greedy: all rows take the argmax. unprocessed: nothing changes the logits before that. sampling_arrays:
+    greedy: all rows take the argmax. unprocessed: nothing changes the logits before that.
+    sampling_arrays:
     what ``ops.sample`` takes for each row, but for the noise.
     """
 
@@ -58,10 +60,11 @@ class SamplingBatch:
 
 
 class TokenCounts:
-    """Which tokens a sequence has seen and how often it wrote them, kept on the device, one slot a sequence.
+    """Which tokens a sequence has seen and how often it wrote them, kept on the device, one slot a
+    sequence.
 
-    counts: [slots, V] int32, of the answer. token_mask: [slots, V] bool, of the answer and what counts of the prompt.
-    """
+    counts: [slots, V] int32, of the answer. token_mask: [slots, V] bool, of the answer and what
+    counts of the prompt."""
 
     def __init__(self, vocab: int, device: torch.device) -> None:
         self.counts = torch.zeros(0, vocab, dtype=torch.int32, device=device)
@@ -79,11 +82,17 @@ class TokenCounts:
         slot = self._slot[seq] = self._free.pop()
         self.counts[slot] = 0
         self.token_mask[slot] = False
-        history = torch.tensor(logits_processors.history_ids(seq), dtype=torch.int64, device=self.counts.device)
+        history = torch.tensor(
+            logits_processors.history_ids(seq), dtype=torch.int64, device=self.counts.device
+        )
         self.token_mask[slot, history] = True
-        written = torch.tensor(seq.tokens[seq.prompt_len :], dtype=torch.int64, device=self.counts.device)
+        written = torch.tensor(
+            seq.tokens[seq.prompt_len :], dtype=torch.int64, device=self.counts.device
+        )
         if len(written):
-            self.counts[slot] += torch.bincount(written, minlength=self.counts.shape[1]).to(torch.int32)
+            self.counts[slot] += torch.bincount(written, minlength=self.counts.shape[1]).to(
+                torch.int32
+            )
         return slot
 
     def free(self, seq: Sequence) -> None:
@@ -101,7 +110,9 @@ class TokenCounts:
         have = self.counts.shape[0]
         more = max(have, 4)
         self.counts = torch.cat((self.counts, self.counts.new_zeros(more, self.counts.shape[1])))
-        self.token_mask = torch.cat((self.token_mask, self.token_mask.new_zeros(more, self.token_mask.shape[1])))
+        self.token_mask = torch.cat(
+            (self.token_mask, self.token_mask.new_zeros(more, self.token_mask.shape[1]))
+        )
         self._free = list(range(have + more - 1, have - 1, -1))
 
 
@@ -130,23 +141,31 @@ class Sampler:
         if self._batch is not None and seq in self._batch.seqs:
             self._batch = None
 
-    def sample(self, logits: torch.Tensor, batch: SamplingBatch, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """logits: [B, V] float32, not changed. inputs: ``batch.sampling_inputs()`` there, read where a row draws.
-        Returns ids [B]."""
+    def sample(
+        self, logits: torch.Tensor, batch: SamplingBatch, inputs: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """logits: [B, V] float32, not changed. inputs: ``batch.sampling_inputs()`` there, read
+        where a row draws. Returns ids [B]."""
         ids = self.select_ids(self._process_logits(logits, batch), None if batch.greedy else inputs)
         if batch.count_slots is not None and batch.counted_rows is not None:
             self.token_counts.add(batch.count_slots, ids[batch.counted_rows])
         return ids
 
-    def select_ids(self, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
+    def select_ids(
+        self, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor] | None
+    ) -> torch.Tensor:
         """Ids [B] int64 of [B, V]: drawn as ``inputs`` says, None: the argmax."""
         return self.ops.argmax(logits) if inputs is None else self.ops.sample(logits, **inputs)
 
-    def logprob_table(self, logits: torch.Tensor, batch: SamplingBatch, ids: torch.Tensor) -> torch.Tensor | None:
+    def logprob_table(
+        self, logits: torch.Tensor, batch: SamplingBatch, ids: torch.Tensor
+    ) -> torch.Tensor | None:
         """The table of log-probabilities for the rows that asked; None where none did."""
         if batch.logprob_rows is None:
             return None
-        return logprobs.logprob_table(logits[batch.logprob_rows], ids[batch.logprob_rows], batch.top_logprobs)
+        return logprobs.logprob_table(
+            logits[batch.logprob_rows], ids[batch.logprob_rows], batch.top_logprobs
+        )
 
     def _process_logits(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         if batch.unprocessed:
@@ -165,7 +184,10 @@ class Sampler:
                 )
             if batch.presence_penalty is not None and batch.frequency_penalty is not None:
                 part = logit_penalties.apply_presence_penalties(
-                    part, self.token_counts.counts[batch.count_slots], batch.presence_penalty, batch.frequency_penalty
+                    part,
+                    self.token_counts.counts[batch.count_slots],
+                    batch.presence_penalty,
+                    batch.frequency_penalty,
                 )
             logits[batch.counted_rows] = part
         for row, asked in batch.processors:
@@ -176,7 +198,9 @@ class Sampler:
             logits_processors.apply_after_min_tokens(logits[row], batch.seqs[row], asked)
         if batch.guided_rows is not None:
             masks = self._grammar_masks(batch)
-            logits[batch.guided_rows] = logit_penalties.apply_token_mask(logits[batch.guided_rows], masks)
+            logits[batch.guided_rows] = logit_penalties.apply_token_mask(
+                logits[batch.guided_rows], masks
+            )
         return logits
 
     def _grammar_masks(self, batch: SamplingBatch) -> torch.Tensor:
@@ -185,7 +209,9 @@ class Sampler:
         masks = np.stack([guide.mask() for guide in guides if guide is not None])
         return torch.from_numpy(masks).to(self.device, non_blocking=True)
 
-    def _make_batch(self, seqs: list[Sequence], below_min_tokens: tuple[bool, ...]) -> SamplingBatch:
+    def _make_batch(
+        self, seqs: list[Sequence], below_min_tokens: tuple[bool, ...]
+    ) -> SamplingBatch:
         batch = SamplingBatch(list(seqs), below_min_tokens)
         params = [s.request.params for s in seqs]
         batch.greedy = all(p.greedy for p in params)
@@ -207,39 +233,52 @@ class Sampler:
         counted = [i for i, p in enumerate(params) if _needs_counts(p)]
         if counted:
             batch.counted_rows = self._int_tensor(counted)
-            batch.count_slots = self._int_tensor([self.token_counts.slot_for(batch.seqs[i]) for i in counted])
+            batch.count_slots = self._int_tensor(
+                [self.token_counts.slot_for(batch.seqs[i]) for i in counted]
+            )
             if any(_repetition_penalty(params[i]) != 1.0 for i in counted):
-                batch.repetition_penalty = self._float_tensor([_repetition_penalty(params[i]) for i in counted])[
-                    :, None
-                ]
+                batch.repetition_penalty = self._float_tensor(
+                    [_repetition_penalty(params[i]) for i in counted]
+                )[:, None]
             if any(params[i].presence_penalty or params[i].frequency_penalty for i in counted):
-                batch.presence_penalty = self._float_tensor([params[i].presence_penalty or 0.0 for i in counted])[
-                    :, None
-                ]
-                batch.frequency_penalty = self._float_tensor([params[i].frequency_penalty or 0.0 for i in counted])[
-                    :, None
-                ]
+                batch.presence_penalty = self._float_tensor(
+                    [params[i].presence_penalty or 0.0 for i in counted]
+                )[:, None]
+                batch.frequency_penalty = self._float_tensor(
+                    [params[i].frequency_penalty or 0.0 for i in counted]
+                )[:, None]
         batch.guided_indices = [i for i, s in enumerate(batch.seqs) if s.guide is not None]
         if batch.guided_indices:
             batch.guided_rows = self._int_tensor(batch.guided_indices)
         # a grammar says itself where an answer may end
-        short = [(i, s) for i, s in enumerate(batch.seqs) if batch.below_min_tokens[i] and s.guide is None]
+        short = [
+            (i, s)
+            for i, s in enumerate(batch.seqs)
+            if batch.below_min_tokens[i] and s.guide is None
+        ]
         never = [(i, t) for i, s in short for t in sorted(s.stop_ids) if t < self.vocab]
         if never:
             rows, ids = zip(*never)
             batch.banned = self._int_tensor(rows), self._int_tensor(ids)
         found = ((i, logits_processors.active_processors(seq)) for i, seq in enumerate(batch.seqs))
         batch.processors = [(i, asked) for i, asked in found if asked is not None]
-        batch.unprocessed = not (biased or counted or never or batch.guided_indices or batch.processors)
+        batch.unprocessed = not (
+            biased or counted or never or batch.guided_indices or batch.processors
+        )
 
     def _prepare_sampling(self, batch: SamplingBatch, params: list[SamplingParams]) -> None:
         """Temperature, filters and seeds."""
         # a temperature near zero would overflow; the argmax is its limit
-        warm = [0.0 if p.greedy else max(1.0 if p.temperature is None else p.temperature, 1e-5) for p in params]
+        warm = [
+            0.0 if p.greedy else max(1.0 if p.temperature is None else p.temperature, 1e-5)
+            for p in params
+        ]
         batch.sampling_arrays = {
             "temperature": np.array(warm, dtype=np.float32),
             "top_k": np.array([max(p.top_k or 0, 0) for p in params], dtype=np.int32),
-            "top_p": np.array([1.0 if p.top_p is None else p.top_p for p in params], dtype=np.float32),
+            "top_p": np.array(
+                [1.0 if p.top_p is None else p.top_p for p in params], dtype=np.float32
+            ),
             "min_p": np.array([p.min_p or 0.0 for p in params], dtype=np.float32),
         }
         batch.seeds = np.array([s.seed for s in batch.seqs], dtype=np.uint64)
@@ -256,4 +295,6 @@ def _repetition_penalty(params: SamplingParams) -> float:
 
 
 def _needs_counts(params: SamplingParams) -> bool:
-    return bool(_repetition_penalty(params) != 1.0 or params.presence_penalty or params.frequency_penalty)
+    return bool(
+        _repetition_penalty(params) != 1.0 or params.presence_penalty or params.frequency_penalty
+    )

@@ -1,9 +1,10 @@
 """Continuous batching: which tokens are computed in the next step.
 
-Requests join and leave at every step. Running sequences come first: decode tokens, then prefill chunks. Then waiting
-sequences are admitted in order of arrival, as long as rows, the token budget and KV pages last. If pages run out, the
-latest arrival is preempted: its pages are freed and it is recomputed later. The earliest arrival is never preempted, so
-that the work always ends; if it exhausts the pool alone, it ends there.
+Requests join and leave at every step. Running sequences come first: decode tokens, then prefill
+chunks. Then waiting sequences are admitted in order of arrival, as long as rows, the token budget
+and KV pages last. If pages run out, the latest arrival is preempted: its pages are freed and it is
+recomputed later. The earliest arrival is never preempted, so that the work always ends; if it
+exhausts the pool alone, it ends there.
 """
 
 from __future__ import annotations
@@ -19,21 +20,25 @@ from modelmill.runtime.chunked_prefill import AdaptiveChunk
 from modelmill.runtime.kv_pages import PagePool, PageTables
 from modelmill.runtime.sequence import Sequence
 
-MIN_CHUNK_TOKENS = 128  # prompt tokens that may always join a step: an even number of tiles for the products
-CPU_CHUNK_TOKENS = 8  # the same where somebody reads along on a CPU, on which a step costs what its tokens cost
+# prompt tokens that may always join a step: an even number of tiles for the products
+MIN_CHUNK_TOKENS = 128
+# the same where somebody reads along on a CPU, on which a step costs what its tokens cost
+CPU_CHUNK_TOKENS = 8
 GPU_CHUNK_TOKENS = 512  # and on a GPU, to begin with
 FRESH_OUTPUT_TOKENS = 2  # tokens of an answer that has only just begun
 
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """What a step may hold. max_tokens, max_seqs: per step. prefix_caching: whether prefixes are reused.
+    """What a step may hold. max_tokens, max_seqs: per step. prefix_caching: whether prefixes are
+    reused.
 
-    max_mixed_tokens: most tokens of a step that continues running sequences as well; None: as many as in any other.
-    min_chunk_tokens: prompt tokens that may join it in any case. fresh_output_tokens: sequences with no more tokens
-    than that have only just begun, and wait for the prompts that came with them. reserve_until_finish: whether whoever
-    would make pages run out later waits now. prefill_all_first: prompts that can all run now go first where no answer
-    will be longer than others, whatever ``max_mixed_tokens`` is.
+    max_mixed_tokens: most tokens of a step that continues running sequences as well; None: as many
+    as in any other. min_chunk_tokens: prompt tokens that may join it in any case.
+    fresh_output_tokens: sequences with no more tokens than that have only just begun, and wait for
+    the prompts that came with them. reserve_until_finish: whether whoever would make pages run out
+    later waits now. prefill_all_first: prompts that can all run now go first where no answer will
+    be longer than others, whatever ``max_mixed_tokens`` is.
     """
 
     max_tokens: int
@@ -49,11 +54,13 @@ class SchedulerLimits:
 
 @dataclass
 class Schedule:
-    """One step: how many tokens of which sequences, which of them are sampled, and what happens around it.
+    """One step: how many tokens of which sequences, which of them are sampled, and what happens
+    around it.
 
-    page_copies: (from, to) pages to copy before the step. forks: siblings that share a leader's prompt and are sampled
-    from its last row. out_of_pages: sequences for which no page can ever be found. num_decodes: running answers that
-    are continued by a token each. prefill_unlimited: prompts may fill the step as if none were.
+    page_copies: (from, to) pages to copy before the step. forks: siblings that share a leader's
+    prompt and are sampled from its last row. out_of_pages: sequences for which no page can ever be
+    found. num_decodes: running answers that are continued by a token each. prefill_unlimited:
+    prompts may fill the step as if none were.
     """
 
     work: list[tuple[Sequence, int]] = field(default_factory=list)
@@ -82,7 +89,8 @@ class Scheduler:
         self.step_token_budget = limits.max_tokens
         self.adaptive_chunk: AdaptiveChunk | None = None
         self._num_releases = 0
-        self._last_refusal: tuple[Sequence, int] | None = None  # whom pages would not last for, and after which release
+        # whom pages would not last for, and after which release
+        self._last_refusal: tuple[Sequence, int] | None = None
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence by its order of service."""
@@ -94,8 +102,8 @@ class Scheduler:
     def schedule(self, *, overlapped: bool = False) -> Schedule | None:
         """The next step; empty where there is nothing to do.
 
-        overlapped: sampled tokens of the step before are still on the device. None where the decision has to wait for
-        them.
+        overlapped: sampled tokens of the step before are still on the device. None where the
+        decision has to wait for them.
         """
         schedule = Schedule()
         picked: dict[Sequence, int] = {}
@@ -144,12 +152,14 @@ class Scheduler:
         return schedule
 
     def set_interactive(self, max_mixed_tokens: int | None, on_gpu: bool) -> None:
-        """Somebody reads along: prompts join running answers in pieces that keep those answers flowing.
+        """Somebody reads along: prompts join running answers in pieces that keep those answers
+        flowing.
 
-        max_mixed_tokens: the most tokens of such a step where that was asked for; otherwise what such steps take
-        decides.
+        max_mixed_tokens: the most tokens of such a step where that was asked for; otherwise what
+        such steps take decides.
 
-        Who asks is served while there are pages: an answer of somebody else that will be long does not keep them.
+        Who asks is served while there are pages: an answer of somebody else that will be long does
+        not keep them.
         """
         chunk = MIN_CHUNK_TOKENS if on_gpu else CPU_CHUNK_TOKENS
         self.limits = replace(
@@ -175,14 +185,20 @@ class Scheduler:
         if schedule.prefill_unlimited:
             self.adaptive_chunk.observe_prefill(schedule.num_tokens - schedule.num_decodes, seconds)
         else:
-            self.adaptive_chunk.observe(schedule.num_decodes, schedule.num_tokens - schedule.num_decodes, seconds)
+            self.adaptive_chunk.observe(
+                schedule.num_decodes, schedule.num_tokens - schedule.num_decodes, seconds
+            )
 
-    def _token_budget(self, schedule: Schedule, decodes: Collection[Sequence], chunks: list[Sequence]) -> int:
-        """Tokens of a step with one token of each of ``decodes``: prompts join in pieces beside them.
+    def _token_budget(
+        self, schedule: Schedule, decodes: Collection[Sequence], chunks: list[Sequence]
+    ) -> int:
+        """Tokens of a step with one token of each of ``decodes``: prompts join in pieces beside
+        them.
 
-        Beams need their whole width at once, so that a search that runs lifts the limit. So do answers that have only
-        just begun: what came together with them goes together, or the last of them would wait for many small steps.
-        Even so a step lasts no longer than somebody who reads along can be asked to wait.
+        Beams need their whole width at once, so that a search that runs lifts the limit. So do
+        answers that have only just begun: what came together with them goes together, or the last
+        of them would wait for many small steps. Even so a step lasts no longer than somebody who
+        reads along can be asked to wait.
         """
         limits, count = self.limits, len(decodes)
         schedule.num_decodes, schedule.prefill_unlimited = count, True
@@ -191,7 +207,8 @@ class Scheduler:
         ):
             return self.step_token_budget
         if not count or (
-            limits.fresh_output_tokens and all(s.num_outputs <= limits.fresh_output_tokens for s in decodes)
+            limits.fresh_output_tokens
+            and all(s.num_outputs <= limits.fresh_output_tokens for s in decodes)
         ):
             max_prefill = (
                 self.step_token_budget
@@ -204,25 +221,35 @@ class Scheduler:
             return (
                 self.step_token_budget
                 if self._prefill_all_first()
-                else min(self.step_token_budget, max(limits.max_mixed_tokens or 0, count + limits.min_chunk_tokens))
+                else min(
+                    self.step_token_budget,
+                    max(limits.max_mixed_tokens or 0, count + limits.min_chunk_tokens),
+                )
             )
         if not chunks and not self.waiting:
             return self.step_token_budget
         return min(self.step_token_budget, count + self.adaptive_chunk.size_for(count))
 
     def _prefill_all_first(self) -> bool:
-        """Whether all that waits can run now, with answers that end together: then prompts go first, in whole steps.
+        """Whether all that waits can run now, with answers that end together: then prompts go
+        first, in whole steps.
 
-        Prompts in pieces let long answers begin early, so that fewer of them are left alone at the end. Where none is
-        longer than the others that gains nothing, and an answer's tokens cost more in a step that prompts fill.
+        Prompts in pieces let long answers begin early, so that fewer of them are left alone at the
+        end. Where none is longer than the others that gains nothing, and an answer's tokens cost
+        more in a step that prompts fill.
         """
-        if not self.limits.prefill_all_first or len(self.running) + len(self.waiting) > self.limits.max_seqs:
+        if (
+            not self.limits.prefill_all_first
+            or len(self.running) + len(self.waiting) > self.limits.max_seqs
+        ):
             return False
         need = sum(seq.length // self.limits.page_size + 1 for seq in self.waiting)
         return need <= self.pool.num_available and similar_lengths((*self.running, *self.waiting))
 
     def advance(self, schedule: Schedule) -> None:
-        """The step is launched: its tokens count as computed, its samples as pending, its forks run."""
+        """The step is launched: its tokens count as computed, its samples as pending, its forks
+        run.
+        """
         for seq, count in schedule.work:
             seq.computed += count
             if seq.computed == seq.length and self.needs_sampling(seq):
@@ -287,7 +314,10 @@ class Scheduler:
         seq.table_row = -1
 
     def _runnable_tokens(self, seq: Sequence, left: int) -> int:
-        """Tokens of a running sequence that could go now. Beams wait until all of them are at their last token."""
+        """Tokens of a running sequence that could go now.
+
+        Beams wait until all of them are at their last token.
+        """
         need = min(seq.remaining, seq.max_chunk)
         if seq.beam_search is None or len(seq.siblings) <= 1:
             return need
@@ -297,9 +327,16 @@ class Scheduler:
         return 1 if together and (seq is not seq.siblings[0] or left >= len(seq.siblings)) else 0
 
     def _reserve_pages(
-        self, seq: Sequence, count: int, schedule: Schedule, picked: dict[Sequence, int], overlapped: bool
+        self,
+        seq: Sequence,
+        count: int,
+        schedule: Schedule,
+        picked: dict[Sequence, int],
+        overlapped: bool,
     ) -> bool:
-        """Pages for ``count`` more tokens, written by this sequence alone; preempts later arrivals if it must."""
+        """Pages for ``count`` more tokens, written by this sequence alone; preempts later arrivals
+        if it must.
+        """
         size = self.limits.page_size
         first = seq.computed // size
         last = (seq.computed + count - 1) // size
@@ -322,7 +359,9 @@ class Scheduler:
         return True
 
     def _preempt_for(self, seq: Sequence, schedule: Schedule, picked: dict[Sequence, int]) -> bool:
-        """Preempt the latest arrival; False where that is ``seq`` itself, or ``seq`` is alone and ends."""
+        """Preempt the latest arrival; False where that is ``seq`` itself, or ``seq`` is alone and
+        ends.
+        """
         victim = max(self.running, key=lambda s: s.priority)
         group = self._beam_group(victim)
         if seq in group:
@@ -336,7 +375,9 @@ class Scheduler:
         self._preempt_group(group, schedule, picked)
         return True
 
-    def _preempt_group(self, group: list[Sequence], schedule: Schedule, picked: dict[Sequence, int]) -> None:
+    def _preempt_group(
+        self, group: list[Sequence], schedule: Schedule, picked: dict[Sequence, int]
+    ) -> None:
         for member in group:
             picked.pop(member, None)
             # copies into pages that are given back would overwrite their next owner
@@ -384,12 +425,16 @@ class Scheduler:
     def _fits_until_finish(self, seq: Sequence, new_pages: int) -> bool:
         """Whether pages last where ``seq`` joins, which takes ``new_pages`` new ones at first.
 
-        One page beside for each that runs, so that whoever joins is not thrown out at the next full page; and, where it
-        is known when answers end, as many as they will hold until then: what is thrown out is computed twice.
+        One page beside for each that runs, so that whoever joins is not thrown out at the next full
+        page; and, where it is known when answers end, as many as they will hold until then: what is
+        thrown out is computed twice.
         """
         pool = self.pool
         # as long as nobody has given pages back, who was refused is refused again
-        if new_pages + len(self.running) > pool.num_available or self._last_refusal == (seq, self._num_releases):
+        if new_pages + len(self.running) > pool.num_available or self._last_refusal == (
+            seq,
+            self._num_releases,
+        ):
             return False
         if (
             not self.limits.reserve_until_finish
@@ -417,7 +462,9 @@ class Scheduler:
         for seq in self.running:
             if seq.beam_search is not None and id(seq.beam_search) not in counted:
                 counted.add(id(seq.beam_search))
-                promised += self._num_beams(seq) - sum(1 for s in self.running if s.beam_search is seq.beam_search)
+                promised += self._num_beams(seq) - sum(
+                    1 for s in self.running if s.beam_search is seq.beam_search
+                )
         return self.tables.num_free_rows - promised
 
     def _rows_needed(self, seq: Sequence) -> int:
@@ -425,15 +472,25 @@ class Scheduler:
         if seq.beam_search is None:
             return 1
         # the rows of a search that already runs are promised to its members
-        return 0 if any(s.beam_search is seq.beam_search for s in self.running) else self._num_beams(seq)
+        return (
+            0
+            if any(s.beam_search is seq.beam_search for s in self.running)
+            else self._num_beams(seq)
+        )
 
     @staticmethod
     def _num_beams(seq: Sequence) -> int:
         return seq.request.params.num_beams
 
     def _match_prefix(self, seq: Sequence) -> list[int]:
-        """Cached pages with the sequence's beginning, held for it; at least one token is left to compute."""
-        if not self.limits.prefix_caching or seq.prompt_logprobs is not None or seq.request.pooling == POOL_MEAN:
+        """Cached pages with the sequence's beginning, held for it; at least one token is left to
+        compute.
+        """
+        if (
+            not self.limits.prefix_caching
+            or seq.prompt_logprobs is not None
+            or seq.request.pooling == POOL_MEAN
+        ):
             return []
         size = self.limits.page_size
         pages: list[int] = []
@@ -454,9 +511,15 @@ class Scheduler:
                 picked.pop(seq)
 
     def _schedule_forks(self, schedule: Schedule) -> None:
-        """Siblings (n > 1) start where their leader's prompt ends, as many as there are rows; the rest wait."""
+        """Siblings (n > 1) start where their leader's prompt ends, as many as there are rows; the
+        rest wait.
+        """
         for seq, count in schedule.work:
-            if not seq.siblings or seq.beam_search is not None or seq.computed + count < seq.prompt_len:
+            if (
+                not seq.siblings
+                or seq.beam_search is not None
+                or seq.computed + count < seq.prompt_len
+            ):
                 continue
             if not self.needs_sampling(seq):
                 continue
@@ -464,7 +527,9 @@ class Scheduler:
             schedule.forks[seq] = [s for s in seq.siblings if s.finish_reason is None][:room]
 
     def _end_stuck_beams(self, schedule: Schedule) -> None:
-        """Beams that hold pages but can never be together again: the search ends with what it has."""
+        """Beams that hold pages but can never be together again: the search ends with what it
+        has.
+        """
         if any(s.pending for s in self.running):
             return
         stuck = [s for s in self.running if s.beam_search is not None]

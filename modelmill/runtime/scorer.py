@@ -1,4 +1,6 @@
-"""Given tokens through the real pages: the logits that serving would see, for acceptance, perplexity and compare."""
+"""Given tokens through the real pages: the logits that serving would see, for acceptance,
+perplexity and compare.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,19 @@ LogitsCallback = Callable[[int, int, torch.Tensor], None]
 
 
 class TokenScorer:
-    """Prefills in chunks of at most ``max_tokens``, then decodes the given tokens one by one, all in one batch."""
+    """Prefills in chunks of at most ``max_tokens``, then decodes the given tokens one by one, all
+    in one batch.
+    """
 
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler, rope_rule: RopeRule, max_tokens: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, scheduler: Scheduler, rope_rule: RopeRule, max_tokens: int
+    ) -> None:
         self.runner, self.scheduler, self.rope_rule = runner, scheduler, rope_rule
         self.max_tokens = max_tokens
 
-    def logits(self, ids: Seq[Seq[int]], decode_from: int | Seq[int] | None = None) -> list[torch.Tensor]:
+    def logits(
+        self, ids: Seq[Seq[int]], decode_from: int | Seq[int] | None = None
+    ) -> list[torch.Tensor]:
         """[T, V] float32 on the CPU per list."""
         vocab = self.runner.sampler.vocab
         out = [torch.empty(len(one), vocab) for one in ids]
@@ -48,14 +56,19 @@ class TokenScorer:
         on_logits: LogitsCallback | None = None,
         row_filter: Callable[[int, int], bool] | None = None,
     ) -> None:
-        """Run the lists; ``on_logits(which, first, logits)`` receives the logits of consecutive positions on the
-        device.
+        """Run the lists; ``on_logits(which, first, logits)`` receives the logits of consecutive
+        positions on the device.
 
-        decode_from: length of the prompt (one for all or one per list), None: everything is prompt. It decides the rope
-        keys too. row_filter: (which, position) → whether its logits are wanted; default: all that ``on_logits`` takes.
-        Raises CapacityError where a list does not fit into the free pages alone.
+        decode_from: length of the prompt (one for all or one per list), None: everything is prompt.
+        It decides the rope keys too. row_filter: (which, position) → whether its logits are wanted;
+        default: all that ``on_logits`` takes. Raises CapacityError where a list does not fit into
+        the free pages alone.
         """
-        starts = [decode_from] * len(ids) if decode_from is None or isinstance(decode_from, int) else list(decode_from)
+        starts = (
+            [decode_from] * len(ids)
+            if decode_from is None or isinstance(decode_from, int)
+            else list(decode_from)
+        )
         todo = list(range(len(ids)))
         while todo:
             seqs, todo = self._start_sequences(ids, starts, todo)
@@ -77,7 +90,9 @@ class TokenScorer:
         before: PreHook | None = None,
         after: PostHook | None = None,
     ) -> dict[str, list[Any]]:
-        """Run the lists and keep the outputs of the modules whose names match ``pattern``, as ``EngineCore.trace``."""
+        """Run the lists and keep the outputs of the modules whose names match ``pattern``, as
+        ``EngineCore.trace``.
+        """
         outputs: dict[str, list[Any]] = {}
 
         def note(name: str, args: tuple[Any, ...], output: Any) -> None:
@@ -94,20 +109,29 @@ class TokenScorer:
         self, ids: Seq[Seq[int]], starts: Seq[int | None], todo: list[int]
     ) -> tuple[list[Sequence], list[int]]:
         """As many sequences as pages and rows last, with all their pages."""
-        size, pool, tables = self.scheduler.limits.page_size, self.scheduler.pool, self.scheduler.tables
+        size, pool, tables = (
+            self.scheduler.limits.page_size,
+            self.scheduler.pool,
+            self.scheduler.tables,
+        )
         seqs: list[Sequence] = []
         for which in todo:
             need = -(-len(ids[which]) // size)
             if need > tables.table.shape[1] or not len(ids[which]):
                 raise CapacityError(
-                    f"{len(ids[which])} tokens are outside 1…{tables.table.shape[1] * size}, the longest sequence here"
+                    f"{len(ids[which])} tokens are outside 1…{tables.table.shape[1] * size}, the "
+                    "longest sequence here"
                 )
             if need > pool.num_available or not tables.num_free_rows:
                 break
             start = starts[which]
             prompt = tuple(ids[which] if start is None else ids[which][:start])
             seq = Sequence(
-                Request(id="", prompt=prompt, params=SamplingParams()), which, -1, self.rope_rule, max_length=1 << 62
+                Request(id="", prompt=prompt, params=SamplingParams()),
+                which,
+                -1,
+                self.rope_rule,
+                max_length=1 << 62,
             )
             for _ in range(need):
                 page = pool.alloc()
@@ -118,15 +142,21 @@ class TokenScorer:
             seqs.append(seq)
         if not seqs:
             raise CapacityError(
-                f"{len(ids[todo[0]])} tokens need more KV pages than the {pool.num_available} that are free"
+                f"{len(ids[todo[0]])} tokens need more KV pages than the {pool.num_available} "
+                "that are free"
             )
         return seqs, todo[len(seqs) :]
 
     def _prefill(
-        self, seqs: list[Sequence], on_logits: LogitsCallback | None, row_filter: Callable[[int, int], bool] | None
+        self,
+        seqs: list[Sequence],
+        on_logits: LogitsCallback | None,
+        row_filter: Callable[[int, int], bool] | None,
     ) -> None:
         max_rows = (
-            max(_MAX_LOGIT_ELEMENTS // self.runner.sampler.vocab, 1) if on_logits is not None else self.max_tokens
+            max(_MAX_LOGIT_ELEMENTS // self.runner.sampler.vocab, 1)
+            if on_logits is not None
+            else self.max_tokens
         )
         while True:
             work: list[tuple[Sequence, int]] = []
@@ -175,7 +205,9 @@ class TokenScorer:
                     at = start + first - seq.computed
                     picked.extend(range(at, at + n))
             start += count
-        batch = self.runner.packer.pack(Schedule(work).work, LogitRows(picked or [0], [-1] * max(len(picked), 1)))
+        batch = self.runner.packer.pack(
+            Schedule(work).work, LogitRows(picked or [0], [-1] * max(len(picked), 1))
+        )
         logits = self.runner.forward_all_ranks(batch)
         for seq, count in work:
             seq.computed += count

@@ -1,9 +1,12 @@
-"""One sequence of a request: its tokens, its pages, how far it is computed, and which rope keys its tokens have."""
+"""One sequence of a request: its tokens, its pages, how far it is computed, and which rope keys its
+tokens have.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +16,10 @@ from modelmill.runtime.kv_pages import page_key, root_key
 
 @dataclass(frozen=True)
 class RopeRule:
-    """How a token gets its rope key. rule: "fixed", "prompt" or "running"; key: the model's ``rope_key``."""
+    """How a token gets its rope key.
+
+    rule: "fixed", "prompt" or "running"; key: the model's ``rope_key``.
+    """
 
     rule: str
     key: Callable[[int], int]
@@ -25,13 +31,15 @@ class RopeRule:
 
 
 class Sequence:
-    """State of one sequence; ``tokens`` is prompt and answer, ``prompt_ids`` the prompt as an array.
+    """State of one sequence; ``tokens`` is prompt and answer, ``prompt_ids`` the prompt as an
+    array.
 
-    computed: tokens whose keys and values stand in pages (or will, when the launched steps are done). pending: tokens
-    that are sampled on the device but not read yet; length counts them too. max_length: the length at which the
-    sequence ends. stop_ids: token ids that end it. table_row: its row in the page tables while it runs, else −1. seed:
-    of its random numbers. priority: the order of service, arrival and then index. started_at: when it left the queue
-    for its first step, by time.perf_counter.
+    computed: tokens whose keys and values stand in pages (or will, when the launched steps are
+    done). pending: tokens that are sampled on the device but not read yet; length counts them too.
+    max_length: the length at which the sequence ends. stop_ids: token ids that end it. table_row:
+    its row in the page tables while it runs, else −1. seed: of its random numbers. priority: the
+    order of service, arrival and then index. started_at: when it left the queue for its first step,
+    by time.perf_counter.
     """
 
     __slots__ = (
@@ -80,7 +88,9 @@ class Sequence:
         self.request, self.index, self.arrival = request, index, arrival
         self.tokens: list[int] = list(request.prompt)
         self.prompt_len = len(self.tokens)
-        self.prompt_ids = np.fromiter(request.prompt, np.int64, self.prompt_len) if ids is None else ids
+        self.prompt_ids = (
+            np.fromiter(request.prompt, np.int64, self.prompt_len) if ids is None else ids
+        )
         self.rope_rule = rope_rule
         self.prompt_key = 0 if rope_rule.rule == "fixed" else rope_rule.key(self.prompt_len)
         self.max_length = max_length
@@ -101,7 +111,7 @@ class Sequence:
         self.beam_search: object | None = None
         self.guide: Guide | None = None
         # what the rows of the prompt that are computed add up to, [H] float64
-        self.pooled_sum: object | None = None
+        self.pooled_sum: Any = None  # a tensor; this module knows no torch
         wants_prompt = request.params.prompt_logprobs is not None and index == 0
         self.prompt_logprobs: list[object] | None = [None] if wants_prompt else None
         # logits of every prompt row are large: such prompts go in small chunks
@@ -128,7 +138,9 @@ class Sequence:
         return len(self.tokens) + self.pending - self.prompt_len
 
     def write_ids(self, start: int, out: np.ndarray) -> None:
-        """Known ids from ``start`` on into ``out`` [T] int64: the prompt's need not become numbers once more."""
+        """Known ids from ``start`` on into ``out`` [T] int64: the prompt's need not become numbers
+        once more.
+        """
         there = max(min(self.prompt_len - start, len(out)), 0)
         out[:there] = self.prompt_ids[start : start + there]
         if there < len(out):
@@ -145,7 +157,9 @@ class Sequence:
         return [self.prompt_key if p < prompt else key(p + 1) for p in range(start, stop)]
 
     def page_key(self, page: int, page_size: int) -> bytes:
-        """The prefix key of a full page of known tokens: of all tokens, keys and inserts up to its end."""
+        """The prefix key of a full page of known tokens: of all tokens, keys and inserts up to its
+        end.
+        """
         while len(self.page_keys) <= page:
             index = len(self.page_keys)
             start, stop = index * page_size, (index + 1) * page_size
@@ -163,12 +177,22 @@ class Sequence:
             return ""
         touched = [i for i in inserts if i.position < stop and i.position + i.length > start]
         # each digest with its length, so that no digest can look like two inserts
-        return "|".join(f"{start - i.position}:{i.length}:{len(i.digest)}:{i.digest}" for i in touched)
+        return "|".join(
+            f"{start - i.position}:{i.length}:{len(i.digest)}:{i.digest}" for i in touched
+        )
 
     def fork(self, index: int, seed: int) -> Sequence:
-        """A copy that continues on its own; pages are not shared yet (see ``Scheduler.share_pages``)."""
+        """A copy that continues on its own; pages are not shared yet (see
+        ``Scheduler.share_pages``).
+        """
         other = Sequence(
-            self.request, index, self.arrival, self.rope_rule, self.prompt_ids, max_length=self.max_length, seed=seed
+            self.request,
+            index,
+            self.arrival,
+            self.rope_rule,
+            self.prompt_ids,
+            max_length=self.max_length,
+            seed=seed,
         )
         other.tokens = list(self.tokens)
         other.root_key, other.page_keys = self.root_key, list(self.page_keys)

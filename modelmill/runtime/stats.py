@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Stats:
-    """Counters since the engine was opened, and gauges of this moment. cached_tokens: prompt tokens not recomputed.
+    """Counters since the engine was opened, and gauges of this moment. cached_tokens: prompt tokens
+    not recomputed.
 
-    idle_pages: held by nobody, kept for prefixes; kept_pages: how many of them may take memory that nobody has had.
-    touched_pages: that were ever written, which is what a cache in RAM takes. page_bytes: of one page, on all ranks.
-    """
+    idle_pages: held by nobody, kept for prefixes; kept_pages: how many of them may take memory that
+    nobody has had. touched_pages: that were ever written, which is what a cache in RAM takes.
+    page_bytes: of one page, on all ranks."""
 
     running: int
     waiting: int

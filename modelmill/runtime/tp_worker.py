@@ -1,4 +1,6 @@
-"""The process of a rank above 0: it loads its part of the engine and runs the steps that rank 0 tells it to run."""
+"""The process of a rank above 0: it loads its part of the engine and runs the steps that rank 0
+tells it to run.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """``argv[1]``: the descriptor of the socket to rank 0. Never returns: what is left of a group is not waited for."""
+    """``argv[1]``: the descriptor of the socket to rank 0.
+
+    Never returns: what is left of a group is not waited for.
+    """
     link = socket.socket(fileno=int(sys.argv[1]))
-    threading.Thread(target=_exit_with_parent, args=(link.fileno(), os.getppid()), daemon=True).start()
+    threading.Thread(
+        target=_exit_with_parent, args=(link.fileno(), os.getppid()), daemon=True
+    ).start()
     code = 1
     try:
         run_worker(link)
@@ -50,7 +57,9 @@ def main() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """The system ends this process with rank 0's, also while it is stopped and sees nothing of that itself."""
+    """The system ends this process with rank 0's, also while it is stopped and sees nothing of that
+    itself.
+    """
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -67,7 +76,9 @@ def run_worker(connection: socket.socket) -> None:
     rank, size, device = startup["rank"], startup["size"], startup["device"]
     tp_group = DistributedTPGroup(rank, size, connect(startup["port"]), device)
     config = from_dict(RunConfig, startup["config"], "rank 0")
-    core = EngineCore.for_rank(open_artifact(Path(startup["engine"]), staged=True), config, device, tp_group)
+    core = EngineCore.for_rank(
+        open_artifact(Path(startup["engine"]), staged=True), config, device, tp_group
+    )
     run_commands(connection, core.model_runner)
 
 
@@ -89,7 +100,9 @@ def run_commands(connection: socket.socket, runner: ModelRunner) -> None:
             return
 
 
-def _run_step(link: socket.socket, runner: ModelRunner, packer: Packer, command: StepCommand) -> bool:
+def _run_step(
+    link: socket.socket, runner: ModelRunner, packer: Packer, command: StepCommand
+) -> bool:
     """One step; False where rank 0 is gone."""
     views, buffer = packer.receive_buffer(command.layout)
     if not _receive_into(link, buffer):
@@ -128,11 +141,16 @@ def _send(link: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _exit_with_parent(link: int, parent: int) -> None:
-    """End this process when rank 0 is gone, whatever it is waiting for: a GPU may wait for a sum that never comes."""
+    """End this process when rank 0 is gone, whatever it is waiting for: a GPU may wait for a sum
+    that never comes.
+    """
     poll = select.poll()
     poll.register(link, select.POLLHUP)
     while True:
-        if any(event & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, event in poll.poll(1000)):
+        if any(
+            event & (select.POLLHUP | select.POLLERR | select.POLLNVAL)
+            for _, event in poll.poll(1000)
+        ):
             os._exit(0)
         if os.getppid() != parent:
             os._exit(0)

@@ -1,7 +1,9 @@
-"""Several ranks, seen from rank 0, which lives in the caller's process: the others are started, told, watched, ended.
+"""Several ranks, seen from rank 0, which lives in the caller's process: the others are started,
+told, watched, ended.
 
-Rank 0 schedules and samples as if it were alone; before each step it sends the step's packed numbers to the others
-(``step_commands``), which run the same step. A pair of connected sockets per rank carries the commands, and is how
+Rank 0 schedules and samples as if it were alone; before each step it sends the step's packed
+numbers to the others (``step_commands``), which run the same step. A pair of connected sockets per
+rank carries the commands, and is how
 each side learns that the other is gone: the kernel closes it, however a process ends.
 """
 
@@ -28,7 +30,8 @@ from modelmill.parallel.tp_group import DistributedTPGroup, TPGroup
 from modelmill.runtime.step_commands import END, PING, StepCommand
 
 START_TIMEOUT_SECONDS = 300.0
-_EXIT_GRACE_SECONDS = 2.0  # seconds in which the end of a process becomes known after what it caused
+# seconds in which the end of a process becomes known after what it caused
+_EXIT_GRACE_SECONDS = 2.0
 _FAILURE_SETTLE_SECONDS = 0.5  # seconds to see who of several ended first
 _PACKAGE_ROOT = Path(__file__).resolve().parent.parent.parent
 _log = log.get_logger(__name__)
@@ -38,7 +41,10 @@ class TPWorkers:
     """The other ranks' processes."""
 
     def __init__(self, engine: Path, config: RunConfig, devices: list[str]) -> None:
-        """Starts a process for each device but the first. Raises RankError where one does not come up."""
+        """Starts a process for each device but the first.
+
+        Raises RankError where one does not come up.
+        """
         self._tp_group: TPGroup | None = None
         self._failed: RankError | None = None
         self._closed = False
@@ -51,9 +57,11 @@ class TPWorkers:
         self._size, self._device = len(devices), devices[0]
         for rank in range(1, self._size):
             startup = {
-                "rank": rank, "size": self._size, "port": self._rendezvous.port, "device": devices[rank],
+                "rank": rank, "size": self._size, "port": self._rendezvous.port,
+                "device": devices[rank],
                 "engine": str(engine), "config": to_dict(config), "parent": os.getpid(),
-                # the system would end them with the thread that started them, which may be one that ends
+                # the system would end them with the thread that started them, which may be one that
+                # ends
                 "bound": threading.current_thread() is threading.main_thread(),
             }  # fmt: skip
             self._start(startup)
@@ -68,15 +76,21 @@ class TPWorkers:
             )
             if not self._failed and self._num_ready < self._size - 1:
                 self._failed = RankError(
-                    f"{self._size - 1 - self._num_ready} ranks did not start in {START_TIMEOUT_SECONDS:.0f} s"
+                    f"{self._size - 1 - self._num_ready} ranks did not start in "
+                    f"{START_TIMEOUT_SECONDS:.0f} s"
                 )
         self.raise_if_failed()
         with self.guard():
-            self._tp_group = DistributedTPGroup(0, self._size, self._rendezvous.serve(), self._device)
+            self._tp_group = DistributedTPGroup(
+                0, self._size, self._rendezvous.serve(), self._device
+            )
         return self._tp_group
 
     def broadcast(self, command: StepCommand, payload: memoryview | bytes = b"") -> None:
-        """Send a command and what belongs to it to every rank. Raises RankError where one is gone."""
+        """Send a command and what belongs to it to every rank.
+
+        Raises RankError where one is gone.
+        """
         self.raise_if_failed()
         header = command.pack()
         try:
@@ -89,7 +103,8 @@ class TPWorkers:
             raise
 
     def ping(self) -> None:
-        """Wait until every rank has answered, however long that takes: who watches this process ends it with them.
+        """Wait until every rank has answered, however long that takes: who watches this process
+        ends it with them.
 
         Raises RankError where one is gone.
         """
@@ -101,7 +116,9 @@ class TPWorkers:
         self.raise_if_failed()
 
     def raise_if_failed(self, wait_seconds: float = 0.0) -> None:
-        """Raises RankError where a rank has ended; ``wait_seconds``: how long to wait for the news of it."""
+        """Raises RankError where a rank has ended; ``wait_seconds``: how long to wait for the news
+        of it.
+        """
         if wait_seconds:
             with self._status_changed:
                 self._status_changed.wait_for(lambda: self._failed is not None, wait_seconds)
@@ -168,7 +185,8 @@ class TPWorkers:
             code = f"{path}; from modelmill.runtime.tp_worker import main; main()"
             process = subprocess.Popen(
                 [sys.executable, "-c", code, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=env.worker_env(), start_new_session=True,
+                stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=env.worker_env(),
+                start_new_session=True,
             )  # fmt: skip
         self._processes.append(process)
         self._sockets.append(ours)
@@ -183,7 +201,9 @@ class TPWorkers:
             while not self._closed:
                 for key, _ in selector.select():
                     received = _receive(self._sockets[key.data - 1])
-                    *lines, partial_lines[key.data] = (partial_lines[key.data] + received).split(b"\n")
+                    *lines, partial_lines[key.data] = (partial_lines[key.data] + received).split(
+                        b"\n"
+                    )
                     messages = [json.loads(line) for line in lines]
                     errors = [message.get("error") for message in messages]
                     with self._status_changed:
@@ -195,7 +215,10 @@ class TPWorkers:
                         return
 
     def _report_failure(self, rank: int, error: str | None) -> None:
-        """A rank has ended. Where one was killed, the others' errors follow from that: it is the one to name."""
+        """A rank has ended.
+
+        Where one was killed, the others' errors follow from that: it is the one to name.
+        """
         deadline = time.monotonic() + _FAILURE_SETTLE_SECONDS
         code = None
         while time.monotonic() < deadline and not self._closed:
@@ -210,7 +233,11 @@ class TPWorkers:
         if self._closed:
             return
         if error is None:
-            how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with status {code}"
+            how = (
+                f"was killed by signal {-code}"
+                if code is not None and code < 0
+                else f"ended with status {code}"
+            )
         else:
             how = f"ended: {error}"
         self.fail(f"rank {rank} of {self._size} {how}; open the engine again")

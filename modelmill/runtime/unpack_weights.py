@@ -1,4 +1,6 @@
-"""Weights that torch's references expand in every step, expanded once: on a CPU where no compiled kernel serves."""
+"""Weights that torch's references expand in every step, expanded once: on a CPU where no compiled
+kernel serves.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from modelmill.nn.linear import Linear
 from modelmill.ops.cpu import build as kernels
 from modelmill.ops.registry import Ops
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
-from modelmill.weights.base import UNPACKED_MEMORY_FRACTION, UnpackedWeight, WeightFormat, unpack_spec
+from modelmill.weights.base import (
+    UNPACKED_MEMORY_FRACTION,
+    UnpackedWeight,
+    WeightFormat,
+    unpack_spec,
+)
 from modelmill.weights.mixed_rows import MixedRowsWeight
 
 _log = log.get_logger(__name__)
@@ -46,12 +53,16 @@ def unpack_cpu_weights(
 ) -> None:
     """Expand what would be expanded in every step, and say in the log what makes a CPU slow.
 
-    dtype: of activations. tp_group: its ranks share this machine's memory, and the first one speaks for all.
+    dtype: of activations. tp_group: its ranks share this machine's memory, and the first one speaks
+    for all.
     """
     if device != "cpu":
         return
     done = unpack_weights(
-        model, ops, dtype, int(memory_limits.available_memory().free * UNPACKED_MEMORY_FRACTION) // tp_group.size
+        model,
+        ops,
+        dtype,
+        int(memory_limits.available_memory().free * UNPACKED_MEMORY_FRACTION) // tp_group.size,
     )
     if tp_group.rank:
         return
@@ -61,7 +72,9 @@ def unpack_cpu_weights(
 
 
 def missing_kernels_reason(ops: Ops) -> str | None:
-    """One line where compiled kernels could serve this CPU and cannot be had, with the way out; None: all is well."""
+    """One line where compiled kernels could serve this CPU and cannot be had, with the way out;
+    None: all is well.
+    """
     reason = kernels.available("cpu")
     if reason is None or ops.backends["linear"] == "cpu":
         return None
@@ -69,7 +82,8 @@ def missing_kernels_reason(ops: Ops) -> str | None:
 
 
 def unpack_weights(model: nn.Module, ops: Ops, dtype: torch.dtype, max_bytes: int) -> UnpackReport:
-    """Expand the weights whose op torch's reference serves, in the order of the model, while ``max_bytes`` bytes last.
+    """Expand the weights whose op torch's reference serves, in the order of the model, while
+    ``max_bytes`` bytes last.
 
     A tied weight is expanded once. Products are the same to the bit.
     """
@@ -103,9 +117,13 @@ class _Unpacker:
         size = weight.shape[0] * weight.shape[1] * dtype.itemsize
         if self.report.unpacked_bytes + size > self.max_bytes:
             more = self.report.packed_bytes + size
-            self.report = replace(self.report, num_packed=self.report.num_packed + 1, packed_bytes=more)
+            self.report = replace(
+                self.report, num_packed=self.report.num_packed + 1, packed_bytes=more
+            )
             return weight
         made = UnpackedWeight(weight, weight.unpack(self.dtype))  # type: ignore[attr-defined]
         taken = self.report.unpacked_bytes + made.unpacked.weight.nbytes
-        self.report = replace(self.report, num_unpacked=self.report.num_unpacked + 1, unpacked_bytes=taken)
+        self.report = replace(
+            self.report, num_unpacked=self.report.num_unpacked + 1, unpacked_bytes=taken
+        )
         return made

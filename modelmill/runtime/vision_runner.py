@@ -1,4 +1,6 @@
-"""Pictures of requests become embeddings, before the engine queues them; those of pictures seen lately are kept."""
+"""Pictures of requests become embeddings, before the engine queues them; those of pictures seen
+lately are kept.
+"""
 
 from __future__ import annotations
 
@@ -37,21 +39,31 @@ class _VisionGraph:
     out: torch.Tensor
 
     def replay(self, batch: torch.Tensor) -> torch.Tensor:
-        """What stands behind the batch's pictures is left from before, and nobody reads what becomes of it."""
+        """What stands behind the batch's pictures is left from before, and nobody reads what
+        becomes of it.
+        """
         self.images[: len(batch)].copy_(batch)
         self.graph.replay()
         return self.out
 
 
 class VisionEncoderRunner:
-    """What a model with eyes (``encode_images``, ``image_size``, ``image_tokens``) makes of pictures.
+    """What a model with eyes (``encode_images``, ``image_size``, ``image_tokens``) makes of
+    pictures.
 
-    Requests of different salts share no embeddings: how fast a picture is answered would tell that it was seen.
+    Requests of different salts share no embeddings: how fast a picture is answered would tell that
+    it was seen.
     graphs: launch them as CUDA graphs, which are recorded when a number of pictures is first met.
     """
 
     def __init__(
-        self, model: nn.Module, ops: Ops, device: str, cache_bytes: int = EMBEDDING_CACHE_BYTES, *, graphs: bool = False
+        self,
+        model: nn.Module,
+        ops: Ops,
+        device: str,
+        cache_bytes: int = EMBEDDING_CACHE_BYTES,
+        *,
+        graphs: bool = False,
     ) -> None:
         self._model: Any = model
         self._ops, self._device = ops, device
@@ -72,7 +84,10 @@ class VisionEncoderRunner:
         return sum(e.numel() * e.itemsize for e in self._cache.values())
 
     def embed_images(self, requests: Sequence[Request]) -> list[Request]:
-        """The requests with embeddings [length, H] in place of pictures [S, S, 3] uint8. Raises RequestError."""
+        """The requests with embeddings [length, H] in place of pictures [S, S, 3] uint8.
+
+        Raises RequestError.
+        """
         images: dict[EmbeddingKey, Any] = {}
         for request in requests:
             for insert in request.embedding_spans:
@@ -92,7 +107,9 @@ class VisionEncoderRunner:
         side = getattr(self._model, "image_size", 0)
         # the largest first: the others find room in its memory
         for count in (
-            size for size in reversed(GRAPH_BATCH_SIZES) if size <= max_batch and side and self._graphs is not None
+            size
+            for size in reversed(GRAPH_BATCH_SIZES)
+            if size <= max_batch and side and self._graphs is not None
         ):
             self.encode_images([torch.zeros(side, side, 3, dtype=torch.uint8)] * count)
 
@@ -100,8 +117,8 @@ class VisionEncoderRunner:
     def encode_images(self, images: Sequence[Any]) -> list[torch.Tensor]:
         """Pictures [S, S, 3] uint8 → embeddings [length, H].
 
-        They stay on the device, so that nobody waits for them, up to MAX_DEVICE_EMBEDDING_BYTES; more go to the CPU:
-        requests that wait may be many.
+        They stay on the device, so that nobody waits for them, up to MAX_DEVICE_EMBEDDING_BYTES;
+        more go to the CPU: requests that wait may be many.
         """
         # a stack is a copy: pictures that came from another process may not be written to
         batch = torch.from_numpy(np.stack([np.asarray(picture) for picture in images]))
@@ -152,7 +169,9 @@ class VisionEncoderRunner:
             raise RequestError("this engine reads no pictures")
         shape = tuple(insert.handle.shape)
         if shape != (size, size, 3) or insert.length != self._model.image_tokens:
-            raise RequestError(f"a picture for this engine is {size} × {size} of 3 bytes, not {list(shape)}")
+            raise RequestError(
+                f"a picture for this engine is {size} × {size} of 3 bytes, not {list(shape)}"
+            )
 
     def _cache_embeddings(self, new_embeddings: dict[EmbeddingKey, torch.Tensor]) -> None:
         """The latest stay, as many as there is room for."""
@@ -165,7 +184,9 @@ class VisionEncoderRunner:
 
 def _with_embeddings(request: Request, embeddings: dict[EmbeddingKey, torch.Tensor]) -> Request:
     def embedded(insert: EmbeddingSpan) -> EmbeddingSpan:
-        return replace(insert, handle=embeddings.get((request.cache_salt, insert.digest), insert.handle))
+        return replace(
+            insert, handle=embeddings.get((request.cache_salt, insert.digest), insert.handle)
+        )
 
     spans = tuple(map(embedded, request.embedding_spans))
     return replace(request, embedding_spans=spans) if spans else request

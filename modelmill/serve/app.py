@@ -25,7 +25,16 @@ from modelmill.serve.middleware import RequestMiddleware
 from modelmill.serve.openai_format import Utf8JsonResponse
 from modelmill.serve.openapi_models import add_response_schemas
 from modelmill.serve.responses_schema import ResponsesRequest
-from modelmill.serve.routes import chat, completions, embeddings, health, page, responses, segment, tokenize
+from modelmill.serve.routes import (
+    chat,
+    completions,
+    embeddings,
+    health,
+    page,
+    responses,
+    segment,
+    tokenize,
+)
 from modelmill.serve.schema import (
     ChatRequest,
     CompletionRequest,
@@ -51,21 +60,29 @@ REQUEST_MODELS: dict[str, type[StrictModel]] = {
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse, "description": "The request is at fault; the message says how"},
     401: {"model": ErrorResponse, "description": "The key is missing or wrong"},
-    403: {"model": ErrorResponse, "description": "A server without a key answers to localhost only"},
+    403: {
+        "model": ErrorResponse,
+        "description": "A server without a key answers to localhost only",
+    },
     404: {"model": ErrorResponse, "description": "No such model"},
     405: {"model": ErrorResponse, "description": "The path takes another method"},
     408: {"model": ErrorResponse, "description": "The body did not come in time"},
     413: {"model": ErrorResponse, "description": "The body is too large"},
     429: {"model": ErrorResponse, "description": "Too many requests wait"},
     500: {"model": ErrorResponse, "description": "A bug"},
-    503: {"model": ErrorResponse, "description": "The engine is loading, restarting or being shut down"},
+    503: {
+        "model": ErrorResponse,
+        "description": "The engine is loading, restarting or being shut down",
+    },
 }
 _log = log.get_logger("serve")
 
 
 def make_app(service: Service) -> ASGIApp:
     """The application of a service, behind ``RequestMiddleware``."""
-    app = FastAPI(title="modelmill", version=__version__, openapi_url=None, responses=ERROR_RESPONSES)
+    app = FastAPI(
+        title="modelmill", version=__version__, openapi_url=None, responses=ERROR_RESPONSES
+    )
     app.state.service = service
     for module in (health, completions, chat, responses, embeddings, tokenize, segment, page):
         app.include_router(module.router)
@@ -108,7 +125,9 @@ def _openapi_document(app: FastAPI) -> dict[str, Any]:
 
 
 class _BugLogger:
-    """Starlette answers a bug with our 500 and raises it again; it is logged here and goes no further."""
+    """Starlette answers a bug with our 500 and raises it again; it is logged here and goes no
+    further.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -126,9 +145,16 @@ async def _handle_error(request: Request, error: Exception) -> Response:
     body = REQUEST_MODELS.get(request.url.path)
     told = errors.to_api_error(error, frozenset() if body is None else frozenset(body.model_fields))
     if told.status == 500 and isinstance(error, ModelmillError):
-        # it says what this machine or this engine lacks, and nothing of the request; a bug is logged by _BugLogger
-        data = {"request_id": request.scope.get("modelmill.request_id"), "error": type(error).__name__}
-        _log.error("request failed", extra={"data": {**data, "reason": one_line(str(error), errors.MAX_MESSAGE_CHARS)}})
+        # it says what this machine or this engine lacks, and nothing of the request; a bug is
+        # logged by _BugLogger
+        data = {
+            "request_id": request.scope.get("modelmill.request_id"),
+            "error": type(error).__name__,
+        }
+        _log.error(
+            "request failed",
+            extra={"data": {**data, "reason": one_line(str(error), errors.MAX_MESSAGE_CHARS)}},
+        )
     return error_response(told)
 
 
@@ -140,8 +166,12 @@ async def _handle_disconnect(_: Request, __: Exception) -> Response:
 async def _handle_http_exception(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    told = {404: "there is nothing at this path", 405: "this path takes another method"}.get(error.status_code)
-    return error_response(ApiError(error.status_code, told or "refused", code=code, headers=error.headers))
+    told = {404: "there is nothing at this path", 405: "this path takes another method"}.get(
+        error.status_code
+    )
+    return error_response(
+        ApiError(error.status_code, told or "refused", code=code, headers=error.headers)
+    )
 
 
 async def _handle_validation_error(request: Request, error: Exception) -> Response:

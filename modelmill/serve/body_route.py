@@ -1,8 +1,8 @@
 """Routes that take a JSON body: read, parsed and validated without holding up the event loop.
 
-FastAPI parses and validates on the loop. Here a body of more than a few KB goes to a thread, where it is parsed in
-pieces (``json_body``), so that streams and /health go on meanwhile. The signature still says what a body is, for the
-OpenAPI document.
+FastAPI parses and validates on the loop. Here a body of more than a few KB goes to a thread, where
+it is parsed in pieces (``json_body``), so that streams and /health go on meanwhile. The signature
+still says what a body is, for the OpenAPI document.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class BodyRoute(APIRoute):
         async def handle(request: Request) -> Response:
             body = await read_body(request, model)
             if "cache_salt" in model.model_fields:
-                body.cache_salt = tenant_cache_salt(request.scope.get(TENANT_KEY, ""), body.cache_salt)  # type: ignore[attr-defined]
+                tenant = request.scope.get(TENANT_KEY, "")
+                salted: Any = body
+                salted.cache_salt = tenant_cache_salt(tenant, salted.cache_salt)
             response: Response = await endpoint(body, request)
             return response
 
@@ -57,24 +59,30 @@ async def read_body(request: Request, model: type[S]) -> S:
     if not _is_json(request.headers.get("content-type", "")):
         # a form: what curl says it sends, and what a page of another origin may send unasked
         raise invalid_request(
-            "the request's body has to be told to be JSON: add the header content-type: application/json"
+            "the request's body has to be told to be JSON: add the header content-type: "
+            "application/json"
         )
     service: Service = request.app.state.service
     if len(data) <= MAX_INLINE_PARSE_BYTES:
         return validate_body(_parse_small_body(data), model)
-    work = service.parse_in_thread(_parse_large_body, data, model, service.json_limits(bool(model.unused)))
+    work = service.parse_in_thread(
+        _parse_large_body, data, model, service.json_limits(bool(model.unused))
+    )
     return await run_while_connected(request.receive, work)
 
 
 def _is_json(content_type: str) -> bool:
     kind = content_type.partition(";")[0].strip().lower()
-    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+    return kind == "application/json" or (
+        kind.startswith("application/") and kind.endswith("+json")
+    )
 
 
 def _parse_small_body(data: bytearray) -> Any:
     """A small body. Raises ApiError."""
     try:
-        return json.loads(str(data, "utf-8-sig", "surrogatepass"))  # JSON is UTF-8 (RFC 8259), however long it is
+        # JSON is UTF-8 (RFC 8259), however long it is
+        return json.loads(str(data, "utf-8-sig", "surrogatepass"))
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise invalid_request("the request's body is not JSON") from None
     except (ValueError, RecursionError):

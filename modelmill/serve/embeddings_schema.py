@@ -30,13 +30,17 @@ class EmbeddingRequest(StrictModel):
     dimensions: int | None = Field(None, ge=1, le=MAX_INT32)
     user: str | None = Field(None, max_length=4096)
     # ours
-    pooling: Literal["mean", "last"] | None = Field(None, description="of the final hidden states; default: mean")
+    pooling: Literal["mean", "last"] | None = Field(
+        None, description="of the final hidden states; default: mean"
+    )
     cache_salt: str | None = Field(None, max_length=1024)
 
     def inputs(self) -> list[str | list[int]]:
         """The inputs, one or many. Raises RequestError for empty ones."""
         raw = self.input
-        listed: list[Any] = [raw] if isinstance(raw, str) or (raw and isinstance(raw[0], int)) else list(raw)
+        listed: list[Any] = (
+            [raw] if isinstance(raw, str) or (raw and isinstance(raw[0], int)) else list(raw)
+        )
         if not listed or any(len(each) == 0 for each in listed):
             raise RequestError("input is empty; give at least one token")
         if len(listed) > MAX_INPUTS:
@@ -50,7 +54,8 @@ class EmbeddingRequest(StrictModel):
 
 
 def format_embedding(state: bytes, dimensions: int | None, as_base64: bool) -> list[float] | str:
-    """A pooled state (float32) cut to its first ``dimensions`` and brought to length 1; as_base64: of float32.
+    """A pooled state (float32) cut to its first ``dimensions`` and brought to length 1; as_base64:
+    of float32.
 
     Raises RequestError where it has fewer dimensions, or no direction.
     """

@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from modelmill.core import log
-from modelmill.core.errors import GRAMMAR_LOST, CapacityError, ModelmillError, RequestError, UsageError
+from modelmill.core.errors import (
+    GRAMMAR_LOST,
+    CapacityError,
+    ModelmillError,
+    RequestError,
+    UsageError,
+)
 from modelmill.core.types import FinishReason, TokenOutput
 from modelmill.request_state import RequestState
 from modelmill.runtime.request_limits import RequestLimits, check_request
@@ -51,7 +57,10 @@ MAX_FAILED_STARTS = 5
 KILL_TIMEOUT = 30.0
 """Seconds in which the system has to end a process that was killed."""
 READ_CHUNK_BYTES = 16 << 10
-"""Bytes that are read together: five steps of 64 answers. An API that is behind writes them as one piece."""
+"""Bytes that are read together: five steps of 64 answers.
+
+An API that is behind writes them as one piece.
+"""
 MIN_TOKENIZE_LIMIT = 16384
 """Tokens of a text that is split or told, of any engine."""
 _log = log.get_logger("serve")
@@ -98,11 +107,14 @@ class EngineClient:
         *,
         max_waiting: int,
         launch: WorkerLauncher = launch_worker,
-        load_text_processor: Callable[[Path, str | Path | None], TextProcessor] = TextProcessor.from_engine,
+        load_text_processor: Callable[
+            [Path, str | Path | None], TextProcessor
+        ] = TextProcessor.from_engine,
         restart_delay: float = 0.2,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        """max_waiting: sequences beyond those of a step. restart_delay: seconds before the first restart.
+        """max_waiting: sequences beyond those of a step. restart_delay: seconds before the first
+        restart.
 
         sleep: between two looks at whether the worker lives.
         """
@@ -114,7 +126,11 @@ class EngineClient:
         self.created_at = int(time.time())
         self.load_finished = asyncio.Event()
         self._open_engine, self._max_waiting = open_engine, max_waiting
-        self._launch, self._load_text_processor, self._restart_delay = launch, load_text_processor, restart_delay
+        self._launch, self._load_text_processor, self._restart_delay = (
+            launch,
+            load_text_processor,
+            restart_delay,
+        )
         self._text_processor: TextProcessor | None = None
         self._worker_process: WorkerProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -128,13 +144,18 @@ class EngineClient:
         self._sleep = sleep
         self._hang_reason = ""  # how the worker that is ended hung
         self.metrics: EngineMetrics | None = None
-        self.segment_client = SegmentClient(name, self._send, lambda id: self._send(AbortRequest(id)))
+        self.segment_client = SegmentClient(
+            name, self._send, lambda id: self._send(AbortRequest(id))
+        )
 
     # -- asking
 
     @property
     def text_processor(self) -> TextProcessor:
-        """The engine's text side. Raises EngineNotReady before it is known, RequestError where the engine has none."""
+        """The engine's text side.
+
+        Raises EngineNotReady before it is known, RequestError where the engine has none.
+        """
         self._check_engine_type("language")
         if self._text_processor is None:
             raise EngineNotReady(f"the engine {self.name} is still loading")
@@ -147,11 +168,17 @@ class EngineClient:
 
     @property
     def request_limits(self) -> RequestLimits:
-        """What requests are checked against. Raises EngineNotReady, RequestError for an engine that writes no text."""
+        """What requests are checked against.
+
+        Raises EngineNotReady, RequestError for an engine that writes no text.
+        """
         facts = self._require_ready()
         self._check_engine_type("language")
         return RequestLimits(
-            facts.vocab_size, facts.max_model_len, facts.num_pages * facts.page_size, facts.max_num_seqs
+            facts.vocab_size,
+            facts.max_model_len,
+            facts.num_pages * facts.page_size,
+            facts.max_num_seqs,
         )
 
     @property
@@ -165,7 +192,11 @@ class EngineClient:
         if self.engine_type == SEGMENTATION:
             return ["image"]
         return (
-            [] if self._text_processor is None else ["text", "image"] if self._text_processor.reads_images else ["text"]
+            []
+            if self._text_processor is None
+            else ["text", "image"]
+            if self._text_processor.reads_images
+            else ["text"]
         )
 
     @property
@@ -173,14 +204,21 @@ class EngineClient:
         """Whether it has a chat template; None before that is known."""
         if self.engine_type == SEGMENTATION:
             return False
-        return None if self._text_processor is None else self._text_processor.chat_format is not None
+        return (
+            None if self._text_processor is None else self._text_processor.chat_format is not None
+        )
 
     @property
     def sampling_defaults(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """How answers are drawn where a request does not say, and where the page's user does not; None: not known."""
+        """How answers are drawn where a request does not say, and where the page's user does not;
+        None: not known.
+        """
         if self._text_processor is None:
             return None
-        return self._text_processor.generation_defaults.to_dict(), self._text_processor.suggested_defaults.to_dict()
+        return (
+            self._text_processor.generation_defaults.to_dict(),
+            self._text_processor.suggested_defaults.to_dict(),
+        )
 
     @property
     def _kv_cache_bytes(self) -> tuple[int, int]:
@@ -196,7 +234,9 @@ class EngineClient:
         return (
             ""
             if facts.engine_type == SEGMENTATION
-            else budget.kv_cache_summary(facts.device, facts.num_pages * facts.page_size, *self._kv_cache_bytes)
+            else budget.kv_cache_summary(
+                facts.device, facts.num_pages * facts.page_size, *self._kv_cache_bytes
+            )
         )
 
     def check_segments(self) -> None:
@@ -219,28 +259,43 @@ class EngineClient:
             raise RequestError(f"model {self.name} {does}")
 
     def segment(self, job: SegmentJob) -> PendingSegment:
-        """Ask a segmentation engine. Raises RequestError, EngineNotReady, QueueFull where too much waits."""
+        """Ask a segmentation engine.
+
+        Raises RequestError, EngineNotReady, QueueFull where too much waits.
+        """
         self.check_segments()
         if self.segment_client.is_full(job, self._max_waiting + 1):
             raise QueueFull(
-                f"the engine {self.name} has {len(self.segment_client)} pictures to look at; try again soon"
+                f"the engine {self.name} has {len(self.segment_client)} pictures to look at; try "
+                "again soon"
             )
         return self.segment_client.submit(job)
 
     @property
     def capacity(self) -> int:
         """Sequences that may run and wait."""
-        return self._max_waiting + (self.engine_info.max_num_seqs if self.engine_info is not None else 0)
+        return self._max_waiting + (
+            self.engine_info.max_num_seqs if self.engine_info is not None else 0
+        )
 
     def check_capacity(self, num_sequences: int) -> None:
-        """Whether so many could be queued now, before anything is made of them. Raises RequestError, QueueFull."""
+        """Whether so many could be queued now, before anything is made of them.
+
+        Raises RequestError, QueueFull.
+        """
         if num_sequences > self.capacity:
-            raise RequestError(f"{num_sequences} answers at once are more than the {self.capacity} this server queues")
+            raise RequestError(
+                f"{num_sequences} answers at once are more than the {self.capacity} this server "
+                "queues"
+            )
         if self._num_sequences + num_sequences > self.capacity:
-            raise QueueFull(f"the engine {self.name} has {self._num_sequences} answers to give; try again soon")
+            raise QueueFull(
+                f"the engine {self.name} has {self._num_sequences} answers to give; try again soon"
+            )
 
     def encode_requests(self, request_states: Sequence[RequestState]) -> list[bytes]:
-        """What the worker is sent for each request; long prompts take milliseconds: not for the event loop.
+        """What the worker is sent for each request; long prompts take milliseconds: not for the
+        event loop.
 
         Raises RequestError for what can never be served, EngineNotReady without a worker.
         """
@@ -249,8 +304,11 @@ class EngineClient:
             check_request(dialogue.request, bounds)
         return [encode(AddRequest(dialogue.request)) for dialogue in request_states]
 
-    def submit(self, request_states: Sequence[RequestState], frames: Sequence[bytes] | None = None) -> RequestHandle:
-        """Queue requests, all or none. frames: ``encode_requests`` of them, where they are made already.
+    def submit(
+        self, request_states: Sequence[RequestState], frames: Sequence[bytes] | None = None
+    ) -> RequestHandle:
+        """Queue requests, all or none. frames: ``encode_requests`` of them, where they are made
+        already.
 
         Raises as ``encode_requests``, and QueueFull where too many wait.
         """
@@ -265,7 +323,8 @@ class EngineClient:
         return ticket
 
     async def stats(self, timeout: float = 1.0) -> Stats | None:
-        """Counters since the server was started and gauges of now; of the last time where the worker is slow to tell.
+        """Counters since the server was started and gauges of now; of the last time where the
+        worker is slow to tell.
 
         None before the first.
         """
@@ -278,7 +337,11 @@ class EngineClient:
                     await asyncio.wait_for(future, timeout)
             finally:
                 self._stats_futures.pop(number, None)
-        return None if self._latest_stats is None else _add_counters(self._latest_stats, self._previous_stats)
+        return (
+            None
+            if self._latest_stats is None
+            else _add_counters(self._latest_stats, self._previous_stats)
+        )
 
     def abort_all(self, reason: str) -> None:
         """End every request with an error."""
@@ -289,7 +352,10 @@ class EngineClient:
     # -- the worker's life
 
     async def run(self) -> None:
-        """Keep a worker alive until ``close``. Returns as well where none can be started: state FAILED, ``error``."""
+        """Keep a worker alive until ``close``.
+
+        Returns as well where none can be started: state FAILED, ``error``.
+        """
         short = 0
         try:
             while not self._is_closing:
@@ -298,10 +364,12 @@ class EngineClient:
                     code = await self._run_worker()
                     end = self._hang_reason or f"ended with status {code}"
                 except Exception as error:
-                    # a system that has nothing left to start one with, or a bug of ours: this worker is lost, no more
+                    # a system that has nothing left to start one with, or a bug of ours: this
+                    # worker is lost, no more
                     end = f"failed: {_safe_error_text(error)}"
                     _log.exception(
-                        "worker failed", extra={"data": {"engine": self.name, "reason": _safe_error_text(error)}}
+                        "worker failed",
+                        extra={"data": {"engine": self.name, "reason": _safe_error_text(error)}},
                     )
                 if self._is_closing:
                     break
@@ -313,7 +381,10 @@ class EngineClient:
                 self.restarts += 1
                 if self.metrics is not None:
                     self.metrics.record_restart("hung" if self._hang_reason else "ended")
-                _log.error("worker ended", extra={"data": {"engine": self.name, "status": code, "restarting": True}})
+                _log.error(
+                    "worker ended",
+                    extra={"data": {"engine": self.name, "status": code, "restarting": True}},
+                )
                 await asyncio.sleep(self._restart_delay * 2 ** min(short, 6))
             if self.state is not EngineState.FAILED:
                 self.state = EngineState.STOPPED
@@ -327,16 +398,24 @@ class EngineClient:
             self._worker_process.kill()
 
     async def _run_worker(self) -> int:
-        """One worker from start to end; returns its exit code. Raises OSError where none can be started."""
+        """One worker from start to end; returns its exit code.
+
+        Raises OSError where none can be started.
+        """
         sock, self._worker_process = await self._launch()
         if self._is_closing:
             # nobody could end it while it was being started
             self._worker_process.kill()
-        dog, watch = Watchdog(self._open_engine.watchdog_seconds, lambda: self._send(Ping()), self._sleep), None
+        dog, watch = (
+            Watchdog(self._open_engine.watchdog_seconds, lambda: self._send(Ping()), self._sleep),
+            None,
+        )
         try:
             reader, self._writer = await asyncio.open_connection(sock=sock)
             self._send(self._reopen_message())
-            watch = asyncio.create_task(self._watch_for_hang(dog, self._writer, self._worker_process))
+            watch = asyncio.create_task(
+                self._watch_for_hang(dog, self._writer, self._worker_process)
+            )
             async for messages in read_messages(reader):
                 dog.on_message()
                 for message in messages:
@@ -361,21 +440,35 @@ class EngineClient:
         return code
 
     async def _wait_for_exit(self, process: WorkerProcess) -> int:
-        """The exit code of a worker that was killed. Raises ConnectionAbortedError where none comes, and says why."""
+        """The exit code of a worker that was killed.
+
+        Raises ConnectionAbortedError where none comes, and says why.
+        """
         try:
             return await asyncio.wait_for(process.wait(), KILL_TIMEOUT)
         except TimeoutError:
-            # a driver or a disk that does not answer: neither a restart nor the server's end may wait for it
-            why = f"{self._hang_reason or 'ended'}, and the system cannot end its process {process.pid}"
+            # a driver or a disk that does not answer: neither a restart nor the server's end may
+            # wait for it
+            why = (
+                f"{self._hang_reason or 'ended'}, and the system cannot end its process "
+                f"{process.pid}"
+            )
             self.error = f"the worker of {self.name} {why}"
             self.state, self._is_closing = EngineState.FAILED, True
             raise ConnectionAbortedError from None
 
-    async def _watch_for_hang(self, watchdog: Watchdog, writer: asyncio.StreamWriter, process: WorkerProcess) -> None:
+    async def _watch_for_hang(
+        self, watchdog: Watchdog, writer: asyncio.StreamWriter, process: WorkerProcess
+    ) -> None:
         """End a worker that hangs; ``run`` then goes on as if it had died."""
         seconds = await watchdog.wait_until_hung()
         self._hang_reason = f"gave no sign of life for {seconds:g} s"
-        data = {"engine": self.name, "seconds": seconds, "pid": process.pid, "answers": self._num_sequences}
+        data = {
+            "engine": self.name,
+            "seconds": seconds,
+            "pid": process.pid,
+            "answers": self._num_sequences,
+        }
         _log.error("worker hung", extra={"data": data})
         process.kill()
         # one that the system cannot end at once is not waited for: who asked is told now
@@ -390,25 +483,35 @@ class EngineClient:
             "kv_cache_bytes": (self.engine_info.num_pages + 1) * self.engine_info.page_bytes,
         }
         if self.engine_info.max_prefix_pages:
-            run["prefix_cache_bytes"] = self.engine_info.max_prefix_pages * self.engine_info.page_bytes
+            run["prefix_cache_bytes"] = (
+                self.engine_info.max_prefix_pages * self.engine_info.page_bytes
+            )
         return replace(self._open_engine, run=run)
 
     async def _on_ready(self, engine_info: EngineReady) -> None:
         if self._text_processor is None and engine_info.engine_type != SEGMENTATION:
             try:
                 language = await asyncio.to_thread(
-                    self._load_text_processor, Path(engine_info.path), self._open_engine.chat_template
+                    self._load_text_processor,
+                    Path(engine_info.path),
+                    self._open_engine.chat_template,
                 )
                 language.max_image_pixels = self._open_engine.max_pixels
                 if language.tokenizer is not None:
                     language.tokenizer.max_tokens = max_tokenize_tokens(engine_info.max_model_len)
                 self._text_processor = language
             except ModelmillError as error:
-                self.error, self.is_usage_error, self._is_closing = str(error), isinstance(error, UsageError), True
+                self.error, self.is_usage_error, self._is_closing = (
+                    str(error),
+                    isinstance(error, UsageError),
+                    True,
+                )
                 self.state = EngineState.FAILED
                 raise ConnectionAbortedError from None
             if (unused := language.generation_defaults.warning()) is not None:
-                _log.warning("generation_config", extra={"data": {"engine": self.name, "reason": unused}})
+                _log.warning(
+                    "generation_config", extra={"data": {"engine": self.name, "reason": unused}}
+                )
         self.engine_info, self.state, self.error = engine_info, EngineState.READY, None
         self.load_finished.set()
         data = {"engine": self.name, "device": engine_info.device, "pages": engine_info.num_pages}
@@ -419,7 +522,8 @@ class EngineClient:
     def worker_lost_error(self) -> WorkerLost:
         """What who waits is told when the worker is gone."""
         return WorkerLost(
-            f"the engine {self.name} {self._hang_reason or 'ended'} while it answered; it is being restarted"
+            f"the engine {self.name} {self._hang_reason or 'ended'} while it answered; it is "
+            "being restarted"
         )
 
     def _on_worker_lost(self) -> None:
@@ -440,7 +544,8 @@ class EngineClient:
             if not future.done():
                 future.set_exception(TimeoutError())
         if self._latest_stats is not None:
-            # counters go on where they were; nothing runs and nothing is held until the next worker tells
+            # counters go on where they were; nothing runs and nothing is held until the next worker
+            # tells
             self._previous_stats, self._latest_stats = (
                 _add_counters(self._latest_stats, self._previous_stats),
                 _stats_between_workers(self._latest_stats),
@@ -477,7 +582,9 @@ class EngineClient:
             if entry is not None:
                 if self.metrics is not None:
                     self.metrics.record_aborted(entry[0], "error")
-                entry[1].fail((CapacityError if message.out_of_memory else RequestError)(message.message))
+                entry[1].fail(
+                    (CapacityError if message.out_of_memory else RequestError)(message.message)
+                )
         elif isinstance(message, (SegmentResult, SegmentFailure)):
             self.segment_client.handle(message)
         elif isinstance(message, OpenFailed):
@@ -491,10 +598,13 @@ class EngineClient:
         try:
             self._deliver_token(dialogue, ticket, token)
         except Exception as error:
-            # a bug that one answer meets ends that answer; who waits for it raises it again, which logs it
+            # a bug that one answer meets ends that answer; who waits for it raises it again, which
+            # logs it
             ticket.fail(error)
 
-    def _deliver_token(self, request_state: RequestState, handle: RequestHandle, token: TokenOutput) -> None:
+    def _deliver_token(
+        self, request_state: RequestState, handle: RequestHandle, token: TokenOutput
+    ) -> None:
         if request_state.output.outputs[token.index].finish_reason is not None:
             # a stop string has ended it, which the worker did not know yet
             return
@@ -512,7 +622,9 @@ class EngineClient:
         if token.finish_reason is FinishReason.ERROR:
             handle.fail(RequestError(GRAMMAR_LOST))
             return
-        handle.add_delta(token.request_id, delta, 1 + len(token.logprobs or ()) + len(token.replayed_ids or ()))
+        handle.add_delta(
+            token.request_id, delta, 1 + len(token.logprobs or ()) + len(token.replayed_ids or ())
+        )
 
     def _remove_request(self, id: str) -> tuple[RequestState, RequestHandle] | None:
         entry = self._active_requests.pop(id, None)
@@ -530,12 +642,17 @@ class EngineClient:
 
 
 def max_tokenize_tokens(max_model_len: int) -> int:
-    """Tokens of one text of a request: twice what the engine takes, for who counts what is too long."""
+    """Tokens of one text of a request: twice what the engine takes, for who counts what is too
+    long.
+    """
     return max(2 * max_model_len, MIN_TOKENIZE_LIMIT)
 
 
 async def read_messages(reader: asyncio.StreamReader) -> AsyncIterator[list[Message]]:
-    """Messages as they come, those that came together at once; ends with the connection. Raises ConnectionError."""
+    """Messages as they come, those that came together at once; ends with the connection.
+
+    Raises ConnectionError.
+    """
     held = bytearray()
     while piece := await reader.read(READ_CHUNK_BYTES):
         held += piece
@@ -545,7 +662,9 @@ async def read_messages(reader: asyncio.StreamReader) -> AsyncIterator[list[Mess
 
 
 def _safe_error_text(error: Exception) -> str:
-    """What may be told of an error: the system's own words for its errors, else no text, which may hold anything."""
+    """What may be told of an error: the system's own words for its errors, else no text, which may
+    hold anything.
+    """
     return (isinstance(error, OSError) and error.strerror) or type(error).__name__
 
 

@@ -36,7 +36,14 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The JSON that is sent."""
-        return {"error": {"message": self.message, "type": self.error_type, "param": self.param, "code": self.code}}
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.error_type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
 
 
 def invalid_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -45,7 +52,8 @@ def invalid_request(message: str, param: str | None = None, code: str | None = N
 
 
 def to_api_error(error: BaseException, field_names: frozenset[str] = frozenset()) -> ApiError:
-    """The answer for what was raised. field_names: of the request, of which the message may name one.
+    """The answer for what was raised. field_names: of the request, of which the message may name
+    one.
 
     What is none of ours tells nothing about itself: its text may hold anything.
     """
@@ -53,7 +61,9 @@ def to_api_error(error: BaseException, field_names: frozenset[str] = frozenset()
         return error
     text = str(error)
     if isinstance(error, QueueFull):
-        return ApiError(429, text, "rate_limit_error", None, "rate_limit_exceeded", {"Retry-After": "1"})
+        return ApiError(
+            429, text, "rate_limit_error", None, "rate_limit_exceeded", {"Retry-After": "1"}
+        )
     if isinstance(error, EngineNotReady):
         code = "draining" if isinstance(error, ServerShuttingDown) else "not_ready"
         return ApiError(503, text, "service_unavailable_error", None, code, {"Retry-After": "2"})
@@ -63,7 +73,9 @@ def to_api_error(error: BaseException, field_names: frozenset[str] = frozenset()
         return ApiError(503, text, SERVER_ERROR, None, "out_of_memory")
     if isinstance(error, (UsageError, TokenizerError)):
         return invalid_request(
-            one_line(text, MAX_MESSAGE_CHARS), _field_in_message(text, field_names), _error_code(text)
+            one_line(text, MAX_MESSAGE_CHARS),
+            _field_in_message(text, field_names),
+            _error_code(text),
         )
     if isinstance(error, ModelmillError):
         return ApiError(500, "the engine cannot do this; the server's log says why", SERVER_ERROR)
@@ -80,5 +92,7 @@ def _field_in_message(text: str, field_names: frozenset[str]) -> str | None:
 
 
 def _error_code(text: str) -> str | None:
-    long = text.startswith(("the prompt has ", "the messages ")) and text.endswith(("; shorten it", "; shorten them"))
+    long = text.startswith(("the prompt has ", "the messages ")) and text.endswith(
+        ("; shorten it", "; shorten them")
+    )
     return "context_length_exceeded" if long else None

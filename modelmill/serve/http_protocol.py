@@ -1,6 +1,7 @@
 """HTTP/1.1 on a socket, with patience that ends: uvicorn's protocol, and what it leaves open.
 
-A header that grows without end is answered with 431, one that never ends with 408, both in OpenAI's form.
+A header that grows without end is answered with 431, one that never ends with 408, both in OpenAI's
+form.
 """
 
 from __future__ import annotations
@@ -45,7 +46,11 @@ class HttpProtocol(H11Protocol):
         """What cannot be read as a request."""
         error = self.conn.their_state is h11.ERROR and self._is_header_too_large()
         if error:
-            self._send_error(ApiError(431, f"the header is larger than {HEADER_BYTES} bytes", code="header_too_large"))
+            self._send_error(
+                ApiError(
+                    431, f"the header is larger than {HEADER_BYTES} bytes", code="header_too_large"
+                )
+            )
         else:
             self._send_error(ApiError(400, "this is not an HTTP request"))
 
@@ -65,7 +70,9 @@ class HttpProtocol(H11Protocol):
         if self.transport.is_closing():
             return
         if self.conn.trailing_data[0] or self.conn.their_state is not h11.IDLE:
-            self._send_error(ApiError(408, "the header did not come in time", code="request_timeout"))
+            self._send_error(
+                ApiError(408, "the header did not come in time", code="request_timeout")
+            )
         else:
             self.transport.close()
 
@@ -78,7 +85,11 @@ class HttpProtocol(H11Protocol):
             (b"connection", b"close"),
         ]
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            parts = (h11.Response(status_code=error.status, headers=headers), h11.Data(data=body), h11.EndOfMessage())
+            parts = (
+                h11.Response(status_code=error.status, headers=headers),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            )
             for part in parts:
                 self.transport.write(self.conn.send(part) or b"")
         self.transport.close()

@@ -1,7 +1,8 @@
 """JSON of any size that a request may have, read so that other threads go on meanwhile.
 
-``json.loads`` keeps the interpreter to itself until it is done: a large text is given to it in pieces, each of few
-values and bytes, along the structure that ``json_scan`` found. What comes out is what ``json.loads`` would give.
+``json.loads`` keeps the interpreter to itself until it is done: a large text is given to it in
+pieces, each of few values and bytes, along the structure that ``json_scan`` found. What comes out
+is what ``json.loads`` would give.
 """
 
 from __future__ import annotations
@@ -30,12 +31,17 @@ from modelmill.serve.json_scan import (
 MAX_CHUNK_STRUCTURALS, MAX_CHUNK_BYTES = 4096, 64 << 10
 """Most brackets, commas and colons, and most bytes, that are read at once: a millisecond or two."""
 MAX_STRING_BYTES = 4 << 20
-"""Of one string that is not ASCII: it takes up to four bytes a character. A picture's base64 is ASCII."""
-YIELD_AFTER_SECONDS, YIELD_SECONDS = 0.001, 5e-5
-"""How long values are decoded before the interpreter is given to other threads, and for how long at least.
+"""Of one string that is not ASCII: it takes up to four bytes a character.
 
-Python's own switch (``sys.setswitchinterval``) does not do it: NumPy releases the interpreter for moments so short that
-a waiting thread wakes too late, and each of them starts that thread's waiting time anew. It waited 0.2 s.
+A picture's base64 is ASCII.
+"""
+YIELD_AFTER_SECONDS, YIELD_SECONDS = 0.001, 5e-5
+"""How long values are decoded before the interpreter is given to other threads, and for how long at
+least.
+
+Python's own switch (``sys.setswitchinterval``) does not do it: NumPy releases the interpreter for
+moments so short that a waiting thread wakes too late, and each of them starts that thread's waiting
+time anew. It waited 0.2 s.
 """
 _MAX_INTERNED_INTS = 4096
 _MAX_CHAR_BYTES = 12
@@ -51,8 +57,13 @@ class BodyError(ValueError):
         self.field = field
 
 
-def parse(data: bytes | bytearray, limits: JsonLimits | None = None, unused: Mapping[str, int] | None = None) -> Any:
-    """The value of a JSON text in UTF-8. Raises BodyError: it is none, or has more in it than ``limits`` allow.
+def parse(
+    data: bytes | bytearray,
+    limits: JsonLimits | None = None,
+    unused: Mapping[str, int] | None = None,
+) -> Any:
+    """The value of a JSON text in UTF-8. Raises BodyError: it is none, or has more in it than
+    ``limits`` allow.
 
     unused: long lists of such a key, so many levels deep, are read and left empty.
     """
@@ -94,13 +105,18 @@ class _Span:
 
     @property
     def is_small(self) -> bool:
-        return self.last - self.first <= MAX_CHUNK_STRUCTURALS and self.end - self.begin <= MAX_CHUNK_BYTES
+        return (
+            self.last - self.first <= MAX_CHUNK_STRUCTURALS
+            and self.end - self.begin <= MAX_CHUNK_BYTES
+        )
 
 
 class _JsonDecoder:
     """Makes values of a text."""
 
-    def __init__(self, data: bytes | bytearray, structure: Structure, unused: Mapping[str, int]) -> None:
+    def __init__(
+        self, data: bytes | bytearray, structure: Structure, unused: Mapping[str, int]
+    ) -> None:
         self._unused = unused
         self._data, self._positions = data, structure.positions
         self._char_classes, self._depths = structure.char_classes, structure.depths
@@ -132,7 +148,11 @@ class _JsonDecoder:
             return self._decode_string(span.begin, span.end)
         self._check_brackets(span)
         inner = _Span(span.begin + 1, span.end - 1, span.first + 1, span.last - 1)
-        return self._decode_object(inner) if self._data[span.begin] == ord("{") else self._decode_list(inner)
+        return (
+            self._decode_object(inner)
+            if self._data[span.begin] == ord("{")
+            else self._decode_list(inner)
+        )
 
     def _check_brackets(self, span: _Span) -> None:
         """Raises InvalidJson unless one pair of brackets is around all of it."""
@@ -161,10 +181,14 @@ class _JsonDecoder:
         return _Span(begin, end, span.first, span.last)
 
     def _split_chunks(self, span: _Span) -> Iterator[_Span]:
-        """What stands between the commas of a list or an object, as much together as may be read at once."""
+        """What stands between the commas of a list or an object, as much together as may be read at
+        once.
+        """
         depth = int(self._depths[span.first - 1])
         part = slice(span.first, span.last)
-        commas = span.first + np.flatnonzero((self._char_classes[part] == COMMA) & (self._depths[part] == depth))
+        commas = span.first + np.flatnonzero(
+            (self._char_classes[part] == COMMA) & (self._depths[part] == depth)
+        )
         ends = np.append(self._positions[commas].astype(np.int64), span.end)
         lasts = np.append(commas, span.last)
         begin, first, done = span.begin, span.first, 0
@@ -195,7 +219,9 @@ class _JsonDecoder:
             yield self._intern_integers(values)
 
     def _intern_integers(self, values: list[Any]) -> Iterable[Any]:
-        """The values, equal integers as one object: a list of token ids has many, and each takes 28 bytes."""
+        """The values, equal integers as one object: a list of token ids has many, and each takes 28
+        bytes.
+        """
         if not set(map(type, values)) <= {int}:
             return values
         if len(self._interned_ints) > _MAX_INTERNED_INTS:
@@ -226,8 +252,12 @@ class _JsonDecoder:
             span = self._strip(span)
             if self._data[span.begin] == ord("["):
                 self._check_brackets(span)
-                for _ in self._iter_list(_Span(span.begin + 1, span.end - 1, span.first + 1, span.last - 1)):
-                    pass  # objects of all of them would hold up others: who frees them, who collects garbage
+                for _ in self._iter_list(
+                    _Span(span.begin + 1, span.end - 1, span.first + 1, span.last - 1)
+                ):
+                    # objects of all of them would hold up others: who frees them, who collects
+                    # garbage
+                    pass
                 return []
         return self._decode_value(span)
 
@@ -260,7 +290,12 @@ class _JsonDecoder:
                     break
                 continue  # in the middle of a character
             follows = self._data[cut : cut + 4].lower()
-            if cut < end and "\ud800" <= text[-1] <= "\udbff" and follows[:3] == b"\\ud" and follows[3:] in b"cdef":
+            if (
+                cut < end
+                and "\ud800" <= text[-1] <= "\udbff"
+                and follows[:3] == b"\\ud"
+                and follows[3:] in b"cdef"
+            ):
                 continue  # the other half of a pair
             return text, cut
         raise InvalidJson("no string")

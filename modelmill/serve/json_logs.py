@@ -1,4 +1,7 @@
-"""Logs of a server: one JSON object a line on stderr. Prompts, answers and keys are never in them."""
+"""Logs of a server: one JSON object a line on stderr.
+
+Prompts, answers and keys are never in them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from datetime import UTC, datetime
 
 
 class JsonLogFormatter(logging.Formatter):
-    """A record as one line; of an exception its kind and where it was raised, not its text, which may hold anything."""
+    """A record as one line; of an exception its kind and where it was raised, not its text, which
+    may hold anything.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """JSON without line breaks."""
@@ -34,13 +39,17 @@ class JsonLogFormatter(logging.Formatter):
 
 @contextlib.contextmanager
 def log_to_stderr(level: str) -> Iterator[None]:
-    """While it is entered, what modelmill logs goes to stderr from ``level`` on, and errors of uvicorn and asyncio.
+    """While it is entered, what modelmill logs goes to stderr from ``level`` on, and errors of
+    uvicorn and asyncio.
 
-    Without a handler of its own, Python would print asyncio's with the texts of exceptions, which may hold anything.
-    """
+    Without a handler of its own, Python would print asyncio's with the texts of exceptions, which
+    may hold anything."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLogFormatter())
-    levels = {logging.getLogger("modelmill"): level.upper(), logging.getLogger("uvicorn.error"): "ERROR"}
+    levels = {
+        logging.getLogger("modelmill"): level.upper(),
+        logging.getLogger("uvicorn.error"): "ERROR",
+    }
     levels[logging.getLogger("asyncio")] = "ERROR"
     before = {logger: (logger.handlers, logger.propagate, logger.level) for logger in levels}
     for logger, wanted in levels.items():

@@ -1,7 +1,8 @@
-"""Where the structure of a JSON text lies, and how much memory its values would take: known before any value is made.
+"""Where the structure of a JSON text lies, and how much memory its values would take: known before
+any value is made.
 
-The text is looked at in slices with numpy, which lets other threads go on; nothing is made of it but positions of
-brackets, commas and colons, and no more of them than ``JsonLimits`` allow.
+The text is looked at in slices with numpy, which lets other threads go on; nothing is made of it
+but positions of brackets, commas and colons, and no more of them than ``JsonLimits`` allow.
 """
 
 from __future__ import annotations
@@ -14,16 +15,28 @@ SLICE_BYTES = 128 << 10
 """Bytes that are looked at together."""
 NONE, OPEN, CLOSE, COMMA, COLON, QUOTE, BACKSLASH = range(7)
 _CLASSES = np.zeros(256, np.uint8)
-for _chars, _class in ((b"{[", OPEN), (b"}]", CLOSE), (b",", COMMA), (b":", COLON), (b'"', QUOTE), (b"\\", BACKSLASH)):
+for _chars, _class in (
+    (b"{[", OPEN),
+    (b"}]", CLOSE),
+    (b",", COMMA),
+    (b":", COLON),
+    (b'"', QUOTE),
+    (b"\\", BACKSLASH),
+):
     _CLASSES[list(_chars)] = _class
 OBJECT_BYTES, LIST_BYTES, STRING_BYTES, VALUE_BYTES = 240, 96, 64, 24
-"""What CPython takes for a small one of each, about, with its place in what holds it; equal integers are one object."""
+"""What CPython takes for a small one of each, about, with its place in what holds it; equal
+integers are one object.
+"""
 SHARED_KEYS, KEY_BYTES = 8, 120
 """Keys of an object that are taken for names, which objects share; what each further one takes."""
 
 
 class JsonLimitExceeded(ValueError):
-    """A text with more structure than may be. key: where the last key of the outermost object stands."""
+    """A text with more structure than may be.
+
+    key: where the last key of the outermost object stands.
+    """
 
     def __init__(self, message: str, key: slice | None = None) -> None:
         super().__init__(message)
@@ -46,7 +59,8 @@ class JsonLimits:
 
 @dataclass(frozen=True)
 class Structure:
-    """positions [S] uint32: of brackets, commas and colons outside strings; char_classes [S] uint8; depths [S]
+    """positions [S] uint32: of brackets, commas and colons outside strings; char_classes [S] uint8;
+    depths [S]
     int16: how deep the text is behind each of them.
     """
 
@@ -56,7 +70,10 @@ class Structure:
 
 
 def scan(data: bytes | bytearray, limits: JsonLimits) -> Structure:
-    """The structure of a JSON text. Raises JsonLimitExceeded; InvalidJson for some of what cannot be JSON."""
+    """The structure of a JSON text.
+
+    Raises JsonLimitExceeded; InvalidJson for some of what cannot be JSON.
+    """
     found = _Scanner(data, limits)
     for begin in range(0, len(data), SLICE_BYTES):
         found.scan_slice(begin)
@@ -110,22 +127,38 @@ class _Scanner:
         self._escaped = bool(len(escaped) and escaped[-1] == length)
         return quotes[~np.isin(quotes, escaped, assume_unique=True)]
 
-    def _record(self, begin: int, raw: np.ndarray, positions: np.ndarray, classes: np.ndarray, num_quotes: int) -> None:
+    def _record(
+        self,
+        begin: int,
+        raw: np.ndarray,
+        positions: np.ndarray,
+        classes: np.ndarray,
+        num_quotes: int,
+    ) -> None:
         steps = (classes == OPEN).astype(np.int32) - (classes == CLOSE)
         depths = self._depth + np.cumsum(steps, dtype=np.int32)
-        opened, commas = int(np.count_nonzero(classes == OPEN)), int(np.count_nonzero(classes == COMMA))
+        opened, commas = (
+            int(np.count_nonzero(classes == OPEN)),
+            int(np.count_nonzero(classes == COMMA)),
+        )
         objects = int(np.count_nonzero(raw[positions[classes == OPEN]] == ord("{")))
         colons = int(np.count_nonzero(classes == COLON))
         self._values += opened + commas
-        self._memory += OBJECT_BYTES * objects + LIST_BYTES * (opened - objects) + VALUE_BYTES * commas
+        self._memory += (
+            OBJECT_BYTES * objects + LIST_BYTES * (opened - objects) + VALUE_BYTES * commas
+        )
         self._memory += STRING_BYTES * max((num_quotes + 1) // 2 - colons, 0)
         self._num_key_names += SHARED_KEYS * objects - colons
         if len(positions):
             self._check(begin, positions, classes, depths)
             self._depth = int(depths[-1])
-        self._slices.append(((positions + begin).astype(np.uint32), classes, depths.astype(np.int16)))
+        self._slices.append(
+            ((positions + begin).astype(np.uint32), classes, depths.astype(np.int16))
+        )
 
-    def _check(self, begin: int, positions: np.ndarray, classes: np.ndarray, depths: np.ndarray) -> None:
+    def _check(
+        self, begin: int, positions: np.ndarray, classes: np.ndarray, depths: np.ndarray
+    ) -> None:
         bounds, last = self._limits, len(positions)
         if int(depths.min()) < 0:
             raise InvalidJson("a bracket closes nothing")

@@ -1,6 +1,7 @@
 """Replies as JSON of any size, written so that other threads go on meanwhile.
 
-``json.dumps`` keeps the interpreter to itself until it is done: what holds many values is given to it in pieces.
+``json.dumps`` keeps the interpreter to itself until it is done: what holds many values is given to
+it in pieces.
 """
 
 from __future__ import annotations
@@ -15,11 +16,16 @@ _JSON = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=Fa
 
 
 class EncodedJson(bytes):
-    """A value that is JSON already: where many wait to be sent, the collector of garbage has one object to look at."""
+    """A value that is JSON already: where many wait to be sent, the collector of garbage has one
+    object to look at.
+    """
 
 
 def dump_json(value: Any) -> bytes:
-    """JSON in UTF-8. Halves of a surrogate pair, which a request may bring and UTF-8 cannot write, become ``?``."""
+    """JSON in UTF-8.
+
+    Halves of a surrogate pair, which a request may bring and UTF-8 cannot write, become ``?``.
+    """
     return b"".join(_iter_chunks(value))
 
 

@@ -1,5 +1,6 @@
-"""Log-probabilities as bytes. A long answer has hundreds of thousands, a long prompt too: an event loop that made an
-object of each would stand still, and so would the collector of garbage that looks at all of them again and again.
+"""Log-probabilities as bytes. A long answer has hundreds of thousands, a long prompt too: an event
+loop that made an object of each would stand still, and so would the collector of garbage that looks
+at all of them again and again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ BLOBS_PER_PROMPT = 2
 
 def encode_logprobs(entries: Mapping[int, Logprob]) -> bytes:
     """One position's."""
-    return b"".join([ENTRY_STRUCT.pack(id, each.rank, each.logprob) for id, each in entries.items()])
+    return b"".join(
+        [ENTRY_STRUCT.pack(id, each.rank, each.logprob) for id, each in entries.items()]
+    )
 
 
 class LogprobTable(Mapping[int, Logprob]):
@@ -33,7 +36,9 @@ class LogprobTable(Mapping[int, Logprob]):
         self._data = data
 
     def _decode(self) -> dict[int, Logprob]:
-        return {id: Logprob(value, rank) for id, rank, value in ENTRY_STRUCT.iter_unpack(self._data)}
+        return {
+            id: Logprob(value, rank) for id, rank, value in ENTRY_STRUCT.iter_unpack(self._data)
+        }
 
     def __getitem__(self, id: int) -> Logprob:
         return self._decode()[id]
@@ -50,9 +55,14 @@ class LogprobTable(Mapping[int, Logprob]):
 
 
 def encode_prompt_logprobs(tables: Sequence[Mapping[int, Logprob] | None]) -> list[bytes]:
-    """A prompt's two blobs: where each position's entries end, int64, and all entries; one without a table has none."""
+    """A prompt's two blobs: where each position's entries end, int64, and all entries; one without
+    a table has none.
+    """
     parts = [b"" if each is None else encode_logprobs(each) for each in tables]
-    return [np.fromiter(accumulate(map(len, parts)), np.int64, len(parts)).tobytes(), b"".join(parts)]
+    return [
+        np.fromiter(accumulate(map(len, parts)), np.int64, len(parts)).tobytes(),
+        b"".join(parts),
+    ]
 
 
 class PromptLogprobTables(Sequence[Mapping[int, Logprob] | None]):
@@ -62,7 +72,11 @@ class PromptLogprobTables(Sequence[Mapping[int, Logprob] | None]):
         self._ends, self._data = np.frombuffer(blobs[0], np.int64), blobs[1]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and all(a == b for a, b in zip(self, other))
+        return (
+            isinstance(other, Sequence)
+            and len(self) == len(other)
+            and all(a == b for a, b in zip(self, other))
+        )
 
     __hash__ = None  # type: ignore[assignment]  # as of a list
 

@@ -98,7 +98,9 @@ class ServerMetrics:
             "inter_token_latency_seconds", "Between two tokens of an answer.", INTER_TOKEN_BUCKETS
         )
         self._e2e_latency = self._histogram(
-            "e2e_request_latency_seconds", "From the request to its last token.", E2E_LATENCY_BUCKETS
+            "e2e_request_latency_seconds",
+            "From the request to its last token.",
+            E2E_LATENCY_BUCKETS,
         )
         self._queue_time = self._histogram(
             "request_queue_time_seconds", "From the request to its first step.", LATENCY_BUCKETS
@@ -109,7 +111,9 @@ class ServerMetrics:
         self._restarts = self._counter("worker_restarts", "Workers that were replaced.", "reason")
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(PREFIX + name, help, ("model_name",), buckets=buckets, registry=self.registry)
+        return Histogram(
+            PREFIX + name, help, ("model_name",), buckets=buckets, registry=self.registry
+        )
 
     def _counter(self, name: str, help: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, help, ("model_name", *labels), registry=self.registry)
@@ -122,14 +126,19 @@ class ServerMetrics:
             self._e2e_latency.labels(model),
             self._queue_time.labels(model),
             {name: counter.labels(model) for name, counter in self._tokens.items()},
-            {reason: self._success.labels(model, reason) for reason in (*FinishReason, EMBEDDING_REASON)},
+            {
+                reason: self._success.labels(model, reason)
+                for reason in (*FinishReason, EMBEDDING_REASON)
+            },
             {reason: self._restarts.labels(model, reason) for reason in ("ended", "hung")},
         )
 
     def render(self, engine_stats: Iterable[tuple[str, Stats]]) -> bytes:
         """The page that is scraped. engine_stats: of each engine's worker, now."""
         families = _stats_families(engine_stats)
-        return generate_latest(self.registry) + b"".join(_render_family(family) for family in families)
+        return generate_latest(self.registry) + b"".join(
+            _render_family(family) for family in families
+        )
 
 
 class EngineMetrics:
@@ -145,7 +154,12 @@ class EngineMetrics:
         finished: dict[str, Counter],
         restarts: dict[str, Counter],
     ) -> None:
-        self._observe_first_token, self._observe_inter_token, self._observe_e2e, self.observe_queue_time = (
+        (
+            self._observe_first_token,
+            self._observe_inter_token,
+            self._observe_e2e,
+            self.observe_queue_time,
+        ) = (
             time_to_first_token.observe,
             inter_token_latency.observe,
             e2e_latency.observe,
@@ -154,12 +168,17 @@ class EngineMetrics:
         self._tokens, self._finished, self._restarts = tokens, finished, restarts
         self._last_token_time: dict[tuple[str, int], float] = {}
 
-    def record_delta(self, request_state: RequestState, delta: OutputDelta, before: tuple[int, int, int]) -> None:
+    def record_delta(
+        self, request_state: RequestState, delta: OutputDelta, before: tuple[int, int, int]
+    ) -> None:
         """One token of an answer, or its end. before: the request's ``token_counts`` before it.
 
-        So these are the tokens that usage tells: what a worker drew behind a stop string is none of the answer's.
+        So these are the tokens that usage tells: what a worker drew behind a stop string is none of
+        the answer's.
         """
-        prompt, written, cached = (now - was for now, was in zip(request_state.token_counts(delta.index), before))
+        prompt, written, cached = (
+            now - was for now, was in zip(request_state.token_counts(delta.index), before)
+        )
         if prompt:
             self._tokens["prompt_tokens"].inc(prompt)
             self._tokens["prefix_cache_queries"].inc(prompt)
@@ -204,7 +223,10 @@ def _stats_families(engine_stats: Iterable[tuple[str, Stats]]) -> list[Metric]:
             lambda s: s.waiting,
         ),
         "kv_cache_usage_perc": ("Share of the KV pages that are held, 1 is all.", _kv_cache_usage),
-        "kv_cache_limit_bytes": ("Bytes that the KV cache may take.", lambda s: s.pages * s.page_bytes),
+        "kv_cache_limit_bytes": (
+            "Bytes that the KV cache may take.",
+            lambda s: s.pages * s.page_bytes,
+        ),
         "kv_cache_resident_bytes": (
             "Bytes that it has taken; on a CPU it takes them as it is written.",
             lambda s: s.touched_pages * s.page_bytes,
@@ -213,7 +235,10 @@ def _stats_families(engine_stats: Iterable[tuple[str, Stats]]) -> list[Metric]:
             "Of them, bytes that may be taken for kept prefixes.",
             lambda s: s.kept_pages * s.page_bytes,
         ),
-        "prefix_cache_resident_bytes": ("Bytes of kept prefixes.", lambda s: s.idle_pages * s.page_bytes),
+        "prefix_cache_resident_bytes": (
+            "Bytes of kept prefixes.",
+            lambda s: s.idle_pages * s.page_bytes,
+        ),
     }
     counters = {
         "num_preemptions": ("Preempted sequences.", lambda s: s.preemptions),

@@ -1,6 +1,8 @@
-"""What every request passes first: its id, the key, the size of its body, the log. Plain ASGI, outermost.
+"""What every request passes first: its id, the key, the size of its body, the log. Plain ASGI,
+outermost.
 
-Everything but /health and the page's files needs a key where there are keys, whatever the path looks like: the check
+Everything but /health and the page's files needs a key where there are keys, whatever the path
+looks like: the check
 is made here, on the path as it came, before any routing.
 """
 
@@ -62,7 +64,9 @@ class RequestMiddleware:
         service.num_active += 1
         try:
             self._check(scope, headers)
-            visit.body = _BodyReader(receive, _body_limit(scope, service.limits), service.limits.body_timeout)
+            visit.body = _BodyReader(
+                receive, _body_limit(scope, service.limits), service.limits.body_timeout
+            )
             await self._app(scope, visit.body, visit.send)
             if visit.body.error is not None:
                 raise visit.body.error
@@ -93,12 +97,20 @@ class RequestMiddleware:
             )
         if service.draining and path not in PATHS_WHILE_DRAINING:
             raise ApiError(
-                503, "the server is shutting down", "service_unavailable_error", None, "draining", {"Retry-After": "5"}
+                503,
+                "the server is shutting down",
+                "service_unavailable_error",
+                None,
+                "draining",
+                {"Retry-After": "5"},
             )
         if _header_bytes(scope, path) > HEADER_BYTES:
-            raise ApiError(431, f"the header is larger than {HEADER_BYTES} bytes", code="header_too_large")
+            raise ApiError(
+                431, f"the header is larger than {HEADER_BYTES} bytes", code="header_too_large"
+            )
         length = headers.get(b"content-length", b"0")
-        # Python reads no number of more than 4,300 digits; zeros before it are digits like any other (RFC 9110, 8.6)
+        # Python reads no number of more than 4,300 digits; zeros before it are digits like any
+        # other (RFC 9110, 8.6)
         limit = _body_limit(scope, service.limits)
         digits = length.lstrip(b"0") or b"0"
         if not length.isdigit() or len(digits) > 18 or int(digits) > limit.max_bytes:
@@ -112,19 +124,28 @@ class RequestMiddleware:
         return scheme.lower() == b"bearer" and any(found)
 
     def _set_tenant(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        """Say whose request it is, so that no cache tells one key what another has asked. Nobody can guess a mark."""
+        """Say whose request it is, so that no cache tells one key what another has asked.
+
+        Nobody can guess a mark.
+        """
         if not self._service.limits.share_cache:
-            scope[TENANT_KEY] = hmac.new(self._secret, _key_digest(headers), hashlib.sha256).hexdigest()
+            scope[TENANT_KEY] = hmac.new(
+                self._secret, _key_digest(headers), hashlib.sha256
+            ).hexdigest()
 
     def _check_host(self, name: str) -> None:
-        """Without a key, a page of the web must not reach us under a name of its own (DNS rebinding)."""
+        """Without a key, a page of the web must not reach us under a name of its own (DNS
+        rebinding).
+        """
         if name in ("", "localhost", *self._service.limits.allowed_hosts):
             return
         try:
             ipaddress.ip_address(name)
         except ValueError:
             raise ApiError(
-                403, "this server has no key and answers to localhost only; start it with --api-key", "permission_error"
+                403,
+                "this server has no key and answers to localhost only; start it with --api-key",
+                "permission_error",
             ) from None
 
 
@@ -134,20 +155,28 @@ def _key_digest(headers: dict[bytes, bytes]) -> bytes:
 
 
 def _header_bytes(scope: Scope, path: bytes) -> int:
-    """Bytes of a header. h11 bounds only those that are not complete yet; this one may have come at once."""
+    """Bytes of a header.
+
+    h11 bounds only those that are not complete yet; this one may have come at once.
+    """
     fields = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
     return fields + len(path) + len(scope.get("query_string", b""))
 
 
 def _check_framing(headers: dict[bytes, bytes]) -> None:
-    """Raises ApiError for a body with two lengths: who reads the other one takes its rest for a request of its own."""
+    """Raises ApiError for a body with two lengths: who reads the other one takes its rest for a
+    request of its own.
+    """
     if b"transfer-encoding" in headers and b"content-length" in headers:
         told = "the request has Content-Length and Transfer-Encoding; send one of them"
         raise ApiError(400, told, headers={"Connection": "close"})
 
 
 def _host_name(host: str) -> str:
-    """The name or address of a Host header, in lower case; "" where there is none. Raises ApiError 400."""
+    """The name or address of a Host header, in lower case; "" where there is none.
+
+    Raises ApiError 400.
+    """
     if not host:
         return ""
     found = _HOST.fullmatch(host)
@@ -166,7 +195,10 @@ class _BodyLimit:
 
     def too_large_error(self) -> ApiError:
         """413."""
-        told = f"the request is larger than {self.max_bytes} bytes, the most that this path takes ({self.flag})"
+        told = (
+            f"the request is larger than {self.max_bytes} bytes, the most that this path takes "
+            f"({self.flag})"
+        )
         return ApiError(413, told, code="request_too_large")
 
 
@@ -181,7 +213,12 @@ class _BodyReader:
     """``receive`` that counts the body's bytes and waits for them only so long."""
 
     def __init__(self, receive: Receive, limit: _BodyLimit, timeout: float) -> None:
-        self._receive, self._limit, self._received_bytes, self._is_complete = receive, limit, 0, False
+        self._receive, self._limit, self._received_bytes, self._is_complete = (
+            receive,
+            limit,
+            0,
+            False,
+        )
         self._deadline = asyncio.get_running_loop().time() + timeout
         self.error: ApiError | None = None
 
@@ -192,7 +229,9 @@ class _BodyReader:
             async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError:
-            self.error = ApiError(408, "the request's body did not come in time", code="request_timeout")
+            self.error = ApiError(
+                408, "the request's body did not come in time", code="request_timeout"
+            )
             raise self.error from None
         if message["type"] == "http.request":
             self._received_bytes += len(message.get("body", b""))
@@ -206,7 +245,9 @@ class _BodyReader:
 class _RequestContext:
     """One request: its id, its status, its line in the log."""
 
-    def __init__(self, scope: Scope, headers: dict[bytes, bytes], send: Send, traces: Traces | None) -> None:
+    def __init__(
+        self, scope: Scope, headers: dict[bytes, bytes], send: Send, traces: Traces | None
+    ) -> None:
         asked = headers.get(b"x-request-id", b"").decode("latin-1")
         self.id = asked if _ID.fullmatch(asked) else secrets.token_hex(16)
         scope["modelmill.request_id"] = self.id
@@ -221,7 +262,10 @@ class _RequestContext:
             return  # somebody took our refusal of the body for his own; ours is sent
         if message["type"] == "http.response.start":
             self._status = message["status"]
-            message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", self.id.encode())]}
+            message = {
+                **message,
+                "headers": [*message.get("headers", ()), (b"x-request-id", self.id.encode())],
+            }
         await self._send(message)
 
     async def send_error(self, error: ApiError) -> None:
@@ -230,8 +274,13 @@ class _RequestContext:
             return
         self.body = None
         body = json.dumps(error.body()).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        headers += [
+            (name.lower().encode(), value.encode()) for name, value in error.headers.items()
+        ]
         if error.status in (408, 413, 431):
             headers.append((b"connection", b"close"))
         await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
@@ -250,6 +299,8 @@ class _RequestContext:
         if isinstance(ticket, RequestHandle):
             told |= ticket.token_counts()
         if self._traces is not None:
-            visited = FinishedRequest(self._scope, self._headers, self.id, self._status, self._started_at)
+            visited = FinishedRequest(
+                self._scope, self._headers, self.id, self._status, self._started_at
+            )
             told["trace_id"] = self._traces.record_span(visited)
         _log.info("request", extra={"data": told})

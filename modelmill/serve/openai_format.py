@@ -30,7 +30,9 @@ def sse_event(value: Mapping[str, Any], name: str = "") -> bytes:
 
 
 class ChunkTemplate:
-    """Events that differ in their only choice: what they share is written once, not with every token."""
+    """Events that differ in their only choice: what they share is written once, not with every
+    token.
+    """
 
     def __init__(self, head: Mapping[str, Any], tail: Mapping[str, Any]) -> None:
         """head, tail: the keys before and after ``choices``; neither is a key of the other."""
@@ -52,11 +54,15 @@ class Utf8JsonResponse(JSONResponse):
         return content if isinstance(content, bytes) else dump_json(content)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Each part is copied on its way to the socket: what came meanwhile has its turn between two of them."""
+        """Each part is copied on its way to the socket: what came meanwhile has its turn between
+        two of them.
+        """
         if len(self.body) <= SEND_CHUNK_BYTES:
             await super().__call__(scope, receive, send)
             return
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
         for begin in range(0, len(self.body), SEND_CHUNK_BYTES):
             last = begin + SEND_CHUNK_BYTES >= len(self.body)
             await send(
@@ -96,8 +102,14 @@ class ChatLogprobsFormatter:
         if output.logprobs is None:
             return None
         begin, self._num_formatted = self._num_formatted, self._num_formatted + count
-        pairs = zip(output.token_ids[begin : self._num_formatted], output.logprobs[begin : self._num_formatted])
-        return {"content": [self._format_entry(id, entries) for id, entries in pairs], "refusal": None}
+        pairs = zip(
+            output.token_ids[begin : self._num_formatted],
+            output.logprobs[begin : self._num_formatted],
+        )
+        return {
+            "content": [self._format_entry(id, entries) for id, entries in pairs],
+            "refusal": None,
+        }
 
     def _format_entry(self, id: int, entries: Mapping[int, Logprob]) -> EncodedJson:
         top = list(entries.items())[: self._num_top]
@@ -109,21 +121,34 @@ class ChatLogprobsFormatter:
 
     def _format_token(self, id: int, value: Logprob) -> dict[str, Any]:
         data = token_bytes(self._tokenizer, id)
-        return {"token": data.decode("utf-8", "replace"), "logprob": clamp_logprob(value.logprob), "bytes": list(data)}
+        return {
+            "token": data.decode("utf-8", "replace"),
+            "logprob": clamp_logprob(value.logprob),
+            "bytes": list(data),
+        }
 
 
 class TextLogprobsFormatter:
-    """logprobs of one choice of a completion in the older shape, a piece at a time; offsets are in characters."""
+    """logprobs of one choice of a completion in the older shape, a piece at a time; offsets are in
+    characters.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, num_top: int, *, continues_prompt: bool = False, skip_special: bool = True
+        self,
+        tokenizer: Tokenizer | None,
+        num_top: int,
+        *,
+        continues_prompt: bool = False,
+        skip_special: bool = True,
     ) -> None:
         """continues_prompt, skip_special: as of the request."""
         self._tokenizer, self._num_top, self._num_formatted, self._offset = tokenizer, num_top, 0, 0
         self._detokenizer = (
             None
             if tokenizer is None
-            else Detokenizer(tokenizer, skip_special=skip_special, continues_prompt=continues_prompt)
+            else Detokenizer(
+                tokenizer, skip_special=skip_special, continues_prompt=continues_prompt
+            )
         )
 
     def format_prompt(self, request_state: RequestState) -> dict[str, Any]:
@@ -131,7 +156,9 @@ class TextLogprobsFormatter:
         answer = request_state.output
         entries = answer.prompt_logprobs or [None] * len(answer.prompt_token_ids)
         return self._format_table(
-            answer.prompt_token_ids, entries, None if self._detokenizer is None else self._detokenizer.push_prompt
+            answer.prompt_token_ids,
+            entries,
+            None if self._detokenizer is None else self._detokenizer.push_prompt,
         )
 
     def format_next(self, output: CompletionOutput, count: int) -> dict[str, Any] | None:
@@ -139,8 +166,13 @@ class TextLogprobsFormatter:
         if output.logprobs is None:
             return None
         begin, self._num_formatted = self._num_formatted, self._num_formatted + count
-        ids, entries = output.token_ids[begin : self._num_formatted], output.logprobs[begin : self._num_formatted]
-        return self._format_table(ids, entries, None if self._detokenizer is None else self._detokenizer.push)
+        ids, entries = (
+            output.token_ids[begin : self._num_formatted],
+            output.logprobs[begin : self._num_formatted],
+        )
+        return self._format_table(
+            ids, entries, None if self._detokenizer is None else self._detokenizer.push
+        )
 
     def _format_table(
         self,
@@ -149,10 +181,17 @@ class TextLogprobsFormatter:
         text: Callable[[int], str] | None,
     ) -> dict[str, Any]:
         """text: what an id adds to the text that the offsets count."""
-        out: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        out: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
         for id, entry in zip(ids, entries):
             out["tokens"].append(token_text(self._tokenizer, id))
-            out["token_logprobs"].append(None if entry is None else clamp_logprob(entry[id].logprob))
+            out["token_logprobs"].append(
+                None if entry is None else clamp_logprob(entry[id].logprob)
+            )
             out["top_logprobs"].append(None if entry is None else self._top_entries(id, entry))
             out["text_offset"].append(self._offset)
             if text is not None:
@@ -160,7 +199,10 @@ class TextLogprobsFormatter:
         return out
 
     def _top_entries(self, id: int, entry: Mapping[int, Logprob]) -> dict[str, float]:
-        """The most likely ones and the one that was taken. Where two read alike the likelier stands."""
+        """The most likely ones and the one that was taken.
+
+        Where two read alike the likelier stands.
+        """
         best: dict[str, float] = {}
         for other, value in [*list(entry.items())[: self._num_top], (id, entry[id])]:
             best.setdefault(token_text(self._tokenizer, other), clamp_logprob(value.logprob))
@@ -178,7 +220,9 @@ def token_bytes(tokenizer: Tokenizer | None, id: int) -> bytes:
 
 
 def token_text(tokenizer: Tokenizer | None, id: int) -> str:
-    """A token as the older shape writes it: text, or its bytes where it is a part of a character."""
+    """A token as the older shape writes it: text, or its bytes where it is a part of a
+    character.
+    """
     data = token_bytes(tokenizer, id)
     try:
         return data.decode("utf-8")

@@ -1,7 +1,8 @@
-"""What the API answers, as classes: the OpenAPI document's, and tests hold answers to them. No answer is made from one.
+"""What the API answers, as classes: the OpenAPI document's, and tests hold answers to them. No
+answer is made from one.
 
-Answers are plain dicts on their way out, since nothing is checked twice while tokens are waited for. No class allows
-keys that it does not name.
+Answers are plain dicts on their way out, since nothing is checked twice while tokens are waited
+for. No class allows keys that it does not name.
 """
 
 from __future__ import annotations
@@ -55,8 +56,12 @@ class ModelCard(ResponseModel):
     engine_type: str
     input_modalities: list[str] = Field(default_factory=list)
     chat: bool | None = None
-    default_sampling: dict[str, Any] | None = Field(None, description="where a request does not say")
-    suggested_sampling: dict[str, Any] | None = Field(None, description="where the page's user does not say")
+    default_sampling: dict[str, Any] | None = Field(
+        None, description="where a request does not say"
+    )
+    suggested_sampling: dict[str, Any] | None = Field(
+        None, description="where the page's user does not say"
+    )
 
 
 class ModelList(ResponseModel):
@@ -341,14 +346,21 @@ _NAME_CLASH_PREFIX = "Answer"
 def add_response_schemas(document: dict[str, Any]) -> None:
     """Put the answers' schemas into an OpenAPI document."""
     models = dict.fromkeys(RESPONSE_MODELS.values())
-    found, shared = models_json_schema([(model, "validation") for model in models], ref_template=REF)
+    found, shared = models_json_schema(
+        [(model, "validation") for model in models], ref_template=REF
+    )
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
-    taken = {name: f"{_NAME_CLASH_PREFIX}{name}" if name in schemas else name for name in shared.get("$defs", {})}
+    taken = {
+        name: f"{_NAME_CLASH_PREFIX}{name}" if name in schemas else name
+        for name in shared.get("$defs", {})
+    }
     for name, schema in shared.get("$defs", {}).items():
         schemas[taken[name]] = _rename_refs(schema, taken)
     for path, model in RESPONSE_MODELS.items():
         for operation in document["paths"].get(path, {}).values():
-            content = {"application/json": {"schema": _rename_refs(found[model, "validation"], taken)}}
+            content = {
+                "application/json": {"schema": _rename_refs(found[model, "validation"], taken)}
+            }
             if path in STREAMING_PATHS:
                 content["text/event-stream"] = {"schema": SSE_EVENT_SCHEMA}
             operation["responses"]["200"]["content"] = content

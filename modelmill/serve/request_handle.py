@@ -1,7 +1,7 @@
 """What one HTTP request waits for: the answers to its prompts, as they come.
 
-News are gathered until they are fetched, so a client that reads slowly costs memory for what it has not read yet and
-nothing else; there is a bound to that too.
+News are gathered until they are fetched, so a client that reads slowly costs memory for what it has
+not read yet and nothing else; there is a bound to that too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from modelmill.outputs import OutputDelta
 from modelmill.request_state import RequestState
 
 MAX_PENDING_ITEMS = 16384
-"""Most pieces of news that wait for a client; with log-probabilities each counts as many as it tells."""
+"""Most pieces of news that wait for a client; with log-probabilities each counts as many as it
+tells.
+"""
 
 
 class StreamItem(NamedTuple):
@@ -37,7 +39,9 @@ class ClientTooSlow(CapacityError):
 class RequestHandle:
     """The prompts of one HTTP request. ``close`` gives up what has not ended."""
 
-    def __init__(self, request_states: Sequence[RequestState], abandon: Callable[[Sequence[str]], None]) -> None:
+    def __init__(
+        self, request_states: Sequence[RequestState], abandon: Callable[[Sequence[str]], None]
+    ) -> None:
         """abandon: called with the engine's ids of what is given up."""
         self.request_states = list(request_states)
         self.created_at = time.perf_counter()
@@ -53,7 +57,8 @@ class RequestHandle:
     # -- for who asked
 
     async def fetch(self, timeout: float | None = None) -> list[StreamItem]:
-        """What came since the last call, waiting for something; [] once all has ended. Raises what went wrong.
+        """What came since the last call, waiting for something; [] once all has ended. Raises what
+        went wrong.
 
         TimeoutError where nothing comes for so many seconds.
         """
@@ -76,17 +81,23 @@ class RequestHandle:
     def token_counts(self) -> dict[str, int | float | None]:
         """Tokens and times, for a log."""
         answers = [each.output for each in self.request_states]
-        first = [each.first_token_seconds for each in answers if each.first_token_seconds is not None]
+        first = [
+            each.first_token_seconds for each in answers if each.first_token_seconds is not None
+        ]
         return {
             "prompt_tokens": sum(each.prompt_tokens for each in self.request_states),
-            "completion_tokens": sum(len(output.token_ids) for each in answers for output in each.outputs),
+            "completion_tokens": sum(
+                len(output.token_ids) for each in answers for output in each.outputs
+            ),
             "cached_tokens": sum(each.cached_tokens for each in answers),
             "first_token_ms": round(1000 * min(first), 1) if first else None,
         }
 
     @property
     def abort_reason(self) -> str:
-        """Why answers that have not ended will not: "error" where the engine is at fault, else "abort"."""
+        """Why answers that have not ended will not: "error" where the engine is at fault, else
+        "abort".
+        """
         return "error" if isinstance(self._error, WorkerLost) else "abort"
 
     def close(self) -> None:
@@ -109,7 +120,9 @@ class RequestHandle:
         if delta.output.finished:
             del self._unfinished[id]
         elif self._pending_weight > MAX_PENDING_ITEMS:
-            self.fail(ClientTooSlow("the client does not read its answer; the request was given up"))
+            self.fail(
+                ClientTooSlow("the client does not read its answer; the request was given up")
+            )
         self._wake.set()
 
     def fail(self, error: BaseException) -> None:

@@ -1,4 +1,6 @@
-"""The output of a response as it grows: items (messages, calls), and the typed events that tell of them."""
+"""The output of a response as it grows: items (messages, calls), and the typed events that tell of
+them.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,11 @@ ResponseEvent = dict[str, Any]
 
 
 class ResponseItems:
-    """Takes text and calls in order. ``output`` holds what is complete; events come without their number.
+    """Takes text and calls in order. ``output`` holds what is complete; events come without their
+    number.
 
-    hold_spaces: whether spaces are held back until something else follows, since they may stand before a call.
+    hold_spaces: whether spaces are held back until something else follows, since they may stand
+    before a call.
     """
 
     def __init__(self, hold_spaces: bool) -> None:
@@ -28,9 +32,12 @@ class ResponseItems:
         self._pending_logprobs: list[tuple[str, list[Any]]] = []
 
     def record_tokens(self, text: str, logprobs: Sequence[Any]) -> None:
-        """What the model wrote, before it is told what of it is said; logprobs: of the tokens that completed it."""
+        """What the model wrote, before it is told what of it is said; logprobs: of the tokens that
+        completed it.
+        """
         if self._pending_logprobs and not self._pending_logprobs[-1][0]:
-            logprobs = [*self._pending_logprobs.pop()[1], *logprobs]  # tokens whose text comes with a later one
+            # tokens whose text comes with a later one
+            logprobs = [*self._pending_logprobs.pop()[1], *logprobs]
         self._pending_logprobs.append((text, [*logprobs]))
 
     def add_text(self, text: str) -> Iterator[ResponseEvent]:
@@ -47,7 +54,12 @@ class ResponseItems:
         told = self._take_logprobs(text)
         self._texts.append(text)
         self._logprobs += told
-        yield {"type": "response.output_text.delta", **self._content_position(), "delta": text, "logprobs": told}
+        yield {
+            "type": "response.output_text.delta",
+            **self._content_position(),
+            "delta": text,
+            "logprobs": told,
+        }
 
     def start_call(self, id: str, name: str) -> Iterator[ResponseEvent]:
         """A call begins; what was open ends. Spaces before it are no message."""
@@ -64,7 +76,11 @@ class ResponseItems:
             "arguments": "",
             "status": "in_progress",
         }
-        yield {"type": "response.output_item.added", "output_index": len(self.output), "item": self._call}
+        yield {
+            "type": "response.output_item.added",
+            "output_index": len(self.output),
+            "item": self._call,
+        }
 
     def add_arguments(self, text: str) -> Iterator[ResponseEvent]:
         """More of the call's arguments."""
@@ -82,11 +98,14 @@ class ResponseItems:
             if self._held_spaces:
                 yield from self.add_text("")
         if self._id and not any(item["type"] == "function_call" for item in self.output):
-            self._logprobs += [one for _, each in self._pending_logprobs for one in each]  # of tokens that have no text
+            # of tokens that have no text
+            self._logprobs += [one for _, each in self._pending_logprobs for one in each]
         yield from self._close(status)
 
     def _take_logprobs(self, text: str) -> list[Any]:
-        """What is to be told of the tokens that ``text`` consists of; those before it belong to a call."""
+        """What is to be told of the tokens that ``text`` consists of; those before it belong to a
+        call.
+        """
         heard = "".join(each for each, _ in self._pending_logprobs)
         begin, end = _locate_text(text, heard)
         place = 0
@@ -110,7 +129,11 @@ class ResponseItems:
             "output_index": len(self.output),
             "item": self._message("in_progress", []),
         }
-        yield {"type": "response.content_part.added", **self._content_position(), "part": _output_text_part("", [])}
+        yield {
+            "type": "response.content_part.added",
+            **self._content_position(),
+            "part": _output_text_part("", []),
+        }
 
     def _close(self, status: str, *, call_only: bool = False) -> Iterator[ResponseEvent]:
         """End what is open; the message goes on where only a call is to end."""
@@ -123,7 +146,12 @@ class ResponseItems:
         assert self._call is not None
         item = {**self._call, "arguments": "".join(self._texts), "status": status}
         index = {"output_index": len(self.output)}
-        done = {"item_id": item["id"], **index, "name": item["name"], "arguments": item["arguments"]}
+        done = {
+            "item_id": item["id"],
+            **index,
+            "name": item["name"],
+            "arguments": item["arguments"],
+        }
         yield {"type": "response.function_call_arguments.done", **done}
         yield {"type": "response.output_item.done", **index, "item": item}
         self.output.append(item)
@@ -143,11 +171,19 @@ class ResponseItems:
         return {"item_id": self._id, "output_index": len(self.output), "content_index": 0}
 
     def _message(self, status: str, content: list[Any]) -> dict[str, Any]:
-        return {"type": "message", "id": self._id, "status": status, "role": "assistant", "content": content}
+        return {
+            "type": "message",
+            "id": self._id,
+            "status": status,
+            "role": "assistant",
+            "content": content,
+        }
 
 
 def _locate_text(text: str, written: str) -> tuple[int, int]:
-    """Where ``text`` stands, the last time, in what was heard; spaces at its head may be from before a call."""
+    """Where ``text`` stands, the last time, in what was heard; spaces at its head may be from
+    before a call.
+    """
     if written.startswith(text):
         return 0, len(text)
     kept = text.lstrip()

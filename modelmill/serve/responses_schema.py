@@ -1,8 +1,9 @@
-"""What /v1/responses is asked, and the conversation that it means: from there on it is a chat request like any other.
+"""What /v1/responses is asked, and the conversation that it means: from there on it is a chat
+request like any other.
 
-Nothing of a response is kept on the server: there is no ``previous_response_id``, and ``store`` is always false. A
-client sends the items of the conversation again; the prefix cache makes that cheap, and no memory grows with answers.
-"""
+Nothing of a response is kept on the server: there is no ``previous_response_id``, and ``store`` is
+always false. A client sends the items of the conversation again; the prefix cache makes that cheap,
+and no memory grows with answers."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ class ContentPart(StrictModel):
         """As a part of a chat message. Raises RequestError."""
         if self.type == "input_image":
             if self.image_url is None:
-                raise RequestError("an input_image needs its image_url (a data: URL); files are not kept here")
+                raise RequestError(
+                    "an input_image needs its image_url (a data: URL); files are not kept here"
+                )
             detail = {"detail": self.detail} if self.detail else {}
             return {"type": "image_url", "image_url": {"url": self.image_url, **detail}}
         text = self.refusal if self.type == "refusal" else self.text
@@ -153,11 +156,18 @@ class TextFormat(StrictModel):
         """As a response_format. Raises RequestError."""
         if self.type != "json_schema":
             if self.name is not None or self.schema_ is not None:
-                raise RequestError(f"text.format: name and schema belong to json_schema, not to {self.type}")
+                raise RequestError(
+                    f"text.format: name and schema belong to json_schema, not to {self.type}"
+                )
             return ResponseFormat(type=self.type)
         if self.name is None or self.schema_ is None:
             raise RequestError("text.format: json_schema needs a name and a schema")
-        schema = {"name": self.name, "schema": self.schema_, "strict": self.strict, "description": self.description}
+        schema = {
+            "name": self.name,
+            "schema": self.schema_,
+            "strict": self.strict,
+            "description": self.description,
+        }
         return ResponseFormat.model_validate({"type": self.type, "json_schema": schema})
 
 
@@ -185,17 +195,23 @@ class ResponseStreamOptions(StrictModel):
 class ResponsesRequest(SamplingFields):
     """POST /v1/responses."""
 
-    # input[i].content[j].logprobs, as a response told them: of 16,000 tokens with five each, or 7,000 with twenty
+    # input[i].content[j].logprobs, as a response told them: of 16,000 tokens with five each, or
+    # 7,000 with twenty
     unused: ClassVar[Mapping[str, int]] = {"logprobs": 5}
 
-    input: LongText | JsonObjectList = Field(description="a text, or items: messages, calls and what they returned")
+    input: LongText | JsonObjectList = Field(
+        description="a text, or items: messages, calls and what they returned"
+    )
     instructions: LongText | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
     text: TextConfig | None = None
     tools: Annotated[list[FunctionTool], FAIL_FAST] | None = Field(None, max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | FunctionToolChoice | AllowedToolsChoice | None = Field(
+    tool_choice: (
+        Literal["none", "auto", "required"] | FunctionToolChoice | AllowedToolsChoice | None
+    ) = Field(
         None,
-        description='"none", "auto", "required", {"type": "function", "name": …} or {"type": "allowed_tools", …}',
+        description='"none", "auto", "required", {"type": "function", "name": …} or {"type": '
+        '"allowed_tools", …}',
     )
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     include: Annotated[list[str], FAIL_FAST] | None = Field(None, max_length=16)
@@ -218,18 +234,30 @@ class ResponsesRequest(SamplingFields):
             raise RequestError("input is empty; give a text or at least one item")
         for name in ("previous_response_id", "conversation"):
             if getattr(self, name) is not None:
-                raise RequestError(f"{name} is not offered: nothing is kept here; send the earlier items in input")
+                raise RequestError(
+                    f"{name} is not offered: nothing is kept here; send the earlier items in input"
+                )
         if self.prompt is not None:
-            raise RequestError("prompt is not offered: no templates are kept here; send instructions and input")
+            raise RequestError(
+                "prompt is not offered: no templates are kept here; send instructions and input"
+            )
         if self.background:
             raise RequestError("background is not offered; use stream")
         if self.truncation == "auto":
-            raise RequestError("truncation auto is not offered: an input that is too long is refused")
+            raise RequestError(
+                "truncation auto is not offered: an input that is too long is refused"
+            )
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only for stream: true")
-        unknown = [each for each in self.include or () if each not in (LOGPROBS, "reasoning.encrypted_content")]
+        unknown = [
+            each
+            for each in self.include or ()
+            if each not in (LOGPROBS, "reasoning.encrypted_content")
+        ]
         if unknown:
-            raise RequestError(f"include names {unknown[0][:60]!r}, which is not offered; {LOGPROBS} is")
+            raise RequestError(
+                f"include names {unknown[0][:60]!r}, which is not offered; {LOGPROBS} is"
+            )
 
     @property
     def wants_logprobs(self) -> bool:
@@ -242,7 +270,11 @@ class ResponsesRequest(SamplingFields):
         check_functions(self.tools or ())
         shared = {name: getattr(self, name) for name in SamplingFields.model_fields}
         tools, choice = self._chat_tools()
-        format = None if self.text is None or self.text.format is None else self.text.format.to_response_format()
+        format = (
+            None
+            if self.text is None or self.text.format is None
+            else self.text.format.to_response_format()
+        )
         return ChatRequest(
             **shared,
             messages=items_to_messages(self.input, self.instructions),
@@ -255,7 +287,9 @@ class ResponsesRequest(SamplingFields):
             parallel_tool_calls=self.parallel_tool_calls,
         )
 
-    def _chat_tools(self) -> tuple[list[Tool] | None, Literal["none", "auto", "required"] | NamedToolChoice | None]:
+    def _chat_tools(
+        self,
+    ) -> tuple[list[Tool] | None, Literal["none", "auto", "required"] | NamedToolChoice | None]:
         tools = [
             Tool(type="function", function=FunctionDefinition(**tool.model_dump(exclude={"type"})))
             for tool in self.tools or ()
@@ -267,12 +301,19 @@ class ResponsesRequest(SamplingFields):
                 raise RequestError("tool_choice names a function that is not among the tools")
             return [tool for tool in tools if tool.function.name in names], choice.mode
         if isinstance(choice, FunctionToolChoice):
-            return tools or None, NamedToolChoice(type="function", function=NamedFunction(name=choice.name))
+            return tools or None, NamedToolChoice(
+                type="function", function=NamedFunction(name=choice.name)
+            )
         return tools or None, choice
 
 
-def items_to_messages(items: str | list[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
-    """Items as chat messages: calls join the turn they belong to. Raises RequestError naming the item at fault."""
+def items_to_messages(
+    items: str | list[dict[str, Any]], instructions: str | None
+) -> list[dict[str, Any]]:
+    """Items as chat messages: calls join the turn they belong to.
+
+    Raises RequestError naming the item at fault.
+    """
     messages: list[dict[str, Any]] = []
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
@@ -296,9 +337,13 @@ def _append_item(messages: list[dict[str, Any]], item: InputItem) -> None:
         function = {"name": item.name, "arguments": item.arguments}
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": None})
-        messages[-1].setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+        messages[-1].setdefault("tool_calls", []).append(
+            {"id": item.call_id, "type": "function", "function": function}
+        )
     elif isinstance(item, FunctionCallOutputItem):
-        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _chat_content(item.output)})
+        messages.append(
+            {"role": "tool", "tool_call_id": item.call_id, "content": _chat_content(item.output)}
+        )
 
 
 def _chat_content(given: str | list[ContentPart]) -> str | list[dict[str, Any]]:
@@ -310,7 +355,8 @@ def _parse_item(raw: Mapping[str, Any], where: str) -> InputItem:
     shape = _ITEM_TYPES.get(kind) if isinstance(kind, str) else None
     if shape is None:
         raise RequestError(
-            f"{where}: items of type {str(kind)[:40]!r} are not offered; there are {', '.join(_ITEM_TYPES)}"
+            f"{where}: items of type {str(kind)[:40]!r} are not offered; there are "
+            f"{', '.join(_ITEM_TYPES)}"
         )
     try:
         return shape.model_validate(raw)

@@ -1,7 +1,8 @@
-"""What requests may say, in OpenAI's shapes, strictly: a field we do not know or a value of another kind is an error.
+"""What requests may say, in OpenAI's shapes, strictly: a field we do not know or a value of another
+kind is an error.
 
-Fields that some clients send and that change no answer (metadata, user, …) are taken and not used; those that would
-change it and are not offered are refused by name.
+Fields that some clients send and that change no answer (metadata, user, …) are taken and not used;
+those that would change it and are not offered are refused by name.
 """
 
 from __future__ import annotations
@@ -59,7 +60,10 @@ class StructuredOutputs(StrictModel):
 
 
 class JsonSchema(StrictModel):
-    """response_format's json_schema. strict and description change nothing: a schema is always kept to."""
+    """response_format's json_schema.
+
+    strict and description change nothing: a schema is always kept to.
+    """
 
     name: str = Field(min_length=1, max_length=256)
     schema_: JsonObject | None = Field(None, alias="schema")
@@ -86,7 +90,10 @@ class ResponseFormat(StrictModel):
 
 
 class StreamOptions(StrictModel):
-    """include_usage: one more chunk at the end with the counts. include_obfuscation: taken, not used."""
+    """include_usage: one more chunk at the end with the counts.
+
+    include_obfuscation: taken, not used.
+    """
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -148,7 +155,8 @@ class GenerationFields(SamplingFields):
     def make_sampling_params(self, **more: Any) -> SamplingParams:
         """As the engine's SamplingParams. Raises RequestError."""
         names = (
-            "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
+            "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty",
+            "frequency_penalty",
             "repetition_penalty",
         )  # fmt: skip
         given = {name: getattr(self, name) for name in names}
@@ -170,7 +178,9 @@ class GenerationFields(SamplingFields):
         asked = None if self.response_format is None else self.response_format.to_grammar()
         other = None if self.structured_outputs is None else self.structured_outputs.to_grammar()
         if asked is not None and other is not None:
-            raise RequestError("response_format and structured_outputs ask for two things; give one of them")
+            raise RequestError(
+                "response_format and structured_outputs ask for two things; give one of them"
+            )
         return other if asked is None else asked
 
     def validated_grammar(self) -> Grammar | None:
@@ -179,7 +189,9 @@ class GenerationFields(SamplingFields):
         if found is None:
             return None
         if self.ignore_eos:
-            raise RequestError("ignore_eos has no meaning with structured output or a forced call; leave it out")
+            raise RequestError(
+                "ignore_eos has no meaning with structured output or a forced call; leave it out"
+            )
         try:
             usable(found)
         except RequestError as error:
@@ -222,7 +234,9 @@ class CompletionRequest(GenerationFields):
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one or many. Raises RequestError for empty ones."""
         raw = self.prompt
-        listed: list[Any] = [raw] if isinstance(raw, str) or (raw and isinstance(raw[0], int)) else list(raw)
+        listed: list[Any] = (
+            [raw] if isinstance(raw, str) or (raw and isinstance(raw[0], int)) else list(raw)
+        )
         if not listed or any(len(each) == 0 for each in listed):
             raise RequestError("prompt is empty; give at least one token")
         if len(listed) > MAX_PROMPTS:
@@ -233,7 +247,9 @@ class CompletionRequest(GenerationFields):
         """Raises RequestError for combinations that are not offered."""
         self.check_stream()
         if self.suffix is not None:
-            raise RequestError("suffix is not offered: these models continue a text, they do not fill it in")
+            raise RequestError(
+                "suffix is not offered: these models continue a text, they do not fill it in"
+            )
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise RequestError("best_of must equal n: answers are not ranked")
 
@@ -241,7 +257,9 @@ class CompletionRequest(GenerationFields):
         """As the engine's SamplingParams."""
         scored = self.logprobs if self.echo else None
         limit = 16 if self.max_tokens is None else self.max_tokens
-        return self.make_sampling_params(max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=scored)
+        return self.make_sampling_params(
+            max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=scored
+        )
 
 
 class FunctionDefinition(StrictModel):
@@ -261,7 +279,9 @@ class Tool(StrictModel):
 
 
 def check_functions(functions: Iterable[FunctionDefinition]) -> None:
-    """Raises RequestError for parameters that JSON cannot express, or that are nested beyond reason."""
+    """Raises RequestError for parameters that JSON cannot express, or that are nested beyond
+    reason.
+    """
     for function in functions:
         check_data(function.parameters, f"tools: the schema of {function.name}")
 
@@ -289,7 +309,8 @@ class ChatRequest(GenerationFields):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     tools: Annotated[list[Tool], FAIL_FAST] | None = Field(None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = Field(
-        None, description='"none", "auto", "required" or {"type": "function", "function": {"name": …}}'
+        None,
+        description='"none", "auto", "required" or {"type": "function", "function": {"name": …}}',
     )
     parallel_tool_calls: bool | None = None
     modalities: Annotated[list[str], FAIL_FAST] | None = Field(None, max_length=16)
@@ -306,7 +327,10 @@ class ChatRequest(GenerationFields):
             raise RequestError("tool_choice needs tools")
         if len(set(names)) < len(names):
             raise RequestError("tools hold two functions of one name")
-        if isinstance(self.tool_choice, NamedToolChoice) and self.tool_choice.function.name not in names:
+        if (
+            isinstance(self.tool_choice, NamedToolChoice)
+            and self.tool_choice.function.name not in names
+        ):
             raise RequestError("tool_choice names a function that is not among the tools")
         if self.modalities not in (None, ["text"]):
             raise RequestError('modalities must be ["text"]')
@@ -324,14 +348,25 @@ class ChatRequest(GenerationFields):
         return bool(self.tools) and self.tool_choice not in (None, "none", "auto")
 
     def grammar(self) -> Grammar | None:
-        """What the answer must be: a call that is forced, or what was asked for. Raises RequestError."""
+        """What the answer must be: a call that is forced, or what was asked for.
+
+        Raises RequestError.
+        """
         found = super().grammar()
         if not self.forces_call:
             return found
         if found is not None:
-            raise RequestError("response_format has no meaning where a call is forced; give one of them")
-        name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedToolChoice) else None
-        return forced_call_grammar(self.offered_tools, name, several=name is None and self.parallel_tool_calls is True)
+            raise RequestError(
+                "response_format has no meaning where a call is forced; give one of them"
+            )
+        name = (
+            self.tool_choice.function.name
+            if isinstance(self.tool_choice, NamedToolChoice)
+            else None
+        )
+        return forced_call_grammar(
+            self.offered_tools, name, several=name is None and self.parallel_tool_calls is True
+        )
 
     @property
     def _grammar_field(self) -> str:
@@ -339,8 +374,12 @@ class ChatRequest(GenerationFields):
 
     def sampling_params(self) -> SamplingParams:
         """As the engine's SamplingParams."""
-        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self.make_sampling_params(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+        limit = (
+            self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        )
+        return self.make_sampling_params(
+            max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None
+        )
 
 
 class TokenizeRequest(StrictModel):

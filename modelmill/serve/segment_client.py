@@ -1,4 +1,6 @@
-"""The API's side of a segmentation engine: what is asked of its worker, who waits for it, and the counters."""
+"""The API's side of a segmentation engine: what is asked of its worker, who waits for it, and the
+counters.
+"""
 
 from __future__ import annotations
 
@@ -84,16 +86,26 @@ class SegmentMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         label = ("model_name",)
         name, help = PREFIX + "segment_latency_seconds", "From the request to its masks."
-        self.latency = Histogram(name, help, label, buckets=SEGMENT_LATENCY_BUCKETS, registry=registry)
-        self.masks = Counter(PREFIX + "segment_masks", "Masks that were told.", label, registry=registry)
-        self.queries = Counter(PREFIX + "image_cache_queries", "Pictures looked at.", label, registry=registry)
-        self.hits = Counter(PREFIX + "image_cache_hits", "Of them, embeddings found kept.", label, registry=registry)
+        self.latency = Histogram(
+            name, help, label, buckets=SEGMENT_LATENCY_BUCKETS, registry=registry
+        )
+        self.masks = Counter(
+            PREFIX + "segment_masks", "Masks that were told.", label, registry=registry
+        )
+        self.queries = Counter(
+            PREFIX + "image_cache_queries", "Pictures looked at.", label, registry=registry
+        )
+        self.hits = Counter(
+            PREFIX + "image_cache_hits", "Of them, embeddings found kept.", label, registry=registry
+        )
 
 
 class SegmentClient:
     """Who waits for the worker of one engine."""
 
-    def __init__(self, name: str, send: Callable[[SegmentJob], None], abandon: Callable[[str], None]) -> None:
+    def __init__(
+        self, name: str, send: Callable[[SegmentJob], None], abandon: Callable[[str], None]
+    ) -> None:
         """send: to the worker. abandon: tell it that nobody waits for this id any more."""
         self.metrics: SegmentMetrics | None = None
         self._name, self._send, self._send_abort = name, send, abandon
@@ -132,7 +144,9 @@ class SegmentClient:
             glance.set_error(UnknownImage(message.message))
         else:
             glance.set_error(
-                FieldError(message.message, message.param) if message.param else RequestError(message.message)
+                FieldError(message.message, message.param)
+                if message.param
+                else RequestError(message.message)
             )
 
     def fail_all(self, error: ModelmillError) -> None:

@@ -1,7 +1,9 @@
-"""What the API and the worker of a segmentation engine say to each other: pictures and masks, in binary frames.
+"""What the API and the worker of a segmentation engine say to each other: pictures and masks, in
+binary frames.
 
-The body of such a frame is a zero byte (JSON begins with another), the length of a JSON array in four bytes, that
-array, and the blobs one after another; the array ends with their lengths. Nothing is turned into text or pickled.
+The body of such a frame is a zero byte (JSON begins with another), the length of a JSON array in
+four bytes, that array, and the blobs one after another; the array ends with their lengths. Nothing
+is turned into text or pickled.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ SegmentErrorCode = Literal["invalid", "unknown", "memory"]
 
 @dataclass(frozen=True)
 class SegmentJob:
-    """Segment a picture. image: a file's bytes; empty where ``image_digest`` names a picture that was seen.
+    """Segment a picture. image: a file's bytes; empty where ``image_digest`` names a picture that
+    was seen.
 
-    prompts: {"points", "labels", "box", "mask"}, the mask's value being the index of its blob in ``masks``: float32
-    logits (little endian) or a picture's file. automatic_masks: options of a grid of points, in place of prompts.
-    mask_format: "rle" or "png". return_logits: whether each mask's logits are sent, for another prompt.
+    prompts: {"points", "labels", "box", "mask"}, the mask's value being the index of its blob in
+    ``masks``: float32 logits (little endian) or a picture's file. automatic_masks: options of a
+    grid of points, in place of prompts. mask_format: "rle" or "png". return_logits: whether each
+    mask's logits are sent, for another prompt.
     """
 
     id: str
@@ -41,7 +45,8 @@ class SegmentJob:
 
 @dataclass(frozen=True)
 class SegmentResult:
-    """The answer. payload: {"image": {…}, "masks": [{…}], "milliseconds": {…}}; "png" and "logits" in it are indices.
+    """The answer. payload: {"image": {…}, "masks": [{…}], "milliseconds": {…}}; "png" and "logits"
+    in it are indices.
 
     blobs: those PNG files and float32 logits.
     """
@@ -53,7 +58,8 @@ class SegmentResult:
 
 @dataclass(frozen=True)
 class SegmentFailure:
-    """No answer. code: the request is at fault, its digest is not known (any more), or memory ran out.
+    """No answer. code: the request is at fault, its digest is not known (any more), or memory ran
+    out.
 
     param: the request's field that is at fault, where one is.
     """

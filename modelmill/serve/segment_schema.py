@@ -28,17 +28,23 @@ UnitInterval = Annotated[float, Field(ge=0, le=1)]
 
 
 class SegmentPrompt(StrictModel):
-    """One prompt, in the upright picture's pixels: points, a box, a mask, or several of them together."""
+    """One prompt, in the upright picture's pixels: points, a box, a mask, or several of them
+    together.
+    """
 
     points: Annotated[list[Point], FAIL_FAST] | None = Field(
         None, max_length=MAX_POINTS, description="[x, y] of each point"
     )
     labels: Annotated[list[Annotated[int, Field(ge=0, le=1)]], FAIL_FAST] | None = Field(
-        None, max_length=MAX_POINTS, description="of each point: 1 the object (default), 0 the background"
+        None,
+        max_length=MAX_POINTS,
+        description="of each point: 1 the object (default), 0 the background",
     )
     box: BoxCorners | None = Field(None, description="[x0, y0, x1, y1]")
     mask: str | None = Field(
-        None, min_length=1, description="a data: URL: a picture, white is the object; or a former answer's logits"
+        None,
+        min_length=1,
+        description="a data: URL: a picture, white is the object; or a former answer's logits",
     )
 
     @property
@@ -48,7 +54,9 @@ class SegmentPrompt(StrictModel):
 
 
 class AutomaticMaskSettings(StrictModel):
-    """How all of a picture is segmented; what is not given is as in SAM's automatic mask generator."""
+    """How all of a picture is segmented; what is not given is as in SAM's automatic mask
+    generator.
+    """
 
     points_per_side: int | None = Field(None, ge=1, le=64)
     pred_iou_thresh: UnitInterval | None = None
@@ -57,12 +65,20 @@ class AutomaticMaskSettings(StrictModel):
 
 
 class SegmentRequest(SegmentPrompt):
-    """A picture, and prompts or everything; with neither, its embedding is only made ready for later prompts."""
+    """A picture, and prompts or everything; with neither, its embedding is only made ready for
+    later prompts.
+    """
 
-    model: str | None = Field(None, max_length=1024, description="default: the first engine that segments")
-    image: str | None = Field(None, min_length=1, description="base64 of an image file, bare or as a data: URL")
+    model: str | None = Field(
+        None, max_length=1024, description="default: the first engine that segments"
+    )
+    image: str | None = Field(
+        None, min_length=1, description="base64 of an image file, bare or as a data: URL"
+    )
     image_id: str | None = Field(
-        None, pattern=r"^[0-9a-f]{64}$", description="a former answer's image.id, in place of the image"
+        None,
+        pattern=r"^[0-9a-f]{64}$",
+        description="a former answer's image.id, in place of the image",
     )
     boxes: Annotated[list[BoxCorners], FAIL_FAST] | None = Field(
         None, min_length=1, max_length=MAX_SEGMENT_PROMPTS, description="a prompt each"
@@ -70,11 +86,21 @@ class SegmentRequest(SegmentPrompt):
     prompts: Annotated[list[SegmentPrompt], FAIL_FAST] | None = Field(
         None, min_length=1, max_length=MAX_SEGMENT_PROMPTS
     )
-    everything: bool | AutomaticMaskSettings | None = Field(None, description="true or false, or an object of settings")
-    multimask: bool | None = Field(None, description="three masks of each prompt, best first (default), or one")
-    format: Literal["rle", "png"] | None = Field(None, description="of the masks: COCO's run lengths (default), or PNG")
-    logits: bool | None = Field(None, description="tell each mask's logits, for another prompt's mask")
-    cache_salt: str | None = Field(None, max_length=1024, description="embeddings of other salts are never shared")
+    everything: bool | AutomaticMaskSettings | None = Field(
+        None, description="true or false, or an object of settings"
+    )
+    multimask: bool | None = Field(
+        None, description="three masks of each prompt, best first (default), or one"
+    )
+    format: Literal["rle", "png"] | None = Field(
+        None, description="of the masks: COCO's run lengths (default), or PNG"
+    )
+    logits: bool | None = Field(
+        None, description="tell each mask's logits, for another prompt's mask"
+    )
+    cache_salt: str | None = Field(
+        None, max_length=1024, description="embeddings of other salts are never shared"
+    )
     user: str | None = Field(None, max_length=4096, description="taken, not used")
 
     def to_job(self, id: str) -> SegmentJob:
@@ -108,12 +134,17 @@ class SegmentRequest(SegmentPrompt):
         own = SegmentPrompt(points=self.points, labels=self.labels, box=self.box, mask=self.mask)
         ways: list[list[tuple[str, SegmentPrompt]]] = [
             [("points", own)] if own.has_prompt or own.labels else [],
-            [("boxes", SegmentPrompt(points=None, labels=None, box=box, mask=None)) for box in self.boxes or ()],
+            [
+                ("boxes", SegmentPrompt(points=None, labels=None, box=box, mask=None))
+                for box in self.boxes or ()
+            ],
             [("prompts", prompt) for prompt in self.prompts or ()],
         ]
         given = [way for way in ways if way]
         if len(given) > 1:
-            raise FieldError("prompts come one way: as points, box and mask, as boxes, or as prompts", "prompts")
+            raise FieldError(
+                "prompts come one way: as points, box and mask, as boxes, or as prompts", "prompts"
+            )
         return given[0] if given else []
 
     def _automatic_mask_options(self) -> dict[str, Any] | None:
@@ -127,10 +158,16 @@ def _encode_prompt(prompt: SegmentPrompt, field: str, masks: list[bytes]) -> dic
     if not prompt.has_prompt:
         raise FieldError("a prompt needs points, a box or a mask", field)
     if prompt.labels is not None and len(prompt.labels) != len(points):
-        raise FieldError(f"{len(points)} points have {len(prompt.labels)} labels; give one label a point", "labels")
+        raise FieldError(
+            f"{len(points)} points have {len(prompt.labels)} labels; give one label a point",
+            "labels",
+        )
     box = prompt.box
     if box is not None and (box[0] > box[2] or box[1] > box[3]):
-        raise FieldError("a box is x0, y0, x1, y1 with x0 <= x1 and y0 <= y1", "box" if field == "points" else field)
+        raise FieldError(
+            "a box is x0, y0, x1, y1 with x0 <= x1 and y0 <= y1",
+            "box" if field == "points" else field,
+        )
     place = None
     if prompt.mask is not None:
         place = len(masks)
@@ -139,14 +176,19 @@ def _encode_prompt(prompt: SegmentPrompt, field: str, masks: list[bytes]) -> dic
 
 
 def decode_base64_field(text: str, field: str) -> bytes:
-    """What base64, bare or in a data: URL, stands for. Raises FieldError; nothing is ever fetched."""
+    """What base64, bare or in a data: URL, stands for.
+
+    Raises FieldError; nothing is ever fetched.
+    """
     begin, found = 0, _URL.match(text[:MAX_DATA_URL_HEADER])
     if found is not None:
         if not found[3]:
             raise FieldError(f"{field}: a data: URL has to be in base64", field)
         begin = found.end()
     elif text[:16].lstrip()[:5].lower() in ("http:", "https", "file:", "data:", "ftp:/"):
-        raise FieldError(f"{field}: nothing is fetched; send the file itself as base64 or as a data: URL", field)
+        raise FieldError(
+            f"{field}: nothing is fetched; send the file itself as base64 or as a data: URL", field
+        )
     try:
         # tools break lines; everything else has to be right
         data = decode_base64(text, begin)
@@ -209,6 +251,13 @@ def inline_blobs(masks: Sequence[dict[str, Any]], blobs: Sequence[bytes]) -> lis
     """The worker's masks with the blobs that they name, as data: URLs."""
     kinds = {"png": "image/png", "logits": "application/octet-stream"}
     return [
-        {**mask, **{name: to_data_url(blobs[mask[name]], kind) for name, kind in kinds.items() if name in mask}}
+        {
+            **mask,
+            **{
+                name: to_data_url(blobs[mask[name]], kind)
+                for name, kind in kinds.items()
+                if name in mask
+            },
+        }
         for mask in masks
     ]

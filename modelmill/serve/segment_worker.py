@@ -1,7 +1,8 @@
-"""The worker's side of a segmentation engine: pictures come in over the channel, masks go out over it.
+"""The worker's side of a segmentation engine: pictures come in over the channel, masks go out over
+it.
 
-One thing is done at a time. While all of a picture is segmented, which takes long, what came meanwhile is answered
-between two batches of points, and who left is no longer worked for.
+One thing is done at a time. While all of a picture is segmented, which takes long, what came
+meanwhile is answered between two batches of points, and who left is no longer worked for.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from modelmill.core.errors import RequestError
 from modelmill.runtime.device import pick_device, use_threads
 from modelmill.runtime.stats import Stats
 from modelmill.serve.segment_messages import SEGMENTATION, SegmentFailure, SegmentJob, SegmentResult
-from modelmill.serve.worker_messages import AbortRequest, EngineReady, GetStats, Heartbeat, OpenEngine, Ping, StatsReply
+from modelmill.serve.worker_messages import (
+    AbortRequest,
+    EngineReady,
+    GetStats,
+    Heartbeat,
+    OpenEngine,
+    Ping,
+    StatsReply,
+)
 from modelmill.vision.automatic_mask_generator import AutomaticMaskOptions
 from modelmill.vision.draw import mask_prompt_logits, mask_to_png
 from modelmill.vision.embedding_cache import ImageEmbedding
@@ -47,7 +56,9 @@ class _RequestAborted(Exception):
 
 
 def load_sam(open_engine: OpenEngine, artifact: Any) -> SamModel:
-    """The engine's model on its device, having seen one picture: what it needs is taken before others measure."""
+    """The engine's model on its device, having seen one picture: what it needs is taken before
+    others measure.
+    """
     config = from_dict(RunConfig, open_engine.run, "run")
     device = pick_device(config.device)
     if device == "cpu":
@@ -69,11 +80,17 @@ class SegmentWorker:
 
     def __init__(self, sam: SamModel, channel: Any, inbox: Any, max_pixels: int) -> None:
         """channel, inbox: the worker's. max_pixels: of one image."""
-        self.sam, self._channel, self._inbox, self._max_pixels = sam, channel, inbox.messages, max_pixels
+        self.sam, self._channel, self._inbox, self._max_pixels = (
+            sam,
+            channel,
+            inbox.messages,
+            max_pixels,
+        )
         self._waiting_jobs: deque[SegmentJob] = deque()
         self._current_job: SegmentJob | None = None
         self._num_answered = 0
-        self._batch_embedded: set[str] = set()  # digests embedded in a batch, whose turn has not come
+        # digests embedded in a batch, whose turn has not come
+        self._batch_embedded: set[str] = set()
 
     def run(self) -> None:
         """Until the server is gone."""
@@ -122,7 +139,9 @@ class SegmentWorker:
             self._current_job = None
 
     def _embed_batch(self) -> None:
-        """On a GPU several pictures that wait are embedded together; the answers then find them in the cache."""
+        """On a GPU several pictures that wait are embedded together; the answers then find them in
+        the cache.
+        """
         new = [look for look in list(self._waiting_jobs)[:MAX_EMBED_BATCH] if look.image]
         if len(new) < 2 or self.sam.device.type == "cpu":
             return
@@ -136,7 +155,9 @@ class SegmentWorker:
         try:
             before = self.sam.num_embedded
             seen = self.sam.embed_images(pictures, salts)
-            self._batch_embedded = {each.digest for each in seen} if self.sam.num_embedded > before else set()
+            self._batch_embedded = (
+                {each.digest for each in seen} if self.sam.num_embedded > before else set()
+            )
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
 
@@ -147,7 +168,10 @@ class SegmentWorker:
             return
         except _UnknownImageId:
             found = SegmentFailure(
-                job.id, "unknown", "no picture of this image_id is kept here; send the image", "image_id"
+                job.id,
+                "unknown",
+                "no picture of this image_id is kept here; send the image",
+                "image_id",
             )
         except _InvalidField as wrong:
             found = SegmentFailure(job.id, "invalid", str(wrong), wrong.param)
@@ -157,7 +181,9 @@ class SegmentWorker:
             if self.sam.device.type == "cuda":
                 torch.cuda.empty_cache()
             found = SegmentFailure(
-                job.id, "memory", "the engine has no memory left for this request; send a smaller image"
+                job.id,
+                "memory",
+                "the engine has no memory left for this request; send a smaller image",
             )
         self._num_answered += 1
         self._channel.send(found)
@@ -173,15 +199,25 @@ class SegmentWorker:
         asked = time.perf_counter()
         told, blobs = _encode_masks(masks, job)
         image = {"id": seen.digest, "width": seen.size[0], "height": seen.size[1], "cached": cached}
-        times = {"embedding": saw - began, "masks": asked - saw, "encoding": time.perf_counter() - asked}
+        times = {
+            "embedding": saw - began,
+            "masks": asked - saw,
+            "encoding": time.perf_counter() - asked,
+        }
         milliseconds = {name: round(1000 * seconds, 2) for name, seconds in times.items()}
-        return SegmentResult(job.id, {"image": image, "masks": told, "milliseconds": milliseconds}, blobs)
+        return SegmentResult(
+            job.id, {"image": image, "masks": told, "milliseconds": milliseconds}, blobs
+        )
 
     def _embed_image(self, job: SegmentJob) -> tuple[ImageEmbedding, bool]:
-        """The picture, and whether its embedding was there already. Raises _UnknownImageId, _InvalidField."""
+        """The picture, and whether its embedding was there already.
+
+        Raises _UnknownImageId, _InvalidField.
+        """
         if job.image_digest:
             found = self.sam.embedding_cache.get(job.image_digest)
-            if found is None or found.salt != job.cache_salt:  # who knows an id is not yet who may see
+            # who knows an id is not yet who may see
+            if found is None or found.salt != job.cache_salt:
                 raise _UnknownImageId
             return found, True
         try:
@@ -197,7 +233,9 @@ class SegmentWorker:
         self._batch_embedded.discard(seen.digest)
         return seen, cached
 
-    def _prompted_masks(self, job: SegmentJob, image_embedding: ImageEmbedding) -> list[tuple[int, Mask]]:
+    def _prompted_masks(
+        self, job: SegmentJob, image_embedding: ImageEmbedding
+    ) -> list[tuple[int, Mask]]:
         """Masks with the index of their prompt."""
         count = len(job.prompts) * (3 if job.multimask else 1)
         width, height = image_embedding.size
@@ -212,8 +250,14 @@ class SegmentWorker:
         found = self.sam.predict_all(image_embedding, prompts, job.multimask)
         return [(place, mask) for place, masks in enumerate(found) for mask in masks]
 
-    def _make_prompt(self, given: Mapping[str, Any], job: SegmentJob, image_embedding: ImageEmbedding) -> Prompt:
-        mask = None if given["mask"] is None else self._mask_prompt(job.masks[given["mask"]], image_embedding)
+    def _make_prompt(
+        self, given: Mapping[str, Any], job: SegmentJob, image_embedding: ImageEmbedding
+    ) -> Prompt:
+        mask = (
+            None
+            if given["mask"] is None
+            else self._mask_prompt(job.masks[given["mask"]], image_embedding)
+        )
         prompt = make_prompt(given["points"], given["labels"], given["box"], mask)
         check_inside(prompt, image_embedding.size)
         return prompt
@@ -230,7 +274,9 @@ class SegmentWorker:
             drawn = open_image(blob, "the mask", self._max_pixels, BLACK)
         except RequestError as error:
             raise _InvalidField(str(error), "mask") from None
-        return mask_prompt_logits(drawn, image_embedding.size, image_embedding.encoder_size, side, self.sam.image_size)
+        return mask_prompt_logits(
+            drawn, image_embedding.size, image_embedding.encoder_size, side, self.sam.image_size
+        )
 
     def _automatic_masks(self, job: SegmentJob, image_embedding: ImageEmbedding) -> list[Mask]:
         pixels = image_embedding.size[0] * image_embedding.size[1]
@@ -244,13 +290,17 @@ class SegmentWorker:
             if self._current_job is not job:
                 raise _RequestAborted
             quick = [each for each in self._waiting_jobs if each.automatic_masks is None]
-            self._waiting_jobs = deque(each for each in self._waiting_jobs if each.automatic_masks is not None)
+            self._waiting_jobs = deque(
+                each for each in self._waiting_jobs if each.automatic_masks is not None
+            )
             for each in quick:
                 self._process(each)
 
         try:
             return self.sam.generate_masks(
-                image_embedding, from_dict(AutomaticMaskOptions, job.automatic_masks or {}, "everything"), on_progress
+                image_embedding,
+                from_dict(AutomaticMaskOptions, job.automatic_masks or {}, "everything"),
+                on_progress,
             )
         finally:
             self._current_job = None
@@ -267,17 +317,23 @@ class _InvalidField(RequestError):
 
 def _too_large(pixels: int) -> RequestError:
     return RequestError(
-        f"everything is segmented in pictures of up to {MAX_AUTOMATIC_MASK_PIXELS} pixels, this one has {pixels}; "
+        f"everything is segmented in pictures of up to {MAX_AUTOMATIC_MASK_PIXELS} pixels, this "
+        f"one has {pixels}; "
         "make it smaller"
     )
 
 
-def _encode_masks(masks: list[tuple[int, Mask]], job: SegmentJob) -> tuple[list[dict[str, Any]], list[bytes]]:
+def _encode_masks(
+    masks: list[tuple[int, Mask]], job: SegmentJob
+) -> tuple[list[dict[str, Any]], list[bytes]]:
     """The masks for JSON, and their blobs."""
     told: list[dict[str, Any]] = []
     blobs: list[bytes] = []
     for place, mask in masks:
-        one = {"prompt": place, **replace(mask, score=round(mask.score, 6)).to_dict(rle=job.mask_format == "rle")}
+        one = {
+            "prompt": place,
+            **replace(mask, score=round(mask.score, 6)).to_dict(rle=job.mask_format == "rle"),
+        }
         if job.mask_format == "png":
             one["png"] = len(blobs)
             blobs.append(mask_to_png(mask))

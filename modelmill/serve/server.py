@@ -1,7 +1,9 @@
-"""The process that serves: engines are started, the port is opened, and at a signal what runs is brought to its end.
+"""The process that serves: engines are started, the port is opened, and at a signal what runs is
+brought to its end.
 
-The first SIGTERM or SIGINT drains: new requests are refused, running ones may finish within the time that was given.
-The second ends them. An engine that cannot be kept alive ends the server with an error.
+The first SIGTERM or SIGINT drains: new requests are refused, running ones may finish within the
+time that was given. The second ends them. An engine that cannot be kept alive ends the server with
+an error.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ MAX_OPEN_FILES = 65_536
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Where and how long. drain_timeout: seconds for running answers at a shutdown. traces: as in ``Service``."""
+    """Where and how long.
+
+    drain_timeout: seconds for running answers at a shutdown. traces: as in ``Service``.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -55,11 +60,16 @@ class Server:
     """Everything of one ``modelmill serve``."""
 
     def __init__(
-        self, engines: Sequence[EngineClient], options: ServerOptions, names: dict[str, EngineClient] | None = None
+        self,
+        engines: Sequence[EngineClient],
+        options: ServerOptions,
+        names: dict[str, EngineClient] | None = None,
     ) -> None:
         self.options = options
         self.service = Service(
-            names or {engine.name: engine for engine in engines}, options.limits, traces=options.traces
+            names or {engine.name: engine for engine in engines},
+            options.limits,
+            traces=options.traces,
         )
         self._num_signals = 0
         self._stop_requested = asyncio.Event()
@@ -70,9 +80,11 @@ class Server:
         on_listening: Callable[[str], None] = lambda _: None,
         on_engine_ready: Callable[[EngineClient], None] = lambda _: None,
     ) -> None:
-        """Serve until a signal. on_listening: called with the address; on_engine_ready: with each engine.
+        """Serve until a signal. on_listening: called with the address; on_engine_ready: with each
+        engine.
 
-        Raises UsageError where the port cannot be had, ModelmillError where an engine cannot be opened or kept.
+        Raises UsageError where the port cannot be had, ModelmillError where an engine cannot be
+        opened or kept.
         """
         _raise_open_file_limit()
         sock = open_socket(self.options.host, self.options.port)
@@ -81,7 +93,10 @@ class Server:
         server = http_server(self._app)
         host, port = sock.getsockname()[:2]
         on_listening(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
-        tasks = [asyncio.create_task(self._run_engines(on_engine_ready)), asyncio.create_task(server.serve([sock]))]
+        tasks = [
+            asyncio.create_task(self._run_engines(on_engine_ready)),
+            asyncio.create_task(server.serve([sock])),
+        ]
         loop = asyncio.get_running_loop()
         for name in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(name, self._on_signal)
@@ -110,7 +125,8 @@ class Server:
             await engine.load_finished.wait()
             if engine.state is EngineState.READY:
                 await warmup.warm_up_engine(
-                    self._app, next(name for name, each in self.service.engines.items() if each is engine)
+                    self._app,
+                    next(name for name, each in self.service.engines.items() if each is engine),
                 )
                 on_engine_ready(engine)
         await document
@@ -134,9 +150,18 @@ class Server:
         """Refuse what is new and wait for what runs, as long as it may take."""
         service = self.service
         service.draining = True
-        _log.info("draining", extra={"data": {"requests": service.num_active, "seconds": self.options.drain_timeout}})
-        deadline = asyncio.get_running_loop().time() + (0 if self._failed_engine else self.options.drain_timeout)
-        while service.num_active and self._num_signals < 2 and asyncio.get_running_loop().time() < deadline:
+        _log.info(
+            "draining",
+            extra={"data": {"requests": service.num_active, "seconds": self.options.drain_timeout}},
+        )
+        deadline = asyncio.get_running_loop().time() + (
+            0 if self._failed_engine else self.options.drain_timeout
+        )
+        while (
+            service.num_active
+            and self._num_signals < 2
+            and asyncio.get_running_loop().time() < deadline
+        ):
             await asyncio.sleep(0.02)
         for engine in service.unique_engines:
             engine.abort_all("the server is shutting down")
@@ -164,7 +189,9 @@ def http_server(app: ASGIApp) -> uvicorn.Server:
 
 
 def _raise_open_file_limit() -> None:
-    """As many open connections as the system allows this process, not the 1,024 that shells begin with."""
+    """As many open connections as the system allows this process, not the 1,024 that shells begin
+    with.
+    """
     import resource
 
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -184,6 +211,8 @@ def open_socket(host: str, port: int) -> socket.socket:
         sock.bind(address)
         sock.listen(2048)
     except OSError as error:
-        raise UsageError(f"--host {host} --port {port}: {error.strerror or error}; choose another") from None
+        raise UsageError(
+            f"--host {host} --port {port}: {error.strerror or error}; choose another"
+        ) from None
     sock.setblocking(False)
     return sock

@@ -31,12 +31,14 @@ LARGE_BODY_BYTES, MAX_QUEUED_BODIES = 1 << 20, 4
 
 @dataclass(frozen=True)
 class ServiceLimits:
-    """api_keys: any of them opens the door; none: no door. max_body_bytes: of a request that may hold pictures;
-    max_text_body_bytes: of one that may not. body_timeout: seconds for a body.
+    """api_keys: any of them opens the door; none: no door. max_body_bytes: of a request that may
+    hold pictures; max_text_body_bytes: of one that may not. body_timeout: seconds for a body.
 
-    allowed_origins: whose pages in a browser may ask (CORS). allowed_hosts: names by which the server may be called
-    where it has no key, beside addresses and localhost. share_cache: whether requests of different keys share
-    cached prefixes and embeddings of pictures, which ``cached_tokens`` and the time to an answer tell them.
+    allowed_origins: whose pages in a browser may ask (CORS). allowed_hosts: names by which the
+    server may be called where it has no key, beside addresses and localhost. share_cache: whether
+    requests of different keys share
+    cached prefixes and embeddings of pictures, which ``cached_tokens`` and the time to an answer
+    tell them.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -68,8 +70,9 @@ class Service:
             engine.metrics = self.metrics.for_engine(engine.name)
             engine.segment_client.metrics = self.metrics.segment
         self._text_pool = ThreadPoolExecutor(4, thread_name_prefix="modelmill-text")
-        # one a lane: each may keep the loop from the interpreter for some milliseconds. Large bodies have a lane of
-        # their own, so that somebody's megabytes do not hold up everybody's prompts
+        # one a lane: each may keep the loop from the interpreter for some milliseconds. Large
+        # bodies have a lane of their own, so that somebody's megabytes do not hold up everybody's
+        # prompts
         self._small_body_pool = ThreadPoolExecutor(1, thread_name_prefix="modelmill-body")
         self._large_body_pool = ThreadPoolExecutor(1, thread_name_prefix="modelmill-large-body")
         self._parsing_bytes = {self._small_body_pool: 0, self._large_body_pool: 0}
@@ -82,23 +85,33 @@ class Service:
     @property
     def ready(self) -> bool:
         """Whether every engine takes requests."""
-        return not self.draining and all(engine.state is EngineState.READY for engine in self.unique_engines)
+        return not self.draining and all(
+            engine.state is EngineState.READY for engine in self.unique_engines
+        )
 
     def get_engine(self, name: str | None) -> EngineClient:
-        """The engine of that name; for None the first that writes text, or the first. Raises ApiError 404."""
+        """The engine of that name; for None the first that writes text, or the first.
+
+        Raises ApiError 404.
+        """
         if name is None:
             return next(
-                (engine for engine in self.unique_engines if engine.engine_type != SEGMENTATION), self.unique_engines[0]
+                (engine for engine in self.unique_engines if engine.engine_type != SEGMENTATION),
+                self.unique_engines[0],
             )
         found = self.engines.get(name)
         if found is None:
             known = ", ".join(self.engines)
-            raise ApiError(404, f"there is no model {name[:100]!r} here; there are {known}", param="model",
+            raise ApiError(404, f"there is no model {name[:100]!r} here; there are {known}",
+                param="model",
                            code="model_not_found")  # fmt: skip
         return found
 
     def get_segment_engine(self, name: str | None) -> EngineClient:
-        """The engine of that name; for None the first that segments, or that may turn out to. Raises ApiError."""
+        """The engine of that name; for None the first that segments, or that may turn out to.
+
+        Raises ApiError.
+        """
         if name is not None:
             return self.get_engine(name)
         for kind in (SEGMENTATION, None):
@@ -114,23 +127,30 @@ class Service:
     async def parse_in_thread(self, work: Callable[..., T], data: bytearray, *args: Any) -> T:
         """Parse a body on a thread, one after another of those of a like size.
 
-        One whose turn has not come is dropped where nobody waits any more (the task is cancelled). Raises ApiError 503
-        where as many bytes as MAX_QUEUED_BODIES bodies of the largest size wait already in its lane.
+        One whose turn has not come is dropped where nobody waits any more (the task is cancelled).
+        Raises ApiError 503 where as many bytes as MAX_QUEUED_BODIES bodies of the largest size wait
+        already in its lane.
         """
-        size, lane = len(data), self._small_body_pool if len(data) <= LARGE_BODY_BYTES else self._large_body_pool
+        size, lane = (
+            len(data),
+            self._small_body_pool if len(data) <= LARGE_BODY_BYTES else self._large_body_pool,
+        )
         if (
             self._parsing_bytes[lane]
             and self._parsing_bytes[lane] + size > MAX_QUEUED_BODIES * self.limits.max_body_bytes
         ):
             raise ApiError(
-                503, "too many large requests are being read; try again soon", "service_unavailable_error", None,
+                503, "too many large requests are being read; try again soon",
+                "service_unavailable_error", None,
                 "busy", {"Retry-After": "1"},
             )  # fmt: skip
         self._parsing_bytes[lane] += size
         future = lane.submit(work, data, *args)
         loop = asyncio.get_running_loop()
         # counted until its thread is done with it, also where nobody waits for it any more
-        future.add_done_callback(lambda _: _call_soon(loop, lambda: self._finish_parsing(lane, size)))
+        future.add_done_callback(
+            lambda _: _call_soon(loop, lambda: self._finish_parsing(lane, size))
+        )
         return await asyncio.wrap_future(future)
 
     def _finish_parsing(self, lane: ThreadPoolExecutor, size: int) -> None:
@@ -142,10 +162,16 @@ class Service:
         unused: whether there may be many that are left out.
         """
         longest = max(
-            (engine.engine_info.max_model_len for engine in self.unique_engines if engine.engine_info is not None),
+            (
+                engine.engine_info.max_model_len
+                for engine in self.unique_engines
+                if engine.engine_info is not None
+            ),
             default=0,
         )
-        return JsonLimits(max_values=(MAX_UNUSED_VALUES if unused else JsonLimits.max_values) + longest)
+        return JsonLimits(
+            max_values=(MAX_UNUSED_VALUES if unused else JsonLimits.max_values) + longest
+        )
 
     def close(self) -> None:
         """Stop the threads."""
@@ -161,7 +187,10 @@ def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> Non
 
 
 def tenant_cache_salt(tenant: str, salt: str | None) -> str | None:
-    """A request's cache_salt, with which its key's caches are kept apart from others'. tenant: "" without keys."""
+    """A request's cache_salt, with which its key's caches are kept apart from others'.
+
+    tenant: "" without keys.
+    """
     if not tenant:
         return salt
     return hashlib.sha256(f"{tenant}\0{salt or ''}".encode("utf-8", "surrogatepass")).hexdigest()

@@ -48,15 +48,23 @@ class EventStream(Response):
     """An ASGI response of server-sent events. Its handle is closed however it ends."""
 
     def __init__(
-        self, handle: RequestHandle, formatter: EventFormatter, run_in_thread: RunInThread | None = None
+        self,
+        handle: RequestHandle,
+        formatter: EventFormatter,
+        run_in_thread: RunInThread | None = None,
     ) -> None:
-        """run_in_thread: runs what makes events on a thread, where they may be large; None: on the loop."""
+        """run_in_thread: runs what makes events on a thread, where they may be large; None: on the
+        loop.
+        """
         super().__init__(media_type="text/event-stream")
         self._handle, self._formatter, self._run_in_thread = handle, formatter, run_in_thread
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
         """Send everything, or stop when the client is gone or takes nothing."""
-        pump, gone = asyncio.create_task(self._send_events(send)), asyncio.create_task(_wait_disconnect(receive))
+        pump, gone = (
+            asyncio.create_task(self._send_events(send)),
+            asyncio.create_task(_wait_disconnect(receive)),
+        )
         try:
             await asyncio.wait((pump, gone), return_when=asyncio.FIRST_COMPLETED)
             if pump.done():
@@ -88,7 +96,10 @@ class EventStream(Response):
                     break
                 for begin in range(0, len(news), MAX_BATCHED_ITEMS):
                     await _write(
-                        send, await self._make_events(feed.delta_events, news[begin : begin + MAX_BATCHED_ITEMS])
+                        send,
+                        await self._make_events(
+                            feed.delta_events, news[begin : begin + MAX_BATCHED_ITEMS]
+                        ),
                     )
                     if begin:
                         await asyncio.sleep(0)  # a client that was slow gets much at once
@@ -103,7 +114,9 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _make_events(self, make: Callable[..., bytes], *args: Any) -> bytes:
-        return make(*args) if self._run_in_thread is None else await self._run_in_thread(make, *args)
+        return (
+            make(*args) if self._run_in_thread is None else await self._run_in_thread(make, *args)
+        )
 
 
 class PendingResponse(Protocol[T]):
@@ -117,8 +130,14 @@ class PendingResponse(Protocol[T]):
 
 
 async def wait_or_disconnect(request: Request, pending: PendingResponse[T]) -> T:
-    """Wait for all answers. Raises what went wrong, ClientDisconnect where nobody waits for them any more."""
-    done, gone = asyncio.create_task(pending.finish()), asyncio.create_task(_wait_disconnect(request.receive))
+    """Wait for all answers.
+
+    Raises what went wrong, ClientDisconnect where nobody waits for them any more.
+    """
+    done, gone = (
+        asyncio.create_task(pending.finish()),
+        asyncio.create_task(_wait_disconnect(request.receive)),
+    )
     try:
         await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
         if not done.done():
@@ -131,7 +150,10 @@ async def wait_or_disconnect(request: Request, pending: PendingResponse[T]) -> T
 
 
 async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, R]) -> R:
-    """What ``work`` returns. It is cancelled, and ClientDisconnect raised, where its client leaves."""
+    """What ``work`` returns.
+
+    It is cancelled, and ClientDisconnect raised, where its client leaves.
+    """
     doing, gone = asyncio.create_task(work), asyncio.create_task(_wait_disconnect(receive))
     try:
         await asyncio.wait((doing, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -165,6 +187,8 @@ async def _wait_disconnect(receive: Receive) -> None:
 async def _write(send: Send, piece: bytes) -> None:
     for begin in range(0, len(piece), openai_format.SEND_CHUNK_BYTES):
         part = piece[begin : begin + openai_format.SEND_CHUNK_BYTES]
-        await send_with_timeout(send, {"type": "http.response.body", "body": part, "more_body": True})
+        await send_with_timeout(
+            send, {"type": "http.response.body", "body": part, "more_body": True}
+        )
         if begin:
             await asyncio.sleep(0)

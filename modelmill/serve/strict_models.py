@@ -1,7 +1,8 @@
 """Lists and objects of requests, bounded: whatever is in them, few errors are made of one.
 
-pydantic makes an error of every element that is wrong, and of every element once more for each shape that a field may
-have. A list that ends at its first error, and an object whose length is looked at before its values, make few.
+pydantic makes an error of every element that is wrong, and of every element once more for each
+shape that a field may have. A list that ends at its first error, and an object whose length is
+looked at before its values, make few.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ FAIL_FAST = Field(fail_fast=True)
 
 
 class StrictModel(BaseModel):
-    """A JSON object of ours: strict kinds, no unknown keys, no NaN. unused: as of ``json_body.parse``."""
+    """A JSON object of ours: strict kinds, no unknown keys, no NaN.
+
+    unused: as of ``json_body.parse``.
+    """
 
     unused: ClassVar[Mapping[str, int]] = {}
 
@@ -30,7 +34,9 @@ class StrictModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _keep_one_unknown_key(cls, raw: Any) -> Any:
-        """Of the keys that are not known one is left, which is refused: a hundred thousand would be an error each."""
+        """Of the keys that are not known one is left, which is refused: a hundred thousand would be
+        an error each.
+        """
         if not isinstance(raw, dict) or len(raw) <= len(cls.model_fields):
             return raw
         known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -45,7 +51,11 @@ def limit_keys(max_keys: int) -> BeforeValidator:
         if not isinstance(value, dict):
             return value
         if len(value) > max_keys:
-            sizes = {"field_type": "Dictionary", "max_length": max_keys, "actual_length": len(value)}
+            sizes = {
+                "field_type": "Dictionary",
+                "max_length": max_keys,
+                "actual_length": len(value),
+            }
             raise PydanticKnownError("too_long", sizes)
         for key in value:
             if not key.isascii():
@@ -69,4 +79,6 @@ IgnoredList = Annotated[list[Any], FAIL_FAST]
 """What is taken and not used."""
 _MetadataKey = Annotated[str, Field(max_length=MAX_METADATA_KEY)]
 _MetadataValue = Annotated[str, Field(max_length=MAX_METADATA_VALUE)]
-Metadata = Annotated[dict[_MetadataKey, _MetadataValue], limit_keys(MAX_METADATA), Field(max_length=MAX_METADATA)]
+Metadata = Annotated[
+    dict[_MetadataKey, _MetadataValue], limit_keys(MAX_METADATA), Field(max_length=MAX_METADATA)
+]

@@ -1,7 +1,8 @@
-"""OpenTelemetry traces: a span for each request, made when it has ended, so that it costs nothing while it runs.
+"""OpenTelemetry traces: a span for each request, made when it has ended, so that it costs nothing
+while it runs.
 
-Ids, counts and times are in a span; prompts, answers and keys are not. The library is imported when traces are asked
-for, and only then.
+Ids, counts and times are in a span; prompts, answers and keys are not. The library is imported when
+traces are asked for, and only then.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ NANOSECONDS_PER_SECOND = 1_000_000_000
 
 @dataclass(frozen=True)
 class FinishedRequest:
-    """A request that has ended. scope: of ASGI, after routing. started_at: by perf_counter. status: None: cut off."""
+    """A request that has ended.
+
+    scope: of ASGI, after routing. started_at: by perf_counter. status: None: cut off.
+    """
 
     scope: Mapping[str, Any]
     headers: Mapping[bytes, bytes]
@@ -57,7 +61,8 @@ class Traces:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ModuleNotFoundError as missing:
             raise MissingDependency(
-                f"--otlp-endpoint needs {missing.name}; install it with: pip install 'modelmill[otel]'"
+                f"--otlp-endpoint needs {missing.name}; install it with: pip install "
+                "'modelmill[otel]'"
             ) from None
         resource = Resource.create({"service.name": "modelmill", "service.version": __version__})
         provider = TracerProvider(resource=resource)
@@ -77,9 +82,14 @@ class Traces:
         # a path that is none of ours may hold anything
         name = f"{scope['method']} {route}" if route else str(scope["method"])
         span = self._tracer.start_span(
-            name, context=self._parent_context(request.headers), kind=SpanKind.SERVER, start_time=at(request.started_at)
+            name,
+            context=self._parent_context(request.headers),
+            kind=SpanKind.SERVER,
+            start_time=at(request.started_at),
         )
-        span.set_attributes({"http.request.method": scope["method"], "modelmill.request_id": request.request_id})
+        span.set_attributes(
+            {"http.request.method": scope["method"], "modelmill.request_id": request.request_id}
+        )
         if route:
             span.set_attribute("http.route", route)
         if request.status is not None:
@@ -101,7 +111,11 @@ class Traces:
     def _parent_context(self, headers: Mapping[bytes, bytes]) -> Any:
         """What the caller's traceparent and tracestate (W3C) say."""
         names = ("traceparent", "tracestate")
-        carrier = {name: headers[name.encode()].decode("latin-1") for name in names if name.encode() in headers}
+        carrier = {
+            name: headers[name.encode()].decode("latin-1")
+            for name in names
+            if name.encode() in headers
+        }
         return self._propagator.extract(carrier)
 
 
@@ -141,7 +155,9 @@ def _span_attributes(handle: RequestHandle, engine: str | None) -> dict[str, Any
 
 
 def _span_events(handle: RequestHandle) -> list[tuple[str, float]]:
-    """When the first of its prompts was queued, left the queue, and had its first token; by time.perf_counter."""
+    """When the first of its prompts was queued, left the queue, and had its first token; by
+    time.perf_counter.
+    """
     found = [("queue", handle.created_at)]
     if handle.queue_seconds is not None:
         found.append(("prefill", handle.created_at + handle.queue_seconds))

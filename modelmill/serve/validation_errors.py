@@ -57,8 +57,13 @@ FIELD_ALIASES = {
 """Fields of older clients and other servers, and what says it here."""
 
 
-def summarize_errors(errors: Sequence[PydanticError], model: type[BaseModel] | None = None) -> tuple[str | None, str]:
-    """(field, line) of what pydantic found wrong. model: the body's, whose descriptions say what a field takes."""
+def summarize_errors(
+    errors: Sequence[PydanticError], model: type[BaseModel] | None = None
+) -> tuple[str | None, str]:
+    """(field, line) of what pydantic found wrong.
+
+    model: the body's, whose descriptions say what a field takes.
+    """
     places = [tuple(part for part in error["loc"] if part != "body") for error in errors]
     if not places[0]:
         wrong = {"missing": "is empty; send an object", "string_unicode": _error_text(errors[0])}
@@ -70,28 +75,42 @@ def summarize_errors(errors: Sequence[PydanticError], model: type[BaseModel] | N
     branches: dict[tuple[Any, ...], list[tuple[tuple[Any, ...], PydanticError]]] = {}
     for place, error in group:
         branches.setdefault(_branch_tags(place), []).append((place, error))
-    meant = [found for found in branches.values() if max(len(place) for place, _ in found) == deepest]
+    meant = [
+        found for found in branches.values() if max(len(place) for place, _ in found) == deepest
+    ]
     # of several kinds of objects, one whose type fits
     meant = [found for found in meant if not any(map(_is_type_mismatch, found))] or meant
     if len(branches) == 1 or len(meant) == 1:
         place, error = next(filter(_is_type_mismatch, meant[0]), meant[0][0])
         hint = _suggestion(place, error, model)
         return param, f"{_field_path(place, error)}: {_error_text(error)}{hint}"[:400]
-    taken = None if model is None or name not in model.model_fields else model.model_fields[name].description
+    taken = (
+        None
+        if model is None or name not in model.model_fields
+        else model.model_fields[name].description
+    )
     kinds = dict.fromkeys(_expected_type(error) or "of another kind" for _, error in group)
     shared = _common_prefix([place for place, _ in group])
-    return param, f"{_field_path(shared, {})}: must be {taken if taken and len(shared) == 1 else ' or '.join(kinds)}"[
-        :400
-    ]
+    return (
+        param,
+        f"{_field_path(shared, {})}: must be "
+        f"{taken if taken and len(shared) == 1 else ' or '.join(kinds)}"[:400],
+    )
 
 
-def _suggestion(location: Sequence[Any], error: PydanticError, model: type[BaseModel] | None) -> str:
+def _suggestion(
+    location: Sequence[Any], error: PydanticError, model: type[BaseModel] | None
+) -> str:
     """What an unknown field of the body may be meant to be."""
     if error["type"] != "extra_forbidden" or len(location) != 1 or model is None:
         return ""
     name = str(location[0])[:64]
     known = FIELD_ALIASES.get(name, "")
-    found = known if known.partition(".")[0] in model.model_fields else closest_name(name, list(model.model_fields))
+    found = (
+        known
+        if known.partition(".")[0] in model.model_fields
+        else closest_name(name, list(model.model_fields))
+    )
     return f"; did you mean {found}?" if found else ""
 
 
@@ -100,9 +119,13 @@ def _branch_tags(location: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _is_tag(part: Any) -> bool:
-    """Whether pydantic named one of several shapes with it: str, list[int], Choice; fields are in lower case."""
+    """Whether pydantic named one of several shapes with it: str, list[int], Choice; fields are in
+    lower case.
+    """
     named = isinstance(part, str) and part != ""
-    return named and (part in ("str", "int", "float", "bool") or part[0].isupper() or "[" in part or "-" in part)
+    return named and (
+        part in ("str", "int", "float", "bool") or part[0].isupper() or "[" in part or "-" in part
+    )
 
 
 def _is_type_mismatch(located_error: tuple[tuple[Any, ...], PydanticError]) -> bool:

@@ -1,6 +1,8 @@
-"""What the first requests of a process would wait for, and hold others up with: done before anybody asks.
+"""What the first requests of a process would wait for, and hold others up with: done before anybody
+asks.
 
-Routes are tried with requests of our own, which pass no middleware: no log, counter or step knows of them.
+Routes are tried with requests of our own, which pass no middleware: no log, counter or step knows
+of them.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ async def warm_up_routes(app: ASGIApp, paths: Sequence[str]) -> None:
 
 
 async def warm_up_engine(app: ASGIApp, name: str) -> None:
-    """Its tokenizer and the process of its chat template; an engine that has none refuses, which is as well."""
+    """Its tokenizer and the process of its chat template; an engine that has none refuses, which is
+    as well.
+    """
     await _call(app, "POST", "/tokenize", {"model": name, "prompt": "x"})
     await _call(app, "POST", "/tokenize", {"model": name, "messages": _MESSAGES})
 
@@ -38,7 +42,9 @@ async def warm_up_openapi(app: ASGIApp) -> None:
 
 
 def freeze_gc() -> None:
-    """What lives as long as the process is not looked at again and again for garbage: that takes 100 ms and more."""
+    """What lives as long as the process is not looked at again and again for garbage: that takes
+    100 ms and more.
+    """
     gc.collect()
     gc.freeze()
 
@@ -54,9 +60,12 @@ async def _call(app: ASGIApp, method: str, path: str, body: Any = None) -> None:
 
     await app(
         {
-            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
-            "path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"", "state": {},
-            INTERNAL_KEY: True, "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method,
+            "scheme": "http",
+            "path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"",
+            "state": {},
+            INTERNAL_KEY: True, "headers": [(b"host", b"localhost"),
+            (b"content-type", b"application/json")],
             "server": ("localhost", 80), "client": ("127.0.0.1", 1),
         },
         receive,

@@ -1,7 +1,8 @@
 """An engine in a process of its own: requests come in over a socket, tokens go out over it.
 
-Started by ``serve.worker_process``; it ends when the other end of its socket is closed, however that came about, so no
-worker outlives its server. What goes wrong inside a step ends the process; the server starts another.
+Started by ``serve.worker_process``; it ends when the other end of its socket is closed, however
+that came about, so no worker outlives its server. What goes wrong inside a step ends the process;
+the server starts another.
 """
 
 from __future__ import annotations
@@ -62,12 +63,15 @@ SEND_BUFFER_BYTES = 4 << 20
 EXIT_SERVER_GONE = 3
 """Exit code of a worker whose server is gone."""
 OUT_OF_MEMORY_MESSAGE = (
-    "the engine has no memory left for this request; send fewer or smaller inputs, or try again soon"
+    "the engine has no memory left for this request; send fewer or smaller "
+    "inputs, or try again soon"
 )
 
 
 class MessageChannel:
-    """The worker's end of the socket: blocking, one thread reads, and messages of any go out whole."""
+    """The worker's end of the socket: blocking, one thread reads, and messages of any go out
+    whole.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
@@ -77,7 +81,9 @@ class MessageChannel:
         self._lock = threading.Lock()
 
     def send(self, message: Message) -> None:
-        """Blocks while the server does not read: the engine is to run no further ahead than that."""
+        """Blocks while the server does not read: the engine is to run no further ahead than
+        that.
+        """
         data = encode(message)
         with self._lock:
             self._sock.sendall(data)
@@ -86,14 +92,20 @@ class MessageChannel:
         """The next message; None when the server is gone."""
         try:
             head = self._file.read(LENGTH_PREFIX.size)
-            body = self._file.read(LENGTH_PREFIX.unpack(head)[0]) if len(head) == LENGTH_PREFIX.size else b""
+            body = (
+                self._file.read(LENGTH_PREFIX.unpack(head)[0])
+                if len(head) == LENGTH_PREFIX.size
+                else b""
+            )
         except (OSError, ValueError):
             return None
         return decode(body) if body else None
 
 
 class HeartbeatSender:
-    """Called while a long step goes on: sends a Heartbeat now and then, so that it is not taken for one that hangs."""
+    """Called while a long step goes on: sends a Heartbeat now and then, so that it is not taken for
+    one that hangs.
+    """
 
     def __init__(self, send: Callable[[Message], None], interval: float) -> None:
         """interval: seconds between two of them."""
@@ -110,7 +122,9 @@ class HeartbeatSender:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request and when it came, by time.perf_counter; its grammar is ready, or one line says why it cannot be."""
+    """A request and when it came, by time.perf_counter; its grammar is ready, or one line says why
+    it cannot be.
+    """
 
     request: Request
     arrived_at: float
@@ -119,13 +133,17 @@ class Arrival:
 
 
 class Inbox:
-    """Reads the channel on a thread of its own, so that a server that is gone is noticed whatever the engine does.
+    """Reads the channel on a thread of its own, so that a server that is gone is noticed whatever
+    the engine does.
 
-    Grammars are made ready on another thread, so that they stop no step; ``make_guide`` is set once the engine is open.
-    While it is ``is_opening``, this thread answers for the process that it lives; later the engine's own does.
+    Grammars are made ready on another thread, so that they stop no step; ``make_guide`` is set once
+    the engine is open. While it is ``is_opening``, this thread answers for the process that it
+    lives; later the engine's own does.
     """
 
-    def __init__(self, channel: MessageChannel, on_server_gone: Callable[[], None], is_opening: bool = False) -> None:
+    def __init__(
+        self, channel: MessageChannel, on_server_gone: Callable[[], None], is_opening: bool = False
+    ) -> None:
         """on_server_gone: called once it is; after that, ``messages`` ends with None."""
         self.messages: queue.SimpleQueue[Message | Arrival | None] = queue.SimpleQueue()
         self.make_guide: Callable[[Request], GrammarGuide] | None = None
@@ -206,7 +224,9 @@ class EngineWorker:
 
     def _add_request(self, arrival: Arrival) -> None:
         request, guide = arrival.request, arrival.guide
-        self.engine_core.input_processor.guide_factory = None if guide is None else lambda _: guide.copy()
+        self.engine_core.input_processor.guide_factory = (
+            None if guide is None else lambda _: guide.copy()
+        )
         try:
             if arrival.error:
                 raise RequestError(arrival.error)
@@ -215,14 +235,22 @@ class EngineWorker:
             self._channel.send(RequestRejected(request.id, str(error)))
             return
         except OUT_OF_MEMORY_ERRORS:
-            # no step was under way: its pictures were read, or its prompt was taken in, and nothing of it is left
-            self._channel.send(RequestRejected(request.id, OUT_OF_MEMORY_MESSAGE, out_of_memory=True))
+            # no step was under way: its pictures were read, or its prompt was taken in, and nothing
+            # of it is left
+            self._channel.send(
+                RequestRejected(request.id, OUT_OF_MEMORY_MESSAGE, out_of_memory=True)
+            )
             return
-        # the object itself: a request that ends in its first step is live no more once that has been told
-        self._unstarted.append((arrival.arrived_at, self.engine_core.output_processor.live_sequences[request.id][0]))
+        # the object itself: a request that ends in its first step is live no more once that has
+        # been told
+        self._unstarted.append(
+            (arrival.arrived_at, self.engine_core.output_processor.live_sequences[request.id][0])
+        )
 
     def _report_started(self) -> None:
-        """Tell which requests have left the queue: in order, so the first that waits ends the search."""
+        """Tell which requests have left the queue: in order, so the first that waits ends the
+        search.
+        """
         while self._unstarted:
             came, seq = self._unstarted[0]
             if seq.started_at is None and seq.finish_reason is None:
@@ -261,7 +289,9 @@ def ready_message(engine_core: EngineCore, path: str) -> EngineReady:
     )
 
 
-def open_or_build_artifact(open_engine: OpenEngine, on_progress: Callable[[str, int, int], None]) -> Artifact:
+def open_or_build_artifact(
+    open_engine: OpenEngine, on_progress: Callable[[str, int, int], None]
+) -> Artifact:
     """The engine, checked; a checkpoint is built into the cache first. Raises ModelmillError."""
     path = Path(open_engine.model)
     # a folder that is called an engine is told what it lacks of one, not of a checkpoint
@@ -270,9 +300,14 @@ def open_or_build_artifact(open_engine: OpenEngine, on_progress: Callable[[str, 
             raise UsageError(f"{path} does not exist; give an engine folder or a checkpoint")
         from modelmill.llm import cached_engine
 
-        path = cached_engine(path, from_dict(BuildConfig, open_engine.build, "build"), on_progress, None)
+        path = cached_engine(
+            path, from_dict(BuildConfig, open_engine.build, "build"), on_progress, None
+        )
     elif open_engine.build:
-        raise UsageError(f"{', '.join(open_engine.build)}: decided when an engine is built, and {path} is one already")
+        raise UsageError(
+            f"{', '.join(open_engine.build)}: decided when an engine is built, and {path} is one "
+            "already"
+        )
     artifact = open_artifact(path)
     verify(artifact, on_progress=lambda done, total: on_progress("checking", done, total))
     return _ProgressArtifact(artifact, on_progress)
@@ -282,7 +317,9 @@ def load_engine_core(
     open_engine: OpenEngine, artifact: Artifact, on_progress: Callable[[str, int, int], None]
 ) -> EngineCore:
     """The engine core of an engine that writes text. Raises ModelmillError."""
-    config = _with_memory_budget(from_dict(RunConfig, open_engine.run, "run"), artifact.nbytes(), open_engine)
+    config = _with_memory_budget(
+        from_dict(RunConfig, open_engine.run, "run"), artifact.nbytes(), open_engine
+    )
     loop = EngineCore.open(artifact, config)
     loop.scheduler.set_interactive(config.max_mixed_tokens, on_gpu=loop.device != "cpu")
     if open_engine.warm_up:
@@ -294,13 +331,15 @@ def load_engine_core(
 def sends_op_heartbeats(open_engine: OpenEngine, device: str) -> bool:
     """Whether operations of a step are signs of life.
 
-    A GPU's steps are short, and its kernels are only launched here; but where nothing is warmed up the first ones
-    compile, one operation after another.
+    A GPU's steps are short, and its kernels are only launched here; but where nothing is warmed up
+    the first ones compile, one operation after another.
     """
     return open_engine.watchdog_seconds > 0 and (device == "cpu" or not open_engine.warm_up)
 
 
-def run_segment_worker(open_engine: OpenEngine, artifact: Artifact, channel: MessageChannel, inbox: Inbox) -> None:
+def run_segment_worker(
+    open_engine: OpenEngine, artifact: Artifact, channel: MessageChannel, inbox: Inbox
+) -> None:
     """Answer for an engine that segments, until the server is gone. Raises ModelmillError."""
     from modelmill.serve import segment_worker
 
@@ -313,7 +352,10 @@ def run_segment_worker(open_engine: OpenEngine, artifact: Artifact, channel: Mes
 
 
 class _GuideFactory:
-    """Makes guides. The vocabulary is read when the first one is asked for: most servers never need it."""
+    """Makes guides.
+
+    The vocabulary is read when the first one is asked for: most servers never need it.
+    """
 
     def __init__(self, path: Path, chat_template: str | None, vocab_size: int) -> None:
         self._path, self._chat_template, self._vocab_size = path, chat_template, vocab_size
@@ -331,7 +373,10 @@ def _with_memory_budget(config: RunConfig, weight_bytes: int, open_engine: OpenE
     if device == "cpu":
         beside = open_engine.num_loaded_before + len(open_engine.later_weight_bytes)
         return budget.with_cpu_budget(
-            config, free_cpu_bytes(config.tp, open_engine.segment_bytes), beside, open_engine.segment_bytes
+            config,
+            free_cpu_bytes(config.tp, open_engine.segment_bytes),
+            beside,
+            open_engine.segment_bytes,
         )
     import torch
 
@@ -355,7 +400,9 @@ class _ProgressArtifact(Artifact):
         return found
 
 
-def _loading_reporter(channel: MessageChannel, seconds: float = 0.1) -> Callable[[str, int, int], None]:
+def _loading_reporter(
+    channel: MessageChannel, seconds: float = 0.1
+) -> Callable[[str, int, int], None]:
     """Sends LoadingUpdate, at most every ``seconds`` for each stage."""
     last: dict[str, float] = {}
 
@@ -368,8 +415,12 @@ def _loading_reporter(channel: MessageChannel, seconds: float = 0.1) -> Callable
     return on_progress
 
 
-def _announce(on_progress: Callable[[str, int, int], None], stage: str, done: int, total: int) -> None:
-    """Tell the server, and who reads the terminal or the log: it takes long and comes before all else."""
+def _announce(
+    on_progress: Callable[[str, int, int], None], stage: str, done: int, total: int
+) -> None:
+    """Tell the server, and who reads the terminal or the log: it takes long and comes before all
+    else.
+    """
     sys.stderr.write(f"modelmill: {stage}\n")
     on_progress(stage, done, total)
 

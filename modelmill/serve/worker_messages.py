@@ -1,8 +1,9 @@
 """What the API and an engine's worker say to each other: plain dataclasses, as JSON, in frames.
 
-A frame is four bytes (the length, big endian) and a JSON array: the message's name and its fields. Only ids and numbers
-travel, no text of prompts and no tensors; pictures, masks and a prompt's log-probabilities in frames with blobs
-(``segment_messages``, ``logprob_blobs``). Both ends belong to one program, so a frame that makes no sense is a bug.
+A frame is four bytes (the length, big endian) and a JSON array: the message's name and its fields.
+Only ids and numbers travel, no text of prompts and no tensors; pictures, masks and a prompt's
+log-probabilities in frames with blobs (``segment_messages``, ``logprob_blobs``). Both ends belong
+to one program, so a frame that makes no sense is a bug.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from typing import Any
 import numpy as np
 
 from modelmill.core.logits_processors import LogitsProcessors
-from modelmill.core.types import EmbeddingSpan, FinishReason, Grammar, Request, SamplingParams, TokenOutput
+from modelmill.core.types import (
+    EmbeddingSpan,
+    FinishReason,
+    Grammar,
+    Request,
+    SamplingParams,
+    TokenOutput,
+)
 from modelmill.serve.logprob_blobs import (
     BLOBS_PER_PROMPT,
     LogprobTable,
@@ -42,12 +50,14 @@ LENGTH_PREFIX = struct.Struct(">I")
 
 @dataclass(frozen=True)
 class OpenEngine:
-    """Open an engine. model: engine folder or checkpoint. build: BuildConfig fields for a checkpoint; run: RunConfig's.
+    """Open an engine. model: engine folder or checkpoint. build: BuildConfig fields for a
+    checkpoint; run: RunConfig's.
 
-    warm_up: capture decode graphs before the first request. later_weight_bytes: bytes of weights of the language
-    engines that load after it; num_loaded_before: how many loaded before it; segment_bytes: what segmentation engines
-    take beside it. chat_template: in place of the engine's own. image_cache_bytes: for embeddings of images;
-    max_pixels: of an image. watchdog_seconds: without a heartbeat, after which its worker hangs; 0: never.
+    warm_up: capture decode graphs before the first request. later_weight_bytes: bytes of weights of
+    the language engines that load after it; num_loaded_before: how many loaded before it;
+    segment_bytes: what segmentation engines take beside it. chat_template: in place of the engine's
+    own. image_cache_bytes: for embeddings of images; max_pixels: of an image. watchdog_seconds:
+    without a heartbeat, after which its worker hangs; 0: never.
     """
 
     model: str
@@ -113,7 +123,8 @@ class LoadingUpdate:
 
 @dataclass(frozen=True)
 class EngineReady:
-    """The engine takes requests. path: its folder. The rest: what requests are checked against, and pages of KV.
+    """The engine takes requests. path: its folder. The rest: what requests are checked against, and
+    pages of KV.
 
     max_prefix_pages: of ``num_pages``, those that may be taken for kept prefixes.
     """
@@ -147,7 +158,10 @@ class RequestStarted:
 
 @dataclass(frozen=True)
 class RequestRejected:
-    """A request cannot be served; one line for its sender. out_of_memory: no memory was left for it."""
+    """A request cannot be served; one line for its sender.
+
+    out_of_memory: no memory was left for it.
+    """
 
     id: str
     message: str
@@ -164,7 +178,10 @@ class StatsReply:
 
 @dataclass(frozen=True)
 class OpenFailed:
-    """The engine cannot be opened; one line for whoever started it. is_usage_error: a flag is at fault."""
+    """The engine cannot be opened; one line for whoever started it.
+
+    is_usage_error: a flag is at fault.
+    """
 
     message: str
     is_usage_error: bool
@@ -199,7 +216,9 @@ def encode(message: Message) -> bytes:
         body = encode_blob_frame(message)
         return LENGTH_PREFIX.pack(len(body)) + body
     if isinstance(message, StepTokens):
-        tables = [token.prompt_logprobs for token in message.tokens if token.prompt_logprobs is not None]
+        tables = [
+            token.prompt_logprobs for token in message.tokens if token.prompt_logprobs is not None
+        ]
         blobs = [blob for each in tables for blob in encode_prompt_logprobs(each)]
         content: list[Any] = [_encode_token(token) for token in message.tokens]
         if blobs:
@@ -207,7 +226,9 @@ def encode(message: Message) -> bytes:
     elif isinstance(message, AddRequest):
         content = [_encode_request(message.request)]
         if message.request.embedding_spans:
-            return _with_blobs(name, content, [span.handle.tobytes() for span in message.request.embedding_spans])
+            return _with_blobs(
+                name, content, [span.handle.tobytes() for span in message.request.embedding_spans]
+            )
     else:
         content = [getattr(message, each.name) for each in fields(message)]
     body = json.dumps([name, *content], separators=(",", ":")).encode()
@@ -268,11 +289,15 @@ def _encode_request(request: Request) -> dict[str, Any]:
         "params": params,
         "eos_ids": request.eos_ids,
         "cache_salt": request.cache_salt,
-        "grammar": None if request.grammar is None else [request.grammar.grammar_type, request.grammar.text],
+        "grammar": None
+        if request.grammar is None
+        else [request.grammar.grammar_type, request.grammar.text],
         "pooling": request.pooling,
         "penalize_prompt": request.penalize_prompt,
         # the pixels of pictures, uint8, follow as blobs
-        "embedding_spans": [[i.position, i.length, i.digest, i.handle.shape] for i in request.embedding_spans],
+        "embedding_spans": [
+            [i.position, i.length, i.digest, i.handle.shape] for i in request.embedding_spans
+        ],
     }
 
 
@@ -293,7 +318,9 @@ def _decode_request(raw: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> Requ
         penalize_prompt=raw["penalize_prompt"],
         embedding_spans=tuple(
             EmbeddingSpan(position, length, digest, np.frombuffer(blob, np.uint8).reshape(shape))
-            for (position, length, digest, shape), blob in zip(raw["embedding_spans"], blobs, strict=True)
+            for (position, length, digest, shape), blob in zip(
+                raw["embedding_spans"], blobs, strict=True
+            )
         ),
     )
 
@@ -343,11 +370,15 @@ def _decode_step_tokens(content: list[Any], blobs: Sequence[bytes]) -> StepToken
     for raw in content:
         token = _decode_token(raw)
         if len(raw) > 4 and "prompt" in raw[4]:
-            token = replace(token, prompt_logprobs=PromptLogprobTables(blobs[begin : begin + BLOBS_PER_PROMPT]))
+            token = replace(
+                token, prompt_logprobs=PromptLogprobTables(blobs[begin : begin + BLOBS_PER_PROMPT])
+            )
             begin += BLOBS_PER_PROMPT
         tokens.append(token)
     return StepTokens(tokens)
 
 
 _DEFAULT_PARAMS = SamplingParams()
-_DEFAULT_VALUES = {each.name: getattr(_DEFAULT_PARAMS, each.name) for each in fields(SamplingParams)}
+_DEFAULT_VALUES = {
+    each.name: getattr(_DEFAULT_PARAMS, each.name) for each in fields(SamplingParams)
+}

@@ -50,9 +50,11 @@ class WorkerSubprocess:
         return self._process.pid
 
     def kill(self) -> None:
-        """End it and what it has started (ranks, compilers) now: of these, one that is stopped would not see it go.
+        """End it and what it has started (ranks, compilers) now: of these, one that is stopped
+        would not see it go.
 
-        asyncio's own ``kill`` would look whether it has ended, and take its exit code from ``wait``.
+        asyncio's own ``kill`` would look whether it has ended, and take its exit code from
+        ``wait``.
         """
         if self._process.returncode is not None:
             return
@@ -74,7 +76,8 @@ class WorkerSubprocess:
 
 
 async def launch_worker() -> tuple[socket.socket, WorkerProcess]:
-    """A worker process that waits for its ``OpenEngine``. It holds no descriptor of ours but its end of the socket.
+    """A worker process that waits for its ``OpenEngine``. It holds no descriptor of ours but its
+    end of the socket.
 
     Raises OSError where the system has none left: of processes, memory or descriptors.
     """

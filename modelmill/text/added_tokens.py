@@ -1,4 +1,6 @@
-"""The tokens beside a vocabulary: what tokenizer_config.json says of them, with and against tokenizer.json."""
+"""The tokens beside a vocabulary: what tokenizer_config.json says of them, with and against
+tokenizer.json.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from modelmill.text.tokenizer_files import TokenizerSettings
 
 
 def update_token_flags(spec: dict[str, Any], settings: TokenizerSettings) -> bool:
-    """Where tokenizer_config.json lists an added token with other flags, transformers takes those. Whether it does."""
+    """Where tokenizer_config.json lists an added token with other flags, transformers takes those.
+
+    Whether it does.
+    """
     changed = False
     for token in spec.get("added_tokens") or ():
         entry = settings.added_tokens.get(token["id"])
@@ -35,12 +40,17 @@ def add_tokens(core: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
             core.add_tokens([AddedToken(content, **_token_flags(entry))])
         if core.token_to_id(content) != id:
             raise TokenizerError(
-                f"tokenizer_config.json gives {content!r} the id {id}, tokenizer.json {core.token_to_id(content)}; "
+                f"tokenizer_config.json gives {content!r} the id {id}, tokenizer.json "
+                f"{core.token_to_id(content)}; "
                 "take both files from the same model"
             )
     known = {token.content for token in core.get_added_tokens_decoder().values()}
     wanted = [*settings.special_tokens.values(), *settings.extra_special_tokens]
-    missing = [text for text in dict.fromkeys(wanted) if text not in known and core.token_to_id(text) is not None]
+    missing = [
+        text
+        for text in dict.fromkeys(wanted)
+        if text not in known and core.token_to_id(text) is not None
+    ]
     core.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in missing])
 
 

@@ -12,7 +12,12 @@ from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
 from modelmill.text.image_chat import load_image_chat
 from modelmill.text.messages import check_data, validate_messages
 from modelmill.text.template import TemplateLimits, TemplateProcess
-from modelmill.text.template_probe import CallContentForms, accepts_parts, adapt_messages, probe_call_forms
+from modelmill.text.template_probe import (
+    CallContentForms,
+    accepts_parts,
+    adapt_messages,
+    probe_call_forms,
+)
 from modelmill.text.tokenizer_base import Tokenizer
 from modelmill.text.tokenizer_files import read_json
 from modelmill.text.tool_prompts import detect_tool_style
@@ -20,12 +25,24 @@ from modelmill.text.tool_prompts import detect_tool_style
 __all__ = ["ChatFormat", "TemplateLimits", "TemplateChat", "load_chat"]
 
 # control tokens with which some family ends a turn without calling them EOS
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>", "<|return|>")
+TURN_ENDS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end|>",
+    "<|end_of_turn|>",
+    "<end_of_turn>",
+    "<|return|>",
+)
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
 _PROBE_TOOL = {
     "type": "function",
-    "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
+    "function": {
+        "name": "f",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {}},
+    },
 }
 
 
@@ -71,8 +88,9 @@ def load_chat(
 ) -> ChatFormat | None:
     """The chat format of a model; None for one without (a base model).
 
-    Templates come from chat_template.jinja, tokenizer_config.json, chat_template.json or GGUF metadata; a Qwen v1
-    vocabulary without a template has its built-in format, unless generation_config.json says "raw"; how much history
+    Templates come from chat_template.jinja, tokenizer_config.json, chat_template.json or GGUF
+    metadata; a Qwen v1 vocabulary without a template has its built-in format, unless
+    generation_config.json says "raw"; how much history
     it keeps is that file's max_window_size.
     A model with eyes has its own, whatever template its language model came with.
     Raises TemplateError when a template is not a text.
@@ -82,12 +100,19 @@ def load_chat(
     templates = read_templates(files)
     if templates:
         return TemplateChat(templates, tokenizer, limits=limits)
-    if tokenizer.tokenizer_type == "tiktoken" and START in tokenizer.special and END in tokenizer.special:
+    if (
+        tokenizer.tokenizer_type == "tiktoken"
+        and START in tokenizer.special
+        and END in tokenizer.special
+    ):
         settings = read_json(files, "generation_config.json")
         if settings.get("chat_format") == "raw":
             return None
         window = settings.get("max_window_size")
-        return QwenChat(tokenizer, window=window if type(window) is int and window > 0 else HISTORY_WINDOW_TOKENS)
+        return QwenChat(
+            tokenizer,
+            window=window if type(window) is int and window > 0 else HISTORY_WINDOW_TOKENS,
+        )
     return None
 
 
@@ -97,7 +122,9 @@ def read_templates(files: Mapping[str, bytes]) -> dict[str, str]:
         try:
             return {"default": files["chat_template.jinja"].decode("utf-8")}
         except UnicodeDecodeError:
-            raise TemplateError("chat_template.jinja is not UTF-8 text; copy the file again") from None
+            raise TemplateError(
+                "chat_template.jinja is not UTF-8 text; copy the file again"
+            ) from None
     found: object = read_json(files, "tokenizer_config.json").get("chat_template")
     file = "tokenizer_config.json"
     if found is None and "chat_template.json" in files:
@@ -112,9 +139,13 @@ def read_templates(files: Mapping[str, bytes]) -> dict[str, str]:
     entries = found if isinstance(found, list) else [{"name": "default", "template": found}]
     templates: dict[str, str] = {}
     for entry in entries:
-        name, text = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
+        name, text = (
+            (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
+        )
         if not isinstance(name, str) or not isinstance(text, str):
-            raise TemplateError(f"{file}: chat_template must be a text or a list of {{name, template}}")
+            raise TemplateError(
+                f"{file}: chat_template must be a text or a list of {{name, template}}"
+            )
         templates[name] = text
     if "default" not in templates and templates:
         templates["default"] = next(iter(templates.values()))
@@ -125,14 +156,22 @@ class TemplateChat:
     """A Jinja template in its own process; what the user typed can never become a control token."""
 
     def __init__(
-        self, templates: Mapping[str, str], tokenizer: Tokenizer, *, limits: TemplateLimits | None = None
+        self,
+        templates: Mapping[str, str],
+        tokenizer: Tokenizer,
+        *,
+        limits: TemplateLimits | None = None,
     ) -> None:
         self._templates = dict(templates)
         self._tokenizer = tokenizer
         self._process = TemplateProcess(limits)
         self._guard = ControlTokenGuard(tokenizer.special)
         written = "".join(templates.values())
-        ends = [tokenizer.special[text] for text in TURN_ENDS if text in tokenizer.special and text in written]
+        ends = [
+            tokenizer.special[text]
+            for text in TURN_ENDS
+            if text in tokenizer.special and text in written
+        ]
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([*tokenizer.eos_ids, *ends]))
         self.stop_strings: tuple[str, ...] = ()
         self.tool_style = detect_tool_style(written)
@@ -178,9 +217,17 @@ class TemplateChat:
         options: Mapping[str, Any] | None,
     ) -> tuple[str, str]:
         """(rendered text with marks in it, the mark)."""
-        template = self._templates.get("tool_use" if tools else "default", self._templates["default"])
-        told = self._adapt_messages(validate_messages(messages, as_sent=True), template, bool(tools))
-        given: dict[str, Any] = {"messages": told, "tools": _tools_for_template(tools), "documents": None}
+        template = self._templates.get(
+            "tool_use" if tools else "default", self._templates["default"]
+        )
+        told = self._adapt_messages(
+            validate_messages(messages, as_sent=True), template, bool(tools)
+        )
+        given: dict[str, Any] = {
+            "messages": told,
+            "tools": _tools_for_template(tools),
+            "documents": None,
+        }
         for key, value in (options or {}).items():
             if key in RESERVED_VARIABLES or key in self._tokenizer.template_names:
                 raise RequestError(f"the template option {key!r} is set by the engine")
@@ -194,8 +241,12 @@ class TemplateChat:
         }
         return self._process.render(template, variables), mark
 
-    def _adapt_messages(self, messages: list[dict[str, Any]], template: str, tools: bool) -> list[dict[str, Any]]:
-        """Messages in the forms that the template reads; small conversations are rendered where that is not known."""
+    def _adapt_messages(
+        self, messages: list[dict[str, Any]], template: str, tools: bool
+    ) -> list[dict[str, Any]]:
+        """Messages in the forms that the template reads; small conversations are rendered where
+        that is not known.
+        """
         variables = {
             **self._tokenizer.template_names,
             "tools": [_PROBE_TOOL] if tools else None,

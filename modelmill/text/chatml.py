@@ -1,4 +1,6 @@
-"""Qwen v1's own chat format: ChatML put together from token ids, with the history cut to a window; tools by ReAct."""
+"""Qwen v1's own chat format: ChatML put together from token ids, with the history cut to a window;
+tools by ReAct.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,20 @@ HISTORY_WINDOW_TOKENS = 6144
 
 
 class QwenChat:
-    """Role, newline and content are tokenized apart, as Qwen v1 was trained; user text is always plain."""
+    """Role, newline and content are tokenized apart, as Qwen v1 was trained; user text is always
+    plain.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, window: int = HISTORY_WINDOW_TOKENS, system: str = DEFAULT_SYSTEM
+        self,
+        tokenizer: Tokenizer,
+        *,
+        window: int = HISTORY_WINDOW_TOKENS,
+        system: str = DEFAULT_SYSTEM,
     ) -> None:
-        """window: history is kept, newest first, while it and the system prompt stay below so many tokens."""
+        """window: history is kept, newest first, while it and the system prompt stay below so many
+        tokens.
+        """
         self._tokenizer = tokenizer
         self._window = window
         self._system = system
@@ -41,16 +51,26 @@ class QwenChat:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Prompt ids; raises RequestError for an order of roles that this format has not, and for options."""
+        """Prompt ids; raises RequestError for an order of roles that this format has not, and for
+        options.
+        """
         blocks, goes_on = self._blocks(messages, tools, options)
-        ids = [id for role, content in blocks for id in self._newline + self._encode_block(role, content)][
-            len(self._newline) :
-        ]
+        ids = [
+            id
+            for role, content in blocks
+            for id in self._newline + self._encode_block(role, content)
+        ][len(self._newline) :]
         if not add_generation_prompt:
             return ids
         if goes_on:
             return ids[:-1]
-        return [*ids, *self._newline, self._start, *self._tokenizer.encode("assistant", bos=False), *self._newline]
+        return [
+            *ids,
+            *self._newline,
+            self._start,
+            *self._tokenizer.encode("assistant", bos=False),
+            *self._newline,
+        ]
 
     def render(
         self,
@@ -71,9 +91,14 @@ class QwenChat:
         """Nothing to end: this format needs no template process."""
 
     def _blocks(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, options: object
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: object,
     ) -> tuple[list[tuple[str, str]], bool]:
-        """(role and text of each block that is kept, whether the last one is an answer to go on with)."""
+        """(role and text of each block that is kept, whether the last one is an answer to go on
+        with).
+        """
         if options:
             raise RequestError("Qwen's chat format has no template options")
         talk = validate_messages(messages)
@@ -105,7 +130,8 @@ class QwenChat:
                 system = content
             elif role not in ("user", "assistant"):
                 raise RequestError(
-                    f"messages[{index}]: Qwen's chat format has one system message, the first, then user and "
+                    f"messages[{index}]: Qwen's chat format has one system message, the first, "
+                    "then user and "
                     "assistant texts"
                 )
             elif role == "user" or not turns:
@@ -115,7 +141,9 @@ class QwenChat:
         open_question = bool(turns) and turns[-1][-1][0] == "user"
         return (system, turns[:-1], turns[-1]) if open_question else (system, turns, [])
 
-    def _history_in_window(self, system: str, history: list[list[tuple[str, str]]]) -> list[list[tuple[str, str]]]:
+    def _history_in_window(
+        self, system: str, history: list[list[tuple[str, str]]]
+    ) -> list[list[tuple[str, str]]]:
         size = len(self._encode_block("system", system))
         for count, turn in enumerate(reversed(history)):
             size += len(self._encode_turn(turn))
@@ -124,7 +152,9 @@ class QwenChat:
         return history
 
     def _encode_turn(self, turn: list[tuple[str, str]]) -> list[int]:
-        return [id for role, content in turn for id in self._newline + self._encode_block(role, content)]
+        return [
+            id for role, content in turn for id in self._newline + self._encode_block(role, content)
+        ]
 
     def _encode_block(self, role: str, content: str) -> list[int]:
         encode = self._tokenizer.encode

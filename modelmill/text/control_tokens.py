@@ -1,6 +1,7 @@
 """Keeps control tokens that a user typed apart from those that the template writes.
 
-Before rendering, a private character (the mark) is put inside everything in the request that spells a
+Before rendering, a private character (the mark) is put inside everything in the request that spells
+a
 control token, or that could become one together with its neighbour. After rendering, only what the
 template itself wrote can still be read as a control token; then the marks are taken out again.
 """
@@ -23,7 +24,9 @@ class ControlTokenGuard:
     def __init__(self, special: Iterable[str]) -> None:
         texts = [text for text in special if len(text) > 1]
         # Any case: a template may change it (`| lower`).
-        self._first = re.compile(f"(?={regex_union(texts)})(.)", re.IGNORECASE | re.DOTALL) if texts else None
+        self._first = (
+            re.compile(f"(?={regex_union(texts)})(.)", re.IGNORECASE | re.DOTALL) if texts else None
+        )
         self._heads = {text[:size].lower() for text in texts for size in range(1, len(text))}
         self._tails = {text[-size:].lower() for text in texts for size in range(1, len(text))}
         self._longest = max(map(len, texts), default=0)
@@ -33,7 +36,9 @@ class ControlTokenGuard:
         if isinstance(value, str):
             return self._mark_text(value, mark)
         if isinstance(value, Mapping):
-            return {self._mark_text(key, mark): self.mark(item, mark) for key, item in value.items()}
+            return {
+                self._mark_text(key, mark): self.mark(item, mark) for key, item in value.items()
+            }
         if isinstance(value, list | tuple):
             return [self.mark(item, mark) for item in value]
         return value
@@ -45,7 +50,8 @@ class ControlTokenGuard:
         start = text.find(body)
         before, after = text[:start], text[start + len(body) :]
         marked = self._first.sub(lambda found: found[1] + mark, body)
-        # Half a token at an edge may meet its other half in the next field (and a template may trim).
+        # Half a token at an edge may meet its other half in the next field (and a template may
+        # trim).
         sizes = range(1, min(self._longest, len(body) + 1))
         if any(body[:size].lower() in self._tails for size in sizes):
             marked = mark + marked
@@ -55,12 +61,17 @@ class ControlTokenGuard:
 
 
 def free_mark(texts: Iterable[str]) -> str:
-    """A private character that occurs in none of `texts`, neither itself nor as a \\u escape. Raises RequestError."""
+    """A private character that occurs in none of `texts`, neither itself nor as a \\u escape.
+
+    Raises RequestError.
+    """
     whole = "\n".join(texts).lower()
     for code in PRIVATE_USE_CODES:
         if chr(code) not in whole and f"\\u{code:04x}" not in whole:
             return chr(code)
-    raise RequestError("the conversation holds every private character (U+E000 to U+F8FF); leave one of them out")
+    raise RequestError(
+        "the conversation holds every private character (U+E000 to U+F8FF); leave one of them out"
+    )
 
 
 def unmark(text: str, mark: str) -> str:

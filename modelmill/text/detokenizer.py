@@ -12,9 +12,9 @@ from modelmill.text.utf8 import Utf8Stream
 class Detokenizer:
     """Turns the ids of one sequence into text as they come.
 
-    All pushes and the final flush together give exactly ``tokenizer.decode(ids)``; where the sequence
-    ``continues_prompt`` a text, exactly what it adds to that text. Text is given out only once it cannot change any
-    more, so a character is never cut and never taken back.
+    All pushes and the final flush together give exactly ``tokenizer.decode(ids)``; where the
+    sequence ``continues_prompt`` a text, exactly what it adds to that text. Text is given out only
+    once it cannot change any more, so a character is never cut and never taken back.
     """
 
     def __init__(
@@ -27,8 +27,8 @@ class Detokenizer:
     ) -> None:
         """shown_special: ids that are written out though they are special.
 
-        continues_prompt: text stands before these ids, so that the first keeps the space which SentencePiece would
-        drop.
+        continues_prompt: text stands before these ids, so that the first keeps the space which
+        SentencePiece would drop.
         """
         self._tokenizer, self._shown_special = tokenizer, shown_special
         self._skip_special = skip_special
@@ -36,7 +36,8 @@ class Detokenizer:
         self._continues_prompt, self._has_text = continues_prompt, False
 
     def push_prompt(self, id: int) -> str:
-        """As ``push``, for an id of what stands before the sequence: control tokens of a prompt are never written.
+        """As ``push``, for an id of what stands before the sequence: control tokens of a prompt are
+        never written.
 
         A character that such ids leave unfinished is the sequence's first.
         """
@@ -61,5 +62,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """The end of the text: U+FFFD for a character that never got its last bytes, else nothing."""
+        """The end of the text: U+FFFD for a character that never got its last bytes, else
+        nothing.
+        """
         return self._utf8.flush()

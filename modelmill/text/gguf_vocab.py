@@ -1,4 +1,6 @@
-"""The vocabulary inside a GGUF file (its tokenizer.* metadata as JSON): byte-level BPE or SentencePiece."""
+"""The vocabulary inside a GGUF file (its tokenizer.* metadata as JSON): byte-level BPE or
+SentencePiece.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from modelmill.core.errors import TokenizerError
 from modelmill.text.hf import byte_level_core, from_core
 from modelmill.text.spm import build_spm
-from modelmill.text.spm_proto import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, SpmModel, SpmPiece
+from modelmill.text.spm_proto import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    USER_DEFINED,
+    SpmModel,
+    SpmPiece,
+)
 from modelmill.text.tokenizer_base import Tokenizer
 from modelmill.text.tokenizer_files import TokenizerSettings, is_token_id, read_json, read_settings
 
@@ -20,7 +30,8 @@ WHITESPACE_PATTERN = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 # how text is cut before merging, by the file's tokenizer.ggml.pre
 SPLIT_PATTERNS = {
     "llama3": (
-        rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
+        rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| "
+        rf"?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
         rf"|{WHITESPACE_PATTERN}"
     ),
     "qwen2": (
@@ -51,61 +62,96 @@ SPECIAL_TOKEN_ROLES = {
 
 
 def load_gguf(files: Mapping[str, bytes]) -> Tokenizer:
-    """The tokenizer of gguf_vocab.json; raises TokenizerError for broken or unknown vocabularies."""
+    """The tokenizer of gguf_vocab.json; raises TokenizerError for broken or unknown
+    vocabularies.
+    """
     data = read_vocabulary(files)
     tokens = data.get("tokens")
-    if not isinstance(tokens, list) or not tokens or not all(isinstance(text, str) for text in tokens):
+    if (
+        not isinstance(tokens, list)
+        or not tokens
+        or not all(isinstance(text, str) for text in tokens)
+    ):
         raise TokenizerError("the GGUF file's tokenizer.ggml.tokens must be a list of texts")
     types = data.get("token_type", [NORMAL] * len(tokens))
     if not isinstance(types, list) or len(types) != len(tokens) or not all(map(is_token_id, types)):
-        raise TokenizerError("the GGUF file's tokenizer.ggml.token_type must hold one number a token")
+        raise TokenizerError(
+            "the GGUF file's tokenizer.ggml.token_type must hold one number a token"
+        )
     model = data.get("model")
     if model == "gpt2":
         return _byte_level(data, tokens, types, files)
     if model == "llama":
         return _sentencepiece(data, tokens, types, files)
     raise TokenizerError(
-        f"the GGUF file's tokenizer model {str(model)[:40]!r} is not supported; convert one with gpt2 or llama"
+        f"the GGUF file's tokenizer model {str(model)[:40]!r} is not supported; convert one with "
+        "gpt2 or llama"
     )
 
 
 def read_vocabulary(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """The metadata with short keys: "tokens" for tokenizer.ggml.tokens, "chat_template" and so on."""
+    """The metadata with short keys: "tokens" for tokenizer.ggml.tokens, "chat_template" and so
+    on.
+    """
     data = read_json(files, GGUF_VOCAB_FILE)
-    short = {key.removeprefix("tokenizer.").removeprefix("ggml."): value for key, value in data.items()}
+    short = {
+        key.removeprefix("tokenizer.").removeprefix("ggml."): value for key, value in data.items()
+    }
     nested = short.pop("ids", None)
     return short | (nested if isinstance(nested, dict) else {})
 
 
-def _byte_level(data: Mapping[str, Any], tokens: list[str], types: list[int], files: Mapping[str, bytes]) -> Tokenizer:
+def _byte_level(
+    data: Mapping[str, Any], tokens: list[str], types: list[int], files: Mapping[str, bytes]
+) -> Tokenizer:
     pre = str(data.get("pre", ""))
     pre = PRE_TOKENIZER_ALIASES.get(pre, pre)
     if pre not in SPLIT_PATTERNS and pre not in PLAIN_PRE_TOKENIZERS:
-        known = ", ".join(sorted({*SPLIT_PATTERNS, *PLAIN_PRE_TOKENIZERS, *PRE_TOKENIZER_ALIASES} - {""}))
-        raise TokenizerError(f"the GGUF file's pre-tokenizer {pre[:40]!r} is not supported (known: {known})")
+        known = ", ".join(
+            sorted({*SPLIT_PATTERNS, *PLAIN_PRE_TOKENIZERS, *PRE_TOKENIZER_ALIASES} - {""})
+        )
+        raise TokenizerError(
+            f"the GGUF file's pre-tokenizer {pre[:40]!r} is not supported (known: {known})"
+        )
     vocab = {text: id for id, text in enumerate(tokens)}
     if len(vocab) != len(tokens):
         raise TokenizerError("the GGUF file's vocabulary holds a token twice")
     merges = data.get("merges")
-    if not isinstance(merges, list) or not all(isinstance(pair, str) and " " in pair[1:] for pair in merges):
-        raise TokenizerError('the GGUF file\'s tokenizer.ggml.merges must be a list of "left right" pairs')
+    if not isinstance(merges, list) or not all(
+        isinstance(pair, str) and " " in pair[1:] for pair in merges
+    ):
+        raise TokenizerError(
+            'the GGUF file\'s tokenizer.ggml.merges must be a list of "left right" pairs'
+        )
     pairs: list[tuple[str, str]] = []
     for pair in merges:
         cut = pair.index(" ", 1)
         pairs.append((pair[:cut], pair[cut + 1 :]))
-    core = byte_level_core(vocab, pairs, "the GGUF file's vocabulary", ignore_merges=pre == "llama3")
+    core = byte_level_core(
+        vocab, pairs, "the GGUF file's vocabulary", ignore_merges=pre == "llama3"
+    )
     core.pre_tokenizer = _pre_tokenizer(pre)
     if pre.startswith("qwen"):
         core.normalizer = normalizers.NFC()
     ids = _role_ids(data, len(tokens))
-    control = {id for id, type_ in enumerate(types) if type_ in (CONTROL, UNKNOWN)} | set(ids.values())
-    core.add_special_tokens(
-        [AddedToken(tokens[id], normalized=False, special=True) for id in sorted(control) if tokens[id]]
+    control = {id for id, type_ in enumerate(types) if type_ in (CONTROL, UNKNOWN)} | set(
+        ids.values()
     )
-    user = [tokens[id] for id, type_ in enumerate(types) if type_ == USER_DEFINED and id not in control]
+    core.add_special_tokens(
+        [
+            AddedToken(tokens[id], normalized=False, special=True)
+            for id in sorted(control)
+            if tokens[id]
+        ]
+    )
+    user = [
+        tokens[id] for id, type_ in enumerate(types) if type_ == USER_DEFINED and id not in control
+    ]
     core.add_tokens([AddedToken(text, normalized=False) for text in user if text])
     settings = _settings(data, files, add_bos=pre == "llama3", tokens=tokens)
-    return from_core(core, settings, tokenizer_type="gguf-bpe", file="the GGUF file", special_ids=ids)
+    return from_core(
+        core, settings, tokenizer_type="gguf-bpe", file="the GGUF file", special_ids=ids
+    )
 
 
 def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
@@ -128,11 +174,18 @@ def _sentencepiece(
         raise TokenizerError("the GGUF file's tokenizer.ggml.scores must hold one number a token")
     ids = _role_ids(data, len(tokens), {"bos_token": 1, "eos_token": 2, "unk_token": 0})
     if not all(NORMAL <= type_ <= BYTE for type_ in types):
-        raise TokenizerError("the GGUF file's tokenizer.ggml.token_type holds numbers outside 1 to 6")
+        raise TokenizerError(
+            "the GGUF file's tokenizer.ggml.token_type holds numbers outside 1 to 6"
+        )
     kinds = [NORMAL if type_ == UNKNOWN else type_ for type_ in types]
     for key, id in ids.items():
-        kinds[id] = UNKNOWN if key == "unk_token" else kinds[id] if kinds[id] == UNKNOWN else CONTROL
-    pieces = [SpmPiece(text, float(score), kind) for text, score, kind in zip(tokens, scores, kinds, strict=True)]
+        kinds[id] = (
+            UNKNOWN if key == "unk_token" else kinds[id] if kinds[id] == UNKNOWN else CONTROL
+        )
+    pieces = [
+        SpmPiece(text, float(score), kind)
+        for text, score, kind in zip(tokens, scores, kinds, strict=True)
+    ]
     model = SpmModel(
         pieces,
         dummy_prefix=data.get("add_space_prefix") is not False,
@@ -145,15 +198,21 @@ def _sentencepiece(
     return build_spm(model, settings, tokenizer_type="gguf-spm", file="the GGUF file's vocabulary")
 
 
-def _role_ids(data: Mapping[str, Any], size: int, defaults: Mapping[str, int] | None = None) -> dict[str, int]:
-    """bos_token → id, … for those that the file names; TokenizerError for an id outside the vocabulary."""
+def _role_ids(
+    data: Mapping[str, Any], size: int, defaults: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """bos_token → id, … for those that the file names; TokenizerError for an id outside the
+    vocabulary.
+    """
     ids: dict[str, int] = {}
     for name, key in SPECIAL_TOKEN_ROLES.items():
         id = data.get(key, (defaults or {}).get(name))
         if id is None:
             continue
         if not is_token_id(id) or id >= size:
-            raise TokenizerError(f"the GGUF file's {key} {str(id)[:20]} is outside its vocabulary of {size}")
+            raise TokenizerError(
+                f"the GGUF file's {key} {str(id)[:20]} is outside its vocabulary of {size}"
+            )
         ids[name] = id
     return ids
 
@@ -161,10 +220,14 @@ def _role_ids(data: Mapping[str, Any], size: int, defaults: Mapping[str, int] | 
 def _settings(
     data: Mapping[str, Any], files: Mapping[str, bytes], *, add_bos: bool, tokens: list[str]
 ) -> TokenizerSettings:
-    """What tokenizer_config.json would say: whether to add BOS and EOS, and further end-of-turn ids."""
+    """What tokenizer_config.json would say: whether to add BOS and EOS, and further end-of-turn
+    ids.
+    """
     beside = read_settings(files)
     add = data.get("add_bos_token", data.get("add_bos"))
-    ends = [int(data[key]) for key in ("eot_token_id", "eom_token_id") if is_token_id(data.get(key))]
+    ends = [
+        int(data[key]) for key in ("eot_token_id", "eom_token_id") if is_token_id(data.get(key))
+    ]
     return TokenizerSettings(
         special_tokens=beside.special_tokens,
         extra_special_tokens=beside.extra_special_tokens,

@@ -1,7 +1,8 @@
 """Structured output: a grammar says which tokens may come next, as bits that the sampler is given.
 
-llguidance does the work; this is its home. A guide follows one answer; making one may take milliseconds, so that is
-done away from the engine's loop, and nothing of it is kept beyond the answer.
+llguidance does the work; this is its home. A guide follows one answer; making one may take
+milliseconds, so that is done away from the engine's loop, and nothing of it is kept beyond the
+answer.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ GRAMMAR_TYPE_NAMES = {
     "calls": "schema of the functions",
 }
 SPACE = r"\n?[ ]{0,12}"
-"""Between the parts of JSON: room for lines and their indents, but no end of lines that a small model falls into."""
+"""Between the parts of JSON: room for lines and their indents, but no end of lines that a small
+model falls into.
+"""
 BLANK = r"BLANK: /\n?[ ]{1,12}|\n/"
 """The same where it is not empty, as Lark writes it."""
 
@@ -41,13 +44,16 @@ def check_grammar(grammar: Grammar) -> None:
     """Raises RequestError, one line, for what is no grammar or is too large for one."""
     lib = _library()
     with _grammar_errors(grammar):
-        problem = lib.LLMatcher.validate_grammar(_to_llguidance(grammar, lib), limits=_parser_limits(lib))
+        problem = lib.LLMatcher.validate_grammar(
+            _to_llguidance(grammar, lib), limits=_parser_limits(lib)
+        )
     # warnings are about annotations that change nothing (format: …)
     if problem and not problem.startswith("WARNING"):
         if grammar.grammar_type == "calls":
             _check_functions(grammar)
         raise RequestError(
-            f"the {GRAMMAR_TYPE_NAMES[grammar.grammar_type]} cannot be used: {one_line(problem, MAX_MESSAGE_CHARS)}"
+            f"the {GRAMMAR_TYPE_NAMES[grammar.grammar_type]} cannot be used: "
+            f"{one_line(problem, MAX_MESSAGE_CHARS)}"
         )
 
 
@@ -69,7 +75,9 @@ class GuideFactory:
         self._lib, self._vocab = lib, vocab
         self._ends = sorted({id for id in (*ends, *tokenizer.eos_ids) if 0 <= id < vocab})
         if not self._ends:
-            raise RequestError("structured output needs an end-of-text token, which this engine has not")
+            raise RequestError(
+                "structured output needs an end-of-text token, which this engine has not"
+            )
         words = _LlguidanceVocab(tokenizer, vocab, self._ends[0])
         self._tokens = lib.LLTokenizer(words, n_vocab=vocab, eos_token=self._ends)
 
@@ -77,22 +85,28 @@ class GuideFactory:
         """A guide for one answer that ends at ``ends``. Raises RequestError."""
         with _grammar_errors(grammar):
             form = _to_llguidance(grammar, self._lib)
-            matcher = self._lib.LLMatcher(self._tokens, form, limits=_parser_limits(self._lib), log_level=0)
+            matcher = self._lib.LLMatcher(
+                self._tokens, form, limits=_parser_limits(self._lib), log_level=0
+            )
         if matcher.is_error():
             raise RequestError(
                 f"the {GRAMMAR_TYPE_NAMES[grammar.grammar_type]} cannot be used: "
                 f"{one_line(matcher.get_error(), MAX_MESSAGE_CHARS)}"
             )
-        # the costly part of the first token, done here and not in a step; it also tells what has no text at all
+        # the costly part of the first token, done here and not in a step; it also tells what has no
+        # text at all
         matcher.compute_bitmask()
         if matcher.is_error():
             raise RequestError(
-                f"the {GRAMMAR_TYPE_NAMES[grammar.grammar_type]} cannot be used: it has no text, or takes too much work"
+                f"the {GRAMMAR_TYPE_NAMES[grammar.grammar_type]} cannot be used: it has no text, "
+                "or takes too much work"
             )
         mine = set(ends)
         if not mine.intersection(self._ends):
             raise RequestError("structured output needs an end of the answer; leave ignore_eos out")
-        return GrammarGuide(matcher, self._vocab, [id for id in self._ends if id not in mine], sorted(mine))
+        return GrammarGuide(
+            matcher, self._vocab, [id for id in self._ends if id not in mine], sorted(mine)
+        )
 
 
 class GrammarGuide:
@@ -104,7 +118,9 @@ class GrammarGuide:
         self.failed = False
 
     def mask(self) -> np.ndarray:
-        """[ceil(V / 8)] uint8: bit t % 8 of byte t // 8 is set where token t may come next; never all zero."""
+        """[ceil(V / 8)] uint8: bit t % 8 of byte t // 8 is set where token t may come next; never
+        all zero.
+        """
         matcher = self._matcher
         bits = np.zeros(-(-self._vocab // 8), dtype=np.uint8)
         if not matcher.is_stopped():
@@ -138,13 +154,17 @@ class _LlguidanceVocab:
         self._tokenizer = tokenizer
         self.eos_token_id, self.bos_token_id = end, tokenizer.bos_id
         self.tokens = [tokenizer.token_bytes(id) for id in range(vocab)]
-        self.special_token_ids = sorted({id for id in (*tokenizer.special.values(), end) if id < vocab})
+        self.special_token_ids = sorted(
+            {id for id in (*tokenizer.special.values(), end) if id < vocab}
+        )
         special = set(self.special_token_ids)
         self._ids = {data: id for id, data in enumerate(self.tokens) if data and id not in special}
         self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Ids of a stretch inside an answer: their bytes are exactly the text's, no space is put before it."""
+        """Ids of a stretch inside an answer: their bytes are exactly the text's, no space is put
+        before it.
+        """
         data = text if isinstance(text, bytes) else text.encode("utf-8", "replace")
         # the empty piece tells the tokenizer that this is no beginning
         ids = self._tokenizer.encode_pieces(["", data.decode("utf-8", "replace")])
@@ -171,9 +191,13 @@ def _grammar_errors(grammar: Grammar) -> Iterator[None]:
     try:
         yield
     except UnicodeError:
-        raise RequestError(f"the {what} holds half of a surrogate pair, which is no character") from None
+        raise RequestError(
+            f"the {what} holds half of a surrogate pair, which is no character"
+        ) from None
     except ValueError as error:  # a number beyond its 64 bits
-        raise RequestError(f"the {what} cannot be used: {one_line(str(error), MAX_MESSAGE_CHARS)}") from None
+        raise RequestError(
+            f"the {what} cannot be used: {one_line(str(error), MAX_MESSAGE_CHARS)}"
+        ) from None
     except BaseException as error:
         # a panic of Rust is no Exception in Python: it would end more than this request
         if type(error).__name__ != "PanicException":
@@ -194,13 +218,21 @@ def _to_llguidance(grammar: Grammar, lib: Any) -> str:
         return str(lib.LLMatcher.grammar_from_lark(grammar.text))
     value = _parse_json(grammar)
     if grammar.grammar_type == "choice":
-        if not isinstance(value, list) or not value or not all(isinstance(each, str) and each for each in value):
+        if (
+            not isinstance(value, list)
+            or not value
+            or not all(isinstance(each, str) and each for each in value)
+        ):
             raise RequestError("a choice is a list of texts that are not empty")
         if len(value) > MAX_CHOICES:
             raise RequestError(f"a choice has up to {MAX_CHOICES} texts")
         if any(replace_surrogates(each) != each for each in value):
             raise RequestError("the choice holds half of a surrogate pair, which is no character")
-        return str(lib.LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in value)))
+        return str(
+            lib.LLMatcher.grammar_from_lark(
+                "start: " + " | ".join(json.dumps(each) for each in value)
+            )
+        )
     if grammar.grammar_type == "calls":
         return _tool_call_grammar(value, lib)
     if not isinstance(value, dict):
@@ -210,22 +242,34 @@ def _to_llguidance(grammar: Grammar, lib: Any) -> str:
 
 def _schema(value: dict[str, Any], lib: Any) -> str:
     value.pop("x-guidance", None)  # settings of the library are ours to make
-    return str(lib.LLMatcher.grammar_from_json_schema(value, overrides={"whitespace_pattern": SPACE}))
+    return str(
+        lib.LLMatcher.grammar_from_json_schema(value, overrides={"whitespace_pattern": SPACE})
+    )
 
 
 def _tool_call_grammar(value: dict[str, Any], lib: Any) -> str:
-    """Grammars of the library in one: the calls around the arguments, whose schemas stay documents of their own.
+    """Grammars of the library in one: the calls around the arguments, whose schemas stay documents
+    of their own.
 
-    So a reference in a schema ("#", "#/properties/x", an $anchor) finds what it finds in the schema alone.
+    So a reference in a schema ("#", "#/properties/x", an $anchor) finds what it finds in the schema
+    alone.
     """
     functions, most = value["functions"], value["most"]
     call = "(" + " | ".join(f"c{place}" for place in range(len(functions))) + ")"
     more = f"{{0,{(most or 1) - 1}}}"
-    lines = [BLANK, "s: BLANK?", "start: " + (call if most is None else f'"[" s {call} (s "," s {call}){more} s "]"')]
+    lines = [
+        BLANK,
+        "s: BLANK?",
+        "start: " + (call if most is None else f'"[" s {call} (s "," s {call}){more} s "]"'),
+    ]
     grammars = []
     for place, function in enumerate(functions):
-        name, key, held = (json.dumps(json.dumps(text)) for text in (function["name"], "name", "arguments"))
-        lines.append(f'c{place}: "{{" s {key} s ":" s {name} s "," s {held} s ":" s @a{place} s "}}"')
+        name, key, held = (
+            json.dumps(json.dumps(text)) for text in (function["name"], "name", "arguments")
+        )
+        lines.append(
+            f'c{place}: "{{" s {key} s ":" s {name} s "," s {held} s ":" s @a{place} s "}}"'
+        )
         (found,) = json.loads(_schema(function["arguments"], lib))["grammars"]
         grammars.append({**found, "name": f"a{place}"})
     return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines) + "\n"}, *grammars]})
@@ -256,7 +300,9 @@ def _library() -> Any:
     try:
         import llguidance
     except ModuleNotFoundError:
-        raise MissingDependency("structured output needs llguidance: pip install 'modelmill[serve]'") from None
+        raise MissingDependency(
+            "structured output needs llguidance: pip install 'modelmill[serve]'"
+        ) from None
     return llguidance
 
 

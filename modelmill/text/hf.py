@@ -1,4 +1,6 @@
-"""Hugging Face byte-level and SentencePiece-like BPE: tokenizer.json, or GPT-2's vocab.json + merges.txt."""
+"""Hugging Face byte-level and SentencePiece-like BPE: tokenizer.json, or GPT-2's vocab.json +
+merges.txt.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from modelmill.text.hf_spec import check_spec, check_vocab
 from modelmill.text.tokenizer_base import Tokenizer, VocabInfo
 from modelmill.text.tokenizer_files import TokenizerSettings, read_json, read_settings, unique_ids
 
-# Qwen lists <|fim_prefix|> and its like as ordinary added tokens; they steer the model all the same.
+# Qwen lists <|fim_prefix|> and its like as ordinary added tokens; they steer the model all the
+# same.
 CONTROL_TOKEN_PATTERN = re.compile(r"<[|｜][^<>]*[|｜]>")
 SPACE = "▁"
 MAX_UNSPLIT_CHARS = 2048
@@ -28,11 +31,15 @@ ALPHABET = byte_level_alphabet()
 
 
 def load_hf(files: Mapping[str, bytes]) -> Tokenizer:
-    """The tokenizer of tokenizer.json; raises TokenizerError when the file is broken or of another kind."""
+    """The tokenizer of tokenizer.json; raises TokenizerError when the file is broken or of another
+    kind.
+    """
     spec = read_json(files, "tokenizer.json")
     check_spec(spec)
     settings = read_settings(files)
-    text = json.dumps(spec) if update_token_flags(spec, settings) else files["tokenizer.json"].decode()
+    text = (
+        json.dumps(spec) if update_token_flags(spec, settings) else files["tokenizer.json"].decode()
+    )
     core = _call_library("tokenizer.json", lambda: tokenizers.Tokenizer.from_str(text))
     core.model.dropout = None  # of training: the same text must give the same ids
     return from_core(core, settings, tokenizer_type="hf", file="tokenizer.json")
@@ -61,9 +68,12 @@ def load_vocab_merges(files: Mapping[str, bytes]) -> Tokenizer:
 def byte_level_core(
     vocab: dict[str, int], merges: list[tuple[str, str]], file: str, ignore_merges: bool = False
 ) -> tokenizers.Tokenizer:
-    """A bare byte-level BPE without pre-tokenizer or added tokens; TokenizerError when merges do not fit."""
+    """A bare byte-level BPE without pre-tokenizer or added tokens; TokenizerError when merges do
+    not fit.
+    """
     model = _call_library(
-        file, lambda: models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges, fuse_unk=False)
+        file,
+        lambda: models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges, fuse_unk=False),
     )
     core = tokenizers.Tokenizer(model)
     core.decoder = decoders.ByteLevel()
@@ -78,7 +88,10 @@ def from_core(
     file: str,
     special_ids: Mapping[str, int] | None = None,
 ) -> HfTokenizer:
-    """Wraps a finished tokenizers.Tokenizer. special_ids: bos_token, eos_token, … by id, where the file has ids."""
+    """Wraps a finished tokenizers.Tokenizer.
+
+    special_ids: bos_token, eos_token, … by id, where the file has ids.
+    """
     core.no_truncation()
     core.no_padding()
     add_tokens(core, settings)
@@ -90,12 +103,17 @@ def from_core(
         names.setdefault(key, text)
     for key in ("bos_token", "eos_token"):
         if key in names and core.token_to_id(names[key]) is None:
-            raise TokenizerError(f"tokenizer_config.json: {key} {names[key]!r} is not in the vocabulary of {file}")
+            raise TokenizerError(
+                f"tokenizer_config.json: {key} {names[key]!r} is not in the vocabulary of {file}"
+            )
     by_id = {key: core.token_to_id(text) for key, text in names.items()}
     added = core.get_added_tokens_decoder()
     flagged = {id for id, token in added.items() if token.special}
-    control = flagged | {id for id, token in added.items() if CONTROL_TOKEN_PATTERN.fullmatch(token.content)}
-    # transformers takes a tokenizer.json's own post-processor, whatever tokenizer_config.json says beside it
+    control = flagged | {
+        id for id, token in added.items() if CONTROL_TOKEN_PATTERN.fullmatch(token.content)
+    }
+    # transformers takes a tokenizer.json's own post-processor, whatever tokenizer_config.json says
+    # beside it
     prefix, suffix = _affixes(core, settings if file != "tokenizer.json" else None, by_id)
     traits = VocabInfo(
         tokenizer_type=tokenizer_type,
@@ -108,13 +126,17 @@ def from_core(
         prefix=prefix,
         suffix=suffix,
         template_names=names,
-        edges={t.content: (t.lstrip, t.rstrip, t.single_word) for t in (added[id] for id in control)},
+        edges={
+            t.content: (t.lstrip, t.rstrip, t.single_word) for t in (added[id] for id in control)
+        },
     )
     return HfTokenizer(core, traits)
 
 
 class HfTokenizer(Tokenizer):
-    """A tokenizers.Tokenizer behind our interface; its normalizer and pre-tokenizer are used as they are."""
+    """A tokenizers.Tokenizer behind our interface; its normalizer and pre-tokenizer are used as
+    they are.
+    """
 
     def __init__(self, core: tokenizers.Tokenizer, traits: VocabInfo) -> None:
         super().__init__(traits)
@@ -143,7 +165,9 @@ class HfTokenizer(Tokenizer):
                 cut = start + 1
                 if stop <= cut:
                     raise TokenizerError(f"the text cannot be encoded without control token {id}")
-                return self._encode_ordinary(text[:cut], at_start) + self._encode_ordinary(text[cut:], False)
+                return self._encode_ordinary(text[:cut], at_start) + self._encode_ordinary(
+                    text[cut:], False
+                )
         return ids
 
     @cached_property
@@ -162,7 +186,11 @@ class HfTokenizer(Tokenizer):
     def _no_prefix_core(self) -> tokenizers.Tokenizer:
         """For text that does not start the prompt: a Metaspace "first" adds no space there."""
         pre = self._core.pre_tokenizer
-        return self._core if pre is None or b'"first"' not in pre.__getstate__() else _make_no_prefix_core(self._core)
+        return (
+            self._core
+            if pre is None or b'"first"' not in pre.__getstate__()
+            else _make_no_prefix_core(self._core)
+        )
 
     def token_bytes(self, id: int) -> bytes:
         data = self._bytes.get(id)
@@ -198,7 +226,9 @@ def decoders_json(core: tokenizers.Tokenizer) -> str:
     kinds = set(re.findall(r'"type":\s*"(\w+)"', text)) - {"Sequence", "Fuse", "Strip"}
     if not kinds or not kinds <= {"ByteLevel", "ByteFallback", "Metaspace", "Replace"}:
         named = ", ".join(sorted(kinds)) or "none"
-        raise TokenizerError(f"tokenizer.json: cannot decode with {named}; use a byte-level or SentencePiece BPE")
+        raise TokenizerError(
+            f"tokenizer.json: cannot decode with {named}; use a byte-level or SentencePiece BPE"
+        )
     return text
 
 
@@ -212,7 +242,9 @@ def _drops_leading_space(spec: dict[str, Any]) -> bool:
     return False
 
 
-def _make_no_control_core(core: tokenizers.Tokenizer, control: frozenset[int]) -> tokenizers.Tokenizer:
+def _make_no_control_core(
+    core: tokenizers.Tokenizer, control: frozenset[int]
+) -> tokenizers.Tokenizer:
     """The same model, shared, behind a front that reads no `control` token out of text."""
     guarded = tokenizers.Tokenizer(core.model)
     if core.normalizer is not None:
@@ -223,13 +255,18 @@ def _make_no_control_core(core: tokenizers.Tokenizer, control: frozenset[int]) -
         token.special = token.special or id in control
         guarded.add_tokens([token])
         if guarded.token_to_id(token.content) != id:
-            return _no_control_core_via_json(core, control)  # ids with gaps cannot be given one by one
+            # ids with gaps cannot be given one by one
+            return _no_control_core_via_json(core, control)
     guarded.encode_special_tokens = True
     return guarded
 
 
-def _no_control_core_via_json(core: tokenizers.Tokenizer, control: frozenset[int]) -> tokenizers.Tokenizer:
-    """_make_no_control_core by way of the whole file, which takes seconds for a large vocabulary."""
+def _no_control_core_via_json(
+    core: tokenizers.Tokenizer, control: frozenset[int]
+) -> tokenizers.Tokenizer:
+    """_make_no_control_core by way of the whole file, which takes seconds for a large
+    vocabulary.
+    """
     spec = json.loads(core.to_str())
     for token in spec["added_tokens"]:
         token["special"] = token["special"] or token["id"] in control
@@ -251,7 +288,9 @@ def _make_no_prefix_core(core: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 def _affixes(
     core: tokenizers.Tokenizer, settings: TokenizerSettings | None, by_id: Mapping[str, int | None]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the library puts before and after a text, unless settings say it with add_bos/add_eos."""
+    """What the library puts before and after a text, unless settings say it with
+    add_bos/add_eos.
+    """
     plain = core.encode("x", add_special_tokens=False).ids
     full = core.encode("x", add_special_tokens=True).ids
     extra = len(full) - len(plain)
@@ -268,7 +307,9 @@ def _affixes(
 
 
 def _call_library(file: str, build: Any) -> Any:
-    """The result of `build`; the library's exceptions (plain Exception, TypeError, …) name the file instead."""
+    """The result of `build`; the library's exceptions (plain Exception, TypeError, …) name the file
+    instead.
+    """
     try:
         return build()
     except BaseException as error:
@@ -288,9 +329,13 @@ def _encode(core: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
     except BaseException as error:
         if not _is_rust_panic(error):
             raise
-        raise TokenizerError("the tokenizer's rules cannot split this text in reasonable time; shorten it") from None
+        raise TokenizerError(
+            "the tokenizer's rules cannot split this text in reasonable time; shorten it"
+        ) from None
 
 
 def _is_rust_panic(error: BaseException) -> bool:
-    """Whether the library crashed inside, which Python code would otherwise let pass as if it were an interrupt."""
+    """Whether the library crashed inside, which Python code would otherwise let pass as if it were
+    an interrupt.
+    """
     return type(error).__name__ == "PanicException"

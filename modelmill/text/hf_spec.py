@@ -9,12 +9,15 @@ from modelmill.core.errors import TokenizerError
 from modelmill.text.tokenizer_files import is_token_id
 
 MAX_GROWTH = 64
-"""Times longer that replacements may make a text. Real files replace one character by one; a chain of long ones
+"""Times longer that replacements may make a text. Real files replace one character by one; a chain
+of long ones
 would turn a short prompt into gigabytes."""
 
 
 def check_spec(spec: Mapping[str, Any]) -> None:
-    """Raises TokenizerError where the model, the vocabulary, the added tokens or the normalizer make no sense."""
+    """Raises TokenizerError where the model, the vocabulary, the added tokens or the normalizer
+    make no sense.
+    """
     model = spec.get("model")
     if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
         kind = model.get("type") if isinstance(model, dict) else None
@@ -24,12 +27,18 @@ def check_spec(spec: Mapping[str, Any]) -> None:
     assert isinstance(vocab, dict)
     by_id = {id: text for text, id in vocab.items()}
     if _growth(spec.get("normalizer")) > MAX_GROWTH:
-        raise TokenizerError("tokenizer.json: its normalizer makes texts many times longer; no known tokenizer does")
+        raise TokenizerError(
+            "tokenizer.json: its normalizer makes texts many times longer; no known tokenizer does"
+        )
     added = spec.get("added_tokens") or []
     if not isinstance(added, list):
         raise TokenizerError("tokenizer.json: added_tokens must be a list")
     for token in added:
-        if not isinstance(token, dict) or not is_token_id(token.get("id")) or not token.get("content"):
+        if (
+            not isinstance(token, dict)
+            or not is_token_id(token.get("id"))
+            or not token.get("content")
+        ):
             raise TokenizerError("tokenizer.json: every added token needs an id and a content")
         if by_id.setdefault(token["id"], token["content"]) != token["content"]:
             raise TokenizerError(f"tokenizer.json: two tokens share the id {token['id']}")

@@ -1,8 +1,10 @@
-"""MiniGPT-4's conversations: Vicuna's turns between ``###``, with pictures where the prompt says ``<ImageHere>``;
+"""MiniGPT-4's conversations: Vicuna's turns between ``###``, with pictures where the prompt says
+``<ImageHere>``;
 and BLIP-2's questions, with the pictures in front.
 
-The prompt is cut at the pictures and every piece is tokenized by itself, BOS in front of the first alone; a picture
-takes as many places as it has embeddings. Facts: Vision-CAIR/MiniGPT-4, conversation/conversation.py, first release
+The prompt is cut at the pictures and every piece is tokenized by itself, BOS in front of the first
+alone; a picture takes as many places as it has embeddings. Facts: Vision-CAIR/MiniGPT-4,
+conversation/conversation.py, first release
 and later.
 """
 
@@ -21,12 +23,14 @@ from modelmill.text.tool_prompts import DESCRIBED_STYLE
 
 IMAGE_CHAT_FILE = "image_chat.json"
 SYSTEM = (
-    "Give the following image: <Img>ImageContent</Img>. You will be able to see the image once I provide it to you. "
+    "Give the following image: <Img>ImageContent</Img>. You will be able to see the image once I "
+    "provide it to you. "
     "Please answer my questions."
 )
 TURN_END = "###"
 IMAGE_OPEN, IMAGE_CLOSE, IMAGE_PLACEHOLDER = "<Img>", "</Img>", "<ImageHere>"
-# what stands at the end for the model to go on: the first release, and upstream's later one with a space more
+# what stands at the end for the model to go on: the first release, and upstream's later one with a
+# space more
 PROMPT_STYLES = {"first": "Assistant:", "current": "Assistant: "}
 MAX_IMAGES = 32
 MINIGPT4, BLIP2 = "minigpt4", "blip-2"
@@ -34,8 +38,8 @@ MINIGPT4, BLIP2 = "minigpt4", "blip-2"
 
 @dataclass(frozen=True)
 class ImagePart:
-    """A picture in a conversation. source: what the caller gave for it; is_url: it is a URL's text. location: for
-    errors."""
+    """A picture in a conversation. source: what the caller gave for it; is_url: it is a URL's text.
+    location: for errors."""
 
     source: Any
     location: str
@@ -55,7 +59,9 @@ class ImageChat:
 
     penalize_prompt = False  # whether penalties of the original see the prompt's ids
 
-    def __init__(self, tokenizer: Tokenizer, image_tokens: int, prompt_style: str = "first") -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, image_tokens: int, prompt_style: str = "first"
+    ) -> None:
         self._tokenizer = tokenizer
         self.image_tokens, self._answer_prefix = image_tokens, PROMPT_STYLES[prompt_style]
         self.stop_ids: tuple[int, ...] = tuple(tokenizer.eos_ids)
@@ -74,8 +80,9 @@ class ImageChat:
     ) -> tuple[list[int], list[tuple[int, ImagePart]]]:
         """Prompt ids, and the pictures with the position at which each one's places begin.
 
-        A message's content may hold {"type": "image_url", "image_url": {"url": …}} and {"type": "image", "image": …}.
-        Raises RequestError for wrong messages, tools, or more than MAX_IMAGES pictures.
+        A message's content may hold {"type": "image_url", "image_url": {"url": …}} and {"type":
+        "image", "image": …}. Raises RequestError for wrong messages, tools, or more than MAX_IMAGES
+        pictures.
         """
         ids: list[int] = []
         pictures: list[tuple[int, ImagePart]] = []
@@ -88,7 +95,10 @@ class ImageChat:
                 ids += self._tokenizer.encode(piece, bos=not begun)
                 begun = True
         if len(pictures) > MAX_IMAGES:
-            raise RequestError(f"{len(pictures)} pictures are more than the {MAX_IMAGES} that a conversation may hold")
+            raise RequestError(
+                f"{len(pictures)} pictures are more than the {MAX_IMAGES} that a conversation may "
+                "hold"
+            )
         return ids, pictures
 
     def encode(
@@ -100,7 +110,9 @@ class ImageChat:
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """As ChatFormat.encode; a picture's places hold 0."""
-        return self.encode_with_images(messages, add_generation_prompt, tools=tools, options=options)[0]
+        return self.encode_with_images(
+            messages, add_generation_prompt, tools=tools, options=options
+        )[0]
 
     def render(
         self,
@@ -112,7 +124,9 @@ class ImageChat:
     ) -> str:
         """As ChatFormat.render; a picture is ``<ImageHere>``."""
         pieces = self._segments(messages, add_generation_prompt, tools, options)
-        return "".join(IMAGE_PLACEHOLDER if isinstance(piece, ImagePart) else piece for piece in pieces)
+        return "".join(
+            IMAGE_PLACEHOLDER if isinstance(piece, ImagePart) else piece for piece in pieces
+        )
 
     def close(self) -> None:
         """There is no template process."""
@@ -128,10 +142,14 @@ class ImageChat:
         if tools:
             raise RequestError("this model's conversations have no tools")
         if options:
-            raise RequestError(f"this model's conversations have no option {sorted(options)[0][:40]!r}")
+            raise RequestError(
+                f"this model's conversations have no option {sorted(options)[0][:40]!r}"
+            )
         return _merge_texts(self._format(_parse_messages(messages), add_generation_prompt))
 
-    def _format(self, messages: Sequence[ImageChatMessage], add_generation_prompt: bool) -> list[str | ImagePart]:
+    def _format(
+        self, messages: Sequence[ImageChatMessage], add_generation_prompt: bool
+    ) -> list[str | ImagePart]:
         """The pieces of a conversation that may be had here."""
         system, pieces = SYSTEM, list[str | ImagePart]()
         for role, text, parts in messages:
@@ -143,11 +161,16 @@ class ImageChat:
                     *_format_turn(parts, role == "assistant"),
                     TURN_END,
                 ]
-        return [system + TURN_END, *pieces, *([self._answer_prefix] if add_generation_prompt else [])]
+        return [
+            system + TURN_END,
+            *pieces,
+            *([self._answer_prefix] if add_generation_prompt else []),
+        ]
 
 
 class Blip2Chat(ImageChat):
-    """BLIP-2 was trained on a picture with words behind it, and is asked "Question: … Answer:" (Li et al. 2023, §4).
+    """BLIP-2 was trained on a picture with words behind it, and is asked "Question: … Answer:" (Li
+    et al. 2023, §4).
 
     All pictures stand in front, then BOS and the turns; a picture without words is described.
     """
@@ -158,7 +181,9 @@ class Blip2Chat(ImageChat):
         super().__init__(tokenizer, image_tokens)
         self.stop_strings = ("\n",)
 
-    def _format(self, messages: Sequence[ImageChatMessage], add_generation_prompt: bool) -> list[str | ImagePart]:
+    def _format(
+        self, messages: Sequence[ImageChatMessage], add_generation_prompt: bool
+    ) -> list[str | ImagePart]:
         pictures: list[str | ImagePart] = [
             part for said in messages for part in said.parts if isinstance(part, ImagePart)
         ]
@@ -177,33 +202,53 @@ class Blip2Chat(ImageChat):
 
 
 def load_image_chat(files: Mapping[str, bytes], tokenizer: Tokenizer) -> ImageChat:
-    """From image_chat.json beside the tokenizer's files. Raises TemplateError where it says nothing that is known."""
+    """From image_chat.json beside the tokenizer's files.
+
+    Raises TemplateError where it says nothing that is known.
+    """
     told = read_json(files, IMAGE_CHAT_FILE)
     tokens, prompt = told.get("tokens"), told.get("prompt")
-    known = told.get("format") == BLIP2 or (told.get("format") == MINIGPT4 and prompt in PROMPT_STYLES)
+    known = told.get("format") == BLIP2 or (
+        told.get("format") == MINIGPT4 and prompt in PROMPT_STYLES
+    )
     if not known or type(tokens) is not int or not 0 < tokens < 65536:
         raise TemplateError(
-            f"{IMAGE_CHAT_FILE} describes no known format of conversations with pictures; rebuild the engine"
+            f"{IMAGE_CHAT_FILE} describes no known format of conversations with pictures; rebuild "
+            "the engine"
         )
-    return Blip2Chat(tokenizer, tokens) if told["format"] == BLIP2 else ImageChat(tokenizer, tokens, prompt)
+    return (
+        Blip2Chat(tokenizer, tokens)
+        if told["format"] == BLIP2
+        else ImageChat(tokenizer, tokens, prompt)
+    )
 
 
 def with_prompt_style(files: Mapping[str, bytes], prompt_style: str) -> bytes:
-    """image_chat.json with the other way of asking. Raises TemplateError where there is only one."""
+    """image_chat.json with the other way of asking.
+
+    Raises TemplateError where there is only one.
+    """
     told = read_json(files, IMAGE_CHAT_FILE)
     if told.get("format") != MINIGPT4:
-        raise TemplateError(f"this model is asked in one way only; leave out the template {prompt_style!r}")
+        raise TemplateError(
+            f"this model is asked in one way only; leave out the template {prompt_style!r}"
+        )
     return json.dumps({**told, "prompt": prompt_style}).encode()
 
 
 def _parse_messages(messages: object) -> list[ImageChatMessage]:
-    """The messages, of roles and with parts that these formats have. Raises RequestError for others."""
+    """The messages, of roles and with parts that these formats have.
+
+    Raises RequestError for others.
+    """
     contents, plain = _split_parts(messages)
     told = []
     for index, (message, parts) in enumerate(zip(validate_messages(plain), contents, strict=True)):
         role = message["role"]
         if role not in ("user", "assistant", "system") or message.get("tool_calls"):
-            raise RequestError(f"messages[{index}]: this model's conversations know system, user and assistant")
+            raise RequestError(
+                f"messages[{index}]: this model's conversations know system, user and assistant"
+            )
         if role == "system" and index:
             raise RequestError(f"messages[{index}]: the system message comes first")
         if role != "user" and any(isinstance(part, ImagePart) for part in parts):
@@ -213,7 +258,9 @@ def _parse_messages(messages: object) -> list[ImageChatMessage]:
 
 
 def _split_parts(messages: object) -> tuple[list[list[str | ImagePart]], Any]:
-    """(each message's parts, the messages with texts alone, for everything else to be checked as usual)."""
+    """(each message's parts, the messages with texts alone, for everything else to be checked as
+    usual).
+    """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         return [], messages  # which ``checked`` refuses
     contents: list[list[str | ImagePart]] = []
@@ -224,10 +271,16 @@ def _split_parts(messages: object) -> tuple[list[list[str | ImagePart]], Any]:
             contents.append([content] if isinstance(content, str) else [])
             plain.append(message)
             continue
-        parts = [_image_part(part, f"messages[{index}].content[{place}]") for place, part in enumerate(content)]
+        parts = [
+            _image_part(part, f"messages[{index}].content[{place}]")
+            for place, part in enumerate(content)
+        ]
         texts = [part for part, picture in zip(content, parts, strict=True) if picture is None]
         contents.append(
-            [_part_text(part) if picture is None else picture for part, picture in zip(content, parts, strict=True)]
+            [
+                _part_text(part) if picture is None else picture
+                for part, picture in zip(content, parts, strict=True)
+            ]
         )
         plain.append({**message, "content": texts})
     return contents, plain
@@ -242,7 +295,9 @@ def _image_part(part: Any, location: str) -> ImagePart | None:
         given = part.get("image_url")
         url = given.get("url") if isinstance(given, Mapping) else given
         if not isinstance(url, str):
-            raise RequestError(f'{location}: image_url must be {{"url": "data:image/png;base64,…"}}')
+            raise RequestError(
+                f'{location}: image_url must be {{"url": "data:image/png;base64,…"}}'
+            )
         return ImagePart(url, location, is_url=True)
     return None
 
@@ -254,14 +309,20 @@ def _part_text(part: Any) -> str:
 
 
 def _format_turn(content: Sequence[str | ImagePart], answer: bool) -> list[str | ImagePart]:
-    """A turn's pieces: a picture between its marks, a space between it and its neighbours, a line between texts."""
+    """A turn's pieces: a picture between its marks, a space between it and its neighbours, a line
+    between texts.
+    """
     out: list[str | ImagePart] = []
     before: str | ImagePart | None = None
     for part in content:
         if before is not None:
             out.append("\n" if isinstance(part, str) and isinstance(before, str) else " ")
         # upstream strips an answer before it becomes history
-        out += [IMAGE_OPEN, part, IMAGE_CLOSE] if isinstance(part, ImagePart) else [part.strip() if answer else part]
+        out += (
+            [IMAGE_OPEN, part, IMAGE_CLOSE]
+            if isinstance(part, ImagePart)
+            else [part.strip() if answer else part]
+        )
         before = part
     return out
 

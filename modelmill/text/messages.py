@@ -1,4 +1,6 @@
-"""Checks a conversation, and brings it into one form where asked: every content a text, every tool call an object."""
+"""Checks a conversation, and brings it into one form where asked: every content a text, every tool
+call an object.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ MAX_BITS = 1024  # Python refuses to print much longer ones
 def validate_messages(messages: object, *, as_sent: bool = False) -> list[dict[str, Any]]:
     """A copy of the conversation; raises RequestError naming the message that is wrong.
 
-    "developer" becomes "system". Unless as_sent, a list of text parts becomes one text, a line each, null beside calls
-    an empty text, and arguments of calls that are JSON text become objects.
+    "developer" becomes "system". Unless as_sent, a list of text parts becomes one text, a line
+    each, null beside calls an empty text, and arguments of calls that are JSON text become objects.
     """
     found = _validate(messages)
     return found if as_sent else [_normalize(message) for message in found]
@@ -32,12 +34,16 @@ def _validate(messages: object) -> list[dict[str, Any]]:
 
 
 def join_text_parts(parts: Sequence[Mapping[str, Any]]) -> str:
-    """Text parts as one text, a line each, as vLLM and llama.cpp give them to templates that read no lists."""
+    """Text parts as one text, a line each, as vLLM and llama.cpp give them to templates that read
+    no lists.
+    """
     return "\n".join(str(part["text"]) for part in parts)
 
 
 def parse_arguments(arguments: str) -> Any:
-    """The object that the text describes, or the text itself where it is none that JSON allows (models write such)."""
+    """The object that the text describes, or the text itself where it is none that JSON allows
+    (models write such).
+    """
     try:
         value = json.loads(arguments)
         check_data(value, "arguments")
@@ -61,7 +67,9 @@ def check_data(value: object, location: str, depth: int = 0) -> None:
     elif not isinstance(value, str | int | float | None):
         raise RequestError(f"{location} holds a {type(value).__name__}, which JSON cannot express")
     elif isinstance(value, float) and not math.isfinite(value):
-        raise RequestError(f"{location} holds a number that is not finite, which JSON cannot express")
+        raise RequestError(
+            f"{location} holds a number that is not finite, which JSON cannot express"
+        )
     elif isinstance(value, int) and value.bit_length() > MAX_BITS:
         raise RequestError(f"{location} holds a whole number of more than {MAX_BITS} bits")
 
@@ -113,9 +121,13 @@ def _check_content(message: Mapping[str, Any], location: str) -> str | list[dict
         raise RequestError(f"{location}: content must be a text or a list of text parts")
     parts: list[dict[str, str]] = []
     for index, part in enumerate(content):
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        text = (
+            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        )
         if isinstance(part, Mapping) and part.get("type") == "image_url":
-            raise RequestError(f"{location}.content[{index}]: this model reads no pictures; give text parts only")
+            raise RequestError(
+                f"{location}.content[{index}]: this model reads no pictures; give text parts only"
+            )
         if not isinstance(text, str):
             raise RequestError(f'{location}.content[{index}] must be {{"type": "text", "text": …}}')
         parts.append({"type": "text", "text": text})

@@ -1,8 +1,9 @@
-"""Tools in Qwen v1's chat format: ReAct, as the openai_api.py beside Qwen-7B-Chat writes prompts and reads answers.
+"""Tools in Qwen v1's chat format: ReAct, as the openai_api.py beside Qwen-7B-Chat writes prompts
+and reads answers.
 
-Source: github.com/QwenLM/Qwen, openai_api.py (parse_messages, parse_response). The words of the prompt are those that
-the model was trained on. Beyond it: streaming, and results of calls that were made at once; calls of unknown tools are
-text.
+Source: github.com/QwenLM/Qwen, openai_api.py (parse_messages, parse_response). The words of the
+prompt are those that the model was trained on. Beyond it: streaming, and results of calls that were
+made at once; calls of unknown tools are text.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from modelmill.text.tool_parser import ParserOutput, ToolCallDelta, suffix_overl
 from modelmill.text.tool_prompts import OBSERVATION, arguments_json, split_parallel_calls
 
 TOOL = (
-    "{name}: Call this tool to interact with the {name} API. What is the {name} API useful for? {description} "
+    "{name}: Call this tool to interact with the {name} API. What is the {name} API useful for? "
+    "{description} "
     "Parameters: {parameters}"
 )
 INSTRUCTION = """Answer the following questions as best you can. You have access to the following APIs:
@@ -35,7 +37,7 @@ Observation: the result of the action
 Thought: I now know the final answer
 Final Answer: the final answer to the original input question
 
-Begin!"""
+Begin!"""  # noqa: E501
 THOUGHT, ACTION, INPUT, FINAL = "Thought:", "Action:", "Action Input:", "Final Answer:"
 
 
@@ -43,7 +45,8 @@ THOUGHT, ACTION, INPUT, FINAL = "Thought:", "Action:", "Action Input:", "Final A
 class ReactConversation:
     """turns: finished pairs of question and answer, oldest first. question: the open one.
 
-    Without an open question the last answer is unfinished: the model goes on with it after "Thought:".
+    Without an open question the last answer is unfinished: the model goes on with it after
+    "Thought:".
     """
 
     system: str | None = None
@@ -53,13 +56,18 @@ class ReactConversation:
 
 def uses_tools(messages: Sequence[Mapping[str, Any]], tools: object) -> bool:
     """Whether a checked conversation is about tools."""
-    return bool(tools) or any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
+    return bool(tools) or any(
+        message["role"] == "tool" or message.get("tool_calls") for message in messages
+    )
 
 
 def parse_conversation(
     messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None
 ) -> ReactConversation:
-    """A checked conversation as Qwen v1 reads it. Raises RequestError for an order of roles that it cannot read."""
+    """A checked conversation as Qwen v1 reads it.
+
+    Raises RequestError for an order of roles that it cannot read.
+    """
     talk, said = ReactConversation(), list[list[str]]()
     messages = split_parallel_calls(messages)
     for index, message in enumerate(messages):
@@ -68,7 +76,10 @@ def parse_conversation(
             talk.system = content
         elif role == "user":
             if said and said[-1][0] == "user":
-                raise RequestError("with tools, Qwen's chat format has an assistant message after every user message")
+                raise RequestError(
+                    "with tools, Qwen's chat format has an assistant message after every user "
+                    "message"
+                )
             said.append(["user", content])
         elif role == "assistant" and said:
             text = _format_answer(message, content, bool(tools))
@@ -82,13 +93,16 @@ def parse_conversation(
                 said[-1][1] += f"\n{THOUGHT}"
         else:
             raise RequestError(
-                "with tools, Qwen's chat format has one system message, the first, then a user message, then assistant "
+                "with tools, Qwen's chat format has one system message, the first, then a user "
+                "message, then assistant "
                 "messages, each with the results of its calls after it"
             )
     if said and said[-1][0] == "user":
         talk.question = said.pop()[1]
     elif messages[-1]["role"] != "tool":
-        raise RequestError("with tools, Qwen's chat format ends in a user message or in the result of a call")
+        raise RequestError(
+            "with tools, Qwen's chat format ends in a user message or in the result of a call"
+        )
     texts = [_strip(text) for _, text in said]
     talk.turns = list(zip(texts[::2], texts[1::2], strict=True))
     if tools:
@@ -117,7 +131,9 @@ def tool_instruction(tools: Sequence[Mapping[str, Any]]) -> str:
             raise RequestError("a tool must hold a function with a name")
         parameters = json.dumps(function.get("parameters") or {}, ensure_ascii=False)
         description = function.get("description") or ""
-        lines.append(TOOL.format(name=function["name"], description=description, parameters=parameters))
+        lines.append(
+            TOOL.format(name=function["name"], description=description, parameters=parameters)
+        )
         names.append(function["name"])
     return INSTRUCTION.format(tools="\n\n".join(lines), names=", ".join(names))
 
@@ -132,7 +148,9 @@ def _insert_instruction(conversation: ReactConversation, text: str) -> None:
 
 
 class ReactToolParser:
-    """text/calls.Reader for ReAct: a thought before a call is content, a thought before a final answer is not."""
+    """text/calls.Reader for ReAct: a thought before a call is content, a thought before a final
+    answer is not.
+    """
 
     def __init__(self, names: Sequence[str], output: ParserOutput, thinking: bool) -> None:
         """thinking: the prompt ended in "Thought:"."""
@@ -167,7 +185,11 @@ class ReactToolParser:
             return False
         if text.startswith(THOUGHT):
             place = self._buffer.index(THOUGHT) + len(THOUGHT)
-            self._lead, self._buffer, self._mode = self._buffer[:place], self._buffer[place:], self._scan_thought
+            self._lead, self._buffer, self._mode = (
+                self._buffer[:place],
+                self._buffer[place:],
+                self._scan_thought,
+            )
         elif text.startswith((ACTION, FINAL)):
             self._lead = self._buffer[: len(self._buffer) - len(text)]
             self._buffer, self._mode, self._added_chars = "\n" + text, self._scan_thought, 1

@@ -1,4 +1,6 @@
-"""SentencePiece BPE: LLaMA's tokenizer.model, llama2.c's pieces.json, and vocabularies out of a GGUF file."""
+"""SentencePiece BPE: LLaMA's tokenizer.model, llama2.c's pieces.json, and vocabularies out of a
+GGUF file.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +24,35 @@ from modelmill.text.spm_proto import (
     write_model,
 )
 from modelmill.text.tokenizer_base import Tokenizer, VocabInfo
-from modelmill.text.tokenizer_files import TokenizerSettings, is_token_id, read_json, read_settings, unique_ids
+from modelmill.text.tokenizer_files import (
+    TokenizerSettings,
+    is_token_id,
+    read_json,
+    read_settings,
+    unique_ids,
+)
 
 SPACE = "▁"
 BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def load_spm(files: Mapping[str, bytes]) -> Tokenizer:
-    """tokenizer.model with added_tokens.json and the config files; raises TokenizerError naming the bad one."""
+    """tokenizer.model with added_tokens.json and the config files; raises TokenizerError naming the
+    bad one.
+    """
     proto = files["tokenizer.model"]
     model = read_model(proto, "tokenizer.model")
     listed = read_json(files, "added_tokens.json")
     settings = read_settings(files)
-    return from_proto(proto, model, settings, listed, tokenizer_type="sentencepiece", file="tokenizer.model")
+    return from_proto(
+        proto, model, settings, listed, tokenizer_type="sentencepiece", file="tokenizer.model"
+    )
 
 
 def load_pieces(files: Mapping[str, bytes]) -> Tokenizer:
-    """pieces.json: [{"piece", "score"}, …], spaces written plainly and "\\n<s>\\n" for <s>, as llama2.c has it."""
+    """pieces.json: [{"piece", "score"}, …], spaces written plainly and "\\n<s>\\n" for <s>, as
+    llama2.c has it.
+    """
     rows = read_json(files, "pieces.json", list)
     pieces: list[SpmPiece] = []
     for id, row in enumerate(rows):
@@ -54,17 +68,23 @@ def load_pieces(files: Mapping[str, bytes]) -> Tokenizer:
             pieces.append(SpmPiece(text, float(score), BYTE))
         else:
             pieces.append(SpmPiece(text.replace(" ", SPACE), float(score)))
-    return build_spm(SpmModel(pieces), read_settings(files), tokenizer_type="sentencepiece", file="pieces.json")
+    return build_spm(
+        SpmModel(pieces), read_settings(files), tokenizer_type="sentencepiece", file="pieces.json"
+    )
 
 
-def build_spm(model: SpmModel, settings: TokenizerSettings, *, tokenizer_type: str, file: str) -> SpmTokenizer:
+def build_spm(
+    model: SpmModel, settings: TokenizerSettings, *, tokenizer_type: str, file: str
+) -> SpmTokenizer:
     """A tokenizer from a vocabulary in memory; raises TokenizerError when it cannot work."""
     if not model.pieces:
         raise TokenizerError(f"{file}: the vocabulary is empty")
     check_pieces(model.pieces, file)
     if not 0 <= model.unk_id < len(model.pieces) or model.pieces[model.unk_id].type != UNKNOWN:
         raise TokenizerError(f"{file}: token {model.unk_id} must be <unk>")
-    return from_proto(write_model(model), model, settings, {}, tokenizer_type=tokenizer_type, file=file)
+    return from_proto(
+        write_model(model), model, settings, {}, tokenizer_type=tokenizer_type, file=file
+    )
 
 
 def from_proto(
@@ -80,17 +100,29 @@ def from_proto(
     processor = _processor(proto, file)
     added = _added_tokens(added_tokens, settings, model, file)
     known = {piece.text: id for id, piece in enumerate(model.pieces)} | added
-    control = {p.text: id for id, p in enumerate(model.pieces) if p.type in (CONTROL, UNKNOWN)} | added
+    control = {
+        p.text: id for id, p in enumerate(model.pieces) if p.type in (CONTROL, UNKNOWN)
+    } | added
     names = {
         key: model.pieces[id].text
-        for key, id in (("bos_token", model.bos_id), ("eos_token", model.eos_id), ("unk_token", model.unk_id))
+        for key, id in (
+            ("bos_token", model.bos_id),
+            ("eos_token", model.eos_id),
+            ("unk_token", model.unk_id),
+        )
         if 0 <= id < len(model.pieces)
     } | dict(settings.special_tokens)
     for key in ("bos_token", "eos_token"):
         if key in names and names[key] not in known:
-            raise TokenizerError(f"tokenizer_config.json: {key} {names[key]!r} is not in the vocabulary of {file}")
+            raise TokenizerError(
+                f"tokenizer_config.json: {key} {names[key]!r} is not in the vocabulary of {file}"
+            )
     by_id = {key: known.get(text) for key, text in names.items()}
-    control |= {text: known[text] for text in (*names.values(), *settings.extra_special_tokens) if text in known}
+    control |= {
+        text: known[text]
+        for text in (*names.values(), *settings.extra_special_tokens)
+        if text in known
+    }
     bos, eos = by_id.get("bos_token"), by_id.get("eos_token")
     traits = VocabInfo(
         tokenizer_type=tokenizer_type,
@@ -126,7 +158,9 @@ class SpmTokenizer(Tokenizer):
         self._dummy_prefix = model.dummy_prefix
         self._prefix_everywhere = prefix_everywhere
         self._control = frozenset(traits.special.values())
-        self._leading = {id for id, piece in enumerate(model.pieces) if piece.text.startswith(SPACE)}
+        self._leading = {
+            id for id, piece in enumerate(model.pieces) if piece.text.startswith(SPACE)
+        }
         self._bytes = {id: _piece_to_bytes(piece) for id, piece in enumerate(model.pieces)}
         self._bytes |= {id: text.encode("utf-8") for text, id in added.items()}
 
@@ -143,12 +177,16 @@ class SpmTokenizer(Tokenizer):
         return out
 
     def _encode_control_text(self, id: int) -> list[int]:
-        """Ids for the text of a control token, character by character, bytes where there is no piece."""
+        """Ids for the text of a control token, character by character, bytes where there is no
+        piece.
+        """
         out: list[int] = []
         for char in self._bytes[id].decode("utf-8"):
             one = self._processor.piece_to_id(char.replace(" ", SPACE))
             if one in self._control:
-                fallback = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in char.encode("utf-8")]
+                fallback = [
+                    self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in char.encode("utf-8")
+                ]
                 out.extend(i for i in fallback if i not in self._control)
             else:
                 out.append(one)
@@ -156,7 +194,9 @@ class SpmTokenizer(Tokenizer):
 
     @cached_property
     def _no_prefix_processor(self) -> sentencepiece.SentencePieceProcessor:
-        return _processor(without_dummy_prefix(self._processor.serialized_model_proto()), "tokenizer.model")
+        return _processor(
+            without_dummy_prefix(self._processor.serialized_model_proto()), "tokenizer.model"
+        )
 
     def token_bytes(self, id: int) -> bytes:
         return self._bytes.get(id, b"")
@@ -186,14 +226,22 @@ def _added_tokens(
     for text, id in added_tokens.items():
         if not is_token_id(id) or not text:
             raise TokenizerError("added_tokens.json must map token texts to ids")
-    added_tokens = {entry["content"]: id for id, entry in settings.added_tokens.items()} | added_tokens
+    added_tokens = {
+        entry["content"]: id for id, entry in settings.added_tokens.items()
+    } | added_tokens
     by_id: dict[int, str] = {}
     for text, id in added_tokens.items():
         if id < len(model.pieces) and model.pieces[id].text != text:
-            raise TokenizerError(f"{text!r} and {model.pieces[id].text!r} of {file} share the id {id}")
+            raise TokenizerError(
+                f"{text!r} and {model.pieces[id].text!r} of {file} share the id {id}"
+            )
         if by_id.setdefault(id, text) != text:
             raise TokenizerError(f"added_tokens.json: {by_id[id]!r} and {text!r} share the id {id}")
-    return {text: id for text, id in added_tokens.items() if id >= len(model.pieces) or _is_control(model, id)}
+    return {
+        text: id
+        for text, id in added_tokens.items()
+        if id >= len(model.pieces) or _is_control(model, id)
+    }
 
 
 def _is_control(model: SpmModel, id: int) -> bool:

@@ -1,6 +1,7 @@
 """SentencePiece's model file, as far as we read and write it.
 
-The file is a protocol buffer; its few fields are spelled out here because the generated classes that ship
+The file is a protocol buffer; its few fields are spelled out here because the generated classes
+that ship
 with sentencepiece need the protobuf package, which a server has no other use for.
 """
 
@@ -48,19 +49,35 @@ def write_model(model: SpmModel) -> bytes:
     parts = []
     for piece in model.pieces:
         text = piece.text.encode("utf-8")
-        body = _bytes_field(PIECE_TEXT, text) + _field_key(PIECE_SCORE, FIXED32) + struct.pack("<f", piece.score)
+        body = (
+            _bytes_field(PIECE_TEXT, text)
+            + _field_key(PIECE_SCORE, FIXED32)
+            + struct.pack("<f", piece.score)
+        )
         parts.append(_bytes_field(PIECES, body + _int_field(PIECE_TYPE, piece.type)))
     fallback = sum(piece.type == BYTE for piece in model.pieces) == 256
-    trainer = _int_field(MODEL_TYPE, BPE) + _int_field(BYTE_FALLBACK, fallback) + _int_field(UNK_ID, model.unk_id)
-    trainer += _int_field(BOS_ID, model.bos_id) + _int_field(EOS_ID, model.eos_id) + _int_field(PAD_ID, model.pad_id)
+    trainer = (
+        _int_field(MODEL_TYPE, BPE)
+        + _int_field(BYTE_FALLBACK, fallback)
+        + _int_field(UNK_ID, model.unk_id)
+    )
+    trainer += (
+        _int_field(BOS_ID, model.bos_id)
+        + _int_field(EOS_ID, model.eos_id)
+        + _int_field(PAD_ID, model.pad_id)
+    )
     normalizer = (
-        _int_field(DUMMY_PREFIX, model.dummy_prefix) + _int_field(EXTRA_SPACES, 0) + _int_field(ESCAPE_SPACES, 1)
+        _int_field(DUMMY_PREFIX, model.dummy_prefix)
+        + _int_field(EXTRA_SPACES, 0)
+        + _int_field(ESCAPE_SPACES, 1)
     )
     return b"".join(parts) + _bytes_field(TRAINER, trainer) + _bytes_field(NORMALIZER, normalizer)
 
 
 def without_dummy_prefix(proto: bytes) -> bytes:
-    """The same model without the dummy space; a later message field of a protocol buffer amends the earlier."""
+    """The same model without the dummy space; a later message field of a protocol buffer amends the
+    earlier.
+    """
     return proto + _bytes_field(NORMALIZER, _int_field(DUMMY_PREFIX, 0))
 
 
@@ -74,12 +91,18 @@ def read_model(proto: bytes, file: str) -> SpmModel:
             if field == PIECES and isinstance(value, bytes):
                 pieces.append(_parse_piece(value))
             elif field == TRAINER and isinstance(value, bytes):
-                ids |= {f: _to_signed(v) for f, v in _iter_fields(value) if f in ids and isinstance(v, int)}
+                ids |= {
+                    f: _to_signed(v)
+                    for f, v in _iter_fields(value)
+                    if f in ids and isinstance(v, int)
+                }
             elif field == NORMALIZER and isinstance(value, bytes):
                 for inner, flag in _iter_fields(value):
                     dummy_prefix = bool(flag) if inner == DUMMY_PREFIX else dummy_prefix
     except (ValueError, IndexError, struct.error):
-        raise TokenizerError(f"{file} is not a SentencePiece model, or is truncated; copy the file again") from None
+        raise TokenizerError(
+            f"{file} is not a SentencePiece model, or is truncated; copy the file again"
+        ) from None
     if not pieces:
         raise TokenizerError(f"{file} holds no vocabulary; copy the file again")
     check_pieces(pieces, file)
@@ -87,7 +110,9 @@ def read_model(proto: bytes, file: str) -> SpmModel:
 
 
 def check_pieces(pieces: Sequence[SpmPiece], file: str) -> None:
-    """Raises TokenizerError for empty or repeated pieces and for scores that are not finite numbers."""
+    """Raises TokenizerError for empty or repeated pieces and for scores that are not finite
+    numbers.
+    """
     seen: dict[str, int] = {}
     for id, piece in enumerate(pieces):
         if not piece.text:

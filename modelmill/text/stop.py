@@ -11,9 +11,11 @@ from modelmill.core.errors import RequestError
 class StopMatcher:
     """Watches a text that arrives in pieces and ends it before the first stop string.
 
-    The match that is complete first wins, and of several complete at the same character the longest. The
+    The match that is complete first wins, and of several complete at the same character the
+    longest. The
     answer does not depend on how the text was cut into pieces. Time is linear in the text: the stop
-    strings form one automaton (Aho and Corasick, 1975), whose depth is the number of characters held back.
+    strings form one automaton (Aho and Corasick, 1975), whose depth is the number of characters
+    held back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -28,11 +30,14 @@ class StopMatcher:
             self._insert(stop)
         self._link()
         self._state = 0
-        self._pending = ""  # always as long as the state is deep: what may still become a stop string
+        # always as long as the state is deep: what may still become a stop string
+        self._pending = ""
         self._stopped: str | None = None
 
     def push(self, text: str) -> tuple[str, bool, str | None]:
-        """(text to give out, whether a stop string is complete, which); after a stop, nothing comes out."""
+        """(text to give out, whether a stop string is complete, which); after a stop, nothing comes
+        out.
+        """
         if self._stopped is not None:
             return "", True, self._stopped
         buffer = self._pending + text

@@ -22,7 +22,8 @@ from modelmill.core.errors import MissingDependency, RequestError, TemplateError
 
 WORKER = Path(__file__).with_name("template_worker.py")
 START_SECONDS = 60.0
-# A busy machine may give the worker little of its time; the CPU limit is the rule, this only ends a hang.
+# A busy machine may give the worker little of its time; the CPU limit is the rule, this only ends a
+# hang.
 WALL_FACTOR, WALL_GRACE = 15.0, 10.0
 
 
@@ -95,7 +96,8 @@ class TemplateProcess:
                 self._stop()
                 if death.code == -signal.SIGPROF:
                     raise TemplateError(
-                        f"the chat template was stopped: it used more than {self.limits.seconds:g} s of CPU time; "
+                        "the chat template was stopped: it used more than "
+                        f"{self.limits.seconds:g} s of CPU time; "
                         "use another template"
                     ) from None
                 code = death.code
@@ -103,7 +105,8 @@ class TemplateProcess:
                 self._stop()
                 raise
         raise TemplateError(
-            f"the chat template's process ended with status {code}: too much memory, or jinja2 is not installed"
+            f"the chat template's process ended with status {code}: too much memory, or jinja2 is "
+            "not installed"
         )
 
     def _ensure_worker(self) -> subprocess.Popen[bytes]:
@@ -115,7 +118,15 @@ class TemplateProcess:
             raise MissingDependency("chat templates need the package jinja2: pip install jinja2")
         packages = Path(found.origin).parent.parent
         self._worker = subprocess.Popen(
-            [sys.executable, "-I", "-X", "utf8", str(WORKER), str(self.limits.memory), str(packages)],
+            [
+                sys.executable,
+                "-I",
+                "-X",
+                "utf8",
+                str(WORKER),
+                str(self.limits.memory),
+                str(packages),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -134,7 +145,9 @@ class TemplateProcess:
             raise _WorkerDied(worker.wait()) from None
 
     def _receive(self, worker: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
-        """The worker's next line; TemplateError when it hangs or writes without end, _Died when it is gone."""
+        """The worker's next line; TemplateError when it hangs or writes without end, _Died when it
+        is gone.
+        """
         assert worker.stdout is not None
         descriptor = worker.stdout.fileno()
         # JSON writes a character in at most twelve bytes; the rest is for the error text
@@ -144,7 +157,9 @@ class TemplateProcess:
         size = 0
         while not (chunks and chunks[-1].endswith(b"\n")):
             if not _wait_readable(descriptor, deadline - time.monotonic()):
-                raise TemplateError(f"the chat template was stopped after {seconds:.0f} s; use a simpler template")
+                raise TemplateError(
+                    f"the chat template was stopped after {seconds:.0f} s; use a simpler template"
+                )
             chunk = os.read(descriptor, 1 << 16)
             size += len(chunk)
             if not chunk:
@@ -162,10 +177,13 @@ class TemplateProcess:
             return RefusedMessages(f"the chat template refused these messages: {detail}")
         if failed == "output":
             return TemplateError(
-                f"the chat template wrote more than {self.limits.output} characters; shorten the messages"
+                f"the chat template wrote more than {self.limits.output} characters; shorten the "
+                "messages"
             )
         if failed == "memory":
-            return TemplateError(f"the chat template used more than {self.limits.memory >> 20} MiB of memory")
+            return TemplateError(
+                f"the chat template used more than {self.limits.memory >> 20} MiB of memory"
+            )
         return TemplateError(f"the chat template failed: {detail}")
 
     def _stop(self) -> None:

@@ -1,8 +1,8 @@
 """Which forms of a message a chat template reads, found by rendering small conversations with it.
 
-Templates differ in what they take: contents as lists of parts or as texts, calls beside a null or beside an empty text,
-arguments as objects or as text. Clients send any of these. A template gets what was sent wherever it reads that, else
-the other form of the same.
+Templates differ in what they take: contents as lists of parts or as texts, calls beside a null or
+beside an empty text, arguments as objects or as text. Clients send any of these. A template gets
+what was sent wherever it reads that, else the other form of the same.
 """
 
 from __future__ import annotations
@@ -16,16 +16,23 @@ from modelmill.core.errors import TemplateError
 from modelmill.text.messages import join_text_parts, parse_arguments
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
-# words that no template holds, of small letters and digits, since some templates change case or shorten identifiers
+# words that no template holds, of small letters and digits, since some templates change case or
+# shorten identifiers
 _ONE, _TWO, _NAME, _KEY, _ID = "qzx7one", "qzx7two", "qzx7name", "qzx7key", "qzx7ident"
 _OBJECT = {_KEY: "v"}
 _TEXT = json.dumps(_OBJECT)
-_USER, _RESULT = {"role": "user", "content": "u"}, {"role": "tool", "tool_call_id": _ID, "content": "r"}
+_USER, _RESULT = (
+    {"role": "user", "content": "u"},
+    {"role": "tool", "tool_call_id": _ID, "content": "r"},
+)
 
 
 @dataclass(frozen=True)
 class CallContentForms:
-    """null, empty: a call survives beside such a content. text, object: it survives with such arguments."""
+    """null, empty: a call survives beside such a content.
+
+    text, object: it survives with such arguments.
+    """
 
     null: bool
     empty: bool
@@ -59,9 +66,14 @@ def probe_call_forms(render: Render) -> CallContentForms:
 
 
 def adapt_messages(
-    messages: Sequence[Mapping[str, Any]], parts: Callable[[str], bool], calls: Callable[[], CallContentForms]
+    messages: Sequence[Mapping[str, Any]],
+    parts: Callable[[str], bool],
+    calls: Callable[[], CallContentForms],
 ) -> list[dict[str, Any]]:
-    """Messages as sent (``messages.checked``) in the forms that a template reads. parts: of a role; both asked late."""
+    """Messages as sent (``messages.checked``) in the forms that a template reads.
+
+    parts: of a role; both asked late.
+    """
     return [_adapt_message(message, parts, calls) for message in messages]
 
 
@@ -116,7 +128,9 @@ def _call_message(content: str | None, arguments: Any) -> dict[str, Any]:
 
 
 def _renders_call(render: Render, content: str | None, arguments: Any) -> bool:
-    """Whether a call is in the text: its name, its arguments as JSON or in words, and nothing of Python's."""
+    """Whether a call is in the text: its name, its arguments as JSON or in words, and nothing of
+    Python's.
+    """
     text = _try_render(render, [_USER, _call_message(content, arguments), _RESULT])
     if text is None or _NAME not in text or _KEY not in text:
         return False

@@ -1,7 +1,9 @@
 """The process that renders chat templates, started by template.py; it imports nothing of ours.
 
-A template is a program from a stranger. It runs here, sandboxed, with no memory to spare and a clock that
-kills: whatever it does, the engine loses nothing but this process. Requests and answers are one line of
+A template is a program from a stranger. It runs here, sandboxed, with no memory to spare and a
+clock that
+kills: whatever it does, the engine loses nothing but this process. Requests and answers are one
+line of
 JSON each, on stdin and stdout.
 """
 
@@ -27,7 +29,9 @@ def make_environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationTag(Extension):
-        """{% generation %} marks what the model wrote, for training; rendering just passes it through."""
+        """{% generation %} marks what the model wrote, for training; rendering just passes it
+        through.
+        """
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -47,14 +51,21 @@ def make_environment() -> Any:
         sort_keys: bool = False,
     ) -> str:
         # Jinja's own filter escapes HTML, which no model was trained on.
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["dict"] = lambda *args, **named: dict(*args, **named)  # not the class: it has a lineage
+    # not the class: it has a lineage
+    environment.globals["dict"] = lambda *args, **named: dict(*args, **named)
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     return environment
 

@@ -1,4 +1,6 @@
-"""Qwen v1's vocabulary: qwen.tiktoken, a line of base64 bytes and a rank each, behind NFC normalisation."""
+"""Qwen v1's vocabulary: qwen.tiktoken, a line of base64 bytes and a rank each, behind NFC
+normalisation.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ SPLIT_PATTERN = (
 )
 ENDOFTEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CONTROL_TOKENS = (ENDOFTEXT, IM_START, IM_END, *(f"<|extra_{i}|>" for i in range(205)))
-# The library's regex engine keeps one backtracking state per space and gives up near a million of them.
+# The library's regex engine keeps one backtracking state per space and gives up near a million of
+# them.
 MAX_BLANK_RUN = 50_000
 # Canonical ordering is quadratic in a run of combining marks; natural text has runs of a few.
 MAX_MARK_RUN = 256
@@ -36,9 +39,13 @@ def load_tiktoken(files: Mapping[str, bytes]) -> Tokenizer:
     special = {text: len(ranks) + i for i, text in enumerate(CONTROL_TOKENS)}
     settings = read_settings(files)
     try:
-        encoding = tiktoken.Encoding(name, pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+        encoding = tiktoken.Encoding(
+            name, pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=special
+        )
     except Exception as error:
-        raise TokenizerError(f"{name} cannot be read as a tokenizer: {' '.join(str(error).split())[:160]}") from None
+        raise TokenizerError(
+            f"{name} cannot be read as a tokenizer: {' '.join(str(error).split())[:160]}"
+        ) from None
     end = special[ENDOFTEXT]
     traits = VocabInfo(
         tokenizer_type="tiktoken",
@@ -74,7 +81,9 @@ class QwenTokenizer(Tokenizer):
 
 
 def normalize_nfc(text: str) -> str:
-    """NFC of `text` in linear time: runs of hundreds of combining marks are normalised part by part."""
+    """NFC of `text` in linear time: runs of hundreds of combining marks are normalised part by
+    part.
+    """
     if text.isascii() or not LONG_MARK_RUN.search(text):
         return unicodedata.normalize("NFC", text)
     parts: list[str] = []
@@ -99,18 +108,28 @@ def _split_blank_runs(text: str) -> Iterator[str]:
 
 
 def read_ranks(data: bytes, name: str) -> dict[bytes, int]:
-    """Token bytes → rank; ranks must be 0, 1, 2, … without gaps. Raises TokenizerError naming the line."""
+    """Token bytes → rank; ranks must be 0, 1, 2, … without gaps.
+
+    Raises TokenizerError naming the line.
+    """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(data.splitlines(), 1):
         if not line:
             continue
         try:
             token, rank = line.split()
-            if ranks.setdefault(base64.b64decode(token, validate=True), int(rank)) != len(ranks) - 1:
+            if (
+                ranks.setdefault(base64.b64decode(token, validate=True), int(rank))
+                != len(ranks) - 1
+            ):
                 raise ValueError
         except (ValueError, binascii.Error):
-            raise TokenizerError(f"{name}: line {number} is not the next 'base64 rank' pair") from None
+            raise TokenizerError(
+                f"{name}: line {number} is not the next 'base64 rank' pair"
+            ) from None
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
-        raise TokenizerError(f"{name}: no token for the byte 0x{missing[0]:02x}; the file is empty or truncated")
+        raise TokenizerError(
+            f"{name}: no token for the byte 0x{missing[0]:02x}; the file is empty or truncated"
+        )
     return ranks

@@ -13,8 +13,10 @@ __all__ = ["Tokenizer", "load_tokenizer"]
 def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     """The tokenizer that these files describe (name → content).
 
-    In this order: gguf_vocab.json, tokenizer.json, *.tiktoken, tokenizer.model, vocab.json + merges.txt,
-    pieces.json. Raises TokenizerError, naming the file, when none is there or the one there is broken.
+    In this order: gguf_vocab.json, tokenizer.json, *.tiktoken, tokenizer.model, vocab.json +
+    merges.txt,
+    pieces.json. Raises TokenizerError, naming the file, when none is there or the one there is
+    broken.
     """
     # imported here, not above: a server with a tiktoken model need not load the other two libraries
     if "gguf_vocab.json" in files:
@@ -42,5 +44,6 @@ def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
 
         return load_pieces(files)
     raise TokenizerError(
-        "no tokenizer found: expected tokenizer.json, qwen.tiktoken, tokenizer.model, or vocab.json with merges.txt"
+        "no tokenizer found: expected tokenizer.json, qwen.tiktoken, tokenizer.model, or "
+        "vocab.json with merges.txt"
     )

@@ -1,6 +1,7 @@
 """What every tokenizer of ours offers, whatever file it came from.
 
-Control tokens (``special``) can only come from text when the caller asks for it with ``special=True``: a
+Control tokens (``special``) can only come from text when the caller asks for it with
+``special=True``: a
 user who types ``<|im_end|>`` has typed eight harmless characters.
 """
 
@@ -40,15 +41,18 @@ class VocabInfo:
     pad_id: int | None = None
     prefix: tuple[int, ...] = ()  # what bos=None puts before the text
     suffix: tuple[int, ...] = ()  # what bos=None puts after the text
-    template_names: Mapping[str, str] = field(default_factory=dict)  # bos_token, eos_token, … for templates
-    # of control tokens: whether it eats whitespace (left, right), and whether it is one only where no word touches it
+    # bos_token, eos_token, … for templates
+    template_names: Mapping[str, str] = field(default_factory=dict)
+    # of control tokens: whether it eats whitespace (left, right), and whether it is one only where
+    # no word touches it
     edges: Mapping[str, tuple[bool, bool, bool]] = field(default_factory=dict)
 
 
 class Tokenizer(ABC):
     """Text ↔ token ids. Thread-safe: nothing changes after construction but caches."""
 
-    each_byte = False  # one U+FFFD per invalid byte (SentencePiece) instead of one per broken sequence
+    # one U+FFFD per invalid byte (SentencePiece) instead of one per broken sequence
+    each_byte = False
 
     def __init__(self, traits: VocabInfo) -> None:
         self.tokenizer_type = traits.tokenizer_type
@@ -62,7 +66,8 @@ class Tokenizer(ABC):
         self._skipped = traits.skipped_ids
         self._prefix = list(traits.prefix)
         self._suffix = list(traits.suffix)
-        # a token of one character cannot be told from the character, so it is never read out of text
+        # a token of one character cannot be told from the character, so it is never read out of
+        # text
         self._special_pattern = _special_pattern([text for text in traits.special if len(text) > 1])
         self._edges = {text: edges for text, edges in traits.edges.items() if any(edges)}
 
@@ -72,7 +77,8 @@ class Tokenizer(ABC):
         """Ids of `text`.
 
         bos: True puts bos_id first, False nothing, None what this tokenizer does by default.
-        special: True reads control tokens out of the text; otherwise they are split like any other text.
+        special: True reads control tokens out of the text; otherwise they are split like any other
+        text.
         Raises TokenizerError when bos is asked of a vocabulary that has none.
         """
         text = replace_surrogates(text)
@@ -81,11 +87,15 @@ class Tokenizer(ABC):
         if bos is None:
             return [*self._prefix, *ids, *self._suffix]
         if bos and self.bos_id is None:
-            raise TokenizerError("this tokenizer has no beginning-of-text token; encode with bos=False")
+            raise TokenizerError(
+                "this tokenizer has no beginning-of-text token; encode with bos=False"
+            )
         return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
 
     def encode_pieces(self, pieces: Iterable[str | int]) -> list[int]:
-        """Ids of ordinary text (str) and finished token ids (int) in turn; no BOS, no control token from text."""
+        """Ids of ordinary text (str) and finished token ids (int) in turn; no BOS, no control token
+        from text.
+        """
         ids: list[int] = []
         at_start = True
         for piece in pieces:
@@ -99,14 +109,22 @@ class Tokenizer(ABC):
         return ids
 
     def _check_length(self, text: str) -> None:
-        """Raises TokenizerError for a text of more than ``most`` tokens; split whole, each would take 500 bytes."""
+        """Raises TokenizerError for a text of more than ``most`` tokens; split whole, each would
+        take 500 bytes.
+        """
         if self.max_tokens is None or len(text) <= self.max_tokens:
             return
         count = 0
         for at in range(0, len(text), COUNT_CHUNK_CHARS):
-            count += max(len(self._encode_ordinary(text[at : at + COUNT_CHUNK_CHARS], at == 0)) - CUT_SLACK_TOKENS, 0)
+            count += max(
+                len(self._encode_ordinary(text[at : at + COUNT_CHUNK_CHARS], at == 0))
+                - CUT_SLACK_TOKENS,
+                0,
+            )
             if count > self.max_tokens:
-                raise TokenizerError(f"the prompt has more than {self.max_tokens} tokens; shorten it")
+                raise TokenizerError(
+                    f"the prompt has more than {self.max_tokens} tokens; shorten it"
+                )
 
     def split_special(self, text: str) -> list[str | int]:
         """`text` cut at its control tokens: ordinary text as str, control tokens as their ids."""
@@ -117,7 +135,9 @@ class Tokenizer(ABC):
         for match in self._special_pattern.finditer(text):
             start, stop = match.span()
             eats_left, eats_right, alone = self._edges.get(match[0], (False, False, False))
-            if alone and (_is_word_char(text[start - 1 : start]) or _is_word_char(text[stop : stop + 1])):
+            if alone and (
+                _is_word_char(text[start - 1 : start]) or _is_word_char(text[stop : stop + 1])
+            ):
                 continue
             while eats_left and start > end and text[start - 1] in WHITESPACE:
                 start -= 1
@@ -139,10 +159,14 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def token_bytes(self, id: int) -> bytes:
-        """The exact bytes of one token (control tokens: their text); b"" for an id outside the vocabulary."""
+        """The exact bytes of one token (control tokens: their text); b"" for an id outside the
+        vocabulary.
+        """
 
     def first_token_bytes(self, id: int) -> bytes:
-        """token_bytes as the first token of a text, where SentencePiece drops its own leading space."""
+        """token_bytes as the first token of a text, where SentencePiece drops its own leading
+        space.
+        """
         return self.token_bytes(id)
 
     def is_skipped(self, id: int) -> bool:
@@ -150,7 +174,9 @@ class Tokenizer(ABC):
         return id in self._skipped
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of `ids`; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
+        """Text of `ids`; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary
+        nothing.
+        """
         chunks: list[bytes] = []
         opened = False
         for id in ids:
@@ -165,10 +191,13 @@ class Tokenizer(ABC):
         return "".join(map(stream.push, chunks)) + stream.flush()
 
     def check_against(self, vocab_rows: int) -> None:
-        """Raises TokenizerError when ids of this tokenizer exceed an embedding of `vocab_rows` rows."""
+        """Raises TokenizerError when ids of this tokenizer exceed an embedding of `vocab_rows`
+        rows.
+        """
         if self.vocab_size > vocab_rows:
             raise TokenizerError(
-                f"the tokenizer has ids up to {self.vocab_size - 1} but the model embeds only {vocab_rows} tokens; "
+                f"the tokenizer has ids up to {self.vocab_size - 1} but the model embeds only "
+                f"{vocab_rows} tokens; "
                 "they do not belong together: give the tokenizer that came with this model"
             )
 
@@ -183,16 +212,25 @@ def replace_surrogates(text: str) -> str:
 
 
 def _is_word_char(char: str) -> bool:
-    """Whether a character (or none) belongs to a word, as the regular expressions of the tokenizers library say."""
+    """Whether a character (or none) belongs to a word, as the regular expressions of the tokenizers
+    library say.
+    """
     if not char:
         return False
     kind = unicodedata.category(char)
-    return kind[0] in "LM" or kind in ("Nd", "Nl", "Pc") or char in _JOINERS or _is_circled_letter(ord(char))
+    return (
+        kind[0] in "LM"
+        or kind in ("Nd", "Nl", "Pc")
+        or char in _JOINERS
+        or _is_circled_letter(ord(char))
+    )
 
 
 def _is_circled_letter(code: int) -> bool:
     """Letters in circles and squares, which count as alphabetic."""
-    return 0x24B6 <= code <= 0x24E9 or any(low <= code <= low + 25 for low in (0x1F130, 0x1F150, 0x1F170))
+    return 0x24B6 <= code <= 0x24E9 or any(
+        low <= code <= low + 25 for low in (0x1F130, 0x1F150, 0x1F170)
+    )
 
 
 def _special_pattern(texts: Sequence[str]) -> re.Pattern[str] | None:
@@ -202,4 +240,6 @@ def _special_pattern(texts: Sequence[str]) -> re.Pattern[str] | None:
     try:
         return re.compile(regex_union(texts))
     except (RecursionError, OverflowError, re.error):
-        raise TokenizerError("the tokenizer's control tokens are nested too deeply to be searched for") from None
+        raise TokenizerError(
+            "the tokenizer's control tokens are nested too deeply to be searched for"
+        ) from None

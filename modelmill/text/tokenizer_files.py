@@ -9,17 +9,29 @@ from typing import Any
 
 from modelmill.core.errors import TokenizerError
 
-SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SPECIAL_TOKEN_KEYS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 
 
-def read_json(files: Mapping[str, bytes], name: str, expected: type[dict] | type[list] = dict) -> Any:
+def read_json(
+    files: Mapping[str, bytes], name: str, expected: type[dict] | type[list] = dict
+) -> Any:
     """The parsed file, an empty `expected` where it is absent; TokenizerError when it is broken."""
     if name not in files:
         return expected()
     try:
         value = json.loads(files[name].decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{name} is not valid JSON ({type(error).__name__}); copy the file again") from None
+        raise TokenizerError(
+            f"{name} is not valid JSON ({type(error).__name__}); copy the file again"
+        ) from None
     if not isinstance(value, expected):
         word = "array" if expected is list else "object"
         raise TokenizerError(f"{name} must hold a JSON {word}, not {type(value).__name__}")
@@ -51,7 +63,9 @@ def read_settings(files: Mapping[str, bytes]) -> TokenizerSettings:
     listed = config.get("additional_special_tokens") or extra.get("additional_special_tokens") or []
     if not isinstance(listed, list):
         raise TokenizerError("tokenizer_config.json: additional_special_tokens must be a list")
-    texts = [token_text(item, "tokenizer_config.json", "additional_special_tokens") for item in listed]
+    texts = [
+        token_text(item, "tokenizer_config.json", "additional_special_tokens") for item in listed
+    ]
     return TokenizerSettings(
         special_tokens=names,
         extra_special_tokens=tuple(text for text in texts if text),
@@ -97,7 +111,9 @@ def _added_tokens(config: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
     for key, entry in listed.items():
         good = key.isdecimal() and len(key) < 10 and isinstance(entry, dict)
         if not good or not isinstance(entry.get("content"), str) or not entry["content"]:
-            raise TokenizerError("tokenizer_config.json: added_tokens_decoder must map ids to {content, …}")
+            raise TokenizerError(
+                "tokenizer_config.json: added_tokens_decoder must map ids to {content, …}"
+            )
         found[int(key)] = entry
     return found
 

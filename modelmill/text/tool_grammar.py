@@ -1,4 +1,6 @@
-"""What an answer may be where a call is forced: the function's name, and arguments that fit its parameters."""
+"""What an answer may be where a call is forced: the function's name, and arguments that fit its
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +24,30 @@ _VALUE_KEYS = ("enum", "const", "default", "examples")
 _OBJECT_KEYS = ("properties", "required", "patternProperties", "additionalProperties")
 
 
-def forced_call_grammar(tools: Sequence[Schema], name: str | None, several: bool = False) -> Grammar:
+def forced_call_grammar(
+    tools: Sequence[Schema], name: str | None, several: bool = False
+) -> Grammar:
     """An answer that is a call and nothing else: of ``name``, or of any tool. It is written bare.
 
-    several: a list of 1 to MOST calls instead. Raises RequestError for parameters that describe no object.
+    several: a list of 1 to MOST calls instead. Raises RequestError for parameters that describe no
+    object.
     """
     functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
-    told = [{"name": function["name"], "arguments": arguments_schema(function)} for function in functions]
-    return Grammar("calls", json.dumps({"functions": told, "most": MAX_FORCED_CALLS if several else None}))
+    told = [
+        {"name": function["name"], "arguments": arguments_schema(function)}
+        for function in functions
+    ]
+    return Grammar(
+        "calls", json.dumps({"functions": told, "most": MAX_FORCED_CALLS if several else None})
+    )
 
 
 def arguments_schema(function: Schema) -> dict[str, Any]:
-    """The schema of a function's arguments, which are an object: every one that fits it fits the parameters.
+    """The schema of a function's arguments, which are an object: every one that fits it fits the
+    parameters.
 
-    It has the properties that the parameters name and no others, unless they ask for others themselves. A function
-    without parameters takes {}. Raises RequestError.
+    It has the properties that the parameters name and no others, unless they ask for others
+    themselves. A function without parameters takes {}. Raises RequestError.
     """
     parameters = function.get("parameters")
     if parameters is None:
@@ -44,21 +55,26 @@ def arguments_schema(function: Schema) -> dict[str, Any]:
     kind = parameters.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise RequestError(
-            f"tools: the parameters of {function['name']} have another type than object, which arguments always are"
+            f"tools: the parameters of {function['name']} have another type than object, which "
+            "arguments always are"
         )
     return close_schema({**parameters, "type": "object"})
 
 
 def close_schema(schema: Schema) -> dict[str, Any]:
-    """A schema whose objects have the properties that are named and no others: every such value fits the original.
+    """A schema whose objects have the properties that are named and no others: every such value
+    fits the original.
 
-    Left as they are: objects that say themselves what else they may hold, and schemas that are put together of
-    several, where closing one part would shut out the others, or let in what fits two kinds of which it may fit one.
-    """
+    Left as they are: objects that say themselves what else they may hold, and schemas that are put
+    together of
+    several, where closing one part would shut out the others, or let in what fits two kinds of
+    which it may fit one."""
     parts = _subschemas(schema)
     if any(map(_is_conjunction, parts)):
         return dict(schema)
-    pairs = (pair for part in parts for pair in itertools.permutations(_as_list(part.get("oneOf")), 2))
+    pairs = (
+        pair for part in parts for pair in itertools.permutations(_as_list(part.get("oneOf")), 2)
+    )
     looked = list(itertools.islice(pairs, MAX_ONEOF_PAIRS + 1))
     if len(looked) > MAX_ONEOF_PAIRS or not all(_are_disjoint(a, b, schema) for a, b in looked):
         return dict(schema)
@@ -83,12 +99,17 @@ def _can_close(schema: Schema) -> bool:
 
 def _is_conjunction(schema: Schema) -> bool:
     """Whether a value has to fit several parts at once."""
-    parts = (any(key in schema for key in _OBJECT_KEYS), *(key in schema for key in ("$ref", "anyOf", "oneOf")))
+    parts = (
+        any(key in schema for key in _OBJECT_KEYS),
+        *(key in schema for key in ("$ref", "anyOf", "oneOf")),
+    )
     return sum(parts) > 1 or any(key in schema for key in _COMBINING_KEYS)
 
 
 def _are_disjoint(a: Any, b: Any, root: Schema) -> bool:
-    """Whether it can be seen at once that nothing that fits ``a``, closed, also fits ``b`` as it stands."""
+    """Whether it can be seen at once that nothing that fits ``a``, closed, also fits ``b`` as it
+    stands.
+    """
     a, b = _resolve_ref(a, root), _resolve_ref(b, root)
     if a is None or b is None:
         return False
@@ -97,9 +118,13 @@ def _are_disjoint(a: Any, b: Any, root: Schema) -> bool:
     one, other = _schema_types(a), _schema_types(b)
     if one and other and not one & other:
         return True
-    if any(key in each for key in ("items", "prefixItems") for each in (a, b)) and {"object"} not in (one, other):
+    if any(key in each for key in ("items", "prefixItems") for each in (a, b)) and {
+        "object"
+    } not in (one, other):
         return False
-    mine, theirs = (each["properties"] if isinstance(each.get("properties"), Mapping) else {} for each in (a, b))
+    mine, theirs = (
+        each["properties"] if isinstance(each.get("properties"), Mapping) else {} for each in (a, b)
+    )
     needed = _required_names(a)
     if _can_close(a) and not _required_names(b) <= needed | mine.keys():
         return True
@@ -112,7 +137,9 @@ def _are_disjoint(a: Any, b: Any, root: Schema) -> bool:
 
 
 def _is_plain(schema: Schema) -> bool:
-    return not any(key in schema for key in ("$ref", "items", "prefixItems", "anyOf", "oneOf", *_OBJECT_KEYS))
+    return not any(
+        key in schema for key in ("$ref", "items", "prefixItems", "anyOf", "oneOf", *_OBJECT_KEYS)
+    )
 
 
 def _required_names(schema: Schema) -> set[str]:
@@ -128,7 +155,9 @@ def _schema_types(schema: Schema) -> set[str]:
 
 def _allowed_strings(schema: Any) -> set[str]:
     """The only texts that fit; none where there may be others."""
-    values = _as_list(schema.get("enum", [schema.get("const")])) if isinstance(schema, Mapping) else []
+    values = (
+        _as_list(schema.get("enum", [schema.get("const")])) if isinstance(schema, Mapping) else []
+    )
     return set(values) if values and all(isinstance(value, str) for value in values) else set()
 
 
@@ -137,7 +166,11 @@ def _resolve_ref(schema: Any, root: Schema) -> Schema | None:
     if not isinstance(schema, Mapping) or "$ref" not in schema:
         return schema if isinstance(schema, Mapping) else None
     steps = str(schema["$ref"]).split("/")
-    held = root.get(steps[1]) if len(steps) == 3 and steps[0] == "#" and steps[1] in ("$defs", "definitions") else None
+    held = (
+        root.get(steps[1])
+        if len(steps) == 3 and steps[0] == "#" and steps[1] in ("$defs", "definitions")
+        else None
+    )
     found = held.get(steps[2]) if isinstance(held, Mapping) and len(schema) == 1 else None
     return found if isinstance(found, Mapping) and "$ref" not in found else None
 

@@ -22,10 +22,11 @@ class CallSink(Protocol):
 
 
 class ToolJsonParser:
-    """One object after another, alone or in a list. ``feed`` says whether a character belongs to them.
+    """One object after another, alone or in a list. ``feed`` says whether a character belongs to
+    them.
 
-    What has been fed and has not become a call is held, and given back by ``release``. num_calls: how many calls there
-    were.
+    What has been fed and has not become a call is held, and given back by ``release``. num_calls:
+    how many calls there were.
     """
 
     def __init__(self, names: Collection[str], sink: CallSink) -> None:
@@ -74,7 +75,11 @@ class ToolJsonParser:
             self._reset()
             self._state = self._scan_key
             return True
-        return char.isspace() or (char == "[" and self.is_blank) or (bool(self.num_calls) and char in "],;}")
+        return (
+            char.isspace()
+            or (char == "[" and self.is_blank)
+            or (bool(self.num_calls) and char in "],;}")
+        )
 
     def _scan_key(self, char: str) -> bool:
         if char == '"':
@@ -121,8 +126,18 @@ class ToolJsonParser:
             self._state = self._scan_string
             return True
         if char in "{[":
-            self._depth, self._quoted, self._escaped, self._state = 1, False, False, self._scan_nested
-            self._passing = char == "{" and self._key in ARGUMENT_KEYS and self._name is not None and not self._emitted
+            self._depth, self._quoted, self._escaped, self._state = (
+                1,
+                False,
+                False,
+                self._scan_nested,
+            )
+            self._passing = (
+                char == "{"
+                and self._key in ARGUMENT_KEYS
+                and self._name is not None
+                and not self._emitted
+            )
             if self._passing:
                 self._emit_call("{")
             return True
@@ -151,7 +166,9 @@ class ToolJsonParser:
         self._state = self._scan_next
         if self._passing:
             return True
-        return self._key != "name" and self._arguments_done("".join(self._raw), ok=self._raw[0] == "{")
+        return self._key != "name" and self._arguments_done(
+            "".join(self._raw), ok=self._raw[0] == "{"
+        )
 
     def _scan_scalar(self, char: str) -> bool:
         if char.isalnum() or char in "+-.":

@@ -1,8 +1,10 @@
-"""Calls read out of an answer as it comes: content and pieces of calls, which together never have to be taken back.
+"""Calls read out of an answer as it comes: content and pieces of calls, which together never have
+to be taken back.
 
-A call is told once its name is known to be a tool's and its arguments have begun to be an object; from then on its
-arguments are passed on as the model writes them. What turns out to be no call before that is content. The same pieces
-come out however the text was cut, so an answer read whole and one that is streamed hold the same calls.
+A call is told once its name is known to be a tool's and its arguments have begun to be an object;
+from then on its arguments are passed on as the model writes them. What turns out to be no call
+before that is content. The same pieces come out however the text was cut, so an answer read whole
+and one that is streamed hold the same calls.
 """
 
 from __future__ import annotations
@@ -68,9 +70,15 @@ class ToolParser(Protocol):
 
 
 def make_tool_parser(
-    style: str, names: Sequence[str], *, max_calls: int | None = None, thinking: bool = False, forced: bool = False
+    style: str,
+    names: Sequence[str],
+    *,
+    max_calls: int | None = None,
+    thinking: bool = False,
+    forced: bool = False,
 ) -> ToolParser:
-    """A reader for one answer. max_calls: calls beyond so many are left out. thinking: the prompt ended in "Thought:".
+    """A reader for one answer. max_calls: calls beyond so many are left out. thinking: the prompt
+    ended in "Thought:".
 
     forced: the answer can be calls only; what was cut before it became one is no content either.
     """
@@ -92,7 +100,9 @@ def collect_tool_calls(pieces: Iterable[str | ToolCallDelta]) -> tuple[str, list
             calls.append(ParsedToolCall(piece.id or "", piece.name, piece.arguments))
         else:
             last = calls[piece.index]
-            calls[piece.index] = ParsedToolCall(last.id, last.name, last.arguments + piece.arguments)
+            calls[piece.index] = ParsedToolCall(
+                last.id, last.name, last.arguments + piece.arguments
+            )
     return content, calls
 
 
@@ -159,16 +169,20 @@ class ParserOutput:
 
 
 class JsonToolParser:
-    """Calls that are JSON: behind a mark (and before another), or the answer itself where nothing stands before it."""
+    """Calls that are JSON: behind a mark (and before another), or the answer itself where nothing
+    stands before it.
+    """
 
     def __init__(self, style: str, names: Sequence[str], output: ParserOutput) -> None:
         self._names, self._output = frozenset(names), output
-        self._mark, self._close = {BARE_STYLE: (PYTHON_MARK, ""), LISTED_STYLE: (CALL_LIST_MARK, "")}.get(
-            style, (CALL_OPEN, CALL_CLOSE)
-        )
+        self._mark, self._close = {
+            BARE_STYLE: (PYTHON_MARK, ""),
+            LISTED_STYLE: (CALL_LIST_MARK, ""),
+        }.get(style, (CALL_OPEN, CALL_CLOSE))
         self._buffer = ""
         self._mode: Callable[[], bool] = self._scan_content
-        if style in (BARE_STYLE, DESCRIBED_STYLE):  # small models that are told of marks leave them out
+        # small models that are told of marks leave them out
+        if style in (BARE_STYLE, DESCRIBED_STYLE):
             self._begin_block("")
 
     def push(self, text: str) -> list[str | ToolCallDelta]:
@@ -186,7 +200,9 @@ class JsonToolParser:
         elif not (self._mode == self._parse_code and self._accept_code_call(rest)):
             told = self._objects.num_calls
             # of a block with a call in it, a closing mark that was cut is no content
-            self._output.add_text(self._objects.release() if told else self._opened + self._objects.release() + rest)
+            self._output.add_text(
+                self._objects.release() if told else self._opened + self._objects.release() + rest
+            )
         return self._output.finish(cut)
 
     def _begin_block(self, mark: str) -> None:
@@ -213,14 +229,22 @@ class JsonToolParser:
                 self._buffer = self._buffer[place:]
                 self._mode = self._scan_close_mark
                 if self._opened in (CALL_LIST_MARK, PYTHON_MARK) and self._objects.is_blank:
-                    self._mode = self._parse_named_call if self._opened == CALL_LIST_MARK else self._parse_code
+                    self._mode = (
+                        self._parse_named_call
+                        if self._opened == CALL_LIST_MARK
+                        else self._parse_code
+                    )
                 return True
         self._buffer = ""
         return False
 
     def _scan_close_mark(self) -> bool:
         """The closing mark, or else content."""
-        if self._close and len(self._buffer) < len(self._close) and self._close.startswith(self._buffer):
+        if (
+            self._close
+            and len(self._buffer) < len(self._close)
+            and self._close.startswith(self._buffer)
+        ):
             return False
         ended = bool(self._close) and self._buffer.startswith(self._close)
         if ended and self._objects.num_calls:
@@ -233,7 +257,9 @@ class JsonToolParser:
 
     def _abandon_block(self) -> None:
         """What was held is content, behind its mark where the block holds no call."""
-        self._output.add_text(("" if self._objects.num_calls else self._opened) + self._objects.release())
+        self._output.add_text(
+            ("" if self._objects.num_calls else self._opened) + self._objects.release()
+        )
         self._mode = self._scan_content
 
     def _parse_named_call(self) -> bool:
@@ -265,12 +291,19 @@ class JsonToolParser:
 
 
 def _parse_python_call(code: str) -> tuple[str, str] | None:
-    """(name, arguments as JSON) of one call with literal values; None for other code. Nothing is run."""
+    """(name, arguments as JSON) of one call with literal values; None for other code.
+
+    Nothing is run.
+    """
     if len(code) > MAX_CODE_CHARS:
         return None
     try:
         tree = ast.parse(code, mode="eval").body
-        if not isinstance(tree, ast.Call) or tree.args or not all(word.arg for word in tree.keywords):
+        if (
+            not isinstance(tree, ast.Call)
+            or tree.args
+            or not all(word.arg for word in tree.keywords)
+        ):
             return None
         function = tree.func
         if isinstance(function, ast.Attribute) and function.attr == "call":
@@ -284,4 +317,11 @@ def _parse_python_call(code: str) -> tuple[str, str] | None:
 
 def suffix_overlap(text: str, mark: str) -> int:
     """Characters at the end of ``text`` that may begin ``mark``."""
-    return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-size:])), 0)
+    return next(
+        (
+            size
+            for size in range(min(len(mark) - 1, len(text)), 0, -1)
+            if mark.startswith(text[-size:])
+        ),
+        0,
+    )

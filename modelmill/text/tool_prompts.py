@@ -6,8 +6,8 @@ Five ways of writing a call, named after what marks it:
 * ``bare``: the answer is {"name", "parameters"}, or follows <|python_tag|> (Llama 3);
 * ``listed``: [TOOL_CALLS] and a list of objects, or name[ARGS]object (Mistral);
 * ``react``: Thought, Action, Action Input, Observation, a line each (Qwen v1; text/react.py);
-* ``described``: for chat formats that know no tools: the system message explains the marked form, and earlier calls and
-  results are written out in it.
+* ``described``: for chat formats that know no tools: the system message explains the marked form,
+  and earlier calls and results are written out in it.
 
 Reading calls out of an answer is text/tool_parser.py; what an answer may be where a call is forced,
 text/tool_grammar.py.
@@ -22,7 +22,13 @@ from typing import Any
 
 from modelmill.text.messages import validate_messages
 
-MARKED_STYLE, BARE_STYLE, LISTED_STYLE, REACT_STYLE, DESCRIBED_STYLE = "marked", "bare", "listed", "react", "described"
+MARKED_STYLE, BARE_STYLE, LISTED_STYLE, REACT_STYLE, DESCRIBED_STYLE = (
+    "marked",
+    "bare",
+    "listed",
+    "react",
+    "described",
+)
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_MARK = "<|python_tag|>"
 CALL_LIST_MARK, CALL_ARGS_MARK, CALL_ID_MARK = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -55,12 +61,16 @@ def prepare_tools(
     *,
     writes_calls: bool = False,
 ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
-    """(conversation, template variables) that a chat format of this style takes for a conversation and its tools.
+    """(conversation, template variables) that a chat format of this style takes for a conversation
+    and its tools.
 
-    A conversation that has nothing to do with tools is left as it is. writes_calls: the format has words of its own for
-    calls that were made, also where it has none for tools. Raises RequestError for messages that are none.
+    A conversation that has nothing to do with tools is left as it is. writes_calls: the format has
+    words of its own for calls that were made, also where it has none for tools. Raises RequestError
+    for messages that are none.
     """
-    if not tools and not any(message.get("role") == "tool" or message.get("tool_calls") for message in messages):
+    if not tools and not any(
+        message.get("role") == "tool" or message.get("tool_calls") for message in messages
+    ):
         return list(messages), {}
     if style == DESCRIBED_STYLE and (tools or not writes_calls):
         return list(describe_tools(messages, tools)), {}
@@ -73,16 +83,25 @@ def prepare_tools(
 
 
 def tool_stop_strings(style: str) -> tuple[str, ...]:
-    """Texts that end an answer in which calls are read: what follows would be the tool's own words."""
+    """Texts that end an answer in which calls are read: what follows would be the tool's own
+    words.
+    """
     return (OBSERVATION,) if style == REACT_STYLE else ()
 
 
-def describe_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation for a format without tools: they stand in the system message, calls and results in the text.
+def describe_tools(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """A conversation for a format without tools: they stand in the system message, calls and
+    results in the text.
 
     Raises RequestError for messages that are none.
     """
-    intro = INTRO.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)) if tools else ""
+    intro = (
+        INTRO.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+        if tools
+        else ""
+    )
     out = [_message_as_text(message) for message in validate_messages(messages)]
     if not intro:
         return out
@@ -95,14 +114,22 @@ def describe_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mappin
 def _message_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
     """A checked message in plain words."""
     if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+        return {
+            "role": "user",
+            "content": f"<tool_response>\n{message['content']}\n</tool_response>",
+        }
     if not message.get("tool_calls"):
         return dict(message)
     blocks = []
     for call in message["tool_calls"]:
         name = json.dumps(call["function"]["name"], ensure_ascii=False)
-        blocks.append(f'{CALL_OPEN}\n{{"name": {name}, "arguments": {arguments_json(call)}}}\n{CALL_CLOSE}')
-    return {"role": message["role"], "content": "\n".join(filter(None, [message["content"], *blocks]))}
+        blocks.append(
+            f'{CALL_OPEN}\n{{"name": {name}, "arguments": {arguments_json(call)}}}\n{CALL_CLOSE}'
+        )
+    return {
+        "role": message["role"],
+        "content": "\n".join(filter(None, [message["content"], *blocks])),
+    }
 
 
 def arguments_json(call: Mapping[str, Any]) -> str:
@@ -112,7 +139,9 @@ def arguments_json(call: Mapping[str, Any]) -> str:
 
 
 def split_parallel_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Calls that were made at once, told one after another, each with its result: some formats have one call a turn."""
+    """Calls that were made at once, told one after another, each with its result: some formats have
+    one call a turn.
+    """
     out: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
     place = 0
@@ -128,7 +157,13 @@ def split_parallel_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, A
             place += 1
         later = None if message["content"] is None else ""
         for number, call in enumerate(calls):
-            out.append({**message, "content": message["content"] if number == 0 else later, "tool_calls": [call]})
+            out.append(
+                {
+                    **message,
+                    "content": message["content"] if number == 0 else later,
+                    "tool_calls": [call],
+                }
+            )
             mine = next((r for r in results if r.get("tool_call_id") == call.get("id")), None)
             if mine is not None:
                 results.remove(mine)
@@ -143,7 +178,9 @@ def _shorten_ids(message: Mapping[str, Any]) -> dict[str, Any]:
     if "tool_call_id" in out:
         out["tool_call_id"] = _short_id(out["tool_call_id"])
     if out.get("tool_calls"):
-        out["tool_calls"] = [{**call, "id": _short_id(str(call.get("id", "")))} for call in out["tool_calls"]]
+        out["tool_calls"] = [
+            {**call, "id": _short_id(str(call.get("id", "")))} for call in out["tool_calls"]
+        ]
     return out
 
 

@@ -1,7 +1,9 @@
 """Bytes in any pieces → stable text: what has been given out never changes.
 
-Two ways of replacing what is not UTF-8, because the two families of tokenizers differ: byte-level BPE
-puts one U+FFFD for each broken sequence (as ``bytes.decode(errors="replace")`` does), SentencePiece puts
+Two ways of replacing what is not UTF-8, because the two families of tokenizers differ: byte-level
+BPE
+puts one U+FFFD for each broken sequence (as ``bytes.decode(errors="replace")`` does), SentencePiece
+puts
 one for each broken byte.
 """
 

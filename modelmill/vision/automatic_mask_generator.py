@@ -1,6 +1,7 @@
 """Which points to ask at, and which answers to keep, when all of a picture is segmented.
 
-The rules are those of SAM's automatic mask generator (Kirillov et al. 2023, arXiv:2304.02643, appendix B).
+The rules are those of SAM's automatic mask generator (Kirillov et al. 2023, arXiv:2304.02643,
+appendix B).
 """
 
 from __future__ import annotations
@@ -38,23 +39,37 @@ class AutomaticMaskOptions:
         for each in fields(self):
             value, is_int = getattr(self, each.name), isinstance(each.default, int)
             if isinstance(value, bool) or not isinstance(value, int if is_int else (int, float)):
-                raise RequestError(f"{each.name} is a {'is_int ' if is_int else ''}number, not {quote(value, 40)}")
-        counts = {"points_per_side": 256, "points_per_batch": 1024, "crop_n_points_downscale_factor": 64}
+                raise RequestError(
+                    f"{each.name} is a {'is_int ' if is_int else ''}number, not {quote(value, 40)}"
+                )
+        counts = {
+            "points_per_side": 256,
+            "points_per_batch": 1024,
+            "crop_n_points_downscale_factor": 64,
+        }
         for name, max_value in counts.items():
             if not 1 <= getattr(self, name) <= max_value:
-                raise RequestError(f"{name}={quote(getattr(self, name), 40)} is outside 1…{max_value}")
+                raise RequestError(
+                    f"{name}={quote(getattr(self, name), 40)} is outside 1…{max_value}"
+                )
         if not 0 <= self.crop_n_layers <= 4:
             raise RequestError(f"crop_n_layers={quote(self.crop_n_layers, 40)} is outside 0…4")
         if self.min_mask_region_area < 0:
             raise RequestError("min_mask_region_area must not be negative")
-        for name in ("pred_iou_thresh", "stability_score_thresh", "box_nms_thresh", "crop_nms_thresh"):
+        for name in (
+            "pred_iou_thresh",
+            "stability_score_thresh",
+            "box_nms_thresh",
+            "crop_nms_thresh",
+        ):
             if not 0 <= getattr(self, name) <= 1:
                 raise RequestError(f"{name}={getattr(self, name)} is outside 0…1")
         if not 0 <= self.crop_overlap_ratio < 1:
             raise RequestError(f"crop_overlap_ratio={self.crop_overlap_ratio} is outside 0…1")
         if not 0 <= self.stability_score_offset <= MAX_LOGIT_MAGNITUDE:
             raise RequestError(
-                f"stability_score_offset={self.stability_score_offset} is outside 0…{MAX_LOGIT_MAGNITUDE:g}"
+                f"stability_score_offset={self.stability_score_offset} is outside "
+                f"0…{MAX_LOGIT_MAGNITUDE:g}"
             )
 
 
@@ -72,7 +87,8 @@ class Crop:
 
 
 def make_crops(size: tuple[int, int], options: AutomaticMaskOptions) -> list[Crop]:
-    """The whole picture, then for each layer 4, 16, … overlapping parts; of a picture too thin to be divided, fewer.
+    """The whole picture, then for each layer 4, 16, … overlapping parts; of a picture too thin to
+    be divided, fewer.
 
     size: (width, height).
     """

@@ -28,8 +28,9 @@ class _CapturedCall:
 class CapturedCalls:
     """Calls by name, as graphs for each combination of their arguments' shapes.
 
-    What is asked for once is called as it is; from the second time on a graph is recorded and replayed. All graphs
-    share one pool of memory, so that what a replay puts out holds until the next one. enabled: False never records.
+    What is asked for once is called as it is; from the second time on a graph is recorded and
+    replayed. All graphs share one pool of memory, so that what a replay puts out holds until the
+    next one. enabled: False never records.
     """
 
     def __init__(self, *, enabled: bool) -> None:
@@ -42,7 +43,9 @@ class CapturedCalls:
         return sum(graph is not None for graph in self._graphs.values())
 
     def __call__(self, name: str, call: Callable[..., Tensors], *inputs: torch.Tensor) -> Tensors:
-        """call(*inputs), tensors of the device in and out; the same name must mean the same call."""
+        """call(*inputs), tensors of the device in and out; the same name must mean the same
+        call.
+        """
         if not self.enabled:
             return call(*inputs)
         key = (name, *((tuple(t.shape), t.dtype) for t in inputs))

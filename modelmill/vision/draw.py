@@ -19,13 +19,20 @@ OBJECT_COLOR, BACKGROUND_COLOR, BOX_COLOR = (0, 200, 83), (213, 0, 0), (255, 255
 MASK_PROMPT_LOGIT = 20.0  # the logit of a mask that a person gives: the model's own reach some 30
 
 
-def overlay(picture: Image, masks: Sequence[Mask], prompts: Sequence[Prompt] = (), strength: float = 0.5) -> Image:
-    """The picture with its masks in colours and outlined, small ones on top; and what was asked: points and boxes."""
+def overlay(
+    picture: Image, masks: Sequence[Mask], prompts: Sequence[Prompt] = (), strength: float = 0.5
+) -> Image:
+    """The picture with its masks in colours and outlined, small ones on top; and what was asked:
+    points and boxes.
+    """
     canvas = np.asarray(picture.convert("RGB")).astype(np.float32)
     ordered = sorted(range(len(masks)), key=lambda i: -masks[i].area)
     for i in ordered:
         inside, (x0, y0, x1, y1) = masks[i].box_pixels.numpy(), masks[i].box
-        window, colour = canvas[y0 : y1 + 1, x0 : x1 + 1], np.array(_color_for_index(i), dtype=np.float32)
+        window, colour = (
+            canvas[y0 : y1 + 1, x0 : x1 + 1],
+            np.array(_color_for_index(i), dtype=np.float32),
+        )
         window[inside] = window[inside] * (1 - strength) + colour * strength
         window[_outline(inside, max(1, max(picture.size) // 700))] = colour * 0.6
     drawn = PIL.Image.fromarray(canvas.round().astype(np.uint8))
@@ -51,10 +58,13 @@ def mask_prompt_logits(
 ) -> torch.Tensor:
     """A mask drawn by a person (white is the object) as a prompt's logits [side, side] float32.
 
-    size, encoder_size: (width, height) of the picture that it belongs to, and inside the encoder's square of ``image``
-    pixels a side; a mask of another size is stretched to it.
+    size, encoder_size: (width, height) of the picture that it belongs to, and inside the encoder's
+    square of ``image`` pixels a side; a mask of another size is stretched to it.
     """
-    inner = (max(1, round(encoder_size[0] * side / image)), max(1, round(encoder_size[1] * side / image)))
+    inner = (
+        max(1, round(encoder_size[0] * side / image)),
+        max(1, round(encoder_size[1] * side / image)),
+    )
     small = drawing.convert("L").resize(size).resize(inner, PIL.Image.Resampling.BILINEAR)
     values = torch.from_numpy(np.array(small)).float() / 127.5 - 1
     logits = torch.full((side, side), -MASK_PROMPT_LOGIT)
@@ -85,5 +95,8 @@ def _draw_prompt(picture: Image, prompt: Prompt) -> None:
     for (x, y), label in zip(prompt.points, prompt.labels, strict=True):
         edges = (x - radius, y - radius, x + radius, y + radius)
         pen.ellipse(
-            edges, fill=OBJECT_COLOR if label else BACKGROUND_COLOR, outline=BOX_COLOR, width=max(1, radius // 3)
+            edges,
+            fill=OBJECT_COLOR if label else BACKGROUND_COLOR,
+            outline=BOX_COLOR,
+            width=max(1, radius // 3),
         )

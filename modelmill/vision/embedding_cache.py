@@ -15,8 +15,8 @@ DEFAULT_CACHE_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class ImageEmbedding:
-    """A picture's embedding [1, 256, G, G], its (width, height) before and inside the encoder's square, its digest, and
-    the salt in it."""
+    """A picture's embedding [1, 256, G, G], its (width, height) before and inside the encoder's
+    square, its digest, and the salt in it."""
 
     embedding: torch.Tensor = field(repr=False)
     size: tuple[int, int]
@@ -34,7 +34,9 @@ class EmbeddingCache:
     """By digest; what was used longest ago goes first."""
 
     def __init__(self, max_bytes: int = DEFAULT_CACHE_BYTES) -> None:
-        """max_bytes: what all embeddings together may take; one alone may be larger and is then not kept."""
+        """max_bytes: what all embeddings together may take; one alone may be larger and is then not
+        kept.
+        """
         self.max_bytes, self.nbytes = max_bytes, 0
         self._entries: OrderedDict[str, ImageEmbedding] = OrderedDict()
 
@@ -67,6 +69,8 @@ class EmbeddingCache:
 
 def image_digest(image: Image, salt: str = "") -> str:
     """sha256 of what is seen, its shape included; a salt parts those who are not to share."""
-    found = hashlib.sha256(f"{len(salt.encode())} {salt} {image.mode} {image.size[0]} {image.size[1]} ".encode())
+    found = hashlib.sha256(
+        f"{len(salt.encode())} {salt} {image.mode} {image.size[0]} {image.size[1]} ".encode()
+    )
     found.update(image.tobytes())
     return found.hexdigest()

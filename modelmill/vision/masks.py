@@ -10,7 +10,10 @@ import torch
 
 
 def box_iou(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """IoU of boxes a [N, 4] and b [M, 4], float: [N, M]. A box's area is width times height of its corners."""
+    """IoU of boxes a [N, 4] and b [M, 4], float: [N, M].
+
+    A box's area is width times height of its corners.
+    """
     area_a = (a[:, 2] - a[:, 0]) * (a[:, 3] - a[:, 1])
     area_b = (b[:, 2] - b[:, 0]) * (b[:, 3] - b[:, 1])
     low = torch.maximum(a[:, None, :2], b[None, :, :2])
@@ -20,7 +23,8 @@ def box_iou(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def nms(boxes: torch.Tensor, scores: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Indices of the boxes kept by greedy non-maximum suppression, best first; equal scores keep their order.
+    """Indices of the boxes kept by greedy non-maximum suppression, best first; equal scores keep
+    their order.
 
     boxes: [N, 4]. A box goes where it overlaps a better one by more than the threshold.
     """
@@ -35,7 +39,9 @@ def nms(boxes: torch.Tensor, scores: torch.Tensor, threshold: float) -> torch.Te
 
 
 def _floor_float32(threshold: float) -> float:
-    """The largest float32 that is not more: torch rounds a threshold, and 0.3 as a float32 is more than 0.3."""
+    """The largest float32 that is not more: torch rounds a threshold, and 0.3 as a float32 is more
+    than 0.3.
+    """
     near = np.float32(threshold)
     return float(near if float(near) <= threshold else np.nextafter(near, np.float32(-np.inf)))
 
@@ -44,21 +50,26 @@ def mask_iou(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """IoU of two masks [..., H, W] bool; 1 where both are empty."""
     common = (a & b).sum((-2, -1))
     union = (a | b).sum((-2, -1))
-    return torch.where(union > 0, common / union.clamp(min=1), torch.ones_like(union, dtype=torch.float32))
+    return torch.where(
+        union > 0, common / union.clamp(min=1), torch.ones_like(union, dtype=torch.float32)
+    )
 
 
-def encode_rle(mask: torch.Tensor, corner: Sequence[int] = (0, 0), size: tuple[int, int] | None = None) -> list[int]:
+def encode_rle(
+    mask: torch.Tensor, corner: Sequence[int] = (0, 0), size: tuple[int, int] | None = None
+) -> list[int]:
     """COCO's uncompressed run lengths of a mask [h, w] bool: column by column, background first.
 
-    corner, size: the mask is a part of one of ``size`` (height, width), with its first pixel at ``corner`` (x, y), and
-    nothing lies outside of it.
+    corner, size: the mask is a part of one of ``size`` (height, width), with its first pixel at
+    ``corner`` (x, y), and nothing lies outside of it.
     """
     height, width = size or (int(mask.shape[0]), int(mask.shape[1]))
     x0, y0 = corner
     part = mask.numpy()
     framed = np.zeros((part.shape[0] + 2, part.shape[1]), dtype=bool)
     framed[1:-1] = part
-    # where columns change, found row by row, since that is how they lie in memory, and put in order then
+    # where columns change, found row by row, since that is how they lie in memory, and put in order
+    # then
     y, x = np.divmod(np.flatnonzero(framed[1:] ^ framed[:-1]), part.shape[1])
     edges = np.sort((x + x0) * height + y + y0)
     # a column that ends where the next begins goes on
@@ -71,7 +82,10 @@ def encode_rle(mask: torch.Tensor, corner: Sequence[int] = (0, 0), size: tuple[i
 
 
 def decode_rle(runs: Sequence[int], height: int, width: int) -> torch.Tensor:
-    """The mask [H, W] bool of uncompressed run lengths. Raises ValueError where they do not fill it."""
+    """The mask [H, W] bool of uncompressed run lengths.
+
+    Raises ValueError where they do not fill it.
+    """
     if sum(runs) != height * width or any(r < 0 for r in runs):
         raise ValueError(f"run lengths cover {sum(runs)} of {height * width} pixels")
     values = np.arange(len(runs)) % 2 == 1
@@ -82,7 +96,8 @@ def decode_rle(runs: Sequence[int], height: int, width: int) -> torch.Tensor:
 def to_coco_rle(runs: Sequence[int], height: int, width: int) -> dict[str, Any]:
     """COCO's compressed form: {"size": [H, W], "counts": text}.
 
-    Each run but the first two is written as the difference to the run before the last; five bits a character, low
+    Each run but the first two is written as the difference to the run before the last; five bits a
+    character, low
     bits first, a sixth bit saying that more follow (pycocotools' LEB-like code).
     """
     values = np.asarray(runs, dtype=np.int64)

@@ -18,10 +18,13 @@ ENGINE_TYPE = "segmentation"
 
 
 def open_sam_model(
-    artifact: Artifact, device: str, kernels: Mapping[str, str] | None = None, cache_bytes: int = DEFAULT_CACHE_BYTES
+    artifact: Artifact,
+    device: str,
+    kernels: Mapping[str, str] | None = None,
+    cache_bytes: int = DEFAULT_CACHE_BYTES,
 ) -> SamModel:
-    """The engine's model, ready to see. device: cpu or cuda:N. kernels: switched for this start. cache_bytes: what the
-    embeddings of pictures seen before may take.
+    """The engine's model, ready to see. device: cpu or cuda:N. kernels: switched for this start.
+    cache_bytes: what the embeddings of pictures seen before may take.
 
     Raises UsageError for an engine of another kind, ArtifactError for a damaged one.
     """
@@ -31,6 +34,8 @@ def open_sam_model(
     model = load_model(artifact, device)
     family = find_module("modelmill.models", manifest.model_type)
     assert family is not None, "load has found it"
-    sam_model = SamModel(model, VisionContext(ops), family.IMAGE_MEAN, family.IMAGE_STD, cache_bytes)
+    sam_model = SamModel(
+        model, VisionContext(ops), family.IMAGE_MEAN, family.IMAGE_STD, cache_bytes
+    )
     unpack_cpu_weights(model, ops, sam_model.dtype, device)
     return sam_model

@@ -18,7 +18,8 @@ MAX_POINTS = 256
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt in the picture's pixels. points: (x, y); labels: 1 for the object, 0 for the background.
+    """One prompt in the picture's pixels. points: (x, y); labels: 1 for the object, 0 for the
+    background.
 
     box: (x0, y0, x1, y1). mask: [4·grid, 4·grid] logits, as a former answer gave them.
     """
@@ -32,16 +33,23 @@ class Prompt:
         if not self.points and self.box is None and self.mask is None:
             raise RequestError("a prompt needs a point, a box or a mask")
         if len(self.points) != len(self.labels):
-            raise RequestError(f"{len(self.points)} points have {len(self.labels)} labels; give one label a point")
+            raise RequestError(
+                f"{len(self.points)} points have {len(self.labels)} labels; give one label a point"
+            )
         if len(self.points) > MAX_POINTS:
             raise RequestError(f"{len(self.points)} points are more than {MAX_POINTS}; give fewer")
         if any(label not in (0, 1) for label in self.labels):
-            raise RequestError(f"a label is 1 (the object) or 0 (the background), not {quote(list(self.labels), 80)}")
+            raise RequestError(
+                "a label is 1 (the object) or 0 (the background), not "
+                f"{quote(list(self.labels), 80)}"
+            )
         numbers = [*(c for point in self.points for c in point), *(self.box or ())]
         if not all(math.isfinite(n) for n in numbers):
             raise RequestError("coordinates must be finite numbers")
         if self.box is not None and (self.box[0] > self.box[2] or self.box[1] > self.box[3]):
-            raise RequestError(f"a box is x0,y0,x1,y1 with x0 <= x1 and y0 <= y1, not {quote(self.box, 80)}")
+            raise RequestError(
+                f"a box is x0,y0,x1,y1 with x0 <= x1 and y0 <= y1, not {quote(self.box, 80)}"
+            )
 
 
 def make_prompt(
@@ -74,9 +82,13 @@ def make_prompt(
 def check_mask(prompt: Prompt, side: int) -> None:
     """Raise RequestError for a mask that is no logits [side, side]."""
     mask = prompt.mask
-    if mask is not None and not (isinstance(mask, torch.Tensor) and tuple(mask.shape) == (side, side)):
+    if mask is not None and not (
+        isinstance(mask, torch.Tensor) and tuple(mask.shape) == (side, side)
+    ):
         found = list(mask.shape) if hasattr(mask, "shape") else quote(type(mask).__name__)
-        raise RequestError(f"a prompt's mask is logits [{side}, {side}], as a former answer's, not {found}")
+        raise RequestError(
+            f"a prompt's mask is logits [{side}, {side}], as a former answer's, not {found}"
+        )
 
 
 def check_inside(prompt: Prompt, size: tuple[int, int]) -> None:
@@ -85,17 +97,20 @@ def check_inside(prompt: Prompt, size: tuple[int, int]) -> None:
     for what, places in (("point", prompt.points), ("box corner", corners)):
         for x, y in places:
             if not (0 <= x <= size[0] and 0 <= y <= size[1]):
-                raise RequestError(f"the {what} {x:g},{y:g} is outside the picture of {size[0]} × {size[1]} pixels")
+                raise RequestError(
+                    f"the {what} {x:g},{y:g} is outside the picture of {size[0]} × {size[1]} pixels"
+                )
 
 
 def prompt_tensors(
     prompts: Sequence[Prompt], size: tuple[int, int], encoder_size: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Points [N, P, 2] in the encoder's pixels and labels [N, P], of prompts of one shape (``group_by_shape``).
+    """Points [N, P, 2] in the encoder's pixels and labels [N, P], of prompts of one shape
+    (``group_by_shape``).
 
-    size, encoder_size: (width, height) of the picture and of what the encoder saw; each axis has its own scale. Corners
-    of a box come last, as two points; a prompt without a box ends with a point that is not there, as the original pads
-    it.
+    size, encoder_size: (width, height) of the picture and of what the encoder saw; each axis has
+    its own scale. Corners of a box come last, as two points; a prompt without a box ends with a
+    point that is not there, as the original pads it.
     """
     scale = (encoder_size[0] / size[0], encoder_size[1] / size[1])
     rows, marks = [], []
@@ -112,7 +127,9 @@ def prompt_tensors(
         rows.append(row)
         marks.append(mark)
     shape = (len(rows), len(rows[0]))
-    return torch.tensor(rows, dtype=torch.float32).view(*shape, 2), torch.tensor(marks, dtype=torch.int64).view(shape)
+    return torch.tensor(rows, dtype=torch.float32).view(*shape, 2), torch.tensor(
+        marks, dtype=torch.int64
+    ).view(shape)
 
 
 def group_by_shape(prompts: Sequence[Prompt]) -> list[list[int]]:

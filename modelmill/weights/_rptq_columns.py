@@ -1,4 +1,5 @@
-"""Columns in clustered order: how many there are, which channel each is of, and the way there and back.
+"""Columns in clustered order: how many there are, which channel each is of, and the way there and
+back.
 
 perm: [P], for each column the channel that it is of, −1 where none goes.
 """
@@ -9,10 +10,11 @@ import torch
 
 
 def rptq_group_layout(columns: int, mode: str, splits_per_channel: int = 1) -> tuple[int, int]:
-    """(columns a group, groups) for K channels: as many groups as they fill, and a few for clusters that are small.
+    """(columns a group, groups) for K channels: as many groups as they fill, and a few for clusters
+    that are small.
 
-    Groups are as wide as the int8 instructions of large matrices like them, and small where channels are few.
-    splits_per_channel: columns that each channel takes, all in one group.
+    Groups are as wide as the int8 instructions of large matrices like them, and small where
+    channels are few. splits_per_channel: columns that each channel takes, all in one group.
     """
     if mode == "folded":
         unit = 32 if columns < 2048 else 128

@@ -28,7 +28,9 @@ class DenseWeight:
         return DenseWeight(weight.to(dtype).contiguous())
 
     @staticmethod
-    def packed_info(shape: tuple[int, int], dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def packed_info(
+        shape: tuple[int, int], dtype: torch.dtype
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {"weight": (shape, dtype)}
 
     @staticmethod
@@ -45,21 +47,29 @@ class DenseWeight:
     def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
         return ops.linear(x, self.weight, bias)
 
-    def try_linear_swiglu(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor | None:
+    def try_linear_swiglu(
+        self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops
+    ) -> torch.Tensor | None:
         return None if ops.linear_swiglu is None else ops.linear_swiglu(x, self.weight, bias)
 
     def try_linear_add(
         self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, ops: Ops
     ) -> torch.Tensor | None:
-        """The product and bias added to ``residual``, in its place; None where no op does that here."""
+        """The product and bias added to ``residual``, in its place; None where no op does that
+        here.
+        """
         return None if ops.linear_add is None else ops.linear_add(x, self.weight, residual, bias)
 
     def try_qkv_rope(
         self, x: torch.Tensor, bias: torch.Tensor | None, rope_args: tuple[Any, ...], ops: Ops
     ) -> torch.Tensor | None:
-        """Queries [T, heads, D], keys and values stored (rope_args: what ``rope_cache`` takes); None where no op does
-        that."""
-        return None if ops.qkv_rope_cache is None else ops.qkv_rope_cache(x, self.weight, bias, *rope_args)
+        """Queries [T, heads, D], keys and values stored (rope_args: what ``rope_cache`` takes);
+        None where no op does that."""
+        return (
+            None
+            if ops.qkv_rope_cache is None
+            else ops.qkv_rope_cache(x, self.weight, bias, *rope_args)
+        )
 
     def dense(self) -> torch.Tensor:
         return self.weight.float()

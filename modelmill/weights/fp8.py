@@ -1,4 +1,6 @@
-"""fp8 (e4m3) weights; activations in fp8 by token or with one static scale, or floating point as they are."""
+"""fp8 (e4m3) weights; activations in fp8 by token or with one static scale, or floating point as
+they are.
+"""
 
 from __future__ import annotations
 
@@ -28,5 +30,7 @@ class Fp8Weight(w8a8.W8A8Weight):
     ) -> torch.Tensor:
         return ops.fp8_linear(x.values, self.weight, self.scale, x_scale, x.dtype, bias)
 
-    def matmul_float_input(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
+    def matmul_float_input(
+        self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops
+    ) -> torch.Tensor:
         return ops.fp8_linear(x, self.weight, self.scale, None, x.dtype, bias)

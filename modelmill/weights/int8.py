@@ -1,4 +1,6 @@
-"""Weight-only int8: symmetric, one float32 scale per output channel (row maximum / 127), activations untouched."""
+"""Weight-only int8: symmetric, one float32 scale per output channel (row maximum / 127),
+activations untouched.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from modelmill.weights.base import TensorLayout, UnpackSpec, pad_columns, slice_
 
 @dataclass(frozen=True)
 class Int8Weight:
-    """weight: [N, K] int8 in [−127, 127]; scale: [N] float32. packed: the former where weight is expanded."""
+    """weight: [N, K] int8 in [−127, 127]; scale: [N] float32.
+
+    packed: the former where weight is expanded.
+    """
 
     weight: torch.Tensor
     scale: torch.Tensor
@@ -28,18 +33,23 @@ class Int8Weight:
     UNPACKS: ClassVar[UnpackSpec] = UnpackSpec("int8_linear", None)
 
     @staticmethod
-    def pack(weight: torch.Tensor, dtype: torch.dtype) -> Int8Weight:  # noqa: ARG004  int8 is the same for every dtype
+    def pack(weight: torch.Tensor, dtype: torch.dtype) -> Int8Weight:  # noqa: ARG004
         return Int8Weight(*quantize(weight))
 
     @staticmethod
-    def packed_info(shape: tuple[int, int], dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:  # noqa: ARG004
+    def packed_info(
+        shape: tuple[int, int],
+        dtype: torch.dtype,  # noqa: ARG004
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {"weight": (shape, torch.int8), "scale": ((shape[0],), torch.float32)}
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, torch.Tensor]) -> Int8Weight:
         weight, scale = tensors["weight"], tensors["scale"]
         if len(scale) != len(weight):
-            raise CorruptArtifact(f"an int8 weight has {len(weight)} rows and {len(scale)} scales; rebuild the engine")
+            raise CorruptArtifact(
+                f"an int8 weight has {len(weight)} rows and {len(scale)} scales; rebuild the engine"
+            )
         return Int8Weight(weight, scale)
 
     @property
@@ -53,8 +63,14 @@ class Int8Weight:
         weight = self.packed if self.packed is not None and takes_packed(x) else self.weight
         return ops.int8_linear(x, weight, self.scale, bias)
 
-    def try_linear_swiglu(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor | None:
-        return None if ops.int8_linear_swiglu is None else ops.int8_linear_swiglu(x, self.weight, self.scale, bias)
+    def try_linear_swiglu(
+        self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops
+    ) -> torch.Tensor | None:
+        return (
+            None
+            if ops.int8_linear_swiglu is None
+            else ops.int8_linear_swiglu(x, self.weight, self.scale, bias)
+        )
 
     def dense(self) -> torch.Tensor:
         return self.weight.float() * self.scale[:, None]

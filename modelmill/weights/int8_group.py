@@ -1,7 +1,8 @@
 """Weight-only 8 bits in groups of columns, as GGUF's Q8_0, GPTQ and compressed-tensors store them.
 
-Nothing is rounded into this kind: it holds integers that a checkpoint brings. Stored are the codes, a scale and (unless
-symmetric) an offset for every row and group, K and the group, and where columns were reordered their order.
+Nothing is rounded into this kind: it holds integers that a checkpoint brings. Stored are the codes,
+a scale and (unless symmetric) an offset for every row and group, K and the group, and where columns
+were reordered their order.
 """
 
 from __future__ import annotations
@@ -52,4 +53,6 @@ class Int8GroupWeight(GroupwiseWeight):
         return self.weight[:, : self.columns]
 
     def _dequantize(self) -> torch.Tensor:
-        return dequantize_weight(self.weight, self.scale, self.offset, self.group_size, self.columns)
+        return dequantize_weight(
+            self.weight, self.scale, self.offset, self.group_size, self.columns
+        )

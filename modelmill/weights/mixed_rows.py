@@ -1,6 +1,8 @@
-"""Rows held in several ways, one above the other: q, k and v of a checkpoint that keeps them in different forms.
+"""Rows held in several ways, one above the other: q, k and v of a checkpoint that keeps them in
+different forms.
 
-Stored are the parts' own tensors, each suffix with the part's number and format in front: ``0-int4-scale``.
+Stored are the parts' own tensors, each suffix with the part's number and format in front:
+``0-int4-scale``.
 """
 
 from __future__ import annotations
@@ -30,11 +32,17 @@ class MixedRowsWeight:
             number, _, rest = suffix.partition("-")
             weight_format, _, name = rest.partition("-")
             if not number.isdigit() or not name:
-                raise CorruptArtifact(f"a mixed_rows weight has a part {suffix!r}; rebuild the engine")
+                raise CorruptArtifact(
+                    f"a mixed_rows weight has a part {suffix!r}; rebuild the engine"
+                )
             found.setdefault(int(number), (weight_format, {}))[1][name] = tensor
-        parts = tuple(from_tensors(weight_format, each) for _, (weight_format, each) in sorted(found.items()))
+        parts = tuple(
+            from_tensors(weight_format, each) for _, (weight_format, each) in sorted(found.items())
+        )
         if not parts or len({part.shape[1] for part in parts}) != 1:
-            raise CorruptArtifact("the parts of a mixed_rows weight do not fit together; rebuild the engine")
+            raise CorruptArtifact(
+                "the parts of a mixed_rows weight do not fit together; rebuild the engine"
+            )
         return MixedRowsWeight(parts)
 
     @property
@@ -60,7 +68,12 @@ class MixedRowsWeight:
             first = last
         return torch.cat(found, -1)
 
-    def try_linear_swiglu(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor | None:  # noqa: ARG002
+    def try_linear_swiglu(
+        self,
+        x: torch.Tensor,  # noqa: ARG002
+        bias: torch.Tensor | None,  # noqa: ARG002
+        ops: Ops,  # noqa: ARG002
+    ) -> torch.Tensor | None:
         return None
 
     def dense(self) -> torch.Tensor:

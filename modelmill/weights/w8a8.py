@@ -1,7 +1,9 @@
-"""int8 weights for int8 activations: one weight scale a row, activations scaled by token or by one static number.
+"""int8 weights for int8 activations: one weight scale a row, activations scaled by token or by one
+static number.
 
-A layer whose accuracy asks for it keeps its activations as they are: the same weights are then multiplied as those of
-``int8_operations``. Which of the three it is stands in one stored number, ``input_scale``.
+A layer whose accuracy asks for it keeps its activations as they are: the same weights are then
+multiplied as those of ``int8_operations``. Which of the three it is stands in one stored number,
+``input_scale``.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ PER_TOKEN_SCALE, FLOAT_INPUT = 0.0, -1.0  # what input_scale holds where it is n
 class W8A8Weight:
     """weight: [N, K] int8; scale: [N] float32, all alike where one was asked for.
 
-    input_scale: [1] float32, the static scale of the activations; 0: each token has its own; −1: they stay as they are.
-    inv_input_scale: [1] float32, what a norm multiplies with before it rounds; None where nothing is static.
-    float_input: input_scale is −1.
+    input_scale: [1] float32, the static scale of the activations; 0: each token has its own; −1:
+    they stay as they are. inv_input_scale: [1] float32, what a norm multiplies with before it
+    rounds; None where nothing is static. float_input: input_scale is −1.
     """
 
     weight: torch.Tensor
@@ -57,17 +59,22 @@ class W8A8Weight:
         per_channel: bool = True,
         input_scale: float = PER_TOKEN_SCALE,
     ) -> Self:
-        """Round to nearest: largest magnitude of a row, or of the matrix, on the largest value of the type."""
+        """Round to nearest: largest magnitude of a row, or of the matrix, on the largest value of
+        the type.
+        """
         wide = weight.float()
         peak = wide.abs().amax(-1) if per_channel else wide.abs().amax().expand(len(wide))
-        # a tensor: by a bare number GPUs divide with its reciprocal, and the last bit would depend on the machine
+        # a tensor: by a bare number GPUs divide with its reciprocal, and the last bit would depend
+        # on the machine
         scale = peak / torch.full_like(peak, QUANT_MAX[cls.VALUE_DTYPE])
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))
         values = round_to_dtype(wide / scale[:, None], cls.VALUE_DTYPE)
         return cls.from_stored(values, scale, torch.full((1,), input_scale, device=wide.device))
 
     @classmethod
-    def from_stored(cls, values: torch.Tensor, scale: torch.Tensor, input_scale: torch.Tensor) -> Self:
+    def from_stored(
+        cls, values: torch.Tensor, scale: torch.Tensor, input_scale: torch.Tensor
+    ) -> Self:
         """From what is stored."""
         given = float(input_scale)
         factor = (1.0 / input_scale.double()).float() if given > 0 else None
@@ -86,10 +93,20 @@ class W8A8Weight:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> Self:
         weight, scale, given = tensors["weight"], tensors["scale"], tensors["input_scale"]
-        dtypes = (weight.dtype, scale.dtype, given.dtype) == (cls.VALUE_DTYPE, torch.float32, torch.float32)
-        if not dtypes or weight.dim() != 2 or scale.shape != weight.shape[:1] or given.shape != (1,):
+        dtypes = (weight.dtype, scale.dtype, given.dtype) == (
+            cls.VALUE_DTYPE,
+            torch.float32,
+            torch.float32,
+        )
+        if (
+            not dtypes
+            or weight.dim() != 2
+            or scale.shape != weight.shape[:1]
+            or given.shape != (1,)
+        ):
             raise CorruptArtifact(
-                f"a weight of shape {list(weight.shape)} with scales in 8 bits is damaged; rebuild it"
+                f"a weight of shape {list(weight.shape)} with scales in 8 bits is damaged; "
+                "rebuild it"
             )
         return cls.from_stored(weight, scale, given)
 
@@ -105,18 +122,26 @@ class W8A8Weight:
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"weight": self.weight, "scale": self.scale, "input_scale": self.input_scale}
 
-    def matmul(self, x: torch.Tensor | QuantizedInput, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
+    def matmul(
+        self, x: torch.Tensor | QuantizedInput, bias: torch.Tensor | None, ops: Ops
+    ) -> torch.Tensor:
         if isinstance(x, torch.Tensor):
             if self.float_input:
                 return self.matmul_float_input(x, bias, ops)
             x = QuantizedInput(*ops.quantize(x, self.VALUE_DTYPE, self.inv_input_scale), x.dtype)
         return self.matmul_quantized(x, self.input_scale if x.scale is None else x.scale, bias, ops)
 
-    def try_swiglu_quant(self, gate_up: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor | None:
-        """Of silu(first half) · second half of [T, 2·K], rounded to 8 bits in the same pass; None: not in one."""
+    def try_swiglu_quant(
+        self, gate_up: torch.Tensor, bias: torch.Tensor | None, ops: Ops
+    ) -> torch.Tensor | None:
+        """Of silu(first half) · second half of [T, 2·K], rounded to 8 bits in the same pass; None:
+        not in one.
+        """
         if self.float_input or not ops.fuses_silu_mul_quant:
             return None
-        x = QuantizedInput(*ops.silu_mul_quant(gate_up, self.VALUE_DTYPE, self.inv_input_scale), gate_up.dtype)
+        x = QuantizedInput(
+            *ops.silu_mul_quant(gate_up, self.VALUE_DTYPE, self.inv_input_scale), gate_up.dtype
+        )
         return self.matmul_quantized(x, self.input_scale if x.scale is None else x.scale, bias, ops)
 
     def matmul_quantized(
@@ -125,7 +150,9 @@ class W8A8Weight:
         """The product with activations in 8 bits."""
         return ops.w8a8_linear(x.values, self.weight, self.scale, x_scale, x.dtype, bias)
 
-    def matmul_float_input(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
+    def matmul_float_input(
+        self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops
+    ) -> torch.Tensor:
         """The product with activations as they are."""
         return ops.int8_linear(x, self.weight, self.scale, bias)
 
@@ -157,7 +184,13 @@ class W8A8Weight:
     def to(self, device: str) -> Self:
         factor = None if self.inv_input_scale is None else self.inv_input_scale.to(device)
         moved = self.weight.to(device), self.scale.to(device), self.input_scale.to(device)
-        return replace(self, weight=moved[0], scale=moved[1], input_scale=moved[2], inv_input_scale=factor)
+        return replace(
+            self, weight=moved[0], scale=moved[1], input_scale=moved[2], inv_input_scale=factor
+        )
 
     def slice(self, rows: Sequence[tuple[int, int]], columns: tuple[int, int]) -> Self:
-        return replace(self, weight=slice_tensor(self.weight, rows, columns), scale=slice_tensor(self.scale, rows))
+        return replace(
+            self,
+            weight=slice_tensor(self.weight, rows, columns),
+            scale=slice_tensor(self.scale, rows),
+        )

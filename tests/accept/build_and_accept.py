@@ -14,11 +14,16 @@ from modelmill.core.errors import AcceptanceError
 from tests.accept.qwen_v1_plain import seeded_qwen
 from tests.models.tiny_models import save_hf, save_raw
 
-SETTINGS = [(dtype, recipe) for dtype in ("float32", "float16", "bfloat16") for recipe in ("none", "int8")]
+SETTINGS = [
+    (dtype, recipe) for dtype in ("float32", "float16", "bfloat16") for recipe in ("none", "int8")
+]
 QWEN = {
-    "model_type": "qwen", "architectures": ["QWenLMHeadModel"], "vocab_size": 120, "hidden_size": 32,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "kv_channels": 8, "intermediate_size": 80, "seq_length": 128,
-    "max_position_embeddings": 128, "layer_norm_epsilon": 1e-6, "rotary_emb_base": 10000.0, "rotary_pct": 1.0,
+    "model_type": "qwen", "architectures": ["QWenLMHeadModel"], "vocab_size": 120,
+    "hidden_size": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "kv_channels": 8, "intermediate_size": 80,
+    "seq_length": 128,
+    "max_position_embeddings": 128, "layer_norm_epsilon": 1e-6, "rotary_emb_base": 10000.0,
+    "rotary_pct": 1.0,
     "use_dynamic_ntk": True, "use_logn_attn": True, "no_bias": True, "tie_word_embeddings": False,
 }  # fmt: skip
 

@@ -1,7 +1,10 @@
-"""What an engine without faults computes in a dtype and recipe: each module rounded as hardware would.
+"""What an engine without faults computes in a dtype and recipe: each module rounded as hardware
+would.
 
-Rounding is the worst of the usual choices: sine and cosine in the activation's dtype, softmax weights cast
-before they meet the values, int8 weights widened to the dtype before the product, every result cast. In
+Rounding is the worst of the usual choices: sine and cosine in the activation's dtype, softmax
+weights cast
+before they meet the values, int8 weights widened to the dtype before the product, every result
+cast. In
 float32 only the order of summation and the last bit of the rotation's frequencies differ.
 """
 
@@ -42,7 +45,9 @@ class FaultlessModules:
 
     def norm(self, x: Tensor, weights: Affine, eps: float) -> Tensor:
         # Channels reversed and back: another order of summation.
-        plain = self.reference.apply_norm(x.float().flip(-1), Affine(torch.ones_like(weights.weight)), eps).flip(-1)
+        plain = self.reference.apply_norm(
+            x.float().flip(-1), Affine(torch.ones_like(weights.weight)), eps
+        ).flip(-1)
         y = plain.to(self.dtype) * weights.weight.to(self.dtype)
         return y if weights.bias is None else y + weights.bias.to(self.dtype)
 
@@ -58,7 +63,10 @@ class FaultlessModules:
         off = place * (1 + 2.0**-23)
         rates = reference.rope_for(prompt).frequencies(x.shape[0], prompt, torch.float32).double()
         gain = reference.rope_for(prompt).attention_factor()
-        cos, sin = ((off * rates).cos() * gain).to(self.dtype), ((off * rates).sin() * gain).to(self.dtype)
+        cos, sin = (
+            ((off * rates).cos() * gain).to(self.dtype),
+            ((off * rates).sin() * gain).to(self.dtype),
+        )
         half = cos.shape[-1]
         a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         cos, sin = cos[:, None], sin[:, None]
@@ -76,14 +84,18 @@ class FaultlessModules:
         scores = ((heads[0] * dim**-0.5) @ keys.transpose(1, 2)).float()
         row = torch.arange(q.shape[0])
         hidden = row[None, :] > row[:, None]
-        window = reference.sliding_windows[index] if isinstance(reference, DecoderReference) else None
+        window = (
+            reference.sliding_windows[index] if isinstance(reference, DecoderReference) else None
+        )
         if window is not None:
             hidden |= row[None, :] <= row[:, None] - window
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).to(self.dtype)
         mixed = weights.flip(-1) @ values.flip(-2)  # another order of summation
         return mixed.transpose(0, 1).reshape(q.shape[0], -1)
 
-    def module(self, index: int, weights: LayerWeights, name: str, inputs: tuple[Tensor, ...]) -> Tensor:
+    def module(
+        self, index: int, weights: LayerWeights, name: str, inputs: tuple[Tensor, ...]
+    ) -> Tensor:
         """One module's output on these inputs, cast to the dtype first."""
         x = [tensor.to(self.dtype) for tensor in inputs]
         if name in PROJECTIONS:
@@ -99,13 +111,17 @@ class FaultlessModules:
             return active * x[1] if len(x) == 2 else active
         return x[0] + x[1]
 
-    def module_errors(self, index: int, weights: LayerWeights, trace: LayerTrace) -> Iterator[tuple[str, ErrorMetrics]]:
+    def module_errors(
+        self, index: int, weights: LayerWeights, trace: LayerTrace
+    ) -> Iterator[tuple[str, ErrorMetrics]]:
         """Module-local errors: every module on the reference's own inputs."""
         for name, (inputs, output) in trace.items():
             yield name, compare_tensors(name, self.module(index, weights, name, inputs), output)
 
     def layer(self, index: int, weights: LayerWeights, x: Tensor, plan: LayerTrace) -> Tensor:
-        """The layer's output from our own x: the plan tells which recorded tensor feeds which module."""
+        """The layer's output from our own x: the plan tells which recorded tensor feeds which
+        module.
+        """
         made: dict[int, Tensor] = {id(plan["input_norm"].inputs[0]): x}
         for name, (inputs, output) in plan.items():
             fed = tuple(made[id(tensor)] for tensor in inputs)
@@ -114,6 +130,8 @@ class FaultlessModules:
 
     def head(self, x: Tensor) -> Tensor:
         reference = self.reference
-        normed = self.norm(x.to(self.dtype), reference.norm_weights(None, "final_norm"), reference.eps)
+        normed = self.norm(
+            x.to(self.dtype), reference.norm_weights(None, "final_norm"), reference.eps
+        )
         weight = reference.source.get(reference.head_weight_name())
         return self.linear(normed, Affine(weight))

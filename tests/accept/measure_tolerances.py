@@ -1,6 +1,8 @@
-"""Prints the measurements that modelmill/accept/tolerances.py is built on: `… [CHECKPOINT.gguf] [TOKENS]`.
+"""Prints the measurements that modelmill/accept/tolerances.py is built on: `… [CHECKPOINT.gguf]
+[TOKENS]`.
 
-Honest rounding and planted faults, in every dtype and recipe, on seeded Gaussian and heavy-tailed models
+Honest rounding and planted faults, in every dtype and recipe, on seeded Gaussian and heavy-tailed
+models
 and, where a GGUF file is given, on real weights reading our own text.
 """
 
@@ -33,8 +35,13 @@ def gguf_checkpoint(path: Path) -> tuple[MemoryCheckpoint, Any]:
     import gguf
 
     reader = gguf.GGUFReader(path)
-    tensors = {t.name: torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy()) for t in reader.tensors}
-    facts = {name: field.contents() for name, field in reader.fields.items() if "tokens" not in name}
+    tensors = {
+        t.name: torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy())
+        for t in reader.tensors
+    }
+    facts = {
+        name: field.contents() for name, field in reader.fields.items() if "tokens" not in name
+    }
     return MemoryCheckpoint(MemoryContainer(tensors, facts)), reader
 
 
@@ -46,7 +53,9 @@ def text_ids(reader: Any, text: str) -> list[int]:
     merges = [tuple(m.split(" ")) for m in reader.fields["tokenizer.ggml.merges"].contents()]
     tokenizer = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, merges))
     digits = pre_tokenizers.Digits(individual_digits=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     return tokenizer.encode(text).ids
 
 
@@ -61,11 +70,17 @@ def honest_lines(reference: ReferenceModel, ids: Tensor) -> Iterator[str]:
         for s in SETTINGS:
             for name, row in honest[s].module_errors(index, weights, trace):
                 now = worst.setdefault((s, module_type(name)), [0.0, 0.0, 0.0])
-                now[:] = [max(a, b) for a, b in zip(now, (row.rel_l2, row.max_rel, abs(row.gain - 1)), strict=True)]
+                now[:] = [
+                    max(a, b)
+                    for a, b in zip(now, (row.rel_l2, row.max_rel, abs(row.gain - 1)), strict=True)
+                ]
             streams[s] = honest[s].layer(index, weights, streams[s], trace)
         exact = trace["output"].output
     for (s, kind), values in worst.items():
-        yield f"{str(s[0])[6:]:9} {s[1]:5} {kind:11} l2 {values[0]:.1e} max {values[1]:.1e} gain {values[2]:.1e}"
+        yield (
+            f"{str(s[0])[6:]:9} {s[1]:5} {kind:11} l2 {values[0]:.1e} max {values[1]:.1e} gain "
+            f"{values[2]:.1e}"
+        )
     final = reference.head(exact)["logits"].output
     wide = center_logits(final)
     best = wide.topk(2).values
@@ -76,7 +91,8 @@ def honest_lines(reference: ReferenceModel, ids: Tensor) -> Iterator[str]:
         lost = margins[ours.argmax(-1) != final.argmax(-1)]
         yield (
             f"{str(s[0])[6:]:9} {s[1]:5} logits      l2 {row.rel_l2:.1e} "
-            f"lost {len(lost)}/{len(ids)} at margins up to {float(lost.max()) if len(lost) else 0:.1e}"
+            f"lost {len(lost)}/{len(ids)} at margins up to "
+            f"{float(lost.max()) if len(lost) else 0:.1e}"
         )
 
 
@@ -95,7 +111,9 @@ def main(arguments: list[str]) -> None:
     random_ids = torch.randint(0, 200, (96,), generator=torch.Generator().manual_seed(1))
     models = {
         f"{shape}-{layers}x{width}": (
-            open_reference(memory_checkpoint(*seeded_decoder(layers=layers, hidden=width, shape=shape))),
+            open_reference(
+                memory_checkpoint(*seeded_decoder(layers=layers, hidden=width, shape=shape))
+            ),
             random_ids,
         )
         for shape, layers, width in (

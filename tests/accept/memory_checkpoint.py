@@ -33,6 +33,10 @@ class MemoryCheckpoint:
     config: dict[str, Any] = field(default_factory=dict)
 
 
-def memory_checkpoint(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> MemoryCheckpoint:
+def memory_checkpoint(
+    tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+) -> MemoryCheckpoint:
     """A Hugging Face checkpoint of these tensors."""
-    return MemoryCheckpoint(MemoryContainer({k: v.detach() for k, v in tensors.items()}), dict(config))
+    return MemoryCheckpoint(
+        MemoryContainer({k: v.detach() for k, v in tensors.items()}), dict(config)
+    )

@@ -1,6 +1,8 @@
-"""Faults planted in our own build path, one at a time: what a wrong model file or a wrong packer would do.
+"""Faults planted in our own build path, one at a time: what a wrong model file or a wrong packer
+would do.
 
-Each is a patch of modelmill's code, active while the engine is built and while it runs; the reference of the
+Each is a patch of modelmill's code, active while the engine is built and while it runs; the
+reference of the
 acceptance contract reads the checkpoint without that code.
 """
 
@@ -22,7 +24,9 @@ from modelmill.core.registry import find_module
 
 @dataclass(frozen=True)
 class Fault:
-    """name; the layer and the modules one of which must be named; needs_square: only where o_proj is square."""
+    """name; the layer and the modules one of which must be named; needs_square: only where o_proj
+    is square.
+    """
 
     name: str
     layer: int
@@ -50,16 +54,34 @@ def faults(model_type: str, *, layer: int = LAYER) -> list[Fault]:
     block = f"layers.{layer}"
     found = [
         Fault("the two norms renamed", layer, ("attn_norm",), _rules(_norms_swapped(block))),
-        Fault("o_proj x 1.05", layer, ("attn.o_proj",), _scaled(f"{block}.attn.o_proj.weight", 1.05)),
+        Fault(
+            "o_proj x 1.05", layer, ("attn.o_proj",), _scaled(f"{block}.attn.o_proj.weight", 1.05)
+        ),
         Fault("eps x 10", 0, ("attn_norm.eps",), _config(lambda c: replace(c, eps=c.eps * 10))),
         Fault("eps / 10", 0, ("attn_norm.eps",), _config(lambda c: replace(c, eps=c.eps / 10))),
-        Fault("o_proj transposed", layer, ("attn.o_proj",), _rules(_turned(f"{block}.attn.o_proj.weight")), True),
+        Fault(
+            "o_proj transposed",
+            layer,
+            ("attn.o_proj",),
+            _rules(_turned(f"{block}.attn.o_proj.weight")),
+            True,
+        ),
     ]
     if not gpt2:
         gate_up = ("mlp.gate_proj", "mlp.up_proj")
         found += [
-            Fault("RoPE base x 2", 0, ("attn.rope_cache.q", "attn.rope_cache.k"), _config(lambda c: _based(c, 2.0))),
-            Fault("RoPE base / 10", 0, ("attn.rope_cache.q", "attn.rope_cache.k"), _config(lambda c: _based(c, 0.1))),
+            Fault(
+                "RoPE base x 2",
+                0,
+                ("attn.rope_cache.q", "attn.rope_cache.k"),
+                _config(lambda c: _based(c, 2.0)),
+            ),
+            Fault(
+                "RoPE base / 10",
+                0,
+                ("attn.rope_cache.q", "attn.rope_cache.k"),
+                _config(lambda c: _based(c, 0.1)),
+            ),
             Fault(
                 "w1 and w2 swapped" if qwen else "gate and up swapped",
                 layer,
@@ -104,7 +126,9 @@ def _scaled(target: str, factor: float) -> Callable[[ModuleType], Any]:
     return lambda _: change_tensor(target, lambda tensor: tensor * factor)
 
 
-def change_tensor(target: str, change: Callable[[Tensor], Tensor]) -> contextlib.AbstractContextManager[Any]:
+def change_tensor(
+    target: str, change: Callable[[Tensor], Tensor]
+) -> contextlib.AbstractContextManager[Any]:
     """A patch of the builder: one tensor comes out as something else."""
     honest = build_engine.apply_rule
 
@@ -124,7 +148,10 @@ def _based(config: Any, factor: float) -> Any:
 
 def _reordered(target: str, order: tuple[int, ...]) -> Callable[[list[Rule]], list[Rule]]:
     def change(rules: list[Rule]) -> list[Rule]:
-        return [replace(r, sources=tuple(r.sources[i] for i in order)) if r.target == target else r for r in rules]
+        return [
+            replace(r, sources=tuple(r.sources[i] for i in order)) if r.target == target else r
+            for r in rules
+        ]
 
     return change
 
@@ -145,7 +172,9 @@ def _norms_swapped(block: str) -> Callable[[list[Rule]], list[Rule]]:
 
 
 def _turned(target: str) -> Callable[[list[Rule]], list[Rule]]:
-    """Stored rows become columns: "transpose" where there was "copy", and the other way round (GPT-2)."""
+    """Stored rows become columns: "transpose" where there was "copy", and the other way round
+    (GPT-2).
+    """
 
     def change(rules: list[Rule]) -> list[Rule]:
         flip = {"copy": "transpose", "transpose": "copy"}

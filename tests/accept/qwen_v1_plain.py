@@ -1,6 +1,8 @@
-"""Qwen v1 a second time, deliberately otherwise: token by token with a growing cache, complex rotation.
+"""Qwen v1 a second time, deliberately otherwise: token by token with a growing cache, complex
+rotation.
 
-Nothing is shared with the reference under test; the weights come as a plain dict under the original names.
+Nothing is shared with the reference under test; the weights come as a plain dict under the original
+names.
 Each token is one step: its key, already turned, joins the cache, and the query looks back over it.
 """
 
@@ -15,7 +17,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 def seeded_qwen(config: dict[str, Any], seed: int) -> Tensors:
-    """Seeded float32 weights in the QWenLMHeadModel layout, far enough from zero to tell things apart."""
+    """Seeded float32 weights in the QWenLMHeadModel layout, far enough from zero to tell things
+    apart.
+    """
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, spread: float) -> torch.Tensor:
@@ -44,7 +48,9 @@ def seeded_qwen(config: dict[str, Any], seed: int) -> Tensors:
 
 
 def ntk_alpha(prompt: int, seq_length: int) -> int:
-    """1 up to seq_length, then 3, 7, 15, … for every doubling: counted, not computed by a logarithm."""
+    """1 up to seq_length, then 3, 7, 15, … for every doubling: counted, not computed by a
+    logarithm.
+    """
     doublings = 0
     while prompt > seq_length * 2**doublings:
         doublings += 1
@@ -58,10 +64,14 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def turned(head: torch.Tensor, position: int, base: float) -> torch.Tensor:
-    """One head's vector as complex numbers (channel i, channel i + d/2), each turned by its angle."""
+    """One head's vector as complex numbers (channel i, channel i + d/2), each turned by its
+    angle.
+    """
     d = head.numel()
     numbers = torch.complex(head[: d // 2], head[d // 2 :])
-    angles = torch.tensor([position * base ** (-2 * i / d) for i in range(d // 2)], dtype=torch.float64)
+    angles = torch.tensor(
+        [position * base ** (-2 * i / d) for i in range(d // 2)], dtype=torch.float64
+    )
     numbers = numbers * torch.polar(torch.ones_like(angles), angles)
     return torch.cat((numbers.real, numbers.imag))
 
@@ -75,7 +85,9 @@ class PlainQwen:
         d = config["kv_channels"]
         alpha = ntk_alpha(prompt, config["seq_length"]) if config["use_dynamic_ntk"] else 1
         self.base = config["rotary_emb_base"] * alpha ** (d / (d - 2))
-        self.cache: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(config["num_hidden_layers"])]
+        self.cache: list[list[tuple[torch.Tensor, torch.Tensor]]] = [
+            [] for _ in range(config["num_hidden_layers"])
+        ]
         self.position = 0
 
     def step(self, token: int) -> torch.Tensor:
@@ -85,18 +97,24 @@ class PlainQwen:
             x = self.block(i, x)
         self.position += 1
         eps = self.config["layer_norm_epsilon"]
-        return self.tensors["lm_head.weight"] @ norm(x, self.tensors["transformer.ln_f.weight"], eps)
+        return self.tensors["lm_head.weight"] @ norm(
+            x, self.tensors["transformer.ln_f.weight"], eps
+        )
 
     def block(self, i: int, x: torch.Tensor) -> torch.Tensor:
         def weight(name: str) -> torch.Tensor:
             return self.tensors[f"transformer.h.{i}.{name}"]
 
         eps = self.config["layer_norm_epsilon"]
-        fused = weight("attn.c_attn.weight") @ norm(x, weight("ln_1.weight"), eps) + weight("attn.c_attn.bias")
+        fused = weight("attn.c_attn.weight") @ norm(x, weight("ln_1.weight"), eps) + weight(
+            "attn.c_attn.bias"
+        )
         x = x + weight("attn.c_proj.weight") @ self.attention(i, fused)
         h = norm(x, weight("ln_2.weight"), eps)
         gate = weight("mlp.w2.weight") @ h
-        return x + weight("mlp.c_proj.weight") @ ((weight("mlp.w1.weight") @ h) * (gate / (1 + torch.exp(-gate))))
+        return x + weight("mlp.c_proj.weight") @ (
+            (weight("mlp.w1.weight") @ h) * (gate / (1 + torch.exp(-gate)))
+        )
 
     def attention(self, i: int, fused: torch.Tensor) -> torch.Tensor:
         d, heads = self.config["kv_channels"], self.config["num_attention_heads"]
@@ -112,11 +130,17 @@ class PlainQwen:
             scores = torch.stack([query @ past[h] for past, _ in self.cache[i]]) / math.sqrt(d)
             chances = torch.exp(scores - scores.max())
             chances = chances / chances.sum()
-            mixed.append(sum(c * values[h] for c, (_, values) in zip(chances, self.cache[i], strict=True)))
+            mixed.append(
+                sum(c * values[h] for c, (_, values) in zip(chances, self.cache[i], strict=True))
+            )
         return torch.cat(mixed)
 
 
-def plain_qwen_logits(tensors: Tensors, config: dict[str, Any], ids: list[int], prompt: int) -> torch.Tensor:
-    """Logits [T, vocab] of the whole sequence, its first ``prompt`` tokens being one request's prompt."""
+def plain_qwen_logits(
+    tensors: Tensors, config: dict[str, Any], ids: list[int], prompt: int
+) -> torch.Tensor:
+    """Logits [T, vocab] of the whole sequence, its first ``prompt`` tokens being one request's
+    prompt.
+    """
     model = PlainQwen(tensors, config, prompt)
     return torch.stack([model.step(token) for token in ids])

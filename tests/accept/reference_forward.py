@@ -1,4 +1,6 @@
-"""The reference run over a whole sequence, layer by layer: what the contract does along the way of the engine."""
+"""The reference run over a whole sequence, layer by layer: what the contract does along the way of
+the engine.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def reference_logits(
     prompt_length: int | None = None,
     on_layer: Callable[[int, LayerTrace], None] | None = None,
 ) -> Tensor:
-    """[T, vocab] of a sequence whose first ``prompt_length`` tokens (None: all of it) were one prefill."""
+    """[T, vocab] of a sequence whose first ``prompt_length`` tokens (None: all of it) were one
+    prefill.
+    """
     tokens = torch.as_tensor(ids, dtype=torch.long)
     x = reference.embed(tokens)
     for index in range(reference.num_layers):

@@ -1,4 +1,6 @@
-"""Seeded decoder checkpoints with Gaussian or heavy-tailed weights, for measuring and for planting faults."""
+"""Seeded decoder checkpoints with Gaussian or heavy-tailed weights, for measuring and for planting
+faults.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,16 @@ from torch import Tensor
 
 
 def seeded_decoder(
-    layers: int = 2, hidden: int = 64, shape: str = "gauss", seed: int = 0, model_type: str = "llama"
+    layers: int = 2,
+    hidden: int = 64,
+    shape: str = "gauss",
+    seed: int = 0,
+    model_type: str = "llama",
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and config of a square-headed llama. "heavy": Student's t with 3 degrees of freedom."""
+    """Tensors and config of a square-headed llama.
+
+    "heavy": Student's t with 3 degrees of freedom.
+    """
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
@@ -36,13 +45,20 @@ def seeded_decoder(
         "rope_theta": 100000.0,
         "rms_norm_eps": 1e-5,
     }
-    tensors = {"model.embed_tokens.weight": normal(200, hidden), "lm_head.weight": 3 * matrix(200, hidden)}
+    tensors = {
+        "model.embed_tokens.weight": normal(200, hidden),
+        "lm_head.weight": 3 * matrix(200, hidden),
+    }
     tensors["model.norm.weight"] = 1 + 0.2 * normal(hidden)
     for index in range(layers):
         stem = f"model.layers.{index}"
         for name in ("q", "k", "v", "o"):
             tensors[f"{stem}.self_attn.{name}_proj.weight"] = matrix(hidden, hidden)
-        for name, size in (("gate", (wide, hidden)), ("up", (wide, hidden)), ("down", (hidden, wide))):
+        for name, size in (
+            ("gate", (wide, hidden)),
+            ("up", (wide, hidden)),
+            ("down", (hidden, wide)),
+        ):
             tensors[f"{stem}.mlp.{name}_proj.weight"] = matrix(*size)
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{stem}.{name}.weight"] = 1 + 0.3 * normal(hidden)

@@ -41,9 +41,12 @@ def test_the_report_has_what_scripts_rely_on(built: tuple[Path, Path, dict[str, 
 def test_every_module_of_every_layer_is_judged(built: tuple[Path, Path, dict[str, Any]]) -> None:
     judged_modules = {row["name"] for row in built[2]["layers"]}
     for layer in range(3):
-        inner = ("attn_norm", "attn_norm.eps", "attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.rope_cache.q",
-                 "attn.rope_cache.k", "attn.rope_cache.v", "attn.core", "attn.o_proj", "attn.residual", "mlp_norm",
-                 "mlp_norm.eps", "mlp.gate_proj", "mlp.up_proj", "mlp.act", "mlp.down_proj", "output")  # fmt: skip
+        inner = ("attn_norm", "attn_norm.eps", "attn.q_proj", "attn.k_proj", "attn.v_proj",
+            "attn.rope_cache.q",
+                 "attn.rope_cache.k", "attn.rope_cache.v", "attn.core", "attn.o_proj",
+                 "attn.residual", "mlp_norm",
+                 "mlp_norm.eps", "mlp.gate_proj", "mlp.up_proj", "mlp.act", "mlp.down_proj",
+                 "output")  # fmt: skip
         assert {f"layers.{layer}.{name}" for name in inner} <= judged_modules
         assert f"layers.{layer}" in judged_modules, "the layer as a whole"
     assert {"embed", "norm", "norm.eps", "head"} <= judged_modules
@@ -62,12 +65,16 @@ def test_progress_is_told(built: tuple[Path, Path, dict[str, Any]]) -> None:
     told: list[tuple[str, int, int]] = []
     loop = EngineCore.open(engine, RunConfig(device="cpu", kv_cache_bytes=1 << 22))
     assert loop.artifact is not None
-    compare_engine(loop, open_checkpoint(checkpoint), [list(range(20))], on_progress=lambda *a: told.append(a))
+    compare_engine(
+        loop, open_checkpoint(checkpoint), [list(range(20))], on_progress=lambda *a: told.append(a)
+    )
     assert list(dict.fromkeys(stage.removeprefix("acceptance: ") for stage, _, _ in told)) == [
         "modules of layers", "wiring", "norms", "sequences", "done",
     ]  # fmt: skip
     depth = len(loop.model_runner.model.layers)  # type: ignore[arg-type]
-    assert [each[1:] for each in told if "modules" in each[0]] == [(layer, depth) for layer in range(depth)]
+    assert [each[1:] for each in told if "modules" in each[0]] == [
+        (layer, depth) for layer in range(depth)
+    ]
 
 
 def test_ids_without_a_tokenizer_are_seeded(built: tuple[Path, Path, dict[str, Any]]) -> None:
@@ -79,12 +86,18 @@ def test_ids_without_a_tokenizer_are_seeded(built: tuple[Path, Path, dict[str, A
 
 
 @pytest.mark.parametrize("length", [1, 2, 5])
-def test_short_contexts_are_judged_too(built: tuple[Path, Path, dict[str, Any]], tmp_path: Path, length: int) -> None:
-    report, written = build_and_accept(built[0], tmp_path / "e", "float32", "none", max_model_len=length)
+def test_short_contexts_are_judged_too(
+    built: tuple[Path, Path, dict[str, Any]], tmp_path: Path, length: int
+) -> None:
+    report, written = build_and_accept(
+        built[0], tmp_path / "e", "float32", "none", max_model_len=length
+    )
     assert written, report.get("refusal")
 
 
-def test_what_connects_the_modules_is_judged(built: tuple[Path, Path, dict[str, Any]], monkeypatch: Any) -> None:
+def test_what_connects_the_modules_is_judged(
+    built: tuple[Path, Path, dict[str, Any]], monkeypatch: Any
+) -> None:
     """Every module is right alone, but a layer reads its branch twice: the layer is named."""
     from modelmill.nn.decoder import DecoderLayer
 
@@ -102,7 +115,9 @@ def test_what_connects_the_modules_is_judged(built: tuple[Path, Path, dict[str, 
     assert (report["layer"], report["module"]) == (2, "layer")
 
 
-def test_a_fault_of_decode_alone_is_found(built: tuple[Path, Path, dict[str, Any]], monkeypatch: Any) -> None:
+def test_a_fault_of_decode_alone_is_found(
+    built: tuple[Path, Path, dict[str, Any]], monkeypatch: Any
+) -> None:
     """Modules see prefill only; what goes wrong with one token at a time shows in the sequences."""
     from modelmill.runtime.scorer import TokenScorer
 
@@ -124,7 +139,9 @@ def test_a_fault_of_decode_alone_is_found(built: tuple[Path, Path, dict[str, Any
     assert "between the modules" in report["verdict"]
 
 
-def test_nan_in_the_engine_is_refused(built: tuple[Path, Path, dict[str, Any]], monkeypatch: Any) -> None:
+def test_nan_in_the_engine_is_refused(
+    built: tuple[Path, Path, dict[str, Any]], monkeypatch: Any
+) -> None:
     loop = EngineCore.open(built[1], RunConfig(device="cpu", kv_cache_bytes=1 << 22))
     assert loop.artifact is not None
     norm = loop.model.get_submodule("layers.1.mlp_norm")
@@ -136,19 +153,28 @@ def test_nan_in_the_engine_is_refused(built: tuple[Path, Path, dict[str, Any]], 
 
 def test_accept_takes_the_kernels_of_the_build(tmp_path: Path) -> None:
     checkpoint = save_tiny("llama", tmp_path / "hf")
-    report, written = build_and_accept(checkpoint, tmp_path / "e", "float32", "none", kernels={"linear": "torch"})
+    report, written = build_and_accept(
+        checkpoint, tmp_path / "e", "float32", "none", kernels={"linear": "torch"}
+    )
     assert written
     assert report["kernels"]["linear"] == "torch"
 
 
 @pytest.mark.parametrize(("dtype", "recipe"), [("float32", "none"), ("bfloat16", "int8")])
-def test_the_eps_of_a_head_norm_is_judged(tmp_path: Path, monkeypatch: Any, dtype: str, recipe: str) -> None:
+def test_the_eps_of_a_head_norm_is_judged(
+    tmp_path: Path, monkeypatch: Any, dtype: str, recipe: str
+) -> None:
     """Qwen3 norms each head inside the rotation: an eps that is lost on the way there is named."""
     from modelmill.nn.decoder import DecoderConfig
 
     checkpoint = save_tiny("qwen3", tmp_path / "hf")
     honest = DecoderConfig.attention_spec
-    monkeypatch.setattr(DecoderConfig, "attention_spec", lambda self, i: replace(honest(self, i), eps=self.eps * 10))
+    monkeypatch.setattr(
+        DecoderConfig, "attention_spec", lambda self, i: replace(honest(self, i), eps=self.eps * 10)
+    )
     report, written = build_and_accept(checkpoint, tmp_path / "e", dtype, recipe)
     assert not written
-    assert (report["layer"], report["module"]) in {(0, "attn.rope_cache.eps"), (0, "attn.rope_cache.q")}
+    assert (report["layer"], report["module"]) in {
+        (0, "attn.rope_cache.eps"),
+        (0, "attn.rope_cache.q"),
+    }

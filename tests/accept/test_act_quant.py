@@ -1,4 +1,6 @@
-"""Engines with rounded activations: honest ones are accepted, planted faults refused and named, as in wide ones."""
+"""Engines with rounded activations: honest ones are accepted, planted faults refused and named, as
+in wide ones.
+"""
 
 from __future__ import annotations
 
@@ -31,28 +33,42 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("name", HONEST)
 def test_an_honest_engine_is_accepted(name: str, tiny: dict[str, Path], tmp_path: Path) -> None:
-    settings: list[tuple[str, str, dict[str, Any]]] = [("bfloat16", "fp8", SMALL), ("bfloat16", "smoothquant", FIXED)]
+    settings: list[tuple[str, str, dict[str, Any]]] = [
+        ("bfloat16", "fp8", SMALL),
+        ("bfloat16", "smoothquant", FIXED),
+    ]
     if name in ("llama", "gpt2"):
         settings += [("float32", "smoothquant", SMALL), ("float16", "smoothquant", FIXED | STATIC)]
-        settings += [("float32", "fp8", SMALL | STATIC), ("float16", "fp8", SMALL | {"activation_scales": "none"})]
+        settings += [
+            ("float32", "fp8", SMALL | STATIC),
+            ("float16", "fp8", SMALL | {"activation_scales": "none"}),
+        ]
     if name == "llama-tied":
         settings += [("bfloat16", "smoothquant", FIXED | {"quantize_head": True})]
     for number, (dtype, recipe, options) in enumerate(settings):
-        report, written = build_and_accept(tiny[name], tmp_path / str(number), dtype, recipe, **options)
+        report, written = build_and_accept(
+            tiny[name], tmp_path / str(number), dtype, recipe, **options
+        )
         assert written, f"{dtype} {recipe} {options}: {report['reason']}"
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
-def test_a_fault_is_refused_and_named(family: str, name: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_a_fault_is_refused_and_named(
+    family: str, name: str, tiny: dict[str, Path], tmp_path: Path
+) -> None:
     fault = next(f for f in faults(family) if f.name == name)
     settings: list[tuple[str, str, dict[str, Any]]] = [("bfloat16", "fp8", SMALL)]
     if name in ("o_proj x 1.05", "k renamed v", "the two norms renamed"):
         settings += [("float32", "smoothquant", FIXED)]
     for dtype, recipe, options in settings:
         with plant_fault(fault, family):
-            report, written = build_and_accept(tiny[family], tmp_path / "e", dtype, recipe, **options)
+            report, written = build_and_accept(
+                tiny[family], tmp_path / "e", dtype, recipe, **options
+            )
         assert not written, f"{dtype} {recipe}"
-        assert (report["layer"], report["module"] in fault.modules) == (fault.layer, True), report["reason"]
+        assert (report["layer"], report["module"] in fault.modules) == (fault.layer, True), report[
+            "reason"
+        ]
 
 
 def test_a_smoother_folded_on_one_side_is_refused(tiny: dict[str, Path], tmp_path: Path) -> None:
@@ -67,7 +83,9 @@ def test_a_smoother_folded_on_one_side_is_refused(tiny: dict[str, Path], tmp_pat
         return found
 
     with mock.patch.object(activation_smoothing, "fold_scales", half):
-        report, written = build_and_accept(tiny["llama"], tmp_path / "e", "float32", "smoothquant", **FIXED)
+        report, written = build_and_accept(
+            tiny["llama"], tmp_path / "e", "float32", "smoothquant", **FIXED
+        )
     assert not written
     assert (report["layer"], report["module"]) == (0, "attn.o_proj"), report["reason"]
 
@@ -76,7 +94,13 @@ def test_a_smoother_folded_on_one_side_is_refused(tiny: dict[str, Path], tmp_pat
 def test_a_kernel_that_errs_is_refused(wrong: str, tiny: dict[str, Path], tmp_path: Path) -> None:
     honest, real = op.w8a8_linear, registry.select_backends
 
-    def run(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, x_scale: torch.Tensor, *more: Any) -> Any:
+    def run(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        x_scale: torch.Tensor,
+        *more: Any,
+    ) -> Any:
         if wrong == "a scale":
             return honest(x, weight, scale, x_scale * 1.003, *more)
         total = (x.double() @ weight.double().T).clamp(-(2**15), 2**15 - 1)
@@ -86,16 +110,30 @@ def test_a_kernel_that_errs_is_refused(wrong: str, tiny: dict[str, Path], tmp_pa
         return replace(real(device, *more), w8a8_linear=run)
 
     with mock.patch("modelmill.runtime.engine_core.select_backends", resolve):
-        report, written = build_and_accept(tiny["llama"], tmp_path / "e", "float32", "smoothquant", **FIXED)
+        report, written = build_and_accept(
+            tiny["llama"], tmp_path / "e", "float32", "smoothquant", **FIXED
+        )
     assert not written
     assert report["module"].endswith("_proj"), report["reason"]
 
 
 def test_the_report_tells_what_smoothing_did(tiny: dict[str, Path], tmp_path: Path) -> None:
-    report, written = build_and_accept(tiny["gpt2"], tmp_path / "e", "float32", "smoothquant", **SMALL)
+    report, written = build_and_accept(
+        tiny["gpt2"], tmp_path / "e", "float32", "smoothquant", **SMALL
+    )
     assert written, report["reason"]
     told = report["quantization_errors"]
-    wanted = {"layer", "module", "before", "after", "bits", "outliers", "alpha", "layer_error", "activations"}
+    wanted = {
+        "layer",
+        "module",
+        "before",
+        "after",
+        "bits",
+        "outliers",
+        "alpha",
+        "layer_error",
+        "activations",
+    }
     assert all(wanted <= set(each) for each in told)
     notes = {each["module"] for each in told if "note" in each}
     assert notes == {"mlp.down_proj"}, "GPT-2's second matrix cannot be smoothed, and that is said"

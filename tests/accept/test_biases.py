@@ -1,4 +1,6 @@
-"""A bias that is lost, or that no checkpoint has: a low-bit engine's reference computes with what the engine holds."""
+"""A bias that is lost, or that no checkpoint has: a low-bit engine's reference computes with what
+the engine holds.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("case", CASES)
-def test_a_wrong_bias_is_refused(case: str, recipe: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_a_wrong_bias_is_refused(
+    case: str, recipe: str, tiny: dict[str, Path], tmp_path: Path
+) -> None:
     name, plant, modules = CASES[case]
     honest = run.EngineCore.open
 
@@ -72,7 +76,9 @@ def test_a_wrong_bias_is_refused(case: str, recipe: str, tiny: dict[str, Path], 
         return loop
 
     with mock.patch.object(run.EngineCore, "open", opened):
-        report, written = build_and_accept(tiny[name], tmp_path / "e", "float32", recipe, **RECIPES[recipe])
+        report, written = build_and_accept(
+            tiny[name], tmp_path / "e", "float32", recipe, **RECIPES[recipe]
+        )
     assert not written
     assert (report["layer"], report["module"] in modules) == (1, True), report["reason"]
     wrong = {row["name"] for row in report["layers"] if not row["ok"]}
@@ -82,6 +88,8 @@ def test_a_wrong_bias_is_refused(case: str, recipe: str, tiny: dict[str, Path], 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_honest_ones_are_accepted(recipe: str, tiny: dict[str, Path], tmp_path: Path) -> None:
     for name in ("llama-bias", "gpt2"):
-        report, written = build_and_accept(tiny[name], tmp_path / name, "float32", recipe, **RECIPES[recipe])
+        report, written = build_and_accept(
+            tiny[name], tmp_path / name, "float32", recipe, **RECIPES[recipe]
+        )
         assert written, report["reason"]
         assert sum(row["name"].endswith(".bias") for row in report["layers"]) >= 3 * 7

@@ -1,4 +1,6 @@
-"""Faults of one row, one scale or one tile: a whole matrix's errors hide them, the matrix's parts do not."""
+"""Faults of one row, one scale or one tile: a whole matrix's errors hide them, the matrix's parts
+do not.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ from tests.accept.build_and_accept import build_and_accept, save_tiny
 
 RECIPES = {"fp8": fp8, "int8": int8, "smoothquant": smoothquant, "int4": int4}
 INNER = 80  # of the small llama: what down_proj reads
-SMALL = {"calibration_samples": 4, "calibration_length": 64, "group_size": 32, "alpha": "0.5", "max_layer_error": None}
+SMALL = {
+    "calibration_samples": 4,
+    "calibration_length": 64,
+    "group_size": 32,
+    "alpha": "0.5",
+    "max_layer_error": None,
+}
 
 
 def scale_off(weight: Tensor) -> Tensor:
@@ -66,7 +74,8 @@ SHOWN = [
     for fault in FAULTS
     if (kind, fault) != ("int4", scale_off)
 ]
-HIDDEN = [("fp8", scale_off), ("int8", scale_off), ("w8a8", scale_off), ("fp8", rows_swapped), ("int4", rows_swapped),
+HIDDEN = [("fp8", scale_off), ("int8", scale_off), ("w8a8", scale_off), ("fp8", rows_swapped),
+    ("int4", rows_swapped),
           ("fp8", tile_moved)]  # fmt: skip
 
 
@@ -76,7 +85,9 @@ def test_the_parts_show_what_the_matrix_hides(kind: str, fault: FAULT) -> None:
     right = drawn(1536, 576)
     ours = base.pack(kind, fault(right), torch.float32).dense()
     if (kind, fault) in HIDDEN:
-        assert not WEIGHT_BOUNDS[kind].violations(compare_tensors("w", ours, right)), "the whole matrix looks rounded"
+        assert not WEIGHT_BOUNDS[kind].violations(compare_tensors("w", ours, right)), (
+            "the whole matrix looks rounded"
+        )
     assert BLOCK_BOUNDS[kind].violations(compare_matrix("w", ours, right)[1])
 
 
@@ -109,9 +120,17 @@ def test_the_numbers_are_those_of_the_worst_row_and_tile() -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(blocks=st.lists(st.integers(1, 3), min_size=1, max_size=4), last=st.integers(1, 40), seed=st.integers(0, 99))
-def test_it_makes_no_difference_where_a_matrix_is_cut(blocks: list[int], last: int, seed: int) -> None:
-    right = drawn(32 * sum(blocks) + last, 45, seed) * torch.exp(drawn(32 * sum(blocks) + last, 1, seed + 1))
+@given(
+    blocks=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    last=st.integers(1, 40),
+    seed=st.integers(0, 99),
+)
+def test_it_makes_no_difference_where_a_matrix_is_cut(
+    blocks: list[int], last: int, seed: int
+) -> None:
+    right = drawn(32 * sum(blocks) + last, 45, seed) * torch.exp(
+        drawn(32 * sum(blocks) + last, 1, seed + 1)
+    )
     ours = right + 0.1 * drawn(*right.shape, seed + 2)
     sizes = [*(32 * block for block in blocks), last]
     whole, parts = compare_blocks("w", zip(ours.split(sizes), right.split(sizes), strict=True))
@@ -124,7 +143,11 @@ def test_it_makes_no_difference_where_a_matrix_is_cut(blocks: list[int], last: i
         assert getattr(parts, name) == pytest.approx(getattr(worst, name), rel=1e-9), name
     assert whole.gain == pytest.approx(once.gain, rel=1e-9)
     error = (ours.double() - right.double()).abs()
-    assert whole.median_abs == once.median_abs == pytest.approx(float(error[::8].median(1).values.median()))
+    assert (
+        whole.median_abs
+        == once.median_abs
+        == pytest.approx(float(error[::8].median(1).values.median()))
+    )
 
 
 def test_nothing_and_what_is_not_finite() -> None:
@@ -132,7 +155,12 @@ def test_nothing_and_what_is_not_finite() -> None:
     for row in compare_matrix("w", zeros, zeros):
         assert not BLOCK_BOUNDS["fp8"].violations(row)
         assert row.rel_l2 == 0
-    for ours, right in ((zeros + 1, zeros), (zeros * torch.nan, zeros + 1), (zeros, zeros[:2]), (zeros[:2], zeros)):
+    for ours, right in (
+        (zeros + 1, zeros),
+        (zeros * torch.nan, zeros + 1),
+        (zeros, zeros[:2]),
+        (zeros[:2], zeros),
+    ):
         for row in compare_matrix("w", ours, right):
             assert BLOCK_BOUNDS["int4"].violations(row)
 
@@ -144,7 +172,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("fault", [None, scale_off, rows_swapped])
-def test_an_engine_with_such_a_fault_is_refused(recipe: str, fault: FAULT | None, llama: Path, tmp_path: Path) -> None:
+def test_an_engine_with_such_a_fault_is_refused(
+    recipe: str, fault: FAULT | None, llama: Path, tmp_path: Path
+) -> None:
     if recipe == "int4" and fault is scale_off:
         pytest.skip("ten per cent is what rounding to 16 levels does to rows, too")
     honest = RECIPES[recipe].RECIPE.quantize

@@ -1,4 +1,6 @@
-"""Faults of an embedding or a quantized head that a text does not show: engines with them are refused."""
+"""Faults of an embedding or a quantized head that a text does not show: engines with them are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,11 @@ import torch
 from torch import Tensor
 
 from modelmill.accept import embedding_and_head
-from modelmill.accept.embedding_and_head import check_embedding_tables, check_quantized_head, dequantize_blocks
+from modelmill.accept.embedding_and_head import (
+    check_embedding_tables,
+    check_quantized_head,
+    dequantize_blocks,
+)
 from modelmill.accept.reference import tensor_source
 from modelmill.accept.run import sample_ids
 from modelmill.weights import base
@@ -24,7 +30,12 @@ SMALL = {
     "int4": {"method": "nearest", "group_size": 32},
     "int8": {},
     "fp8": {"method": "nearest"},
-    "smoothquant": {"calibration_samples": 4, "calibration_length": 64, "alpha": "0.5", "max_layer_error": None},
+    "smoothquant": {
+        "calibration_samples": 4,
+        "calibration_length": 64,
+        "alpha": "0.5",
+        "max_layer_error": None,
+    },
     "rptq": {"calibration_samples": 4, "calibration_length": 64},
 }
 Change = Callable[[Tensor], Tensor]
@@ -52,15 +63,23 @@ def rows_swapped(head: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("recipe", SMALL)
 @pytest.mark.parametrize("change", [None, rows_swapped])
-def test_a_wrong_head_is_refused(change: Change | None, recipe: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_a_wrong_head_is_refused(
+    change: Change | None, recipe: str, tiny: dict[str, Path], tmp_path: Path
+) -> None:
     with change_tensor("head.weight", change or torch.clone):
         options = SMALL[recipe] | {"quantize_head": True}
-        report, written = build_and_accept(tiny["llama-tied"], tmp_path / "e", "float32", recipe, **options)
+        report, written = build_and_accept(
+            tiny["llama-tied"], tmp_path / "e", "float32", recipe, **options
+        )
     assert written == (change is None), report["reason"]
-    assert {"head.weight", "head.weight.worst_block", "embed.weight"} <= {row["name"] for row in report["layers"]}
+    assert {"head.weight", "head.weight.worst_block", "embed.weight"} <= {
+        row["name"] for row in report["layers"]
+    }
     if change is not None:
         assert (report["layer"], report["module"]) == (None, "head"), report["reason"]
-        assert "head.weight.worst_block" in {row["name"] for row in report["layers"] if not row["ok"]}
+        assert "head.weight.worst_block" in {
+            row["name"] for row in report["layers"] if not row["ok"]
+        }
 
 
 def unseen(vocab: int) -> list[int]:
@@ -99,7 +118,13 @@ def later_positions(table: Tensor) -> Tensor:
     ],
 )
 def test_rows_that_no_text_shows_are_compared(
-    name: str, dtype: str, recipe: str, target: str, change: Change, tiny: dict[str, Path], tmp_path: Path
+    name: str,
+    dtype: str,
+    recipe: str,
+    target: str,
+    change: Change,
+    tiny: dict[str, Path],
+    tmp_path: Path,
 ) -> None:
     options = SMALL.get(recipe, {}) | {"max_model_len": LENGTH}
     with change_tensor(target, change):
@@ -113,9 +138,16 @@ def test_rows_that_no_text_shows_are_compared(
 
 
 def test_honest_tables_are_accepted(tiny: dict[str, Path], tmp_path: Path) -> None:
-    report, written = build_and_accept(tiny["gpt2"], tmp_path / "e", "float16", "none", max_model_len=LENGTH)
+    report, written = build_and_accept(
+        tiny["gpt2"], tmp_path / "e", "float16", "none", max_model_len=LENGTH
+    )
     assert written, report["reason"]
-    wanted = {"embed.weight", "embed.weight.worst_block", "embed.positions", "embed.positions.worst_block"}
+    wanted = {
+        "embed.weight",
+        "embed.weight.worst_block",
+        "embed.positions",
+        "embed.positions.worst_block",
+    }
     assert wanted <= {row["name"] for row in report["layers"]}
 
 
@@ -161,9 +193,14 @@ def test_a_vocabulary_is_walked_in_blocks(kind: str, vocabulary: Tensor) -> None
     blocks = list(dequantize_blocks(model.head.weight, true.device))
     assert [len(block) for block in blocks] == [64, 64, 22]
     torch.testing.assert_close(torch.cat(blocks), model.head.weight.dense(), rtol=0, atol=0)
-    assert [finding.ok for finding in check_quantized_head(true, model, {"head": kind}, "float32")] == [True, True]
+    assert [
+        finding.ok for finding in check_quantized_head(true, model, {"head": kind}, "float32")
+    ] == [True, True]
     assert not list(check_quantized_head(true, model, {"head": "dense"}, "float32"))
-    assert [finding.ok for finding in check_embedding_tables(true, model, "float32")] == [True, True]
+    assert [finding.ok for finding in check_embedding_tables(true, model, "float32")] == [
+        True,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -171,5 +208,7 @@ def test_a_vocabulary_is_walked_in_blocks(kind: str, vocabulary: Tensor) -> None
 def test_a_wrong_vocabulary_is_found(change: Change, kind: str, vocabulary: Tensor) -> None:
     true: Any = Rows(vocabulary)
     model = holding(change(vocabulary), kind)
-    assert not all(finding.ok for finding in check_quantized_head(true, model, {"head": kind}, "bfloat16"))
+    assert not all(
+        finding.ok for finding in check_quantized_head(true, model, {"head": kind}, "bfloat16")
+    )
     assert not all(finding.ok for finding in check_embedding_tables(true, model, "bfloat16"))

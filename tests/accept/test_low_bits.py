@@ -1,4 +1,6 @@
-"""Engines of few bits: honest ones are accepted, and every planted fault is refused and named as in wide ones."""
+"""Engines of few bits: honest ones are accepted, and every planted fault is refused and named as in
+wide ones.
+"""
 
 from __future__ import annotations
 
@@ -38,24 +40,36 @@ def test_an_honest_engine_is_accepted(name: str, tiny: dict[str, Path], tmp_path
         assert written, f"{dtype} {method}: {report['reason']}"
 
 
-@pytest.mark.parametrize("options", [{"symmetric": True}, {"group_size": -1}, {"quantize_head": True}], ids=str)
-def test_so_is_one_of_every_form(options: dict[str, Any], tiny: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options", [{"symmetric": True}, {"group_size": -1}, {"quantize_head": True}], ids=str
+)
+def test_so_is_one_of_every_form(
+    options: dict[str, Any], tiny: dict[str, Path], tmp_path: Path
+) -> None:
     for name in ("llama", "llama-tied"):
-        report, written = build_and_accept(tiny[name], tmp_path / name, "bfloat16", "int4", **(SMALL | options))
+        report, written = build_and_accept(
+            tiny[name], tmp_path / name, "bfloat16", "int4", **(SMALL | options)
+        )
         assert written, report["reason"]
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
-def test_a_fault_is_refused_and_named(family: str, name: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_a_fault_is_refused_and_named(
+    family: str, name: str, tiny: dict[str, Path], tmp_path: Path
+) -> None:
     fault = next(f for f in faults(family) if f.name == name)
     settings = [("bfloat16", "nearest")]
     if family == "llama" and name in ("o_proj x 1.05", "k renamed v"):
         settings += [("float32", "awq+gptq")]
     for dtype, method in settings:
         with plant_fault(fault, family):
-            report, written = build_and_accept(tiny[family], tmp_path / "e", dtype, "int4", method=method, **SMALL)
+            report, written = build_and_accept(
+                tiny[family], tmp_path / "e", dtype, "int4", method=method, **SMALL
+            )
         assert not written, f"{dtype} {method}"
-        assert (report["layer"], report["module"] in fault.modules) == (fault.layer, True), report["reason"]
+        assert (report["layer"], report["module"] in fault.modules) == (fault.layer, True), report[
+            "reason"
+        ]
 
 
 def test_a_fold_that_forgets_one_side_is_refused(tiny: dict[str, Path], tmp_path: Path) -> None:
@@ -69,7 +83,9 @@ def test_a_fold_that_forgets_one_side_is_refused(tiny: dict[str, Path], tmp_path
         return scales
 
     with mock.patch.object(awq, "fold_scales", half):
-        report, written = build_and_accept(tiny["llama"], tmp_path / "e", "float32", "int4", method="awq", **SMALL)
+        report, written = build_and_accept(
+            tiny["llama"], tmp_path / "e", "float32", "int4", method="awq", **SMALL
+        )
     assert not written
     assert report["module"] in ("mlp.gate_proj", "mlp.up_proj")
 
@@ -78,7 +94,14 @@ def test_a_kernel_that_errs_is_refused(tiny: dict[str, Path], tmp_path: Path) ->
     """Offsets are left out of one group: far less than what 4 bits cost, but wrong."""
     honest = op.int4_linear
 
-    def wrong(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, offset: Any, group: int, bias: Any) -> Any:
+    def wrong(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        offset: Any,
+        group: int,
+        bias: Any,
+    ) -> Any:
         scale = scale.clone()
         scale[:, 0] *= 1.01
         return honest(x, weight, scale, offset, group, bias)
@@ -91,17 +114,27 @@ def test_a_kernel_that_errs_is_refused(tiny: dict[str, Path], tmp_path: Path) ->
         return replace(real(device, *more), int4_linear=wrong)
 
     with mock.patch("modelmill.runtime.engine_core.select_backends", resolve):
-        report, written = build_and_accept(tiny["llama"], tmp_path / "e", "float32", "int4", method="nearest", **SMALL)
+        report, written = build_and_accept(
+            tiny["llama"], tmp_path / "e", "float32", "int4", method="nearest", **SMALL
+        )
     assert not written
     assert report["module"].endswith("_proj")
 
 
 def test_the_report_tells_what_quantization_cost(tiny: dict[str, Path], tmp_path: Path) -> None:
-    report, written = build_and_accept(tiny["llama"], tmp_path / "e", "float32", "int4", method="awq+gptq", **SMALL)
+    report, written = build_and_accept(
+        tiny["llama"], tmp_path / "e", "float32", "int4", method="awq+gptq", **SMALL
+    )
     assert written
-    assert report["logits"]["mean_kl"] > 1e-3, "against the checkpoint, not against the engine's own weights"
-    assert report["logits"]["rel_l2"] < 1e-4, "the arithmetic is judged with the engine's own weights"
+    assert report["logits"]["mean_kl"] > 1e-3, (
+        "against the checkpoint, not against the engine's own weights"
+    )
+    assert report["logits"]["rel_l2"] < 1e-4, (
+        "the arithmetic is judged with the engine's own weights"
+    )
     assert 0 < report["logits"]["agreement"] <= 1
     assert report["bytes"] > 0
     assert len(report["quantization_errors"]) == 3 * 4
-    assert {"layer", "module", "before", "after", "bits", "outliers"} <= set(report["quantization_errors"][0])
+    assert {"layer", "module", "before", "after", "bits", "outliers"} <= set(
+        report["quantization_errors"][0]
+    )

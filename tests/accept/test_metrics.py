@@ -30,9 +30,17 @@ def test_known_numbers() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(factor=st.floats(0.1, 10), size=st.integers(1, 40), exponent=st.integers(-30, 30), seed=st.integers(0, 99))
+@given(
+    factor=st.floats(0.1, 10),
+    size=st.integers(1, 40),
+    exponent=st.integers(-30, 30),
+    seed=st.integers(0, 99),
+)
 def test_a_factor_is_the_gain(factor: float, size: int, exponent: int, seed: int) -> None:
-    x = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 10.0**exponent
+    x = (
+        torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        * 10.0**exponent
+    )
     row = compare_tensors("x", factor * x, x)
     assert row.gain == pytest.approx(factor)
     assert row.rel_l2 == pytest.approx(abs(factor - 1), abs=1e-12)
@@ -45,7 +53,9 @@ def test_what_is_not_finite_is_infinitely_wrong(bad: float) -> None:
     fine, broken = torch.ones(3), torch.tensor([1.0, bad, 1.0])
     for ours, reference in ((broken, fine), (fine, broken), (broken, broken)):
         row = compare_tensors("x", ours, reference)
-        assert row.max_abs == row.mean_abs == row.median_abs == row.max_rel == row.rel_l2 == math.inf
+        assert (
+            row.max_abs == row.mean_abs == row.median_abs == row.max_rel == row.rel_l2 == math.inf
+        )
         assert (row.gain, row.cosine, row.is_finite) == (math.inf, 0.0, False)
     logits = torch.zeros(2, 5)
     logits[0, 2] = 9.0
@@ -71,7 +81,12 @@ def test_logits_measures() -> None:
     assert compare_logits("l", reference + 7, reference).rel_l2 < 1e-12
     swapped = reference[:, [1, 0, 2, 3]]
     result = top1_agreement(swapped, reference, margin=0.1)
-    assert (result.num_rows, result.num_sure, result.num_agreed, result.first_mismatch) == (2, 1, 0, 0)
+    assert (result.num_rows, result.num_sure, result.num_agreed, result.first_mismatch) == (
+        2,
+        1,
+        0,
+        0,
+    )
     assert top1_agreement(reference, reference, margin=0.0).all_agree
     assert float(kl_divergence(reference + 3, reference).max()) < 1e-12
     assert float(kl_divergence(swapped, reference)[0]) > 1
@@ -79,7 +94,12 @@ def test_logits_measures() -> None:
 
 
 @settings(deadline=None, max_examples=40)
-@given(rows=st.integers(1, 9), vocab=st.integers(2, 30), block=st.integers(1, 70), seed=st.integers(0, 99))
+@given(
+    rows=st.integers(1, 9),
+    vocab=st.integers(2, 30),
+    block=st.integers(1, 70),
+    seed=st.integers(0, 99),
+)
 def test_blocks_of_rows_change_nothing(rows: int, vocab: int, block: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     right = torch.randn(rows, vocab, generator=generator)
@@ -88,7 +108,15 @@ def test_blocks_of_rows_change_nothing(rows: int, vocab: int, block: int, seed: 
 
     def told() -> list[float]:
         row, agreed = compare_logits("x", ours, right), top1_agreement(ours, right, 0.3)
-        numbers = [row.max_abs, row.mean_abs, row.max_rel, row.rel_l2, row.cosine, row.gain, row.scale]
+        numbers = [
+            row.max_abs,
+            row.mean_abs,
+            row.max_rel,
+            row.rel_l2,
+            row.cosine,
+            row.gain,
+            row.scale,
+        ]
         counts = [
             float(agreed.num_sure),
             float(agreed.num_agreed),
@@ -102,7 +130,9 @@ def test_blocks_of_rows_change_nothing(rows: int, vocab: int, block: int, seed: 
         assert told() == pytest.approx(whole, rel=1e-12)
     plain = compare_tensors("x", center_logits(ours), center_logits(right))
     row = compare_logits("x", ours, right)
-    assert (row.rel_l2, row.gain, row.cosine) == pytest.approx((plain.rel_l2, plain.gain, plain.cosine), rel=1e-12)
+    assert (row.rel_l2, row.gain, row.cosine) == pytest.approx(
+        (plain.rel_l2, plain.gain, plain.cosine), rel=1e-12
+    )
     assert row.median_abs == pytest.approx(plain.median_abs, rel=1e-6)
 
 

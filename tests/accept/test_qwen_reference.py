@@ -1,4 +1,6 @@
-"""Qwen v1: the dense reference against a second, token-by-token one written from the specification."""
+"""Qwen v1: the dense reference against a second, token-by-token one written from the
+specification.
+"""
 
 from __future__ import annotations
 
@@ -40,15 +42,21 @@ def random_ids(count: int, seed: int = 0) -> list[int]:
 @pytest.mark.parametrize("times", [0.5, 1, 1.5, 3, 5])
 @pytest.mark.parametrize("decoded", [0, 14])
 def test_prompts_around_and_beyond_seq_length(times: float, decoded: int) -> None:
-    """Decoding 14 tokens crosses the next boundary of α for the shorter prompts: α must not move."""
+    """Decoding 14 tokens crosses the next boundary of α for the shorter prompts: α must not
+    move.
+    """
     prompt = int(times * CONFIG["seq_length"])
     ids = random_ids(prompt + decoded)
     tensors = seeded_qwen(CONFIG, 1)
     expected = plain_qwen_logits(tensors, CONFIG, ids, prompt)
-    ours = reference_logits(open_reference(memory_checkpoint(tensors, CONFIG)), ids, prompt_length=prompt)
+    ours = reference_logits(
+        open_reference(memory_checkpoint(tensors, CONFIG)), ids, prompt_length=prompt
+    )
     torch.testing.assert_close(ours.double(), expected, atol=1e-4, rtol=0)
     if times > 1:
-        other = reference_logits(open_reference(memory_checkpoint(tensors, CONFIG)), ids, prompt_length=1)
+        other = reference_logits(
+            open_reference(memory_checkpoint(tensors, CONFIG)), ids, prompt_length=1
+        )
         assert (other - ours).abs().max() > 1e-2
 
 
@@ -83,13 +91,17 @@ def test_old_config_keys() -> None:
     config = {renamed.get(key, key): value for key, value in CONFIG.items()}
     tensors, ids = seeded_qwen(CONFIG, 1), random_ids(20)
     ours = reference_logits(open_reference(memory_checkpoint(tensors, config)), ids)
-    assert torch.equal(ours, reference_logits(open_reference(memory_checkpoint(tensors, CONFIG)), ids))
+    assert torch.equal(
+        ours, reference_logits(open_reference(memory_checkpoint(tensors, CONFIG)), ids)
+    )
 
 
 def test_trace_tells_gate_from_up() -> None:
     tensors = seeded_qwen(CONFIG, 1)
     reference = open_reference(memory_checkpoint(tensors, CONFIG))
-    trace = reference.run_layer(0, reference.layer_weights(0), reference.embed(torch.tensor([1, 2, 3])), 3)
+    trace = reference.run_layer(
+        0, reference.layer_weights(0), reference.embed(torch.tensor([1, 2, 3])), 3
+    )
     (x,) = trace["gate"].inputs
     torch.testing.assert_close(trace["gate"].output, x @ tensors["transformer.h.0.mlp.w2.weight"].T)
     torch.testing.assert_close(trace["up"].output, x @ tensors["transformer.h.0.mlp.w1.weight"].T)
@@ -97,9 +109,18 @@ def test_trace_tells_gate_from_up() -> None:
 
 def test_gguf_container() -> None:
     tensors, ids = seeded_qwen(CONFIG, 1), random_ids(20)
-    parts = {"ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output"}
+    parts = {
+        "ln_1": "attn_norm",
+        "ln_2": "ffn_norm",
+        "attn.c_attn": "attn_qkv",
+        "attn.c_proj": "attn_output",
+    }
     parts |= {"mlp.w1": "ffn_up", "mlp.w2": "ffn_gate", "mlp.c_proj": "ffn_down"}
-    parts |= {"transformer.wte": "token_embd", "transformer.ln_f": "output_norm", "lm_head": "output"}
+    parts |= {
+        "transformer.wte": "token_embd",
+        "transformer.ln_f": "output_norm",
+        "lm_head": "output",
+    }
     renamed = {}
     for name, tensor in tensors.items():
         for old, new in parts.items():
@@ -116,7 +137,9 @@ def test_gguf_container() -> None:
     }
     ours = reference_logits(open_reference(MemoryCheckpoint(MemoryContainer(renamed, facts))), ids)
     config = CONFIG | {"use_dynamic_ntk": False, "use_logn_attn": False}
-    assert torch.equal(ours, reference_logits(open_reference(memory_checkpoint(tensors, config)), ids))
+    assert torch.equal(
+        ours, reference_logits(open_reference(memory_checkpoint(tensors, config)), ids)
+    )
 
 
 def test_llama_relaid_as_qwen_computes_the_same() -> None:

@@ -37,29 +37,46 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
-    "llama-mha-bias": ("llama", {"num_key_value_heads": 6, "attention_bias": True, "mlp_bias": True}),
+    "llama-mha-bias": (
+        "llama",
+        {"num_key_value_heads": 6, "attention_bias": True, "mlp_bias": True},
+    ),
     "llama-head-dim": ("llama", {"head_dim": 16}),
     "llama-theta": ("llama", {"rope_theta": 100000.0, "rms_norm_eps": 1e-5}),
     "llama-linear": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.5}}),
     "llama-dynamic": ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
     "llama-llama3": ("llama", {"rope_scaling": LLAMA3}),
     "llama-yarn": ("llama", {"rope_scaling": YARN, "max_position_embeddings": 96}),
-    "llama-yarn-betas": ("llama", {"rope_scaling": YARN | {"beta_fast": 8, "beta_slow": 2, "truncate": False}}),
+    "llama-yarn-betas": (
+        "llama",
+        {"rope_scaling": YARN | {"beta_fast": 8, "beta_slow": 2, "truncate": False}},
+    ),
     "llama-yarn-factor": ("llama", {"rope_scaling": YARN | {"attention_factor": 1.3}}),
     "llama-yarn-mscale": ("llama", {"rope_scaling": YARN | {"mscale": 0.8, "mscale_all_dim": 0.4}}),
     "mistral-full": ("mistral", {"sliding_window": None}),
     "mistral-window": ("mistral", {"sliding_window": 7}),
     "qwen2": ("qwen2", {}),
-    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen2-window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
     "qwen3": ("qwen3", {"head_dim": 16}),
-    "qwen3-bias-tied": ("qwen3", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3-bias-tied": (
+        "qwen3",
+        {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
+    ),
     "gpt2": ("gpt2", {}),
-    "gpt2-scaled": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False}),
+    "gpt2-scaled": (
+        "gpt2",
+        {"scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False},
+    ),
 }
 
 
 def original(kind: str, changes: dict[str, Any]) -> Any:
-    """A seeded transformers model with weights (biases and norms too) away from their plain defaults."""
+    """A seeded transformers model with weights (biases and norms too) away from their plain
+    defaults.
+    """
     transformers = pytest.importorskip("transformers")
     sizes = dict(SMALL)
     if kind == "gpt2":
@@ -84,7 +101,9 @@ def reference_of(model: Any, config: dict[str, Any] | None = None) -> ReferenceM
 
 
 def raw_config(model: Any, changes: dict[str, Any]) -> dict[str, Any]:
-    """The config as hub files of the past wrote it: rope_theta and rope_scaling instead of rope_parameters."""
+    """The config as hub files of the past wrote it: rope_theta and rope_scaling instead of
+    rope_parameters.
+    """
     config = model.config.to_dict()
     parameters = config.pop("rope_parameters", None)
     if parameters:
@@ -107,7 +126,9 @@ def test_logits_equal_transformers(case: str, length: int) -> None:
     expected = logits_of(model, ids)
     assert expected.std() > 0.1
     for config in (model.config.to_dict(), raw_config(model, changes)):
-        torch.testing.assert_close(reference_logits(reference_of(model, config), ids), expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            reference_logits(reference_of(model, config), ids), expected, atol=1e-4, rtol=0
+        )
 
 
 @pytest.mark.parametrize("case", ["llama-dynamic", "llama", "mistral-window", "gpt2"])
@@ -121,7 +142,9 @@ def test_decode_equals_transformers_with_its_cache(case: str) -> None:
         out = model(ids[None, :prompt], use_cache=True)
         rows = [out.logits[0]]
         for place in range(prompt, len(ids)):
-            out = model(ids[None, place : place + 1], past_key_values=out.past_key_values, use_cache=True)
+            out = model(
+                ids[None, place : place + 1], past_key_values=out.past_key_values, use_cache=True
+            )
             rows.append(out.logits[0])
     ours = reference_logits(reference_of(model), ids, prompt_length=prompt)
     torch.testing.assert_close(ours, torch.cat(rows), atol=1e-4, rtol=0)
@@ -132,20 +155,28 @@ def test_names_without_the_outer_prefix() -> None:
     for kind, prefix in (("gpt2", "transformer."), ("llama", "model.")):
         model = original(kind, {})
         bare = {name.removeprefix(prefix): tensor for name, tensor in model.state_dict().items()}
-        ours = reference_logits(open_reference(memory_checkpoint(bare, model.config.to_dict())), ids)
+        ours = reference_logits(
+            open_reference(memory_checkpoint(bare, model.config.to_dict())), ids
+        )
         torch.testing.assert_close(ours, logits_of(model, ids), atol=1e-4, rtol=0)
 
 
 def gguf_checkpoint(model: Any, kind: str) -> MemoryCheckpoint:
-    """The model under GGUF names, its q and k rows interleaved as llama.cpp's converter leaves them."""
+    """The model under GGUF names, its q and k rows interleaved as llama.cpp's converter leaves
+    them.
+    """
     gguf = pytest.importorskip("gguf")
     config = model.config.to_dict()
     architecture = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "gpt2": "GPT2"}[kind]
-    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture), model.config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(
+        getattr(gguf.MODEL_ARCH, architecture), model.config.num_hidden_layers
+    )
     tensors = {}
     for name, tensor in model.state_dict().items():
         if kind == "llama" and ("q_proj" in name or "k_proj" in name):
-            heads = config["num_attention_heads"] if "q_proj" in name else config["num_key_value_heads"]
+            heads = (
+                config["num_attention_heads"] if "q_proj" in name else config["num_key_value_heads"]
+            )
             split = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
             tensor = split.swapaxes(1, 2).reshape(tensor.shape)
         if kind == "gpt2" and tensor.ndim == 2 and ".h." in name:
@@ -170,7 +201,9 @@ def gguf_checkpoint(model: Any, kind: str) -> MemoryCheckpoint:
     return MemoryCheckpoint(MemoryContainer(tensors, facts))
 
 
-@pytest.mark.parametrize("case", ["llama", "llama-mha-bias", "llama-tied", "llama-theta", "qwen2", "qwen3", "gpt2"])
+@pytest.mark.parametrize(
+    "case", ["llama", "llama-mha-bias", "llama-tied", "llama-theta", "qwen2", "qwen3", "gpt2"]
+)
 def test_gguf_names_and_layout(case: str) -> None:
     kind, changes = CASES[case]
     model = original(kind, changes)
@@ -199,17 +232,26 @@ def test_gguf_rope_scaling(scaling: dict[str, Any]) -> None:
 
 
 def test_gguf_yarn_keys_are_read_or_refused() -> None:
-    """Both betas as transformers has them; what would scale cos and sin is refused unless it is at rest."""
+    """Both betas as transformers has them; what would scale cos and sin is refused unless it is at
+    rest.
+    """
     betas = {"beta_fast": 8.0, "beta_slow": 2.0}
     model = original("llama", {"rope_scaling": YARN | betas})
     checkpoint = gguf_checkpoint(model, "llama")
     scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 24}
     scaling |= {f"yarn_{name}": value for name, value in betas.items()}
-    idle = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
+    idle = {
+        "attn_factor": 1.0,
+        "yarn_attn_factor": 1.0,
+        "yarn_ext_factor": 1.0,
+        "yarn_log_multiplier": 0.0,
+    }
     plain = dict(checkpoint.raw.metadata)
 
     def told(**keys: Any) -> ReferenceModel:
-        checkpoint.raw.metadata = plain | {f"llama.rope.scaling.{key}": value for key, value in keys.items()}
+        checkpoint.raw.metadata = plain | {
+            f"llama.rope.scaling.{key}": value for key, value in keys.items()
+        }
         return open_reference(checkpoint)
 
     ids = torch.randint(3, 97, (30,), generator=torch.Generator().manual_seed(6))
@@ -227,23 +269,33 @@ def test_gguf_yarn_keys_are_read_or_refused() -> None:
 def test_what_a_config_leaves_out_is_the_original_classes() -> None:
     """Windows, key-value heads and heads of which a part turns."""
     transformers = pytest.importorskip("transformers")
-    small = {key: value for key, value in SMALL.items() if not key.endswith("_id")} | {"num_attention_heads": 32}
+    small = {key: value for key, value in SMALL.items() if not key.endswith("_id")} | {
+        "num_attention_heads": 32
+    }
     del small["num_key_value_heads"]
     small["hidden_size"] = 64
     listed = {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
     cases = [("mistral", {}), ("mistral", listed), ("mistral", {"sliding_window": None})]
-    cases += [("qwen2", {"use_sliding_window": True, "max_window_layers": 1}), ("qwen3", {}), ("llama", {})]
+    cases += [
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
+        ("qwen3", {}),
+        ("llama", {}),
+    ]
     for kind, changes in cases:
         original_kind = "ministral" if "layer_types" in changes else kind
         theirs = transformers.AutoConfig.for_model(original_kind, **(small | changes))
         ours = open_reference(memory_checkpoint({}, small | changes | {"model_type": kind}))
         layers = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 3
         size = getattr(theirs, "sliding_window", None)
-        assert ours.sliding_windows == [size if layer == "sliding_attention" else None for layer in layers]
+        assert ours.sliding_windows == [
+            size if layer == "sliding_attention" else None for layer in layers
+        ]
         assert ours.num_kv_heads == theirs.num_key_value_heads
     model = original("llama", {"partial_rotary_factor": 0.5, "head_dim": 16})
     ids = torch.randint(3, 97, (15,), generator=torch.Generator().manual_seed(5))
-    torch.testing.assert_close(reference_logits(reference_of(model), ids), logits_of(model, ids), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        reference_logits(reference_of(model), ids), logits_of(model, ids), atol=1e-4, rtol=0
+    )
     parts = {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}}
     for changes in (parts, {"rope_parameters": {"full_attention": {"rope_type": "default"}}}):
         with pytest.raises(UnknownArchitecture, match="not known here"):
@@ -284,7 +336,9 @@ def test_one_layer_of_weights_at_a_time() -> None:
     checkpoint = memory_checkpoint(model.state_dict(), model.config.to_dict())
     reference = open_reference(checkpoint)
     edges: list[int] = []
-    reference_logits(reference, [4, 5, 6], on_layer=lambda index, trace: edges.append(len(checkpoint.raw.reads)))
+    reference_logits(
+        reference, [4, 5, 6], on_layer=lambda index, trace: edges.append(len(checkpoint.raw.reads))
+    )
     reads = checkpoint.raw.reads
     for index, (start, stop) in enumerate(zip([1, *edges], edges, strict=False)):
         assert all(f"layers.{index}." in name for name in reads[start:stop])
@@ -309,13 +363,17 @@ def test_float64_agrees_with_float32() -> None:
     ids = torch.arange(3, 30)
     exact = reference_logits(open_reference(checkpoint, torch.float64), ids)
     assert exact.dtype == torch.float64
-    torch.testing.assert_close(reference_logits(open_reference(checkpoint), ids).double(), exact, atol=2e-5, rtol=0)
+    torch.testing.assert_close(
+        reference_logits(open_reference(checkpoint), ids).double(), exact, atol=2e-5, rtol=0
+    )
 
 
 def test_what_cannot_be_computed_says_so() -> None:
     with pytest.raises(UnknownArchitecture, match="falcon"):
         open_reference(memory_checkpoint({}, {"model_type": "falcon"}))
-    raw = MemoryContainer({"token_embd.weight": torch.ones(2, 2)}, {"general.architecture": "mamba"})
+    raw = MemoryContainer(
+        {"token_embd.weight": torch.ones(2, 2)}, {"general.architecture": "mamba"}
+    )
     with pytest.raises(UnknownArchitecture, match="mamba"):
         open_reference(MemoryCheckpoint(raw))
     model = original("llama", {})

@@ -1,4 +1,6 @@
-"""Where the reference computes: the same numbers everywhere, the GPU only where its float32 can be believed."""
+"""Where the reference computes: the same numbers everywhere, the GPU only where its float32 can be
+believed.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_everything_of_a_reference_is_where_it_computes(family: str, checkpoints: dict[str, Checkpoint]) -> None:
-    """On a device without values: whatever had stayed on the CPU could not be multiplied with the rest."""
+def test_everything_of_a_reference_is_where_it_computes(
+    family: str, checkpoints: dict[str, Checkpoint]
+) -> None:
+    """On a device without values: whatever had stayed on the CPU could not be multiplied with the
+    rest.
+    """
     reference = open_reference(checkpoints[family], device="meta")
     x = reference.embed(torch.tensor(IDS))
     for index in range(reference.num_layers):
@@ -47,14 +53,19 @@ def test_everything_of_a_reference_is_where_it_computes(family: str, checkpoints
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_float32_agrees_and_fewer_bits_do_not(family: str, checkpoints: dict[str, Checkpoint]) -> None:
+def test_float32_agrees_and_fewer_bits_do_not(
+    family: str, checkpoints: dict[str, Checkpoint]
+) -> None:
     reference = open_reference(checkpoints[family])
     assert max_disagreement(reference, open_reference(checkpoints[family]), IDS) == 0
     assert (
         max_disagreement(reference, open_reference(checkpoints[family], torch.float64), IDS)
         < reference_device.MAX_REL_L2
     )
-    assert max_disagreement(reference, coarse(open_reference(checkpoints[family])), IDS) > reference_device.MAX_REL_L2
+    assert (
+        max_disagreement(reference, coarse(open_reference(checkpoints[family])), IDS)
+        > reference_device.MAX_REL_L2
+    )
 
 
 def coarse(reference: ReferenceModel) -> ReferenceModel:
@@ -64,14 +75,17 @@ def coarse(reference: ReferenceModel) -> ReferenceModel:
     def layer_weights(index: int) -> Any:
         found = plain(index)
         return {
-            name: w._replace(weight=w.weight.half().float()) if w.weight.dim() > 1 else w for name, w in found.items()
+            name: w._replace(weight=w.weight.half().float()) if w.weight.dim() > 1 else w
+            for name, w in found.items()
         }
 
     reference.layer_weights = layer_weights  # type: ignore[method-assign]
     return reference
 
 
-def test_a_report_says_where_its_reference_computed(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
+def test_a_report_says_where_its_reference_computed(
+    checkpoints: dict[str, Checkpoint], tmp_path: Path
+) -> None:
     report, _ = build_and_accept(checkpoints["llama"].path, tmp_path / "e", "float32", "none")
     assert report["reference"] == "float32 on the CPU"
 
@@ -80,14 +94,21 @@ def test_a_report_says_where_its_reference_computed(checkpoints: dict[str, Check
 @pytest.mark.parametrize("recipe", ["none", "int8", "int4", "fp8"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_gpu_tells_what_the_cpu_tells(
-    family: str, recipe: str, checkpoints: dict[str, Checkpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    recipe: str,
+    checkpoints: dict[str, Checkpoint],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from modelmill.builder.build_engine import build
     from modelmill.builder.plan import make_plan
     from modelmill.core.config import BuildConfig
 
     method = {"method": "nearest"} if recipe in ("int4", "fp8") else {}
-    plan = make_plan(checkpoints[family], BuildConfig(dtype="float32", quantization=recipe, target="cuda", **method))
+    plan = make_plan(
+        checkpoints[family],
+        BuildConfig(dtype="float32", quantization=recipe, target="cuda", **method),
+    )
     build(plan, tmp_path / "e", None)
     there = accept(tmp_path / "e", plan.checkpoint)
     monkeypatch.setattr(reference_device, "SPARE_BYTES", 1 << 60)
@@ -106,10 +127,14 @@ def test_a_gpu_with_forced_tf32_is_not_believed(
     checkpoints: dict[str, Checkpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build_and_accept(checkpoints["llama"].path, tmp_path / "e", "float32", "none")
-    loop = EngineCore.open(open_artifact(tmp_path / "e"), RunConfig(device="cuda", kv_cache_bytes=1 << 24))
+    loop = EngineCore.open(
+        open_artifact(tmp_path / "e"), RunConfig(device="cuda", kv_cache_bytes=1 << 24)
+    )
     honest = reference_device.open_reference
 
-    def opened(checkpoint: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> ReferenceModel:
+    def opened(
+        checkpoint: Any, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> ReferenceModel:
         found = honest(checkpoint, dtype, device)
         return coarse(found) if torch.device(device).type == "cuda" else found
 

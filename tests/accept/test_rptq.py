@@ -23,18 +23,26 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("llama-bias", "float32"), ("gpt2", "bfloat16")])
-def test_an_honest_engine_is_accepted(name: str, dtype: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_an_honest_engine_is_accepted(
+    name: str, dtype: str, tiny: dict[str, Path], tmp_path: Path
+) -> None:
     report, written = build_and_accept(tiny[name], tmp_path / "e", dtype, "rptq", **SMALL)
     assert written, report["reason"]
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("llama", "float32")])
-def test_so_is_one_of_four_bits(name: str, dtype: str, tiny: dict[str, Path], tmp_path: Path) -> None:
-    report, written = build_and_accept(tiny[name], tmp_path / name, dtype, "rptq", bits="w4a4", **SMALL)
+def test_so_is_one_of_four_bits(
+    name: str, dtype: str, tiny: dict[str, Path], tmp_path: Path
+) -> None:
+    report, written = build_and_accept(
+        tiny[name], tmp_path / name, dtype, "rptq", bits="w4a4", **SMALL
+    )
     assert written, report["reason"]
 
 
-@pytest.mark.parametrize(("name", "dtype", "bits"), [("llama", "bfloat16", "w8a8"), ("gpt2", "float32", "w4a4")])
+@pytest.mark.parametrize(
+    ("name", "dtype", "bits"), [("llama", "bfloat16", "w8a8"), ("gpt2", "float32", "w4a4")]
+)
 def test_so_is_one_whose_heavy_inputs_have_several_columns(
     name: str, dtype: str, bits: str, tiny: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -59,7 +67,9 @@ def _step(held: RptqWeight) -> RptqWeight:
 
 
 @pytest.mark.parametrize("fault", [_order, _zero, _step], ids=lambda f: f.__name__)
-def test_wrong_clusters_are_refused(fault: Any, tiny: dict[str, Path], tmp_path: Path, monkeypatch: Any) -> None:
+def test_wrong_clusters_are_refused(
+    fault: Any, tiny: dict[str, Path], tmp_path: Path, monkeypatch: Any
+) -> None:
     """The permutation, a zero-point or a cluster's step, wrong in the middle layer."""
     real = calibrate.quantize_layer
 

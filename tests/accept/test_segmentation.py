@@ -1,4 +1,6 @@
-"""Segmentation engines are judged stage by stage: honest ones pass, planted faults are named, overflow is refused."""
+"""Segmentation engines are judged stage by stage: honest ones pass, planted faults are named,
+overflow is refused.
+"""
 
 from __future__ import annotations
 
@@ -52,12 +54,16 @@ def test_the_report_tells_of_embedding_masks_and_scores(made: dict) -> None:
         masks = report["masks"]
         assert report["verdict"] == "numerical noise"
         assert 0 < masks["embedding_rel_l2"] < masks["embedding_bound"]
-        least = {"int8": 0.93, "fp8": 0.84}.get(recipe, {"float32": 0.999, "float16": 0.98, "bfloat16": 0.93}[dtype])
+        least = {"int8": 0.93, "fp8": 0.84}.get(
+            recipe, {"float32": 0.999, "float16": 0.98, "bfloat16": 0.93}[dtype]
+        )
         assert masks["mask_iou_mean"] > max(least, masks["mask_iou_bound"])
         assert masks["score_difference"] < (0.35 if recipe else 0.1)
         rows = {row["name"] for row in report["layers"]}
         assert ("image_encoder.blocks.1.mlp.lin2.weight" in rows) == bool(recipe)
-        assert {"attn", "mlp", "norm1.eps", "sparse", "masks.0"} <= {row["module"] for row in report["layers"]}
+        assert {"attn", "mlp", "norm1.eps", "sparse", "masks.0"} <= {
+            row["module"] for row in report["layers"]
+        }
 
 
 def _scaled(model) -> None:
@@ -129,7 +135,10 @@ def test_matrices_in_each_others_place_are_named(made: dict) -> None:
     artifact, checkpoint = made["bfloat16-int8"]
     eye = open_sam_model(artifact, "cpu")
     blocks = eye.model.image_encoder.blocks
-    blocks[0].attn.proj.weight, blocks[1].attn.proj.weight = blocks[1].attn.proj.weight, blocks[0].attn.proj.weight
+    blocks[0].attn.proj.weight, blocks[1].attn.proj.weight = (
+        blocks[1].attn.proj.weight,
+        blocks[0].attn.proj.weight,
+    )
     report = compare_segmentation(artifact, eye, checkpoint)
     assert (report["layer"], report["module"]) == (0, "attn.proj.weight"), report["reason"]
 
@@ -176,10 +185,16 @@ def test_an_overflow_in_float16_is_refused_and_nothing_written(tmp_path: Path) -
     # every weight fits, what they compute does not
     state["image_encoder.blocks.0.mlp.lin1.weight"] *= 3e4
     save_file(state, tmp_path / "big.safetensors")
-    with pytest.raises(AcceptanceError, match=r"overflow at layer 0, module mlp: .*float16.*bfloat16"):
-        build_engine(tmp_path / "big.safetensors", tmp_path / "big.engine", BuildConfig(dtype="float16"))
+    with pytest.raises(
+        AcceptanceError, match=r"overflow at layer 0, module mlp: .*float16.*bfloat16"
+    ):
+        build_engine(
+            tmp_path / "big.safetensors", tmp_path / "big.engine", BuildConfig(dtype="float16")
+        )
     assert not (tmp_path / "big.engine").exists()
-    assert build_engine(tmp_path / "big.safetensors", tmp_path / "big.engine", BuildConfig(dtype="float32"))["accepted"]
+    assert build_engine(
+        tmp_path / "big.safetensors", tmp_path / "big.engine", BuildConfig(dtype="float32")
+    )["accepted"]
 
 
 @pytest.mark.slow
@@ -191,7 +206,9 @@ def test_engines_of_mobilesams_layout_are_accepted(tmp_path: Path, case: str) ->
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("layout", ["vit", "tiny"])
-@pytest.mark.parametrize("case", ["float32", "float16", "bfloat16", "bfloat16-int8", "bfloat16-fp8", "float16-int8"])
+@pytest.mark.parametrize(
+    "case", ["float32", "float16", "bfloat16", "bfloat16-int8", "bfloat16-fp8", "float16-int8"]
+)
 def test_engines_are_accepted_on_a_gpu(tmp_path: Path, layout: str, case: str) -> None:
     accepted(tmp_path, layout, case, "cuda")
 
@@ -203,12 +220,17 @@ def accepted(folder: Path, layout: str, case: str, target: str) -> None:
     report = build_engine(folder / "sam.safetensors", folder / "sam.engine", config)
     masks = report["masks"]
     print(
-        layout, case, target, {name: masks[name] for name in sorted(masks) if name.endswith(("_l2", "_mean", "bound"))}
+        layout,
+        case,
+        target,
+        {name: masks[name] for name in sorted(masks) if name.endswith(("_l2", "_mean", "bound"))},
     )
     assert report["accepted"], report["reason"]
 
 
-def test_an_overflow_between_the_modules_is_called_one(made: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_overflow_between_the_modules_is_called_one(
+    made: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
     artifact, checkpoint = made["float16"]
     eye = open_sam_model(artifact, "cpu")
     embed = eye.model.encode_image
@@ -225,13 +247,18 @@ def test_the_reference_is_transformers(tmp_path: Path) -> None:
     from tests.models.test_sam import SMALL
 
     config = transformers.SamConfig(vision_config=SMALL)
-    config.prompt_encoder_config.image_size, config.prompt_encoder_config.image_embedding_size = 160, 10
+    config.prompt_encoder_config.image_size, config.prompt_encoder_config.image_embedding_size = (
+        160,
+        10,
+    )
     config.mask_decoder_config.layer_norm_eps = 1e-5
     model = transformers.SamModel(config).eval()
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         parameter.data.normal_(
-            0, 0.5 * parameter[0].numel() ** -0.5 if parameter.dim() > 1 else 0.3, generator=generator
+            0,
+            0.5 * parameter[0].numel() ** -0.5 if parameter.dim() > 1 else 0.3,
+            generator=generator,
         )
     places = model.shared_image_embedding.positional_embedding
     model.prompt_encoder.shared_embedding.positional_embedding.data.copy_(places)
@@ -245,7 +272,9 @@ def test_the_reference_is_transformers(tmp_path: Path) -> None:
     decoder = SamDecoderReference(reference)
     sparse, dense, at = (s.expected[0] for s in decoder.prompt_stages(points, labels, None))
     *_, last = decoder.decoder_stages(wanted, at, sparse, dense)
-    told = model(pixel_values=pixels, input_points=points[:, None, :1], input_labels=labels[:, None, :1])
+    told = model(
+        pixel_values=pixels, input_points=points[:, None, :1], input_labels=labels[:, None, :1]
+    )
     for ours, theirs in zip(last.expected, (told.pred_masks[0], told.iou_scores[0]), strict=True):
         assert (ours[:, 1:] - theirs).abs().max() < 1e-4 * theirs.abs().max()
 
@@ -255,5 +284,7 @@ def test_tables_made_for_another_size_are_stretched_as_the_reference_does(tmp_pa
     for name in ("rel_pos_h", "rel_pos_w"):  # block 1 sees the whole image, of 10 × 10 tokens
         state[f"image_encoder.blocks.1.attn.{name}"] = torch.randn(31, 16) * 0.5
     save_file(state, tmp_path / "wide.safetensors")
-    report = build_engine(tmp_path / "wide.safetensors", tmp_path / "wide.engine", BuildConfig(dtype="float32"))
+    report = build_engine(
+        tmp_path / "wide.safetensors", tmp_path / "wide.engine", BuildConfig(dtype="float32")
+    )
     assert report["accepted"], report["reason"]

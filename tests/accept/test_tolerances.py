@@ -1,4 +1,6 @@
-"""Honest rounding stays within the published bounds; every planted fault leaves them, in every dtype."""
+"""Honest rounding stays within the published bounds; every planted fault leaves them, in every
+dtype.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,15 @@ IDS = torch.randint(0, 200, (48,), generator=torch.Generator().manual_seed(9))
 
 @pytest.fixture(scope="module", params=["gauss", "heavy"])
 def reference(request: pytest.FixtureRequest) -> ReferenceModel:
-    return open_reference(memory_checkpoint(*seeded_decoder(layers=3, hidden=128, shape=request.param, seed=5)))
+    return open_reference(
+        memory_checkpoint(*seeded_decoder(layers=3, hidden=128, shape=request.param, seed=5))
+    )
 
 
 def walk(reference: ReferenceModel, honest: FaultlessModules) -> Iterator[tuple[str, ErrorMetrics]]:
-    """Every module-local row of an honest engine, its norm probes, and at the end its own logits."""
+    """Every module-local row of an honest engine, its norm probes, and at the end its own
+    logits.
+    """
     exact, ours = reference.embed(IDS), reference.embed(IDS).to(honest.dtype)
     for index in range(reference.num_layers):
         weights = reference.layer_weights(index)
@@ -50,13 +56,17 @@ def walk(reference: ReferenceModel, honest: FaultlessModules) -> Iterator[tuple[
 @pytest.mark.parametrize(("dtype", "recipe"), SETTINGS)
 def test_honest_rounding_is_within(reference: ReferenceModel, dtype: str, recipe: str) -> None:
     with torch.no_grad():
-        for name, row in walk(reference, FaultlessModules(reference, getattr(torch, dtype), recipe)):
+        for name, row in walk(
+            reference, FaultlessModules(reference, getattr(torch, dtype), recipe)
+        ):
             assert not module_bound(name, dtype, recipe, length=len(IDS)).violations(row), name
 
 
 @pytest.mark.parametrize(("dtype", "recipe"), SETTINGS)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_every_fault_is_out_of_bounds(reference: ReferenceModel, fault: str, dtype: str, recipe: str) -> None:
+def test_every_fault_is_out_of_bounds(
+    reference: ReferenceModel, fault: str, dtype: str, recipe: str
+) -> None:
     with torch.no_grad():
         for row in fault_rows(reference, fault, IDS, getattr(torch, dtype), recipe):
             bound = module_bound(row.name.split()[-1], dtype, recipe, length=len(IDS))

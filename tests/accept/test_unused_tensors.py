@@ -1,4 +1,6 @@
-"""Tensors that a drop rule leaves out: buffers are compared with what is computed, anything else is an error."""
+"""Tensors that a drop rule leaves out: buffers are compared with what is computed, anything else is
+an error.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ from modelmill.core.errors import AcceptanceError
 from modelmill.llm import build_engine
 from modelmill.models import llama
 from tests.accept.qwen_v1_plain import seeded_qwen
-from tests.checkpoint.checkpoint_factory import LLAMA_CONFIG, llama_state, write_folder, write_llama_gguf
+from tests.checkpoint.checkpoint_factory import (
+    LLAMA_CONFIG,
+    llama_state,
+    write_folder,
+    write_llama_gguf,
+)
 from tests.models.minigpt4_seeded import write_checkpoint
 from tests.models.sam_seeded import small_state
 from tests.models.test_families import QWEN
@@ -49,25 +56,39 @@ def llama_with(folder: Path, **more: torch.Tensor) -> Path:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_computed_frequencies_are_fine_in_any_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
-    report = judged(llama_with(tmp_path / "hf", **{INV_FREQ: FREQUENCIES.to(dtype)}), tmp_path / "e")
+    report = judged(
+        llama_with(tmp_path / "hf", **{INV_FREQ: FREQUENCIES.to(dtype)}), tmp_path / "e"
+    )
     assert report["accepted"]
     [row] = report["unused_tensors"]
-    assert row == {"what": "rotary frequencies, computed", "count": 1, "names": [INV_FREQ], "ok": True}
+    assert row == {
+        "what": "rotary frequencies, computed",
+        "count": 1,
+        "names": [INV_FREQ],
+        "ok": True,
+    }
 
 
 def test_frequencies_of_another_base_are_refused(tmp_path: Path) -> None:
     """Whoever saved them computed with them: config.json has lost its rope_theta."""
     other = 1.0 / 1e6 ** (torch.arange(0, 8, 2) / 8)
-    with pytest.raises(AcceptanceError, match=r"may matter: .*inv_freq \(rotary frequencies, computed, but with other"):
+    with pytest.raises(
+        AcceptanceError,
+        match=r"may matter: .*inv_freq \(rotary frequencies, computed, but with other",
+    ):
         judged(llama_with(tmp_path / "hf", **{INV_FREQ: other}), tmp_path / "e")
     assert not (tmp_path / "e").exists()
 
 
-def test_a_rule_that_drops_too_much_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_that_drops_too_much_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The planted fault: a pattern that matches what nobody has looked at."""
     folder = llama_with(tmp_path / "hf", **{"model.layers.1.self_attn.sinks": torch.ones(4)})
     monkeypatch.setattr(llama, "ignored_tensors", lambda _: (r".*\.self_attn\.s.*",))
-    with pytest.raises(AcceptanceError, match=r"may matter: model\.layers\.1\.self_attn\.sinks \(nobody reads it\)"):
+    with pytest.raises(
+        AcceptanceError, match=r"may matter: model\.layers\.1\.self_attn\.sinks \(nobody reads it\)"
+    ):
         judged(folder, tmp_path / "e")
 
 
@@ -104,7 +125,9 @@ def test_masks_are_the_causal_one(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("length", [32, 48])
 def test_qwens_logn_factors(length: int, tmp_path: Path) -> None:
     place = torch.arange(1, 100, dtype=torch.float64)
-    factors = torch.where(place > length, place.log() / torch.tensor(float(length)).log(), 1.0).float()
+    factors = torch.where(
+        place > length, place.log() / torch.tensor(float(length)).log(), 1.0
+    ).float()
     tensors = {**seeded_qwen(QWEN, 1), "transformer.logn_tensor": factors.view(1, -1, 1, 1)}
     (tmp_path / "hf").mkdir()
     save_file(tensors, tmp_path / "hf" / "model.safetensors")
@@ -132,13 +155,19 @@ def test_a_reference_that_reads_nothing_finds_everything(tmp_path: Path) -> None
 CHECKS: list[tuple[Callable[[torch.Tensor], bool], torch.Tensor, bool]] = [
     (unused_tensors._is_arange, torch.arange(5)[None], True),
     (unused_tensors._is_arange, torch.tensor([0, 2, 1]), False),
-    (unused_tensors._is_window_distances, torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2], [2, 3, 0, 1], [3, 2, 1, 0]]), True),
+    (
+        unused_tensors._is_window_distances,
+        torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2], [2, 3, 0, 1], [3, 2, 1, 0]]),
+        True,
+    ),
     (unused_tensors._is_window_distances, torch.zeros(4, 4), False),
 ]
 
 
 @pytest.mark.parametrize(("check", "tensor", "fine"), CHECKS)
-def test_what_the_eyes_and_sam_save_is_compared(check: Callable, tensor: torch.Tensor, fine: bool) -> None:
+def test_what_the_eyes_and_sam_save_is_compared(
+    check: Callable, tensor: torch.Tensor, fine: bool
+) -> None:
     assert check(tensor) is fine
 
 
@@ -162,7 +191,9 @@ def test_what_a_sam_saves_beside_its_weights(name: str, tmp_path: Path) -> None:
 
 
 def test_what_the_eyes_leave_unused_is_named(tmp_path: Path, shared: Path) -> None:
-    """The published files hold halves that this model does without; each is named, and nothing else is left."""
+    """The published files hold halves that this model does without; each is named, and nothing else
+    is left.
+    """
     folder = write_checkpoint(tmp_path / "files", shared)
     reference = MiniGpt4VisionReference(open_checkpoint(folder))
     picture = torch.zeros(reference.image_size, reference.image_size, 3, dtype=torch.uint8)

@@ -1,4 +1,6 @@
-"""The eyes under the measuring rod: honest engines pass in every dtype, planted faults are named where they are."""
+"""The eyes under the measuring rod: honest engines pass in every dtype, planted faults are named
+where they are.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def opened(request: pytest.FixtureRequest, folder: Path) -> tuple[EngineCore, Ch
     assert report["accepted"], report["reason"]
     assert report["image_embeddings"]["rel_l2"] <= report["image_embeddings"]["bound"]
     assert sum(layer["name"].startswith("image_embedder.") for layer in report["layers"]) > 40
-    return EngineCore.open(engine, RunConfig(kv_cache_bytes=1 << 22, max_model_len=128)), open_checkpoint(folder)
+    return EngineCore.open(
+        engine, RunConfig(kv_cache_bytes=1 << 22, max_model_len=128)
+    ), open_checkpoint(folder)
 
 
 def image_embedder(loop: EngineCore) -> Any:
@@ -76,9 +80,17 @@ def words_branch(loop: EngineCore) -> None:
 FAULTS: dict[str, tuple[Callable[[EngineCore], None], int | None, str]] = {
     "vision encoder eps": (eps("visual_encoder.blocks.1.norm2", 1e-5), 1, "vision_encoder.norm2"),
     "ln_vision eps": (eps("ln_vision", 1e-6), None, "ln_vision"),
-    "qformer eps": (eps("qformer.layer.2.output_query.LayerNorm", 1e-5), 2, "qformer.feed_forward.norm"),
+    "qformer eps": (
+        eps("qformer.layer.2.output_query.LayerNorm", 1e-5),
+        2,
+        "qformer.feed_forward.norm",
+    ),
     "vision encoder weight": (scaled("visual_encoder.blocks.0.mlp.fc1"), 0, "vision_encoder.fc1"),
-    "qformer weight": (scaled("qformer.layer.2.crossattention.self.value"), 2, "qformer.crossattention.value"),
+    "qformer weight": (
+        scaled("qformer.layer.2.crossattention.self.value"),
+        2,
+        "qformer.crossattention.value",
+    ),
     "projection": (scaled("proj"), None, "proj"),
     "biases": (other_bias, 1, "vision_encoder.qkv"),
     "words": (words_branch, 1, "qformer.up"),
@@ -127,7 +139,9 @@ def test_a_refused_engine_is_not_written(folder: Path, monkeypatch: pytest.Monke
 
     honest = _blip2_vision.Blip2ImageEmbedder.forward
     monkeypatch.setattr(
-        _blip2_vision.Blip2ImageEmbedder, "forward", lambda self, x, vision: honest(self, x, vision) * 1.1
+        _blip2_vision.Blip2ImageEmbedder,
+        "forward",
+        lambda self, x, vision: honest(self, x, vision) * 1.1,
     )
     with pytest.raises(AcceptanceError, match="of the vision encoder"):
         build_engine(folder, folder.parent / "refused.engine", BuildConfig(dtype="float32"))
@@ -138,7 +152,9 @@ def test_a_refused_engine_is_not_written(folder: Path, monkeypatch: pytest.Monke
 def eight(request: pytest.FixtureRequest, folder: Path) -> tuple[EngineCore, Checkpoint]:
     """The tower in int8, the language model by a recipe of its own."""
     dtype, recipe = request.param
-    config = BuildConfig(dtype=dtype, tower="int8", quantization=recipe, group_size=32, calibration_samples=4)
+    config = BuildConfig(
+        dtype=dtype, tower="int8", quantization=recipe, group_size=32, calibration_samples=4
+    )
     engine = folder.parent / f"{dtype}-eight.engine"
     report = build_engine(folder, engine, config)
     assert report["accepted"], report["reason"]
@@ -154,7 +170,9 @@ def eight(request: pytest.FixtureRequest, folder: Path) -> tuple[EngineCore, Che
     assert loop.artifact is not None
     held = loop.artifact.manifest.weight_formats
     assert {kind for name, kind in held.items() if "visual_encoder.blocks" in name} == {"w8a8"}
-    assert {kind for name, kind in held.items() if "qformer" in name or name == "image_embedder.proj"} == {"dense"}
+    assert {
+        kind for name, kind in held.items() if "qformer" in name or name == "image_embedder.proj"
+    } == {"dense"}
     wanted = {"none": "dense"}.get(recipe, recipe)
     assert {kind for name, kind in held.items() if name.startswith("layers.")} == {wanted}
     return loop, open_checkpoint(folder)
@@ -176,7 +194,11 @@ def one_louder(loop: EngineCore) -> None:
 def turned(loop: EngineCore) -> None:
     block = image_embedder(loop).visual_encoder.blocks[2].attn.proj
     block.weight = type(block.weight).from_tensors(
-        {**block.weight.tensors(), "weight": block.weight.weight.t().contiguous(), "scale": block.weight.scale}
+        {
+            **block.weight.tensors(),
+            "weight": block.weight.weight.t().contiguous(),
+            "scale": block.weight.scale,
+        }
     )
 
 
@@ -190,7 +212,9 @@ ROUNDED_FAULTS: dict[str, tuple[Callable[[EngineCore], None], int, str]] = {
 
 
 @pytest.mark.parametrize("name", ROUNDED_FAULTS)
-def test_faults_of_a_tower_in_8_bits_are_named(eight: tuple[EngineCore, Checkpoint], name: str) -> None:
+def test_faults_of_a_tower_in_8_bits_are_named(
+    eight: tuple[EngineCore, Checkpoint], name: str
+) -> None:
     loop, checkpoint = eight
     assert loop.artifact is not None
     plant, layer, module = ROUNDED_FAULTS[name]

@@ -43,7 +43,9 @@ def test_nothing_moves_where_one_is_missing(tmp_path: Path) -> None:
 
 
 @linux
-def test_an_engine_stands_at_its_place_whenever_the_replacing_is_cut_off(tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_engine_stands_at_its_place_whenever_the_replacing_is_cut_off(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     def cut_off(path: Path, **_: Any) -> None:
         if path.exists():
             raise KeyboardInterrupt
@@ -58,7 +60,9 @@ def test_an_engine_stands_at_its_place_whenever_the_replacing_is_cut_off(tmp_pat
 
 @pytest.mark.parametrize("can", [True, False])
 @pytest.mark.parametrize("older", [True, False])
-def test_only_the_new_engine_stays(tmp_path: Path, monkeypatch: Any, *, can: bool, older: bool) -> None:
+def test_only_the_new_engine_stays(
+    tmp_path: Path, monkeypatch: Any, *, can: bool, older: bool
+) -> None:
     if not can:
         monkeypatch.setattr(store, "atomic_swap", lambda *_: False)
     target = tmp_path / "e"

@@ -17,7 +17,9 @@ from modelmill.artifact.autotune_store import (
 )
 
 H200 = "NVIDIA H200"
-STORED = AutotuneRecord(H200, {"linear": {"1x4096->4096 bfloat16": (4, 1024, 4)}}, {"date": "today"})
+STORED = AutotuneRecord(
+    H200, {"linear": {"1x4096->4096 bfloat16": (4, 1024, 4)}}, {"date": "today"}
+)
 
 
 def write(engine: Path, content: bytes, device: str = H200) -> Path:
@@ -39,7 +41,8 @@ def test_another_device_finds_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [(H200, "nvidia-h200"), ("../../etc", "etc"), ("", "unnamed"), ("G" * 300, "g" * 80)]
+    ("name", "expected"),
+    [(H200, "nvidia-h200"), ("../../etc", "etc"), ("", "unnamed"), ("G" * 300, "g" * 80)],
 )
 def test_a_name_is_a_plain_file_name(name: str, expected: str) -> None:
     assert device_slug(name) == expected

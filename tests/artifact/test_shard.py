@@ -34,7 +34,9 @@ def write(path: Path, content: dict[str, torch.Tensor]) -> dict[str, int | str]:
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), max_size=8))
-def test_round_trip(tmp_path_factory: pytest.TempPathFactory, shapes: list[tuple[int, ...]]) -> None:
+def test_round_trip(
+    tmp_path_factory: pytest.TempPathFactory, shapes: list[tuple[int, ...]]
+) -> None:
     path = tmp_path_factory.mktemp("shard") / "w.safetensors"
     content = tensors(shapes)
     told = write(path, content)
@@ -66,15 +68,23 @@ def test_writing_to_a_view_never_reaches_the_file(tmp_path: Path) -> None:
 
 def test_the_announced_order_and_shape_are_kept(tmp_path: Path) -> None:
     infos = {"a": ((2,), torch.float32), "b": ((3,), torch.float32)}
-    with ShardWriter(tmp_path / "w", infos) as writer, pytest.raises(AssertionError, match="b written where a"):
+    with (
+        ShardWriter(tmp_path / "w", infos) as writer,
+        pytest.raises(AssertionError, match="b written where a"),
+    ):
         writer.add("b", torch.zeros(3))
-    with ShardWriter(tmp_path / "w", infos) as writer, pytest.raises(AssertionError, match="announced"):
+    with (
+        ShardWriter(tmp_path / "w", infos) as writer,
+        pytest.raises(AssertionError, match="announced"),
+    ):
         writer.add("a", torch.zeros(3))
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_damage_is_refused_not_crashed(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_damage_is_refused_not_crashed(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     path = tmp_path_factory.mktemp("shard") / "w.safetensors"
     write(path, {"a": torch.arange(64.0), "b": torch.ones(8, dtype=torch.int8)})
     raw = bytearray(path.read_bytes())

@@ -27,7 +27,9 @@ def made(target: Path, text: str = OURS) -> Path:
     return target
 
 
-@pytest.mark.parametrize("manifest", ['{"name": "my web app"}', "[]", "{", '"files"', '{"schema": 1}', "[" * 10**5])
+@pytest.mark.parametrize(
+    "manifest", ['{"name": "my web app"}', "[]", "{", '"files"', '{"schema": 1}', "[" * 10**5]
+)
 def test_the_folder_of_another_program_is_left_alone(tmp_path: Path, manifest: str) -> None:
     """Web apps and browser extensions have a manifest.json, too."""
     folder = tmp_path / "app"
@@ -40,7 +42,9 @@ def test_the_folder_of_another_program_is_left_alone(tmp_path: Path, manifest: s
     assert [path.name for path in tmp_path.iterdir()] == ["app"]
 
 
-@pytest.mark.parametrize("manifest", [OURS, '{"schema": 99, "packing": "later", "files": {}, "more": 1}', "damaged"])
+@pytest.mark.parametrize(
+    "manifest", [OURS, '{"schema": 99, "packing": "later", "files": {}, "more": 1}', "damaged"]
+)
 def test_an_engine_of_any_version_is_replaced(tmp_path: Path, manifest: str) -> None:
     folder = tmp_path / "e"
     (folder / "weights").mkdir(parents=True)
@@ -77,14 +81,18 @@ def test_a_disk_that_is_full_at_the_start(tmp_path: Path, monkeypatch: Any) -> N
 
     staging = Staging(tmp_path / "e", "key")
     with monkeypatch.context() as patch:
-        patch.setattr(store.Path, "mkdir", lambda self, **how: full() if self == staging.path else None)
+        patch.setattr(
+            store.Path, "mkdir", lambda self, **how: full() if self == staging.path else None
+        )
         with pytest.raises(ArtifactError, match="No space left"):
             staging.open()
     # nothing holds the place
     made(tmp_path / "e")
 
 
-def test_a_place_that_cannot_be_taken_is_told_and_only_the_move_is_left(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_place_that_cannot_be_taken_is_told_and_only_the_move_is_left(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     def busy(*_: Any) -> None:
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 

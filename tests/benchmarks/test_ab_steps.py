@@ -18,7 +18,9 @@ def test_choices_are_named_as_they_were_asked_for() -> None:
 
 
 def test_a_name_says_what_changes_besides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product from elsewhere takes the op that spans it along: the difference is not the product's alone."""
+    """A product from elsewhere takes the op that spans it along: the difference is not the
+    product's alone.
+    """
     plain = select_backends("cpu")
     chosen = dict.fromkeys(plain.backends, "cuda")
     taken = chosen | {"linear": "triton", "linear_swiglu": "torch"}
@@ -28,8 +30,14 @@ def test_a_name_says_what_changes_besides(monkeypatch: pytest.MonkeyPatch) -> No
         frozenset({"rope_cos_sin"}): chosen | {"rope_cos_sin": "torch"},
     }
     monkeypatch.setattr(
-        ab_steps, "select_backends", lambda _, asked=(): replace(plain, backends=known[frozenset(asked)])
+        ab_steps,
+        "select_backends",
+        lambda _, asked=(): replace(plain, backends=known[frozenset(asked)]),
     )
     named = ab_steps.label_states(ab_steps.kernel_choices(["linear=triton", "rope_cos_sin=torch"]))
-    assert list(named) == ["all kernels", "linear=triton (and so linear_swiglu=torch)", "rope_cos_sin=torch"]
+    assert list(named) == [
+        "all kernels",
+        "linear=triton (and so linear_swiglu=torch)",
+        "rope_cos_sin=torch",
+    ]
     assert list(named.values()) == [{}, {"linear": "triton"}, {"rope_cos_sin": "torch"}]

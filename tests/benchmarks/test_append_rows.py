@@ -1,4 +1,6 @@
-"""A row is one line that tells its facts, its command without this machine's folders, and when it was made."""
+"""A row is one line that tells its facts, its command without this machine's folders, and when it
+was made.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ from benchmarks.append_rows import append_rows, portable_command
 
 def test_rows_stand_behind_those_of_before(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    rows = [{"figure": "a", "value": 1.5, "facts": {"device": "x", "value": 2}}, {"figure": "ü", "facts": {}}]
+    rows = [
+        {"figure": "a", "value": 1.5, "facts": {"device": "x", "value": 2}},
+        {"figure": "ü", "facts": {}},
+    ]
     append_rows(out, rows[:1], "one")
     append_rows(out, rows[1:], "two")
     first, second = map(json.loads, out.read_text("utf-8").splitlines())
@@ -25,4 +30,6 @@ def test_a_command_names_no_folder_of_this_machine(tmp_path: Path) -> None:
     told = portable_command(
         "sam", ["--out", str(tmp_path / "a b.jsonl"), "--works", "click,everything", "benchmarks/x"]
     )
-    assert told == "python benchmarks/sam.py --out 'a b.jsonl' --works click,everything benchmarks/x"
+    assert (
+        told == "python benchmarks/sam.py --out 'a b.jsonl' --works click,everything benchmarks/x"
+    )

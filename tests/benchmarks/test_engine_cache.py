@@ -51,7 +51,11 @@ def test_an_engine_is_built_once(checkpoint: Path, builds: list[Path], tmp_path:
 
 
 def test_what_other_code_built_is_not_measured_but_built_anew(
-    checkpoint: Path, builds: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    checkpoint: Path,
+    builds: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ) -> None:
     monkeypatch.setattr(engine_cache, "source_digest", lambda: "yesterday")
     older, _ = engine_cache.build_or_reuse(checkpoint, BUILD, tmp_path)
@@ -89,7 +93,9 @@ def test_other_files_under_the_same_names_are_another_engine(
     assert before != engine_cache.engine_path(checkpoint, build, tmp_path)
 
 
-@pytest.mark.parametrize("file", ["quant/fp8.py", "weights/fp8.py", "ops/quant_types.py", "core/config.py"])
+@pytest.mark.parametrize(
+    "file", ["quant/fp8.py", "weights/fp8.py", "ops/quant_types.py", "core/config.py"]
+)
 def test_the_sources_digest_sees_code_that_decides_weights(file: str, tmp_path: Path) -> None:
     assert (engine_cache.ROOT / "modelmill" / file).is_file()
     for name in (file, "serve/app.py"):
@@ -109,7 +115,12 @@ def test_the_content_is_the_weights_and_not_the_options(tmp_path: Path) -> None:
             "weights/embedding_and_head.safetensors": {"sha256": weights},
             "quantization/0.json": {"sha256": build},
         }
-        told = {"config": {"hidden_size": 8}, "aliases": {}, "files": files, "build": {"method": build}}
+        told = {
+            "config": {"hidden_size": 8},
+            "aliases": {},
+            "files": files,
+            "build": {"method": build},
+        }
         (tmp_path / "manifest.json").write_text(json.dumps(told))
         return engine_cache.engine_content_digest(tmp_path)
 

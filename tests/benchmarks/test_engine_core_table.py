@@ -11,7 +11,9 @@ from tests.runtime import tiny
 from tests.runtime.test_prefill_graphs import FakeCapturer, filling
 
 
-def test_launched_leaves_the_graphs_of_prompts_aside_for_its_own_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launched_leaves_the_graphs_of_prompts_aside_for_its_own_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(peer_process, "MAX_TOKEN_ID", tiny.VOCAB - 1)
     tape = FakeCapturer()
     loop = filling(tape, enable_prefix_caching=False)

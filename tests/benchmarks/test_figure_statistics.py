@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.figure_statistics import LONG, SHORT, MeasuredFigure, speedup, time_per_token, whole_call_figure
+from benchmarks.figure_statistics import (
+    LONG,
+    SHORT,
+    MeasuredFigure,
+    speedup,
+    time_per_token,
+    whole_call_figure,
+)
 
 SECONDS = st.floats(1e-4, 1e3)
 

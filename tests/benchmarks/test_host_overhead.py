@@ -13,7 +13,9 @@ import pytest
 
 
 def _triton() -> str:
-    """Its version, without importing it: whether it interprets is decided then, by tests/ops/conftest.py."""
+    """Its version, without importing it: whether it interprets is decided then, by
+    tests/ops/conftest.py.
+    """
     try:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -31,8 +33,13 @@ def test_a_step_is_timed_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MODELMILL_FAKE_CUDA_DRIVER", raising=False)
     root = Path(__file__).parents[2]
     command = [sys.executable, "benchmarks/host_overhead.py", "--steps", "64,64+3", "--rounds", "3"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, cwd=root, capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = re.findall(r"smoothquant, pages auto, (\S+) tokens: (\S+) ms of CPU at least, (\S+) in the", done.stdout)
+    found = re.findall(
+        r"smoothquant, pages auto, (\S+) tokens: (\S+) ms of CPU at least, (\S+) in the",
+        done.stdout,
+    )
     assert [each[0] for each in found] == ["64", "64+3"]
     assert all(0 < float(least) <= float(median) for _, least, median in found)

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.peer_process import MAX_TOKEN_ID, MIN_TOKEN_ID, PeerError, PeerProcess, random_prompts
+from benchmarks.peer_process import (
+    MAX_TOKEN_ID,
+    MIN_TOKEN_ID,
+    PeerError,
+    PeerProcess,
+    random_prompts,
+)
 
 ENGINE = """
 import sys
@@ -51,13 +57,17 @@ def test_another_number_of_tokens_is_an_error(side: PeerProcess) -> None:
 
 def test_a_process_that_ended_is_named_with_its_last_words(side: PeerProcess) -> None:
     side.ready()
-    with pytest.raises(PeerError, match=r"fake: ValueError: two prompts are too many \(log: .*fake.log\)"):
+    with pytest.raises(
+        PeerError, match=r"fake: ValueError: two prompts are too many \(log: .*fake.log\)"
+    ):
         side.generate([(3, 5), (3, 5)], seed=1)
     with pytest.raises(PeerError, match="too many"):
         side.generate([(3, 5)], seed=1)
 
 
-def test_a_process_that_is_about_to_end_can_be_closed(side: PeerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_is_about_to_end_can_be_closed(
+    side: PeerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     side.ready()
     with pytest.raises(PeerError):
         side.generate([(3, 5), (3, 5)], seed=1)
@@ -74,4 +84,6 @@ def test_prompts_are_the_same_on_every_side_and_others_for_another_seed() -> Non
     assert random_prompts(lengths, 3) == random_prompts([(4, 7), (9, 7)], 3)
     assert random_prompts(lengths, 3) != random_prompts(lengths, 4)
     assert [len(each) for each in random_prompts(lengths, 3)] == [4, 9]
-    assert all(MIN_TOKEN_ID <= id < MAX_TOKEN_ID for each in random_prompts(lengths, 3) for id in each)
+    assert all(
+        MIN_TOKEN_ID <= id < MAX_TOKEN_ID for each in random_prompts(lengths, 3) for id in each
+    )

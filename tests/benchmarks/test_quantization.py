@@ -18,7 +18,9 @@ VOCAB = 11
 
 
 class FakeLoop:
-    """Logits from a table by (token, position) plus noise of its own; hands them out in two chunks."""
+    """Logits from a table by (token, position) plus noise of its own; hands them out in two
+    chunks.
+    """
 
     device = "cpu"
 
@@ -29,7 +31,13 @@ class FakeLoop:
         self.model_runner = SimpleNamespace(sampler=SimpleNamespace(vocab=VOCAB))
         self.runs = 0
         files = {"manifest.json": {"bytes": 5}, "weights/a": {"bytes": 7}}
-        build = {"quantization": "int4", "method": "gptq", "dtype": "float32", "group_size": 64, "symmetric": False}
+        build = {
+            "quantization": "int4",
+            "method": "gptq",
+            "dtype": "float32",
+            "group_size": 64,
+            "symmetric": False,
+        }
         weights = {"layers.0.a": "int4", "head": "dense"}
         manifest = SimpleNamespace(build=build, files=files, weight_formats=weights, source={})
         self.artifact = SimpleNamespace(manifest=manifest, tokenizer_files=lambda: {})
@@ -68,7 +76,9 @@ def test_the_measures_are_those_of_the_formulas(tmp_path: Path) -> None:
         same += sum(int(p[t].argmax()) == int(q[t].argmax()) for t in range(len(window)))
         for t, token in enumerate(window[1:]):
             nats, scored = nats - float(q[t, token].log()), scored + 1
-    assert found["perplexity"] == pytest.approx(torch.tensor(nats / scored, dtype=torch.float64).exp().item(), rel=1e-9)
+    assert found["perplexity"] == pytest.approx(
+        torch.tensor(nats / scored, dtype=torch.float64).exp().item(), rel=1e-9
+    )
     assert found["mean_kl"] == pytest.approx(sum(kl) / len(kl), rel=1e-9)
     assert found["max_kl"] == pytest.approx(max(kl), rel=1e-9)
     assert found["agreement"] == same / len(kl)
@@ -86,7 +96,9 @@ def test_kept_logits_are_not_computed_again(tmp_path: Path) -> None:
     loop = FakeLoop(0.0)
     windows = [[1, 2, 3]]
     first = cached_logits(lambda: loop, windows, tmp_path / "r", lambda *_: None)
-    again = cached_logits(lambda: pytest.fail("computed again"), windows, tmp_path / "r", lambda *_: None)
+    again = cached_logits(
+        lambda: pytest.fail("computed again"), windows, tmp_path / "r", lambda *_: None
+    )
     assert torch.equal(first, again)
     cached_logits(lambda: loop, [[1, 2, 4]], tmp_path / "r", lambda *_: None)
     assert loop.runs == 2
@@ -105,14 +117,20 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     text = tmp_path / "text.txt"
     text.write_text("x" * 90)
     monkeypatch.setattr(
-        bench, "build_or_reuse", lambda checkpoint, build, folder, fresh=False: (Path("-".join(build)), 1.0)
+        bench,
+        "build_or_reuse",
+        lambda checkpoint, build, folder, fresh=False: (Path("-".join(build)), 1.0),
     )
     monkeypatch.setattr(bench, "engine_content_digest", lambda engine: engine.name)
     monkeypatch.setattr(
-        bench, "open_engine_core", lambda engine, *_: FakeLoop(0.0 if str(engine) == "--dtype-float32" else 0.5)
+        bench,
+        "open_engine_core",
+        lambda engine, *_: FakeLoop(0.0 if str(engine) == "--dtype-float32" else 0.5),
     )
     monkeypatch.setattr(
-        bench, "encode_text", lambda loop, text, count: [i * 7 % VOCAB for i in range(len(text))][:count]
+        bench,
+        "encode_text",
+        lambda loop, text, count: [i * 7 % VOCAB for i in range(len(text))][:count],
     )
     folders = ["--work", str(tmp_path / "work"), "--results", str(tmp_path / "rows.jsonl")]
     return ["model.gguf", "--text", str(text), "--window", "32", "--tokens", "80", *folders]
@@ -151,7 +169,9 @@ def test_a_refused_engine_is_a_row_too(
 ) -> None:
     plain = bench.FLOAT32
     monkeypatch.setattr(
-        bench, "build_or_reuse", lambda _, build, *more: (Path("e") if tuple(build) == plain else None, None)
+        bench,
+        "build_or_reuse",
+        lambda _, build, *more: (Path("e") if tuple(build) == plain else None, None),
     )
     bench.main([*asked, "--", "-q", "int4"])
     (row,) = bench.read_rows(tmp_path / "rows.jsonl")
@@ -166,7 +186,9 @@ def test_another_kv_type_is_another_row(asked: list[str]) -> None:
     assert result_rows.row_key(plain, build) != result_rows.row_key(other, same)
 
 
-def test_the_text_that_was_calibrated_on_is_refused(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_text_that_was_calibrated_on_is_refused(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     import hashlib
 
     from modelmill.core.errors import UsageError

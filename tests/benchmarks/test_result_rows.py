@@ -23,29 +23,42 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     texts, here = tmp_path / "shared/data/text", tmp_path / "repository"
     texts.mkdir(parents=True)
     here.mkdir()
-    for name in ("wikitext2_test_a.txt", "cnndm_calibration.jsonl", "cnndm_eval.jsonl", "other.jsonl"):
+    for name in (
+        "wikitext2_test_a.txt",
+        "cnndm_calibration.jsonl",
+        "cnndm_eval.jsonl",
+        "other.jsonl",
+    ):
         (texts / name).write_text(f'{{"text": "{name}"}}\n' * 120)
     monkeypatch.chdir(here)
     monkeypatch.setattr(
-        result_rows, "requested_device", lambda options: {"cuda": "NVIDIA H200"}.get(options.device, "A CPU")
+        result_rows,
+        "requested_device",
+        lambda options: {"cuda": "NVIDIA H200"}.get(options.device, "A CPU"),
     )
     return here
 
 
 def asked(*more: str) -> argparse.Namespace:
-    return bench.parse_args(["model.gguf", "--text", "../shared/data/text/wikitext2_test_a.txt", *more])[0]
+    return bench.parse_args(
+        ["model.gguf", "--text", "../shared/data/text/wikitext2_test_a.txt", *more]
+    )[0]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[f"{row['options']} {row['date']}" for row in ROWS])
 def test_every_kept_row_is_found_by_its_command(
     row: dict[str, Any], repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(result_rows, "requested_device", lambda options: without_threads(row["device"]))
+    monkeypatch.setattr(
+        result_rows, "requested_device", lambda options: without_threads(row["device"])
+    )
     options, _ = bench.parse_args(shlex.split(row["command"])[2:])
     found, stands = matching_rows(ROWS, options, shlex.split(row["options"]))
     assert row in stands
     newest = [each for each in ROWS if each["key"] == row["key"]][-1]
-    assert (found == row["key"]) == (newest in stands), "measured again, it stands for what a report shows"
+    assert (found == row["key"]) == (newest in stands), (
+        "measured again, it stands for what a report shows"
+    )
 
 
 OTHERS: list[tuple[str, ...]] = [
@@ -58,21 +71,30 @@ OTHERS: list[tuple[str, ...]] = [
 
 
 @pytest.mark.parametrize("more", OTHERS, ids=" ".join)
-def test_another_device_or_calibration_is_another_measurement(more: tuple[str, ...], repository: Path) -> None:
+def test_another_device_or_calibration_is_another_measurement(
+    more: tuple[str, ...], repository: Path
+) -> None:
     assert row_key(asked(), BUILD) == row_key(asked(), BUILD)
     assert row_key(asked(), BUILD) != row_key(asked(*more), BUILD)
     calibration = {"name": "cnndm_calibration.jsonl", "samples": 1, "length": 1}
-    older = {"key": result_rows.option_names(asked(), BUILD), "calibration": calibration, "device": "A CPU, 2 threads"}
+    older = {
+        "key": result_rows.option_names(asked(), BUILD),
+        "calibration": calibration,
+        "device": "A CPU, 2 threads",
+    }
     assert matching_rows([older], asked(), BUILD) == (older["key"], [older])
     assert matching_rows([older], asked(*more), BUILD) == (row_key(asked(*more), BUILD), [])
 
 
 @pytest.mark.parametrize("file", ["wikitext2_test_a.txt", "cnndm_calibration.jsonl"])
 @pytest.mark.parametrize("change", ["rewritten", "gone"])
-def test_other_files_under_the_same_names_are_another_measurement(file: str, change: str, repository: Path) -> None:
+def test_other_files_under_the_same_names_are_another_measurement(
+    file: str, change: str, repository: Path
+) -> None:
     path, digests = repository.parent / "shared/data/text" / file, result_rows.option_file_digests
     text, calibration = (
-        digests([str(path.with_name(each))])[0] for each in ("wikitext2_test_a.txt", "cnndm_calibration.jsonl")
+        digests([str(path.with_name(each))])[0]
+        for each in ("wikitext2_test_a.txt", "cnndm_calibration.jsonl")
     )
     read = {"name": "cnndm_calibration.jsonl", "sha256": calibration}
     told = {"calibration": read, "text_sha256": text, "device": "A CPU"}
@@ -88,10 +110,16 @@ def test_other_files_under_the_same_names_are_another_measurement(file: str, cha
 def test_a_recipe_without_statistics_is_the_same_with_any_calibration(
     accepted: bool, stands: bool, repository: Path
 ) -> None:
-    row = {"key": row_key(asked(), BUILD), "names": result_rows.option_names(asked(), BUILD), "accepted": accepted}
+    row = {
+        "key": row_key(asked(), BUILD),
+        "names": result_rows.option_names(asked(), BUILD),
+        "accepted": accepted,
+    }
     row |= {"calibration": None, "device": "A CPU"}
     other = asked("--calibration", "../shared/data/text/other.jsonl")
-    assert matching_rows([row], other, BUILD) == ((row["key"], [row]) if stands else (row_key(other, BUILD), []))
+    assert matching_rows([row], other, BUILD) == (
+        (row["key"], [row]) if stands else (row_key(other, BUILD), [])
+    )
     assert matching_rows([row], asked("--device", "cuda"), BUILD)[1] == []
 
 
@@ -115,7 +143,9 @@ def test_summaries_that_are_wanted_must_be_there(repository: Path) -> None:
     assert matching_rows([without], asked(*wanted, "--whole-inputs"), BUILD)[1] == []
 
 
-def test_a_report_tells_two_measurements_of_one_build_apart(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_tells_two_measurements_of_one_build_apart(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     row = next(row for row in ROWS if row["options"] == "-q rptq --bits w8a8")
     bench.report([row])
     assert row["device"] not in capsys.readouterr().out

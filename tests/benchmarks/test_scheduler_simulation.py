@@ -30,12 +30,20 @@ def test_an_answer_alone_costs_its_parts() -> None:
     assert simulate_seconds(
         [(100, 10)], StepCost(weights=-1.0, row=1.0, token=0.0, key=0.0, attended_key_ms=1.0)
     ) == pytest.approx(0.1)
-    assert simulate_seconds([(100, 10)], NOTHING) == pytest.approx(0.001), "what prompts take on top of the weights"
+    assert simulate_seconds([(100, 10)], NOTHING) == pytest.approx(0.001), (
+        "what prompts take on top of the weights"
+    )
 
 
 def test_what_the_rule_is_for() -> None:
-    """Equal answers that can all run: prompts first. Answers that differ: in pieces, the longest first."""
-    equal = {name: simulate_seconds(parse_batch("64x1024+144"), StepCost(), **how) for name, how in POLICIES.items()}
+    """Equal answers that can all run: prompts first.
+
+    Answers that differ: in pieces, the longest first.
+    """
+    equal = {
+        name: simulate_seconds(parse_batch("64x1024+144"), StepCost(), **how)
+        for name, how in POLICIES.items()
+    }
     assert equal["as it is"] == equal["never in pieces"] < 0.99 * equal["always in pieces"]
     lengths = [(700, 20 + 37 * n % 400) for n in range(100)]
     other = {name: simulate_seconds(lengths, StepCost(), **how) for name, how in POLICIES.items()}

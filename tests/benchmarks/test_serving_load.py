@@ -32,7 +32,11 @@ def each(alone: float, served: float, cpu: float = 1.0) -> dict[str, float]:
 def test_ratios_are_of_rounds_and_not_of_medians() -> None:
     """A machine that slows down from round to round changes no ratio."""
     told = summary(PLAN, [each(1.0, 1.0), each(2.0, 2.5, 0.9), each(4.0, 4.4)], [])
-    assert told["ratio"] == {"median": pytest.approx(4 / 4.4), "min": pytest.approx(0.8), "max": 1.0}
+    assert told["ratio"] == {
+        "median": pytest.approx(4 / 4.4),
+        "min": pytest.approx(0.8),
+        "max": 1.0,
+    }
     assert told["cpu_ratio"]["min"] == pytest.approx(0.9)
     assert told["alone_tokens_per_s"]["median"] == pytest.approx(20)
     assert told["api_us_per_token"]["median"] == pytest.approx(100)
@@ -51,8 +55,14 @@ def test_a_burst_is_told_by_its_slowest_gaps_over_the_quiet_median() -> None:
 @pytest.mark.parametrize("tokens", [3, 4])
 def test_each_token_has_its_time(tokens: int) -> None:
     """Two tokens in one event came at once; an answer of another length is an error."""
-    events: list[dict[str, Any]] = [{"choices": [{"token_ids": [7, 8]}]}, {"choices": [{"token_ids": [9]}]}]
-    body = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + b"data: [DONE]\n\n"
+    events: list[dict[str, Any]] = [
+        {"choices": [{"token_ids": [7, 8]}]},
+        {"choices": [{"token_ids": [9]}]},
+    ]
+    body = (
+        b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
+        + b"data: [DONE]\n\n"
+    )
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -64,7 +74,9 @@ def test_each_token_has_its_time(tokens: int) -> None:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         try:
             return await time_stream(
-                OpenAIClient.from_url(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"), [5, 6], tokens
+                OpenAIClient.from_url(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"),
+                [5, 6],
+                tokens,
             )
         finally:
             server.close()
@@ -81,7 +93,10 @@ def test_each_token_has_its_time(tokens: int) -> None:
 def test_steps_of_a_burst_are_told_beside_quiet_ones() -> None:
     quiet = [0.010] * 60
     told = step_figures(
-        [{"quiet": quiet, "during": [0.020] * 98 + [0.025, 0.030]}, {"quiet": quiet, "during": [0.030]}]
+        [
+            {"quiet": quiet, "during": [0.020] * 98 + [0.025, 0.030]},
+            {"quiet": quiet, "during": [0.030]},
+        ]
     )
     assert told["quiet_median_ms"] == pytest.approx(10)
     assert told["during_median_ms"] == pytest.approx(20)
@@ -91,7 +106,9 @@ def test_steps_of_a_burst_are_told_beside_quiet_ones() -> None:
 def test_a_burst_is_scheduled_as_a_server_does_and_leaves_the_loop_as_it_was() -> None:
     loop = tiny.make_engine(tiny.decoder(max_len=512), max_num_batched_tokens=512)
     before = loop.scheduler.limits
-    found = _burst(loop, "x", [[5, 6, 7 + i] for i in range(4)], [list(range(5, 60)), list(range(60, 4, -1))])
+    found = _burst(
+        loop, "x", [[5, 6, 7 + i] for i in range(4)], [list(range(5, 60)), list(range(60, 4, -1))]
+    )
     assert len(found["quiet"]) == QUIET_STEPS
     # 111 tokens in pieces: more than a step, far less than one a token
     assert 2 < len(found["during"]) < 60

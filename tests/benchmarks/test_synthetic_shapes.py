@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.make_checkpoint import SHAPES, UNIFORM, UNIFORM_RANGE, fill, tensors, with_num_layers
+from benchmarks.make_checkpoint import (
+    SHAPES,
+    UNIFORM,
+    UNIFORM_RANGE,
+    fill,
+    tensors,
+    with_num_layers,
+)
 from benchmarks.synthetic_shapes import randomize_weights, synthetic_config, write_synthetic_config
 
 
@@ -19,14 +26,20 @@ def test_a_peer_has_as_many_weights_as_we_have(shape: str, tmp_path: Path) -> No
     raw = with_num_layers(shape, 1)
     told = json.loads((write_synthetic_config(raw, tmp_path) / "config.json").read_text())
     with torch.device("meta"):
-        theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**told))
+        theirs = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(**told)
+        )
     ours = sum(torch.Size(size).numel() for shard in tensors(raw) for size in shard.values())
     assert sum(weight.numel() for weight in theirs.parameters()) == ours
 
 
 def test_qwen_is_told_as_qwen2() -> None:
     told = synthetic_config(SHAPES["qwen-7b"])
-    assert (told["model_type"], told["intermediate_size"], told["num_key_value_heads"]) == ("qwen2", 11008, 32)
+    assert (told["model_type"], told["intermediate_size"], told["num_key_value_heads"]) == (
+        "qwen2",
+        11008,
+        32,
+    )
     assert synthetic_config(SHAPES["llama-7b"]) == SHAPES["llama-7b"]
 
 
@@ -37,14 +50,20 @@ def test_fewer_layers_leave_the_shape_alone() -> None:
 
 
 def test_uniform_weights_are_within_a_thousandth_whatever_they_are_for() -> None:
-    for name, size in (("norm.weight", (999,)), ("embed.weight", (99, 99)), ("up.weight", (40, 300))):
+    for name, size in (
+        ("norm.weight", (999,)),
+        ("embed.weight", (99, 99)),
+        ("up.weight", (40, 300)),
+    ):
         drawn = fill(name, size, torch.bfloat16, torch.Generator().manual_seed(1), UNIFORM).float()
         assert drawn.abs().max().item() == pytest.approx(UNIFORM_RANGE, rel=0.02)
         assert drawn.mean().abs().item() < 0.1 * UNIFORM_RANGE
 
 
 def test_weights_are_drawn_with_the_spread_of_our_checkpoints() -> None:
-    model = nn.ModuleDict({"embed": nn.Embedding(300, 64), "norm": nn.LayerNorm(4096), "up": nn.Linear(400, 300)})
+    model = nn.ModuleDict(
+        {"embed": nn.Embedding(300, 64), "norm": nn.LayerNorm(4096), "up": nn.Linear(400, 300)}
+    )
     assert randomize_weights(model) == 5
     assert model["embed"].weight.std().item() == pytest.approx(1.0, rel=0.1)  # type: ignore[union-attr, operator]
     assert model["up"].weight.std().item() == pytest.approx(400**-0.5, rel=0.1)  # type: ignore[union-attr, operator]

@@ -30,7 +30,11 @@ class Fake:
         return self.facts
 
     def generate(self, lengths: Lengths, seed: int) -> float:
-        return sum(output for _, output in lengths) * (1.0 if self.name == "modelmill" else 2.0) / len(lengths)
+        return (
+            sum(output for _, output in lengths)
+            * (1.0 if self.name == "modelmill" else 2.0)
+            / len(lengths)
+        )
 
     def randomize_weights(self, weights: str) -> None:
         self.facts = self.facts | {"drawn": weights}
@@ -47,8 +51,18 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> table.SpeedTable:
     monkeypatch.setattr(Fake, "broken", False)
     trace = tmp_path / "trace.csv"
     trace.write_text(TRACE)
-    options = ["trace", "--peer", "kit", "--work", str(tmp_path), "--out", str(tmp_path / "rows.jsonl")]
-    return table.SpeedTable(table.parse_args([*options, "--trace", str(trace), "--rounds", "1", "--limit", "1000"]))
+    options = [
+        "trace",
+        "--peer",
+        "kit",
+        "--work",
+        str(tmp_path),
+        "--out",
+        str(tmp_path / "rows.jsonl"),
+    ]
+    return table.SpeedTable(
+        table.parse_args([*options, "--trace", str(trace), "--rounds", "1", "--limit", "1000"])
+    )
 
 
 def rows(bench: table.SpeedTable) -> list[dict[str, object]]:
@@ -59,12 +73,24 @@ def test_a_line_gives_a_row_a_side_of_one_run(bench: table.SpeedTable) -> None:
     bench.run_parts(["first"], "qwen-7b")
     found = rows(bench)
     assert [(row["work"], row["subject"]) for row in found] == [
-        ("first-1024", "modelmill"), ("first-1024", "vLLM"), ("first-4096", "modelmill"), ("first-4096", "vLLM"),
+        ("first-1024", "modelmill"), ("first-1024", "vLLM"), ("first-4096", "modelmill"),
+        ("first-4096", "vLLM"),
     ]  # fmt: skip
     assert {row["run"] for row in found} == {bench.run}
     for row in found:
-        assert {"commit", "host_cpu", "load_1m", "calls_s"} <= set(row), "where it comes from, and every call"
-        assert {"command", "device", "versions", "date", "unit", "spread", "statistic", "value"} <= set(row)
+        assert {"commit", "host_cpu", "load_1m", "calls_s"} <= set(row), (
+            "where it comes from, and every call"
+        )
+        assert {
+            "command",
+            "device",
+            "versions",
+            "date",
+            "unit",
+            "spread",
+            "statistic",
+            "value",
+        } <= set(row)
     assert found[0]["unit"] == "ms"
     assert found[1]["value"] == 2 * float(str(found[0]["value"]))
 
@@ -77,8 +103,20 @@ def test_marks_give_rows_that_say_in_which_order_they_were_taken(bench: table.Sp
     assert {row["part"] for row in found} == {"marks"}
 
 
-def test_rows_say_where_weights_are_drawn_another_way(bench: table.SpeedTable, tmp_path: Path) -> None:
-    options = ["marks", "--peer", "kit", "--mark", "1x1024", "--work", str(tmp_path), "--out", str(bench.options.out)]
+def test_rows_say_where_weights_are_drawn_another_way(
+    bench: table.SpeedTable, tmp_path: Path
+) -> None:
+    options = [
+        "marks",
+        "--peer",
+        "kit",
+        "--mark",
+        "1x1024",
+        "--work",
+        str(tmp_path),
+        "--out",
+        str(bench.options.out),
+    ]
     other = table.SpeedTable(table.parse_args([*options, "--weights", "uniform"]))
     other.run_parts(["marks"], "qwen-7b")
     assert {row["weights"] for row in rows(other)} == {"uniform"}
@@ -106,19 +144,35 @@ def test_both_sides_are_handed_the_trace_in_one_order(bench: table.SpeedTable) -
     bench.options.out.unlink()
     bench.options.order = "longest-first"
     bench.run_trace()
-    assert {(row["work"], row["order"]) for row in rows(bench)} == {("trace-3-longest-first", "longest-first")}
+    assert {(row["work"], row["order"]) for row in rows(bench)} == {
+        ("trace-3-longest-first", "longest-first")
+    }
 
 
-def test_the_commit_is_told_where_there_is_no_checkout(bench: table.SpeedTable, tmp_path: Path) -> None:
+def test_the_commit_is_told_where_there_is_no_checkout(
+    bench: table.SpeedTable, tmp_path: Path
+) -> None:
     assert git_commit(tmp_path) is None
-    options = ["first", "--work", str(tmp_path), "--out", str(bench.options.out), "--commit", "0123abc"]
+    options = [
+        "first",
+        "--work",
+        str(tmp_path),
+        "--out",
+        str(bench.options.out),
+        "--commit",
+        "0123abc",
+    ]
     table.SpeedTable(table.parse_args(options)).run_parts(["first"], "qwen-7b")
     assert {row["commit"] for row in rows(bench)} == {"0123abc"}
 
 
-def test_the_peer_captures_the_graphs_of_its_own_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_peer_captures_the_graphs_of_its_own_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commands: list[list[str]] = []
-    monkeypatch.setattr(stages, "PeerProcess", lambda name, command, log, env=None: commands.append(list(command)))
+    monkeypatch.setattr(
+        stages, "PeerProcess", lambda name, command, log, env=None: commands.append(list(command))
+    )
     monkeypatch.setattr(PeerSetup, "synthetic_config", lambda self, shape: tmp_path)
     PeerSetup(tmp_path, peer=tmp_path).start_peer("vLLM", "qwen-7b", 0.45, 256)
     limits = json.loads(commands[0][-1])["run"]
@@ -131,7 +185,9 @@ def test_no_second_turn_where_the_time_is_over(bench: table.SpeedTable) -> None:
     assert rows(bench)[0]["spread"]["runs"] == 2  # type: ignore[index]
 
 
-def test_a_variant_of_ours_takes_part_in_the_trace_and_says_its_options(bench: table.SpeedTable) -> None:
+def test_a_variant_of_ours_takes_part_in_the_trace_and_says_its_options(
+    bench: table.SpeedTable,
+) -> None:
     bench.variants["modelmill-small"] = {"max_num_seqs": 8}
     bench.run_trace()
     assert [row["subject"] for row in rows(bench)] == ["modelmill", "modelmill-small", "vLLM"]
@@ -139,7 +195,9 @@ def test_a_variant_of_ours_takes_part_in_the_trace_and_says_its_options(bench: t
     assert table.parse_variant('x={"max_num_seqs": 8}') == ("x", {"max_num_seqs": 8})
 
 
-def test_a_peer_that_does_not_start_leaves_ours(bench: table.SpeedTable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_does_not_start_leaves_ours(
+    bench: table.SpeedTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Fake, "broken", True)
     bench.run_parts(["first"], "qwen-7b")
     assert {row["subject"] for row in rows(bench)} == {"modelmill"}
@@ -162,18 +220,35 @@ def test_without_a_peer_only_ours_is_measured(bench: table.SpeedTable) -> None:
 
 def test_a_printed_line_has_the_target_both_sides_and_the_ratio() -> None:
     ours, peer = MeasuredFigure(3.7, 3.69, 3.72, 3), MeasuredFigure(4.84, 4.8, 4.9, 3)
-    cells = table.table_line("decode-1x128", {"modelmill": ours, "vLLM": peer}, ["vLLM", "transformers"])
+    cells = table.table_line(
+        "decode-1x128", {"modelmill": ours, "vLLM": peer}, ["vLLM", "transformers"]
+    )
     assert cells == [
-        "decode, batch 1, prompt 128", "ms/token", "3.34", "3.8", "3.70 (3.69 … 3.72)", "4.84 (4.80 … 4.90)", "–",
+        "decode, batch 1, prompt 128", "ms/token", "3.34", "3.8", "3.70 (3.69 … 3.72)",
+        "4.84 (4.80 … 4.90)", "–",
         "1.31×",
     ]  # fmt: skip
 
 
 def test_a_cpu_line_has_both_speeds_their_ratio_and_what_must_be_reached() -> None:
-    row = {"phase": "decode", "prompt": 16, "ours": 215.4, "ours_spread": [200.2, 230.0], "ratio": 1.605}
+    row = {
+        "phase": "decode",
+        "prompt": 16,
+        "ours": 215.4,
+        "ours_spread": [200.2, 230.0],
+        "ratio": 1.605,
+    }
     row |= {"llamacpp": 134.2, "llamacpp_spread": [130.0, 140.0]}
-    assert table.cpu_table_line(row) == ["decode, prompt 16", "215 (200 … 230)", "134 (130 … 140)", "1.60", "1"]
-    assert table.cpu_table_line(row | {"phase": "prefill"})[-1] == "–", "the targets name no prefill of 16 tokens"
+    assert table.cpu_table_line(row) == [
+        "decode, prompt 16",
+        "215 (200 … 230)",
+        "134 (130 … 140)",
+        "1.60",
+        "1",
+    ]
+    assert table.cpu_table_line(row | {"phase": "prefill"})[-1] == "–", (
+        "the targets name no prefill of 16 tokens"
+    )
 
 
 def test_a_recorded_command_names_no_folder_of_this_machine() -> None:

@@ -76,8 +76,12 @@ def test_the_first_token_is_a_whole_call_in_milliseconds() -> None:
 
 def test_the_warm_part_is_the_first_token_under_names_of_its_own() -> None:
     warm, first = workloads_for("warm"), workloads_for("first")
-    assert [(work.prompts, work.outputs) for work in warm] == [(work.prompts, work.outputs) for work in first]
-    assert not {work.name for work in warm} & set(TARGETS), "the table keeps the line that was measured first"
+    assert [(work.prompts, work.outputs) for work in warm] == [
+        (work.prompts, work.outputs) for work in first
+    ]
+    assert not {work.name for work in warm} & set(TARGETS), (
+        "the table keeps the line that was measured first"
+    )
 
 
 def test_marks_are_taken_in_blocks_of_one_length_and_sides_take_turns() -> None:

@@ -1,4 +1,6 @@
-"""A real browser, and a server with a model that writes and one that sees: the real ones where they are at hand."""
+"""A real browser, and a server with a model that writes and one that sees: the real ones where they
+are at hand.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from tests.serve.server_process import ServerProcess
 OUT = ROOT / "out" / "browser"
 FLAGS = ("--device", "cpu", "--threads", "2", "--kv-cache-bytes", "200000000", "--port", "0")
 CHROMIUM = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+    "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
+    "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
 )  # fmt: skip
 SECONDS = 300.0
@@ -29,10 +32,17 @@ SECONDS = 300.0
 def chromium() -> Iterator[Any]:
     """The browser; a skip that says what is missing."""
     playwright = pytest.importorskip(
-        "playwright.sync_api", reason="needs playwright: pip install 'modelmill[browser]'", exc_type=ImportError
+        "playwright.sync_api",
+        reason="needs playwright: pip install 'modelmill[browser]'",
+        exc_type=ImportError,
     )
     path = next(
-        (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
+        (
+            found
+            for name in ("chromium", "chromium-browser", "google-chrome")
+            if (found := shutil.which(name))
+        ),
+        "",
     )
     if not path:
         pytest.skip("needs a browser: apt-get install chromium")
@@ -53,28 +63,42 @@ class Engines:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Of a server: 2,048 of SmolLM2's 8,192 tokens are enough here; the tiny LLaMA takes 512 in all."""
+        """Of a server: 2,048 of SmolLM2's 8,192 tokens are enough here; the tiny LLaMA takes 512 in
+        all.
+        """
         return (*FLAGS, "--max-model-len", "2048") if self.has_real_language else FLAGS
 
 
 @pytest.fixture(scope="session")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
-    """SmolLM2 (make demo leaves it) or a tiny trained LLaMA; MobileSAM or a small SAM with seeded weights."""
+    """SmolLM2 (make demo leaves it) or a tiny trained LLaMA; MobileSAM or a small SAM with seeded
+    weights.
+    """
     OUT.mkdir(parents=True, exist_ok=True)
     shared, own = shared_dir(), tmp_path_factory.mktemp("engines")
     smol = ROOT / "out" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
     tiny = None if shared is None else shared / "data/models/stories260K"
     weights = None if shared is None else shared / "data/models/mobile_sam/mobile_sam.safetensors"
     if smol.exists():
-        writer = _built(smol, OUT / "smollm2.engine", BuildConfig(dtype="bfloat16", quantization="int8", target="cpu"))
+        writer = _built(
+            smol,
+            OUT / "smollm2.engine",
+            BuildConfig(dtype="bfloat16", quantization="int8", target="cpu"),
+        )
     elif tiny is not None:
         writer = _built(tiny, own / "stories.engine", BuildConfig(dtype="float32", target="cpu"))
     else:
-        pytest.skip("needs a model that writes: make demo leaves one, the shared data folder has another")
+        pytest.skip(
+            "needs a model that writes: make demo leaves one, the shared data folder has another"
+        )
     if weights is not None:
-        viewer = _built(weights, OUT / "mobilesam.engine", BuildConfig(dtype="float32", target="cpu"))
+        viewer = _built(
+            weights, OUT / "mobilesam.engine", BuildConfig(dtype="float32", target="cpu")
+        )
     else:
-        viewer = _built(small_file(own), own / "sam.engine", BuildConfig(dtype="float32", target="cpu"))
+        viewer = _built(
+            small_file(own), own / "sam.engine", BuildConfig(dtype="float32", target="cpu")
+        )
     return Engines(writer, viewer, smol.exists(), weights is not None)
 
 
@@ -87,7 +111,9 @@ def _built(checkpoint: Path, out: Path, config: BuildConfig) -> Path:
 @pytest.fixture(scope="session")
 def server(engines: Engines) -> Iterator[ServerProcess]:
     names = ("--served-model-name", "writer", "--served-model-name", "viewer")
-    with ServerProcess(engines.language_engine, engines.segment_engine, *names, flags=engines.flags) as serving:
+    with ServerProcess(
+        engines.language_engine, engines.segment_engine, *names, flags=engines.flags
+    ) as serving:
         yield serving
 
 
@@ -96,26 +122,38 @@ Open = Callable[..., Any]
 
 @pytest.fixture
 def opened(chromium: Any, server: ServerProcess) -> Iterator[Open]:
-    """Opens the page in a fresh window; at the end nothing may have gone wrong in it, and nobody else been asked.
+    """Opens the page in a fresh window; at the end nothing may have gone wrong in it, and nobody
+    else been asked.
 
-    sampling: what the page's settings hold. url: of another server. The rest: Playwright's options of a context.
+    sampling: what the page's settings hold. url: of another server. The rest: Playwright's options
+    of a context.
     """
     contexts: list[Any] = []
     wrong: list[str] = []
 
-    def open_page(sampling: str = '{"temperature": 0, "max_tokens": 60}', url: str = server.url, **how: Any) -> Any:
+    def open_page(
+        sampling: str = '{"temperature": 0, "max_tokens": 60}', url: str = server.url, **how: Any
+    ) -> Any:
         context = chromium.new_context(**{"viewport": {"width": 1180, "height": 800}, **how})
         contexts.append(context)
         context.add_init_script(
-            f"localStorage.getItem('modelmill.sampling') ?? localStorage.setItem('modelmill.sampling', '{sampling}')"
+            "localStorage.getItem('modelmill.sampling') ?? "
+            f"localStorage.setItem('modelmill.sampling', '{sampling}')"
         )
         page = context.new_page()
         page.set_default_timeout(1000 * SECONDS)
         page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
-        page.on("console", lambda said: wrong.append(said.text) if "Content Security" in said.text else None)
+        page.on(
+            "console",
+            lambda said: wrong.append(said.text) if "Content Security" in said.text else None,
+        )
         page.on(
             "request",
-            lambda asked: wrong.append(asked.url) if not asked.url.startswith((url, "data:", "blob:")) else None,
+            lambda asked: (
+                wrong.append(asked.url)
+                if not asked.url.startswith((url, "data:", "blob:"))
+                else None
+            ),
         )
         page.goto(url)
         return page

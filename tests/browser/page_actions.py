@@ -1,4 +1,6 @@
-"""What a person does on the page and waits for; without playwright its import skips the module that asks for it."""
+"""What a person does on the page and waits for; without playwright its import skips the module that
+asks for it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ import pytest
 
 from tests.browser.conftest import SECONDS
 
-expect = pytest.importorskip("playwright.sync_api", reason="needs playwright", exc_type=ImportError).expect
+expect = pytest.importorskip(
+    "playwright.sync_api", reason="needs playwright", exc_type=ImportError
+).expect
 WAIT = 1000 * SECONDS
 STATS_PATTERN = re.compile(r"^([\d.]+ tokens/s · )?first token after [\d.]+ s · \d+ tokens?$")
 

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from tests.browser.conftest import Engines
-from tests.browser.page_actions import STATS_PATTERN, WAIT, expect, last_answer, send_message, wait_ready
+from tests.browser.page_actions import (
+    STATS_PATTERN,
+    WAIT,
+    expect,
+    last_answer,
+    send_message,
+    wait_ready,
+)
 from tests.serve.server_process import ServerProcess
 
 pytestmark = pytest.mark.browser
@@ -17,7 +24,9 @@ LONG = '{"temperature": 0, "max_tokens": 1500}'
 
 
 def endless(page: Any) -> None:
-    """Whatever is asked, the answer goes on until it is stopped: a small model might end it before anybody can."""
+    """Whatever is asked, the answer goes on until it is stopped: a small model might end it before
+    anybody can.
+    """
 
     def longer(route: Any) -> None:
         route.continue_(post_data={**route.request.post_data_json, "ignore_eos": True})
@@ -30,7 +39,10 @@ def test_a_conversation_typed_and_streamed(opened: Any, shot: Any) -> None:
     wait_ready(page)
     shot(page, "welcome")
     sent: list[Any] = []
-    page.on("request", lambda each: sent.append(each.post_data_json) if "chat/completions" in each.url else None)
+    page.on(
+        "request",
+        lambda each: sent.append(each.post_data_json) if "chat/completions" in each.url else None,
+    )
     send_message(page, "Explain how a watermill works, with a list of its parts.")
     said = page.get_by_role("article", name="Answer").locator(".said")
     expect(said).to_have_text(re.compile(r"\w"), timeout=WAIT)
@@ -61,7 +73,9 @@ def test_an_answer_is_stopped(opened: Any, server: ServerProcess, shot: Any, how
     endless(page)
     wait_ready(page)
     send_message(page, "Count from one to five hundred in words.")
-    expect(page.get_by_role("article", name="Answer").locator(".said")).to_have_text(re.compile(r"\w"), timeout=WAIT)
+    expect(page.get_by_role("article", name="Answer").locator(".said")).to_have_text(
+        re.compile(r"\w"), timeout=WAIT
+    )
     if how == "button":
         page.get_by_role("button", name="Stop", exact=True).click()
     else:
@@ -82,7 +96,9 @@ def test_regenerate_and_edit(opened: Any) -> None:
     first = last_answer(page).locator(".said").inner_text()
     send_message(page, "Say goodbye.")
     last_answer(page, 2)
-    page.get_by_role("article", name="Answer").nth(0).get_by_role("button", name="Regenerate this answer").click()
+    page.get_by_role("article", name="Answer").nth(0).get_by_role(
+        "button", name="Regenerate this answer"
+    ).click()
     # what came after it is gone; greedy, the text is the same
     assert last_answer(page, 1).locator(".said").inner_text() == first
     page.get_by_role("button", name="Edit this message").first.click()
@@ -94,7 +110,9 @@ def test_regenerate_and_edit(opened: Any) -> None:
     page.get_by_label("Edit the message").fill("Say one word about rain.")
     page.get_by_role("button", name="Send the edited message").click()
     last_answer(page, 1)
-    expect(page.get_by_role("article", name="You")).to_have_text(re.compile("^Say one word about rain."))
+    expect(page.get_by_role("article", name="You")).to_have_text(
+        re.compile("^Say one word about rain.")
+    )
 
 
 def test_with_the_keyboard_alone(opened: Any) -> None:
@@ -113,7 +131,9 @@ def test_with_the_keyboard_alone(opened: Any) -> None:
     page.keyboard.type("about rain")
     expect(page.get_by_label("Message", exact=True)).to_have_value("Write a long story\nabout rain")
     page.keyboard.press("Enter")
-    expect(page.get_by_role("article", name="Answer").locator(".said")).to_have_text(re.compile(r"\w"), timeout=WAIT)
+    expect(page.get_by_role("article", name="Answer").locator(".said")).to_have_text(
+        re.compile(r"\w"), timeout=WAIT
+    )
     page.keyboard.press("Escape")
     last_answer(page)
     expect(page.get_by_label("Message", exact=True)).to_be_focused()
@@ -156,7 +176,9 @@ def test_the_settings_show_how_an_answer_is_drawn_by_default(opened: Any) -> Non
         page.get_by_role("button", name="Done").click()
         with page.expect_request("**/v1/chat/completions") as asked:
             send_message(page, "Hello")
-        told = {name: value for name, value in asked.value.post_data_json.items() if name in SUGGESTED}
+        told = {
+            name: value for name, value in asked.value.post_data_json.items() if name in SUGGESTED
+        }
         assert told == sent
         last_answer(page, count)
         page.get_by_role("button", name="Settings", exact=True).click()
@@ -195,14 +217,20 @@ def test_settings_reach_the_request(opened: Any, shot: Any) -> None:
 
 def luminance(rgb: str) -> float:
     parts = [float(part) / 255 for part in re.findall(r"[\d.]+", rgb)[:3]]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    linear = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    ]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_phone_in_the_light_and_in_the_dark(opened: Any, shot: Any, scheme: str) -> None:
-    """Nothing sticks out, everything can be hit with a thumb, and words stand out from their ground (WCAG AA)."""
-    page = opened(viewport={"width": 360, "height": 740}, color_scheme=scheme, has_touch=True, is_mobile=True)
+    """Nothing sticks out, everything can be hit with a thumb, and words stand out from their ground
+    (WCAG AA).
+    """
+    page = opened(
+        viewport={"width": 360, "height": 740}, color_scheme=scheme, has_touch=True, is_mobile=True
+    )
     wait_ready(page)
     page.get_by_label("Message", exact=True).fill("Show me two lines of Python code.")
     page.get_by_role("button", name="Send", exact=True).tap()
@@ -229,7 +257,10 @@ def stream(*pieces: str, end: str = "data: [DONE]\n\n") -> dict[str, Any]:
     """A response of these pieces of text."""
     import json
 
-    chunks = [{"choices": [{"index": 0, "delta": {"content": piece}, "finish_reason": None}]} for piece in pieces]
+    chunks = [
+        {"choices": [{"index": 0, "delta": {"content": piece}, "finish_reason": None}]}
+        for piece in pieces
+    ]
     body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + end
     return {"status": 200, "content_type": "text/event-stream", "body": body}
 
@@ -255,7 +286,7 @@ HOSTILE = """# Title <script>window.hacked = 1</script>
 ```html
 <script>window.hacked = 4</script>
 ```
-"""
+"""  # noqa: E501
 
 
 def test_what_a_model_writes_stays_text(opened: Any, shot: Any) -> None:
@@ -267,7 +298,9 @@ def test_what_a_model_writes_stays_text(opened: Any, shot: Any) -> None:
     assert page.evaluate("window.hacked") is None
     for tag in ("img", "script", "iframe", "i", "b", "style"):
         assert said.locator(tag).count() == 0, tag
-    links = said.locator("a").evaluate_all("all => all.map(a => [a.getAttribute('href'), a.rel, a.target])")
+    links = said.locator("a").evaluate_all(
+        "all => all.map(a => [a.getAttribute('href'), a.rel, a.target])"
+    )
     how = ["noopener noreferrer", "_blank"]
     assert links == [
         ["http://evil.example/pixel.png", *how],
@@ -287,8 +320,10 @@ def test_what_a_model_writes_stays_text(opened: Any, shot: Any) -> None:
 def test_odd_texts_break_nothing(opened: Any) -> None:
     page = opened()
     wait_ready(page)
-    odd = ["*" * 3000, "`" * 3001, "[" * 2000, "> " * 300 + "x", "- " * 300, "|" * 500 + "\n|-|", "**a" * 500, "```",
-           "1. " * 200, "https://" * 100, "<think>why</think>because", "<think>unended", "\\*", "~~" * 99]  # fmt: skip
+    odd = ["*" * 3000, "`" * 3001, "[" * 2000, "> " * 300 + "x", "- " * 300, "|" * 500 + "\n|-|",
+        "**a" * 500, "```",
+           "1. " * 200, "https://" * 100, "<think>why</think>because", "<think>unended", "\\*",
+           "~~" * 99]  # fmt: skip
     given: list[str] = []
     page.route("**/v1/chat/completions", lambda route: route.fulfill(**stream(given[-1])))
     for count, text in enumerate(odd, 1):
@@ -305,10 +340,13 @@ def test_odd_texts_break_nothing(opened: Any) -> None:
     [
         ({"status": 429, "body": "{}"}, "The server is busy. Try again in a moment."),
         ({"status": 500, "body": "<html>"}, "The server made a mistake. Its log says more."),
-        ({"status": 503, "body": '{"error": {"code": "not_ready", "message": "m"}}'}, "The model is not ready yet."),
+        ({"status": 503, "body": '{"error": {"code": "not_ready", "message": "m"}}'},
+        "The model is not ready yet."),
         ({"status": 400, "body": '{"error": {"code": "context_length_exceeded", "message": "m"}}'},
-         "The conversation has become longer than the model can take. Shorten it, or start a new one."),
-        ({"status": 400, "body": '{"error": {"code": null, "message": "top_k must be whole"}}'}, "top_k must be whole"),
+         "The conversation has become longer than the model can take. Shorten it, or start a new "
+         "one."),
+        ({"status": 400, "body": '{"error": {"code": null, "message": "top_k must be whole"}}'},
+        "top_k must be whole"),
         (stream("Half an", end=""), "The answer broke off: the connection was lost."),
         (stream("Half", end='data: {"error": {"code": "engine_restarted", "message": "m"}}\n\n'),
          "The model stopped while it answered, and is being started again."),
@@ -338,7 +376,9 @@ def test_a_server_that_is_gone(opened: Any) -> None:
 
 
 def test_loading_is_shown_and_a_key_is_asked_for(opened: Any, engines: Engines, shot: Any) -> None:
-    with ServerProcess(engines.language_engine, "--api-key", "sesame", ready=False, flags=engines.flags) as serving:
+    with ServerProcess(
+        engines.language_engine, "--api-key", "sesame", ready=False, flags=engines.flags
+    ) as serving:
         page = opened(url=serving.url)
         dialog = page.get_by_role("dialog", name="Settings")
         expect(dialog).to_be_visible()
@@ -365,7 +405,7 @@ def test_everything_has_a_name(opened: Any) -> None:
         .filter(each => !each.closest('[aria-hidden=true]'))
         .filter(each => !(each.getAttribute('aria-label') || each.labels?.length || each.textContent.trim()
             || each.getAttribute('aria-labelledby') || ['status', 'alert'].includes(each.getAttribute('role'))))
-        .map(each => each.outerHTML.slice(0, 100))""")
+        .map(each => each.outerHTML.slice(0, 100))""")  # noqa: E501
     assert nameless == []
     assert page.evaluate("document.documentElement.lang") == "en"
     assert page.get_by_role("main").count() == 1
@@ -382,7 +422,10 @@ def test_an_answer_that_failed_is_nobodys_turn(opened: Any) -> None:
     with page.expect_request("**/v1/chat/completions") as asked:
         send_message(page, "Say hi")
     told = asked.value.post_data_json["messages"]
-    assert [(each["role"], each["content"]) for each in told] == [("user", "Hello"), ("user", "Say hi")]
+    assert [(each["role"], each["content"]) for each in told] == [
+        ("user", "Hello"),
+        ("user", "Say hi"),
+    ]
     expect(last_answer(page, 2).locator(".figures")).to_have_text(STATS_PATTERN, timeout=WAIT)
 
 
@@ -392,11 +435,16 @@ def test_a_model_without_a_chat_template_says_so(opened: Any) -> None:
     def silent(route: Any) -> None:
         answer = route.fetch()
         told = answer.json()
-        route.fulfill(response=answer, json={**told, "data": [{**each, "chat": False} for each in told["data"]]})
+        route.fulfill(
+            response=answer,
+            json={**told, "data": [{**each, "chat": False} for each in told["data"]]},
+        )
 
     page = opened()
     page.route("**/v1/models", silent)
     page.reload()
     field = page.get_by_label("Message", exact=True)
     expect(field).to_be_disabled()
-    expect(field).to_have_attribute("placeholder", re.compile("no chat template: ask it at /v1/completions"))
+    expect(field).to_have_attribute(
+        "placeholder", re.compile("no chat template: ask it at /v1/completions")
+    )

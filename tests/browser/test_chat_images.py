@@ -1,4 +1,6 @@
-"""Pictures in a conversation on the page, with a small MiniGPT-4 of seeded weights: what it gets and says."""
+"""Pictures in a conversation on the page, with a small MiniGPT-4 of seeded weights: what it gets
+and says.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,22 @@ PASTE = """(field, moved) => field.dispatchEvent(
 def reader(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("pictures")
     write_checkpoint(folder / "files", shared)
-    build_engine(folder / "files", folder / "mini.engine", BuildConfig(dtype="float32"), check=False, tune=False)
-    with ServerProcess(folder / "mini.engine", "--served-model-name", "mini", template="", flags=FLAGS) as serving:
+    build_engine(
+        folder / "files",
+        folder / "mini.engine",
+        BuildConfig(dtype="float32"),
+        check=False,
+        tune=False,
+    )
+    with ServerProcess(
+        folder / "mini.engine", "--served-model-name", "mini", template="", flags=FLAGS
+    ) as serving:
         yield serving
 
 
-def put(page: Any, event: str, data: bytes, name: str = "photo.png", kind: str = "image/png") -> None:
+def put(
+    page: Any, event: str, data: bytes, name: str = "photo.png", kind: str = "image/png"
+) -> None:
     """Drop a file onto the chat, or paste it into the message."""
     moved = page.evaluate_handle(DROP, [name, kind, base64.b64encode(data).decode()])
     if event == "drop":
@@ -52,15 +64,24 @@ def put(page: Any, event: str, data: bytes, name: str = "photo.png", kind: str =
 
 
 @pytest.mark.parametrize("way", ["drop", "paste", "button"])
-def test_a_picture_goes_with_the_message(opened: Any, reader: ServerProcess, shot: Any, way: str) -> None:
-    """What the page sends is the picture, the answer is the API's own for it, and both stay in the talk."""
+def test_a_picture_goes_with_the_message(
+    opened: Any, reader: ServerProcess, shot: Any, way: str
+) -> None:
+    """What the page sends is the picture, the answer is the API's own for it, and both stay in the
+    talk.
+    """
     page = opened(SAMPLING, reader.url)
     wait_ready(page)
     data = encode_image(random_photo(3, (64, 48)))
     sent: list[Any] = []
-    page.on("request", lambda each: sent.append(each.post_data_json) if "chat/completions" in each.url else None)
+    page.on(
+        "request",
+        lambda each: sent.append(each.post_data_json) if "chat/completions" in each.url else None,
+    )
     if way == "button":
-        page.locator("#picture-file").set_input_files({"name": "photo.png", "mimeType": "image/png", "buffer": data})
+        page.locator("#picture-file").set_input_files(
+            {"name": "photo.png", "mimeType": "image/png", "buffer": data}
+        )
     else:
         put(page, way, data)
     waiting = page.get_by_alt_text("Picture 1 to send")
@@ -76,7 +97,12 @@ def test_a_picture_goes_with_the_message(opened: Any, reader: ServerProcess, sho
     assert words == {"type": "text", "text": "What is this?"}
     assert picture["image_url"]["url"].startswith("data:image/png;base64,")
     own = {"model": "mini", "temperature": 0, "max_tokens": 8}
-    talk = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(data)}}, words]}]
+    talk = [
+        {
+            "role": "user",
+            "content": [{"type": "image_url", "image_url": {"url": data_url(data)}}, words],
+        }
+    ]
     status, answer, _ = reader.request("/v1/chat/completions", {**own, "messages": talk})
     assert status == 200
     said = answer["choices"][0]["message"]["content"]
@@ -105,7 +131,9 @@ def test_pictures_are_taken_back_and_bounded(opened: Any, reader: ServerProcess)
     put(page, "drop", b"not a picture", "notes.txt", "text/plain")
     expect(page.locator("#trouble-text")).to_have_text("Only pictures can be added.")
     put(page, "drop", b"\x89PNG nothing behind it")
-    expect(page.locator("#trouble-text")).to_have_text("This file is not a picture that the browser can read.")
+    expect(page.locator("#trouble-text")).to_have_text(
+        "This file is not a picture that the browser can read."
+    )
     expect(page.get_by_alt_text(re.compile("to send$"))).to_have_count(1)
 
 

@@ -1,4 +1,6 @@
-"""Click-to-segment on the page, in a real browser; facts where MobileSAM's real weights are at hand."""
+"""Click-to-segment on the page, in a real browser; facts where MobileSAM's real weights are at
+hand.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def test_a_click_on_the_truck(opened: Any, truck: Path, shot: Any) -> None:
     """The original pipeline's best mask for (500, 375) is 424,318–627,446."""
     page = bench(opened, truck)
     sent: list[Any] = []
-    page.on("request", lambda each: sent.append(each.post_data_json) if "segment" in each.url else None)
+    page.on(
+        "request", lambda each: sent.append(each.post_data_json) if "segment" in each.url else None
+    )
     click(page, 500, 375)
     told(page, FOUND)
     expect(page.locator("#told")).to_have_text(re.compile(r"204 × 129 pixels"))
@@ -137,12 +141,21 @@ def test_everything_is_found_and_one_is_chosen(opened: Any, truck: Path, shot: A
 def _file(truck: Path) -> dict[str, Any]:
     """The truck in small, as a file that is dropped."""
     small = PIL.Image.open(truck).resize((600, 400))
-    return {"name": "small truck.jpg", "mimeType": "image/jpeg", "buffer": encode_image(small, "JPEG", quality=95)}
+    return {
+        "name": "small truck.jpg",
+        "mimeType": "image/jpeg",
+        "buffer": encode_image(small, "JPEG", quality=95),
+    }
 
 
 def test_everything_is_cancelled(opened: Any, engines: Engines) -> None:
     page = bench(
-        opened, {"name": "a.png", "mimeType": "image/png", "buffer": encode_image(random_photo(3, (900, 600)))}
+        opened,
+        {
+            "name": "a.png",
+            "mimeType": "image/png",
+            "buffer": encode_image(random_photo(3, (900, 600))),
+        },
     )
     page.get_by_role("button", name="Everything").click()
     page.get_by_role("button", name="Cancel").click()
@@ -154,10 +167,17 @@ def test_everything_is_cancelled(opened: Any, engines: Engines) -> None:
 
 def test_with_the_keyboard_alone(opened: Any, engines: Engines, shot: Any) -> None:
     page = bench(
-        opened, {"name": "a.png", "mimeType": "image/png", "buffer": encode_image(random_photo(3, (300, 200)))}
+        opened,
+        {
+            "name": "a.png",
+            "mimeType": "image/png",
+            "buffer": encode_image(random_photo(3, (300, 200))),
+        },
     )
     sent: list[Any] = []
-    page.on("request", lambda each: sent.append(each.post_data_json) if "segment" in each.url else None)
+    page.on(
+        "request", lambda each: sent.append(each.post_data_json) if "segment" in each.url else None
+    )
     overlay = page.get_by_role("application")
     expect(overlay).to_be_focused()
     for key in ("ArrowRight", "Shift+ArrowRight", "ArrowUp"):
@@ -193,7 +213,12 @@ def test_on_a_phone(opened: Any, engines: Engines, shot: Any, scheme: str) -> No
         else {"name": "a.png", "mimeType": "image/png", "buffer": encode_image(random_photo())}
     )
     page = bench(
-        opened, file, viewport={"width": 360, "height": 740}, color_scheme=scheme, has_touch=True, is_mobile=True
+        opened,
+        file,
+        viewport={"width": 360, "height": 740},
+        color_scheme=scheme,
+        has_touch=True,
+        is_mobile=True,
     )
     box = page.locator("#overlay").bounding_box()
     page.touchscreen.tap(box["x"] + 0.35 * box["width"], box["y"] + 0.7 * box["height"])
@@ -222,14 +247,25 @@ def test_what_is_no_photo_is_told(opened: Any) -> None:
     page = opened()
     expect(page.locator("#banner")).to_be_hidden(timeout=WAIT)
     page.get_by_role("tab", name="Segment").click()
-    page.locator("#photo-file").set_input_files({"name": "a.png", "mimeType": "image/png", "buffer": b"no picture"})
-    expect(page.get_by_role("alert")).to_have_text(re.compile("not a picture that the browser can read"))
+    page.locator("#photo-file").set_input_files(
+        {"name": "a.png", "mimeType": "image/png", "buffer": b"no picture"}
+    )
+    expect(page.get_by_role("alert")).to_have_text(
+        re.compile("not a picture that the browser can read")
+    )
 
 
 def test_a_forgotten_embedding_is_made_again(opened: Any, engines: Engines) -> None:
-    """Where the server does not know the picture any more, it is sent once more and nobody notices."""
+    """Where the server does not know the picture any more, it is sent once more and nobody
+    notices.
+    """
     page = bench(
-        opened, {"name": "a.png", "mimeType": "image/png", "buffer": encode_image(random_photo(5, (300, 200)))}
+        opened,
+        {
+            "name": "a.png",
+            "mimeType": "image/png",
+            "buffer": encode_image(random_photo(5, (300, 200))),
+        },
     )
     gone = '{"error": {"message": "gone", "type": "t", "param": null, "code": "image_not_found"}}'
 

@@ -1,4 +1,6 @@
-"""Builds of smoothquant and fp8: sizes as planned, bit-identical, resumable; what is stored says what was asked."""
+"""Builds of smoothquant and fp8: sizes as planned, bit-identical, resumable; what is stored says
+what was asked.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,12 @@ FORMS: list[dict[str, Any]] = [
     {"quantization": "fp8"},
     {"quantization": "fp8", "method": "nearest"},
     {"quantization": "fp8", "activation_scales": "tensor"},
-    {"quantization": "fp8", "activation_scales": "none", "weight_scales": "tensor", "quantize_head": True},
+    {
+        "quantization": "fp8",
+        "activation_scales": "none",
+        "weight_scales": "tensor",
+        "quantize_head": True,
+    },
 ]
 
 
@@ -48,11 +55,20 @@ def test_the_engine_is_as_large_as_planned_and_says_what_it_is(
         set() if "quantize_head" in options else {"dense"}
     )
     for layer in load_model(artifact, "cpu").layers:  # type: ignore[union-attr]
-        for linear in (layer.attn.qkv_proj, layer.attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
+        for linear in (
+            layer.attn.qkv_proj,
+            layer.attn.o_proj,
+            layer.mlp.gate_up_proj,
+            layer.mlp.down_proj,
+        ):
             weight = linear.weight
-            assert (weight.inv_input_scale is not None) == (options.get("activation_scales") == "tensor")
+            assert (weight.inv_input_scale is not None) == (
+                options.get("activation_scales") == "tensor"
+            )
             assert weight.float_input == (options.get("activation_scales") == "none")
-            assert (len(set(weight.scale.tolist())) == 1) == (options.get("weight_scales") == "tensor")
+            assert (len(set(weight.scale.tolist())) == 1) == (
+                options.get("weight_scales") == "tensor"
+            )
 
 
 @pytest.mark.parametrize(
@@ -72,12 +88,24 @@ def test_clusters_are_as_large_as_planned_and_heavy_inputs_alone_have_copies(
 ) -> None:
     options = {"quantization": "rptq", "dtype": "float32", **options}
     artifact = open_artifact(make(llama, tmp_path / "e", **options))
-    assert sum(artifact.tensor(name).nbytes for name in artifact.names()) == plan(llama, **options).weight_bytes
-    usual = {"w8a8": 1, "w4a8": 2, "w4a4": 3}[options.get("bits", "w8a8")] if "mode" not in options else 1
+    assert (
+        sum(artifact.tensor(name).nbytes for name in artifact.names())
+        == plan(llama, **options).weight_bytes
+    )
+    usual = (
+        {"w8a8": 1, "w4a8": 2, "w4a4": 3}[options.get("bits", "w8a8")]
+        if "mode" not in options
+        else 1
+    )
     asked = options.get("splits_per_channel", usual)
     assert artifact.manifest.build["splits_per_channel"] == asked
     for layer in load_model(artifact, "cpu").layers:  # type: ignore[union-attr]
-        for linear in (layer.attn.qkv_proj, layer.attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
+        for linear in (
+            layer.attn.qkv_proj,
+            layer.attn.o_proj,
+            layer.mlp.gate_up_proj,
+            layer.mlp.down_proj,
+        ):
             order = linear.weight.perm
             copies = asked if linear is layer.mlp.down_proj else 1
             assert order[order >= 0].bincount().tolist() == [copies] * linear.weight.columns
@@ -86,40 +114,62 @@ def test_clusters_are_as_large_as_planned_and_heavy_inputs_alone_have_copies(
 @pytest.mark.parametrize("mode", ["exact", "folded", "dynamic"])
 @pytest.mark.parametrize("bits", ["w8a8", "w4a8"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_head_in_integers_scales_its_inputs_as_they_come(family: str, bits: str, mode: str, tmp_path: Path) -> None:
+def test_a_head_in_integers_scales_its_inputs_as_they_come(
+    family: str, bits: str, mode: str, tmp_path: Path
+) -> None:
     """Nothing is known before of what the head will read, whatever the layers' mode is."""
-    options = {"quantization": "rptq", "bits": bits, "mode": mode, "dtype": "float32", "quantize_head": True}
+    options = {
+        "quantization": "rptq",
+        "bits": bits,
+        "mode": mode,
+        "dtype": "float32",
+        "quantize_head": True,
+    }
     folder = save_tiny(family, tmp_path / "hf")
     artifact = open_artifact(make(folder, tmp_path / "e", **options))
     assert artifact.manifest.weight_formats["head"] == "rptq"
-    assert sum(artifact.tensor(name).nbytes for name in artifact.names()) == plan(folder, **options).weight_bytes
+    assert (
+        sum(artifact.tensor(name).nbytes for name in artifact.names())
+        == plan(folder, **options).weight_bytes
+    )
     head = load_model(artifact, "cpu").head.weight  # type: ignore[union-attr]
     assert head.inv_input_scales is None
     whole = open_artifact(make(folder, tmp_path / "w", dtype="float32"))
     weight = whole.tensor("head.weight" if "head.weight" in whole.names() else "embed.weight")
     step = weight.abs().amax(1) / (127 if bits == "w8a8" else 7)
-    assert bool(((head.dense() - weight).abs() <= 0.51 * step[:, None] + 1e-6).all()) or bits == "w4a8"
+    assert (
+        bool(((head.dense() - weight).abs() <= 0.51 * step[:, None] + 1e-6).all()) or bits == "w4a8"
+    )
 
 
 def test_two_builds_are_bit_identical(llama: Path, tmp_path: Path) -> None:
     options = {"quantization": "smoothquant", "dtype": "bfloat16"}
-    assert digest(make(llama, tmp_path / "a", **options)) == digest(make(llama, tmp_path / "b", **options))
+    assert digest(make(llama, tmp_path / "a", **options)) == digest(
+        make(llama, tmp_path / "b", **options)
+    )
 
 
 @pytest.mark.parametrize("family", ["llama-bias", "gpt2"])
-def test_an_interrupted_smoothing_goes_on_where_it_was(family: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_interrupted_smoothing_goes_on_where_it_was(
+    family: str, tmp_path: Path, monkeypatch: Any
+) -> None:
     folder = save_tiny(family, tmp_path / "hf")
     goes_on_after_two_layers(folder, tmp_path, monkeypatch, **SMOOTH, dtype="bfloat16")
 
 
 def test_int8_with_rounded_inputs_is_not_taken_for_int8_alone(llama: Path, tmp_path: Path) -> None:
-    """The CPU's op for whole decode steps reads {weight, scale}: it would leave the rounding out."""
+    """The CPU's op for whole decode steps reads {weight, scale}: it would leave the rounding
+    out.
+    """
     engine = make(llama, tmp_path / "e", **SMOOTH)
     model = load_model(open_artifact(engine), "cpu")
     assert StackedWeights(model.layers, model.norm, model.head).stack() is None  # type: ignore[arg-type]
     loop = EngineCore.open(engine, RunConfig(kv_cache_bytes=1 << 20))
     assert loop.artifact is not None
-    assert all(bool(torch.isfinite(t.float()).all()) for t in map(loop.artifact.tensor, loop.artifact.names()))
+    assert all(
+        bool(torch.isfinite(t.float()).all())
+        for t in map(loop.artifact.tensor, loop.artifact.names())
+    )
 
 
 @pytest.mark.gpu
@@ -131,7 +181,12 @@ def test_int8_with_rounded_inputs_is_not_taken_for_int8_alone(llama: Path, tmp_p
         {"quantization": "int4", "method": "nearest", "group_size": 32},
         {"quantization": "int4", "method": "nearest", "group_size": -1, "symmetric": True},
         {"quantization": "fp8", "method": "nearest"},
-        {"quantization": "fp8", "method": "nearest", "weight_scales": "tensor", "quantize_head": True},
+        {
+            "quantization": "fp8",
+            "method": "nearest",
+            "weight_scales": "tensor",
+            "quantize_head": True,
+        },
     ],
     ids=str,
 )

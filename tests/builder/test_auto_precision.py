@@ -18,10 +18,21 @@ from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
 from modelmill.eval.datasets import refuse_calibration_file
-from modelmill.quant.bit_allocation import BIT_CHOICES, UNQUANTIZED, LayerOption, allocate_bits, quantize_quickly
+from modelmill.quant.bit_allocation import (
+    BIT_CHOICES,
+    UNQUANTIZED,
+    LayerOption,
+    allocate_bits,
+    quantize_quickly,
+)
 from tests.accept.build_and_accept import build_and_accept, save_tiny
 
-SMALL = {"target": "cpu", "quantization": "auto", "calibration_samples": 4, "calibration_length": 60}
+SMALL = {
+    "target": "cpu",
+    "quantization": "auto",
+    "calibration_samples": 4,
+    "calibration_length": 60,
+}
 
 
 def plan(folder: Path, **options: Any) -> Any:
@@ -42,7 +53,9 @@ COSTS = st.lists(st.floats(0, 1), min_size=4, max_size=4).map(lambda c: sorted(c
 
 @settings(max_examples=200, deadline=None)
 @given(layers=st.lists(COSTS, min_size=1, max_size=6), budget=st.floats(0, 2))
-def test_a_choice_keeps_its_budget_and_no_single_step_down_would(layers: list[list[float]], budget: float) -> None:
+def test_a_choice_keeps_its_budget_and_no_single_step_down_would(
+    layers: list[list[float]], budget: float
+) -> None:
     options = [menu(costs) for costs in layers]
     chosen = allocate_bits(options, budget)
     total = sum(option.kl for option in chosen)
@@ -60,8 +73,14 @@ def test_bits_go_where_they_save_most() -> None:
         "int8",
         "int4-g128",
     ]
-    assert [option.bit_choice for option in allocate_bits([robust, fragile], 2.0)] == ["int4-g128", "int4-g128"]
-    assert [option.bit_choice for option in allocate_bits([robust, fragile], 0.0)] == ["int8", UNQUANTIZED]
+    assert [option.bit_choice for option in allocate_bits([robust, fragile], 2.0)] == [
+        "int4-g128",
+        "int4-g128",
+    ]
+    assert [option.bit_choice for option in allocate_bits([robust, fragile], 0.0)] == [
+        "int8",
+        UNQUANTIZED,
+    ]
 
 
 def test_finer_forms_err_less() -> None:
@@ -88,9 +107,13 @@ def test_a_wider_limit_is_never_larger_and_what_is_told_is_kept(llama: Path) -> 
         assert made.auto_result is not None
         assert made.auto_result.measured.kl <= limit
         assert len(made.auto_result.chosen) == 3
-        assert made.config.layer_recipes == {str(i): o.bit_choice for i, o in enumerate(made.auto_result.chosen)}
+        assert made.config.layer_recipes == {
+            str(i): o.bit_choice for i, o in enumerate(made.auto_result.chosen)
+        }
         told = made.describe()["auto"]
-        assert [row["bit_choice"] for row in told["layers"]] == list(made.config.layer_recipes.values())
+        assert [row["bit_choice"] for row in told["layers"]] == list(
+            made.config.layer_recipes.values()
+        )
         assert set(told["layers"][0]["kl"]) == {*BIT_CHOICES, UNQUANTIZED}
         sizes.append(made.weight_bytes)
     assert sizes == sorted(sizes, reverse=True)
@@ -115,7 +138,9 @@ def test_the_search_is_the_same_every_time(llama: Path) -> None:
 def test_a_mixed_engine_is_built_and_accepted(llama: Path, tmp_path: Path, dtype: str) -> None:
     mixed = {"0": "int4-g32", "1": "int8", "2": "none"}
     options = {k: v for k, v in SMALL.items() if k not in ("target", "quantization")}
-    report, written = build_and_accept(llama, tmp_path / "e", dtype, "auto", layer_recipes=mixed, **options)
+    report, written = build_and_accept(
+        llama, tmp_path / "e", dtype, "auto", layer_recipes=mixed, **options
+    )
     assert written, report.get("reason")
     artifact = open_artifact(tmp_path / "e")
     kinds = [artifact.manifest.weight_formats[f"layers.{i}.mlp.down_proj"] for i in range(3)]
@@ -130,15 +155,25 @@ def test_a_mixed_engine_is_built_and_accepted(llama: Path, tmp_path: Path, dtype
 def test_layers_without_int4_need_no_calibration(llama: Path, tmp_path: Path) -> None:
     made = plan(llama, layer_recipes={"0": "int8"})
     assert made.calibration is None
-    report, written = build_and_accept(llama, tmp_path / "e", "float32", "auto", layer_recipes={"0": "int8"})
+    report, written = build_and_accept(
+        llama, tmp_path / "e", "float32", "auto", layer_recipes={"0": "int8"}
+    )
     assert written, report.get("reason")
-    assert open_artifact(tmp_path / "e").manifest.weight_formats["layers.1.attn.qkv_proj"] == "dense"
+    assert (
+        open_artifact(tmp_path / "e").manifest.weight_formats["layers.1.attn.qkv_proj"] == "dense"
+    )
 
 
-def test_what_the_choice_was_made_on_is_no_text_to_be_judged_by(shared: Path, tmp_path: Path) -> None:
+def test_what_the_choice_was_made_on_is_no_text_to_be_judged_by(
+    shared: Path, tmp_path: Path
+) -> None:
     """Though int8 takes no statistics, the file decided which layers are int8."""
     text = tmp_path / "calibration.jsonl"
-    text.write_text("".join(json.dumps({"text": f"Once upon a time {i} there was a cat."}) + "\n" for i in range(99)))
+    text.write_text(
+        "".join(
+            json.dumps({"text": f"Once upon a time {i} there was a cat."}) + "\n" for i in range(99)
+        )
+    )
     stories = shared / "data/models/stories260K"
     made = plan(stories, max_kl=1e-4, calibration=str(text))
     assert set(made.config.layer_recipes.values()) <= {"int8", UNQUANTIZED}
@@ -171,7 +206,10 @@ def test_a_rounded_head_is_within_the_limit(llama: Path) -> None:
         ({"quantization": "int8", "layer_recipes": {"0": "int8"}}, "--layer-recipe is for -q auto"),
         ({"layer_recipes": {"3": "int8"}}, "3=int8: the layers are 0 to 2"),
         ({"layer_recipes": {"x": "int8"}}, "x=int8: the layers are 0 to 2"),
-        ({"layer_recipes": {"0": "int5"}}, "int5 is not one of int4-g128, int4-g64, int4-g32, int8, none"),
+        (
+            {"layer_recipes": {"0": "int5"}},
+            "int5 is not one of int4-g128, int4-g64, int4-g32, int8, none",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_named(llama: Path, options: dict[str, Any], said: str) -> None:

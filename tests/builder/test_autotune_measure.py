@@ -60,7 +60,9 @@ def test_no_build_fails_for_want_of_tuning(
     monkeypatch.setattr(autotune_measure, "_tune_row_buckets", broken)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     assert autotune_measure.autotune(plan(folder, target="cpu")) is None
-    assert [record.message for record in caplog.records] == ["nothing was tuned: 'no such kind of weight'"]
+    assert [record.message for record in caplog.records] == [
+        "nothing was tuned: 'no such kind of weight'"
+    ]
 
 
 def test_what_is_written_can_be_read(tmp_path: Path) -> None:
@@ -96,7 +98,9 @@ def test_the_products_of_a_step_are_watched(monkeypatch: pytest.MonkeyPatch) -> 
 def test_weights_are_drawn_and_never_zero() -> None:
     from modelmill.nn.decoder import Decoder
 
-    model = fill_random_weights(Decoder(replace(decoder().config, layers=3)), {"head": "int8"}, torch.float32, "cpu")
+    model = fill_random_weights(
+        Decoder(replace(decoder().config, layers=3)), {"head": "int8"}, torch.float32, "cpu"
+    )
     assert len(model.layers) == 3  # type: ignore[arg-type]
     assert model.head.weight.format == "int8"  # type: ignore[union-attr]
     assert all(bool((buffer != 0).any()) for name, buffer in model.named_buffers())

@@ -24,7 +24,9 @@ GATE = TunableGemm("linear_swiglu", (1, 22016, 4096, BF16), 0.5, ((2,), (4,)))
 
 
 class Machine:
-    """Steps of 1 s, less what the sizes give; races are recorded, and each takes a second of the clock."""
+    """Steps of 1 s, less what the sizes give; races are recorded, and each takes a second of the
+    clock.
+    """
 
     def __init__(self, gains: dict[tuple[str, tuple[int, ...]], float], noise: float = 0.0) -> None:
         self.gains, self.noise, self.raced = gains, noise, 0
@@ -63,7 +65,13 @@ def test_each_product_keeps_what_is_fastest() -> None:
 def test_a_small_gain_keeps_the_default() -> None:
     """1 % of the product's time is no reason to leave a default."""
     assert (
-        found({("linear", (3,)): 0.01 * DOWN.time_share, ("linear_swiglu", (4,)): 0.01 * GATE.time_share}).choices == {}
+        found(
+            {
+                ("linear", (3,)): 0.01 * DOWN.time_share,
+                ("linear_swiglu", (4,)): 0.01 * GATE.time_share,
+            }
+        ).choices
+        == {}
     )
 
 

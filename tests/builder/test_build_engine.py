@@ -53,7 +53,9 @@ def llama(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("options", [{}, {"quantization": "int8", "dtype": "bfloat16"}], ids=str)
 def test_two_builds_are_bit_identical(llama: Path, tmp_path: Path, options: dict[str, Any]) -> None:
-    assert digest(make(llama, tmp_path / "a", **options)) == digest(make(llama, tmp_path / "b", **options))
+    assert digest(make(llama, tmp_path / "a", **options)) == digest(
+        make(llama, tmp_path / "b", **options)
+    )
 
 
 def test_parents_are_created_and_nothing_else_is_left(llama: Path, tmp_path: Path) -> None:
@@ -61,7 +63,9 @@ def test_parents_are_created_and_nothing_else_is_left(llama: Path, tmp_path: Pat
     assert [p.name for p in out.parent.iterdir()] == ["x.engine"]
 
 
-def test_an_interrupted_build_is_not_loadable_and_resumes(llama: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_interrupted_build_is_not_loadable_and_resumes(
+    llama: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     written: list[str] = []
     real = build_engine._write_tensor
 
@@ -83,12 +87,16 @@ def test_an_interrupted_build_is_not_loadable_and_resumes(llama: Path, tmp_path:
 
     monkeypatch.setattr(build_engine, "_write_tensor", counted)
     make(llama, tmp_path / "e")
-    assert not any(m.startswith("layers.0.") or m == "embed" for m in written), "finished files are not written again"
+    assert not any(m.startswith("layers.0.") or m == "embed" for m in written), (
+        "finished files are not written again"
+    )
     monkeypatch.undo()
     assert digest(tmp_path / "e") == digest(make(llama, tmp_path / "fresh"))
 
 
-def test_another_config_does_not_resume_the_old_one(llama: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_another_config_does_not_resume_the_old_one(
+    llama: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -130,7 +138,9 @@ def test_an_engine_is_replaced_and_anything_else_is_not(llama: Path, tmp_path: P
         make(llama, tmp_path / "mine")
 
 
-def test_a_full_disk_is_one_line_and_leaves_no_engine(llama: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_full_disk_is_one_line_and_leaves_no_engine(
+    llama: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -205,9 +215,12 @@ def test_an_unknown_architecture_names_the_nearest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"hidden_size": "48"}, {"hidden_size": -1}, {"num_hidden_layers": 0}, {"num_key_value_heads": 3},
-        {"hidden_act": "gelu"}, {"rope_scaling": {"rope_type": "longrope", "factor": 2}}, {"rope_scaling": 3},
-        {"rms_norm_eps": "x"}, {"vocab_size": True}, {"head_dim": 7}, {"num_attention_heads": 2**40},
+        {"hidden_size": "48"}, {"hidden_size": -1}, {"num_hidden_layers": 0},
+        {"num_key_value_heads": 3},
+        {"hidden_act": "gelu"}, {"rope_scaling": {"rope_type": "longrope", "factor": 2}},
+        {"rope_scaling": 3},
+        {"rms_norm_eps": "x"}, {"vocab_size": True}, {"head_dim": 7},
+        {"num_attention_heads": 2**40},
         {"quantization_config": {"quant_method": "gptq"}},
     ],
     ids=str,
@@ -268,7 +281,9 @@ def test_a_flipped_bit_is_found(llama: Path, tmp_path: Path) -> None:
 def test_quantized_head_beside_a_tied_embedding(tmp_path: Path) -> None:
     save_hf("llama-tied", tmp_path / "hf")
     plain = open_artifact(make(tmp_path / "hf", tmp_path / "a", quantization="int8"))
-    head = open_artifact(make(tmp_path / "hf", tmp_path / "b", quantization="int8", quantize_head=True))
+    head = open_artifact(
+        make(tmp_path / "hf", tmp_path / "b", quantization="int8", quantize_head=True)
+    )
     assert plain.manifest.aliases == {"head.weight": "embed.weight"}
     assert head.manifest.weight_formats["head"] == "int8"
     assert head.tensor("embed.weight").dtype == torch.float32

@@ -1,4 +1,6 @@
-"""No key of a config is ignored in silence: published files say nothing, strange keys are named or refused."""
+"""No key of a config is ignored in silence: published files say nothing, strange keys are named or
+refused.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ from modelmill.core.config import BuildConfig
 from modelmill.core.config_view import ConfigView, overlay_config
 from modelmill.core.errors import CheckpointError, TensorMismatch, UnknownArchitecture
 from modelmill.core.registry import find_module
-from tests.checkpoint.checkpoint_factory import LLAMA_CONFIG, llama_state, write_folder, write_llama_gguf
+from tests.checkpoint.checkpoint_factory import (
+    LLAMA_CONFIG,
+    llama_state,
+    write_folder,
+    write_llama_gguf,
+)
 from tests.models.test_families import QWEN
 from tests.trust.error_lines import check_one_line
 
@@ -38,74 +45,108 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "gpt2-medium": {
         "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
         "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
-        "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 1024, "n_head": 16, "n_layer": 24,
+        "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 1024,
+        "n_head": 16, "n_layer": 24,
         "n_positions": 1024, "n_special": 0, "predict_special_tokens": True, "resid_pdrop": 0.1,
         "summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True,
         "summary_type": "cls_index", "summary_use_proj": True,
-        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}, "vocab_size": 50257,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+        "vocab_size": 50257,
     },
     "llama-2": {
-        "_name_or_path": "meta-llama/Llama-2-7b-hf", "architectures": ["LlamaForCausalLM"], "bos_token_id": 1,
+        "_name_or_path": "meta-llama/Llama-2-7b-hf", "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": 1,
         "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
-        "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "llama", "num_attention_heads": 32,
-        "num_hidden_layers": 32, "num_key_value_heads": 32, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+        "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 32, "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
         "rope_scaling": None, "tie_word_embeddings": False, "torch_dtype": "float16",
         "transformers_version": "4.31.0.dev0", "use_cache": True, "vocab_size": 32000,
     },
     "llama-3.1": {
         "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
-        "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size": 4096,
-        "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False,
-        "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
         "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": {
             "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3",
             "original_max_position_embeddings": 8192,
-        }, "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
+        }, "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "use_cache": True,
         "transformers_version": "4.42.3", "vocab_size": 128256,
     },
     "smollm2": {
-        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
-        "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 576, "initializer_range": 0.041666666666666664,
-        "intermediate_size": 1536, "is_llama_config": True, "max_position_embeddings": 8192, "mlp_bias": False,
-        "model_type": "llama", "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3,
-        "pad_token_id": 2, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_interleaved": False, "rope_scaling": None,
-        "rope_theta": 100000, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_cache": True,
-        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}, "transformers_version": "4.42.3",
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 576,
+        "initializer_range": 0.041666666666666664,
+        "intermediate_size": 1536, "is_llama_config": True, "max_position_embeddings": 8192,
+        "mlp_bias": False,
+        "model_type": "llama", "num_attention_heads": 9, "num_hidden_layers": 30,
+        "num_key_value_heads": 3,
+        "pad_token_id": 2, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_interleaved": False,
+        "rope_scaling": None,
+        "rope_theta": 100000, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+        "transformers_version": "4.42.3",
         "vocab_size": 49152,
     },
     "mistral": {
-        "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
-        "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768,
-        "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0", "use_cache": True, "vocab_size": 32000,
+        "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0", "use_cache": True,
+        "vocab_size": 32000,
     },
     "qwen2.5": {
         "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
         "eos_token_id": 151645, "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02,
-        "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 21, "model_type": "qwen2",
-        "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
-        "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
-        "transformers_version": "4.43.1", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+        "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 21,
+        "model_type": "qwen2",
+        "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.43.1", "use_cache": True, "use_sliding_window": False,
+        "vocab_size": 151936,
     },
     "qwen3": {
         "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
-        "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024,
+        "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 1024,
         "initializer_range": 0.02, "intermediate_size": 3072, "max_position_embeddings": 40960,
-        "max_window_layers": 28, "model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 28,
-        "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
+        "max_window_layers": 28, "model_type": "qwen3", "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None,
+        "rope_theta": 1000000,
         "sliding_window": None, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
-        "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+        "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
+        "vocab_size": 151936,
     },
     "qwen-7b-chat": {
-        "architectures": ["QWenLMHeadModel"], "attn_dropout_prob": 0.0, "bf16": False, "emb_dropout_prob": 0.0,
-        "fp16": False, "fp32": False, "hidden_size": 4096, "intermediate_size": 22016, "initializer_range": 0.02,
-        "kv_channels": 128, "layer_norm_epsilon": 1e-06, "max_position_embeddings": 8192, "model_type": "qwen",
+        "architectures": ["QWenLMHeadModel"], "attn_dropout_prob": 0.0, "bf16": False,
+        "emb_dropout_prob": 0.0,
+        "fp16": False, "fp32": False, "hidden_size": 4096, "intermediate_size": 22016,
+        "initializer_range": 0.02,
+        "kv_channels": 128, "layer_norm_epsilon": 1e-06, "max_position_embeddings": 8192,
+        "model_type": "qwen",
         "no_bias": True, "num_attention_heads": 32, "num_hidden_layers": 32, "onnx_safe": None,
         "rotary_emb_base": 10000, "rotary_pct": 1.0, "scale_attn_weights": True, "seq_length": 8192,
-        "tie_word_embeddings": False, "tokenizer_class": "QWenTokenizer", "transformers_version": "4.32.0",
+        "tie_word_embeddings": False, "tokenizer_class": "QWenTokenizer",
+        "transformers_version": "4.32.0",
         "use_cache": True, "use_dynamic_ntk": True, "use_flash_attn": "auto", "use_logn_attn": True,
-        "vocab_size": 151936, "use_cache_quantization": False, "use_cache_kernel": False, "softmax_in_fp32": False,
+        "vocab_size": 151936, "use_cache_quantization": False, "use_cache_kernel": False,
+        "softmax_in_fp32": False,
         "auto_map": {"AutoModelForCausalLM": "modeling_qwen.QWenLMHeadModel"},
     },
 }  # fmt: skip
@@ -123,30 +164,56 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama-2", {"attn_type": "bidirectional"}, "attn_type='bidirectional' asks"),
     ("llama-2", {"sliding_window": 1024}, "sliding_window=1024"),
     ("llama-2", {"layer_types": ["sliding_attention"] * 32}, "layer_types names sliding_attention"),
-    ("llama-2", {"layer_types": ["chunked_attention"] * 32}, "layer_types names 'chunked_attention'"),
+    (
+        "llama-2",
+        {"layer_types": ["chunked_attention"] * 32},
+        "layer_types names 'chunked_attention'",
+    ),
     ("llama-2", {"layer_types": ["full_attention"] * 31}, "layer_types names 31 layers"),
     ("llama-2", {"per_layer_config": {"0": {"intermediate_size": 4}}}, "per_layer_config="),
     ("qwen2.5", {"layer_types": ["sliding_attention"] * 24}, "use_sliding_window is off"),
     ("qwen2.5", {"layer_types": ["linear_attention"] * 24}, "'linear_attention'"),
-    ("mistral", {"sliding_window": None, "layer_types": ["sliding_attention"] * 32}, "sliding_window"),
-    ("gpt2-medium", {"num_hidden_layers": 12}, "n_layer=24 and num_hidden_layers=12 mean the same and contradict"),
+    (
+        "mistral",
+        {"sliding_window": None, "layer_types": ["sliding_attention"] * 32},
+        "sliding_window",
+    ),
+    (
+        "gpt2-medium",
+        {"num_hidden_layers": 12},
+        "n_layer=24 and num_hidden_layers=12 mean the same and contradict",
+    ),
     ("gpt2-medium", {"num_attention_heads": 12}, "n_head=16 and num_attention_heads=12"),
     ("gpt2-medium", {"hidden_size": 12}, "n_embd=1024 and hidden_size=12"),
-    ("gpt2-medium", {"max_position_embeddings": 12}, "n_positions=1024 and max_position_embeddings=12"),
+    (
+        "gpt2-medium",
+        {"max_position_embeddings": 12},
+        "n_positions=1024 and max_position_embeddings=12",
+    ),
     ("gpt2-medium", {"layer_types": ["sliding_attention"] * 24}, "layer_types"),
-    ("qwen-7b-chat", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
+    (
+        "qwen-7b-chat",
+        {"apply_residual_connection_post_layernorm": True},
+        "apply_residual_connection_post_layernorm",
+    ),
     ("qwen-7b-chat", {"n_layer": 31}, "num_hidden_layers=32 and n_layer=31"),
     ("qwen-7b-chat", {"padded_vocab_size": 31}, "vocab_size=151936 and padded_vocab_size=31"),
     ("qwen-7b-chat", {"scale_attn_weights": False}, "scale_attn_weights=False"),
     ("qwen-7b-chat", {"activation": "geglu"}, "activation='geglu'"),
     ("qwen-7b-chat", {"sliding_window": 8}, "sliding_window=8"),
-    ("qwen3", {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 32}}, "beta_fast"),
+    (
+        "qwen3",
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 32}},
+        "beta_fast",
+    ),
     ("llama-2", {"logit_scale": 0.25}, r"logit_scale=0\.25 changes what is computed"),
 ]
 
 
 @pytest.mark.parametrize(("name", "change", "line"), REFUSED)
-def test_what_changes_the_arithmetic_is_refused_by_name(name: str, change: dict[str, Any], line: str) -> None:
+def test_what_changes_the_arithmetic_is_refused_by_name(
+    name: str, change: dict[str, Any], line: str
+) -> None:
     with pytest.raises(CheckpointError, match=line) as told:
         said({**PUBLISHED[name], **change})
     assert check_one_line(told.value).startswith("config.json: ")
@@ -155,7 +222,10 @@ def test_what_changes_the_arithmetic_is_refused_by_name(name: str, change: dict[
 FINE: list[tuple[str, dict[str, Any]]] = [
     ("llama-2", {"sliding_window": 4096}),  # as long as the longest sequence
     ("llama-2", {"sliding_window": 8, "use_sliding_window": False, "max_window_layers": 3}),
-    ("llama-2", {"layer_types": ["full_attention"] * 32, "per_layer_config": {}, "is_causal": True}),
+    (
+        "llama-2",
+        {"layer_types": ["full_attention"] * 32, "per_layer_config": {}, "is_causal": True},
+    ),
     ("gpt2-medium", {"num_hidden_layers": 24, "hidden_size": 1024}),
     ("qwen2.5", {"layer_types": ["full_attention"] * 24}),
     ("qwen-7b-chat", {"n_embd": 4096, "apply_residual_connection_post_layernorm": False}),
@@ -171,7 +241,8 @@ def test_neutral_values_say_nothing(name: str, change: dict[str, Any]) -> None:
 NAMED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("llama-2", {"brand_new": 1, "another": "x"},
      ["config.json: another, brand_new are keys that are not read and have no effect"]),
-    ("llama-2", {"temperature": 0.6}, ["config.json: temperature is a key that is not read and has no effect"]),
+    ("llama-2", {"temperature": 0.6},
+    ["config.json: temperature is a key that is not read and " "has no effect"]),
     ("mistral", {"use_sliding_window": False},
      ["config.json: use_sliding_window is a key that is not read and has no effect"]),
     ("llama-3.1", {"rope_theta": 1.5e5, "partial_rotary_factor": 1}, []),
@@ -182,7 +253,9 @@ NAMED: list[tuple[str, dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("name", "change", "lines"), NAMED)
-def test_keys_that_nobody_knows_are_named(name: str, change: dict[str, Any], lines: list[str]) -> None:
+def test_keys_that_nobody_knows_are_named(
+    name: str, change: dict[str, Any], lines: list[str]
+) -> None:
     found = said({**PUBLISHED[name], **change})
     assert len(found) == len(lines)
     for line, expected in zip(found, lines, strict=True):
@@ -213,23 +286,34 @@ def test_a_plain_build_has_no_warnings_in_its_manifest(tmp_path: Path) -> None:
 
 def gguf(path: Path, **extra: tuple[str, Any]) -> Path:
     """A GGUF with more keys, dots for double underscores."""
-    return write_llama_gguf(path, llama_state(), extra={k.replace("__", "."): v for k, v in extra.items()})
+    return write_llama_gguf(
+        path, llama_state(), extra={k.replace("__", "."): v for k, v in extra.items()}
+    )
 
 
 def test_a_ggufs_keys(tmp_path: Path) -> None:
     fine = open_checkpoint(
-        gguf(tmp_path / "a.gguf", attention__causal=("add_bool", True), vocab_size=("add_uint32", 20))
+        gguf(
+            tmp_path / "a.gguf", attention__causal=("add_bool", True), vocab_size=("add_uint32", 20)
+        )
     )
     assert make_plan(fine, FLOAT).warnings == ()
     odd = open_checkpoint(gguf(tmp_path / "b.gguf", pooling_type=("add_uint32", 3)))
     [warning] = make_plan(odd, FLOAT).warnings
     assert warning == "b.gguf: llama.pooling_type is a key that is not read and has no effect"
     causal = open_checkpoint(gguf(tmp_path / "c.gguf", attention__causal=("add_bool", False)))
-    with pytest.raises(CheckpointError, match=r"c\.gguf: llama\.attention\.causal=False asks for attention to later"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"c\.gguf: llama\.attention\.causal=False asks for attention to later",
+    ):
         make_plan(causal, FLOAT)
     with pytest.raises(UnknownArchitecture, match="later tokens"):
         open_reference(causal)
-    for key, value in (("attention__scale", 0.5), ("logit_scale", 0.5), ("final_logit_softcapping", 30.0)):
+    for key, value in (
+        ("attention__scale", 0.5),
+        ("logit_scale", 0.5),
+        ("final_logit_softcapping", 30.0),
+    ):
         scaled = open_checkpoint(gguf(tmp_path / "d.gguf", **{key: ("add_float32", value)}))
         with pytest.raises(CheckpointError, match=key.replace("__", r"\.")):
             make_plan(scaled, FLOAT)
@@ -237,11 +321,18 @@ def test_a_ggufs_keys(tmp_path: Path) -> None:
 
 def test_a_ggufs_window_is_named(tmp_path: Path) -> None:
     """llama.cpp computes a llama with full attention, and so do we: no error, but no silence."""
-    windowed = open_checkpoint(gguf(tmp_path / "w.gguf", attention__sliding_window=("add_uint32", 8)))
+    windowed = open_checkpoint(
+        gguf(tmp_path / "w.gguf", attention__sliding_window=("add_uint32", 8))
+    )
     [warning] = make_plan(windowed, FLOAT).warnings
-    assert warning == "w.gguf: llama.attention.sliding_window is a key that is not read and has no effect"
+    assert (
+        warning
+        == "w.gguf: llama.attention.sliding_window is a key that is not read and has no effect"
+    )
     for no_limit in (0, LLAMA_CONFIG["max_position_embeddings"]):
-        whole = open_checkpoint(gguf(tmp_path / "w.gguf", attention__sliding_window=("add_uint32", no_limit)))
+        whole = open_checkpoint(
+            gguf(tmp_path / "w.gguf", attention__sliding_window=("add_uint32", no_limit))
+        )
         assert make_plan(whole, FLOAT).warnings == ()
 
 
@@ -286,7 +377,13 @@ def test_sams_parts(part: str) -> None:
 
 
 def test_qwens_keys_of_its_first_release_say_nothing() -> None:
-    old = {**QWEN, "activation": "swiglu", "pos_emb": "rotary", "n_layer": QWEN["num_hidden_layers"], "n_inner": None}
+    old = {
+        **QWEN,
+        "activation": "swiglu",
+        "pos_emb": "rotary",
+        "n_layer": QWEN["num_hidden_layers"],
+        "n_inner": None,
+    }
     assert said(old) == []
 
 
@@ -324,7 +421,9 @@ def test_blip2s_parts() -> None:
     assert blip2({}) == []
     [line] = blip2({"vision_config": {"unheard_of": 1}})
     assert "vision_config.unheard_of" in line
-    with pytest.raises(CheckpointError, match=r"qformer_config\.position_embedding_type='relative_key'"):
+    with pytest.raises(
+        CheckpointError, match=r"qformer_config\.position_embedding_type='relative_key'"
+    ):
         blip2({"qformer_config": {"position_embedding_type": "relative_key"}})
     with pytest.raises(CheckpointError, match="is_causal"):
         blip2({"text_config": {"is_causal": False}})

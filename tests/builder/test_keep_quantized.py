@@ -1,4 +1,6 @@
-"""``-q keep``: engines hold a checkpoint's own whole numbers, judged against the reference's own reading of them."""
+"""``-q keep``: engines hold a checkpoint's own whole numbers, judged against the reference's own
+reading of them.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,17 @@ from tests.checkpoint.test_prequantized import ct
 
 HIDDEN, INNER, HEADS, KV, LAYERS, VOCAB = 64, 96, 4, 2, 2, 96
 CONFIG = {
-    "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": INNER, "num_attention_heads": HEADS,
-    "num_key_value_heads": KV, "num_hidden_layers": LAYERS, "vocab_size": VOCAB, "max_position_embeddings": 128,
+    "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": INNER,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV, "num_hidden_layers": LAYERS, "vocab_size": VOCAB,
+    "max_position_embeddings": 128,
     "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
 }  # fmt: skip
 SHAPES = {
     "self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.k_proj": (HIDDEN // 2, HIDDEN),
     "self_attn.v_proj": (HIDDEN // 2, HIDDEN), "self_attn.o_proj": (HIDDEN, HIDDEN),
-    "mlp.gate_proj": (INNER, HIDDEN), "mlp.up_proj": (INNER, HIDDEN), "mlp.down_proj": (HIDDEN, INNER),
+    "mlp.gate_proj": (INNER, HIDDEN), "mlp.up_proj": (INNER, HIDDEN),
+    "mlp.down_proj": (HIDDEN, INNER),
 }  # fmt: skip
 FUSED = {
     "attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -50,7 +55,11 @@ def plain(seed: int = 0) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     names = [
         "model.norm",
-        *(f"model.layers.{i}.{n}" for i in range(LAYERS) for n in ("input_layernorm", "post_attention_layernorm")),
+        *(
+            f"model.layers.{i}.{n}"
+            for i in range(LAYERS)
+            for n in ("input_layernorm", "post_attention_layernorm")
+        ),
     ]
     found = {f"{name}.weight": 1 + 0.1 * torch.randn(HIDDEN, generator=generator) for name in names}
     for name in ("model.embed_tokens", "lm_head"):
@@ -59,7 +68,9 @@ def plain(seed: int = 0) -> Tensors:
 
 
 def stems() -> list[tuple[str, tuple[int, int]]]:
-    return [(f"model.layers.{i}.{name}", shape) for i in range(LAYERS) for name, shape in SHAPES.items()]
+    return [
+        (f"model.layers.{i}.{name}", shape) for i in range(LAYERS) for name, shape in SHAPES.items()
+    ]
 
 
 def matrices(artifact: Any) -> dict[str, np.ndarray]:
@@ -69,12 +80,20 @@ def matrices(artifact: Any) -> dict[str, np.ndarray]:
         prefix = f"{module}."
         names = [n for n in artifact.names() if n.startswith(prefix)]
         if names:
-            weight = base.from_tensors(kind, {n.removeprefix(prefix): artifact.tensor(n) for n in names})
+            weight = base.from_tensors(
+                kind, {n.removeprefix(prefix): artifact.tensor(n) for n in names}
+            )
             found[module] = weight.dense().double().numpy()
     return found
 
 
-def check(folder: Path, out: Path, meant: dict[str, np.ndarray], dtype: str = "float32", recipe: str = "none") -> Any:
+def check(
+    folder: Path,
+    out: Path,
+    meant: dict[str, np.ndarray],
+    dtype: str = "float32",
+    recipe: str = "none",
+) -> Any:
     """Build, judge, and compare every matrix with what was meant."""
     report, written = build_and_accept(folder, out, dtype, recipe)
     assert written, report.get("reason")
@@ -85,19 +104,25 @@ def check(folder: Path, out: Path, meant: dict[str, np.ndarray], dtype: str = "f
         for ours, theirs in FUSED.items():
             expected = np.concatenate([meant[f"model.layers.{layer}.{name}"] for name in theirs])
             assert np.array_equal(mine[f"layers.{layer}.{ours}"], expected), ours
-    plan = make_plan(open_checkpoint(folder), BuildConfig(dtype=dtype, quantization=recipe, target="cpu"))
+    plan = make_plan(
+        open_checkpoint(folder), BuildConfig(dtype=dtype, quantization=recipe, target="cpu")
+    )
     assert sum(artifact.tensor(name).nbytes for name in artifact.names()) == plan.weight_bytes
     return artifact
 
 
-def foreign(folder: Path, settings: dict[str, Any], make: Any) -> tuple[Path, dict[str, np.ndarray]]:
+def foreign(
+    folder: Path, settings: dict[str, Any], make: Any
+) -> tuple[Path, dict[str, np.ndarray]]:
     """A checkpoint whose matrices ``make(shape, seed)`` gives as (parts, weight)."""
     tensors, meant = plain(), {}
     for seed, (stem, shape) in enumerate(stems()):
         parts, weight = make(shape, seed)
         tensors |= {f"{stem}.{suffix}": part for suffix, part in parts.items()}
         meant[stem] = weight
-    return writers.write_checkpoint(folder, CONFIG | {"quantization_config": settings}, tensors), meant
+    return writers.write_checkpoint(
+        folder, CONFIG | {"quantization_config": settings}, tensors
+    ), meant
 
 
 def gptq(bits: int, **options: Any) -> Any:
@@ -140,10 +165,14 @@ def test_biases_of_zeros_that_the_family_has_not_are_left_out(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("value", [0.5, float("nan")])
-def test_a_bias_that_the_family_has_not_is_named_where_it_is_not_zero(tmp_path: Path, value: float) -> None:
+def test_a_bias_that_the_family_has_not_is_named_where_it_is_not_zero(
+    tmp_path: Path, value: float
+) -> None:
     settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
     folder, _ = foreign(tmp_path / "hf", settings, with_biases(gptq(4, symmetric=True), value))
-    with pytest.raises(TensorMismatch, match=r"layers\.0\.self_attn\.o_proj\.bias beside a packed matrix") as told:
+    with pytest.raises(
+        TensorMismatch, match=r"layers\.0\.self_attn\.o_proj\.bias beside a packed matrix"
+    ) as told:
         make_plan(open_checkpoint(folder), BuildConfig(target="cpu"))
     assert "\n" not in str(told.value)
 
@@ -155,7 +184,9 @@ def test_biases_that_the_family_has_are_kept_and_zeros_elsewhere_are_named(tmp_p
     (folder / "config.json").write_text(json.dumps(config | {"attention_bias": True}))
     plan = make_plan(open_checkpoint(folder), BuildConfig(target="cpu"))
     kept = {piece.rule.target for piece in plan.tensors if piece.rule.target.endswith("bias")}
-    assert kept == {f"layers.{i}.attn.{name}.bias" for i in range(LAYERS) for name in ("qkv_proj", "o_proj")}
+    assert kept == {
+        f"layers.{i}.attn.{name}.bias" for i in range(LAYERS) for name in ("qkv_proj", "o_proj")
+    }
     tensors = load_file(folder / "model.safetensors") | {"model.norm.bias": torch.zeros(HIDDEN)}
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(TensorMismatch, match=r"no place for: model\.norm\.bias"):
@@ -184,14 +215,26 @@ def test_awq_is_kept(tmp_path: Path) -> None:
         drawn = writers.seeded_matrix(*shape, 32, seed=seed)
         return writers.awq_tensors(drawn), drawn.weight
 
-    settings = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
-    check(*foreign(tmp_path / "hf", settings, make)[:1], tmp_path / "e", foreign(tmp_path / "hf", settings, make)[1])
+    settings = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 32,
+        "zero_point": True,
+        "version": "gemm",
+    }
+    check(
+        *foreign(tmp_path / "hf", settings, make)[:1],
+        tmp_path / "e",
+        foreign(tmp_path / "hf", settings, make)[1],
+    )
 
 
 def test_compressed_tensors_with_some_modules_left_whole(tmp_path: Path) -> None:
     def make(shape: tuple[int, int], seed: int) -> tuple[Tensors, np.ndarray]:
         if seed % 7 == 2:  # v
-            weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * shape[1] ** -0.5
+            weight = (
+                torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * shape[1] ** -0.5
+            )
             return {"weight": weight}, weight.double().numpy()
         drawn = writers.seeded_matrix(*shape, 32, symmetric=True, dtype=torch.bfloat16, seed=seed)
         return writers.compressed_tensors(drawn, 4, symmetric=True), drawn.weight
@@ -205,16 +248,28 @@ def test_compressed_tensors_with_some_modules_left_whole(tmp_path: Path) -> None
 
 def test_int8_of_compressed_tensors_runs_as_int8(tmp_path: Path) -> None:
     def make(shape: tuple[int, int], seed: int) -> tuple[Tensors, np.ndarray]:
-        drawn = writers.seeded_matrix(*shape, -1, bits=8, symmetric=True, dtype=torch.bfloat16, seed=seed)
+        drawn = writers.seeded_matrix(
+            *shape, -1, bits=8, symmetric=True, dtype=torch.bfloat16, seed=seed
+        )
         return writers.compressed_tensors(drawn, 8, symmetric=True, pack=False), drawn.weight
 
     asked = {"num_bits": 8, "dynamic": True, "strategy": "token"}
-    settings = ct(8, strategy="channel", group=None, symmetric=True, form="int-quantized", input_activations=asked)
+    settings = ct(
+        8,
+        strategy="channel",
+        group=None,
+        symmetric=True,
+        form="int-quantized",
+        input_activations=asked,
+    )
     folder, meant = foreign(tmp_path / "hf", settings, make)
     artifact = check(folder, tmp_path / "e", meant)
     assert artifact.manifest.weight_formats["layers.0.mlp.down_proj"] == "int8"
     plan = make_plan(open_checkpoint(folder), BuildConfig(target="cpu"))
-    assert "activations of 8 bits, per token are asked for and stay whole" in plan.reasons["quantization"]
+    assert (
+        "activations of 8 bits, per token are asked for and stay whole"
+        in plan.reasons["quantization"]
+    )
 
 
 def test_a_wrong_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +280,9 @@ def test_a_wrong_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     folder, _ = foreign(tmp_path / "hf", settings, gptq(4))
     honest = gptq_format.make
     monkeypatch.setattr(
-        gptq_format, "make", lambda *a: gptq_format.GptqScheme(**{**vars(honest(*a)), "zero_point_offset": 0})
+        gptq_format,
+        "make",
+        lambda *a: gptq_format.GptqScheme(**{**vars(honest(*a)), "zero_point_offset": 0}),
     )
     report, written = build_and_accept(folder, tmp_path / "e", "float32", "none")
     assert not written
@@ -242,7 +299,9 @@ def test_planted_faults_are_refused_in_kept_engines_too(tmp_path: Path, name: st
     with plant_fault(fault, "llama"):
         report, written = build_and_accept(path, tmp_path / "e", "bfloat16", "keep")
     assert not written
-    assert (report["layer"], report["module"] in fault.modules) == (fault.layer, True), report["reason"]
+    assert (report["layer"], report["module"] in fault.modules) == (fault.layer, True), report[
+        "reason"
+    ]
 
 
 def test_another_recipe_rounds_what_the_numbers_mean(tmp_path: Path) -> None:
@@ -253,16 +312,22 @@ def test_another_recipe_rounds_what_the_numbers_mean(tmp_path: Path) -> None:
     assert open_artifact(tmp_path / "e").manifest.weight_formats["layers.0.attn.o_proj"] == "int8"
 
 
-# -- GGUF -------------------------------------------------------------------------------------------------------------
+# -- GGUF
+# ---------------------------------------------------------------------------
 
 KINDS = {
-    "self_attn.q_proj": "Q4_1", "self_attn.k_proj": "Q4_1", "self_attn.v_proj": "Q4_1", "self_attn.o_proj": "Q4_0",
+    "self_attn.q_proj": "Q4_1", "self_attn.k_proj": "Q4_1", "self_attn.v_proj": "Q4_1",
+    "self_attn.o_proj": "Q4_0",
     "mlp.gate_proj": "Q8_0", "mlp.up_proj": "Q4_0", "mlp.down_proj": "F16",
 }  # fmt: skip
 
 
-def write_gguf(path: Path, kinds: dict[str, str], *, tied: bool = False) -> tuple[Path, dict[str, np.ndarray]]:
-    """A llama of ``kinds`` by the gguf package, and the matrices that its own reader gives, rows put back."""
+def write_gguf(
+    path: Path, kinds: dict[str, str], *, tied: bool = False
+) -> tuple[Path, dict[str, np.ndarray]]:
+    """A llama of ``kinds`` by the gguf package, and the matrices that its own reader gives, rows
+    put back.
+    """
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_block_count(LAYERS)
     writer.add_context_length(128)
@@ -323,16 +388,21 @@ def test_a_mixed_gguf_keeps_what_it_can(tmp_path: Path) -> None:
     path, meant = write_gguf(tmp_path / "m.gguf", KINDS | {"self_attn.k_proj": "Q5_1"})
     artifact = check(path, tmp_path / "e", meant, recipe="keep")
     found = {
-        m.removeprefix("layers.0."): k for m, k in artifact.manifest.weight_formats.items() if m.startswith("layers.0.")
+        m.removeprefix("layers.0."): k
+        for m, k in artifact.manifest.weight_formats.items()
+        if m.startswith("layers.0.")
     }
     assert found == {
-        "attn.qkv_proj": "mixed_rows", "attn.o_proj": "int4", "mlp.gate_up_proj": "mixed_rows", "mlp.down_proj": "dense"
+        "attn.qkv_proj": "mixed_rows", "attn.o_proj": "int4", "mlp.gate_up_proj": "mixed_rows",
+        "mlp.down_proj": "dense"
     }  # fmt: skip
 
 
 def test_the_tied_head_is_kept_where_it_is_asked_for(tmp_path: Path) -> None:
     path, _ = write_gguf(tmp_path / "m.gguf", KINDS, tied=True)
-    plan = make_plan(open_checkpoint(path), BuildConfig(quantization="keep", quantize_head=True, target="cpu"))
+    plan = make_plan(
+        open_checkpoint(path), BuildConfig(quantization="keep", quantize_head=True, target="cpu")
+    )
     assert plan.weight_formats["head"] == "int8_group"
     report, written = build_and_accept(path, tmp_path / "e", "float32", "keep", quantize_head=True)
     assert written, report.get("reason")
@@ -344,21 +414,32 @@ def test_nothing_to_keep_is_named(tmp_path: Path) -> None:
     found = make_plan(checkpoint, BuildConfig(quantization="keep", target="cpu"))
     assert set(found.weight_formats.values()) == {"dense"}, "the embedding alone is in blocks"
     with pytest.raises(UsageError, match=r"holds no matrix that can be kept.*-q int4"):
-        make_plan(open_checkpoint(save_tiny("llama", tmp_path / "hf")), BuildConfig(quantization="keep"))
-    writers.write_checkpoint(tmp_path / "liar", CONFIG | {"quantization_config": {"quant_method": "gptq"}}, plain())
+        make_plan(
+            open_checkpoint(save_tiny("llama", tmp_path / "hf")), BuildConfig(quantization="keep")
+        )
+    writers.write_checkpoint(
+        tmp_path / "liar", CONFIG | {"quantization_config": {"quant_method": "gptq"}}, plain()
+    )
     with pytest.raises(CheckpointError, match="none are; remove its quantization_config"):
         make_plan(open_checkpoint(tmp_path / "liar"), BuildConfig())
 
 
-# -- stacked weights --------------------------------------------------------------------------------------------------
+# -- stacked weights
+# ---------------------------------------------------------------------------
 
 
 def pile() -> mixed_rows.MixedRowsWeight:
     generator = torch.Generator().manual_seed(1)
-    four = int4.Int4Weight.pack(torch.randn(6, 96, generator=generator), torch.float32, group_size=32)
+    four = int4.Int4Weight.pack(
+        torch.randn(6, 96, generator=generator), torch.float32, group_size=32
+    )
     codes = torch.randint(-128, 128, (5, 96), generator=generator, dtype=torch.int8)
-    eight = int8_group.Int8GroupWeight.from_codes(codes, torch.rand(5, 3, generator=generator).half(), None, 32)
-    return mixed_rows.MixedRowsWeight((four, eight, dense.DenseWeight(torch.randn(4, 96, generator=generator))))
+    eight = int8_group.Int8GroupWeight.from_codes(
+        codes, torch.rand(5, 3, generator=generator).half(), None, 32
+    )
+    return mixed_rows.MixedRowsWeight(
+        (four, eight, dense.DenseWeight(torch.randn(4, 96, generator=generator)))
+    )
 
 
 def test_a_stack_is_its_rows() -> None:
@@ -369,7 +450,9 @@ def test_a_stack_is_its_rows() -> None:
     assert torch.equal(again.dense(), found.dense())
     x, bias = torch.randn(3, 96), torch.randn(15)
     expected = x @ found.dense().T + bias
-    torch.testing.assert_close(found.matmul(x, bias, registry.select_backends("cpu")), expected, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(
+        found.matmul(x, bias, registry.select_backends("cpu")), expected, rtol=1e-4, atol=1e-3
+    )
     part = found.slice([(2, 8), (12, 15)], (32, 96))
     rows = torch.cat([found.dense()[2:8], found.dense()[12:15]])
     assert torch.equal(part.dense(), rows[:, 32:])

@@ -1,4 +1,6 @@
-"""An engine's own default for its KV cache: stored by build, used by whoever opens it, and no fault in acceptance."""
+"""An engine's own default for its KV cache: stored by build, used by whoever opens it, and no fault
+in acceptance.
+"""
 
 from __future__ import annotations
 
@@ -30,24 +32,40 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("asked", "held"),
-    [("auto", torch.int8), ("activations", torch.float32), ("int8", torch.int8), ("fp8", torch.float8_e4m3fn)],
+    [
+        ("auto", torch.int8),
+        ("activations", torch.float32),
+        ("int8", torch.int8),
+        ("fp8", torch.float8_e4m3fn),
+    ],
 )
-def test_the_stored_default_holds_unless_another_is_asked_for(engine: Path, asked: str, held: torch.dtype) -> None:
+def test_the_stored_default_holds_unless_another_is_asked_for(
+    engine: Path, asked: str, held: torch.dtype
+) -> None:
     assert open_artifact(engine).manifest.build["kv_cache_dtype"] == "int8"
-    loop = EngineCore.open(engine, RunConfig(kv_cache_dtype=asked, kv_cache_bytes=ROOM, device="cpu"))
+    loop = EngineCore.open(
+        engine, RunConfig(kv_cache_dtype=asked, kv_cache_bytes=ROOM, device="cpu")
+    )
     assert loop.kv_dtype is held
     assert loop.model_runner.kv.k[0].dtype is held
 
 
 def test_without_one_the_cache_is_as_the_activations(tmp_path: Path) -> None:
-    _, written = build_and_accept(save_tiny("llama", tmp_path / "hf"), tmp_path / "e", "float32", "none")
+    _, written = build_and_accept(
+        save_tiny("llama", tmp_path / "hf"), tmp_path / "e", "float32", "none"
+    )
     assert written
-    assert EngineCore.open(tmp_path / "e", RunConfig(kv_cache_bytes=ROOM, device="cpu")).kv_dtype is torch.float32
+    assert (
+        EngineCore.open(tmp_path / "e", RunConfig(kv_cache_bytes=ROOM, device="cpu")).kv_dtype
+        is torch.float32
+    )
 
 
 def test_the_plan_counts_its_bytes(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(save_tiny("llama", tmp_path / "hf"))
-    plain, eight = (make_plan(checkpoint, BuildConfig(target="cpu", kv_cache_dtype=k)) for k in ("auto", "int8"))
+    plain, eight = (
+        make_plan(checkpoint, BuildConfig(target="cpu", kv_cache_dtype=k)) for k in ("auto", "int8")
+    )
     assert (
         eight.memory_report["kv_per_token"]
         == plain.memory_report["kv_per_token_8bit"]

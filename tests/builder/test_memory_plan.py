@@ -24,7 +24,9 @@ from modelmill.models._sam_vit import SamVitSpec
 from tests.models.tiny_models import save_hf
 from tools.build_memory import CALIBRATED, SMALL, BuildCase, make, measure
 
-of_linux = pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is read from /proc")
+of_linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="the peak of a process is read from /proc"
+)
 
 
 @pytest.fixture
@@ -38,7 +40,9 @@ def plan(folder: Path, **options: Any) -> BuildPlan:
 
 
 def leave_free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(memory_limits, "available_memory", lambda: memory_limits.MemoryInfo(64 << 30, size))
+    monkeypatch.setattr(
+        memory_limits, "available_memory", lambda: memory_limits.MemoryInfo(64 << 30, size)
+    )
 
 
 def plan_errors(cases: Sequence[BuildCase], folder: Path) -> dict[str, float]:
@@ -63,9 +67,12 @@ def test_of_many_batches_only_one_is_inside_a_layer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("itemsize", "mib"), [(4, 2218), (2, 1796)])
 def test_a_vit_is_judged_head_by_head(itemsize: int, mib: int) -> None:
-    # mib: what a build of SAM's ViT-B with random weights allocated (VmHWM less what is mapped and the process)
+    # mib: what a build of SAM's ViT-B with random weights allocated (VmHWM less what is mapped and
+    # the process)
     planned = memory_plan.encoding_bytes(
-        SamVitSpec(width=768, depth=12, heads=12, global_attn_indexes=(2, 5, 8, 11), inner=3072), 0, itemsize
+        SamVitSpec(width=768, depth=12, heads=12, global_attn_indexes=(2, 5, 8, 11), inner=3072),
+        0,
+        itemsize,
     )
     assert abs(planned / (mib << 20) - 1) <= 0.15
 
@@ -75,7 +82,9 @@ def test_a_build_that_does_not_fit_is_refused_before_anything_is_written(
 ) -> None:
     made, out = plan(llama), tmp_path / "x.engine"
     leave_free(monkeypatch, made.build_memory.allocated_bytes - 1)
-    with pytest.raises(UsageError, match=r"needs .* of memory and .* are free.*--no-check needs") as refused:
+    with pytest.raises(
+        UsageError, match=r"needs .* of memory and .* are free.*--no-check needs"
+    ) as refused:
         build_engine.build(made, out, lambda staged, it: accept(staged, it.checkpoint))
     assert "\n" not in str(refused.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
@@ -83,7 +92,9 @@ def test_a_build_that_does_not_fit_is_refused_before_anything_is_written(
     assert is_engine(out), "unjudged it takes less"
 
 
-def test_no_way_out_is_named_where_there_is_none(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_way_out_is_named_where_there_is_none(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     leave_free(monkeypatch, 1 << 20)
     with pytest.raises(UsageError) as refused:
         plan(llama).build_memory.check("it", with_acceptance=True)
@@ -91,7 +102,9 @@ def test_no_way_out_is_named_where_there_is_none(llama: Path, monkeypatch: pytes
 
 
 def test_the_peak_is_of_the_costliest_stage() -> None:
-    memory = BuildMemory(process_bytes=100, mapped_bytes=10, writing_bytes=1, calibration_bytes=3, acceptance_bytes=2)
+    memory = BuildMemory(
+        process_bytes=100, mapped_bytes=10, writing_bytes=1, calibration_bytes=3, acceptance_bytes=2
+    )
     assert (memory.allocated_bytes, memory.peak_bytes) == (3, 113)
     assert BuildMemory(100, 10, 1, 0, 2).without_acceptance().allocated_bytes == 1
 
@@ -100,11 +113,15 @@ def test_wider_and_rounded_layers_take_more(llama: Path) -> None:
     plain, rounded = plan(llama, dtype="float32"), plan(llama, dtype="float32", quantization="int8")
     checkpoint, vocab = plain.checkpoint, plain.model_config.vocab
     of_plain, of_rounded = (
-        memory_plan.acceptance_bytes(checkpoint, list(each.tensors) * 5000, vocab, plain.model_config.hidden)
+        memory_plan.acceptance_bytes(
+            checkpoint, list(each.tensors) * 5000, vocab, plain.model_config.hidden
+        )
         for each in (plain, rounded)
     )
     assert of_plain < of_rounded
-    assert memory_plan.writing_bytes(checkpoint, plain.tensors) < memory_plan.writing_bytes(checkpoint, rounded.tensors)
+    assert memory_plan.writing_bytes(checkpoint, plain.tensors) < memory_plan.writing_bytes(
+        checkpoint, rounded.tensors
+    )
     assert memory_plan.mapped_bytes(checkpoint, plain.tensors) > plain.weight_bytes
 
 
@@ -112,7 +129,8 @@ def test_planning_loads_no_compiler_of_torch(llama: Path) -> None:
     # torch computes shapes of the meta device by sympy: 120 MB and a second, for an arange
     code = (
         "import sys\nfrom pathlib import Path\n"
-        "from modelmill.builder.plan import make_plan\nfrom modelmill.checkpoint.open import open_checkpoint\n"
+        "from modelmill.builder.plan import make_plan\nfrom modelmill.checkpoint.open import "
+        "open_checkpoint\n"
         "from modelmill.core.config import BuildConfig\n"
         f"make_plan(open_checkpoint(Path({str(llama)!r})), BuildConfig(target='cpu'))\n"
         "assert 'sympy' not in sys.modules, 'loaded'\n"

@@ -1,4 +1,6 @@
-"""Calibration with pictures: their embeddings reach the layers, lines that are no good are named."""
+"""Calibration with pictures: their embeddings reach the layers, lines that are no good are
+named.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from modelmill.artifact.store import open_artifact
 from modelmill.builder import build_engine
 from modelmill.builder.calibration_data import CalibrationSource, read_texts
 from modelmill.builder.layer_quantizer import LayerQuantizer
-from modelmill.builder.multimodal_calibration import CalibrationSample, draw_image, hash_images, load_samples
+from modelmill.builder.multimodal_calibration import (
+    CalibrationSample,
+    draw_image,
+    hash_images,
+    load_samples,
+)
 from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
@@ -27,7 +34,8 @@ from modelmill.vision.image_input import load_square_image
 from tests.models.minigpt4_seeded import QFORMER, VISION_ENCODER, write_checkpoint
 
 SMALL: dict[str, Any] = {
-    "target": "cpu", "dtype": "float32", "quantization": "int4", "group_size": 32, "calibration_samples": 8,
+    "target": "cpu", "dtype": "float32", "quantization": "int4", "group_size": 32,
+    "calibration_samples": 8,
     "calibration_length": 120,
 }  # fmt: skip
 SIDE, PLACES = VISION_ENCODER["image"], QFORMER["queries"]
@@ -75,15 +83,38 @@ def test_lines_of_every_kind(tmp_path: Path, files: dict[str, bytes]) -> None:
         {"image": "photo.png", "caption": "A dog."},
         {"images": ["photo.png", "more/other.png"], "text": "Which is larger?"},
         {"text": "Words alone."},
-        {"messages": [{"role": "user", "content": [{"type": "image", "image": "more/other.png"}]}, said]},
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url(photo)}}]}]},
-        {"messages": [{"role": "user", "content": "No picture."}, {"role": "assistant", "content": "No."}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image", "image": "more/other.png"}]},
+                said,
+            ]
+        },
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": url(photo)}}],
+                }
+            ]
+        },
+        {
+            "messages": [
+                {"role": "user", "content": "No picture."},
+                {"role": "assistant", "content": "No."},
+            ]
+        },
     )
     found = load_samples(source_of(path, 400), files, SIDE)
     assert [len(sample.images) for sample in found] == [1, 1, 2, 1, 1, 0]
     right, _ = load_square_image(photo, SIDE)
     other, _ = load_square_image(tmp_path / "more" / "other.png", SIDE)
-    for number, wanted in ((0, [right]), (1, [right]), (2, [right, other]), (3, [other]), (4, [right])):
+    for number, wanted in (
+        (0, [right]),
+        (1, [right]),
+        (2, [right, other]),
+        (3, [other]),
+        (4, [right]),
+    ):
         pictures = list(found[number].images.values())
         assert all(np.array_equal(a, b) for a, b in zip(pictures, wanted, strict=True))
         for at in found[number].images:
@@ -95,17 +126,26 @@ def test_lines_of_every_kind(tmp_path: Path, files: dict[str, bytes]) -> None:
 
 def test_no_sequence_ends_inside_a_picture(tmp_path: Path, files: dict[str, bytes]) -> None:
     save(tmp_path / "a.png")
-    path = written(tmp_path / "l.jsonl", {"images": ["a.png"] * 4, "text": "word " * 30, "answer": "word " * 30})
+    path = written(
+        tmp_path / "l.jsonl",
+        {"images": ["a.png"] * 4, "text": "word " * 30, "answer": "word " * 30},
+    )
     [whole] = load_samples(source_of(path, 1000), files, SIDE)
     places = sorted(whole.images)
     ends = range(places[0] + PLACES, len(whole.ids) + 2)
-    for length in (n for n in ends if n % 16 == 0 or n >= ends[-2] or any(0 <= n - at <= PLACES + 1 for at in places)):
+    for length in (
+        n
+        for n in ends
+        if n % 16 == 0 or n >= ends[-2] or any(0 <= n - at <= PLACES + 1 for at in places)
+    ):
         [cut] = load_samples(source_of(path, length), files, SIDE)
         assert len(cut.ids) <= length
         assert cut.ids == whole.ids[: len(cut.ids)]
         assert sorted(cut.images) == [at for at in places if at + PLACES <= len(cut.ids)]
         assert not any(at < len(cut.ids) < at + PLACES for at in places)
-    with pytest.raises(UsageError, match=r"line 1: a picture takes 8 tokens .* raise --calibration-length"):
+    with pytest.raises(
+        UsageError, match=r"line 1: a picture takes 8 tokens .* raise --calibration-length"
+    ):
         load_samples(source_of(path, places[0] + PLACES - 1), files, SIDE)
 
 
@@ -116,7 +156,10 @@ def test_our_own_pictures_are_the_same_every_time(files: dict[str, bytes]) -> No
     assert [s.ids for s in found] == [s.ids for s in again]
     shown = [p for s in found for p in s.images.values()]
     assert 3 <= sum(bool(s.images) for s in found) <= 10
-    assert all(np.array_equal(a, b) for a, b in zip(shown, (p for s in again for p in s.images.values()), strict=True))
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(shown, (p for s in again for p in s.images.values()), strict=True)
+    )
     assert not np.array_equal(shown[0], shown[1])
     assert draw_image(3, 40).shape == (40, 40, 3)
     assert all(draw_image(seed, 24).std() > 5 for seed in range(40)), "none is of one colour"
@@ -134,18 +177,37 @@ BAD: list[tuple[Any, str]] = [
     ({}, r"line 2: has no text under text"),
     ({"image": ".", "text": "What?"}, r"line 2: .*(is a directory|Is a directory)"),
     (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}]},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}],
+                }
+            ]
+        },
         r"line 2: .*addresses are not fetched",
     ),
     (
         {"messages": [{"role": "tool", "content": [{"type": "image", "image": "ok.png"}]}]},
         r"line 2: messages\[0\]",
     ),
-    ({"messages": [{"role": "user", "content": [{"type": "image", "image": "ok.png"}]}, "A dog."]}, "line 2: messages"),
+    (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image", "image": "ok.png"}]},
+                "A dog.",
+            ]
+        },
+        "line 2: messages",
+    ),
     ({"image": "a\0b", "text": "What?"}, r"line 2: .*is no path"),
     ({"image": "\ud800.png", "text": "What?"}, r"line 2: .*is no path"),
     (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "\ud800"}}]}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "\ud800"}}]}
+            ]
+        },
         r"line 2: .*addresses are not fetched",
     ),
 ]
@@ -173,7 +235,9 @@ def test_another_picture_under_the_same_name_is_another_source(tmp_path: Path) -
     assert first == hash_images(source_of(path))
     save(tmp_path / "a.png", 1)
     assert hash_images(source_of(path)).image_digest != first.image_digest
-    assert hash_images(source_of(written(tmp_path / "t.jsonl", {"text": "Words."}))).image_digest == ""
+    assert (
+        hash_images(source_of(written(tmp_path / "t.jsonl", {"text": "Words."}))).image_digest == ""
+    )
 
 
 def test_a_model_without_eyes_says_so(tmp_path: Path) -> None:
@@ -197,7 +261,9 @@ def test_embeddings_enter_the_first_layer(folder: Path, tmp_path: Path) -> None:
     assert kinds.count(True) == 1
     flow = layers.calibration
     engine = tmp_path / "plain.engine"
-    build_engine.build(make_plan(open_checkpoint(folder), BuildConfig(dtype="float32", target="cpu")), engine, None)
+    build_engine.build(
+        make_plan(open_checkpoint(folder), BuildConfig(dtype="float32", target="cpu")), engine, None
+    )
     from modelmill.runtime.model_loader import load_model
 
     model: Any = load_model(open_artifact(engine), "cpu")
@@ -205,7 +271,9 @@ def test_embeddings_enter_the_first_layer(folder: Path, tmp_path: Path) -> None:
     first = sum(len(sample.ids) for sample in layers.samples[: kinds.index(True)])
     sample: CalibrationSample = layers.samples[kinds.index(True)]
     for at, picture in sample.images.items():
-        wanted = model.encode_images(torch.as_tensor(picture).permute(2, 0, 1)[None], select_backends("cpu"))[0]
+        wanted = model.encode_images(
+            torch.as_tensor(picture).permute(2, 0, 1)[None], select_backends("cpu")
+        )[0]
         ours = x[first + at : first + at + PLACES]
         assert (ours - wanted).norm() <= 1e-5 * wanted.norm()
     last = first + max(sample.images) + PLACES
@@ -231,7 +299,10 @@ def test_a_build_with_pictures_is_the_same_twice_and_told(
 
 def test_auto_looks_at_pictures_too(folder: Path, tmp_path: Path) -> None:
     save(tmp_path / "a.png")
-    lines = [{"image": "a.png", "text": "What is it?", "answer": "word " * 90}, {"text": "word " * 200}]
+    lines = [
+        {"image": "a.png", "text": "What is it?", "answer": "word " * 90},
+        {"text": "word " * 200},
+    ]
     path = written(tmp_path / "l.jsonl", *lines)
     options: dict[str, Any] = {
         "quantization": "auto",

@@ -1,4 +1,6 @@
-"""Reading ahead: in order, one ahead and no more; errors where they belong; a fingerprint that is given up."""
+"""Reading ahead: in order, one ahead and no more; errors where they belong; a fingerprint that is
+given up.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Building with a recipe: sizes as planned, bit-identical, resumable inside the calibration, bad data named."""
+"""Building with a recipe: sizes as planned, bit-identical, resumable inside the calibration, bad
+data named.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ import torch
 from modelmill.artifact.quantization_facts import facts_path, read_quantization_facts
 from modelmill.artifact.store import open_artifact
 from modelmill.builder import build_engine
-from modelmill.builder.calibration_data import builtin_text, find_calibration, load_calibration_ids, read_texts
+from modelmill.builder.calibration_data import (
+    builtin_text,
+    find_calibration,
+    load_calibration_ids,
+    read_texts,
+)
 from modelmill.builder.multimodal_calibration import calibration_samples
 from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
@@ -30,7 +37,8 @@ SMALL = {"calibration_samples": 4, "calibration_length": 60, "group_size": 32}
 
 def plan(folder: Path, **options: Any) -> Any:
     return make_plan(
-        open_checkpoint(folder), BuildConfig(**{"target": "cpu", "quantization": "int4"} | SMALL | options)
+        open_checkpoint(folder),
+        BuildConfig(**{"target": "cpu", "quantization": "int4"} | SMALL | options),
     )
 
 
@@ -39,8 +47,12 @@ def make(folder: Path, out: Path, **options: Any) -> Path:
     return out
 
 
-def goes_on_after_two_layers(folder: Path, tmp_path: Path, monkeypatch: Any, **options: Any) -> None:
-    """Finished layers are not quantized again, and the rest comes out as if nothing had happened."""
+def goes_on_after_two_layers(
+    folder: Path, tmp_path: Path, monkeypatch: Any, **options: Any
+) -> None:
+    """Finished layers are not quantized again, and the rest comes out as if nothing had
+    happened.
+    """
     real, seen = calibrate.quantize_layer, []
 
     def interrupted(*args: Any, layer_name: str, **more: Any) -> Any:
@@ -77,13 +89,19 @@ def test_the_engine_is_as_large_as_planned(llama: Path, tmp_path: Path, method: 
     assert artifact.manifest.weight_formats["head"] == "dense"
 
 
-@pytest.mark.parametrize("options", [{"dtype": "bfloat16", "method": "awq+gptq"}, {"method": "nearest"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"dtype": "bfloat16", "method": "awq+gptq"}, {"method": "nearest"}], ids=str
+)
 def test_two_builds_are_bit_identical(llama: Path, tmp_path: Path, options: dict[str, Any]) -> None:
-    assert digest(make(llama, tmp_path / "a", **options)) == digest(make(llama, tmp_path / "b", **options))
+    assert digest(make(llama, tmp_path / "a", **options)) == digest(
+        make(llama, tmp_path / "b", **options)
+    )
 
 
 @pytest.mark.parametrize("family", ["llama-bias", "gpt2"])
-def test_an_interrupted_calibration_goes_on_where_it_was(family: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_interrupted_calibration_goes_on_where_it_was(
+    family: str, tmp_path: Path, monkeypatch: Any
+) -> None:
     folder = save_tiny(family, tmp_path / "hf")
     goes_on_after_two_layers(folder, tmp_path, monkeypatch, dtype="bfloat16", method="awq+gptq")
 
@@ -124,7 +142,8 @@ def test_auto_is_the_best_measured_and_needs_no_file(llama: Path) -> None:
     assert made.build_memory.calibration_bytes > 0 == plain.build_memory.calibration_bytes
 
 
-# -- calibration data -------------------------------------------------------------------------------------------------
+# -- calibration data
+# ---------------------------------------------------------------------------
 
 
 def lines(path: Path, *values: Any) -> Path:
@@ -134,11 +153,19 @@ def lines(path: Path, *values: Any) -> Path:
 
 def test_texts_are_read_by_any_of_their_keys(tmp_path: Path) -> None:
     talk = {"messages": [{"role": "user", "content": "d"}, {"role": "assistant", "content": "e"}]}
-    path = lines(tmp_path / "t.jsonl", {"text": "a"}, {"article": "b", "highlights": "x"}, {"prompt": "c"}, talk)
+    path = lines(
+        tmp_path / "t.jsonl",
+        {"text": "a"},
+        {"article": "b", "highlights": "x"},
+        {"prompt": "c"},
+        talk,
+    )
     assert list(read_texts(path)) == ["a", "b", "c", "d\ne"]
 
 
-@pytest.mark.parametrize(("line", "said"), [("[1]", "line 2: has no text"), ("{", "line 2: is not JSON")])
+@pytest.mark.parametrize(
+    ("line", "said"), [("[1]", "line 2: has no text"), ("{", "line 2: is not JSON")]
+)
 def test_a_line_that_is_no_text_is_named(tmp_path: Path, line: str, said: str) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text('{"text": "a"}\n' + line)
@@ -147,12 +174,16 @@ def test_a_line_that_is_no_text_is_named(tmp_path: Path, line: str, said: str) -
 
 
 def test_the_file_decides_the_engine_and_its_name_does_not(llama: Path, tmp_path: Path) -> None:
-    one, same = lines(tmp_path / "a.jsonl", {"text": "a" * 99}), lines(tmp_path / "b.jsonl", {"text": "a" * 99})
+    one, same = (
+        lines(tmp_path / "a.jsonl", {"text": "a" * 99}),
+        lines(tmp_path / "b.jsonl", {"text": "a" * 99}),
+    )
     other = lines(tmp_path / "c.jsonl", {"text": "b" * 99})
     keys = [plan(llama, calibration=str(path)).resume_key() for path in (one, same, other)]
     assert keys[0] == keys[1] != keys[2]
     assert (
-        plan(llama, calibration=str(one)).config.calibration == f"sha256:{hashlib.sha256(one.read_bytes()).hexdigest()}"
+        plan(llama, calibration=str(one)).config.calibration
+        == f"sha256:{hashlib.sha256(one.read_bytes()).hexdigest()}"
     )
 
 
@@ -184,7 +215,8 @@ def test_too_little_is_named_and_nothing_is_written(llama: Path, tmp_path: Path)
 def test_a_file_that_says_too_little_is_named(tmp_path: Path) -> None:
     model = SimpleNamespace(config=SimpleNamespace(vocab=300))
     files = {"gguf_vocab.json": b""}
-    with mock.patch("modelmill.builder.multimodal_calibration.load_calibration_ids", return_value=[]), mock.patch(
+    with mock.patch("modelmill.builder.multimodal_calibration.load_calibration_ids",
+        return_value=[]), mock.patch(
         "modelmill.builder.multimodal_calibration.reads_images", return_value=False
     ):  # fmt: skip
         path = lines(tmp_path / "none.jsonl", {"text": ""})
@@ -205,13 +237,19 @@ def test_our_own_text_is_the_same_every_time_and_enough() -> None:
 def test_random_ids_of_a_model_without_tokenizer() -> None:
     source = find_calibration(BuildConfig(calibration_samples=3, calibration_length=50), 40)
     ids = load_calibration_ids(source, {}, 17, seed=0)
-    assert ids == load_calibration_ids(source, {}, 17, seed=0) != load_calibration_ids(source, {}, 17, seed=1)
+    assert (
+        ids
+        == load_calibration_ids(source, {}, 17, seed=0)
+        != load_calibration_ids(source, {}, 17, seed=1)
+    )
     assert [len(one) for one in ids] == [40] * 3
     assert {i for one in ids for i in one} == set(range(17))
 
 
 def test_another_version_builds_anew(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a cached engine nor half of one that another version has built is taken for this one's."""
+    """Neither a cached engine nor half of one that another version has built is taken for this
+    one's.
+    """
     before = plan(llama).resume_key()
     assert plan(llama).resume_key() == before
     monkeypatch.setattr("modelmill.__version__", "0.0.0")

@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
-from modelmill.builder.recipe_options import RECIPE_OPTIONS, VISION_ENCODER_OPTIONS, check_recipe_options
+from modelmill.builder.recipe_options import (
+    RECIPE_OPTIONS,
+    VISION_ENCODER_OPTIONS,
+    check_recipe_options,
+)
 from modelmill.cli.main import execute
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
@@ -18,8 +22,10 @@ from tests.accept.build_and_accept import save_tiny
 from tests.models.sam_seeded import small_file
 
 OTHER: dict[str, Any] = {
-    "quantize_head": True, "method": "nearest", "group_size": 64, "symmetric": True, "activation_scales": "tensor",
-    "weight_scales": "tensor", "alpha": "0.5", "max_layer_error": 0.5, "bits": "w4a8", "mode": "folded",
+    "quantize_head": True, "method": "nearest", "group_size": 64, "symmetric": True,
+    "activation_scales": "tensor",
+    "weight_scales": "tensor", "alpha": "0.5", "max_layer_error": 0.5, "bits": "w4a8",
+    "mode": "folded",
     "splits_per_channel": 1,
 }  # fmt: skip
 
@@ -28,7 +34,9 @@ OTHER: dict[str, Any] = {
 @pytest.mark.parametrize("name", OTHER)
 @pytest.mark.parametrize("model", ["text", "pictures", "both"])
 def test_what_a_recipe_does_not_read_is_refused(recipe: str, name: str, model: str) -> None:
-    config = BuildConfig(quantization=recipe, tower="int8" if model == "both" else "none", **{name: OTHER[name]})
+    config = BuildConfig(
+        quantization=recipe, tower="int8" if model == "both" else "none", **{name: OTHER[name]}
+    )
     reads = (
         name in VISION_ENCODER_OPTIONS
         if model == "pictures" and recipe != "none"
@@ -43,12 +51,19 @@ def test_what_a_recipe_does_not_read_is_refused(recipe: str, name: str, model: s
         check_recipe_options(config, segmentation=model == "pictures")
 
 
-def test_asked_by_the_command_line_and_the_classes(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_asked_by_the_command_line_and_the_classes(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
     monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path / "cache"))
     text, pictures = save_tiny("llama", tmp_path / "hf"), small_file(tmp_path)
     for checkpoint in (text, pictures):
-        assert execute(["build", str(checkpoint), "--dry-run", "-q", "int8", "--group-size", "64"]) == 2
-        assert "--group-size is for -q int4, not for -q int8; leave it out" in capsys.readouterr().err
+        assert (
+            execute(["build", str(checkpoint), "--dry-run", "-q", "int8", "--group-size", "64"])
+            == 2
+        )
+        assert (
+            "--group-size is for -q int4, not for -q int8; leave it out" in capsys.readouterr().err
+        )
     with pytest.raises(UsageError, match="--alpha is for -q smoothquant"):
         LLM(text, quantization="int8", alpha="0.5", device="cpu")
     with pytest.raises(UsageError, match="--symmetric is for -q int4"):

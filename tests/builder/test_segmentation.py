@@ -35,7 +35,9 @@ def test_two_builds_are_the_same_bits(tmp_path: Path, dtype: str) -> None:
     assert artifact.tokenizer_files() == {}
     for name in artifact.names():
         kept = name.startswith(("prompt_encoder.", "mask_decoder."))
-        assert artifact.tensor(name).dtype == (torch.float32 if kept else getattr(torch, dtype)), name
+        assert artifact.tensor(name).dtype == (torch.float32 if kept else getattr(torch, dtype)), (
+            name
+        )
 
 
 def test_a_pth_and_a_folder_give_the_same_weights(tmp_path: Path) -> None:
@@ -81,9 +83,15 @@ def test_options_of_language_models_are_refused(tmp_path: Path, options: dict) -
         ({"quantization": "fp8", "activation_scales": "none"}, "fp8"),
     ],
 )
-def test_the_encoders_linear_layers_are_quantized_and_nothing_else(tmp_path: Path, options: dict, kind: str) -> None:
+def test_the_encoders_linear_layers_are_quantized_and_nothing_else(
+    tmp_path: Path, options: dict, kind: str
+) -> None:
     checkpoint = small_file(tmp_path / "from")
-    build(make_plan(open_checkpoint(checkpoint), BuildConfig(dtype="float32", **options)), tmp_path / "e", None)
+    build(
+        make_plan(open_checkpoint(checkpoint), BuildConfig(dtype="float32", **options)),
+        tmp_path / "e",
+        None,
+    )
     artifact = open_artifact(tmp_path / "e")
     held = artifact.manifest.weight_formats
     inside = {f"image_encoder.blocks.{i}.{name}" for i in range(2) for name in _LINEARS}
@@ -91,7 +99,9 @@ def test_the_encoders_linear_layers_are_quantized_and_nothing_else(tmp_path: Pat
     assert {how for name, how in held.items() if name not in inside} == {"dense"}
     scale = artifact.tensor("image_encoder.blocks.0.attn.qkv.scale")
     assert scale.dtype == torch.float32
-    assert torch.equal(artifact.tensor("image_encoder.neck.0.weight"), small_state()["image_encoder.neck.0.weight"])
+    assert torch.equal(
+        artifact.tensor("image_encoder.neck.0.weight"), small_state()["image_encoder.neck.0.weight"]
+    )
 
 
 _LINEARS = ("attn.qkv", "attn.proj", "mlp.lin1", "mlp.lin2")

@@ -1,4 +1,6 @@
-"""A head of its own under ``tie_word_embeddings: true``, as merged adapters leave it (huggingface/peft#2777)."""
+"""A head of its own under ``tie_word_embeddings: true``, as merged adapters leave it
+(huggingface/peft#2777).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.errors import AcceptanceError, TensorMismatch
 from modelmill.runtime.engine_core import EngineCore
 from tests.accept.qwen_v1_plain import plain_qwen_logits, seeded_qwen
-from tests.checkpoint.checkpoint_factory import LLAMA_CONFIG, llama_state, write_folder, write_llama_gguf
+from tests.checkpoint.checkpoint_factory import (
+    LLAMA_CONFIG,
+    llama_state,
+    write_folder,
+    write_llama_gguf,
+)
 from tests.models.test_families import QWEN
 from tests.models.tiny_models import save_hf
 
@@ -32,18 +39,30 @@ FLOAT = BuildConfig(dtype="float32", target="cpu")
 def judged(folder: Path, out: Path) -> dict[str, Any]:
     """The report of a build with acceptance."""
     return build_engine.build(
-        make_plan(open_checkpoint(folder), FLOAT), out, lambda staged, made: accept(staged, made.checkpoint)
+        make_plan(open_checkpoint(folder), FLOAT),
+        out,
+        lambda staged, made: accept(staged, made.checkpoint),
     )
 
 
 def merged(name: str, folder: Path, head: str) -> Any:
-    """A tied family's checkpoint with a head beside it: "own", "equal", or "half" (equal, in another dtype)."""
+    """A tied family's checkpoint with a head beside it: "own", "equal", or "half" (equal, in
+    another dtype).
+    """
     save_hf(name, folder)
     tensors = load_file(folder / "model.safetensors")
-    embed = next(tensor for key, tensor in tensors.items() if key.endswith(("embed_tokens.weight", "wte.weight")))
+    embed = next(
+        tensor
+        for key, tensor in tensors.items()
+        if key.endswith(("embed_tokens.weight", "wte.weight"))
+    )
     if head == "half":
         embed.copy_(embed.half())
-    tensors["lm_head.weight"] = {"own": embed.flip(0) * 1.3, "equal": embed.clone(), "half": embed.half()}[head]
+    tensors["lm_head.weight"] = {
+        "own": embed.flip(0) * 1.3,
+        "equal": embed.clone(),
+        "half": embed.half(),
+    }[head]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return tensors
 
@@ -59,9 +78,12 @@ def test_a_head_of_its_own_is_used_and_said(name: str, tmp_path: Path) -> None:
     artifact = open_artifact(tmp_path / "e")
     assert artifact.manifest.aliases == {}
     assert any(
-        "tie_word_embeddings=true, but lm_head.weight differs" in said for said in artifact.manifest.source["warnings"]
+        "tie_word_embeddings=true, but lm_head.weight differs" in said
+        for said in artifact.manifest.source["warnings"]
     )
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", attn_implementation="eager"
+    ).eval()
     assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"])
     loop = EngineCore.open(tmp_path / "e", RunConfig(device="cpu", kv_cache_bytes=1 << 20))
     with torch.no_grad():
@@ -87,7 +109,9 @@ def test_one_storage_under_two_names_is_one(tmp_path: Path) -> None:
     assert make_plan(open_checkpoint(tmp_path), FLOAT).aliases
 
 
-def test_an_engine_that_ties_anyway_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_ties_anyway_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The planted fault: the build believes the config. The reference decides by itself."""
     merged("llama-tied", tmp_path / "hf", "own")
     monkeypatch.setattr(plan, "resolve_tied_head", lambda _, __, sizes: (sizes, []))
@@ -111,7 +135,9 @@ def test_qwen_v1(tmp_path: Path) -> None:
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
     assert judged(tmp_path / "hf", tmp_path / "e")["accepted"]
     loop = EngineCore.open(tmp_path / "e", RunConfig(device="cpu", kv_cache_bytes=1 << 20))
-    assert (loop.score(IDS)[0] - plain_qwen_logits(tensors, QWEN, IDS[0], prompt=len(IDS[0]))).abs().max() < 1e-4
+    assert (
+        loop.score(IDS)[0] - plain_qwen_logits(tensors, QWEN, IDS[0], prompt=len(IDS[0]))
+    ).abs().max() < 1e-4
 
 
 def test_a_ggufs_output_is_used_whatever_it_holds(tmp_path: Path) -> None:

@@ -54,7 +54,9 @@ def llama_state(seed: int = 0, vocabulary: int = 20) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=made) for name, shape in shapes.items()}
 
 
-def write_folder(folder: Path, state: dict[str, torch.Tensor], config: dict[str, Any] | None = None) -> Path:
+def write_folder(
+    folder: Path, state: dict[str, torch.Tensor], config: dict[str, Any] | None = None
+) -> Path:
     """A Hugging Face folder with one model.safetensors."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(state, str(folder / "model.safetensors"), metadata={"format": "pt"})
@@ -63,7 +65,9 @@ def write_folder(folder: Path, state: dict[str, torch.Tensor], config: dict[str,
 
 
 def permute(weights: np.ndarray, heads: int) -> np.ndarray:
-    """What llama.cpp's converter does to q and k (facts of convert_hf_to_gguf.py, LlamaModel.permute)."""
+    """What llama.cpp's converter does to q and k (facts of convert_hf_to_gguf.py,
+    LlamaModel.permute).
+    """
     half = weights.shape[0] // heads // 2
     return weights.reshape(heads, 2, half, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
 
@@ -102,7 +106,8 @@ def write_llama_gguf(
 ) -> Path:
     """LLAMA_CONFIG's model the way llama.cpp's converter lays it out, by the gguf package.
 
-    extra: more keys without the architecture's prefix, as (GGUFWriter method, value). more: more tensors.
+    extra: more keys without the architecture's prefix, as (GGUFWriter method, value). more: more
+    tensors.
     raw: more tensors as stored blocks.
     """
     writer = gguf.GGUFWriter(str(path), arch)
@@ -118,13 +123,19 @@ def write_llama_gguf(
     for key, (method, value) in (extra or {}).items():
         getattr(writer, method)(f"{arch}.{key}", value)
     write_vocabulary(writer)
-    kinds = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}
+    kinds = {
+        "llama": gguf.MODEL_ARCH.LLAMA,
+        "qwen2": gguf.MODEL_ARCH.QWEN2,
+        "qwen3": gguf.MODEL_ARCH.QWEN3,
+    }
     names = gguf_names(kinds[arch], 2)
     for name, tensor in state.items():
         values = tensor.numpy()
         if arch == "llama" and ("q_proj" in name or "k_proj" in name):
             values = permute(values, 4 if "q_proj" in name else 2)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), np.ascontiguousarray(values))
+        writer.add_tensor(
+            names.get_name(name, try_suffixes=(".weight", ".bias")), np.ascontiguousarray(values)
+        )
     for name, values in (more or {}).items():
         writer.add_tensor(name, values)
     for name, (blocks, kind) in (raw or {}).items():

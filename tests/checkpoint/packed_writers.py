@@ -1,6 +1,8 @@
-"""Seeded writers of the formats that other tools quantize to, with the float64 weights that they mean.
+"""Seeded writers of the formats that other tools quantize to, with the float64 weights that they
+mean.
 
-Written from the formats' descriptions, bit by bit, so that nothing here can share an error with what reads them.
+Written from the formats' descriptions, bit by bit, so that nothing here can share an error with
+what reads them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ Parts = dict[str, torch.Tensor]
 
 @dataclass
 class SeededMatrix:
-    """codes [N, K] 0…2^bits − 1; zeros [N, G]; scales [N, G] as float64 of ``dtype``'s values; of [K]: groups."""
+    """codes [N, K] 0…2^bits − 1; zeros [N, G]; scales [N, G] as float64 of ``dtype``'s values; of
+    [K]: groups.
+    """
 
     codes: np.ndarray
     zeros: np.ndarray
@@ -49,7 +53,11 @@ def seeded_matrix(
     groups = -(-columns // size)
     codes = source.integers(0, 2**bits, (rows, columns))
     middle = 2 ** (bits - 1)
-    zeros = np.full((rows, groups), middle) if symmetric else source.integers(1, 2**bits, (rows, groups))
+    zeros = (
+        np.full((rows, groups), middle)
+        if symmetric
+        else source.integers(1, 2**bits, (rows, groups))
+    )
     wanted = torch.from_numpy(source.uniform(0.5, 1.5, (rows, groups)) / (middle * columns**0.5))
     of = np.arange(columns) // size
     if act_order:
@@ -63,7 +71,9 @@ def pack_fields(fields: np.ndarray, bits: int) -> torch.Tensor:
     rows, columns = fields.shape
     words = np.zeros((rows, -(-columns // count)), np.uint32)
     for column in range(columns):
-        words[:, column // count] |= fields[:, column].astype(np.uint32) << np.uint32(bits * (column % count))
+        words[:, column // count] |= fields[:, column].astype(np.uint32) << np.uint32(
+            bits * (column % count)
+        )
     return torch.from_numpy(words.view(np.int32).copy())
 
 
@@ -94,16 +104,25 @@ def awq_tensors(d: SeededMatrix) -> Parts:
 def compressed_tensors(
     d: SeededMatrix, bits: int, *, symmetric: bool, pack: bool = True, pack_zeros: bool = True
 ) -> Parts:
-    """weight_packed and weight_shape, or int8 weight; weight_scale; weight_zero_point; weight_g_idx if reordered."""
+    """weight_packed and weight_shape, or int8 weight; weight_scale; weight_zero_point; weight_g_idx
+    if reordered.
+    """
     middle, rows = 2 ** (bits - 1), len(d.codes)
     scales = torch.from_numpy(d.scales.copy()).to(d.dtype)
     if pack:
-        parts = {"weight_packed": pack_fields(d.codes, bits), "weight_shape": torch.tensor(d.codes.shape)}
+        parts = {
+            "weight_packed": pack_fields(d.codes, bits),
+            "weight_shape": torch.tensor(d.codes.shape),
+        }
     else:
         parts = {"weight": torch.from_numpy(d.codes - middle).to(torch.int8)}
     parts["weight_scale"] = scales
     if not symmetric:
-        zeros = pack_fields(d.zeros.T, bits).t().contiguous() if pack_zeros else torch.from_numpy(d.zeros - middle)
+        zeros = (
+            pack_fields(d.zeros.T, bits).t().contiguous()
+            if pack_zeros
+            else torch.from_numpy(d.zeros - middle)
+        )
         parts["weight_zero_point"] = zeros if pack_zeros else zeros.to(torch.int8)
         assert zeros.shape[0] in (rows, -(-rows * bits // 32))
     if bool((np.diff(d.group_index) < 0).any()):
@@ -115,5 +134,8 @@ def write_checkpoint(folder: Path, config: dict[str, Any], tensors: Parts) -> Pa
     """A checkpoint folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+    )
     return folder

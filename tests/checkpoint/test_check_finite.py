@@ -15,7 +15,9 @@ FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 @settings(deadline=None, max_examples=80)
 @given(
     st.integers(0, 99),
-    st.sampled_from([("NaN", float("nan")), ("infinity", float("inf")), ("infinity", -float("inf"))]),
+    st.sampled_from(
+        [("NaN", float("nan")), ("infinity", float("inf")), ("infinity", -float("inf"))]
+    ),
     st.sampled_from(FLOATS),
 )
 def test_one_bad_value_anywhere_is_found_and_named(at, bad, dtype):
@@ -39,7 +41,9 @@ def test_float8_is_scanned_too(dtype):
 
 def test_extremes_integers_empty_and_scalars_pass():
     for dtype in FLOATS:
-        check_finite("w", torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).min], dtype=dtype))
+        check_finite(
+            "w", torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).min], dtype=dtype)
+        )
     check_finite("w", torch.arange(3))
     check_finite("w", torch.ones(2, dtype=torch.bool))
     check_finite("w", torch.empty(0, 4))

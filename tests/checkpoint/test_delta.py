@@ -22,7 +22,8 @@ def test_base_and_delta_add_up_and_new_token_rows_are_taken_as_they_are(tmp_path
     added = {}
     for name, tensor in target.items():
         rows = base[name].shape[0]
-        # As the published deltas were made: float16 minus float16, with zeros where the base has no row.
+        # As the published deltas were made: float16 minus float16, with zeros where the base has no
+        # row.
         padded = torch.zeros_like(tensor)
         padded[:rows] = base[name]
         added[name] = tensor - padded
@@ -81,6 +82,8 @@ def test_only_vocabulary_rows_may_grow(tmp_path, name, shape):
 
 
 def test_another_family_is_refused(tmp_path):
-    one, two = folders(tmp_path, llama_state(1), llama_state(2), {**LLAMA_CONFIG, "model_type": "qwen2"})
+    one, two = folders(
+        tmp_path, llama_state(1), llama_state(2), {**LLAMA_CONFIG, "model_type": "qwen2"}
+    )
     with pytest.raises(CheckpointError, match="delta is of model_type qwen2"):
         open_checkpoint(one, delta=two)

@@ -26,15 +26,21 @@ def test_numbers_names_and_sizes_are_those_of_the_gguf_package():
     for number, kind in GGML_TYPES.items():
         theirs = gguf.GGMLQuantizationType(number)
         assert theirs.name == kind.name
-        # Q8_1 never reaches a file; the package still counts its two halves as floats, ggml.h does not.
-        assert kind.name == "Q8_1" or gguf.GGML_QUANT_SIZES[theirs] == (kind.block_values, kind.block_bytes)
+        # Q8_1 never reaches a file; the package still counts its two halves as floats, ggml.h does
+        # not.
+        assert kind.name == "Q8_1" or gguf.GGML_QUANT_SIZES[theirs] == (
+            kind.block_values,
+            kind.block_bytes,
+        )
     assert set(GGML_TYPES) == {int(t) for t in gguf.GGMLQuantizationType}
 
 
 @pytest.mark.parametrize("number", KNOWN_TO_GGUF, ids=lambda n: GGML_TYPES[n].name)
 def test_random_bytes_expand_to_the_same_floats(number):
     # Every bit pattern of scales is met, NaN and infinity among them.
-    data = np.random.default_rng(number).integers(0, 256, 500 * GGML_TYPES[number].block_bytes, dtype=np.uint8)
+    data = np.random.default_rng(number).integers(
+        0, 256, 500 * GGML_TYPES[number].block_bytes, dtype=np.uint8
+    )
     with np.errstate(all="ignore"):
         theirs = dequantize(data.reshape(1, -1), gguf.GGMLQuantizationType(number)).reshape(-1)
     np.testing.assert_array_equal(expanded(number, data), theirs)
@@ -54,7 +60,9 @@ def test_q8_k_is_a_float_scale_times_signed_bytes():
     quants = np.random.default_rng(0).integers(-128, 128, (2, 256), dtype=np.int8)
     sums = np.full((2, 32), 77, dtype=np.uint8)
     data = np.concatenate([scale[:, None].view(np.uint8), quants.view(np.uint8), sums], axis=1)
-    np.testing.assert_array_equal(expanded(15, data.reshape(-1)).reshape(2, 256), scale[:, None] * quants)
+    np.testing.assert_array_equal(
+        expanded(15, data.reshape(-1)).reshape(2, 256), scale[:, None] * quants
+    )
 
 
 def test_chunks_do_not_change_the_result(monkeypatch):
@@ -65,6 +73,10 @@ def test_chunks_do_not_change_the_result(monkeypatch):
 
 
 def test_labels_tell_plain_types_by_torch_name():
-    assert (GGML_TYPES[0].label, GGML_TYPES[30].label, GGML_TYPES[3].label) == ("float32", "bfloat16", "Q4_1")
+    assert (GGML_TYPES[0].label, GGML_TYPES[30].label, GGML_TYPES[3].label) == (
+        "float32",
+        "bfloat16",
+        "Q4_1",
+    )
     assert GGML_TYPES[14].readable
     assert not GGML_TYPES[20].readable

@@ -15,7 +15,9 @@ from modelmill.checkpoint.gguf import GgufFile
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, TensorMismatch
 from tests.checkpoint.checkpoint_factory import llama_state, write_llama_gguf, write_tensors
 
-RELAXED = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+RELAXED = settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 PLAIN = [np.float32, np.float16, np.float64, np.int8, np.int16, np.int32, np.int64]
 names = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12)
@@ -35,14 +37,19 @@ values = st.one_of(
     st.tuples(st.just("add_array"), st.lists(names, min_size=1, max_size=4)),
     st.tuples(st.just("add_array"), st.lists(st.integers(0, 1000), min_size=1, max_size=4)),
     st.tuples(st.just("add_array"), st.lists(st.booleans(), min_size=1, max_size=4)),
-    st.tuples(st.just("add_array"), st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=4)),
+    st.tuples(
+        st.just("add_array"), st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=4)
+    ),
 )
 
 
 @RELAXED
 @given(
     st.dictionaries(names, values, max_size=6),
-    st.dictionaries(names, st.tuples(st.sampled_from(PLAIN), st.lists(st.integers(1, 5), min_size=1, max_size=4))),
+    st.dictionaries(
+        names,
+        st.tuples(st.sampled_from(PLAIN), st.lists(st.integers(1, 5), min_size=1, max_size=4)),
+    ),
     st.sampled_from([8, 32, 256]),
 )
 def test_what_the_gguf_package_writes_is_read_back(tmp_path, metadata, drawn, alignment):
@@ -103,13 +110,17 @@ def header_size(data: bytes) -> int:
     return len(data) - sum(t.nbytes for t in llama_state().values())
 
 
-@settings(deadline=None, max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.data())
 def test_a_damaged_header_is_one_line_and_costs_no_memory(tmp_path, good, data):
     bad, end = bytearray(good), header_size(good)
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(4, end - 8))
-        new = data.draw(st.one_of(st.binary(min_size=1, max_size=8), st.just(b"\xff" * 8), st.just(b"\0" * 4)))
+        new = data.draw(
+            st.one_of(st.binary(min_size=1, max_size=8), st.just(b"\xff" * 8), st.just(b"\0" * 4))
+        )
         bad[at : at + len(new)] = new
     path = tmp_path / "bad.gguf"
     path.write_bytes(bad[: data.draw(st.sampled_from([len(good), end, end // 2, 30]))])
@@ -161,8 +172,14 @@ LIES = [
     (Writer(0, 1).text("k").put("I", 8).text("v", 1 << 50).put("Q", 0).data, "claims"),
     (Writer(0, 1).text("k").put("IIQ", 9, 4, 1 << 62).data, "values of 'k'"),
     (Writer(0, 1).text("k").put("IIQ", 9, 8, 1 << 30).put("Q", 0).data, "values of 'k'"),
-    (Writer(0, 1).text("k").put("IIQIQIQIQIQIQ", 9, *[9, 1] * 6).put("8Q", *[0] * 8).data, "too deeply"),
-    (Writer(0, 2).text("k").put("IB", 0, 1).text("k").put("IB", 0, 1).put("Q", 0).data, "'k' twice"),
+    (
+        Writer(0, 1).text("k").put("IIQIQIQIQIQIQ", 9, *[9, 1] * 6).put("8Q", *[0] * 8).data,
+        "too deeply",
+    ),
+    (
+        Writer(0, 2).text("k").put("IB", 0, 1).text("k").put("IB", 0, 1).put("Q", 0).data,
+        "'k' twice",
+    ),
     (Writer(0, 1).text("general.alignment").put("II", 4, 0).data, "alignment of 0"),
     (Writer(0, 1).text("general.alignment").put("II", 4, 48).data, "alignment of 48"),
     (Writer(0, 1).text("general.alignment").put("II", 4, 1 << 31).data, "alignment of 2147483648"),
@@ -213,8 +230,12 @@ def test_version_2_is_read(tmp_path):
 
 
 def test_strings_that_are_not_utf8_keep_their_bytes(tmp_path):
-    (tmp_path / "m.gguf").write_bytes(Writer(0, 1).text("k").put("I", 8).text(b"a\xffb").put("Q", 0).data)
-    assert GgufFile(tmp_path / "m.gguf").metadata["k"].encode("utf-8", "surrogateescape") == b"a\xffb"
+    (tmp_path / "m.gguf").write_bytes(
+        Writer(0, 1).text("k").put("I", 8).text(b"a\xffb").put("Q", 0).data
+    )
+    assert (
+        GgufFile(tmp_path / "m.gguf").metadata["k"].encode("utf-8", "surrogateescape") == b"a\xffb"
+    )
 
 
 def test_a_file_that_shrinks_after_opening_is_an_error_line(tmp_path, good):

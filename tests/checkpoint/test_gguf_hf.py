@@ -17,7 +17,12 @@ from modelmill.checkpoint.gguf import GgufFile
 from modelmill.checkpoint.gguf_hf import GgufAsHf
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.checkpoint.rope_scaling import llama3_factors
-from modelmill.core.errors import CheckpointError, CorruptCheckpoint, TensorMismatch, UnknownArchitecture
+from modelmill.core.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    TensorMismatch,
+    UnknownArchitecture,
+)
 from modelmill.core.generation_defaults import read_generation
 from modelmill.core.registry import find_module
 from tests.checkpoint.checkpoint_factory import (
@@ -54,12 +59,20 @@ def test_llama_comes_back_value_by_value(tmp_path):
 
 def test_what_its_publisher_recommends_is_read_as_llama_cpp_reads_it(tmp_path):
     raw = GgufFile(write_llama_gguf(tmp_path / "m.gguf", llama_state()))
-    said = {"temp": float(np.float32(0.6)), "top_k": 20, "top_p": float(np.float32(0.95)), "mirostat": 1}
+    said = {
+        "temp": float(np.float32(0.6)),
+        "top_k": 20,
+        "top_p": float(np.float32(0.95)),
+        "mirostat": 1,
+    }
     raw.metadata |= {f"general.sampling.{key}": value for key, value in said.items()}
     found = read_generation(GgufAsHf(raw).generation_config, "gguf")
     assert found.source == "checkpoint"
     assert found.values == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
-    assert read_generation(present(tmp_path / "m.gguf").generation_config, "gguf").source == "modelmill"
+    assert (
+        read_generation(present(tmp_path / "m.gguf").generation_config, "gguf").source
+        == "modelmill"
+    )
 
 
 def test_transformers_own_gguf_reader_agrees(tmp_path):
@@ -75,8 +88,10 @@ def test_transformers_own_gguf_reader_agrees(tmp_path):
         assert torch.equal(view.get(name), tensor), name
     assert len(theirs["tensors"]) == len(view.names())
     same = [
-        "model_type hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads",
-        "max_position_embeddings rope_theta vocab_size bos_token_id eos_token_id tie_word_embeddings",
+        "model_type hidden_size intermediate_size num_hidden_layers num_attention_heads "
+        "num_key_value_heads",
+        "max_position_embeddings rope_theta vocab_size bos_token_id eos_token_id "
+        "tie_word_embeddings",
     ]
     for key in " ".join(same).split():
         assert theirs["config"].get(key, view.config[key]) == view.config[key], key
@@ -107,9 +122,15 @@ def test_qwen2_and_qwen3_rows_stay_where_they_are(tmp_path, arch):
     for i in range(2):
         prefix = f"model.layers.{i}.self_attn."
         if arch == "qwen2":
-            state |= {prefix + f"{p}_proj.bias": torch.randn(n) for p, n in (("q", 32), ("k", 16), ("v", 16))}
+            state |= {
+                prefix + f"{p}_proj.bias": torch.randn(n)
+                for p, n in (("q", 32), ("k", 16), ("v", 16))
+            }
         else:
-            state |= {prefix + "q_norm.weight": torch.randn(8), prefix + "k_norm.weight": torch.randn(8)}
+            state |= {
+                prefix + "q_norm.weight": torch.randn(8),
+                prefix + "k_norm.weight": torch.randn(8),
+            }
     extra = {"attention.key_length": ("add_uint32", 8), "attention.value_length": ("add_uint32", 8)}
     view = present(write_llama_gguf(tmp_path / "m.gguf", state, arch, extra))
     assert_same(view, state)
@@ -156,8 +177,13 @@ def test_factors_beside_the_tensor_are_refused(tmp_path):
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
 def test_a_window_that_no_runtime_computes_is_in_neither_config(tmp_path, arch):
-    """llama.cpp gives these three full attention whatever the key says; engine and reference do the same."""
-    extra = {"attention.sliding_window": ("add_uint32", 16), "attention.key_length": ("add_uint32", 8)}
+    """llama.cpp gives these three full attention whatever the key says; engine and reference do the
+    same.
+    """
+    extra = {
+        "attention.sliding_window": ("add_uint32", 16),
+        "attention.key_length": ("add_uint32", 8),
+    }
     view = present(write_llama_gguf(tmp_path / "m.gguf", llama_state(), arch, extra))
     assert not any(find_module("modelmill.models", arch).config_from_hf(view.config).windows)
     assert open_reference(open_checkpoint(tmp_path / "m.gguf")).sliding_windows == [None, None]
@@ -169,7 +195,9 @@ def test_rope_freqs_of_a_wrong_length_are_corrupt(tmp_path):
         present(write_llama_gguf(tmp_path / "m.gguf", llama_state(), more=more))
 
 
-def write_other(path: Path, arch: str, kind: int, state: dict[str, torch.Tensor], keys: dict[str, float]) -> Path:
+def write_other(
+    path: Path, arch: str, kind: int, state: dict[str, torch.Tensor], keys: dict[str, float]
+) -> Path:
     writer = gguf.GGUFWriter(str(path), arch)
     for key, value in keys.items():
         add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
@@ -211,7 +239,10 @@ def test_gpt2_weights_are_conv1d_again_and_the_second_head_is_dropped(tmp_path):
     }
     view = present(write_other(tmp_path / "g.gguf", "gpt2", gguf.MODEL_ARCH.GPT2, stored, keys))
     assert_same(view, state)
-    assert view.config | {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_inner": 32, "n_positions": 16} == view.config
+    assert (
+        view.config | {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_inner": 32, "n_positions": 16}
+        == view.config
+    )
     assert view.config["layer_norm_epsilon"] == 1e-5
     assert view.config["tie_word_embeddings"]
 
@@ -260,8 +291,12 @@ def test_qwen_v1_keeps_fused_rows_and_counts_both_mlp_halves(tmp_path, stated):
 
 
 def test_unknown_tensors_keep_their_name_for_the_rename_rules_to_report(tmp_path):
-    more = {"blk.0.attn_sinks.weight": np.ones(4, np.float32), "blk.x.attn_q.weight": np.ones(4, np.float32)}
-    more["blk." + "1" * 5000 + ".attn_norm.weight"] = np.ones(4, np.float32)  # more digits than Python reads
+    more = {
+        "blk.0.attn_sinks.weight": np.ones(4, np.float32),
+        "blk.x.attn_q.weight": np.ones(4, np.float32),
+    }
+    # more digits than Python reads
+    more["blk." + "1" * 5000 + ".attn_norm.weight"] = np.ones(4, np.float32)
     view = present(write_llama_gguf(tmp_path / "m.gguf", llama_state(), more=more))
     assert set(more) <= set(view.names())
 
@@ -284,7 +319,14 @@ def test_vocabulary_holds_every_tokenizer_key(tmp_path):
         ({"rope.scaling.attn_factor": ("add_float32", 0.5)}, CheckpointError, "attn_factor is 0.5"),
         ({"attention.key_length": ("add_uint32", 0)}, CorruptCheckpoint, "key_length is 0"),
         ({"attention.key_length": ("add_uint64", 1 << 60)}, CorruptCheckpoint, "key_length is"),
-        ({"rope.scaling.type": ("add_string", "su"), "rope.scaling.factor": ("add_float32", 2.0)}, None, "'su'"),
+        (
+            {
+                "rope.scaling.type": ("add_string", "su"),
+                "rope.scaling.factor": ("add_float32", 2.0),
+            },
+            None,
+            "'su'",
+        ),
     ],
 )
 def test_variants_and_nonsense_are_told_apart(tmp_path, extra, error, message):
@@ -329,7 +371,8 @@ def test_heads_that_do_not_divide_the_rows_are_refused(tmp_path):
 
 KEYS = [
     "attention.head_count_kv attention.key_length attention.value_length rope.scaling.attn_factor",
-    "rope.dimension_count_x rope.scaling.type rope.scaling.factor rope.scaling.original_context_length",
+    "rope.dimension_count_x rope.scaling.type rope.scaling.factor "
+    "rope.scaling.original_context_length",
     "rope.scaling.yarn_beta_fast rope.scaling.yarn_ext_factor rope.scale_linear expert_count",
 ]
 nonsense = st.one_of(
@@ -342,7 +385,9 @@ nonsense = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     st.dictionaries(st.sampled_from(" ".join(KEYS).split()), nonsense, min_size=1, max_size=4),
     st.one_of(st.none(), st.lists(st.floats(width=32), min_size=4, max_size=4)),

@@ -1,4 +1,6 @@
-"""The published parts of MiniGPT-4 as one checkpoint, and what is said where one is missing or is another."""
+"""The published parts of MiniGPT-4 as one checkpoint, and what is said where one is missing or is
+another.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from modelmill.checkpoint.minigpt4_parts import MiniGpt4Container
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError, TensorMismatch, UnknownArchitecture
-from tests.models.minigpt4_seeded import projection_state, qformer_state, vision_encoder_state, write_checkpoint
+from tests.models.minigpt4_seeded import (
+    projection_state,
+    qformer_state,
+    vision_encoder_state,
+    write_checkpoint,
+)
 
 FILES = ("eva_vit_g.pth", "blip2_pretrained_flant5xxl.pth", "pretrained_minigpt4.pth")
 
@@ -57,19 +64,28 @@ def test_by_flags_as_well(folder: Path) -> None:
     one, other = open_checkpoint(folder), open_checkpoint(folder / "vicuna", vision=vision)
     assert one.config == other.config
     assert sorted(one.names()) == sorted(other.names())
-    assert make_plan(other, BuildConfig()).weight_bytes == make_plan(one, BuildConfig()).weight_bytes
+    assert (
+        make_plan(other, BuildConfig()).weight_bytes == make_plan(one, BuildConfig()).weight_bytes
+    )
 
 
 def test_one_file_with_everything(folder: Path) -> None:
     generator = torch.Generator().manual_seed(1)
-    tower = {f"visual_encoder.{name}": tensor for name, tensor in vision_encoder_state(generator).items()}
-    torch.save({"model": tower | qformer_state(generator) | projection_state(generator)}, folder / "all.pth")
+    tower = {
+        f"visual_encoder.{name}": tensor for name, tensor in vision_encoder_state(generator).items()
+    }
+    torch.save(
+        {"model": tower | qformer_state(generator) | projection_state(generator)},
+        folder / "all.pth",
+    )
     for name in FILES:
         (folder / name).unlink()
     assert make_plan(open_checkpoint(folder), BuildConfig()).checkpoint.model_type == "minigpt4"
 
 
-@pytest.mark.parametrize(("name", "says"), list(zip(FILES, ("EVA's", "Q-Former", "projection"), strict=True)))
+@pytest.mark.parametrize(
+    ("name", "says"), list(zip(FILES, ("EVA's", "Q-Former", "projection"), strict=True))
+)
 def test_a_missing_part_is_named(folder: Path, name: str, says: str) -> None:
     (folder / name).unlink()
     with pytest.raises(CheckpointError, match=says):
@@ -140,7 +156,9 @@ def test_a_layer_of_more_digits_than_python_reads(folder: Path) -> None:
 
 
 def test_a_projection_of_another_width(folder: Path) -> None:
-    wrong = {"model": {"llama_proj.weight": torch.zeros(48, 32), "llama_proj.bias": torch.zeros(48)}}
+    wrong = {
+        "model": {"llama_proj.weight": torch.zeros(48, 32), "llama_proj.bias": torch.zeros(48)}
+    }
     torch.save(wrong, folder / FILES[2])
     with pytest.raises(TensorMismatch, match="llama_proj"):
         make_plan(open_checkpoint(folder), BuildConfig())

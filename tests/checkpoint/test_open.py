@@ -10,7 +10,13 @@ from safetensors.torch import save_file
 
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, UnknownArchitecture
-from tests.checkpoint.checkpoint_factory import LLAMA_CONFIG, llama_state, write_folder, write_llama_gguf, write_tensors
+from tests.checkpoint.checkpoint_factory import (
+    LLAMA_CONFIG,
+    llama_state,
+    write_folder,
+    write_llama_gguf,
+    write_tensors,
+)
 
 STATE = llama_state()
 
@@ -71,7 +77,11 @@ def test_the_same_model_opens_from_every_container(tmp_path):
 
 
 def test_side_files_come_along_and_code_does_not(tmp_path):
-    config = {**LLAMA_CONFIG, "auto_map": {"AutoModelForCausalLM": "modeling.Evil"}, "trust_remote_code": True}
+    config = {
+        **LLAMA_CONFIG,
+        "auto_map": {"AutoModelForCausalLM": "modeling.Evil"},
+        "trust_remote_code": True,
+    }
     folder = write_folder(tmp_path / "m", STATE, config)
     (folder / "modeling.py").write_text("raise SystemExit('the code ran')")
     (folder / "tokenizer.json").write_text("{}")
@@ -154,7 +164,9 @@ def test_fingerprints_follow_content_and_not_the_place(tmp_path):
     changed = {**STATE, "model.norm.weight": STATE["model.norm.weight"] + 1}
     three = open_checkpoint(write_folder(tmp_path / "three", changed))
     assert three.fingerprint() != one.fingerprint()
-    four = open_checkpoint(write_folder(tmp_path / "four", STATE, {**LLAMA_CONFIG, "rope_theta": 1.0}))
+    four = open_checkpoint(
+        write_folder(tmp_path / "four", STATE, {**LLAMA_CONFIG, "rope_theta": 1.0})
+    )
     assert four.fingerprint() != one.fingerprint()
     (tmp_path / "two/tokenizer.json").write_text("{}")
     assert open_checkpoint(tmp_path / "two").fingerprint() != one.fingerprint()
@@ -191,10 +203,18 @@ def test_a_links_target_may_lie_elsewhere(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["generation_config.json", "special_tokens_map.json", "tokenizer_config.json", "added_tokens.json"]
+    "name",
+    [
+        "generation_config.json",
+        "special_tokens_map.json",
+        "tokenizer_config.json",
+        "added_tokens.json",
+    ],
 )
 def test_files_that_only_describe_a_tokenizer_are_none(tmp_path, name):
-    """save_pretrained writes generation_config.json for every model, with or without a tokenizer."""
+    """save_pretrained writes generation_config.json for every model, with or without a
+    tokenizer.
+    """
     folder = write_folder(tmp_path / "m", llama_state())
     (folder / name).write_text("{}")
     assert open_checkpoint(folder).tokenizer_files() == {}
@@ -202,7 +222,9 @@ def test_files_that_only_describe_a_tokenizer_are_none(tmp_path, name):
     assert set(open_checkpoint(folder).tokenizer_files()) == {name, "tokenizer.json"}
 
 
-@pytest.mark.parametrize("change", [(b"tokenizer.ggml.model", b"tokenizer.ggml.other"), (b"gpt2", b"none")])
+@pytest.mark.parametrize(
+    "change", [(b"tokenizer.ggml.model", b"tokenizer.ggml.other"), (b"gpt2", b"none")]
+)
 def test_a_gguf_without_a_vocabulary_has_no_tokenizer(tmp_path, change):
     path = write_llama_gguf(tmp_path / "m.gguf", llama_state())
     assert open_checkpoint(path).tokenizer_files()

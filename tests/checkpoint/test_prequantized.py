@@ -1,4 +1,6 @@
-"""Checkpoints of GPTQ, AWQ, compressed-tensors: whole numbers stay, and mean what an independent writer meant."""
+"""Checkpoints of GPTQ, AWQ, compressed-tensors: whole numbers stay, and mean what an independent
+writer meant.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ NAME = "model.layers.0.mlp.down_proj.weight"
 STEM = NAME.removesuffix(".weight")
 
 
-def opened(folder: Path, settings: dict[str, Any], parts: writers.Parts, **config: Any) -> Checkpoint:
+def opened(
+    folder: Path, settings: dict[str, Any], parts: writers.Parts, **config: Any
+) -> Checkpoint:
     raw = {"model_type": "llama", "quantization_config": settings} | config
     tensors = {f"{STEM}.{suffix}": tensor for suffix, tensor in parts.items()}
     writers.write_checkpoint(folder, raw, tensors | {"model.norm.weight": torch.ones(3)})
@@ -31,7 +35,10 @@ def same(found: Checkpoint, drawn: writers.SeededMatrix, bits: int) -> None:
     form = found.quant_layout(NAME)
     assert form is not None
     assert (form.bits, form.rows, form.columns) == (bits, *drawn.codes.shape)
-    assert found.names() == [NAME, "model.norm.weight"] or set(found.names()) == {NAME, "model.norm.weight"}
+    assert found.names() == [NAME, "model.norm.weight"] or set(found.names()) == {
+        NAME,
+        "model.norm.weight",
+    }
     assert found.info(NAME).shape == drawn.codes.shape
     packed = found.read_packed(NAME)
     order = np.arange(len(drawn.group_index)) if packed.perm is None else packed.perm.numpy()
@@ -49,11 +56,19 @@ def same(found: Checkpoint, drawn: writers.SeededMatrix, bits: int) -> None:
 @pytest.mark.parametrize("second", [False, True], ids=["gptq", "gptq_v2"])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group", [32, 128, -1])
-def test_gptq(tmp_path: Path, group: int, bits: int, second: bool, symmetric: bool, act_order: bool) -> None:
+def test_gptq(
+    tmp_path: Path, group: int, bits: int, second: bool, symmetric: bool, act_order: bool
+) -> None:
     drawn = writers.seeded_matrix(
         16, 256, group, bits=bits, symmetric=symmetric, act_order=act_order, seed=bits + group
     )
-    settings = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": symmetric, "desc_act": act_order}
+    settings = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group,
+        "sym": symmetric,
+        "desc_act": act_order,
+    }
     settings |= {"checkpoint_format": "gptq_v2"} if second else {}
     found = opened(tmp_path, settings, writers.gptq_tensors(drawn, bits, second=second))
     same(found, drawn, bits)
@@ -73,45 +88,80 @@ def test_gptq_without_g_idx_and_with_a_short_last_group(tmp_path: Path) -> None:
 
 def test_an_old_gptq_folder_has_its_settings_in_a_file_beside(tmp_path: Path) -> None:
     drawn = writers.seeded_matrix(8, 128, 64, seed=4)
-    tensors = {f"{STEM}.{suffix}": tensor for suffix, tensor in writers.gptq_tensors(drawn, 4).items()}
-    writers.write_checkpoint(tmp_path, {"model_type": "llama"}, tensors | {"model.norm.weight": torch.ones(3)})
-    (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 64, "sym": False}))
+    tensors = {
+        f"{STEM}.{suffix}": tensor for suffix, tensor in writers.gptq_tensors(drawn, 4).items()
+    }
+    writers.write_checkpoint(
+        tmp_path, {"model_type": "llama"}, tensors | {"model.norm.weight": torch.ones(3)}
+    )
+    (tmp_path / "quantize_config.json").write_text(
+        json.dumps({"bits": 4, "group_size": 64, "sym": False})
+    )
     same(open_checkpoint(tmp_path), drawn, 4)
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, -1])
 def test_awq(tmp_path: Path, group: int) -> None:
     drawn = writers.seeded_matrix(24, 256, group, seed=group)
-    settings = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
+    settings = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group,
+        "zero_point": True,
+        "version": "gemm",
+    }
     same(opened(tmp_path, settings, writers.awq_tensors(drawn)), drawn, 4)
 
 
 def test_an_old_awq_folder_has_its_settings_in_a_file_beside(tmp_path: Path) -> None:
     drawn = writers.seeded_matrix(8, 128, 64, seed=4)
     tensors = {f"{STEM}.{suffix}": tensor for suffix, tensor in writers.awq_tensors(drawn).items()}
-    writers.write_checkpoint(tmp_path, {"model_type": "llama"}, tensors | {"model.norm.weight": torch.ones(3)})
+    writers.write_checkpoint(
+        tmp_path, {"model_type": "llama"}, tensors | {"model.norm.weight": torch.ones(3)}
+    )
     side = {"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"}
     (tmp_path / "quant_config.json").write_text(json.dumps(side))
     found = open_checkpoint(tmp_path)
     assert np.array_equal(found.get(NAME).double().numpy(), drawn.weight)
 
 
-def ct(bits: int, *, strategy: str, group: int | None, symmetric: bool, form: str, **more: Any) -> dict[str, Any]:
-    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": strategy, "group_size": group}
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None} | more}
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
+def ct(
+    bits: int, *, strategy: str, group: int | None, symmetric: bool, form: str, **more: Any
+) -> dict[str, Any]:
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": symmetric,
+        "strategy": strategy,
+        "group_size": group,
+    }
+    groups = {
+        "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None} | more
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": groups,
+        "ignore": ["lm_head"],
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("zeros", ["symmetric", "packed zeros", "plain zeros"])
 @pytest.mark.parametrize("group", [32, 128, -1])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_compressed_pack_quantized(tmp_path: Path, bits: int, group: int, zeros: str, dtype: torch.dtype) -> None:
+def test_compressed_pack_quantized(
+    tmp_path: Path, bits: int, group: int, zeros: str, dtype: torch.dtype
+) -> None:
     symmetric = zeros == "symmetric"
-    drawn = writers.seeded_matrix(20, 256, group, bits=bits, symmetric=symmetric, dtype=dtype, seed=bits + group)
+    drawn = writers.seeded_matrix(
+        20, 256, group, bits=bits, symmetric=symmetric, dtype=dtype, seed=bits + group
+    )
     strategy = "channel" if group == -1 else "group"
     settings = ct(bits, strategy=strategy, group=group, symmetric=symmetric, form="pack-quantized")
-    parts = writers.compressed_tensors(drawn, bits, symmetric=symmetric, pack_zeros=zeros == "packed zeros")
+    parts = writers.compressed_tensors(
+        drawn, bits, symmetric=symmetric, pack_zeros=zeros == "packed zeros"
+    )
     same(opened(tmp_path, settings, parts), drawn, bits)
 
 
@@ -128,24 +178,41 @@ def test_compressed_with_reordered_columns(tmp_path: Path) -> None:
 def test_columns_that_fill_no_whole_word(tmp_path: Path) -> None:
     drawn = writers.seeded_matrix(7, 100, -1, symmetric=False, seed=8)
     settings = ct(4, strategy="channel", group=None, symmetric=False, form="pack-quantized")
-    same(opened(tmp_path, settings, writers.compressed_tensors(drawn, 4, symmetric=False)), drawn, 4)
+    same(
+        opened(tmp_path, settings, writers.compressed_tensors(drawn, 4, symmetric=False)), drawn, 4
+    )
 
 
-@pytest.mark.parametrize("activations", [None, {"num_bits": 8, "dynamic": True, "strategy": "token"}])
+@pytest.mark.parametrize(
+    "activations", [None, {"num_bits": 8, "dynamic": True, "strategy": "token"}]
+)
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_compressed_int8(tmp_path: Path, symmetric: bool, activations: dict[str, Any] | None) -> None:
-    drawn = writers.seeded_matrix(16, 96, -1, bits=8, symmetric=symmetric, dtype=torch.bfloat16, seed=2)
+def test_compressed_int8(
+    tmp_path: Path, symmetric: bool, activations: dict[str, Any] | None
+) -> None:
+    drawn = writers.seeded_matrix(
+        16, 96, -1, bits=8, symmetric=symmetric, dtype=torch.bfloat16, seed=2
+    )
     settings = ct(
-        8, strategy="channel", group=None, symmetric=symmetric, form="int-quantized", input_activations=activations
+        8,
+        strategy="channel",
+        group=None,
+        symmetric=symmetric,
+        form="int-quantized",
+        input_activations=activations,
     )
     found = opened(
-        tmp_path, settings, writers.compressed_tensors(drawn, 8, symmetric=symmetric, pack=False, pack_zeros=False)
+        tmp_path,
+        settings,
+        writers.compressed_tensors(drawn, 8, symmetric=symmetric, pack=False, pack_zeros=False),
     )
     same(found, drawn, 8)
     form = found.quant_layout(NAME)
     assert form is not None
     assert form.weight_format == ("int8" if symmetric else "int8_group")
-    assert ("8 bits, per token are asked for and stay whole" in form.label) == (activations is not None)
+    assert ("8 bits, per token are asked for and stay whole" in form.label) == (
+        activations is not None
+    )
 
 
 def test_one_scale_for_a_whole_tensor(tmp_path: Path) -> None:
@@ -164,7 +231,9 @@ def test_gpt2_names_mean_the_transposes(tmp_path: Path) -> None:
     found = opened(tmp_path, settings, writers.gptq_tensors(drawn, 4), model_type="gpt2")
     assert found.info(NAME).shape == (64, 16)
     assert np.array_equal(found.get(NAME).double().numpy(), drawn.weight.T)
-    assert np.array_equal(DequantizedContainer(found.raw, found.config).get(NAME).numpy(), drawn.weight.T)
+    assert np.array_equal(
+        DequantizedContainer(found.raw, found.config).get(NAME).numpy(), drawn.weight.T
+    )
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
@@ -195,20 +264,35 @@ def ct_weights(**changes: Any) -> dict[str, Any]:
         (CT | {"config_groups": {}}, "no config_groups"),
         (CT | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
         (CT | {"sparsity_config": "x"}, "stored sparse .'x'"),
-        (ct(4, strategy="group", group=128, symmetric=True, form="pack-quantized", input_activations="x"), "no object"),
+        (
+            ct(
+                4,
+                strategy="group",
+                group=128,
+                symmetric=True,
+                form="pack-quantized",
+                input_activations="x",
+            ),
+            "no object",
+        ),
         (ct_weights(num_bits=3), "3-bit int"),
         (ct_weights(num_bits=[4]), "4.-bit int"),
         (ct_weights(type="float"), "4-bit float"),
         (ct_weights(strategy="block"), "by block"),
         (ct_weights(group_size=16), "groups of 16"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes.*known are gptq, awq"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            "bitsandbytes.*known are gptq, awq",
+        ),
         ({"quant_method": "fp8"}, "fp8, which is not supported.*-q int4 or -q int8"),
         ({"bits": 4}, "an unnamed method"),
         ("gptq", "no object"),
     ],
     ids=str,
 )
-def test_what_cannot_be_read_is_named_with_a_way_out(tmp_path: Path, settings: Any, said: str) -> None:
+def test_what_cannot_be_read_is_named_with_a_way_out(
+    tmp_path: Path, settings: Any, said: str
+) -> None:
     with pytest.raises(CheckpointError, match=said) as told:
         opened(tmp_path, settings, {"qweight": torch.zeros(1, dtype=torch.int32)})
     assert "\n" not in str(told.value)
@@ -228,23 +312,57 @@ def test_contradictions_are_named(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpoint, match="255 entries"):
         opened(tmp_path / "d", GPTQ | {"sym": False}, short).quant_layout(NAME)
     with pytest.raises(CorruptCheckpoint, match="do not fit"):
-        opened(tmp_path / "e", AWQ, writers.awq_tensors(drawn) | {"scales": torch.ones(2, 24)}).quant_layout(NAME)
+        opened(
+            tmp_path / "e", AWQ, writers.awq_tensors(drawn) | {"scales": torch.ones(2, 24)}
+        ).quant_layout(NAME)
     packed = writers.compressed_tensors(drawn, 4, symmetric=True)
     with pytest.raises(CheckpointError, match="holds no 16 × 300 codes"):
-        opened(tmp_path / "f", CT, packed | {"weight_shape": torch.tensor([16, 300])}).quant_layout(NAME)
+        opened(tmp_path / "f", CT, packed | {"weight_shape": torch.tensor([16, 300])}).quant_layout(
+            NAME
+        )
 
 
 def _shapes(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The same numbers in other shapes, fewer of them, and in other types."""
     flat = tensor.flatten()
-    ranks = [flat, flat[0], tensor[None], tensor[..., None], flat[:0], tensor[:0], tensor[..., :0], tensor[..., :-1]]
-    kinds = [torch.float32, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool]
-    odd = [torch.full_like(tensor, float("nan"))] if tensor.is_floating_point() else [tensor - 1, tensor * 0]
-    return [*ranks, *(tensor.to(kind) for kind in kinds), torch.full(tensor.shape, float("nan")), *odd]
+    ranks = [
+        flat,
+        flat[0],
+        tensor[None],
+        tensor[..., None],
+        flat[:0],
+        tensor[:0],
+        tensor[..., :0],
+        tensor[..., :-1],
+    ]
+    kinds = [
+        torch.float32,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    ]
+    odd = (
+        [torch.full_like(tensor, float("nan"))]
+        if tensor.is_floating_point()
+        else [tensor - 1, tensor * 0]
+    )
+    return [
+        *ranks,
+        *(tensor.to(kind) for kind in kinds),
+        torch.full(tensor.shape, float("nan")),
+        *odd,
+    ]
 
 
-@pytest.mark.parametrize("container", ["gptq", "gptq of 8 bits", "awq", "compressed", "compressed int8"])
-def test_damaged_parts_are_named_and_never_end_in_a_traceback(tmp_path: Path, container: str) -> None:
+@pytest.mark.parametrize(
+    "container", ["gptq", "gptq of 8 bits", "awq", "compressed", "compressed int8"]
+)
+def test_damaged_parts_are_named_and_never_end_in_a_traceback(
+    tmp_path: Path, container: str
+) -> None:
     """Each part alone in another shape or type: it is read, or refused in one line."""
     bits = 8 if "8" in container else 4
     drawn = writers.seeded_matrix(16, 256, 128, bits=bits, seed=bits)
@@ -255,7 +373,9 @@ def test_damaged_parts_are_named_and_never_end_in_a_traceback(tmp_path: Path, co
         settings, parts = AWQ, writers.awq_tensors(drawn)
     else:
         settings = ct(bits, strategy="group", group=128, symmetric=False, form="pack-quantized")
-        parts = writers.compressed_tensors(drawn, bits, symmetric=False, pack=bits == 4, pack_zeros=bits == 4)
+        parts = writers.compressed_tensors(
+            drawn, bits, symmetric=False, pack=bits == 4, pack_zeros=bits == 4
+        )
         parts |= {"weight_g_idx": torch.from_numpy(drawn.group_index).to(torch.int32)}
     refused = 0
     for suffix, tensor in parts.items():
@@ -278,12 +398,20 @@ def test_damaged_parts_are_named_and_never_end_in_a_traceback(tmp_path: Path, co
         ("weight_shape", torch.tensor([float("nan"), 256.0]), "tells no rows and columns"),
         ("weight_shape", torch.tensor([0, 256]), "tells no rows and columns"),
         ("weight_packed", torch.zeros(16, 32), "weight_packed is float32"),
-        ("weight_g_idx", torch.tensor([0] * 128 + [1] * 127, dtype=torch.int32), "255 entries for 256"),
+        (
+            "weight_g_idx",
+            torch.tensor([0] * 128 + [1] * 127, dtype=torch.int32),
+            "255 entries for 256",
+        ),
         ("weight_g_idx", torch.zeros(256, 2, dtype=torch.int32), "entries for 256 columns"),
     ],
 )
-def test_what_compressed_parts_must_be(tmp_path: Path, suffix: str, changed: torch.Tensor, said: str) -> None:
-    parts = writers.compressed_tensors(writers.seeded_matrix(16, 256, 128, symmetric=True, seed=1), 4, symmetric=True)
+def test_what_compressed_parts_must_be(
+    tmp_path: Path, suffix: str, changed: torch.Tensor, said: str
+) -> None:
+    parts = writers.compressed_tensors(
+        writers.seeded_matrix(16, 256, 128, symmetric=True, seed=1), 4, symmetric=True
+    )
     with pytest.raises(CorruptCheckpoint, match=said):
         opened(tmp_path, CT, parts | {suffix: changed}).quant_layout(NAME)
 
@@ -293,5 +421,7 @@ def test_one_zero_point_for_a_whole_tensor(tmp_path: Path) -> None:
     drawn.zeros[:] = 130
     parts = writers.compressed_tensors(drawn, 8, symmetric=False, pack=False, pack_zeros=False)
     settings = ct(8, strategy="group", group=128, symmetric=False, form="int-quantized")
-    found = opened(tmp_path, settings, parts | {"weight_zero_point": torch.tensor([2], dtype=torch.int8)})
+    found = opened(
+        tmp_path, settings, parts | {"weight_zero_point": torch.tensor([2], dtype=torch.int8)}
+    )
     assert np.array_equal(found.get(NAME).double().numpy(), drawn.weight)

@@ -97,7 +97,9 @@ def test_archives_that_inflate_are_refused(tmp_path):
         PthFiles([path])
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.data(), st.booleans())
 def test_damaged_files_are_an_error_line(tmp_path, data, zipped):
     path = save(tmp_path / "m.pth", STATE, zipped)
@@ -140,7 +142,9 @@ def test_missing_files_are_named(tmp_path):
 
 
 def test_a_plain_pickle_is_refused_without_torchs_remarks(tmp_path: Path) -> None:
-    """Pickled by itself, with a protocol that torch does not write: torch would warn on two lines before."""
+    """Pickled by itself, with a protocol that torch does not write: torch would warn on two lines
+    before.
+    """
     path = tmp_path / "plain.pth"
     path.write_bytes(
         b"\x80\x04\x95\x1b\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x04true\x94\x85\x94R\x94."

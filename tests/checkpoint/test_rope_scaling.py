@@ -5,7 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelmill.checkpoint.rope_scaling import from_factors, from_metadata, from_tensor, llama3_factors
+from modelmill.checkpoint.rope_scaling import (
+    from_factors,
+    from_metadata,
+    from_tensor,
+    llama3_factors,
+)
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 
 
@@ -58,7 +63,11 @@ def test_any_bands_give_a_scaling_with_the_same_frequencies(factor, low, high, c
     wanted = llama3_factors(64, 500000.0, factor, (low, high, context))
     found = from_factors(wanted, 500000.0, None)
     assert found is not None
-    bands = (found["low_freq_factor"], found["high_freq_factor"], found["original_max_position_embeddings"])
+    bands = (
+        found["low_freq_factor"],
+        found["high_freq_factor"],
+        found["original_max_position_embeddings"],
+    )
     assert llama3_factors(64, 500000.0, found["factor"], bands) == pytest.approx(wanted, rel=2e-3)
 
 
@@ -102,7 +111,9 @@ def test_divisors_of_one_scale_nothing_and_wild_ones_are_refused():
     ],
 )
 def test_keys_become_a_dictionary(keys, expected):
-    assert from_metadata({f"qwen2.{key}": value for key, value in keys.items()}, "qwen2") == expected
+    assert (
+        from_metadata({f"qwen2.{key}": value for key, value in keys.items()}, "qwen2") == expected
+    )
 
 
 def test_scalings_nobody_here_computes_are_refused():
@@ -118,15 +129,21 @@ def scaled(**keys: object) -> dict:
     return {f"llama.rope.scaling.{key}": value for key, value in keys.items()}
 
 
-@pytest.mark.parametrize("name", ["attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier"])
-@pytest.mark.parametrize("base", [{}, {"type": "linear", "factor": 2.0}, YARN], ids=["none", "linear", "yarn"])
+@pytest.mark.parametrize(
+    "name", ["attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier"]
+)
+@pytest.mark.parametrize(
+    "base", [{}, {"type": "linear", "factor": 2.0}, YARN], ids=["none", "linear", "yarn"]
+)
 def test_keys_that_change_the_rotation_and_are_not_computed_are_refused(base, name):
     """The names are those of gguf.constants.Keys.Rope; llama.cpp reads them whatever the type."""
     import gguf
 
     assert f"{{arch}}.rope.scaling.{name}" in vars(gguf.constants.Keys.Rope).values()
     wrong = 0.5
-    with pytest.raises(CheckpointError, match=rf"rope\.scaling\.{name} is 0\.5, which modelmill does not compute"):
+    with pytest.raises(
+        CheckpointError, match=rf"rope\.scaling\.{name} is 0\.5, which modelmill does not compute"
+    ):
         from_metadata(scaled(**base, **{name: wrong}), "llama")
     with pytest.raises(CheckpointError, match=name):
         from_tensor(scaled(**base, **{name: wrong}), "llama", [1.0] * 4, 10000.0)
@@ -135,11 +152,18 @@ def test_keys_that_change_the_rotation_and_are_not_computed_are_refused(base, na
             from_metadata(scaled(**base, **{name: nonsense}), "llama")
 
 
-@pytest.mark.parametrize("base", [{}, {"type": "linear", "factor": 2.0}, YARN], ids=["none", "linear", "yarn"])
+@pytest.mark.parametrize(
+    "base", [{}, {"type": "linear", "factor": 2.0}, YARN], ids=["none", "linear", "yarn"]
+)
 @pytest.mark.parametrize("unset", [False, True])
 def test_the_same_keys_at_rest_change_nothing(base, unset):
     own = -1.0 if unset else float(base.get("type") == "yarn")
-    idle = {"attn_factor": 1.0, "yarn_attn_factor": 1, "yarn_ext_factor": own, "yarn_log_multiplier": 0.0}
+    idle = {
+        "attn_factor": 1.0,
+        "yarn_attn_factor": 1,
+        "yarn_ext_factor": own,
+        "yarn_log_multiplier": 0.0,
+    }
     assert from_metadata(scaled(**base, **idle), "llama") == from_metadata(scaled(**base), "llama")
 
 

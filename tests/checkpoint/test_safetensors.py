@@ -15,7 +15,9 @@ from modelmill.checkpoint.safetensors import DTYPES, SafetensorsFiles, read_head
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, TensorMismatch
 from tests.checkpoint.checkpoint_factory import llama_state
 
-RELAXED = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+RELAXED = settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def raw(path: Path, header: object, data: bytes = b"") -> Path:
@@ -29,7 +31,9 @@ def entry(shape: list[int], start: int, stop: int, dtype: str = "F32") -> dict:
 
 
 tensors = st.dictionaries(
-    st.text(st.characters(codec="utf-8"), min_size=1, max_size=12).filter(lambda n: n != "__metadata__"),
+    st.text(st.characters(codec="utf-8"), min_size=1, max_size=12).filter(
+        lambda n: n != "__metadata__"
+    ),
     st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 4), max_size=3)),
     max_size=5,
 )
@@ -47,7 +51,11 @@ def test_whatever_is_written_is_read_back(tmp_path, drawn):
     assert files.metadata == {"format": "pt"}
     for name, tensor in state.items():
         got, info = files.get(name), files.info(name)
-        assert (info.shape, info.torch_dtype, info.nbytes) == (tuple(tensor.shape), tensor.dtype, tensor.nbytes)
+        assert (info.shape, info.torch_dtype, info.nbytes) == (
+            tuple(tensor.shape),
+            tensor.dtype,
+            tensor.nbytes,
+        )
         assert got.dtype == tensor.dtype
         assert torch.equal(
             got.view(torch.uint8) if got.numel() and got.dim() else got.float(),

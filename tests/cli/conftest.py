@@ -38,8 +38,11 @@ def _no_flags_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, Any, str]]:
-    """Runs a command line in this process: (exit code, stdout, stderr); stdout parsed where --json is among the words.
+def cli(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, Any, str]]:
+    """Runs a command line in this process: (exit code, stdout, stderr); stdout parsed where --json
+    is among the words.
 
     One thread, and no words of the environment.
     """

@@ -42,7 +42,9 @@ def test_inspect_and_doctor_name_the_tuned_device(cli: Cli, tuned: Path, engine:
     assert "default launch sizes" in cli("doctor", engine)[1] or torch.cuda.is_available()
 
 
-def test_another_gpu_is_told_that_it_runs_with_defaults(cli: Cli, tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_gpu_is_told_that_it_runs_with_defaults(
+    cli: Cli, tuned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from modelmill.cli import inspect
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -71,10 +73,23 @@ def test_an_engine_of_another_packing_is_refused_with_the_command(cli: Cli, tune
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_build_for_a_gpu_without_one_says_that_it_is_not_tuned(cli: Cli, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_build_for_a_gpu_without_one_says_that_it_is_not_tuned(
+    cli: Cli, checkpoint: Path, tmp_path: Path
+) -> None:
     for words, told in (((), "no GPU here"), (("--no-tune",), "--no-tune")):
         out = tmp_path / "e.engine"
-        code, _, err = cli("build", checkpoint, "-o", out, "--target", "cuda", "--dtype", "float32", "--force", *words)
+        code, _, err = cli(
+            "build",
+            checkpoint,
+            "-o",
+            out,
+            "--target",
+            "cuda",
+            "--dtype",
+            "float32",
+            "--force",
+            *words,
+        )
         assert code == 0
         assert told in err
         assert not (out / "tuning").exists()
@@ -98,7 +113,12 @@ def test_what_a_build_tunes_is_in_the_engine_before_it_is_judged(
     assert cli("build", checkpoint, "-o", out, "--dtype", "float32", "--json")[0] == 0
     assert judged == [True]
     assert (out / record_path(H200)).read_bytes() == record_to_bytes(TUNED)
-    assert cli("build", checkpoint, "-o", out, "--dtype", "float32", "--no-tune", "--force", "--json")[0] == 0
+    assert (
+        cli("build", checkpoint, "-o", out, "--dtype", "float32", "--no-tune", "--force", "--json")[
+            0
+        ]
+        == 0
+    )
     assert not (out / "tuning").exists()
 
 

@@ -18,7 +18,9 @@ Cli = Callable[..., tuple[int, Any, str]]
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op_bench, "bench_cases", lambda op, kind, dtype: [next(iter(bench_cases(op, kind, dtype)))])
+    monkeypatch.setattr(
+        op_bench, "bench_cases", lambda op, kind, dtype: [next(iter(bench_cases(op, kind, dtype)))]
+    )
     monkeypatch.setattr(op_bench, "CACHE_FLUSH_BYTES", {"cpu": 1 << 16})
     monkeypatch.setattr(op_bench, "MIN_ROUNDS", 1)
     monkeypatch.setattr("modelmill.ops.timing.COPY_BYTES", {"cpu": 1 << 16})
@@ -37,11 +39,24 @@ def test_every_op_with_its_ceiling(cli: Cli, tmp_path: Path) -> None:
     assert told["dtype"] == "float32"
     saved = [json.loads(line) for line in rows.read_text().splitlines()]
     assert len(saved) == len(told["results"])
-    assert {"command", "device", "versions", "date", "op", "variant", "bench", "spread"} <= set(saved[0])
+    assert {"command", "device", "versions", "date", "op", "variant", "bench", "spread"} <= set(
+        saved[0]
+    )
 
 
 def test_the_table_marks_what_is_picked(cli: Cli, tmp_path: Path) -> None:
-    words = ("bench", "ops", "--op", "rms_norm", "--op", "linear", "--device", "cpu", "--dtype", "bfloat16")
+    words = (
+        "bench",
+        "ops",
+        "--op",
+        "rms_norm",
+        "--op",
+        "linear",
+        "--device",
+        "cpu",
+        "--dtype",
+        "bfloat16",
+    )
     code, text, _ = cli(*words, "--runs", 1, "--plot", tmp_path / "ops.png")
     assert code == 0
     assert text.count("▸") == 3  # two ops, and the line that says what it means

@@ -27,9 +27,17 @@ class Timed:
         return None
 
 
-def test_first_tokens_of_throughput_are_the_last_runs_requests(capsys: pytest.CaptureFixture[str]) -> None:
+def test_first_tokens_of_throughput_are_the_last_runs_requests(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     found = throughput.measure_throughput([Timed()], [BenchRequest((1,), 3)] * 20, runs=2, warmup=0)
-    about = {"what": "throughput", "engine": "e", "dtype": "float32", "quantization": "none", "device": "cpu"}
+    about = {
+        "what": "throughput",
+        "engine": "e",
+        "dtype": "float32",
+        "quantization": "none",
+        "device": "cpu",
+    }
     show_table({**about, "results": [each.to_dict() for each in found]})
     told = capsys.readouterr().out
     assert "of 2 runs" in told.replace("\n", " ")

@@ -43,7 +43,9 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 def test_a_plot_that_cannot_be_drawn_loses_nothing(cli: Any, served: None, tmp_path: Path) -> None:
     kept = tmp_path / "serve.jsonl"
-    code, out, err = cli("bench", "serve", "--url", "http://h:1", "--plot", kept / "x.png", "--save", kept)
+    code, out, err = cli(
+        "bench", "serve", "--url", "http://h:1", "--plot", kept / "x.png", "--save", kept
+    )
     assert code == 2
     assert "cannot write the plot" in err
     assert "first token" in out
@@ -60,7 +62,18 @@ def test_rows_and_no_key(
     cli: Any, served: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: list[str]
 ) -> None:
     kept = tmp_path / "serve.jsonl"
-    words = ["bench", "serve", "--url", "http://h:1", *key, "--save", str(kept), "--first-ms", "150", "--json"]
+    words = [
+        "bench",
+        "serve",
+        "--url",
+        "http://h:1",
+        *key,
+        "--save",
+        str(kept),
+        "--first-ms",
+        "150",
+        "--json",
+    ]
     monkeypatch.setattr(sys, "argv", ["modelmill", *words])
     code, told, _ = cli(*words)
     assert code == 1, "one of the requests failed"
@@ -69,24 +82,37 @@ def test_rows_and_no_key(
     assert told["rows"] == list(found.values())
     for row in found.values():
         assert {"command", "device", "versions", "date", "figure", "value", "unit"} <= set(row)
-        assert (row["device"], row["model"], row["requests"], row["failed"]) == ("http://h:1", "m", 5, 1)
+        assert (row["device"], row["model"], row["requests"], row["failed"]) == (
+            "http://h:1",
+            "m",
+            5,
+            1,
+        )
         assert "***" in row["command"]
     assert found["serve.first_token_ms"]["value"] == pytest.approx(100)
     assert found["serve.whole_ms"]["unit"] == "ms"
     assert found["serve.whole_ms"]["spread"]["median"] == pytest.approx(350)
-    assert (found["serve.good_requests_per_s"]["value"], found["serve.good_requests_per_s"]["unit"]) == (
+    assert (
+        found["serve.good_requests_per_s"]["value"],
+        found["serve.good_requests_per_s"]["unit"],
+    ) == (
         2.0,
         "requests/s",
     )
 
 
 def test_other_words_stay() -> None:
-    assert bench._redacted_command(["bench", "latency", "api-key", "x y"]) == "modelmill bench latency api-key 'x y'"
+    assert (
+        bench._redacted_command(["bench", "latency", "api-key", "x y"])
+        == "modelmill bench latency api-key 'x y'"
+    )
 
 
 def test_help_tells_what_serve_reads() -> None:
     """A flag that serve reads does not look like another measurement's."""
-    helps = {each.name: each.metadata["help"] for each in fields(bench.Args) if "help" in each.metadata}
+    helps = {
+        each.name: each.metadata["help"] for each in fields(bench.Args) if "help" in each.metadata
+    }
     for name in ("num_prompts", "trace"):
         assert "serve" in helps[name].partition(":")[0]
     assert "serve" not in helps["dataset"]

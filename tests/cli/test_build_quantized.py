@@ -1,4 +1,6 @@
-"""``build -q int4`` from the command line: what it shows, and that an engine is not evaluated on what it has seen."""
+"""``build -q int4`` from the command line: what it shows, and that an engine is not evaluated on
+what it has seen.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ TEXT = "Once upon a time there was a little mill. The miller had a cat and the c
 @pytest.fixture
 def seen(tmp_path: Path) -> Path:
     path = tmp_path / "seen.jsonl"
-    lines = [{"article": f"{TEXT} They saw {n} birds and {n} boats.", "highlights": "a mill"} for n in range(40)]
+    lines = [
+        {"article": f"{TEXT} They saw {n} birds and {n} boats.", "highlights": "a mill"}
+        for n in range(40)
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
@@ -28,7 +33,9 @@ def seen(tmp_path: Path) -> Path:
 def built(cli: Cli, checkpoint: Path, seen: Path, tmp_path: Path) -> tuple[Path, str]:
     out = tmp_path / "e"
     words = ("-q", "int4", "--group-size", 32, "--method", "awq+gptq", "--calibration-samples", 8)
-    code, shown, err = cli("build", checkpoint, "-o", out, "--calibration", seen, "--calibration-length", 64, *words)
+    code, shown, err = cli(
+        "build", checkpoint, "-o", out, "--calibration", seen, "--calibration-length", 64, *words
+    )
     assert code == 0, err
     return out, shown
 
@@ -39,7 +46,10 @@ def test_the_report_shows_each_layers_errors_and_outliers(built: tuple[Path, str
     assert "outlier channels" in shown
     assert "mean KL to the checkpoint" in shown
     assert "seen.jsonl, up to 8 × 64 tokens" in shown
-    assert len(read_quantization_facts(open_artifact(engine))) == shown.count(" → ") // 4 or "→" in shown
+    assert (
+        len(read_quantization_facts(open_artifact(engine))) == shown.count(" → ") // 4
+        or "→" in shown
+    )
 
 
 def test_an_engine_is_not_evaluated_on_what_it_has_seen(
@@ -47,7 +57,10 @@ def test_an_engine_is_not_evaluated_on_what_it_has_seen(
 ) -> None:
     engine, copy = built[0], tmp_path / "renamed.txt"
     copy.write_bytes(seen.read_bytes())
-    for words in (("perplexity", engine, "--data", copy), ("summarize", engine, "--data", seen, "--num", 1)):
+    for words in (
+        ("perplexity", engine, "--data", copy),
+        ("summarize", engine, "--data", seen, "--num", 1),
+    ):
         code, _, err = cli(*words)
         assert code == 2
         assert "calibrated on" in err
@@ -64,7 +77,9 @@ def test_dry_run_tells_the_size_that_is_written(
     assert code == 0
     files = (built[0] / "weights").glob("*.safetensors")
     # of 280 KB, the names and shapes of 160 tensors are 4 %; of a real model nothing
-    assert plan["memory"]["weights"] == pytest.approx(sum(f.stat().st_size for f in files), rel=0.06)
+    assert plan["memory"]["weights"] == pytest.approx(
+        sum(f.stat().st_size for f in files), rel=0.06
+    )
     assert plan["build"]["method"] == "awq+gptq"
 
 

@@ -24,8 +24,16 @@ PLOT = ("--plot", "x.png")
         ("matplotlib", "--plot", ("bench", "serve", "--url", "http://127.0.0.1:9", *PLOT)),
         ("matplotlib", "--plot", ("compare", ABSENT, ABSENT, *PLOT)),
         ("transformers", "--reference", ("bench", "latency", ABSENT, "--reference", "hf")),
-        ("transformers", "--reference", ("perplexity", ABSENT, "--data", ABSENT, "--reference", ABSENT)),
-        ("transformers", "--reference", ("summarize", ABSENT, "--data", ABSENT, "--reference", ABSENT)),
+        (
+            "transformers",
+            "--reference",
+            ("perplexity", ABSENT, "--data", ABSENT, "--reference", ABSENT),
+        ),
+        (
+            "transformers",
+            "--reference",
+            ("summarize", ABSENT, "--data", ABSENT, "--reference", ABSENT),
+        ),
         ("rouge_score", "ROUGE", ("summarize", ABSENT, "--data", ABSENT)),
     ],
 )

@@ -1,4 +1,6 @@
-"""Help pages at every width: names are whole, examples can be copied, and who left something out is told the form."""
+"""Help pages at every width: names are whole, examples can be copied, and who left something out is
+told the form.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ MISSING = {
 }
 
 
-def page(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int, *words: str) -> str:
+def page(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int, *words: str
+) -> str:
     monkeypatch.setenv("COLUMNS", str(width))
     assert command.execute([*words, "--help"]) == 0
     return capsys.readouterr().out
@@ -74,7 +78,11 @@ def test_examples_are_there_as_they_can_be_copied(
 ) -> None:
     module = find_module("modelmill.cli", verb)
     assert module is not None
-    examples = [line.strip() for line in getattr(module, "EPILOG", "").partition("Examples:")[2].splitlines() if line]
+    examples = [
+        line.strip()
+        for line in getattr(module, "EPILOG", "").partition("Examples:")[2].splitlines()
+        if line
+    ]
     assert verb in ("inspect", "doctor") or examples
     told = page(monkeypatch, capsys, 60, verb).splitlines()
     assert all(f"  {example}" in told for example in examples if example)
@@ -87,11 +95,16 @@ def test_the_top_page_names_every_verb(
 ) -> None:
     told = page(monkeypatch, capsys, width)
     assert all(re.search(rf"^  {verb}\b", told, re.MULTILINE) for verb in VERBS)
-    assert all(name in told for name in ("--version", "--install-completion", "--show-completion", "--help"))
+    assert all(
+        name in told
+        for name in ("--version", "--install-completion", "--show-completion", "--help")
+    )
 
 
 @pytest.mark.parametrize("verb", MISSING)
-def test_who_leaves_something_out_is_told_the_form(cli: Callable[..., tuple[int, Any, str]], verb: str) -> None:
+def test_who_leaves_something_out_is_told_the_form(
+    cli: Callable[..., tuple[int, Any, str]], verb: str
+) -> None:
     code, out, err = cli(verb)
     assert (code, out, err.count("\n")) == (2, "", 1)
     module = find_module("modelmill.cli", verb)
@@ -102,7 +115,9 @@ def test_who_leaves_something_out_is_told_the_form(cli: Callable[..., tuple[int,
         assert f"for example: modelmill {verb} " in err
 
 
-def test_a_flag_that_cannot_be_left_out_is_told_with_the_form(cli: Callable[..., tuple[int, Any, str]]) -> None:
+def test_a_flag_that_cannot_be_left_out_is_told_with_the_form(
+    cli: Callable[..., tuple[int, Any, str]],
+) -> None:
     for verb in ("perplexity", "summarize"):
         code, _, err = cli(verb, "an.engine")
         assert code == 2

@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 
 from modelmill.cli import log_progress, output
-from modelmill.cli.log_progress import MIN_INTERVAL_SECONDS, LogProgress, format_progress, seconds_to_next_line
+from modelmill.cli.log_progress import (
+    MIN_INTERVAL_SECONDS,
+    LogProgress,
+    format_progress,
+    seconds_to_next_line,
+)
 from tests.wait import wait_until
 
 
@@ -39,19 +44,29 @@ def test_a_stage_that_reports_nothing_is_told_of(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(output, "print_note", lambda text: print(text, file=heard))
     told = LogProgress("building", output.print_note, every=0.01)
     told.update("quantizing layers", 7, 32)
-    wait_until(lambda: re.search(r"^quantizing layers: 7 of 32 done, \d+ s$", heard.getvalue(), re.MULTILINE))
+    wait_until(
+        lambda: re.search(
+            r"^quantizing layers: 7 of 32 done, \d+ s$", heard.getvalue(), re.MULTILINE
+        )
+    )
     told.close()
 
 
-def test_without_a_terminal_progress_is_lines_where_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_progress_is_lines_where_they_are_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made: list[LogProgress] = []
     monkeypatch.setattr(
-        log_progress, "LogProgress", lambda *args: made.append(LogProgress(*args, every=0.01)) or made[-1]
+        log_progress,
+        "LogProgress",
+        lambda *args: made.append(LogProgress(*args, every=0.01)) or made[-1],
     )
     monkeypatch.setattr("sys.stderr", heard := io.StringIO())
     with output.show_progress("building", lines=True) as told:
         told("weights", 1 << 20, 1 << 22)
-        wait_until(lambda: re.search(r"^modelmill: weights: 25 %, \d+ s$", heard.getvalue(), re.MULTILINE))
+        wait_until(
+            lambda: re.search(r"^modelmill: weights: 25 %, \d+ s$", heard.getvalue(), re.MULTILINE)
+        )
     for options in ({}, {"lines": True, "quiet": True}):
         with output.show_progress("building", **options) as told:
             told("weights", 1, 2)
@@ -74,7 +89,10 @@ class Recorded:
 
 
 def test_a_build_without_a_terminal_tells_of_itself(
-    cli: Callable[..., tuple[int, Any, str]], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Callable[..., tuple[int, Any, str]],
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(log_progress, "LogProgress", Recorded)
     assert cli("build", checkpoint, "-o", tmp_path / "e.engine", "-q", "int8")[0] == 0
@@ -86,7 +104,10 @@ def test_a_build_without_a_terminal_tells_of_itself(
 
 
 def test_with_json_it_says_nothing(
-    cli: Callable[..., tuple[int, Any, str]], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Callable[..., tuple[int, Any, str]],
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(log_progress, "LogProgress", None)
     assert cli("build", checkpoint, "-o", tmp_path / "e.engine", "--json")[0] == 0

@@ -38,13 +38,21 @@ def raising(error: BaseException) -> Any:
 @pytest.mark.parametrize(
     ("error", "code", "told"),
     [
-        (AcceptanceError("bug at layer 3,\n module o_proj"), 1, "modelmill: bug at layer 3, module o_proj\n"),
+        (
+            AcceptanceError("bug at layer 3,\n module o_proj"),
+            1,
+            "modelmill: bug at layer 3, module o_proj\n",
+        ),
         (RequestError("too long; cut it"), 2, "modelmill: too long; cut it\n"),
         (KeyboardInterrupt(), 130, ""),
     ],
 )
 def test_mistakes_are_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int, told: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+    told: str,
 ) -> None:
     install(monkeypatch, raising(error))
     assert command.execute(["probe"]) == code
@@ -96,9 +104,18 @@ def test_help_of_everything(capsys: pytest.CaptureFixture[str]) -> None:
         page = capsys.readouterr().out
         assert "--json" in page
         assert "--config" in page
-    assert {"pull", "inspect", "build", "run", "chat", "compare", "perplexity", "summarize", "bench", "doctor"} <= set(
-        command.verbs()
-    )
+    assert {
+        "pull",
+        "inspect",
+        "build",
+        "run",
+        "chat",
+        "compare",
+        "perplexity",
+        "summarize",
+        "bench",
+        "doctor",
+    } <= set(command.verbs())
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,17 +127,26 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def modelmill(*words: str, **more: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "modelmill", *words], capture_output=True, text=True, check=False, timeout=120, **more
+        [sys.executable, "-m", "modelmill", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        **more,
     )
 
 
 def test_help_imports_nothing_heavy() -> None:
     code = (
-        "import sys\nfrom modelmill.cli.main import execute\nexecute(['--help'])\nexecute(['bench', '--help'])\n"
-        "heavy = {'torch', 'numpy', 'transformers', 'tokenizers', 'matplotlib', 'pydantic'} & set(sys.modules)\n"
+        "import sys\nfrom modelmill.cli.main import "
+        "execute\nexecute(['--help'])\nexecute(['bench', '--help'])\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'tokenizers', 'matplotlib', 'pydantic'} & "
+        "set(sys.modules)\n"
         "assert heavy <= {'pydantic'}, heavy\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -148,7 +174,11 @@ def test_python_m_modelmill() -> None:
 
 
 def test_completion() -> None:
-    words = {"_MODELMILL_COMPLETE": "complete_bash", "COMP_WORDS": "modelmill bench --input", "COMP_CWORD": "2"}
+    words = {
+        "_MODELMILL_COMPLETE": "complete_bash",
+        "COMP_WORDS": "modelmill bench --input",
+        "COMP_CWORD": "2",
+    }
     done = modelmill(env={**os.environ, **words})
     assert "--input-len" in done.stdout
 
@@ -167,7 +197,8 @@ def test_a_prompt_without_its_flag(cli: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"), [("MODELMILL_MAX_NUM_SEQS", "abc"), ("MODELMILL_KV_CACHE_DTYPE", "float7")]
+    ("variable", "value"),
+    [("MODELMILL_MAX_NUM_SEQS", "abc"), ("MODELMILL_KV_CACHE_DTYPE", "float7")],
 )
 def test_a_refused_value_of_the_environment_is_told_as_such(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str, value: str

@@ -85,11 +85,19 @@ def test_defaults_are_the_dataclasses(probe: Probe) -> None:
 
 def test_every_kind_of_flag(probe: Probe) -> None:
     args = parse(
-        probe, "--ratio", "0.5", "--bare", "--sizes", "3,4", "--sizes", "5", "--two", "x", "y", "-w", "b",
+        probe, "--ratio", "0.5", "--bare", "--sizes", "3,4", "--sizes", "5", "--two", "x", "y",
+        "-w", "b",
         "-q", "int8", "--page-size", "32", "--no-enable-prefix-caching", "--kernel", "linear=torch",
-        "--kernel", "rms_norm=cpu", "--stop", "a b", "--stop", "c", "--stop-token-ids", "1,2", "--logit-bias", "5=-2.5",
+        "--kernel", "rms_norm=cpu", "--stop", "a b", "--stop", "c", "--stop-token-ids", "1,2",
+        "--logit-bias", "5=-2.5",
     )  # fmt: skip
-    assert (args.ratio, args.bare, args.sizes, args.two, args.what) == (0.5, True, (3, 4, 5), ("x", "y"), "b")
+    assert (args.ratio, args.bare, args.sizes, args.two, args.what) == (
+        0.5,
+        True,
+        (3, 4, 5),
+        ("x", "y"),
+        "b",
+    )
     assert args.build.quantization == "int8"
     assert (args.run.page_size, args.run.enable_prefix_caching) == (32, False)
     assert args.run.kernels == args.build.kernels == {"linear": "torch", "rms_norm": "cpu"}
@@ -104,14 +112,21 @@ def test_one_flag_sets_a_name_in_every_config(probe: Probe) -> None:
 
 
 def test_dash_and_underscore_are_alike(probe: Probe) -> None:
-    assert parse(probe, "--max_num_seqs", "3", "--no-cuda_graphs").run == RunConfig(max_num_seqs=3, cuda_graphs=False)
+    assert parse(probe, "--max_num_seqs", "3", "--no-cuda_graphs").run == RunConfig(
+        max_num_seqs=3, cuda_graphs=False
+    )
     assert parse(probe, "--stop", "--a_b").sampling.stop == ("--a_b",), "values stay as they are"
 
 
 def test_a_flag_may_have_names_that_others_know_it_by(
     probe: Probe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for words in (("--tp", "2"), ("-tp", "2"), ("--tensor-parallel-size", "2"), ("--tensor_parallel_size=2",)):
+    for words in (
+        ("--tp", "2"),
+        ("-tp", "2"),
+        ("--tensor-parallel-size", "2"),
+        ("--tensor_parallel_size=2",),
+    ):
         assert parse(probe, *words).run.tp == 2
     (tmp_path / "c.yaml").write_text("tensor-parallel-size: 3\n")
     assert parse(probe, "--config", str(tmp_path / "c.yaml")).run.tp == 3
@@ -123,12 +138,19 @@ def test_command_line_beats_environment_beats_file(
     probe: Probe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "c.yaml"
-    path.write_text("max-num-seqs: 1\nmax_num_batched_tokens: 2\npage_size: 8\nkernel: {linear: torch}\nstop: [x, y]\n")
+    path.write_text(
+        "max-num-seqs: 1\nmax_num_batched_tokens: 2\npage_size: 8\nkernel: {linear: torch}\nstop: "
+        "[x, y]\n"
+    )
     monkeypatch.setenv("MODELMILL_MAX_NUM_SEQS", "10")
     monkeypatch.setenv("MODELMILL_MAX_NUM_BATCHED_TOKENS", "20")
     monkeypatch.setenv("MODELMILL_CUDA_GRAPHS", "false")
     args = parse(probe, "--config", str(path), "--max-num-seqs", "100")
-    assert (args.run.max_num_seqs, args.run.max_num_batched_tokens, args.run.page_size) == (100, 20, 8)
+    assert (args.run.max_num_seqs, args.run.max_num_batched_tokens, args.run.page_size) == (
+        100,
+        20,
+        8,
+    )
     assert args.run.cuda_graphs is False
     assert args.run.kernels == {"linear": "torch"}
     assert args.sampling.stop == ("x", "y")
@@ -156,7 +178,9 @@ def test_a_variable_is_one_value_or_a_list(
 
 
 @pytest.mark.parametrize("text", ["1,2 3", "1, 2,3", "[1, 2, 3]"])
-def test_numbers_and_pairs_of_a_variable(probe: Probe, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_numbers_and_pairs_of_a_variable(
+    probe: Probe, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
     monkeypatch.setenv("MODELMILL_SIZES", text)
     monkeypatch.setenv("MODELMILL_KERNEL", "linear=torch rms_norm=cpu")
     args = parse(probe)
@@ -173,7 +197,12 @@ def test_numbers_and_pairs_of_a_variable(probe: Probe, monkeypatch: pytest.Monke
     ],
 )
 def test_mistakes_in_a_variable(
-    probe: Probe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, text: str, told: str
+    probe: Probe,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    text: str,
+    told: str,
 ) -> None:
     monkeypatch.setenv(f"MODELMILL_{name}", text)
     assert told in refused(capsys, "e", "--data", "d")
@@ -248,7 +277,9 @@ def test_flags_stand_once_with_help_and_a_variable() -> None:
             assert flag.help, f"{name} --{flag.long} has no help"
             for each in flag.names:
                 assert flag_variable(each).startswith("MODELMILL_")
-                assert not flag_variable(each).startswith("MODELMILL_CACHE"), "that variable names the cache folder"
+                assert not flag_variable(each).startswith("MODELMILL_CACHE"), (
+                    "that variable names the cache folder"
+                )
 
 
 def test_borrowed_options_follow_their_source() -> None:
@@ -266,5 +297,8 @@ def test_changed() -> None:
 
 def test_an_engine_makes_room_for_the_reference_unless_told_otherwise() -> None:
     assert share_gpu_with_reference(RunConfig()).gpu_memory_utilization == REFERENCE_GPU_FRACTION
-    assert share_gpu_with_reference(RunConfig(gpu_memory_utilization=0.8)).gpu_memory_utilization == 0.8
+    assert (
+        share_gpu_with_reference(RunConfig(gpu_memory_utilization=0.8)).gpu_memory_utilization
+        == 0.8
+    )
     assert share_gpu_with_reference(RunConfig(kv_cache_bytes=1 << 30)).gpu_memory_utilization == 0.9

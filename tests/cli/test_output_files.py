@@ -1,4 +1,6 @@
-"""Where the verbs write: nothing of the user's is written over in silence, and what cannot be written is one line."""
+"""Where the verbs write: nothing of the user's is written over in silence, and what cannot be
+written is one line.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ Cli = Callable[..., tuple[int, Any, str]]
 
 def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
     files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-    return {str(file.relative_to(folder)): (file.stat().st_mtime_ns, file.read_bytes()) for file in files}
+    return {
+        str(file.relative_to(folder)): (file.stat().st_mtime_ns, file.read_bytes())
+        for file in files
+    }
 
 
 @pytest.fixture
@@ -64,10 +69,14 @@ def test_another_build_replaces_nothing_unless_told_to(
     assert why in err
     assert "choose another -o, or replace it with --force" in err
     assert contents(built) == before
-    assert cli("build", checkpoint, "-o", built, *asked, "--dry-run")[0] == 0, "a plan writes nothing"
+    assert cli("build", checkpoint, "-o", built, *asked, "--dry-run")[0] == 0, (
+        "a plan writes nothing"
+    )
 
 
-def test_force_replaces_an_engine_and_nothing_else(cli: Cli, checkpoint: Path, built: Path, tmp_path: Path) -> None:
+def test_force_replaces_an_engine_and_nothing_else(
+    cli: Cli, checkpoint: Path, built: Path, tmp_path: Path
+) -> None:
     assert cli("build", checkpoint, "-o", built, "-q", "int8", "--no-check", "--force")[0] == 0
     assert json.loads((built / "manifest.json").read_text())["build"]["quantization"] == "int8"
     code, _, err = cli("build", checkpoint, "-o", built, "-q", "int8")
@@ -89,7 +98,9 @@ def test_an_engine_of_another_checkpoint_is_another_one(
     copy.mkdir()
     for file in checkpoint.iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
-    assert cli("build", copy, "-o", built, "--dtype", "float32")[0] == 0, "a copy is the same checkpoint"
+    assert cli("build", copy, "-o", built, "--dtype", "float32")[0] == 0, (
+        "a copy is the same checkpoint"
+    )
     raw = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(raw | {"rms_norm_eps": 1e-4}))
     code, _, err = cli("build", copy, "-o", built, "--dtype", "float32")
@@ -97,7 +108,9 @@ def test_an_engine_of_another_checkpoint_is_another_one(
     assert "built from another checkpoint" in err
 
 
-def test_a_damaged_engine_is_replaced_only_by_force(cli: Cli, checkpoint: Path, built: Path) -> None:
+def test_a_damaged_engine_is_replaced_only_by_force(
+    cli: Cli, checkpoint: Path, built: Path
+) -> None:
     (built / "manifest.json").write_text("{")
     code, _, err = cli("build", checkpoint, "-o", built, "--no-check")
     assert code == 2
@@ -113,7 +126,9 @@ def test_quiet_is_one_line(cli: Cli, checkpoint: Path, tmp_path: Path) -> None:
     assert "accepted (numerical noise), " in out
 
 
-def test_a_dump_replaces_dumps_only(cli: Cli, engine: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_dump_replaces_dumps_only(
+    cli: Cli, engine: Path, checkpoint: Path, tmp_path: Path
+) -> None:
     words = ("run", engine, "--prompt", "Once", "--max-tokens", 1, "--dump", "layers.0.*")
     mine, dumped = tmp_path / "model.safetensors", tmp_path / "d.safetensors"
     mine.write_bytes((checkpoint / "model.safetensors").read_bytes())
@@ -171,13 +186,21 @@ def test_a_checkpoint_where_the_cache_cannot_be_written(
     code, out, err = cli("run", checkpoint, "--prompt", "Once")
     assert (code, out) == (1, "")
     last = err.splitlines()[-1]
-    assert "Not a directory; name another cache folder in MODELMILL_CACHE, or build it with -o" in last
+    assert (
+        "Not a directory; name another cache folder in MODELMILL_CACHE, or build it with -o" in last
+    )
     assert "choose another -o" not in err
 
 
-def test_a_full_disk_is_not_called_a_missing_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n"
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 1, "", told))
+def test_a_full_disk_is_not_called_a_missing_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = (
+        "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n"
+    )
+    monkeypatch.setattr(
+        subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 1, "", told)
+    )
     with pytest.raises(OSError, match="No space left") as caught:
         download_wheel("some==1", tmp_path)
     assert caught.value.errno == errno.ENOSPC
@@ -201,8 +224,14 @@ def test_every_refusal_of_the_system_is_one_line_in_every_verb(
 
 
 def test_what_may_be_a_fault_of_ours_keeps_its_traceback() -> None:
-    assert disk_errors.describe_os_error(FileNotFoundError(errno.ENOENT, "No such file", "x")) is None
-    assert disk_errors.describe_os_error(ConnectionRefusedError(errno.ECONNREFUSED, "refused")) is None
-    assert "change to another" in (disk_errors.describe_os_error(FileNotFoundError(errno.ENOENT, "No such file")) or "")
+    assert (
+        disk_errors.describe_os_error(FileNotFoundError(errno.ENOENT, "No such file", "x")) is None
+    )
+    assert (
+        disk_errors.describe_os_error(ConnectionRefusedError(errno.ECONNREFUSED, "refused")) is None
+    )
+    assert "change to another" in (
+        disk_errors.describe_os_error(FileNotFoundError(errno.ENOENT, "No such file")) or ""
+    )
     gone = FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
     assert "TMPDIR" in (disk_errors.describe_os_error(gone) or "")

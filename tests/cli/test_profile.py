@@ -24,7 +24,20 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_both_phases_as_tables_with_a_trace(cli: Cli, engine: Path, tmp_path: Path) -> None:
     trace, rows = tmp_path / "t.json", tmp_path / "rows.jsonl"
-    words = ("profile", engine, "--device", "cpu", "--batch", 2, "--prompt", 24, "--trace", trace, "--save", rows)
+    words = (
+        "profile",
+        engine,
+        "--device",
+        "cpu",
+        "--batch",
+        2,
+        "--prompt",
+        24,
+        "--trace",
+        trace,
+        "--save",
+        rows,
+    )
     code, text, err = cli(*words)
     assert code == 0
     assert "prefill, 2 × 24" in text
@@ -48,7 +61,9 @@ def test_json_and_few_lines(cli: Cli, engine: Path) -> None:
     assert "more" in cli(*words, "--lines", 2)[1]
 
 
-@pytest.mark.parametrize("words", [("--batch", 0), ("--prompt", 0), ("--phase", "sideways"), ("--prompt", 10**6)])
+@pytest.mark.parametrize(
+    "words", [("--batch", 0), ("--prompt", 0), ("--phase", "sideways"), ("--prompt", 10**6)]
+)
 def test_what_makes_no_sense_is_one_line(cli: Cli, engine: Path, words: tuple[Any, ...]) -> None:
     code, out, err = cli("profile", engine, "--device", "cpu", *words)
     assert (code, out) == (2, "")

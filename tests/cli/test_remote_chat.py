@@ -30,7 +30,9 @@ def page() -> Iterator[str]:
         server.shutdown()
 
 
-@pytest.mark.parametrize("words", [("chat", "--url"), ("bench", "serve", "--url")], ids=["chat", "bench"])
+@pytest.mark.parametrize(
+    "words", [("chat", "--url"), ("bench", "serve", "--url")], ids=["chat", "bench"]
+)
 def test_a_page_that_is_no_api(cli: Any, page: str, words: tuple[str, ...]) -> None:
     code, out, err = cli(*words, page)
     assert (code, out) == (1, "")

@@ -19,7 +19,11 @@ IDS = {"prompt_token_ids": [1, 403, 407]}
         (IDS, ("--system", "be short"), "--system goes before a prompt"),
         ({"text": "Once"}, ("--system", "be short"), "--system goes before a prompt"),
         ({"prompt": "Once", "temperature": 0.5}, (), "line 1: nothing reads 'temperature'"),
-        ({"prompt": "Once", "system": "x", "max_tokens": 1, "id": 1}, (), "nothing reads 'max_tokens', 'system'"),
+        (
+            {"prompt": "Once", "system": "x", "max_tokens": 1, "id": 1},
+            (),
+            "nothing reads 'max_tokens', 'system'",
+        ),
         ({"prompt": "Once", "text": "Twice"}, (), "line 1: has prompt and text; give one"),
         ({"promt": "Once"}, (), "line 1: has none of"),
     ],
@@ -35,7 +39,9 @@ def test_nothing_is_dropped(
     assert err.count("\n") == 1
 
 
-def test_what_a_data_set_tells_of_its_lines_is_left_alone(cli: Any, engine: Path, tmp_path: Path) -> None:
+def test_what_a_data_set_tells_of_its_lines_is_left_alone(
+    cli: Any, engine: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "asks.jsonl"
     file.write_text('{"id": 7, "category": "stories", "text": "Once upon"}\n')
     assert cli("run", engine, "--file", file, "--max-tokens", 1, "--json")[0] == 0
@@ -44,6 +50,18 @@ def test_what_a_data_set_tells_of_its_lines_is_left_alone(cli: Any, engine: Path
 def test_a_system_message_before_a_prompt_of_a_file(cli: Any, engine: Path, tmp_path: Path) -> None:
     file = tmp_path / "asks.jsonl"
     file.write_text('{"prompt": "Hi"}\n')
-    words = ("run", engine, "--file", file, "--chat-template", "chatml", "--max-tokens", 1, "--json")
-    lengths = [len(cli(*words, *more)[1][0]["prompt_token_ids"]) for more in ((), ("--system", "be short"))]
+    words = (
+        "run",
+        engine,
+        "--file",
+        file,
+        "--chat-template",
+        "chatml",
+        "--max-tokens",
+        1,
+        "--json",
+    )
+    lengths = [
+        len(cli(*words, *more)[1][0]["prompt_token_ids"]) for more in ((), ("--system", "be short"))
+    ]
     assert lengths[0] < lengths[1]

@@ -43,9 +43,12 @@ def asked(*words: object) -> int:
     return execute(["segment", *map(str, words)])
 
 
-def test_json_overlay_masks_and_run_lengths(engine: Path, photos: Path, tmp_path: Path, capsys) -> None:
+def test_json_overlay_masks_and_run_lengths(
+    engine: Path, photos: Path, tmp_path: Path, capsys
+) -> None:
     out, masks = tmp_path / "out.png", tmp_path / "masks"
-    code = asked(engine, photos / "0.png", "--point", "40,30", "--point", "1,1", "--label", "1,0", "-o", out,
+    code = asked(engine, photos / "0.png", "--point", "40,30", "--point", "1,1", "--label", "1,0",
+        "-o", out,
                  "--masks", masks, "--json", "--rle")  # fmt: skip
     assert code == 0
     found = json.loads(capsys.readouterr().out)
@@ -67,7 +70,16 @@ def test_json_overlay_masks_and_run_lengths(engine: Path, photos: Path, tmp_path
 
 def test_folders_and_globs_in_batches(engine: Path, photos: Path, tmp_path: Path, capsys) -> None:
     code = asked(
-        engine, photos, f"{photos}/*.png", "--box", "5,5,70,50", "--batch", "2", "-o", tmp_path / "o", "--json"
+        engine,
+        photos,
+        f"{photos}/*.png",
+        "--box",
+        "5,5,70,50",
+        "--batch",
+        "2",
+        "-o",
+        tmp_path / "o",
+        "--json",
     )
     assert code == 0
     found = json.loads(capsys.readouterr().out)["images"]
@@ -77,14 +89,20 @@ def test_folders_and_globs_in_batches(engine: Path, photos: Path, tmp_path: Path
     for i in range(3):
         asked(engine, photos / f"{i}.png", "--box", "5,5,70,50", "--json")
         alone.append(json.loads(capsys.readouterr().out)["masks"])
-    assert [[m["box"] for m in each["masks"]] for each in found] == [[m["box"] for m in masks] for masks in alone]
+    assert [[m["box"] for m in each["masks"]] for each in found] == [
+        [m["box"] for m in masks] for masks in alone
+    ]
 
 
-def test_a_mask_as_prompt_and_everything(engine: Path, photos: Path, tmp_path: Path, capsys) -> None:
+def test_a_mask_as_prompt_and_everything(
+    engine: Path, photos: Path, tmp_path: Path, capsys
+) -> None:
     rough = PIL.Image.new("L", (80, 60))
     rough.paste(255, (20, 10, 60, 50))
     rough.save(tmp_path / "rough.png")
-    assert asked(engine, photos / "0.png", "--mask", tmp_path / "rough.png", "--single", "--json") == 0
+    assert (
+        asked(engine, photos / "0.png", "--mask", tmp_path / "rough.png", "--single", "--json") == 0
+    )
     assert len(json.loads(capsys.readouterr().out)["masks"]) == 1
     assert asked(engine, photos / "0.png", "--everything", "--points-per-side", "2", "--json") == 0
     assert isinstance(json.loads(capsys.readouterr().out)["masks"], list)
@@ -122,7 +140,10 @@ def test_everything_tells_how_far_it_is_without_a_terminal(
         (["--point", "1,1", "--points-per-side", "8"], "--points-per-side belongs to --everything"),
         (["--box", "1,1,5,5", "--min-region", "8"], "--min-region belongs to --everything"),
         (["--everything", "--stability-score-thresh", "7"], "stability_score_thresh"),
-        (["--box", "1,1,5,5", "--box", "2,2,6,6", "--point", "1,1"], "each of several boxes is a prompt of its own"),
+        (
+            ["--box", "1,1,5,5", "--box", "2,2,6,6", "--point", "1,1"],
+            "each of several boxes is a prompt of its own",
+        ),
         (["--box", "1,1,5,5", "--masks", __file__], "name a folder for the masks"),
         (["--point", "1,1", "--mask", "no.png"], "No such file"),
         (["--point", "1,1", "--batch", "0"], "--batch 0"),
@@ -136,8 +157,12 @@ def test_mistakes(engine: Path, photos: Path, words: list[str], says: str, capsy
     assert told.out == ""
 
 
-def test_nothing_is_written_over_a_picture(engine: Path, photos: Path, tmp_path: Path, capsys) -> None:
-    """A file that is read is never a file that is written, and pictures of one name do not hide each other."""
+def test_nothing_is_written_over_a_picture(
+    engine: Path, photos: Path, tmp_path: Path, capsys
+) -> None:
+    """A file that is read is never a file that is written, and pictures of one name do not hide
+    each other.
+    """
     one, before = photos / "0.png", (photos / "0.png").read_bytes()
     assert asked(engine, one, "--point", "1,1", "-o", photos / "." / "0.png") == 2
     told = capsys.readouterr().err
@@ -156,14 +181,18 @@ def test_nothing_is_written_over_a_picture(engine: Path, photos: Path, tmp_path:
     given = [one, photos / "0.bmp", tmp_path / "more" / "0.png"]
     assert asked(engine, *given, "--point", "1,1", "-o", photos, "--masks", photos, "--json") == 0
     found = json.loads(capsys.readouterr().out)["images"]
-    files = [each["overlay"] for each in found] + [mask["file"] for each in found for mask in each["masks"]]
+    files = [each["overlay"] for each in found] + [
+        mask["file"] for each in found for mask in each["masks"]
+    ]
     assert len(set(files)) == len(files) == 3 * 4
     assert all(Path(file).is_file() for file in files)
     assert not set(files) & set(map(str, given))
     assert one.read_bytes() == before
 
 
-def test_several_boxes_are_several_prompts(engine: Path, photos: Path, tmp_path: Path, capsys) -> None:
+def test_several_boxes_are_several_prompts(
+    engine: Path, photos: Path, tmp_path: Path, capsys
+) -> None:
     boxes = ["5,5,70,50", "10,1,20,9"]
     words = [word for box in boxes for word in ("--box", box)]
     assert asked(engine, photos / "0.png", *words, "--json", "--rle", "-o", tmp_path / "o.png") == 0
@@ -179,7 +208,9 @@ def test_several_boxes_are_several_prompts(engine: Path, photos: Path, tmp_path:
     assert "of box" in capsys.readouterr().out
 
 
-def test_what_is_clear_in_a_drawn_mask_is_no_object(engine: Path, photos: Path, tmp_path: Path, capsys) -> None:
+def test_what_is_clear_in_a_drawn_mask_is_no_object(
+    engine: Path, photos: Path, tmp_path: Path, capsys
+) -> None:
     drawn = PIL.Image.new("L", (80, 60))
     drawn.paste(255, (20, 10, 60, 50))
     drawn.save(tmp_path / "black.png")
@@ -197,7 +228,14 @@ def test_thresholds_of_everything(engine: Path, photos: Path, capsys) -> None:
     words = ["--everything", "--points-per-side", "4", "--json"]
     counts = []
     for iou, stable, nms in ((0, 0, 1), (1, 0, 1), (0, 1, 1), (0, 0, 0)):
-        limits = ["--pred-iou-thresh", iou, "--stability-score-thresh", stable, "--box-nms-thresh", nms]
+        limits = [
+            "--pred-iou-thresh",
+            iou,
+            "--stability-score-thresh",
+            stable,
+            "--box-nms-thresh",
+            nms,
+        ]
         assert asked(engine, photos / "0.png", *words, *limits) == 0
         counts.append(len(json.loads(capsys.readouterr().out)["masks"]))
     assert counts[0] > max(counts[1:])
@@ -216,7 +254,10 @@ GOOD = {
     "deep.png": _saved(PIL.Image.fromarray(np.full((9, 9), 999, np.uint16)), "PNG"),
     "palette.png": _saved(PIL.Image.new("P", (9, 9)), "PNG"),
     "moving.gif": _saved(
-        PIL.Image.new("RGB", (9, 9)), "GIF", save_all=True, append_images=[PIL.Image.new("L", (9, 9))]
+        PIL.Image.new("RGB", (9, 9)),
+        "GIF",
+        save_all=True,
+        append_images=[PIL.Image.new("L", (9, 9))],
     ),
 }
 BAD = {"empty.png": b"", "text.png": b"hello", "cut.png": GOOD["deep.png"][:40]}
@@ -225,12 +266,16 @@ BAD = {"empty.png": b"", "text.png": b"hello", "cut.png": GOOD["deep.png"][:40]}
 @pytest.mark.parametrize("name", GOOD)
 def test_odd_pictures_are_segmented(engine: Path, tmp_path: Path, name: str, capsys) -> None:
     (tmp_path / name).write_bytes(GOOD[name])
-    assert asked(engine, tmp_path / name, "--point", "0,0", "--json", "-o", tmp_path / "out.png") == 0
+    assert (
+        asked(engine, tmp_path / name, "--point", "0,0", "--json", "-o", tmp_path / "out.png") == 0
+    )
     assert len(json.loads(capsys.readouterr().out)["masks"]) == 3
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_pictures_are_one_line(engine: Path, photos: Path, tmp_path: Path, name: str, capsys) -> None:
+def test_bad_pictures_are_one_line(
+    engine: Path, photos: Path, tmp_path: Path, name: str, capsys
+) -> None:
     (tmp_path / name).write_bytes(BAD[name])
     assert asked(engine, tmp_path / name, "--point", "0,0", "--json") == 2
     told = capsys.readouterr()
@@ -245,7 +290,10 @@ def test_bad_pictures_are_one_line(engine: Path, photos: Path, tmp_path: Path, n
 
 @pytest.mark.parametrize("verb", [["run", "--prompt", "x"], ["chat"], ["bench"]])
 def test_other_verbs_refuse_in_one_line(engine: Path, verb: list[str], capsys) -> None:
-    assert execute([*verb[:1], *(["latency"] if verb[0] == "bench" else []), str(engine), *verb[1:]]) == 2
+    assert (
+        execute([*verb[:1], *(["latency"] if verb[0] == "bench" else []), str(engine), *verb[1:]])
+        == 2
+    )
     told = capsys.readouterr().err
     assert f"segments images: modelmill segment {engine} IMAGE" in told
     assert told.count("\n") == 1
@@ -276,7 +324,10 @@ def test_compare_judges_it_again(engine: Path, tmp_path: Path, capsys) -> None:
 
 def test_nothing_there(engine: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "none").mkdir()
-    for words, says in (([tmp_path / "none"], "no pictures"), ([f"{tmp_path}/*.png"], "no file matches")):
+    for words, says in (
+        ([tmp_path / "none"], "no pictures"),
+        ([f"{tmp_path}/*.png"], "no file matches"),
+    ):
         assert asked(engine, *words, "--point", "1,1") == 2
         assert says in capsys.readouterr().err
 
@@ -284,7 +335,9 @@ def test_nothing_there(engine: Path, tmp_path: Path, capsys) -> None:
 def test_a_picture_that_overflows_is_left_out(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    build_engine(small_file(tmp_path), tmp_path / "half.engine", BuildConfig(dtype="float16"), check=False)
+    build_engine(
+        small_file(tmp_path), tmp_path / "half.engine", BuildConfig(dtype="float16"), check=False
+    )
     embed = sam.Model.encode_image
 
     def embedded(model: sam.Model, images: torch.Tensor, still: VisionContext) -> torch.Tensor:
@@ -299,7 +352,9 @@ def test_a_picture_that_overflows_is_left_out(
     assert "1.png: the picture overflows the engine's float16" in told[1]["error"]
 
 
-def test_a_checkpoint_in_8_bits(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_a_checkpoint_in_8_bits(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path / "cache"))
     checkpoint = small_file(tmp_path)
     words = [photos / "0.png", "--point", "5,5", "--json"]
@@ -316,7 +371,9 @@ def test_a_checkpoint_in_8_bits(photos: Path, tmp_path: Path, monkeypatch: pytes
 def test_the_plan_of_8_bits_says_what_is_rounded(tmp_path: Path, capsys) -> None:
     assert execute(["build", str(small_file(tmp_path)), "--dry-run", "-q", "fp8"]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "weights of the encoder's linear layers in 8 bits, activations too, scaled by token" in told
+    assert (
+        "weights of the encoder's linear layers in 8 bits, activations too, scaled by token" in told
+    )
 
 
 def test_small_regions_are_filled_and_dropped(engine: Path, photos: Path, capsys) -> None:

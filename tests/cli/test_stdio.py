@@ -1,4 +1,6 @@
-"""A reader that leaves, a disk that is full, a stream that was closed: every verb goes on to its own end and code."""
+"""A reader that leaves, a disk that is full, a stream that was closed: every verb goes on to its
+own end and code.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,13 @@ def gone() -> int:
 
 
 def modelmill(*words: object, **streams: Any) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MODELMILL_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("MODELMILL_")
+    }
     command = [sys.executable, "-m", "modelmill", *map(str, words)]
     return subprocess.run(
-        command, check=False, timeout=300, text=True, env={**environment, "OMP_NUM_THREADS": "1", "CI": "1"}, **streams
+        command, check=False, timeout=300, text=True,
+        env={**environment, "OMP_NUM_THREADS": "1", "CI": "1"}, **streams
     )  # fmt: skip
 
 
@@ -54,7 +59,17 @@ def test_tables_for_nobody(engine: Path, checkpoint: Path, tmp_path: Path) -> No
 
 
 def test_an_answer_ends_where_nobody_reads_it(engine: Path) -> None:
-    words = ("run", engine, "--prompt", "Once", "--ignore-eos", "--max-tokens", 400, "--temperature", 0)
+    words = (
+        "run",
+        engine,
+        "--prompt",
+        "Once",
+        "--ignore-eos",
+        "--max-tokens",
+        400,
+        "--temperature",
+        0,
+    )
     done = leaving(*words)
     assert done.returncode == 0, done.stderr
     assert " 1 answer tokens " in done.stderr or " 2 answer tokens " in done.stderr
@@ -64,7 +79,16 @@ def test_an_answer_ends_where_nobody_reads_it(engine: Path) -> None:
 def test_nobody_reads_what_is_said_along_the_way(checkpoint: Path, tmp_path: Path) -> None:
     out = gone()
     try:
-        done = modelmill("build", checkpoint, "-o", tmp_path / "b.engine", "--dtype", "float32", stdout=out, stderr=out)
+        done = modelmill(
+            "build",
+            checkpoint,
+            "-o",
+            tmp_path / "b.engine",
+            "--dtype",
+            "float32",
+            stdout=out,
+            stderr=out,
+        )
     finally:
         os.close(out)
     assert done.returncode == 0
@@ -81,7 +105,9 @@ def test_a_full_disk_is_one_line(engine: Path, words: tuple[str, ...]) -> None:
         done = modelmill(*words, stdout=out, stderr=subprocess.PIPE)
     assert done.returncode == 1
     # run says first how answers are drawn
-    said = [line for line in done.stderr.splitlines() if not line.startswith("modelmill: sampling: ")]
+    said = [
+        line for line in done.stderr.splitlines() if not line.startswith("modelmill: sampling: ")
+    ]
     assert said == ["modelmill: cannot write to stdout: No space left on device; not all was told"]
 
 
@@ -90,9 +116,18 @@ def test_a_stream_that_was_closed_before(engine: Path, closed: int, tmp_path: Pa
     said = tmp_path / "said"
     with said.open("w") as sink:
         command = f'exec "$@" {closed}{"<" if closed == 0 else ">"}&-'
-        words = [sys.executable, "-m", "modelmill", "run", str(engine), "--prompt", "-" if closed == 0 else "Once"]
+        words = [
+            sys.executable,
+            "-m",
+            "modelmill",
+            "run",
+            str(engine),
+            "--prompt",
+            "-" if closed == 0 else "Once",
+        ]
         done = subprocess.run(
-            ["sh", "-c", command, "sh", *words, "--max-tokens", "4"], stdin=subprocess.DEVNULL, stdout=sink,
+            ["sh", "-c", command, "sh", *words, "--max-tokens", "4"], stdin=subprocess.DEVNULL,
+            stdout=sink,
             stderr=sink, check=False, timeout=300,
         )  # fmt: skip
     assert done.returncode == 0, said.read_text()

@@ -1,4 +1,6 @@
-"""A conversation on a real (pseudo) terminal: whole words, keys that wait, files that are not written over."""
+"""A conversation on a real (pseudo) terminal: whole words, keys that wait, files that are not
+written over.
+"""
 
 from __future__ import annotations
 
@@ -60,10 +62,15 @@ class Terminal:
     def __init__(self, words: list[str], gate: int | None = None) -> None:
         self.master, slave = pty.openpty()
         fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
-        environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "CI")}
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("COLUMNS", "LINES", "CI")
+        }
         self.process = subprocess.Popen(
             words, stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
-            pass_fds=() if gate is None else (gate,), env={**environment, "TERM": "dumb", "INPUTRC": os.devnull},
+            pass_fds=() if gate is None else (gate,),
+            env={**environment, "TERM": "dumb", "INPUTRC": os.devnull},
         )  # fmt: skip
         os.close(slave)
         self.text = ""
@@ -145,13 +152,24 @@ def test_an_answer_breaks_between_words() -> None:
         ends = terminal.until("modelmill: ", begins)
         text = terminal.text[begins:ends].removesuffix("modelmill: ")
         lines = text.strip("\n").split("\n")
-        assert " ".join(text.split()) == " ".join(["first", "second", *(word.strip() for word in words)])
+        assert " ".join(text.split()) == " ".join(
+            ["first", "second", *(word.strip() for word in words)]
+        )
         assert len(lines) > 5
         assert all(len(line) <= COLUMNS for line in lines)
 
 
 def test_a_talk_with_an_engine(engine: Path) -> None:
-    words = ["chat", str(engine), "--chat-template", "chatml", "--temperature", "0", "--max-tokens", "12"]
+    words = [
+        "chat",
+        str(engine),
+        "--chat-template",
+        "chatml",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "12",
+    ]
     terminal = Terminal([sys.executable, "-m", "modelmill", *words])
     try:
         terminal.type("Hello\n/exit\n")  # before there is a prompt
@@ -204,8 +222,12 @@ def test_pieces_make_no_difference_and_no_word_is_lost(seed: int) -> None:
     assert all(wrapped(text, width, random.Random(each)) == shown for each in range(3))
     assert "".join(shown.split()) == "".join(text.split())
     for line in shown.split("\n"):
-        for word in re.finditer(r"\S+", line):  # the terminal breaks where a column is a multiple of its width
-            assert word.start() % width + len(word[0]) <= width or len(word[0]) > width, (line, word)
+        # the terminal breaks where a column is a multiple of its width
+        for word in re.finditer(r"\S+", line):
+            assert word.start() % width + len(word[0]) <= width or len(word[0]) > width, (
+                line,
+                word,
+            )
 
 
 # -- what is written over, and what cannot be had
@@ -234,8 +256,20 @@ def test_save_writes_over_nothing_but_its_own(
 def test_an_answer_that_cannot_be_so_long_is_told_once(
     cli: Cli, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("run", engine, "--temperature", 0, "--max-model-len", 32, "--prompt", "Once upon a time")
-    told = "--max-tokens 100000: the answer ends at 27 tokens at the latest, since the engine reads 32 in all and the"
+    words = (
+        "run",
+        engine,
+        "--temperature",
+        0,
+        "--max-model-len",
+        32,
+        "--prompt",
+        "Once upon a time",
+    )
+    told = (
+        "--max-tokens 100000: the answer ends at 27 tokens at the latest, since the engine "
+        "reads 32 in all and the"
+    )
     for more in ((), ("--json",)):
         code, _, err = cli(*words, "--max-tokens", 100000, *more)
         assert code == 0
@@ -249,5 +283,7 @@ def test_an_answer_that_cannot_be_so_long_is_told_once(
     err = cli("run", engine, "--file", jobs, "--max-model-len", 32, "--max-tokens", 28)[2]
     assert "--max-tokens 28: 1 of 2 answers end at 27" in err
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\nHo\n"))
-    err = cli("chat", engine, "--chat-template", "chatml", "--max-tokens", 9999, "--max-model-len", 128)[2]
+    err = cli(
+        "chat", engine, "--chat-template", "chatml", "--max-tokens", 9999, "--max-model-len", 128
+    )[2]
     assert err.count("--max-tokens 9999: the answer ends at") == 1

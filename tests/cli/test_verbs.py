@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 
 Cli = Callable[..., tuple[int, Any, str]]
 CHATML = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if "
+    "add_generation_prompt %}<a>{% endif %}"
 )
 
 
@@ -27,10 +28,16 @@ CHATML = (
 
 def test_dry_run_plans_and_writes_nothing(cli: Cli, checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "x.engine"
-    code, plan, _ = cli("build", checkpoint, "-o", out, "--dry-run", "-q", "int8", "--max-model-len", 100, "--json")
+    code, plan, _ = cli(
+        "build", checkpoint, "-o", out, "--dry-run", "-q", "int8", "--max-model-len", 100, "--json"
+    )
     assert code == 0
     assert not out.exists()
-    assert (plan["build"]["quantization"], plan["max_model_len"], plan["layers"]) == ("int8", 100, 5)
+    assert (plan["build"]["quantization"], plan["max_model_len"], plan["layers"]) == (
+        "int8",
+        100,
+        5,
+    )
     assert plan["memory"]["weights"] > 0
     assert plan["memory"]["fits"]
     code, text, _ = cli("build", checkpoint, "--dry-run")
@@ -39,7 +46,9 @@ def test_dry_run_plans_and_writes_nothing(cli: Cli, checkpoint: Path, tmp_path: 
     assert "KV cache per token" in text
 
 
-def test_build_tells_plan_and_acceptance_as_json(cli: Cli, checkpoint: Path, tmp_path: Path) -> None:
+def test_build_tells_plan_and_acceptance_as_json(
+    cli: Cli, checkpoint: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "made" / "int8.engine"
     code, told, _ = cli("build", checkpoint, "-o", out, "-q", "int8", "--json")
     assert code == 0
@@ -53,7 +62,10 @@ def test_a_refused_build_names_the_layer_and_fails(
 ) -> None:
     import modelmill.accept.run as accept
 
-    refusal = {"accepted": False, "reason": "bug at layer 3, module attn.o_proj: rel_l2 0.05 > 1e-05"}
+    refusal = {
+        "accepted": False,
+        "reason": "bug at layer 3, module attn.o_proj: rel_l2 0.05 > 1e-05",
+    }
     monkeypatch.setattr(accept, "accept", lambda *_, **__: refusal)
     code, out, err = cli("build", checkpoint, "-o", tmp_path / "x.engine")
     assert code == 1
@@ -100,14 +112,23 @@ def test_inspect_says_ids_only(cli: Cli, checkpoint: Path, tmp_path: Path) -> No
     assert "ids-only" in err
     jobs = tmp_path / "jobs.jsonl"
     jobs.write_text('{"prompt_token_ids": [1, 403, 407]}\n')
-    code, told, _ = cli("run", engine, "--file", jobs, "--json", "--temperature", 0, "--max-tokens", 3)
+    code, told, _ = cli(
+        "run", engine, "--file", jobs, "--json", "--temperature", 0, "--max-tokens", 3
+    )
     assert code == 0
     assert len(told[0]["outputs"][0]["token_ids"]) == 3
     assert cli("perplexity", engine, "--data", jobs)[0] == 1
-    assert cli("bench", "latency", engine, "--input-len", 4, "--output-len", 2, "--runs", 1, "--json")[0] == 0
+    assert (
+        cli("bench", "latency", engine, "--input-len", 4, "--output-len", 2, "--runs", 1, "--json")[
+            0
+        ]
+        == 0
+    )
 
 
-def test_doctor_names_versions_that_were_not_tested(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_versions_that_were_not_tested(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from modelmill.core import packages
 
     found = [
@@ -177,7 +198,18 @@ def test_run_answers_a_file_in_its_order(cli: Cli, engine: Path, tmp_path: Path)
         {"prompt": "Hi"},
     ]
     jobs.write_text("\n".join(map(json.dumps, lines)))
-    words = ("run", engine, "--file", jobs, "--temperature", 0, "--max-tokens", 5, "--chat-template", template)
+    words = (
+        "run",
+        engine,
+        "--file",
+        jobs,
+        "--temperature",
+        0,
+        "--max-tokens",
+        5,
+        "--chat-template",
+        template,
+    )
     code, told, _ = cli(*words, "--json")
     assert code == 0
     ids = [each["prompt_token_ids"] for each in told]
@@ -223,7 +255,15 @@ def test_run_refuses_in_one_line(cli: Cli, engine: Path, words: tuple[str, ...],
 def test_dump(cli: Cli, engine: Path, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "d.safetensors"
     code, _, err = cli(
-        "run", engine, "--prompt", "Once upon a time", "--max-tokens", 1, "--dump", "layers.*.attn.core", out
+        "run",
+        engine,
+        "--prompt",
+        "Once upon a time",
+        "--max-tokens",
+        1,
+        "--dump",
+        "layers.*.attn.core",
+        out,
     )
     assert code == 0
     tensors = load_file(out)
@@ -232,11 +272,27 @@ def test_dump(cli: Cli, engine: Path, tmp_path: Path) -> None:
     assert "5 tensors" in err
 
 
-def test_chat_from_a_pipe(cli: Cli, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_from_a_pipe(
+    cli: Cli, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     template, saved = tmp_path / "t.jinja", tmp_path / "talk.json"
     template.write_text(CHATML)
-    lines = f"/help\nHello\n\n/system Be kind\nAgain\n/save {saved}\n/nonsense\n/reset\n/system\n/exit\nnever\n"
-    words = ("chat", engine, "--chat-template", template, "--temperature", 0, "--max-tokens", 4, "--system", "S")
+    lines = (
+        "/help\nHello\n\n/system Be kind\nAgain\n/save "
+        f"{saved}\n/nonsense\n/reset\n/system\n/exit\nnever\n"
+    )
+    words = (
+        "chat",
+        engine,
+        "--chat-template",
+        template,
+        "--temperature",
+        0,
+        "--max-tokens",
+        4,
+        "--system",
+        "S",
+    )
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     code, text, err = cli(*words)
     assert code == 0
@@ -249,7 +305,13 @@ def test_chat_from_a_pipe(cli: Cli, engine: Path, tmp_path: Path, monkeypatch: p
     assert (talk[0]["content"], talk[3]["content"]) == ("Be kind", "Again")
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\nAgain\n"))
     code, told, _ = cli(*words, "--json", "--no-stream")
-    assert [each["role"] for each in told["messages"]] == ["system", "user", "assistant", "user", "assistant"]
+    assert [each["role"] for each in told["messages"]] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+    ]
 
 
 def test_a_long_talk_forgets_its_oldest_turns(
@@ -258,7 +320,9 @@ def test_a_long_talk_forgets_its_oldest_turns(
     template = tmp_path / "t.jinja"
     template.write_text(CHATML)
     monkeypatch.setattr(
-        sys, "stdin", io.StringIO("\n".join(["Tell me a story, please"] * 6) + "\n" + "x" * 3000 + "\n")
+        sys,
+        "stdin",
+        io.StringIO("\n".join(["Tell me a story, please"] * 6) + "\n" + "x" * 3000 + "\n"),
     )
     words = (
         "chat",
@@ -302,18 +366,24 @@ def test_compare(cli: Cli, engine: Path, checkpoint: Path, tmp_path: Path) -> No
     assert "numerical noise" in text
 
 
-@pytest.mark.parametrize("flag", ["--max-num-batched-tokens", "--max-model-len", "--kv-cache-dtype", "--tp"])
+@pytest.mark.parametrize(
+    "flag", ["--max-num-batched-tokens", "--max-model-len", "--kv-cache-dtype", "--tp"]
+)
 def test_compare_fixes_what_would_make_a_good_engine_differ(
     cli: Cli, engine: Path, checkpoint: Path, flag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step shorter than the probe ended in a crash, rounded keys in a verdict against the engine."""
+    """A step shorter than the probe ended in a crash, rounded keys in a verdict against the
+    engine.
+    """
     value = "int8" if "dtype" in flag else "40"
     assert cli("compare", engine, checkpoint, flag, value)[0] == 2
     monkeypatch.setenv(f"MODELMILL_{flag[2:].replace('-', '_').upper()}", value)
     assert cli("compare", engine, checkpoint)[0] == 0
 
 
-def test_compare_with_a_changed_checkpoint_fails(cli: Cli, engine: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_compare_with_a_changed_checkpoint_fails(
+    cli: Cli, engine: Path, checkpoint: Path, tmp_path: Path
+) -> None:
     from safetensors.torch import save_file
 
     tensors = load_file(checkpoint / "model.safetensors")
@@ -325,10 +395,14 @@ def test_compare_with_a_changed_checkpoint_fails(cli: Cli, engine: Path, checkpo
     assert code == 1
     assert told["passed"] is False
     assert (told["layer"], told["module"]) == (3, "attn.o_proj")
-    assert cli("compare", checkpoint, checkpoint)[0] == 1, "a checkpoint is no engine, and nothing is built"
+    assert cli("compare", checkpoint, checkpoint)[0] == 1, (
+        "a checkpoint is no engine, and nothing is built"
+    )
 
 
-def test_perplexity_equals_transformers(cli: Cli, engine: Path, checkpoint: Path, shared: Path) -> None:
+def test_perplexity_equals_transformers(
+    cli: Cli, engine: Path, checkpoint: Path, shared: Path
+) -> None:
     data = shared / "data/text/wikitext2_test_a.txt"
     words = ("perplexity", engine, "--data", data, "--limit-tokens", 600, "--reference", checkpoint)
     for stride in (128, 48):
@@ -341,9 +415,22 @@ def test_perplexity_equals_transformers(cli: Cli, engine: Path, checkpoint: Path
     assert "--data is missing" in cli("perplexity", engine)[2]
 
 
-def test_summaries_equal_transformers(cli: Cli, engine: Path, checkpoint: Path, shared: Path, tmp_path: Path) -> None:
+def test_summaries_equal_transformers(
+    cli: Cli, engine: Path, checkpoint: Path, shared: Path, tmp_path: Path
+) -> None:
     data, kept = shared / "data/text/cnndm_eval.jsonl", tmp_path / "kept.jsonl"
-    words = ("summarize", engine, "--data", data, "--num", 3, "--max-new-tokens", 12, "--max-input-tokens", 200)
+    words = (
+        "summarize",
+        engine,
+        "--data",
+        data,
+        "--num",
+        3,
+        "--max-new-tokens",
+        12,
+        "--max-input-tokens",
+        200,
+    )
     more = ("--reference", checkpoint, "--save", kept)
     code, told, _ = cli(*words, *more, "--check-accuracy", 0.5, "--json", "--texts")
     assert code == 0
@@ -365,11 +452,32 @@ def test_summaries_equal_transformers(cli: Cli, engine: Path, checkpoint: Path, 
 def test_kept_summaries_are_of_one_reference_and_one_way_to_run(
     cli: Cli, engine: Path, checkpoint: Path, shared: Path, tmp_path: Path
 ) -> None:
-    data, kept, other = shared / "data/text/cnndm_eval.jsonl", tmp_path / "kept.jsonl", tmp_path / "other"
-    words = ("summarize", engine, "--data", data, "--num", 2, "--max-new-tokens", 6, "--max-input-tokens", 60)
+    data, kept, other = (
+        shared / "data/text/cnndm_eval.jsonl",
+        tmp_path / "kept.jsonl",
+        tmp_path / "other",
+    )
+    words = (
+        "summarize",
+        engine,
+        "--data",
+        data,
+        "--num",
+        2,
+        "--max-new-tokens",
+        6,
+        "--max-input-tokens",
+        60,
+    )
     shutil.copytree(checkpoint, other, copy_function=shutil.copyfile)  # files of another time
     lines = []
-    for more in ((), (), ("--kv-cache-dtype", "int8"), ("--reference", checkpoint), ("--reference", other)):
+    for more in (
+        (),
+        (),
+        ("--kv-cache-dtype", "int8"),
+        ("--reference", checkpoint),
+        ("--reference", other),
+    ):
         assert cli(*words, *more, "--save", kept)[0] == 0
         lines.append(len(kept.read_text().splitlines()))
     # a share of the GPU beside transformers is another way to run, too
@@ -386,7 +494,19 @@ def test_kept_summaries_are_of_one_reference_and_one_way_to_run(
 
 def test_bench_latency(cli: Cli, engine: Path, checkpoint: Path, tmp_path: Path) -> None:
     plot, rows = tmp_path / "l.png", tmp_path / "rows.jsonl"
-    words = ("bench", "latency", engine, "--input-len", 8, "--output-len", 4, "--runs", 2, "--batch-size", "1,2")
+    words = (
+        "bench",
+        "latency",
+        engine,
+        "--input-len",
+        8,
+        "--output-len",
+        4,
+        "--runs",
+        2,
+        "--batch-size",
+        "1,2",
+    )
     reference = ("--reference", "hf", "--checkpoint", checkpoint)
     code, told, _ = cli(*words, *reference, "--json", "--plot", plot, "--save", rows)
     assert code == 0
@@ -395,12 +515,27 @@ def test_bench_latency(cli: Cli, engine: Path, checkpoint: Path, tmp_path: Path)
     assert plot.stat().st_size > 1000
     saved = [json.loads(line) for line in rows.read_text().splitlines()]
     assert saved == told["rows"]
-    assert all({"command", "device", "versions", "date", "figure", "value", "unit"} <= set(row) for row in saved)
+    assert all(
+        {"command", "device", "versions", "date", "figure", "value", "unit"} <= set(row)
+        for row in saved
+    )
     assert cli(*words, "--reference", "hf")[0] == 2, "an engine alone has no reference"
 
 
 def test_bench_sweep_ends_with_the_memory(cli: Cli, engine: Path) -> None:
-    words = ("bench", "latency", engine, "--input-len", 200, "--output-len", 2, "--runs", 1, "--batch-size", "1,2,64")
+    words = (
+        "bench",
+        "latency",
+        engine,
+        "--input-len",
+        200,
+        "--output-len",
+        2,
+        "--runs",
+        1,
+        "--batch-size",
+        "1,2,64",
+    )
     code, text, err = cli(*words, "--kv-cache-bytes", 1 << 20)
     assert code == 0
     assert "batch 64" in err
@@ -408,7 +543,10 @@ def test_bench_sweep_ends_with_the_memory(cli: Cli, engine: Path) -> None:
 
 
 def test_bench_throughput(cli: Cli, engine: Path, shared: Path, tmp_path: Path) -> None:
-    talks = [{"conversations": [{"value": f"Once upon a time {i}"}, {"value": "there was"}]} for i in range(5)]
+    talks = [
+        {"conversations": [{"value": f"Once upon a time {i}"}, {"value": "there was"}]}
+        for i in range(5)
+    ]
     data = tmp_path / "s.json"
     data.write_text(json.dumps(talks))
     words = ("bench", "throughput", engine, "--runs", 1, "--warmup", 0)
@@ -474,9 +612,18 @@ def test_pull(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("perplexity", "--data", "README.md", "--max-length", "0"), "--max-length must be at least 2"),
-        (("perplexity", "--data", "README.md", "--limit-tokens", "-5"), "--limit-tokens must be at least 1"),
-        (("summarize", "--data", "README.md", "--max-new-tokens", "0"), "--max-new-tokens must be at least 1"),
+        (
+            ("perplexity", "--data", "README.md", "--max-length", "0"),
+            "--max-length must be at least 2",
+        ),
+        (
+            ("perplexity", "--data", "README.md", "--limit-tokens", "-5"),
+            "--limit-tokens must be at least 1",
+        ),
+        (
+            ("summarize", "--data", "README.md", "--max-new-tokens", "0"),
+            "--max-new-tokens must be at least 1",
+        ),
         (("bench-throughput", "--dataset", "nowhere.json"), "cannot read nowhere.json"),
         (("run", "--prompt", "x", "--dtype", "float16"), "decided when an engine is built"),
     ],
@@ -498,7 +645,9 @@ def test_messages_must_be_a_list(cli: Cli, engine: Path, tmp_path: Path) -> None
     assert "messages must be a list" in err
 
 
-def test_an_engine_is_no_checkpoint(cli: Cli, engine: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_an_engine_is_no_checkpoint(
+    cli: Cli, engine: Path, checkpoint: Path, tmp_path: Path
+) -> None:
     code, _, err = cli("build", engine, "-o", tmp_path / "x.engine")
     assert code == 2
     assert "is an engine already" in err
@@ -507,7 +656,9 @@ def test_an_engine_is_no_checkpoint(cli: Cli, engine: Path, checkpoint: Path, tm
     assert f"-o {checkpoint}" not in err, "nobody should write an engine into a checkpoint"
 
 
-def test_a_broken_chat_template_is_told_at_build(cli: Cli, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_broken_chat_template_is_told_at_build(
+    cli: Cli, checkpoint: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "broken"
     folder.mkdir()
     for file in checkpoint.iterdir():
@@ -519,7 +670,9 @@ def test_a_broken_chat_template_is_told_at_build(cli: Cli, checkpoint: Path, tmp
     assert "--chat-template" in err
 
 
-def test_figures_come_before_a_plot_that_fails(cli: Cli, engine: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_figures_come_before_a_plot_that_fails(
+    cli: Cli, engine: Path, checkpoint: Path, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
     code, out, err = cli("compare", engine, checkpoint, "--plot", tmp_path / "file" / "errors.png")
     assert code == 2
@@ -527,7 +680,9 @@ def test_figures_come_before_a_plot_that_fails(cli: Cli, engine: Path, checkpoin
     assert "cannot write the plot" in err
 
 
-def test_calibration_is_looked_for_and_its_path_kept_out(cli: Cli, checkpoint: Path, tmp_path: Path) -> None:
+def test_calibration_is_looked_for_and_its_path_kept_out(
+    cli: Cli, checkpoint: Path, tmp_path: Path
+) -> None:
     code, _, err = cli("build", checkpoint, "--dry-run", "--calibration", tmp_path / "none.jsonl")
     assert code == 2
     assert "there is no such file" in err
@@ -553,7 +708,9 @@ def test_a_stopped_build_says_how_to_go_on(
     assert "the same command goes on" in err
 
 
-def test_compare_with_another_model_is_one_line(cli: Cli, engine: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_compare_with_another_model_is_one_line(
+    cli: Cli, engine: Path, checkpoint: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "wider"
     folder.mkdir()
     for file in checkpoint.iterdir():

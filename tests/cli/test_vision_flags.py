@@ -33,7 +33,8 @@ def test_built_asked_and_compared(parts: Path, photo: Path, tmp_path: Path, cli:
     engine = tmp_path / "mini.engine"
     named = (
         "--llm", parts / "vicuna", "--vit", parts / "eva_vit_g.pth",
-        "--qformer", parts / "blip2_pretrained_flant5xxl.pth", "--projection", parts / "pretrained_minigpt4.pth",
+        "--qformer", parts / "blip2_pretrained_flant5xxl.pth", "--projection",
+        parts / "pretrained_minigpt4.pth",
     )  # fmt: skip
     code, out, err = cli("build", "minigpt4", *named, "-o", engine, "--dtype", "float32", "--json")
     assert code == 0, err
@@ -54,7 +55,9 @@ def test_built_asked_and_compared(parts: Path, photo: Path, tmp_path: Path, cli:
     assert code != 0, "an engine with eyes is not its language model alone"
 
 
-def test_talked_with(parts: Path, photo: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_talked_with(
+    parts: Path, photo: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import io
     import sys
 
@@ -63,7 +66,9 @@ def test_talked_with(parts: Path, photo: Path, tmp_path: Path, cli: Cli, monkeyp
     assert code == 0, err
     lines = f"Look.\n/image {photo}\nAnd this?\n/image {tmp_path / 'nothing.png'}\nBye.\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-    code, out, err = cli("chat", engine, "--image", photo, "--max-tokens", "3", "--temperature", "0", "--json")
+    code, out, err = cli(
+        "chat", engine, "--image", photo, "--max-tokens", "3", "--temperature", "0", "--json"
+    )
     assert code == 0, err
     users = [each["content"] for each in out["messages"] if each["role"] == "user"]
     kinds = [[part["type"] for part in c] if isinstance(c, list) else "text" for c in users]

@@ -26,7 +26,10 @@ from modelmill.core.errors import UsageError
         ({"page_size": 16.0}, "--page-size must be a whole number, not 16.0"),
         ({"seed": "x"}, "--seed must be a whole number, not 'x'"),
         ({"seed": None}, "--seed must be a whole number"),
-        ({"kernels": "linear=torch"}, "--kernel must be OP=VARIANT pairs, a dict, not 'linear=torch'"),
+        (
+            {"kernels": "linear=torch"},
+            "--kernel must be OP=VARIANT pairs, a dict, not 'linear=torch'",
+        ),
         ({"kernels": {"linear": 1}}, "--kernel takes OP=VARIANT"),
         ({"cuda_graphs": "off"}, "--cuda-graphs must be true or false, not 'off'"),
         ({"enable_prefix_caching": 1}, "--enable-prefix-caching must be true or false"),

@@ -1,6 +1,8 @@
-"""How OpenMP's threads wait: each entry point says it before torch is imported, and a user's own word stands.
+"""How OpenMP's threads wait: each entry point says it before torch is imported, and a user's own
+word stands.
 
-GNU's runtime tells its settings when it is loaded (OMP_DISPLAY_ENV): what is looked at is what is in force.
+GNU's runtime tells its settings when it is loaded (OMP_DISPLAY_ENV): what is looked at is what is
+in force.
 """
 
 from __future__ import annotations
@@ -16,16 +18,30 @@ import pytest
 from modelmill.core import env
 from modelmill.serve import worker_process
 
-LIBRARY = "from modelmill import LLM; import os; print('children', os.environ.get('OMP_WAIT_POLICY'))"
-COMMAND = "import sys; sys.argv = ['modelmill', 'doctor', '--json']; from modelmill.cli.main import main; main()"
+LIBRARY = (
+    "from modelmill import LLM; import os; print('children', os.environ.get('OMP_WAIT_POLICY'))"
+)
+COMMAND = (
+    "import sys; sys.argv = ['modelmill', 'doctor', '--json']; from modelmill.cli.main "
+    "import main; main()"
+)
 
 
 def spins(code: str, **more: str) -> tuple[str | None, str]:
-    """GOMP_SPINCOUNT as the runtime tells it, and what the program prints. Skips where the runtime is not GNU's."""
-    clean = {name: value for name, value in env.child_env().items() if name not in env.OPENMP_WAIT_VARS}
+    """GOMP_SPINCOUNT as the runtime tells it, and what the program prints.
+
+    Skips where the runtime is not GNU's.
+    """
+    clean = {
+        name: value for name, value in env.child_env().items() if name not in env.OPENMP_WAIT_VARS
+    }
     command = [sys.executable, "-c", code]
     done = subprocess.run(
-        command, env={**clean, "OMP_DISPLAY_ENV": "VERBOSE", **more}, capture_output=True, text=True, check=True
+        command,
+        env={**clean, "OMP_DISPLAY_ENV": "VERBOSE", **more},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     told = re.search(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
     if told is None:
@@ -37,7 +53,9 @@ def spins(code: str, **more: str) -> tuple[str | None, str]:
 def test_threads_sleep_at_once(code: str) -> None:
     count, printed = spins(code)
     assert count == "0"
-    assert '"waiting": "OMP_WAIT_POLICY=PASSIVE"' in printed or "children None" in printed, "the user's children"
+    assert '"waiting": "OMP_WAIT_POLICY=PASSIVE"' in printed or "children None" in printed, (
+        "the user's children"
+    )
 
 
 def test_a_users_own_word_stands() -> None:

@@ -1,4 +1,6 @@
-"""What a generation_config comes to: the table of docs/serving.md, and what becomes of every field of transformers."""
+"""What a generation_config comes to: the table of docs/serving.md, and what becomes of every field
+of transformers.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelmill.core.errors import RequestError
-from modelmill.core.generation_defaults import MODELMILL_DEFAULTS, OPENAI_DEFAULTS, GenerationDefaults, read_generation
+from modelmill.core.generation_defaults import (
+    MODELMILL_DEFAULTS,
+    OPENAI_DEFAULTS,
+    GenerationDefaults,
+    read_generation,
+)
 from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.types import SamplingParams
 
-SAMPLES = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1}
+SAMPLES = {
+    "do_sample": True,
+    "temperature": 0.7,
+    "top_p": 0.8,
+    "top_k": 20,
+    "repetition_penalty": 1.1,
+}
 IDS = {"bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -32,9 +45,13 @@ def test_what_the_checkpoint_says_is_taken_at_every_door(container: str, openai:
 
 
 @pytest.mark.parametrize("openai", [False, True])
-@pytest.mark.parametrize("more", [{}, {"do_sample": False}, {"temperature": 0.7, "top_p": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"do_sample": False}, {"temperature": 0.7, "top_p": 0.5}], ids=str
+)
 def test_without_do_sample_the_likeliest_token_is_taken(more: dict[str, Any], openai: bool) -> None:
-    found = read_generation({**IDS, "transformers_version": "4.40.0", **more}, "safetensors", openai=openai)
+    found = read_generation(
+        {**IDS, "transformers_version": "4.40.0", **more}, "safetensors", openai=openai
+    )
     assert found.greedy
     assert drawn(found).greedy
     assert found.values["temperature"] == 0.0
@@ -44,14 +61,25 @@ def test_a_request_that_asks_for_a_draw_gets_one_from_a_greedy_engine() -> None:
     found = read_generation({**IDS, "do_sample": False, "top_p": 0.5}, "safetensors")
     for asked in ({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"n": 3}):
         assert drawn(found, **asked).temperature == 1.0
-    for other in ({"top_p": 1.0}, {"top_k": 0}, {"top_k": -1}, {"min_p": 0.0}, {"seed": 3}, {"n": 2, "num_beams": 2}):
+    for other in (
+        {"top_p": 1.0},
+        {"top_k": 0},
+        {"top_k": -1},
+        {"min_p": 0.0},
+        {"seed": 3},
+        {"n": 2, "num_beams": 2},
+    ):
         assert drawn(found, **other).temperature == 0.0
     assert drawn(found, temperature=0.3).top_p == 0.5
     assert drawn(read_generation({**IDS, "temperature": 0.4}), n=2).temperature == 0.4
 
 
-@pytest.mark.parametrize(("raw", "container"), [({}, "safetensors"), (IDS, "gguf"), ({}, "gguf")], ids=str)
-def test_where_it_says_nothing_people_and_clients_differ(raw: dict[str, Any], container: str) -> None:
+@pytest.mark.parametrize(
+    ("raw", "container"), [({}, "safetensors"), (IDS, "gguf"), ({}, "gguf")], ids=str
+)
+def test_where_it_says_nothing_people_and_clients_differ(
+    raw: dict[str, Any], container: str
+) -> None:
     own, client = read_generation(raw, container), read_generation(raw, container, openai=True)
     for found, values in ((own, MODELMILL_DEFAULTS), (client, OPENAI_DEFAULTS)):
         how = drawn(found)
@@ -59,7 +87,10 @@ def test_where_it_says_nothing_people_and_clients_differ(raw: dict[str, Any], co
     assert (own.source, client.source) == ("modelmill", "openai")
     assert drawn(client).top_k == 0
     assert drawn(client).min_p == 0.0
-    assert drawn(own, seed=1, repetition_penalty=1.2, max_tokens=3).temperature == MODELMILL_DEFAULTS["temperature"]
+    assert (
+        drawn(own, seed=1, repetition_penalty=1.2, max_tokens=3).temperature
+        == MODELMILL_DEFAULTS["temperature"]
+    )
     for said in ({"temperature": 1.3}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.0}):
         # who says how to draw gets just that
         assert drawn(own, **said) == SamplingParams(**said).with_defaults({})
@@ -90,17 +121,24 @@ def test_stop_strings_end_an_answer_unless_others_are_asked_for() -> None:
 
 
 NAMED = {
-    "num_beams": 4, "num_return_sequences": 2, "length_penalty": 2.0, "early_stopping": True, "typical_p": 0.9,
-    "epsilon_cutoff": 3e-4, "eta_cutoff": 3e-4, "top_h": 0.4, "penalty_alpha": 0.6, "dola_layers": "low",
-    "num_beam_groups": 2, "diversity_penalty": 1.0, "constraints": [1], "force_words_ids": [[3]], "guidance_scale": 1.5,
+    "num_beams": 4, "num_return_sequences": 2, "length_penalty": 2.0, "early_stopping": True,
+    "typical_p": 0.9,
+    "epsilon_cutoff": 3e-4, "eta_cutoff": 3e-4, "top_h": 0.4, "penalty_alpha": 0.6,
+    "dola_layers": "low",
+    "num_beam_groups": 2, "diversity_penalty": 1.0, "constraints": [1], "force_words_ids": [[3]],
+    "guidance_scale": 1.5,
     "watermarking_config": {"bias": 2.5}, "token_healing": True, "max_time": 3.0,
 }  # fmt: skip
 READ = {
-    "do_sample": True, "temperature": 0.5, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.2,
-    "max_length": 30, "max_new_tokens": 12, "min_length": 20, "min_new_tokens": 2, "stop_strings": ["x"],
+    "do_sample": True, "temperature": 0.5, "top_p": 0.5, "top_k": 7, "min_p": 0.1,
+    "repetition_penalty": 1.2,
+    "max_length": 30, "max_new_tokens": 12, "min_length": 20, "min_new_tokens": 2,
+    "stop_strings": ["x"],
     "encoder_repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "encoder_no_repeat_ngram_size": 3,
-    "bad_words_ids": [[3], [4, 5]], "renormalize_logits": True, "forced_bos_token_id": 5, "forced_eos_token_id": 2,
-    "exponential_decay_length_penalty": [3, 1.2], "suppress_tokens": [3], "begin_suppress_tokens": [4],
+    "bad_words_ids": [[3], [4, 5]], "renormalize_logits": True, "forced_bos_token_id": 5,
+    "forced_eos_token_id": 2,
+    "exponential_decay_length_penalty": [3, 1.2], "suppress_tokens": [3],
+    "begin_suppress_tokens": [4],
     "sequence_bias": [[[3], 2.0]], "eos_token_id": 2,
 }  # fmt: skip
 
@@ -112,22 +150,31 @@ def test_every_field_of_transformers_is_read_or_named_or_changes_no_answer() -> 
     for name, value in READ.items():
         whole = {"do_sample": True, name: value}
         if name not in ("do_sample", "eos_token_id"):
-            assert read_generation(whole) != read_generation({"do_sample": True}), f"{name} has no effect"
+            assert read_generation(whole) != read_generation({"do_sample": True}), (
+                f"{name} has no effect"
+            )
     for name, value in NAMED.items():
         found = read_generation({"do_sample": True, name: value})
         assert list(found.unused) == [name]
         assert name in (found.warning() or "")
     values = vars(config).items()
-    rest = [name for name, value in values if name not in READ and name not in NAMED and not name.startswith("_orig")]
+    rest = [
+        name
+        for name, value in values
+        if name not in READ and name not in NAMED and not name.startswith("_orig")
+    ]
     unknown = read_generation({"do_sample": True} | dict.fromkeys(rest, "set")).unused
     assert unknown == {}, f"neither read nor named nor known to be harmless: {list(unknown)}"
 
 
 def test_neutral_values_and_null_say_nothing() -> None:
     neutral = {
-        "num_beams": 1, "typical_p": 1.0, "epsilon_cutoff": 0.0, "guidance_scale": 1, "diversity_penalty": 0.0,
-        "temperature": 1.0, "top_k": 50, "top_p": 1.0, "bad_words_ids": None, "suppress_tokens": [], "max_time": None,
-        "no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "penalty_alpha": None, "early_stopping": False,
+        "num_beams": 1, "typical_p": 1.0, "epsilon_cutoff": 0.0, "guidance_scale": 1,
+        "diversity_penalty": 0.0,
+        "temperature": 1.0, "top_k": 50, "top_p": 1.0, "bad_words_ids": None, "suppress_tokens": [],
+        "max_time": None,
+        "no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "penalty_alpha": None,
+        "early_stopping": False,
     }  # fmt: skip
     found = read_generation(neutral)
     assert found.warning() is None
@@ -140,20 +187,28 @@ def test_a_key_that_nobody_knows_and_a_draw_that_never_happens_are_named() -> No
     assert "temperature counts where a request asks for a draw" in said
     assert "is not known" in said
     assert "\n" not in said
-    many = read_generation({"do_sample": True} | {f"key{i}" * 100: 3 for i in range(10_000)}).warning() or ""
+    many = (
+        read_generation({"do_sample": True} | {f"key{i}" * 100: 3 for i in range(10_000)}).warning()
+        or ""
+    )
     assert many.endswith("and 9980 more")
     assert len(many) < 3000
 
 
 BAD = [
-    {"bad_words_ids": [3]}, {"bad_words_ids": [[]]}, {"bad_words_ids": [["a"]]}, {"suppress_tokens": [-1]},
+    {"bad_words_ids": [3]}, {"bad_words_ids": [[]]}, {"bad_words_ids": [["a"]]},
+    {"suppress_tokens": [-1]},
     {"suppress_tokens": [True]}, {"forced_eos_token_id": 7, "suppress_tokens": [7, 3]},
-    {"forced_bos_token_id": 7, "suppress_tokens": [7, 3]}, {"no_repeat_ngram_size": 1.5}, {"no_repeat_ngram_size": -1},
+    {"forced_bos_token_id": 7, "suppress_tokens": [7, 3]}, {"no_repeat_ngram_size": 1.5},
+    {"no_repeat_ngram_size": -1},
     {"sequence_bias": [[3, 1.0]]}, {"sequence_bias": {"3": 1.0}}, {"sequence_bias": [[[3], "x"]]},
-    {"sequence_bias": [[[3], float("nan")]]}, {"encoder_repetition_penalty": 0}, {"forced_eos_token_id": "x"},
+    {"sequence_bias": [[[3], float("nan")]]}, {"encoder_repetition_penalty": 0},
+    {"forced_eos_token_id": "x"},
     {"exponential_decay_length_penalty": [1]}, {"exponential_decay_length_penalty": [1, -2.0]},
-    {"renormalize_logits": 1}, {"max_new_tokens": "9"}, {"max_length": -1}, {"min_length": 1.5}, {"stop_strings": [3]},
-    {"stop_strings": ""}, {"temperature": "x"}, {"suppress_tokens": [0] * 70000}, {"bad_words_ids": [[0] * 70000]},
+    {"renormalize_logits": 1}, {"max_new_tokens": "9"}, {"max_length": -1}, {"min_length": 1.5},
+    {"stop_strings": [3]},
+    {"stop_strings": ""}, {"temperature": "x"}, {"suppress_tokens": [0] * 70000},
+    {"bad_words_ids": [[0] * 70000]},
 ]  # fmt: skip
 
 
@@ -167,7 +222,9 @@ def test_what_makes_no_sense_is_one_line_that_names_the_key(raw: dict[str, Any])
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 

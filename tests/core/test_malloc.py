@@ -31,7 +31,7 @@ found = [faults() for _ in range(4)]
 before = resident()
 malloc.trim_heap()
 print(json.dumps([kept, found, before - resident()]))
-"""
+"""  # noqa: E501
 
 
 def asked(mode: str, **more: str) -> tuple[bool | None, list[int], int]:
@@ -50,6 +50,8 @@ def test_a_large_block_is_the_one_before() -> None:
     assert returned > 32 << 20, "and it can be given back"
 
 
-@pytest.mark.parametrize("more", [{"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}])
+@pytest.mark.parametrize(
+    "more", [{"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}]
+)
 def test_a_users_own_word_stands(more: dict[str, str]) -> None:
     assert asked("kept", **more)[0] is False

@@ -43,7 +43,9 @@ def test_a_containers_limit_counts(tmp_path: Path) -> None:
         memory_current=4 * GIB,
         memory_stat=f"anon 5\ninactive_file {GIB}\nactive_file {GIB}\nfile 7",
     )
-    assert asked(tmp_path, "0::/\n") == (8 * GIB, 6 * GIB), "pages of files are given back when they are wanted"
+    assert asked(tmp_path, "0::/\n") == (8 * GIB, 6 * GIB), (
+        "pages of files are given back when they are wanted"
+    )
 
 
 def test_the_tightest_group_on_the_way_counts(tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ from modelmill.core.packages import UntestedVersion, require, untested_versions
 from tests.conftest import ROOT
 
 
-def _pretend(monkeypatch: pytest.MonkeyPatch, requires: list[str], versions: dict[str, str], python: str = "") -> None:
+def _pretend(
+    monkeypatch: pytest.MonkeyPatch, requires: list[str], versions: dict[str, str], python: str = ""
+) -> None:
     ours = Message()
     ours["Requires-Python"] = python
 
@@ -41,13 +43,22 @@ def _pretend(monkeypatch: pytest.MonkeyPatch, requires: list[str], versions: dic
         ("unknown", False),
     ],
 )
-def test_a_version_is_inside_or_outside(monkeypatch: pytest.MonkeyPatch, version: str, tested: bool) -> None:
+def test_a_version_is_inside_or_outside(
+    monkeypatch: pytest.MonkeyPatch, version: str, tested: bool
+) -> None:
     _pretend(monkeypatch, ["torch<2.16,>=2.11"], {"torch": version})
-    assert untested_versions() == ([] if tested else [UntestedVersion("torch", version, ">=2.11,<2.16")])
+    assert untested_versions() == (
+        [] if tested else [UntestedVersion("torch", version, ">=2.11,<2.16")]
+    )
 
 
 def test_extras_and_python_are_examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    requires = ['gguf<1,>=0.17; extra == "test"', 'gguf<1,>=0.17; extra == "conformance"', 'ray<3; extra == "ray"', "?"]
+    requires = [
+        'gguf<1,>=0.17; extra == "test"',
+        'gguf<1,>=0.17; extra == "conformance"',
+        'ray<3; extra == "ray"',
+        "?",
+    ]
     _pretend(monkeypatch, requires, {"gguf": "1.0"}, python="<3,>=2")
     monkeypatch.setattr(packages.platform, "python_version", lambda: "3.11.7")
     assert untested_versions() == [
@@ -66,14 +77,19 @@ def test_a_source_tree_alone_has_no_ranges(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_is_needed_is_said_with_the_way_out() -> None:
     require("--plot", "json", "report")
-    with pytest.raises(MissingDependency, match=r"--plot needs no-such-package; .* 'modelmill\[report\]'"):
+    with pytest.raises(
+        MissingDependency, match=r"--plot needs no-such-package; .* 'modelmill\[report\]'"
+    ):
         require("--plot", "no_such_package", "report")
 
 
 def _requirements() -> list[str]:
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
-    return [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    return [
+        *project["dependencies"],
+        *(line for extra in project["optional-dependencies"].values() for line in extra),
+    ]
 
 
 def test_every_range_has_two_ends_and_is_the_same_wherever_it_stands() -> None:
@@ -96,4 +112,6 @@ def test_pinned_versions_lie_inside_the_ranges() -> None:
     for line in _requirements():
         requirement = Requirement(line)
         version = pinned.get(canonicalize_name(requirement.name))
-        assert version is None or requirement.specifier.contains(version), f"{line}, constraints.txt has {version}"
+        assert version is None or requirement.specifier.contains(version), (
+            f"{line}, constraints.txt has {version}"
+        )

@@ -16,12 +16,17 @@ from modelmill.core.types import SamplingParams
 @pytest.mark.parametrize(
     "bad",
     [
-        {"n": 0}, {"n": 10**6}, {"n": True}, {"n": 1.5}, {"temperature": -1}, {"temperature": math.nan},
-        {"temperature": math.inf}, {"temperature": "1"}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -2}, {"min_p": 2},
+        {"n": 0}, {"n": 10**6}, {"n": True}, {"n": 1.5}, {"temperature": -1},
+        {"temperature": math.nan},
+        {"temperature": math.inf}, {"temperature": "1"}, {"top_p": 0.0}, {"top_p": 1.1},
+        {"top_k": -2}, {"min_p": 2},
         {"max_tokens": -1}, {"logprobs": 10**9}, {"repetition_penalty": 0}, {"presence_penalty": 3},
-        {"logit_bias": {-1: 1.0}}, {"logit_bias": {1: 1e400}}, {"logit_bias": dict.fromkeys(range(5000), 0.0)},
-        {"stop": [""]}, {"stop": ["a"] * 1000}, {"stop": ["x" * 10**5]}, {"stop": [3]}, {"stop_token_ids": [-1]},
-        {"num_beams": 2, "n": 3}, {"min_tokens": 5, "max_tokens": 2}, {"seed": 1.0}, {"seed": 2**80},
+        {"logit_bias": {-1: 1.0}}, {"logit_bias": {1: 1e400}},
+        {"logit_bias": dict.fromkeys(range(5000), 0.0)},
+        {"stop": [""]}, {"stop": ["a"] * 1000}, {"stop": ["x" * 10**5]}, {"stop": [3]},
+        {"stop_token_ids": [-1]},
+        {"num_beams": 2, "n": 3}, {"min_tokens": 5, "max_tokens": 2}, {"seed": 1.0},
+        {"seed": 2**80},
     ],
     ids=str,
 )  # fmt: skip

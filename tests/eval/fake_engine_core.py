@@ -13,7 +13,10 @@ from modelmill.core.types import FinishReason, Logprob, Request, TokenOutput
 
 @dataclass
 class FakeEngineCore:
-    """Serves every request a token a step. ``fail_at``: with so many requests at once memory ends."""
+    """Serves every request a token a step.
+
+    ``fail_at``: with so many requests at once memory ends.
+    """
 
     vocab: int = 50
     max_model_len: int = 64
@@ -61,16 +64,28 @@ class FakeEngineCore:
         assert allowed is not None
         if allowed == 0:
             del self.live[id]
-            return TokenOutput(id, 0, None, finish_reason=FinishReason.LENGTH, prompt_logprobs=prompt)
+            return TokenOutput(
+                id, 0, None, finish_reason=FinishReason.LENGTH, prompt_logprobs=prompt
+            )
         ids.append((ids[-1] + 1) % self.vocab)
-        stops = {*request.eos_ids, *request.params.stop_token_ids} if not request.params.ignore_eos else set()
+        stops = (
+            {*request.eos_ids, *request.params.stop_token_ids}
+            if not request.params.ignore_eos
+            else set()
+        )
         if ids[-1] in stops:
             del self.live[id]
             return TokenOutput(id, 0, None, finish_reason=FinishReason.STOP, stop_token_id=ids[-1])
         ended = len(ids) - len(request.prompt) >= allowed
         if ended:
             del self.live[id]
-        return TokenOutput(id, 0, ids[-1], finish_reason=FinishReason.LENGTH if ended else None, prompt_logprobs=prompt)
+        return TokenOutput(
+            id,
+            0,
+            ids[-1],
+            finish_reason=FinishReason.LENGTH if ended else None,
+            prompt_logprobs=prompt,
+        )
 
     def logprob(self, a: int, b: int) -> float:
         return -math.log(2 + (a + b) % 5)

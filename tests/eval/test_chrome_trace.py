@@ -14,13 +14,20 @@ from modelmill.core.errors import UsageError
 from modelmill.eval.chrome_trace import TraceEvent, assign_lanes, make_trace, write_trace
 
 EVENTS = st.lists(
-    st.builds(TraceEvent, st.sampled_from("abc"), st.integers(0, 100).map(float), st.integers(0, 30).map(float)),
+    st.builds(
+        TraceEvent,
+        st.sampled_from("abc"),
+        st.integers(0, 100).map(float),
+        st.integers(0, 30).map(float),
+    ),
     max_size=25,
 )
 
 
 def check_trace(traced: Any) -> None:
-    """Chrome's trace event format: complete slices and metadata; slices of a thread nest or stand apart."""
+    """Chrome's trace event format: complete slices and metadata; slices of a thread nest or stand
+    apart.
+    """
     assert isinstance(traced["traceEvents"], list)
     threads: dict[tuple[int, int], list[tuple[float, float]]] = {}
     named = set()
@@ -39,7 +46,9 @@ def check_trace(traced: Any) -> None:
         assert event["ts"] >= 0
         assert event["dur"] >= 0
         assert (event["pid"], event["tid"]) in named
-        threads.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+        threads.setdefault((event["pid"], event["tid"]), []).append(
+            (event["ts"], event["ts"] + event["dur"])
+        )
     for slices in threads.values():
         for i, (begins, ends) in enumerate(slices):
             for other_begins, other_ends in slices[i + 1 :]:
@@ -51,7 +60,9 @@ def check_trace(traced: Any) -> None:
 
 
 @given(EVENTS, EVENTS)
-def test_a_trace_is_as_perfetto_reads_it(kernels: list[TraceEvent], layers: list[TraceEvent]) -> None:
+def test_a_trace_is_as_perfetto_reads_it(
+    kernels: list[TraceEvent], layers: list[TraceEvent]
+) -> None:
     tracks = {"decode": {"kernels": kernels, "layers": layers}, "prefill": {"kernels": layers}}
     traced = make_trace(tracks, {"device": "NVIDIA H200", "ceilings": {"memory_gbps": 4200}})
     check_trace(json.loads(json.dumps(traced)))

@@ -16,13 +16,25 @@ from modelmill.eval.report import plot
 
 def layer(name: str, place: int | None, error: float, ok: bool = True) -> dict[str, Any]:
     keys = ("max_abs", "mean_abs", "median_abs", "max_rel")
-    return {"name": name, "layer": place, "module": name.rpartition(".")[2], **dict.fromkeys(keys, error), "ok": ok}
+    return {
+        "name": name,
+        "layer": place,
+        "module": name.rpartition(".")[2],
+        **dict.fromkeys(keys, error),
+        "ok": ok,
+    }
 
 
 def outcome(accepted: bool) -> dict[str, Any]:
     verdict = "numerical noise" if accepted else "bug at layer 1, module q_proj"
     place, module = (None, None) if accepted else (1, "q_proj")
-    return {"accepted": accepted, "verdict": verdict, "layer": place, "module": module, "layers": []}
+    return {
+        "accepted": accepted,
+        "verdict": verdict,
+        "layer": place,
+        "module": module,
+        "layers": [],
+    }
 
 
 RIGHT = TextCheck("tokens", "a", "transformers", True)
@@ -69,14 +81,18 @@ def test_equal_sides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_first_difference_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = check(fake(list, plain), TextReference("other", lambda text: [*text[:4], "X"], None), monkeypatch)
+    found = check(
+        fake(list, plain), TextReference("other", lambda text: [*text[:4], "X"], None), monkeypatch
+    )
     template, first = found[0], found[1]
     assert template.equal is False
     assert "only other has no chat template" in str(template.note)
     assert (first.place, first.ours, first.theirs) == (4, "q", "X")
 
 
-def test_a_template_that_the_other_side_cannot_render_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_the_other_side_cannot_render_proves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fails(talk: list[dict[str, str]]) -> str:
         raise ValueError("no system role")
 

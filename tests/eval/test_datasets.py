@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from modelmill.core.errors import UsageError
-from modelmill.eval.datasets import random_requests, read_articles, read_dataset, read_jsonl, read_trace
+from modelmill.eval.datasets import (
+    random_requests,
+    read_articles,
+    read_dataset,
+    read_jsonl,
+    read_trace,
+)
 
 
 def encode(text: str) -> list[int]:
@@ -24,7 +30,9 @@ def test_the_trace_is_selected_by_the_published_rule(shared: Path) -> None:
 
 def test_trace_limits(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nx,3,5\nx,4,1\nx,100,0\nx,60,40\nx,60,41\n")
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\nx,3,5\nx,4,1\nx,100,0\nx,60,40\nx,60,41\n"
+    )
     assert sorted(read_trace(path, 10, limit=100)) == [(4, 1), (60, 40)]
     path.write_text("ContextTokens,GeneratedTokens\n5,many\n")
     with pytest.raises(UsageError, match="line 2"):

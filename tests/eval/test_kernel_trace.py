@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelmill.eval.kernel_trace import KernelRecord, kernels_from_events, label_graph_kernels, split_runs, timeline
+from modelmill.eval.kernel_trace import (
+    KernelRecord,
+    kernels_from_events,
+    label_graph_kernels,
+    split_runs,
+    timeline,
+)
 from modelmill.eval.op_trace import make_label
 
 
@@ -25,11 +31,21 @@ def label(module: str, op: str, ts: float, dur: float, tid: int = 1) -> dict[str
 
 
 def launch(number: int, ts: float, cat: str = "cuda_runtime", tid: int = 1) -> dict[str, Any]:
-    event = {"ph": "X", "cat": cat, "name": "cudaLaunchKernel", "pid": 9, "tid": tid, "ts": ts, "dur": 1}
+    event = {
+        "ph": "X",
+        "cat": cat,
+        "name": "cudaLaunchKernel",
+        "pid": 9,
+        "tid": tid,
+        "ts": ts,
+        "dur": 1,
+    }
     return {**event, "args": {"correlation": number}}
 
 
-def kernel(number: int, name: str, ts: float, dur: float = 5, cat: str = "kernel") -> dict[str, Any]:
+def kernel(
+    number: int, name: str, ts: float, dur: float = 5, cat: str = "kernel"
+) -> dict[str, Any]:
     event = {"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": 7, "ts": ts, "dur": dur}
     return {**event, "args": {"correlation": number}}
 
@@ -49,7 +65,15 @@ EVENTS = [
     kernel(2, "gemv", 220),
     kernel(3, "copy", 230, cat="gpu_memcpy"),
     kernel(5, "elsewhere", 240),
-    {"ph": "X", "cat": "gpu_user_annotation", "name": make_label("x", "y"), "ts": 0, "dur": 999, "pid": 0, "tid": 7},
+    {
+        "ph": "X",
+        "cat": "gpu_user_annotation",
+        "name": make_label("x", "y"),
+        "ts": 0,
+        "dur": 999,
+        "pid": 0,
+        "tid": 7,
+    },
 ]
 
 
@@ -80,14 +104,21 @@ def test_a_graph_learns_from_launches_by_name_and_order() -> None:
 def test_overlap_is_charged_once_and_gaps_are_seen() -> None:
     """a: 0 to 10; b begins early at 6 and ends at 14; c lies within b; d begins 3 after."""
     found = timeline(
-        [KernelRecord("a", 0, 10), KernelRecord("b", 6, 8), KernelRecord("c", 7, 2), KernelRecord("d", 17, 3)]
+        [
+            KernelRecord("a", 0, 10),
+            KernelRecord("b", 6, 8),
+            KernelRecord("c", 7, 2),
+            KernelRecord("d", 17, 3),
+        ]
     )
     assert [(each.added_us, each.gap_us) for each in found] == [(10, 0), (4, 0), (0, 0), (3, 3)]
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e3), st.floats(0, 50)), min_size=1, max_size=30))
 def test_what_is_added_and_the_gaps_make_the_step(times: list[tuple[float, float]]) -> None:
-    kernels = [KernelRecord(str(i), begins, lasts) for i, (begins, lasts) in enumerate(sorted(times))]
+    kernels = [
+        KernelRecord(str(i), begins, lasts) for i, (begins, lasts) in enumerate(sorted(times))
+    ]
     found = timeline(kernels)
     whole = max(k.start_us + k.duration_us for k in kernels) - kernels[0].start_us
     assert sum(k.added_us + k.gap_us for k in found) == pytest.approx(whole, abs=1e-6)
@@ -95,6 +126,10 @@ def test_what_is_added_and_the_gaps_make_the_step(times: list[tuple[float, float
 
 def test_equal_runs_are_told_apart() -> None:
     kernels = [KernelRecord(str(i), i, 1) for i in range(6)]
-    assert [[k.name for k in run] for run in split_runs(kernels, 3)] == [["0", "1"], ["2", "3"], ["4", "5"]]
+    assert [[k.name for k in run] for run in split_runs(kernels, 3)] == [
+        ["0", "1"],
+        ["2", "3"],
+        ["4", "5"],
+    ]
     assert len(split_runs(kernels, 4)) == 1
     assert split_runs([], 3) == [[]]

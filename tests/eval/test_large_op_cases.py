@@ -41,7 +41,9 @@ SMALL: dict[str, large_op_cases.CaseMaker] = {
     "gelu_tanh": partial(gelu_tanh.cases_for_shapes, [(3, 40)]),
     "gelu_quant": partial(gelu_quant.cases_for_shapes, [(3, 40)]),
     "int4_linear": partial(large_op_cases.grouped, [(8, 96, 40, 32)], int4_linear.random_weight),
-    "int8_group_linear": partial(large_op_cases.grouped, [(8, 96, 40, 32)], int8_group_linear.random_weight),
+    "int8_group_linear": partial(
+        large_op_cases.grouped, [(8, 96, 40, 32)], int8_group_linear.random_weight
+    ),
     "rptq_quant": partial(rptq_quant.cases_for_shapes, [(3, 96, 32)], full=True),
     "rptq_linear": partial(rptq_linear.cases_for_shapes, [(3, 96, 40, 32, 8)]),
     "w8a8_linear_swiglu": partial(w8a8_linear_swiglu.cases_for_shapes, [(3, 64, 48)]),
@@ -61,12 +63,15 @@ def tensors(values: Any) -> list[torch.Tensor]:
 
 
 LEFT_OUT = {"keys", "inv_scale", "zero_point", "perm", "step", "slots", "cos", "sin"}
-"""Arguments that weigh nothing beside the rows, or are not read (keys of one row of frequencies)."""
+"""Arguments that weigh nothing beside the rows, or are not read (keys of one row of frequencies).
+"""
 
 
 @pytest.mark.parametrize("op", SMALL)
 def test_bytes_and_operations_are_counted(op: str) -> None:
-    """Inputs read once, outputs written once: within what scales of rows and columns weigh, with wide rows."""
+    """Inputs read once, outputs written once: within what scales of rows and columns weigh, with
+    wide rows.
+    """
     wide: dict[str, large_op_cases.CaseMaker] = {
         "quantize": partial(large_op_cases.quantize_cases, 200, 2048),
         "rope_cache": partial(large_op_cases.rope_cases, 19, 2, 64),
@@ -74,18 +79,29 @@ def test_bytes_and_operations_are_counted(op: str) -> None:
         "rptq_quant": partial(rptq_quant.cases_for_shapes, [(40, 4096, 32)], full=True),
         "rptq_linear": partial(rptq_linear.cases_for_shapes, [(40, 960, 400, 32, 8)]),
         "w8a8_linear_swiglu": partial(w8a8_linear_swiglu.cases_for_shapes, [(40, 640, 320)]),
-        "int4_linear": partial(large_op_cases.grouped, [(8, 960, 400, 32)], int4_linear.random_weight),
-        "int8_group_linear": partial(large_op_cases.grouped, [(8, 960, 400, 32)], int8_group_linear.random_weight),
+        "int4_linear": partial(
+            large_op_cases.grouped, [(8, 960, 400, 32)], int4_linear.random_weight
+        ),
+        "int8_group_linear": partial(
+            large_op_cases.grouped, [(8, 960, 400, 32)], int8_group_linear.random_weight
+        ),
     }
     maker = large_op_cases.LARGE_CASES[op]
     make = wide.get(op) or partial(maker.func, [(200, 2048)])  # type: ignore[attr-defined]
     with torch.inference_mode():
         for case in make("cpu", torch.float16):
             out = registry.reference(op)(**case.args)
-            read = [each for name, value in case.args.items() if name not in LEFT_OUT for each in tensors(value)]
+            read = [
+                each
+                for name, value in case.args.items()
+                if name not in LEFT_OUT
+                for each in tensors(value)
+            ]
             if op == "rope_cache":  # what is stored is as large as what is read of keys and values
                 read, out = [case.args["qkv"]], case.args["qkv"]
-            assert case.bytes_moved == pytest.approx(nbytes(*read, *tensors(out)), rel=0.02), case.name
+            assert case.bytes_moved == pytest.approx(nbytes(*read, *tensors(out)), rel=0.02), (
+                case.name
+            )
             if op.endswith(("linear", "linear_swiglu")):
                 x = case.args.get("x", case.args.get("q"))
                 assert isinstance(x, torch.Tensor)
@@ -96,9 +112,14 @@ def test_bytes_and_operations_are_counted(op: str) -> None:
 
 
 def test_orders_are_timed_with_both_types() -> None:
-    told = {case.name: case.args for case in large_op_cases.quantize_cases(3, 1024, "cpu", torch.float32)}
+    told = {
+        case.name: case.args
+        for case in large_op_cases.quantize_cases(3, 1024, "cpu", torch.float32)
+    }
     orders = {
-        (args["dtype"], "inv_scale" in args) for args in told.values() if "perm" in args and "zero_point" not in args
+        (args["dtype"], "inv_scale" in args)
+        for args in told.values()
+        if "perm" in args and "zero_point" not in args
     }
     assert {(torch.int8, True), (torch.int8, False), (torch.float8_e4m3fn, False)} <= orders
 

@@ -30,7 +30,9 @@ POSITIVE = st.floats(1.0, 1e12)
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """One small case an op, few copies, small ceilings."""
-    monkeypatch.setattr(op_bench, "bench_cases", lambda op, kind, dtype: [next(iter(bench_cases(op, kind, dtype)))])
+    monkeypatch.setattr(
+        op_bench, "bench_cases", lambda op, kind, dtype: [next(iter(bench_cases(op, kind, dtype)))]
+    )
     monkeypatch.setattr(op_bench, "CACHE_FLUSH_BYTES", {"cpu": 1 << 16, "cuda": 1 << 16})
     monkeypatch.setattr(op_bench, "MIN_ROUNDS", 1)
     monkeypatch.setattr("modelmill.ops.timing.COPY_BYTES", {"cpu": 1 << 16, "cuda": 1 << 16})
@@ -41,7 +43,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_op_of_the_shelf_is_timed(quick: None) -> None:
-    found = list(bench_ops(measure_roofline("cpu", [torch.float32]), torch.float32, OpBenchSelection(rounds=2)))
+    found = list(
+        bench_ops(
+            measure_roofline("cpu", [torch.float32]), torch.float32, OpBenchSelection(rounds=2)
+        )
+    )
     assert {each.op for each in found} == {*registry.OPS, *registry.FUSED_OPS}
     assert not [each for each in found if each.failed]
     for each in found:
@@ -55,14 +61,21 @@ def test_every_op_of_the_shelf_is_timed(quick: None) -> None:
 def test_only_what_is_wanted_is_timed(quick: None) -> None:
     wanted = OpBenchSelection(ops=("rms_norm", "linear"), implementations=("torch",), rounds=1)
     found = list(bench_ops(measure_roofline("cpu", [torch.float32]), torch.float32, wanted))
-    assert [(each.op, each.variant) for each in found] == [("rms_norm", "torch"), ("linear", "torch")]
+    assert [(each.op, each.variant) for each in found] == [
+        ("rms_norm", "torch"),
+        ("linear", "torch"),
+    ]
     assert list(bench_ops(CEILINGS, torch.float32, OpBenchSelection(case="no such case"))) == []
 
 
 def test_the_fraction_is_the_floor_over_the_time() -> None:
-    """10 GB/s, 100 GFLOP/s: 1 MB takes 100 µs, 2 MFLOP 20 µs; of a call of 200 µs the floor is a half."""
+    """10 GB/s, 100 GFLOP/s: 1 MB takes 100 µs, 2 MFLOP 20 µs; of a call of 200 µs the floor is a
+    half.
+    """
     base = OpTiming("linear", "x", "float32", "torch", True, "graph")
-    found = with_roofline(base, Case("x", {}, 1_000_000, 2_000_000), [300e-6, 200e-6, 150e-6], CEILINGS)
+    found = with_roofline(
+        base, Case("x", {}, 1_000_000, 2_000_000), [300e-6, 200e-6, 150e-6], CEILINGS
+    )
     assert found.fraction == pytest.approx(0.5)
     assert found.bound == "memory"
     assert found.gbps == pytest.approx(5.0)
@@ -70,13 +83,18 @@ def test_the_fraction_is_the_floor_over_the_time() -> None:
     many = with_roofline(base, Case("x", {}, 1_000_000, 40_000_000), [800e-6], CEILINGS)
     assert (many.bound, many.fraction) == ("products", pytest.approx(0.5))
     best = with_roofline(
-        OpTiming("linear", "x", "float32", "torch", True, "host"), Case("x", {}, 1_000_000), [200e-6, 125e-6], CEILINGS
+        OpTiming("linear", "x", "float32", "torch", True, "host"),
+        Case("x", {}, 1_000_000),
+        [200e-6, 125e-6],
+        CEILINGS,
     )
     assert best.fraction == pytest.approx(0.8)
 
 
 def test_products_of_8_bits_have_a_ceiling_of_their_own() -> None:
-    """100 Gop/s in float32, 400 in int8: 40 Mop take 100 µs there, and 400 where the int8 rate is not known."""
+    """100 Gop/s in float32, 400 in int8: 40 Mop take 100 µs there, and 400 where the int8 rate is
+    not known.
+    """
     base = OpTiming("w8a8_linear", "x", "float32", "cuda", True, "graph")
     case = Case("x", {"x": torch.ones(2, 2, dtype=torch.int8)}, 1000, 40_000_000)
     both = Roofline("cuda", 10e9, {"float32": 100e9, "int8": 400e9})
@@ -91,7 +109,9 @@ def test_what_is_8_bits_of_a_sum_takes_its_own_time() -> None:
     assert found.min_seconds(0, 500, "float32", {"int8": 400}) == pytest.approx(2.0)
     assert found.min_seconds(0, 500, "float32", {"float8_e4m3fn": 400}) == pytest.approx(5.0)
     assert found.min_seconds(0, 400, "float16", {"int8": 400}) == pytest.approx(1.0)
-    assert Roofline("cuda", 1e9, {"float32": 0.0}).min_seconds(2e9, 0, "float32") == 2.0, "a rate that is not known"
+    assert Roofline("cuda", 1e9, {"float32": 0.0}).min_seconds(2e9, 0, "float32") == 2.0, (
+        "a rate that is not known"
+    )
     assert found.bound(3e9, 500, "float32", {"int8": 400}) == "memory"
     assert found.bound(1e9, 500, "float32", {"int8": 400}) == "products"
 
@@ -103,16 +123,23 @@ def test_a_gpu_has_rates_of_8_bits() -> None:
         pytest.skip("needs a GPU that multiplies fp8")
     found = measure_roofline("cuda", [torch.bfloat16])
     assert set(found.matmul_rates) == {"bfloat16", "int8", "float8_e4m3fn"}
-    assert min(found.matmul_rates["int8"], found.matmul_rates["float8_e4m3fn"]) > 1.1 * found.matmul_rates["bfloat16"]
+    assert (
+        min(found.matmul_rates["int8"], found.matmul_rates["float8_e4m3fn"])
+        > 1.1 * found.matmul_rates["bfloat16"]
+    )
 
 
 def test_what_counts_no_bytes_has_no_fraction() -> None:
-    found = with_roofline(OpTiming("decode", "x", "float32", "cpu", True, "host"), Case("x", {}), [1e-3], CEILINGS)
+    found = with_roofline(
+        OpTiming("decode", "x", "float32", "cpu", True, "host"), Case("x", {}), [1e-3], CEILINGS
+    )
     assert (found.fraction, found.gbps, found.bound) == (None, None, None)
 
 
 @given(POSITIVE, POSITIVE, st.floats(1.0, 1e9), st.floats(1.0, 1e9))
-def test_a_floor_is_the_larger_of_two_times(memory: float, products: float, nbytes: float, operations: float) -> None:
+def test_a_floor_is_the_larger_of_two_times(
+    memory: float, products: float, nbytes: float, operations: float
+) -> None:
     found = Roofline("cpu", memory, {"float32": products})
     floor = found.min_seconds(nbytes, operations, "float32")
     assert floor == max(nbytes / memory, operations / products)
@@ -123,20 +150,29 @@ def test_a_floor_is_the_larger_of_two_times(memory: float, products: float, nbyt
 def test_copies_leave_the_cache_and_share_nothing() -> None:
     case = next(iter(bench_cases("linear", "cpu", torch.float32)))
     sets = argument_sets(case, "cpu")
-    assert sum(each["weight"].nbytes + each["x"].nbytes for each in sets) >= op_bench.CACHE_FLUSH_BYTES["cpu"]
+    assert (
+        sum(each["weight"].nbytes + each["x"].nbytes for each in sets)
+        >= op_bench.CACHE_FLUSH_BYTES["cpu"]
+    )
     assert len({each["weight"].data_ptr() for each in sets}) == len(sets)
     assert all(torch.equal(each["weight"], case.args["weight"]) for each in sets)
 
 
-def test_a_kernel_that_fails_is_told_and_the_others_are_timed(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_fails_is_told_and_the_others_are_timed(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(**args: Any) -> None:
         raise RuntimeError("out\nof order")
 
     real = runnable_implementations
-    monkeypatch.setattr(op_bench, "runnable_implementations", lambda *args: {**real(*args), "odd": broken})
+    monkeypatch.setattr(
+        op_bench, "runnable_implementations", lambda *args: {**real(*args), "odd": broken}
+    )
     found = list(
         bench_ops(
-            measure_roofline("cpu", [torch.float32]), torch.float32, OpBenchSelection(ops=("rms_norm",), rounds=1)
+            measure_roofline("cpu", [torch.float32]),
+            torch.float32,
+            OpBenchSelection(ops=("rms_norm",), rounds=1),
         )
     )
     assert {each.variant: each.failed for each in found}["odd"] == "RuntimeError: out of order"
@@ -156,13 +192,19 @@ def test_a_kernel_that_fails_is_told_and_the_others_are_timed(quick: None, monke
 def test_what_is_picked_is_the_first_that_serves(
     quick: None, monkeypatch: pytest.MonkeyPatch, serve: tuple[str, ...], expected: str
 ) -> None:
-    """A picked variant that does not serve a case leaves it to those behind it, as the shelf does."""
+    """A picked variant that does not serve a case leaves it to those behind it, as the shelf
+    does.
+    """
     monkeypatch.setattr(registry, "BACKEND_PREFERENCE", {"cpu": ("cuda", "triton", "cpu", "torch")})
     monkeypatch.setattr(
-        op_bench, "runnable_implementations", lambda op, *rest: dict.fromkeys(serve, registry.reference(op))
+        op_bench,
+        "runnable_implementations",
+        lambda op, *rest: dict.fromkeys(serve, registry.reference(op)),
     )
     case = next(iter(bench_cases("rms_norm", "cpu", torch.float32)))
-    found = op_bench.measure_case("rms_norm", case, torch.float32, CEILINGS, OpBenchSelection(rounds=1), "cuda")
+    found = op_bench.measure_case(
+        "rms_norm", case, torch.float32, CEILINGS, OpBenchSelection(rounds=1), "cuda"
+    )
     assert [each.variant for each in found if each.chosen] == [expected]
 
 

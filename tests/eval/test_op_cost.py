@@ -23,7 +23,9 @@ def of(op: str, **args: Any) -> OpCost:
 def test_a_product_reads_its_weight_once() -> None:
     x, weight, bias = torch.randn(3, 64), torch.randn(128, 64), torch.randn(128)
     found = of("linear", x=x, weight=weight, bias=bias)
-    assert found == OpCost(4 * (3 * 64 + 128 * 64 + 128 + 3 * 128), 4 * (128 * 64 + 128), 2 * 3 * 64 * 128)
+    assert found == OpCost(
+        4 * (3 * 64 + 128 * 64 + 128 + 3 * 128), 4 * (128 * 64 + 128), 2 * 3 * 64 * 128
+    )
     assert op_cost("linear", (x, weight), {}, torch.empty(3, 128)).unavoidable_bytes == 4 * 128 * 64
     gated = of("linear_swiglu", x=x, weight=weight)
     assert gated == OpCost(4 * (3 * 64 + 128 * 64 + 3 * 64), 4 * 128 * 64, 2 * 3 * 64 * 128)
@@ -52,7 +54,9 @@ def test_operations_of_8_bits_are_told_apart() -> None:
 
 
 def test_attention_reads_each_key_once() -> None:
-    """Decoding and a prompt together: contexts of 5 and 3, of which 1 and 3 tokens are new; 2 KV heads of 8."""
+    """Decoding and a prompt together: contexts of 5 and 3, of which 1 and 3 tokens are new; 2 KV
+    heads of 8.
+    """
     q, cache = torch.randn(4, 4, 8), torch.randn(2, 2, 16, 8)
     args: dict[str, Any] = {
         "q": q,
@@ -95,32 +99,45 @@ def test_a_cache_of_8_bits_counts_its_scales() -> None:
         "max_context": 1,
         "scale": 1.0,
     }
-    assert op_cost("paged_attention", (), {**args, **named}, torch.empty(1, 8)).unavoidable_bytes == 2 * (8 + 4)
+    assert op_cost(
+        "paged_attention", (), {**args, **named}, torch.empty(1, 8)
+    ).unavoidable_bytes == 2 * (8 + 4)
 
 
 def test_a_projection_that_is_rotated_and_stored_counts_no_stop_between() -> None:
-    """Three tokens of 16 columns to two heads of queries and one each of keys and values, 8 wide."""
+    """Three tokens of 16 columns to two heads of queries and one each of keys and values, 8
+    wide.
+    """
     cache, angles = torch.zeros(1, 1, 16, 8), torch.zeros(3, 4)
     x, weight, bias = torch.randn(3, 16), torch.randn(32, 16), torch.randn(32)
     args = {"k_cache": cache, "v_cache": cache.clone(), "slots": torch.arange(3), "heads": 2}
-    found = of("qkv_rope_cache", x=x, weight=weight, bias=bias, cos=angles.cos(), sin=angles.sin(), **args)
+    found = of(
+        "qkv_rope_cache", x=x, weight=weight, bias=bias, cos=angles.cos(), sin=angles.sin(), **args
+    )
     held = weight.nbytes + bias.nbytes
     assert found == OpCost(x.nbytes + 2 * angles.nbytes + held + 3 * 32 * 4, held, 2 * 3 * 16 * 32)
 
 
 def test_a_norm_reads_and_writes_its_rows() -> None:
     x, weight = torch.randn(5, 64), torch.randn(64)
-    assert of("rms_norm", x=x, weight=weight, eps=1e-5) == OpCost(2 * x.nbytes + weight.nbytes, 0, 0)
+    assert of("rms_norm", x=x, weight=weight, eps=1e-5) == OpCost(
+        2 * x.nbytes + weight.nbytes, 0, 0
+    )
     found = of("add_rms_norm", x=x, residual=x.clone(), weight=weight, eps=1e-5)
     assert found.nbytes == 4 * x.nbytes + weight.nbytes
 
 
 def test_the_whole_layers_count_as_their_parts() -> None:
-    """Weights, keys and values of ``decode`` are those of the ops that it spans; what lies between is saved."""
+    """Weights, keys and values of ``decode`` are those of the ops that it spans; what lies between
+    is saved.
+    """
     from modelmill.eval.op_trace import trace_ops
     from modelmill.nn.synthetic_step import synthetic_step
 
-    model, ops = decoder(window=24), registry.select_backends("cpu", dict.fromkeys(registry.OPS, "torch"))
+    model, ops = (
+        decoder(window=24),
+        registry.select_backends("cpu", dict.fromkeys(registry.OPS, "torch")),
+    )
     step = synthetic_step(model, ops, (3, 1, 40))
     with trace_ops(model, ops) as apart:
         model(_with(step, apart.ops))

@@ -19,7 +19,11 @@ class Bigram:
     """Scores by a seeded table of log probabilities: log p(b | a)."""
 
     def __init__(self, vocab: int) -> None:
-        self.table = torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(1)).log_softmax(-1).tolist()
+        self.table = (
+            torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(1))
+            .log_softmax(-1)
+            .tolist()
+        )
 
     def score(self, windows: Sequence[Sequence[int]]) -> Iterator[list[float]]:
         for ids in windows:
@@ -28,7 +32,9 @@ class Bigram:
 
 @settings(deadline=None)
 @given(st.integers(0, 60), st.integers(2, 20), st.integers(1, 20))
-def test_every_token_is_scored_once_but_those_without_context(count: int, length: int, stride: int) -> None:
+def test_every_token_is_scored_once_but_those_without_context(
+    count: int, length: int, stride: int
+) -> None:
     if stride > length:
         with pytest.raises(UsageError, match="--stride"):
             sliding_windows(count, length, stride)
@@ -77,11 +83,15 @@ def test_mean_over_scored_tokens() -> None:
 
 def test_progress_is_told() -> None:
     told: list[tuple[str, int, int]] = []
-    measure_perplexity([1, 2, 3, 4], Bigram(7), max_length=2, stride=2, on_progress=lambda *each: told.append(each))
+    measure_perplexity(
+        [1, 2, 3, 4], Bigram(7), max_length=2, stride=2, on_progress=lambda *each: told.append(each)
+    )
     assert told == [("perplexity", 1, 2), ("perplexity", 2, 2)]
 
 
-@pytest.mark.parametrize(("count", "length", "stride"), [(5, 1, 1), (5, 4, 0), (1, 4, 4), (0, 4, 4)])
+@pytest.mark.parametrize(
+    ("count", "length", "stride"), [(5, 1, 1), (5, 4, 0), (1, 4, 4), (0, 4, 4)]
+)
 def test_senseless_sizes_are_refused_in_one_line(count: int, length: int, stride: int) -> None:
     with pytest.raises(UsageError) as caught:
         sliding_windows(count, length, stride)

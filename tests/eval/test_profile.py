@@ -29,11 +29,20 @@ def _few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("phase", profiling.PHASES)
 def test_a_step_is_told_op_by_op(phase: str) -> None:
-    engine = make_engine(kernels=dict.fromkeys(("linear", "silu_mul"), "torch"))  # no op that spans others
+    # no op that spans others
+    engine = make_engine(kernels=dict.fromkeys(("linear", "silu_mul"), "torch"))
     found, tracks = profile_case(engine, ProfileCase(phase, 2, 24), CEILINGS)
     lines = {(line.module, line.op): line for line in found.lines}
     assert {op for _, op in lines} == {
-        *("rms_norm", "add_rms_norm", "linear", "rope_cos_sin", "rope_cache", "paged_attention", "silu_mul")
+        *(
+            "rms_norm",
+            "add_rms_norm",
+            "linear",
+            "rope_cos_sin",
+            "rope_cache",
+            "paged_attention",
+            "silu_mul",
+        )
     }
     qkv = lines["layers.*.attn.qkv_proj", "linear"]
     tokens = 2 if phase == "decode" else 2 * 24
@@ -41,8 +50,12 @@ def test_a_step_is_told_op_by_op(phase: str) -> None:
     assert qkv.operations == 2 * 2 * tokens * 32 * 64
     assert qkv.floor_us == pytest.approx(max(qkv.nbytes or 0, qkv.operations) / 1e9 * 1e6)
     assert qkv.fraction == pytest.approx(qkv.floor_us / qkv.us)
-    assert sum(line.share for line in found.lines) + found.gap_us / found.seen_us == pytest.approx(1.0)
-    assert [line.us for line in found.lines] == sorted((line.us for line in found.lines), reverse=True)
+    assert sum(line.share for line in found.lines) + found.gap_us / found.seen_us == pytest.approx(
+        1.0
+    )
+    assert [line.us for line in found.lines] == sorted(
+        (line.us for line in found.lines), reverse=True
+    )
     assert 0 < found.floor_us < sum(line.floor_us or 0 for line in found.lines)
     assert found.inside == ()
     check_trace(make_trace({phase: tracks}, {}))
@@ -55,8 +68,13 @@ def test_all_layers_in_one_op_are_one_line_and_what_is_inside() -> None:
     if engine.ops.decode is None:
         pytest.skip("no compiler here")
     found, _ = profile_case(engine, ProfileCase("decode", 1, 24), CEILINGS)
-    assert {(line.module, line.op) for line in found.lines} == {("", "decode"), ("rotary", "rope_cos_sin")}
-    assert ("layers.*.attn.core", "paged_attention") in {(line.module, line.op) for line in found.inside}
+    assert {(line.module, line.op) for line in found.lines} == {
+        ("", "decode"),
+        ("rotary", "rope_cos_sin"),
+    }
+    assert ("layers.*.attn.core", "paged_attention") in {
+        (line.module, line.op) for line in found.inside
+    }
     products = sum(line.operations or 0 for line in found.inside)
     assert max(line.operations or 0 for line in found.lines) == products
 
@@ -97,7 +115,10 @@ def kernels() -> list[KernelRecord]:
             (mix.format(layer), "paged_attention", 0),
         ]
         times = ((0.0, 40.0, "gemv"), (35.0, 15.0, "splitk"), (60.0, 40.0, "attend"))
-        found += [KernelRecord(name, at + begins, lasts, call) for (begins, lasts, name), call in zip(times, calls)]
+        found += [
+            KernelRecord(name, at + begins, lasts, call)
+            for (begins, lasts, name), call in zip(times, calls)
+        ]
     return timeline([*found, KernelRecord("argmax", 200.0, 5.0)])
 
 

@@ -15,7 +15,14 @@ from modelmill.eval.report import Spread
 
 def test_spread() -> None:
     found = Spread.from_values([3.0, 1.0, 2.0, 4.0, 5.0])
-    assert (found.median, found.min, found.max, found.p25, found.p75, found.runs) == (3, 1, 5, 2, 4, 5)
+    assert (found.median, found.min, found.max, found.p25, found.p75, found.runs) == (
+        3,
+        1,
+        5,
+        2,
+        4,
+        5,
+    )
     assert found.scaled(10).max == 50
     rate = found.inverse(60)
     assert (rate.median, rate.min, rate.max) == (20, 12, 60)
@@ -26,7 +33,9 @@ def test_spread() -> None:
 
 def test_rows_have_what_is_needed_to_measure_again(tmp_path: Path) -> None:
     path = tmp_path / "a" / "rows.jsonl"
-    row = report.make_row("modelmill bench", "latency", 1.5, "ms", "a chip", spread=Spread.from_values([1.5]))
+    row = report.make_row(
+        "modelmill bench", "latency", 1.5, "ms", "a chip", spread=Spread.from_values([1.5])
+    )
     report.append_rows(path, [row])
     report.append_rows(path, [row])
     lines = [json.loads(line) for line in path.read_text().splitlines()]

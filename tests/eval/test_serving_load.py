@@ -13,13 +13,20 @@ import pytest
 from modelmill.core.errors import ModelmillError, RequestError, UsageError
 from modelmill.eval.openai_client import OpenAIClient, RequestTiming, time_request
 from modelmill.eval.report import Spread, plot
-from modelmill.eval.serving_load import ServingLoad, goodput, percentiles_ms, run_load, summarize_load
+from modelmill.eval.serving_load import (
+    ServingLoad,
+    goodput,
+    percentiles_ms,
+    run_load,
+    summarize_load,
+)
 from modelmill.eval.serving_plots import GRID_SHAPE, draw_plots
 
 
 def sse(*events: Any) -> bytes:
     return b"".join(
-        b"data: " + (event if isinstance(event, bytes) else json.dumps(event).encode()) + b"\n\n" for event in events
+        b"data: " + (event if isinstance(event, bytes) else json.dumps(event).encode()) + b"\n\n"
+        for event in events
     )
 
 
@@ -38,7 +45,9 @@ def chunked(body: bytes, size: int) -> bytes:
 
 
 def against(
-    answer: bytes | Callable[[], bytes], work: Callable[[OpenAIClient], Any], seen: list[bytes] | None = None
+    answer: bytes | Callable[[], bytes],
+    work: Callable[[OpenAIClient], Any],
+    seen: list[bytes] | None = None,
 ) -> Any:
     """Run ``work`` with a server that answers so to everything."""
 
@@ -67,8 +76,15 @@ def against(
 def test_a_stream_in_any_pieces(size: int) -> None:
     seen: list[bytes] = []
     body = {"model": "m", "prompt": "x"}
-    found = against(OK + chunked(WHOLE, size) + b"0\r\n\r\n", lambda remote: time_request(remote, body), seen)
-    assert (found.error, found.prompt_tokens, found.output_tokens, len(found.chunk_times)) == (None, 7, 3, 3)
+    found = against(
+        OK + chunked(WHOLE, size) + b"0\r\n\r\n", lambda remote: time_request(remote, body), seen
+    )
+    assert (found.error, found.prompt_tokens, found.output_tokens, len(found.chunk_times)) == (
+        None,
+        7,
+        3,
+        3,
+    )
     assert found.start < found.chunk_times[0] <= found.chunk_times[-1]
     head, sent = seen[0].split(b"\r\n\r\n")
     assert head.startswith(b"POST /v1/completions HTTP/1.1\r\n")
@@ -83,16 +99,28 @@ def test_a_stream_in_any_pieces(size: int) -> None:
         (OK + chunked(WHOLE, 10)[:60], "middle"),
         (OK + b"0\r\n\r\n", "empty"),
         (b"", "without an answer"),
-        (b'HTTP/1.1 429 Busy\r\ncontent-length: 2\r\n\r\n{"error": {"message": "too many"}}', "429: too many"),
+        (
+            b'HTTP/1.1 429 Busy\r\ncontent-length: 2\r\n\r\n{"error": {"message": "too many"}}',
+            "429: too many",
+        ),
         (b"HTTP/1.1 500 Oh\r\n\r\nnonsense", "500: (no message)"),
         (b"HTTP/1.1 \r\n\r\n", "does not speak HTTP"),
         (b"SSH-2.0-OpenSSH\r\n\r\n", "does not speak HTTP"),
-        (OK + chunked(sse(chunk("a"), b'{"choices": ['), 20) + b"0\r\n\r\n", "none of OpenAI's API: {"),
+        (
+            OK + chunked(sse(chunk("a"), b'{"choices": ['), 20) + b"0\r\n\r\n",
+            "none of OpenAI's API: {",
+        ),
         (OK + chunked(sse(b"\xff\xfe"), 20) + b"0\r\n\r\n", "none of OpenAI's API"),
         (OK + chunked(sse([1, 2]), 20) + b"0\r\n\r\n", "none of OpenAI's API"),
         (OK + chunked(sse({"choices": [7]}), 20) + b"0\r\n\r\n", "none of OpenAI's API"),
-        (OK + chunked(sse({"choices": [{"delta": "a"}]}), 20) + b"0\r\n\r\n", "none of OpenAI's API"),
-        (OK + chunked(sse({"usage": {"prompt_tokens": "7"}}), 20) + b"0\r\n\r\n", "none of OpenAI's API"),
+        (
+            OK + chunked(sse({"choices": [{"delta": "a"}]}), 20) + b"0\r\n\r\n",
+            "none of OpenAI's API",
+        ),
+        (
+            OK + chunked(sse({"usage": {"prompt_tokens": "7"}}), 20) + b"0\r\n\r\n",
+            "none of OpenAI's API",
+        ),
     ],
 )
 def test_what_goes_wrong_is_noted(answer: bytes, told: str) -> None:
@@ -111,7 +139,9 @@ def test_one_malformed_event_costs_one_visit() -> None:
     assert [each.error is None for each in visits] == [True, False, True, True]
 
 
-@pytest.mark.parametrize("page", [b"<html>", b"\xff", b"", b"[]", b'{"data": []}', b'{"data": [{}]}', b"7"])
+@pytest.mark.parametrize(
+    "page", [b"<html>", b"\xff", b"", b"[]", b'{"data": []}', b'{"data": [{}]}', b"7"]
+)
 def test_a_page_that_lists_no_model(page: bytes) -> None:
     with pytest.raises(ModelmillError, match=r"no JSON|lists no model"):
         against(b"HTTP/1.1 200 OK\r\n\r\n" + page, lambda remote: remote.first_model())
@@ -154,10 +184,17 @@ def test_all_requests_are_made_and_counted() -> None:
     told: list[tuple[int, int]] = []
     load = ServingLoad([(3, 4)] * 9, rate=500.0, concurrency=2, first_ms=60000, token_ms=1e-9)
     answer = OK + chunked(WHOLE, 7) + b"0\r\n\r\n"
-    visits, seconds = against(answer, lambda remote: run_load(remote, "m", load, lambda *ended: told.append(ended)))
+    visits, seconds = against(
+        answer, lambda remote: run_load(remote, "m", load, lambda *ended: told.append(ended))
+    )
     assert told == [(place, 9) for place in range(1, 10)]
     found = summarize_load(visits, seconds, load)
-    assert (found["requests"], found["failed"], found["output_tokens"], found["prompt_tokens"]) == (9, 0, 27, 63)
+    assert (found["requests"], found["failed"], found["output_tokens"], found["prompt_tokens"]) == (
+        9,
+        0,
+        27,
+        63,
+    )
     assert found["requests_per_s"] == pytest.approx(9 / seconds)
 
 
@@ -191,7 +228,9 @@ def test_the_median_of_two_is_between_them() -> None:
 
 
 def test_pieces_without_text_are_no_tokens() -> None:
-    """A conversation begins with whose turn it is and ends with why: the first token is the first text."""
+    """A conversation begins with whose turn it is and ends with why: the first token is the first
+    text.
+    """
     events = [
         {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]},
         {"choices": [{"index": 0, "delta": {"content": "a"}}]},
@@ -218,7 +257,12 @@ def made(first: float, gaps: list[float], begin: float = 0.0) -> RequestTiming:
 
 
 def test_goodput_under_limits() -> None:
-    visits = [made(0.1, [0.01] * 4), made(0.3, [0.01] * 4), made(0.1, [0.05] * 4), RequestTiming(0.0, error="gone")]
+    visits = [
+        made(0.1, [0.01] * 4),
+        made(0.3, [0.01] * 4),
+        made(0.1, [0.05] * 4),
+        RequestTiming(0.0, error="gone"),
+    ]
     assert goodput(visits, 2.0, None, None) == 1.5
     assert goodput(visits, 2.0, 200, None) == 1.0
     assert goodput(visits, 2.0, 200, 20) == 0.5
@@ -226,11 +270,18 @@ def test_goodput_under_limits() -> None:
 
 
 @pytest.mark.parametrize(
-    "load", [ServingLoad([(1, 1)]), ServingLoad([(1, 1)], first_ms=150, token_ms=30)], ids=["plain", "limits"]
+    "load",
+    [ServingLoad([(1, 1)]), ServingLoad([(1, 1)], first_ms=150, token_ms=30)],
+    ids=["plain", "limits"],
 )
 def test_what_is_drawn(load: ServingLoad, tmp_path: Path) -> None:
     """Steps that end at all requests, lines where the median and the limits are."""
-    visits = [made(0.1, [0.01] * 4), made(0.3, [0.02], 0.2), made(0.2, [], 0.1), RequestTiming(0.0, error="gone")]
+    visits = [
+        made(0.1, [0.01] * 4),
+        made(0.3, [0.02], 0.2),
+        made(0.2, [], 0.1),
+        RequestTiming(0.0, error="gone"),
+    ]
     kept: list[Any] = []
 
     def drawn(axes: Any) -> None:

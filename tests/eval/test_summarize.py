@@ -30,7 +30,11 @@ from modelmill.eval.summarize import (
 )
 from tests.accept.build_and_accept import save_tiny
 
-ITEMS = [Article("1", "one two three", "one"), Article("2", "four five", "four five"), Article("3", "six", "seven")]
+ITEMS = [
+    Article("1", "one two three", "one"),
+    Article("2", "four five", "four five"),
+    Article("3", "six", "seven"),
+]
 
 
 class Letters:
@@ -46,13 +50,17 @@ class Letters:
 class Chat:
     stop_ids = (3, 4)
 
-    def encode(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
+    def encode(
+        self, messages: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> list[int]:
         return [1, *(ord(c) for c in messages[0]["content"]), 2]
 
 
 def fake_llm(room: int = 1000, chat: Any = None, tokenizer: Any = None) -> Any:
     engine_core = SimpleNamespace(max_model_len=room)
-    return SimpleNamespace(engine_core=engine_core, tokenizer=tokenizer or Letters(), chat_format=chat, eos_ids=(0, 3))
+    return SimpleNamespace(
+        engine_core=engine_core, tokenizer=tokenizer or Letters(), chat_format=chat, eos_ids=(0, 3)
+    )
 
 
 class Copier:
@@ -64,7 +72,9 @@ class Copier:
         self.batch = batch
         self.asked: list[int] = []
 
-    def answer(self, prompts: Sequence[Sequence[int]], limit: int, eos_ids: Sequence[int]) -> list[list[int]]:
+    def answer(
+        self, prompts: Sequence[Sequence[int]], limit: int, eos_ids: Sequence[int]
+    ) -> list[list[int]]:
         self.asked.append(len(prompts))
         return [list(p[:limit]) for p in prompts]
 
@@ -104,9 +114,9 @@ def test_a_broken_run_goes_on_where_it_ended(tmp_path: Path) -> None:
     whole = summarize_articles(task, Copier(), decode, store=SummaryStore(path))
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:1]))
     again = Copier()
-    assert [each.text for each in summarize_articles(task, again, decode, store=SummaryStore(path))] == [
-        each.text for each in whole
-    ]
+    assert [
+        each.text for each in summarize_articles(task, again, decode, store=SummaryStore(path))
+    ] == [each.text for each in whole]
     assert again.asked == [2]
     other = Copier()
     summarize_articles(make_task(fake_llm(), ITEMS, 6), other, decode, store=SummaryStore(path))
@@ -121,7 +131,9 @@ def test_articles_of_one_id_keep_their_own_summaries(tmp_path: Path) -> None:
         assert [each.text for each in found] == ["one t", "three"]
     path.write_text(path.read_text().splitlines(keepends=True)[1])
     again = Copier()
-    assert [each.text for each in summarize_articles(task, again, decode, store=SummaryStore(path))] == [
+    assert [
+        each.text for each in summarize_articles(task, again, decode, store=SummaryStore(path))
+    ] == [
         "one t",
         "three",
     ]
@@ -133,7 +145,9 @@ class Manifest:
         self.digest = lambda: digest
 
 
-def facts_of(digest: str = "d", device: str = "cpu", ops: str = "torch", **run: Any) -> dict[str, Any]:
+def facts_of(
+    digest: str = "d", device: str = "cpu", ops: str = "torch", **run: Any
+) -> dict[str, Any]:
     artifact = SimpleNamespace(manifest=Manifest(digest))
     engine_core = SimpleNamespace(artifact=artifact, config=RunConfig(**run), device=device)
     engine_core.ops = SimpleNamespace(backends={"linear": ops})
@@ -153,8 +167,14 @@ def facts_of(digest: str = "d", device: str = "cpu", ops: str = "torch", **run: 
         {"max_num_seqs": 4},
     ],
 )
-def test_an_engine_that_is_run_otherwise_makes_its_own_summaries(change: dict[str, Any], tmp_path: Path) -> None:
-    task, decode, store = make_task(fake_llm(), ITEMS, 5), Letters().decode, SummaryStore(tmp_path / "kept.jsonl")
+def test_an_engine_that_is_run_otherwise_makes_its_own_summaries(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
+    task, decode, store = (
+        make_task(fake_llm(), ITEMS, 5),
+        Letters().decode,
+        SummaryStore(tmp_path / "kept.jsonl"),
+    )
     for facts, asked in ((facts_of(), [2, 1]), (facts_of(), []), (facts_of(**change), [2, 1])):
         side = Copier()
         summarize_articles(task, side, decode, store=store, facts=facts)
@@ -168,7 +188,9 @@ def test_another_reference_is_another_side(tmp_path: Path) -> None:
     facts = reference_facts(one, "float32", "cpu")
     assert facts == reference_facts(one, "float32", "cpu")
     assert facts != reference_facts(one, "bfloat16", "cpu")
-    assert facts != reference_facts(other, "float32", "cpu"), "files of another time are another checkpoint"
+    assert facts != reference_facts(other, "float32", "cpu"), (
+        "files of another time are another checkpoint"
+    )
 
 
 @pytest.mark.parametrize("at", [1, 9, 60, -1])
@@ -180,9 +202,9 @@ def test_a_line_that_was_cut_off_is_made_again(at: int, tmp_path: Path) -> None:
         path.write_text("".join(lines[:kept]) + lines[kept][:at])
         SummaryStore(path).check_file()
         again = Copier()
-        assert [each.text for each in summarize_articles(task, again, decode, store=SummaryStore(path))] == [
-            e.text for e in whole
-        ]
+        assert [
+            each.text for each in summarize_articles(task, again, decode, store=SummaryStore(path))
+        ] == [e.text for e in whole]
         assert sum(again.asked) == 3 - kept
         assert sorted(path.read_text().splitlines(keepends=True)[:kept]) == sorted(lines[:kept])
         assert [json.loads(line)["place"] for line in path.read_text().splitlines()] == [0, 1, 2]
@@ -205,7 +227,9 @@ def test_a_file_of_another_kind_is_refused_and_not_touched(content: str, tmp_pat
     path = tmp_path / "other.jsonl"
     path.write_text(content)
     for act in (SummaryStore(path).check_file, lambda: SummaryStore(path).read("k")):
-        with pytest.raises(UsageError, match=r"other\.jsonl.*is no.*; choose another file for --save") as caught:
+        with pytest.raises(
+            UsageError, match=r"other\.jsonl.*is no.*; choose another file for --save"
+        ) as caught:
             act()
         assert "\n" not in str(caught.value)
     assert path.read_text() == content
@@ -229,7 +253,9 @@ def test_both_sides_get_prompts_lengths_and_stops() -> None:
         asked.append((prompts, params))
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7, 0])]) for _ in prompts]
 
-    assert EngineSummarizer(SimpleNamespace(generate=generate), 4).answer([[1, 2]], 11, (0, 3)) == [[7, 0]]
+    assert EngineSummarizer(SimpleNamespace(generate=generate), 4).answer([[1, 2]], 11, (0, 3)) == [
+        [7, 0]
+    ]
     prompts, params = asked[0]
     assert prompts == [{"prompt_token_ids": [1, 2]}]
     assert (params.max_tokens, params.stop_token_ids, params.temperature) == (11, (0, 3), 0.0)

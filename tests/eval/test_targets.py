@@ -1,4 +1,6 @@
-"""Engine and transformers behind one interface, sweeps that end with the memory, and their figures."""
+"""Engine and transformers behind one interface, sweeps that end with the memory, and their
+figures.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def test_running_out_of_memory_is_an_error_and_leaves_nothing_behind() -> None:
 
 
 def test_a_batch_must_fit_the_kv_cache_as_a_whole() -> None:
-    subject = EngineTarget(FakeEngineCore(num_pages=4, page_size=16, config=RunConfig(max_num_seqs=8)))
+    subject = EngineTarget(
+        FakeEngineCore(num_pages=4, page_size=16, config=RunConfig(max_num_seqs=8))
+    )
     assert subject.capacity_problem(2, 32) is None
     assert "64 tokens" in str(subject.capacity_problem(3, 32))
     assert "64" in str(subject.capacity_problem(1, 65))
@@ -61,7 +65,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 class OneByOne(FakeEngineCore):
-    """Takes in one prompt a step, as where each fills a step, while the answers before it go on; a step is a second."""
+    """Takes in one prompt a step, as where each fills a step, while the answers before it go on; a
+    step is a second.
+    """
 
     clock: list[float]
 
@@ -78,7 +84,9 @@ def one_by_one(clock: list[float]) -> EngineTarget:
     return EngineTarget(loop)
 
 
-def test_tokens_of_early_answers_while_late_ones_wait_are_not_counted_after_the_first(clock: list[float]) -> None:
+def test_tokens_of_early_answers_while_late_ones_wait_are_not_counted_after_the_first(
+    clock: list[float],
+) -> None:
     # four answers of five tokens begin at 1, 2, 3, 4 s and end at 5, 6, 7, 8 s
     found = one_by_one(clock).run([BenchRequest((1,), 5)] * 4)
     assert (found.first_token_seconds, found.total_seconds, found.all_first_token_seconds) == (
@@ -89,7 +97,9 @@ def test_tokens_of_early_answers_while_late_ones_wait_are_not_counted_after_the_
     assert found.seconds_per_token == (1.0, 1.0, 1.0, 1.0)
     assert found.later_tokens == 1 + 2 + 3 + 4, "16 - 6: what came until 4 s is before"
     clock[0] = 0.0
-    told = latency.measure_latency([one_by_one(clock)], LatencyShape(4, 1, 5), 50, runs=2, warmup=0)[0]
+    told = latency.measure_latency(
+        [one_by_one(clock)], LatencyShape(4, 1, 5), 50, runs=2, warmup=0
+    )[0]
     assert told.per_token_ms is not None
     assert told.output_tokens_per_s is not None
     assert told.per_token_ms.median == pytest.approx(1000.0)
@@ -97,26 +107,39 @@ def test_tokens_of_early_answers_while_late_ones_wait_are_not_counted_after_the_
 
 
 def test_an_early_answer_that_ended_before_the_last_began(clock: list[float]) -> None:
-    found = latency.measure_latency([one_by_one(clock)], LatencyShape(8, 1, 2), 50, runs=1, warmup=0)[0]
+    found = latency.measure_latency(
+        [one_by_one(clock)], LatencyShape(8, 1, 2), 50, runs=1, warmup=0
+    )[0]
     assert found.per_token_ms is not None
     assert found.output_tokens_per_s is not None
     assert found.per_token_ms.median == pytest.approx(1000.0)
-    assert found.output_tokens_per_s.median == pytest.approx(1.0), "one token came after the last first"
+    assert found.output_tokens_per_s.median == pytest.approx(1.0), (
+        "one token came after the last first"
+    )
 
 
 def test_transformers_times_per_token_and_after_the_first(clock: list[float]) -> None:
     class Fake:
         device = "cpu"
 
-        def generate(self, prompts: Sequence[Sequence[int]], length: int) -> tuple[list[list[int]], list[float]]:
+        def generate(
+            self, prompts: Sequence[Sequence[int]], length: int
+        ) -> tuple[list[list[int]], list[float]]:
             clock[0] += 0.5 + 0.25 * (length - 1)
             return [[0] * length for _ in prompts], [0.5 + 0.25 * step for step in range(length)]
 
-    found = HfTarget(Fake(), 2).run([BenchRequest((1,), 3), BenchRequest((1,), 5), BenchRequest((1,), 1)])
+    found = HfTarget(Fake(), 2).run(
+        [BenchRequest((1,), 3), BenchRequest((1,), 5), BenchRequest((1,), 1)]
+    )
     assert found.all_first_token_seconds == (0.5, 0.5, 2.0)
-    assert found.seconds_per_token == (0.25, 0.25), "an answer of one token has no time between tokens"
+    assert found.seconds_per_token == (0.25, 0.25), (
+        "an answer of one token has no time between tokens"
+    )
     assert (found.first_token_seconds, found.later_tokens) == (2.0, 0)
-    assert HfTarget(Fake(), 2).run([BenchRequest((1,), 3), BenchRequest((1,), 5)]).later_tokens == 2 + 4
+    assert (
+        HfTarget(Fake(), 2).run([BenchRequest((1,), 3), BenchRequest((1,), 5)]).later_tokens
+        == 2 + 4
+    )
 
 
 class Timed:
@@ -137,7 +160,13 @@ class Timed:
         inputs, outputs = sum(len(w.prompt) for w in work), sum(w.output for w in work)
         steps = tuple([self.step] * len(work))
         return TargetRun(
-            self.firsts, total, tuple([self.firsts] * len(work)), steps, outputs - len(work), inputs, outputs
+            self.firsts,
+            total,
+            tuple([self.firsts] * len(work)),
+            steps,
+            outputs - len(work),
+            inputs,
+            outputs,
         )
 
     def capacity_problem(self, batch: int, length: int) -> str | None:
@@ -161,14 +190,18 @@ def test_latency_figures_and_turns() -> None:
 
 
 def test_one_output_token_has_no_time_per_token() -> None:
-    found = latency.measure_latency([Timed("modelmill", 0.1, 0.01)], LatencyShape(1, 8, 1), 50, runs=1, warmup=0)
+    found = latency.measure_latency(
+        [Timed("modelmill", 0.1, 0.01)], LatencyShape(1, 8, 1), 50, runs=1, warmup=0
+    )
     assert found[0].per_token_ms is None
     assert found[0].to_dict()["output_tokens_per_s"] is None
 
 
 def test_throughput_figures() -> None:
     work = [BenchRequest((1, 2, 3), 11)] * 5
-    found = throughput.measure_throughput([Timed("modelmill", 0.1, 0.09)], work, runs=2, warmup=1)[0]
+    found = throughput.measure_throughput([Timed("modelmill", 0.1, 0.09)], work, runs=2, warmup=1)[
+        0
+    ]
     assert found.seconds.median == pytest.approx(1.0)
     assert found.requests_per_s.median == pytest.approx(5.0)
     assert found.input_tokens_per_s.median == pytest.approx(15.0)
@@ -183,12 +216,16 @@ def test_transformers_runs_in_static_batches_and_counts_what_was_asked() -> None
         def __init__(self) -> None:
             self.calls: list[tuple[int, int]] = []
 
-        def generate(self, prompts: Sequence[Sequence[int]], length: int) -> tuple[list[list[int]], list[float]]:
+        def generate(
+            self, prompts: Sequence[Sequence[int]], length: int
+        ) -> tuple[list[list[int]], list[float]]:
             self.calls.append((len(prompts), length))
             return [[0] * length for _ in prompts], [0.01] * length
 
     fake = Fake()
-    found = HfTarget(fake, 2).run([BenchRequest((1,), 3), BenchRequest((1, 2), 5), BenchRequest((1,), 1)])
+    found = HfTarget(fake, 2).run(
+        [BenchRequest((1,), 3), BenchRequest((1, 2), 5), BenchRequest((1,), 1)]
+    )
     assert fake.calls == [(2, 5), (1, 1)]
     assert (found.input_tokens, found.output_tokens) == (4, 9)
     assert len(found.all_first_token_seconds) == 3
@@ -199,4 +236,6 @@ def test_engine_scores_are_those_of_its_prompt_logprobs() -> None:
     windows = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
     scores = list(EngineScorer(loop, max_in_flight=2).score(windows))
     assert scores == [[loop.logprob(a, b) for a, b in itertools.pairwise(w)] for w in windows]
-    assert measure_perplexity(list(range(20)), EngineScorer(loop), max_length=8, stride=4).tokens == 19
+    assert (
+        measure_perplexity(list(range(20)), EngineScorer(loop), max_length=8, stride=4).tokens == 19
+    )

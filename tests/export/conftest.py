@@ -14,5 +14,7 @@ from modelmill.llm import build_engine
 def stories(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained LLaMA of 260 thousand parameters, in float32."""
     out = tmp_path_factory.mktemp("export") / "stories.engine"
-    build_engine(shared / "data/models/stories260K", out, BuildConfig(dtype="float32", target="cpu"))
+    build_engine(
+        shared / "data/models/stories260K", out, BuildConfig(dtype="float32", target="cpu")
+    )
     return out

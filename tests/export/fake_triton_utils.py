@@ -1,4 +1,6 @@
-"""What Triton gives a Python backend, for tests without Triton: the parts of its module that the backend uses."""
+"""What Triton gives a Python backend, for tests without Triton: the parts of its module that the
+backend uses.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,9 @@ def _array(value: Any) -> Any:
     if isinstance(value, str | bytes):
         value = [value.encode() if isinstance(value, str) else value]
     if isinstance(value, list) and value and isinstance(value[0], str | bytes):
-        return numpy.array([v.encode() if isinstance(v, str) else v for v in value], dtype=numpy.object_)
+        return numpy.array(
+            [v.encode() if isinstance(v, str) else v for v in value], dtype=numpy.object_
+        )
     kind = {bool: numpy.bool_, int: numpy.int64, float: numpy.float32}
     listed = value if isinstance(value, list) else [value]
     return numpy.array(listed, dtype=kind[type(listed[0])] if listed else numpy.int32)

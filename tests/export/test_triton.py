@@ -1,4 +1,7 @@
-"""An exported engine in a real Triton Inference Server, asked by Triton's own client. ``make test-triton`` runs it."""
+"""An exported engine in a real Triton Inference Server, asked by Triton's own client.
+
+``make test-triton`` runs it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,16 @@ from tests.export.triton_server import Server, find_triton_package
 pytestmark = pytest.mark.triton
 
 RUN = {"device": "cpu", "threads": 1, "kv_cache_bytes": 8 << 20, "max_num_seqs": 32}
-STARTS = ("Once upon a time", "The dog", "Lily said", "A", "Ben and Tom", "One day", "The sun", "Mom")
+STARTS = (
+    "Once upon a time",
+    "The dog",
+    "Lily said",
+    "A",
+    "Ben and Tom",
+    "One day",
+    "The sun",
+    "Mom",
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +38,10 @@ def server(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     find_triton_package()
     folder = tmp_path_factory.mktemp("triton")
     export_triton_repository(
-        stories, folder / "repository", start_options=StartOptions(run=RUN, chat_template="chatml"), copy=True
+        stories,
+        folder / "repository",
+        start_options=StartOptions(run=RUN, chat_template="chatml"),
+        copy=True,
     )
     with Server(folder / "repository", folder) as running:
         yield running
@@ -44,7 +59,12 @@ def inputs(**given: Any) -> list[Any]:
 
     from modelmill.export.triton_fields import INPUTS
 
-    kinds = {"STRING": numpy.object_, "INT32": numpy.int32, "INT64": numpy.int64, "FP32": numpy.float32}
+    kinds = {
+        "STRING": numpy.object_,
+        "INT32": numpy.int32,
+        "INT64": numpy.int64,
+        "FP32": numpy.float32,
+    }
     made = []
     for field in INPUTS:
         if field.name not in given:
@@ -78,7 +98,11 @@ async def asked(client: Any, most: int | None = None, **given: Any) -> Answer:
     """Ask over a stream of its own, to the end; most: cancel after so many pieces."""
 
     async def one() -> AsyncIterator[dict[str, Any]]:
-        yield {"model_name": "stories", "inputs": inputs(**given), "enable_empty_final_response": True}
+        yield {
+            "model_name": "stories",
+            "inputs": inputs(**given),
+            "enable_empty_final_response": True,
+        }
 
     answer, stream = Answer(), client.stream_infer(one())
     async for result, error in stream:
@@ -111,10 +135,15 @@ def test_thirty_two_streams_give_the_text_of_the_class(server: Server, llm: LLM)
     expected = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=64), progress=False)
     before = server.gauge("generation_tokens_total")
     told = together(
-        server, *({"text_input": text, "stream": True, "temperature": 0.0, "max_tokens": 64} for text in prompts)
+        server,
+        *(
+            {"text_input": text, "stream": True, "temperature": 0.0, "max_tokens": 64}
+            for text in prompts
+        ),
     )
     assert [(each.text, each.ids, each.finish) for each in told] == [
-        (answer.outputs[0].text, answer.outputs[0].token_ids, answer.outputs[0].finish_reason) for answer in expected
+        (answer.outputs[0].text, answer.outputs[0].token_ids, answer.outputs[0].finish_reason)
+        for answer in expected
     ]
     assert all(each.pieces == len(each.ids) for each in told)
     server.wait_idle()
@@ -122,11 +151,22 @@ def test_thirty_two_streams_give_the_text_of_the_class(server: Server, llm: LLM)
 
 
 def test_seeds_conversations_ids_and_whole_answers(server: Server, llm: LLM) -> None:
-    how = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "seed": 11, "max_tokens": 24, "stop": ["Tom", "."]}
+    how = {
+        "temperature": 0.8,
+        "top_p": 0.95,
+        "top_k": 40,
+        "seed": 11,
+        "max_tokens": 24,
+        "stop": ["Tom", "."],
+    }
     talk = [{"role": "user", "content": "Tell me a story"}]
     ids = llm.tokenizer.encode("One day")  # type: ignore[union-attr]
     params = SamplingParams(**how)  # type: ignore[arg-type]
-    expected = [llm.generate("One day", params)[0], llm.generate("One day", params)[0], llm.chat(talk, params)[0]]
+    expected = [
+        llm.generate("One day", params)[0],
+        llm.generate("One day", params)[0],
+        llm.chat(talk, params)[0],
+    ]
     told = together(
         server,
         {"input_ids": ids, **how},
@@ -134,7 +174,9 @@ def test_seeds_conversations_ids_and_whole_answers(server: Server, llm: LLM) -> 
         {"messages": json.dumps(talk), **how},
     )
     assert [each.text for each in told] == [answer.outputs[0].text for answer in expected]
-    assert [each.finish for each in told] == [answer.outputs[0].finish_reason for answer in expected]
+    assert [each.finish for each in told] == [
+        answer.outputs[0].finish_reason for answer in expected
+    ]
     assert [told[0].pieces, told[2].pieces] == [1, 1]
 
 
@@ -144,8 +186,11 @@ def test_cancelling_in_the_middle_frees_the_pages(server: Server) -> None:
     told = together(server, *({**long, "most": 3} for _ in range(32)))
     assert [each.pieces for each in told] == [3] * 32
     server.wait_idle()
-    # all of them, had it gone on; how many come before the cancelling does depends on how busy the machine is
-    assert server.gauge("generation_tokens_total") - before < 32 * 450 * 0.8, "the engine went on for nobody"
+    # all of them, had it gone on; how many come before the cancelling does depends on how busy the
+    # machine is
+    assert server.gauge("generation_tokens_total") - before < 32 * 450 * 0.8, (
+        "the engine went on for nobody"
+    )
 
 
 def test_mistakes_are_errors_of_one_line(server: Server) -> None:
@@ -168,11 +213,15 @@ def test_mistakes_are_errors_of_one_line(server: Server) -> None:
 def test_over_plain_http(server: Server, llm: LLM) -> None:
     body = {"text_input": "Once upon a time", "max_tokens": 12, "temperature": 0}
     status, text = server.get(server.http, "/v2/models/stories/generate", json.dumps(body).encode())
-    expected = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=12))[0].outputs[0]
+    expected = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=12))[
+        0
+    ].outputs[0]
     assert status == 200
     assert json.loads(text)["text_output"] == expected.text
     body["stream"] = True
-    events = server.get(server.http, "/v2/models/stories/generate_stream", json.dumps(body).encode())[1]
+    events = server.get(
+        server.http, "/v2/models/stories/generate_stream", json.dumps(body).encode()
+    )[1]
     pieces = [json.loads(line[6:]) for line in events.splitlines() if line.startswith("data: ")]
     assert "".join(piece["text_output"] for piece in pieces) == expected.text
     assert pieces[-1]["finish_reason"] == "length"
@@ -180,7 +229,9 @@ def test_over_plain_http(server: Server, llm: LLM) -> None:
 
 def test_two_instances_of_one_device_are_refused(stories: Path, tmp_path: Path) -> None:
     find_triton_package()
-    made = export_triton_repository(stories, tmp_path / "repository", start_options=StartOptions(run=RUN))
+    made = export_triton_repository(
+        stories, tmp_path / "repository", start_options=StartOptions(run=RUN)
+    )
     config = made / "config.pbtxt"
     config.write_text(config.read_text().replace("count: 1", "count: 2"))
     with Server(tmp_path / "repository", tmp_path, ready=False) as server:

@@ -15,7 +15,12 @@ import pytest
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import RequestError, UsageError
 from modelmill.core.types import SamplingParams
-from modelmill.export.triton_backend import TritonBackend, check_one_instance, set_python_executable, with_triton_device
+from modelmill.export.triton_backend import (
+    TritonBackend,
+    check_one_instance,
+    set_python_executable,
+    with_triton_device,
+)
 from modelmill.export.triton_fields import parse_request
 from modelmill.export.triton_repository import StartOptions, export_triton_repository
 from modelmill.llm import LLM
@@ -61,12 +66,18 @@ def llm(stories: Path) -> LLM:
 
 def idle(backend: TritonBackend) -> bool:
     stats = backend._async_llm.llm.engine_core.stats()
-    return stats.running == stats.waiting == 0 and stats.free_pages == stats.pages and not backend._active_requests
+    return (
+        stats.running == stats.waiting == 0
+        and stats.free_pages == stats.pages
+        and not backend._active_requests
+    )
 
 
 @pytest.fixture
 def go_on(backend: TritonBackend, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Until it is set the engine makes ten steps: however seldom other threads run, no long answer ends before."""
+    """Until it is set the engine makes ten steps: however seldom other threads run, no long answer
+    ends before.
+    """
     advance, steps, event = backend._async_llm.llm.step, itertools.count(), threading.Event()
 
     def held(running: Any) -> Any:
@@ -87,9 +98,21 @@ def test_a_client_that_says_nothing_gets_openais_defaults(backend: TritonBackend
 
 
 def test_the_same_text_as_the_class(backend: TritonBackend, llm: LLM) -> None:
-    prompts = ["Once upon a time", "The dog", "Lily said", "A", "Ben and Tom", "One day", "The sun", "Mom"] * 4
+    prompts = [
+        "Once upon a time",
+        "The dog",
+        "Lily said",
+        "A",
+        "Ben and Tom",
+        "One day",
+        "The sun",
+        "Mom",
+    ] * 4
     expected = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40), progress=False)
-    requests = [Request(text_input=prompt, stream=place % 2 == 0, **GREEDY) for place, prompt in enumerate(prompts)]
+    requests = [
+        Request(text_input=prompt, stream=place % 2 == 0, **GREEDY)
+        for place, prompt in enumerate(prompts)
+    ]
     for request in requests:
         assert backend.execute([request]) is None
     for request, answer, place in zip(requests, expected, range(32), strict=True):
@@ -105,7 +128,10 @@ def test_counters_are_those_of_the_answers(backend: TritonBackend) -> None:
     wait_until(lambda: idle(backend))
     loop, before = backend._async_llm.llm.engine_core, backend._async_llm.llm.engine_core.stats()
     stops: list[dict[str, Any]] = [{}, {"stop": ["e"]}, {"stop": [" the", "."]}, {"max_tokens": 1}]
-    requests = [Request(text_input="Once upon a time there was", **{**GREEDY, **stops[i % 4]}) for i in range(16)]
+    requests = [
+        Request(text_input="Once upon a time there was", **{**GREEDY, **stops[i % 4]})
+        for i in range(16)
+    ]
     backend.execute(requests)
     written = sum(len(request.answer()[1]) for request in requests)
     wait_until(lambda: idle(backend))
@@ -113,7 +139,9 @@ def test_counters_are_those_of_the_answers(backend: TritonBackend) -> None:
     assert after.output_tokens - before.output_tokens == written
     prompt = len(backend._async_llm.llm.tokenizer.encode("Once upon a time there was"))  # type: ignore[union-attr]
     assert after.prompt_tokens - before.prompt_tokens == 16 * prompt
-    wait_until(lambda: backend._metrics._last_values["generation_tokens_total"] == after.output_tokens)
+    wait_until(
+        lambda: backend._metrics._last_values["generation_tokens_total"] == after.output_tokens
+    )
 
 
 def test_every_source_and_seeded_sampling(backend: TritonBackend, llm: LLM) -> None:
@@ -121,7 +149,11 @@ def test_every_source_and_seeded_sampling(backend: TritonBackend, llm: LLM) -> N
     how = {"temperature": 0.7, "top_p": 0.9, "seed": 5, "max_tokens": 20, "repetition_penalty": 1.1}
     expected = llm.generate("Once upon", SamplingParams(**how), progress=False)[0].outputs[0].text  # type: ignore[arg-type]
     talk = [{"role": "user", "content": "Tell me a story"}]
-    said = llm.chat(talk, SamplingParams(temperature=0, max_tokens=20), progress=False)[0].outputs[0].text
+    said = (
+        llm.chat(talk, SamplingParams(temperature=0, max_tokens=20), progress=False)[0]
+        .outputs[0]
+        .text
+    )
     requests = [
         Request(text_input="Once upon", **how),
         Request(input_ids=ids, cache_salt="mine", **how),
@@ -154,7 +186,9 @@ def test_every_source_and_seeded_sampling(backend: TritonBackend, llm: LLM) -> N
         ({"text_input": "a", "stop": [""]}, "stop takes up to"),
     ],
 )
-def test_mistakes_are_one_clear_line(backend: TritonBackend, given: dict[str, Any], said: str) -> None:
+def test_mistakes_are_one_clear_line(
+    backend: TritonBackend, given: dict[str, Any], said: str
+) -> None:
     request = Request(**given)
     backend.execute([request])
     with pytest.raises(Refused) as refused:
@@ -168,7 +202,10 @@ def test_mistakes_are_one_clear_line(backend: TritonBackend, given: dict[str, An
 
 
 def test_who_leaves_frees_his_pages(backend: TritonBackend, go_on: threading.Event) -> None:
-    requests = [Request(text_input="Once upon a time", stream=True, ignore_eos=True, max_tokens=400) for _ in range(24)]
+    requests = [
+        Request(text_input="Once upon a time", stream=True, ignore_eos=True, max_tokens=400)
+        for _ in range(24)
+    ]
     backend.execute(requests)
     wait_until(lambda: not all(request.sender.sent.empty() for request in requests))
     for request in requests:
@@ -183,11 +220,18 @@ def test_who_leaves_frees_his_pages(backend: TritonBackend, go_on: threading.Eve
     wait_until(lambda: fake_triton_utils.MetricFamily.page["modelmill:num_requests_running"] == 0)
     wait_until(lambda: fake_triton_utils.MetricFamily.page["modelmill:kv_cache_usage_perc"] == 0)
     stats = backend._async_llm.llm.engine_core.stats()
-    wait_until(lambda: fake_triton_utils.MetricFamily.page["modelmill:generation_tokens_total"] == stats.output_tokens)
+    wait_until(
+        lambda: (
+            fake_triton_utils.MetricFamily.page["modelmill:generation_tokens_total"]
+            == stats.output_tokens
+        )
+    )
 
 
 def test_more_than_may_wait_are_refused(backend: TritonBackend, go_on: threading.Event) -> None:
-    requests = [Request(text_input="Once", stream=False, ignore_eos=True, max_tokens=100) for _ in range(80)]
+    requests = [
+        Request(text_input="Once", stream=False, ignore_eos=True, max_tokens=100) for _ in range(80)
+    ]
     backend.execute(requests)
     wait_until(lambda: sum(request.sender.ended for request in requests) == 80 - 64)
     go_on.set()
@@ -232,11 +276,18 @@ def test_what_cannot_be_opened_is_triton_s_exception(repository: Path, tmp_path:
 
 def test_one_instance_a_device() -> None:
     check_one_instance({"instance_group": [{"kind": "KIND_GPU", "count": 1, "gpus": [0, 1]}]})
-    check_one_instance({"instance_group": [{"kind": "KIND_GPU", "gpus": [0]}, {"kind": "KIND_GPU", "gpus": [1]}]})
+    check_one_instance(
+        {"instance_group": [{"kind": "KIND_GPU", "gpus": [0]}, {"kind": "KIND_GPU", "gpus": [1]}]}
+    )
     check_one_instance({})
     with pytest.raises(UsageError, match="2 instances on GPU 1"):
         check_one_instance(
-            {"instance_group": [{"kind": "KIND_GPU", "gpus": [0, 1]}, {"kind": "KIND_GPU", "gpus": [1]}]}
+            {
+                "instance_group": [
+                    {"kind": "KIND_GPU", "gpus": [0, 1]},
+                    {"kind": "KIND_GPU", "gpus": [1]},
+                ]
+            }
         )
     with pytest.raises(UsageError, match="set count to 1"):
         check_one_instance({"instance_group": [{"kind": "KIND_MODEL", "count": 3}]})
@@ -246,10 +297,17 @@ def test_triton_s_device_is_taken() -> None:
     gpu = {"model_instance_kind": "GPU", "model_instance_device_id": "3"}
     assert with_triton_device(RunConfig(), gpu).device == "cuda:3"
     assert with_triton_device(RunConfig(), {**gpu, "model_instance_kind": "CPU"}).device == "cpu"
-    assert with_triton_device(RunConfig(device="cuda:1"), {**gpu, "model_instance_kind": "MODEL"}).device == "cuda:1"
+    assert (
+        with_triton_device(
+            RunConfig(device="cuda:1"), {**gpu, "model_instance_kind": "MODEL"}
+        ).device
+        == "cuda:1"
+    )
 
 
-@pytest.mark.parametrize("name", ["", "/opt/tritonserver/backends/python/triton_python_backend_stub"])
+@pytest.mark.parametrize(
+    "name", ["", "/opt/tritonserver/backends/python/triton_python_backend_stub"]
+)
 def test_ranks_are_started_with_python(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(sys, "executable", name)
     set_python_executable()
@@ -260,7 +318,10 @@ def test_ranks_are_started_with_python(monkeypatch: pytest.MonkeyPatch, name: st
 def test_numbers_of_32_bits_mean_what_was_typed() -> None:
     import numpy
 
-    given = {"text_input": numpy.array([b"a"], dtype=object), "temperature": numpy.array([0.7], dtype=numpy.float32)}
+    given = {
+        "text_input": numpy.array([b"a"], dtype=object),
+        "temperature": numpy.array([0.7], dtype=numpy.float32),
+    }
     assert parse_request(given).params.temperature == 0.7
     with pytest.raises(RequestError):
         parse_request({**given, "top_p": numpy.array([1.5], dtype=numpy.float32)})

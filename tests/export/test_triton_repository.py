@@ -14,7 +14,11 @@ from modelmill.core.config import RunConfig
 from modelmill.core.errors import UsageError
 from modelmill.core.types import SamplingParams
 from modelmill.export.triton_fields import INPUTS, OUTPUTS
-from modelmill.export.triton_repository import StartOptions, _instance_kind, export_triton_repository
+from modelmill.export.triton_repository import (
+    StartOptions,
+    _instance_kind,
+    export_triton_repository,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +27,17 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_repository(stories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["export", "triton", str(stories), "-o", str(tmp_path / "repo"), "--max-num-seqs", "8", "--device", "cpu"]
+    words = [
+        "export",
+        "triton",
+        str(stories),
+        "-o",
+        str(tmp_path / "repo"),
+        "--max-num-seqs",
+        "8",
+        "--device",
+        "cpu",
+    ]
     assert execute([*words, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     made = tmp_path / "repo" / "stories"
@@ -41,13 +55,16 @@ def test_a_repository(stories: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_the_configuration_names_every_field(stories: Path, tmp_path: Path) -> None:
     text = (
-        export_triton_repository(stories, tmp_path, name="a.b-c", start_options=StartOptions()) / "config.pbtxt"
+        export_triton_repository(stories, tmp_path, name="a.b-c", start_options=StartOptions())
+        / "config.pbtxt"
     ).read_text()
     assert 'name: "a.b-c"' in text
     assert "decoupled: true" in text
     assert "max_batch_size: 0" in text
     assert "count: 1, kind: KIND_CPU" in text
-    names = re.findall(r'\{ name: "(\w+)", data_type: (TYPE_\w+), dims: \[ (-?\d+) \](, optional: true)? \}', text)
+    names = re.findall(
+        r'\{ name: "(\w+)", data_type: (TYPE_\w+), dims: \[ (-?\d+) \](, optional: true)? \}', text
+    )
     assert names == [
         *((f.name, f.type, str(f.size), ", optional: true") for f in INPUTS),
         *((f.name, f.type, str(f.size), "") for f in OUTPUTS),
@@ -58,12 +75,18 @@ def test_the_configuration_names_every_field(stories: Path, tmp_path: Path) -> N
 
 
 def test_its_model_imports_modelmill_and_holds_little(stories: Path, tmp_path: Path) -> None:
-    text = (export_triton_repository(stories, tmp_path, start_options=StartOptions()) / "1/model.py").read_text()
+    text = (
+        export_triton_repository(stories, tmp_path, start_options=StartOptions()) / "1/model.py"
+    ).read_text()
     tree = ast.parse(text)
     assert len(text.splitlines()) < 25
     (model,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
     assert model.name == "TritonPythonModel"
-    assert {n.name for n in model.body if isinstance(n, ast.FunctionDef)} == {"initialize", "execute", "finalize"}
+    assert {n.name for n in model.body if isinstance(n, ast.FunctionDef)} == {
+        "initialize",
+        "execute",
+        "finalize",
+    }
 
 
 def test_a_copy_stands_alone(stories: Path, tmp_path: Path) -> None:
@@ -94,11 +117,18 @@ def test_devices(stories: Path) -> None:
         (("triton", "/nowhere/x.engine"), "does not exist"),
         (("triton", "{engine}", "-q", "int8"), "is one already"),
         (("triton", "{engine}", "--max-waiting", "-1"), "must not be negative"),
-        (("triton", "{engine}", "--chat-template", "/nowhere/x.jinja"), "neither a file nor a template"),
+        (
+            ("triton", "{engine}", "--chat-template", "/nowhere/x.jinja"),
+            "neither a file nor a template",
+        ),
     ],
 )
 def test_mistakes(
-    stories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+    stories: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    said: str,
 ) -> None:
     line = [word.format(engine=stories) for word in words]
     assert execute(["export", *line, "-o", str(tmp_path / "repo")]) == 2
@@ -114,7 +144,9 @@ def test_a_folder_that_cannot_be_written(stories: Path, tmp_path: Path) -> None:
         export_triton_repository(stories, tmp_path / "file", start_options=StartOptions())
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"run": 3}', '{"speed": 1}', '{"run": {"speed": 1}}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"run": 3}', '{"speed": 1}', '{"run": {"speed": 1}}']
+)
 def test_a_start_that_was_changed(tmp_path: Path, text: str) -> None:
     (tmp_path / "start.json").write_text(text)
     with pytest.raises(UsageError, match=r"start\.json"):

@@ -1,4 +1,6 @@
-"""A real Triton Inference Server, from the wheel nvidia-pytriton, which carries the server and its Python stubs."""
+"""A real Triton Inference Server, from the wheel nvidia-pytriton, which carries the server and its
+Python stubs.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def copy_backends(package: Path, folder: Path) -> Path:
 
 
 def server_environment(package: Path) -> dict[str, str]:
-    """The stub loads the libpython of this interpreter, and finds its packages through the python3 on PATH."""
+    """The stub loads the libpython of this interpreter, and finds its packages through the python3
+    on PATH.
+    """
     libraries = (sysconfig.get_config_var("LIBDIR"), str(package.parent / "nvidia_pytriton.libs"))
     given = env.child_env()
     path = f"{Path(sys.prefix) / 'bin'}:{given['PATH']}"
@@ -67,7 +71,9 @@ def free_port() -> int:
 
 
 class Server:
-    """tritonserver over a model repository; leaving the block ends it and checks that nothing is left of it."""
+    """tritonserver over a model repository; leaving the block ends it and checks that nothing is
+    left of it.
+    """
 
     def __init__(self, repository: Path, folder: Path, ready: bool = True) -> None:
         package = find_triton_package()
@@ -81,12 +87,28 @@ class Server:
                 "--backend-directory",
                 str(copy_backends(package, folder / "backends")),
             ),
-            *("--http-address", "127.0.0.1", "--grpc-address", "127.0.0.1", "--metrics-address", "127.0.0.1"),
-            *("--http-port", str(self.http), "--grpc-port", str(self.grpc), "--metrics-port", str(self.metrics)),
+            *(
+                "--http-address",
+                "127.0.0.1",
+                "--grpc-address",
+                "127.0.0.1",
+                "--metrics-address",
+                "127.0.0.1",
+            ),
+            *(
+                "--http-port",
+                str(self.http),
+                "--grpc-port",
+                str(self.grpc),
+                "--metrics-port",
+                str(self.metrics),
+            ),
             *("--metrics-interval-ms", "100", "--exit-timeout-secs", "20"),
         ]
         with self._log.open("w") as log:
-            self.process = subprocess.Popen(line, stdout=log, stderr=log, env=server_environment(package))
+            self.process = subprocess.Popen(
+                line, stdout=log, stderr=log, env=server_environment(package)
+            )
         if ready:
             self.wait()
 
@@ -94,7 +116,11 @@ class Server:
         return self
 
     def __exit__(self, *_: object) -> None:
-        children = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
+        children = (
+            psutil.Process(self.process.pid).children(recursive=True)
+            if self.process.poll() is None
+            else []
+        )
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(60)
         psutil.wait_procs(children, timeout=TIMEOUT_SECONDS)
@@ -105,7 +131,9 @@ class Server:
 
     def get(self, port: int, path: str, body: bytes | None = None) -> tuple[int, str]:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", body, timeout=TIMEOUT_SECONDS) as response:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{port}{path}", body, timeout=TIMEOUT_SECONDS
+            ) as response:
                 return response.status, response.read().decode()
         except urllib.error.HTTPError as error:
             with error:

@@ -1,6 +1,8 @@
-"""MiniGPT-4 in plain float32 out of transformers' parts: BLIP-2's vision model and Q-Former, and LlamaForCausalLM.
+"""MiniGPT-4 in plain float32 out of transformers' parts: BLIP-2's vision model and Q-Former, and
+LlamaForCausalLM.
 
-Weights are mapped from the published files by hand, prompts are cut and tokenized with sentencepiece itself.
+Weights are mapped from the published files by hand, prompts are cut and tokenized with
+sentencepiece itself.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import transformers
 from tests.models.minigpt4_seeded import HIDDEN, QFORMER, VISION_ENCODER
 
 SYSTEM = (
-    "Give the following image: <Img>ImageContent</Img>. You will be able to see the image once I provide it to you. "
+    "Give the following image: <Img>ImageContent</Img>. You will be able to see the image once I "
+    "provide it to you. "
     "Please answer my questions.###"
 )
 
@@ -32,12 +35,14 @@ class MiniGpt4Reference:
             return found.get("model", found)
 
         eva, blip, ours = (
-            load(f) for f in ("eva_vit_g.pth", "blip2_pretrained_flant5xxl.pth", "pretrained_minigpt4.pth")
+            load(f)
+            for f in ("eva_vit_g.pth", "blip2_pretrained_flant5xxl.pth", "pretrained_minigpt4.pth")
         )
         self.vision = transformers.Blip2VisionModel(
             transformers.Blip2VisionConfig(
                 hidden_size=VISION_ENCODER["width"], intermediate_size=VISION_ENCODER["inner"],
-                num_hidden_layers=VISION_ENCODER["depth"], num_attention_heads=VISION_ENCODER["heads"],
+                num_hidden_layers=VISION_ENCODER["depth"],
+                num_attention_heads=VISION_ENCODER["heads"],
                 image_size=VISION_ENCODER["image"], patch_size=VISION_ENCODER["patch"],
                 layer_norm_eps=1e-6, qkv_bias=True,
             )
@@ -50,7 +55,8 @@ class MiniGpt4Reference:
                 hidden_size=QFORMER["width"], num_hidden_layers=QFORMER["depth"],
                 num_attention_heads=QFORMER["heads"], intermediate_size=QFORMER["inner"],
                 encoder_hidden_size=QFORMER["image_width"],
-                cross_attention_frequency=QFORMER["cross_attention_frequency"], layer_norm_eps=1e-12,
+                cross_attention_frequency=QFORMER["cross_attention_frequency"],
+                layer_norm_eps=1e-12,
             )
         ).eval()  # fmt: skip
         self.qformer.load_state_dict(_qformer(blip), strict=True)
@@ -58,23 +64,34 @@ class MiniGpt4Reference:
         self.projection = torch.nn.Linear(QFORMER["width"], HIDDEN)
         self.projection.load_state_dict({k.removeprefix("llama_proj."): v for k, v in ours.items()})
         self.llama = transformers.LlamaForCausalLM.from_pretrained(folder / "vicuna").float().eval()
-        self.tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(folder / "vicuna" / "tokenizer.model"))
+        self.tokenizer = sentencepiece.SentencePieceProcessor(
+            model_file=str(folder / "vicuna" / "tokenizer.model")
+        )
 
     @torch.inference_mode()
     def embed(self, picture: PIL.Image.Image) -> torch.Tensor:
         """[queries, hidden]."""
         size = VISION_ENCODER["image"]
-        small = np.asarray(picture.convert("RGB").resize((size, size), PIL.Image.Resampling.BICUBIC))
+        small = np.asarray(
+            picture.convert("RGB").resize((size, size), PIL.Image.Resampling.BICUBIC)
+        )
         mean = torch.tensor([0.48145466, 0.4578275, 0.40821073])
         std = torch.tensor([0.26862954, 0.26130258, 0.27577711])
         x = ((torch.from_numpy(small.copy()).float() / 255 - mean) / std).permute(2, 0, 1)[None]
         seen = self.vision(x).last_hidden_state
-        asked = self.qformer(query_embeds=self.queries, encoder_hidden_states=seen).last_hidden_state
+        asked = self.qformer(
+            query_embeds=self.queries, encoder_hidden_states=seen
+        ).last_hidden_state
         return self.projection(asked)[0]
 
     @torch.inference_mode()
-    def answer(self, prompt: str, pictures: Sequence[PIL.Image.Image], count: int, **how: Any) -> list[int]:
-        """Greedy ids; ``prompt`` has <ImageHere> where the pictures go. how: more of generate's options."""
+    def answer(
+        self, prompt: str, pictures: Sequence[PIL.Image.Image], count: int, **how: Any
+    ) -> list[int]:
+        """Greedy ids; ``prompt`` has <ImageHere> where the pictures go.
+
+        how: more of generate's options.
+        """
         texts = prompt.split("<ImageHere>")
         assert len(texts) == len(pictures) + 1
         embed = self.llama.get_input_embeddings()
@@ -87,7 +104,8 @@ class MiniGpt4Reference:
         given = torch.cat(parts, 1)
         mask = torch.ones(given.shape[:2], dtype=torch.long)
         out = self.llama.generate(
-            inputs_embeds=given, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False,
+            inputs_embeds=given, attention_mask=mask, max_new_tokens=count, min_new_tokens=count,
+            do_sample=False,
             pad_token_id=0, **how,
         )  # fmt: skip
         return out[0].tolist()
@@ -106,7 +124,9 @@ def _vision(eva: dict[str, torch.Tensor], blip: dict[str, torch.Tensor]) -> dict
         ours, theirs = f"blocks.{i}.", f"encoder.layers.{i}."
         zeros = torch.zeros_like(eva[ours + "attn.q_bias"])
         out[theirs + "self_attn.qkv.weight"] = eva[ours + "attn.qkv.weight"]
-        out[theirs + "self_attn.qkv.bias"] = torch.cat((eva[ours + "attn.q_bias"], zeros, eva[ours + "attn.v_bias"]))
+        out[theirs + "self_attn.qkv.bias"] = torch.cat(
+            (eva[ours + "attn.q_bias"], zeros, eva[ours + "attn.v_bias"])
+        )
         for end in ("weight", "bias"):
             out[f"{theirs}self_attn.projection.{end}"] = eva[f"{ours}attn.proj.{end}"]
             for one, other in (

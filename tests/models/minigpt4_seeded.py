@@ -1,4 +1,6 @@
-"""A small MiniGPT-4 with seeded weights in its published files: LLaMA folder, EVA, BLIP-2 and projection .pth."""
+"""A small MiniGPT-4 with seeded weights in its published files: LLaMA folder, EVA, BLIP-2 and
+projection .pth.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ QFORMER = {
 HIDDEN = 64
 
 
-def random_values(generator: torch.Generator, *shape: int, std: float | None = None, mean: float = 0.0) -> torch.Tensor:
+def random_values(
+    generator: torch.Generator, *shape: int, std: float | None = None, mean: float = 0.0
+) -> torch.Tensor:
     """Values that keep activations near 1."""
     fan = torch.Size(shape[1:]).numel() if len(shape) > 1 else 1
     scale = std if std is not None else (fan**-0.5 if len(shape) > 1 else 0.1)
@@ -40,7 +44,9 @@ def vision_encoder_state(generator: torch.Generator) -> dict[str, torch.Tensor]:
     out = {
         "cls_token": random_values(generator, 1, 1, w, std=0.5),
         "pos_embed": random_values(generator, 1, places, w, std=0.5),
-        "patch_embed.proj.weight": random_values(generator, w, 3, VISION_ENCODER["patch"], VISION_ENCODER["patch"]),
+        "patch_embed.proj.weight": random_values(
+            generator, w, 3, VISION_ENCODER["patch"], VISION_ENCODER["patch"]
+        ),
         "patch_embed.proj.bias": random_values(generator, w),
         "norm.weight": random_values(generator, w),
         "norm.bias": random_values(generator, w),
@@ -51,14 +57,21 @@ def vision_encoder_state(generator: torch.Generator) -> dict[str, torch.Tensor]:
             out[at + norm + ".weight"] = random_values(generator, w, mean=1)
             out[at + norm + ".bias"] = random_values(generator, w)
         out[at + "attn.qkv.weight"] = random_values(generator, 3 * w, w)
-        out[at + "attn.q_bias"], out[at + "attn.v_bias"] = random_values(generator, w), random_values(generator, w)
+        out[at + "attn.q_bias"], out[at + "attn.v_bias"] = (
+            random_values(generator, w),
+            random_values(generator, w),
+        )
         out |= _linear(generator, at + "attn.proj", w, w)
-        out |= _linear(generator, at + "mlp.fc1", inner, w) | _linear(generator, at + "mlp.fc2", w, inner)
+        out |= _linear(generator, at + "mlp.fc1", inner, w) | _linear(
+            generator, at + "mlp.fc2", w, inner
+        )
     return out
 
 
 def qformer_state(generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """blip2_pretrained's names: both branches of the Q-Former, words included, and a projection of its own."""
+    """blip2_pretrained's names: both branches of the Q-Former, words included, and a projection of
+    its own.
+    """
     w, inner, image_width = QFORMER["width"], QFORMER["inner"], QFORMER["image_width"]
     out = {
         "query_tokens": random_values(generator, 1, QFORMER["queries"], w, std=1.0),
@@ -76,7 +89,11 @@ def qformer_state(generator: torch.Generator) -> dict[str, torch.Tensor]:
         at = f"Qformer.bert.encoder.layer.{i}."
         for part, width in (
             ("attention", w),
-            *((("crossattention", image_width),) if i % QFORMER["cross_attention_frequency"] == 0 else ()),
+            *(
+                (("crossattention", image_width),)
+                if i % QFORMER["cross_attention_frequency"] == 0
+                else ()
+            ),
         ):
             out |= _linear(generator, f"{at}{part}.self.query", w, w)
             for name in ("key", "value"):
@@ -98,8 +115,10 @@ def llama_folder(folder: Path, tokenizer: Path, seed: int = 5) -> None:
 
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
-        hidden_size=HIDDEN, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, vocab_size=32001,
-        max_position_embeddings=512, rms_norm_eps=1e-6, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
+        hidden_size=HIDDEN, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        vocab_size=32001,
+        max_position_embeddings=512, rms_norm_eps=1e-6, bos_token_id=1, eos_token_id=2,
+        tie_word_embeddings=False,
         initializer_range=0.12,
     )  # fmt: skip
     transformers.LlamaForCausalLM(config).float().save_pretrained(folder)
@@ -107,7 +126,8 @@ def llama_folder(folder: Path, tokenizer: Path, seed: int = 5) -> None:
 
 
 def write_checkpoint(folder: Path, shared: Path, seed: int = 3, **settings: Any) -> Path:
-    """The files side by side, as somebody who downloaded them has them; skips where transformers is missing.
+    """The files side by side, as somebody who downloaded them has them; skips where transformers is
+    missing.
 
     shared: the folder of real data, for LLaMA's tokenizer.
     """
@@ -129,7 +149,10 @@ def write_checkpoint(folder: Path, shared: Path, seed: int = 3, **settings: Any)
 
 
 def _linear(generator: torch.Generator, name: str, out: int, inner: int) -> dict[str, torch.Tensor]:
-    return {f"{name}.weight": random_values(generator, out, inner), f"{name}.bias": random_values(generator, out)}
+    return {
+        f"{name}.weight": random_values(generator, out, inner),
+        f"{name}.bias": random_values(generator, out),
+    }
 
 
 def _output(generator: torch.Generator, name: str, out: int, inner: int) -> dict[str, torch.Tensor]:

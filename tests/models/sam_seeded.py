@@ -1,4 +1,6 @@
-"""A small SAM with seeded weights in the original layout, a file of it, and transformers' of any size."""
+"""A small SAM with seeded weights in the original layout, a file of it, and transformers' of any
+size.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from torch import nn
 from modelmill.models import sam
 from modelmill.nn.linear import Linear
 
-SMALL = sam.SamVitSpec(width=48, depth=2, heads=3, global_attn_indexes=(1,), inner=96, image=160, window=4)
+SMALL = sam.SamVitSpec(
+    width=48, depth=2, heads=3, global_attn_indexes=(1,), inner=96, image=160, window=4
+)
 
 
 def small_state(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -40,7 +44,9 @@ def small_state(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def tiny_state(seed: int = 0) -> dict[str, torch.Tensor]:
-    """The same in MobileSAM's layout, of its one size, batch norms behind the encoder's convolutions."""
+    """The same in MobileSAM's layout, of its one size, batch norms behind the encoder's
+    convolutions.
+    """
     config = sam.SamConfig(sam.TinyVitSpec())
     model = sam.Model(config)
     shapes = {name: tuple(buffer.shape) for name, buffer in model.named_buffers()}
@@ -56,7 +62,9 @@ def tiny_state(seed: int = 0) -> dict[str, torch.Tensor]:
         fan = torch.Size(shape[1:]).numel() if len(shape) > 1 else 1
         spread = 1.2 * fan**-0.5 if len(shape) > 1 else 0.1
         if rule.how == "copy":
-            known = any(part in rule.target for part in ("embed.weight", "embeddings", "token", "biases"))
+            known = any(
+                part in rule.target for part in ("embed.weight", "embeddings", "token", "biases")
+            )
             spread = 1.0 if "gaussian" in rule.target else 0.5 if known else spread
             spread *= 0.3 if "q_proj" in rule.target or "k_proj" in rule.target else 1.0
             norm = rule.target.endswith("weight") and _is_norm(model, rule.target)
@@ -66,7 +74,9 @@ def tiny_state(seed: int = 0) -> dict[str, torch.Tensor]:
                 state[source] = drawn((*shape, 1, 1) if "pointwise" in rule.how else shape, spread)
             elif source not in state:
                 around = 1.0 if source.endswith(("bn.weight", "running_var")) else 0.0
-                state[source] = drawn(shape[:1], 0.1, around).abs() if around else drawn(shape[:1], 0.1)
+                state[source] = (
+                    drawn(shape[:1], 0.1, around).abs() if around else drawn(shape[:1], 0.1)
+                )
     return state
 
 
@@ -83,7 +93,9 @@ def small_file(folder: Path, seed: int = 0) -> Path:
 
 
 def hf_sam_model(vision: dict[str, Any]) -> Any:
-    """transformers' SamModel with weights that keep values near 1; skips where transformers is missing."""
+    """transformers' SamModel with weights that keep values near 1; skips where transformers is
+    missing.
+    """
     transformers = pytest.importorskip("transformers")
     config = transformers.SamConfig(vision_config=vision)
     config.prompt_encoder_config.image_size = vision["image_size"]
@@ -93,7 +105,11 @@ def hf_sam_model(vision: dict[str, Any]) -> Any:
     generator = torch.Generator().manual_seed(11)
     for name, parameter in model.named_parameters():
         fan = parameter[0].numel() if parameter.dim() > 1 else 1
-        spread = 0.1 if parameter.dim() < 2 else (0.5 if "pos" in name or "embed" in name else 1.2 * fan**-0.5)
+        spread = (
+            0.1
+            if parameter.dim() < 2
+            else (0.5 if "pos" in name or "embed" in name else 1.2 * fan**-0.5)
+        )
         spread *= 0.3 if "q_proj" in name or "k_proj" in name else 1.0
         parameter.data.normal_(0, spread, generator=generator)
         if "layer_norm" in name and name.endswith("weight"):

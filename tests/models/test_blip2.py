@@ -1,4 +1,6 @@
-"""transformers' BLIP-2 with a LLaMA-like language model: the same tokens, its questions, what is refused."""
+"""transformers' BLIP-2 with a LLaMA-like language model: the same tokens, its questions, what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -25,24 +27,37 @@ SIDE, QUERIES, IMAGE = 56, 8, 31990
 
 
 def written(folder: Path, tokenizer: Path, language: str = "llama") -> Path:
-    """A checkpoint as transformers saves it, weights drawn so that answers depend on the picture."""
+    """A checkpoint as transformers saves it, weights drawn so that answers depend on the
+    picture.
+    """
     import transformers
 
     torch.manual_seed(1)
     vision = transformers.Blip2VisionConfig(
-        hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=3, image_size=SIDE, patch_size=14
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        image_size=SIDE,
+        patch_size=14,
     )
     asking = transformers.Blip2QFormerConfig(
-        hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=56, encoder_hidden_size=48,
+        hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=56,
+        encoder_hidden_size=48,
         cross_attention_frequency=2,
     )  # fmt: skip
     text = transformers.AutoConfig.for_model(
         language.removesuffix("-tied"), hidden_size=64, intermediate_size=96, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, vocab_size=32000, max_position_embeddings=512, bos_token_id=1,
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=32000, max_position_embeddings=512,
+        bos_token_id=1,
         eos_token_id=2,
         tie_word_embeddings=language.endswith("-tied"),
     )  # fmt: skip
-    parts = {"vision_config": vision.to_dict(), "qformer_config": asking.to_dict(), "text_config": text.to_dict()}
+    parts = {
+        "vision_config": vision.to_dict(),
+        "qformer_config": asking.to_dict(),
+        "text_config": text.to_dict(),
+    }
     config = transformers.Blip2Config(**parts, num_query_tokens=QUERIES, image_token_index=IMAGE)
     model = transformers.Blip2ForConditionalGeneration(config).float().eval()
     for name, parameter in model.named_parameters():
@@ -56,7 +71,9 @@ def written(folder: Path, tokenizer: Path, language: str = "llama") -> Path:
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral", "qwen2", "qwen3", "qwen3-tied"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Path:
+def folder(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, shared: Path
+) -> Path:
     pytest.importorskip("transformers")
     tokenizer = shared / "data" / "tokenizers" / "llama" / "tokenizer.model"
     return written(tmp_path_factory.mktemp("blip2") / request.param, tokenizer, request.param)
@@ -68,7 +85,13 @@ def llm(folder: Path) -> LLM:
     report = build_engine(folder, engine, BuildConfig(dtype="float32"))
     assert report["accepted"], report
     modules = {row["module"] for row in report["layers"]}
-    assert {"vision_encoder.attn", "ln_vision", "qformer.crossattention", "proj", "attn.k_proj"} <= modules
+    assert {
+        "vision_encoder.attn",
+        "ln_vision",
+        "qformer.crossattention",
+        "proj",
+        "attn.k_proj",
+    } <= modules
     return LLM(engine, max_model_len=256, kv_cache_bytes=1 << 24)
 
 
@@ -78,12 +101,17 @@ def picture(seed: int) -> PIL.Image.Image:
 
 
 def user(*parts: Any) -> dict[str, Any]:
-    content = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p} for p in parts]
+    content = [
+        {"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p}
+        for p in parts
+    ]
     return {"role": "user", "content": content}
 
 
 @torch.inference_mode()
-def plain_answer(folder: Path, shown: PIL.Image.Image, text: str, ids: list[int], **how: Any) -> list[int]:
+def plain_answer(
+    folder: Path, shown: PIL.Image.Image, text: str, ids: list[int], **how: Any
+) -> list[int]:
     """transformers' own generate(): places of the picture, then the text's ids."""
     import transformers
 
@@ -95,7 +123,8 @@ def plain_answer(folder: Path, shown: PIL.Image.Image, text: str, ids: list[int]
     given = torch.tensor([[IMAGE] * QUERIES + ids])
     assert text
     out = model.generate(
-        pixel_values=values, input_ids=given, attention_mask=torch.ones_like(given), max_new_tokens=10,
+        pixel_values=values, input_ids=given, attention_mask=torch.ones_like(given),
+        max_new_tokens=10,
         min_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0, **how,
     )  # fmt: skip
     return out[0].tolist()[-10:]
@@ -117,12 +146,20 @@ def test_the_same_tokens_as_transformers(folder: Path, llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("penalty", [1.5, 6.0])
-def test_penalties_count_the_prompts_words_as_transformers_does(folder: Path, llm: LLM, penalty: float) -> None:
-    """transformers gives the language model ids beside the embeddings; of a picture, a token that is never written."""
+def test_penalties_count_the_prompts_words_as_transformers_does(
+    folder: Path, llm: LLM, penalty: float
+) -> None:
+    """transformers gives the language model ids beside the embeddings; of a picture, a token that
+    is never written.
+    """
     assert llm.tokenizer is not None
     text = "Question: What is this? Answer:"
-    wanted = plain_answer(folder, picture(1), text, llm.tokenizer.encode(text, bos=True), repetition_penalty=penalty)
-    [answer] = llm.chat([user(picture(1), "What is this?")], replace(GREEDY, repetition_penalty=penalty))
+    wanted = plain_answer(
+        folder, picture(1), text, llm.tokenizer.encode(text, bos=True), repetition_penalty=penalty
+    )
+    [answer] = llm.chat(
+        [user(picture(1), "What is this?")], replace(GREEDY, repetition_penalty=penalty)
+    )
     found = answer.outputs[0].token_ids
     assert found == wanted[: len(found)]
     assert len(found) == 10 or answer.outputs[0].stop_reason == "\n"
@@ -131,7 +168,11 @@ def test_penalties_count_the_prompts_words_as_transformers_does(folder: Path, ll
 def test_questions(llm: LLM) -> None:
     chat = llm.chat_format
     assert chat is not None
-    talk = [user("Where is it?", picture(1)), {"role": "assistant", "content": " In a garden. "}, user("Why?")]
+    talk = [
+        user("Where is it?", picture(1)),
+        {"role": "assistant", "content": " In a garden. "},
+        user("Why?"),
+    ]
     told = "<ImageHere>Question: Where is it? Answer: In a garden. Question: Why? Answer:"
     assert chat.render(talk) == told
     assert chat.render([user(picture(1))]) == "<ImageHere>", "a picture alone is described"
@@ -157,19 +198,47 @@ def changed(folder: Path, target: Path, change: Any) -> Path:
 @pytest.mark.parametrize(
     ("change", "error", "told"),
     [
-        (lambda c: c["text_config"].update(model_type="opt"), UnknownArchitecture, "'opt'; known there are llama"),
-        (lambda c: c["text_config"].update(model_type="t5"), UnknownArchitecture, "'t5'; known there are llama"),
-        (lambda c: c.update(model_type="instructblip"), UnknownArchitecture, "InstructBLIP, whose Q-Former reads"),
+        (
+            lambda c: c["text_config"].update(model_type="opt"),
+            UnknownArchitecture,
+            "'opt'; known there are llama",
+        ),
+        (
+            lambda c: c["text_config"].update(model_type="t5"),
+            UnknownArchitecture,
+            "'t5'; known there are llama",
+        ),
+        (
+            lambda c: c.update(model_type="instructblip"),
+            UnknownArchitecture,
+            "InstructBLIP, whose Q-Former reads",
+        ),
         (lambda c: c.pop("qformer_config"), CheckpointError, "lacks qformer_config"),
-        (lambda c: c["vision_config"].update(hidden_act="quick_gelu"), UnknownArchitecture, "only gelu is known"),
-        (lambda c: c["vision_config"].update(num_attention_heads="many"), CheckpointError, "heads must be a whole"),
+        (
+            lambda c: c["vision_config"].update(hidden_act="quick_gelu"),
+            UnknownArchitecture,
+            "only gelu is known",
+        ),
+        (
+            lambda c: c["vision_config"].update(num_attention_heads="many"),
+            CheckpointError,
+            "heads must be a whole",
+        ),
         (
             lambda c: c["vision_config"].update(num_hidden_layers=2),
             CheckpointError,
             "vision encoder is 2, the weights have 3",
         ),
-        (lambda c: c["vision_config"].update(layer_norm_eps=0), CheckpointError, "vision_encoder must be above 0"),
-        (lambda c: c["qformer_config"].update(use_qformer_text_input=True), UnknownArchitecture, "a variant of BLIP-2"),
+        (
+            lambda c: c["vision_config"].update(layer_norm_eps=0),
+            CheckpointError,
+            "vision_encoder must be above 0",
+        ),
+        (
+            lambda c: c["qformer_config"].update(use_qformer_text_input=True),
+            UnknownArchitecture,
+            "a variant of BLIP-2",
+        ),
     ],
 )
 def test_what_is_not_known_is_told_in_a_line(

@@ -20,11 +20,13 @@ from modelmill.runtime.model_loader import fill_weights
 
 RAW: dict[str, Any] = {
     "vision_config": {
-        "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 3,
+        "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
+        "num_attention_heads": 3,
         "image_size": 56, "patch_size": 14, "layer_norm_eps": 1e-6,
     },
     "qformer_config": {
-        "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 56,
+        "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "intermediate_size": 56,
         "encoder_hidden_size": 48, "cross_attention_frequency": 2, "layer_norm_eps": 1e-12,
     },
     "text_config": {"hidden_size": 40},
@@ -36,12 +38,18 @@ RAW: dict[str, Any] = {
 def theirs() -> dict[str, torch.nn.Module]:
     transformers = pytest.importorskip("transformers")
     generator = torch.Generator().manual_seed(0)
-    vision = transformers.Blip2VisionModel(transformers.Blip2VisionConfig(**RAW["vision_config"])).eval()
-    qformer = transformers.Blip2QFormerModel(transformers.Blip2QFormerConfig(**RAW["qformer_config"])).eval()
+    vision = transformers.Blip2VisionModel(
+        transformers.Blip2VisionConfig(**RAW["vision_config"])
+    ).eval()
+    qformer = transformers.Blip2QFormerModel(
+        transformers.Blip2QFormerConfig(**RAW["qformer_config"])
+    ).eval()
     projection = torch.nn.Linear(32, 40)
     for part in (vision, qformer, projection):
         for name, parameter in part.named_parameters():
-            parameter.data.normal_(0, 0.3 if parameter.dim() < 2 else parameter[0].numel() ** -0.5, generator=generator)
+            parameter.data.normal_(
+                0, 0.3 if parameter.dim() < 2 else parameter[0].numel() ** -0.5, generator=generator
+            )
             if "norm" in name.lower() and name.endswith("weight"):
                 parameter.data.add_(1)
     for layer in vision.encoder.layers:
@@ -51,8 +59,14 @@ def theirs() -> dict[str, torch.nn.Module]:
 
 
 def state(theirs: dict[str, torch.nn.Module]) -> dict[str, torch.Tensor]:
-    found = {f"{part}.{name}": t for part, model in theirs.items() for name, t in model.state_dict().items()}
-    return found | {"query_tokens": torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(1))}
+    found = {
+        f"{part}.{name}": t
+        for part, model in theirs.items()
+        for name, t in model.state_dict().items()
+    }
+    return found | {
+        "query_tokens": torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(1))
+    }
 
 
 class Memory:
@@ -66,7 +80,9 @@ class Memory:
 
     def info(self, name: str) -> TensorInfo:
         tensor = self.tensors[name]
-        return TensorInfo(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.nbytes)
+        return TensorInfo(
+            name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.nbytes
+        )
 
     def get(self, name: str) -> torch.Tensor:
         return self.tensors[name]
@@ -84,7 +100,13 @@ def published(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def spec_of(raw: dict[str, Any]) -> Blip2VisionSpec:
-    text = {"model_type": "llama", "hidden_size": 40, "vocab_size": 9, "num_hidden_layers": 1, "num_attention_heads": 4}
+    text = {
+        "model_type": "llama",
+        "hidden_size": 40,
+        "vocab_size": 9,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
     text |= {"intermediate_size": 8, "max_position_embeddings": 32, "rms_norm_eps": 1e-6}
     whole, *_ = convert_configs({**raw, "text_config": text}, Path("here"))
     return minigpt4.config_from_hf(whole).image_embedder
@@ -92,7 +114,10 @@ def spec_of(raw: dict[str, Any]) -> Blip2VisionSpec:
 
 def made(spec: Blip2VisionSpec, tensors: dict[str, torch.Tensor]) -> Blip2ImageEmbedder:
     resolved = plan_renames(
-        _blip2_vision.rules(spec), _blip2_vision.ignored_tensors(spec), tensors, _blip2_vision.CHECKPOINT_PREFIXES
+        _blip2_vision.rules(spec),
+        _blip2_vision.ignored_tensors(spec),
+        tensors,
+        _blip2_vision.CHECKPOINT_PREFIXES,
     )
     own = {r.target: apply_rule(r, tensors.__getitem__) for r in resolved}
     embedder = Blip2ImageEmbedder(spec)
@@ -134,5 +159,9 @@ def test_positions_for_another_size() -> None:
     assert larger.shape == (1, 37, 6)
     assert torch.equal(larger[:, 0], table[:, 0])
     square = table[:, 1:].view(1, 4, 4, 6).permute(0, 3, 1, 2)
-    wanted = torch.nn.functional.interpolate(square, (6, 6), mode="bicubic").permute(0, 2, 3, 1).reshape(1, 36, 6)
+    wanted = (
+        torch.nn.functional.interpolate(square, (6, 6), mode="bicubic")
+        .permute(0, 2, 3, 1)
+        .reshape(1, 36, 6)
+    )
     assert torch.allclose(larger[:, 1:], wanted)

@@ -1,4 +1,5 @@
-"""Every field of the original configuration classes at other values: transformers' logits, or refused by its name.
+"""Every field of the original configuration classes at other values: transformers' logits, or
+refused by its name.
 
 Many fields at once where they may not change anything; one at a time where they do.
 """
@@ -25,7 +26,8 @@ transformers = pytest.importorskip("transformers")
 
 TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 SMALL = {
-    "vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "intermediate_size": 40, "max_position_embeddings": 64, "head_dim": 8,
 }  # fmt: skip
 GPT2 = {"vocab_size": 60, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
@@ -33,11 +35,16 @@ LENGTH = 40
 
 # fields that change no logits, each at another value than its own; all at once
 IDLE: dict[str, Any] = {
-    "transformers_version": "4.0.0", "architectures": ["SomethingElse"], "output_hidden_states": True,
-    "return_dict": False, "dtype": "float32", "chunk_size_feed_forward": 4, "id2label": {"0": "a", "1": "b", "2": "c"},
-    "label2id": {"a": 0, "b": 1, "c": 2}, "problem_type": "regression", "use_cache": False, "pad_token_id": 3,
-    "bos_token_id": 4, "eos_token_id": 5, "initializer_range": 0.5, "attention_dropout": 0.5, "pretraining_tp": 2,
-    "resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5, "summary_type": "last", "summary_use_proj": False,
+    "transformers_version": "4.0.0", "architectures": ["SomethingElse"],
+    "output_hidden_states": True,
+    "return_dict": False, "dtype": "float32", "chunk_size_feed_forward": 4,
+    "id2label": {"0": "a", "1": "b", "2": "c"},
+    "label2id": {"a": 0, "b": 1, "c": 2}, "problem_type": "regression", "use_cache": False,
+    "pad_token_id": 3,
+    "bos_token_id": 4, "eos_token_id": 5, "initializer_range": 0.5, "attention_dropout": 0.5,
+    "pretraining_tp": 2,
+    "resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5, "summary_type": "last",
+    "summary_use_proj": False,
     "summary_activation": "tanh", "summary_proj_to_labels": False, "summary_first_dropout": 0.5,
     "reorder_and_upcast_attn": True,
 }  # fmt: skip
@@ -60,22 +67,31 @@ TOLD: dict[str, list[Any]] = {
     "sliding_window": [7, None, 64],
     "use_sliding_window": [True],
     "max_window_layers": [0, 1],
-    "layer_types": [["full_attention"] * 2, ["full_attention", "sliding_attention"], ["chunked_attention"] * 2,
+    "layer_types": [["full_attention"] * 2, ["full_attention", "sliding_attention"],
+    ["chunked_attention"] * 2,
                     ["attention"] * 2, ["full_attention"]],
     "rope_parameters": [
         {"rope_type": "default", "rope_theta": 500.0},
         {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
         {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
-        {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0, "original_max_position_embeddings": 16},
+        {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0,
+        "original_max_position_embeddings": 16},
         {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0},
-        {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0, "original_max_position_embeddings": 16},
-        {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16},
-        {"rope_type": "yarn", "factor": 4.0, "beta_fast": 8, "beta_slow": 2, "original_max_position_embeddings": 16},
-        {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 32, "original_max_position_embeddings": 16},
-        {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4, "beta_slow": 4, "original_max_position_embeddings": 16},
-        {"rope_type": "yarn", "factor": 4.0, "truncate": False, "original_max_position_embeddings": 16},
+        {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0,
+        "original_max_position_embeddings": 16},
+        {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+        "original_max_position_embeddings": 16},
+        {"rope_type": "yarn", "factor": 4.0, "beta_fast": 8, "beta_slow": 2,
+        "original_max_position_embeddings": 16},
+        {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 32,
+        "original_max_position_embeddings": 16},
+        {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4, "beta_slow": 4,
+        "original_max_position_embeddings": 16},
+        {"rope_type": "yarn", "factor": 4.0, "truncate": False,
+        "original_max_position_embeddings": 16},
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2},
-        {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.5, "original_max_position_embeddings": 16},
+        {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.5,
+        "original_max_position_embeddings": 16},
         {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.9,
          "original_max_position_embeddings": 16},
         {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -104,10 +120,14 @@ FOREIGN: dict[str, list[Any]] = {
     "use_bidirectional_attention": [True, False],
     "rope_scaling": [{"type": "linear", "factor": 2.0}],
     "sliding_window": [7, None, 64],
-    "layer_types": [["full_attention"] * 2, ["full_attention", "sliding_attention"], ["chunked_attention"] * 2],
-    "logit_scale": [0.5], "final_logit_softcapping": [30.0], "attention_multiplier": [0.1], "use_qk_norm": [True],
-    "attention_chunk_size": [8], "num_local_experts": [4], "rope_interleaved": [True], "parallel_attn": [True],
-    "alibi": [True], "something_unheard_of": [1], "partial_rotary_factor": [0.5], "rope_theta": [300.0],
+    "layer_types": [["full_attention"] * 2, ["full_attention", "sliding_attention"],
+    ["chunked_attention"] * 2],
+    "logit_scale": [0.5], "final_logit_softcapping": [30.0], "attention_multiplier": [0.1],
+    "use_qk_norm": [True],
+    "attention_chunk_size": [8], "num_local_experts": [4], "rope_interleaved": [True],
+    "parallel_attn": [True],
+    "alibi": [True], "something_unheard_of": [1], "partial_rotary_factor": [0.5],
+    "rope_theta": [300.0],
 }  # fmt: skip
 
 
@@ -127,7 +147,11 @@ def their_model(raw: dict[str, Any], folder: Path) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
         config.return_dict = True
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+        model = (
+            transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+            .float()
+            .eval()
+        )
         draw = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for weight in model.parameters():
@@ -183,13 +207,18 @@ def test_fields_that_change_nothing_say_nothing(kind: str, tmp_path: Path) -> No
 
 
 # transformers fails where these are null; a size for null is what its other classes take
-MORE = {("mistral", "num_key_value_heads=None"), ("qwen2", "head_dim=None"), ("qwen3", "head_dim=None")}
+MORE = {
+    ("mistral", "num_key_value_heads=None"),
+    ("qwen2", "head_dim=None"),
+    ("qwen3", "head_dim=None"),
+}
 
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_other_values_are_computed_or_refused_by_name(kind: str, tmp_path: Path) -> None:
     wrong = {}
-    here = names_of(kind) - ({"rope_parameters"} if kind in ("mistral", "qwen3") else set())  # one code for all four
+    # one code for all four
+    here = names_of(kind) - ({"rope_parameters"} if kind in ("mistral", "qwen3") else set())
     tried = {**FOREIGN, **{key: values for key, values in TOLD.items() if key in here}}
     for key, values in tried.items():
         for number, value in enumerate(values):

@@ -1,4 +1,6 @@
-"""Every family against an independent float32 reference: logits within 1e-4, prefill and decode, alone and mixed."""
+"""Every family against an independent float32 reference: logits within 1e-4, prefill and decode,
+alone and mixed.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,28 @@ from tests.models.tiny_models import FAMILIES, save_hf, save_raw
 
 LENGTHS = (1, 7, 33, 70)
 QWEN = {
-    "model_type": "qwen", "architectures": ["QWenLMHeadModel"], "vocab_size": 120, "hidden_size": 32,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "kv_channels": 8, "intermediate_size": 80, "seq_length": 32,
-    "max_position_embeddings": 32, "layer_norm_epsilon": 1e-6, "rotary_emb_base": 10000.0, "rotary_pct": 1.0,
+    "model_type": "qwen", "architectures": ["QWenLMHeadModel"], "vocab_size": 120,
+    "hidden_size": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "kv_channels": 8, "intermediate_size": 80,
+    "seq_length": 32,
+    "max_position_embeddings": 32, "layer_norm_epsilon": 1e-6, "rotary_emb_base": 10000.0,
+    "rotary_pct": 1.0,
     "use_dynamic_ntk": True, "use_logn_attn": True, "no_bias": True, "tie_word_embeddings": False,
 }  # fmt: skip
 
 
 def engine(folder: Path, out: Path, **build_options: object) -> EngineCore:
     """Build without acceptance (these tests are the judge) and open."""
-    build(make_plan(open_checkpoint(folder), BuildConfig(dtype="float32", target="cpu", **build_options)), out, None)
-    return EngineCore.open(out, RunConfig(device="cpu", max_num_batched_tokens=32, kv_cache_bytes=1 << 22))
+    build(
+        make_plan(
+            open_checkpoint(folder), BuildConfig(dtype="float32", target="cpu", **build_options)
+        ),
+        out,
+        None,
+    )
+    return EngineCore.open(
+        out, RunConfig(device="cpu", max_num_batched_tokens=32, kv_cache_bytes=1 << 22)
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -56,7 +69,9 @@ def _compare_whole(model: torch.nn.Module, loop: EngineCore, ids: list[list[int]
 
 
 def test_dynamic_ntk_decodes_as_transformers(tmp_path: Path) -> None:
-    """LLaMA's "dynamic" scaling: each decoded token past the trained length gets a base of its own."""
+    """LLaMA's "dynamic" scaling: each decoded token past the trained length gets a base of its
+    own.
+    """
     model = save_hf("llama-dynamic", tmp_path / "hf")
     loop = engine(tmp_path / "hf", tmp_path / "e")
     ids = torch.randint(0, 160, (60,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -65,22 +80,35 @@ def test_dynamic_ntk_decodes_as_transformers(tmp_path: Path) -> None:
         out = model(torch.tensor([ids[:35]]), use_cache=True)
         rows = [out.logits[0]]
         for token in ids[35:]:
-            out = model(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
+            out = model(
+                torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True
+            )
             rows.append(out.logits[0])
     assert (got - torch.cat(rows)).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("switches", [{}, {"use_dynamic_ntk": False}, {"use_logn_attn": False}], ids=str)
+@pytest.mark.parametrize(
+    "switches", [{}, {"use_dynamic_ntk": False}, {"use_logn_attn": False}], ids=str
+)
 def test_qwen_v1_at_every_length(switches: dict[str, bool], tmp_path: Path) -> None:
-    """0.5, 1, 1.5, 3 and 5 × seq_length, alone and mixed in one batch, prompt and decode across the boundaries."""
-    config = QWEN | switches | ({} if switches.get("use_dynamic_ntk", True) else {"max_position_embeddings": 256})
+    """0.5, 1, 1.5, 3 and 5 × seq_length, alone and mixed in one batch, prompt and decode across the
+    boundaries.
+    """
+    config = (
+        QWEN
+        | switches
+        | ({} if switches.get("use_dynamic_ntk", True) else {"max_position_embeddings": 256})
+    )
     tensors = seeded_qwen(config, 1)
     folder = save_raw(tmp_path / "hf", tensors, config)
     loop = engine(folder, tmp_path / "e", max_model_len=200)
     draw = torch.Generator().manual_seed(4)
     prompts = [int(f * 32) for f in (0.5, 1, 1.5, 3, 5)]
     ids = [torch.randint(0, 120, (n + 9,), generator=draw).tolist() for n in prompts]
-    expected = [plain_qwen_logits(tensors, config, row, prompt=n) for row, n in zip(ids, prompts, strict=True)]
+    expected = [
+        plain_qwen_logits(tensors, config, row, prompt=n)
+        for row, n in zip(ids, prompts, strict=True)
+    ]
     alone = [loop.score([row], decode_from=n)[0] for row, n in zip(ids, prompts, strict=True)]
     mixed = loop.score(ids, decode_from=prompts)
     for one, many, right in zip(alone, mixed, expected, strict=True):
@@ -92,8 +120,10 @@ def test_old_qwen_keys_are_accepted(tmp_path: Path) -> None:
     """The first release's config names, and hub files without the ``transformer.`` prefix."""
     tensors = seeded_qwen(QWEN, 1)
     old = dict(QWEN)
-    for new, was in {"hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
-                     "intermediate_size": "ffn_hidden_size", "max_position_embeddings": "n_positions",
+    for new, was in {"hidden_size": "n_embd", "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+                     "intermediate_size": "ffn_hidden_size",
+                     "max_position_embeddings": "n_positions",
                      "vocab_size": "padded_vocab_size"}.items():  # fmt: skip
         old[was] = old.pop(new)
     bare = {k.removeprefix("transformer."): v for k, v in tensors.items()}

@@ -1,4 +1,6 @@
-"""What a config.json means, where it is silent or says a thing twice: as transformers' classes resolve it."""
+"""What a config.json means, where it is silent or says a thing twice: as transformers' classes
+resolve it.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,25 @@ YARN = {"rope_type": "yarn", "factor": 8.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 PLAIN = {"rope_type": "default", "rope_theta": 1e6}
 RESOLVED: dict[str, dict[str, Any]] = {
-    "yarn beside new parameters": {"rope_parameters": PLAIN, "rope_scaling": {"type": "yarn", "factor": 4.0}},
-    "the same with a theta on top": {"rope_theta": 5e5, "rope_parameters": PLAIN, "rope_scaling": YARN},
-    "linear beside new parameters": {"rope_parameters": PLAIN, "rope_scaling": {"type": "linear", "factor": 3.0}},
+    "yarn beside new parameters": {
+        "rope_parameters": PLAIN,
+        "rope_scaling": {"type": "yarn", "factor": 4.0},
+    },
+    "the same with a theta on top": {
+        "rope_theta": 5e5,
+        "rope_parameters": PLAIN,
+        "rope_scaling": YARN,
+    },
+    "linear beside new parameters": {
+        "rope_parameters": PLAIN,
+        "rope_scaling": {"type": "linear", "factor": 3.0},
+    },
     "an empty scaling is none": {"rope_parameters": YARN | {"rope_theta": 1e6}, "rope_scaling": {}},
     "two thetas": {"rope_theta": 1e4, "rope_parameters": PLAIN},
-    "theta within the scaling": {"rope_theta": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 2.0} | PLAIN},
+    "theta within the scaling": {
+        "rope_theta": 1e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0} | PLAIN,
+    },
     "yarn's length on top": {"original_max_position_embeddings": 512, "rope_scaling": YARN},
     "yarn's length twice": {
         "original_max_position_embeddings": 512,
@@ -79,7 +94,9 @@ def test_the_rotation_is_the_one_transformers_resolves(kind: str, case: str) -> 
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_length_that_is_absent_is_the_familys(kind: str) -> None:
-    raw = {key: value for key, value in SIZES.items() if key != "max_position_embeddings"} | {"model_type": kind}
+    raw = {key: value for key, value in SIZES.items() if key != "max_position_embeddings"} | {
+        "model_type": kind
+    }
     assert ours(raw).max_len == theirs(raw).max_position_embeddings
     same_rotation(raw | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
 
@@ -118,7 +135,12 @@ def test_windows_are_those_of_the_original_classes(kind: str, case: str) -> None
     assert list(ours(raw).windows or [None] * 3) == expected
 
 
-SMALL = SIZES | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "max_position_embeddings": 128}
+SMALL = SIZES | {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 128,
+}
 WHOLE: dict[str, dict[str, Any]] = {
     "two dictionaries": {
         "model_type": "qwen2",
@@ -130,7 +152,11 @@ WHOLE: dict[str, dict[str, Any]] = {
         "sliding_window": 7,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
-    "a mistral with qwen's switch": {"model_type": "mistral", "sliding_window": 7, "use_sliding_window": False},
+    "a mistral with qwen's switch": {
+        "model_type": "mistral",
+        "sliding_window": 7,
+        "use_sliding_window": False,
+    },
     "part of a head": {"model_type": "llama", "partial_rotary_factor": 0.5},
 }
 
@@ -142,7 +168,11 @@ def test_logits_of_such_files_equal_transformers(case: str, tmp_path: Path) -> N
     (tmp_path / "config.json").write_text(json.dumps(raw))
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     torch.manual_seed(3)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    model = (
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        .float()
+        .eval()
+    )
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.1)
@@ -155,14 +185,32 @@ def test_logits_of_such_files_equal_transformers(case: str, tmp_path: Path) -> N
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "by layer type": ({"rope_parameters": {"full_attention": PLAIN}}, "rope_parameters .*'full_attention'"),
-    "scaled part of a head": ({"partial_rotary_factor": 0.5, "rope_scaling": YARN}, r"partial_rotary_factor=0\.5"),
-    "part within": ({"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor=0\.5"),
-    "no length": ({"original_max_position_embeddings": "x", "rope_scaling": YARN}, "original_max_position_embeddings"),
-    "a length of 0": ({"original_max_position_embeddings": 0, "rope_scaling": LLAMA3}, "must be above 0"),
+    "by layer type": (
+        {"rope_parameters": {"full_attention": PLAIN}},
+        "rope_parameters .*'full_attention'",
+    ),
+    "scaled part of a head": (
+        {"partial_rotary_factor": 0.5, "rope_scaling": YARN},
+        r"partial_rotary_factor=0\.5",
+    ),
+    "part within": (
+        {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}},
+        r"partial_rotary_factor=0\.5",
+    ),
+    "no length": (
+        {"original_max_position_embeddings": "x", "rope_scaling": YARN},
+        "original_max_position_embeddings",
+    ),
+    "a length of 0": (
+        {"original_max_position_embeddings": 0, "rope_scaling": LLAMA3},
+        "must be above 0",
+    ),
     "no dictionary": ({"rope_parameters": [1]}, "rope_parameters must be an object"),
     "odd heads": ({"head_dim": 63}, "head_dim=63 is odd"),
-    "two channels, dynamic": ({"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "2 channels"),
+    "two channels, dynamic": (
+        {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "2 channels",
+    ),
 }
 
 

@@ -24,7 +24,9 @@ def pictures(count: int) -> list[PIL.Image.Image]:
     """Of several sizes and none square."""
     random = np.random.default_rng(0)
     sizes = [(90, 40), (33, 71), (300, 200)][:count]
-    return [PIL.Image.fromarray(random.integers(0, 256, (h, w, 3), dtype=np.uint8)) for w, h in sizes]
+    return [
+        PIL.Image.fromarray(random.integers(0, 256, (h, w, 3), dtype=np.uint8)) for w, h in sizes
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,10 @@ def plain(folder: Path) -> Any:
 
 
 def user(*parts: Any) -> dict[str, Any]:
-    content = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p} for p in parts]
+    content = [
+        {"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p}
+        for p in parts
+    ]
     return {"role": "user", "content": content}
 
 
@@ -90,7 +95,11 @@ def test_one_picture(llm: LLM, plain: Any) -> None:
 
 def test_three_pictures_and_three_turns(llm: LLM, plain: Any) -> None:
     one, two, three = pictures(3)
-    talk = [user(one, "First."), {"role": "assistant", "content": " It is a dog. "}, user(two, "And this?")]
+    talk = [
+        user(one, "First."),
+        {"role": "assistant", "content": " It is a dog. "},
+        user(two, "And this?"),
+    ]
     talk += [{"role": "assistant", "content": "A truck"}, user("Compare", three, "with them.")]
     prompt = prompt_of(
         "Human: <Img><ImageHere></Img> First.###Assistant: It is a dog.###",
@@ -111,12 +120,16 @@ def test_another_picture_in_the_same_words(llm: LLM, plain: Any) -> None:
     prompt = prompt_of("Human: <Img><ImageHere></Img> Look.###")
     for picture, answer in zip(found, answers, strict=True):
         check(llm, answer, plain.answer(prompt, [picture], 12))
-    assert len({tuple(a.prompt_token_ids) for a in answers}) == 1, "the prompts' ids tell nothing of the pictures"
+    assert len({tuple(a.prompt_token_ids) for a in answers}) == 1, (
+        "the prompts' ids tell nothing of the pictures"
+    )
 
 
 @pytest.mark.parametrize("penalty", [0.2, 1.5])
 def test_penalties_count_the_answer_alone(llm: LLM, plain: Any, penalty: float) -> None:
-    """The original gives its language model embeddings: neither the prompt's words nor a picture's places are ids."""
+    """The original gives its language model embeddings: neither the prompt's words nor a picture's
+    places are ids.
+    """
     [picture] = pictures(1)
     how = replace(GREEDY, repetition_penalty=penalty)
     for parts, seen in (((picture, "What is this?"), [picture]), (("Only words.",), [])):
@@ -127,7 +140,13 @@ def test_penalties_count_the_answer_alone(llm: LLM, plain: Any, penalty: float) 
 
 def test_a_batch_of_eight_with_texts_between(llm: LLM, plain: Any) -> None:
     one, two, three = pictures(3)
-    talks = [[user(one, "a")], [user("b")], [user(two, "c")], [user("d d")], [user(three, two, "e")]]
+    talks = [
+        [user(one, "a")],
+        [user("b")],
+        [user(two, "c")],
+        [user("d d")],
+        [user(three, two, "e")],
+    ]
     talks += [[user("f")], [user(one, "g g g")], [user("h")]]
     prompts = [
         ("Human: <Img><ImageHere></Img> a###", [one]),

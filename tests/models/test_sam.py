@@ -1,4 +1,6 @@
-"""SAM against transformers' SamModel (seeded weights, both layouts), and MobileSAM's facts with its real weights."""
+"""SAM against transformers' SamModel (seeded weights, both layouts), and MobileSAM's facts with its
+real weights.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,23 @@ from modelmill.runtime.model_loader import fill_weights
 from tests.models.sam_seeded import hf_sam_model
 
 SMALL = {
-    "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 3, "global_attn_indexes": [1], "image_size": 160,
+    "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 3, "global_attn_indexes": [1],
+    "image_size": 160,
     "patch_size": 16, "mlp_dim": 96, "window_size": 4, "output_channels": 256,
 }  # fmt: skip
 
 
-def made(state: dict[str, torch.Tensor], raw: dict[str, Any] | None = None, device: str = "cpu") -> sam.Model:
+def made(
+    state: dict[str, torch.Tensor], raw: dict[str, Any] | None = None, device: str = "cpu"
+) -> sam.Model:
     """Our model with the tensors of a checkpoint."""
     raw = raw or sam.config_from_shapes({name: tuple(t.shape) for name, t in state.items()})
     assert raw is not None
     config = sam.config_from_hf(raw)
     model = sam.Model(config)
-    resolved = plan_renames(sam.rules(config), sam.ignored_tensors(config), state, sam.CHECKPOINT_PREFIXES)
+    resolved = plan_renames(
+        sam.rules(config), sam.ignored_tensors(config), state, sam.CHECKPOINT_PREFIXES
+    )
     tensors = {r.target: apply_rule(r, state.__getitem__) for r in resolved}
     fill_weights(model, tensors.__getitem__, tensors, {}, {}, device)
     return model
@@ -92,7 +99,9 @@ def test_masks_equal_transformers(theirs, prompt: str) -> None:
         ours_points.append(torch.zeros(2, 1, 2))
         ours_labels.append(torch.full((2, 1), -1))
     given = None if masks is None else masks[:1].expand(2, -1, -1, -1)
-    found, own = model.decode_masks(embedding, torch.cat(ours_points, 1), torch.cat(ours_labels, 1), given, still())
+    found, own = model.decode_masks(
+        embedding, torch.cat(ours_points, 1), torch.cat(ours_labels, 1), given, still()
+    )
     close(found[:, 1:], wanted[0])
     close(own[:, 1:], scores[0])
 
@@ -113,7 +122,10 @@ def test_the_original_layout_is_recognised_and_gives_the_same(theirs) -> None:
 
 
 def test_heads_of_the_published_sizes() -> None:
-    for width, depth, heads, whole in ((768, 12, 12, (2, 5, 8, 11)), (1280, 32, 16, (7, 15, 23, 31))):
+    for width, depth, heads, whole in (
+        (768, 12, 12, (2, 5, 8, 11)),
+        (1280, 32, 16, (7, 15, 23, 31)),
+    ):
         spec = sam.SamVitSpec(width, depth, heads, whole, 4 * width)
         model = sam.Model(sam.SamConfig(spec))
         shapes = {name: tuple(t.shape) for name, t in model.named_buffers()}
@@ -176,7 +188,9 @@ def test_the_whole_config_of_transformers_is_read() -> None:
     ],
 )
 def test_what_would_change_the_arithmetic_is_refused(part: str, key: str, value: object) -> None:
-    with pytest.raises(CheckpointError, match=rf"{part}\.{key}={re.escape(repr(value))}".replace("'", "[\"']")):
+    with pytest.raises(
+        CheckpointError, match=rf"{part}\.{key}={re.escape(repr(value))}".replace("'", "[\"']")
+    ):
         sam.config_from_hf(changed(part, key, value))
 
 
@@ -241,10 +255,14 @@ ORIGINAL = {
     ],
     ids=str,
 )
-def test_an_original_file_that_is_not_whole_is_named(name: str, shape: tuple[int, ...] | None) -> None:
+def test_an_original_file_that_is_not_whole_is_named(
+    name: str, shape: tuple[int, ...] | None
+) -> None:
     found = sam.config_from_shapes(ORIGINAL)
     assert found is not None
-    assert sam.config_from_hf(found).encoder == sam.SamVitSpec(32, 1, 2, (0,), 64, image=64, patch=16)
+    assert sam.config_from_hf(found).encoder == sam.SamVitSpec(
+        32, 1, 2, (0,), 64, image=64, patch=16
+    )
     shapes = {n: s for n, s in ORIGINAL.items() if n != f"image_encoder.{name}"}
     if shape is not None:
         shapes[f"image_encoder.{name}"] = shape
@@ -260,7 +278,9 @@ def test_an_original_file_that_is_not_whole_is_named(name: str, shape: tuple[int
 def test_relative_positions_stretch_as_torch_does() -> None:
     table = torch.randn(7, 5)
     assert resize_rel_pos(table, 7) is table
-    wanted = torch.nn.functional.interpolate(table[None].transpose(1, 2), size=13, mode="linear")[0].t()
+    wanted = torch.nn.functional.interpolate(table[None].transpose(1, 2), size=13, mode="linear")[
+        0
+    ].t()
     assert torch.equal(resize_rel_pos(table, 13), wanted)
 
 

@@ -1,4 +1,6 @@
-"""SAM's ViT-B, -L and -H in the original layout, seeded, against transformers: every kind of prompt, other sizes."""
+"""SAM's ViT-B, -L and -H in the original layout, seeded, against transformers: every kind of
+prompt, other sizes.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,10 @@ from modelmill.ops.upsample_masks import upsample_logits
 from tests.models.sam_seeded import hf_sam_model
 from tests.models.test_sam import SMALL, made, still
 
-# width, layers, heads, MLP, layers that see the whole image. ViT-B is whole; of the others as many layers as show all.
-# (All 24 of L and 32 of H, once: embeddings off by 1.7e-6 and 1.8e-6 of their scale, logits by 1.0e-6 and 1.7e-6, every
-# pixel of the masks the same; 2 and 2.5 minutes of CPU time.)
+# width, layers, heads, MLP, layers that see the whole image. ViT-B is whole; of the others as many
+# layers as show all. (All 24 of L and 32 of H, once: embeddings off by 1.7e-6 and 1.8e-6 of their
+# scale, logits by 1.0e-6 and 1.7e-6, every pixel of the masks the same; 2 and 2.5 minutes of CPU
+# time.)
 SIZES = {
     "vit-b": (768, 12, 12, 3072, [2, 5, 8, 11]),
     "vit-l, 4 of 24 layers": (1024, 4, 16, 4096, [1, 3]),
@@ -31,7 +34,9 @@ def original(model: Any, vision: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def judge(theirs: Any, ours: sam.Model, side: int) -> None:
-    """Two pictures; points, boxes, both, a mask, one alone; two prompts at a time; three masks and one."""
+    """Two pictures; points, boxes, both, a mask, one alone; two prompts at a time; three masks and
+    one.
+    """
     generator = torch.Generator().manual_seed(5)
     pixels = torch.randn(2, 3, side, side, generator=generator)
     wanted = theirs.vision_encoder(pixels)[0]
@@ -39,7 +44,10 @@ def judge(theirs: Any, ours: sam.Model, side: int) -> None:
     assert (found - wanted).abs().max() <= 1e-3 * wanted.abs().max()
     points = torch.rand(2, 2, 3, 2, generator=generator) * (side - 1)
     labels = torch.tensor([[[1, 0, 1], [1, 1, 0]]] * 2)
-    low, high = torch.rand(2, 2, 2, generator=generator) * side / 2, torch.rand(2, 2, 2, generator=generator) * side / 2
+    low, high = (
+        torch.rand(2, 2, 2, generator=generator) * side / 2,
+        torch.rand(2, 2, 2, generator=generator) * side / 2,
+    )
     boxes = torch.cat((low, low + high), -1)
     mask = torch.randn(2, 1, side // 4, side // 4, generator=generator) * 5
     asked: list[dict[str, Any]] = [
@@ -58,7 +66,13 @@ def judge(theirs: Any, ours: sam.Model, side: int) -> None:
 
 
 def compare(
-    ours: sam.Model, embedding: torch.Tensor, prompt: dict[str, Any], number: int, right: Any, several: bool, side: int
+    ours: sam.Model,
+    embedding: torch.Tensor,
+    prompt: dict[str, Any],
+    number: int,
+    right: Any,
+    several: bool,
+    side: int,
 ) -> None:
     """All prompts of one picture in one call; logits, scores, and the masks at another size."""
     places, marks = [], []
@@ -76,13 +90,19 @@ def compare(
         marks.append(torch.zeros(1, 0, dtype=torch.int64))
     given = prompt.get("input_masks")
     given = None if given is None else given[number][None].expand(len(places[0]), -1, -1, -1)
-    logits, scores = ours.decode_masks(embedding, torch.cat(places, 1), torch.cat(marks, 1), given, still())
+    logits, scores = ours.decode_masks(
+        embedding, torch.cat(places, 1), torch.cat(marks, 1), given, still()
+    )
     chosen = slice(1, None) if several else slice(0, 1)
     logits, scores = logits[:, chosen], scores[:, chosen]
     assert (logits - right[0]).abs().max() <= 1e-3 * right[0].abs().max()
-    assert (scores - right[1]).abs().max() <= 1e-3 * right[1].abs().max().clamp(min=0.01)  # one alone may be near 0
+    # one alone may be near 0
+    assert (scores - right[1]).abs().max() <= 1e-3 * right[1].abs().max().clamp(min=0.01)
     inside = (side, side * 2 // 3)
-    mine, truth = (upsample_logits(x, side, inside, (side * 9 // 7, side * 6 // 7)) > 0 for x in (logits, right[0]))
+    mine, truth = (
+        upsample_logits(x, side, inside, (side * 9 // 7, side * 6 // 7)) > 0
+        for x in (logits, right[0])
+    )
     assert (mine == truth).float().mean() >= 0.999
 
 
@@ -101,7 +121,9 @@ def test_relative_positions_made_for_another_size_are_stretched(rows: int) -> No
     attention = theirs.vision_encoder.layers[1].attn
     for name in ("rel_pos_h", "rel_pos_w"):
         table = getattr(attention, name).data
-        table = F.interpolate(table.t()[None], size=rows, mode="linear")[0].t() + 0.1 * torch.randn(rows, len(table[0]))
+        table = F.interpolate(table.t()[None], size=rows, mode="linear")[0].t() + 0.1 * torch.randn(
+            rows, len(table[0])
+        )
         setattr(attention, name, torch.nn.Parameter(table.contiguous()))
     state = original(theirs, SMALL)
     raw = sam.config_from_shapes({name: tuple(t.shape) for name, t in state.items()})
@@ -119,8 +141,10 @@ def test_relative_positions_made_for_another_size_are_stretched(rows: int) -> No
 def test_the_published_sizes_are_transformers(size: str) -> None:
     width, layers, heads, inner, whole = SIZES[size]
     vision = {
-        "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads, "global_attn_indexes": whole,
-        "image_size": 1024, "patch_size": 16, "mlp_dim": inner, "window_size": 14, "output_channels": 256,
+        "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "global_attn_indexes": whole,
+        "image_size": 1024, "patch_size": 16, "mlp_dim": inner, "window_size": 14,
+        "output_channels": 256,
     }  # fmt: skip
     theirs = hf_sam_model(vision)
     judge(theirs, made(original(theirs, vision)), 1024)

@@ -1,4 +1,6 @@
-"""Small seeded checkpoints of every family, made by transformers (or, for Qwen v1, by its plain reference)."""
+"""Small seeded checkpoints of every family, made by transformers (or, for Qwen v1, by its plain
+reference).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 COMMON = {"vocab_size": 160, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-          "num_key_value_heads": 2, "intermediate_size": 80, "max_position_embeddings": 256}  # fmt: skip
+          "num_key_value_heads": 2, "intermediate_size": 80,
+          "max_position_embeddings": 256}  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -33,7 +36,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": 24}),
     "mistral-full": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {}),
-    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
+    "qwen2-window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+    ),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen3-bias": ("qwen3", {"head_dim": 16, "attention_bias": True}),
@@ -41,7 +47,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def hf_model(name: str, seed: int = 0) -> Any:
-    """The transformers model of a family, float32, eager attention, weights spread enough to tell faults apart."""
+    """The transformers model of a family, float32, eager attention, weights spread enough to tell
+    faults apart.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, more = FAMILIES[name]

@@ -1,4 +1,6 @@
-"""Ops that join a product with what follows it: the logits of the single ops, which whoever watches meets instead."""
+"""Ops that join a product with what follows it: the logits of the single ops, which whoever watches
+meets instead.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,14 @@ FUSED_OPS = ("linear_swiglu", "linear_add", "qkv_rope_cache")
 
 def decoder(**more: Any) -> Any:
     """The tiny decoder with other switches."""
-    return fill_random_weights(Decoder(replace(tiny.decoder().config, **more)), {}, torch.float32, "cpu")
+    return fill_random_weights(
+        Decoder(replace(tiny.decoder().config, **more)), {}, torch.float32, "cpu"
+    )
 
 
-def step_and_calls(model: Any, ops_used: tuple[str, ...], serves: bool = True) -> tuple[Step, list[str]]:
+def step_and_calls(
+    model: Any, ops_used: tuple[str, ...], serves: bool = True
+) -> tuple[Step, list[str]]:
     """A prompt's step whose ops have these ops_used; which of them were called."""
     calls: list[str] = []
 
@@ -33,7 +39,9 @@ def step_and_calls(model: Any, ops_used: tuple[str, ...], serves: bool = True) -
 
         return call
 
-    ops = replace(registry.select_backends("cpu", {"decode": "torch"}), **{op: joined(op) for op in ops_used})
+    ops = replace(
+        registry.select_backends("cpu", {"decode": "torch"}), **{op: joined(op) for op in ops_used}
+    )
     return synthetic_step(model, ops, (2, 11, 11)), calls
 
 
@@ -47,13 +55,17 @@ def own_cache(step: Step) -> Step:
 @pytest.mark.parametrize("ops_used", [(op,) for op in FUSED_OPS] + [FUSED_OPS], ids="+".join)
 @pytest.mark.parametrize("kind", [{}, {"qkv_bias": False, "out_bias": True, "logn": 4}], ids=str)
 @torch.inference_mode()
-def test_the_logits_and_the_cache_are_those_of_single_ops(ops_used: tuple[str, ...], kind: dict[str, Any]) -> None:
+def test_the_logits_and_the_cache_are_those_of_single_ops(
+    ops_used: tuple[str, ...], kind: dict[str, Any]
+) -> None:
     model = decoder(**kind)
     step, calls = step_and_calls(model, ops_used)
     fused, watched = own_cache(step), replace(own_cache(step), fuse=False)
     found, expected = model(fused), model(watched)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    for mine, theirs in zip((*fused.kv.k, *fused.kv.v), (*watched.kv.k, *watched.kv.v), strict=True):
+    for mine, theirs in zip(
+        (*fused.kv.k, *fused.kv.v), (*watched.kv.k, *watched.kv.v), strict=True
+    ):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     assert set(calls) == set(ops_used)
 

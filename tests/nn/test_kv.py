@@ -63,8 +63,13 @@ def test_rows_come_back_within_half_a_step(kind: torch.dtype) -> None:
     assert scale.dtype is torch.float32
     assert bool((scale > 0).all())
     back = values.float() * scale[:, None]
-    # e4m3 has 3 bits behind the point: half of the last is 1/16 of the value, or half the smallest step of the type
-    step = scale[:, None] * 0.5 if kind is torch.int8 else (x.abs() / 16).clamp(min=scale[:, None] * 2.0**-10)
+    # e4m3 has 3 bits behind the point: half of the last is 1/16 of the value, or half the smallest
+    # step of the type
+    step = (
+        scale[:, None] * 0.5
+        if kind is torch.int8
+        else (x.abs() / 16).clamp(min=scale[:, None] * 2.0**-10)
+    )
     assert bool(((back - x).abs() <= step * 1.001).all())
     assert bool((values.float().abs().amax(-1)[x.abs().amax(-1) > 1e-6] == QUANT_MAX[kind]).all())
 
@@ -77,14 +82,18 @@ def test_halves_go_to_the_even_number() -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_loop_runs_on_8_bit_pages(name: str) -> None:
-    """Many sequences at once, with shared prefixes, forks and preemption, answer as each does alone."""
+    """Many sequences at once, with shared prefixes, forks and preemption, answer as each does
+    alone.
+    """
     pages = tiny.decoder().kv.page_bytes(8, kv_cache_dtype(name, torch.float32)) * 25
     engine = tiny.make_engine(kv_cache_dtype=name, kv_cache_bytes=pages)
     assert engine.model_runner.kv.k[0].dtype is kv_cache_dtype(name, torch.float32)
     how = tiny.params(n=2, temperature=0.8, seed=3)
     todo = [*tiny.requests(tiny.prompts(4), how)]
     together = tiny.run(engine, todo)
-    assert together == tiny.run_one_by_one(tiny.make_engine(kv_cache_dtype=name, kv_cache_bytes=pages), todo)
+    assert together == tiny.run_one_by_one(
+        tiny.make_engine(kv_cache_dtype=name, kv_cache_bytes=pages), todo
+    )
     assert engine.model_runner.kv.k_scale[1].count_nonzero() > 0
 
 
@@ -109,5 +118,7 @@ def test_logits_stay_near_those_of_full_pages() -> None:
 
 
 def test_an_unknown_type_is_refused() -> None:
-    with pytest.raises(UsageError, match="--kv-cache-dtype 'int4' is not one of auto, activations, int8, fp8"):
+    with pytest.raises(
+        UsageError, match="--kv-cache-dtype 'int4' is not one of auto, activations, int8, fp8"
+    ):
         RunConfig(kv_cache_dtype="int4")

@@ -20,8 +20,12 @@ from tests.runtime import tiny
 REFERENCE = dict.fromkeys(("linear", "paged_attention", "rope_cache", "decode"), "torch")
 
 
-def step_of(model, lengths: list[tuple[int, int]], wanted: list[int], seed: int, kernels: dict[str, str]) -> Step:
-    """Sequences of (new tokens, context) each, with histories already in the cache, pages in any order."""
+def step_of(
+    model, lengths: list[tuple[int, int]], wanted: list[int], seed: int, kernels: dict[str, str]
+) -> Step:
+    """Sequences of (new tokens, context) each, with histories already in the cache, pages in any
+    order.
+    """
     draw = random.Random(seed)
     size = 8
     counts = [-(-context // size) for _, context in lengths]
@@ -70,7 +74,9 @@ def test_the_logits_are_those_of_all_rows(
     model = tiny.decoder(window=window)
     lengths = [(new, new + history) for new, history in drawn]
     tokens = sum(new for new, _ in lengths)
-    wanted = data.draw(st.lists(st.integers(0, tokens - 1), min_size=1, max_size=max(1, tokens // 2)))
+    wanted = data.draw(
+        st.lists(st.integers(0, tokens - 1), min_size=1, max_size=max(1, tokens // 2))
+    )
     step = step_of(model, lengths, wanted, tokens, kernels)
     narrow = logit_rows.select_logit_rows(step)
     assert (narrow is None) == (tokens < logit_rows.MIN_ROW_RATIO * len(wanted))
@@ -94,7 +100,10 @@ def test_who_watches_sees_all_rows() -> None:
 @pytest.mark.parametrize("chunk", [7, 64])
 def test_prompts_give_the_same_answers_in_one_piece_and_in_many(chunk: int) -> None:
     prompts = tiny.prompts(4, 20, 60)
-    todo = [Request(id=str(i), prompt=p, params=tiny.params(max_tokens=6)) for i, p in enumerate(prompts)]
+    todo = [
+        Request(id=str(i), prompt=p, params=tiny.params(max_tokens=6))
+        for i, p in enumerate(prompts)
+    ]
     assert tiny.run(tiny.make_engine(max_num_batched_tokens=chunk), todo) == tiny.run_one_by_one(
         tiny.make_engine(), todo
     )

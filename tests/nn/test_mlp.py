@@ -24,7 +24,9 @@ def block(weight_format: str) -> GatedMLP:
 
 
 @pytest.mark.parametrize("weight_format", ["dense", "int8"])
-def test_the_spanning_op_gives_the_same_and_is_left_out_where_modules_are_watched(weight_format: str) -> None:
+def test_the_spanning_op_gives_the_same_and_is_left_out_where_modules_are_watched(
+    weight_format: str,
+) -> None:
     calls = []
 
     def linear_swiglu(*args: torch.Tensor) -> torch.Tensor:
@@ -32,7 +34,8 @@ def test_the_spanning_op_gives_the_same_and_is_left_out_where_modules_are_watche
         return registry.reference("linear_swiglu")(*args)
 
     ops = replace(
-        registry.select_backends("cpu", {"linear": "torch", "silu_mul": "torch"}), linear_swiglu=linear_swiglu
+        registry.select_backends("cpu", {"linear": "torch", "silu_mul": "torch"}),
+        linear_swiglu=linear_swiglu,
     )
     mlp, x = block(weight_format), torch.randn(3, 48, generator=torch.Generator().manual_seed(1))
     seen: list[torch.Tensor] = []
@@ -46,4 +49,7 @@ def test_the_spanning_op_gives_the_same_and_is_left_out_where_modules_are_watche
 
 
 def test_a_kernel_switched_by_hand_is_not_bypassed() -> None:
-    assert registry.select_backends("cpu", {"silu_mul": "torch", "linear": "torch"}).linear_swiglu is None
+    assert (
+        registry.select_backends("cpu", {"silu_mul": "torch", "linear": "torch"}).linear_swiglu
+        is None
+    )

@@ -1,4 +1,6 @@
-"""A norm that rounds its output and a product that rounds its input are the same model, bit for bit."""
+"""A norm that rounds its output and a product that rounds its input are the same model, bit for
+bit.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,10 @@ from modelmill.runtime.model_loader import build_model
 from modelmill.weights import base
 
 LLAMA = {
-    "model_type": "llama", "vocab_size": 90, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "intermediate_size": 100, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+    "model_type": "llama", "vocab_size": 90, "hidden_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 100, "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0, "tie_word_embeddings": False,
 }  # fmt: skip
 

@@ -19,7 +19,10 @@ def test_sequences_have_pages_slots_and_positions_of_their_own() -> None:
     assert step.positions.tolist() == [*range(35, 40), *range(35, 40), 19, 19, 19]
     assert step.logit_rows is not None
     assert step.logit_rows.tolist() == [4, 9, 10, 11, 12]
-    used = [step.block_tables[b, : -(-int(n) // PAGE_SIZE)].tolist() for b, n in enumerate(step.context_lens)]
+    used = [
+        step.block_tables[b, : -(-int(n) // PAGE_SIZE)].tolist()
+        for b, n in enumerate(step.context_lens)
+    ]
     assert sorted(page for pages in used for page in pages) == list(range(3 + 3 + 2 + 2 + 2))
     rows = torch.repeat_interleave(torch.arange(5), step.query_start.diff())
     pages = step.block_tables[rows, step.positions // PAGE_SIZE]
@@ -27,7 +30,9 @@ def test_sequences_have_pages_slots_and_positions_of_their_own() -> None:
 
 
 def test_integers_lie_side_by_side_also_of_one_sequence() -> None:
-    """Kernels that read them by address leave others to slower ones: what is timed must be what is served."""
+    """Kernels that read them by address leave others to slower ones: what is timed must be what is
+    served.
+    """
     for sequences in ((1, 9, 9), (1, 1, 40), (3, 1, 40)):
         step = synthetic_step(tiny.decoder(), registry.select_backends("cpu"), sequences)
         for name in ("positions", "slots", "query_start", "context_lens", "rope_keys"):

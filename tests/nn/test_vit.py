@@ -33,7 +33,9 @@ class ScalingBranch(VitBranch):
 
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), st.integers(1, 5))
 @settings(deadline=None, max_examples=30)
-def test_a_product_of_patches_is_the_convolution(batch: int, tall: int, wide: int, side: int) -> None:
+def test_a_product_of_patches_is_the_convolution(
+    batch: int, tall: int, wide: int, side: int
+) -> None:
     generator = torch.Generator().manual_seed(tall * 10 + wide)
     x = torch.randn(batch, 3, tall * side, wide * side, generator=generator, dtype=torch.float64)
     weight = torch.randn(7, 3, side, side, generator=generator, dtype=torch.float64)

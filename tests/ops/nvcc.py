@@ -15,15 +15,24 @@ NVCC = build.find_nvcc()
 requires_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc is not here")
 
 
-def compiles_without_spills(source: str, macros: Sequence[str], out: Path, max_spill_bytes: int = 0) -> None:
-    """Registers that spill, or products that the compiler runs one at a time, cost half the speed without a word.
+def compiles_without_spills(
+    source: str, macros: Sequence[str], out: Path, max_spill_bytes: int = 0
+) -> None:
+    """Registers that spill, or products that the compiler runs one at a time, cost half the speed
+    without a word.
 
-    Of every kernel in the source. max_spill_bytes: bytes that one may put away, where the machine code was read:
-    outside its loop.
+    Of every kernel in the source. max_spill_bytes: bytes that one may put away, where the machine
+    code was read: outside its loop.
     """
     assert NVCC is not None
     assert NVCC.path is not None
-    target = ["-gencode=arch=compute_90a,code=sm_90a", *build.FLAGS, "-Xptxas", "-v", *(f"-D{m}" for m in macros)]
+    target = [
+        "-gencode=arch=compute_90a,code=sm_90a",
+        *build.FLAGS,
+        "-Xptxas",
+        "-v",
+        *(f"-D{m}" for m in macros),
+    ]
     command = [NVCC.path, "-cubin", *target, "-o", str(out), str(build.FOLDER / source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

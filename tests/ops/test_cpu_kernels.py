@@ -1,4 +1,6 @@
-"""The CPU kernels beyond what every variant is asked: each instruction set, odd memory, bits in batches, the build."""
+"""The CPU kernels beyond what every variant is asked: each instruction set, odd memory, bits in
+batches, the build.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +29,28 @@ from modelmill.ops.int4_linear import random_weight
 from modelmill.ops.int8_linear import quantize
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# What is added to the flags, and the floats in a vector that must come of it. Less optimised, to compile quickly.
-INSTRUCTION_SETS = {"native": ((), None), "avx2": (("-mno-avx512f", "-O1"), 8), "plain": (("-mno-avx", "-O1"), 4)}
+# What is added to the flags, and the floats in a vector that must come of it. Less optimised, to
+# compile quickly.
+INSTRUCTION_SETS = {
+    "native": ((), None),
+    "avx2": (("-mno-avx512f", "-O1"), 8),
+    "plain": (("-mno-avx", "-O1"), 4),
+}
 QUICK = ("-O0", "-std=c++17", "-fPIC", "-w")
 KERNELS: dict[str, ModuleType] = {
     op: found["cpu"] for op in registry.OPS if "cpu" in (found := registry.implementations(op))
 }
 
-pytestmark = pytest.mark.skipif(build.available("cpu") is not None, reason=str(build.available("cpu")))
+pytestmark = pytest.mark.skipif(
+    build.available("cpu") is not None, reason=str(build.available("cpu"))
+)
 
 
 def _forget() -> None:
     """Drop every function that the bindings, and what they share, hold of the library in use."""
-    for module in [found for name, found in sys.modules.items() if name.startswith("modelmill.ops.cpu.")]:
+    for module in [
+        found for name, found in sys.modules.items() if name.startswith("modelmill.ops.cpu.")
+    ]:
         for value in vars(module).values() if module is not build else ():
             if isinstance(value, functools._lru_cache_wrapper):
                 value.cache_clear()
@@ -81,10 +92,14 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 @pytest.fixture
 def other_way(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The kernels that multiply bfloat16 in pairs where this machine's do so as floats, and the other way round."""
+    """The kernels that multiply bfloat16 in pairs where this machine's do so as floats, and the
+    other way round.
+    """
     if "avx512_bf16" not in build._cpu():
         pytest.skip("a processor without AVX512_BF16 multiplies floats only")
-    flags = build.FLAGS if "-DMILL_FLOATS" in build.machine_flags() else (*build.FLAGS, "-DMILL_FLOATS")
+    flags = (
+        build.FLAGS if "-DMILL_FLOATS" in build.machine_flags() else (*build.FLAGS, "-DMILL_FLOATS")
+    )
     yield from _use(build.open_library(build.compile_library((*flags, "-O1"))), monkeypatch)
 
 
@@ -100,9 +115,13 @@ def _strided(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check(op: str, args: dict[str, Any], dtype: torch.dtype, writes: tuple[str, ...] = ()) -> None:
-    """``run`` against the reference on float64 copies, by the op's own tolerance; what it writes as well."""
+    """``run`` against the reference on float64 copies, by the op's own tolerance; what it writes as
+    well.
+    """
     wide = {
-        n: (v.double() if v.is_floating_point() else v.clone()) if isinstance(v, torch.Tensor) else v
+        n: (v.double() if v.is_floating_point() else v.clone())
+        if isinstance(v, torch.Tensor)
+        else v
         for n, v in args.items()
     }
     wide.update({n: wide[n] for n in writes})
@@ -125,12 +144,18 @@ def _caches(op: str) -> tuple[str, ...]:
 
 
 def _cases(op: str, dtype: torch.dtype) -> Iterator[Case]:
-    yield from (c for c in import_module(f"modelmill.ops.{op}").cases("cpu", dtype) if c.bytes_moved < 1 << 22)
+    yield from (
+        c
+        for c in import_module(f"modelmill.ops.{op}").cases("cpu", dtype)
+        if c.bytes_moved < 1 << 22
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", KERNELS)
-def test_every_instruction_set_computes_the_reference(op: str, dtype: torch.dtype, isa: str) -> None:
+def test_every_instruction_set_computes_the_reference(
+    op: str, dtype: torch.dtype, isa: str
+) -> None:
     for case in _cases(op, dtype):
         _check(op, dict(case.args), dtype, _caches(op))
 
@@ -140,7 +165,9 @@ def test_every_instruction_set_computes_the_reference(op: str, dtype: torch.dtyp
 def test_memory_as_it_comes(op: str, change: Any) -> None:
     for dtype in DTYPES:
         for case in list(_cases(op, dtype))[:3]:
-            args = {n: change(v) if isinstance(v, torch.Tensor) else v for n, v in case.args.items()}
+            args = {
+                n: change(v) if isinstance(v, torch.Tensor) else v for n, v in case.args.items()
+            }
             _check(op, args, dtype, _caches(op))
 
 
@@ -162,7 +189,9 @@ def test_products_of_any_size(rows: int, k: int, n: int, dtype: torch.dtype, bia
     for group in (32, 96):
         four = random_weight(n, k, group, device="cpu", symmetric=bias) | {"group": group}
         _check("int4_linear", args | four, dtype)
-        eight = int8_group_linear.random_weight(n, k, group, device="cpu", symmetric=bias) | {"group": group}
+        eight = int8_group_linear.random_weight(n, k, group, device="cpu", symmetric=bias) | {
+            "group": group
+        }
         _check("int8_group_linear", args | eight, dtype)
 
 
@@ -178,7 +207,9 @@ def _alone_and_in(batches: tuple[int, ...], dtype: torch.dtype) -> None:
     held, scale = quantize(weight)
     codes = weight.float().clamp(-4, 4).to(torch.float8_e4m3fn)
     four = random_weight(45, 333, 64, device="cpu", symmetric=False) | {"group": 64}
-    eight = int8_group_linear.random_weight(45, 333, 64, device="cpu", symmetric=False) | {"group": 64}
+    eight = int8_group_linear.random_weight(45, 333, 64, device="cpu", symmetric=False) | {
+        "group": 64
+    }
     products: dict[str, dict[str, Any]] = {
         "linear": {"weight": weight},
         "int8_linear": {"weight": held, "scale": scale},
@@ -203,14 +234,22 @@ def test_bfloat16_the_other_way(dtype: torch.dtype, other_way: None) -> None:
 
 
 @pytest.mark.parametrize(("vendor", "floats"), [("GenuineIntel", True), ("AuthenticAMD", False)])
-def test_who_multiplies_bfloat16_as_floats(vendor: str, floats: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_cpu", lambda: f"vendor_id\t: {vendor}\nflags\t\t: avx512f avx512_bf16")
+def test_who_multiplies_bfloat16_as_floats(
+    vendor: str, floats: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        build, "_cpu", lambda: f"vendor_id\t: {vendor}\nflags\t\t: avx512f avx512_bf16"
+    )
     assert ("-DMILL_FLOATS" in build.machine_flags()) is floats
 
 
 @pytest.mark.parametrize(("family", "far"), [("25", True), ("26", False), ("125", False)])
-def test_who_asks_for_weights_far_ahead(family: str, far: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_cpu", lambda: f"vendor_id\t: AuthenticAMD\ncpu family\t: {family}\nmodel\t\t: 17")
+def test_who_asks_for_weights_far_ahead(
+    family: str, far: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        build, "_cpu", lambda: f"vendor_id\t: AuthenticAMD\ncpu family\t: {family}\nmodel\t\t: 17"
+    )
     assert ("-DMILL_FAR" in build.machine_flags()) is far
 
 
@@ -253,7 +292,9 @@ def test_attention_over_split_contexts(window: int | None, isa: str) -> None:
 @pytest.mark.parametrize("dim", [1, 8, 40, 72, 80, 128, 200])
 @pytest.mark.parametrize("group", range(1, 11))
 def test_attention_of_few_rows(group: int, dim: int, isa: str) -> None:
-    """One to some queries of one to ten heads a KV head, rows that end within a vector, pages of any size."""
+    """One to some queries of one to ten heads a KV head, rows that end within a vector, pages of
+    any size.
+    """
     lengths = [(1, 300), (2, 65), (3, 3), (1, 64), (4, 257), (1, 1), (1, 18)]
     for dtype, page, window in zip(DTYPES, (16, 5, 1), (None, 70, 300), strict=True):
         args = _attention(lengths, dtype, dtype, window, heads=(2 * group, 2), dim=dim, page=page)
@@ -261,7 +302,10 @@ def test_attention_of_few_rows(group: int, dim: int, isa: str) -> None:
         for name in ("k", "v"):
             wide = args[f"{name}_cache"].float()
             scale = wide.abs().amax(-1).clamp(min=1e-3) / 127
-            args |= {f"{name}_cache": (wide / scale[..., None]).round().to(torch.int8), f"{name}_scale": scale}
+            args |= {
+                f"{name}_cache": (wide / scale[..., None]).round().to(torch.int8),
+                f"{name}_scale": scale,
+            }
         _check("paged_attention", args, dtype)
 
 
@@ -287,7 +331,9 @@ def test_a_sequence_attends_with_the_same_bits_alone_and_in_a_batch(isa: str) ->
 @pytest.mark.parametrize("cache", DTYPES, ids=str)
 def test_the_cache_may_have_its_own_dtype(cache: torch.dtype, isa: str) -> None:
     _check("paged_attention", _attention([(1, 300), (9, 20)], torch.float32, cache), torch.float32)
-    values = torch.cat((randn(4096 - 9, device="cpu", dtype=torch.float32, seed=1, scale=100.0), _rough()))
+    values = torch.cat(
+        (randn(4096 - 9, device="cpu", dtype=torch.float32, seed=1, scale=100.0), _rough())
+    )
     qkv = values.view(-1, 4 * 8)
     stored = [torch.full((9, 1, 16, 8), float("nan"), dtype=cache) for _ in range(2)]
     slots = torch.arange(128)
@@ -305,7 +351,9 @@ def test_the_cache_may_have_its_own_dtype(cache: torch.dtype, isa: str) -> None:
 
 def _rough() -> torch.Tensor:
     """Values at which narrow formats round, overflow, or lose bits."""
-    return torch.tensor([65504.0, 65519.9, 65520.0, -1e30, 1e-5, 5.97e-8, 2.9e-8, float("inf"), float("nan")])
+    return torch.tensor(
+        [65504.0, 65519.9, 65520.0, -1e30, 1e-5, 5.97e-8, 2.9e-8, float("inf"), float("nan")]
+    )
 
 
 def test_float16_values_all_survive(isa: str) -> None:
@@ -318,11 +366,16 @@ def test_float16_values_all_survive(isa: str) -> None:
 
 @pytest.mark.parametrize("k", [1, 16, 19, 64])
 def test_float8_values_all_survive_and_nan_is_none(k: int, isa: str) -> None:
-    """As weights and as activations: each code k times, so that a row's sum is k times its value."""
+    """As weights and as activations: each code k times, so that a row's sum is k times its
+    value.
+    """
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     wanted = every.float() * k
     assert int(wanted.isnan().sum()) == 2
-    codes, one = every.view(torch.uint8)[:, None].expand(256, k).contiguous().view(every.dtype), torch.ones(1)
+    codes, one = (
+        every.view(torch.uint8)[:, None].expand(256, k).contiguous().view(every.dtype),
+        torch.ones(1),
+    )
     run = KERNELS["fp8_linear"].run
     as_weights = run(torch.ones(1, k), codes, torch.ones(256), None, torch.float32)[0]
     as_inputs = run(codes, torch.ones(1, k).to(every.dtype), one, one, torch.float32)[:, 0]
@@ -337,13 +390,24 @@ def test_a_clusters_own_step_tells_what_is_no_number(place: int, value: float, i
     x[0, place] = value
     order = torch.arange(64, dtype=torch.int32)
     args = (x, order, None, None, 8, 32)
-    (q, step), (wanted, steps) = KERNELS["rptq_quant"].run(*args), registry.reference("rptq_quant")(*args)
+    (q, step), (wanted, steps) = (
+        KERNELS["rptq_quant"].run(*args),
+        registry.reference("rptq_quant")(*args),
+    )
     torch.testing.assert_close(step, steps, rtol=1e-6, atol=0, equal_nan=True)
     assert not steps[0, 0].isfinite()
     assert bool((q[0, :32] == 0).all()), "a cast of NaN is not defined"
     assert bool(((q.int() - wanted.int()).abs() <= 1)[:, 32:].all())
     product = KERNELS["rptq_linear"].run(
-        q, torch.ones(4, 64, dtype=torch.int8), torch.ones(4, 2), None, 32, step, None, None, torch.float32
+        q,
+        torch.ones(4, 64, dtype=torch.int8),
+        torch.ones(4, 2),
+        None,
+        32,
+        step,
+        None,
+        None,
+        torch.float32,
     )
     assert product[0].isnan().all()
     assert product[1].isfinite().all()
@@ -351,7 +415,22 @@ def test_a_clusters_own_step_tells_what_is_no_number(place: int, value: float, i
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_activations_at_the_ends_of_the_range(dtype: torch.dtype, isa: str) -> None:
-    ends = [0.0, -0.0, 1e-6, 20.0, -20.0, 87.0, -87.0, 88.0, -88.0, 100.0, -100.0, 6e4, -6e4, float("nan")]
+    ends = [
+        0.0,
+        -0.0,
+        1e-6,
+        20.0,
+        -20.0,
+        87.0,
+        -87.0,
+        88.0,
+        -88.0,
+        100.0,
+        -100.0,
+        6e4,
+        -6e4,
+        float("nan"),
+    ]
     x = torch.tensor([ends * 3]).to(dtype)
     _check("gelu_tanh", {"x": x}, dtype)
     _check("silu_mul", {"gate_up": torch.cat((x, torch.ones_like(x)), 1)}, dtype)
@@ -360,7 +439,9 @@ def test_activations_at_the_ends_of_the_range(dtype: torch.dtype, isa: str) -> N
 def test_empty_batches() -> None:
     empty = torch.zeros(0, 64)
     assert KERNELS["linear"].run(empty, torch.zeros(5, 64)).shape == (0, 5)
-    assert KERNELS["int8_linear"].run(empty, torch.zeros(5, 64, dtype=torch.int8), torch.ones(5)).shape == (0, 5)
+    assert KERNELS["int8_linear"].run(
+        empty, torch.zeros(5, 64, dtype=torch.int8), torch.ones(5)
+    ).shape == (0, 5)
     assert KERNELS["rms_norm"].run(empty, torch.ones(64), 1e-5).shape == (0, 64)
     assert KERNELS["silu_mul"].run(empty).shape == (0, 32)
     assert KERNELS["gelu_tanh"].run(empty).shape == (0, 64)
@@ -379,9 +460,15 @@ print(library.path, len({{m for m in maps if "omp" in m.rsplit("/", 1)[-1] and "
 
 
 def test_two_processes_may_build_at_once_and_share_torchs_threads(tmp_path: Path) -> None:
-    variables = env.child_env() | {"MODELMILL_CACHE": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    variables = env.child_env() | {
+        "MODELMILL_CACHE": str(tmp_path),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
     command = [sys.executable, "-c", SCRIPT]
-    running = [subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    running = [
+        subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     said = [process.communicate()[0].split() for process in running]
     assert [process.returncode for process in running] == [0, 0]
     assert said[0] == said[1]
@@ -390,7 +477,9 @@ def test_two_processes_may_build_at_once_and_share_torchs_threads(tmp_path: Path
         assert said[0][1] == "1"  # one OpenMP runtime in the process: torch's
 
 
-def test_another_processor_flag_or_compiler_is_another_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_processor_flag_or_compiler_is_another_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     key = build._key(QUICK, "g++", "12")
     assert key == build._key(QUICK, "g++", "12")
     others = {build._key((*QUICK, "-g"), "g++", "12"), build._key(QUICK, "g++", "13")}
@@ -422,7 +511,8 @@ def test_without_a_compiler_torch_serves(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("machine", "brought", "helps"), [("x86_64", False, True), ("x86_64", True, False), ("riscv64", False, False)]
+    ("machine", "brought", "helps"),
+    [("x86_64", False, True), ("x86_64", True, False), ("riscv64", False, False)],
 )
 def test_the_way_out_names_the_wheel_where_one_helps(
     machine: str, brought: bool, helps: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -446,7 +536,9 @@ def test_a_failing_compile_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert list((tmp_path / "cpu").iterdir()) == []
 
 
-def test_a_cache_that_cannot_be_written_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_a_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(env, "cache_dir", lambda: tmp_path / "file")
     assert "cannot be written" in _reason()

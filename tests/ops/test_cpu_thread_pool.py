@@ -1,4 +1,6 @@
-"""The kernels' own threads: every piece once, several callers, a forked child, a changed number of threads."""
+"""The kernels' own threads: every piece once, several callers, a forked child, a changed number of
+threads.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from modelmill.ops.cpu import build, int8_linear, linear
 from modelmill.ops.cpu.thread_pool import single_thread_torch
 from modelmill.ops.int8_linear import quantize
 
-pytestmark = pytest.mark.skipif(build.available("cpu") is not None, reason=str(build.available("cpu")))
+pytestmark = pytest.mark.skipif(
+    build.available("cpu") is not None, reason=str(build.available("cpu"))
+)
 
 
 def _product(rows: int = 3) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
@@ -45,7 +49,8 @@ def test_any_number_of_threads_gives_the_same_bits(threads: int) -> None:
 
 
 def test_several_callers_at_once() -> None:
-    args, expected = _product(rows=17)  # more rows than keep Python's lock: the calls really overlap
+    # more rows than keep Python's lock: the calls really overlap
+    args, expected = _product(rows=17)
     wrong = []
 
     def call() -> None:
@@ -104,7 +109,9 @@ def test_ours_use_threads_while_torch_uses_one() -> None:
         ("vendor_id : AuthenticAMD\nflags : avx2", False),
     ],
 )
-def test_who_multiplies_many_rows(processor: str, torchs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_multiplies_many_rows(
+    processor: str, torchs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What torch multiplies waits at OpenMP's barriers: only where it is much faster."""
     monkeypatch.setattr(build, "_cpu", lambda: processor)
     assert build.torch_gemm_is_faster.__wrapped__() is torchs
@@ -149,7 +156,7 @@ extern "C" int probe(int64_t sleep, int64_t patience) {
     });
     return others.load();
 }
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no futex here")
@@ -160,7 +167,14 @@ def test_a_worker_without_a_core_is_left_out_for_a_while(tmp_path: Path) -> None
         pytest.skip("no C++ compiler")
     source, library = tmp_path / "probe.cpp", tmp_path / "probe.so"
     source.write_text(PROBE)
-    flags = ["-O2", "-std=c++17", "-shared", "-fPIC", "-pthread", f"-I{Path(build.__file__).parent}"]
+    flags = [
+        "-O2",
+        "-std=c++17",
+        "-shared",
+        "-fPIC",
+        "-pthread",
+        f"-I{Path(build.__file__).parent}",
+    ]
     subprocess.run([compiler, *flags, str(source), "-o", str(library)], check=True)
     team = ctypes.CDLL(str(library))
     second = 10**9

@@ -1,4 +1,6 @@
-"""Compiling the CUDA C++ kernels: what the key covers, one compilation for all, every failure one line."""
+"""Compiling the CUDA C++ kernels: what the key covers, one compilation for all, every failure one
+line.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,10 @@ def _compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> N
 def test_the_key_covers_all_that_decides_the_code(folder: Path) -> None:
     keys = [build._key("kernel", ("A",), "one")]
     assert keys[0] == build._key("kernel", ("A",), "one")
-    keys += [build._key("kernel", macros, version) for macros, version in ((("B",), "one"), (("A",), "two"))]
+    keys += [
+        build._key("kernel", macros, version)
+        for macros, version in ((("B",), "one"), (("A",), "two"))
+    ]
     (folder / "common.cuh").write_text("changed")
     keys.append(build._key("kernel", ("A",), "one"))
     (folder / "kernel.cu").write_text("changed")
@@ -70,12 +75,20 @@ def test_a_kernel_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert build.compile_cubin("kernel", ("B",)) != first
     assert first.read_text() == "cubin\n"
     assert (tmp_path / "calls").read_text().split() == ["x", "x"]
-    assert sorted(p.suffix for p in first.parent.iterdir()) == [".cubin", ".cubin"], "nothing is left behind"
+    assert sorted(p.suffix for p in first.parent.iterdir()) == [".cubin", ".cubin"], (
+        "nothing is left behind"
+    )
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_failing_compiler_is_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _compiler(tmp_path, monkeypatch, "echo note >&2; echo 'kernel.cu(3): error: no such thing' >&2; exit 2")
+def test_a_failing_compiler_is_one_line_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _compiler(
+        tmp_path,
+        monkeypatch,
+        "echo note >&2; echo 'kernel.cu(3): error: no such thing' >&2; exit 2",
+    )
     with pytest.raises(MissingDependency, match="no such thing") as told:
         build.compile_cubin("kernel")
     assert "\n" not in str(told.value)
@@ -83,7 +96,9 @@ def test_a_failing_compiler_is_one_line_and_leaves_nothing(tmp_path: Path, monke
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_variant_says_why_its_kernel_does_not_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variant_says_why_its_kernel_does_not_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "GPU" in str(build.why_unavailable("cpu", "kernel", ()))
     monkeypatch.setattr(build, "available", lambda _: None)
     _compiler(tmp_path, monkeypatch, "echo 'kernel.cu(3): error: no such thing' >&2; exit 2")
@@ -93,20 +108,28 @@ def test_a_variant_says_why_its_kernel_does_not_compile(tmp_path: Path, monkeypa
 
 
 def test_kernels_are_given_as_many_bytes_as_they_read() -> None:
-    """Each kernel's ``static_assert`` of its parameter's size names the module whose ``struct.pack`` makes it."""
+    """Each kernel's ``static_assert`` of its parameter's size names the module whose
+    ``struct.pack`` makes it.
+    """
     told = [
         (int(size), module)
         for source in build.FOLDER.glob("*.cu")
-        for size, module in re.findall(r'sizeof\(\w+\) == (\d+), "(\w+)\.py packs \1 bytes"', source.read_text())
+        for size, module in re.findall(
+            r'sizeof\(\w+\) == (\d+), "(\w+)\.py packs \1 bytes"', source.read_text()
+        )
     ]
     assert len(told) == 18
     for size, module in told:
-        formats = re.findall(r'struct\.pack\(\s*"(=\w+)"', (build.FOLDER / f"{module}.py").read_text())
+        formats = re.findall(
+            r'struct\.pack\(\s*"(=\w+)"', (build.FOLDER / f"{module}.py").read_text()
+        )
         assert size in map(struct.calcsize, formats), module
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _compiler(tmp_path, monkeypatch, 'echo cubin > "$out"')
     (tmp_path / "cache").write_text("a file where the folder should be")
     with pytest.raises(MissingDependency, match="cannot be written"):
@@ -114,7 +137,9 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.usefixtures("folder")
-def test_without_a_compiler_the_message_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_message_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(build, "find_nvrtc", lambda: None)
     monkeypatch.setattr(build, "find_nvcc", lambda: None)
     monkeypatch.setattr(build, "find_compiler", build.find_compiler.__wrapped__)
@@ -145,7 +170,11 @@ def test_prefill_attention_compiles_without_spills(macros: tuple[str, ...], tmp_
 @pytest.mark.parametrize("gated", [False, True])
 def test_int4_compiles_without_spills(tokens: int, gated: bool, tmp_path: Path) -> None:
     form = int4_linear.config_for(tokens)
-    for offset, piece, dtype in ((True, 128, torch.bfloat16), (False, 64, torch.float16), (True, 32, torch.bfloat16)):
+    for offset, piece, dtype in (
+        (True, 128, torch.bfloat16),
+        (False, 64, torch.float16),
+        (True, 32, torch.bfloat16),
+    ):
         if tokens == int4_linear.MAX_ROWS and piece == 128:
             continue  # int4_gemm_small_m serves those
         macros = int4_linear._kernel_macros(dtype, form, piece, offset=offset, gated=gated)
@@ -155,10 +184,20 @@ def test_int4_compiles_without_spills(tokens: int, gated: bool, tmp_path: Path) 
 @requires_nvcc
 @pytest.mark.parametrize("tokens", [most for most, _ in int8_gemm_small_m.KERNEL_CONFIGS])
 def test_int8_compiles_without_spills(tokens: int, tmp_path: Path) -> None:
-    form, most = int8_gemm_small_m.config_for(tokens), int8_gemm_small_m.k_tile_for_rows(tokens, 4096, 4096)
-    for offset, piece, gated in ((True, most, False), (False, 64, True), (True, 32, False), (False, most, True)):
+    form, most = (
+        int8_gemm_small_m.config_for(tokens),
+        int8_gemm_small_m.k_tile_for_rows(tokens, 4096, 4096),
+    )
+    for offset, piece, gated in (
+        (True, most, False),
+        (False, 64, True),
+        (True, 32, False),
+        (False, most, True),
+    ):
         dtype, wide = (torch.float16, False) if piece == 64 else (torch.bfloat16, gated)
-        macros = int8_gemm_small_m.kernel_macros(dtype, form, piece, offset=offset, float32_scales=wide, gated=gated)
+        macros = int8_gemm_small_m.kernel_macros(
+            dtype, form, piece, offset=offset, float32_scales=wide, gated=gated
+        )
         compiles_without_spills("int8_gemm_small_m.cu", macros, tmp_path / "out")
 
 
@@ -167,10 +206,15 @@ def test_int8_compiles_without_spills(tokens: int, tmp_path: Path) -> None:
 def test_int4_of_many_rows_compiles_without_spills(
     form: int4_gemm_small_m.Int4GemmKernelConfig, tmp_path: Path
 ) -> None:
-    for box, gated, dtype in ((64, False, torch.bfloat16), (64, True, torch.bfloat16), (32, False, torch.float16)):
+    for box, gated, dtype in (
+        (64, False, torch.bfloat16),
+        (64, True, torch.bfloat16),
+        (32, False, torch.float16),
+    ):
         macros = int4_gemm_small_m._kernel_macros(dtype, form, box, offset=not gated, gated=gated)
         if form.stages * box * 256 >= box * (64 * form.consumers + 4) * 4:
-            # with three workers a gated pair puts one word away before the loop and takes it back behind it
+            # with three workers a gated pair puts one word away before the loop and takes it back
+            # behind it
             most = 4 if gated and form.consumers == 3 else 0
             compiles_without_spills("int4_gemm_small_m.cu", macros, tmp_path / "out", most)
 
@@ -182,7 +226,9 @@ ONE_ROW += [(8, False, True, False, 1), (8, False, False, False, 2), (8, False, 
 
 @requires_nvcc
 @pytest.mark.parametrize("kind", [wq_gemv.WqGemvSpec(*each) for each in ONE_ROW])
-def test_products_of_one_row_compile_without_spills(kind: wq_gemv.WqGemvSpec, tmp_path: Path) -> None:
+def test_products_of_one_row_compile_without_spills(
+    kind: wq_gemv.WqGemvSpec, tmp_path: Path
+) -> None:
     groups = 1 if kind.float32_scales else 4096 // 128 * kind.groups_per_tile
     for dtype, gated in (
         (torch.bfloat16, not kind.int8_input),
@@ -195,10 +241,14 @@ def test_products_of_one_row_compile_without_spills(kind: wq_gemv.WqGemvSpec, tm
 @pytest.mark.parametrize("kind", [wq_gemv.WqGemvSpec(*each) for each in ONE_ROW])
 @pytest.mark.parametrize("columns", [32, 576, 4096, 11008, 14336, 28672])
 def test_blocks_of_one_row_have_room_and_are_alone(kind: wq_gemv.WqGemvSpec, columns: int) -> None:
-    """More than half of a multiprocessor's 228 KB, no more than a block may have, up to the widths of 70B models."""
+    """More than half of a multiprocessor's 228 KB, no more than a block may have, up to the widths
+    of 70B models.
+    """
     groups = 1 if kind.float32_scales else -(-columns // 128) * kind.groups_per_tile
     shape = wq_gemv.config_for(kind, columns, groups)
-    if columns * kind.groups_per_tile > 1 << 16 and kind == wq_gemv.WqGemvSpec(8, False, True, False, 4):
+    if columns * kind.groups_per_tile > 1 << 16 and kind == wq_gemv.WqGemvSpec(
+        8, False, True, False, 4
+    ):
         assert shape is None, "scales and offsets of 896 groups: int8_gemm_small_m serves those"
         return
     assert shape is not None

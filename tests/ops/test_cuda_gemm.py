@@ -1,4 +1,6 @@
-"""Products by the copy engine: launch sizes that fit and cover, sources that compile without spills."""
+"""Products by the copy engine: launch sizes that fit and cover, sources that compile without
+spills.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,12 @@ from tests.ops.nvcc import compiles_without_spills, requires_nvcc
 MULTIPROCESSORS = st.integers(1, 300)
 
 
-@given(st.integers(1, gemm.SMALL_M_MAX_ROWS), st.integers(1, 200_000), MULTIPROCESSORS, st.booleans())
-def test_launch_sizes_fit_and_hold_all_rows(rows: int, columns: int, multiprocessors: int, gated: bool) -> None:
+@given(
+    st.integers(1, gemm.SMALL_M_MAX_ROWS), st.integers(1, 200_000), MULTIPROCESSORS, st.booleans()
+)
+def test_launch_sizes_fit_and_hold_all_rows(
+    rows: int, columns: int, multiprocessors: int, gated: bool
+) -> None:
     sizes = gemm.small_m_config(rows, columns, multiprocessors, gated=gated)
     assert sizes.padded_rows >= rows
     assert sizes.padded_rows % (8 * sizes.cluster) == 0
@@ -27,7 +33,9 @@ def test_launch_sizes_fit_and_hold_all_rows(rows: int, columns: int, multiproces
 
 
 @given(st.integers(1, gemm.SMALL_M_MAX_ROWS), st.integers(1, 25_000), st.booleans())
-def test_each_multiprocessor_has_one_block_at_most_where_that_can_be(rows: int, columns: int, gated: bool) -> None:
+def test_each_multiprocessor_has_one_block_at_most_where_that_can_be(
+    rows: int, columns: int, gated: bool
+) -> None:
     sizes = gemm.small_m_config(rows, columns, 132, gated=gated)
     width = sizes.width * (1 if gated else sizes.parts)
     widest = 128 if gated else 256
@@ -46,7 +54,9 @@ def test_what_was_measured_on_a_card_decides() -> None:
     """Gate and up of 4,096 channels to 2 · 11,008, beside cuBLAS and the gate, hot, in turn."""
     faster = (512, 768, 1000, 1024, 1536, 2048, 3072, 4096)
     slower = (640, 896, 1280)
-    served = {rows: gemm.occupancy(rows, 22016, 132) >= gemm.MIN_OCCUPANCY for rows in (*faster, *slower)}
+    served = {
+        rows: gemm.occupancy(rows, 22016, 132) >= gemm.MIN_OCCUPANCY for rows in (*faster, *slower)
+    }
     assert served == dict.fromkeys(faster, True) | dict.fromkeys(slower, False)
 
 
@@ -60,7 +70,9 @@ def test_each_width_is_met_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(st.integers(512, 9000), st.integers(1, 2000).map(lambda n: 16 * n), MULTIPROCESSORS)
-def test_the_width_of_tiles_is_the_one_with_the_least_to_compute(rows: int, outputs: int, multiprocessors: int) -> None:
+def test_the_width_of_tiles_is_the_one_with_the_least_to_compute(
+    rows: int, outputs: int, multiprocessors: int
+) -> None:
     clusters = max(1, multiprocessors // 2)
     cost = {w: w * -(-gemm.tile_pairs(rows, outputs, w) // clusters) for w in gemm.TILE_WIDTHS}
     chosen = gemm.tile_width(rows, outputs, multiprocessors)
@@ -76,7 +88,9 @@ def test_the_width_of_tiles_of_a_7b_model() -> None:
 
 
 def test_what_was_measured_decides_where_a_projection_is_rotated_at_once() -> None:
-    """4,096 channels to 12,288, beside cuBLAS and the rotation, hot, in turn; to 6,144, of fewer heads of keys."""
+    """4,096 channels to 12,288, beside cuBLAS and the rotation, hot, in turn; to 6,144, of fewer
+    heads of keys.
+    """
     faster, no_faster = (1024, 2048, 3072, 4096), (512, 640, 768, 896, 1280, 1536)
     assert all(qkv_rope_cache.is_faster(rows, 12288, 132) for rows in faster)
     assert not any(qkv_rope_cache.is_faster(rows, 12288, 132) for rows in no_faster)
@@ -84,7 +98,9 @@ def test_what_was_measured_decides_where_a_projection_is_rotated_at_once() -> No
     assert not qkv_rope_cache.is_faster(1024, 6144, 132)
 
 
-def test_a_projection_is_met_beforehand_where_one_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_projection_is_met_beforehand_where_one_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(qkv_rope_cache, "supports_operands", lambda *_: True)
     monkeypatch.setattr(qkv_rope_cache.launch, "sm_count", lambda _: 132)
     x, weight = torch.empty(1, 64), torch.empty(12288, 64)
@@ -139,11 +155,19 @@ PAGES = torch.zeros(3, 2, 16, 64).bfloat16()
     ],
     ids=lambda change: "+".join(change) or "usual",
 )
-def test_what_the_rotating_kernel_takes(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_rotating_kernel_takes(
+    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(qkv_rope_cache, "supports_operands", lambda *_: True)
     monkeypatch.setattr(qkv_rope_cache.launch, "sm_count", lambda _: 132)
     x, weight = torch.zeros(1024, 64).bfloat16(), torch.zeros(12288, 64).bfloat16()
-    args = {"x": x, "weight": weight, "bias": None, "slots": torch.zeros(1024, dtype=torch.int64), "heads": 188}
+    args = {
+        "x": x,
+        "weight": weight,
+        "bias": None,
+        "slots": torch.zeros(1024, dtype=torch.int64),
+        "heads": 188,
+    }
     args |= both(PAGES) | {"cos": torch.zeros(1024, 32), "sin": torch.zeros(1024, 32)}
     assert qkv_rope_cache.supports(**args | change) == (not change)
 
@@ -154,7 +178,9 @@ def test_what_the_copy_engine_cannot_read_is_left_to_others() -> None:
     assert not gemm.supports_tma(x[:, 1:])
     assert not gemm.supports_tma(x.T)
     assert not gemm.supports_tma(torch.empty(4, 65, dtype=torch.bfloat16))
-    assert not gemm.supports_small_m(x, torch.empty(1 << 16, 64, dtype=torch.bfloat16), None), "not on a GPU"
+    assert not gemm.supports_small_m(x, torch.empty(1 << 16, 64, dtype=torch.bfloat16), None), (
+        "not on a GPU"
+    )
 
 
 @requires_nvcc
@@ -162,13 +188,20 @@ def test_what_the_copy_engine_cannot_read_is_left_to_others() -> None:
 @pytest.mark.parametrize("gated", [False, True])
 def test_few_rows_compile_without_spills(rows: int, gated: bool, tmp_path: Path) -> None:
     sizes = gemm.small_m_config(rows, 11008, 132, gated=gated)
-    compiles_without_spills("gemm_small_m.cu", sizes.macros(torch.bfloat16, gated=gated), tmp_path / "out")
+    compiles_without_spills(
+        "gemm_small_m.cu", sizes.macros(torch.bfloat16, gated=gated), tmp_path / "out"
+    )
 
 
 @requires_nvcc
 @pytest.mark.parametrize("wide", gemm.TILE_WIDTHS)
 def test_many_rows_compile_without_spills(wide: int, tmp_path: Path) -> None:
-    macros = (f"WIDE={wide}", "BIAS=1", f"BAND={gemm.TILES_PER_BAND}", *(("HALF",) if wide == 224 else ()))
+    macros = (
+        f"WIDE={wide}",
+        "BIAS=1",
+        f"BAND={gemm.TILES_PER_BAND}",
+        *(("HALF",) if wide == 224 else ()),
+    )
     compiles_without_spills("gemm_swiglu_large_m.cu", macros, tmp_path / "out")
 
 
@@ -185,13 +218,19 @@ def test_norms_in_another_order_compile_without_spills(what: str, tmp_path: Path
     form = rmsnorm_quant_permute.config_for(4096, 4096, 4)
     sizes = (f"BLOCKS={form.blocks_per_sm}", f"STAGES={form.stages}")
     compiles_without_spills(
-        "rmsnorm_quant_permute.cu", ("WIDTH=4096", "COLUMNS=4096", *what.split(), *sizes), tmp_path / "out"
+        "rmsnorm_quant_permute.cu",
+        ("WIDTH=4096", "COLUMNS=4096", *what.split(), *sizes),
+        tmp_path / "out",
     )
 
 
 @requires_nvcc
-@pytest.mark.parametrize("what", ["TOKEN=1 EACH=0 SHIFT=0 ADD=0 FP8", "TOKEN=0 EACH=1 SHIFT=1 ADD=1"])
+@pytest.mark.parametrize(
+    "what", ["TOKEN=1 EACH=0 SHIFT=0 ADD=0 FP8", "TOKEN=0 EACH=1 SHIFT=1 ADD=1"]
+)
 def test_norms_of_a_row_in_another_order_compile_without_spills(what: str, tmp_path: Path) -> None:
     compiles_without_spills(
-        "rmsnorm_quant_permute_small_m.cu", ("WIDTH=4096", "COLUMNS=8192", "ALONE=1", *what.split()), tmp_path / "out"
+        "rmsnorm_quant_permute_small_m.cu",
+        ("WIDTH=4096", "COLUMNS=8192", "ALONE=1", *what.split()),
+        tmp_path / "out",
     )

@@ -1,4 +1,6 @@
-"""Products of many rows in 8 bits on Hopper: every form of the kernel, sizes around its tiles, every output."""
+"""Products of many rows in 8 bits on Hopper: every form of the kernel, sizes around its tiles,
+every output.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from tests.ops.nvcc import compiles_without_spills, requires_nvcc
 from tests.ops.test_integer_linear import fake_quantized, float64_noise
 
 FORMS = [
-    pytest.param(form, id=f"{form[0] * 64}x{form[1]}{'-turns' if form[2] else ''}") for form in gemm_8bit.KERNEL_CONFIGS
+    pytest.param(form, id=f"{form[0] * 64}x{form[1]}{'-turns' if form[2] else ''}")
+    for form in gemm_8bit.KERNEL_CONFIGS
 ]
 
 
@@ -39,8 +42,12 @@ def _run(args: dict[str, Any], **more: Any) -> torch.Tensor:
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rows", [1, 7, 64, 129, 1000, 2100])
-def test_whole_numbers_are_exact_but_for_the_scales(form: gemm_8bit.Gemm8BitKernelConfig, rows: int) -> None:
-    """Channels × 30, K not a multiple of 128, N not of a tile: float64 but for three roundings of float32."""
+def test_whole_numbers_are_exact_but_for_the_scales(
+    form: gemm_8bit.Gemm8BitKernelConfig, rows: int
+) -> None:
+    """Channels × 30, K not a multiple of 128, N not of a tile: float64 but for three roundings of
+    float32.
+    """
     _need()
     for k, n, biased in ((16, 8, False), (592, 72, True), (1040, 520, False), (4096, 1032, True)):
         args = w8a8_linear.random_inputs(rows, k, n, device="cuda", per_token=rows != 7)
@@ -51,13 +58,17 @@ def test_whole_numbers_are_exact_but_for_the_scales(form: gemm_8bit.Gemm8BitKern
             right = right + bias.double()
             most = most + 1.01 * 2.0**-24 * (right.abs() + most)
         mine = _run(args, dtype=torch.float32, bias=bias, config=form).double()
-        assert bool(((mine - right).abs() <= most).all()), f"{k} {n}: {float((mine - right).abs().max())}"
+        assert bool(((mine - right).abs() <= most).all()), (
+            f"{k} {n}: {float((mine - right).abs().max())}"
+        )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_sixteen_bits_are_the_wide_ones_rounded(form: gemm_8bit.Gemm8BitKernelConfig, dtype: torch.dtype) -> None:
+def test_sixteen_bits_are_the_wide_ones_rounded(
+    form: gemm_8bit.Gemm8BitKernelConfig, dtype: torch.dtype
+) -> None:
     _need()
     for rows, k, n in ((5, 592, 72), (300, 1040, 520)):
         args = w8a8_linear.random_inputs(rows, k, n, device="cuda")
@@ -73,7 +84,9 @@ def test_fp8(form: gemm_8bit.Gemm8BitKernelConfig, rows: int) -> None:
     _need()
     for k, n in ((592, 72), (4096, 1032)):
         args = fp8_linear.random_inputs(rows, k, n, device="cuda")
-        right = fp8_linear.fp8_linear(**{a: t.double() for a, t in args.items()}, dtype=torch.float64)
+        right = fp8_linear.fp8_linear(
+            **{a: t.double() for a, t in args.items()}, dtype=torch.float64
+        )
         mine = _run(args, dtype=torch.float32, config=form).double()
         assert float((mine - right).norm() / right.norm()) < 2e-3
 
@@ -86,8 +99,14 @@ def test_gated(form: gemm_8bit.Gemm8BitKernelConfig, rows: int) -> None:
     _need()
     if form[1] < 64:
         pytest.skip("too narrow for two halves")
-    for k, inner, dtype in ((592, 72, torch.float32), (1040, 520, torch.bfloat16), (4096, 1032, torch.float16)):
-        args = w8a8_linear.random_inputs(rows, k, 2 * inner, device="cuda", outliers=300.0) | {"dtype": dtype}
+    for k, inner, dtype in (
+        (592, 72, torch.float32),
+        (1040, 520, torch.bfloat16),
+        (4096, 1032, torch.float16),
+    ):
+        args = w8a8_linear.random_inputs(rows, k, 2 * inner, device="cuda", outliers=300.0) | {
+            "dtype": dtype
+        }
         args["bias"] = torch.randn(2 * inner, device="cuda", dtype=dtype) if inner == 520 else None
         plain = _run(args, config=form)
         gate, up = plain.double().chunk(2, -1)
@@ -112,7 +131,9 @@ def test_what_the_copy_engine_cannot_read_is_left_to_others() -> None:
     x, weight = torch.zeros(80, 48, dtype=torch.int8), torch.zeros(16, 48, dtype=torch.int8)
     scale, bias = torch.ones(16), torch.zeros(16, dtype=torch.bfloat16)
 
-    def served(x: Any, weight: torch.Tensor = weight, bias: Any = bias, dtype: torch.dtype = torch.bfloat16) -> bool:
+    def served(
+        x: Any, weight: torch.Tensor = weight, bias: Any = bias, dtype: torch.dtype = torch.bfloat16
+    ) -> bool:
         return gemm_8bit.supports(x, weight, scale, scale[:1], dtype, bias)
 
     def seen(x: torch.Tensor, **more: Any) -> Any:
@@ -143,7 +164,9 @@ def test_every_size_has_a_form_and_few_tiles_are_small() -> None:
 @requires_nvcc
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_compile_without_spills(form: gemm_8bit.Gemm8BitKernelConfig, tmp_path: Path) -> None:
-    kind, dtype = (torch.float8_e4m3fn, torch.float16) if form[1] == 64 else (torch.int8, torch.bfloat16)
+    kind, dtype = (
+        (torch.float8_e4m3fn, torch.float16) if form[1] == 64 else (torch.int8, torch.bfloat16)
+    )
     gated = form[1] >= 64
     macros = gemm_8bit.kernel_macros(form, kind, dtype, ("BIAS=1", f"GATED={int(gated)}"))
     compiles_without_spills("gemm_8bit.cu", macros, tmp_path / "out")

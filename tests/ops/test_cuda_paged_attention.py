@@ -1,4 +1,6 @@
-"""Prefill attention in CUDA C++ beyond what every variant is asked: what lies beside the context must not matter."""
+"""Prefill attention in CUDA C++ beyond what every variant is asked: what lies beside the context
+must not matter.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +34,25 @@ def _arguments(
     dtype: torch.dtype = torch.bfloat16,
     window: int | None = None,
 ) -> dict[str, Any]:
-    """Caches full of NaN but for the tokens that exist; page tables that name nonsense past the context."""
+    """Caches full of NaN but for the tokens that exist; page tables that name nonsense past the
+    context.
+    """
     generator = torch.Generator().manual_seed(len(lengths) + dim + page)
     counts = [-(-context // page) for _, context in lengths]
     pages = sum(counts) + 3
     order = torch.randperm(pages, generator=generator).to(torch.int32).split([*counts, 3])
-    tables = torch.randint(-9, 2 * pages, (len(lengths), max(counts) + 2), generator=generator, dtype=torch.int32)
+    tables = torch.randint(
+        -9, 2 * pages, (len(lengths), max(counts) + 2), generator=generator, dtype=torch.int32
+    )
     caches = torch.full((2, pages, kv_heads, page, dim), float("nan"))
     for b, (_, context) in enumerate(lengths):
         tables[b, : counts[b]] = order[b]
         tokens = torch.randn(2, counts[b] * page, kv_heads, dim, generator=generator)
         tokens[:, context:] = float("nan")
         caches[:, order[b].long()] = tokens.view(2, counts[b], page, kv_heads, dim).transpose(2, 3)
-    starts = torch.tensor([0, *torch.tensor([n for n, _ in lengths]).cumsum(0).tolist()], dtype=torch.int32)
+    starts = torch.tensor(
+        [0, *torch.tensor([n for n, _ in lengths]).cumsum(0).tolist()], dtype=torch.int32
+    )
     q = torch.randn(int(starts[-1]), heads, dim, generator=generator)
     caches = caches.to("cuda", dtype)
     return {
@@ -75,11 +83,16 @@ def _check(args: dict[str, Any], run: Any = variant.run) -> None:
         pytest.skip(reason)
     assert variant.supports(**args)
     got = _poisoned(run, args).double()
-    wide = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in args.items()}
+    wide = {
+        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+        for k, v in args.items()
+    }
     truth = paged_attention(**wide)
     assert not got.isnan().any()
     assert float((got - truth).norm() / truth.norm()) < LIMIT[args["q"].dtype]
-    assert all(torch.equal(run(**args).double(), got) for _ in range(3)), "the bits change from call to call"
+    assert all(torch.equal(run(**args).double(), got) for _ in range(3)), (
+        "the bits change from call to call"
+    )
 
 
 RAGGED = [(300, 1000), (17, 33), (129, 129), (1, 1), (1, 999), (64, 64), (128, 2050)]
@@ -115,7 +128,9 @@ def test_windows(window: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "lengths", [[(30, 30), (5, 0), (130, 131), (1, 0)], [(0, 50), (130, 130), (0, 0), (2, 2)]], ids=str
+    "lengths",
+    [[(30, 30), (5, 0), (130, 131), (1, 0)], [(0, 50), (130, 130), (0, 0), (2, 2)]],
+    ids=str,
 )
 def test_padding_and_absent_sequences(lengths: list[tuple[int, int]]) -> None:
     _check(_arguments(lengths))
@@ -123,8 +138,12 @@ def test_padding_and_absent_sequences(lengths: list[tuple[int, int]]) -> None:
 
 @pytest.mark.gpu
 def test_many_sequences() -> None:
-    _check(_arguments([(1 + i * 37 % 90, 1 + i * 37 % 90 + i * 53 % 300) for i in range(600)], 2, 1))
-    _check(_arguments([(66 + i % 3, 70 + i % 50) for i in range(variant.MAX_SEQUENCES)], 2, 2, dim=64))
+    _check(
+        _arguments([(1 + i * 37 % 90, 1 + i * 37 % 90 + i * 53 % 300) for i in range(600)], 2, 1)
+    )
+    _check(
+        _arguments([(66 + i % 3, 70 + i % 50) for i in range(variant.MAX_SEQUENCES)], 2, 2, dim=64)
+    )
 
 
 @pytest.mark.gpu

@@ -9,8 +9,15 @@ from hypothesis import strategies as st
 from modelmill.ops.cuda import paged_decode
 
 
-@given(st.integers(1, 9000), st.integers(1, 40_000), st.integers(1, 900), st.sampled_from([48, 64, 128]))
-def test_splits_are_powers_of_two_with_keys_for_all_warps(pairs: int, keys: int, room: int, least: int) -> None:
+@given(
+    st.integers(1, 9000),
+    st.integers(1, 40_000),
+    st.integers(1, 900),
+    st.sampled_from([48, 64, 128]),
+)
+def test_splits_are_powers_of_two_with_keys_for_all_warps(
+    pairs: int, keys: int, room: int, least: int
+) -> None:
     splits = paged_decode.num_splits(pairs, keys, room, least)
     assert splits in (1, 2, 4, 8)
     assert splits == 1 or pairs * splits <= room
@@ -18,7 +25,9 @@ def test_splits_are_powers_of_two_with_keys_for_all_warps(pairs: int, keys: int,
 
 
 @given(st.integers(1, 40), st.integers(1, 300), st.integers(1, 5000), st.data())
-def test_forms_are_all_that_a_step_can_meet(heads: int, most: int, longest: int, data: st.DataObject) -> None:
+def test_forms_are_all_that_a_step_can_meet(
+    heads: int, most: int, longest: int, data: st.DataObject
+) -> None:
     def met(batch: int, keys: int) -> int:
         return paged_decode.num_splits(batch * heads, keys, 396, 64)
 
@@ -37,8 +46,12 @@ def test_what_cannot_be_read_is_refused() -> None:
     indices = (tables, starts, starts[:2])
     assert paged_decode.supports_cache(caches, indices)
     assert not paged_decode.supports_cache(tuple(t.transpose(0, 1) for t in caches), indices)
-    assert not paged_decode.supports_cache(tuple(torch.zeros(3, 2, page, 64) for page in (24, 24)), indices)
-    assert not paged_decode.supports_cache(tuple(torch.zeros(3, 2, page, 64) for page in (256, 256)), indices)
+    assert not paged_decode.supports_cache(
+        tuple(torch.zeros(3, 2, page, 64) for page in (24, 24)), indices
+    )
+    assert not paged_decode.supports_cache(
+        tuple(torch.zeros(3, 2, page, 64) for page in (256, 256)), indices
+    )
     assert not paged_decode.supports_cache(caches, (tables.long(), *indices[1:]))
     assert not paged_decode.supports_cache(caches, (tables[:, :0], *indices[1:]))
     assert not paged_decode.supports_cache(

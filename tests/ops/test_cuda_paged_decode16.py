@@ -1,4 +1,6 @@
-"""Decoding over pages of 16 bits: what lies beside the context must not matter, every edge, every size."""
+"""Decoding over pages of 16 bits: what lies beside the context must not matter, every edge, every
+size.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,23 @@ from modelmill.ops.cuda import paged_attention, paged_decode16
 from modelmill.ops.paged_attention import paged_attention as reference
 from tests.ops.nvcc import compiles_without_spills, requires_nvcc
 
-LIMIT = {torch.bfloat16: 2.5e-3, torch.float16: 3e-4}  # of the whole, in the norm: the output's own rounding
+# of the whole, in the norm: the output's own rounding
+LIMIT = {torch.bfloat16: 2.5e-3, torch.float16: 3e-4}
 SIZES = [(64, 128, 1, 8), (64, 8, 8, 1), (80, 16, 3, 1), (96, 16, 4, 2), (112, 8, 1, 1)]
 SIZES += [(128, 16, 1, 1), (128, 8, 8, 2), (128, 128, 4, 8), (256, 8, 8, 1), (256, 16, 1, 8)]
 
 
 @requires_nvcc
 @pytest.mark.parametrize(("dim", "page", "group", "splits"), SIZES)
-def test_compiles_without_spills(dim: int, page: int, group: int, splits: int, tmp_path: Path) -> None:
+def test_compiles_without_spills(
+    dim: int, page: int, group: int, splits: int, tmp_path: Path
+) -> None:
     dtype = torch.float16 if dim == 64 else torch.bfloat16
     form = paged_decode16.SPLIT_CONFIGS[dim]
     others = (
-        [paged_decode16.UNSPLIT_CONFIGS.get(dim, form)] if splits == 1 else [paged_decode16.GQA_CONFIGS.get(dim, form)]
+        [paged_decode16.UNSPLIT_CONFIGS.get(dim, form)]
+        if splits == 1
+        else [paged_decode16.GQA_CONFIGS.get(dim, form)]
     )
     for each in dict.fromkeys((form, *others)):
         macros = paged_decode16.kernel_macros(dtype, dim, page, group, splits, each)
@@ -42,12 +49,16 @@ def _arguments(
     window: int | None = None,
     device: str = "cuda",
 ) -> dict[str, Any]:
-    """Caches of NaN but for the tokens that exist and are seen; page tables that name nonsense elsewhere."""
+    """Caches of NaN but for the tokens that exist and are seen; page tables that name nonsense
+    elsewhere.
+    """
     generator = torch.Generator().manual_seed(len(lengths) + dim + page)
     counts = [-(-context // page) for _, context in lengths]
     pages = sum(counts) + 3
     order = torch.randperm(pages, generator=generator).to(torch.int32).split([*counts, 3])
-    tables = torch.randint(-9, 2 * pages, (len(lengths), max(counts) + 2), generator=generator, dtype=torch.int32)
+    tables = torch.randint(
+        -9, 2 * pages, (len(lengths), max(counts) + 2), generator=generator, dtype=torch.int32
+    )
     caches = torch.full((2, pages, heads[1], page, dim), float("nan"))
     for b, (queries, context) in enumerate(lengths):
         seen = 0 if window is None else max(0, context - queries + 1 - window)
@@ -58,7 +69,9 @@ def _arguments(
         caches[:, order[b].long()] = drawn.view(2, counts[b], page, heads[1], dim).transpose(2, 3)
         # a page in front of the window is somebody else's
         tables[b, seen // page : counts[b]] = order[b][seen // page :]
-    starts = torch.tensor([0, *torch.tensor([n for n, _ in lengths]).cumsum(0).tolist()], dtype=torch.int32)
+    starts = torch.tensor(
+        [0, *torch.tensor([n for n, _ in lengths]).cumsum(0).tolist()], dtype=torch.int32
+    )
     q = torch.randn(int(starts[-1]), heads[0] + 1, dim, generator=generator)[:, : heads[0]]
     caches = caches.to(device, dtype)
     return {
@@ -77,7 +90,10 @@ def _arguments(
 
 def _truth(args: dict[str, Any]) -> torch.Tensor:
     """The reference in float64; what it must not look at is made harmless for it."""
-    wide = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in args.items()}
+    wide = {
+        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+        for k, v in args.items()
+    }
     wide["k_cache"], wide["v_cache"] = wide["k_cache"].nan_to_num(), wide["v_cache"].nan_to_num()
     wide["block_tables"] = wide["block_tables"].clamp(0, args["k_cache"].shape[0] - 1)
     return reference(**wide)
@@ -99,17 +115,31 @@ def _check(args: dict[str, Any], *, served: bool = True) -> None:
     rows = args["query_start"][:-1][singles].long()
     got, truth = got[rows], _truth(args)[rows]
     assert float((got - truth).norm() / truth.norm()) < LIMIT[args["q"].dtype]
-    assert all(torch.equal(run(**args).double()[rows], got) for _ in range(3)), "the bits change from call to call"
+    assert all(torch.equal(run(**args).double()[rows], got) for _ in range(3)), (
+        "the bits change from call to call"
+    )
 
 
-@given(st.integers(1, 9000), st.integers(1, 8), st.sampled_from([64, 80, 128, 256]), st.integers(1, 40_000))
-def test_a_step_has_room_where_its_contexts_are_split(pairs: int, group: int, dim: int, keys: int) -> None:
+@given(
+    st.integers(1, 9000),
+    st.integers(1, 8),
+    st.sampled_from([64, 80, 128, 256]),
+    st.integers(1, 40_000),
+)
+def test_a_step_has_room_where_its_contexts_are_split(
+    pairs: int, group: int, dim: int, keys: int
+) -> None:
     form, splits = paged_decode16.plan_launch(pairs, group, dim, keys, 132)
     assert splits == 1 or pairs * splits <= 132 * form.blocks_per_sm
     assert splits == 1 or keys > (splits - 1) * form.min_keys
 
 
-@given(st.sampled_from([(32, 32), (32, 8), (14, 2)]), st.integers(1, 300), st.integers(1, 8000), st.data())
+@given(
+    st.sampled_from([(32, 32), (32, 8), (14, 2)]),
+    st.integers(1, 300),
+    st.integers(1, 8000),
+    st.data(),
+)
 def test_forms_are_all_that_a_step_can_meet(
     heads: tuple[int, int], most: int, longest: int, data: st.DataObject
 ) -> None:
@@ -118,7 +148,9 @@ def test_forms_are_all_that_a_step_can_meet(
 
     listed = paged_decode16.specializations(heads, 128, most, longest, 132)
     assert all(1 <= batch <= most and 1 <= keys <= longest for batch, keys in listed)
-    assert met(data.draw(st.integers(1, most)), data.draw(st.integers(1, longest))) in {met(*each) for each in listed}
+    assert met(data.draw(st.integers(1, most)), data.draw(st.integers(1, longest))) in {
+        met(*each) for each in listed
+    }
 
 
 EDGES = [(1, n) for n in (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 500, 1025)]
@@ -157,7 +189,9 @@ def test_windows(window: int, page: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [(8, 8), (32, 8)], ids=str)
-@pytest.mark.parametrize("lengths", [[(1, 5000)], [(1, 4096)] * 3, [(1, 900)] * 70, [(1, 40)] * 300], ids=len)
+@pytest.mark.parametrize(
+    "lengths", [[(1, 5000)], [(1, 4096)] * 3, [(1, 900)] * 70, [(1, 40)] * 300], ids=len
+)
 def test_few_and_many_sequences(lengths: list[tuple[int, int]], heads: tuple[int, int]) -> None:
     served = heads[0] == heads[1] or len(lengths) * heads[1] <= paged_decode16.MAX_CONCURRENT_PAIRS
     _check(_arguments(lengths, heads), served=served)
@@ -167,8 +201,10 @@ def test_few_and_many_sequences(lengths: list[tuple[int, int]], heads: tuple[int
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=str)
 def test_padding_and_prompts_beside_it(heads: tuple[int, int]) -> None:
     _check(_arguments([(1, 30), (1, 0), (1, 131), (1, 0)], heads))
-    _check(_arguments([(30, 30), (1, 131), (129, 400), (1, 1), (1, 999)], heads))  # prompts: paged_attention.cu
-    _check(_arguments([(30, 30), (2, 131)] + [(1, 77)] * 20, heads, dim=64))  # prompts: the variant behind
+    # prompts: paged_attention.cu
+    _check(_arguments([(30, 30), (1, 131), (129, 400), (1, 1), (1, 999)], heads))
+    # prompts: the variant behind
+    _check(_arguments([(30, 30), (2, 131)] + [(1, 77)] * 20, heads, dim=64))
     _check(_arguments([(30, 30), (1, 131), (129, 400), (1, 999)], heads, dim=96))
 
 

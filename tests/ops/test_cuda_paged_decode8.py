@@ -1,4 +1,6 @@
-"""Decoding over pages of int8 in whole numbers: what lies beside the context must not matter, and every edge."""
+"""Decoding over pages of int8 in whole numbers: what lies beside the context must not matter, and
+every edge.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from modelmill.ops.cuda import paged_attention, paged_decode8
 from modelmill.ops.paged_attention import paged_attention as reference
 from tests.ops.nvcc import compiles_without_spills, requires_nvcc
 
-LIMIT = {torch.bfloat16: 2.5e-3, torch.float16: 4e-4}  # of the whole, in the norm: the output's own rounding
+# of the whole, in the norm: the output's own rounding
+LIMIT = {torch.bfloat16: 2.5e-3, torch.float16: 4e-4}
 
 
 @requires_nvcc
@@ -34,12 +37,16 @@ def _arguments(
     window: int | None = None,
     device: str = "cuda",
 ) -> dict[str, Any]:
-    """Scales of NaN but for the tokens that exist; page tables that name nonsense past the context."""
+    """Scales of NaN but for the tokens that exist; page tables that name nonsense past the
+    context.
+    """
     generator = torch.Generator().manual_seed(len(lengths) + dim + page)
     counts = [-(-context // page) for _, context in lengths]
     pages = sum(counts) + 3
     order = torch.randperm(pages, generator=generator).to(torch.int32).split([*counts, 3])
-    tables = torch.randint(-9, 2 * pages, (len(lengths), max(counts) + 2), generator=generator, dtype=torch.int32)
+    tables = torch.randint(
+        -9, 2 * pages, (len(lengths), max(counts) + 2), generator=generator, dtype=torch.int32
+    )
     scales = torch.full((2, pages, heads, page), float("nan"))
     for b, (_, context) in enumerate(lengths):
         tables[b, : counts[b]] = order[b]
@@ -47,8 +54,12 @@ def _arguments(
         drawn[1, ::5] = 1e-8
         drawn[:, context:] = float("nan")
         scales[:, order[b].long()] = drawn.view(2, counts[b], page, heads).transpose(2, 3)
-    caches = torch.randint(-128, 128, (2, pages, heads, page, dim), generator=generator, dtype=torch.int8).to(device)
-    starts = torch.tensor([0, *torch.tensor([n for n, _ in lengths]).cumsum(0).tolist()], dtype=torch.int32)
+    caches = torch.randint(
+        -128, 128, (2, pages, heads, page, dim), generator=generator, dtype=torch.int8
+    ).to(device)
+    starts = torch.tensor(
+        [0, *torch.tensor([n for n, _ in lengths]).cumsum(0).tolist()], dtype=torch.int32
+    )
     q = torch.randn(int(starts[-1]), heads + 1, dim, generator=generator)[:, :heads] * 2
     scales = scales.to(device)
     return {
@@ -85,7 +96,9 @@ def _check(args: dict[str, Any]) -> None:
     rows = args["query_start"][:-1][singles].long()
     got, truth = (got[rows], truth[rows]) if args["max_query"] > 1 else (got, truth)
     assert float((got - truth).norm() / truth.norm()) < LIMIT[args["q"].dtype]
-    assert all(torch.equal(run(**args).double()[rows], got) for _ in range(3)), "the bits change from call to call"
+    assert all(torch.equal(run(**args).double()[rows], got) for _ in range(3)), (
+        "the bits change from call to call"
+    )
 
 
 EDGES = [(1, n) for n in (1, 2, 31, 32, 33, 127, 128, 129, 500, 1025)]
@@ -106,7 +119,9 @@ def test_windows(window: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("lengths", [[(1, 5000)], [(1, 4096)] * 3, [(1, 900)] * 70, [(1, 40)] * 300], ids=len)
+@pytest.mark.parametrize(
+    "lengths", [[(1, 5000)], [(1, 4096)] * 3, [(1, 900)] * 70, [(1, 40)] * 300], ids=len
+)
 def test_few_and_many_sequences(lengths: list[tuple[int, int]]) -> None:
     _check(_arguments(lengths, heads=8))
 

@@ -1,4 +1,6 @@
-"""Products with 4- and 8-bit weights whose pieces come through shared memory: sizes, every form, hard inputs."""
+"""Products with 4- and 8-bit weights whose pieces come through shared memory: sizes, every form,
+hard inputs.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,26 @@ from tests.ops.nvcc import compiles_without_spills, requires_nvcc
 LIMIT = {torch.bfloat16: 3e-3, torch.float16: 5e-4}  # of the whole, in the norm
 
 
-KINDS = [(4, 128), (4, 256), (4, 512), (4, 1 << 20), (8, 32), (8, 64), (8, 128), (8, 512), (8, 1 << 20)]
+KINDS = [
+    (4, 128),
+    (4, 256),
+    (4, 512),
+    (4, 1 << 20),
+    (8, 32),
+    (8, 64),
+    (8, 128),
+    (8, 512),
+    (8, 1 << 20),
+]
 
 
-@given(st.integers(1, 4000), st.integers(1, 800), st.sampled_from(KINDS), st.booleans(), st.sampled_from([32, 64]))
+@given(
+    st.integers(1, 4000),
+    st.integers(1, 800),
+    st.sampled_from(KINDS),
+    st.booleans(),
+    st.sampled_from([32, 64]),
+)
 def test_a_form_fits_wherever_one_is_chosen(
     eights: int, runs: int, kind: tuple[int, int], offset: bool, box: int
 ) -> None:
@@ -39,9 +57,16 @@ def test_a_form_fits_wherever_one_is_chosen(
 
 
 def test_what_it_does_not_serve() -> None:
-    for rows, kind in ((4096, (4, 4096, 64)), (4096, (8, 4096, 96)), (4096, (4, 4096, 384)), (4100, (8, 4096, 128))):
+    for rows, kind in (
+        (4096, (4, 4096, 64)),
+        (4096, (8, 4096, 96)),
+        (4096, (4, 4096, 384)),
+        (4100, (8, 4096, 128)),
+    ):
         assert not wq_gemm_pipelined.supports_weight(rows, WqSpec(*kind, offset=False), gated=False)
-    assert not wq_gemm_pipelined.supports_weight(4104, WqSpec(4, 4096, 128, offset=True), gated=True)
+    assert not wq_gemm_pipelined.supports_weight(
+        4104, WqSpec(4, 4096, 128, offset=True), gated=True
+    )
     assert not wq_gemm_pipelined.supports_weight(
         4096, WqSpec(8, 4096, 128, offset=True, float32_scales=True), gated=False
     )
@@ -58,9 +83,15 @@ def test_what_it_does_not_serve() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("box", [32, 64])
-def test_compiles_without_spills(form: wq_gemm_pipelined.WqGemmKernelConfig, box: int, tmp_path: Path) -> None:
+def test_compiles_without_spills(
+    form: wq_gemm_pipelined.WqGemmKernelConfig, box: int, tmp_path: Path
+) -> None:
     kinds = [WqSpec(4, 2816, 128, True), WqSpec(4, 2816, 128, False), WqSpec(8, 2816, 128, True)]
-    kinds += [WqSpec(8, 2048, 32, True), WqSpec(8, 2816, 64, False), WqSpec(8, 2816, 2816, False, True)]
+    kinds += [
+        WqSpec(8, 2048, 32, True),
+        WqSpec(8, 2816, 64, False),
+        WqSpec(8, 2816, 2816, False, True),
+    ]
     for kind, dtype, gated in zip(kinds, 3 * (torch.bfloat16, torch.float16), 3 * (True, False)):
         assert wq_gemm_pipelined.fits_shared_memory(form, kind, box)
         macros = wq_gemm_pipelined.kernel_macros(dtype, form, kind, box, gated=gated)
@@ -71,22 +102,37 @@ def _drawn(kind: WqSpec, rows: int, seed: int) -> dict[str, torch.Tensor | int |
     generator = torch.Generator().manual_seed(seed)
     size = (rows, -(-kind.columns // kind.group))
     low, most = (0, 15) if kind.bits == 4 else (-128, 127)
-    codes = torch.randint(low, most + 1, (rows, kind.columns), generator=generator, dtype=torch.int16)
+    codes = torch.randint(
+        low, most + 1, (rows, kind.columns), generator=generator, dtype=torch.int16
+    )
     weight = pack_codes(codes.to(torch.uint8)) if kind.bits == 4 else codes.to(torch.int8)
     scale = (torch.rand(size, generator=generator) * 0.45 / most + 0.03 / most).half().cuda()
     shift = (-scale.float() * (torch.rand(size, generator=generator) * most).cuda()).half()
-    return {"weight": weight.cuda(), "scale": scale, "offset": shift if kind.offset else None, "group": kind.group}
+    return {
+        "weight": weight.cuda(),
+        "scale": scale,
+        "offset": shift if kind.offset else None,
+        "group": kind.group,
+    }
 
 
 def _check(
-    x: torch.Tensor, args: dict, form: wq_gemm_pipelined.WqGemmKernelConfig, bias: torch.Tensor | None, *, gated: bool
+    x: torch.Tensor,
+    args: dict,
+    form: wq_gemm_pipelined.WqGemmKernelConfig,
+    bias: torch.Tensor | None,
+    *,
+    gated: bool,
 ) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
     try:
         got = wq_gemm_pipelined.wq_gemm(x, *args.values(), bias, form, gated=gated)
     finally:
         torch.use_deterministic_algorithms(False)
-    wide = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in args.items()}
+    wide = {
+        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+        for k, v in args.items()
+    }
     op = int4_linear if args["weight"].dtype is torch.uint8 else int8_group_linear.int8_group_linear
     truth = op(x.double(), **wide, bias=None if bias is None else bias.double())
     if gated:
@@ -102,14 +148,27 @@ def _check(
 @pytest.mark.parametrize("form", wq_gemm_pipelined.KERNEL_CONFIGS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_every_form(form: wq_gemm_pipelined.WqGemmKernelConfig, dtype: torch.dtype, bits: int) -> None:
+def test_every_form(
+    form: wq_gemm_pipelined.WqGemmKernelConfig, dtype: torch.dtype, bits: int
+) -> None:
     if build.available("cuda") is not None:
         pytest.skip(str(build.available("cuda")))
-    shapes = [(9, 136, 2048, 128), (64, 400, 2080, 128), (33, 4096, 4096, 256), (64, 1024, 11008, 128)]
-    shapes += [(40, 16, 4128, 1 << 20)] if bits == 4 else [(2, 144, 4128, 32), (64, 400, 2080, 32), (17, 208, 4160, 64)]
+    shapes = [
+        (9, 136, 2048, 128),
+        (64, 400, 2080, 128),
+        (33, 4096, 4096, 256),
+        (64, 1024, 11008, 128),
+    ]
+    shapes += (
+        [(40, 16, 4128, 1 << 20)]
+        if bits == 4
+        else [(2, 144, 4128, 32), (64, 400, 2080, 32), (17, 208, 4160, 64)]
+    )
     for (tokens, rows, columns, group), gated in itertools.product(shapes, (False, True)):
         kind = WqSpec(bits, columns, group, offset=not gated or tokens == 64)
-        if not wq_gemm_pipelined.fits_shared_memory(form, kind, int4_gemm_small_m.padded_rows(tokens)):
+        if not wq_gemm_pipelined.fits_shared_memory(
+            form, kind, int4_gemm_small_m.padded_rows(tokens)
+        ):
             continue
         args = _drawn(kind, rows, seed=tokens)
         bias = torch.randn(rows, device="cuda", dtype=dtype) if tokens == 33 else None
@@ -122,7 +181,9 @@ def test_every_form(form: wq_gemm_pipelined.WqGemmKernelConfig, dtype: torch.dty
 
 @pytest.mark.gpu
 def test_wide_rows_of_many_groups_are_served() -> None:
-    """64 rows of x leave the kernel of a few no room for 344 groups of 64 rows of the weight: this one serves them."""
+    """64 rows of x leave the kernel of a few no room for 344 groups of 64 rows of the weight: this
+    one serves them.
+    """
     args = _drawn(WqSpec(8, 11008, 32, offset=False), 256, seed=1)
     for tokens in (8, 64):
         x = torch.randn(tokens, 11008, device="cuda", dtype=torch.bfloat16)
@@ -136,9 +197,17 @@ def test_wide_rows_of_many_groups_are_served() -> None:
 @pytest.mark.gpu
 def test_the_shelf_leaves_small_groups_and_odd_rows_to_others() -> None:
     run = registry.select_backends("cuda").int4_linear
-    for rows, columns, group in ((100, 2048, 128), (4096, 2048, 64), (4096, 1024, 32), (4096, 4096, 128)):
+    for rows, columns, group in (
+        (100, 2048, 128),
+        (4096, 2048, 64),
+        (4096, 1024, 32),
+        (4096, 4096, 128),
+    ):
         args = _drawn(WqSpec(4, columns, group, offset=True), rows, seed=rows)
         x = torch.randn(40, columns, device="cuda", dtype=torch.bfloat16)
-        wide = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in args.items()}
+        wide = {
+            k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+            for k, v in args.items()
+        }
         truth = int4_linear(x.double(), **wide)
         assert float((run(x, **args).double() - truth).norm() / truth.norm()) < LIMIT[x.dtype]

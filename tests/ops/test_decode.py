@@ -1,4 +1,6 @@
-"""The op that runs all layers at once: the reference is the composition, the C++ gives the bits of the single ops."""
+"""The op that runs all layers at once: the reference is the composition, the C++ gives the bits of
+the single ops.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,20 @@ def _copied(value: Any, change: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_copied(v, change) for v in value)
     if is_dataclass(value):
-        made = {f.name: _copied(getattr(value, f.name), change) for f in fields(value) if f.name != "packed"}
+        made = {
+            f.name: _copied(getattr(value, f.name), change)
+            for f in fields(value)
+            if f.name != "packed"
+        }
         return type(value)(**made)
     return value
 
 
 def _wide(args: dict[str, Any]) -> dict[str, Any]:
-    return {n: _copied(v, lambda t: t.double() if t.is_floating_point() else t.clone()) for n, v in args.items()}
+    return {
+        n: _copied(v, lambda t: t.double() if t.is_floating_point() else t.clone())
+        for n, v in args.items()
+    }
 
 
 def _fresh(args: dict[str, Any]) -> dict[str, Any]:
@@ -51,7 +60,9 @@ def _near(mine: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype) -> None:
 
 @KERNELS
 @pytest.mark.parametrize(("case", "dtype"), _cases())
-def test_cpu_variant_computes_the_reference_and_writes_the_pages(case: Case, dtype: torch.dtype) -> None:
+def test_cpu_variant_computes_the_reference_and_writes_the_pages(
+    case: Case, dtype: torch.dtype
+) -> None:
     wide, args = _wide(case.args), _fresh(case.args)
     expected = op.decode(**wide)
     given = args["x"].clone()
@@ -64,7 +75,9 @@ def test_cpu_variant_computes_the_reference_and_writes_the_pages(case: Case, dty
     assert torch.equal(args["x"], given)
     assert args["stack"].packed["cpu"].supported
     _near(got, expected, dtype)
-    for mine, truth in zip(args["tokens"].k + args["tokens"].v, wide["tokens"].k + wide["tokens"].v, strict=True):
+    for mine, truth in zip(
+        args["tokens"].k + args["tokens"].v, wide["tokens"].k + wide["tokens"].v, strict=True
+    ):
         _near(mine, truth, dtype)
 
 
@@ -76,10 +89,19 @@ def test_cpu_variant_gives_the_bits_of_the_single_kernels(
     whole, single = _fresh(case.args), _fresh(case.args)
     got = registry.implementations("decode")["cpu"].run(**whole)
     products = ("linear", "int8_linear", "int4_linear", "int8_group_linear")
-    for name in (*products, "rms_norm", "add_rms_norm", "silu_mul", "rope_cache", "paged_attention"):
+    for name in (
+        *products,
+        "rms_norm",
+        "add_rms_norm",
+        "silu_mul",
+        "rope_cache",
+        "paged_attention",
+    ):
         monkeypatch.setattr(op, name, registry.implementations(name)["cpu"].run)
     assert torch.equal(got, op.decode(**single))
-    for mine, other in zip(whole["tokens"].k + whole["tokens"].v, single["tokens"].k + single["tokens"].v, strict=True):
+    for mine, other in zip(
+        whole["tokens"].k + whole["tokens"].v, single["tokens"].k + single["tokens"].v, strict=True
+    ):
         assert torch.equal(mine, other)
 
 
@@ -96,7 +118,9 @@ LONGER = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("held", ["", "int8", "int4"])
 @pytest.mark.parametrize("lengths", LONGER.values(), ids=LONGER)
-def test_more_tokens_go_in_parts(lengths: list[tuple[int, int]], held: str, dtype: torch.dtype) -> None:
+def test_more_tokens_go_in_parts(
+    lengths: list[tuple[int, int]], held: str, dtype: torch.dtype
+) -> None:
     """Logits of some rows and of all are the reference's, and the pages too."""
     assert build.SMALL_M_LIMIT < sum(n for n, _ in lengths) <= MAX_ROWS
     for extras in (False, True):
@@ -105,7 +129,9 @@ def test_more_tokens_go_in_parts(lengths: list[tuple[int, int]], held: str, dtyp
         expected = op.decode(**wide)
         _near(registry.implementations("decode")["cpu"].run(**args), expected, dtype)
         assert args["stack"].packed["cpu"].supported
-        for mine, truth in zip(args["tokens"].k + args["tokens"].v, wide["tokens"].k + wide["tokens"].v, strict=True):
+        for mine, truth in zip(
+            args["tokens"].k + args["tokens"].v, wide["tokens"].k + wide["tokens"].v, strict=True
+        ):
             _near(mine, truth, dtype)
 
 

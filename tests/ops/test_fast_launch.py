@@ -13,7 +13,9 @@ from modelmill.ops.triton.fast_launch import CachedLauncher
 
 
 class Kernel:
-    """Stands for a triton.jit function: a launch gives a compiled kernel, which can be launched itself."""
+    """Stands for a triton.jit function: a launch gives a compiled kernel, which can be launched
+    itself.
+    """
 
     def __init__(self, compiled: bool = True) -> None:
         self.log: list[tuple[Any, ...]] = []
@@ -44,7 +46,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def call(
-    launch: CachedLauncher, x: torch.Tensor, *, rows: int = 3, width: int = 8, const: Any = True, warps: int = 4
+    launch: CachedLauncher,
+    x: torch.Tensor,
+    *,
+    rows: int = 3,
+    width: int = 8,
+    const: Any = True,
+    warps: int = 4,
 ) -> None:
     launch((rows, 1, 1), (x, x), (rows, width), (width,), (const,), {"num_warps": warps})
 
@@ -93,9 +101,13 @@ class Param:
         self.name, self.do_not_specialize = name, free
 
 
-def test_a_kernel_asks_for_its_division_once_when_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_asks_for_its_division_once_when_it_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(fast_launch, "set_carveout", lambda function, percent: asked.append((function, percent)))
+    monkeypatch.setattr(
+        fast_launch, "set_carveout", lambda function, percent: asked.append((function, percent))
+    )
     launch, x = CachedLauncher(Kernel()), torch.zeros(64)
     for _ in range(2):
         call(launch, x)

@@ -1,5 +1,5 @@
-"""``CachedLauncher`` beside Triton's own way to launch, on a driver that keeps what it is told: the same launch,
-argument by argument. Kernel and launcher are compiled as on a Hopper GPU."""
+"""``CachedLauncher`` beside Triton's own way to launch, on a driver that keeps what it is told: the
+same launch, argument by argument. Kernel and launcher are compiled as on a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from benchmarks import fake_cuda_driver
 triton = pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(
-    shutil.which("gcc") is None or sys.platform != "linux" or not triton.__version__.startswith("3.6."),
+    shutil.which("gcc") is None
+    or sys.platform != "linux"
+    or not triton.__version__.startswith("3.6."),
     reason="gcc on Linux and Triton 3.6, whose launcher is called, are not here",
 )
 
@@ -26,7 +28,9 @@ pytestmark = pytest.mark.skipif(
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     env = fake_cuda_driver.driver_environment(tmp_path_factory.mktemp("silent"))
     command = [sys.executable, "-m", "tests.ops.fake_cuda_driver.launches"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return dict(json.loads(done.stdout))
 

@@ -1,5 +1,5 @@
-"""gemm_swiglu_large_m.cu on a CPU, launched by its own Python, against float64: two blocks that bring each other
-weights, tiles over the edges, more tiles than pairs of blocks."""
+"""gemm_swiglu_large_m.cu on a CPU, launched by its own Python, against float64: two blocks that
+bring each other weights, tiles over the edges, more tiles than pairs of blocks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def error(emulator: Emulator, case: Case) -> float:
     weight = (torch.randn(2 * width, columns, generator=generator) / 8).to(case.dtype)
     bias = torch.randn(2 * width, generator=generator).to(case.dtype) if case.biased else None
     out = torch.empty(tokens, width, dtype=case.dtype)
-    emulator.preceding_writes = lambda *_: [(x.data_ptr(), x.untyped_storage().nbytes()), *memory_ranges(out)]
+    emulator.preceding_writes = lambda *_: [
+        (x.data_ptr(), x.untyped_storage().nbytes()),
+        *memory_ranges(out),
+    ]
     gemm.gemm_swiglu_large_m(x, weight, bias, out, case.wide)
     right = x.double() @ weight.double().T
     right = right if bias is None else right + bias.double()
@@ -65,13 +68,19 @@ def test_products(emulator: Emulator, case: Case) -> None:
 
 
 FILLED = ("        mbarrier_wait(shared_address(&barriers.full[at.stage]), at.parity);\n", "")
-READ = ("            mbarrier_wait(shared_address(&barriers.empty[at.stage]), at.parity ^ 1);\n", "")
+READ = (
+    "            mbarrier_wait(shared_address(&barriers.empty[at.stage]), at.parity ^ 1);\n",
+    "",
+)
 OTHER = (
     "lane < CLUSTER) mbarrier_arrive_cluster(shared_address(&barriers.empty[last]), lane)",
-    "lane < CLUSTER) mbarrier_arrive_cluster(shared_address(&barriers.empty[last]), cluster_rank())",
+    "lane < CLUSTER) mbarrier_arrive_cluster(shared_address(&barriers.empty[last]), cluster_rank())",  # noqa: E501
 )
 DONE = ("        wgmma_wait<1>(); // those of the slab before\n", "")
-LAST = ("            wgmma_wait<0>();\n            wgmma_fence_operand(d);", "            wgmma_fence_operand(d);")
+LAST = (
+    "            wgmma_wait<0>();\n            wgmma_fence_operand(d);",
+    "            wgmma_fence_operand(d);",
+)
 DESK = ("if (PIECE == 0) staging.clear();", "")
 SENT = ("        if (staging.thread == 0) tma_store_wait();\n", "")
 HALF = (" + rank * W_HALF, w_map", ", w_map")

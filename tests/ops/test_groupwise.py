@@ -15,7 +15,9 @@ from modelmill.ops import int4_linear, int8_group_linear, registry
 OPS = {"int4_linear": int4_linear, "int8_group_linear": int8_group_linear}
 
 
-def value_of(op: ModuleType, held: dict[str, torch.Tensor | None], group: int, row: int, column: int) -> float:
+def value_of(
+    op: ModuleType, held: dict[str, torch.Tensor | None], group: int, row: int, column: int
+) -> float:
     """One weight as the layout is told in words, read from its byte."""
     weight, scale, offset = held["weight"], held["scale"], held["offset"]
     assert weight is not None
@@ -27,19 +29,33 @@ def value_of(op: ModuleType, held: dict[str, torch.Tensor | None], group: int, r
     else:
         code, middle = int(weight[row, column]), 0
     step = float(scale[row, column // group])
-    return (code - middle) * step if offset is None else code * step + float(offset[row, column // group])
+    return (
+        (code - middle) * step
+        if offset is None
+        else code * step + float(offset[row, column // group])
+    )
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
-@given(st.integers(1, 3), st.integers(1, 140), st.integers(1, 4), st.sampled_from([32, 64, 96, 128]), st.booleans())
+@given(
+    st.integers(1, 3),
+    st.integers(1, 140),
+    st.integers(1, 4),
+    st.sampled_from([32, 64, 96, 128]),
+    st.booleans(),
+)
 @settings(deadline=None, max_examples=25)
 def test_the_reference_multiplies_with_the_weights_of_its_layout(
     op: ModuleType, rows: int, k: int, n: int, group: int, symmetric: bool
 ) -> None:
     held = op.random_weight(n, k, group, device="cpu", symmetric=symmetric)
     generator = torch.Generator().manual_seed(k)
-    x, bias = (torch.randn(size, generator=generator, dtype=torch.float64) for size in ((rows, k), (n,)))
-    wide = torch.tensor([[value_of(op, held, group, i, j) for j in range(k)] for i in range(n)], dtype=torch.float64)
+    x, bias = (
+        torch.randn(size, generator=generator, dtype=torch.float64) for size in ((rows, k), (n,))
+    )
+    wide = torch.tensor(
+        [[value_of(op, held, group, i, j) for j in range(k)] for i in range(n)], dtype=torch.float64
+    )
     got = getattr(op, op.__name__.split(".")[-1])(x, **held, group=group, bias=bias)
     assert got.dtype is torch.float64
     assert torch.allclose(got, x @ wide.T + bias, rtol=1e-12, atol=1e-12)
@@ -47,12 +63,16 @@ def test_the_reference_multiplies_with_the_weights_of_its_layout(
 
 @pytest.mark.parametrize("op", [*OPS, "int8_linear", "fp8_linear"])
 def test_float64_is_left_to_the_reference(op: str) -> None:
-    """No GPU kernel of these adds up in float64: they would fail to compile, or round to float32 unasked."""
+    """No GPU kernel of these adds up in float64: they would fail to compile, or round to float32
+    unasked.
+    """
     module = registry.implementations(op).get("triton")
     if module is None:
         pytest.skip("triton is not installed")
     served = {}
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         cases = import_module(f"modelmill.ops.{op}").cases("cpu", dtype)
-        served[dtype] = any(module.supports(**case.args) for case in cases if "8x8" not in case.name)
+        served[dtype] = any(
+            module.supports(**case.args) for case in cases if "8x8" not in case.name
+        )
     assert served == {torch.bfloat16: True, torch.float32: True, torch.float64: False}

@@ -1,4 +1,6 @@
-"""One test for every kernel: each implementation in the registry against the op's reference in higher precision."""
+"""One test for every kernel: each implementation in the registry against the op's reference in
+higher precision.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("op", "variant", "device", "dtype"), chosen)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # exp(-x) → inf is meant; NumPy warns
-def test_variant_computes_what_the_reference_means(op: str, variant: str, device: str, dtype: torch.dtype) -> None:
+# exp(-x) → inf is meant; NumPy warns
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+def test_variant_computes_what_the_reference_means(
+    op: str, variant: str, device: str, dtype: torch.dtype
+) -> None:
     module = registry.implementations(op)[variant]
     reason = module.available(device)
     if reason is not None:
@@ -56,7 +61,9 @@ def test_variant_computes_what_the_reference_means(op: str, variant: str, device
             _compare(f"{case.name} replayed", got, _oracle(op, args), tolerance, case)
         checked += 1
     if not checked:
-        pytest.skip("no case of this op is supported here, or all are too large for the interpreter")
+        pytest.skip(
+            "no case of this op is supported here, or all are too large for the interpreter"
+        )
 
 
 def _all_cases(op: str, device: str, dtype: torch.dtype) -> Iterator[Case]:
@@ -76,7 +83,9 @@ def quick(case: Case, variant: str, device: str) -> bool:
 
 
 def _fresh(case: Case, seed: int) -> dict[str, Any]:
-    """The case's arguments with the values of its floating tensors dealt out anew; what is written is NaN."""
+    """The case's arguments with the values of its floating tensors dealt out anew; what is written
+    is NaN.
+    """
     generator = torch.Generator().manual_seed(seed)
     args = dict(case.args)
     for name, value in args.items():
@@ -86,7 +95,8 @@ def _fresh(case: Case, seed: int) -> dict[str, Any]:
             args[name] = _laid_out_as(value).fill_(float("nan"))
         elif value.numel() > 1 << 20:
             turn = int(torch.randint(value.numel(), (1,), generator=generator))
-            bits = value.view(torch.uint8) if value.element_size() == 1 else value  # fp8 cannot be rolled on a GPU
+            # fp8 cannot be rolled on a GPU
+            bits = value.view(torch.uint8) if value.element_size() == 1 else value
             args[name] = bits.flatten().roll(turn).view(value.dtype).view(value.shape)
         else:
             order = torch.randperm(value.numel(), generator=generator).to(value.device)
@@ -95,14 +105,20 @@ def _fresh(case: Case, seed: int) -> dict[str, Any]:
 
 
 def _laid_out_as(value: torch.Tensor) -> torch.Tensor:
-    """Room with the same strides: what is no whole tensor stays none. Where values share a place, each gets its own."""
+    """Room with the same strides: what is no whole tensor stays none.
+
+    Where values share a place, each gets its own.
+    """
     if any(step == 0 and n > 1 for step, n in zip(value.stride(), value.shape, strict=True)):
         return torch.empty_like(value)
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _oracle(op: str, args: dict[str, Any]) -> Any:
-    """The reference on float64 copies; small cases on the CPU. Returns (result, caches as written or None)."""
+    """The reference on float64 copies; small cases on the CPU.
+
+    Returns (result, caches as written or None).
+    """
     size = sum(a.numel() for a in args.values() if isinstance(a, torch.Tensor))
     wide = {}
     for name, value in args.items():
@@ -112,11 +128,16 @@ def _oracle(op: str, args: dict[str, Any]) -> Any:
             value = value.double() if value.is_floating_point() else value.clone()
         wide[name] = value
     result = registry.reference(op)(**wide)
-    return result, [wide[n] for n in ("k_cache", "v_cache")] if op in ("rope_cache", "qkv_rope_cache") else []
+    return result, [wide[n] for n in ("k_cache", "v_cache")] if op in (
+        "rope_cache",
+        "qkv_rope_cache",
+    ) else []
 
 
 def _poisoned(run: Any, args: dict[str, Any]) -> Any:
-    """The variant's result and the caches it wrote, with every freshly allocated tensor full of NaN."""
+    """The variant's result and the caches it wrote, with every freshly allocated tensor full of
+    NaN.
+    """
     torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
     try:
         assert torch.empty(1).isnan()
@@ -127,11 +148,15 @@ def _poisoned(run: Any, args: dict[str, Any]) -> Any:
 
 
 def _replayed(run: Any, case: Case) -> tuple[Any, dict[str, Any]]:
-    """The result of a CUDA graph captured with one set of values and replayed with another, and those arguments.
+    """The result of a CUDA graph captured with one set of values and replayed with another, and
+    those arguments.
 
     Where the op reads lengths on the device, the replay's are shorter than those of the capture.
     """
-    held = {k: _laid_out_as(v).copy_(v) if isinstance(v, torch.Tensor) else v for k, v in _fresh(case, 2).items()}
+    held = {
+        k: _laid_out_as(v).copy_(v) if isinstance(v, torch.Tensor) else v
+        for k, v in _fresh(case, 2).items()
+    }
     run(**_fresh(case, 2))  # compiled before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -144,7 +169,9 @@ def _replayed(run: Any, case: Case) -> tuple[Any, dict[str, Any]]:
     args = _fresh(case, 3)
     if "context_lens" in args:
         new = args["query_start"].diff()
-        args["context_lens"] = torch.where(args["context_lens"] > 0, new + (args["context_lens"] - new) // 3, 0).int()
+        args["context_lens"] = torch.where(
+            args["context_lens"] > 0, new + (args["context_lens"] - new) // 3, 0
+        ).int()
     for name, value in args.items():
         if isinstance(value, torch.Tensor):
             held[name].copy_(value)
@@ -155,24 +182,39 @@ def _replayed(run: Any, case: Case) -> tuple[Any, dict[str, Any]]:
 
 def _compare(label: str, got: Any, expected: Any, tolerance: float, case: Case) -> None:
     flat_got = [*(got[0] if isinstance(got[0], tuple) else (got[0],)), *got[1]]
-    flat_expected = [*(expected[0] if isinstance(expected[0], tuple) else (expected[0],)), *expected[1]]
+    flat_expected = [
+        *(expected[0] if isinstance(expected[0], tuple) else (expected[0],)),
+        *expected[1],
+    ]
     assert len(flat_got) == len(flat_expected)
     for index, (mine, truth) in enumerate(zip(flat_got, flat_expected)):
         if truth is None:  # a scale that the caller knows
             assert mine is None, f"{label}, output {index}"
             continue
-        assert mine.shape == truth.shape, f"{label}, output {index}: {tuple(mine.shape)} for {tuple(truth.shape)}"
+        assert mine.shape == truth.shape, (
+            f"{label}, output {index}: {tuple(mine.shape)} for {tuple(truth.shape)}"
+        )
         mine, truth = mine.to(torch.float64), truth.to(mine.device, torch.float64)
         if "rows" in case.meta:  # rows of no sequence are undefined
             mine, truth = mine[: case.meta["rows"]], truth[: case.meta["rows"]]
         # NaN where the reference left a poisoned cache alone, and nowhere else
-        assert torch.equal(mine.isnan(), truth.isnan()), f"{label}, output {index}: unwritten or overwritten values"
-        error = ((mine - truth).abs() / truth.abs().clamp(min=1.0)).nan_to_num().max() if mine.numel() else 0.0
-        assert float(error) <= tolerance, f"{label}, output {index}: error {float(error):.3g} > {tolerance}"
+        assert torch.equal(mine.isnan(), truth.isnan()), (
+            f"{label}, output {index}: unwritten or overwritten values"
+        )
+        error = (
+            ((mine - truth).abs() / truth.abs().clamp(min=1.0)).nan_to_num().max()
+            if mine.numel()
+            else 0.0
+        )
+        assert float(error) <= tolerance, (
+            f"{label}, output {index}: error {float(error):.3g} > {tolerance}"
+        )
 
 
 def _norm_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Columns of a wider tensor, three dimensions, one value a row, tiny values that eps must hold up."""
+    """Columns of a wider tensor, three dimensions, one value a row, tiny values that eps must hold
+    up.
+    """
     wide = randn(6, 200, device=device, dtype=dtype, seed=3)
     weight = randn(96, device=device, dtype=dtype, seed=4)
     yield Case("slice", {"x": wide[:, :96], "weight": weight, "eps": 1e-5})
@@ -196,38 +238,64 @@ def _layer_norm_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def _rope_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Padding slots, columns of a wider qkv, head size 256, pages of 32, a cache inside a larger one."""
-    for number, (tokens, heads, kv_heads, dim, page) in enumerate(((6, 4, 2, 64, 16), (3, 1, 1, 256, 32))):
+    """Padding slots, columns of a wider qkv, head size 256, pages of 32, a cache inside a larger
+    one.
+    """
+    for number, (tokens, heads, kv_heads, dim, page) in enumerate(
+        ((6, 4, 2, 64, 16), (3, 1, 1, 256, 32))
+    ):
         generator = torch.Generator().manual_seed(number)
         slots = torch.randperm(3 * page, generator=generator)[:tokens]
         slots[1::2] = -1
         angle = randn(tokens, dim // 2, device=device, dtype=torch.float32, seed=number)
-        wide = randn(tokens, (heads + 2 * kv_heads) * dim + 32, device=device, dtype=dtype, seed=number)
+        wide = randn(
+            tokens, (heads + 2 * kv_heads) * dim + 32, device=device, dtype=dtype, seed=number
+        )
         caches = torch.zeros(2, 3, kv_heads, page, dim, device=device, dtype=dtype)
         norm = randn(dim, device=device, dtype=dtype, seed=number + 1)
-        args = {"qkv": wide[:, 32:] if number else wide[:, :-32].contiguous(), "slots": slots.to(device)}
-        args |= {"k_cache": caches[0], "v_cache": caches[1], "heads": heads, "cos": angle.cos(), "sin": angle.sin()}
+        args = {
+            "qkv": wide[:, 32:] if number else wide[:, :-32].contiguous(),
+            "slots": slots.to(device),
+        }
+        args |= {
+            "k_cache": caches[0],
+            "v_cache": caches[1],
+            "heads": heads,
+            "cos": angle.cos(),
+            "sin": angle.sin(),
+        }
         args |= {"q_norm": norm, "k_norm": norm + 1, "eps": 1e-5} if number else {}
         yield Case(f"padding-{dim}", args, writes=("k_cache", "v_cache"))
 
 
 def _rope_linear_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Slots of no token, pages inside larger ones, columns of a wider x; small enough for a reference on the CPU, which
-    alone leaves such tokens out."""
+    """Slots of no token, pages inside larger ones, columns of a wider x; small enough for a
+    reference on the CPU, which alone leaves such tokens out."""
     if device == "cpu":
         return
     for dim, page in ((64, 32), (128, 16)):
-        for case in qkv_rope_cache.cases_for_shapes([(512, 64, 8192 // dim - 4, 2, dim)], device, dtype, page):
+        for case in qkv_rope_cache.cases_for_shapes(
+            [(512, 64, 8192 // dim - 4, 2, dim)], device, dtype, page
+        ):
             slots = case.args["slots"].clone()
             slots[::11] = -1
             x = randn(512, 80, device=device, dtype=dtype, seed=dim)[:, 16:]
-            inside = torch.zeros(slots.numel() // page + 3, 2, 3, page, dim, device=device, dtype=dtype)
-            more = {"slots": slots, "x": x, "k_cache": inside[:, 0, :2], "v_cache": inside[:, 1, :2]}
+            inside = torch.zeros(
+                slots.numel() // page + 3, 2, 3, page, dim, device=device, dtype=dtype
+            )
+            more = {
+                "slots": slots,
+                "x": x,
+                "k_cache": inside[:, 0, :2],
+                "v_cache": inside[:, 1, :2],
+            }
             yield replace(case, name=f"padding-{dim}", args=case.args | more)
 
 
 def _attention_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Padding rows, bounds far above the lengths, windows in decode, page sizes, head sizes up to 256."""
+    """Padding rows, bounds far above the lengths, windows in decode, page sizes, head sizes up to
+    256.
+    """
     shapes: list[tuple[str, int, int, int, int, list[tuple[int, int]], int | None, int]] = [
         ("decode-padded", 2, 2, 16, 16, [(1, 70), (1, 0), (1, 1), (1, 0)], None, 300),
         ("decode-group", 8, 2, 40, 8, [(1, 129), (1, 0), (1, 5)], None, 1000),
@@ -244,17 +312,39 @@ def _attention_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
     ]
     if device != "cpu":
         shapes += [
-            ("decode-group-long", 28, 4, 128, 16, [(1, 5000), (1, 0), (1, 64), (1, 65)], None, 32768),
+            (
+                "decode-group-long",
+                28,
+                4,
+                128,
+                16,
+                [(1, 5000), (1, 0), (1, 64), (1, 65)],
+                None,
+                32768,
+            ),
             ("decode-long", 32, 32, 128, 16, [(1, 3001), (1, 17)], None, 32768),
-            ("prefill-chunks", 16, 4, 128, 16, [(300, 1000), (1, 999), (129, 129), (1, 1)], None, 4096),
+            (
+                "prefill-chunks",
+                16,
+                4,
+                128,
+                16,
+                [(300, 1000), (1, 999), (129, 129), (1, 1)],
+                None,
+                4096,
+            ),
             ("prefill-80", 5, 5, 80, 16, [(200, 333)], 100, 333),
         ]
     for number, (name, heads, kv_heads, dim, page, lengths, window, bound) in enumerate(shapes):
-        yield _paged(name, (heads, kv_heads, dim, page), lengths, window, bound, device, dtype, number)
+        yield _paged(
+            name, (heads, kv_heads, dim, page), lengths, window, bound, device, dtype, number
+        )
 
 
 def _eight_bit_attention(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """The edges over pages of int8 and of fp8; one value in four has a scale of 1e-5 to 1 times its own."""
+    """The edges over pages of int8 and of fp8; one value in four has a scale of 1e-5 to 1 times its
+    own.
+    """
     for kind in (torch.int8, torch.float8_e4m3fn):
         for number, case in enumerate(_attention_edges(device, dtype)):
             if device == "cpu" and number % 2 == (kind is torch.int8):
@@ -290,7 +380,9 @@ def _paged(
     tables = torch.zeros(len(lengths), -(-bound // page), dtype=torch.int32)
     for b, count in enumerate(counts):
         tables[b, :count] = order[b]
-    starts = torch.tensor([0, *torch.tensor([n for n, _ in lengths]).cumsum(0).tolist()], dtype=torch.int32)
+    starts = torch.tensor(
+        [0, *torch.tensor([n for n, _ in lengths]).cumsum(0).tolist()], dtype=torch.int32
+    )
     caches = randn(2, sum(counts) + 2, kv_heads, page, dim, device=device, dtype=dtype, seed=seed)
     args = {
         "q": randn(int(starts[-1]), heads, dim, device=device, dtype=dtype, seed=seed + 50),
@@ -309,7 +401,14 @@ def _paged(
 
 def _linear_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Every few-row count around the tiles' sizes, with odd widths and columns of a wider x."""
-    for rows, k, n in ((1, 48, 50), (1, 257, 9), (2, 64, 31), (7, 129, 40), (16, 96, 64), (17, 80, 20)):
+    for rows, k, n in (
+        (1, 48, 50),
+        (1, 257, 9),
+        (2, 64, 31),
+        (7, 129, 40),
+        (16, 96, 64),
+        (17, 80, 20),
+    ):
         x = randn(rows, k + 16, device=device, dtype=dtype, seed=rows + k)[:, 16:]
         weight = randn(n, k, device=device, dtype=dtype, seed=n, scale=k**-0.5)
         bias = randn(n, device=device, dtype=dtype, seed=n + 1) if rows % 2 else None
@@ -324,9 +423,13 @@ def _int8_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
         weight, scale = quantize(case.args["weight"])
         yield replace(case, args=case.args | {"weight": weight, "scale": scale})
     for rows, k, n in ((40, 96, 33), (130, 70, 20), (257, 70, 9)):
-        weight, scale = quantize(randn(n, k, device=device, dtype=torch.float32, seed=n, scale=k**-0.5))
+        weight, scale = quantize(
+            randn(n, k, device=device, dtype=torch.float32, seed=n, scale=k**-0.5)
+        )
         x = randn(rows, k, device=device, dtype=dtype, seed=k)
-        yield Case(f"edge-{rows}x{k}->{n}", {"x": x, "weight": weight, "scale": scale, "bias": None})
+        yield Case(
+            f"edge-{rows}x{k}->{n}", {"x": x, "weight": weight, "scale": scale, "bias": None}
+        )
 
 
 EDGES = {

@@ -23,11 +23,18 @@ def no_ring(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def error(
-    emulator: Emulator, size: tuple[int, int, int], group: int, dtype: torch.dtype, grids: torch.dtype, **switches: bool
+    emulator: Emulator,
+    size: tuple[int, int, int],
+    group: int,
+    dtype: torch.dtype,
+    grids: torch.dtype,
+    **switches: bool,
 ) -> float:
     """size: tokens, rows and columns of the weight. switches: gated, symmetric, biased."""
     tokens, rows, columns = size
-    gated, symmetric, biased = (switches.get(name, False) for name in ("gated", "symmetric", "biased"))
+    gated, symmetric, biased = (
+        switches.get(name, False) for name in ("gated", "symmetric", "biased")
+    )
     generator = torch.Generator().manual_seed(rows)
     held = random_weight(rows, columns, min(group, columns), device="cpu", symmetric=symmetric)
     weight, scale, offset = held["weight"], held["scale"], held["offset"]
@@ -37,10 +44,15 @@ def error(
     x[:] = torch.randn(tokens, columns, generator=generator)
     x[:, ::37] *= 30
     bias = torch.randn(rows, generator=generator).to(dtype) if biased else None
-    emulator.preceding_writes = lambda name, arguments: [(x.data_ptr(), tokens * x.stride(0) * x.element_size())]
+    emulator.preceding_writes = lambda name, arguments: [
+        (x.data_ptr(), tokens * x.stride(0) * x.element_size())
+    ]
     told = (scale.to(grids), None if offset is None else offset.to(grids), group)
     got = int8_gemm_small_m.int8_gemm(x, weight, told, bias, gated=gated)
-    right = x.double() @ dequantize_weight(weight, scale, offset, min(group, columns), columns, torch.float64).T
+    right = (
+        x.double()
+        @ dequantize_weight(weight, scale, offset, min(group, columns), columns, torch.float64).T
+    )
     right = right if bias is None else right + bias.double()
     if gated:
         gate, up = right.to(dtype).double().chunk(2, 1)
@@ -73,12 +85,17 @@ def test_products(
     assert [name for name, _ in emulator.launched] == ["int8_gemm_small_m"]
 
 
-INSIDE = ("return PIECE == 32 || at.column + PIECE * number + 64 * load < w.columns;", "return true;")
+INSIDE = (
+    "return PIECE == 32 || at.column + PIECE * number + 64 * load < w.columns;",
+    "return true;",
+)
 SUMS = ("if (OFFSET) total[n][c] += first.y * sums[n][c],", "if (OFFSET)")
 FRONT = ("    pdl_enter(w.tokens);\n", "")
 
 
 @slow
-@pytest.mark.parametrize("change", [INSIDE, SUMS, FRONT], ids=["past a row's end", "sums of x", "x not waited for"])
+@pytest.mark.parametrize(
+    "change", [INSIDE, SUMS, FRONT], ids=["past a row's end", "sums of x", "x not waited for"]
+)
 def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:
     assert emulator.detects(change, lambda: error(emulator, (3, 40, 1056), 128, BF, HF) < LIMIT[BF])

@@ -20,7 +20,10 @@ from modelmill.ops.triton import launch_configs
 
 TUNABLE = ("linear", "int8_linear", "linear_swiglu")
 KEYS = st.tuples(
-    st.integers(1, 512), st.integers(1, 1 << 18), st.integers(1, 1 << 18), st.sampled_from(list(DTYPES.values()))
+    st.integers(1, 512),
+    st.integers(1, 1 << 18),
+    st.integers(1, 1 << 18),
+    st.sampled_from(list(DTYPES.values())),
 )
 
 
@@ -29,7 +32,9 @@ def test_a_key_survives_its_text(key: Any) -> None:
     assert parse_key(format_key(key)) == key
 
 
-@pytest.mark.parametrize("text", ["", "8x4096", "ax4->4 bfloat16", "8x4096->64 int3", "1x2->3 bfloat16 more"])
+@pytest.mark.parametrize(
+    "text", ["", "8x4096", "ax4->4 bfloat16", "8x4096->64 int3", "1x2->3 bfloat16 more"]
+)
 def test_another_text_is_no_key(text: str) -> None:
     with pytest.raises(ValueError):
         parse_key(text)
@@ -65,7 +70,10 @@ def test_an_op_without_sizes_takes_none() -> None:
 @pytest.mark.parametrize("rows", [1, 5, 16, 40])
 def test_every_choice_computes_the_same_in_8_bits(op: str, rows: int) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    module, reference = import_module(f"modelmill.ops.triton.{op}"), import_module(f"modelmill.ops.{op}")
+    module, reference = (
+        import_module(f"modelmill.ops.triton.{op}"),
+        import_module(f"modelmill.ops.{op}"),
+    )
     args = reference.random_inputs(rows, 96, 70, device=device) | {"dtype": torch.float32}
     expected = registry.reference(op)(**args)
     key = module.gemm_key(args["x"], args["weight"])
@@ -80,7 +88,9 @@ def test_every_choice_computes_the_same_in_8_bits(op: str, rows: int) -> None:
 @pytest.mark.parametrize("op", TUNABLE)
 @pytest.mark.parametrize("rows", [1, 5, 16])
 def test_every_choice_computes_the_same(op: str, rows: int) -> None:
-    """Compiled on a GPU, interpreted elsewhere: odd sizes, a bias, more weight rows than a program holds."""
+    """Compiled on a GPU, interpreted elsewhere: odd sizes, a bias, more weight rows than a program
+    holds.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     module = import_module(f"modelmill.ops.triton.{op}")
     n, k, dtype = 70, 90, torch.float16
@@ -94,10 +104,14 @@ def test_every_choice_computes_the_same(op: str, rows: int) -> None:
     key = (launch_configs.row_bucket(rows), n, k, dtype)
     for choice in module.candidates(key):
         found = module.run(**args, configs={key: choice})
-        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2, msg=lambda m, c=choice: f"{c}: {m}")
+        torch.testing.assert_close(
+            found, expected, rtol=1e-2, atol=1e-2, msg=lambda m, c=choice: f"{c}: {m}"
+        )
 
 
-def test_the_choice_reaches_the_kernel_and_no_other_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_reaches_the_kernel_and_no_other_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen = []
     module = import_module("modelmill.ops.triton.linear")
     monkeypatch.setattr(module, "run", lambda *args, configs=None, **more: seen.append(configs))
@@ -107,12 +121,17 @@ def test_the_choice_reaches_the_kernel_and_no_other_product(monkeypatch: pytest.
     tuning = Tuning("a GPU", {"linear": {key: (4, 1024, 4)}, "int8_linear": {key: (9, 9, 9)}})
     ops = registry.select_backends("cpu", {"linear": "triton"}, tuning)
     ops.linear(torch.zeros(1, 1), torch.zeros(1, 1))
-    registry.select_backends("cpu", {"linear": "triton"}).linear(torch.zeros(1, 1), torch.zeros(1, 1))
+    registry.select_backends("cpu", {"linear": "triton"}).linear(
+        torch.zeros(1, 1), torch.zeros(1, 1)
+    )
     assert seen == [{key: (4, 1024, 4)}, None]
 
 
 def test_a_gpu_with_less_shared_memory_gets_fewer_stages() -> None:
-    x, weight = torch.empty(8, 4096, dtype=torch.bfloat16), torch.empty(4096, 4096, dtype=torch.bfloat16)
+    x, weight = (
+        torch.empty(8, 4096, dtype=torch.bfloat16),
+        torch.empty(4096, 4096, dtype=torch.bfloat16),
+    )
     default = (16, 32, 256, 5, 4)
     assert launch_configs.fit_stages(default, x, weight, 227 << 10) == default
     small = launch_configs.fit_stages(default, x, weight, 99 << 10)

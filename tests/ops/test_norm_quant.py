@@ -35,17 +35,23 @@ def _rows(rows: int, width: int, dtype: torch.dtype, device: str, seed: int) -> 
     return x.to(device, dtype)
 
 
-def _agree(label: str, mine: tuple[Any, ...], truth: tuple[Any, ...], dtype: torch.dtype, kind: torch.dtype) -> None:
+def _agree(
+    label: str, mine: tuple[Any, ...], truth: tuple[Any, ...], dtype: torch.dtype, kind: torch.dtype
+) -> None:
     """Equal but for values that lie on a border, where the sums' order of operations decides."""
     got, expected = (t[0].view(torch.int8) for t in (mine, truth))
     assert got.shape == expected.shape, label
     apart = got != expected
-    assert float(apart.float().mean()) <= (0.002 if dtype is torch.float32 else 0.02), f"{label}: {apart.sum()} apart"
+    assert float(apart.float().mean()) <= (0.002 if dtype is torch.float32 else 0.02), (
+        f"{label}: {apart.sum()} apart"
+    )
     gap = (mine[0].float() - truth[0].float())[apart].abs()
     assert not len(gap) or float(gap.max()) <= (2.0 if kind is torch.int8 else 32.0), label
     assert (mine[1] is None) is (truth[1] is None), label
     if truth[1] is not None:
-        assert torch.allclose(mine[1], truth[1], rtol=1e-5 if dtype is torch.float32 else 1e-2), label
+        assert torch.allclose(mine[1], truth[1], rtol=1e-5 if dtype is torch.float32 else 1e-2), (
+            label
+        )
     for more, right in zip(mine[2:], truth[2:], strict=True):
         assert torch.equal(more, right), label
 
@@ -58,9 +64,13 @@ def test_every_form_agrees_with_the_reference(
     device: str, dtype: torch.dtype, rows: int, width: int, seed: int
 ) -> None:
     runs, adds = _variants("rms_norm_quant", device), _variants("add_rms_norm_quant", device)
-    x, residual = _rows(rows, width, dtype, device, seed), _rows(rows, width, dtype, device, seed + 1) * 3
+    x, residual = (
+        _rows(rows, width, dtype, device, seed),
+        _rows(rows, width, dtype, device, seed + 1) * 3,
+    )
     weight = torch.randn(width, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fresh tensors are full of NaN, or of 127
+    # fresh tensors are full of NaN, or of 127
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         for name, form in quant_modes(width, device, seed):
             truth = rms_norm_quant(x, weight, 1e-5, **form)
@@ -68,14 +78,22 @@ def test_every_form_agrees_with_the_reference(
                 _agree(name, run(x, weight, 1e-5, **form), truth, dtype, form["dtype"])
             truth = add_rms_norm_quant(x, residual, weight, 1e-5, **form)
             for run in adds:
-                _agree(name, run(x, residual.clone(), weight, 1e-5, **form), truth, dtype, form["dtype"])
+                _agree(
+                    name,
+                    run(x, residual.clone(), weight, 1e-5, **form),
+                    truth,
+                    dtype,
+                    form["dtype"],
+                )
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_halves_go_to_the_even_number_everywhere(device: str) -> None:
-    """Rows of ±1 have a mean square of 1: y is the weight, and with a factor of 1 the weight decides the border."""
+    """Rows of ±1 have a mean square of 1: y is the weight, and with a factor of 1 the weight
+    decides the border.
+    """
     halves = torch.arange(-140, 140) + 0.5
     x = torch.where(torch.arange(len(halves)) % 3 == 0, -1.0, 1.0)[None].to(device)
     weight, one = halves.to(device), torch.ones(1, device=device)
@@ -85,7 +103,9 @@ def test_halves_go_to_the_even_number_everywhere(device: str) -> None:
         assert torch.equal(values[0].cpu().float(), expected)
         zero = torch.full((len(halves),), 3, dtype=torch.int32, device=device)
         values, _ = run(x, weight, 0.0, torch.int8, one.expand(len(halves)).contiguous(), zero)
-        assert torch.equal(values[0].cpu().float(), ((halves * x[0].cpu()).round() + 3).clamp(-128, 127))
+        assert torch.equal(
+            values[0].cpu().float(), ((halves * x[0].cpu()).round() + 3).clamp(-128, 127)
+        )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -105,23 +125,37 @@ def test_the_scale_undoes_the_factor(kind: torch.dtype) -> None:
     x = _rows(5, 64, torch.float32, "cpu", 0)
     values, scale = rms_norm_quant(x, torch.ones(64), 1e-5, kind)
     assert scale is not None
-    back, y = values.float() * scale[:, None], x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
-    step = scale[:, None] * 0.5 if kind is torch.int8 else (y.abs() / 16).clamp(min=scale[:, None] * 2.0**-10)
+    back, y = (
+        values.float() * scale[:, None],
+        x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5),
+    )
+    step = (
+        scale[:, None] * 0.5
+        if kind is torch.int8
+        else (y.abs() / 16).clamp(min=scale[:, None] * 2.0**-10)
+    )
     assert bool(((back - y).abs() <= step * 1.001).all())
-    assert scale[0] == pytest.approx(1e-6 / quant_range(kind, 8, has_zero_point=False)[1])  # the row of zeros
+    # the row of zeros
+    assert scale[0] == pytest.approx(1e-6 / quant_range(kind, 8, has_zero_point=False)[1])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [(1, 4096, 4352), (1, 64, 64), (7, 8192, 8192), (130, 1040, 512)])
 def test_a_few_rows_in_another_order_as_many_of_them(sizes: tuple[int, int, int]) -> None:
-    """The kernel for one row at a time beside that for groups of rows; sums of squares are added in other orders."""
+    """The kernel for one row at a time beside that for groups of rows; sums of squares are added in
+    other orders.
+    """
     from modelmill.ops.cuda import rmsnorm_quant_permute
 
     rows, width, columns = sizes
     generator = torch.Generator("cuda").manual_seed(rows + columns)
-    x, residual = (torch.randn(rows, width, generator=generator, device="cuda").bfloat16() for _ in range(2))
+    x, residual = (
+        torch.randn(rows, width, generator=generator, device="cuda").bfloat16() for _ in range(2)
+    )
     weight = torch.randn(width, generator=generator, device="cuda").bfloat16()
-    order = torch.randint(-1, width, (columns,), generator=generator, device="cuda", dtype=torch.int32)
+    order = torch.randint(
+        -1, width, (columns,), generator=generator, device="cuda", dtype=torch.int32
+    )
     factor = torch.rand(columns, generator=generator, device="cuda") * 40
     zero = torch.randint(-9, 9, (columns,), generator=generator, device="cuda", dtype=torch.int32)
     for kind, per_column in [
@@ -135,8 +169,12 @@ def test_a_few_rows_in_another_order_as_many_of_them(sizes: tuple[int, int, int]
             together = (4 if per_column[1] is None else 2) * (1 if held is None else 2)
             form = rmsnorm_quant_permute.config_for(width, columns, together, threads_per_sm=512)
             sums = [None if held is None else held.clone() for _ in range(2)]
-            few = rmsnorm_quant_permute.rms_norm_quant(x, sums[0], weight, 1e-5, kind, per_column, 8)
-            many = rmsnorm_quant_permute.rms_norm_quant(x, sums[1], weight, 1e-5, kind, per_column, 8, form)
+            few = rmsnorm_quant_permute.rms_norm_quant(
+                x, sums[0], weight, 1e-5, kind, per_column, 8
+            )
+            many = rmsnorm_quant_permute.rms_norm_quant(
+                x, sums[1], weight, 1e-5, kind, per_column, 8, form
+            )
             apart = (few[0].view(torch.int8).int() - many[0].view(torch.int8).int()).abs()
             assert int(apart.max()) <= 1
             assert float(apart.float().mean()) < 2e-3

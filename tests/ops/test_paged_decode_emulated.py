@@ -27,7 +27,10 @@ def error(emulator: Emulator, args: dict[str, Any], splits: int) -> float:
     """Of the rows that the kernel fills, in the norm; the others must stay as they were."""
     args["scale"] /= 4  # so that every key counts
     q, scales = args["q"], [args[name] for name in ("k_scale", "v_scale") if name in args]
-    caches, indices = (args["k_cache"], args["v_cache"], *scales), (args["block_tables"], args["query_start"])
+    caches, indices = (
+        (args["k_cache"], args["v_cache"], *scales),
+        (args["block_tables"], args["query_start"]),
+    )
     out = torch.full((q.shape[0], q.shape[1] * q.shape[2]), float("nan"), dtype=q.dtype)
     emulator.preceding_writes = lambda name, arguments: memory_ranges(*caches, out)
     module: Any = paged_decode8 if scales else paged_decode16
@@ -36,7 +39,9 @@ def error(emulator: Emulator, args: dict[str, Any], splits: int) -> float:
     pairs = len(args["context_lens"]) * args["k_cache"].shape[1]
     assert emulator.launched[-1][1] == pairs * splits
     if scales:
-        truth = reference(**{k: v.double() if k in ("q", "k_scale", "v_scale") else v for k, v in args.items()})
+        truth = reference(
+            **{k: v.double() if k in ("q", "k_scale", "v_scale") else v for k, v in args.items()}
+        )
     else:
         truth = of_16._truth(args)
     single = args["query_start"].diff() == 1
@@ -46,7 +51,9 @@ def error(emulator: Emulator, args: dict[str, Any], splits: int) -> float:
 
 
 class Case(NamedTuple):
-    """One query a sequence, over so many keys; heads as the arguments of the kernel's own tests take them."""
+    """One query a sequence, over so many keys; heads as the arguments of the kernel's own tests
+    take them.
+    """
 
     lengths: Sequence[int]
     heads: Any
@@ -115,9 +122,15 @@ def test_sequences_of_more_rows_are_left_alone(emulator: Emulator, bits: int) ->
     assert error(emulator, args, 1) < of_16.LIMIT[BF]
 
 
-SEEN_16 = ("key >= first && key < length ? score[t][i]", "key >= first && key <= length ? score[t][i]")
+SEEN_16 = (
+    "key >= first && key < length ? score[t][i]",
+    "key >= first && key <= length ? score[t][i]",
+)
 SEEN_8 = ("const bool seen = key >= first && key < length;", "const bool seen = key < length;")
-MEET = ("    if (SPLITS > 1)\n        cluster_sync();\n    else\n        __syncthreads();", "    __syncthreads();")
+MEET = (
+    "    if (SPLITS > 1)\n        cluster_sync();\n    else\n        __syncthreads();",
+    "    __syncthreads();",
+)
 JOIN = ("dsmem_load(&found.whole[head][d], split)", "found.whole[head][d]")
 LEAVE = ("if (SPLITS > 1) cluster_sync(); // a block that ended could not be read", "")
 FRONT = ("    pdl_wait();\n", "")
@@ -142,7 +155,9 @@ MASS = ("mass += found.mass[warp][head] * share;", "mass += found.mass[warp][hea
         ),
     ],
 )
-def test_the_emulation_sees_mistakes(emulator: Emulator, bits: int, change: tuple[str, str]) -> None:
+def test_the_emulation_sees_mistakes(
+    emulator: Emulator, bits: int, change: tuple[str, str]
+) -> None:
     emulator.num_sms = 2
 
     def is_right() -> bool:

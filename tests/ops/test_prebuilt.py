@@ -1,4 +1,6 @@
-"""Kernels that a wheel brings: chosen by what the processor has, keyed to their sources, never trusted blindly."""
+"""Kernels that a wheel brings: chosen by what the processor has, keyed to their sources, never
+trusted blindly.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ V4 = f"{V3} avx512f avx512dq avx512cd avx512bw avx512vl"
 BF16 = f"{V4} avx512_vnni avx512_bf16"
 
 
-def cpuinfo(flags: str, vendor: str = "GenuineIntel", family: int = 6, others: str | None = None) -> str:
+def cpuinfo(
+    flags: str, vendor: str = "GenuineIntel", family: int = 6, others: str | None = None
+) -> str:
     """As Linux shows two processors; others: the flags of the second one."""
     texts = [flags, flags if others is None else others]
     return "".join(
@@ -39,7 +43,8 @@ def cpuinfo(flags: str, vendor: str = "GenuineIntel", family: int = 6, others: s
         (cpuinfo(BF16), "x86-64-v4-vnni"),  # Intel's multiply floats faster
         (cpuinfo(BF16, "AuthenticAMD", 25), "x86-64-v4-zen4"),
         (cpuinfo(BF16, "AuthenticAMD", 26), "x86-64-v4-bf16"),
-        (cpuinfo(BF16, "AuthenticAMD", 25, others=V3), "x86-64-v3"),  # cores of two kinds: what both have
+        # cores of two kinds: what both have
+        (cpuinfo(BF16, "AuthenticAMD", 25, others=V3), "x86-64-v3"),
         ("", None),
         ("processor\t: 0\n\n", None),
     ],
@@ -61,9 +66,13 @@ def test_arm_has_one_level() -> None:
 def test_needs_cover_the_instructions_that_the_compiler_is_told_of() -> None:
     names = {"-mavx512vnni": "avx512_vnni", "-mavx512bf16": "avx512_bf16"}
     for level in prebuilt.LEVELS:
-        extra = [flag for flag in level.flags if flag.startswith("-m") and not flag.startswith("-march")]
+        extra = [
+            flag for flag in level.flags if flag.startswith("-m") and not flag.startswith("-march")
+        ]
         assert {names[flag] for flag in extra} <= level.required_features, level.name
-        march = next(flag for flag in level.flags if flag.startswith("-march=")).removeprefix("-march=")
+        march = next(flag for flag in level.flags if flag.startswith("-march=")).removeprefix(
+            "-march="
+        )
         assert level.name.startswith(march)
         assert "native" not in march
 
@@ -90,7 +99,9 @@ def test_a_file_of_other_sources_is_never_found(tmp_path: Path) -> None:
     (tmp_path / stale).touch()
     assert list(prebuilt.available_levels(cpuinfo(BF16), "x86_64", tmp_path)) == []
     (tmp_path / right).touch()
-    assert [path.name for _, path in prebuilt.available_levels(cpuinfo(BF16), "x86_64", tmp_path)] == [right]
+    assert [
+        path.name for _, path in prebuilt.available_levels(cpuinfo(BF16), "x86_64", tmp_path)
+    ] == [right]
     assert list(prebuilt.available_levels(cpuinfo("sse"), "x86_64", tmp_path)) == []
     assert list(prebuilt.available_levels(cpuinfo(BF16), "x86_64", tmp_path / "none")) == []
 
@@ -120,7 +131,9 @@ def _library(path: Path) -> build.Library:
     return build.Library(path, None, None, 4)  # type: ignore[arg-type]
 
 
-def test_what_was_brought_along_needs_no_compiler(brought: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_brought_along_needs_no_compiler(
+    brought: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _choose(monkeypatch, "auto")
     monkeypatch.setattr(build, "open_library", _library)
     monkeypatch.setattr(build, "compile_library", lambda flags: pytest.fail("nothing is compiled"))
@@ -142,16 +155,24 @@ def test_a_damaged_file_gives_way_to_a_compiler_and_is_named(
     assert "\n" not in reason
     made, real = tmp_path / "made.so", build.open_library
     monkeypatch.setattr(build, "compile_library", lambda flags: made)
-    monkeypatch.setattr(build, "open_library", lambda path: _library(path) if path == made else real(path))
+    monkeypatch.setattr(
+        build, "open_library", lambda path: _library(path) if path == made else real(path)
+    )
     found = build.load.__wrapped__()
     assert isinstance(found, build.Library)
     assert (found.path, found.origin) == (made, build.COMPILED_HERE)
 
 
-def test_the_choice_is_the_users(brought: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_choice_is_the_users(
+    brought: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(build, "open_library", _library)
     monkeypatch.setattr(build, "compile_library", lambda flags: tmp_path / "made.so")
-    for choice, path in (("auto", brought), ("prebuilt", brought), ("native", tmp_path / "made.so")):
+    for choice, path in (
+        ("auto", brought),
+        ("prebuilt", brought),
+        ("native", tmp_path / "made.so"),
+    ):
         _choose(monkeypatch, choice)
         found = build.load.__wrapped__()
         assert isinstance(found, build.Library)

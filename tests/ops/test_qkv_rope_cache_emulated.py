@@ -1,5 +1,6 @@
-"""qkv_rope_cache.cu on a CPU, launched by its own Python, against float64: workers that lay columns down and finishers
-that turn and store them, tiles over the edges, more tiles than pairs of blocks."""
+"""qkv_rope_cache.cu on a CPU, launched by its own Python, against float64: workers that lay columns
+down and finishers that turn and store them, tiles over the edges, more tiles than pairs of
+blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from tests.ops.emulation.emulator import Emulator, memory_ranges, requires_emula
 slow = pytest.mark.slow
 pytestmark = requires_emulation
 BF, HF = torch.bfloat16, torch.float16
-LIMIT = {BF: 4e-3, HF: 6e-4}  # of the whole, in the norm: the projection's own rounding and the output's
+# of the whole, in the norm: the projection's own rounding and the output's
+LIMIT = {BF: 4e-3, HF: 6e-4}
 
 
 class Case(NamedTuple):
@@ -31,7 +33,9 @@ class Case(NamedTuple):
 
 
 def given(case: Case) -> dict[str, Any]:
-    """Arguments; an x inside a wider tensor, pages in shuffled order with more between them, slots that are none."""
+    """Arguments; an x inside a wider tensor, pages in shuffled order with more between them, slots
+    that are none.
+    """
     tokens, columns, heads, kv_heads, dim = case.size
     generator = torch.Generator().manual_seed(tokens)
     x = torch.full((tokens, columns + 24), float("nan")).to(case.dtype)[:, :columns]
@@ -40,7 +44,9 @@ def given(case: Case) -> dict[str, Any]:
     slots = torch.randperm(pages * case.page, generator=generator)[:tokens]
     slots[::7] = -1
     angle = torch.randn(tokens, dim // 2, generator=generator) * 3
-    caches = [torch.full((pages, 2, kv_heads, case.page, dim), 7.0).to(case.dtype)[:, 1] for _ in range(2)]
+    caches = [
+        torch.full((pages, 2, kv_heads, case.page, dim), 7.0).to(case.dtype)[:, 1] for _ in range(2)
+    ]
     return {
         "x": x,
         "weight": (torch.randn(rows, columns, generator=generator) / 8).to(case.dtype),
@@ -62,7 +68,10 @@ def error(emulator: Emulator, case: Case) -> float:
     # the kernel in front still writes what a row needs, and reads where the queries go
     row = [args[name] for name in ("cos", "sin", "q_scale", "slots")]
     size = case.size[0] * case.size[2] * case.size[4] * case.dtype.itemsize
-    emulator.preceding_writes = lambda _, told: [*memory_ranges(*row), (int.from_bytes(told[2][8:16], "little"), size)]
+    emulator.preceding_writes = lambda _, told: [
+        *memory_ranges(*row),
+        (int.from_bytes(told[2][8:16], "little"), size),
+    ]
     q = qkv_rope_cache.run(**args)
     projected = args["x"].double() @ args["weight"].double().T
     if args["bias"] is not None:
@@ -83,7 +92,9 @@ def error(emulator: Emulator, case: Case) -> float:
         pytest.param(Case((1, 64, 1, 1, 64), biased=True), marks=slow),
         pytest.param(Case((257, 72, 4, 4, 128), turned=False, scaled=True), marks=slow),
         pytest.param(Case((520, 1096, 5, 1, 128), page=32, multiprocessors=3), marks=slow),
-        pytest.param(Case((600, 200, 7, 2, 64), HF, biased=True, scaled=True, multiprocessors=4), marks=slow),
+        pytest.param(
+            Case((600, 200, 7, 2, 64), HF, biased=True, scaled=True, multiprocessors=4), marks=slow
+        ),
     ],
     ids=str,
 )
@@ -93,21 +104,34 @@ def test_queries_keys_and_values(emulator: Emulator, case: Case) -> None:
 
 
 LAID = (
-    "                    if (!laid) mbarrier_wait(shared_address(&epilogue_barriers.full[consumer]), parity);\n",
+    "                    if (!laid) "
+    "mbarrier_wait(shared_address(&epilogue_barriers.full[consumer]), parity);\n",
     "",
 )
-TAKEN = ("            mbarrier_wait(shared_address(&epilogue_barriers.read[consumer]), parity ^ 1);\n", "")
+TAKEN = (
+    "            mbarrier_wait(shared_address(&epilogue_barriers.read[consumer]), parity ^ 1);\n",
+    "",
+)
 TOLD = ("if (lane == 0) mbarrier_arrive(shared_address(&epilogue_barriers.read[consumer]));", "")
-BROUGHT = ("        mbarrier_wait(shared_address(&epilogue_barriers.biased[consumer]), biased);\n", "")
+BROUGHT = (
+    "        mbarrier_wait(shared_address(&epilogue_barriers.biased[consumer]), biased);\n",
+    "",
+)
 OTHERS = ("at += EPILOGUE_WARPS", "at += 2 * EPILOGUE_WARPS")
 PLACE = ("found.offset = slot < 0 ? -1 : page", "found.offset = slot < 0 ? 0 : page")
 EDGE = ("const bool real = row < work", "const bool real = row + 1 < work")
 SECOND = ("at / 2 * 16 + part * 8", "at / 2 * 16")
 VALUES = ("if (value < 0 && work.cos", "if (value <= 0 && work.cos")
-SWIZZLE = ("Words a = words_at(from + (across << 4 ^ swizzle))", "Words a = words_at(from + (across << 4))")
+SWIZZLE = (
+    "Words a = words_at(from + (across << 4 ^ swizzle))",
+    "Words a = words_at(from + (across << 4))",
+)
 FRONT = ("    pdl_wait(); // which may still read the pages, and write the angles\n", "")
 MET = ("        named_barrier_sync(1 + consumer, 128);\n", "")
-KEY = ("if (head + 1 < work.heads) return;", "found.offset = -1;\n    if (head < work.heads) return;")
+KEY = (
+    "if (head + 1 < work.heads) return;",
+    "found.offset = -1;\n    if (head < work.heads) return;",
+)
 
 
 @pytest.mark.parametrize(

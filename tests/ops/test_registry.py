@@ -39,7 +39,9 @@ def test_a_spanning_op_can_be_switched_off(op: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"rms_nrom": "torch"}, {"rms_norm": "cuda"}, {"linear": "abacus"}, {"decode": "cuda"}], ids=str
+    "wrong",
+    [{"rms_nrom": "torch"}, {"rms_norm": "cuda"}, {"linear": "abacus"}, {"decode": "cuda"}],
+    ids=str,
 )
 def test_what_cannot_be_is_one_line(wrong: dict[str, str]) -> None:
     with pytest.raises(UsageError) as told:
@@ -47,45 +49,61 @@ def test_what_cannot_be_is_one_line(wrong: dict[str, str]) -> None:
     assert "\n" not in str(told.value)
 
 
-def _implementation(name: str, log: list[tuple[str, object]], least: int, **more: object) -> SimpleNamespace:
+def _implementation(
+    name: str, log: list[tuple[str, object]], least: int, **more: object
+) -> SimpleNamespace:
     """An implementation that serves arguments ≥ ``least`` and writes down who ran, with what."""
 
     def run(x: int, fallback: object = None) -> str:
         log.append((name, fallback))
         return name
 
-    return SimpleNamespace(available=lambda device_type: None, supports=lambda x, **_: x >= least, run=run, **more)
+    return SimpleNamespace(
+        available=lambda device_type: None, supports=lambda x, **_: x >= least, run=run, **more
+    )
 
 
 def _offer(monkeypatch: pytest.MonkeyPatch, **offered: SimpleNamespace) -> None:
     monkeypatch.setattr(
-        registry, "implementation", lambda op, name: offered.get(name) if op == "paged_attention" else None
+        registry,
+        "implementation",
+        lambda op, name: offered.get(name) if op == "paged_attention" else None,
     )
     monkeypatch.setattr(registry, "reference", lambda op: lambda *args, **kwargs: "torch")
 
 
 @pytest.mark.parametrize(("x", "who"), [(9, "cuda"), (5, "triton"), (1, "torch")])
-def test_what_a_variant_does_not_serve_goes_to_the_next(monkeypatch: pytest.MonkeyPatch, x: int, who: str) -> None:
-    _offer(monkeypatch, cuda=_implementation("cuda", [], 9), triton=_implementation("triton", [], 5))
+def test_what_a_variant_does_not_serve_goes_to_the_next(
+    monkeypatch: pytest.MonkeyPatch, x: int, who: str
+) -> None:
+    _offer(
+        monkeypatch, cuda=_implementation("cuda", [], 9), triton=_implementation("triton", [], 5)
+    )
     ops = registry.select_backends("cuda")
     assert ops.backends["paged_attention"] == "cuda"
     assert ops.paged_attention(x) == who
 
 
 @pytest.mark.parametrize(
-    ("wanted", "served"), [("cuda", ["cuda", "triton"]), ("triton", ["triton", "triton"]), ("torch", ["torch"] * 2)]
+    ("wanted", "served"),
+    [("cuda", ["cuda", "triton"]), ("triton", ["triton", "triton"]), ("torch", ["torch"] * 2)],
 )
 def test_behind_a_forced_variant_stand_those_less_preferred(
     monkeypatch: pytest.MonkeyPatch, wanted: str, served: list[str]
 ) -> None:
-    _offer(monkeypatch, cuda=_implementation("cuda", [], 9), triton=_implementation("triton", [], 5))
+    _offer(
+        monkeypatch, cuda=_implementation("cuda", [], 9), triton=_implementation("triton", [], 5)
+    )
     ops = registry.select_backends("cuda", {"paged_attention": wanted})
     assert [ops.paged_attention(x) for x in (9, 5)] == served
 
 
 def test_a_variant_that_shares_is_given_the_next_ones_run(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[tuple[str, object]] = []
-    first, second = _implementation("cuda", log, 0, USES_FALLBACK=True), _implementation("triton", log, 0)
+    first, second = (
+        _implementation("cuda", log, 0, USES_FALLBACK=True),
+        _implementation("triton", log, 0),
+    )
     _offer(monkeypatch, cuda=first, triton=second)
     registry.select_backends("cuda").paged_attention(3)
     _offer(monkeypatch, cuda=first)  # nobody but the reference behind it, which fills nothing in
@@ -100,7 +118,9 @@ def test_kernels_of_another_device_are_not_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize(("error", "says"), [(ModuleNotFoundError("x", name="triton"), None), (ImportError("y"), "y")])
+@pytest.mark.parametrize(
+    ("error", "says"), [(ModuleNotFoundError("x", name="triton"), None), (ImportError("y"), "y")]
+)
 def test_an_absent_package_is_no_fault_but_a_broken_file_is(
     error: ImportError, says: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

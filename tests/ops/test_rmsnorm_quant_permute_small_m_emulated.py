@@ -1,5 +1,5 @@
-"""rmsnorm_quant_permute_small_m.cu on a CPU, launched by its own Python, against the reference: int8 and fp8, every way
-to scale."""
+"""rmsnorm_quant_permute_small_m.cu on a CPU, launched by its own Python, against the reference:
+int8 and fp8, every way to scale."""
 
 from __future__ import annotations
 
@@ -20,13 +20,21 @@ EPS = 1e-5
 
 
 def per_column(width: int, columns: int, way: str) -> rmsnorm_quant_permute.PerColumn:
-    """Factor, zero-point, order: some columns twice, some never, some of the values none. way: what a factor is for."""
+    """Factor, zero-point, order: some columns twice, some never, some of the values none.
+
+    way: what a factor is for.
+    """
     generator = torch.Generator().manual_seed(width + columns)
     order = torch.randint(0, width, (columns,), generator=generator).int()
     order[::7] = -1
     factor = torch.rand(columns, generator=generator) * 40 + 10
     zero = torch.randint(-90, 90, (columns,), generator=generator).int()
-    ways = {"token": (None, None), "all": (factor[:1], None), "column": (factor, None), "shifted": (factor, zero)}
+    ways = {
+        "token": (None, None),
+        "all": (factor[:1], None),
+        "column": (factor, None),
+        "shifted": (factor, zero),
+    }
     return (*ways[way], order)
 
 
@@ -39,7 +47,10 @@ def steps(values: torch.Tensor) -> torch.Tensor:
 
 
 class Case(NamedTuple):
-    """size: rows, columns of x, of the values. way: what a factor is for. add: whether there is a residual."""
+    """size: rows, columns of x, of the values.
+
+    way: what a factor is for. add: whether there is a residual.
+    """
 
     size: tuple[int, int, int]
     way: str
@@ -58,9 +69,13 @@ def off(emulator: Emulator, case: Case) -> float:
     factor, zero, order = per_column(width, columns, way)
     held = residual.clone() if add else None
     emulator.preceding_writes = lambda name, arguments: memory_ranges(x, held)
-    values, scale = rmsnorm_quant_permute.rms_norm_quant(x, held, weight, EPS, kind, (factor, zero, order), bits)
+    values, scale = rmsnorm_quant_permute.rms_norm_quant(
+        x, held, weight, EPS, kind, (factor, zero, order), bits
+    )
     if held is not None:
-        right, of_rows, total = add_rms_norm_quant(x, residual, weight, EPS, kind, factor, zero, order, bits)
+        right, of_rows, total = add_rms_norm_quant(
+            x, residual, weight, EPS, kind, factor, zero, order, bits
+        )
         alike = torch.equal(held, total)
     else:
         right, of_rows = rms_norm_quant(x, weight, EPS, kind, factor, zero, order, bits)
@@ -95,13 +110,31 @@ def test_values_and_scales(emulator: Emulator, case: Case) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(("there ? places[i] : WIDTH;", "there ? places[i] : 0;"), id="columns that are none"),
-        pytest.param(("if (t < 32) sums[t] = 0.0f, tops[t] = 0;", ""), id="sums of no warp", marks=slow),
-        pytest.param(("    __syncthreads();\n    sum = 0.0f;", "    sum = 0.0f;"), id="sums not met for", marks=slow),
-        pytest.param(("    __syncthreads();\n    float by", "    float by"), id="the row not met for", marks=slow),
-        pytest.param(("    pdl_wait();\n", ""), id="the kernel in front not waited for", marks=slow),
-        pytest.param(("max(top & 0xFFFF, top >> 16)", "top & 0xFFFF"), id="upper halves left out", marks=slow),
-        pytest.param(("low(v[i]) + low(o[i])", "low(v[i])"), id="half of the residual left out", marks=slow),
+        pytest.param(
+            ("there ? places[i] : WIDTH;", "there ? places[i] : 0;"), id="columns that are none"
+        ),
+        pytest.param(
+            ("if (t < 32) sums[t] = 0.0f, tops[t] = 0;", ""), id="sums of no warp", marks=slow
+        ),
+        pytest.param(
+            ("    __syncthreads();\n    sum = 0.0f;", "    sum = 0.0f;"),
+            id="sums not met for",
+            marks=slow,
+        ),
+        pytest.param(
+            ("    __syncthreads();\n    float by", "    float by"),
+            id="the row not met for",
+            marks=slow,
+        ),
+        pytest.param(
+            ("    pdl_wait();\n", ""), id="the kernel in front not waited for", marks=slow
+        ),
+        pytest.param(
+            ("max(top & 0xFFFF, top >> 16)", "top & 0xFFFF"), id="upper halves left out", marks=slow
+        ),
+        pytest.param(
+            ("low(v[i]) + low(o[i])", "low(v[i])"), id="half of the residual left out", marks=slow
+        ),
     ],
 )
 def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:

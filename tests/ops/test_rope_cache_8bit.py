@@ -43,7 +43,9 @@ def _cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", list(QUANT_MAX))
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_cache_write_rounds_as_the_reference(device: str, kind: torch.dtype, dtype: torch.dtype) -> None:
+def test_the_cache_write_rounds_as_the_reference(
+    device: str, kind: torch.dtype, dtype: torch.dtype
+) -> None:
     ran = 0
     for name, module in registry.implementations("rope_cache").items():
         if module.available(device) is not None:
@@ -62,13 +64,18 @@ def test_the_cache_write_rounds_as_the_reference(device: str, kind: torch.dtype,
                 scale, expected = mine[f"{part}_scale"], truth[f"{part}_scale"]
                 assert torch.equal(scale.isnan(), expected.isnan()), label
                 written = ~expected.isnan()
-                assert torch.allclose(scale[written], expected[written], rtol=SCALES_APART[dtype]), label
+                assert torch.allclose(
+                    scale[written], expected[written], rtol=SCALES_APART[dtype]
+                ), label
                 got, right = (a[f"{part}_cache"].view(torch.int8) for a in (mine, truth))
                 assert torch.equal(got[~written], right[~written]), label
-                # v is stored as it comes: the same bytes. k was turned and rounded, in another order of operations.
+                # v is stored as it comes: the same bytes. k was turned and rounded, in another
+                # order of operations.
                 apart = float((got[written] != right[written]).float().mean())
                 assert apart <= (0.0 if part == "v" else TURNED_APART[dtype]), f"{label}: {apart}"
-                steps = (mine[f"{part}_cache"].float() - truth[f"{part}_cache"].float())[written].abs()
+                steps = (mine[f"{part}_cache"].float() - truth[f"{part}_cache"].float())[
+                    written
+                ].abs()
                 assert float(steps.max()) <= (1.0 if kind is torch.int8 else 32.0), label
             ran += 1
     if not ran:

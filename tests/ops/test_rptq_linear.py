@@ -1,4 +1,6 @@
-"""Integers are what they say: every kernel against the fake-quantized product in float64, channel by channel."""
+"""Integers are what they say: every kernel against the fake-quantized product in float64, channel
+by channel.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from modelmill.weights.rptq import RptqWeight
 ROWS = (1, 7, 64, 1000)
 # K: a multiple of nothing, of 32, one channel, more than a group of 64
 SHAPES = ((100, 24), (96, 40), (1, 5), (2100, 9))
-FORMS = [(bits, mode) for bits in ("w8a8", "w4a8", "w4a4") for mode in ("exact", "folded", "dynamic")]
+FORMS = [
+    (bits, mode) for bits in ("w8a8", "w4a8", "w4a4") for mode in ("exact", "folded", "dynamic")
+]
 
 
 def _inputs(rows: int, columns: int, seed: int) -> torch.Tensor:
@@ -50,8 +54,12 @@ def _held(bits: str, mode: str, columns: int, n: int) -> RptqWeight:
     return held
 
 
-def _plain(held: RptqWeight, q: torch.Tensor, step: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(product, sum of magnitudes) [T, N] float64: Σ s (q − z) · t (w − y) over the channels that there are."""
+def _plain(
+    held: RptqWeight, q: torch.Tensor, step: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(product, sum of magnitudes) [T, N] float64: Σ s (q − z) · t (w − y) over the channels that
+    there are.
+    """
     steps = held.input_scales if step is None else step
     assert steps is not None
     assert not bool(q[:, held.perm < 0].any())
@@ -67,7 +75,9 @@ def _plain(held: RptqWeight, q: torch.Tensor, step: torch.Tensor | None) -> tupl
         if held.input_zero_points is None
         else held.input_zero_points.double()
     )
-    return (s * real * (q.double() - z)) @ w.T, size + (s * real * z).abs().expand(len(q), -1) @ w.abs().T
+    return (s * real * (q.double() - z)) @ w.T, size + (s * real * z).abs().expand(
+        len(q), -1
+    ) @ w.abs().T
 
 
 def _kernels() -> list[tuple[str, ModuleType]]:
@@ -100,7 +110,9 @@ def _check(module: ModuleType, name: str, held: RptqWeight, rows: int, device: s
 @pytest.mark.parametrize("name", [name for name, _ in _kernels()])
 @pytest.mark.parametrize(("columns", "n"), SHAPES)
 @pytest.mark.parametrize(("bits", "mode"), FORMS)
-def test_the_product_is_the_fake_quantized_one(name: str, columns: int, n: int, bits: str, mode: str) -> None:
+def test_the_product_is_the_fake_quantized_one(
+    name: str, columns: int, n: int, bits: str, mode: str
+) -> None:
     module = dict(_kernels())[name]
     if name != "torch" and module.available("cpu") is not None:
         pytest.skip(module.available("cpu"))
@@ -135,13 +147,19 @@ def test_what_is_seen_and_dense_multiply_to_the_output(bits: str, mode: str) -> 
 def test_the_formula_with_zero_points_on_both_sides() -> None:
     """Σ_g s t (A − z·Wsum − y·Qsum + K·z·y) is what constant and offset come to."""
     held, x = _held("w4a8", "exact", 100, 24), _inputs(5, 100, 4)
-    assert held.offset is not None and held.input_zero_points is not None and held.input_scales is not None  # noqa: PT018
+    assert (  # noqa: PT018
+        held.offset is not None
+        and held.input_zero_points is not None
+        and held.input_scales is not None
+    )
     # one zero-point and step a cluster, as the formula has them
     groups = held.input_zero_points.view(-1, held.group_size)
     zero = groups[:, :1].expand_as(groups).reshape(-1)
     factor = (1.0 / held.input_scales).repeat_interleave(held.group_size)
     held = held.with_static_scales(factor, zero, held.input_scales)
-    q, _ = rptq_quant.rptq_quant(x, held.perm, held.inv_input_scales, held.input_zero_points, 8, held.group_size)
+    q, _ = rptq_quant.rptq_quant(
+        x, held.perm, held.inv_input_scales, held.input_zero_points, 8, held.group_size
+    )
     out = torch.zeros(5, 24, dtype=torch.float64)
     for g in range(len(held.input_scales)):
         part = slice(g * held.group_size, (g + 1) * held.group_size)
@@ -173,10 +191,14 @@ def test_a_wrong_zero_point_group_or_order_shows() -> None:
 
 
 def test_columns_without_a_channel_stay_zero() -> None:
-    """Their weight may be anything: a cluster of one channel in a group of 32 is that channel alone."""
+    """Their weight may be anything: a cluster of one channel in a group of 32 is that channel
+    alone.
+    """
     held = _held("w4a8", "exact", 100, 24)
     sizes = (held.perm.view(-1, held.group_size) >= 0).sum(1)
     assert 1 in sizes.tolist()
     x = _inputs(7, 100, 4)
-    q, _ = rptq_quant.rptq_quant(x, held.perm, held.inv_input_scales, held.input_zero_points, 8, held.group_size)
+    q, _ = rptq_quant.rptq_quant(
+        x, held.perm, held.inv_input_scales, held.input_zero_points, 8, held.group_size
+    )
     assert not bool(q[:, held.perm < 0].any())

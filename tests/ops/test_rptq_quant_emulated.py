@@ -22,12 +22,16 @@ BF, HF = torch.bfloat16, torch.float16
 
 def made(size: tuple[int, int, int], dtype: torch.dtype) -> list[Case]:
     """Gated and not, static and dynamic, 8 bits and 4."""
-    behind = itertools.islice(cases_for_shapes([(1, 32, 32), size], "cpu", dtype), 4, None)  # whose gate differs
+    # whose gate differs
+    behind = itertools.islice(cases_for_shapes([(1, 32, 32), size], "cpu", dtype), 4, None)
     return [*behind, *cases_for_shapes([size], "cpu", dtype, full=True)]
 
 
 def off(emulator: Emulator, case: Case) -> int:
-    """By how many steps the worst value is beside the reference. Fails where a step is off by a hundredth."""
+    """By how many steps the worst value is beside the reference.
+
+    Fails where a step is off by a hundredth.
+    """
     args = dict(case.args)
     x = args["x"]
     emulator.preceding_writes = lambda name, arguments: [(x.data_ptr(), x.nbytes)]
@@ -50,7 +54,9 @@ def off(emulator: Emulator, case: Case) -> int:
         pytest.param((4, 2100, 128), HF, marks=slow),
     ],
 )
-def test_clustered_integers(emulator: Emulator, size: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_clustered_integers(
+    emulator: Emulator, size: tuple[int, int, int], dtype: torch.dtype
+) -> None:
     for case in made(size, dtype):
         assert off(emulator, case) <= 1, case.name
 
@@ -61,7 +67,9 @@ LARGEST = ("most = fmaxf(most, __shfl_xor_sync(~0u, most, by));", "most = most;"
 
 @requires_emulation
 @slow
-@pytest.mark.parametrize("change", [MET, LARGEST], ids=["columns not waited for", "each thread by itself"])
+@pytest.mark.parametrize(
+    "change", [MET, LARGEST], ids=["columns not waited for", "each thread by itself"]
+)
 def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:
     def right() -> bool:
         try:
@@ -76,5 +84,7 @@ def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]
 @pytest.mark.parametrize("group", [32, 128])
 def test_compiles_without_spills(group: int, tmp_path: Path) -> None:
     for dtype, gated, own in ((BF, True, True), (HF, False, False), (BF, True, False)):
-        macros = rptq_quant.kernel_macros(dtype, group, gated=gated, dynamic=own, has_zero_point=not own)
+        macros = rptq_quant.kernel_macros(
+            dtype, group, gated=gated, dynamic=own, has_zero_point=not own
+        )
         compiles_without_spills("rptq_quant.cu", macros, tmp_path / "out")

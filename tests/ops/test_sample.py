@@ -1,4 +1,6 @@
-"""Sampling: the distribution, the filters one by one, and every variant's ids against the reference's, exactly."""
+"""Sampling: the distribution, the filters one by one, and every variant's ids against the
+reference's, exactly.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from hypothesis import strategies as st
 from modelmill.ops import registry
 from modelmill.ops.sample import FIXED_POINT_BITS, sample, token_weights
 
-VARIANTS = sorted(n for n, m in registry.implementations("sample").items() if m.available("cpu") is None)
+VARIANTS = sorted(
+    n for n, m in registry.implementations("sample").items() if m.available("cpu") is None
+)
 
 
 def asked(rows: int, **how: float) -> dict[str, torch.Tensor]:
@@ -55,9 +59,13 @@ def test_draws_follow_the_distribution(variant: str) -> None:
     if variant != "triton":
         generator = torch.Generator().manual_seed(5)
         random = torch.rand(count, dtype=torch.float64, generator=generator)
-        seen = torch.bincount(run(torch.log(shares).expand(count, 5).contiguous(), **asked(count), noise=random))
+        seen = torch.bincount(
+            run(torch.log(shares).expand(count, 5).contiguous(), **asked(count), noise=random)
+        )
         inside = shares > 0
-        chi = float(((seen - expected[: len(seen)])[inside[: len(seen)]] ** 2 / expected[inside]).sum())
+        chi = float(
+            ((seen - expected[: len(seen)])[inside[: len(seen)]] ** 2 / expected[inside]).sum()
+        )
         assert chi < 13.8  # two degrees of freedom, one in a thousand
 
 
@@ -82,15 +90,31 @@ def test_each_filter_keeps_what_it_says() -> None:
     assert kept(temperature=0.5, min_p=0.4) == [1]
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # inf − inf, which is not used
+# inf − inf, which is not used
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("variant", ["torch", *VARIANTS])
 def test_values_that_are_no_numbers(variant: str) -> None:
     run = sample if variant == "torch" else registry.implementations("sample")[variant].run
     inf, nan = math.inf, math.nan
-    rows = [[nan, 1.0, nan, -inf], [-inf] * 4, [nan] * 4, [0.0, inf, nan, inf], [-inf, -inf, 2.0, -inf], [nan, 3, 3, 1]]
+    rows = [
+        [nan, 1.0, nan, -inf],
+        [-inf] * 4,
+        [nan] * 4,
+        [0.0, inf, nan, inf],
+        [-inf, -inf, 2.0, -inf],
+        [nan, 3, 3, 1],
+    ]
     logits = torch.tensor(rows)
-    for how in ({}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}):
-        ids = run(logits, **asked(6, **how), noise=torch.full((6,), 0.9, dtype=torch.float64)).tolist()
+    for how in (
+        {},
+        {"top_k": 2},
+        {"top_p": 0.5},
+        {"min_p": 0.3},
+        {"top_k": 3, "top_p": 0.9, "min_p": 0.1},
+    ):
+        ids = run(
+            logits, **asked(6, **how), noise=torch.full((6,), 0.9, dtype=torch.float64)
+        ).tolist()
         assert ids[:3] == [1, 0, 0]
         assert ids[3] == (1 if "top_p" in how and "top_k" not in how else 3)
         assert ids[4] == 2
@@ -102,23 +126,36 @@ def test_values_that_are_no_numbers(variant: str) -> None:
 @given(data=st.data())
 def test_ids_from_cpp_are_the_references(data: st.DataObject) -> None:
     """Any mix of parameters, ties and scales."""
-    args = _drawn(data, data.draw(st.integers(1, 4)), data.draw(st.one_of(st.integers(1, 40), st.integers(41, 9000))))
+    args = _drawn(
+        data,
+        data.draw(st.integers(1, 4)),
+        data.draw(st.one_of(st.integers(1, 40), st.integers(41, 9000))),
+    )
     assert torch.equal(registry.implementations("sample")["cpu"].run(**args), sample(**args))
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # inf − inf, which is not used
+# inf − inf, which is not used
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.skipif("triton" not in VARIANTS, reason="Triton's interpreter is off")
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_ids_from_triton_are_the_references(data: st.DataObject) -> None:
-    """The same through Triton's interpreter: fewer and shorter rows, the tail of a chunk among them."""
-    args = _drawn(data, data.draw(st.integers(1, 2)), data.draw(st.sampled_from([1, 7, 64, 1023, 1024, 1025, 1500])))
+    """The same through Triton's interpreter: fewer and shorter rows, the tail of a chunk among
+    them.
+    """
+    args = _drawn(
+        data,
+        data.draw(st.integers(1, 2)),
+        data.draw(st.sampled_from([1, 7, 64, 1023, 1024, 1025, 1500])),
+    )
     assert torch.equal(registry.implementations("sample")["triton"].run(**args), sample(**args))
 
 
 def _drawn(data: st.DataObject, rows: int, vocab: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1 << 20), "seed"))
-    logits = torch.randn(rows, vocab, generator=generator) * data.draw(st.sampled_from([1e-6, 0.1, 1.0, 4.0, 40.0]))
+    logits = torch.randn(rows, vocab, generator=generator) * data.draw(
+        st.sampled_from([1e-6, 0.1, 1.0, 4.0, 40.0])
+    )
     logits += data.draw(st.sampled_from([0.0, 10.0, -1000.0]), "shift")
     if data.draw(st.booleans(), "ties"):
         logits = logits.round()
@@ -144,7 +181,9 @@ HARD: dict[str, Any] = {
     "flat": lambda x: x * 1e-3,
     "equal": lambda x: x * 0,
     "rounded": lambda x: (x * 2).round(),
-    "outlier": lambda x: torch.where(torch.arange(x.shape[1], device=x.device) == 777, 25.0, x * 1e-4),
+    "outlier": lambda x: torch.where(
+        torch.arange(x.shape[1], device=x.device) == 777, 25.0, x * 1e-4
+    ),
     "gone": lambda x: torch.where(x > 2.5, x, -math.inf),
     "without end": lambda x: torch.where(x > 4.0, math.inf, x),
 }
@@ -153,11 +192,25 @@ HARD: dict[str, Any] = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", list(HARD))
 def test_on_a_gpu_the_ids_are_the_references(shape: str) -> None:
-    """The whole vocabulary of a large model; the reference on the CPU, which shares nothing but the definition."""
+    """The whole vocabulary of a large model; the reference on the CPU, which shares nothing but the
+    definition.
+    """
     run = registry.implementations("sample")["triton"].run
-    mixes = [(0, 1.0), (50, 1.0), (0, 0.9), (50, 0.9), (5000, 1.0), (100_000, 0.5), (0, 0.05), (1, 0.5), (0, 0.999999)]
+    mixes = [
+        (0, 1.0),
+        (50, 1.0),
+        (0, 0.9),
+        (50, 0.9),
+        (5000, 1.0),
+        (100_000, 0.5),
+        (0, 0.05),
+        (1, 0.5),
+        (0, 0.999999),
+    ]
     for rows, vocab in ((9, 151_936), (3, 50_257)):
-        logits = HARD[shape](torch.randn(rows, vocab, generator=torch.Generator().manual_seed(rows)))
+        logits = HARD[shape](
+            torch.randn(rows, vocab, generator=torch.Generator().manual_seed(rows))
+        )
         for turn in range(9 // rows):
             chosen = [mixes[(i + 3 * turn) % 9] for i in range(rows)]
             args = asked(rows)

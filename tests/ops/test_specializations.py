@@ -25,9 +25,21 @@ if torch.cuda.is_available():
 
 from triton.runtime import interpreter
 
-from modelmill.ops.triton import device, launch_configs, norm_quant, paged_attention, paged_decode, pdl, silu_mul
+from modelmill.ops.triton import (
+    device,
+    launch_configs,
+    norm_quant,
+    paged_attention,
+    paged_decode,
+    pdl,
+    silu_mul,
+)
 
-KINDS = [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32), (torch.bfloat16, torch.int8)]
+KINDS = [
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.int8),
+]
 
 
 class LaunchRecorder:
@@ -59,18 +71,28 @@ def launch_recorder() -> Iterator[set[Any]]:
     steps=st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=20),
 )
 @settings(max_examples=60, deadline=None)
-def test_forms_are_all_that_a_step_can_meet(heads: Any, kinds: Any, bounds: Any, steps: Any) -> None:
+def test_forms_are_all_that_a_step_can_meet(
+    heads: Any, kinds: Any, bounds: Any, steps: Any
+) -> None:
     most, longest, window = bounds
-    q, k = torch.empty((most, heads[0], 64), dtype=kinds[0]), torch.empty((2, heads[1], 16, 64), dtype=kinds[1])
+    q, k = (
+        torch.empty((most, heads[0], 64), dtype=kinds[0]),
+        torch.empty((2, heads[1], 16, 64), dtype=kinds[1]),
+    )
     scale = q if kinds[0] == kinds[1] else torch.empty(1)
 
     def launched(batch: int, context: int) -> set[Any]:
         met.clear()
-        tables, starts = torch.zeros((batch, 4), dtype=torch.int32), torch.zeros(batch + 1, dtype=torch.int32)
+        tables, starts = (
+            torch.zeros((batch, 4), dtype=torch.int32),
+            torch.zeros(batch + 1, dtype=torch.int32),
+        )
         # whether scales are the queries tells whether there are any
         first = q[:batch]
         scales = (first if scale is q else scale,) * 2
-        paged_attention._decode((first, k, k, *scales, tables, starts, starts, first), context, 1.0, window)
+        paged_attention._decode(
+            (first, k, k, *scales, tables, starts, starts, first), context, 1.0, window
+        )
         return set(met)
 
     with launch_recorder() as met:
@@ -85,7 +107,11 @@ class Eager:
     """In place of CUDA graphs: what they would replay is run, padded as they pad."""
 
     def __init__(self, loop: EngineCore, largest: int) -> None:
-        self._runner, self.sizes, self.max_seqs = loop.model_runner, graph_batch_sizes(largest), largest
+        self._runner, self.sizes, self.max_seqs = (
+            loop.model_runner,
+            graph_batch_sizes(largest),
+            largest,
+        )
         self._longest = loop.max_model_len
 
     def padded_size(self, seqs: int, context: int) -> tuple[int, int]:
@@ -106,13 +132,21 @@ class Eager:
 
 
 def service(patch: pytest.MonkeyPatch, met: set[Any]) -> EngineCore:
-    """A loop that launches Triton's kernels as on a GPU that serves; none of them is run, their forms are noted."""
+    """A loop that launches Triton's kernels as on a GPU that serves; none of them is run, their
+    forms are noted.
+    """
 
     def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
         values = dict(zip(kernel.arg_names, args)) | named
         kinds = kernel.fn.__annotations__
-        constants = {n: v for n, v in values.items() if "constexpr" in str(kinds.get(n)) or n not in kernel.arg_names}
-        met.add((kernel.fn.__module__, kernel.fn.__name__, tuple(sorted(constants.items(), key=str))))
+        constants = {
+            n: v
+            for n, v in values.items()
+            if "constexpr" in str(kinds.get(n)) or n not in kernel.arg_names
+        }
+        met.add(
+            (kernel.fn.__module__, kernel.fn.__name__, tuple(sorted(constants.items(), key=str)))
+        )
 
     patch.setattr(interpreter.InterpretedFunction, "run", launch)
     patch.setitem(registry.BACKEND_PREFERENCE, "cpu", ("triton", "torch"))
@@ -121,7 +155,9 @@ def service(patch: pytest.MonkeyPatch, met: set[Any]) -> EngineCore:
     patch.setattr(pdl, "supports_pdl", lambda device: True)
     # what is not run leaves numbers without sense: ids have to be ids
     kernels = {"argmax": "torch", "sample": "torch"}
-    loop = tiny.make_engine(overlap=True, kernels=kernels, max_num_seqs=24, max_num_batched_tokens=256)
+    loop = tiny.make_engine(
+        overlap=True, kernels=kernels, max_num_seqs=24, max_num_batched_tokens=256
+    )
     loop.scheduler.set_interactive(None, on_gpu=True)
     loop.model_runner.keep_last_ids = True
     loop.model_runner.decode_graphs = Eager(loop, 24)  # type: ignore[assignment]
@@ -136,13 +172,17 @@ interpreted = pytest.mark.skipif(not device.INTERPRETED, reason="Triton's interp
 def test_no_step_of_a_service_meets_a_kernel_that_warming_up_did_not(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Requests that come one after another join running answers: 7 kernels were compiled then, 1.5 s on one core."""
+    """Requests that come one after another join running answers: 7 kernels were compiled then, 1.5
+    s on one core.
+    """
     met: set[Any] = set()
     loop, rng = service(monkeypatch, met), random.Random(seed)
     loop.warm_up(all_specializations=True)
     known = set(met)
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    prompts = [tuple(rng.randrange(2, tiny.VOCAB) for _ in range(rng.randrange(1, 100))) for _ in range(40)]
+    prompts = [
+        tuple(rng.randrange(2, tiny.VOCAB) for _ in range(rng.randrange(1, 100))) for _ in range(40)
+    ]
     waiting = [Request(id=str(i), prompt=prompt, params=params) for i, prompt in enumerate(prompts)]
     while waiting or loop.has_work:
         for _ in range(rng.randrange(3)):
@@ -161,7 +201,13 @@ def test_without_the_forms_some_are_met_late(monkeypatch: pytest.MonkeyPatch) ->
     loop.warm_up()
     known = set(met)
     for count in (50, 60, 70, 80, 90):
-        loop.add(Request(id=str(count), prompt=(3,) * count, params=SamplingParams(temperature=0.0, max_tokens=9)))
+        loop.add(
+            Request(
+                id=str(count),
+                prompt=(3,) * count,
+                params=SamplingParams(temperature=0.0, max_tokens=9),
+            )
+        )
         loop.step()
     while loop.has_work:
         loop.step()

@@ -16,7 +16,9 @@ from modelmill.ops import timing
 
 def test_calls_take_turns() -> None:
     order: list[str] = []
-    found = timing.time_interleaved([lambda: order.append("a"), lambda: order.append("b")], 2, [1, 3])
+    found = timing.time_interleaved(
+        [lambda: order.append("a"), lambda: order.append("b")], 2, [1, 3]
+    )
     assert "".join(order) == "ab" + "abbb" * 2
     assert [len(each) for each in found] == [2, 2]
     assert all(seconds >= 0 for each in found for seconds in each)
@@ -60,7 +62,9 @@ def test_products_of_8_bits_have_a_rate_or_none(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_recording_keeps_the_tensors_that_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph knows addresses only: memory that is given back while it is replayed would be read as garbage."""
+    """A graph knows addresses only: memory that is given back while it is replayed would be read as
+    garbage.
+    """
     replayed: list[int] = []
     stream = SimpleNamespace(wait_stream=lambda other: None)
     fakes: dict[str, Any] = {

@@ -40,20 +40,36 @@ def test_stability_is_the_overlap_of_a_higher_and_a_lower_cut() -> None:
     masks, boxes, areas, steady = upsample_masks(logits, 4, (4, 4), (4, 4), 1.0)
     assert masks is not None
     assert steady is not None
-    assert (boxes.tolist(), areas.tolist(), steady.tolist()) == ([[2, 0, 3, 3]], [8], [pytest.approx(4 / 12)])
+    assert (boxes.tolist(), areas.tolist(), steady.tolist()) == (
+        [[2, 0, 3, 3]],
+        [8],
+        [pytest.approx(4 / 12)],
+    )
 
 
 @settings(deadline=None, max_examples=80)
 @given(
-    st.integers(0, 1000), st.integers(1, 4), st.sampled_from([4, 16]), st.integers(1, 64), st.integers(1, 64),
-    st.integers(1, 150), st.integers(1, 150), st.sampled_from([None, 0.5, 2.0]), st.sampled_from([-20.0, -3.0, 0, 20]),
+    st.integers(0, 1000), st.integers(1, 4), st.sampled_from([4, 16]), st.integers(1, 64),
+    st.integers(1, 64),
+    st.integers(1, 150), st.integers(1, 150), st.sampled_from([None, 0.5, 2.0]),
+    st.sampled_from([-20.0, -3.0, 0, 20]),
 )  # fmt: skip
 def test_compiled_masks_are_torchs(
-    seed: int, count: int, side: int, wide: int, tall: int, width: int, height: int, offset: float | None, shift: float
+    seed: int,
+    count: int,
+    side: int,
+    wide: int,
+    tall: int,
+    width: int,
+    height: int,
+    offset: float | None,
+    shift: float,
 ) -> None:
     if fast.available("cpu") is not None:
         pytest.skip("no compiler")
-    logits = torch.randn(count, side, side, generator=torch.Generator().manual_seed(seed)) * 4 + shift
+    logits = (
+        torch.randn(count, side, side, generator=torch.Generator().manual_seed(seed)) * 4 + shift
+    )
     given_ = 64, (wide, tall), (width, height), offset
     wanted = [upsample_masks(each[None], *given_) for each in logits]
     found = fast.run(logits, *given_)

@@ -1,4 +1,6 @@
-"""wq_gemm_pipelined.cu on a CPU, both kernels as their own Python launches them, against float64."""
+"""wq_gemm_pipelined.cu on a CPU, both kernels as their own Python launches them, against
+float64.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ ALL = 1 << 20  # one group
 
 
 def in_front(name: str, arguments: tuple[bytes, ...]) -> list[tuple[int, int]]:
-    """x of the products, as its map says; narrow_ready has nothing in front that is ours to spoil."""
+    """x of the products, as its map says; narrow_ready has nothing in front that is ours to
+    spoil.
+    """
     if name == "wq_permute_and_sum":
         return []
     address, _, _, _, rows, _, _, stride = struct.unpack_from("=8Q", arguments[0])
@@ -38,10 +42,12 @@ def error(
     grids: torch.dtype = HF,
     **switches: bool,
 ) -> float:
-    """size: tokens, rows and columns of the weight. of: its op. grids: type of its scales. switches: gated, symmetric,
-    biased."""
+    """size: tokens, rows and columns of the weight. of: its op. grids: type of its scales.
+    switches: gated, symmetric, biased."""
     tokens, rows, columns = size
-    gated, symmetric, biased = (switches.get(name, False) for name in ("gated", "symmetric", "biased"))
+    gated, symmetric, biased = (
+        switches.get(name, False) for name in ("gated", "symmetric", "biased")
+    )
     generator = torch.Generator().manual_seed(rows)
     held = of.random_weight(rows, columns, min(group, columns), device="cpu", symmetric=symmetric)
     weight, scale, offset = held["weight"], held["scale"].to(grids), held["offset"]
@@ -55,7 +61,10 @@ def error(
     bias = torch.randn(rows, generator=generator).to(dtype) if biased else None
     emulator.preceding_writes = in_front
     got = wq_gemm_pipelined.wq_gemm(x, weight, scale, offset, group, bias, form, gated=gated)
-    right = x.double() @ of.dequantize_weight(weight, scale, offset, min(group, columns), columns, torch.float64).T
+    right = (
+        x.double()
+        @ of.dequantize_weight(weight, scale, offset, min(group, columns), columns, torch.float64).T
+    )
     right = right if bias is None else right + bias.double()
     if gated:
         gate, up = right.to(dtype).double().chunk(2, 1)
@@ -70,14 +79,35 @@ def error(
         ((33, 144, 544), ALL, HF, WqGemmKernelConfig(2, 1), {"gated": True, "symmetric": True}),
         ((10, 72, 1056), 256, BF, WqGemmKernelConfig(2, 2), {}),
         pytest.param(
-            (17, 136, 1056), 128, BF, WqGemmKernelConfig(2, 1), {"symmetric": True, "biased": True}, marks=slow
+            (17, 136, 1056),
+            128,
+            BF,
+            WqGemmKernelConfig(2, 1),
+            {"symmetric": True, "biased": True},
+            marks=slow,
         ),
-        pytest.param((64, 400, 2080), 128, BF, WqGemmKernelConfig(3, 1), {"gated": True, "biased": True}, marks=slow),
-        pytest.param((40, 264, 2144), 512, HF, WqGemmKernelConfig(3, 2), {}, marks=slow),
-        pytest.param((9, 128, 4128), 128, HF, WqGemmKernelConfig(2, 2), {"gated": True}, marks=slow),
-        pytest.param((64, 8, 3104), ALL, BF, WqGemmKernelConfig(2, 4), {"symmetric": True}, marks=slow),
         pytest.param(
-            (31, 192, 2048), 128, BF, WqGemmKernelConfig(3, 4), {"gated": True, "symmetric": True}, marks=slow
+            (64, 400, 2080),
+            128,
+            BF,
+            WqGemmKernelConfig(3, 1),
+            {"gated": True, "biased": True},
+            marks=slow,
+        ),
+        pytest.param((40, 264, 2144), 512, HF, WqGemmKernelConfig(3, 2), {}, marks=slow),
+        pytest.param(
+            (9, 128, 4128), 128, HF, WqGemmKernelConfig(2, 2), {"gated": True}, marks=slow
+        ),
+        pytest.param(
+            (64, 8, 3104), ALL, BF, WqGemmKernelConfig(2, 4), {"symmetric": True}, marks=slow
+        ),
+        pytest.param(
+            (31, 192, 2048),
+            128,
+            BF,
+            WqGemmKernelConfig(3, 4),
+            {"gated": True, "symmetric": True},
+            marks=slow,
         ),
     ],
 )
@@ -97,17 +127,40 @@ def test_products(
     ("size", "group", "dtype", "form", "grids", "switches"),
     [
         ((9, 72, 544), 32, BF, WqGemmKernelConfig(2, 1), HF, {"biased": True}),
-        ((33, 144, 672), ALL, HF, WqGemmKernelConfig(2, 1), F32, {"gated": True, "symmetric": True}),
+        (
+            (33, 144, 672),
+            ALL,
+            HF,
+            WqGemmKernelConfig(2, 1),
+            F32,
+            {"gated": True, "symmetric": True},
+        ),
         ((10, 72, 1056), 64, BF, WqGemmKernelConfig(2, 2), HF, {"symmetric": True}),
-        pytest.param((17, 136, 1056), 128, BF, WqGemmKernelConfig(2, 1), HF, {"biased": True}, marks=slow),
         pytest.param(
-            (64, 400, 2080), 32, BF, WqGemmKernelConfig(3, 1), HF, {"gated": True, "symmetric": True}, marks=slow
+            (17, 136, 1056), 128, BF, WqGemmKernelConfig(2, 1), HF, {"biased": True}, marks=slow
+        ),
+        pytest.param(
+            (64, 400, 2080),
+            32,
+            BF,
+            WqGemmKernelConfig(3, 1),
+            HF,
+            {"gated": True, "symmetric": True},
+            marks=slow,
         ),
         pytest.param((40, 264, 2144), 64, HF, WqGemmKernelConfig(3, 2), HF, {}, marks=slow),
         pytest.param(
-            (64, 8, 3104), ALL, BF, WqGemmKernelConfig(2, 4), F32, {"symmetric": True, "biased": True}, marks=slow
+            (64, 8, 3104),
+            ALL,
+            BF,
+            WqGemmKernelConfig(2, 4),
+            F32,
+            {"symmetric": True, "biased": True},
+            marks=slow,
         ),
-        pytest.param((31, 192, 2048), 256, BF, WqGemmKernelConfig(3, 4), HF, {"gated": True}, marks=slow),
+        pytest.param(
+            (31, 192, 2048), 256, BF, WqGemmKernelConfig(3, 4), HF, {"gated": True}, marks=slow
+        ),
         pytest.param((12, 64, 2080), 32, HF, WqGemmKernelConfig(2, 4), HF, {}, marks=slow),
     ],
 )
@@ -120,7 +173,10 @@ def test_products_of_eight_bits(
     grids: torch.dtype,
     switches: dict[str, bool],
 ) -> None:
-    assert error(emulator, size, group, dtype, form, int8_group_linear, grids, **switches) < LIMIT[dtype]
+    assert (
+        error(emulator, size, group, dtype, form, int8_group_linear, grids, **switches)
+        < LIMIT[dtype]
+    )
     assert [name for name, _ in emulator.launched] == ["wq_permute_and_sum", "wq_gemm_pipelined"]
 
 
@@ -129,7 +185,8 @@ FILLED = (
     "            LeftOperand left;",
 )
 READ = (
-    "mbarrier_wait(shared_address(&barriers.empty[place.stage]), place.parity ^ 1);\n            weights(",
+    "mbarrier_wait(shared_address(&barriers.empty[place.stage]), place.parity ^ 1);\n            "
+    "weights(",
     "weights(",
 )
 DONE = (
@@ -137,7 +194,10 @@ DONE = (
     "                wgmma_fence_operand(part);",
 )
 MET = ("    if (SPLIT > 1)\n        cluster_sync();\n    else if", "    if")
-FRONT = ("        pdl_wait();\n        for (int i = 0; i < ahead", "        for (int i = 0; i < ahead")
+FRONT = (
+    "        pdl_wait();\n        for (int i = 0; i < ahead",
+    "        for (int i = 0; i < ahead",
+)
 LEFT = ("if (SPLIT > 1) cluster_sync_relaxed(); // a block that ended could not be read", "")
 BASE = (" - RAISED * scale;", ";")
 SUMS = ("if (column < w.columns) four", "if (column < w.columns - 4) four")
@@ -158,5 +218,6 @@ SUMS = ("if (column < w.columns) four", "if (column < w.columns - 4) four")
 )
 def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:
     assert emulator.detects(
-        change, lambda: error(emulator, (20, 72, 2080), 256, BF, WqGemmKernelConfig(2, 2)) < LIMIT[BF]
+        change,
+        lambda: error(emulator, (20, 72, 2080), 256, BF, WqGemmKernelConfig(2, 2)) < LIMIT[BF],
     )

@@ -1,6 +1,7 @@
 """wq_gemv.cu on a CPU: its threads as fibers, its copies late and in any order, against float64.
 
-What no emulation sees is the hardware's timing and memory model; that is for the GPU tests of the ops.
+What no emulation sees is the hardware's timing and memory model; that is for the GPU tests of the
+ops.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def held4(
 def wild(k: int) -> torch.Tensor:
     """With outliers, and values of all sizes."""
     generator = torch.Generator().manual_seed(k)
-    x = torch.randn(1, k, generator=generator) * torch.exp(2 * torch.randn(1, k, generator=generator))
+    x = torch.randn(1, k, generator=generator) * torch.exp(
+        2 * torch.randn(1, k, generator=generator)
+    )
     x[:, ::37] *= 30
     return x.to(BF)
 
@@ -85,7 +88,13 @@ def test_gated(emulator: Emulator, bits: int) -> None:
         full = weight.double() * scale.double()[:, None]
     gate, up = (torch.ones(1, 4096).to(BF).double() @ full.T).to(BF).double().chunk(2, 1)
     right = torch.nn.functional.silu(gate) * up
-    out = run(emulator, torch.ones(1, 4096, dtype=BF), (weight, scale, offset, group), dtype=BF, gated=True)
+    out = run(
+        emulator,
+        torch.ones(1, 4096, dtype=BF),
+        (weight, scale, offset, group),
+        dtype=BF,
+        gated=True,
+    )
     assert (out.double() - right).norm() < 8e-3 * right.norm()
 
 
@@ -94,7 +103,9 @@ def test_eight_bits(emulator: Emulator, n: int, k: int) -> None:
     weight = torch.randint(-128, 128, (n, k)).to(torch.int8)
     scale = torch.rand(n) + 0.5
     right = wild(k).double() @ (weight.double() * scale.double()[:, None]).T
-    assert (run(emulator, wild(k), (weight, scale, None, k)).double() - right).norm() < 1e-6 * right.norm()
+    assert (
+        run(emulator, wild(k), (weight, scale, None, k)).double() - right
+    ).norm() < 1e-6 * right.norm()
 
 
 @pytest.mark.parametrize(
@@ -109,7 +120,9 @@ def test_eight_bits(emulator: Emulator, n: int, k: int) -> None:
         pytest.param(32, 1120, 256, False, marks=slow),
     ],
 )
-def test_eight_bits_in_groups(emulator: Emulator, n: int, k: int, group: int, symmetric: bool) -> None:
+def test_eight_bits_in_groups(
+    emulator: Emulator, n: int, k: int, group: int, symmetric: bool
+) -> None:
     held = int8_group_linear.random_weight(n, k, group, device="cpu", symmetric=symmetric)
     weight, scale, offset = held["weight"], held["scale"], held["offset"]
     assert weight is not None
@@ -125,7 +138,9 @@ def test_eight_bits_in_groups(emulator: Emulator, n: int, k: int, group: int, sy
 def test_clustered_integers(emulator: Emulator, bits: int, k: int) -> None:
     generator = torch.Generator().manual_seed(k)
     held = calibrated_rptq_weight(
-        rptq.RptqWeight.pack(torch.randn(48, k, generator=generator) * k**-0.5, BF, weight_bits=bits)
+        rptq.RptqWeight.pack(
+            torch.randn(48, k, generator=generator) * k**-0.5, BF, weight_bits=bits
+        )
     )
     columns = held.perm.numel()
     x = torch.randint(-128, 128, (1, columns), generator=generator).to(torch.int8)
@@ -143,7 +158,10 @@ def test_clustered_integers(emulator: Emulator, bits: int, k: int) -> None:
     [
         ("            mbarrier_wait(full_of(warp, stage), parity);\n", ""),
         ("        mbarrier_wait(scales_full(slot), scale_parity);\n", ""),
-        ("row_of(int quad) { return quad / 2 + quad % 2 * 4; }", "row_of(int quad) { return quad; }"),
+        (
+            "row_of(int quad) { return quad / 2 + quad % 2 * 4; }",
+            "row_of(int quad) { return quad; }",
+        ),
         ("if (++stage == STAGES) stage = 0, parity ^= 1;", "if (++stage == STAGES) stage = 0;"),
         ("16 * whole[i] - upper", "16 * whole[i]"),
         ("    pdl_wait();\n", ""),
@@ -158,7 +176,9 @@ def test_clustered_integers(emulator: Emulator, bits: int, k: int) -> None:
     ],
 )
 def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:
-    """All but where a thread's rows are: any order of them is right, and only how banks are read hangs on it."""
+    """All but where a thread's rows are: any order of them is right, and only how banks are read
+    hangs on it.
+    """
     x, grids = wild(4096), held4(192, 4096, 128, symmetric=False)
     right = x.double() @ dequantize_weight(*grids, 4096, torch.float64).T
 

@@ -1,5 +1,7 @@
 # ruff: noqa: B023  what is defined in a loop is called at once
-"""The exchange kernels, with several ranks on one GPU: each has its own buffer and its own stream."""
+"""The exchange kernels, with several ranks on one GPU: each has its own buffer and its own
+stream.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,26 @@ DEVICE = "cuda:0"
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
-    """Buffers of ranks that all live on one device, and a stream for each; small blocks are at hand in every stream."""
+    """Buffers of ranks that all live on one device, and a stream for each; small blocks are at hand
+    in every stream.
+    """
     from modelmill.ops.triton.custom_all_reduce import MAX_PROGRAMS, AllReduceBuffers
 
     size, region = request.param, 4096
-    stores = [torch.zeros(AllReduceBuffers.words(size, region), dtype=torch.int64, device=DEVICE) for _ in range(size)]
+    stores = [
+        torch.zeros(AllReduceBuffers.words(size, region), dtype=torch.int64, device=DEVICE)
+        for _ in range(size)
+    ]
     addresses = tuple(s.data_ptr() for s in stores)
     stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     counts = [torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=DEVICE) for _ in range(size)]
     streams = [torch.cuda.Stream() for _ in range(size)]
     torch.cuda.synchronize()
-    yield [AllReduceBuffers(r, addresses, counts[r], stop, region) for r in range(size)], streams, stores
+    yield (
+        [AllReduceBuffers(r, addresses, counts[r], stop, region) for r in range(size)],
+        streams,
+        stores,
+    )
     stop.fill_(1)
     torch.cuda.synchronize()
 
@@ -35,7 +46,9 @@ def run(ranks, call):  # type: ignore[no-untyped-def]
     for stream in streams:
         with torch.cuda.stream(stream):
             # a first allocation may wait for the device, which waits for us
-            del_me = [torch.empty(n, dtype=torch.uint8, device=DEVICE) for n in (256, 1 << 20, 1 << 21)]
+            del_me = [
+                torch.empty(n, dtype=torch.uint8, device=DEVICE) for n in (256, 1 << 20, 1 << 21)
+            ]
             del del_me
     torch.cuda.synchronize()
     out = []
@@ -57,15 +70,24 @@ def test_sums_are_right_and_the_same(ranks, dtype: torch.dtype) -> None:  # type
     # first of all everything is compiled and loaded, with nobody to wait for
     ranks[0][0].abort.fill_(1)
     shapes = [(1, 4096), (5, 4096), (1, 96), (3, 768), (1, 2730), (20, 64)]
-    shapes += [(300, 512)] if size == 2 else []  # rounds; more programs than run at once would wait for ever
+    # rounds; more programs than run at once would wait for ever
+    shapes += [(300, 512)] if size == 2 else []
     for tokens, width in shapes:
         x = torch.zeros(tokens, width, dtype=dtype, device=DEVICE)
         run(ranks, lambda r, b: custom_all_reduce.all_reduce_rows(x, None, b))
-        run(ranks, lambda r, b: custom_all_reduce.all_reduce_rows(x, (x.clone(), x[0].contiguous(), 1e-5), b))
+        run(
+            ranks,
+            lambda r, b: custom_all_reduce.all_reduce_rows(
+                x, (x.clone(), x[0].contiguous(), 1e-5), b
+            ),
+        )
     ranks[0][0].abort.fill_(0)
     for _ in range(3):
         for tokens, width in shapes:
-            parts = [torch.randn(tokens, width, generator=generator).to(DEVICE, dtype) for _ in range(size)]
+            parts = [
+                torch.randn(tokens, width, generator=generator).to(DEVICE, dtype)
+                for _ in range(size)
+            ]
             expected = torch.stack([p.double() for p in parts]).sum(0)
             plain = run(ranks, lambda r, b: custom_all_reduce.all_reduce_rows(parts[r], None, b)[0])
             for found in plain:
@@ -74,7 +96,12 @@ def test_sums_are_right_and_the_same(ranks, dtype: torch.dtype) -> None:  # type
             residual = torch.randn(tokens, width, generator=generator).to(DEVICE, dtype)
             weight = torch.rand(width, generator=generator).to(DEVICE, dtype)
             held = [residual.clone() for _ in range(size)]
-            fused = run(ranks, lambda r, b: custom_all_reduce.all_reduce_rows(parts[r], (held[r], weight, 1e-5), b))
+            fused = run(
+                ranks,
+                lambda r, b: custom_all_reduce.all_reduce_rows(
+                    parts[r], (held[r], weight, 1e-5), b
+                ),
+            )
             wanted = add_rms_norm(expected, residual.double(), weight.double(), 1e-5)
             for found in fused:
                 for mine, first, target in zip(found, fused[0], wanted, strict=True):
@@ -93,14 +120,18 @@ def test_gathers_put_columns_side_by_side(ranks, dtype: torch.dtype) -> None:  #
     shapes += [(70, (9000, 8976))] if size == 2 else []
     for tokens, widths in shapes:
         mine = widths[:size]
-        full = torch.randn(tokens, sum(mine), generator=torch.Generator().manual_seed(tokens)).to(DEVICE, dtype)
+        full = torch.randn(tokens, sum(mine), generator=torch.Generator().manual_seed(tokens)).to(
+            DEVICE, dtype
+        )
         parts = [p.contiguous() for p in full.split(mine, 1)]
         starts = torch.tensor(range_starts(mine), dtype=torch.int32, device=DEVICE)
         ranks[0][0].abort.fill_(1)
         run(ranks, lambda r, b: custom_all_reduce.all_gather_columns(parts[r], starts, mine, b))
         ranks[0][0].abort.fill_(0)
         for _ in range(3):
-            for found in run(ranks, lambda r, b: custom_all_reduce.all_gather_columns(parts[r], starts, mine, b)):
+            for found in run(
+                ranks, lambda r, b: custom_all_reduce.all_gather_columns(parts[r], starts, mine, b)
+            ):
                 assert torch.equal(found, full)
 
 

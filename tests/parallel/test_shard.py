@@ -12,7 +12,11 @@ from modelmill.core.errors import UsageError
 from modelmill.parallel.shard import Shard, partition, partition_heads, range_lengths
 
 
-@given(count=st.integers(1, 5000), size=st.integers(1, 16), alignment=st.sampled_from([1, 8, 16, 32, 64, 128]))
+@given(
+    count=st.integers(1, 5000),
+    size=st.integers(1, 16),
+    alignment=st.sampled_from([1, 8, 16, 32, 64, 128]),
+)
 def test_ranges_cover_disjoint_and_aligned(count: int, size: int, alignment: int) -> None:
     units = -(-count // alignment)
     if units < size:
@@ -32,7 +36,9 @@ def test_ranges_cover_disjoint_and_aligned(count: int, size: int, alignment: int
     kv=st.integers(1, 12), group=st.integers(1, 12), dim=st.sampled_from([8, 64, 80, 128]),
     size=st.integers(1, 16), alignment=st.sampled_from([1, 16, 32, 64, 128]),
 )  # fmt: skip
-def test_heads_cover_and_read_what_they_hold(kv: int, group: int, dim: int, size: int, alignment: int) -> None:
+def test_heads_cover_and_read_what_they_hold(
+    kv: int, group: int, dim: int, size: int, alignment: int
+) -> None:
     heads = kv * group
     try:
         parts = partition_heads(heads, kv, dim, size, alignment)
@@ -46,7 +52,9 @@ def test_heads_cover_and_read_what_they_hold(kv: int, group: int, dim: int, size
         mine = range(*part.kv)
         # the kernels give each KV head the same number of query heads, in order
         share = (part.q[1] - part.q[0]) // len(mine)
-        assert [h // group for h in range(*part.q)] == [mine[i // share] for i in range(share * len(mine))]
+        assert [h // group for h in range(*part.q)] == [
+            mine[i // share] for i in range(share * len(mine))
+        ]
     held = [h for part in parts for h in range(*part.kv)]
     assert set(held) == set(range(kv))
     assert len(held) == max(kv, size)
@@ -58,11 +66,18 @@ def test_rows_of_a_fused_projection() -> None:
     assert [p.q for p in two] == [(0, 6), (6, 9)]
     assert two[1].qkv_rows(9, 3, 64) == ((384, 576), (704, 768), (896, 960))
     four = partition_heads(9, 3, 64, 4)
-    assert [(p.q, p.kv) for p in four] == [((0, 2), (0, 1)), ((2, 3), (0, 1)), ((3, 6), (1, 2)), ((6, 9), (2, 3))]
+    assert [(p.q, p.kv) for p in four] == [
+        ((0, 2), (0, 1)),
+        ((2, 3), (0, 1)),
+        ((3, 6), (1, 2)),
+        ((6, 9), (2, 3)),
+    ]
 
 
 def test_parts_of_matrices() -> None:
     rows = Shard.from_rows((10, 4), (0, 3), (5, 8))
     assert (rows.shape, rows.columns, rows.has_bias) == ((6, 4), (0, 4), True)
-    assert Shard.from_columns((10, 4), (1, 3), rank=1) == Shard((10, 4), ((0, 10),), (1, 3), has_bias=False)
+    assert Shard.from_columns((10, 4), (1, 3), rank=1) == Shard(
+        (10, 4), ((0, 10),), (1, 3), has_bias=False
+    )
     assert Shard.from_columns((10, 4), (0, 1), rank=0).has_bias

@@ -28,7 +28,8 @@ LLAMA = {
 }  # fmt: skip
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61, "n_positions": 64}
 QWEN = {
-    "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "kv_channels": 8,
+    "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "kv_channels": 8,
     "seq_length": 16, "vocab_size": 61, "use_dynamic_ntk": True, "use_logn_attn": True,
 }  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -79,8 +80,10 @@ def logits(model: nn.Module, tp_group: TPGroup) -> torch.Tensor:
             ids=ids[positions], positions=positions, slots=base + positions,
             rope_keys=torch.tensor([keys[r] for r in rows]),
             block_tables=torch.tensor([[0, 1], [2, 3]][: len(lens)], dtype=torch.int32),
-            query_start=torch.tensor(starts, dtype=torch.int32), context_lens=torch.tensor(lens, dtype=torch.int32),
-            logit_rows=torch.tensor(starts[1:]) - 1, max_query=max(b - a for a, b in pairwise(starts)),
+            query_start=torch.tensor(starts, dtype=torch.int32),
+            context_lens=torch.tensor(lens, dtype=torch.int32),
+            logit_rows=torch.tensor(starts[1:]) - 1,
+            max_query=max(b - a for a, b in pairwise(starts)),
             max_context=max(lens), kv=kv, ops=ops, fuse=True, tp_group=tp_group,
         )  # fmt: skip
         out.append(model(step))
@@ -92,7 +95,9 @@ def logits(model: nn.Module, tp_group: TPGroup) -> torch.Tensor:
 def test_split_equals_whole(name: str, size: int) -> None:
     weight_format = "int8" if size == 2 else "dense"
     expected = logits(made(name, weight_format, SINGLE_RANK), SINGLE_RANK)
-    found = run_on_ranks(size, lambda tp_group: logits(made(name, weight_format, tp_group), tp_group))
+    found = run_on_ranks(
+        size, lambda tp_group: logits(made(name, weight_format, tp_group), tp_group)
+    )
     for mine in found:
         torch.testing.assert_close(mine, expected, rtol=2e-5, atol=2e-5)
         assert torch.equal(mine, found[0])
@@ -122,5 +127,7 @@ def test_shares_follow_the_grain() -> None:
 
 def test_more_ranks_than_heads_is_one_line() -> None:
     tp_group = TPGroup(0, 7)
-    with pytest.raises(UsageError, match=r"^--tp 7: the model has 6 attention heads; use --tp 6 or less$"):
+    with pytest.raises(
+        UsageError, match=r"^--tp 7: the model has 6 attention heads; use --tp 6 or less$"
+    ):
         shard_model(build_model("llama", LLAMA), tp_group, lambda _: 1)

@@ -1,4 +1,6 @@
-"""A tensor-parallel group whose ranks are threads of this process: the arithmetic of splitting without processes."""
+"""A tensor-parallel group whose ranks are threads of this process: the arithmetic of splitting
+without processes.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class ThreadTPGroup(TPGroup):
     def all_reduce(self, x: torch.Tensor, *, decode: bool = False) -> torch.Tensor:
         return torch.stack(self._exchange(x.clone())).sum(0)
 
-    def all_reduce_add_rms_norm(self, op: Any, x: torch.Tensor, residual: torch.Tensor, *more: Any, **_: Any) -> Any:
+    def all_reduce_add_rms_norm(
+        self, op: Any, x: torch.Tensor, residual: torch.Tensor, *more: Any, **_: Any
+    ) -> Any:
         return op(self.all_reduce(x), residual, *more)
 
     def all_gather(self, x: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
@@ -57,5 +61,7 @@ def run_on_ranks(size: int, work: Callable[[TPGroup], Any]) -> list[Any]:
     for thread in threads:
         thread.join()
     if errors:
-        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+        raise next(
+            (e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0]
+        )
     return results

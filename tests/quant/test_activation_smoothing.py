@@ -1,4 +1,6 @@
-"""SmoothQuant: folding changes nothing that is computed, and the search makes the layer err less."""
+"""SmoothQuant: folding changes nothing that is computed, and the search makes the layer err
+less.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +53,16 @@ def test_a_smoothed_layer_computes_what_it_did(family: str, tmp_path: Path) -> N
         after = flow.fork()
         after.forward_layer(block)
         torch.testing.assert_close(streams(after), streams(before), rtol=1e-4, atol=2e-5)
-    assert is_foldable(block, "down") == (family != "gpt2"), "GPT-2's activation is linear in nothing"
+    assert is_foldable(block, "down") == (family != "gpt2"), (
+        "GPT-2's activation is linear in nothing"
+    )
 
 
 @settings(max_examples=25, deadline=None)
 @given(alpha=st.floats(0, 1), seed=st.integers(0, 50), dead=st.integers(0, 31))
-def test_smoothers_are_the_formula_up_to_a_common_factor(alpha: float, seed: int, dead: int) -> None:
+def test_smoothers_are_the_formula_up_to_a_common_factor(
+    alpha: float, seed: int, dead: int
+) -> None:
     draw = torch.Generator().manual_seed(seed)
     block = _plain_block(draw)
     peak = torch.rand(32, generator=draw) * 10 ** torch.randn(32, generator=draw)
@@ -81,7 +87,11 @@ def _plain_block(draw: torch.Generator) -> QuantizableLayer:
 
     layer = nn.Module()
     layer.attn, layer.mlp = nn.Module(), nn.Module()
-    for parent, name in ((layer.attn, "qkv_proj"), (layer.attn, "o_proj"), (layer.mlp, "gate_up_proj")):
+    for parent, name in (
+        (layer.attn, "qkv_proj"),
+        (layer.attn, "o_proj"),
+        (layer.mlp, "gate_up_proj"),
+    ):
         linear = Linear(32, 16)
         linear.weight = DenseWeight(torch.randn(16, 32, generator=draw))
         setattr(parent, name, linear)
@@ -108,7 +118,9 @@ def test_the_search_errs_less_and_leaves_the_layer_as_it_was(family: str, tmp_pa
     fold_scales(block, "qkv", 1 / scales, torch.float32)
     block, flow, statistics = surveyed(model, heads)
     kept = {site: block.linear(site).weight for site in SITES}
-    trial = activation_smoothing.SmoothingTrial(block, statistics, flow, torch.float32, recipe_of()._quantize_layer)
+    trial = activation_smoothing.SmoothingTrial(
+        block, statistics, flow, torch.float32, recipe_of()._quantize_layer
+    )
     alphas, error, plain = activation_smoothing.search_alphas(trial)
     assert all(block.linear(site).weight is kept[site] for site in SITES)
     assert error < 0.8 * plain
@@ -124,7 +136,9 @@ def test_a_layer_beyond_the_limit_keeps_some_activations(tmp_path: Path) -> None
         block, flow, _ = surveyed(model, heads)
         with activation_smoothing.restore_layer_on_exit(block):
             recipe = recipe_of(max_layer_error=limit)
-            facts, _ = quantize_layer(block, recipe, flow, dtype=torch.float32, layer_name="layers.0")
+            facts, _ = quantize_layer(
+                block, recipe, flow, dtype=torch.float32, layer_name="layers.0"
+            )
             floats = {name for name, fact in facts.items() if fact["activations"] == 16}
             assert len(floats) == (0 if limit is None else 4)
             held = block.linear("down").weight
@@ -146,7 +160,9 @@ def test_a_static_scale_is_the_best_of_those_tried(kind: Any) -> None:
     found = search_static_scale(weight, held, statistics)
     assert float(found.input_scale) > 0
     whole = kind.from_stored(
-        held.weight, held.scale, statistics.max_abs.max().view(1) / (127 if kind is w8a8.W8A8Weight else 448)
+        held.weight,
+        held.scale,
+        statistics.max_abs.max().view(1) / (127 if kind is w8a8.W8A8Weight else 448),
     )
     assert output_error(weight, found, statistics) <= output_error(weight, whole, statistics)
 

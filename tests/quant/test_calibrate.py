@@ -16,9 +16,26 @@ from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
 from modelmill.nn.linear import Linear
 from modelmill.ops import registry
-from modelmill.quant.awq import average_kv_group, awq_scales, fold_scales, is_foldable, scale_layer, search_scales
-from modelmill.quant.calibrate import MIN_TOKENS, check_calibration_ids, collect_statistics, quantize_layer
-from modelmill.quant.calibration_state import SITES, AttentionHeads, CalibrationState, QuantizableLayer
+from modelmill.quant.awq import (
+    average_kv_group,
+    awq_scales,
+    fold_scales,
+    is_foldable,
+    scale_layer,
+    search_scales,
+)
+from modelmill.quant.calibrate import (
+    MIN_TOKENS,
+    check_calibration_ids,
+    collect_statistics,
+    quantize_layer,
+)
+from modelmill.quant.calibration_state import (
+    SITES,
+    AttentionHeads,
+    CalibrationState,
+    QuantizableLayer,
+)
 from modelmill.quant.recipe import make_recipe, recipe_names
 from modelmill.runtime.model_loader import load_model
 from tests.accept.build_and_accept import save_tiny
@@ -31,7 +48,9 @@ def opened(family: str, folder: Path) -> Any:
     plan = make_plan(open_checkpoint(save_tiny(family, folder / "hf")), BuildConfig(target="cpu"))
     build(plan, folder / "engine", None)
     model = load_model(open_artifact(folder / "engine"), "cpu")
-    return model, AttentionHeads(plan.model_config.heads, plan.model_config.kv_heads, plan.model_config.head_dim)
+    return model, AttentionHeads(
+        plan.model_config.heads, plan.model_config.kv_heads, plan.model_config.head_dim
+    )
 
 
 def drawn_ids(vocab: int, *lengths: int) -> list[list[int]]:
@@ -51,16 +70,24 @@ def streams(flow: CalibrationState) -> torch.Tensor:
 
 
 def test_what_rounding_costs_before_does_not_hang_on_the_method(tmp_path: Path) -> None:
-    """AWQ has scaled the weights when they are rounded: plain rounding of those is not what is compared with."""
+    """AWQ has scaled the weights when they are rounded: plain rounding of those is not what is
+    compared with.
+    """
     model, heads = opened("llama", tmp_path)
     told = []
     for method in ("gptq", "awq", "awq+gptq"):
-        kept = {name: linear.weight for name, linear in model.layers[0].named_modules() if isinstance(linear, Linear)}
+        kept = {
+            name: linear.weight
+            for name, linear in model.layers[0].named_modules()
+            if isinstance(linear, Linear)
+        }
         recipe = make_recipe(BuildConfig(quantization="int4", method=method, group_size=32))
         assert recipe is not None
         norms = {name: t.clone() for name, t in model.layers[0].named_buffers()}
         block = QuantizableLayer(model.layers[0], heads)
-        facts, _ = quantize_layer(block, recipe, flow_of(model, 60, 70), dtype=torch.float32, layer_name="layers.0")
+        facts, _ = quantize_layer(
+            block, recipe, flow_of(model, 60, 70), dtype=torch.float32, layer_name="layers.0"
+        )
         told.append(facts[block.linear_paths["qkv"]]["before"])
         for name, held in kept.items():
             model.layers[0].get_submodule(name).weight = held
@@ -78,7 +105,10 @@ def test_tokens_arrive_as_in_a_forward_pass(family: str, tmp_path: Path) -> None
     expected: list[torch.Tensor] = []
     hook = model.norm.register_forward_hook(lambda _, __, out: expected.append(out[1]))
     wide = CalibrationState.from_ids(
-        model, drawn_ids(int(model.config.vocab), 7, 40, 1, 33), registry.select_backends("cpu"), "cpu"
+        model,
+        drawn_ids(int(model.config.vocab), 7, 40, 1, 33),
+        registry.select_backends("cpu"),
+        "cpu",
     )
     # a forward computes its layers one after another, so that the pages of one layer serve it, too
     model(wide.batches[0].step)
@@ -104,7 +134,9 @@ def test_folding_keeps_what_the_layer_computes(family: str, tmp_path: Path) -> N
     for site in ("o", "down", "qkv", "up"):
         if is_foldable(block, site):
             scales = torch.rand(block.linear(site).shape[1], generator=draw) * 3 + 0.3
-            factors[site] = fold_scales(block, site, average_kv_group(block, site, scales), torch.float32)
+            factors[site] = fold_scales(
+                block, site, average_kv_group(block, site, scales), torch.float32
+            )
     assert set(factors) == (set(SITES) if block.has_gated_mlp else {"qkv", "o", "up"})
     for site in SITES:
         flow.forward_to(block, site)
@@ -187,7 +219,9 @@ def test_a_method_errs_less_than_nearest(method: str, tmp_path: Path) -> None:
     assert all(len(fact["outliers"]) == 4 for fact in facts.values())
     assert bool(scales) <= method.startswith("awq")
     # 48 columns: a row's second group is half a group, and its last 16 bytes are half used
-    assert facts["attn.qkv_proj"]["bits"] == pytest.approx((32 * 8 + 2 * 32) / 48 + 64 / (96 * 48), abs=2e-3)
+    assert facts["attn.qkv_proj"]["bits"] == pytest.approx(
+        (32 * 8 + 2 * 32) / 48 + 64 / (96 * 48), abs=2e-3
+    )
     assert model.layers[0].mlp.down_proj.weight.format == "int4"
 
 
@@ -197,16 +231,29 @@ def test_a_layer_sees_what_the_quantized_ones_before_computed(tmp_path: Path) ->
     exact.forward_layer(QuantizableLayer(model.layers[0], heads))
     recipe = make_recipe(BuildConfig(quantization="int4", method="gptq", group_size=32))
     assert recipe is not None
-    quantize_layer(QuantizableLayer(model.layers[0], heads), recipe, flow, dtype=torch.float32, layer_name="layers.0")
+    quantize_layer(
+        QuantizableLayer(model.layers[0], heads),
+        recipe,
+        flow,
+        dtype=torch.float32,
+        layer_name="layers.0",
+    )
     again = flow_of(model, 100, 90)
     again.forward_layer(QuantizableLayer(model.layers[0], heads))
-    assert torch.equal(streams(again), streams(flow)), "passing by a finished layer gives the same bits"
+    assert torch.equal(streams(again), streams(flow)), (
+        "passing by a finished layer gives the same bits"
+    )
     assert not torch.allclose(streams(flow), streams(exact), rtol=1e-3)
 
 
 @pytest.mark.parametrize(
     ("ids", "said"),
-    [([], "empty"), ([[]], "empty"), ([[1] * (MIN_TOKENS - 1)], "too short"), ([[5] * 500, [50]], "outside")],
+    [
+        ([], "empty"),
+        ([[]], "empty"),
+        ([[1] * (MIN_TOKENS - 1)], "too short"),
+        ([[5] * 500, [50]], "outside"),
+    ],
 )
 def test_bad_calibration_ids_are_named(ids: list[list[int]], said: str) -> None:
     with pytest.raises(UsageError, match=said):

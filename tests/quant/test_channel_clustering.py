@@ -27,7 +27,9 @@ def test_kmeans_finds_clusters_that_are_there() -> None:
     st.integers(0, 1000),
     st.sampled_from(["normal", "same", "zero", "tailed"]),
 )
-def test_every_channel_has_one_column(columns: int, unit: int, spare: int, seed: int, form: str) -> None:
+def test_every_channel_has_one_column(
+    columns: int, unit: int, spare: int, seed: int, form: str
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     high = torch.rand(columns, generator=generator)
     if form == "same":

@@ -1,4 +1,6 @@
-"""Grids, GPTQ and what refines it: each does what it says, on small random layers with unlike channels."""
+"""Grids, GPTQ and what refines it: each does what it says, on small random layers with unlike
+channels.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ from hypothesis import strategies as st
 
 from modelmill.ops.quant_types import quantize_per_row
 from modelmill.quant.fp8 import gptq_to_e4m3
-from modelmill.quant.gptq import damped, fit_grid, gptq, inverse_cholesky, refine, refine_codes, squared_output_error
+from modelmill.quant.gptq import (
+    damped,
+    fit_grid,
+    gptq,
+    inverse_cholesky,
+    refine,
+    refine_codes,
+    squared_output_error,
+)
 from modelmill.quant.group_grid import MIN_MAX_RANGE, QUICK_SEARCH, find_grid, to_codes
 
 
@@ -17,25 +27,36 @@ def layer(rows: int, columns: int, seed: int = 0) -> tuple[torch.Tensor, torch.T
     """A weight and the Hessian of correlated inputs, a few channels of which are large."""
     draw = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, columns, generator=draw)
-    x = torch.randn(4 * columns, columns, generator=draw) @ torch.randn(columns, columns, generator=draw)
+    x = torch.randn(4 * columns, columns, generator=draw) @ torch.randn(
+        columns, columns, generator=draw
+    )
     x[:, :: max(1, columns // 5)] *= 10
     return weight, damped(x.T @ x / len(x))
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    rows=st.integers(1, 6), columns=st.integers(1, 200), group=st.sampled_from([32, 64, 128]), symmetric=st.booleans()
+    rows=st.integers(1, 6),
+    columns=st.integers(1, 200),
+    group=st.sampled_from([32, 64, 128]),
+    symmetric=st.booleans(),
 )
-def test_a_grid_has_16_levels_that_float16_holds(rows: int, columns: int, group: int, symmetric: bool) -> None:
+def test_a_grid_has_16_levels_that_float16_holds(
+    rows: int, columns: int, group: int, symmetric: bool
+) -> None:
     weight, hessian = layer(rows, columns, seed=columns)
     weight[0] = 0.25
-    grid = find_grid(weight, group, symmetric=symmetric, importance=hessian.diagonal(), search=QUICK_SEARCH)
+    grid = find_grid(
+        weight, group, symmetric=symmetric, importance=hessian.diagonal(), search=QUICK_SEARCH
+    )
     assert grid.scale.shape == (rows, -(-columns // group))
     for part in (grid.scale, grid.offset):
         assert torch.equal(part.half().float(), part)
     codes = grid.quantize(weight)
     assert bool(((codes >= 0) & (codes <= 15) & (codes == codes.round())).all())
-    assert torch.equal(grid.quantize(grid.dequantize(codes)), codes), "a value on the grid is its own nearest"
+    assert torch.equal(grid.quantize(grid.dequantize(codes)), codes), (
+        "a value on the grid is its own nearest"
+    )
     if symmetric:
         assert torch.equal(grid.offset, -8 * grid.scale)
 
@@ -76,7 +97,9 @@ def test_a_singular_hessian_is_damped_until_it_has_a_factor() -> None:
 
 
 def test_gptq_is_the_textbooks_column_by_column() -> None:
-    """Against a plain solution: after each column the others move to the best answer to its error."""
+    """Against a plain solution: after each column the others move to the best answer to its
+    error.
+    """
     weight, hessian = layer(5, 48, seed=3)
     grid = find_grid(weight, 32, importance=hessian.diagonal())
     scale, offset = grid.expand(48)
@@ -95,7 +118,9 @@ def test_gptq_is_the_textbooks_column_by_column() -> None:
 
 @pytest.mark.parametrize("columns", [96, 128, 300])
 @pytest.mark.parametrize("act_order", [False, True])
-def test_gptq_errs_less_than_nearest_and_refining_less_than_gptq(columns: int, act_order: bool) -> None:
+def test_gptq_errs_less_than_nearest_and_refining_less_than_gptq(
+    columns: int, act_order: bool
+) -> None:
     weight, hessian = layer(24, columns, seed=columns)
     grid = find_grid(weight, 64, importance=hessian.diagonal())
     nearest = squared_output_error(weight, hessian, grid.dequantize(grid.quantize(weight))).sum()
@@ -103,7 +128,9 @@ def test_gptq_errs_less_than_nearest_and_refining_less_than_gptq(columns: int, a
     rounded = squared_output_error(weight, hessian, grid.dequantize(codes)).sum()
     assert float(rounded) < 0.8 * float(nearest)
     better, fitted = refine(weight, hessian, codes, grid, symmetric=False, num_sweeps=2)
-    assert float(squared_output_error(weight, hessian, fitted.dequantize(better)).sum()) < 0.98 * float(rounded)
+    assert float(
+        squared_output_error(weight, hessian, fitted.dequantize(better)).sum()
+    ) < 0.98 * float(rounded)
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
@@ -116,7 +143,9 @@ def test_each_step_of_refining_lowers_every_rows_error(symmetric: bool) -> None:
     fitted = squared_output_error(weight, hessian, grid.dequantize(codes))
     assert bool((fitted <= before * (1 + 1e-4)).all())
     assert float(fitted.sum()) < 0.95 * float(before.sum())
-    swept = squared_output_error(weight, hessian, grid.dequantize(refine_codes(weight, hessian, codes, grid)))
+    swept = squared_output_error(
+        weight, hessian, grid.dequantize(refine_codes(weight, hessian, codes, grid))
+    )
     assert bool((swept <= fitted * (1 + 1e-4)).all())
     assert float(swept.sum()) < 0.7 * float(fitted.sum())
     if symmetric:
@@ -135,7 +164,9 @@ def test_fp8_weights_that_carry_errors_err_less_on_the_outputs(per_channel: bool
     assert bool(((found >= scale) & (found < 2 * scale)).all()), "of the binade above the least"
     assert (len(set(found.tolist())) > 1) == per_channel
     assert not values[3].float().any()
-    held, nearest = (v.view_as(weight).float() * s[:, None] for v, s in ((values, found), (plain, scale)))
+    held, nearest = (
+        v.view_as(weight).float() * s[:, None] for v, s in ((values, found), (plain, scale))
+    )
     errors = [float(squared_output_error(weight, hessian, each).sum()) for each in (held, nearest)]
     assert errors[0] < 0.6 * errors[1]
     assert float((held - weight).abs().max()) < 0.2 * float(weight.abs().max())

@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.quant.gptq import coordinate_descent_sweep, round_with_compensation, squared_output_error
+from modelmill.quant.gptq import (
+    coordinate_descent_sweep,
+    round_with_compensation,
+    squared_output_error,
+)
 from modelmill.quant.group_grid import find_grid
 from modelmill.quant.rounding_grid import RoundingGrid
 from tests.quant.test_gptq import layer
@@ -29,7 +33,9 @@ def kernel(device: str) -> Any:
 
 def steps_of(weight: torch.Tensor, hessian: torch.Tensor, how: str) -> RoundingGrid:
     if how == "e4m3":
-        return RoundingGrid((weight.abs().amax(1, keepdim=True) / 448).expand_as(weight).contiguous())
+        return RoundingGrid(
+            (weight.abs().amax(1, keepdim=True) / 448).expand_as(weight).contiguous()
+        )
     grid = find_grid(weight, 32, importance=hessian.diagonal(), symmetric=how == "symmetric")
     return RoundingGrid(*grid.expand(weight.shape[1]))
 
@@ -37,21 +43,29 @@ def steps_of(weight: torch.Tensor, hessian: torch.Tensor, how: str) -> RoundingG
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("how", ["grid", "symmetric", "e4m3"])
 @pytest.mark.parametrize(("rows", "columns"), [(5, 40), (9, 131)])
-def test_the_kernel_walks_as_torch_does(device: str, how: str, rows: int, columns: int, monkeypatch: Any) -> None:
+def test_the_kernel_walks_as_torch_does(
+    device: str, how: str, rows: int, columns: int, monkeypatch: Any
+) -> None:
     walks = kernel(device)
     if how == "e4m3" and device == "cpu":
-        pytest.skip("Triton's interpreter loses the carry where rounding to e4m3 reaches the next binade")
+        pytest.skip(
+            "Triton's interpreter loses the carry where rounding to e4m3 reaches the next binade"
+        )
     weight, hessian = (t.to(device) for t in layer(rows, columns, seed=columns))
     steps = steps_of(weight, hessian, how)
     found = []
     for used in (None, walks):
-        monkeypatch.setattr("modelmill.quant.rounding_grid._gptq_columns_kernel", lambda _, used=used: used)
+        monkeypatch.setattr(
+            "modelmill.quant.rounding_grid._gptq_columns_kernel", lambda _, used=used: used
+        )
         first = round_with_compensation(weight, hessian, steps)
         found.append((first, coordinate_descent_sweep(weight, hessian, first, steps)))
     for right, mine in zip(*found, strict=True):
         same = (right - mine).abs() <= 1e-5 * right.abs()
         assert float(same.float().mean()) > 0.97, "but for values between two steps"
-        errors = [float(squared_output_error(weight, hessian, each).sum()) for each in (right, mine)]
+        errors = [
+            float(squared_output_error(weight, hessian, each).sum()) for each in (right, mine)
+        ]
         assert errors[1] == pytest.approx(errors[0], rel=0.03)
 
 

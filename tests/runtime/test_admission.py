@@ -31,7 +31,10 @@ def held(works: list[tuple[int, int]], size: int, step: int) -> int:
     return sum(-(-(prompt + step) // size) for prompt, answer in works if answer >= step)
 
 
-@given(st.lists(st.tuples(st.integers(1, 200), st.integers(1, 100)), min_size=1, max_size=30), st.sampled_from([1, 16]))
+@given(
+    st.lists(st.tuples(st.integers(1, 200), st.integers(1, 100)), min_size=1, max_size=30),
+    st.sampled_from([1, 16]),
+)
 def test_the_worst_moment_is_found(works: list[tuple[int, int]], size: int) -> None:
     exact = max(held(works, size, step) for step in range(1 + max(answer for _, answer in works)))
     found = peak_pages([sequence(*work) for work in works], size)
@@ -88,7 +91,9 @@ def test_nobody_is_thrown_out_where_it_is_known_when_answers_end(seed: int) -> N
 
 @pytest.mark.parametrize("reads", [False, True], ids=["offline", "served"])
 def test_whoever_asks_a_server_does_not_wait_for_the_long_answers_of_others(reads: bool) -> None:
-    """Pages are there now; that they will run out one day is no reason to wait until an answer of 400 tokens ends."""
+    """Pages are there now; that they will run out one day is no reason to wait until an answer of
+    400 tokens ends.
+    """
     scheduler = Scheduler(SchedulerLimits(1024, 64, 16, prefix_caching=False), PagePool(30), 40)
     if reads:
         scheduler.set_interactive(None, on_gpu=False)
@@ -112,9 +117,13 @@ def test_answers_are_alike_by_their_limits_whatever_their_prompts() -> None:
     assert similar_lengths([sequence(10, 0), sequence(10, 1)]), "no answer at all, and one token"
 
 
-def steps_of(works: list[tuple[int, int]], *, together: bool, seqs: int = 64, pages: int = 1000) -> list[list[int]]:
+def steps_of(
+    works: list[tuple[int, int]], *, together: bool, seqs: int = 64, pages: int = 1000
+) -> list[list[int]]:
     """Tokens of each sequence in each step."""
-    limits = SchedulerLimits(1024, seqs, 16, prefix_caching=False, max_mixed_tokens=256, prefill_all_first=together)
+    limits = SchedulerLimits(
+        1024, seqs, 16, prefix_caching=False, max_mixed_tokens=256, prefill_all_first=together
+    )
     scheduler = Scheduler(limits, PagePool(pages), 80)
     for number, work in enumerate(works):
         scheduler.add(sequence(*work, number))

@@ -14,7 +14,10 @@ from modelmill.runtime.autotune_load import load_tuning, look_up_tuning
 
 pytest.importorskip("triton")
 H200, A100 = "NVIDIA H200", "NVIDIA A100-SXM4-80GB"
-CHOICES = {"linear": {"1x4096->4096 bfloat16": (4, 1024, 4)}, "int8_linear": {"8x64->64 float16": (16, 64, 128, 4, 4)}}
+CHOICES = {
+    "linear": {"1x4096->4096 bfloat16": (4, 1024, 4)},
+    "int8_linear": {"8x64->64 float16": (16, 64, 128, 4, 4)},
+}
 
 
 @pytest.fixture
@@ -67,7 +70,10 @@ def test_a_damaged_file_means_defaults(engine: Path, content: bytes) -> None:
 
 
 def test_sizes_that_no_kernel_offers_are_left_out(engine: Path) -> None:
-    wild = {"linear": {"1x4096->4096 bfloat16": (4, 1024, 4), "1x64->64 bfloat16": (64, 1 << 19, 32)}, "gone": {}}
+    wild = {
+        "linear": {"1x4096->4096 bfloat16": (4, 1024, 4), "1x64->64 bfloat16": (64, 1 << 19, 32)},
+        "gone": {},
+    }
     store(engine, wild)
     found = look_up_tuning(engine, H200)
     assert found.tuning is not None
@@ -76,7 +82,9 @@ def test_sizes_that_no_kernel_offers_are_left_out(engine: Path) -> None:
     assert "1 that this version does not know" in found.message
 
 
-def test_a_start_logs_one_line(engine: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_start_logs_one_line(
+    engine: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     store(engine, CHOICES)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: A100)
     with caplog.at_level(logging.INFO):

@@ -17,7 +17,8 @@ def pair():
     """(ours, transformers') with the same weights."""
     transformers = pytest.importorskip("transformers")
     config = DecoderConfig(
-        hidden=32, inner=48, layers=2, heads=4, kv_heads=2, head_dim=8, vocab=61, eps=1e-6, max_len=128,
+        hidden=32, inner=48, layers=2, heads=4, kv_heads=2, head_dim=8, vocab=61, eps=1e-6,
+        max_len=128,
         rope=RopeSpec(8, 10000.0, 128),
     )  # fmt: skip
     ours = Decoder(config)
@@ -25,11 +26,16 @@ def pair():
     fill_weights(ours, values.__getitem__, values, {}, {}, "cpu")
     theirs = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, rms_norm_eps=1e-6, max_position_embeddings=128, attn_implementation="eager",
+            vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2, rms_norm_eps=1e-6, max_position_embeddings=128,
+            attn_implementation="eager",
         )
     ).eval()  # fmt: skip
-    state = {"model.embed_tokens.weight": values["embed.weight"], "model.norm.weight": values["norm.weight"]}
+    state = {
+        "model.embed_tokens.weight": values["embed.weight"],
+        "model.norm.weight": values["norm.weight"],
+    }
     state["lm_head.weight"] = values["head.weight"]
     for i in range(2):
         a, b = f"layers.{i}", f"model.layers.{i}"
@@ -45,10 +51,13 @@ def pair():
     return ours, theirs
 
 
-def expected(theirs, prompt, most: int, eos: tuple[int, ...], **options) -> list[tuple[tuple[int, ...], float]]:
+def expected(
+    theirs, prompt, most: int, eos: tuple[int, ...], **options
+) -> list[tuple[tuple[int, ...], float]]:
     with torch.inference_mode():
         out = theirs.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
             max_new_tokens=most, eos_token_id=list(eos) or None, pad_token_id=0, output_scores=True,
             return_dict_in_generate=True, **options,
         )  # fmt: skip
@@ -77,17 +86,27 @@ def test_results_and_scores(pair, case: int) -> None:
     given = CASES[case]
     eos = [(), (7,), (7, 11, 30, 2, 44)][case % 3]
     names = {"n": "num_return_sequences", "min_tokens": "min_new_tokens"}
-    engines = [tiny.make_engine(ours), tiny.make_engine(ours, pages=14, max_num_batched_tokens=9, overlap=True)]
+    engines = [
+        tiny.make_engine(ours),
+        tiny.make_engine(ours, pages=14, max_num_batched_tokens=9, overlap=True),
+    ]
     for seed in range(6):
         prompt = tiny.prompts(1, 3, 30, seed=seed, vocab=61)[0]
         want = expected(theirs, prompt, 14, eos, **{names.get(k, k): v for k, v in given.items()})
         for engine in engines:
-            engine.add(Request(id="x", prompt=prompt, params=tiny.params(max_tokens=14, **given), eos_ids=eos))
+            engine.add(
+                Request(
+                    id="x", prompt=prompt, params=tiny.params(max_tokens=14, **given), eos_ids=eos
+                )
+            )
             events = tiny.drain(engine)
             assert [e.replayed_ids for e in events] == [ids for ids, _ in want]
-            assert [e.score for e in events] == pytest.approx([s for _, s in want], abs=1e-4, rel=2e-6)
+            assert [e.score for e in events] == pytest.approx(
+                [s for _, s in want], abs=1e-4, rel=2e-6
+            )
             assert all(
-                e.finish_reason == (FinishReason.LENGTH if len(e.replayed_ids) == 14 else FinishReason.STOP)
+                e.finish_reason
+                == (FinishReason.LENGTH if len(e.replayed_ids) == 14 else FinishReason.STOP)
                 for e in events
             )
             tiny.assert_idle(engine)
@@ -96,8 +115,17 @@ def test_results_and_scores(pair, case: int) -> None:
 def test_among_others_and_preempted(pair) -> None:
     ours, _ = pair
     given = tiny.prompts(5, 10, 40, vocab=61)
-    hows = [tiny.params(num_beams=3), tiny.params(), tiny.params(num_beams=4, n=2), tiny.params(), tiny.params(n=1)]
-    todo = [Request(id=str(i), prompt=p, params=h, eos_ids=(7,)) for i, (p, h) in enumerate(zip(given, hows))]
+    hows = [
+        tiny.params(num_beams=3),
+        tiny.params(),
+        tiny.params(num_beams=4, n=2),
+        tiny.params(),
+        tiny.params(n=1),
+    ]
+    todo = [
+        Request(id=str(i), prompt=p, params=h, eos_ids=(7,))
+        for i, (p, h) in enumerate(zip(given, hows))
+    ]
     expected = tiny.run_one_by_one(tiny.make_engine(ours), todo)
     assert tiny.run(tiny.make_engine(ours), todo) == expected
     assert tiny.run(tiny.make_engine(ours, max_num_seqs=5), todo) == expected
@@ -107,11 +135,16 @@ def test_among_others_and_preempted(pair) -> None:
 
 
 def test_every_answer_hears_of_its_end() -> None:
-    """Zero tokens asked, or a pool that ends before the search has as many beams as answers were asked for."""
+    """Zero tokens asked, or a pool that ends before the search has as many beams as answers were
+    asked for.
+    """
     nothing = tiny.make_engine()
     for request in tiny.requests(tiny.prompts(1), tiny.params(num_beams=3, n=2, max_tokens=0)):
         nothing.add(request)
-    assert {e.index: e.finish_reason for e in tiny.drain(nothing)} == {0: FinishReason.LENGTH, 1: FinishReason.LENGTH}
+    assert {e.index: e.finish_reason for e in tiny.drain(nothing)} == {
+        0: FinishReason.LENGTH,
+        1: FinishReason.LENGTH,
+    }
     for length in (7, 8, 15, 20, 23):
         small = tiny.make_engine(pages=3)
         how = tiny.params(num_beams=8, n=8, max_tokens=40)

@@ -35,19 +35,28 @@ def test_how_long_a_sequence_may_be() -> None:
 
 def test_what_a_step_may_hold() -> None:
     model = tiny.decoder()
-    config = RunConfig(max_num_batched_tokens=60, max_num_seqs=5, page_size=8, enable_prefix_caching=False)
+    config = RunConfig(
+        max_num_batched_tokens=60, max_num_seqs=5, page_size=8, enable_prefix_caching=False
+    )
     assert capacity.scheduler_limits(model, config, on_gpu=False) == SchedulerLimits(
         60, 5, 8, False, None, prefill_all_first=True
     )
-    assert capacity.scheduler_limits(model, config, on_gpu=True).max_mixed_tokens == max_mixed_tokens(
-        weight_bytes(model)
-    )
+    assert capacity.scheduler_limits(
+        model, config, on_gpu=True
+    ).max_mixed_tokens == max_mixed_tokens(weight_bytes(model))
     asked = RunConfig(max_mixed_tokens=9)
-    assert [capacity.scheduler_limits(model, asked, on_gpu=gpu).max_mixed_tokens for gpu in (False, True)] == [9, 9]
-    assert not capacity.scheduler_limits(model, asked, on_gpu=True).prefill_all_first, "what was asked for is kept"
+    assert [
+        capacity.scheduler_limits(model, asked, on_gpu=gpu).max_mixed_tokens
+        for gpu in (False, True)
+    ] == [9, 9]
+    assert not capacity.scheduler_limits(model, asked, on_gpu=True).prefill_all_first, (
+        "what was asked for is kept"
+    )
 
 
-@pytest.mark.parametrize(("kind", "eight"), [("w8a8", True), ("fp8", True), ("int8", False), ("dense", False)])
+@pytest.mark.parametrize(
+    ("kind", "eight"), [("w8a8", True), ("fp8", True), ("int8", False), ("dense", False)]
+)
 def test_steps_are_larger_where_inputs_have_8_bits(kind: str, eight: bool) -> None:
     model = tiny.decoder()
     for module in model.modules():
@@ -58,21 +67,28 @@ def test_steps_are_larger_where_inputs_have_8_bits(kind: str, eight: bool) -> No
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("wanted", "rows", "max_seqs"), [(True, 40, 40), (True, 4000, 512), (False, 40, None)])
+@pytest.mark.parametrize(
+    ("wanted", "rows", "max_seqs"), [(True, 40, 40), (True, 4000, 512), (False, 40, None)]
+)
 def test_graphs_and_the_buffer_whose_address_they_know(
     monkeypatch: pytest.MonkeyPatch, wanted: bool, rows: int, max_seqs: int | None, ranks: int
 ) -> None:
     made: dict[str, tuple[Any, ...]] = {}
     for name in ("DecodeGraphs", "PrefillGraphs"):
-        monkeypatch.setattr(capacity, name, lambda *given, name=name: made.update({name: given}) or name)
+        monkeypatch.setattr(
+            capacity, name, lambda *given, name=name: made.update({name: given}) or name
+        )
     monkeypatch.setattr(capacity, "PrefillGraphCapturer", lambda: "capturer")
     reserved: list[BatchLayout] = []
     packer = SimpleNamespace(reserve=reserved.append)
     runner = SimpleNamespace(
-        packer=packer, sampler=SimpleNamespace(select_ids="select_ids"), forward="forward", last_ids="last_ids",
+        packer=packer, sampler=SimpleNamespace(select_ids="select_ids"), forward="forward",
+        last_ids="last_ids",
         decode_graphs=None, prefill_graphs=None, tp_group=TPGroup(size=ranks),
     )  # fmt: skip
-    config = RunConfig(cuda_graphs=wanted, max_num_seqs=rows, max_num_batched_tokens=5000, page_size=16)
+    config = RunConfig(
+        cuda_graphs=wanted, max_num_seqs=rows, max_num_batched_tokens=5000, page_size=16
+    )
     capacity.set_up_gpu(cast(ModelRunner, runner), config, 7)
     assert reserved == [BatchLayout(5000, rows, 5000 + rows, 14)]
     decode = {"DecodeGraphs": ("forward", "select_ids", "last_ids", packer, max_seqs, 7 * 16)}

@@ -25,7 +25,9 @@ from modelmill.runtime.chunked_prefill import (
 Cost = Callable[[int, int], float]
 
 
-def burst(pace: AdaptiveChunk, cost: Cost, rows: int, steps: int) -> tuple[list[float], list[float], list[int]]:
+def burst(
+    pace: AdaptiveChunk, cost: Cost, rows: int, steps: int
+) -> tuple[list[float], list[float], list[int]]:
     """Seconds of steps without and with prompts while prompts wait all the time, and the pieces."""
     quiet, beside, pieces = [], [], []
     for _ in range(20):
@@ -41,14 +43,19 @@ def burst(pace: AdaptiveChunk, cost: Cost, rows: int, steps: int) -> tuple[list[
 
 
 def machine(seed: int, fixed: float, each: float, noise: float) -> Cost:
-    """fixed: of a step with a prompt, over one without; each: a prompt's token; noise: spread of the logarithm."""
+    """fixed: of a step with a prompt, over one without; each: a prompt's token; noise: spread of
+    the logarithm.
+    """
     rng = random.Random(seed)
-    return lambda rows, piece: (0.03 + (fixed * 0.03 + each * piece if piece else 0)) * rng.lognormvariate(0, noise)
+    return lambda rows, piece: (
+        (0.03 + (fixed * 0.03 + each * piece if piece else 0)) * rng.lognormvariate(0, noise)
+    )
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    seed=st.integers(0, 2**16), fixed=st.floats(0, 0.8), each=st.floats(2e-5, 1.5e-3), noise=st.floats(0.0, 0.12),
+    seed=st.integers(0, 2**16), fixed=st.floats(0, 0.8), each=st.floats(2e-5, 1.5e-3),
+    noise=st.floats(0.0, 0.12),
     rows=st.integers(1, 64),
 )  # fmt: skip
 def test_few_steps_take_much_longer_and_pieces_are_as_large_as_that_allows(
@@ -61,8 +68,12 @@ def test_few_steps_take_much_longer_and_pieces_are_as_large_as_that_allows(
     if min(used) > pace.min_tokens:
         assert settled[int(0.90 * len(settled))] <= 1.1 * MAX_STEP_TIME_RATIO * median
         assert settled[int(0.99 * len(settled))] <= 3 * 1.1 * median
-    # the size whose steps reach the limit, and the one of whose steps, with noise, 6 % (1.55 deviations) do
-    most, right = ((MAX_STEP_TIME_RATIO * math.exp(-1.6 * spread) - 1 - fixed) * 0.03 / each for spread in (0.0, noise))
+    # the size whose steps reach the limit, and the one of whose steps, with noise, 6 % (1.55
+    # deviations) do
+    most, right = (
+        (MAX_STEP_TIME_RATIO * math.exp(-1.6 * spread) - 1 - fixed) * 0.03 / each
+        for spread in (0.0, noise)
+    )
     assert sum(used) / len(used) <= max(1.15 * most, pace.min_tokens)
     assert sum(used) / len(used) >= min(max(0.4 * right, pace.min_tokens), 8192)
 
@@ -118,12 +129,18 @@ def test_what_says_nothing_changes_nothing(rows: int) -> None:
 
 
 def stalled(
-    pace: AdaptiveChunk, rows: int, each: float, steps: int, stalls: dict[int, float], timed: dict[int, float]
+    pace: AdaptiveChunk,
+    rows: int,
+    each: float,
+    steps: int,
+    stalls: dict[int, float],
+    timed: dict[int, float],
 ) -> list[tuple[int, float]]:
-    """(piece, time over that of a step without one) of steps beside many rows, after some beside few.
+    """(piece, time over that of a step without one) of steps beside many rows, after some beside
+    few.
 
-    stalls: how many times as long some steps take; timed: the same for some of those without a piece, by their number.
-    The step after one is launched by then, and seems to take no time.
+    stalls: how many times as long some steps take; timed: the same for some of those without a
+    piece, by their number. The step after one is launched by then, and seems to take no time.
     """
     for _ in range(20):
         pace.observe(max(1, rows // 4), 0, 1.0)
@@ -151,25 +168,37 @@ def stalled(
 def test_stalls_are_forgotten(
     stalls: dict[int, float], timed: dict[int, float], rows: int, each: float, first: int | None
 ) -> None:
-    """However steps were disturbed, soon after it pieces are what they are without; few take long meanwhile."""
+    """However steps were disturbed, soon after it pieces are what they are without; few take long
+    meanwhile.
+    """
     calm = stalled(AdaptiveChunk(8, 8192, initial=first), rows, each, 1200, {}, {})
     told = stalled(AdaptiveChunk(8, 8192, initial=first), rows, each, 1200, stalls, timed)
-    undisturbed = [seconds for piece, seconds in told if seconds == (1.4 + each * piece if piece else 1.0)]
+    undisturbed = [
+        seconds for piece, seconds in told if seconds == (1.4 + each * piece if piece else 1.0)
+    ]
     # nobody waits long for steps that are too large: what was timed is doubted within a few
-    assert sum(seconds > 1.3 * MAX_STEP_TIME_RATIO for seconds in undisturbed) <= 3 * MIN_RETIME_STEPS
+    assert (
+        sum(seconds > 1.3 * MAX_STEP_TIME_RATIO for seconds in undisturbed) <= 3 * MIN_RETIME_STEPS
+    )
     usual = [piece for piece, _ in calm[900:] if piece]
     after = [piece for piece, _ in told[900:] if piece]
     assert 0.6 * sum(usual) / len(usual) <= sum(after) / len(after) <= 1.4 * sum(usual) / len(usual)
 
 
 def test_one_stall_where_answers_were_timed_does_not_make_the_pieces_run_away() -> None:
-    """The first time beside many answers was a thousand times too long: 122 steps of 9.6 times the usual followed."""
-    told = stalled(AdaptiveChunk(128, 8192, initial=512, alignment=64), 40, 1e-3, 400, {}, {0: 1000.0})
+    """The first time beside many answers was a thousand times too long: 122 steps of 9.6 times the
+    usual followed.
+    """
+    told = stalled(
+        AdaptiveChunk(128, 8192, initial=512, alignment=64), 40, 1e-3, 400, {}, {0: 1000.0}
+    )
     assert sum(seconds > 3 for _, seconds in told) <= 2
 
 
 def test_one_time_that_is_too_short_does_not_keep_the_pieces_small() -> None:
-    """Steps launched ahead: the one after a stall seems to take no time, and may be the one that is timed."""
+    """Steps launched ahead: the one after a stall seems to take no time, and may be the one that is
+    timed.
+    """
     pace = AdaptiveChunk(8, 8192, initial=512)
     pace.observe(10, 0, 1.0)
     pace.observe(40, 0, 0.05)
@@ -190,7 +219,9 @@ def test_steps_that_prompts_fill_take_no_longer_than_a_second() -> None:
     assert pace.max_prefill_tokens(4096) == 500
     assert pace.max_prefill_tokens(300) == 300
     pace.observe_prefill(500, 100.0 * MAX_PREFILL_SECONDS)
-    assert pace.max_prefill_tokens(4096) == 500, "one that took long may have waited for something else"
+    assert pace.max_prefill_tokens(4096) == 500, (
+        "one that took long may have waited for something else"
+    )
     pace.observe_prefill(500, 100.0 * MAX_PREFILL_SECONDS)
     assert pace.max_prefill_tokens(4096) == MIN_PREFILL_TOKENS, "fewer would not be faster"
     for _ in range(2):
@@ -198,7 +229,9 @@ def test_steps_that_prompts_fill_take_no_longer_than_a_second() -> None:
     assert pace.max_prefill_tokens(4096) == 4096
 
 
-@pytest.mark.parametrize(("weights", "expected"), [(15 << 30, MIN_MIXED_TOKENS), (270_000_000, 25984), (0, None)])
+@pytest.mark.parametrize(
+    ("weights", "expected"), [(15 << 30, MIN_MIXED_TOKENS), (270_000_000, 25984), (0, None)]
+)
 def test_mixed_tokens_follow_the_weights(weights: int, expected: int | None) -> None:
     found = max_mixed_tokens(weights)
     assert found % 128 == 0

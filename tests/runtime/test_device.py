@@ -22,7 +22,9 @@ def test_who_waits_for_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> No
         compile_cpu_kernels("tpu", lambda *_: None)
 
 
-def test_kernels_are_missing_in_an_empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_missing_in_an_empty_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernels.env, "cache_dir", lambda: tmp_path)
     monkeypatch.setattr(kernels, "_compiler", lambda: ("c++", "a version"))
     assert kernels.needs_compile()

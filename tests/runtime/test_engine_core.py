@@ -20,7 +20,9 @@ KINDS = [("fixed", None), ("prompt", None), ("running", None), ("fixed", 12)]
 
 
 def whole(model, ids: list[int], prompt: int) -> torch.Tensor:
-    """Logits of one sequence in a single step on its own pages, in order: no scheduler, no packer."""
+    """Logits of one sequence in a single step on its own pages, in order: no scheduler, no
+    packer.
+    """
     n = len(ids)
     kv = KVCache.allocate(model.kv, -(-n // 8), 8, torch.float32, "cpu")
     rule = model.rope_rule
@@ -37,7 +39,9 @@ def whole(model, ids: list[int], prompt: int) -> torch.Tensor:
         max_query=n,
         max_context=n,
         kv=kv,
-        ops=select_backends("cpu", dict.fromkeys(("linear", "paged_attention", "rope_cache"), "torch")),
+        ops=select_backends(
+            "cpu", dict.fromkeys(("linear", "paged_attention", "rope_cache"), "torch")
+        ),
     )
     with torch.inference_mode():
         return model(step)
@@ -58,7 +62,9 @@ def test_equal_however_it_is_cut(kind: str, window: int | None) -> None:
     assert tiny.run(small, todo) == expected, "preempted"
     assert small.stats().preemptions > 0
     assert tiny.run(tiny.make_engine(model, overlap=True), todo) == expected, "launched ahead"
-    assert tiny.run(tiny.make_engine(model, pages=12, overlap=True), todo) == expected, "ahead and preempted"
+    assert tiny.run(tiny.make_engine(model, pages=12, overlap=True), todo) == expected, (
+        "ahead and preempted"
+    )
 
 
 @pytest.mark.parametrize(("kind", "window"), KINDS)
@@ -95,8 +101,12 @@ def test_score_equals_one_whole_pass(kind: str) -> None:
         assert torch.allclose(logits, whole(model, ids, 18), atol=1e-4)
     tiny.assert_idle(few)
     seen: list[tuple[int, int, int]] = []
-    engine.scorer().run(lists, None, lambda w, f, x: seen.append((w, f, len(x))), lambda w, p: p % 10 == 9)
-    assert {(w, f) for w, f, _ in seen} == {(w, p) for w, ids in enumerate(lists) for p in range(9, len(ids), 10)}
+    engine.scorer().run(
+        lists, None, lambda w, f, x: seen.append((w, f, len(x))), lambda w, p: p % 10 == 9
+    )
+    assert {(w, f) for w, f, _ in seen} == {
+        (w, p) for w, ids in enumerate(lists) for p in range(9, len(ids), 10)
+    }
     with pytest.raises(CapacityError, match="longest sequence"):
         engine.score([[5] * 200])
     tiny.assert_idle(engine)
@@ -134,7 +144,10 @@ def test_seeded_sampling_is_the_same_alone_and_in_a_batch(overlap: bool) -> None
         tiny.params(temperature=2.0, max_tokens=5, logit_bias={5: 3.0}, seed=-3),
     ]
     given = tiny.prompts(len(hows), 3, 30)
-    todo = [Request(id=str(i), prompt=p, params=h, eos_ids=(1,)) for i, (p, h) in enumerate(zip(given, hows))]
+    todo = [
+        Request(id=str(i), prompt=p, params=h, eos_ids=(1,))
+        for i, (p, h) in enumerate(zip(given, hows))
+    ]
     expected = tiny.run_one_by_one(tiny.make_engine(model), todo)
     assert tiny.run(tiny.make_engine(model, overlap=overlap), todo) == expected
     small = tiny.make_engine(model, pages=9, max_num_batched_tokens=9, overlap=overlap)
@@ -158,16 +171,22 @@ def test_n_forks_share_the_prompt_and_more_than_the_rows_wait() -> None:
     request = tiny.requests([prompt], how)
     expected = tiny.run(tiny.make_engine(), request)
     assert len(expected) == 7
-    for options in ({"max_num_seqs": 3}, {"pages": 10}, {"overlap": True}, {"pages": 7, "overlap": True}):
+    for options in (
+        {"max_num_seqs": 3},
+        {"pages": 10},
+        {"overlap": True},
+        {"pages": 7, "overlap": True},
+    ):
         assert tiny.run(tiny.make_engine(**options), request) == expected, options
 
 
 def test_stops_and_limits() -> None:
     model = tiny.decoder()
     prompt = tiny.prompts(1, 10, 10)[0]
-    free = tiny.run(tiny.make_engine(model), tiny.requests([prompt], tiny.params(ignore_eos=True, max_tokens=10)))[
-        "0", 0
-    ]
+    free = tiny.run(
+        tiny.make_engine(model),
+        tiny.requests([prompt], tiny.params(ignore_eos=True, max_tokens=10)),
+    )["0", 0]
     at = next(i for i in range(2, 10) if free[i] not in free[:i])
     stop = free[at]
     for overlap in (False, True):
@@ -177,11 +196,15 @@ def test_stops_and_limits() -> None:
             events = tiny.drain(engine)
             assert tuple(e.token_id for e in events) == (*free[:at], None)
             assert (events[-1].finish_reason, events[-1].stop_token_id) == (FinishReason.STOP, stop)
-        engine.add(Request(id="x", prompt=prompt, params=tiny.params(min_tokens=8), eos_ids=(stop,)))
+        engine.add(
+            Request(id="x", prompt=prompt, params=tiny.params(min_tokens=8), eos_ids=(stop,))
+        )
         events = tiny.drain(engine)
         assert stop not in [e.token_id for e in events[:8]]
         assert len(events) >= 8
-        engine.add(Request(id="x", prompt=prompt, params=tiny.params(max_tokens=None, ignore_eos=True)))
+        engine.add(
+            Request(id="x", prompt=prompt, params=tiny.params(max_tokens=None, ignore_eos=True))
+        )
         events = tiny.drain(engine)
         assert len(events) == engine.max_model_len - 10
         assert events[-1].finish_reason == FinishReason.LENGTH
@@ -192,7 +215,9 @@ def test_stops_and_limits() -> None:
 def test_no_tokens_asked() -> None:
     engine = tiny.make_engine()
     prompt = tiny.prompts(1, 128, 128)[0]
-    engine.add(Request(id="x", prompt=prompt, params=tiny.params(max_tokens=0, prompt_logprobs=1, n=2)))
+    engine.add(
+        Request(id="x", prompt=prompt, params=tiny.params(max_tokens=0, prompt_logprobs=1, n=2))
+    )
     events = tiny.drain(engine)
     assert [e.finish_reason for e in events] == [FinishReason.LENGTH] * 2
     assert all(e.token_id is None for e in events)
@@ -227,7 +252,9 @@ def test_alone_in_an_exhausted_pool_ends_with_length() -> None:
     held = [engine.scheduler.pool.alloc() for _ in range(12)]
     for overlap in (False, True):
         engine._overlap = overlap
-        engine.add(Request(id="x", prompt=(3,) * 20, params=tiny.params(max_tokens=100, ignore_eos=True)))
+        engine.add(
+            Request(id="x", prompt=(3,) * 20, params=tiny.params(max_tokens=100, ignore_eos=True))
+        )
         events = tiny.drain(engine)
         assert events[-1].finish_reason == FinishReason.LENGTH
         assert len([e for e in events if e.token_id is not None]) == 32 - 20 + 1
@@ -239,7 +266,9 @@ def test_alone_in_an_exhausted_pool_ends_with_length() -> None:
 def test_abort_and_finish_give_everything_back() -> None:
     for overlap in (False, True):
         engine = tiny.make_engine(overlap=overlap, max_num_batched_tokens=16)
-        for request in tiny.requests(tiny.prompts(6, 10, 40), tiny.params(max_tokens=60, ignore_eos=True, n=2)):
+        for request in tiny.requests(
+            tiny.prompts(6, 10, 40), tiny.params(max_tokens=60, ignore_eos=True, n=2)
+        ):
             engine.add(request)
         for _ in range(12):
             engine.step()
@@ -260,10 +289,16 @@ def test_abort_and_finish_give_everything_back() -> None:
 def test_logprobs(how: str) -> None:
     model = tiny.decoder()
     prompt = tiny.prompts(1, 25, 25)[0]
-    engine = tiny.make_engine(model, max_num_batched_tokens=64 if how == "all" else 6, overlap=how == "last")
-    given = tiny.params(temperature=0.8, seed=1, logprobs=3, prompt_logprobs=2, max_tokens=5, ignore_eos=True)
+    engine = tiny.make_engine(
+        model, max_num_batched_tokens=64 if how == "all" else 6, overlap=how == "last"
+    )
+    given = tiny.params(
+        temperature=0.8, seed=1, logprobs=3, prompt_logprobs=2, max_tokens=5, ignore_eos=True
+    )
     events = [
-        e for _ in range(2) for e in ([engine.add(Request(id="x", prompt=prompt, params=given))] and tiny.drain(engine))
+        e
+        for _ in range(2)
+        for e in ([engine.add(Request(id="x", prompt=prompt, params=given))] and tiny.drain(engine))
     ]
     events = events[:5]
     answer = [e.token_id for e in events]
@@ -278,7 +313,9 @@ def test_logprobs(how: str) -> None:
         row = logs[24 + i]
         top = row.topk(3).indices.tolist()
         assert list(event.logprobs)[:3] == top
-        assert event.logprobs[event.token_id].logprob == pytest.approx(row[event.token_id].item(), abs=1e-4)
+        assert event.logprobs[event.token_id].logprob == pytest.approx(
+            row[event.token_id].item(), abs=1e-4
+        )
         assert event.logprobs[event.token_id].rank == int((row > row[event.token_id]).sum()) + 1
     assert events[1].prompt_logprobs is None
 
@@ -319,7 +356,9 @@ def test_out_of_memory_fails_only_what_must_fail() -> None:
         engine.add(request)
     ended = tiny.finish_reasons(tiny.drain(engine))
     for i, request in enumerate(todo):
-        assert (ended[str(i), 0] == FinishReason.ABORT) == (len(request.prompt) + len(expected[str(i), 0]) - 1 > 30)
+        assert (ended[str(i), 0] == FinishReason.ABORT) == (
+            len(request.prompt) + len(expected[str(i), 0]) - 1 > 30
+        )
     tiny.assert_idle(engine)
 
 
@@ -328,7 +367,9 @@ def test_trace_sees_modules_and_may_replace_their_inputs() -> None:
     ids = [list(range(2, 12))]
     plain = engine.trace(ids, "layers.*.mlp*")
     assert set(plain) == {
-        f"layers.{i}.mlp{s}" for i in (0, 1) for s in ("", ".gate_up_proj", ".act", ".down_proj", "_norm")
+        f"layers.{i}.mlp{s}"
+        for i in (0, 1)
+        for s in ("", ".gate_up_proj", ".act", ".down_proj", "_norm")
     }
     assert plain["layers.0.mlp"][0].shape == (10, 32)
 
@@ -356,7 +397,14 @@ mixes = st.lists(
 
 
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
-MIXES = (mixes, st.integers(8, 20), st.integers(5, 40), st.sampled_from([4, 9]), st.booleans(), st.booleans())
+MIXES = (
+    mixes,
+    st.integers(8, 20),
+    st.integers(5, 40),
+    st.sampled_from([4, 9]),
+    st.booleans(),
+    st.booleans(),
+)
 
 
 @settings(deadline=None, max_examples=80, phases=PHASES)
@@ -399,7 +447,11 @@ def ends_with_nothing_left(mix, pages, budget, seqs, prefix, overlap) -> None:
         for i, (_, _, _, _, _, fate, start) in enumerate(mix):
             if clock == start + 4 and fate == "abort":
                 engine.abort(str(i))
-            if clock == start + 4 and fate == "finish" and str(i) in engine.output_processor.live_sequences:
+            if (
+                clock == start + 4
+                and fate == "finish"
+                and str(i) in engine.output_processor.live_sequences
+            ):
                 engine.finish(str(i), 0)
                 expected.discard((str(i), 0))
         assert clock < 3000

@@ -21,7 +21,13 @@ def test_sizes_and_buckets() -> None:
     assert graph_batch_sizes(20) == [1, 2, 4, 8, 16, 24]
     assert graph_batch_sizes(256)[-1] == 256
     assert graph_batch_sizes(300)[-2:] == [288, 320]
-    assert [context_bucket(n) for n in (1, 4096, 4097, 16384, 16385)] == [4096, 4096, 16384, 16384, 65536]
+    assert [context_bucket(n) for n in (1, 4096, 4097, 16384, 16385)] == [
+        4096,
+        4096,
+        16384,
+        16384,
+        65536,
+    ]
 
 
 def work() -> list[Request]:
@@ -36,7 +42,10 @@ def work() -> list[Request]:
         *[tiny.params(max_tokens=10 + i) for i in range(8)],
     ]
     given = tiny.prompts(len(hows), 1, 60)
-    return [Request(id=str(i), prompt=p, params=h, eos_ids=(1,)) for i, (p, h) in enumerate(zip(given, hows))]
+    return [
+        Request(id=str(i), prompt=p, params=h, eos_ids=(1,))
+        for i, (p, h) in enumerate(zip(given, hows))
+    ]
 
 
 @pytest.mark.gpu
@@ -45,7 +54,13 @@ def test_the_same_tokens_as_the_cpu(kind: str, window: int | None) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     expected = tiny.run(tiny.make_engine(tiny.decoder(kind, window)), work())
     model = tiny.decoder(kind, window, device="cuda:0")
-    for options in ({}, {"cuda_graphs": False}, {"overlap": False}, {"pages": 16}, {"max_num_batched_tokens": 9}):
+    for options in (
+        {},
+        {"cuda_graphs": False},
+        {"overlap": False},
+        {"pages": 16},
+        {"max_num_batched_tokens": 9},
+    ):
         engine = tiny.make_engine(model, **options)
         assert tiny.run(engine, work()) == expected, options
         if "cuda_graphs" not in options:
@@ -60,11 +75,15 @@ def test_the_same_tokens_as_the_cpu(kind: str, window: int | None) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "window"), KINDS)
 @pytest.mark.parametrize("cached", [False, True])
-def test_prompts_by_graph_give_the_tokens_of_the_cpu(kind: str, window: int | None, *, cached: bool) -> None:
+def test_prompts_by_graph_give_the_tokens_of_the_cpu(
+    kind: str, window: int | None, *, cached: bool
+) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     todo = tiny.requests(tiny.prompts(12, 2, 60, seed=4))
     expected = tiny.run_one_by_one(tiny.make_engine(tiny.decoder(kind, window)), todo)
-    engine = tiny.make_engine(tiny.decoder(kind, window, device="cuda:0"), enable_prefix_caching=cached)
+    engine = tiny.make_engine(
+        tiny.decoder(kind, window, device="cuda:0"), enable_prefix_caching=cached
+    )
     for _ in range(3):
         assert tiny.run_one_by_one(engine, todo) == expected
     assert tiny.run(engine, todo) == expected
@@ -87,7 +106,9 @@ def by_graph_as_launched(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv", ["int8", "fp8"])
-def test_prompts_over_8_bit_pages_answer_by_graph_as_launched(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_over_8_bit_pages_answer_by_graph_as_launched(
+    kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny.decoder(device="cuda:0")
     todo = tiny.requests(tiny.prompts(12, 2, 60, seed=4))
     options = {"kv_cache_dtype": kv, "kv_cache_bytes": 1 << 22, "enable_prefix_caching": False}
@@ -95,9 +116,12 @@ def test_prompts_over_8_bit_pages_answer_by_graph_as_launched(kv: str, monkeypat
 
 
 def wide() -> Decoder:
-    """Wide enough for the kernels of prompts of 7B models: heads of 128, a gated product of 11,008, bfloat16."""
+    """Wide enough for the kernels of prompts of 7B models: heads of 128, a gated product of 11,008,
+    bfloat16.
+    """
     config = DecoderConfig(
-        hidden=512, inner=11008, layers=2, heads=4, kv_heads=4, head_dim=128, vocab=tiny.VOCAB, eps=1e-6, max_len=2048,
+        hidden=512, inner=11008, layers=2, heads=4, kv_heads=4, head_dim=128, vocab=tiny.VOCAB,
+        eps=1e-6, max_len=2048,
         rope=RopeSpec(128, 10000.0, 2048), qkv_bias=True,
     )  # fmt: skip
     model = Decoder(config)
@@ -107,11 +131,17 @@ def wide() -> Decoder:
 
 
 @pytest.mark.gpu
-def test_prompts_of_a_wide_model_answer_by_graph_as_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts' attention, whose counters are a graph's own there, and the gated product of many rows."""
+def test_prompts_of_a_wide_model_answer_by_graph_as_launched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts' attention, whose counters are a graph's own there, and the gated product of many
+    rows.
+    """
     model = wide()
     todo = tiny.requests(
-        tiny.prompts(2, 100, 500, seed=5) + tiny.prompts(3, 1008, 1024, seed=6) + tiny.prompts(1, 512, 512)
+        tiny.prompts(2, 100, 500, seed=5)
+        + tiny.prompts(3, 1008, 1024, seed=6)
+        + tiny.prompts(1, 512, 512)
     )
     options = {
         "max_num_batched_tokens": 1024,
@@ -124,10 +154,16 @@ def test_prompts_of_a_wide_model_answer_by_graph_as_launched(monkeypatch: pytest
 
 @pytest.mark.gpu
 def test_warm_up_records_prompts_of_all_sizes() -> None:
-    engine = tiny.make_engine(tiny.decoder(device="cuda:0"), max_num_batched_tokens=64, enable_prefix_caching=False)
+    engine = tiny.make_engine(
+        tiny.decoder(device="cuda:0"), max_num_batched_tokens=64, enable_prefix_caching=False
+    )
     engine.warm_up(1, all_specializations=True)
     assert engine.model_runner.prefill_graphs is not None
-    assert len(engine.model_runner.prefill_graphs) == len(engine.model_runner.prefill_graphs.sizes) == 3
+    assert (
+        len(engine.model_runner.prefill_graphs)
+        == len(engine.model_runner.prefill_graphs.sizes)
+        == 3
+    )
     todo = tiny.requests(tiny.prompts(12, 2, 60, seed=4))
     assert tiny.run_one_by_one(engine, todo) == tiny.run_one_by_one(tiny.make_engine(), todo)
     assert len(engine.model_runner.prefill_graphs) == 3, "nothing is met for the first time"
@@ -171,6 +207,8 @@ def test_pages_follow_from_the_memory_that_is_free() -> None:
     from modelmill.core.config import RunConfig
     from modelmill.runtime.engine_core import EngineCore
 
-    engine = EngineCore(tiny.decoder(device="cuda:0"), RunConfig(max_num_seqs=4, max_num_batched_tokens=64))
+    engine = EngineCore(
+        tiny.decoder(device="cuda:0"), RunConfig(max_num_seqs=4, max_num_batched_tokens=64)
+    )
     assert engine.num_pages == 4 * 8
     tiny.run(engine, tiny.requests(tiny.prompts(3)))

@@ -17,7 +17,9 @@ def test_inputs_may_be_changed_and_outputs_are_seen() -> None:
     model = nn.Sequential(nn.Identity(), nn.ReLU())
     seen = []
     with attach_forward_hooks(
-        model, lambda name, args: (args[0] - 3,) if name == "1" else None, lambda *told: seen.append(told)
+        model,
+        lambda name, args: (args[0] - 3,) if name == "1" else None,
+        lambda *told: seen.append(told),
     ):
         out = model(torch.tensor([1.0, 5.0]))
     assert out.tolist() == [0.0, 2.0]

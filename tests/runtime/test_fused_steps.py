@@ -1,4 +1,6 @@
-"""Steps that run all layers as one op give what the modules give, and modules run whenever somebody watches them."""
+"""Steps that run all layers as one op give what the modules give, and modules run whenever somebody
+watches them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from modelmill.runtime.engine_core import EngineCore
 from modelmill.weights import base
 from tests.runtime import tiny
 
-pytestmark = pytest.mark.skipif(build.available("cpu") is not None, reason=str(build.available("cpu")))
+pytestmark = pytest.mark.skipif(
+    build.available("cpu") is not None, reason=str(build.available("cpu"))
+)
 
 
 def _loop(kind: str, window: int | None, weight: str) -> EngineCore:
@@ -21,15 +25,22 @@ def _loop(kind: str, window: int | None, weight: str) -> EngineCore:
         for module in model.modules():
             if isinstance(module, Linear):
                 module.weight = base.pack("int8", module.weight.dense(), torch.float32)
-    return EngineCore(model, RunConfig(device="cpu", max_num_batched_tokens=16, kv_cache_bytes=1 << 20))
+    return EngineCore(
+        model, RunConfig(device="cpu", max_num_batched_tokens=16, kv_cache_bytes=1 << 20)
+    )
 
 
 @pytest.mark.parametrize("weight", ["dense", "int8"])
-@pytest.mark.parametrize(("kind", "window"), [("fixed", None), ("prompt", None), ("running", None), ("fixed", 8)])
+@pytest.mark.parametrize(
+    ("kind", "window"), [("fixed", None), ("prompt", None), ("running", None), ("fixed", 8)]
+)
 def test_whole_steps_equal_watched_ones(kind: str, window: int | None, weight: str) -> None:
     loop = _loop(kind, window, weight)
     assert loop.ops.decode is not None
-    ids = [torch.randint(tiny.VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 30, 1)]
+    ids = [
+        torch.randint(tiny.VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+        for n in (5, 30, 1)
+    ]
     whole = loop.score(ids, decode_from=3)
     seen = []
     with loop.model_runner.forward_hooks(after=lambda name, *_: seen.append(name)):

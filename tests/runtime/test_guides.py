@@ -17,7 +17,10 @@ GRAMMAR = Grammar("regex", "anything")
 
 
 class Alternating:
-    """Even tokens, then odd ones, in turn; after six, the end. lost: as a grammar that could not be followed."""
+    """Even tokens, then odd ones, in turn; after six, the end.
+
+    lost: as a grammar that could not be followed.
+    """
 
     def __init__(self, lost: bool = False) -> None:
         self.taken: list[int] = []
@@ -36,11 +39,16 @@ class Alternating:
 
 
 def guided(prompts: list[tuple[int, ...]], **params: object) -> list[Request]:
-    return [replace(request, grammar=GRAMMAR) for request in tiny.requests(prompts, tiny.params(**params))]
+    return [
+        replace(request, grammar=GRAMMAR)
+        for request in tiny.requests(prompts, tiny.params(**params))
+    ]
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"temperature": 1.0, "seed": 3}, {"n": 3, "temperature": 1.0, "min_tokens": 9}], ids=str
+    "how",
+    [{}, {"temperature": 1.0, "seed": 3}, {"n": 3, "temperature": 1.0, "min_tokens": 9}],
+    ids=str,
 )
 @pytest.mark.parametrize("overlap", [False, True])
 def test_only_what_is_allowed_and_others_are_as_ever(how: dict[str, object], overlap: bool) -> None:
@@ -48,8 +56,13 @@ def test_only_what_is_allowed_and_others_are_as_ever(how: dict[str, object], ove
     plain = tiny.run(tiny.make_engine(), tiny.requests(prompts[1::2], tiny.params(max_tokens=20)))
     engine = tiny.make_engine(overlap=overlap, pages=24)
     engine.input_processor.guide_factory = lambda _: Alternating()
-    mixed = [*guided(prompts[::2], max_tokens=20, **how), *tiny.requests(prompts[1::2], tiny.params(max_tokens=20))]
-    found = tiny.run(engine, [replace(request, id=str(place)) for place, request in enumerate(mixed)])
+    mixed = [
+        *guided(prompts[::2], max_tokens=20, **how),
+        *tiny.requests(prompts[1::2], tiny.params(max_tokens=20)),
+    ]
+    found = tiny.run(
+        engine, [replace(request, id=str(place)) for place, request in enumerate(mixed)]
+    )
     for (id, _), ids in found.items():
         if int(id) < 6:
             assert [token % 2 for token in ids] == [0, 1] * 3, ids
@@ -59,7 +72,9 @@ def test_only_what_is_allowed_and_others_are_as_ever(how: dict[str, object], ove
 
 @pytest.mark.parametrize("lost", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_an_answer_whose_grammar_was_lost_does_not_end_as_if_it_were_whole(overlap: bool, lost: bool) -> None:
+def test_an_answer_whose_grammar_was_lost_does_not_end_as_if_it_were_whole(
+    overlap: bool, lost: bool
+) -> None:
     engine = tiny.make_engine(overlap=overlap)
     engine.input_processor.guide_factory = lambda _: Alternating(lost)
     engine.add(guided([(2, 3)], max_tokens=20)[0])

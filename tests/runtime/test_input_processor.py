@@ -29,7 +29,11 @@ def test_handed_in_together_the_longest_answers_are_served_first() -> None:
 
 def test_what_is_drawn_does_not_depend_on_the_order_of_service() -> None:
     todo = [
-        Request(id=str(i), prompt=(5, 6, 7), params=tiny.params(temperature=1.5, max_tokens=n, ignore_eos=True))
+        Request(
+            id=str(i),
+            prompt=(5, 6, 7),
+            params=tiny.params(temperature=1.5, max_tokens=n, ignore_eos=True),
+        )
         for i, n in enumerate((4, 12, 8))
     ]
     engine = tiny.make_engine(seed=3)
@@ -42,7 +46,10 @@ def test_what_is_drawn_does_not_depend_on_the_order_of_service() -> None:
     other = tiny.make_engine(seed=3)
     for request in (*todo, later):
         other.add(request)
-    assert tiny.output_ids(tiny.drain(engine))["later", 0] == tiny.output_ids(tiny.drain(other))["later", 0]
+    assert (
+        tiny.output_ids(tiny.drain(engine))["later", 0]
+        == tiny.output_ids(tiny.drain(other))["later", 0]
+    )
 
 
 def test_a_request_that_cannot_be_served_is_refused_among_others() -> None:
@@ -63,9 +70,17 @@ def test_an_id_outside_the_vocabulary_is_refused_in_one_line(wrong: int) -> None
     assert "\n" not in str(told.value)
 
 
-@given(st.lists(st.integers(0, 99), min_size=1, max_size=9), st.lists(st.integers(0, 99), max_size=5), st.data())
-def test_a_sequence_writes_its_tokens_from_anywhere(prompt: list[int], answer: list[int], data: st.DataObject) -> None:
-    seq = Sequence(Request(id="r", prompt=tuple(prompt), params=tiny.params()), 0, 0, RULE, max_length=99)
+@given(
+    st.lists(st.integers(0, 99), min_size=1, max_size=9),
+    st.lists(st.integers(0, 99), max_size=5),
+    st.data(),
+)
+def test_a_sequence_writes_its_tokens_from_anywhere(
+    prompt: list[int], answer: list[int], data: st.DataObject
+) -> None:
+    seq = Sequence(
+        Request(id="r", prompt=tuple(prompt), params=tiny.params()), 0, 0, RULE, max_length=99
+    )
     seq.tokens += answer
     tokens = prompt + answer
     start = data.draw(st.integers(0, len(tokens)))

@@ -34,7 +34,9 @@ def test_ranks_have_as_many_pages_as_the_one_with_the_fewest() -> None:
 
     size = SHAPE.page_bytes(16, torch.float32)
     config = RunConfig(max_num_seqs=4)
-    assert kv_pages_for_bytes(SHAPE, torch.float32, config, 100, 20 * size, tp_group=Poor(0, 2)) == 11
+    assert (
+        kv_pages_for_bytes(SHAPE, torch.float32, config, 100, 20 * size, tp_group=Poor(0, 2)) == 11
+    )
     with pytest.raises(CapacityError, match="--max-model-len"):
         kv_pages_for_bytes(SHAPE, torch.float32, config, 1000, 200 * size, tp_group=Poor(0, 2))
 
@@ -47,15 +49,21 @@ def test_too_little_says_what_would_fit() -> None:
         kv_pages_for_bytes(SHAPE, torch.float32, RunConfig(), 100, -5)
 
 
-def test_more_than_there_is_is_refused_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_there_is_is_refused_before_it_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(
-        "modelmill.core.memory_limits.available_memory", lambda: memory_limits.MemoryInfo(1 << 16, 1 << 16)
+        "modelmill.core.memory_limits.available_memory",
+        lambda: memory_limits.MemoryInfo(1 << 16, 1 << 16),
     )
     with pytest.raises(CapacityError, match=r"would take 8\.00 MiB, .* may have 64\.00 KiB"):
         EngineCore(tiny.decoder(), RunConfig(kv_cache_bytes=1 << 30))
     # what the limits can never use is not asked for
     assert (
-        EngineCore(tiny.decoder(), RunConfig(kv_cache_bytes=1 << 30, max_num_seqs=1, max_model_len=16)).num_pages == 1
+        EngineCore(
+            tiny.decoder(), RunConfig(kv_cache_bytes=1 << 30, max_num_seqs=1, max_model_len=16)
+        ).num_pages
+        == 1
     )
 
 
@@ -79,8 +87,12 @@ def test_threads() -> None:
 
 
 def test_threads_stay_within_the_containers_quota(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("modelmill.runtime.device.os.sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setattr(
+        "modelmill.runtime.device.os.sched_getaffinity", lambda _: set(range(64)), raising=False
+    )
     monkeypatch.setattr("modelmill.runtime.device.psutil.cpu_count", lambda logical: 64)
     for quota, cores in ((0.5, 1), (1.5, 2), (float("inf"), 64)):
-        monkeypatch.setattr("modelmill.runtime.device.memory_limits.cpu_quota", lambda quota=quota: quota)
+        monkeypatch.setattr(
+            "modelmill.runtime.device.memory_limits.cpu_quota", lambda quota=quota: quota
+        )
         assert available_cores() == cores

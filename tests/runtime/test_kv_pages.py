@@ -14,7 +14,9 @@ COUNT = 6
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Holds stand for sequences' references; ``content`` says what a page is known for, ``had`` who was ever taken."""
+    """Holds stand for sequences' references; ``content`` says what a page is known for, ``had`` who
+    was ever taken.
+    """
 
     holds = Bundle("holds")
 
@@ -41,9 +43,13 @@ class PoolMachine(RuleBasedStateMachine):
         if left:
             assert page in left, "a page that was given back is taken first"
         elif len(idle) < max(self.pool.max_idle, 1) and len(self.had) < COUNT:
-            assert page not in self.had, "a prefix was forgotten while another page could be had for it"
+            assert page not in self.had, (
+                "a prefix was forgotten while another page could be had for it"
+            )
         else:
-            assert page in idle, "a page that nobody has had was taken for more prefixes than are kept"
+            assert page in idle, (
+                "a page that nobody has had was taken for more prefixes than are kept"
+            )
         self.had.add(page)
         self.held[page] = 1
         self.content.pop(page, None)
@@ -81,7 +87,9 @@ class PoolMachine(RuleBasedStateMachine):
     def reuse(self, key: int) -> int | None:
         page = self.pool.lookup(bytes([key]))
         if page is not None:
-            assert self.content[page] == bytes([key]), "a prefix was found in a page that holds something else"
+            assert self.content[page] == bytes([key]), (
+                "a prefix was found in a page that holds something else"
+            )
             self.pool.incref(page)
             self.held[page] = self.held.get(page, 0) + 1
         return page

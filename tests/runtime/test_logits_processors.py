@@ -1,4 +1,6 @@
-"""Every key of generation_config that is honoured, against transformers' generate on one tiny LLaMA."""
+"""Every key of generation_config that is honoured, against transformers' generate on one tiny
+LLaMA.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ KEYS: dict[str, list[Any]] = {
     "encoder_repetition_penalty": [0.6, 1.6],
     "repetition_penalty": [1.4, 0.7],
     "bad_words_ids": [WORDS, [[t] for t in range(0, 60, 2)]],
-    "sequence_bias": [[[w, 4.0] for w in WORDS], [[w, -5.0] for w in WORDS], [[[t, 5], 9.0] for t in range(61)]],
+    "sequence_bias": [
+        [[w, 4.0] for w in WORDS],
+        [[w, -5.0] for w in WORDS],
+        [[[t, 5], 9.0] for t in range(61)],
+    ],
     "suppress_tokens": [list(range(30)), [40]],
     "begin_suppress_tokens": [list(range(0, 60))],
     "forced_eos_token_id": [7, [11, 7], 5],
@@ -40,13 +46,24 @@ KEYS: dict[str, list[Any]] = {
     "max_new_tokens": [5],
 }
 CASES = [{key: value} for key, values in KEYS.items() for value in values] + [
-    {"no_repeat_ngram_size": 2, "bad_words_ids": WORDS, "sequence_bias": [[[9, 4], 3.0]], "repetition_penalty": 1.2},
-    {"forced_eos_token_id": 7, "suppress_tokens": [11, 3], "exponential_decay_length_penalty": [1, 1.3]},
+    {
+        "no_repeat_ngram_size": 2,
+        "bad_words_ids": WORDS,
+        "sequence_bias": [[[9, 4], 3.0]],
+        "repetition_penalty": 1.2,
+    },
+    {
+        "forced_eos_token_id": 7,
+        "suppress_tokens": [11, 3],
+        "exponential_decay_length_penalty": [1, 1.3],
+    },
     {"forced_bos_token_id": 5, "begin_suppress_tokens": list(range(40)), "min_new_tokens": 6},
 ]
 
 
-def theirs_says(theirs: Any, prompt: tuple[int, ...], raw: dict[str, Any], **more: Any) -> list[int]:
+def theirs_says(
+    theirs: Any, prompt: tuple[int, ...], raw: dict[str, Any], **more: Any
+) -> list[int]:
     limits = {} if {"max_length", "max_new_tokens"} & set(raw) else {"max_new_tokens": 14}
     config = pytest.importorskip("transformers").GenerationConfig(
         **raw, **limits, **more, eos_token_id=list(EOS), pad_token_id=0
@@ -87,7 +104,9 @@ def test_greedy_answers_are_those_of_transformers(pair: Any, raw: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    "raw", [*CASES, {"renormalize_logits": True, "repetition_penalty": 1.5}], ids=lambda r: str(r)[:50]
+    "raw",
+    [*CASES, {"renormalize_logits": True, "repetition_penalty": 1.5}],
+    ids=lambda r: str(r)[:50],
 )
 def test_beams_are_those_of_transformers(pair: Any, raw: dict[str, Any]) -> None:  # noqa: F811
     ours, theirs = pair
@@ -110,12 +129,17 @@ def test_in_one_batch_as_alone_and_switched_off_by_a_request(pair: Any) -> None:
     ours, _ = pair
     given = prompts()
     hows = [read_generation(raw).resolve(SamplingParams(max_tokens=12), 3) for raw in CASES[:6]]
-    todo = [Request(id=str(i), prompt=p, params=h, eos_ids=EOS) for i, (p, h) in enumerate(zip(given, hows))]
+    todo = [
+        Request(id=str(i), prompt=p, params=h, eos_ids=EOS)
+        for i, (p, h) in enumerate(zip(given, hows))
+    ]
     expected = tiny.run_one_by_one(tiny.make_engine(ours), todo)
     assert tiny.run(tiny.make_engine(ours), todo) == expected
     assert tiny.run(tiny.make_engine(ours, pages=14, overlap=True), todo) == expected
     engine = tiny.make_engine(ours)
-    off = ours_says(engine, given[1], {"suppress_tokens": list(range(30))}, logits_processors=LogitsProcessors())
+    off = ours_says(
+        engine, given[1], {"suppress_tokens": list(range(30))}, logits_processors=LogitsProcessors()
+    )
     assert off == ours_says(engine, given[1], {"do_sample": False})
 
 
@@ -124,23 +148,34 @@ def test_in_one_batch_as_alone_and_switched_off_by_a_request(pair: Any) -> None:
 def test_a_row_is_changed_as_transformers_changes_it(data: st.DataObject, seed: int) -> None:
     """Logits of a draw, too: the processors of transformers' own list, in its order."""
     transformers = pytest.importorskip("transformers")
-    raw = {key: data.draw(st.sampled_from(KEYS[key])) for key in data.draw(st.sets(st.sampled_from(sorted(KEYS)[:11])))}
+    raw = {
+        key: data.draw(st.sampled_from(KEYS[key]))
+        for key in data.draw(st.sets(st.sampled_from(sorted(KEYS)[:11])))
+    }
     raw = {key: value for key, value in raw.items() if key not in ("max_length", "max_new_tokens")}
     draw = torch.Generator().manual_seed(seed)
     prompt = data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=8))
     answer = data.draw(st.lists(st.integers(0, 8), max_size=5))
-    how = read_generation({"do_sample": True, **raw}).resolve(SamplingParams(max_tokens=6), len(prompt))
+    how = read_generation({"do_sample": True, **raw}).resolve(
+        SamplingParams(max_tokens=6), len(prompt)
+    )
     request = Request(id="x", prompt=tuple(prompt), params=how, eos_ids=EOS)
     seq = Sequence(request, 0, 0, RopeRule("fixed", lambda n: 0), max_length=len(prompt) + 6)
     seq.tokens += answer
     logits = torch.randn(1, 61, generator=draw) * 3
-    config = transformers.GenerationConfig(**raw, eos_token_id=list(EOS), max_length=len(prompt) + 6)
+    config = transformers.GenerationConfig(
+        **raw, eos_token_id=list(EOS), max_length=len(prompt) + 6
+    )
     config._eos_token_tensor = torch.tensor(EOS)
     owner = type("Owner", (), {"config": transformers.LlamaConfig()})()
     merge = transformers.GenerationMixin._merge_criteria_processor_list
     owner._merge_criteria_processor_list = lambda *lists: merge(owner, *lists)
     steps = transformers.GenerationMixin._get_logits_processor(
-        owner, config, input_ids_seq_length=len(prompt), encoder_input_ids=torch.tensor([prompt]), device="cpu"
+        owner,
+        config,
+        input_ids_seq_length=len(prompt),
+        encoder_input_ids=torch.tensor([prompt]),
+        device="cpu",
     )
     want = steps(torch.tensor([seq.tokens]), logits.clone())
     sampler = Sampler(61, "cpu", registry.select_backends("cpu"))
@@ -148,21 +183,35 @@ def test_a_row_is_changed_as_transformers_changes_it(data: st.DataObject, seed: 
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@given(st.lists(st.integers(0, 3), max_size=12), st.lists(st.integers(0, 3), max_size=12), st.integers(0, 5))
+@given(
+    st.lists(st.integers(0, 3), max_size=12),
+    st.lists(st.integers(0, 3), max_size=12),
+    st.integers(0, 5),
+)
 def test_ngrams_as_spelled_out(of: list[int], tokens: list[int], size: int) -> None:
     grams = [tuple(of[i : i + size]) for i in range(len(of) - size + 1)] if size else []
     begun = tuple(tokens[len(tokens) - size + 1 :]) if size > 1 else ()
     possible = size > 0 and len(tokens) + 1 >= size
     want = sorted({gram[-1] for gram in grams if gram[:-1] == begun}) if possible else []
-    assert banned_ngram_ids(np.array(of, np.int64), np.array(tokens, np.int64), size).tolist() == want
+    assert (
+        banned_ngram_ids(np.array(of, np.int64), np.array(tokens, np.int64), size).tolist() == want
+    )
 
 
 @pytest.mark.parametrize(("counts", "want"), [(True, {5, 6, 8, 9}), (False, {8, 9})])
 def test_what_of_a_prompt_with_a_picture_counts(counts: bool, want: set[int]) -> None:
-    """The places of a picture are no tokens; where the original gets embeddings alone, only the answer counts."""
+    """The places of a picture are no tokens; where the original gets embeddings alone, only the
+    answer counts.
+    """
     how = SamplingParams(temperature=0.0, repetition_penalty=2.0).with_defaults({})
     insert = EmbeddingSpan(1, 3, "digest")
-    request = Request(id="x", prompt=(5, 0, 0, 0, 6), params=how, embedding_spans=(insert,), penalize_prompt=counts)
+    request = Request(
+        id="x",
+        prompt=(5, 0, 0, 0, 6),
+        params=how,
+        embedding_spans=(insert,),
+        penalize_prompt=counts,
+    )
     seq = Sequence(request, 0, 0, RopeRule("fixed", lambda n: 0), max_length=99)
     seq.tokens += [8, 9]
     sampler = Sampler(61, "cpu", registry.select_backends("cpu"))

@@ -40,7 +40,10 @@ def test_zero_copy_and_shared() -> None:
     assert model.head.weight.weight.data_ptr() == model.embed.weight.data_ptr()
     assert model.embed.weight.data_ptr() == tensors["embed.weight"].data_ptr()
     assert not any(b.is_meta for b in model.buffers())
-    assert weight_bytes(model) == sum(t.nbytes for t in tensors.values()) + model.rotary.inv_freq.nbytes
+    assert (
+        weight_bytes(model)
+        == sum(t.nbytes for t in tensors.values()) + model.rotary.inv_freq.nbytes
+    )
 
 
 def test_held_kinds_and_one_tensor_at_a_time() -> None:
@@ -58,7 +61,14 @@ def test_held_kinds_and_one_tensor_at_a_time() -> None:
     assert sorted(asked) == sorted(tensors)
     assert model.get_submodule(name).weight.format == "int8"
     with pytest.raises(CorruptArtifact, match=r"lacks the tensor layers\.0\.mlp\.down_proj\.scale"):
-        fill_weights(build_model("llama", CONFIG), get, set(tensors) - {f"{name}.scale"}, {name: "int8"}, {}, "cpu")
+        fill_weights(
+            build_model("llama", CONFIG),
+            get,
+            set(tensors) - {f"{name}.scale"},
+            {name: "int8"},
+            {},
+            "cpu",
+        )
 
 
 @pytest.mark.parametrize("name", ["embed.weight", "layers.1.attn.o_proj.weight", "norm.weight"])
@@ -80,7 +90,9 @@ def test_load_reads_the_manifest() -> None:
     manifest = SimpleNamespace(
         model_type="llama", config=CONFIG, weight_formats={}, aliases={}, build={"dtype": "float32"}
     )
-    artifact = SimpleNamespace(manifest=manifest, tensor=tensors.__getitem__, names=lambda: list(tensors), path="e")
+    artifact = SimpleNamespace(
+        manifest=manifest, tensor=tensors.__getitem__, names=lambda: list(tensors), path="e"
+    )
     model = load_model(artifact, "cpu")  # type: ignore[arg-type]
     assert model.embed.weight.shape == (61, 32)
     manifest.model_type = "lama"

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from modelmill.core.errors import RequestError
-from modelmill.core.types import POOL_LAST, POOL_MEAN, FinishReason, Request, SamplingParams, TokenOutput
+from modelmill.core.types import (
+    POOL_LAST,
+    POOL_MEAN,
+    FinishReason,
+    Request,
+    SamplingParams,
+    TokenOutput,
+)
 from modelmill.nn.decoder import Decoder
 from modelmill.nn.kv import KVCache
 from modelmill.nn.step import Step
@@ -21,7 +28,9 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
 def truth(model: Decoder, ids: tuple[int, ...]) -> torch.Tensor:
-    """What the head reads of one sequence, [T, H]: watched in a single step without scheduler and packer."""
+    """What the head reads of one sequence, [T, H]: watched in a single step without scheduler and
+    packer.
+    """
     n = len(ids)
     pages = -(-n // 8)
     step = Step(
@@ -36,7 +45,9 @@ def truth(model: Decoder, ids: tuple[int, ...]) -> torch.Tensor:
         max_query=n,
         max_context=n,
         kv=KVCache.allocate(model.kv, pages, 8, torch.float32, "cpu"),
-        ops=select_backends("cpu", dict.fromkeys(("linear", "paged_attention", "rope_cache"), "torch")),
+        ops=select_backends(
+            "cpu", dict.fromkeys(("linear", "paged_attention", "rope_cache"), "torch")
+        ),
     )
     read: list[torch.Tensor] = []
     hook = model.head.register_forward_pre_hook(lambda _, args: read.append(args[0].clone()))
@@ -50,7 +61,10 @@ def truth(model: Decoder, ids: tuple[int, ...]) -> torch.Tensor:
 
 def asked(prompts: list[tuple[int, ...]], pooling: str) -> list[Request]:
     params = tiny.params(max_tokens=0)
-    return [Request(id=f"{pooling}{i}", prompt=p, params=params, pooling=pooling) for i, p in enumerate(prompts)]
+    return [
+        Request(id=f"{pooling}{i}", prompt=p, params=params, pooling=pooling)
+        for i, p in enumerate(prompts)
+    ]
 
 
 def vectors(events: list[TokenOutput]) -> dict[str, np.ndarray]:
@@ -81,7 +95,10 @@ def test_equal_however_it_is_cut(kind: str) -> None:
     expected = {}
     for i, prompt in enumerate(prompts):
         states = truth(model, prompt)
-        expected |= {f"{POOL_MEAN}{i}": states.mean(0).numpy(), f"{POOL_LAST}{i}": states[-1].numpy()}
+        expected |= {
+            f"{POOL_MEAN}{i}": states.mean(0).numpy(),
+            f"{POOL_LAST}{i}": states[-1].numpy(),
+        }
 
     def same(found: dict[str, np.ndarray], how: str) -> None:
         assert found.keys() == expected.keys(), how
@@ -93,7 +110,10 @@ def test_equal_however_it_is_cut(kind: str) -> None:
     same(run(together, todo), "prefix cache warm")
     assert together.stats().cached_tokens > 0, "the last state may come from cached pages"
     same(run(tiny.make_engine(model, max_num_batched_tokens=7), todo), "chunked")
-    same(run(tiny.make_engine(model, max_num_batched_tokens=7, overlap=True), todo), "chunked, launched ahead")
+    same(
+        run(tiny.make_engine(model, max_num_batched_tokens=7, overlap=True), todo),
+        "chunked, launched ahead",
+    )
     small = tiny.make_engine(model, pages=12, max_num_batched_tokens=16)
     for request in tiny.requests(tiny.prompts(6, 8, 20, seed=1), tiny.params(max_tokens=40)):
         small.add(request)
@@ -101,14 +121,20 @@ def test_equal_however_it_is_cut(kind: str) -> None:
         small.add(replace(request, id="small " + request.id))
     found = vectors(tiny.drain(small))
     assert small.stats().preemptions > 0
-    same({name.removeprefix("small "): value for name, value in found.items()}, "preempted, beside answers")
+    same(
+        {name.removeprefix("small "): value for name, value in found.items()},
+        "preempted, beside answers",
+    )
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_answers_beside_it_do_not_change(overlap: bool) -> None:
     model = tiny.decoder()
     hows = [tiny.params(max_tokens=20), tiny.params(max_tokens=9, temperature=0.9, seed=4, n=3)]
-    hows += [tiny.params(max_tokens=8, prompt_logprobs=1, logprobs=1), tiny.params(max_tokens=8, num_beams=3)]
+    hows += [
+        tiny.params(max_tokens=8, prompt_logprobs=1, logprobs=1),
+        tiny.params(max_tokens=8, num_beams=3),
+    ]
     todo = [
         Request(id=str(i), prompt=p, params=how, eos_ids=(tiny.EOS,))
         for i, (p, how) in enumerate(zip(tiny.prompts(4, 5, 50), hows))
@@ -118,7 +144,9 @@ def test_answers_beside_it_do_not_change(overlap: bool) -> None:
     for request in [*todo, *asked(tiny.prompts(5, 1, 60, seed=2), POOL_MEAN)]:
         mixed.add(request)
     events = tiny.drain(mixed)
-    found = {key: ids for key, ids in tiny.output_ids(events).items() if not key[0].startswith(POOL_MEAN)}
+    found = {
+        key: ids for key, ids in tiny.output_ids(events).items() if not key[0].startswith(POOL_MEAN)
+    }
     assert found == expected
     assert len(vectors(events)) == 5
 
@@ -133,7 +161,11 @@ def test_a_prompt_without_an_answer_is_read_to_its_end(overlap: bool) -> None:
     told = []
     while loop.has_work:
         # as it stands when it is told: a server sends it at once
-        told += [len(event.prompt_logprobs or ()) for event in loop.step() if event.finish_reason is not None]
+        told += [
+            len(event.prompt_logprobs or ())
+            for event in loop.step()
+            if event.finish_reason is not None
+        ]
     assert told == [60]
     tiny.assert_idle(loop)
 

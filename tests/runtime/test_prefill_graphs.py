@@ -1,4 +1,6 @@
-"""Steps of a prompt alone: filled up to few sizes, captured when met again, the same tokens as without."""
+"""Steps of a prompt alone: filled up to few sizes, captured when met again, the same tokens as
+without.
+"""
 
 from __future__ import annotations
 
@@ -48,18 +50,30 @@ class FakeCapturer:
         return replay, out
 
 
-def filling(capturer: FakeCapturer, model: tiny.Decoder | None = None, **options: object) -> tiny.EngineCore:
+def filling(
+    capturer: FakeCapturer, model: tiny.Decoder | None = None, **options: object
+) -> tiny.EngineCore:
     """A loop on the CPU whose prompts go as they do on a GPU."""
     engine = tiny.make_engine(model, **options)
     most, longest = engine.config.max_num_batched_tokens, -(-engine.max_model_len // 8) * 8
-    engine.model_runner.prefill_graphs = PrefillGraphs(engine.model_runner.forward, capturer, most, longest)
+    engine.model_runner.prefill_graphs = PrefillGraphs(
+        engine.model_runner.forward, capturer, most, longest
+    )
     return engine
 
 
 @given(st.integers(2, 1200), st.integers(0, 9000), st.integers(1, 1500), st.integers(1, 40_000))
-def test_a_step_is_filled_up_to_the_next_size(tokens: int, before: int, most: int, longest: int) -> None:
-    found = PrefillGraphs(lambda _: torch.empty(0), FakeCapturer(), most, longest).padded_size(tokens, before + tokens)
-    held = [size for i, size in enumerate(PREFILL_GRAPH_SIZES) if i == 0 or PREFILL_GRAPH_SIZES[i - 1] < longest]
+def test_a_step_is_filled_up_to_the_next_size(
+    tokens: int, before: int, most: int, longest: int
+) -> None:
+    found = PrefillGraphs(lambda _: torch.empty(0), FakeCapturer(), most, longest).padded_size(
+        tokens, before + tokens
+    )
+    held = [
+        size
+        for i, size in enumerate(PREFILL_GRAPH_SIZES)
+        if i == 0 or PREFILL_GRAPH_SIZES[i - 1] < longest
+    ]
     holding = [size for size in held if tokens <= size <= most]
     little = bool(holding) and (holding[0] <= 512 or 64 * (holding[0] - tokens) <= holding[0])
     assert (found is not None) == little
@@ -67,7 +81,9 @@ def test_a_step_is_filled_up_to_the_next_size(tokens: int, before: int, most: in
 
 
 def test_a_token_alone_is_no_prompt() -> None:
-    assert PrefillGraphs(lambda _: torch.empty(0), FakeCapturer(), 512, 4096).padded_size(1, 1) is None
+    assert (
+        PrefillGraphs(lambda _: torch.empty(0), FakeCapturer(), 512, 4096).padded_size(1, 1) is None
+    )
 
 
 @pytest.mark.parametrize(("kind", "window"), KINDS)
@@ -75,26 +91,38 @@ def test_the_same_tokens_as_without(kind: str, window: int | None) -> None:
     model = tiny.decoder(kind, window)
     todo = tiny.requests(tiny.prompts(12, 1, 60, seed=4))
     capturer = FakeCapturer()
-    assert tiny.run_one_by_one(filling(capturer, model), todo) == tiny.run_one_by_one(tiny.make_engine(model), todo)
+    assert tiny.run_one_by_one(filling(capturer, model), todo) == tiny.run_one_by_one(
+        tiny.make_engine(model), todo
+    )
     assert 0 < capturer.captured < 8
     assert capturer.replayed >= 12 - 1 - CAPTURE_AFTER_USES * capturer.captured
 
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.lists(st.lists(st.integers(2, tiny.VOCAB - 1), min_size=1, max_size=70), min_size=1, max_size=6),
-    st.sampled_from([{}, {"pages": 16}, {"max_num_batched_tokens": 20}, {"enable_prefix_caching": False}]),
+    st.lists(
+        st.lists(st.integers(2, tiny.VOCAB - 1), min_size=1, max_size=70), min_size=1, max_size=6
+    ),
+    st.sampled_from(
+        [{}, {"pages": 16}, {"max_num_batched_tokens": 20}, {"enable_prefix_caching": False}]
+    ),
     st.booleans(),
 )
-def test_whatever_comes_the_tokens_are_the_same(prompts: list[list[int]], options: dict, together: bool) -> None:
+def test_whatever_comes_the_tokens_are_the_same(
+    prompts: list[list[int]], options: dict, together: bool
+) -> None:
     model = tiny.decoder("prompt")
     todo = tiny.requests([tuple(prompt) for prompt in prompts], tiny.params(max_tokens=4))
     how = tiny.run if together else tiny.run_one_by_one
-    assert how(filling(FakeCapturer(), model, **options), todo) == how(tiny.make_engine(model, **options), todo)
+    assert how(filling(FakeCapturer(), model, **options), todo) == how(
+        tiny.make_engine(model, **options), todo
+    )
 
 
 def test_many_ways_to_ask_beside_it() -> None:
-    """Forks, beams, log-probabilities of the prompt and draws: their steps are left as they are, or filled."""
+    """Forks, beams, log-probabilities of the prompt and draws: their steps are left as they are, or
+    filled.
+    """
     ways = [
         tiny.params(n=3, temperature=1.0, seed=1),
         tiny.params(num_beams=3, n=2),
@@ -105,11 +133,16 @@ def test_many_ways_to_ask_beside_it() -> None:
     ]
     model = tiny.decoder()
     given = tiny.prompts(len(ways), 20, 20)
-    todo = [Request(id=str(i), prompt=p, params=h, eos_ids=(1,)) for i, (p, h) in enumerate(zip(given, ways))]
+    todo = [
+        Request(id=str(i), prompt=p, params=h, eos_ids=(1,))
+        for i, (p, h) in enumerate(zip(given, ways))
+    ]
     engine = filling(FakeCapturer(), model)
     for _ in range(3):
         for request in todo:
-            assert tiny.run(engine, [request]) == tiny.run(tiny.make_engine(model, seed=0), [request]), request
+            assert tiny.run(engine, [request]) == tiny.run(
+                tiny.make_engine(model, seed=0), [request]
+            ), request
             engine.scheduler.pool.clear()
 
 
@@ -134,7 +167,9 @@ def test_what_cannot_be_recorded_is_launched_and_not_tried_again() -> None:
     assert capturer.tried == 1
     assert engine.model_runner.prefill_graphs is not None
     assert len(engine.model_runner.prefill_graphs) == 0
-    assert engine.model_runner.prefill_graphs.padded_size(3, 3) is None, "filling without a graph costs time"
+    assert engine.model_runner.prefill_graphs.padded_size(3, 3) is None, (
+        "filling without a graph costs time"
+    )
 
 
 def test_without_memory_it_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +199,9 @@ def test_no_more_are_kept_than_memory_was_set_aside_for(monkeypatch: pytest.Monk
     assert [graphs.padded_size(n, n) is not None for n in (10, 20, 40)] == [True, True, False]
 
 
-@pytest.mark.parametrize(("longest", "most"), [(112, 8192), (40, 8192), (4608, 8192), (100_000, 300)])
+@pytest.mark.parametrize(
+    ("longest", "most"), [(112, 8192), (40, 8192), (4608, 8192), (100_000, 300)]
+)
 def test_what_is_recorded_beforehand_is_what_requests_bring(longest: int, most: int) -> None:
     graphs = PrefillGraphs(lambda _: torch.empty(0), FakeCapturer(), most, longest)
     brought = {graphs.padded_size(n, n) for n in range(2, min(longest, most, 1024) + 1)} - {None}
@@ -196,7 +233,10 @@ def test_nothing_is_written_behind_what_was_sent(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         packer,
         "send",
-        lambda views: (sent.append(bytes(packer._buffer_bytes(packer._buffer_index, views))), send(views)),
+        lambda views: (
+            sent.append(bytes(packer._buffer_bytes(packer._buffer_index, views))),
+            send(views),
+        ),
     )
     monkeypatch.setattr(packer, "pack", checked)
     tiny.run(engine, tiny.requests(tiny.prompts(6, 1, 60)))

@@ -21,9 +21,18 @@ VOCAB = 200
 OPS = registry.select_backends("cpu")
 
 
-def sequence(prompt: list[int], answer: list[int], how: SamplingParams, eos: tuple[int, ...] = ()) -> Sequence:
+def sequence(
+    prompt: list[int], answer: list[int], how: SamplingParams, eos: tuple[int, ...] = ()
+) -> Sequence:
     request = Request(id="x", prompt=tuple(prompt), params=how.with_defaults({}), eos_ids=eos)
-    seq = Sequence(request, 0, 0, RopeRule("fixed", lambda n: 0), max_length=999, seed=(how.seed or 0) % (1 << 64))
+    seq = Sequence(
+        request,
+        0,
+        0,
+        RopeRule("fixed", lambda n: 0),
+        max_length=999,
+        seed=(how.seed or 0) % (1 << 64),
+    )
     seq.tokens += answer
     return seq
 
@@ -33,7 +42,11 @@ def processed(seq: Sequence, logits: torch.Tensor) -> torch.Tensor:
     hf = pytest.importorskip("transformers").generation.logits_process
     how = seq.request.params
     ids = torch.tensor([seq.tokens])
-    steps = [hf.RepetitionPenaltyLogitsProcessor(how.repetition_penalty)] if how.repetition_penalty != 1 else []
+    steps = (
+        [hf.RepetitionPenaltyLogitsProcessor(how.repetition_penalty)]
+        if how.repetition_penalty != 1
+        else []
+    )
     if how.min_tokens:
         steps.append(
             hf.MinNewTokensLengthLogitsProcessor(
@@ -68,13 +81,18 @@ def test_against_transformers(given_hows: list[SamplingParams], seed: int) -> No
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(given_hows), VOCAB, generator=generator) * 3
     ids = torch.randint(0, VOCAB, (len(given_hows), 12), generator=generator).tolist()
-    seqs = [sequence(row[:7], row[7 : 7 + i % 5], how, (3, 9)) for i, (row, how) in enumerate(zip(ids, given_hows))]
+    seqs = [
+        sequence(row[:7], row[7 : 7 + i % 5], how, (3, 9))
+        for i, (row, how) in enumerate(zip(ids, given_hows))
+    ]
     sampler = Sampler(VOCAB, "cpu", OPS)
     plan = sampler.prepare(seqs)
     before = logits.clone()
     changed = sampler._process_logits(logits, plan)
     how = brought(plan)
-    left = op.token_weights(changed, **{k: v for k, v in how.items() if k != "noise"}) if how else None
+    left = (
+        op.token_weights(changed, **{k: v for k, v in how.items() if k != "noise"}) if how else None
+    )
     for i, seq in enumerate(seqs):
         want = processed(seq, logits[i : i + 1])[0]
         if seq.request.params.greedy:
@@ -85,7 +103,9 @@ def test_against_transformers(given_hows: list[SamplingParams], seed: int) -> No
         # what is less likely than 2^-40 of the likeliest token has no weight
         above = want - want.max() + 40 * math.log(2.0)
         theirs[above < 0] = 0
-        assert torch.equal((left[i] > 0) & (above.abs() > 1e-3), (theirs > 0) & (above.abs() > 1e-3))
+        assert torch.equal(
+            (left[i] > 0) & (above.abs() > 1e-3), (theirs > 0) & (above.abs() > 1e-3)
+        )
         assert torch.allclose(left[i].double() / left[i].sum(), theirs, rtol=2e-5, atol=1e-11)
     first = sampler.sample(logits, plan, how)
     assert torch.equal(logits, before)
@@ -97,11 +117,15 @@ def test_against_transformers(given_hows: list[SamplingParams], seed: int) -> No
 
 def brought(plan: SamplingBatch) -> dict[str, torch.Tensor]:
     """How the rows of a plan are drawn, as the batch would bring it."""
-    return {name: torch.from_numpy(values) for name, values in (plan.sampling_inputs() or {}).items()}
+    return {
+        name: torch.from_numpy(values) for name, values in (plan.sampling_inputs() or {}).items()
+    }
 
 
 def test_presence_frequency_bias_follow_the_answer_only() -> None:
-    how = SamplingParams(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={11: 2.0})
+    how = SamplingParams(
+        temperature=0.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={11: 2.0}
+    )
     seq = sequence([5, 6], [7, 7, 8], how)
     sampler = Sampler(VOCAB, "cpu", OPS)
     for extra in range(3):
@@ -130,12 +154,19 @@ def test_chance_is_uniform_and_reproducible() -> None:
     assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.03
     assert np.array_equal(counter_rng.uniform(seeds[10:20], np.arange(10, 20)), numbers[10:20])
     assert (
-        len({counter_rng.derive_seed(0, i) for i in range(1000)} | {counter_rng.derive_seed(1, i) for i in range(1000)})
+        len(
+            {counter_rng.derive_seed(0, i) for i in range(1000)}
+            | {counter_rng.derive_seed(1, i) for i in range(1000)}
+        )
         == 2000
     )
     # the first outputs of splitmix64 from seed 0, as its authors publish them
     states = np.arange(1, 4, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    assert counter_rng.splitmix64(states).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert counter_rng.splitmix64(states).tolist() == [
+        0xE220A8397B1DCDAF,
+        0x6E789E6AA1B965F4,
+        0x06C45D188009454F,
+    ]
 
 
 def test_logprob_table() -> None:

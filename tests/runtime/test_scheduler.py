@@ -28,7 +28,9 @@ def plans(engine: EngineCore) -> list[list[int]]:
 
 
 def untimed(engine: EngineCore) -> list[tuple[int, int, bool]]:
-    """Rows, tokens and freedom of each step that is told; pieces stay as they are, however long steps take here."""
+    """Rows, tokens and freedom of each step that is told; pieces stay as they are, however long
+    steps take here.
+    """
     told: list[tuple[int, int, bool]] = []
 
     def noted(plan: Schedule, seconds: float) -> None:
@@ -40,7 +42,9 @@ def untimed(engine: EngineCore) -> list[tuple[int, int, bool]]:
 
 
 def test_prompts_join_running_answers_in_pieces() -> None:
-    engine = tiny.make_engine(tiny.decoder(max_len=512), max_mixed_tokens=10, max_num_batched_tokens=4096)
+    engine = tiny.make_engine(
+        tiny.decoder(max_len=512), max_mixed_tokens=10, max_num_batched_tokens=4096
+    )
     seen = plans(engine)
     engine.add(Request(id="a", prompt=(5, 6), params=tiny.params(max_tokens=30, ignore_eos=True)))
     engine.step()
@@ -58,33 +62,58 @@ def test_prompts_join_running_answers_in_pieces() -> None:
 
 @pytest.mark.parametrize(
     ("mixed", "most"),
-    [(None, lambda rows: rows + max(rows, CPU_CHUNK_TOKENS)), (40, lambda rows: max(40, rows + CPU_CHUNK_TOKENS))],
+    [
+        (None, lambda rows: rows + max(rows, CPU_CHUNK_TOKENS)),
+        (40, lambda rows: max(40, rows + CPU_CHUNK_TOKENS)),
+    ],
     ids=["by the rows", "given"],
 )
 def test_answers_that_are_read_flow_on_a_cpu(mixed: int | None, most: Callable[[int], int]) -> None:
-    """What came together starts together; later prompts join in pieces, at first larger ones where more answers run."""
+    """What came together starts together; later prompts join in pieces, at first larger ones where
+    more answers run.
+    """
     engine = tiny.make_engine(tiny.decoder(max_len=512), max_num_batched_tokens=4096)
     engine.scheduler.set_interactive(mixed, on_gpu=False)
     untimed(engine)
     seen = plans(engine)
-    engine.add(Request(id="first", prompt=tuple(range(5, 25)), params=tiny.params(max_tokens=60, ignore_eos=True)))
+    engine.add(
+        Request(
+            id="first",
+            prompt=tuple(range(5, 25)),
+            params=tiny.params(max_tokens=60, ignore_eos=True),
+        )
+    )
     engine.step()
     for number in range(3):
         prompt = (6 + number, *range(5, 95), *range(5, 14))
-        engine.add(Request(id=f"with-{number}", prompt=prompt, params=tiny.params(max_tokens=60, ignore_eos=True)))
+        engine.add(
+            Request(
+                id=f"with-{number}",
+                prompt=prompt,
+                params=tiny.params(max_tokens=60, ignore_eos=True),
+            )
+        )
     engine.step()
     assert seen == [[20], [1, 100, 100, 100]]
     for _ in range(4):
         engine.step()
     del seen[:]
-    engine.add(Request(id="late", prompt=tuple(range(5, 95)) * 2, params=tiny.params(max_tokens=3, ignore_eos=True)))
+    engine.add(
+        Request(
+            id="late",
+            prompt=tuple(range(5, 95)) * 2,
+            params=tiny.params(max_tokens=3, ignore_eos=True),
+        )
+    )
     tiny.drain(engine)
     assert seen[0] == [1, 1, 1, 1, most(4) - 4]
     assert all(sum(counts) <= most(counts.count(1)) for counts in seen)
 
 
 def test_a_step_lasts_no_longer_than_whoever_has_just_begun_can_wait() -> None:
-    """Once it is known how fast prompts go, here 200 tokens a second; who runs gets a token in each step."""
+    """Once it is known how fast prompts go, here 200 tokens a second; who runs gets a token in each
+    step.
+    """
     engine = tiny.make_engine(tiny.decoder(max_len=512), max_num_batched_tokens=4096)
     engine.scheduler.set_interactive(None, on_gpu=False)
     timed = engine.scheduler.observe_step
@@ -94,7 +123,11 @@ def test_a_step_lasts_no_longer_than_whoever_has_just_begun_can_wait() -> None:
     engine.add(Request(id="first", prompt=tuple(range(5, 55)) * 3, params=how))
     engine.step()
     for number in range(5):
-        engine.add(Request(id=f"with-{number}", prompt=(6 + number, *range(5, 90), *range(5, 70)), params=how))
+        engine.add(
+            Request(
+                id=f"with-{number}", prompt=(6 + number, *range(5, 90), *range(5, 70)), params=how
+            )
+        )
     for _ in range(3):
         engine.step()
     assert seen[0] == [150]
@@ -104,17 +137,27 @@ def test_a_step_lasts_no_longer_than_whoever_has_just_begun_can_wait() -> None:
 
 
 def test_one_slow_step_does_not_make_all_that_follow_small() -> None:
-    """The first was compiled for, or another process had the machine; true is 2,000 tokens a second."""
+    """The first was compiled for, or another process had the machine; true is 2,000 tokens a
+    second.
+    """
     engine = tiny.make_engine(tiny.decoder(max_len=512), max_num_batched_tokens=4096)
     engine.scheduler.set_interactive(None, on_gpu=False)
     timed, slow = engine.scheduler.observe_step, [5.0]
-    engine.scheduler.observe_step = lambda plan, _: timed(plan, slow.pop() if slow else plan.num_tokens / 2000)  # type: ignore[method-assign]
+    engine.scheduler.observe_step = lambda plan, _: timed(
+        plan, slow.pop() if slow else plan.num_tokens / 2000
+    )  # type: ignore[method-assign]
     seen = plans(engine)
     how = tiny.params(max_tokens=40, ignore_eos=True)
     engine.add(Request(id="first", prompt=tuple(range(5, 55)) * 3, params=how))
     engine.step()
     for number in range(8):
-        engine.add(Request(id=f"with-{number}", prompt=(6 + number, *range(5, 90), *range(5, 70)) * 2, params=how))
+        engine.add(
+            Request(
+                id=f"with-{number}",
+                prompt=(6 + number, *range(5, 90), *range(5, 70)) * 2,
+                params=how,
+            )
+        )
     for _ in range(3):
         engine.step()
     assert [sum(counts) for counts in seen[:2]] == [150, 1 + 128]
@@ -127,20 +170,34 @@ def test_steps_are_timed_with_what_was_in_them(ahead: bool) -> None:
     engine = tiny.make_engine(tiny.decoder(max_len=512), max_num_batched_tokens=4096, overlap=ahead)
     engine.scheduler.set_interactive(None, on_gpu=False)
     told = untimed(engine)
-    engine.add(Request(id="first", prompt=tuple(range(5, 25)), params=tiny.params(max_tokens=40, ignore_eos=True)))
+    engine.add(
+        Request(
+            id="first",
+            prompt=tuple(range(5, 25)),
+            params=tiny.params(max_tokens=40, ignore_eos=True),
+        )
+    )
     for _ in range(6):
         engine.step()
     assert told[0] == (0, 20, True)
     assert set(told[4:]) == {(1, 1, False)}
     del told[:]
-    engine.add(Request(id="late", prompt=tuple(range(54, 4, -1)), params=tiny.params(max_tokens=3, ignore_eos=True)))
+    engine.add(
+        Request(
+            id="late",
+            prompt=tuple(range(54, 4, -1)),
+            params=tiny.params(max_tokens=3, ignore_eos=True),
+        )
+    )
     tiny.drain(engine)
     assert (1, 1 + CPU_CHUNK_TOKENS, False) in told
     assert sum(tokens - rows for rows, tokens, _ in told) == 50
 
 
 def test_pieces_shrink_where_steps_with_them_take_long() -> None:
-    engine = tiny.make_engine(tiny.decoder(max_len=512), max_num_batched_tokens=4096, max_num_seqs=24)
+    engine = tiny.make_engine(
+        tiny.decoder(max_len=512), max_num_batched_tokens=4096, max_num_seqs=24
+    )
     engine.scheduler.set_interactive(None, on_gpu=False)
     pace = engine.scheduler.adaptive_chunk
     assert pace is not None
@@ -148,11 +205,19 @@ def test_pieces_shrink_where_steps_with_them_take_long() -> None:
     for number in range(20):
         engine.add(Request(id=str(number), prompt=(5, 6, 7 + number), params=how))
     timed = engine.scheduler.observe_step
-    engine.scheduler.observe_step = lambda plan, _: timed(plan, 0.01 if plan.num_tokens == plan.num_decodes else 0.04)  # type: ignore[method-assign]
+    engine.scheduler.observe_step = lambda plan, _: timed(
+        plan, 0.01 if plan.num_tokens == plan.num_decodes else 0.04
+    )  # type: ignore[method-assign]
     for _ in range(30):
         engine.step()
     assert pace.size_for(20) == 20
-    engine.add(Request(id="late", prompt=tuple(range(5, 95)) * 5, params=tiny.params(max_tokens=3, ignore_eos=True)))
+    engine.add(
+        Request(
+            id="late",
+            prompt=tuple(range(5, 95)) * 5,
+            params=tiny.params(max_tokens=3, ignore_eos=True),
+        )
+    )
     for _ in range(30):
         engine.step()
     assert pace.size == CPU_CHUNK_TOKENS
@@ -163,17 +228,23 @@ def test_pieces_shrink_where_steps_with_them_take_long() -> None:
 def test_pieces_change_no_answer(mixed: int, seed: int) -> None:
     given_ids = tiny.prompts(6, 3, 40, seed=seed)
     todo = tiny.requests(given_ids, tiny.params(max_tokens=9))
-    assert tiny.run(tiny.make_engine(max_mixed_tokens=mixed), todo) == tiny.run(tiny.make_engine(), todo)
+    assert tiny.run(tiny.make_engine(max_mixed_tokens=mixed), todo) == tiny.run(
+        tiny.make_engine(), todo
+    )
 
 
 def test_the_limit_is_not_for_the_steps_of_searches() -> None:
     engine = tiny.make_engine(max_mixed_tokens=1, max_num_seqs=200, max_num_batched_tokens=400)
     seen = plans(engine)
     how = tiny.params(num_beams=30, n=1, max_tokens=4, temperature=0.0)
-    engine.add(Request(id="single", prompt=(5, 9), params=tiny.params(max_tokens=20, ignore_eos=True)))
+    engine.add(
+        Request(id="single", prompt=(5, 9), params=tiny.params(max_tokens=20, ignore_eos=True))
+    )
     for number in range(6):
         engine.add(Request(id=f"beams-{number}", prompt=(5, 6, 7 + number), params=how))
-    ended = {t.request_id: t.finish_reason for t in tiny.drain(engine) if t.finish_reason is not None}
+    ended = {
+        t.request_id: t.finish_reason for t in tiny.drain(engine) if t.finish_reason is not None
+    }
     assert len(ended) == 7
     assert FinishReason.ABORT not in ended.values()
     assert any(len(counts) == 6 * 30 + 1 for counts in seen)
@@ -193,12 +264,17 @@ def test_a_blank_step_reads_and_stores_nothing() -> None:
 
 
 def test_when_a_request_left_the_queue_is_known_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the moment it joins, before its step computes anything; whoever waits, or was thrown out, is as he was."""
+    """At the moment it joins, before its step computes anything; whoever waits, or was thrown out,
+    is as he was.
+    """
     moments = iter(range(1000))
     monkeypatch.setattr("modelmill.runtime.scheduler.time.perf_counter", lambda: next(moments))
     engine = tiny.make_engine(tiny.decoder(), max_num_seqs=2, pages=6)
-    # a token might end them (it never comes): where that cannot be, no more is admitted than will fit
-    params = tiny.params(max_tokens=30, ignore_eos=True, stop_token_ids=(96,), logit_bias={96: -100.0})
+    # a token might end them (it never comes): where that cannot be, no more is admitted than will
+    # fit
+    params = tiny.params(
+        max_tokens=30, ignore_eos=True, stop_token_ids=(96,), logit_bias={96: -100.0}
+    )
     for request in tiny.requests(tiny.prompts(3, 8, 8), params):
         engine.add(request)
     leaders = [engine.output_processor.live_sequences[str(i)][0] for i in range(3)]

@@ -21,7 +21,10 @@ GIB = 1 << 30
 
 def written(events: Sequence[TokenOutput]) -> int:
     """Tokens of all answers, with those that ended them."""
-    return sum((t.token_id is not None) + (t.stop_token_id is not None) + len(t.replayed_ids or ()) for t in events)
+    return sum(
+        (t.token_id is not None) + (t.stop_token_id is not None) + len(t.replayed_ids or ())
+        for t in events
+    )
 
 
 def counted(engine: EngineCore, requests: Sequence[Request]) -> list[TokenOutput]:
@@ -32,9 +35,13 @@ def counted(engine: EngineCore, requests: Sequence[Request]) -> list[TokenOutput
     events = tiny.drain(engine)
     after = engine.stats()
     cached = {event.request_id: event.cached_tokens for event in events}
-    assert all(cached[event.request_id] == event.cached_tokens for event in events), "one number for a request"
+    assert all(cached[event.request_id] == event.cached_tokens for event in events), (
+        "one number for a request"
+    )
     assert after.output_tokens - before.output_tokens == written(events)
-    assert after.prompt_tokens - before.prompt_tokens == sum(len(request.prompt) for request in requests)
+    assert after.prompt_tokens - before.prompt_tokens == sum(
+        len(request.prompt) for request in requests
+    )
     assert after.cached_tokens - before.cached_tokens == sum(cached.values())
     tiny.assert_idle(engine)
     return events
@@ -56,8 +63,12 @@ def counted(engine: EngineCore, requests: Sequence[Request]) -> list[TokenOutput
     ],
     ids=str,
 )
-def test_a_prompt_counts_once_and_tokens_as_answers_tell_them(how: dict[str, Any], overlap: bool) -> None:
-    """Also where more answers are asked for than there are rows, so that some compute their prompt again."""
+def test_a_prompt_counts_once_and_tokens_as_answers_tell_them(
+    how: dict[str, Any], overlap: bool
+) -> None:
+    """Also where more answers are asked for than there are rows, so that some compute their prompt
+    again.
+    """
     engine = tiny.make_engine(max_num_seqs=8, overlap=overlap and "num_beams" not in how)
     given = tiny.prompts(6, 20, 40)
     counted(engine, tiny.requests(given, tiny.params(**how)))
@@ -77,27 +88,42 @@ def test_embedded_prompts_count_once() -> None:
     engine = tiny.make_engine()
     prompts = tiny.prompts(3, 20, 40)
     how = tiny.params(max_tokens=0)
-    counted(engine, [Request(id=str(i), prompt=p, params=how, pooling=POOL_MEAN) for i, p in enumerate(prompts)])
+    counted(
+        engine,
+        [
+            Request(id=str(i), prompt=p, params=how, pooling=POOL_MEAN)
+            for i, p in enumerate(prompts)
+        ],
+    )
 
 
 def talks(engine: EngineCore, users: int = 4, turns: int = 5) -> int:
-    """Conversations with one beginning in common, a turn of each in turn; returns the tokens found in the cache."""
+    """Conversations with one beginning in common, a turn of each in turn; returns the tokens found
+    in the cache.
+    """
     system = tuple(range(5, 37))
     histories = [(*system, 40 + user) for user in range(users)]
     for turn in range(turns):
         for user, history in enumerate(histories):
             asked = (*history, *range(50 + turn, 58 + turn))
             told = tiny.output_ids(
-                counted(engine, [Request(id="talk", prompt=asked, params=tiny.params(max_tokens=6))])
+                counted(
+                    engine, [Request(id="talk", prompt=asked, params=tiny.params(max_tokens=6))]
+                )
             )
             histories[user] = (*asked, *told["talk", 0])
     return engine.stats().cached_tokens
 
 
 def test_conversations_find_as_much_as_without_a_bound() -> None:
-    """Their pages are fewer than may be kept, though strangers pass by between them, and memory stays."""
+    """Their pages are fewer than may be kept, though strangers pass by between them, and memory
+    stays.
+    """
     per = tiny.decoder().kv.page_bytes(8, torch.float32)
-    free, bound = tiny.make_engine(pages=400), tiny.make_engine(pages=400, prefix_cache_bytes=80 * per)
+    free, bound = (
+        tiny.make_engine(pages=400),
+        tiny.make_engine(pages=400, prefix_cache_bytes=80 * per),
+    )
     assert talks(free) == talks(bound) > 1000
     for engine in (free, bound):
         counted(engine, tiny.requests(tiny.prompts(300, 30, 40, seed=3), tiny.params(max_tokens=2)))

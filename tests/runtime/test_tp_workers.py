@@ -67,7 +67,13 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def opened(engine: Path, tp: int, **more: Any) -> EngineCore:
-    options = {"threads": 1, "kv_cache_bytes": 1 << 21, "max_num_batched_tokens": 48, "max_num_seqs": 8, **more}
+    options = {
+        "threads": 1,
+        "kv_cache_bytes": 1 << 21,
+        "max_num_batched_tokens": 48,
+        "max_num_seqs": 8,
+        **more,
+    }
     return EngineCore.open(engine, RunConfig(device="cpu", tp=tp, page_size=8, **options))
 
 
@@ -81,7 +87,10 @@ def work(vocab: int) -> list[Request]:
         tiny.params(max_tokens=20),
     ]
     given = tiny.prompts(len(hows), 1, 60, vocab=vocab)
-    return [Request(id=str(i), prompt=p, params=h, eos_ids=(1,)) for i, (p, h) in enumerate(zip(given, hows))]
+    return [
+        Request(id=str(i), prompt=p, params=h, eos_ids=(1,))
+        for i, (p, h) in enumerate(zip(given, hows))
+    ]
 
 
 def answered(engine_core: EngineCore) -> dict[tuple[str, int], tuple[int, ...]]:
@@ -98,10 +107,13 @@ def test_the_same_answers_as_one(engines: Callable[[str], Path], name: str, tp: 
     expected, logits = answered(alone), alone.score([[5, 6, 7, 8]], decode_from=2)[0]
     engine_core = opened(engines(name), tp)
     try:
-        # as on a GPU: sampled ids stay on the device, on every rank, for a step that is launched before they are read
+        # as on a GPU: sampled ids stay on the device, on every rank, for a step that is launched
+        # before they are read
         engine_core._overlap = engine_core.model_runner.keep_last_ids = True
         assert answered(engine_core) == expected
-        torch.testing.assert_close(engine_core.score([[5, 6, 7, 8]], decode_from=2)[0], logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            engine_core.score([[5, 6, 7, 8]], decode_from=2)[0], logits, rtol=1e-4, atol=1e-4
+        )
         with pytest.raises(UsageError, match="use --tp 1"):
             engine_core.trace([[5, 6]])
     finally:
@@ -116,14 +128,22 @@ def test_embeddings_beside_answers(engines: Callable[[str], Path], name: str, tp
         engine_core = opened(engines(name), ranks)
         try:
             todo = [
-                Request(id=f"{how}{i}", prompt=prompt, params=tiny.params(max_tokens=0), pooling=how)
+                Request(
+                    id=f"{how}{i}", prompt=prompt, params=tiny.params(max_tokens=0), pooling=how
+                )
                 for how in (POOL_MEAN, POOL_LAST)
                 for i, prompt in enumerate(tiny.prompts(4, 1, 60, vocab=engine_core.vocab))
             ]
             for request in (*todo[:4], *work(engine_core.vocab)[:2], *todo[4:]):
                 engine_core.add(request)
             events = tiny.drain(engine_core)
-            found.append({e.request_id: np.frombuffer(e.embedding, "<f4") for e in events if e.embedding is not None})
+            found.append(
+                {
+                    e.request_id: np.frombuffer(e.embedding, "<f4")
+                    for e in events
+                    if e.embedding is not None
+                }
+            )
         finally:
             engine_core.close()
     assert len(found[0]) == 8
@@ -166,14 +186,18 @@ def test_a_trained_model_on_many_ranks(shared: Path, tmp_path: Path, tp: int) ->
     for ranks in (1, tp):
         engine_core = opened(tmp_path / "e", ranks)
         given = tiny.prompts(3, 4, 20, vocab=engine_core.vocab)
-        todo = [Request(id=str(i), prompt=p, params=h) for i, (p, h) in enumerate(zip(given, greedy))]
+        todo = [
+            Request(id=str(i), prompt=p, params=h) for i, (p, h) in enumerate(zip(given, greedy))
+        ]
         found.append(tiny.run(engine_core, todo))
         engine_core.close()
     assert found[0] == found[1]
 
 
 def endless(engine_core: EngineCore) -> None:
-    engine_core.add(Request(id="long", prompt=(3, 4, 5), params=tiny.params(max_tokens=200, ignore_eos=True)))
+    engine_core.add(
+        Request(id="long", prompt=(3, 4, 5), params=tiny.params(max_tokens=200, ignore_eos=True))
+    )
 
 
 @pytest.mark.parametrize("name", ["llama"])
@@ -184,7 +208,12 @@ def test_a_killed_rank_is_one_clear_error(engines: Callable[[str], Path], name: 
         engine_core.step()
     workers: Any = engine_core.model_runner.tp_workers
     workers._processes[1].kill()
-    with time_limit(), pytest.raises(RankError, match=r"^rank 2 of 3 was killed by signal 9; open the engine again$"):
+    with (
+        time_limit(),
+        pytest.raises(
+            RankError, match=r"^rank 2 of 3 was killed by signal 9; open the engine again$"
+        ),
+    ):
         tiny.drain(engine_core)
     with pytest.raises(RankError, match="rank 2 of 3"):
         engine_core.step()
@@ -249,7 +278,9 @@ def test_forgotten_loops_leave_no_processes(engines: Callable[[str], Path]) -> N
 
 
 def test_what_cannot_be_split_is_one_line(engines: Callable[[str], Path]) -> None:
-    with pytest.raises(UsageError, match=r"^--tp 5: the model has 4 attention heads; use --tp 4 or less$"):
+    with pytest.raises(
+        UsageError, match=r"^--tp 5: the model has 4 attention heads; use --tp 4 or less$"
+    ):
         opened(engines("llama"), 5)
     with pytest.raises(UsageError, match="--tp must be at least 1"):
         RunConfig(tp=0)
@@ -257,7 +288,9 @@ def test_what_cannot_be_split_is_one_line(engines: Callable[[str], Path]) -> Non
         rank_devices("cuda:98", 2)
 
 
-def test_a_killed_rank_while_loading(engines: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_rank_while_loading(
+    engines: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from modelmill.runtime import engine_core as module
 
     def die(*_: object) -> None:
@@ -278,7 +311,13 @@ def test_a_killed_rank_while_loading(engines: Callable[[str], Path], monkeypatch
 
 def on_gpus(engine: Path, tp: int, **more: Any) -> EngineCore:
     torch.backends.cuda.matmul.allow_tf32 = False
-    options = {"kv_cache_bytes": 1 << 22, "max_num_batched_tokens": 48, "max_num_seqs": 8, "page_size": 8, **more}
+    options = {
+        "kv_cache_bytes": 1 << 22,
+        "max_num_batched_tokens": 48,
+        "max_num_seqs": 8,
+        "page_size": 8,
+        **more,
+    }
     return EngineCore.open(engine, RunConfig(device="cuda", tp=tp, **options))
 
 
@@ -309,7 +348,12 @@ def test_a_rank_killed_on_gpus(engines: Callable[[str], Path]) -> None:
         engine_core.step()
     workers: Any = engine_core.model_runner.tp_workers
     workers._processes[0].kill()
-    with time_limit(), pytest.raises(RankError, match=r"^rank 1 of 2 was killed by signal 9; open the engine again$"):
+    with (
+        time_limit(),
+        pytest.raises(
+            RankError, match=r"^rank 1 of 2 was killed by signal 9; open the engine again$"
+        ),
+    ):
         tiny.drain(engine_core)
     engine_core.close()
     torch.cuda.synchronize()

@@ -1,4 +1,6 @@
-"""Weights expanded once where no compiled kernel serves them: the same bits, counted memory, one line for people."""
+"""Weights expanded once where no compiled kernel serves them: the same bits, counted memory, one
+line for people.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from modelmill.weights.base import UnpackedWeight, WeightFormat
 from modelmill.weights.mixed_rows import MixedRowsWeight
 from tests.runtime import tiny
 
-TORCH = registry.select_backends("cpu", {op: "torch" for op in registry.OPS if "cpu" in registry.implementations(op)})
+TORCH = registry.select_backends(
+    "cpu", {op: "torch" for op in registry.OPS if "cpu" in registry.implementations(op)}
+)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "int8": ("int8", {}),
@@ -52,7 +56,10 @@ def _weight(name: str, rows: int, columns: int, dtype: torch.dtype) -> WeightFor
         return replace(base.pack("int4", wide[:, perm.long()], dtype, group_size=32), perm=perm)  # type: ignore[type-var]
     if name == "mixed_rows":
         return MixedRowsWeight(
-            (base.pack("int8", wide[: rows // 2], dtype), base.pack("int4", wide[rows // 2 :], dtype))
+            (
+                base.pack("int8", wide[: rows // 2], dtype),
+                base.pack("int4", wide[rows // 2 :], dtype),
+            )
         )
     weight_format, layout = LAYOUTS[name]
     return base.pack(weight_format, wide, dtype, **layout)
@@ -73,8 +80,15 @@ def test_expanded_once_gives_the_same_bits(name: str, columns: int, dtype: torch
     weight = _weight(name, 40, columns, dtype)
     wide = _unpacked(weight, dtype)
     assert base.unpacked_tensors(wide), "something is expanded"
-    assert (wide.format, wide.shape, wide.alignment) == (weight.format, weight.shape, weight.alignment)
-    same = [a.data_ptr() == b.data_ptr() for a, b in zip(wide.tensors().values(), weight.tensors().values())]
+    assert (wide.format, wide.shape, wide.alignment) == (
+        weight.format,
+        weight.shape,
+        weight.alignment,
+    )
+    same = [
+        a.data_ptr() == b.data_ptr()
+        for a, b in zip(wide.tensors().values(), weight.tensors().values())
+    ]
     assert sum(same) >= len(same) - 1, "all but the sizes, which are made of numbers"
     bias = torch.linspace(-1, 1, 40).to(dtype)
     for rows in (1, 3, 40):
@@ -82,7 +96,11 @@ def test_expanded_once_gives_the_same_bits(name: str, columns: int, dtype: torch
         x = torch.randn(rows, columns, generator=generator).to(dtype)
         for added in (None, bias):
             torch.testing.assert_close(
-                wide.matmul(x, added, TORCH), weight.matmul(x, added, TORCH), rtol=0, atol=0, equal_nan=True
+                wide.matmul(x, added, TORCH),
+                weight.matmul(x, added, TORCH),
+                rtol=0,
+                atol=0,
+                equal_nan=True,
             )
         assert torch.equal(base.fake_quantize(wide, x), base.fake_quantize(weight, x))
     torch.testing.assert_close(wide.dense(), weight.dense(), rtol=0, atol=0)
@@ -96,7 +114,11 @@ class _Copies(TorchDispatchMode):
         self.shapes: list[torch.Size] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.clone, torch.ops.aten.repeat_interleave):
+        if func.overloadpacket in (
+            torch.ops.aten._to_copy,
+            torch.ops.aten.clone,
+            torch.ops.aten.repeat_interleave,
+        ):
             self.shapes.append(args[0].shape)
         return func(*args, **(kwargs or {}))
 
@@ -113,7 +135,9 @@ def test_no_weight_is_converted_in_a_step(name: str) -> None:
     assert counts[1] == 0
 
 
-@pytest.mark.skipif(not packable(96), reason="torch has no fast product with packed int8 on this processor")
+@pytest.mark.skipif(
+    not packable(96), reason="torch has no fast product with packed int8 on this processor"
+)
 def test_few_rows_read_int8_weights_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = _weight("int8", 33, 96, torch.bfloat16)
     x = torch.randn(PACKED_ROWS, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -124,7 +148,9 @@ def test_few_rows_read_int8_weights_as_they_are(monkeypatch: pytest.MonkeyPatch)
         with monkeypatch.context() as alone:
             alone.setattr(int8_linear, "linear", None)
             together = weight.matmul(x, None, TORCH)
-            assert torch.equal(torch.cat([weight.matmul(row[None], None, TORCH) for row in x]), together)
+            assert torch.equal(
+                torch.cat([weight.matmul(row[None], None, TORCH) for row in x]), together
+            )
         torch.testing.assert_close(together, right, rtol=2**-7, atol=1e-3)
 
 
@@ -168,7 +194,9 @@ def test_where_memory_ends_weights_stay_packed_and_a_line_says_so() -> None:
     before = kv_memory.weight_bytes(model)
     room = sum(4 * m.shape[0] * m.shape[1] for m in linears[:3])
     done = unpack_weights.unpack_weights(model, TORCH, torch.float32, room)
-    assert [isinstance(m.weight, UnpackedWeight) for m in linears] == [True] * 3 + [False] * (len(linears) - 3)
+    assert [isinstance(m.weight, UnpackedWeight) for m in linears] == [True] * 3 + [False] * (
+        len(linears) - 3
+    )
     assert (done.num_unpacked, done.num_packed, done.unpacked_bytes) == (3, len(linears) - 3, room)
     assert kv_memory.weight_bytes(model) == before + room
     assert done.warning is not None

@@ -1,4 +1,6 @@
-"""What the engine makes of pictures: batches, what is kept, and on a GPU the same through recorded graphs."""
+"""What the engine makes of pictures: batches, what is kept, and on a GPU the same through recorded
+graphs.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,14 @@ from modelmill.weights import base
 
 SIDE, QUERIES, WIDTH = 4, 2, 3
 TINY = {
-    "vision_encoder": {"width": 176, "depth": 3, "heads": 2, "inner": 320, "image": 56, "patch": 14},
+    "vision_encoder": {
+        "width": 176,
+        "depth": 3,
+        "heads": 2,
+        "inner": 320,
+        "image": 56,
+        "patch": 14,
+    },
     "qformer": {
         "width": 64,
         "depth": 4,
@@ -58,10 +67,13 @@ class FakeVisionModel(nn.Module):
 
 def asked(*pictures: Any, salt: str = "") -> Request:
     inserts = tuple(
-        EmbeddingSpan(i * QUERIES, QUERIES, f"digest{p.flat[0]}-{p.flat[1]}", p) for i, p in enumerate(pictures)
+        EmbeddingSpan(i * QUERIES, QUERIES, f"digest{p.flat[0]}-{p.flat[1]}", p)
+        for i, p in enumerate(pictures)
     )
     params = SamplingParams(max_tokens=1).with_defaults({})
-    return Request(id="a", prompt=(0,) * 99, params=params, embedding_spans=inserts, cache_salt=salt)
+    return Request(
+        id="a", prompt=(0,) * 99, params=params, embedding_spans=inserts, cache_salt=salt
+    )
 
 
 def picture(value: int) -> np.ndarray:
@@ -75,7 +87,9 @@ def test_every_picture_is_read_once_in_batches() -> None:
     found = runner.embed_images([asked(*shown[:5]), asked(), asked(*shown)])
     assert model.batches == [MAX_BATCH, MAX_BATCH, 3]
     for request, wanted in zip(found, (shown[:5], [], shown), strict=True):
-        assert [float(insert.handle[0, 0]) for insert in request.embedding_spans] == [float(p.mean()) for p in wanted]
+        assert [float(insert.handle[0, 0]) for insert in request.embedding_spans] == [
+            float(p.mean()) for p in wanted
+        ]
     again = runner.embed_images([asked(shown[7])])
     assert len(model.batches) == 3, "the picture was seen lately"
     assert torch.equal(again[0].embedding_spans[0].handle, found[2].embedding_spans[7].handle)
@@ -85,7 +99,9 @@ def test_every_picture_is_read_once_in_batches() -> None:
 
 def test_only_the_latest_stay() -> None:
     model = FakeVisionModel()
-    runner = VisionEncoderRunner(model, select_backends("cpu"), "cpu", cache_bytes=2 * QUERIES * WIDTH * 4)
+    runner = VisionEncoderRunner(
+        model, select_backends("cpu"), "cpu", cache_bytes=2 * QUERIES * WIDTH * 4
+    )
     for value in (1, 2, 3, 2, 3, 1):
         runner.embed_images([asked(picture(value))])
     assert model.batches == [1, 1, 1, 1], "two have room; 1 was forgotten"
@@ -109,9 +125,12 @@ def test_what_is_lent_on_the_device_is_bounded(monkeypatch: pytest.MonkeyPatch) 
 def config_of(sizes: dict[str, dict[str, int]]) -> dict[str, Any]:
     """Of a MiniGPT-4 whose language model is small."""
     return {
-        "model_type": "minigpt4", "vocab_size": 50, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
-        "num_key_value_heads": 4, "intermediate_size": 96, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False, "image_embedder": sizes,
+        "model_type": "minigpt4", "vocab_size": 50, "hidden_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4, "intermediate_size": 96, "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False,
+        "image_embedder": sizes,
     }  # fmt: skip
 
 
@@ -128,7 +147,9 @@ def moved(plain: Any, config: dict[str, Any], dtype: torch.dtype) -> Any:
     model: Any = build_model("minigpt4", config)
     for name, module in model.named_modules():
         if isinstance(module, Linear):
-            module.weight = base.pack("dense", plain.get_submodule(name).weight.weight.to("cuda"), dtype)
+            module.weight = base.pack(
+                "dense", plain.get_submodule(name).weight.weight.to("cuda"), dtype
+            )
     for name, buffer in list(plain.named_buffers()):
         parent, _, leaf = name.rpartition(".")
         kept = name in ("mean", "std") or "ln_vision" in name
@@ -138,23 +159,31 @@ def moved(plain: Any, config: dict[str, Any], dtype: torch.dtype) -> Any:
 
 def shown(count: int, side: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(count)
-    return list(torch.randint(0, 256, (count, side, side, 3), dtype=torch.uint8, generator=generator))
+    return list(
+        torch.randint(0, 256, (count, side, side, 3), dtype=torch.uint8, generator=generator)
+    )
 
 
 @pytest.fixture(scope="module", params=[TINY, PUBLISHED], ids=["tiny", "published"])
-def known(request: pytest.FixtureRequest) -> tuple[Any, dict[str, Any], list[torch.Tensor], torch.Tensor]:
+def known(
+    request: pytest.FixtureRequest,
+) -> tuple[Any, dict[str, Any], list[torch.Tensor], torch.Tensor]:
     """(a model on the CPU, its config, pictures, their embeddings in float32)."""
     config = config_of(request.param)
     plain = drawn(config)
     pictures = shown(3, plain.image_size)
     with torch.inference_mode():
-        wanted = plain.encode_images(torch.stack(pictures).permute(0, 3, 1, 2), select_backends("cpu"))
+        wanted = plain.encode_images(
+            torch.stack(pictures).permute(0, 3, 1, 2), select_backends("cpu")
+        )
     return plain, config, pictures, wanted
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("dtype", "bound"), [(torch.float32, 2e-5), (torch.float16, 5e-3), (torch.bfloat16, 4e-2)], ids=str
+    ("dtype", "bound"),
+    [(torch.float32, 2e-5), (torch.float16, 5e-3), (torch.bfloat16, 4e-2)],
+    ids=str,
 )
 def test_on_a_gpu_as_in_float32_on_the_cpu(
     known: Any, dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch
@@ -175,7 +204,10 @@ def test_on_a_gpu_as_in_float32_on_the_cpu(
 def test_a_graph_serves_every_number_of_pictures() -> None:
     config = config_of(TINY)
     model, ops = moved(drawn(config), config, torch.bfloat16), select_backends("cuda")
-    runner, plain = VisionEncoderRunner(model, ops, "cuda", graphs=True), VisionEncoderRunner(model, ops, "cuda")
+    runner, plain = (
+        VisionEncoderRunner(model, ops, "cuda", graphs=True),
+        VisionEncoderRunner(model, ops, "cuda"),
+    )
     runner.warm_up(2)
     for count in (1, 2, 3, 7, 16, 5, 1):
         pictures = shown(count, 56)
@@ -185,14 +217,18 @@ def test_a_graph_serves_every_number_of_pictures() -> None:
 
 
 @pytest.mark.gpu
-def test_an_op_that_waits_for_the_host_is_launched_instead(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_op_that_waits_for_the_host_is_launched_instead(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     config = config_of(TINY)
     model, ops = moved(drawn(config), config, torch.float32), select_backends("cuda")
     wanted = VisionEncoderRunner(model, ops, "cuda").encode_images(shown(1, 56))
 
     def waiting(images: torch.Tensor, vision: VisionContext) -> torch.Tensor:
         assert torch.isfinite(images.sum()).item()
-        found: torch.Tensor = type(model.image_embedder).forward(model.image_embedder, images, vision)
+        found: torch.Tensor = type(model.image_embedder).forward(
+            model.image_embedder, images, vision
+        )
         return found
 
     model.image_embedder.forward = waiting
@@ -210,7 +246,9 @@ def answered(graphs: bool) -> list[int | None]:
     tokens: list[int | None] = []
     for number, each in enumerate(shown(2, 56)):
         request = greedy_request(str(number), [*range(1, 20), *[0] * 8, *range(20, 40)], 12)
-        engine_core.add(replace(request, embedding_spans=(EmbeddingSpan(19, 8, str(number), each.numpy()),)))
+        engine_core.add(
+            replace(request, embedding_spans=(EmbeddingSpan(19, 8, str(number), each.numpy()),))
+        )
         while engine_core.has_work:
             tokens += [token.token_id for token in engine_core.step()]
     return tokens
@@ -218,7 +256,9 @@ def answered(graphs: bool) -> list[int | None]:
 
 @pytest.mark.gpu
 def test_an_answer_after_a_picture_is_decoded_by_graphs() -> None:
-    with mock.patch.object(DecodeGraphs, "replay", autospec=True, side_effect=DecodeGraphs.replay) as replayed:
+    with mock.patch.object(
+        DecodeGraphs, "replay", autospec=True, side_effect=DecodeGraphs.replay
+    ) as replayed:
         found = answered(graphs=True)
     assert replayed.call_count >= 2 * 11, "all tokens but the first of each answer"
     assert found == answered(graphs=False)

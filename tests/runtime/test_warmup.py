@@ -21,14 +21,18 @@ def test_every_form_is_called_with_empty_sequences(monkeypatch: pytest.MonkeyPat
     runner = engine_core.model_runner
     asked: list[tuple[Any, ...]] = []
 
-    def forms(q: torch.Tensor, k: torch.Tensor, most: int, longest: int, window: int | None) -> list[tuple[int, int]]:
+    def forms(
+        q: torch.Tensor, k: torch.Tensor, most: int, longest: int, window: int | None
+    ) -> list[tuple[int, int]]:
         asked.append((tuple(q.shape[1:]), tuple(k.shape[1:]), most, longest, window))
         return FORMS
 
     monkeypatch.setattr(registry, "specializations", lambda op, chosen: [forms])
     met: list[tuple[int, int, int]] = []
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, *rest: Any
+    ) -> torch.Tensor:
         starts, lengths, queries, context = rest[:4]
         met.append((len(tables), context, queries))
         assert len(q) == len(tables) == len(lengths) == len(starts) - 1
@@ -41,7 +45,9 @@ def test_every_form_is_called_with_empty_sequences(monkeypatch: pytest.MonkeyPat
     runner.ops = replace(runner.ops, paged_attention=seen, decode=None)
     runner.forward_all_ranks(runner.packer.dummy_batch(9, 3))
     before = [page.clone() for page in runner.kv.tensors]
-    assert warmup.warm_up_attention(replace(runner.ops, paged_attention=attend), seen, 16, 128, 16) == len(FORMS)
+    assert warmup.warm_up_attention(
+        replace(runner.ops, paged_attention=attend), seen, 16, 128, 16
+    ) == len(FORMS)
     assert met == [(seqs, context, 1) for seqs, context in FORMS]
     assert asked == [((4, 8), (2, 8, 8), 16, 128, None)]
     assert all(torch.equal(a, b) for a, b in zip(before, runner.kv.tensors))
@@ -51,7 +57,9 @@ def test_each_kind_of_layer_once() -> None:
     """Two layers with different windows are two kinds."""
     engine_core = tiny.make_engine(tiny.decoder(window=16))
     seen = warmup.AttentionRecorder(engine_core.model_runner.ops.paged_attention)
-    engine_core.model_runner.ops = replace(engine_core.model_runner.ops, paged_attention=seen, decode=None)
+    engine_core.model_runner.ops = replace(
+        engine_core.model_runner.ops, paged_attention=seen, decode=None
+    )
     engine_core.model_runner.forward_all_ranks(engine_core.model_runner.packer.dummy_batch(9, 3))
     assert [call[4] for call in seen.calls.values()] == [16]
 
@@ -59,17 +67,25 @@ def test_each_kind_of_layer_once() -> None:
 def test_without_forms_nothing_is_called() -> None:
     engine_core = tiny.make_engine()
     seen = warmup.AttentionRecorder(engine_core.model_runner.ops.paged_attention)
-    engine_core.model_runner.ops = replace(engine_core.model_runner.ops, paged_attention=seen, decode=None)
+    engine_core.model_runner.ops = replace(
+        engine_core.model_runner.ops, paged_attention=seen, decode=None
+    )
     engine_core.model_runner.forward_all_ranks(engine_core.model_runner.packer.dummy_batch(9, 3))
     assert (
         warmup.warm_up_attention(
-            replace(engine_core.model_runner.ops, backends={"paged_attention": "torch"}), seen, 16, 128, 16
+            replace(engine_core.model_runner.ops, backends={"paged_attention": "torch"}),
+            seen,
+            16,
+            128,
+            16,
         )
         == 0
     )
 
 
-def test_products_are_called_once_a_form_and_kind_of_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_are_called_once_a_form_and_kind_of_weight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Rows of zeros, with as many scales as rows where each row has its own."""
     called: list[tuple[Any, ...]] = []
 
@@ -81,7 +97,9 @@ def test_products_are_called_once_a_form_and_kind_of_weight(monkeypatch: pytest.
         assert most == 300
         return [len(weight), 300]
 
-    monkeypatch.setattr(registry, "specializations", lambda op, chosen: [forms] if op == "w8a8_linear" else [])
+    monkeypatch.setattr(
+        registry, "specializations", lambda op, chosen: [forms] if op == "w8a8_linear" else []
+    )
     plain = replace(
         tiny.make_engine().model_runner.ops,
         w8a8_linear=multiply,
@@ -98,22 +116,32 @@ def test_products_are_called_once_a_form_and_kind_of_weight(monkeypatch: pytest.
     assert len(called) == 3
     called.clear()
     assert warmup.warm_up_gemms(plain, seen, 300) == 4
-    shapes = {(tuple(shape), weight[0], len(x_scale)) for shape, _, weight, _, x_scale, *_ in called}
+    shapes = {
+        (tuple(shape), weight[0], len(x_scale)) for shape, _, weight, _, x_scale, *_ in called
+    }
     assert shapes == {((5, 4), 5, 5), ((300, 4), 5, 300), ((6, 4), 6, 1), ((300, 4), 6, 1)}
     assert all(dtype is torch.int8 for _, dtype, *_ in called)
 
 
 def test_a_projection_met_beforehand_stores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has a row for each of x is made anew for more rows, with slots of no token; the pages stay as they are."""
+    """What has a row for each of x is made anew for more rows, with slots of no token; the pages
+    stay as they are.
+    """
     forms = [lambda x, weight, max_tokens: [max_tokens]]
-    monkeypatch.setattr(registry, "specializations", lambda op, chosen: forms if op == "qkv_rope_cache" else [])
-    plain = replace(tiny.make_engine().model_runner.ops, qkv_rope_cache=registry.reference("qkv_rope_cache"))
+    monkeypatch.setattr(
+        registry, "specializations", lambda op, chosen: forms if op == "qkv_rope_cache" else []
+    )
+    plain = replace(
+        tiny.make_engine().model_runner.ops, qkv_rope_cache=registry.reference("qkv_rope_cache")
+    )
     watched, seen = warmup.record_gemms(plain)
     pages = [torch.full((2, 1, 4, 8), 7.0) for _ in range(2)]
     x, weight, bias = torch.ones(3, 16), torch.ones(32, 16), torch.ones(32)
     angles, factors = torch.zeros(3, 4), torch.ones(3)
     norms = (None, None, 1e-6)
-    watched.qkv_rope_cache(x, weight, bias, *pages, torch.arange(3), 2, angles, angles, factors, *norms, None, None)  # type: ignore[misc]
+    watched.qkv_rope_cache(
+        x, weight, bias, *pages, torch.arange(3), 2, angles, angles, factors, *norms, None, None
+    )  # type: ignore[misc]
     stored = [page.clone() for page in pages]
     assert not stored[1].eq(7.0).all()
     assert warmup.warm_up_gemms(plain, {"qkv_rope_cache": seen["qkv_rope_cache"]}, 5) == 1
@@ -128,7 +156,9 @@ def test_a_product_that_cannot_be_compiled_is_told(
             raise MissingDependency("the CUDA kernel cannot be compiled:\nwhy")
         return x
 
-    monkeypatch.setattr(registry, "specializations", lambda op, chosen: [lambda x, weight, most: [most, 3]])
+    monkeypatch.setattr(
+        registry, "specializations", lambda op, chosen: [lambda x, weight, most: [most, 3]]
+    )
     plain = replace(tiny.make_engine().model_runner.ops, fp8_linear=fails)
     watched, seen = warmup.record_gemms(plain)
     watched.fp8_linear(torch.ones(2, 4), torch.ones(3, 4))

@@ -20,7 +20,11 @@ EOS = 1
 
 
 def decoder(
-    rope_rule: str = "fixed", window: int | None = None, device: str = "cpu", vocab: int = VOCAB, max_len: int = 128
+    rope_rule: str = "fixed",
+    window: int | None = None,
+    device: str = "cpu",
+    vocab: int = VOCAB,
+    max_len: int = 128,
 ) -> Decoder:
     """Two layers, 32 wide."""
     if rope_rule == "prompt":
@@ -68,7 +72,9 @@ def random_tensors(model: Decoder, seed: int = 0) -> dict[str, torch.Tensor]:
     return found
 
 
-def make_engine(model: Decoder | None = None, pages: int | None = None, **options: Any) -> EngineCore:
+def make_engine(
+    model: Decoder | None = None, pages: int | None = None, **options: Any
+) -> EngineCore:
     """An engine core with 8-token pages; ``pages`` bounds the pool."""
     overlap = options.pop("overlap", None)
     model = model or decoder()
@@ -82,7 +88,9 @@ def make_engine(model: Decoder | None = None, pages: int | None = None, **option
     return EngineCore(model, RunConfig(**options), overlap=overlap)
 
 
-def prompts(count: int, low: int = 1, high: int = 40, seed: int = 0, vocab: int = VOCAB) -> list[tuple[int, ...]]:
+def prompts(
+    count: int, low: int = 1, high: int = 40, seed: int = 0, vocab: int = VOCAB
+) -> list[tuple[int, ...]]:
     """Random prompts of random lengths."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(low, high + 1, (count,), generator=generator).tolist()
@@ -95,10 +103,15 @@ def params(**given: Any) -> SamplingParams:
 
 
 def requests(
-    prompt_ids: Iterable[tuple[int, ...]], sampling: SamplingParams | None = None, eos: tuple[int, ...] = (EOS,)
+    prompt_ids: Iterable[tuple[int, ...]],
+    sampling: SamplingParams | None = None,
+    eos: tuple[int, ...] = (EOS,),
 ) -> list[Request]:
     """One request per prompt."""
-    return [Request(id=str(i), prompt=p, params=sampling or params(), eos_ids=eos) for i, p in enumerate(prompt_ids)]
+    return [
+        Request(id=str(i), prompt=p, params=sampling or params(), eos_ids=eos)
+        for i, p in enumerate(prompt_ids)
+    ]
 
 
 def drain(engine: EngineCore, max_steps: int = 5000) -> list[TokenOutput]:
@@ -128,7 +141,9 @@ def finish_reasons(events: Iterable[TokenOutput]) -> dict[tuple[str, int], Finis
     return {(e.request_id, e.index): e.finish_reason for e in events if e.finish_reason is not None}
 
 
-def run(engine: EngineCore, requests_to_run: Iterable[Request]) -> dict[tuple[str, int], tuple[int, ...]]:
+def run(
+    engine: EngineCore, requests_to_run: Iterable[Request]
+) -> dict[tuple[str, int], tuple[int, ...]]:
     """All requests at once; checks that nothing is left behind."""
     for request in requests_to_run:
         engine.add(request)
@@ -137,7 +152,9 @@ def run(engine: EngineCore, requests_to_run: Iterable[Request]) -> dict[tuple[st
     return found
 
 
-def run_one_by_one(engine: EngineCore, requests_to_run: Iterable[Request]) -> dict[tuple[str, int], tuple[int, ...]]:
+def run_one_by_one(
+    engine: EngineCore, requests_to_run: Iterable[Request]
+) -> dict[tuple[str, int], tuple[int, ...]]:
     """One request after the other."""
     found: Mapping[tuple[str, int], tuple[int, ...]] = {}
     for request in requests_to_run:

@@ -25,7 +25,9 @@ class Response:
 
     @property
     def events(self) -> list[Any]:
-        """The events of a stream, which must be correct to the byte; the last is "[DONE]" where it is there."""
+        """The events of a stream, which must be correct to the byte; the last is "[DONE]" where it
+        is there.
+        """
         return events_of(self.body)
 
 
@@ -65,11 +67,26 @@ class Client:
         return await self.call("POST", path, body, **options)
 
     async def parts(
-        self, method: str, path: str, body: Any = None, *, headers: dict[str, str] | None = None, raw: str | None = None
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        headers: dict[str, str] | None = None,
+        raw: str | None = None,
     ) -> AsyncIterator[tuple[str, Any]]:
-        """("start", (status, headers)), then ("body", bytes) as they are sent. Closing it is leaving."""
-        data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-        sent = {"host": "localhost", "content-type": "application/json", "content-length": str(len(data))}
+        """("start", (status, headers)), then ("body", bytes) as they are sent.
+
+        Closing it is leaving.
+        """
+        data = (
+            body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        )
+        sent = {
+            "host": "localhost",
+            "content-type": "application/json",
+            "content-length": str(len(data)),
+        }
         if self.key is not None:
             sent["authorization"] = f"Bearer {self.key}"
         sent |= headers or {}

@@ -22,7 +22,9 @@ if TYPE_CHECKING:  # it wants the extra serve, and without it tests are skipped,
 def stories(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained LLaMA of 260 thousand parameters, in float32."""
     out = tmp_path_factory.mktemp("serve") / "stories.engine"
-    build_engine(shared / "data/models/stories260K", out, BuildConfig(dtype="float32", target="cpu"))
+    build_engine(
+        shared / "data/models/stories260K", out, BuildConfig(dtype="float32", target="cpu")
+    )
     return out
 
 
@@ -30,7 +32,12 @@ def stories(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sam(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small SAM with seeded weights."""
     folder = tmp_path_factory.mktemp("sam")
-    build_engine(small_file(folder), folder / "sam.engine", BuildConfig(dtype="float32", target="cpu"), check=False)
+    build_engine(
+        small_file(folder),
+        folder / "sam.engine",
+        BuildConfig(dtype="float32", target="cpu"),
+        check=False,
+    )
     return folder / "sam.engine"
 
 
@@ -51,7 +58,9 @@ def llm(stories: Path) -> LLM:
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+def cli(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
     """Runs a command line in this process: (exit code, stdout, stderr)."""
     monkeypatch.setenv("CI", "1")
 

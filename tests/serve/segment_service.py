@@ -20,7 +20,9 @@ from tests.serve.service_thread import RUN, ServiceThread, with_long_stats_timeo
 class SegmentService(ServiceThread):
     """``engine`` is the one that writes, ``segment_engine`` the one that sees."""
 
-    def __init__(self, stories: Path, sam: Path, limits: ServiceLimits | None = None, **order: Any) -> None:
+    def __init__(
+        self, stories: Path, sam: Path, limits: ServiceLimits | None = None, **order: Any
+    ) -> None:
         self._sam, self._open_options = sam, order
         super().__init__(stories, limits)
         self.segment_engine = self.service.engines["sam"]

@@ -25,7 +25,11 @@ class ServerProcess:
     """A server; leaving the block ends it and checks that nothing is left of it."""
 
     def __init__(
-        self, *words: object, ready: bool = True, template: str = "chatml", flags: tuple[str, ...] = FLAGS
+        self,
+        *words: object,
+        ready: bool = True,
+        template: str = "chatml",
+        flags: tuple[str, ...] = FLAGS,
     ) -> None:
         line = [sys.executable, "-m", "modelmill", "serve", *map(str, words), *flags]
         line += ["--chat-template", template] if template else []
@@ -70,10 +74,14 @@ class ServerProcess:
             if "modelmill.serve.worker" in child.cmdline()
         ]
 
-    def request(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any, dict[str, str]]:
+    def request(
+        self, path: str, body: Any = None, **headers: str
+    ) -> tuple[int, Any, dict[str, str]]:
         """(status, JSON or text, headers)."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"content-type": "application/json", **headers})
+        request = urllib.request.Request(
+            self.url + path, data, {"content-type": "application/json", **headers}
+        )
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
                 status, content, told = response.status, response.read(), response.headers
@@ -81,7 +89,11 @@ class ServerProcess:
             with error:
                 status, content, told = error.code, error.read(), error.headers
         found = {name.lower(): value for name, value in told.items()}
-        return status, json.loads(content) if "json" in found.get("content-type", "") else content.decode(), found
+        return (
+            status,
+            json.loads(content) if "json" in found.get("content-type", "") else content.decode(),
+            found,
+        )
 
     def wait(self, status: int, seconds: float = 600) -> Any:
         """Until /health answers so."""
@@ -106,15 +118,23 @@ class ServerProcess:
 
     def wait_for_queue(self, count: int, seconds: float = TIMEOUT_SECONDS) -> None:
         """Until so many prompts wait for their turn."""
-        deadline, waiting = time.monotonic() + seconds, re.compile(r"num_requests_waiting{[^}]*} ([0-9.]+)")
-        while not (found := waiting.findall(self.request("/metrics")[1])) or float(found[0]) < count:
+        deadline, waiting = (
+            time.monotonic() + seconds,
+            re.compile(r"num_requests_waiting{[^}]*} ([0-9.]+)"),
+        )
+        while (
+            not (found := waiting.findall(self.request("/metrics")[1])) or float(found[0]) < count
+        ):
             assert time.monotonic() < deadline, f"no {count} prompts ever wait"
             time.sleep(0.01)
 
     def wait_idle(self, seconds: float = TIMEOUT_SECONDS) -> None:
         """Until nothing runs, nothing waits and every page is free."""
         deadline = time.monotonic() + seconds
-        wanted = [rf"{name}{{[^}}]*}} 0\.0\n" for name in ("num_requests_running", "waiting", "kv_cache_usage_perc")]
+        wanted = [
+            rf"{name}{{[^}}]*}} 0\.0\n"
+            for name in ("num_requests_running", "waiting", "kv_cache_usage_perc")
+        ]
         while time.monotonic() < deadline:
             page = self.request("/metrics")[1]
             if all(re.search(pattern, page) for pattern in wanted):

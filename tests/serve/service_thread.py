@@ -1,4 +1,6 @@
-"""A service that runs on a thread of its own with its own event loop, for tests that call it one by one."""
+"""A service that runs on a thread of its own with its own event loop, for tests that call it one by
+one.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +23,31 @@ RUN = {"device": "cpu", "threads": 1, "max_num_seqs": 16, "kv_cache_bytes": 8 <<
 
 
 def with_long_stats_timeout(engine: EngineClient) -> EngineClient:
-    """The same, that waits for its worker's numbers; it would tell the last ones, or none, after a second."""
+    """The same, that waits for its worker's numbers; it would tell the last ones, or none, after a
+    second.
+    """
     engine.stats = functools.partial(engine.stats, TIMEOUT_SECONDS)  # type: ignore[method-assign]
     return engine
 
 
 class ServiceThread:
-    """``run`` runs a coroutine on the service's event loop; ``get`` and ``post`` call its application."""
+    """``run`` runs a coroutine on the service's event loop; ``get`` and ``post`` call its
+    application.
+    """
 
     def __init__(
-        self, path: Path, limits: ServiceLimits | None = None, template: str | None = "chatml", **run: Any
+        self,
+        path: Path,
+        limits: ServiceLimits | None = None,
+        template: str | None = "chatml",
+        **run: Any,
     ) -> None:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
-        self.service: Service = self.run(self._make_service(path, limits or ServiceLimits(), template, {**RUN, **run}))
+        self.service: Service = self.run(
+            self._make_service(path, limits or ServiceLimits(), template, {**RUN, **run})
+        )
         self.engine = self.service.unique_engines[0]
         self.client = Client(make_app(self.service))
 
@@ -43,7 +55,9 @@ class ServiceThread:
         self, path: Path, limits: ServiceLimits, template: str | None, run: dict[str, Any]
     ) -> Service:
         engine = with_long_stats_timeout(
-            EngineClient("stories", OpenEngine(str(path), {}, run, chat_template=template), max_waiting=512)
+            EngineClient(
+                "stories", OpenEngine(str(path), {}, run, chat_template=template), max_waiting=512
+            )
         )
         self._task = asyncio.create_task(engine.run())
         await engine.load_finished.wait()

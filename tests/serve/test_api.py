@@ -15,7 +15,13 @@ from modelmill.llm import LLM
 from modelmill.serve import json_logs
 from tests.serve.service_thread import ServiceThread
 
-PROMPTS = ["Once upon a time", "The little dog", "Lily went to the", "One day, Tom saw a big", "It was raining"]
+PROMPTS = [
+    "Once upon a time",
+    "The little dog",
+    "Lily went to the",
+    "One day, Tom saw a big",
+    "It was raining",
+]
 START = "Once upon"
 GREEDY = {"temperature": 0, "max_tokens": 24}
 TALK = [{"role": "user", "content": "Tell me a story"}]
@@ -28,7 +34,9 @@ def complete(running: ServiceThread, **body: Any) -> Any:
 
 
 def chat(running: ServiceThread, **body: Any) -> Any:
-    response = running.post("/v1/chat/completions", {"model": "stories", "messages": TALK, **GREEDY, **body})
+    response = running.post(
+        "/v1/chat/completions", {"model": "stories", "messages": TALK, **GREEDY, **body}
+    )
     assert response.status == 200, response.body
     return response.events if body.get("stream") else response.json
 
@@ -40,26 +48,41 @@ def texts_of(events: list[Any], count: int) -> list[str]:
     for event in events[:-1]:
         for choice in event["choices"]:
             assert not ended[choice["index"]], "a chunk after the last"
-            found[choice["index"]] += choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            found[choice["index"]] += (
+                choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            )
             ended[choice["index"]] = choice["finish_reason"] is not None
     assert all(ended)
     assert len({event["id"] for event in events[:-1]}) == 1
     return found
 
 
-@pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.8, "seed": 3, "n": 3}], ids=str)
-def test_text_is_the_same_alone_batched_streamed_and_in_the_class(running: ServiceThread, llm: LLM, how: Any) -> None:
+@pytest.mark.parametrize(
+    "how", [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.8, "seed": 3, "n": 3}], ids=str
+)
+def test_text_is_the_same_alone_batched_streamed_and_in_the_class(
+    running: ServiceThread, llm: LLM, how: Any
+) -> None:
     params = SamplingParams(**{**GREEDY, **how})
-    expected = [output.text for answer in llm.generate(PROMPTS, params, progress=False) for output in answer.outputs]
+    expected = [
+        output.text
+        for answer in llm.generate(PROMPTS, params, progress=False)
+        for output in answer.outputs
+    ]
     n = how.get("n", 1)
     batched = complete(running, prompt=PROMPTS, **how)
     assert [choice["text"] for choice in batched["choices"]] == expected
     assert [choice["index"] for choice in batched["choices"]] == list(range(n * len(PROMPTS)))
     alone = [complete(running, prompt=prompt, **how) for prompt in PROMPTS]
     assert [choice["text"] for each in alone for choice in each["choices"]] == expected
-    assert texts_of(complete(running, prompt=PROMPTS, stream=True, **how), n * len(PROMPTS)) == expected
+    assert (
+        texts_of(complete(running, prompt=PROMPTS, stream=True, **how), n * len(PROMPTS))
+        == expected
+    )
     ids = [llm.language.encode_prompt(prompt) for prompt in PROMPTS]
-    assert [choice["text"] for choice in complete(running, prompt=ids, **how)["choices"]] == expected
+    assert [
+        choice["text"] for choice in complete(running, prompt=ids, **how)["choices"]
+    ] == expected
 
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 7, "n": 2}], ids=str)
@@ -70,9 +93,9 @@ def test_conversations_too(running: ServiceThread, llm: LLM, how: Any) -> None:
     assert [choice["message"]["content"] for choice in whole["choices"]] == expected
     events = chat(running, stream=True, **how)
     assert texts_of(events, len(expected)) == expected
-    assert [event["choices"][0]["delta"].get("role") for event in events[: len(expected)]] == ["assistant"] * len(
-        expected
-    )
+    assert [event["choices"][0]["delta"].get("role") for event in events[: len(expected)]] == [
+        "assistant"
+    ] * len(expected)
 
 
 def test_the_shape_of_a_chat_answer(running: ServiceThread) -> None:
@@ -106,7 +129,9 @@ def test_stop_strings_end_the_text_and_never_show(running: ServiceThread) -> Non
     whole = complete(running, prompt=PROMPTS[0], max_tokens=60)["choices"][0]["text"]
     stop = whole[30:34]
     cut = whole[: whole.index(stop)]
-    (choice,) = complete(running, prompt=PROMPTS[0], max_tokens=60, stop=[stop, "never to be seen"])["choices"]
+    (choice,) = complete(
+        running, prompt=PROMPTS[0], max_tokens=60, stop=[stop, "never to be seen"]
+    )["choices"]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (cut, "stop", stop)
     events = complete(running, prompt=PROMPTS[0], max_tokens=60, stop=stop, stream=True)
     assert texts_of(events, 1) == [cut]
@@ -114,13 +139,19 @@ def test_stop_strings_end_the_text_and_never_show(running: ServiceThread) -> Non
 
 
 @pytest.mark.parametrize("tools", [False, True])
-def test_of_several_answers_each_ends_once_at_a_stop_string(running: ServiceThread, tools: bool) -> None:
-    """The worker goes on with one until it hears of its end; what comes until then is no part of a stream."""
+def test_of_several_answers_each_ends_once_at_a_stop_string(
+    running: ServiceThread, tools: bool
+) -> None:
+    """The worker goes on with one until it hears of its end; what comes until then is no part of a
+    stream.
+    """
     named = {"tools": [{"type": "function", "function": {"name": "now"}}]} if tools else {}
     how = {"n": 4, "temperature": 1.0, "seed": 5, "max_tokens": 60, "stop": [".", "a"]}
     for ask, more in ((complete, {"prompt": PROMPTS[0]}), (chat, named)):
         whole = ask(running, **how, **more)["choices"]
-        texts = [choice["text"] if "text" in choice else choice["message"]["content"] for choice in whole]
+        texts = [
+            choice["text"] if "text" in choice else choice["message"]["content"] for choice in whole
+        ]
         assert "stop" in {choice["finish_reason"] for choice in whole}
         # texts_of refuses a chunk after the last
         assert texts_of(ask(running, **how, **more, stream=True), 4) == texts
@@ -132,11 +163,15 @@ def test_logprobs_of_a_completion_with_echo(running: ServiceThread, llm: LLM) ->
     table = choice["logprobs"]
     assert choice["text"].startswith(START + " ")
     (answer,) = llm.generate(
-        [START], SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=3), progress=False
+        [START],
+        SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=3),
+        progress=False,
     )
     entries = [*(answer.prompt_logprobs or []), *(answer.outputs[0].logprobs or [])]
     ids = [*answer.prompt_token_ids, *answer.outputs[0].token_ids]
-    assert table["token_logprobs"] == [None if e is None else e[id].logprob for id, e in zip(ids, entries)]
+    assert table["token_logprobs"] == [
+        None if e is None else e[id].logprob for id, e in zip(ids, entries)
+    ]
     assert table["token_logprobs"][0] is None
     assert [len(best) for best in table["top_logprobs"][1:]] == [
         3 + (e[i].rank > 3) for i, e in zip(ids[1:], entries[1:])
@@ -144,13 +179,17 @@ def test_logprobs_of_a_completion_with_echo(running: ServiceThread, llm: LLM) ->
     for token, offset in zip(table["tokens"][2:], table["text_offset"][2:]):
         assert choice["text"][offset : offset + len(token)] == token
     events = complete(running, prompt=START, echo=True, logprobs=3, max_tokens=4, stream=True)
-    parts = [event["choices"][0]["logprobs"] for event in events[:-1] if event["choices"][0]["logprobs"]]
+    parts = [
+        event["choices"][0]["logprobs"] for event in events[:-1] if event["choices"][0]["logprobs"]
+    ]
     assert {key: [v for part in parts for v in part[key]] for key in table} == table
     assert texts_of(events, 1) == [choice["text"]]
 
 
 def test_a_completion_goes_on_with_the_text(running: ServiceThread, llm: LLM) -> None:
-    """SentencePiece drops the first space of a text, but an answer to a prompt of words begins no text."""
+    """SentencePiece drops the first space of a text, but an answer to a prompt of words begins no
+    text.
+    """
     ids = llm.tokenizer.encode(START)
     for prompt in (START, ids):
         (whole,) = complete(running, prompt=prompt, max_tokens=8, logprobs=1)["choices"]
@@ -161,7 +200,9 @@ def test_a_completion_goes_on_with_the_text(running: ServiceThread, llm: LLM) ->
         for token, offset in zip(table["tokens"], table["text_offset"]):
             assert whole["text"][offset : offset + len(token)] == token
     (answer,) = llm.generate([START], SamplingParams(temperature=0, max_tokens=8), progress=False)
-    assert START + answer.outputs[0].text == llm.tokenizer.decode([*ids, *answer.outputs[0].token_ids])
+    assert START + answer.outputs[0].text == llm.tokenizer.decode(
+        [*ids, *answer.outputs[0].token_ids]
+    )
     # nothing but the token that every text begins with: the answer is a text of its own
     (alone,) = complete(running, prompt=ids[:1], max_tokens=8)["choices"]
     assert alone["text"] == alone["text"].lstrip()
@@ -179,11 +220,16 @@ def test_scoring_alone_writes_nothing(running: ServiceThread) -> None:
 def test_logprobs_of_a_conversation(running: ServiceThread) -> None:
     (choice,) = chat(running, logprobs=True, top_logprobs=2)["choices"]
     content = choice["logprobs"]["content"]
-    assert b"".join(bytes(each["bytes"]) for each in content).decode().strip() == choice["message"]["content"].strip()
+    assert (
+        b"".join(bytes(each["bytes"]) for each in content).decode().strip()
+        == choice["message"]["content"].strip()
+    )
     assert all(len(each["top_logprobs"]) == 2 for each in content)
     assert all(each["logprob"] == each["top_logprobs"][0]["logprob"] <= 0 for each in content)
     events = chat(running, logprobs=True, top_logprobs=2, stream=True)
-    told = [e["choices"][0]["logprobs"]["content"] for e in events[:-1] if e["choices"][0]["logprobs"]]
+    told = [
+        e["choices"][0]["logprobs"]["content"] for e in events[:-1] if e["choices"][0]["logprobs"]
+    ]
     assert [each for part in told for each in part] == content
 
 
@@ -192,23 +238,50 @@ def test_ids_in_and_out(running: ServiceThread, llm: LLM) -> None:
     assert choice["prompt_token_ids"] == llm.language.encode_prompt(PROMPTS[0])
     assert len(choice["token_ids"]) == 24
     events = complete(running, prompt=PROMPTS[0], return_token_ids=True, stream=True)
-    assert [id for event in events[:-1] for id in event["choices"][0]["token_ids"]] == choice["token_ids"]
-    assert running.post("/detokenize", {"tokens": choice["token_ids"]}).json["prompt"].strip() == choice["text"].strip()
+    assert [id for event in events[:-1] for id in event["choices"][0]["token_ids"]] == choice[
+        "token_ids"
+    ]
+    assert (
+        running.post("/detokenize", {"tokens": choice["token_ids"]}).json["prompt"].strip()
+        == choice["text"].strip()
+    )
 
 
 def test_extras_reach_the_engine(running: ServiceThread, llm: LLM) -> None:
-    extras = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.3, "logit_bias": {"403": -50.0}, "min_tokens": 3}
-    params = SamplingParams(max_tokens=24, temperature=0.9, seed=1, **{**extras, "logit_bias": {403: -50.0}})
+    extras = {
+        "top_k": 5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.3,
+        "logit_bias": {"403": -50.0},
+        "min_tokens": 3,
+    }
+    params = SamplingParams(
+        max_tokens=24, temperature=0.9, seed=1, **{**extras, "logit_bias": {403: -50.0}}
+    )
     expected = llm.generate([PROMPTS[1]], params, progress=False)[0].outputs[0].text
-    assert complete(running, prompt=PROMPTS[1], temperature=0.9, seed=1, **extras)["choices"][0]["text"] == expected
+    assert (
+        complete(running, prompt=PROMPTS[1], temperature=0.9, seed=1, **extras)["choices"][0][
+            "text"
+        ]
+        == expected
+    )
 
 
 def test_a_client_that_says_nothing_gets_openais_defaults(running: ServiceThread, llm: LLM) -> None:
     """Of an engine whose checkpoint says nothing; as if temperature 1 and top_p 1 had been sent."""
     for seed in range(3):
-        said = complete(running, prompt=PROMPTS[1], seed=seed, temperature=1.0, top_p=1.0)["choices"][0]["text"]
-        assert complete(running, prompt=PROMPTS[1], seed=seed, temperature=None)["choices"][0]["text"] == said
-    own = llm.generate([PROMPTS[1]], SamplingParams(max_tokens=24, seed=2), progress=False)[0].outputs[0].text
+        said = complete(running, prompt=PROMPTS[1], seed=seed, temperature=1.0, top_p=1.0)[
+            "choices"
+        ][0]["text"]
+        assert (
+            complete(running, prompt=PROMPTS[1], seed=seed, temperature=None)["choices"][0]["text"]
+            == said
+        )
+    own = (
+        llm.generate([PROMPTS[1]], SamplingParams(max_tokens=24, seed=2), progress=False)[0]
+        .outputs[0]
+        .text
+    )
     assert own != said
 
 
@@ -219,11 +292,21 @@ def test_models_tokenize_version_health(running: ServiceThread, llm: LLM) -> Non
     card = running.get("/v1/models/alias").json
     # the checkpoint says nothing: OpenAI's defaults for clients, ours for the page
     assert card["default_sampling"]["values"] == {"temperature": 1.0, "top_p": 1.0}
-    assert card["suggested_sampling"]["values"] == {"temperature": 0.6, "top_p": 0.95, "top_k": 40, "min_p": 0.05}
+    assert card["suggested_sampling"]["values"] == {
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "top_k": 40,
+        "min_p": 0.05,
+    }
     assert card["suggested_sampling"]["source"] == "modelmill"
     ids = running.post("/tokenize", {"prompt": PROMPTS[0]}).json["tokens"]
     assert ids == llm.language.encode_prompt(PROMPTS[0])
-    assert running.post("/tokenize", {"prompt": PROMPTS[0], "add_special_tokens": False}).json["tokens"] == ids[1:]
+    assert (
+        running.post("/tokenize", {"prompt": PROMPTS[0], "add_special_tokens": False}).json[
+            "tokens"
+        ]
+        == ids[1:]
+    )
     talk = running.post("/tokenize", {"messages": TALK}).json
     assert talk["count"] == chat(running)["usage"]["prompt_tokens"]
     assert running.get("/version").json.keys() == {"version"}
@@ -234,7 +317,9 @@ def test_models_tokenize_version_health(running: ServiceThread, llm: LLM) -> Non
 def test_metrics_count_what_was_done(running: ServiceThread) -> None:
     def read() -> dict[str, float]:
         page = running.get("/metrics").body.decode()
-        lines = [line.rsplit(" ", 1) for line in page.splitlines() if line and not line.startswith("#")]
+        lines = [
+            line.rsplit(" ", 1) for line in page.splitlines() if line and not line.startswith("#")
+        ]
         return {name: float(value) for name, value in lines}
 
     complete(running, prompt=PROMPTS[0])
@@ -268,9 +353,14 @@ def test_every_answer_carries_its_request_id(running: ServiceThread) -> None:
 
 def test_the_openapi_document_tells_what_is_answered(running: ServiceThread) -> None:
     told = running.get("/openapi.json").json
-    assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics", "/tokenize"} <= set(
-        told["paths"]
-    )
+    assert {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/models",
+        "/health",
+        "/metrics",
+        "/tokenize",
+    } <= set(told["paths"])
     for path in told["paths"].values():
         for operation in path.values():
             assert "422" not in operation["responses"]
@@ -279,9 +369,20 @@ def test_the_openapi_document_tells_what_is_answered(running: ServiceThread) -> 
     assert not told["components"]["schemas"]["ChatRequest"]["additionalProperties"]
 
 
-def test_scoring_counts_on_the_token_that_was_drawn_even_where_it_ends_the_text(running: ServiceThread) -> None:
-    """lm-eval leaves out the last entry: without this one it would lose a token of the text that it scores."""
-    body = {"model": "stories", "prompt": "Once", "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
+def test_scoring_counts_on_the_token_that_was_drawn_even_where_it_ends_the_text(
+    running: ServiceThread,
+) -> None:
+    """lm-eval leaves out the last entry: without this one it would lose a token of the text that it
+    scores.
+    """
+    body = {
+        "model": "stories",
+        "prompt": "Once",
+        "max_tokens": 1,
+        "temperature": 0,
+        "logprobs": 1,
+        "echo": True,
+    }
     choice = running.post("/v1/completions", {**body, "logit_bias": {"2": 100}}).json["choices"][0]
     assert choice["finish_reason"] == "stop"
     known = running.post("/tokenize", {"model": "stories", "prompt": "Once"}).json["tokens"]
@@ -290,23 +391,33 @@ def test_scoring_counts_on_the_token_that_was_drawn_even_where_it_ends_the_text(
 
 def of_stream(events: list[Any]) -> tuple[str, dict[str, list[Any]]]:
     """(text, table of logprobs) of a stream of one completion."""
-    tables = [event["choices"][0]["logprobs"] for event in events[:-1] if event["choices"][0]["logprobs"]]
-    return texts_of(events, 1)[0], {key: [value for table in tables for value in table[key]] for key in tables[0]}
+    tables = [
+        event["choices"][0]["logprobs"] for event in events[:-1] if event["choices"][0]["logprobs"]
+    ]
+    return texts_of(events, 1)[0], {
+        key: [value for table in tables for value in table[key]] for key in tables[0]
+    }
 
 
 @pytest.mark.parametrize("echo", [False, True])
-def test_a_stream_tells_the_token_that_ended_it_where_the_whole_answer_does(running: ServiceThread, echo: bool) -> None:
+def test_a_stream_tells_the_token_that_ended_it_where_the_whole_answer_does(
+    running: ServiceThread, echo: bool
+) -> None:
     ids = complete(running, prompt=PROMPTS[0], return_token_ids=True)["choices"][0]["token_ids"]
     how = {"prompt": PROMPTS[0], "logprobs": 0, "echo": echo, "stop_token_ids": [ids[5]]}
     (whole,) = complete(running, **how)["choices"]
-    prompt = len(running.post("/tokenize", {"model": "stories", "prompt": PROMPTS[0]}).json["tokens"])
+    prompt = len(
+        running.post("/tokenize", {"model": "stories", "prompt": PROMPTS[0]}).json["tokens"]
+    )
     assert len(whole["logprobs"]["tokens"]) == (prompt + 6 if echo else 5)
     assert of_stream(complete(running, **how, stream=True)) == (whole["text"], whole["logprobs"])
 
 
 @pytest.mark.parametrize("prompt", ["Once", [1, 403]])
 @pytest.mark.parametrize("echo", [False, True])
-def test_offsets_count_the_control_tokens_that_are_shown(running: ServiceThread, echo: bool, prompt: Any) -> None:
+def test_offsets_count_the_control_tokens_that_are_shown(
+    running: ServiceThread, echo: bool, prompt: Any
+) -> None:
     how = {"prompt": prompt, "logprobs": 0, "echo": echo, "max_tokens": 4, "logit_bias": {"0": 100}}
     (shown,) = complete(running, **how, skip_special_tokens=False)["choices"]
     size = len("Once") if echo else 0
@@ -329,12 +440,17 @@ def test_offsets_count_the_control_tokens_that_are_shown(running: ServiceThread,
 def test_a_prompt_that_ends_inside_a_character(
     running: ServiceThread, bias: Any, most: int, shown: str, answer: str
 ) -> None:
-    """What is shown is what its ids and the answer's are together: é is 198 and 172, 403 " Once", 2 the end."""
+    """What is shown is what its ids and the answer's are together: é is 198 and 172, 403 " Once", 2
+    the end.
+    """
     how = {"prompt": [1, 403, 198], "logprobs": 0, "logit_bias": bias, "max_tokens": most}
     (whole,) = complete(running, **how, echo=True)["choices"]
     assert whole["text"] == "Once" + shown
     assert whole["logprobs"]["text_offset"][:3] == [0, 0, 4]
-    assert of_stream(complete(running, **how, echo=True, stream=True)) == (whole["text"], whole["logprobs"])
+    assert of_stream(complete(running, **how, echo=True, stream=True)) == (
+        whole["text"],
+        whole["logprobs"],
+    )
     assert complete(running, **how)["choices"][0]["text"] == answer
 
 
@@ -358,7 +474,9 @@ def test_too_long_is_one_code_however_long_and_wherever(running: ServiceThread, 
 def test_what_this_machine_cannot_do_is_said_in_the_log(
     running: ServiceThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client is told that the log says why; there it stands, with the request's id and nothing of the request."""
+    """The client is told that the log says why; there it stands, with the request's id and nothing
+    of the request.
+    """
     said = io.StringIO()
     monkeypatch.setattr("sys.stderr", said)
     why = "structured output needs llguidance"
@@ -373,6 +491,10 @@ def test_what_this_machine_cannot_do_is_said_in_the_log(
     assert (response.status, response.json["error"]["type"]) == (500, "server_error")
     (line,) = said.getvalue().splitlines()
     found = json.loads(line)
-    assert (found["event"], found["error"], found["reason"]) == ("request failed", "MissingDependency", why)
+    assert (found["event"], found["error"], found["reason"]) == (
+        "request failed",
+        "MissingDependency",
+        why,
+    )
     assert found["request_id"] == "mine-2"
     assert "secret" not in line

@@ -42,10 +42,14 @@ def test_on_a_cpu_the_rest_is_divided() -> None:
 
 
 def test_room_is_left_for_engines_that_segment() -> None:
-    """A language engine that loads first leaves what they will take, to the byte; one beside nobody takes all."""
+    """A language engine that loads first leaves what they will take, to the byte; one beside nobody
+    takes all.
+    """
     total, mine = 80 * GIB, 14 * GIB
     aside = budget.segment_engine_bytes(3 * GIB, GIB)
-    own = budget.with_cuda_budget(RunConfig(gpu_memory_utilization=0.9), total - GIB, total, mine, [], aside)
+    own = budget.with_cuda_budget(
+        RunConfig(gpu_memory_utilization=0.9), total - GIB, total, mine, [], aside
+    )
     assert abs(int(total * own.gpu_memory_utilization) + aside - int(0.9 * total)) < 1024
     assert budget.with_cpu_budget(RunConfig(), 900, 0, aside).kv_cache_bytes == 900
     assert budget.with_cpu_budget(RunConfig(), 900, 1, aside).kv_cache_bytes == 450

@@ -25,7 +25,9 @@ ASK = {"model": "stories", "temperature": 0, "max_tokens": 8, "ignore_eos": True
 def engine(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Path:
     folder = tmp_path_factory.mktemp("pictures")
     write_checkpoint(folder / "files", shared)
-    build_engine(folder / "files", folder / "mini.engine", BuildConfig(dtype="float32"), check=False)
+    build_engine(
+        folder / "files", folder / "mini.engine", BuildConfig(dtype="float32"), check=False
+    )
     return folder / "mini.engine"
 
 
@@ -56,10 +58,14 @@ def test_the_same_text_as_the_class(served: ServiceThread, local: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     for count in (0, 1, 2, 3):
         data = [encode_image(picture) for picture in pictures[:count]]
-        answer = served.post("/v1/chat/completions", {**ASK, "messages": talk(*map(data_url, data), "What?")})
+        answer = served.post(
+            "/v1/chat/completions", {**ASK, "messages": talk(*map(data_url, data), "What?")}
+        )
         assert answer.status == 200, answer.json
         here = [{"type": "image", "image": each} for each in data]
-        [own] = local.chat([{"role": "user", "content": [*here, {"type": "text", "text": "What?"}]}], params)
+        [own] = local.chat(
+            [{"role": "user", "content": [*here, {"type": "text", "text": "What?"}]}], params
+        )
         assert answer.json["choices"][0]["message"]["content"] == own.outputs[0].text
         assert answer.json["usage"]["prompt_tokens"] == len(own.prompt_token_ids)
 
@@ -67,7 +73,11 @@ def test_the_same_text_as_the_class(served: ServiceThread, local: LLM) -> None:
 def test_pictures_are_told_apart(served: ServiceThread) -> None:
     texts = set()
     for seed in range(4):
-        body = {**ASK, "messages": talk(data_url(encode_image(random_photo(seed))), "What?"), "logprobs": True}
+        body = {
+            **ASK,
+            "messages": talk(data_url(encode_image(random_photo(seed))), "What?"),
+            "logprobs": True,
+        }
         answer = served.post("/v1/chat/completions", body)
         texts.add(str(answer.json["choices"][0]["logprobs"]))
     assert len(texts) == 4
@@ -77,7 +87,12 @@ def test_streamed(served: ServiceThread) -> None:
     body = {**ASK, "messages": talk(data_url(encode_image(random_photo())), "What?")}
     whole = served.post("/v1/chat/completions", body).json["choices"][0]["message"]["content"]
     events = served.post("/v1/chat/completions", {**body, "stream": True}).events
-    assert "".join(e["choices"][0]["delta"].get("content") or "" for e in events if isinstance(e, dict)) == whole
+    assert (
+        "".join(
+            e["choices"][0]["delta"].get("content") or "" for e in events if isinstance(e, dict)
+        )
+        == whole
+    )
 
 
 def test_the_card_tells(served: ServiceThread) -> None:
@@ -94,11 +109,15 @@ def picture_file(mode: str, form: str, size: tuple[int, int] = (20, 30), **how: 
 
 @pytest.mark.parametrize(
     ("mode", "form", "size"),
-    [("CMYK", "JPEG", (20, 30)), ("I;16", "PNG", (20, 30)), ("P", "PNG", (20, 30)), ("1", "PNG", (20, 30)),
-     ("RGBA", "PNG", (20, 30)), ("LA", "PNG", (20, 30)), ("L", "PNG", (1, 1)), ("RGB", "PNG", (1, 999)),
+    [("CMYK", "JPEG", (20, 30)), ("I;16", "PNG", (20, 30)), ("P", "PNG", (20, 30)),
+    ("1", "PNG", (20, 30)),
+     ("RGBA", "PNG", (20, 30)), ("LA", "PNG", (20, 30)), ("L", "PNG", (1, 1)),
+     ("RGB", "PNG", (1, 999)),
      ("P", "GIF", (20, 30))],
 )  # fmt: skip
-def test_odd_pictures_are_answered(served: ServiceThread, mode: str, form: str, size: tuple[int, int]) -> None:
+def test_odd_pictures_are_answered(
+    served: ServiceThread, mode: str, form: str, size: tuple[int, int]
+) -> None:
     body = {**ASK, "max_tokens": 2, "messages": talk(picture_file(mode, form, size), "What?")}
     assert served.post("/v1/chat/completions", body).status == 200
 
@@ -128,7 +147,9 @@ def bomb() -> str:
 )
 def test_bad_pictures_are_refused(served: ServiceThread, source: str, says: str) -> None:
     part = {"type": "image_url", "image_url": {"url": source}}
-    answer = served.post("/v1/chat/completions", {**ASK, "messages": [{"role": "user", "content": [part]}]})
+    answer = served.post(
+        "/v1/chat/completions", {**ASK, "messages": [{"role": "user", "content": [part]}]}
+    )
     assert answer.status == 400
     assert says in answer.json["error"]["message"]
     assert "passwd" not in answer.json["error"]["message"]
@@ -142,16 +163,21 @@ def test_the_servers_own_limit_of_pixels(served: ServiceThread) -> None:
     assert "10001 × 5000 pixels are more than 50000000" in answer.json["error"]["message"]
 
 
-@pytest.mark.parametrize("part", [{"type": "image", "image": "/etc/passwd"}, {"type": "image", "image": "a.png"}])
+@pytest.mark.parametrize(
+    "part", [{"type": "image", "image": "/etc/passwd"}, {"type": "image", "image": "a.png"}]
+)
 def test_files_of_the_server_are_not_read(served: ServiceThread, part: dict[str, Any]) -> None:
-    answer = served.post("/v1/chat/completions", {**ASK, "messages": [{"role": "user", "content": [part]}]})
+    answer = served.post(
+        "/v1/chat/completions", {**ASK, "messages": [{"role": "user", "content": [part]}]}
+    )
     assert answer.status == 400
     assert "data URL" in answer.json["error"]["message"]
 
 
 def test_too_many_pictures(served: ServiceThread) -> None:
     answer = served.post(
-        "/v1/chat/completions", {**ASK, "messages": talk(*[data_url(encode_image(random_photo()))] * 33, "What?")}
+        "/v1/chat/completions",
+        {**ASK, "messages": talk(*[data_url(encode_image(random_photo()))] * 33, "What?")},
     )
     assert answer.status == 400
     assert "33 pictures" in answer.json["error"]["message"]
@@ -159,14 +185,16 @@ def test_too_many_pictures(served: ServiceThread) -> None:
 
 def test_an_engine_without_eyes_refuses_pictures(running: ServiceThread) -> None:
     answer = running.post(
-        "/v1/chat/completions", {**ASK, "messages": talk(data_url(encode_image(random_photo())), "What?")}
+        "/v1/chat/completions",
+        {**ASK, "messages": talk(data_url(encode_image(random_photo())), "What?")},
     )
     assert answer.status == 400
 
 
 def test_tokenize_counts_the_places(served: ServiceThread) -> None:
     with_one = served.post(
-        "/tokenize", {"model": "stories", "messages": talk(data_url(encode_image(random_photo())), "What?")}
+        "/tokenize",
+        {"model": "stories", "messages": talk(data_url(encode_image(random_photo())), "What?")},
     ).json
     without = served.post("/tokenize", {"model": "stories", "messages": talk("What?")}).json
     assert with_one["count"] > without["count"] + 8

@@ -19,18 +19,26 @@ def board() -> Any:
 def test_every_metric_exists(running: ServiceThread) -> None:
     body = {"model": "stories", "prompt": "Once", "max_tokens": 3, "temperature": 0}
     assert running.post("/v1/completions", body).status == 200
-    lines = [line for line in running.get("/metrics").body.decode().splitlines() if not line.startswith("#")]
+    lines = [
+        line
+        for line in running.get("/metrics").body.decode().splitlines()
+        if not line.startswith("#")
+    ]
     found: dict[str, set[str]] = {}
     for line in lines:
         name, _, rest = line.partition("{")
         found.setdefault(name, set()).update(re.findall(r'(\w+)="', rest))
     drawn = [target["expr"] for panel in board()["panels"] for target in panel["targets"]]
-    asked = drawn + [each["query"] for each in board()["templating"]["list"] if each["type"] == "query"]
+    asked = drawn + [
+        each["query"] for each in board()["templating"]["list"] if each["type"] == "query"
+    ]
     names = {name for text in asked for name in re.findall(r"modelmill:\w+", text)}
     assert len(names) >= 12
     assert names <= set(found)
     for text in drawn:
-        labels = set(re.findall(r"by \(([^)]*)\)", text)[0].split(", ")) | set(re.findall(r'(\w+)=~"', text))
+        labels = set(re.findall(r"by \(([^)]*)\)", text)[0].split(", ")) | set(
+            re.findall(r'(\w+)=~"', text)
+        )
         for name in re.findall(r"modelmill:\w+", text):
             assert labels <= found[name], text
 

@@ -52,7 +52,9 @@ def test_equal_to_transformers_in_float32(
     assert [each["index"] for each in told["data"]] == [0, 1, 2]
     for each, state in zip(told["data"], states, strict=True):
         expected = unit(state[-1] if pooling == "last" else state.mean(0))
-        np.testing.assert_allclose(np.array(each["embedding"], dtype=np.float32), expected, rtol=0, atol=2e-6)
+        np.testing.assert_allclose(
+            np.array(each["embedding"], dtype=np.float32), expected, rtol=0, atol=2e-6
+        )
     # one after another, in the other form, from the ids
     for text, each in zip(TEXTS, told["data"]):
         (alone,) = embed(running, text, encoding_format="base64", **more)["data"]
@@ -61,18 +63,26 @@ def test_equal_to_transformers_in_float32(
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])
-def test_python_gets_the_same(running: ServiceThread, llm: LLM, states: list[torch.Tensor], pooling: str) -> None:
+def test_python_gets_the_same(
+    running: ServiceThread, llm: LLM, states: list[torch.Tensor], pooling: str
+) -> None:
     found = llm.embed(TEXTS, pooling=pooling)
     expected = [unit(state[-1] if pooling == "last" else state.mean(0)) for state in states]
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
-    served = [each["embedding"] for each in embed(running, TEXTS, pooling=pooling, dimensions=16)["data"]]
-    np.testing.assert_allclose(llm.embed(TEXTS, pooling=pooling, dimensions=16), served, rtol=0, atol=2e-6)
+    served = [
+        each["embedding"] for each in embed(running, TEXTS, pooling=pooling, dimensions=16)["data"]
+    ]
+    np.testing.assert_allclose(
+        llm.embed(TEXTS, pooling=pooling, dimensions=16), served, rtol=0, atol=2e-6
+    )
 
 
 def test_ids_are_texts(running: ServiceThread, llm: LLM) -> None:
     ids = [llm.language.encode_prompt(text) for text in TEXTS]
     texts = [each["embedding"] for each in embed(running, TEXTS)["data"]]
-    np.testing.assert_allclose([each["embedding"] for each in embed(running, ids)["data"]], texts, atol=1e-6)
+    np.testing.assert_allclose(
+        [each["embedding"] for each in embed(running, ids)["data"]], texts, atol=1e-6
+    )
     np.testing.assert_allclose(embed(running, ids[0])["data"][0]["embedding"], texts[0], atol=1e-6)
 
 

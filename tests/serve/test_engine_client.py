@@ -32,12 +32,19 @@ from modelmill.serve.request_handle import ClientTooSlow, WorkerLost
 from modelmill.serve.worker_messages import Message, OpenEngine, StepTokens, encode
 from modelmill.text.tokenizer import load_tokenizer
 from tests.runtime import tiny
-from tests.serve.thread_worker import ThreadLauncher, ids_only_processor, make_request, served_engine
+from tests.serve.thread_worker import (
+    ThreadLauncher,
+    ids_only_processor,
+    make_request,
+    served_engine,
+)
 from tests.text.conftest import gguf_spm
 from tests.wait import TIMEOUT_SECONDS
 
 
-async def answered(engine: EngineClient, prompts: list[tuple[int, ...]], **params: Any) -> list[tuple[int, ...]]:
+async def answered(
+    engine: EngineClient, prompts: list[tuple[int, ...]], **params: Any
+) -> list[tuple[int, ...]]:
     ticket = engine.submit([make_request(engine, prompt, **params) for prompt in prompts])
     await ticket.finish()
     return [tuple(each.output.outputs[0].token_ids) for each in ticket.request_states]
@@ -74,7 +81,10 @@ def test_tokens_are_those_of_the_loop_alone() -> None:
 def test_clients_that_leave_give_everything_back() -> None:
     async def main() -> None:
         async with served_engine(max_waiting=1000) as (engine, _):
-            tickets = [engine.submit([make_request(engine, prompt, max_tokens=80)]) for prompt in tiny.prompts(200)]
+            tickets = [
+                engine.submit([make_request(engine, prompt, max_tokens=80)])
+                for prompt in tiny.prompts(200)
+            ]
             for place, ticket in enumerate(tickets):
                 if place % 3 == 0:
                     await ticket.fetch()
@@ -114,13 +124,21 @@ def test_impossible_prompts_are_refused_before_they_travel(prompt: tuple[int, ..
     asyncio.run(main())
 
 
-def test_a_reader_that_never_reads_is_given_up_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_never_reads_is_given_up_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # more than the other one is ever told at once
     monkeypatch.setattr(handle_module, "MAX_PENDING_ITEMS", 200)
 
     async def main() -> None:
         async with served_engine() as (engine, _):
-            slow = engine.submit([make_request(engine, (5, 6), n=4, temperature=1.0, max_tokens=100, ignore_eos=True)])
+            slow = engine.submit(
+                [
+                    make_request(
+                        engine, (5, 6), n=4, temperature=1.0, max_tokens=100, ignore_eos=True
+                    )
+                ]
+            )
             assert len((await answered(engine, [(7, 8)], max_tokens=60, ignore_eos=True))[0]) == 60
             await idle(engine)
             assert len(await slow.fetch()) == 201
@@ -177,8 +195,12 @@ def test_a_worker_that_keeps_dying_is_given_up() -> None:
 
 
 def test_steps_that_came_together_are_heard_together() -> None:
-    """A worker that is ahead costs the API one write for several tokens of an answer; not for all of them, though."""
-    steps: list[Message] = [StepTokens([TokenOutput(f"request {i}", 0, step) for i in range(64)]) for step in range(40)]
+    """A worker that is ahead costs the API one write for several tokens of an answer; not for all
+    of them, though.
+    """
+    steps: list[Message] = [
+        StepTokens([TokenOutput(f"request {i}", 0, step) for i in range(64)]) for step in range(40)
+    ]
 
     async def main() -> list[list[Message]]:
         reader = asyncio.StreamReader()
@@ -197,7 +219,9 @@ H, E, O = 265, 266, 268
 
 
 def test_what_comes_behind_a_stop_string_is_no_news() -> None:
-    """The worker hears of the end later than it was: the tokens until then are told nobody, and counted nowhere."""
+    """The worker hears of the end later than it was: the tokens until then are told nobody, and
+    counted nowhere.
+    """
     params = SamplingParams(n=2, stop=("e",), max_tokens=9).with_defaults({})
 
     async def main() -> None:
@@ -205,19 +229,31 @@ def test_what_comes_behind_a_stop_string_is_no_news() -> None:
             launcher.children[0].allow_steps.clear()
             metrics = ServerMetrics()
             engine.metrics = metrics.for_engine("tiny")
-            dialogue = RequestState(Request(id="r", prompt=(5,), params=params), None, load_tokenizer(gguf_spm()))
+            dialogue = RequestState(
+                Request(id="r", prompt=(5,), params=params), None, load_tokenizer(gguf_spm())
+            )
             ticket = engine.submit([dialogue])
-            for step in ([(0, H), (1, H)], [(0, E), (1, O)], [(0, O), (1, O)], [(0, H), (1, O)], [(1, E)]):
+            for step in (
+                [(0, H), (1, H)],
+                [(0, E), (1, O)],
+                [(0, O), (1, O)],
+                [(0, H), (1, O)],
+                [(1, E)],
+            ):
                 engine._handle(StepTokens([TokenOutput("r", index, id) for index, id in step]))
             deltas = [news.delta for news in await ticket.fetch()]
             told = [(delta.index, delta.text, delta.finish_reason) for delta in deltas]
             assert told == [
-                (0, "h", None), (1, "h", None), (0, "", "stop"), (1, "o", None), (1, "o", None), (1, "o", None),
+                (0, "h", None), (1, "h", None), (0, "", "stop"), (1, "o", None), (1, "o", None),
+                (1, "o", None),
                 (1, "", "stop"),
             ]  # fmt: skip
             assert [output.text for output in dialogue.output.outputs] == ["h", "hooo"]
             page = generate_latest(metrics.registry).decode()
-            assert 'modelmill:request_success_total{finished_reason="stop",model_name="tiny"} 2.0' in page
+            assert (
+                'modelmill:request_success_total{finished_reason="stop",model_name="tiny"} 2.0'
+                in page
+            )
             launcher.children[0].allow_steps.set()
 
     asyncio.run(main())
@@ -227,7 +263,10 @@ def test_a_bug_that_one_answer_meets_ends_that_answer(monkeypatch: pytest.Monkey
     async def main() -> None:
         async with served_engine() as (engine, launcher):
             launcher.children[0].allow_steps.clear()
-            ill, well = engine.submit([make_request(engine, (5, 6))]), engine.submit([make_request(engine, (7, 8))])
+            ill, well = (
+                engine.submit([make_request(engine, (5, 6))]),
+                engine.submit([make_request(engine, (7, 8))]),
+            )
 
             def broken(_: TokenOutput) -> Any:
                 raise KeyError("of the answer")
@@ -263,7 +302,9 @@ def lines(said: io.StringIO) -> list[dict[str, Any]]:
     return [json.loads(line) for line in said.getvalue().splitlines()]
 
 
-def test_a_worker_that_cannot_be_started_now_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_be_started_now_is_started_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A system that had nothing left for a while: each try counts, and the next one may succeed."""
     said = io.StringIO()
     monkeypatch.setattr("sys.stderr", said)
@@ -344,7 +385,11 @@ def test_a_worker_that_is_being_started_while_the_engine_is_closed_is_ended() ->
     async def main() -> None:
         launcher = Slow()
         engine = EngineClient(
-            "tiny", OpenEngine("tiny", {}, {}), max_waiting=4, launch=launcher, load_text_processor=ids_only_processor
+            "tiny",
+            OpenEngine("tiny", {}, {}),
+            max_waiting=4,
+            launch=launcher,
+            load_text_processor=ids_only_processor,
         )
         task = asyncio.create_task(engine.run())
         await launcher.begun.wait()
@@ -358,7 +403,9 @@ def test_a_worker_that_is_being_started_while_the_engine_is_closed_is_ended() ->
     asyncio.run(main())
 
 
-def test_a_worker_that_the_system_cannot_end_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_the_system_cannot_end_holds_nothing_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Stuck(ThreadLauncher):
         async def __call__(self) -> Any:
             sock, child = await super().__call__()
@@ -369,7 +416,11 @@ def test_a_worker_that_the_system_cannot_end_holds_nothing_up(monkeypatch: pytes
         monkeypatch.setattr(engine_module, "KILL_TIMEOUT", 0.01)
         launcher = Stuck()
         engine = EngineClient(
-            "tiny", OpenEngine("tiny", {}, {}), max_waiting=4, launch=launcher, load_text_processor=ids_only_processor
+            "tiny",
+            OpenEngine("tiny", {}, {}),
+            max_waiting=4,
+            launch=launcher,
+            load_text_processor=ids_only_processor,
         )
         task = asyncio.create_task(engine.run())
         await engine.load_finished.wait()

@@ -18,7 +18,7 @@ from tests.serve.server_process import ServerProcess
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # the engine reads 512 tokens, and nearly every letter is one: tools in few words
 BRIEF = (
-    "{% for m in messages %}{{ m.content }}{% if m.tool_calls %}<tool_call>{% endif %}\n{% endfor %}"
+    "{% for m in messages %}{{ m.content }}{% if m.tool_calls %}<tool_call>{% endif %}\n{% endfor %}"  # noqa: E501
     "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
 )
 
@@ -36,11 +36,17 @@ def brief(stories: Path) -> LLM:
 
 def said(llm: LLM, text: str, tokens: int) -> str:
     talk = [{"role": "user", "content": text}]
-    return llm.chat(talk, SamplingParams(temperature=0, max_tokens=tokens), progress=False)[0].outputs[0].text
+    return (
+        llm.chat(talk, SamplingParams(temperature=0, max_tokens=tokens), progress=False)[0]
+        .outputs[0]
+        .text
+    )
 
 
 def run(name: str, url: str) -> str:
-    done = subprocess.run([sys.executable, EXAMPLES / name, url], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name, url], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -55,13 +61,19 @@ def test_async(url: str, brief: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=4)
     lines = []
     for country in ("France", "Italy", "Spain", "Japan"):
-        text = brief.generate(f"The capital of {country} is", params, progress=False)[0].outputs[0].text
+        text = (
+            brief.generate(f"The capital of {country} is", params, progress=False)[0]
+            .outputs[0]
+            .text
+        )
         lines.append(f"{country}:{text.rstrip()}")
     assert run("openai_async.py", url).splitlines() == lines
 
 
 def test_stream(url: str, brief: LLM) -> None:
-    assert run("openai_stream.py", url).startswith(said(brief, "What is a watermill? One sentence.", 60) + "\n[")
+    assert run("openai_stream.py", url).startswith(
+        said(brief, "What is a watermill? One sentence.", 60) + "\n["
+    )
 
 
 def test_functions(url: str) -> None:
@@ -77,5 +89,11 @@ def test_plain_sse(url: str, brief: LLM) -> None:
 
 
 def test_none_is_forgotten() -> None:
-    tested = {"openai_sync.py", "openai_async.py", "openai_stream.py", "openai_functions.py", "plain_sse.py"}
+    tested = {
+        "openai_sync.py",
+        "openai_async.py",
+        "openai_stream.py",
+        "openai_functions.py",
+        "plain_sse.py",
+    }
     assert tested <= {path.name for path in EXAMPLES.glob("*.py")}

@@ -1,4 +1,6 @@
-"""JSON read in pieces is what json.loads makes of it, and bounds are kept before any value is made."""
+"""JSON read in pieces is what json.loads makes of it, and bounds are kept before any value is
+made.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from modelmill.serve.json_scan import JsonLimits
 
 FREE = JsonLimits(max_values=1 << 30, max_growth=1 << 20, min_memory_bytes=1 << 30)
 PLAIN: list[Any] = [
-    1, -2, 0.5, 1e9, None, True, "", "a", "é\u1234😀\ud83d" * 3, 'q"\\\n\\"' * 4, "x" * 40, "\\" * 9, 1234567890,
+    1, -2, 0.5, 1e9, None, True, "", "a", "é\u1234😀\ud83d" * 3, 'q"\\\n\\"' * 4, "x" * 40, "\\" * 9,  # noqa: E501
+    1234567890,
 ]  # fmt: skip
 KEYS = ["a", "b", "", "kk" * 20, 'é"', "\ud800"]
 MARKS = b'{}[],:"\\ 1e'
@@ -51,7 +54,9 @@ def read(data: bytes) -> str:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_pieces_make_the_same_values(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """With pieces of a few bytes every cut there is happens: in characters, escapes, pairs of them, between values."""
+    """With pieces of a few bytes every cut there is happens: in characters, escapes, pairs of them,
+    between values.
+    """
     monkeypatch.setattr(json_body, "MAX_CHUNK_STRUCTURALS", 3)
     monkeypatch.setattr(json_body, "MAX_CHUNK_BYTES", 24)
     monkeypatch.setattr(json_scan, "SLICE_BYTES", 15)
@@ -61,7 +66,9 @@ def test_pieces_make_the_same_values(monkeypatch: pytest.MonkeyPatch, seed: int)
         data = json.dumps(made(rng), **form).encode("utf-8", "surrogatepass")
         if rng.random() < 0.5:
             data = damaged(rng, data)
-        if any(len(run) > 20 for run in "".join(chr(b) if 45 <= b <= 57 else " " for b in data).split()):
+        if any(
+            len(run) > 20 for run in "".join(chr(b) if 45 <= b <= 57 else " " for b in data).split()
+        ):
             continue  # a number that is longer than a piece is refused
         assert read(data) == loaded(data), data
         refused += read(data) == "refused"
@@ -74,7 +81,11 @@ def test_pieces_make_the_same_values(monkeypatch: pytest.MonkeyPatch, seed: int)
         (b'{"a":1,"prompt":[' + b"1," * 1000 + b"1]}", "holds more than 500 values", "prompt"),
         (b'{"a":[' + b"[" * 300 + b"]" * 300 + b"]}", "is nested more than 256 deep", "a"),
         (b"[" * 300 + b"]" * 300, "is nested more than 256 deep", None),
-        (b'{"a":[' + b"{}," * 200 + b"1]}", "holds too many small lists, objects and texts for its size", "a"),
+        (
+            b'{"a":[' + b"{}," * 200 + b"1]}",
+            "holds too many small lists, objects and texts for its size",
+            "a",
+        ),
         (b'{"' + b"k" * 200 + b'":[' + b"1," * 1000 + b"1]}", "holds more than 500 values", None),
         (b'{"a":[1,2}', "is not JSON", None),
         (b'{"a":[1,2]', "is not JSON", None),
@@ -115,7 +126,11 @@ ENTRY = '{"token":"a","logprob":-0.5,"bytes":[97]}'
 @pytest.mark.parametrize("count", [3, 20_000])
 def test_long_lists_that_nobody_uses_are_left_empty(count: int, between: str) -> None:
     part = PART % (" [" + between.join([ENTRY] * count) + "] ")
-    text = '{"input":[{"role":"user","content":"logprobs"},{"content":[' + part + ',{"logprobs":[1]}]}],"logprobs":[1]}'
+    text = (
+        '{"input":[{"role":"user","content":"logprobs"},{"content":['
+        + part
+        + ',{"logprobs":[1]}]}],"logprobs":[1]}'
+    )
     found, whole = parse(text.encode(), FREE, {"logprobs": 5}), json.loads(text)
     if count > 4096:
         whole["input"][1]["content"][0]["logprobs"] = []
@@ -126,6 +141,10 @@ def test_long_lists_that_nobody_uses_are_left_empty(count: int, between: str) ->
 
 @pytest.mark.parametrize("wrong", ["[1 2]", "[1]]", "[{]}", "{", "tru", '"', "1,"])
 def test_what_nobody_uses_has_to_be_json(wrong: str) -> None:
-    text = '{"input":[{"content":[' + PART % ("[" + ",".join([*[ENTRY] * 20_000, wrong, ENTRY]) + "]") + "]}]}"
+    text = (
+        '{"input":[{"content":['
+        + PART % ("[" + ",".join([*[ENTRY] * 20_000, wrong, ENTRY]) + "]")
+        + "]}]}"
+    )
     with pytest.raises(BodyError, match="is not JSON"):
         parse(text.encode(), FREE, {"logprobs": 5})

@@ -1,4 +1,6 @@
-"""langchain-openai against a served engine, as docs/langchain.md says: streaming, usage, tools, structured output."""
+"""langchain-openai against a served engine, as docs/langchain.md says: streaming, usage, tools,
+structured output.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from tests.serve.test_examples import BRIEF
 
 langchain_openai = pytest.importorskip(
     "langchain_openai",
-    reason="needs langchain-openai; `make conformance` installs it: .venv-conformance/bin/python -m pytest this",
+    reason="needs langchain-openai; `make conformance` installs it: .venv-conformance/bin/python "
+    "-m pytest this",
 )
 TOWN = {
     "title": "place",
@@ -36,7 +39,13 @@ def url(stories: Path) -> Iterator[str]:
 @pytest.fixture
 def model(url: str) -> Any:
     return langchain_openai.ChatOpenAI(
-        model="stories", base_url=url, api_key="none", temperature=0, max_tokens=250, max_retries=0, stream_usage=True
+        model="stories",
+        base_url=url,
+        api_key="none",
+        temperature=0,
+        max_tokens=250,
+        max_retries=0,
+        stream_usage=True,
     )
 
 
@@ -59,7 +68,9 @@ def test_streaming_and_usage(model: Any, stories: Path) -> None:
     assert whole.usage_metadata["output_tokens"] == len(expected.token_ids)
 
     async def several() -> list[Any]:
-        return await asyncio.gather(*(model.ainvoke(text) for text in ("The dog", "The cat", "The dog")))
+        return await asyncio.gather(
+            *(model.ainvoke(text) for text in ("The dog", "The cat", "The dog"))
+        )
 
     dog, cat, again = asyncio.run(several())
     assert dog.content == again.content == expected.text != cat.content
@@ -77,11 +88,16 @@ def test_tools(model: Any) -> None:
     whole = pieces[0]
     for piece in pieces[1:]:
         whole += piece
-    assert [(each["name"], each["args"]) for each in whole.tool_calls] == [("weather", call["args"])]
+    assert [(each["name"], each["args"]) for each in whole.tool_calls] == [
+        ("weather", call["args"])
+    ]
     result = {"role": "tool", "tool_call_id": call["id"], "content": weather(call["args"]["town"])}
     assert model.bind_tools([weather]).invoke(["Weather?", made, result]).content
 
 
 def test_structured_output(model: Any) -> None:
     for method in ("json_schema", "function_calling"):
-        assert model.with_structured_output(TOWN, method=method).invoke("Where?")["town"] in ("Ulm", "Bonn")
+        assert model.with_structured_output(TOWN, method=method).invoke("Where?")["town"] in (
+            "Ulm",
+            "Bonn",
+        )

@@ -27,7 +27,9 @@ def queued(running: ServiceThread) -> tuple[float, float]:
         ("/v1/embeddings", {"input": "a b c"}),
     ],
 )
-def test_every_request_is_counted_once(running: ServiceThread, path: str, body: dict[str, Any]) -> None:
+def test_every_request_is_counted_once(
+    running: ServiceThread, path: str, body: dict[str, Any]
+) -> None:
     before, _ = queued(running)
     for _ in range(3):
         assert running.post(path, {"model": "stories", **body}).status == 200

@@ -14,17 +14,29 @@ from modelmill.serve.json_text import EncodedJson
 from modelmill.serve.openai_format import ChunkTemplate, dump_json, sse_event
 
 TEXTS = st.text(st.characters(), max_size=12)  # halves of surrogate pairs among them
-VALUES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS
-PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a machine may be busy
+VALUES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXTS
+)
+# a machine may be busy
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 OBJECTS = st.dictionaries(TEXTS, VALUES | st.lists(VALUES, max_size=3), max_size=4)
 
 
 @PATIENT
 @given(head=OBJECTS, choice=OBJECTS, tail=OBJECTS)
 def test_an_envelope_writes_what_the_whole_event_is(head: Any, choice: Any, tail: Any) -> None:
-    head, tail = {f"head {key}": value for key, value in head.items()}, {f"tail {k}": v for k, v in tail.items()}
+    head, tail = (
+        {f"head {key}": value for key, value in head.items()},
+        {f"tail {k}": v for k, v in tail.items()},
+    )
     head = {"id": "x", **head}
-    assert ChunkTemplate(head, tail).render_chunk(choice) == sse_event({**head, "choices": [choice], **tail})
+    assert ChunkTemplate(head, tail).render_chunk(choice) == sse_event(
+        {**head, "choices": [choice], **tail}
+    )
 
 
 @PATIENT
@@ -34,7 +46,9 @@ def test_json_is_the_standard_librarys(value: Any) -> None:
     assert dump_json(value) == text.encode("utf-8", "replace")
 
 
-NESTED = st.recursive(VALUES, lambda some: st.lists(some, max_size=5) | st.dictionaries(TEXTS, some, max_size=5))
+NESTED = st.recursive(
+    VALUES, lambda some: st.lists(some, max_size=5) | st.dictionaries(TEXTS, some, max_size=5)
+)
 
 
 @PATIENT

@@ -13,7 +13,12 @@ from tests.serve.service_thread import ServiceThread
 TALK = [{"role": "user", "content": "x"}]
 TOOL = {
     "name": "f",
-    "parameters": {"type": "object", "properties": {}, "required": [], "additionalProperties": False},
+    "parameters": {
+        "type": "object",
+        "properties": {},
+        "required": [],
+        "additionalProperties": False,
+    },
 }
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"prompt": "Once upon"}),
@@ -22,7 +27,14 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": TALK, "max_tokens": 3}),
     (
         "/v1/chat/completions",
-        {"messages": TALK, "max_tokens": 3, "n": 2, "logprobs": True, "top_logprobs": 2, "return_token_ids": True},
+        {
+            "messages": TALK,
+            "max_tokens": 3,
+            "n": 2,
+            "logprobs": True,
+            "top_logprobs": 2,
+            "return_token_ids": True,
+        },
     ),
     (
         "/v1/chat/completions",
@@ -72,7 +84,9 @@ def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("path", "body"), BODIES, ids=lambda value: str(value)[:60])
 def test_answers_fit(running: ServiceThread, path: str, body: dict[str, Any]) -> None:
-    response = running.post(path, {"model": "stories", "temperature": 0, **body} if "/v1/c" in path else body | NAMED)
+    response = running.post(
+        path, {"model": "stories", "temperature": 0, **body} if "/v1/c" in path else body | NAMED
+    )
     assert response.status == 200, response.body
     RESPONSE_MODELS[path].model_validate_json(response.body, strict=True)
 
@@ -87,7 +101,9 @@ def test_what_is_asked_without_a_body_fits(running: ServiceThread, path: str) ->
     RESPONSE_MODELS[path].model_validate_json(response.body, strict=True)
 
 
-def test_every_path_says_what_it_answers_and_every_reference_is_there(running: ServiceThread) -> None:
+def test_every_path_says_what_it_answers_and_every_reference_is_there(
+    running: ServiceThread,
+) -> None:
     document = running.get("/openapi.json").json
     schemas = document["components"]["schemas"]
     for path, operations in document["paths"].items():
@@ -103,7 +119,12 @@ def test_names_that_are_taken_are_kept_apart() -> None:
     from modelmill.serve.openapi_models import add_response_schemas
 
     schemas = {"Usage": {"type": "string"}}
-    answer = {"responses": {"200": {"content": {}}, "503": {"content": {"application/json": {"schema": {}}}}}}
+    answer = {
+        "responses": {
+            "200": {"content": {}},
+            "503": {"content": {"application/json": {"schema": {}}}},
+        }
+    }
     document: dict[str, Any] = {
         "components": {"schemas": schemas},
         "paths": {path: {"post": json.loads(json.dumps(answer))} for path in RESPONSE_MODELS},

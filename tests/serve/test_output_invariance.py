@@ -1,4 +1,5 @@
-"""A text does not depend on how it is asked for: alone or in a batch, streamed or not, over HTTP or from Python.
+"""A text does not depend on how it is asked for: alone or in a batch, streamed or not, over HTTP or
+from Python.
 
 In float32, greedy or with a seed, whatever the sampling settings are.
 """
@@ -20,7 +21,8 @@ from modelmill.serve.schema import ChatRequest
 from tests.serve.service_thread import ServiceThread
 
 PROMPTS = [
-    "Once upon a time", "The little dog", "Tom and Lily went to the park. They", "One day, a", "She was sad because",
+    "Once upon a time", "The little dog", "Tom and Lily went to the park. They", "One day, a",
+    "She was sad because",
     "Mom said: \"No", "é", "In the big red box there was a",
 ]  # fmt: skip
 MANY = 64
@@ -41,10 +43,13 @@ def drawn(seed: int) -> dict[str, Any]:
             "n": pick.choice([1, 1, 3]),
         }
     rare: dict[str, Any] = {
-        "top_p": pick.choice([0.5, 0.9]), "top_k": pick.choice([1, 5, 40]), "min_p": pick.choice([0.05, 0.2]),
+        "top_p": pick.choice([0.5, 0.9]), "top_k": pick.choice([1, 5, 40]),
+        "min_p": pick.choice([0.05, 0.2]),
         "presence_penalty": pick.choice([-0.5, 1.5]), "frequency_penalty": pick.choice([-0.3, 1.2]),
-        "repetition_penalty": pick.choice([0.8, 1.3]), "logit_bias": {str(pick.randrange(400, 500)): 4.0},
-        "stop": pick.choice([["."], ["the", " a "], ["\n", "no such text"]]), "min_tokens": pick.choice([2, 12]),
+        "repetition_penalty": pick.choice([0.8, 1.3]),
+        "logit_bias": {str(pick.randrange(400, 500)): 4.0},
+        "stop": pick.choice([["."], ["the", " a "], ["\n", "no such text"]]),
+        "min_tokens": pick.choice([2, 12]),
         "ignore_eos": True, "logprobs": pick.choice([0, 2]), "include_stop_str_in_output": True,
         "stop_token_ids": pick.sample(range(400, 512), 12), "skip_special_tokens": False,
     }  # fmt: skip
@@ -59,7 +64,9 @@ SETTINGS = [(PROMPTS[seed % len(PROMPTS)], drawn(seed)) for seed in range(MANY)]
 
 def params(how: dict[str, Any]) -> SamplingParams:
     bias = {int(key): value for key, value in how.get("logit_bias", {}).items()}
-    return SamplingParams(**{RENAMED.get(name, name): value for name, value in {**how, "logit_bias": bias}.items()})
+    return SamplingParams(
+        **{RENAMED.get(name, name): value for name, value in {**how, "logit_bias": bias}.items()}
+    )
 
 
 def of(answer: Any) -> Found:
@@ -78,7 +85,10 @@ async def whole(running: ServiceThread, prompt: str, how: dict[str, Any]) -> Fou
     assert response.status == 200, response.body
     tables = [each["logprobs"] for each in response.json["choices"]]
     assert all((table is not None) == ("logprobs" in how) for table in tables)
-    return [(each["text"], each["token_ids"], each["finish_reason"]) for each in response.json["choices"]]
+    return [
+        (each["text"], each["token_ids"], each["finish_reason"])
+        for each in response.json["choices"]
+    ]
 
 
 async def streamed(running: ServiceThread, prompt: str, how: dict[str, Any]) -> Found:
@@ -134,20 +144,34 @@ def test_over_http_all_at_once(running: ServiceThread, alone: list[Found]) -> No
 
 
 def test_a_list_of_prompts(running: ServiceThread, llm: LLM) -> None:
-    body = {"model": "stories", "prompt": PROMPTS, "max_tokens": 20, "temperature": 0.9, "seed": 11, "n": 2}
+    body = {
+        "model": "stories",
+        "prompt": PROMPTS,
+        "max_tokens": 20,
+        "temperature": 0.9,
+        "seed": 11,
+        "n": 2,
+    }
     choices = running.post("/v1/completions", body).json["choices"]
     how = SamplingParams(max_tokens=20, temperature=0.9, seed=11, n=2)
-    expected = [output.text for prompt in PROMPTS for output in llm.generate(prompt, how, progress=False)[0].outputs]
+    expected = [
+        output.text
+        for prompt in PROMPTS
+        for output in llm.generate(prompt, how, progress=False)[0].outputs
+    ]
     assert [choice["text"] for choice in choices] == expected
 
 
 @pytest.mark.parametrize(
-    "how", [{"temperature": 0}, {"temperature": 1.1, "seed": 5}, {"top_k": 8, "seed": 2**40}], ids=str
+    "how",
+    [{"temperature": 0}, {"temperature": 1.1, "seed": 5}, {"top_k": 8, "seed": 2**40}],
+    ids=str,
 )
 def test_conversations(running: ServiceThread, llm: LLM, how: dict[str, Any]) -> None:
     talks = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
     expected = [
-        llm.chat(talk, SamplingParams(max_tokens=24, **how), progress=False)[0].outputs[0].text for talk in talks
+        llm.chat(talk, SamplingParams(max_tokens=24, **how), progress=False)[0].outputs[0].text
+        for talk in talks
     ]
     together = llm.chat(talks, SamplingParams(max_tokens=24, **how), progress=False)
     assert [answer.outputs[0].text for answer in together] == expected
@@ -159,17 +183,24 @@ def test_conversations(running: ServiceThread, llm: LLM, how: dict[str, Any]) ->
         response = await running.client.post("/v1/chat/completions", body)
         if not stream:
             return str(response.json["choices"][0]["message"]["content"])
-        return "".join(event["choices"][0]["delta"].get("content", "") for event in response.events[:-1])
+        return "".join(
+            event["choices"][0]["delta"].get("content", "") for event in response.events[:-1]
+        )
 
     async def all_of_them() -> list[str]:
-        return await asyncio.gather(*(ask(talk, stream) for stream in (False, True) for talk in talks))
+        return await asyncio.gather(
+            *(ask(talk, stream) for stream in (False, True) for talk in talks)
+        )
 
     assert running.run(all_of_them()) == expected * 2
 
 
 WEATHER = {
     "type": "function",
-    "function": {"name": "sky", "parameters": {"type": "object", "properties": {"at": {"enum": ["Ulm", "Bonn"]}}}},
+    "function": {
+        "name": "sky",
+        "parameters": {"type": "object", "properties": {"at": {"enum": ["Ulm", "Bonn"]}}},
+    },
 }
 KINDS: list[dict[str, Any]] = [
     {"structured_outputs": {"regex": r"[A-Z][a-z]{2,5}, [0-9]{3}"}},
@@ -177,13 +208,15 @@ KINDS: list[dict[str, Any]] = [
     {"structured_outputs": {"grammar": 'start: ("a" | "b")+ "."'}},
     {"response_format": {"type": "json_object"}},
     {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {
-        "type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}, "required": ["n", "s"]}}}},
+        "type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}},
+        "required": ["n", "s"]}}}},
     {"tools": [WEATHER], "tool_choice": "required"},
     {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": True},
     {"tools": [WEATHER]},
     {"tools": [WEATHER], "tool_choice": "none"},
 ]  # fmt: skip
-LEFT = ("ignore_eos", "stop_token_ids")  # these have no meaning with a grammar, or may leave it no end
+# these have no meaning with a grammar, or may leave it no end
+LEFT = ("ignore_eos", "stop_token_ids")
 
 
 def held_to(place: int) -> dict[str, Any]:
@@ -191,22 +224,36 @@ def held_to(place: int) -> dict[str, Any]:
     how = {name: value for name, value in drawn(place).items() if name not in LEFT}
     logprobs = {"logprobs": True, "top_logprobs": how["logprobs"]} if "logprobs" in how else {}
     talk = [{"role": "user", "content": PROMPTS[place % len(PROMPTS)]}]
-    return {**how, **logprobs, **KINDS[place % len(KINDS)], "model": "stories", "messages": talk, "max_tokens": 120}
+    return {
+        **how,
+        **logprobs,
+        **KINDS[place % len(KINDS)],
+        "model": "stories",
+        "messages": talk,
+        "max_tokens": 120,
+    }
 
 
 def told(choice: dict[str, Any], said: dict[str, Any]) -> tuple[Any, ...]:
     """Of a choice what has to be the same: ids of calls are drawn anew each time."""
-    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in said.get("tool_calls", ())]
+    calls = [
+        (call["function"]["name"], call["function"]["arguments"])
+        for call in said.get("tool_calls", ())
+    ]
     return said.get("content") or "", calls, choice["token_ids"], choice["finish_reason"]
 
 
 async def talked(running: ServiceThread, body: dict[str, Any], stream: bool) -> list[Any]:
-    response = await running.client.post("/v1/chat/completions", {**body, "stream": stream, "return_token_ids": True})
+    response = await running.client.post(
+        "/v1/chat/completions", {**body, "stream": stream, "return_token_ids": True}
+    )
     assert response.status == 200, response.body
     if not stream:
         return [told(choice, choice["message"]) for choice in response.json["choices"]]
     assert response.events[0]["prompt_token_ids"]
-    whole: list[Any] = [({"token_ids": []}, {"content": "", "tool_calls": []}) for _ in range(body.get("n", 1))]
+    whole: list[Any] = [
+        ({"token_ids": []}, {"content": "", "tool_calls": []}) for _ in range(body.get("n", 1))
+    ]
     for event in response.events[:-1]:
         for piece in event["choices"]:
             choice, said = whole[piece["index"]]
@@ -215,22 +262,35 @@ async def talked(running: ServiceThread, body: dict[str, Any], stream: bool) -> 
             said["content"] += piece["delta"].get("content", "")
             for call in piece["delta"].get("tool_calls", ()):
                 if call["index"] == len(said["tool_calls"]):
-                    said["tool_calls"].append({"function": {"name": call["function"]["name"], "arguments": ""}})
-                said["tool_calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+                    said["tool_calls"].append(
+                        {"function": {"name": call["function"]["name"], "arguments": ""}}
+                    )
+                said["tool_calls"][call["index"]]["function"]["arguments"] += call["function"][
+                    "arguments"
+                ]
     return [told(*each) for each in whole]
 
 
-def test_answers_that_are_held_to_something(running: ServiceThread, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Structured output, tools and forced calls: alone, all at once, streamed and from the class."""
-    monkeypatch.setattr("modelmill.text.tool_prompts.INTRO", "{tools}")  # the engine reads 512 tokens, a letter each
+def test_answers_that_are_held_to_something(
+    running: ServiceThread, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Structured output, tools and forced calls: alone, all at once, streamed and from the
+    class.
+    """
+    # the engine reads 512 tokens, a letter each
+    monkeypatch.setattr("modelmill.text.tool_prompts.INTRO", "{tools}")
     bodies = [held_to(place) for place in range(27)]
     alone = [running.run(talked(running, body, False)) for body in bodies]
 
     async def together() -> list[Any]:
-        return await asyncio.gather(*(talked(running, body, stream) for stream in (True, False) for body in bodies))
+        return await asyncio.gather(
+            *(talked(running, body, stream) for stream in (True, False) for body in bodies)
+        )
 
     assert running.run(together()) == alone * 2
-    dialogues = [chat_request_state(llm.language, ChatRequest.model_validate(body), 512) for body in bodies]
+    dialogues = [
+        chat_request_state(llm.language, ChatRequest.model_validate(body), 512) for body in bodies
+    ]
     answers = llm._run_requests(dialogues, False)
     assert [[output.token_ids for output in answer.outputs] for answer in answers] == [
         [ids for _, _, ids, _ in choices] for choices in alone

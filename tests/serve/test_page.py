@@ -23,9 +23,15 @@ HOSTS = ("http://www.w3.org/2000/svg",)  # a name, not an address
 
 
 def call(
-    running: ServiceThread, path: str, method: str = "GET", limits: ServiceLimits | None = None, **headers: str
+    running: ServiceThread,
+    path: str,
+    method: str = "GET",
+    limits: ServiceLimits | None = None,
+    **headers: str,
 ) -> Response:
-    service = Service(running.service.engines, limits or ServiceLimits(), metrics=running.service.metrics)
+    service = Service(
+        running.service.engines, limits or ServiceLimits(), metrics=running.service.metrics
+    )
     try:
         return asyncio.run(Client(make_app(service)).call(method, path, headers=headers))
     finally:
@@ -33,7 +39,9 @@ def call(
 
 
 @pytest.mark.parametrize("path", FILES)
-def test_each_file_is_sent_with_the_policy_and_without_a_key(running: ServiceThread, path: str) -> None:
+def test_each_file_is_sent_with_the_policy_and_without_a_key(
+    running: ServiceThread, path: str
+) -> None:
     response = call(running, path, limits=ServiceLimits(api_keys=("secret",)))
     assert response.status == 200
     assert response.body == FILES[path].read_bytes()
@@ -43,7 +51,12 @@ def test_each_file_is_sent_with_the_policy_and_without_a_key(running: ServiceThr
     assert "*" not in policy
     assert "http" not in policy
     assert response.headers["x-content-type-options"] == "nosniff"
-    kind = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".html": "text/html"}
+    kind = {
+        ".js": "text/javascript",
+        ".css": "text/css",
+        ".svg": "image/svg+xml",
+        ".html": "text/html",
+    }
     assert response.headers["content-type"].startswith(kind[FILES[path].suffix])
     again = call(running, path, **{"if-none-match": response.headers["etag"]})
     assert (again.status, again.body) == (304, b"")
@@ -51,7 +64,8 @@ def test_each_file_is_sent_with_the_policy_and_without_a_key(running: ServiceThr
 
 @pytest.mark.parametrize(
     "path",
-    ["/page/../app.py", "/page/", "/page", "/page/index.html", "/page//app.js", "/page/%2e%2e/app.py", "//",
+    ["/page/../app.py", "/page/", "/page", "/page/index.html", "/page//app.js",
+    "/page/%2e%2e/app.py", "//",
      "/index.html"],
 )  # fmt: skip
 def test_nothing_else_is_sent(running: ServiceThread, path: str) -> None:
@@ -73,7 +87,9 @@ def test_files_need_nothing_from_elsewhere(file: Path) -> None:
     text = file.read_text("utf-8")
     for url in re.findall(r"https?://[\w.-]+[\w/.-]*", text):
         assert url in HOSTS, url
-    assert not re.search(r"\b(innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval|Function)\b", text)
+    assert not re.search(
+        r"\b(innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval|Function)\b", text
+    )
     if file.suffix == ".html":
         assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", text)
         assert set(re.findall(r'(?:src|href)="(/[^"]*)"', text)) <= set(FILES)
@@ -90,11 +106,20 @@ def test_all_of_it_is_light_and_packed() -> None:
     assert project["tool"]["setuptools"]["package-data"]["modelmill.serve"] == ["page/*"]
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node, which runs the page's own file")
+@pytest.mark.skipif(
+    shutil.which("node") is None, reason="needs node, which runs the page's own file"
+)
 def test_a_rate_needs_time_to_be_one(tmp_path: Path) -> None:
-    """Pieces that come at once say how they were sent: 205 tokens within a millisecond are no 204,285 a second."""
-    for name, text in (("pace.mjs", (Path(__file__).parent / "pace.mjs").read_text()), ("package.json", "{}")):
-        (tmp_path / name).write_text(text.replace("../../modelmill/serve/page/pace.js", "./page.mjs"))
+    """Pieces that come at once say how they were sent: 205 tokens within a millisecond are no
+    204,285 a second.
+    """
+    for name, text in (
+        ("pace.mjs", (Path(__file__).parent / "pace.mjs").read_text()),
+        ("package.json", "{}"),
+    ):
+        (tmp_path / name).write_text(
+            text.replace("../../modelmill/serve/page/pace.js", "./page.mjs")
+        )
     (tmp_path / "page.mjs").write_text((PAGE_DIR / "pace.js").read_text())
     cases = [
         [0],
@@ -155,7 +180,9 @@ def test_names_of_buttons_hold_their_text() -> None:
         (name, said)
         for text in scripts.values()
         for name, said in re.findall(
-            r'h\("button", \{[^}]*?"aria-label": ["`]([^"`]+)["`].*?\} \}?,\s*(.+?)\)', text, re.DOTALL
+            r'h\("button", \{[^}]*?"aria-label": ["`]([^"`]+)["`].*?\} \}?,\s*(.+?)\)',
+            text,
+            re.DOTALL,
         )
     }
     assert others == {

@@ -1,4 +1,7 @@
-"""Two replicas behind Ray Serve on this machine, asked by OpenAI's client. ``make test-ray`` runs it."""
+"""Two replicas behind Ray Serve on this machine, asked by OpenAI's client.
+
+``make test-ray`` runs it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,16 @@ from tests.serve.server_process import ServerProcess, read_all
 from tests.wait import TIMEOUT_SECONDS, wait_until
 
 pytestmark = pytest.mark.ray
-STARTS = ("Once upon a time", "The dog", "Lily said", "A", "Ben and Tom", "One day", "The sun", "Mom")
+STARTS = (
+    "Once upon a time",
+    "The dog",
+    "Lily said",
+    "A",
+    "Ben and Tom",
+    "One day",
+    "The sun",
+    "Mom",
+)
 TOKENS = 60
 LONG = {"model": "stories", "prompt": "Once", "max_tokens": 450, "ignore_eos": True, "stream": True}
 
@@ -38,7 +50,11 @@ class Cluster(ServerProcess):
         self.whole()
 
     def __exit__(self, *parts: object) -> None:
-        children = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
+        children = (
+            psutil.Process(self.process.pid).children(recursive=True)
+            if self.process.poll() is None
+            else []
+        )
         super().__exit__(*parts)
         gone(children)
 
@@ -65,7 +81,9 @@ class Cluster(ServerProcess):
     def told(self, name: str) -> dict[str, float]:
         """One number of each replica's metrics."""
         page = self.request("/metrics")[1]
-        found = re.findall(rf'^modelmill:{name}\{{[^}}]*replica="(\w+)"[^}}]*\}} (\S+)$', page, re.MULTILINE)
+        found = re.findall(
+            rf'^modelmill:{name}\{{[^}}]*replica="(\w+)"[^}}]*\}} (\S+)$', page, re.MULTILINE
+        )
         return {replica: float(value) for replica, value in found}
 
     def idle(self, seconds: float = TIMEOUT_SECONDS) -> None:
@@ -112,7 +130,9 @@ class Load:
                     self.wrong.append(f"{prompt!r} {finish} {text!r}")
             turn += 1
 
-    async def _ask(self, api: openai.AsyncOpenAI, prompt: str, stream: bool) -> tuple[str, str | None]:
+    async def _ask(
+        self, api: openai.AsyncOpenAI, prompt: str, stream: bool
+    ) -> tuple[str, str | None]:
         how: Any = {"model": "stories", "prompt": prompt, "temperature": 0, "max_tokens": TOKENS,
                     "extra_body": {"ignore_eos": True}}  # fmt: skip
         if not stream:
@@ -125,8 +145,12 @@ class Load:
         return text, finish
 
     async def run(self, meanwhile: Any, clients: int = 12) -> None:
-        """The clients ask until ``meanwhile`` has returned; everything that was asked is waited for."""
-        async with openai.AsyncOpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=120) as api:
+        """The clients ask until ``meanwhile`` has returned; everything that was asked is waited
+        for.
+        """
+        async with openai.AsyncOpenAI(
+            base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=120
+        ) as api:
             tasks = [asyncio.create_task(self.client(api, number)) for number in range(clients)]
             try:
                 await asyncio.to_thread(meanwhile)
@@ -166,7 +190,9 @@ def test_requests_of_one_beginning_go_to_the_replica_that_has_it(cluster: Cluste
         start = f"{talk} said: " + "The miller of the old mill was a big man. " * 8
         for turn in range(6):
             body = {"model": "stories", "prompt": f"{start} {turn}", "max_tokens": 1}
-            status, answer, headers = cluster.request("/v1/completions", body, **{"X-Request-Id": f"t{talk}-{turn}"})
+            status, answer, headers = cluster.request(
+                "/v1/completions", body, **{"X-Request-Id": f"t{talk}-{turn}"}
+            )
             assert (status, headers["x-request-id"]) == (200, f"t{talk}-{turn}")
             cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
             assert bool(cached) == bool(turn), "another replica was asked"
@@ -176,27 +202,45 @@ def test_requests_of_one_beginning_go_to_the_replica_that_has_it(cluster: Cluste
 
 
 def test_refusals_come_through(cluster: Cluster) -> None:
-    assert cluster.request("/v1/completions", {"model": "gpt", "prompt": "a"})[1]["error"]["code"] == "model_not_found"
-    assert cluster.request("/v1/completions", {"model": "stories", "prompt": "a", "temperature": 3})[0] == 400
+    assert (
+        cluster.request("/v1/completions", {"model": "gpt", "prompt": "a"})[1]["error"]["code"]
+        == "model_not_found"
+    )
+    assert (
+        cluster.request("/v1/completions", {"model": "stories", "prompt": "a", "temperature": 3})[0]
+        == 400
+    )
     assert cluster.request("/nothing")[0] == 404
     assert cluster.request("/v1/models")[1]["data"][0]["id"] == "stories"
 
 
 def test_who_can_reach_it(cluster: Cluster) -> None:
-    """Everything is on the loopback interface but one port a replica, Ray Serve's own, which wants Ray's token."""
+    """Everything is on the loopback interface but one port a replica, Ray Serve's own, which wants
+    Ray's token.
+    """
     import grpc
     from ray.serve.generated.serve_pb2 import ASGIRequest
     from ray.serve.generated.serve_pb2_grpc import ASGIServiceStub
 
     wide = []
-    for each in (psutil.Process(cluster.process.pid), *psutil.Process(cluster.process.pid).children(recursive=True)):
+    for each in (
+        psutil.Process(cluster.process.pid),
+        *psutil.Process(cluster.process.pid).children(recursive=True),
+    ):
         with contextlib.suppress(psutil.NoSuchProcess):
-            listening = [found for found in each.net_connections("tcp") if found.status == psutil.CONN_LISTEN]
+            listening = [
+                found for found in each.net_connections("tcp") if found.status == psutil.CONN_LISTEN
+            ]
             wide += [found.laddr.port for found in listening if "127.0.0.1" not in found.laddr.ip]
     assert len(wide) == 2
     for port in wide:
-        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel, pytest.raises(grpc.RpcError) as refused:
-            ASGIServiceStub(channel).HandleRequest(ASGIRequest(pickled_request_metadata=b"anything"), timeout=30)
+        with (
+            grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
+            pytest.raises(grpc.RpcError) as refused,
+        ):
+            ASGIServiceStub(channel).HandleRequest(
+                ASGIRequest(pickled_request_metadata=b"anything"), timeout=30
+            )
         assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -231,7 +275,11 @@ def test_a_replica_is_killed_under_load(cluster: Cluster, expected: dict[str, st
             broken.append(lost)
         gone([victim, *others])
         wait_until(
-            lambda: victim.pid not in [each.pid for each in cluster.replicas] and len(cluster.replicas) == 2, 240
+            lambda: (
+                victim.pid not in [each.pid for each in cluster.replicas]
+                and len(cluster.replicas) == 2
+            ),
+            240,
         )
         cluster.whole()
         done = load.complete
@@ -242,7 +290,9 @@ def test_a_replica_is_killed_under_load(cluster: Cluster, expected: dict[str, st
     assert sum(broken), "the replica that was killed had something to answer"
     print(f"{load.complete} whole, {len(load.errors)} errors: {sorted(set(load.errors))}")
     assert not load.wrong, "a lost answer must be an error"
-    assert all("ended while it answered" in error or "replica" in error for error in load.errors), load.errors
+    assert all("ended while it answered" in error or "replica" in error for error in load.errors), (
+        load.errors
+    )
     assert len(load.errors) <= 12
     cluster.idle()
 
@@ -252,7 +302,7 @@ def test_an_engine_s_process_is_killed(cluster: Cluster, expected: dict[str, str
 
     def kill() -> None:
         wait_until(lambda: load.complete >= 12, 240)
-        workers = [each for replica in cluster.replicas for each in replica.children() if "modelmill.serve.worker" in
+        workers = [each for replica in cluster.replicas for each in replica.children() if "modelmill.serve.worker" in  # noqa: E501
                    each.cmdline()]  # fmt: skip
         assert len(workers) == 2
         workers[0].kill()
@@ -266,7 +316,9 @@ def test_an_engine_s_process_is_killed(cluster: Cluster, expected: dict[str, str
     cluster.whole()
 
 
-def test_replicas_are_replaced_one_after_another(cluster: Cluster, expected: dict[str, str]) -> None:
+def test_replicas_are_replaced_one_after_another(
+    cluster: Cluster, expected: dict[str, str]
+) -> None:
     """SIGHUP under load: other processes afterwards, and nobody has noticed."""
     load = Load(cluster.url, expected)
     before = {each.pid for each in cluster.replicas}
@@ -302,7 +354,11 @@ def test_sigterm_lets_answers_finish_and_leaves_nothing(stories: Path) -> None:
 def test_a_front_that_is_killed_leaves_nothing(stories: Path) -> None:
     with Cluster(stories) as cluster:
         children = psutil.Process(cluster.process.pid).children(recursive=True)
-        ours = [each for each in children if "modelmill" in " ".join(each.cmdline()) or "Replica" in each.name()]
+        ours = [
+            each
+            for each in children
+            if "modelmill" in " ".join(each.cmdline()) or "Replica" in each.name()
+        ]
         assert len(ours) >= 2
         cluster.process.kill()
         gone(ours, 60)

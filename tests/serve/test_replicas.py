@@ -1,4 +1,6 @@
-"""Replicas without Ray: where requests go, what the front does when a replica is lost, and the flags."""
+"""Replicas without Ray: where requests go, what the front does when a replica is lost, and the
+flags.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ LONG = "You are a miller. " * 40
 
 
 def chat(*texts: str, **more: Any) -> bytes:
-    messages = [{"role": "user" if place % 2 else "system", "content": text} for place, text in enumerate(texts)]
+    messages = [
+        {"role": "user" if place % 2 else "system", "content": text}
+        for place, text in enumerate(texts)
+    ]
     return json.dumps({"model": "m", "messages": messages, **more}).encode()
 
 
@@ -47,7 +52,9 @@ def test_beginnings_are_shared_as_far_as_prompts_are() -> None:
     assert len(shared) == sum(cut <= len(LONG) + 7 for cut in PREFIX_LENGTHS)
     assert prefix_digests(chat(LONG)) != prefix_digests(chat(LONG, model="other"))
     assert not set(prefix_digests(chat(LONG))) & set(prefix_digests(chat(LONG, cache_salt="mine")))
-    assert not set(prefix_digests(chat(LONG))) & set(prefix_digests(chat(LONG, tools=[{"type": "function"}])))
+    assert not set(prefix_digests(chat(LONG))) & set(
+        prefix_digests(chat(LONG, tools=[{"type": "function"}]))
+    )
     assert prefix_digests(b'{"prompt": ["%s", "b"]}' % LONG.encode()) == prefix_digests(
         b'{"prompt": "%s"}' % LONG.encode()
     )
@@ -55,8 +62,10 @@ def test_beginnings_are_shared_as_far_as_prompts_are() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"[", b"[]", b"3", b"{}", b'{"prompt": ""}', b'{"messages": 3}', b'{"messages": [3, null]}', b"[" * 10**5,
-     b'{"prompt": [[1, 2]]}', b'{"input": [{"content": [{"text": 1}]}]}', b"\xff\xfe", b'{"prompt": "\\ud800"}'],
+    [b"", b"[", b"[]", b"3", b"{}", b'{"prompt": ""}', b'{"messages": 3}',
+    b'{"messages": [3, ' b'null]}', b"[" * 10**5,
+     b'{"prompt": [[1, 2]]}', b'{"input": [{"content": [{"text": 1}]}]}', b"\xff\xfe",
+     b'{"prompt": "\\ud800"}'],
 )  # fmt: skip
 def test_beginnings_of_anything(body: bytes) -> None:
     assert len(prefix_digests(body)) <= len(PREFIX_LENGTHS)
@@ -71,7 +80,10 @@ def test_a_conversation_stays_where_it_began() -> None:
         affinity.record_route(prefix, homes[talk])
     assert sorted(homes.values()) == sorted("abc" * 3)
     for talk in range(9):
-        assert affinity.rank_replicas(prefix_digests(chat(f"{talk} {LONG}", "and on")), loads)[0] == homes[talk]
+        assert (
+            affinity.rank_replicas(prefix_digests(chat(f"{talk} {LONG}", "and on")), loads)[0]
+            == homes[talk]
+        )
 
 
 def test_a_replica_that_is_gone_is_forgotten() -> None:
@@ -83,9 +95,15 @@ def test_a_replica_that_is_gone_is_forgotten() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=200), st.integers(0, 5), st.integers(1, 5))
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=200),
+    st.integers(0, 5),
+    st.integers(1, 5),
+)
 def test_imbalance_is_bounded(visits: list[tuple[int, bool]], slack: int, count: int) -> None:
-    """However requests come and go, none is sent to a replica with more than slack answers beyond the least busy."""
+    """However requests come and go, none is sent to a replica with more than slack answers beyond
+    the least busy.
+    """
     affinity, loads = PrefixAffinity(slack), {str(name): 0 for name in range(count)}
     held: list[str] = []
     for talk, ends in visits:
@@ -108,14 +126,28 @@ def test_memory_of_beginnings_is_bounded() -> None:
 
 
 def test_plans() -> None:
-    orders = (OpenEngine("/m", {}, {}, later_weight_bytes=(7,)), OpenEngine("/n", {}, {}, num_loaded_before=1))
+    orders = (
+        OpenEngine("/m", {}, {}, later_weight_bytes=(7,)),
+        OpenEngine("/n", {}, {}, num_loaded_before=1),
+    )
     parts = [
         1 + order.num_loaded_before + len(order.later_weight_bytes)
-        for order in ReplicaSpec(("m", "n"), orders, 8, 1024, "info").split_for_replicas(3).open_messages
+        for order in ReplicaSpec(("m", "n"), orders, 8, 1024, "info")
+        .split_for_replicas(3)
+        .open_messages
     ]
     assert parts == [6, 6], "three replicas of two engines"
-    places = [(device, cluster_gpus) for device in ("auto", "cuda", "cpu") for cluster_gpus in (0, 8)]
-    assert [DeploymentSpec(2, 4, device).gpus_per_replica(there) for device, there in places] == [0, 4, 4, 4, 0, 0]
+    places = [
+        (device, cluster_gpus) for device in ("auto", "cuda", "cpu") for cluster_gpus in (0, 8)
+    ]
+    assert [DeploymentSpec(2, 4, device).gpus_per_replica(there) for device, there in places] == [
+        0,
+        4,
+        4,
+        4,
+        0,
+        0,
+    ]
 
 
 # -- the front
@@ -158,7 +190,9 @@ EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 def ask(fake: FakeReplicas, limits: ServiceLimits | None = None, **options: Any) -> Response:
     service = Service({}, limits or ServiceLimits())
     client = Client(with_middleware(ReplicaProxy(fake, service), service))
-    response = asyncio.run(client.post("/v1/completions", {"prompt": LONG, "model": "m"}, **options))
+    response = asyncio.run(
+        client.post("/v1/completions", {"prompt": LONG, "model": "m"}, **options)
+    )
     service.close()
     return response
 
@@ -203,7 +237,9 @@ def test_a_stream_that_breaks_ends_with_an_error_and_without_done() -> None:
 
 
 def test_an_answer_that_breaks_is_asked_for_again() -> None:
-    response = ask(FakeReplicas([(200, JSON), b'{"half', RuntimeError()], [(200, JSON), b'{"wh', b'ole": 1}']))
+    response = ask(
+        FakeReplicas([(200, JSON), b'{"half', RuntimeError()], [(200, JSON), b'{"wh', b'ole": 1}'])
+    )
     assert response.json == {"whole": 1}
 
 
@@ -217,7 +253,10 @@ def test_refusals_of_the_engine_are_not_tried_elsewhere() -> None:
 def test_the_door_is_the_front_s() -> None:
     limits = ServiceLimits(api_keys=("secret",), max_body_bytes=2000)
     assert ask(FakeReplicas(), limits).status == 401
-    assert ask(FakeReplicas([(200, JSON)]), limits, headers={"authorization": "Bearer secret"}).status == 200
+    assert (
+        ask(FakeReplicas([(200, JSON)]), limits, headers={"authorization": "Bearer secret"}).status
+        == 200
+    )
     assert ask(FakeReplicas(), ServiceLimits(max_body_bytes=100)).status == 413
     assert ask(FakeReplicas(), headers={"host": "evil.example"}).status == 403
 
@@ -231,7 +270,10 @@ def test_while_none_is_ready() -> None:
     client = Client(with_middleware(ReplicaProxy(fake, service), service))
     assert asyncio.run(client.get("/health")).status == 503
     fake.status = "ok"
-    assert asyncio.run(client.get("/health")).json == {"status": "ok", "replicas": {"running": 2, "target": 2}}
+    assert asyncio.run(client.get("/health")).json == {
+        "status": "ok",
+        "replicas": {"running": 2, "target": 2},
+    }
     service.draining = True
     assert asyncio.run(client.get("/health")).json["status"] == "draining"
 
@@ -261,7 +303,9 @@ def test_who_leaves_takes_his_request_along() -> None:
     ],
     ids=("stream", "broken", "whole"),
 )
-def test_who_takes_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch, answer: list[Any], taken: int) -> None:
+def test_who_takes_nothing_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, answer: list[Any], taken: int
+) -> None:
     """However much he took before; and his request is given up."""
     monkeypatch.setattr(stream, "SEND_TIMEOUT", 0.05)
     fake = FakeReplicas(answer)
@@ -305,13 +349,16 @@ def test_metrics_of_all_say_whose_they_are(running: ServiceThread) -> None:
 
 
 def test_the_application_called_without_a_socket(running: ServiceThread) -> None:
-    head = {"method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions", "query": b"",
+    head = {"method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions",
+        "query": b"",
             "headers": [(b"content-type", b"application/json")]}  # fmt: skip
     how = {"model": "stories", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 8}
 
     async def told(body: dict[str, Any], most: int | None = None) -> list[Any]:
         found = []
-        async with aclosing(call_app(running.client.app, head, json.dumps(body).encode())) as pieces:
+        async with aclosing(
+            call_app(running.client.app, head, json.dumps(body).encode())
+        ) as pieces:
             async for piece in pieces:
                 found.append(piece)
                 if len(found) == most:
@@ -323,7 +370,11 @@ def test_the_application_called_without_a_socket(running: ServiceThread) -> None
     text = json.loads(whole)["choices"][0]["text"]
     start, *pieces = running.run(told({**how, "stream": True}))
     assert start[0] == 200
-    events = [json.loads(line[6:]) for line in b"".join(pieces).splitlines() if line.startswith(b"data: {")]
+    events = [
+        json.loads(line[6:])
+        for line in b"".join(pieces).splitlines()
+        if line.startswith(b"data: {")
+    ]
     assert "".join(event["choices"][0]["text"] for event in events) == text
     assert b"".join(pieces).endswith(b"data: [DONE]\n\n")
     # leaving ends the request in the engine
@@ -334,7 +385,11 @@ def test_the_application_called_without_a_socket(running: ServiceThread) -> None
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while time.monotonic() < deadline:
             stats = await running.engine.stats()
-            if stats is not None and stats.running == stats.waiting == 0 and stats.free_pages == stats.pages:
+            if (
+                stats is not None
+                and stats.running == stats.waiting == 0
+                and stats.free_pages == stats.pages
+            ):
                 return
             await asyncio.sleep(0.01)
         raise AssertionError(stats)
@@ -354,7 +409,9 @@ def test_the_application_called_without_a_socket(running: ServiceThread) -> None
         (("--ray", "--device", "cuda:1"), "give --device cuda"),
     ],
 )
-def test_flags_that_do_not_go_together(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str) -> None:
+def test_flags_that_do_not_go_together(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
     assert execute(["serve", "/nowhere/x.engine", *words]) == 2
     error = capsys.readouterr().err
     assert said in error
@@ -367,7 +424,9 @@ def test_without_ray(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert "pip install 'modelmill[serve,ray]'" in capsys.readouterr().err
 
 
-def test_an_engine_that_is_not_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_is_not_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("modelmill.cli.serve_ray.find_spec", lambda _: object())
     assert execute(["serve", "/nowhere/x.engine", "--ray"]) == 2
     assert "does not exist" in capsys.readouterr().err
@@ -384,7 +443,9 @@ def test_a_checkpoint_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     (tmp_path / "model.gguf").write_text("")
     (tmp_path / "own.jinja").write_text("{{ messages }}")
     monkeypatch.chdir(tmp_path)
-    order = _make_portable(OpenEngine("model.gguf", {"quantization": "int8"}, {"tp": 2}, chat_template="own.jinja"))
+    order = _make_portable(
+        OpenEngine("model.gguf", {"quantization": "int8"}, {"tp": 2}, chat_template="own.jinja")
+    )
     assert built == [(Path("model.gguf"), "int8")]
     assert (order.model, order.build, order.run) == (str(tmp_path / "cached.engine"), {}, {"tp": 2})
     assert order.chat_template == str(tmp_path / "own.jinja")

@@ -1,4 +1,6 @@
-"""/v1/responses: the same text as a chat, typed events in order, items of every kind, and each refusal."""
+"""/v1/responses: the same text as a chat, typed events in order, items of every kind, and each
+refusal.
+"""
 
 from __future__ import annotations
 
@@ -79,23 +81,47 @@ SAME: list[tuple[Any, Any]] = [
     (
         {
             "input": [
-                {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be kind"}]},
+                {
+                    "type": "message",
+                    "role": "developer",
+                    "content": [{"type": "input_text", "text": "Be kind"}],
+                },
                 {
                     "role": "user",
-                    "content": [{"type": "input_text", "text": "One"}, {"type": "input_text", "text": "2"}],
+                    "content": [
+                        {"type": "input_text", "text": "One"},
+                        {"type": "input_text", "text": "2"},
+                    ],
                 },
                 {
                     "type": "message",
                     "id": "msg_1",
                     "status": "completed",
                     "role": "assistant",
-                    "content": [{"type": "output_text", "text": "Yes", "annotations": [], "logprobs": []}],
+                    "content": [
+                        {"type": "output_text", "text": "Yes", "annotations": [], "logprobs": []}
+                    ],
                 },
                 {"type": "reasoning", "summary": [], "id": "rs_1"},
-                {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Rome"}'},
-                {"type": "function_call", "call_id": "c2", "name": "weather", "arguments": "{}", "status": "completed"},
+                {
+                    "type": "function_call",
+                    "call_id": "c1",
+                    "name": "weather",
+                    "arguments": '{"city": "Rome"}',
+                },
+                {
+                    "type": "function_call",
+                    "call_id": "c2",
+                    "name": "weather",
+                    "arguments": "{}",
+                    "status": "completed",
+                },
                 {"type": "function_call_output", "call_id": "c1", "output": "sun"},
-                {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "rain"}]},
+                {
+                    "type": "function_call_output",
+                    "call_id": "c2",
+                    "output": [{"type": "input_text", "text": "rain"}],
+                },
             ]
         },
         [
@@ -105,8 +131,16 @@ SAME: list[tuple[Any, Any]] = [
                 "role": "assistant",
                 "content": "Yes",
                 "tool_calls": [
-                    {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}},
-                    {"id": "c2", "type": "function", "function": {"name": "weather", "arguments": "{}"}},
+                    {
+                        "id": "c1",
+                        "type": "function",
+                        "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
+                    },
+                    {
+                        "id": "c2",
+                        "type": "function",
+                        "function": {"name": "weather", "arguments": "{}"},
+                    },
                 ],
             },
             {"role": "tool", "tool_call_id": "c1", "content": "sun"},
@@ -152,9 +186,16 @@ def test_the_shape_of_a_response(running: ServiceThread) -> None:
     told = ask(running, input="Tell me a story", metadata={"a": "b"}, instructions="Be brief")
     assert told["id"].startswith("resp_")
     assert told["object"] == "response"
-    assert (told["status"], told["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert (told["status"], told["incomplete_details"]) == (
+        "incomplete",
+        {"reason": "max_output_tokens"},
+    )
     assert (told["error"], told["completed_at"], told["store"]) == (None, None, False)
-    assert (told["metadata"], told["instructions"], told["temperature"]) == ({"a": "b"}, "Be brief", 0)
+    assert (told["metadata"], told["instructions"], told["temperature"]) == (
+        {"a": "b"},
+        "Be brief",
+        0,
+    )
     assert told["text"] == {"format": {"type": "text"}}
     (item,) = told["output"]
     assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "incomplete")
@@ -174,26 +215,42 @@ def test_a_response_that_ends_by_itself_is_completed(running: ServiceThread) -> 
 
 
 def test_json_of_a_schema(running: ServiceThread) -> None:
-    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 2]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     format = {"type": "json_schema", "name": "it", "schema": schema, "strict": True}
-    told = ask(running, input="Well?", text={"format": format, "verbosity": "low"}, max_output_tokens=200)
+    told = ask(
+        running, input="Well?", text={"format": format, "verbosity": "low"}, max_output_tokens=200
+    )
     assert json.loads(text_of(told))["a"] in (1, 2)
     assert told["text"] == {"format": {**format, "description": None}, "verbosity": "low"}
-    told = ask(running, input="Well?", text={"format": {"type": "json_object"}}, max_output_tokens=4)
+    told = ask(
+        running, input="Well?", text={"format": {"type": "json_object"}}, max_output_tokens=4
+    )
     assert text_of(told).startswith("{")
 
 
 CHOICES: list[Any] = [
     "required",
     {"type": "function", "name": "weather"},
-    {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]},
+    {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": "weather"}],
+    },
 ]
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=["required", "named", "allowed"])
 def test_a_call_that_is_forced(running: ServiceThread, choice: Any) -> None:
     other = {"type": "function", "name": "other"}
-    asked = {"tools": [WEATHER] if choice == "required" else [WEATHER, other], "tool_choice": choice}
+    asked = {
+        "tools": [WEATHER] if choice == "required" else [WEATHER, other],
+        "tool_choice": choice,
+    }
     told = ask(running, input="x", max_output_tokens=280, **asked)
     (call,) = told["output"]
     assert (call["type"], call["name"], call["status"]) == ("function_call", "weather", "completed")
@@ -202,7 +259,12 @@ def test_a_call_that_is_forced(running: ServiceThread, choice: Any) -> None:
     assert told["tools"][0] == {**WEATHER, "strict": None}
     events = stream(running, input="x", max_output_tokens=280, **asked)
     kinds = [event["type"].removeprefix("response.") for event in events]
-    calls = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
+    calls = [
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+    ]
     assert list(dict.fromkeys(kinds)) == ["created", "in_progress", *calls, "completed"]
     deltas = [event["delta"] for event in events if event["type"].endswith("arguments.delta")]
     assert len(deltas) > 1
@@ -219,10 +281,17 @@ def test_log_probabilities(running: ServiceThread) -> None:
     assert ask(running, input="Hi")["output"][0]["content"][0]["logprobs"] == []
     asked = {"input": "Hi", "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
     found = ask(running, **asked)["output"][0]["content"][0]["logprobs"]
-    expected = chat(running, [{"role": "user", "content": "Hi"}], logprobs=True, top_logprobs=2)["logprobs"]["content"]
+    expected = chat(running, [{"role": "user", "content": "Hi"}], logprobs=True, top_logprobs=2)[
+        "logprobs"
+    ]["content"]
     assert found == expected
     events = stream(running, **asked)
-    told = [one for event in events if event["type"] == "response.output_text.delta" for one in event["logprobs"]]
+    told = [
+        one
+        for event in events
+        if event["type"] == "response.output_text.delta"
+        for one in event["logprobs"]
+    ]
     assert told == expected
     assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == expected
 
@@ -231,12 +300,21 @@ CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>
 
 
 @pytest.mark.parametrize(
-    "around", [("Hi ", " bye"), ("Hi", "bye"), ("", ""), ("Hi <b ", ""), ("", "\n< So < \n")], ids=str
+    "around",
+    [("Hi ", " bye"), ("Hi", "bye"), ("", ""), ("Hi <b ", ""), ("", "\n< So < \n")],
+    ids=str,
 )
-def test_each_token_is_told_beside_the_text_that_it_is_in(running: ServiceThread, around: tuple[str, str]) -> None:
+def test_each_token_is_told_beside_the_text_that_it_is_in(
+    running: ServiceThread, around: tuple[str, str]
+) -> None:
     """Those of a call belong to no message; whole or streamed it is the same."""
     before, after = around
-    body = {"input": "x", "tools": [WEATHER], "include": ["message.output_text.logprobs"], "max_output_tokens": 200}
+    body = {
+        "input": "x",
+        "tools": [WEATHER],
+        "include": ["message.output_text.logprobs"],
+        "max_output_tokens": 200,
+    }
     body["structured_outputs"] = {"choice": [before + CALL + after]}
     whole = ask(running, **body)["output"]
     events = stream(running, **body)
@@ -249,17 +327,25 @@ def test_each_token_is_told_beside_the_text_that_it_is_in(running: ServiceThread
             assert "".join(one["token"] for one in part["logprobs"]).strip() == part["text"].strip()
         found.append([part["logprobs"] for part in parts])
     assert found[0] == found[1]
-    told = [one for event in events if event["type"] == "response.output_text.delta" for one in event["logprobs"]]
+    told = [
+        one
+        for event in events
+        if event["type"] == "response.output_text.delta"
+        for one in event["logprobs"]
+    ]
     assert told == [one for logprobs in found[0] for one in logprobs]
 
 
 TOKENS = [
-    "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {', '"x": 1', "}", "}}", "<", "a", " ", "\n", "b c", "",
-    "[TOOL_CALLS]", "f[ARGS]{}", "Thought:", "\nAction: f", "\nAction Input:", "1", "\nFinal Answer: ", ">a",
+    "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {', '"x": 1', "}", "}}", "<", "a",
+    " ", "\n", "b c", "",
+    "[TOOL_CALLS]", "f[ARGS]{}", "Thought:", "\nAction: f", "\nAction Input:", "1",
+    "\nFinal Answer: ", ">a",
 ]  # fmt: skip
 
 
-# the same examples every time: a single character that stands twice in what a reader holds may take the later place
+# the same examples every time: a single character that stands twice in what a reader holds may take
+# the later place
 @settings(deadline=None, max_examples=300, derandomize=True)
 @given(
     style=st.sampled_from(
@@ -273,12 +359,16 @@ TOKENS = [
     ),
     tokens=st.lists(st.sampled_from(TOKENS), max_size=14),
 )
-def test_whatever_is_written_the_tokens_of_a_message_hold_its_text(style: str, tokens: list[str]) -> None:
+def test_whatever_is_written_the_tokens_of_a_message_hold_its_text(
+    style: str, tokens: list[str]
+) -> None:
     items, found = ResponseItems(hold_spaces=True), make_tool_parser(style, ["f"])
     for place, token in enumerate(tokens):
         items.record_tokens(token, [place])
         for piece in found.push(token):
-            deque(items.add_text(piece) if isinstance(piece, str) else called(items, piece), maxlen=0)
+            deque(
+                items.add_text(piece) if isinstance(piece, str) else called(items, piece), maxlen=0
+            )
     for piece in found.flush():
         deque(items.add_text(piece) if isinstance(piece, str) else called(items, piece), maxlen=0)
     deque(items.finish("completed"), maxlen=0)
@@ -304,20 +394,56 @@ WRONG: list[tuple[Any, str, str | None]] = [
     ({"input": []}, "input is empty", "input"),
     ({"input": 3}, "input", "input"),
     ({"input": ["x"]}, "input", "input"),
-    ({"input": [{"type": "web_search_call"}]}, "items of type 'web_search_call' are not offered", "input"),
+    (
+        {"input": [{"type": "web_search_call"}]},
+        "items of type 'web_search_call' are not offered",
+        "input",
+    ),
     ({"input": [{"type": ["message"]}]}, "are not offered", "input"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference' are not offered", "input"),
+    (
+        {"input": [{"type": "item_reference", "id": "x"}]},
+        "'item_reference' are not offered",
+        "input",
+    ),
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "input"),
-    ({"input": [{"role": "user", "content": "x", "more": 1}]}, "input[0].more: unknown field", "input"),
-    ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content", "input"),
+    (
+        {"input": [{"role": "user", "content": "x", "more": 1}]},
+        "input[0].more: unknown field",
+        "input",
+    ),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
+        "input[0].content",
+        "input",
+    ),
     ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "needs its text", "input"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}, "file_id", "input"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "needs its image_url", "input"),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]},
+        "file_id",
+        "input",
+    ),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        "needs its image_url",
+        "input",
+    ),
     ({"input": [{"role": "system", "content": "x"}]}, "holds no turn", "input"),
-    ({"input": [{"role": "user", "content": "x", "\ud800": 1}]}, "input[0]: holds half of a surrogate pair", "input"),
+    (
+        {"input": [{"role": "user", "content": "x", "\ud800": 1}]},
+        "input[0]: holds half of a surrogate pair",
+        "input",
+    ),
     ({"input": [{"type": "reasoning", "summary": []}]}, "holds no turn", "input"),
-    ({"input": [{"type": "function_call_output", "call_id": "", "output": "x"}]}, "call_id", "input"),
-    ({"input": "x", "previous_response_id": "resp_1"}, "nothing is kept here", "previous_response_id"),
+    (
+        {"input": [{"type": "function_call_output", "call_id": "", "output": "x"}]},
+        "call_id",
+        "input",
+    ),
+    (
+        {"input": "x", "previous_response_id": "resp_1"},
+        "nothing is kept here",
+        "previous_response_id",
+    ),
     ({"input": "x", "conversation": "conv_1"}, "nothing is kept here", "conversation"),
     ({"input": "x", "prompt": {"id": "p"}}, "no templates are kept", "prompt"),
     ({"input": "x", "background": True}, "use stream", "background"),
@@ -328,10 +454,18 @@ WRONG: list[tuple[Any, str, str | None]] = [
     ({"input": "x", "top_logprobs": 21}, "top_logprobs", "top_logprobs"),
     ({"input": "x", "temperature": "0"}, "temperature", "temperature"),
     ({"input": "x", "n": 2}, "n: unknown field", "n"),
-    ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type: must be 'function'", "tools"),
+    (
+        {"input": "x", "tools": [{"type": "web_search"}]},
+        "tools[0].type: must be 'function'",
+        "tools",
+    ),
     ({"input": "x", "tools": [WEATHER, WEATHER]}, "two functions of one name", "tools"),
     ({"input": "x", "tool_choice": "required"}, "tool_choice needs tools", "tool_choice"),
-    ({"input": "x", "tools": [WEATHER], "tool_choice": {"type": "function", "name": "b"}}, "names a", "tool_choice"),
+    (
+        {"input": "x", "tools": [WEATHER], "tool_choice": {"type": "function", "name": "b"}},
+        "names a",
+        "tool_choice",
+    ),
     (
         {
             "input": "x",
@@ -342,8 +476,19 @@ WRONG: list[tuple[Any, str, str | None]] = [
         "tool_choice",
     ),
     ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "needs a name", "text"),
-    ({"input": "x", "text": {"format": {"type": "text", "name": "a"}}}, "belong to json_schema", "text"),
-    ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": 3}}}}, "", None),
+    (
+        {"input": "x", "text": {"format": {"type": "text", "name": "a"}}},
+        "belong to json_schema",
+        "text",
+    ),
+    (
+        {
+            "input": "x",
+            "text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": 3}}},
+        },
+        "",
+        None,
+    ),
     ({"input": "x", "metadata": {"a": 1}}, "metadata", "metadata"),
     ({"input": "x " * 4000}, "tokens, this engine takes", None),
 ]
@@ -371,7 +516,9 @@ def test_other_models_and_missing_ones(running: ServiceThread) -> None:
 def test_spaces_before_a_call_are_no_message() -> None:
     items = ResponseItems(hold_spaces=True)
     kinds = [event["type"] for event in items.add_text("\n ")]
-    kinds += [event["type"] for event in (*items.start_call("call_1", "f"), *items.add_arguments("{}"))]
+    kinds += [
+        event["type"] for event in (*items.start_call("call_1", "f"), *items.add_arguments("{}"))
+    ]
     kinds += [event["type"] for event in (*items.add_text("\n"), *items.finish("completed"))]
     assert [item["type"] for item in items.output] == ["function_call"]
     assert not any("text" in kind for kind in kinds)
@@ -390,7 +537,11 @@ def test_text_around_a_call_keeps_its_spaces_and_order() -> None:
     events += items.finish("incomplete")
     first, call, last = items.output
     assert first["content"][0]["text"] == "  Let me see."
-    assert (first["status"], call["status"], last["status"]) == ("completed", "completed", "incomplete")
+    assert (first["status"], call["status"], last["status"]) == (
+        "completed",
+        "completed",
+        "incomplete",
+    )
     assert call["arguments"] == "{}"
     assert last["content"][0]["text"] == " So"
     places = [event["output_index"] for event in events]
@@ -422,14 +573,26 @@ def test_a_worker_that_dies_is_told_in_the_stream(running: ServiceThread) -> Non
 
     body = ResponsesRequest(model="stories", input="x", stream=True)
     chat, dialogue = _make_chat_request(running.engine.text_processor, body, 512)
-    reply = ResponsesBuilder(body, chat, RequestHandle([dialogue], lambda _: None), running.engine.text_processor)
+    reply = ResponsesBuilder(
+        body, chat, RequestHandle([dialogue], lambda _: None), running.engine.text_processor
+    )
     from modelmill.serve import errors
     from modelmill.serve.request_handle import WorkerLost
 
     reply.first_events()
-    blocks = reply.error_events(errors.to_api_error(WorkerLost("the engine ended"))).decode().split("\n\n")
-    error, failed = (json.loads(block.split("\n")[1].removeprefix("data: ")) for block in blocks[:2])
-    assert (error["type"], error["sequence_number"], error["code"]) == ("error", 2, "engine_restarted")
+    blocks = (
+        reply.error_events(errors.to_api_error(WorkerLost("the engine ended")))
+        .decode()
+        .split("\n\n")
+    )
+    error, failed = (
+        json.loads(block.split("\n")[1].removeprefix("data: ")) for block in blocks[:2]
+    )
+    assert (error["type"], error["sequence_number"], error["code"]) == (
+        "error",
+        2,
+        "engine_restarted",
+    )
     assert error["error"]["message"] == error["message"] == "the engine ended"
     assert failed["type"] == "response.failed"
     assert failed["response"]["status"] == "failed"

@@ -1,4 +1,6 @@
-"""POST /v1/segment against a small SAM with seeded weights, in a worker of its own beside a language engine."""
+"""POST /v1/segment against a small SAM with seeded weights, in a worker of its own beside a
+language engine.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,12 @@ from tests.serve.segment_service import SegmentService, data_url, encode_image, 
 
 PICTURE = random_photo()
 IMAGE = data_url(encode_image(PICTURE))
-EVERYTHING = {"points_per_side": 3, "pred_iou_thresh": 0.0, "stability_score_thresh": 0.0, "box_nms_thresh": 1.0}
+EVERYTHING = {
+    "points_per_side": 3,
+    "pred_iou_thresh": 0.0,
+    "stability_score_thresh": 0.0,
+    "box_nms_thresh": 1.0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +89,9 @@ def pixels(mask: dict[str, Any]) -> np.ndarray:
     ],
     ids=str,
 )
-def test_masks_are_the_classes(seeing: SegmentService, segmenter: Segmenter, prompt: dict[str, Any], form: str) -> None:
+def test_masks_are_the_classes(
+    seeing: SegmentService, segmenter: Segmenter, prompt: dict[str, Any], form: str
+) -> None:
     segmenter.set_image(PICTURE)
     for multimask in (True, False):
         told = asked(seeing, image=IMAGE, format=form, multimask=multimask, **prompt)
@@ -116,7 +125,10 @@ def test_a_second_click_finds_the_embedding(seeing: SegmentService) -> None:
     for other in ({}, {"cache_salt": "yours"}):
         assert seeing.post("/v1/segment", {"image_id": id, **other}).status == 404
     turned = asked(
-        seeing, image=data_url(encode_image(PIL.Image.frombytes("RGB", (80, 120), random_photo(7).tobytes())))
+        seeing,
+        image=data_url(
+            encode_image(PIL.Image.frombytes("RGB", (80, 120), random_photo(7).tobytes()))
+        ),
     )
     assert not turned["image"]["cached"]
 
@@ -130,7 +142,11 @@ def test_keys_share_no_embeddings_unless_they_may(seeing: SegmentService) -> Non
         return told.status, told.json.get("image")
 
     def door(**limits: Any) -> Client:
-        return Client(make_app(Service(seeing.service.engines, ServiceLimits(api_keys=("one", "two"), **limits))))
+        return Client(
+            make_app(
+                Service(seeing.service.engines, ServiceLimits(api_keys=("one", "two"), **limits))
+            )
+        )
 
     apart, shared = door(), door(share_cache=True)
     for salt in ({}, {"cache_salt": "mine"}):
@@ -151,7 +167,10 @@ def test_what_is_clear_in_a_drawn_mask_is_no_object(seeing: SegmentService) -> N
     drawn.paste(255, (20, 10, 60, 50))
     clear = PIL.Image.new("RGB", PICTURE.size, (255, 255, 255))
     clear.putalpha(drawn)
-    black, white = (asked(seeing, image=IMAGE, mask=data_url(encode_image(mask)))["masks"] for mask in (drawn, clear))
+    black, white = (
+        asked(seeing, image=IMAGE, mask=data_url(encode_image(mask)))["masks"]
+        for mask in (drawn, clear)
+    )
     assert black == white
 
 
@@ -168,7 +187,11 @@ def test_several_prompts_in_one_call(seeing: SegmentService, segmenter: Segmente
     assert [mask["prompt"] for mask in told["masks"]] == [0, 0, 0, 1, 1, 1]
     expected = segmenter.predict_all([make_prompt(box=box) for box in boxes])
     assert [m["box"] for m in told["masks"]] == [list(m.box) for masks in expected for m in masks]
-    mixed = [{"points": [[5, 5]]}, {"box": boxes[0]}, {"points": [[9, 9], [50, 50]], "labels": [0, 1]}]
+    mixed = [
+        {"points": [[5, 5]]},
+        {"box": boxes[0]},
+        {"points": [[9, 9], [50, 50]], "labels": [0, 1]},
+    ]
     told = asked(seeing, image=IMAGE, prompts=mixed, multimask=False)
     assert [mask["prompt"] for mask in told["masks"]] == [0, 1, 2]
 
@@ -178,15 +201,23 @@ def test_logits_and_drawn_masks_are_prompts(seeing: SegmentService, segmenter: S
     first = asked(seeing, image=IMAGE, points=[[50, 40]], logits=True)["masks"][0]
     told = asked(seeing, image=IMAGE, points=[[50, 40]], mask=first["logits"])
     own = segmenter.predict([(50, 40)])[0]
-    assert [m["box"] for m in told["masks"]] == [list(m.box) for m in segmenter.predict([(50, 40)], mask=own.logits)]
+    assert [m["box"] for m in told["masks"]] == [
+        list(m.box) for m in segmenter.predict([(50, 40)], mask=own.logits)
+    ]
     drawn = PIL.Image.new("L", PICTURE.size)
     drawn.paste(255, (20, 20, 60, 60))
     assert len(asked(seeing, image=IMAGE, mask=data_url(encode_image(drawn)))["masks"]) == 3
-    for wrong in ("AAAA", data_url(b"\0" * 12, "application/octet-stream"), "data:image/png;base64,"):
+    for wrong in (
+        "AAAA",
+        data_url(b"\0" * 12, "application/octet-stream"),
+        "data:image/png;base64,",
+    ):
         response = seeing.post("/v1/segment", {"image": IMAGE, "mask": wrong})
         assert response.status == 400
         assert response.json["error"]["param"] == "mask"
-    nan = base64.b64encode(np.full(len(base64.b64decode(first["logits"].split(",")[1])) // 4, np.nan, "<f4").tobytes())
+    nan = base64.b64encode(
+        np.full(len(base64.b64decode(first["logits"].split(",")[1])) // 4, np.nan, "<f4").tobytes()
+    )
     response = seeing.post("/v1/segment", {"image": IMAGE, "mask": nan.decode()})
     assert (response.status, response.json["error"]["param"]) == (400, "mask")
 
@@ -205,14 +236,18 @@ def test_everything(seeing: SegmentService, segmenter: Segmenter) -> None:
     assert asked(seeing, image=IMAGE, everything=False)["masks"] == []
 
 
-def test_a_click_does_not_wait_for_everything(seeing: SegmentService, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_click_does_not_wait_for_everything(
+    seeing: SegmentService, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between two batches of points others have their turn; who leaves is worked for no longer."""
     body = {"model": "sam", "image": IMAGE, "everything": {**EVERYTHING, "points_per_side": 24}}
     click = {"image": IMAGE, "points": [[3, 3]]}
 
     hear, heard = seeing.segment_engine.segment_client.handle, []
     monkeypatch.setattr(
-        seeing.segment_engine.segment_client, "handle", lambda message: (heard.append(message.id), hear(message))
+        seeing.segment_engine.segment_client,
+        "handle",
+        lambda message: (heard.append(message.id), hear(message)),
     )
 
     async def taken(count: int) -> str:
@@ -246,7 +281,9 @@ def test_a_queue_that_is_full(seeing: SegmentService) -> None:
 
     async def main() -> list[Response]:
         with still(seeing):
-            tasks = [asyncio.create_task(seeing.client.post("/v1/segment", body)) for _ in range(24)]
+            tasks = [
+                asyncio.create_task(seeing.client.post("/v1/segment", body)) for _ in range(24)
+            ]
             while sum(task.done() for task in tasks) < 24 - 17:  # one is looked at, 16 wait
                 await asyncio.sleep(0.001)
         return await asyncio.gather(*tasks)
@@ -268,7 +305,9 @@ def test_verbs_of_the_other_kind(seeing: SegmentService) -> None:
     ):
         response = seeing.post(path, {"model": "sam", **body})
         assert (response.status, response.json["error"]["param"]) == (400, "model"), path
-        assert response.json["error"]["message"] == "model sam segments images: ask it at /v1/segment"
+        assert (
+            response.json["error"]["message"] == "model sam segments images: ask it at /v1/segment"
+        )
     response = seeing.post("/v1/segment", {"model": "stories", "image": IMAGE})
     assert response.status == 400
     assert response.json["error"]["message"] == "model stories writes text, it does not segment"
@@ -295,7 +334,11 @@ def test_metrics_and_the_document(seeing: SegmentService) -> None:
     asked(seeing, image=IMAGE, points=[[1, 1]])
     page = seeing.get("/metrics").body.decode()
     for name in ("segment_latency_seconds_count", "segment_masks_total", "image_cache_hits_total"):
-        (line,) = [line for line in page.splitlines() if line.startswith(f'modelmill:{name}{{model_name="sam"}}')]
+        (line,) = [
+            line
+            for line in page.splitlines()
+            if line.startswith(f'modelmill:{name}{{model_name="sam"}}')
+        ]
         assert float(line.split()[-1]) >= 1
     document = seeing.get("/openapi.json").json
     told = document["paths"]["/v1/segment"]["post"]["responses"]
@@ -308,7 +351,9 @@ def test_a_worker_that_dies_while_it_looks(seeing: SegmentService) -> None:
     async def main() -> Response:
         os.kill(seeing.segment_engine.pid or 0, signal.SIGSTOP)
         asking = asyncio.create_task(
-            seeing.client.post("/v1/segment", {"image": IMAGE, "everything": {**EVERYTHING, "points_per_side": 24}})
+            seeing.client.post(
+                "/v1/segment", {"image": IMAGE, "everything": {**EVERYTHING, "points_per_side": 24}}
+            )
         )
         while len(seeing.segment_engine.segment_client) == 0:
             await asyncio.sleep(0.001)
@@ -331,7 +376,8 @@ def test_a_worker_that_dies_while_it_looks(seeing: SegmentService) -> None:
 def test_frames_carry_bytes_as_they_are() -> None:
     body = bytes(range(256)) * 3
     for message in (
-        SegmentJob("a", "", "salt", [{"points": [[1.5, 2]], "labels": None, "box": None, "mask": 0}], None, True, "png",
+        SegmentJob("a", "", "salt", [{"points": [[1.5, 2]], "labels": None, "box": None,
+        "mask": 0}], None, True, "png",
              False, body, (b"", body[1:])),
         SegmentJob("b", image_digest="f" * 64, prompts=[]),
         SegmentResult("c", {"masks": [], "image": {"id": "x"}}, (body, b"\0")),

@@ -22,8 +22,17 @@ from tests.serve.server_process import ServerProcess, read_all
 from tests.wait import TIMEOUT_SECONDS, time_limit
 
 TALK: list[Any] = [{"role": "user", "content": "Tell me a story"}]
-KV = "KV cache: 7.60 MiB for 6,224 tokens, RAM that is taken as they come; up to 7.60 MiB of it keep prompt beginnings"
-LONG = {"model": "stories", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 450, "ignore_eos": True}
+KV = (
+    "KV cache: 7.60 MiB for 6,224 tokens, RAM that is taken as they come; up to 7.60 MiB of it "
+    "keep prompt beginnings"
+)
+LONG = {
+    "model": "stories",
+    "prompt": "Once upon a time",
+    "temperature": 0,
+    "max_tokens": 450,
+    "ignore_eos": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +53,20 @@ def test_the_openai_client(server: ServerProcess, llm: LLM) -> None:
         how: Any = {"model": "stories", "messages": TALK, "temperature": 0, "max_tokens": 20}
         whole = api.chat.completions.create(**how)
         assert whole.choices[0].message.content == said
-        chunks = list(api.chat.completions.create(**how, stream=True, stream_options={"include_usage": True}))
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == said
-        assert chunks[-1].usage == whole.usage or chunks[-1].usage.total_tokens == whole.usage.total_tokens
-        text = api.completions.create(model="stories", prompt=["Once upon", "The"], max_tokens=3, temperature=0)
+        chunks = list(
+            api.chat.completions.create(**how, stream=True, stream_options={"include_usage": True})
+        )
+        assert (
+            "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+            == said
+        )
+        assert (
+            chunks[-1].usage == whole.usage
+            or chunks[-1].usage.total_tokens == whole.usage.total_tokens
+        )
+        text = api.completions.create(
+            model="stories", prompt=["Once upon", "The"], max_tokens=3, temperature=0
+        )
         assert len(text.choices) == 2
         with pytest.raises(openai.NotFoundError) as missing:
             api.chat.completions.create(**{**how, "model": "gpt"})
@@ -59,7 +78,9 @@ def test_the_openai_client(server: ServerProcess, llm: LLM) -> None:
 
 def test_the_openai_client_for_asyncio(server: ServerProcess) -> None:
     async def main() -> None:
-        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as api:
+        async with openai.AsyncOpenAI(
+            base_url=server.url + "/v1", api_key="none", max_retries=0
+        ) as api:
             how: Any = {"model": "stories", "messages": TALK, "max_tokens": 12}
 
             async def streamed(seed: int) -> str:
@@ -67,10 +88,14 @@ def test_the_openai_client_for_asyncio(server: ServerProcess) -> None:
                 return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
             async def whole(seed: int) -> str | None:
-                return (await api.chat.completions.create(**how, seed=seed)).choices[0].message.content
+                return (
+                    (await api.chat.completions.create(**how, seed=seed)).choices[0].message.content
+                )
 
             seeds = range(12)
-            assert await asyncio.gather(*map(streamed, seeds)) == await asyncio.gather(*map(whole, seeds))
+            assert await asyncio.gather(*map(streamed, seeds)) == await asyncio.gather(
+                *map(whole, seeds)
+            )
 
     asyncio.run(main())
 
@@ -88,7 +113,9 @@ def test_loading_is_told_and_requests_are_refused_meanwhile(stories: Path) -> No
         serving.wait(200)
 
 
-def test_health_without_a_body_and_more_connections_than_a_shell_allows(server: ServerProcess) -> None:
+def test_health_without_a_body_and_more_connections_than_a_shell_allows(
+    server: ServerProcess,
+) -> None:
     with server.connect() as sock:
         sock.sendall(b"HEAD /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         told = read_all(sock)
@@ -123,17 +150,25 @@ def test_a_shutdown_that_does_not_wait(stories: Path, how: str) -> None:
     with ServerProcess(stories, "--shutdown-timeout", patience, "--max-num-seqs", 4) as serving:
         workers = serving.workers
         assert len(workers) == 1
-        socks = [serving.start_post("/v1/completions", {**LONG, "n": 4, "stream": True}) for _ in range(40)]
+        socks = [
+            serving.start_post("/v1/completions", {**LONG, "n": 4, "stream": True})
+            for _ in range(40)
+        ]
         socks[0].recv(10)
         serving.wait_for_queue(39)
         serving.process.send_signal(signal.SIGTERM)
         if how == "twice":
             serving.process.send_signal(signal.SIGINT)
-        with time_limit():  # less than the 60 s of its --shutdown-timeout, or than those of the answers it has begun
+        # less than the 60 s of its --shutdown-timeout, or than those of the answers it has begun
+        with time_limit():
             told = [read_all(sock) for sock in socks]
             assert serving.finish()[0] == 0
-        # the last may have come in before the signal or after it: an event that ends it, or a refusal
-        assert json.loads(told[-1][told[-1].index(b"{") : told[-1].rindex(b"}") + 1])["error"]["code"] == "draining"
+        # the last may have come in before the signal or after it: an event that ends it, or a
+        # refusal
+        assert (
+            json.loads(told[-1][told[-1].index(b"{") : told[-1].rindex(b"}") + 1])["error"]["code"]
+            == "draining"
+        )
         assert b"[DONE]" not in told[-1]
         for sock in socks:
             sock.close()
@@ -200,7 +235,10 @@ def test_a_second_server_on_the_port_and_an_engine_that_is_none(
     assert "--port" in said
     code, _, said = cli("serve", tmp_path / "none", "--port", 0)
     assert code == 2
-    assert said == f"modelmill: {tmp_path / 'none'} does not exist; give an engine folder or a checkpoint\n"
+    assert (
+        said
+        == f"modelmill: {tmp_path / 'none'} does not exist; give an engine folder or a checkpoint\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -238,7 +276,8 @@ def test_two_engines_share_the_memory(stories: Path) -> None:
     with ServerProcess(stories, stories, *names) as serving:
         assert len(serving.workers) == 2
         answers = [
-            serving.request("/v1/completions", {**LONG, "model": name, "max_tokens": 8})[1] for name in ("one", "two")
+            serving.request("/v1/completions", {**LONG, "model": name, "max_tokens": 8})[1]
+            for name in ("one", "two")
         ]
         assert answers[0]["choices"][0]["text"] == answers[1]["choices"][0]["text"]
         assert [each["id"] for each in serving.request("/v1/models")[1]["data"]] == ["one", "two"]
@@ -257,37 +296,68 @@ def test_two_engines_from_a_file(stories: Path, tmp_path: Path) -> None:
     """Engines and options in a YAML file; what stands on the command line goes before it."""
     file = tmp_path / "serve.yaml"
     engines = [str(stories), str(stories)]
-    options = {"engines": engines, "served-model-name": ["one", "two"], "max_num_seqs": 4, "api-key": ["sesame"]}
+    options = {
+        "engines": engines,
+        "served-model-name": ["one", "two"],
+        "max_num_seqs": 4,
+        "api-key": ["sesame"],
+    }
     file.write_text(json.dumps({**options, "max-waiting": 3, "shutdown_timeout": 5}))
     with ServerProcess("--config", file, "--max-waiting", 0, ready=False) as serving:
         serving.wait(200)
         key = {"authorization": "Bearer sesame"}
         assert serving.request("/v1/models")[0] == 401
-        assert [each["id"] for each in serving.request("/v1/models", **key)[1]["data"]] == ["one", "two"]
+        assert [each["id"] for each in serving.request("/v1/models", **key)[1]["data"]] == [
+            "one",
+            "two",
+        ]
         body = {**LONG, "model": "two", "max_tokens": 2}
         assert serving.request("/v1/completions", body, **key)[0] == 200
         # four rows and none that wait: five answers are more than it takes
-        status, told, _ = serving.request("/v1/completions", {**body, "n": 5, "temperature": 1}, **key)
+        status, told, _ = serving.request(
+            "/v1/completions", {**body, "n": 5, "temperature": 1}, **key
+        )
         assert (status, told["error"]["type"]) == (400, "invalid_request_error")
         assert len(serving.workers) == 2
 
 
 def test_bench_serve_measures_it(server: ServerProcess, cli: Any) -> None:
-    words = ("--num-prompts", 6, "--input-len", 4, "--output-len", 5, "--concurrency", 3, "--first-ms", 1e6, "--json")
+    words = (
+        "--num-prompts",
+        6,
+        "--input-len",
+        4,
+        "--output-len",
+        5,
+        "--concurrency",
+        3,
+        "--first-ms",
+        1e6,
+        "--json",
+    )
     code, out, said = cli("bench", "serve", "--url", server.url, *words)
     assert code == 0, said
     told = json.loads(out)
-    assert (told["requests"], told["failed"], told["output_tokens"], told["model"]) == (6, 0, 30, "stories")
+    assert (told["requests"], told["failed"], told["output_tokens"], told["model"]) == (
+        6,
+        0,
+        30,
+        "stories",
+    )
     assert told["good_requests_per_s"] == told["requests_per_s"] > 0
     assert cli("bench", "serve", "--url", server.url, "--num-prompts", 2, "--output-len", 3)[0] == 0
-    code, _, said = cli("bench", "serve", "--url", server.url, "--num-prompts", 1, "--model", "other")
+    code, _, said = cli(
+        "bench", "serve", "--url", server.url, "--num-prompts", 1, "--model", "other"
+    )
     assert code == 1
     assert "404" in said
     for wrong in (["bench", "serve"], ["bench", "serve", "x"], ["bench", "ops", "--url", "x"]):
         assert cli(*wrong)[0] == 2
 
 
-def test_chat_with_a_server(server: ServerProcess, llm: LLM, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_with_a_server(
+    server: ServerProcess, llm: LLM, cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     talk: list[Any] = [*TALK]
     (answer,) = llm.chat(talk, SamplingParams(temperature=0, max_tokens=12), progress=False)
     words = ("chat", "--url", server.url, "--temperature", 0, "--max-tokens", 12)
@@ -306,7 +376,9 @@ def test_chat_with_a_server(server: ServerProcess, llm: LLM, cli: Any, monkeypat
     assert cli("chat")[0] == cli("chat", "x", "--url", "y")[0] == 2
 
 
-def test_an_engine_is_served_under_the_name_that_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_is_served_under_the_name_that_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "store" / "3f2a.engine").mkdir(parents=True)
     link = tmp_path / "chat.engine"
     link.symlink_to(tmp_path / "store" / "3f2a.engine")

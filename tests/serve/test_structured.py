@@ -1,4 +1,6 @@
-"""Answers that keep to a grammar, over the API: whatever a model of 260 thousand parameters would rather say."""
+"""Answers that keep to a grammar, over the API: whatever a model of 260 thousand parameters would
+rather say.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from tests.wait import time_limit, wait_until
 TALK = [{"role": "user", "content": "Tell me"}]
 PERSON = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -38,10 +43,17 @@ def said(running: ServiceThread, **body: Any) -> list[str]:
 
 
 def schema(value: Any) -> dict[str, Any]:
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": value, "strict": True}}}
+    return {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": value, "strict": True},
+        }
+    }
 
 
-@pytest.mark.parametrize("how", [{}, {"temperature": 1.5, "seed": 3, "n": 4}, {"logprobs": True}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{}, {"temperature": 1.5, "seed": 3, "n": 4}, {"logprobs": True}], ids=str
+)
 def test_a_json_schema(running: ServiceThread, how: Any) -> None:
     for text in said(running, **schema(PERSON), **how):
         value = json.loads(text)
@@ -50,23 +62,39 @@ def test_a_json_schema(running: ServiceThread, how: Any) -> None:
         assert 0 <= value["age"] <= 99
 
 
-@pytest.mark.parametrize("how", [{}, {"temperature": 1.2, "seed": 5, "n": 3, "repetition_penalty": 1.2}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{}, {"temperature": 1.2, "seed": 5, "n": 3, "repetition_penalty": 1.2}], ids=str
+)
 def test_patterns_and_choices(running: ServiceThread, how: Any) -> None:
     for text in said(running, structured_outputs={"regex": r"[A-Z][a-z]{2,5}, [0-9]{3}"}, **how):
         assert re.fullmatch(r"[A-Z][a-z]{2,5}, [0-9]{3}", text)
-    for text in said(running, structured_outputs={"choice": ["yes", "no", 'may"be', "niño"]}, **how):
+    for text in said(
+        running, structured_outputs={"choice": ["yes", "no", 'may"be', "niño"]}, **how
+    ):
         assert text in ("yes", "no", 'may"be', "niño")
-    for text in said(running, structured_outputs={"grammar": 'start: "a"+ "b"\n'}, logit_bias={"404": 1.0}, **how):
+    for text in said(
+        running, structured_outputs={"grammar": 'start: "a"+ "b"\n'}, logit_bias={"404": 1.0}, **how
+    ):
         assert re.fullmatch("a+b", text)
 
 
-@pytest.mark.parametrize("how", [{"choice": [" yes", " no"]}, {"regex": " (yes|no)"}, {"regex": " ?a "}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"choice": [" yes", " no"]}, {"regex": " (yes|no)"}, {"regex": " ?a "}], ids=str
+)
 def test_a_space_that_the_grammar_asks_for_is_said(running: ServiceThread, how: Any) -> None:
-    """SentencePiece drops the space before a text of its own; an answer that a grammar counts has all its bytes."""
+    """SentencePiece drops the space before a text of its own; an answer that a grammar counts has
+    all its bytes.
+    """
     for text in said(running, structured_outputs=how):
         assert re.fullmatch(how.get("regex", " yes| no"), text)
     for prompt in ([1], "x"):  # the token that every text begins with, alone
-        ask = {"model": "stories", "prompt": prompt, "max_tokens": 30, "temperature": 0, "structured_outputs": how}
+        ask = {
+            "model": "stories",
+            "prompt": prompt,
+            "max_tokens": 30,
+            "temperature": 0,
+            "structured_outputs": how,
+        }
         for more in ({}, {"logprobs": 0, "echo": True}):
             (choice,) = running.post("/v1/completions", {**ask, **more}).json["choices"]
             text = choice["text"].removeprefix("x")
@@ -74,7 +102,9 @@ def test_a_space_that_the_grammar_asks_for_is_said(running: ServiceThread, how: 
         table, own = choice["logprobs"], len(choice["text"]) - len(text)
         ends = [*table["text_offset"][1:], len(choice["text"])]
         places = zip(table["text_offset"], ends, table["tokens"], strict=True)
-        answer = [(token, choice["text"][begin:end]) for begin, end, token in places if begin >= own]
+        answer = [
+            (token, choice["text"][begin:end]) for begin, end, token in places if begin >= own
+        ]
         assert all(token in ("<s>", "</s>", piece) for token, piece in answer), choice
 
 
@@ -96,13 +126,21 @@ def test_neighbours_of_a_guided_answer_are_not_touched(running: ServiceThread, l
     import asyncio
 
     plain = {"model": "stories", "messages": TALK, "max_tokens": 40, "temperature": 0}
-    expected = llm.chat(TALK, SamplingParams(temperature=0, max_tokens=40), progress=False)[0].outputs[0].text
+    expected = (
+        llm.chat(TALK, SamplingParams(temperature=0, max_tokens=40), progress=False)[0]
+        .outputs[0]
+        .text
+    )
 
     async def together() -> list[Any]:
         bodies = [plain, {**plain, **schema(PERSON), "max_tokens": 200}] * 6
-        return await asyncio.gather(*(running.client.post("/v1/chat/completions", body) for body in bodies))
+        return await asyncio.gather(
+            *(running.client.post("/v1/chat/completions", body) for body in bodies)
+        )
 
-    answers = [response.json["choices"][0]["message"]["content"] for response in running.run(together())]
+    answers = [
+        response.json["choices"][0]["message"]["content"] for response in running.run(together())
+    ]
     assert answers[::2] == [expected] * 6
     assert len(set(answers[1::2])) == 1
     json.loads(answers[1])
@@ -116,7 +154,9 @@ def test_completions_too(running: ServiceThread) -> None:
         "min_tokens": 9,
         "temperature": 0,
     }
-    answers = running.post("/v1/completions", {**body, "structured_outputs": {"choice": ["big", "small"]}}).json
+    answers = running.post(
+        "/v1/completions", {**body, "structured_outputs": {"choice": ["big", "small"]}}
+    ).json
     assert all(choice["text"] in ("big", "small") for choice in answers["choices"])
 
 
@@ -128,19 +168,25 @@ for _ in range(100):
 @pytest.mark.parametrize(
     "ask",
     [
-        {"response_format": {"type": "xml"}}, {"response_format": {"type": "json_schema"}}, schema({"type": "wrong"}),
-        {"response_format": {"type": "text", "json_schema": {"name": "x", "schema": {}}}}, schema(DEEP), schema([]),
-        schema({"$ref": "#/nowhere"}), schema({"$ref": "http://169.254.169.254/"}), schema({"$ref": "#"}),
-        schema({"type": "object", "properties": {str(i): {"enum": ["x" * 100]} for i in range(10**4)}}),
+        {"response_format": {"type": "xml"}}, {"response_format": {"type": "json_schema"}},
+        schema({"type": "wrong"}),
+        {"response_format": {"type": "text", "json_schema": {"name": "x", "schema": {}}}},
+        schema(DEEP), schema([]),
+        schema({"$ref": "#/nowhere"}), schema({"$ref": "http://169.254.169.254/"}),
+        schema({"$ref": "#"}),
+        schema({"type": "object", "properties": {str(i): {"enum": ["x" * 100]} for i in range(10**4)}}),  # noqa: E501
         schema({"type": "string", "pattern": "("}), schema({"type": "string", "minLength": 10**9}),
         *({"structured_outputs": value} for value in (
-            {}, {"regex": "("}, {"regex": "(a{1,9999}){1,9999}"}, {"regex": "(?=a)b"}, {"regex": "a", "choice": ["b"]},
+            {}, {"regex": "("}, {"regex": "(a{1,9999}){1,9999}"}, {"regex": "(?=a)b"},
+            {"regex": "a", "choice": ["b"]},
             {"choice": []}, {"choice": [""]}, {"choice": ["a", "\ud800"]}, {"choice": ["x"] * 5000},
             {"grammar": "nope"},
             {"grammar": "start: start"},
-            {"regex": "x" * 10**6}, {"json": "{"}, {"json": "[" * 5000}, {"evil": 1}, {"regex": "((((a*)*)*)*)*" * 300},
+            {"regex": "x" * 10**6}, {"json": "{"}, {"json": "[" * 5000}, {"evil": 1},
+            {"regex": "((((a*)*)*)*)*" * 300},
         )),
-        {**schema(PERSON), "structured_outputs": {"regex": "a"}}, {**schema(PERSON), "ignore_eos": True},
+        {**schema(PERSON), "structured_outputs": {"regex": "a"}},
+        {**schema(PERSON), "ignore_eos": True},
     ],
     ids=range(30),
 )  # fmt: skip
@@ -163,7 +209,13 @@ def test_leaving_while_a_grammar_is_made(running: ServiceThread) -> None:
     from contextlib import aclosing
 
     async def leave(place: int) -> None:
-        ask = {"model": "stories", "messages": TALK, "max_tokens": 100, "stream": True, **schema(PERSON)}
+        ask = {
+            "model": "stories",
+            "messages": TALK,
+            "max_tokens": 100,
+            "stream": True,
+            **schema(PERSON),
+        }
         async with aclosing(running.client.parts("POST", "/v1/chat/completions", ask)) as parts:  # type: ignore[type-var]
             async for kind, _ in parts:
                 if kind == "body":
@@ -177,16 +229,34 @@ def test_leaving_while_a_grammar_is_made(running: ServiceThread) -> None:
 
     def empty() -> bool:
         stats = running.run(running.engine.stats())
-        return stats is not None and (stats.running, stats.waiting, stats.free_pages) == (0, 0, stats.pages)
+        return stats is not None and (stats.running, stats.waiting, stats.free_pages) == (
+            0,
+            0,
+            stats.pages,
+        )
 
     wait_until(empty, describe=lambda: running.run(running.engine.stats()))
 
 
-def test_an_answer_whose_grammar_takes_too_much_work_is_an_error_and_not_whole(running: ServiceThread) -> None:
+def test_an_answer_whose_grammar_takes_too_much_work_is_an_error_and_not_whole(
+    running: ServiceThread,
+) -> None:
     """Streamed as well; and one whose schema has no text is refused."""
     pattern = {"type": "string", "pattern": "^(.{1,80} ){1,50}$"}
-    form = schema({"type": "object", "properties": {"a": pattern}, "required": ["a"], "additionalProperties": False})
-    body = {"model": "stories", "messages": [{"role": "user", "content": "Go on"}], "max_tokens": 400, **form}
+    form = schema(
+        {
+            "type": "object",
+            "properties": {"a": pattern},
+            "required": ["a"],
+            "additionalProperties": False,
+        }
+    )
+    body = {
+        "model": "stories",
+        "messages": [{"role": "user", "content": "Go on"}],
+        "max_tokens": 400,
+        **form,
+    }
     for seed in range(3):
         asked = {**body, "temperature": 1.0, "seed": seed}
         whole = running.post("/v1/chat/completions", asked)

@@ -1,4 +1,6 @@
-"""Metrics, logs and ``usage`` tell the same: token for token, over many requests of every kind at once."""
+"""Metrics, logs and ``usage`` tell the same: token for token, over many requests of every kind at
+once.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,18 @@ from tests.wait import wait_until
 PROMPTS = [
     "Once upon a time there was a little girl who liked to play in the park with her dog.",
     "Once upon a time there was a little girl who liked to play in the park with her cat. One day",
-    "The sun", "Tom and Ben went to the big lake, and there they saw a boat that was old and red", "A",
+    "The sun", "Tom and Ben went to the big lake, and there they saw a boat that was old and red",
+    "A",
 ]  # fmt: skip
 TALK = [{"role": "user", "content": "Tell me a long story about a bird that cannot fly"}]
 TOOL = {
     "name": "now",
-    "parameters": {"type": "object", "properties": {}, "required": [], "additionalProperties": False},
+    "parameters": {
+        "type": "object",
+        "properties": {},
+        "required": [],
+        "additionalProperties": False,
+    },
 }
 LEAVES = "leaves"
 """The salt of requests whose clients leave before the end."""
@@ -56,8 +64,15 @@ def asked(count: int) -> Iterator[tuple[str, Any]]:
             how |= {"stream": True, "stream_options": {"include_usage": True}}
         text, talk = {**how, "prompt": prompt}, {**how, "messages": TALK}
         warm = {"temperature": 1.0, "seed": draw.randrange(99), "n": draw.randrange(2, 6)}
-        stops = {"stop": draw.choice([[" the"], [".", "!"], ["e"], [" and", "she"]]), "max_tokens": 60}
-        ids = {"stop_token_ids": draw.sample(range(3, 512), 40), "max_tokens": 60, "ignore_eos": draw.random() < 0.5}
+        stops = {
+            "stop": draw.choice([[" the"], [".", "!"], ["e"], [" and", "she"]]),
+            "max_tokens": 60,
+        }
+        ids = {
+            "stop_token_ids": draw.sample(range(3, 512), 40),
+            "max_tokens": 60,
+            "ignore_eos": draw.random() < 0.5,
+        }
         yield draw.choice(
             [
                 ("/v1/completions", text),
@@ -65,17 +80,22 @@ def asked(count: int) -> Iterator[tuple[str, Any]]:
                 ("/v1/completions", {**text, **stops}),
                 ("/v1/completions", {**text, **stops, **warm, "min_tokens": 5}),
                 ("/v1/completions", {**text, **ids}),
-                ("/v1/completions", {**text, "prompt": draw.sample(PROMPTS, 3), "best_of": 2, "n": 2}),
-                ("/v1/completions", {**text, "echo": True, "logprobs": 2, "max_tokens": draw.choice([0, 3])}),
+                ("/v1/completions", {**text, "prompt": draw.sample(PROMPTS, 3), "best_of": 2,
+                "n": 2}),
+                ("/v1/completions", {**text, "echo": True, "logprobs": 2,
+                "max_tokens": draw.choice([0, 3])}),
                 ("/v1/chat/completions", talk),
                 ("/v1/chat/completions", {**talk, **stops, **warm}),
-                ("/v1/chat/completions", {**talk, "response_format": {"type": "json_object"}, "max_tokens": 9}),
+                ("/v1/chat/completions", {**talk, "response_format": {"type": "json_object"},
+                "max_tokens": 9}),
                 ("/v1/chat/completions", {**talk, "tools": [{"type": "function", "function": TOOL}],
                                           "tool_choice": "required", "max_tokens": 60}),
-                ("/v1/responses", {**plain, "input": prompt, "max_output_tokens": tokens, "stream": stream}),
+                ("/v1/responses", {**plain, "input": prompt, "max_output_tokens": tokens,
+                "stream": stream}),
                 ("/v1/embeddings", {"model": "stories", "input": draw.sample(PROMPTS, 2)}),
                 ("/v1/embeddings", {"model": "stories", "input": prompt, "pooling": "last"}),
-                ("/v1/completions", {**plain, "prompt": prompt, "max_tokens": 400, "ignore_eos": True, "stream": True,
+                ("/v1/completions", {**plain, "prompt": prompt, "max_tokens": 400,
+                "ignore_eos": True, "stream": True,
                                      "cache_salt": LEAVES, "n": draw.randrange(1, 3)}),
                 ("/v1/completions", {**text, "n": 0}),
                 ("/v1/completions", {**text, "prompt": "a " * 2000}),
@@ -88,7 +108,8 @@ class Told:
     """What clients were told in all, and by the request's id."""
 
     def __init__(self) -> None:
-        self.usage: dict[str, tuple[int, ...]] = {}  # of the prompt, written, and cached where that is told
+        # of the prompt, written, and cached where that is told
+        self.usage: dict[str, tuple[int, ...]] = {}
         self.ended: Counter[str] = Counter()
         self.left: list[str] = []
 
@@ -119,14 +140,18 @@ class Told:
         self.usage[id] = usage["prompt_tokens"], usage["completion_tokens"], cached
 
 
-async def send(running: ServiceThread, told: Told, id: str, path: str, body: dict[str, Any]) -> None:
+async def send(
+    running: ServiceThread, told: Told, id: str, path: str, body: dict[str, Any]
+) -> None:
     headers = {"x-request-id": id}
     if body.get("cache_salt") != LEAVES:
         response = await running.client.post(path, body, headers=headers)
         if response.status == 200:
             told.add(id, path, body, response.body)
         return
-    async with contextlib.aclosing(running.client.parts("POST", path, body, headers=headers)) as parts:
+    async with contextlib.aclosing(
+        running.client.parts("POST", path, body, headers=headers)
+    ) as parts:
         async for kind, _ in parts:
             if kind == "body":
                 told.left.append(id)
@@ -138,7 +163,9 @@ def logged(caplog: pytest.LogCaptureFixture) -> dict[str, tuple[int, int, int]]:
     """Counts in the log, by the request's id."""
     lines = [record.data for record in caplog.records if record.message == "request"]  # type: ignore[attr-defined]
     keys = ("prompt_tokens", "completion_tokens", "cached_tokens")
-    return {line["request_id"]: tuple(line[key] for key in keys) for line in lines if keys[0] in line}  # type: ignore[misc]
+    return {
+        line["request_id"]: tuple(line[key] for key in keys) for line in lines if keys[0] in line
+    }  # type: ignore[misc]
 
 
 def idle(running: ServiceThread) -> bool:
@@ -154,7 +181,9 @@ def test_all_counts_agree(
     push = engine._on_token
 
     def unended(token: TokenOutput) -> None:
-        """However far the worker comes before a client has left, its answer is not heard to the end."""
+        """However far the worker comes before a client has left, its answer is not heard to the
+        end.
+        """
         entry = engine._active_requests.get(token.request_id)
         if entry is None or entry[0].request.cache_salt != LEAVES or token.finish_reason is None:
             push(token)
@@ -163,7 +192,9 @@ def test_all_counts_agree(
     before = numbers(running)
 
     async def all_at_once() -> None:
-        await asyncio.gather(*(send(running, told, f"c-{i}", *each) for i, each in enumerate(requests)))
+        await asyncio.gather(
+            *(send(running, told, f"c-{i}", *each) for i, each in enumerate(requests))
+        )
 
     running.run(all_at_once())
     wait_until(lambda: idle(running))
@@ -180,8 +211,12 @@ def test_all_counts_agree(
     assert min(prompt, written, cached) > 100, "nothing here is only zeros"
 
 
-def test_what_broke_off_with_its_worker_is_an_error(running: ServiceThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers that were under way when their engine ended, and requests that it had no memory for."""
+def test_what_broke_off_with_its_worker_is_an_error(
+    running: ServiceThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers that were under way when their engine ended, and requests that it had no memory
+    for.
+    """
     before = numbers(running)
     engine = running.engine
     monkeypatch.setattr(engine, "_send", lambda _: None)
@@ -191,7 +226,9 @@ def test_what_broke_off_with_its_worker_is_an_error(running: ServiceThread, monk
         asked = asyncio.create_task(running.client.post("/v1/completions", body))
         while not engine._active_requests:
             await asyncio.sleep(0)
-        engine._active_requests[next(iter(engine._active_requests))][1].fail(engine.worker_lost_error())
+        engine._active_requests[next(iter(engine._active_requests))][1].fail(
+            engine.worker_lost_error()
+        )
         return (await asked).status
 
     assert running.run(lost()) == 503

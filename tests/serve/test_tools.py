@@ -29,7 +29,12 @@ WEATHER = {
     },
 }
 NOW = {"type": "function", "function": {"name": "now"}}
-ASK = {"model": "stories", "messages": [{"role": "user", "content": "x"}], "max_tokens": 280, "temperature": 0}
+ASK = {
+    "model": "stories",
+    "messages": [{"role": "user", "content": "x"}],
+    "max_tokens": 280,
+    "temperature": 0,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +43,9 @@ def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("modelmill.text.tool_prompts.INTRO", "{tools}")
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=str)
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=str
+)
 def test_a_forced_call(running: ServiceThread, choice: Any) -> None:
     body = {**ASK, "tools": [WEATHER], "tool_choice": choice}
     whole = running.post("/v1/chat/completions", body).json["choices"][0]
@@ -58,13 +65,22 @@ def test_a_forced_call(running: ServiceThread, choice: Any) -> None:
     assert told[0]["function"]["name"] == "weather"
     assert {piece["index"] for piece in told} == {0}
     assert not any("id" in piece or "name" in piece["function"] for piece in told[1:])
-    assert "".join(piece["function"]["arguments"] for piece in told) == call["function"]["arguments"]
+    assert (
+        "".join(piece["function"]["arguments"] for piece in told) == call["function"]["arguments"]
+    )
     assert deltas[-1]["finish_reason"] == "tool_calls"
     assert not any(delta["delta"].get("content") for delta in deltas)
 
 
 def test_one_of_two_tools(running: ServiceThread) -> None:
-    body = {**ASK, "tools": [WEATHER, NOW], "tool_choice": "required", "temperature": 1.5, "n": 6, "seed": 1}
+    body = {
+        **ASK,
+        "tools": [WEATHER, NOW],
+        "tool_choice": "required",
+        "temperature": 1.5,
+        "n": 6,
+        "seed": 1,
+    }
     names = set()
     for choice in running.post("/v1/chat/completions", body).json["choices"]:
         if choice["finish_reason"] == "tool_calls":
@@ -73,7 +89,9 @@ def test_one_of_two_tools(running: ServiceThread) -> None:
     assert names <= {"weather", "now"}
 
 
-def test_a_call_that_the_model_writes_by_itself(running: ServiceThread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_the_model_writes_by_itself(
+    running: ServiceThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The model here cannot write one, so one is put into its mouth."""
     said = 'Wait. <tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     push = RequestState.process
@@ -102,16 +120,29 @@ def test_a_call_that_the_model_writes_by_itself(running: ServiceThread, monkeypa
 
 
 def test_a_conversation_with_calls_goes_on(running: ServiceThread) -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"town": "Ulm", "days": 1}'}}
-    talk = [*ASK["messages"], {"role": "assistant", "content": None, "tool_calls": [call]},  # type: ignore[misc]
+    call = {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"town": "Ulm", "days": 1}'},
+    }
+    talk = [*ASK["messages"], {"role": "assistant", "content": None,
+        "tool_calls": [call]},  # type: ignore[misc]
             {"role": "tool", "tool_call_id": "c1", "content": "Sun"}]  # fmt: skip
-    response = running.post("/v1/chat/completions", {**ASK, "messages": talk, "tools": [WEATHER], "max_tokens": 3})
+    response = running.post(
+        "/v1/chat/completions", {**ASK, "messages": talk, "tools": [WEATHER], "max_tokens": 3}
+    )
     assert response.status == 200, response.body
 
 
 def test_several_calls_at_once(running: ServiceThread) -> None:
     """Only where parallel calls are asked for: a list of them."""
-    body = {**ASK, "tools": [WEATHER, NOW], "tool_choice": "required", "parallel_tool_calls": True, "max_tokens": 400}
+    body = {
+        **ASK,
+        "tools": [WEATHER, NOW],
+        "tool_choice": "required",
+        "parallel_tool_calls": True,
+        "max_tokens": 400,
+    }
     counts = set()
     for seed in range(8):
         ask = {**body, "temperature": 1.5, "seed": seed}
@@ -126,23 +157,30 @@ def test_several_calls_at_once(running: ServiceThread) -> None:
         for place, call in enumerate(calls):
             mine = [piece["function"] for piece in pieces if piece["index"] == place]
             assert mine[0]["name"] == call["function"]["name"]
-            assert "".join(function["arguments"] for function in mine) == call["function"]["arguments"]
+            assert (
+                "".join(function["arguments"] for function in mine) == call["function"]["arguments"]
+            )
             if choice["finish_reason"] == "tool_calls":
                 json.loads(call["function"]["arguments"])
-        alone = running.post("/v1/chat/completions", {**ask, "parallel_tool_calls": False}).json["choices"][0]
+        alone = running.post("/v1/chat/completions", {**ask, "parallel_tool_calls": False}).json[
+            "choices"
+        ][0]
         assert len(alone["message"]["tool_calls"]) == 1
     assert max(counts) > 1
 
 
 ODD = {"type": "function", "function": {"name": "x", "parameters": {"type": "odd"}}}
 BAD = [
-    {"tools": [{}]}, {"tools": [{"type": "function"}]}, {"tools": [{"type": "code", "function": {"name": "x"}}]},
-    {"tools": [{"type": "function", "function": {"name": "a b"}}]}, {"tools": [NOW] * 2}, {"tools": [NOW] * 1000},
+    {"tools": [{}]}, {"tools": [{"type": "function"}]},
+    {"tools": [{"type": "code", "function": {"name": "x"}}]},
+    {"tools": [{"type": "function", "function": {"name": "a b"}}]}, {"tools": [NOW] * 2},
+    {"tools": [NOW] * 1000},
     {"tool_choice": "required"}, {"tools": [NOW], "tool_choice": "sometimes"},
     {"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "other"}}},
     {"tools": [ODD], "tool_choice": "required"},
     {"tools": [NOW], "tool_choice": "required", "response_format": {"type": "json_object"}},
-    {"tools": [{"type": "function", "function": {"name": "x" * 10**4}}]}, {"functions": [{"name": "x"}]},
+    {"tools": [{"type": "function", "function": {"name": "x" * 10**4}}]},
+    {"functions": [{"name": "x"}]},
 ]  # fmt: skip
 
 
@@ -153,7 +191,9 @@ def test_tools_that_are_none(running: ServiceThread, more: Any) -> None:
     assert response.json["error"]["type"] == "invalid_request_error"
 
 
-def test_a_stop_string_in_the_middle_of_a_call_leaves_none_that_could_be_made(running: ServiceThread) -> None:
+def test_a_stop_string_in_the_middle_of_a_call_leaves_none_that_could_be_made(
+    running: ServiceThread,
+) -> None:
     body = {**ASK, "tools": [WEATHER], "tool_choice": "required"}
     for stop, reason in (("town", "stop"), ("no such text", "tool_calls")):
         (choice,) = running.post("/v1/chat/completions", {**body, "stop": [stop]}).json["choices"]
@@ -162,7 +202,9 @@ def test_a_stop_string_in_the_middle_of_a_call_leaves_none_that_could_be_made(ru
 
 
 @pytest.mark.parametrize("count", [1, 4, 9])
-def test_a_forced_call_that_is_cut_before_it_is_one_is_no_content(running: ServiceThread, count: int) -> None:
+def test_a_forced_call_that_is_cut_before_it_is_one_is_no_content(
+    running: ServiceThread, count: int
+) -> None:
     body = {**ASK, "tools": [WEATHER], "tool_choice": "required", "max_tokens": count}
     (choice,) = running.post("/v1/chat/completions", body).json["choices"]
     assert choice["finish_reason"] == "length"
@@ -170,9 +212,15 @@ def test_a_forced_call_that_is_cut_before_it_is_one_is_no_content(running: Servi
     assert not choice["message"].get("tool_calls")
     events = running.post("/v1/chat/completions", {**body, "stream": True}).events
     deltas = [event["choices"][0] for event in events[:-1]]
-    assert not any(delta["delta"].get("content") or delta["delta"].get("tool_calls") for delta in deltas)
+    assert not any(
+        delta["delta"].get("content") or delta["delta"].get("tool_calls") for delta in deltas
+    )
     assert deltas[-1]["finish_reason"] == "length"
-    asked = {"input": "x", "tools": [{"type": "function", **WEATHER["function"]}], "tool_choice": "required"}
+    asked = {
+        "input": "x",
+        "tools": [{"type": "function", **WEATHER["function"]}],
+        "tool_choice": "required",
+    }
     told = running.post(
         "/v1/responses", {**asked, "model": "stories", "max_output_tokens": count, "temperature": 0}
     ).json
@@ -181,23 +229,49 @@ def test_a_forced_call_that_is_cut_before_it_is_one_is_no_content(running: Servi
 
 
 def deep(kind: str, depth: int) -> str:
-    return '{"a":' * depth + "{}" + "}" * depth if kind == "object" else '{"a":' + "[" * depth + "]" * depth + "}"
+    return (
+        '{"a":' * depth + "{}" + "}" * depth
+        if kind == "object"
+        else '{"a":' + "[" * depth + "]" * depth + "}"
+    )
 
 
 UNSAYABLE = ['{"minimum": NaN}', '{"maximum": 1e400}', '{"minimum": -Infinity}']
-UNSAYABLE += [deep(kind, depth) for kind in ("object", "list") for depth in (100, 250, 350, 600, 900, 5000)]
+UNSAYABLE += [
+    deep(kind, depth) for kind in ("object", "list") for depth in (100, 250, 350, 600, 900, 5000)
+]
 
 
 @pytest.mark.parametrize("schema", UNSAYABLE, ids=lambda text: f"{text[:12]}{len(text)}")
 @pytest.mark.parametrize("choice", ["auto", "none", "required"])
-def test_parameters_that_cannot_be_told_again_are_refused(running: ServiceThread, schema: str, choice: str) -> None:
+def test_parameters_that_cannot_be_told_again_are_refused(
+    running: ServiceThread, schema: str, choice: str
+) -> None:
     """By their numbers and their depth, before anything else looks at them."""
     function = {"name": "f", "parameters": "@"}
-    chat = {**ASK, "max_tokens": 2, "tools": [{"type": "function", "function": function}], "tool_choice": choice}
-    flat = {"model": "stories", "input": "x", "max_output_tokens": 2, "tools": [{"type": "function", **function}]}
+    chat = {
+        **ASK,
+        "max_tokens": 2,
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": choice,
+    }
+    flat = {
+        "model": "stories",
+        "input": "x",
+        "max_output_tokens": 2,
+        "tools": [{"type": "function", **function}],
+    }
     some = {"type": "allowed_tools", "mode": choice, "tools": [{"type": "function", "name": "g"}]}
-    other = {**flat, "tools": [*flat["tools"], {"type": "function", "name": "g"}], "tool_choice": some}  # type: ignore[misc]
-    asked = [("chat/completions", chat), ("responses", {**flat, "tool_choice": choice}), ("responses", other)]
+    other = {
+        **flat,
+        "tools": [*flat["tools"], {"type": "function", "name": "g"}],
+        "tool_choice": some,
+    }  # type: ignore[misc]
+    asked = [
+        ("chat/completions", chat),
+        ("responses", {**flat, "tool_choice": choice}),
+        ("responses", other),
+    ]
     for path, body in asked:
         response = running.post(f"/v1/{path}", json.dumps(body).replace('"@"', schema).encode())
         assert response.status == 400, response.body
@@ -231,9 +305,13 @@ def test_a_message_of_every_private_character_is_refused(running: ServiceThread)
 
 
 @pytest.mark.parametrize(
-    "schema", [{}, {"description": "x"}, {"properties": {"town": {"enum": ["Ulm", "Bonn"]}}}], ids=str
+    "schema",
+    [{}, {"description": "x"}, {"properties": {"town": {"enum": ["Ulm", "Bonn"]}}}],
+    ids=str,
 )
-def test_a_forced_call_is_a_call_whatever_the_parameters_leave_open(running: ServiceThread, schema: Any) -> None:
+def test_a_forced_call_is_a_call_whatever_the_parameters_leave_open(
+    running: ServiceThread, schema: Any
+) -> None:
     offered = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     body = {
         **ASK,
@@ -246,7 +324,9 @@ def test_a_forced_call_is_a_call_whatever_the_parameters_leave_open(running: Ser
     }
     choices = running.post("/v1/chat/completions", body).json["choices"]
     reasons = {choice["finish_reason"] for choice in choices}
-    assert reasons == {"tool_calls"} if "properties" in schema else reasons <= {"tool_calls", "length"}
+    assert (
+        reasons == {"tool_calls"} if "properties" in schema else reasons <= {"tool_calls", "length"}
+    )
     for choice in choices:
         if choice["finish_reason"] == "tool_calls":
             (call,) = choice["message"]["tool_calls"]
@@ -254,24 +334,41 @@ def test_a_forced_call_is_a_call_whatever_the_parameters_leave_open(running: Ser
 
 
 def test_a_forced_call_of_another_type_says_which_function(running: ServiceThread) -> None:
-    offered = [WEATHER, {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]
-    error = running.post("/v1/chat/completions", {**ASK, "tools": offered, "tool_choice": "required"}).json["error"]
-    assert error["message"] == ("tools: the parameters of f have another type than object, which arguments always are")
+    offered = [
+        WEATHER,
+        {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}},
+    ]
+    error = running.post(
+        "/v1/chat/completions", {**ASK, "tools": offered, "tool_choice": "required"}
+    ).json["error"]
+    assert error["message"] == (
+        "tools: the parameters of f have another type than object, which arguments always are"
+    )
     assert error["param"] == "tools"
-    offered[1]["function"]["parameters"] = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
-    error = running.post("/v1/chat/completions", {**ASK, "tools": offered, "tool_choice": "required"}).json["error"]
-    assert error["message"].startswith("tools: the parameters of f: the JSON schema cannot be used: ")
+    offered[1]["function"]["parameters"] = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/nowhere"}},
+    }
+    error = running.post(
+        "/v1/chat/completions", {**ASK, "tools": offered, "tool_choice": "required"}
+    ).json["error"]
+    assert error["message"].startswith(
+        "tools: the parameters of f: the JSON schema cannot be used: "
+    )
     assert error["param"] == "tools"
 
 
-REACT = SimpleNamespace(tokenizer=None, chat_format=SimpleNamespace(tool_style=tool_prompts.REACT_STYLE))
+REACT = SimpleNamespace(
+    tokenizer=None, chat_format=SimpleNamespace(tool_style=tool_prompts.REACT_STYLE)
+)
 
 
 @pytest.mark.parametrize(
     ("said", "ended", "stop", "reason"),
     [
         ("Paris\n", "Observation:", None, "tool_calls"),  # the format's own
-        ("Paris\n", "Observation:", "Observation:", "tool_calls"),  # behind the call, whoever asked for it
+        # behind the call, whoever asked for it
+        ("Paris\n", "Observation:", "Observation:", "tool_calls"),
         ("Paris\n", None, None, "tool_calls"),
         ('{"town": "Par', "is", "is", "stop"),
         ('{"town": "Par', "is", ["x", "is"], "stop"),
@@ -279,15 +376,22 @@ REACT = SimpleNamespace(tokenizer=None, chat_format=SimpleNamespace(tool_style=t
         ('{"town": "Par', 7, None, "tool_calls"),
     ],
 )
-def test_only_a_stop_string_of_the_request_cuts_a_call(said: str, ended: Any, stop: Any, reason: str) -> None:
+def test_only_a_stop_string_of_the_request_cuts_a_call(
+    said: str, ended: Any, stop: Any, reason: str
+) -> None:
     body = ChatRequest(**{**ASK, "tools": [WEATHER], "stop": stop})
     text = f"Thought: I need it.\nAction: weather\nAction Input: {said}"
     output = CompletionOutput(0, text, [1], "stop", ended)
     answer = RequestOutput("r", None, [1], [output])
-    whole = ChatResponseBuilder(body, SimpleNamespace(request_states=[SimpleNamespace(output=answer)]), REACT)  # type: ignore[arg-type]
+    whole = ChatResponseBuilder(
+        body, SimpleNamespace(request_states=[SimpleNamespace(output=answer)]), REACT
+    )  # type: ignore[arg-type]
     choice = whole._choice(output)
     assert (choice["finish_reason"], choice["stop_reason"]) == (reason, ended)
-    assert choice["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": said.strip()}
+    assert choice["message"]["tool_calls"][0]["function"] == {
+        "name": "weather",
+        "arguments": said.strip(),
+    }
     piece = ChatResponseBuilder(
         body, SimpleNamespace(request_states=[SimpleNamespace(output=answer)]), REACT
     )._delta_event(  # type: ignore[arg-type]
@@ -301,7 +405,9 @@ def test_a_forced_call_whose_grammar_has_no_way_on_is_none(said: str, reason: st
     """{"x": {"$ref": "#/properties/x"}}: no value is finite."""
     body = ChatRequest(**{**ASK, "tools": [WEATHER], "tool_choice": "required"})
     output = CompletionOutput(0, f'{{"name": "weather", "arguments": {said}', [1], "stop")
-    answer = SimpleNamespace(request_states=[SimpleNamespace(output=RequestOutput("r", None, [1], [output]))])
+    answer = SimpleNamespace(
+        request_states=[SimpleNamespace(output=RequestOutput("r", None, [1], [output]))]
+    )
     choice = ChatResponseBuilder(body, answer, REACT)._choice(output)  # type: ignore[arg-type]
     assert choice["finish_reason"] == reason
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == said
@@ -309,10 +415,16 @@ def test_a_forced_call_whose_grammar_has_no_way_on_is_none(said: str, reason: st
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_a_forced_answer_that_is_no_call_is_told_unless_it_was_cut(cut: bool) -> None:
-    """The grammar allows none; what the model wrote is not lost in silence where one came all the same."""
+    """The grammar allows none; what the model wrote is not lost in silence where one came all the
+    same.
+    """
     for text in ('{"name": "f", "arguments": 10}', '{"name": "f", "ar', "10"):
         for size in (1, 100):
             found = make_tool_parser(tool_prompts.BARE_STYLE, ["f"], forced=True)
-            pieces = [piece for at in range(0, len(text), size) for piece in found.push(text[at : at + size])]
+            pieces = [
+                piece
+                for at in range(0, len(text), size)
+                for piece in found.push(text[at : at + size])
+            ]
             assert pieces == []
             assert "".join(map(str, found.flush(cut))) == ("" if cut else text)

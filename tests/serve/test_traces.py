@@ -1,4 +1,6 @@
-"""OpenTelemetry spans of requests, kept in memory by the SDK's own exporter; and what a server without them needs."""
+"""OpenTelemetry spans of requests, kept in memory by the SDK's own exporter; and what a server
+without them needs.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from modelmill.serve.request_handle import RequestHandle
 from modelmill.serve.traces import Traces, _span_events
 from tests.serve.service_thread import ServiceThread
 
-pytest.importorskip("opentelemetry.sdk", reason="needs the extra otel: pip install 'modelmill[otel]'")
+pytest.importorskip(
+    "opentelemetry.sdk", reason="needs the extra otel: pip install 'modelmill[otel]'"
+)
 
 SECRET = "Once upon a secret time"
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -75,7 +79,9 @@ def test_a_request_s_span(running: ServiceThread, spans: Any, stream: bool, toke
 
 
 @pytest.mark.parametrize("more", [{"stop": ["e", "a"]}, {"n": 3, "seed": 1}])
-def test_a_span_counts_as_usage_does(running: ServiceThread, spans: Any, more: dict[str, Any]) -> None:
+def test_a_span_counts_as_usage_does(
+    running: ServiceThread, spans: Any, more: dict[str, Any]
+) -> None:
     body = {"model": "stories", "prompt": SECRET, "max_tokens": 30, **more}
     usage = running.post("/v1/completions", body).json["usage"]
     told = dict(one(spans).attributes)
@@ -85,7 +91,9 @@ def test_a_span_counts_as_usage_does(running: ServiceThread, spans: Any, more: d
 
 
 def test_an_embedding_s_span_tells_of_no_answer(running: ServiceThread, spans: Any) -> None:
-    usage = running.post("/v1/embeddings", {"model": "stories", "input": [SECRET, "b"]}).json["usage"]
+    usage = running.post("/v1/embeddings", {"model": "stories", "input": [SECRET, "b"]}).json[
+        "usage"
+    ]
     told = dict(one(spans).attributes)
     assert told["gen_ai.operation.name"] == "embeddings"
     assert told["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
@@ -94,10 +102,14 @@ def test_an_embedding_s_span_tells_of_no_answer(running: ServiceThread, spans: A
 
 
 def test_a_first_token_is_where_it_was() -> None:
-    """Seconds to the first token count from the request state's start, not from the handle's, which is made later."""
+    """Seconds to the first token count from the request state's start, not from the handle's, which
+    is made later.
+    """
     answer = SimpleNamespace(first_token_seconds=0.5)
     ticket = SimpleNamespace(
-        created_at=10.4, queue_seconds=0.05, request_states=[SimpleNamespace(start_time=10.0, output=answer)]
+        created_at=10.4,
+        queue_seconds=0.05,
+        request_states=[SimpleNamespace(start_time=10.0, output=answer)],
     )
     events = _span_events(cast(RequestHandle, ticket))
     assert [name for name, _ in events] == ["queue", "prefill", "decode"]
@@ -115,13 +127,17 @@ def test_a_refusal_and_an_unknown_path(running: ServiceThread, spans: Any) -> No
     assert "secret" not in lost.to_json()
 
 
-@pytest.mark.parametrize("parent", ["", "00-0-0-0", "x" * 5000, "00-" + "0" * 32 + "-b7ad6b7169203331-01"])
+@pytest.mark.parametrize(
+    "parent", ["", "00-0-0-0", "x" * 5000, "00-" + "0" * 32 + "-b7ad6b7169203331-01"]
+)
 def test_a_traceparent_that_is_none(running: ServiceThread, spans: Any, parent: str) -> None:
     assert running.get("/version", headers={"traceparent": parent}).status == 200
     assert one(spans).parent is None
 
 
-def test_the_log_names_the_trace(running: ServiceThread, spans: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_names_the_trace(
+    running: ServiceThread, spans: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level("INFO", "modelmill.serve.access"):
         running.get("/version", headers={"traceparent": PARENT})
     (line,) = (record.data for record in caplog.records if record.name.endswith("access"))  # type: ignore[attr-defined]
@@ -162,7 +178,9 @@ def test_a_collector_is_sent_spans(running: ServiceThread) -> None:
     assert b"secret" not in body
 
 
-@pytest.mark.parametrize("endpoint", ["", "localhost:4318", "ftp://a", "http://", "http://a:b", "http://[a"])
+@pytest.mark.parametrize(
+    "endpoint", ["", "localhost:4318", "ftp://a", "http://", "http://a:b", "http://[a"]
+)
 def test_an_endpoint_that_is_no_url(endpoint: str) -> None:
     with pytest.raises(UsageError, match="is no URL"):
         Traces.export_to(endpoint)

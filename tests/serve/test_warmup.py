@@ -17,19 +17,27 @@ from tests.serve.asgi_client import Client
 from tests.serve.service_thread import ServiceThread
 
 
-def test_every_path_is_tried_and_nothing_is_told(running: ServiceThread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_path_is_tried_and_nothing_is_told(
+    running: ServiceThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tried: list[str] = []
     answer = app.error_response
-    service = Service(running.service.engines, ServiceLimits(api_keys=("secret",)), running.service.metrics)
+    service = Service(
+        running.service.engines, ServiceLimits(api_keys=("secret",)), running.service.metrics
+    )
     mine = make_app(service)
-    monkeypatch.setattr(app, "error_response", lambda error: (tried.append(error.message), answer(error))[1])
+    monkeypatch.setattr(
+        app, "error_response", lambda error: (tried.append(error.message), answer(error))[1]
+    )
     monkeypatch.setattr("modelmill.serve.middleware._RequestContext", None)  # what writes the log
     running.run(warmup.warm_up_routes(mine, tuple(REQUEST_MODELS)))
     assert len(tried) == 2 * len(REQUEST_MODELS)
     service.close()
 
 
-def test_the_warm_up_does_what_a_first_request_would(running: ServiceThread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_warm_up_does_what_a_first_request_would(
+    running: ServiceThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[Any] = []
     ids = tokenize._encode
     monkeypatch.setattr(tokenize, "_encode", lambda *args: (made.append(ids(*args)), made[-1])[1])
@@ -40,7 +48,9 @@ def test_the_warm_up_does_what_a_first_request_would(running: ServiceThread, mon
     assert running.run(running.engine.stats()) == counted
 
 
-def test_the_openapi_document_is_made_on_a_thread(running: ServiceThread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_openapi_document_is_made_on_a_thread(
+    running: ServiceThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads: list[int] = []
     make = app.get_openapi
 

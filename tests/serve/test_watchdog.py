@@ -1,4 +1,7 @@
-"""Workers that hang: noticed, told, ended with all that they started, and replaced. A long step does not hang."""
+"""Workers that hang: noticed, told, ended with all that they started, and replaced.
+
+A long step does not hang.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,9 @@ def test_what_the_api_does_not_listen_to_is_no_silence() -> None:
 def test_a_process_has_longer_for_its_first_sign_of_life_and_0_is_never() -> None:
     async def main() -> None:
         turns = ManualClock()
-        assert not await hung(Watchdog(LIMIT, lambda: None, turns), turns, int(STARTUP_TIMEOUT / TURN))
+        assert not await hung(
+            Watchdog(LIMIT, lambda: None, turns), turns, int(STARTUP_TIMEOUT / TURN)
+        )
         never = Watchdog(0, lambda: None, turns)
         watch = asyncio.create_task(never.wait_until_hung())
         turns.grant(MANY_POLLS)
@@ -96,7 +101,9 @@ def test_a_process_has_longer_for_its_first_sign_of_life_and_0_is_never() -> Non
     asyncio.run(main())
 
 
-def test_a_long_step_gives_signs_of_life_between_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_step_gives_signs_of_life_between_its_operations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Here each operation takes a second; what never comes out of one says nothing."""
     loop = tiny.make_engine()
     clock, sent = Clock(monkeypatch), list[Message]()
@@ -118,13 +125,17 @@ def test_a_long_step_gives_signs_of_life_between_its_operations(monkeypatch: pyt
 
 @pytest.mark.parametrize(
     ("device", "warm", "limit", "expected"),
-    [("cpu", True, 9.0, True), ("cpu", False, 9.0, True), ("cpu", True, 0, False), ("cuda:0", True, 9.0, False),
+    [("cpu", True, 9.0, True), ("cpu", False, 9.0, True), ("cpu", True, 0, False),
+    ("cuda:0", True, 9.0, False),
      ("cuda:0", False, 9.0, True), ("cuda:0", False, 0, False)],
 )  # fmt: skip
 def test_what_compiles_in_its_first_steps_gives_signs_of_life(
     device: str, warm: bool, limit: float, expected: bool
 ) -> None:
-    assert sends_op_heartbeats(OpenEngine("a", {}, {}, warm_up=warm, watchdog_seconds=limit), device) is expected
+    assert (
+        sends_op_heartbeats(OpenEngine("a", {}, {}, warm_up=warm, watchdog_seconds=limit), device)
+        is expected
+    )
 
 
 def test_answers_are_the_same_with_signs_of_life() -> None:
@@ -153,7 +164,9 @@ class Watched:
 
     def __init__(self, order: OpenEngine, **how: Any) -> None:
         self.turns, self.metrics = ManualClock(), ServerMetrics()
-        self.engine = EngineClient("tiny", order, max_waiting=8, restart_delay=0.001, sleep=self.turns, **how)
+        self.engine = EngineClient(
+            "tiny", order, max_waiting=8, restart_delay=0.001, sleep=self.turns, **how
+        )
         self.engine.metrics = self.metrics.for_engine("tiny")
         self.engine.segment_client.metrics = self.metrics.segment
 
@@ -180,7 +193,9 @@ class Watched:
         return found
 
 
-def test_a_step_that_does_not_end_is_told_and_the_worker_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_does_not_end_is_told_and_the_worker_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     said = io.StringIO()
     monkeypatch.setattr("sys.stderr", said)
 
@@ -202,7 +217,10 @@ def test_a_step_that_does_not_end_is_told_and_the_worker_replaced(monkeypatch: p
             await watched.turns.spend(WITHIN)
             assert engine.state is EngineState.READY
             watched.turns.grant(2)
-            with pytest.raises(WorkerLost, match=r"^the engine tiny gave no sign of life for 4 s while it answered; "):
+            with pytest.raises(
+                WorkerLost,
+                match=r"^the engine tiny gave no sign of life for 4 s while it answered; ",
+            ):
                 await ticket.finish()
             assert engine.state is EngineState.RESTARTING
             with pytest.raises(EngineNotReady):
@@ -303,7 +321,9 @@ def stop(pid: int) -> None:
 
 async def begun(watched: Watched, **request: Any) -> Any:
     """A long answer of which some is there."""
-    dialogue = watched.engine.text_processor.request({"prompt": "Once upon a time", **request}, LONG)
+    dialogue = watched.engine.text_processor.request(
+        {"prompt": "Once upon a time", **request}, LONG
+    )
     ticket = watched.engine.submit([dialogue])
     await ticket.fetch()
     return ticket
@@ -365,7 +385,9 @@ def test_a_rank_that_is_stopped_while_nothing_runs(stories: Path) -> None:
     asyncio.run(bounded(main()))
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux, which ends a process with its parent")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="needs Linux, which ends a process with its parent"
+)
 def test_a_rank_that_is_stopped_ends_with_a_worker_that_dies_by_itself(stories: Path) -> None:
     """Nobody is left who knows of it, and it sees nothing itself."""
 
@@ -377,7 +399,9 @@ def test_a_rank_that_is_stopped_ends_with_a_worker_that_dies_by_itself(stories: 
             stop(rank.pid)
             os.kill(worker, signal.SIGKILL)
             await gone([worker, rank.pid])
-            await wait_until(lambda: watched.engine.state is EngineState.READY and watched.engine.restarts == 1)
+            await wait_until(
+                lambda: watched.engine.state is EngineState.READY and watched.engine.restarts == 1
+            )
 
     asyncio.run(bounded(main()))
 
@@ -409,7 +433,10 @@ def test_a_worker_that_is_stopped_while_it_loads_for_the_first_time(stories: Pat
     async def main() -> None:
         turns = ManualClock()
         engine = EngineClient(
-            "tiny", OpenEngine(str(stories), {}, RUN, watchdog_seconds=LIMIT), max_waiting=8, sleep=turns
+            "tiny",
+            OpenEngine(str(stories), {}, RUN, watchdog_seconds=LIMIT),
+            max_waiting=8,
+            sleep=turns,
         )
         task = asyncio.create_task(engine.run())
         await wait_until(lambda: engine.pid is not None)
@@ -425,7 +452,9 @@ def test_a_worker_that_is_stopped_while_it_loads_for_the_first_time(stories: Pat
 
 
 def test_a_server_with_a_worker_that_is_stopped(stories: Path) -> None:
-    """By the clock, while nobody asks: 503, a line in the log, and the next request is served by another worker."""
+    """By the clock, while nobody asks: 503, a line in the log, and the next request is served by
+    another worker.
+    """
     body = {"model": "stories", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 9}
     with ServerProcess(stories, "--watchdog-timeout", 5) as server:
         expected = server.request("/v1/completions", body)[1]["choices"][0]["text"]
@@ -446,4 +475,6 @@ def test_a_server_with_a_worker_that_is_stopped(stories: Path) -> None:
 def test_a_limit_that_makes_no_sense(value: str, cli: Any) -> None:
     code, _, said = cli("serve", "a", f"--watchdog-timeout={value}")
     assert code == 2
-    assert said.startswith("modelmill: --watchdog-timeout must be 0 (never) or at least 0.1 seconds, not ")
+    assert said.startswith(
+        "modelmill: --watchdog-timeout must be 0 (never) or at least 0.1 seconds, not "
+    )

@@ -20,7 +20,14 @@ import pytest
 import torch
 
 from modelmill.core.errors import CapacityError, RequestError
-from modelmill.core.types import POOL_MEAN, FinishReason, Grammar, Request, SamplingParams, TokenOutput
+from modelmill.core.types import (
+    POOL_MEAN,
+    FinishReason,
+    Grammar,
+    Request,
+    SamplingParams,
+    TokenOutput,
+)
 from modelmill.llm import LLM
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.serve.engine_client import EngineClient, EngineState
@@ -74,7 +81,9 @@ def worked(loop: EngineCore, *said: Message | Arrival) -> list[Message]:
         return told
 
     loop.step = last  # type: ignore[method-assign]
-    EngineWorker(loop, cast(MessageChannel, wire), cast(Inbox, SimpleNamespace(messages=messages))).run()
+    EngineWorker(
+        loop, cast(MessageChannel, wire), cast(Inbox, SimpleNamespace(messages=messages))
+    ).run()
     return wire.sent
 
 
@@ -91,7 +100,9 @@ def slow(loop: EngineCore, clock: Clock, seconds: float) -> EngineCore:
 
 
 def request(id: str, tokens: int, **more: Any) -> Request:
-    return Request(id=id, prompt=(5, 6, 7), params=tiny.params(max_tokens=tokens, ignore_eos=True), **more)
+    return Request(
+        id=id, prompt=(5, 6, 7), params=tiny.params(max_tokens=tokens, ignore_eos=True), **more
+    )
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -146,7 +157,9 @@ def test_waiting_begins_where_a_request_has_come(monkeypatch: pytest.MonkeyPatch
     box.make_guide = make
     with ours:
         ours.sendall(encode(AddRequest(guided)))
-        assert box.messages.get(timeout=TIMEOUT_SECONDS) == Arrival(guided, 100.0, cast(Any, "guide"))
+        assert box.messages.get(timeout=TIMEOUT_SECONDS) == Arrival(
+            guided, 100.0, cast(Any, "guide")
+        )
         ours.sendall(encode(AddRequest(request("a", 3))))
         assert box.messages.get(timeout=TIMEOUT_SECONDS) == Arrival(request("a", 3), 107.0)
     assert box.messages.get(timeout=TIMEOUT_SECONDS) is None
@@ -171,7 +184,9 @@ def test_a_grammar_that_cannot_be_made_is_refused(error: Exception, line: str) -
         ours.sendall(encode(AddRequest(request("g", 3, grammar=Grammar("regex", "a")))))
         come = box.messages.get(timeout=TIMEOUT_SECONDS)
         assert isinstance(come, Arrival)
-        assert worked(tiny.make_engine(), come, Arrival(request("a", 1), 0.0))[0] == RequestRejected("g", line)
+        assert worked(tiny.make_engine(), come, Arrival(request("a", 1), 0.0))[
+            0
+        ] == RequestRejected("g", line)
     assert box.messages.get(timeout=TIMEOUT_SECONDS) is None
 
 
@@ -195,12 +210,19 @@ def full(error: Exception) -> Callable[[], EngineCore]:
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
 def test_memory_that_runs_out_before_a_step_ends_one_request(error: Exception) -> None:
-    """A picture is read where its request comes in: what does not fit is refused, everyone else is answered."""
+    """A picture is read where its request comes in: what does not fit is refused, everyone else is
+    answered.
+    """
 
     async def main() -> None:
-        async with served_engine(ThreadLauncher(full(error))) as (engine, launcher), asyncio.timeout(TIMEOUT_SECONDS):
+        async with (
+            served_engine(ThreadLauncher(full(error))) as (engine, launcher),
+            asyncio.timeout(TIMEOUT_SECONDS),
+        ):
             other = engine.submit([make_request(engine, (5, 6), max_tokens=60, ignore_eos=True)])
-            with pytest.raises(CapacityError, match=r"^the engine has no memory left for this request; send"):
+            with pytest.raises(
+                CapacityError, match=r"^the engine has no memory left for this request; send"
+            ):
                 await engine.submit([make_request(engine, (5,) * 9)]).finish()
             await other.finish()
             assert len(other.request_states[0].output.outputs[0].token_ids) == 60
@@ -217,9 +239,16 @@ async def opened(path: Path, **run: Any) -> tuple[EngineClient, asyncio.Task[Non
     return engine, task
 
 
-def test_text_is_the_classes_and_a_killed_worker_is_replaced(stories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_the_classes_and_a_killed_worker_is_replaced(
+    stories: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     params = SamplingParams(temperature=0, max_tokens=40)
-    expected = LLM(stories, device="cpu", threads=1).generate("Once upon a time", params)[0].outputs[0].text
+    expected = (
+        LLM(stories, device="cpu", threads=1)
+        .generate("Once upon a time", params)[0]
+        .outputs[0]
+        .text
+    )
 
     async def main() -> None:
         engine, task = await opened(stories)
@@ -227,7 +256,9 @@ def test_text_is_the_classes_and_a_killed_worker_is_replaced(stories: Path, monk
         first, pages = engine.pid, engine.engine_info.num_pages  # type: ignore[union-attr]
         # however far the worker comes before it is killed, its answer is not heard to the end
         push, heard = engine._on_token, itertools.count()
-        monkeypatch.setattr(engine, "_on_token", lambda token: push(token) if next(heard) < 3 else None)
+        monkeypatch.setattr(
+            engine, "_on_token", lambda token: push(token) if next(heard) < 3 else None
+        )
         ticket = engine.submit([engine.text_processor.request("Once upon a time", LONG)])
         await ticket.fetch()
         os.kill(first or 0, signal.SIGKILL)
@@ -255,12 +286,18 @@ def test_what_cannot_be_opened_is_told_in_one_line(tmp_path: Path) -> None:
         await task
         assert engine.state is EngineState.FAILED
         assert engine.is_usage_error
-        assert engine.error == f"{tmp_path / 'none.engine'} does not exist; give an engine folder or a checkpoint"
+        assert (
+            engine.error
+            == f"{tmp_path / 'none.engine'} does not exist; give an engine folder or a checkpoint"
+        )
         (tmp_path / "empty.engine").mkdir()
         engine, task = await opened(tmp_path / "empty.engine")
         await task
         assert engine.error is not None
-        assert f"{tmp_path / 'empty.engine'} is not an engine (it has no manifest.json)" in engine.error
+        assert (
+            f"{tmp_path / 'empty.engine'} is not an engine (it has no manifest.json)"
+            in engine.error
+        )
 
     asyncio.run(main())
 
@@ -287,7 +324,9 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("when", ["ready", "loading"])
 def test_a_worker_ends_with_its_server(stories: Path, when: str) -> None:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(stories), when], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(stories), when], stdout=subprocess.PIPE, text=True
+    )
     assert parent.stdout is not None
     worker = psutil.Process(int(parent.stdout.readline()))
     parent.kill()

@@ -33,20 +33,27 @@ from modelmill.serve.worker_messages import (
     encode,
 )
 
-PARAMS = SamplingParams(n=2, temperature=0.5, seed=2**63, logit_bias={5: -100.0}, stop_token_ids=(3,), ignore_eos=True)
+PARAMS = SamplingParams(
+    n=2, temperature=0.5, seed=2**63, logit_bias={5: -100.0}, stop_token_ids=(3,), ignore_eos=True
+)
 PROCESSORS = LogitsProcessors(
-    sequence_bias=(((3, 4), -2.5),), no_repeat_ngram_size=3, encoder_no_repeat_ngram_size=2, bad_words_ids=((3, 5),),
-    encoder_repetition_penalty=1.5, forced_bos_token_id=3, forced_eos_token_id=(7, 8), suppress_tokens=(1,),
+    sequence_bias=(((3, 4), -2.5),), no_repeat_ngram_size=3, encoder_no_repeat_ngram_size=2,
+    bad_words_ids=((3, 5),),
+    encoder_repetition_penalty=1.5, forced_bos_token_id=3, forced_eos_token_id=(7, 8),
+    suppress_tokens=(1,),
     exponential_decay_length_penalty=(3, 1.5), begin_suppress_tokens=(2,), renormalize_logits=True,
 )  # fmt: skip
 TOP = Logprob(-math.inf, 2)
 MESSAGES: list[Message] = [
-    OpenEngine("a b", {"dtype": "float32"}, {"kernels": {"linear": "torch"}}, False, "chatml", [5]),  # type: ignore[arg-type]
+    OpenEngine("a b", {"dtype": "float32"}, {"kernels": {"linear": "torch"}}, False, "chatml",
+    [5]),  # type: ignore[arg-type]
     AddRequest(Request(id="r1", prompt=(1, 2), params=PARAMS, eos_ids=(7,), cache_salt="tenant")),
     AddRequest(
-        Request(id="r2", prompt=(1,), params=SamplingParams(logits_processors=PROCESSORS), penalize_prompt=False)
+        Request(id="r2", prompt=(1,), params=SamplingParams(logits_processors=PROCESSORS),
+        penalize_prompt=False)
     ),
-    AddRequest(Request(id="r3", prompt=(1,), params=SamplingParams(logits_processors=LogitsProcessors()))),
+    AddRequest(Request(id="r3", prompt=(1,),
+    params=SamplingParams(logits_processors=LogitsProcessors()))),
     AbortRequest("r1"),
     FinishSequence("r1", 3),
     GetStats(9),
@@ -58,8 +65,10 @@ MESSAGES: list[Message] = [
     StepTokens([
         TokenOutput("r1", 0, 5),
         TokenOutput("r1", 1, None, finish_reason=FinishReason.ABORT, cached_tokens=3),
-        TokenOutput("r1", 0, 6, {6: Logprob(-0.5, 1), 9: TOP}, FinishReason.STOP, 6, [None, {1: Logprob(-1.0, 1)}]),
-        TokenOutput("r1", 0, None, finish_reason=FinishReason.LENGTH, replayed_ids=(1, 2), score=-2.25),
+        TokenOutput("r1", 0, 6, {6: Logprob(-0.5, 1), 9: TOP}, FinishReason.STOP, 6,
+        [None, {1: Logprob(-1.0, 1)}]),
+        TokenOutput("r1", 0, None, finish_reason=FinishReason.LENGTH, replayed_ids=(1, 2),
+        score=-2.25),
     ]),
     RequestRejected("r1", "the prompt is empty"),
     RequestRejected("r1", "no memory", out_of_memory=True),
@@ -76,7 +85,9 @@ def test_a_message_comes_out_as_it_went_in(message: Message) -> None:
 
 
 @given(st.lists(st.sampled_from(MESSAGES), max_size=8), st.lists(st.integers(0, 4000), max_size=12))
-def test_frames_come_out_whole_however_they_were_cut(messages: list[Message], cuts: list[int]) -> None:
+def test_frames_come_out_whole_however_they_were_cut(
+    messages: list[Message], cuts: list[int]
+) -> None:
     stream = b"".join(encode(message) for message in messages)
     edges = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
     held, found = bytearray(), []

@@ -12,7 +12,9 @@ from modelmill.serve.worker_process import WorkerSubprocess
 
 
 def test_ending_one_that_has_ended_leaves_its_exit_code_to_who_waits() -> None:
-    """Whoever asks a dead child for its state takes its exit code away: asyncio would warn, and tell 255."""
+    """Whoever asks a dead child for its state takes its exit code away: asyncio would warn, and
+    tell 255.
+    """
     child = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, nobody was told
     told: Any = SimpleNamespace(pid=child.pid, returncode=None, kill=child.kill)

@@ -1,4 +1,6 @@
-"""A worker on a thread of this process, with a tiny loop: the whole protocol without the seconds of a start."""
+"""A worker on a thread of this process, with a tiny loop: the whole protocol without the seconds of
+a start.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,8 @@ class ThreadLauncher:
 def ids_only_processor(*_: Any) -> TextProcessor:
     """An ids-only text side."""
     manifest = Manifest(
-        schema=1, engine_type="causal", model_type="llama", packing="rows/2", max_model_len=128, config={}, build={},
+        schema=1, engine_type="causal", model_type="llama", packing="rows/2", max_model_len=128,
+        config={}, build={},
         weight_formats={}, aliases={}, generation={}, source={}, versions={}, files={},
     )  # fmt: skip
     return TextProcessor(Path("tiny"), manifest, {})

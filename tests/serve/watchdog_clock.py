@@ -55,7 +55,9 @@ sys.exit(main(sys.argv[1:]))
 
 
 async def launch_hanging_worker() -> tuple[socket.socket, WorkerProcess]:
-    """A worker process whose step never ends once a request with the salt "hang" has some tokens."""
+    """A worker process whose step never ends once a request with the salt "hang" has some
+    tokens.
+    """
     ours, theirs = socket.socketpair()
     with theirs:
         process = await asyncio.create_subprocess_exec(

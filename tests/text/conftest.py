@@ -19,7 +19,10 @@ def files_of(shared: Path, name: str) -> dict[str, bytes]:
         path = shared / "data/models/stories260K/pieces.json"
         return {path.name: path.read_bytes()}
     path = shared / "data/tokenizers" / name
-    return {file.name: file.read_bytes() for file in ([path] if path.is_file() else sorted(path.iterdir()))}
+    return {
+        file.name: file.read_bytes()
+        for file in ([path] if path.is_file() else sorted(path.iterdir()))
+    }
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +47,9 @@ def theirs(shared: Path) -> Any:
 
     def load(name: str) -> Any:
         if name not in loaded:
-            loaded[name] = transformers.AutoTokenizer.from_pretrained(shared / "data/tokenizers" / name)
+            loaded[name] = transformers.AutoTokenizer.from_pretrained(
+                shared / "data/tokenizers" / name
+            )
         return loaded[name]
 
     return load
@@ -58,7 +63,9 @@ def byte_tokens() -> list[str]:
 
 
 def small_hf(**changes: Any) -> dict[str, Any]:
-    """A tiny byte-level tokenizer.json: 256 bytes, two merges, one special and one ordinary added token."""
+    """A tiny byte-level tokenizer.json: 256 bytes, two merges, one special and one ordinary added
+    token.
+    """
     tokens = [*byte_tokens(), "he", "llo", "ll"]
     vocab = {text: id for id, text in enumerate(tokens)}
     added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -72,9 +79,19 @@ def small_hf(**changes: Any) -> dict[str, Any]:
             {"id": 261, "content": "<|fim|>", "special": False, **added},
         ],
         "normalizer": None,
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "pre_tokenizer": {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": True,
+        },
         "post_processor": None,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "decoder": {
+            "type": "ByteLevel",
+            "add_prefix_space": True,
+            "trim_offsets": True,
+            "use_regex": True,
+        },
         "model": {
             "type": "BPE",
             "dropout": None,
@@ -106,8 +123,12 @@ def spm_rows() -> list[tuple[str, float, int]]:
 
 def gguf_files(**metadata: Any) -> dict[str, bytes]:
     """gguf_vocab.json with full metadata names, as a GGUF file has them."""
-    named = {key if key == "chat_template" else f"ggml.{key}": value for key, value in metadata.items()}
-    return {"gguf_vocab.json": json.dumps({f"tokenizer.{key}": v for key, v in named.items()}).encode()}
+    named = {
+        key if key == "chat_template" else f"ggml.{key}": value for key, value in metadata.items()
+    }
+    return {
+        "gguf_vocab.json": json.dumps({f"tokenizer.{key}": v for key, v in named.items()}).encode()
+    }
 
 
 def gguf_bpe(**changes: Any) -> dict[str, bytes]:

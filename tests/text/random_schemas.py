@@ -1,4 +1,6 @@
-"""JSON schemas at random, a check of values against them, and answers at random that a grammar takes."""
+"""JSON schemas at random, a check of values against them, and answers at random that a grammar
+takes.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ GUIDES = GuideFactory(ByteTokenizer(), 257, (END,))  # type: ignore[arg-type]
 
 
 def random_answer(grammar: Grammar, rng: random.Random, max_tokens: int = 3000) -> str | None:
-    """An answer of random bytes among those that are allowed, ends preferred; None where it takes too long."""
+    """An answer of random bytes among those that are allowed, ends preferred; None where it takes
+    too long.
+    """
     guide, out = GUIDES.make(grammar, (END,)), bytearray()
     for _ in range(max_tokens):
         bits = guide.mask()
@@ -73,7 +77,11 @@ def random_parameters(rng: random.Random) -> dict[str, Any]:
         del out["type"]
     if rng.random() < 0.2:
         out["$schema"] = "http://json-schema.org/draft-07/schema#"
-    return {**out, "$defs": {"x": _schema(rng, 2), "y": _object(rng, 1)}, "definitions": {"x": _schema(rng, 1)}}
+    return {
+        **out,
+        "$defs": {"x": _schema(rng, 2), "y": _object(rng, 1)},
+        "definitions": {"x": _schema(rng, 1)},
+    }
 
 
 def _schema(rng: random.Random, depth: int) -> dict[str, Any]:
@@ -83,10 +91,14 @@ def _schema(rng: random.Random, depth: int) -> dict[str, Any]:
 
 def _scalar(rng: random.Random, _: int) -> dict[str, Any]:
     return rng.choice([
-        {"type": "integer", "minimum": rng.randint(-20, 0), "maximum": rng.randint(0, 20)}, {"type": "boolean"},
-        {"type": "string", "maxLength": rng.randint(0, 5)}, {"type": "string", "pattern": "^[a-c]{1,4}$"},
-        {"type": "null"}, {"const": rng.choice([None, "x", 3, {"k": [1]}])}, {"enum": ["p", 1, None, {"q": "r"}]},
-        {"type": "number", "minimum": 0, "maximum": 2.5}, {"type": ["integer", "null"], "maximum": 5},
+        {"type": "integer", "minimum": rng.randint(-20, 0), "maximum": rng.randint(0, 20)},
+        {"type": "boolean"},
+        {"type": "string", "maxLength": rng.randint(0, 5)},
+        {"type": "string", "pattern": "^[a-c]{1,4}$"},
+        {"type": "null"}, {"const": rng.choice([None, "x", 3, {"k": [1]}])},
+        {"enum": ["p", 1, None, {"q": "r"}]},
+        {"type": "number", "minimum": 0, "maximum": 2.5},
+        {"type": ["integer", "null"], "maximum": 5},
     ])  # fmt: skip
 
 
@@ -107,7 +119,9 @@ def _object(rng: random.Random, depth: int) -> dict[str, Any]:
     if rng.random() < 0.8:
         out["type"] = "object"
     if rng.random() < 0.6:
-        out["required"] = [name for name in names if rng.random() < 0.4] + ["z"] * (rng.random() < 0.1)
+        out["required"] = [name for name in names if rng.random() < 0.4] + ["z"] * (
+            rng.random() < 0.1
+        )
     if rng.random() < 0.3:
         out["additionalProperties"] = rng.choice([False, False, True, {"type": "integer"}])
     if rng.random() < 0.05:
@@ -116,7 +130,12 @@ def _object(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 def _list(rng: random.Random, depth: int) -> dict[str, Any]:
-    return {"type": "array", "items": _schema(rng, depth), "minItems": rng.randint(0, 1), "maxItems": 2}
+    return {
+        "type": "array",
+        "items": _schema(rng, depth),
+        "minItems": rng.randint(0, 1),
+        "maxItems": 2,
+    }
 
 
 def _reference(rng: random.Random, _: int) -> dict[str, Any]:
@@ -124,7 +143,9 @@ def _reference(rng: random.Random, _: int) -> dict[str, Any]:
 
 
 def is_endless(root: dict[str, Any]) -> bool:
-    """Whether a reference leads to what no finite value can be: {"a": {"$ref": "#/properties/a"}}."""
+    """Whether a reference leads to what no finite value can be: {"a": {"$ref":
+    "#/properties/a"}}.
+    """
     known: set[str] = set()
     there = [address for address in REFS if _pointed(address, root) is not None]
     for _ in there:
@@ -133,23 +154,32 @@ def is_endless(root: dict[str, Any]) -> bool:
 
 
 def _finite(schema: dict[str, Any], known: set[str]) -> bool:
-    parts = [any(_finite(each, known) for each in schema[key]) for key in ("anyOf", "oneOf") if key in schema]
+    parts = [
+        any(_finite(each, known) for each in schema[key])
+        for key in ("anyOf", "oneOf")
+        if key in schema
+    ]
     if "$ref" in schema:
         parts.append(schema["$ref"] in known)
     if schema.get("type") == "array":
         parts.append(_finite(schema["items"], known))
     named = schema.get("properties", {})
-    return all(parts) and all(_finite(named[name], known) for name in schema.get("required", ()) if name in named)
+    return all(parts) and all(
+        _finite(named[name], known) for name in schema.get("required", ()) if name in named
+    )
 
 
 KINDS = {
-    "object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool,
+    "object": dict, "array": list, "string": str, "integer": int, "number": (int, float),
+    "boolean": bool,
     "null": type(None),
 }  # fmt: skip
 
 
 def is_valid(value: Any, schema: Any, root: dict[str, Any]) -> bool:
-    """Whether a value is what a schema of the kind above asks for, by the rules of JSON Schema 2020-12."""
+    """Whether a value is what a schema of the kind above asks for, by the rules of JSON Schema
+    2020-12.
+    """
     if isinstance(schema, bool):
         return schema
     checks = [

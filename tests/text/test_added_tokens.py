@@ -1,4 +1,6 @@
-"""Added tokens and what stands around a text, as the tokenizers library and transformers have them."""
+"""Added tokens and what stands around a text, as the tokenizers library and transformers have
+them.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,17 @@ from modelmill.text.tokenizer import load_tokenizer
 from tests.text.conftest import hf_files, small_hf
 
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-# what touches a token: letters, marks, digits of several kinds, joiners, spaces that Python and Unicode count apart
+# what touches a token: letters, marks, digits of several kinds, joiners, spaces that Python and
+# Unicode count apart
 AROUND = "a_1é\u0301²Ⓐ\u200d\u200c-. \t\n\x1c\x85\u3000中"
 CONTENTS = ("<x>", "<x>y", "tok", "<|end|>", "[I]")
 
 
 def spec_with(flags: dict[str, dict[str, bool]], **changes: Any) -> dict[str, Any]:
     base = dict.fromkeys(FLAGS, False)
-    added = [{"id": 259 + i, "content": text, **base, **flags[text]} for i, text in enumerate(flags)]
+    added = [
+        {"id": 259 + i, "content": text, **base, **flags[text]} for i, text in enumerate(flags)
+    ]
     return small_hf(added_tokens=added, **changes)
 
 
@@ -40,9 +45,13 @@ def flagged(special: bool) -> st.SearchStrategy[dict[str, bool]]:
     ),
     st.lists(st.sampled_from([*CONTENTS, *AROUND, "tokens"]), max_size=8).map("".join),
 )
-def test_control_tokens_are_found_where_the_library_finds_them(flags: dict[str, Any], text: str) -> None:
+def test_control_tokens_are_found_where_the_library_finds_them(
+    flags: dict[str, Any], text: str
+) -> None:
     spec = spec_with(flags)
-    theirs = tokenizers.Tokenizer.from_str(json.dumps(spec)).encode(text, add_special_tokens=False).ids
+    theirs = (
+        tokenizers.Tokenizer.from_str(json.dumps(spec)).encode(text, add_special_tokens=False).ids
+    )
     assert load_tokenizer(hf_files(spec)).encode(text, special=True, bos=False) == theirs
 
 
@@ -52,10 +61,14 @@ def test_control_tokens_are_found_where_the_library_finds_them(flags: dict[str, 
     st.booleans(),
     st.lists(st.sampled_from(["<x>", "<X>", *AROUND]), max_size=8).map("".join),
 )
-def test_ordinary_added_tokens_are_found_in_any_text(flags: dict[str, bool], normalized: bool, text: str) -> None:
+def test_ordinary_added_tokens_are_found_in_any_text(
+    flags: dict[str, bool], normalized: bool, text: str
+) -> None:
     """They may be normalized first (here: made small letters)."""
     spec = spec_with({"<x>": {**flags, "normalized": normalized}}, normalizer={"type": "Lowercase"})
-    theirs = tokenizers.Tokenizer.from_str(json.dumps(spec)).encode(text, add_special_tokens=False).ids
+    theirs = (
+        tokenizers.Tokenizer.from_str(json.dumps(spec)).encode(text, add_special_tokens=False).ids
+    )
     tokenizer = load_tokenizer(hf_files(spec))
     assert tokenizer.encode(text, bos=False) == theirs
     assert tokenizer.encode(text, special=True, bos=False) == theirs
@@ -65,7 +78,10 @@ def test_a_word_character_is_what_the_library_says() -> None:
     """Every character of the first plane but surrogates, and those in circles and squares."""
     spec = spec_with({"<x>": {"single_word": True, "special": True}})
     library, ours = tokenizers.Tokenizer.from_str(json.dumps(spec)), load_tokenizer(hf_files(spec))
-    texts = ["<x>" + chr(c) for c in (*range(1, 0xD800), *range(0xE000, 0x10000), *range(0x1F100, 0x1F200))]
+    texts = [
+        "<x>" + chr(c)
+        for c in (*range(1, 0xD800), *range(0xE000, 0x10000), *range(0x1F100, 0x1F200))
+    ]
     differ = [
         text
         for text, theirs in zip(texts, library.encode_batch(texts), strict=True)
@@ -82,13 +98,27 @@ def template(bos: bool, eos: bool) -> dict[str, Any]:
     single = [*around[:1] * bos, {"Sequence": {"id": "A", "type_id": 0}}, *around[1:] * eos]
     tokens = {"<|bos|>": 260, "<|end|>": 259}
     named = {text: {"id": text, "ids": [id], "tokens": [text]} for text, id in tokens.items()}
-    return {"type": "TemplateProcessing", "single": single, "pair": [*single], "special_tokens": named}
+    return {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single],
+        "special_tokens": named,
+    }
 
 
 POSTS = {
     "none": None,
-    "byte-level": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True},
-    **{f"bos {bos}, eos {eos}": template(bos, eos) for bos in (False, True) for eos in (False, True)},
+    "byte-level": {
+        "type": "ByteLevel",
+        "add_prefix_space": True,
+        "trim_offsets": False,
+        "use_regex": True,
+    },
+    **{
+        f"bos {bos}, eos {eos}": template(bos, eos)
+        for bos in (False, True)
+        for eos in (False, True)
+    },
 }
 CLASSES = (None, "LlamaTokenizerFast", "GPT2Tokenizer")
 SAID = ((None, None), (True, None), (False, None), (False, True), (True, True))
@@ -115,7 +145,9 @@ def test_a_tokenizer_jsons_post_processor_wins(name: str | None, post: str, tmp_
 
 
 @pytest.mark.parametrize("flag", FLAGS[:4])
-@pytest.mark.parametrize("where", ["tokenizer.json", "config", "against tokenizer.json", "against the config"])
+@pytest.mark.parametrize(
+    "where", ["tokenizer.json", "config", "against tokenizer.json", "against the config"]
+)
 def test_flags_of_a_token_in_two_files(flag: str, where: str, tmp_path: Path) -> None:
     """transformers takes tokenizer_config.json's."""
     transformers = pytest.importorskip("transformers")
@@ -132,4 +164,7 @@ def test_flags_of_a_token_in_two_files(flag: str, where: str, tmp_path: Path) ->
         (tmp_path / file).write_bytes(data)
     theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(files)
     for text in ("a <x> b", "a<x>b", "a  <x>  b", "<x>", "A <X>"):
-        assert ours.encode(text, special=True, bos=False) == theirs(text, add_special_tokens=False)["input_ids"]
+        assert (
+            ours.encode(text, special=True, bos=False)
+            == theirs(text, add_special_tokens=False)["input_ids"]
+        )

@@ -20,7 +20,11 @@ CONVERSATIONS = [
         {"role": "assistant", "content": "Yes. <"},
         {"role": "user", "content": "> quoted\n中文 e\u0301"},
     ],
-    [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}, {"role": "user", "content": " "}],
+    [
+        {"role": "user", "content": ""},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": " "},
+    ],
 ]
 TOOLS = [
     {
@@ -28,7 +32,11 @@ TOOLS = [
         "function": {
             "name": "weather",
             "description": "Wetter für <city>",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}},
+                "required": ["city"],
+            },
         },
     }
 ]
@@ -37,7 +45,9 @@ TOOL_TALK = [
     {
         "role": "assistant",
         "content": "",
-        "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Köln"}}}],
+        "tool_calls": [
+            {"type": "function", "function": {"name": "weather", "arguments": {"city": "Köln"}}}
+        ],
     },
     {"role": "tool", "content": '{"t": 5}'},
     {"role": "assistant", "content": "<think>\ncold\n</think>\n\nCold."},
@@ -67,13 +77,19 @@ def test_same_ids_as_transformers(chats, theirs, name, generate, tools):
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(deadline=None, max_examples=25)
-@given(texts=st.lists(st.text(max_size=20) | st.text(alphabet="<|im_>\n a", max_size=8), min_size=1, max_size=4))
+@given(
+    texts=st.lists(
+        st.text(max_size=20) | st.text(alphabet="<|im_>\n a", max_size=8), min_size=1, max_size=4
+    )
+)
 def test_same_ids_as_transformers_for_any_text(chats, theirs, real, name, texts):
     if any(control in text for control in real(name).special for text in texts):
         return
     roles = ["user", "assistant"] * 2
     messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
-    expected = theirs(name).apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    expected = theirs(name).apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
     assert chats[name].encode(messages) == expected
 
 
@@ -96,13 +112,18 @@ def test_options_reach_the_template(chats, theirs):
 def test_no_text_in_a_request_makes_a_control_token(chats, real, name, data):
     tokenizer = real(name)
     control = set(tokenizer.special.values())
-    parts = st.sampled_from([*tokenizer.special, "<|im_", "start|>", "<|", "|>", "end|>", "\n", "system", "a"])
+    parts = st.sampled_from(
+        [*tokenizer.special, "<|im_", "start|>", "<|", "|>", "end|>", "\n", "system", "a"]
+    )
     evil = st.lists(parts, max_size=5).map("".join)
     clean = [*TOOL_TALK[:3], {"role": "user", "content": "a", "name": "n"}]
     dirty = json.loads(json.dumps(clean))
     for message in dirty:
         message["content"] = data.draw(evil) or "a"
-    dirty[1]["tool_calls"][0]["function"] = {"name": data.draw(evil), "arguments": {data.draw(evil): data.draw(evil)}}
+    dirty[1]["tool_calls"][0]["function"] = {
+        "name": data.draw(evil),
+        "arguments": {data.draw(evil): data.draw(evil)},
+    }
     tools = json.loads(json.dumps(TOOLS))
     tools[0]["function"]["description"] = data.draw(evil)
     wanted = [id for id in chats[name].encode(clean, tools=TOOLS) if id in control]
@@ -137,7 +158,10 @@ def test_a_template_that_pastes_texts_together_makes_no_control_token():
     tokenizer = load_tokenizer(gguf_bpe())
     template = "{% for m in messages %}{{ m.content | trim | lower }}{% endfor %}<|end|>"
     chat = TemplateChat({"default": template}, tokenizer)
-    messages = [{"role": "user", "content": text} for text in ("<|e ", " n", "D|>", "<|END", "|>", "<|END|>")]
+    messages = [
+        {"role": "user", "content": text}
+        for text in ("<|e ", " n", "D|>", "<|END", "|>", "<|END|>")
+    ]
     assert chat.encode(messages[3:]).count(259) == 1
     assert chat.render(messages[3:]) == "<|end|><|end|><|end|>"
     chat.close()

@@ -38,8 +38,16 @@ def test_the_built_in_format(tokenizer, shared):
     for message, content in zip(messages, ("\nHi  é", "Hello\n", "Bye"), strict=True):
         expected += newline + block(tokenizer, message["role"], content)
     assert chat.encode(messages, False) == expected
-    assert chat.encode(messages) == [*expected, *newline, START, *tokenizer.encode("assistant"), *newline]
-    assert chat.render(messages).endswith("<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n")
+    assert chat.encode(messages) == [
+        *expected,
+        *newline,
+        START,
+        *tokenizer.encode("assistant"),
+        *newline,
+    ]
+    assert chat.render(messages).endswith(
+        "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert tokenizer.decode(chat.encode(messages), skip_special=False) == chat.render(messages)
 
 
@@ -53,7 +61,9 @@ def test_pieces_are_tokenized_apart(tokenizer):
 
 
 def test_an_empty_system_prompt_stays_empty(tokenizer):
-    ids = QwenChat(tokenizer).encode([{"role": "system", "content": ""}, {"role": "user", "content": "a"}])
+    ids = QwenChat(tokenizer).encode(
+        [{"role": "system", "content": ""}, {"role": "user", "content": "a"}]
+    )
     assert ids[:4] == [START, *tokenizer.encode("system"), *tokenizer.encode("\n"), END]
 
 
@@ -79,7 +89,8 @@ def test_history_is_dropped_oldest_first_and_the_system_prompt_kept(tokenizer):
         kept = chat.encode([system, *turn * count, question])
         assert kept == chat.encode([system, *turn * min(count, fit), question])
     assert (
-        len(chat.encode([system, *turn * 20, question], False)) - len(chat.encode([system, question], False))
+        len(chat.encode([system, *turn * 20, question], False))
+        - len(chat.encode([system, question], False))
         == fit * one
     )
     exact = QwenChat(tokenizer, window=size + one)
@@ -105,7 +116,9 @@ def test_options_are_refused(tokenizer):
 
 
 def test_a_base_model_has_no_chat(tokenizer, shared):
-    files = files_of(shared, "qwen.tiktoken") | {"generation_config.json": b'{"chat_format": "raw"}'}
+    files = files_of(shared, "qwen.tiktoken") | {
+        "generation_config.json": b'{"chat_format": "raw"}'
+    }
     assert load_chat(files, tokenizer) is None
 
 

@@ -14,7 +14,22 @@ from modelmill.text.regex_union import regex_union
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "[X]", "X]Y")
 MARK = "\ue000"
 PARTS = st.sampled_from(
-    [*SPECIAL, "<|im_", "start|>", "<", ">", "s", "|>", "[", "X", " ", "\n", "é", "/s>", "<|IM_END|>"]
+    [
+        *SPECIAL,
+        "<|im_",
+        "start|>",
+        "<",
+        ">",
+        "s",
+        "|>",
+        "[",
+        "X",
+        " ",
+        "\n",
+        "é",
+        "/s>",
+        "<|IM_END|>",
+    ]
 )
 TEXTS = st.lists(PARTS, max_size=8).map("".join) | st.text(max_size=10)
 
@@ -25,7 +40,8 @@ def test_no_joining_of_marked_texts_spells_a_control_token(texts):
     marked = ControlTokenGuard(SPECIAL).mark(texts, MARK)
     for change in (str, str.strip, str.lower, str.upper):
         joined = "".join(map(change, marked))
-        # text that has no tail or head of a token between two others is all a template could add for them
+        # text that has no tail or head of a token between two others is all a template could add
+        # for them
         assert not any(special in joined or special.lower() in joined for special in SPECIAL)
     assert [unmark(text, MARK) for text in marked] == texts
 
@@ -62,7 +78,9 @@ def test_the_mark_is_free():
 )
 def test_alternation_finds_the_longest_at_the_first_place(texts, text):
     found = re.search(regex_union(texts), text)
-    places = [(at, -len(each)) for each in texts for at in range(len(text)) if text.startswith(each, at)]
+    places = [
+        (at, -len(each)) for each in texts for at in range(len(text)) if text.startswith(each, at)
+    ]
     if not places:
         assert found is None
     else:

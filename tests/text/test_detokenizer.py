@@ -22,7 +22,9 @@ def streamed(tokenizer, ids, skip_special):
 def test_small_vocabularies_stream_what_they_decode(kind, data, skip_special):
     tokenizer = load_tokenizer(SMALL[kind])
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=12))
-    assert streamed(tokenizer, ids, skip_special) == tokenizer.decode(ids, skip_special=skip_special)
+    assert streamed(tokenizer, ids, skip_special) == tokenizer.decode(
+        ids, skip_special=skip_special
+    )
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -32,7 +34,9 @@ def test_real_vocabularies_stream_what_they_decode(real, name, data, skip_specia
     tokenizer = real(name)
     one = st.integers(0, tokenizer.vocab_size - 1) | st.integers(0, 260)
     ids = data.draw(st.lists(one, max_size=12))
-    assert streamed(tokenizer, ids, skip_special) == tokenizer.decode(ids, skip_special=skip_special)
+    assert streamed(tokenizer, ids, skip_special) == tokenizer.decode(
+        ids, skip_special=skip_special
+    )
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -51,7 +55,10 @@ def test_what_follows_a_text_is_what_it_adds_to_it(real, name, data, skip_specia
 @settings(deadline=None)
 @given(data=st.data(), skip_special=st.booleans(), follows=st.booleans())
 def test_ids_before_and_behind_are_decoded_together(kind, data, skip_special, follows):
-    """A prompt of ids may end inside a character: it is the first of what follows. Its control tokens never show."""
+    """A prompt of ids may end inside a character: it is the first of what follows.
+
+    Its control tokens never show.
+    """
     tokenizer = load_tokenizer(SMALL[kind])
     ids = st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=8)
     prompt, answer = data.draw(ids), data.draw(ids)
@@ -62,7 +69,11 @@ def test_ids_before_and_behind_are_decoded_together(kind, data, skip_special, fo
     text = "".join(map(before.push_prompt, prompt))
     for detokenizer in (before.fork(), before):
         found = text + "".join(map(detokenizer.push, answer)) + detokenizer.flush()
-        first = [] if any(map(tokenizer.token_bytes, plain)) or not follows else tokenizer.encode("h", bos=False)
+        first = (
+            []
+            if any(map(tokenizer.token_bytes, plain)) or not follows
+            else tokenizer.encode("h", bos=False)
+        )
         whole = tokenizer.decode([*first, *plain, *answer], skip_special=skip_special)
         assert found == whole[len(tokenizer.decode(first)) :]
 

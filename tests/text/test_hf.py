@@ -41,12 +41,16 @@ def test_names_come_from_either_config_file():
 
 @pytest.mark.parametrize("add", [None, True, False])
 def test_add_bos_token_counts_where_no_tokenizer_json_says_more(add):
-    """GPT-2's older files have no post-processor; a tokenizer.json's own wins, see test_added_tokens.py."""
+    """GPT-2's older files have no post-processor; a tokenizer.json's own wins, see
+    test_added_tokens.py.
+    """
     spec = small_hf()
     files = {
         "vocab.json": json.dumps({**spec["model"]["vocab"], "<|endoftext|>": 259}).encode(),
         "merges.txt": "\n".join(spec["model"]["merges"]).encode(),
-        "tokenizer_config.json": json.dumps({"bos_token": "<|endoftext|>", "add_bos_token": add}).encode(),
+        "tokenizer_config.json": json.dumps(
+            {"bos_token": "<|endoftext|>", "add_bos_token": add}
+        ).encode(),
     }
     tokenizer = load_tokenizer(files)
     a = tokenizer.encode("a", bos=False)
@@ -57,7 +61,10 @@ def test_add_bos_token_counts_where_no_tokenizer_json_says_more(add):
 def test_the_post_processor_is_the_default_where_the_config_is_silent():
     template = {
         "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": "<|end|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "single": [
+            {"SpecialToken": {"id": "<|end|>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
         "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
         "special_tokens": {"<|end|>": {"id": "<|end|>", "ids": [259], "tokens": ["<|end|>"]}},
     }
@@ -131,7 +138,16 @@ def test_vocab_and_merges_without_tokenizer_json(real, shared):
 def test_sentencepiece_like_files_stream_and_mark_their_prefix():
     """LLaMA's fast layout: Metaspace, byte fallback, a space before the first text only."""
     spec = small_hf()
-    tokens = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "h", "i", "▁h", "▁hi"]
+    tokens = [
+        "<unk>",
+        "<s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "h",
+        "i",
+        "▁h",
+        "▁hi",
+    ]
     spec["model"] |= {
         "vocab": {text: id for id, text in enumerate(tokens)},
         "merges": ["▁ h", "▁h i"],
@@ -139,10 +155,18 @@ def test_sentencepiece_like_files_stream_and_mark_their_prefix():
         "unk_token": "<unk>",
     }
     spec["added_tokens"] = [spec["added_tokens"][0] | {"id": 1, "content": "<s>"}]
-    spec["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+    spec["pre_tokenizer"] = {
+        "type": "Metaspace",
+        "replacement": "▁",
+        "prepend_scheme": "first",
+        "split": False,
+    }
     replace = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-    spec["decoder"] = {"type": "Sequence", "decoders": [replace, {"type": "ByteFallback"}, {"type": "Fuse"}, strip]}
+    spec["decoder"] = {
+        "type": "Sequence",
+        "decoders": [replace, {"type": "ByteFallback"}, {"type": "Fuse"}, strip],
+    }
     import tokenizers
 
     library = tokenizers.Tokenizer.from_str(json.dumps(spec))
@@ -159,15 +183,35 @@ def test_llamas_older_layout_adds_a_space_after_every_control_token():
     import tokenizers
 
     spec = small_hf()
-    tokens = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "h", "i", "▁h", "▁hi"]
+    tokens = [
+        "<unk>",
+        "<s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "h",
+        "i",
+        "▁h",
+        "▁hi",
+    ]
     vocab = {text: id for id, text in enumerate(tokens)}
-    spec["model"] |= {"vocab": vocab, "merges": ["▁ h", "▁h i"], "byte_fallback": True, "unk_token": "<unk>"}
+    spec["model"] |= {
+        "vocab": vocab,
+        "merges": ["▁ h", "▁h i"],
+        "byte_fallback": True,
+        "unk_token": "<unk>",
+    }
     spec["added_tokens"] = [spec["added_tokens"][0] | {"id": 1, "content": "<s>"}]
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    spec["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace]}
+    spec["normalizer"] = {
+        "type": "Sequence",
+        "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace],
+    }
     spec["pre_tokenizer"] = None
     back = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
-    spec["decoder"] = {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}]}
+    spec["decoder"] = {
+        "type": "Sequence",
+        "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}],
+    }
     library = tokenizers.Tokenizer.from_str(json.dumps(spec))
     tokenizer = load_tokenizer(hf_files(spec))
     for text in ("hi<s>hi", "<s>hi <s>", "<s>", "hi é"):
@@ -201,7 +245,9 @@ BROKEN = {
     "an added token without text": spec_with(content=""),
     "added tokens as object": hf_files(small_hf(added_tokens={"a": 1})),
     "no decoder": hf_files(small_hf(decoder=None)),
-    "another decoder": hf_files(small_hf(decoder={"type": "WordPiece", "prefix": "##", "cleanup": True})),
+    "another decoder": hf_files(
+        small_hf(decoder={"type": "WordPiece", "prefix": "##", "cleanup": True})
+    ),
     "an unknown normalizer": hf_files(small_hf(normalizer={"type": "Nonsense"})),
     "eos outside": hf_files(eos_token="<none>"),
     "eos as number": hf_files(eos_token=7),

@@ -1,4 +1,6 @@
-"""MiniGPT-4's conversations: cut at pictures, pieces tokenized apart, ended by ### in either of its tokenizations."""
+"""MiniGPT-4's conversations: cut at pictures, pieces tokenized apart, ended by ### in either of its
+tokenizations.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ def chat(tokenizer: Tokenizer) -> ImageChat:
 
 
 def user(*content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": [{"type": "text", "text": c} if isinstance(c, str) else c for c in content]}
+    return {
+        "role": "user",
+        "content": [{"type": "text", "text": c} if isinstance(c, str) else c for c in content],
+    }
 
 
 def test_the_published_prompt(chat: ImageChat, tokenizer: Tokenizer, shared: Path) -> None:
@@ -41,7 +46,8 @@ def test_the_published_prompt(chat: ImageChat, tokenizer: Tokenizer, shared: Pat
         model_file=str(shared / "data" / "tokenizers" / "llama" / "tokenizer.model")
     )
     before = (
-        "Give the following image: <Img>ImageContent</Img>. You will be able to see the image once I provide it to you."
+        "Give the following image: <Img>ImageContent</Img>. You will be able to see the image "
+        "once I provide it to you."
         " Please answer my questions.###Human: <Img>"
     )
     after = "</Img> What is this?###Assistant:"
@@ -61,13 +67,17 @@ def test_what_a_user_types_is_text(chat: ImageChat) -> None:
 
 
 def test_a_system_message_stands_first(chat: ImageChat) -> None:
-    said = chat.render([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}])
+    said = chat.render(
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    )
     assert said == "Be brief.###Human: Hi###Assistant:"
 
 
 def test_without_the_question_to_go_on(chat: ImageChat) -> None:
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " Yes. "}]
-    assert chat.render(talk, add_generation_prompt=False).endswith("###Human: Hi###Assistant: Yes.###")
+    assert chat.render(talk, add_generation_prompt=False).endswith(
+        "###Human: Hi###Assistant: Yes.###"
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,10 +87,16 @@ def test_without_the_question_to_go_on(chat: ImageChat) -> None:
         ("Hi", "must be a list"),
         ([{"role": "user"}], "content"),
         ([{"role": "assistant", "content": [PICTURE]}], "from the user"),
-        ([{"role": "system", "content": [PICTURE]}, {"role": "user", "content": "a"}], "from the user"),
+        (
+            [{"role": "system", "content": [PICTURE]}, {"role": "user", "content": "a"}],
+            "from the user",
+        ),
         ([{"role": "user", "content": "a"}, {"role": "system", "content": "b"}], "comes first"),
         ([{"role": "tool", "content": "a", "tool_call_id": "x"}], "system, user and assistant"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "image_url must be"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            "image_url must be",
+        ),
         ([{"role": "user", "content": [{"type": "video"}]}], "text"),
         ([{"role": "user", "content": [{"type": "image", "image": "a.png", "more": 1}]}], "text"),
         ([{"role": "user", "content": [PICTURE] * 33}], "33 pictures"),
@@ -94,7 +110,9 @@ def test_wrong_messages(tokenizer: Tokenizer, messages: Any, says: str) -> None:
 
 
 def test_questions_have_the_pictures_in_front(tokenizer: Tokenizer) -> None:
-    """As the paper asks: pictures, BOS, "Question: … Answer:"; nothing is asked about a picture without words."""
+    """As the paper asks: pictures, BOS, "Question: … Answer:"; nothing is asked about a picture
+    without words.
+    """
     chat = Blip2Chat(tokenizer, 3)
     talk = [
         {"role": "system", "content": "Be brief."},
@@ -118,7 +136,11 @@ def test_no_tools_and_no_options(chat: ImageChat) -> None:
         chat.encode([user("Hi")], options={"enable_thinking": True})
 
 
-OTHER = [b"{}", b'{"format": "minigpt4"}', b'{"format": "minigpt4", "tokens": 0, "prompt": "first"}']
+OTHER = [
+    b"{}",
+    b'{"format": "minigpt4"}',
+    b'{"format": "minigpt4", "tokens": 0, "prompt": "first"}',
+]
 
 
 @pytest.mark.parametrize("file", OTHER)
@@ -150,7 +172,9 @@ def test_the_ids_of_the_mark(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("mark", [[TRIPLE], [DOUBLE, HASH], [HASH, DOUBLE], [HASH, HASH, HASH]])
-def test_ended_by_either_tokenization(tokenizer: Tokenizer, chat: ImageChat, mark: list[int]) -> None:
+def test_ended_by_either_tokenization(
+    tokenizer: Tokenizer, chat: ImageChat, mark: list[int]
+) -> None:
     words = tokenizer.encode("It is a dog.", bos=False)
     text, ids, stopped = answered(tokenizer, chat, [*words, *mark, *words])
     assert stopped
@@ -161,7 +185,9 @@ def test_ended_by_either_tokenization(tokenizer: Tokenizer, chat: ImageChat, mar
 def test_a_lone_double_mark_ends_nothing(tokenizer: Tokenizer, chat: ImageChat) -> None:
     words = tokenizer.encode("Use ## and # here", bos=False)
     assert DOUBLE in words or 444 in words
-    text, ids, stopped = answered(tokenizer, chat, [*words, DOUBLE, *tokenizer.encode("end", bos=False)])
+    text, ids, stopped = answered(
+        tokenizer, chat, [*words, DOUBLE, *tokenizer.encode("end", bos=False)]
+    )
     assert not stopped
     assert ids[: len(words)] == words
     assert "##" in text

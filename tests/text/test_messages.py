@@ -21,7 +21,9 @@ def test_parts_become_one_text_and_arguments_objects():
         {
             "role": "assistant",
             "content": "",
-            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+            ],
         },
         {"role": "tool", "content": "r", "tool_call_id": "1"},
     ]
@@ -54,12 +56,30 @@ WRONG = [
     [{"role": "user", "content": "a", "tool_calls": [{}]}],
     [{"role": "assistant", "content": "a", "tool_calls": [{}]}],
     [{"role": "assistant", "content": "a", "tool_calls": "f"}],
-    [{"role": "assistant", "content": "a", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}],
+    [
+        {
+            "role": "assistant",
+            "content": "a",
+            "tool_calls": [{"function": {"name": "f", "arguments": 5}}],
+        }
+    ],
     [{"role": "user", "content": b"a"}],
     [{"role": "user", "content": "a", "name": float("nan")}],
-    [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1e400}}}]}],
+    [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1e400}}}],
+        }
+    ],
     [{"role": "user", "content": "a", 5: "x"}],
-    [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": deep()}}]}],
+    [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "f", "arguments": deep()}}],
+        }
+    ],
 ]
 
 
@@ -70,7 +90,9 @@ def test_wrong_messages_are_requests_errors(messages):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ['{"x": NaN}', '{"x": 1e400}', '{"x": ' + "[" * 300 + "]" * 300 + "}", "{", "3"])
+@pytest.mark.parametrize(
+    "text", ['{"x": NaN}', '{"x": 1e400}', '{"x": ' + "[" * 300 + "]" * 300 + "}", "{", "3"]
+)
 def test_arguments_that_no_template_could_write_stay_the_text_that_the_model_wrote(text):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": text}}
     (found,) = validate_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])

@@ -8,14 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelmill.core.errors import TokenizerError
-from modelmill.text.spm_proto import SpmModel, SpmPiece, read_model, without_dummy_prefix, write_model
+from modelmill.text.spm_proto import (
+    SpmModel,
+    SpmPiece,
+    read_model,
+    without_dummy_prefix,
+    write_model,
+)
 from modelmill.text.tokenizer import load_tokenizer
 from tests.text.conftest import spm_rows
 
 
 @pytest.fixture(scope="module")
 def library(shared):
-    return sentencepiece.SentencePieceProcessor(model_file=str(shared / "data/tokenizers/llama/tokenizer.model"))
+    return sentencepiece.SentencePieceProcessor(
+        model_file=str(shared / "data/tokenizers/llama/tokenizer.model")
+    )
 
 
 @settings(deadline=None, max_examples=100)
@@ -48,7 +56,11 @@ def test_added_tokens(shared):
         "tokenizer_config.json": json.dumps({"pad_token": "[PAD]", "add_eos_token": True}).encode(),
     }
     tokenizer = load_tokenizer(files)
-    assert (tokenizer.vocab_size, tokenizer.pad_id, tokenizer.token_bytes(32000)) == (32001, 32000, b"[PAD]")
+    assert (tokenizer.vocab_size, tokenizer.pad_id, tokenizer.token_bytes(32000)) == (
+        32001,
+        32000,
+        b"[PAD]",
+    )
     assert tokenizer.encode("[PAD]", special=True) == [1, 32000, 2]
     assert 32000 not in tokenizer.encode("[PAD]")
     assert tokenizer.decode([1, 263, 32000]) == "a"
@@ -59,13 +71,17 @@ def test_added_tokens(shared):
 
 
 def test_pieces_json_is_the_llama2c_vocabulary(real):
-    """Ids of the text that stories260K writes from BOS alone; golden split by hand from its scores."""
+    """Ids of the text that stories260K writes from BOS alone; golden split by hand from its
+    scores.
+    """
     tokenizer = real("stories")
     assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_ids) == (512, 1, (2,))
     text = "Once upon a time, there was a little girl named Lily."
     ids = tokenizer.encode(text)
     assert ids[0] == 1
-    assert [tokenizer.token_bytes(id) for id in ids[1:4]] == [b" Once", b" upon", b" a"] or len(ids) > 4
+    assert [tokenizer.token_bytes(id) for id in ids[1:4]] == [b" Once", b" upon", b" a"] or len(
+        ids
+    ) > 4
     assert tokenizer.decode(ids) == text
     assert tokenizer.token_bytes(259) == b" t"
     assert tokenizer.encode("🦙", bos=False)[-4:] == [3 + byte for byte in "🦙".encode()]
@@ -88,7 +104,9 @@ def test_a_written_model_reads_back_and_loads():
 def test_the_real_model_reads_as_the_library_reads_it(shared, library):
     data = (shared / "data/tokenizers/llama/tokenizer.model").read_bytes()
     model = read_model(data, "tokenizer.model")
-    assert [piece.text for piece in model.pieces] == [library.id_to_piece(id) for id in range(32000)]
+    assert [piece.text for piece in model.pieces] == [
+        library.id_to_piece(id) for id in range(32000)
+    ]
     assert (model.unk_id, model.bos_id, model.eos_id, model.pad_id) == (0, 1, 2, -1)
     rebuilt = sentencepiece.SentencePieceProcessor(model_proto=write_model(model))
     for text in ("Hello  world é🦙", " this is\n\n", "w048 7tuijk"):

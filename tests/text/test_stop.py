@@ -37,7 +37,9 @@ def test_any_cut_gives_the_plain_answer(text, stops, draw):
             held = text[len(out) : at]
             assert text[:at] == out + held
             # never part of a stop string given out, never more held than needed
-            longest = max((n for s in stops for n in range(len(s)) if text[:at].endswith(s[:n])), default=0)
+            longest = max(
+                (n for s in stops for n in range(len(s)) if text[:at].endswith(s[:n])), default=0
+            )
             assert len(held) == longest
     assert (out + matcher.flush(), matched) == plain(text, stops)
 

@@ -20,7 +20,10 @@ def process():
 
 
 def test_renders_with_the_rules_templates_are_written_for(process):
-    template = "{% for x in xs %}\n  {% if x == 2 %}{% continue %}{% endif %}\n{{ x | tojson }}\n{% endfor %}"
+    template = (
+        "{% for x in xs %}\n  {% if x == 2 %}{% continue %}{% endif %}\n{{ x | tojson "
+        "}}\n{% endfor %}"
+    )
     assert process.render(template, {"xs": [1, 2, {"é": "<&>"}]}) == '1\n{"é": "<&>"}\n'
     assert process.render("{{ strftime_now('%Y') }}", {}) == time.strftime("%Y")
     assert process.render("{% generation %}a{{ x }}{% endgeneration %}b", {"x": 1}) == "a1b"
@@ -41,7 +44,8 @@ HOSTILE = {
     "100 MB at once": "{{ 'a' * 100000000 }}",
     "100 MB by and by": "{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}",
     "10 GB": "{{ 'a' * 10000000000 }}",
-    "doubling": "{% set n = namespace(a='ab') %}{% for i in range(99) %}{% set n.a = n.a ~ n.a %}{% endfor %}{{ n.a }}",
+    "doubling": "{% set n = namespace(a='ab') %}{% for i in range(99) %}{% set n.a = n.a ~ n.a "
+    "%}{% endfor %}{{ n.a }}",
     "wide format": "{{ '%999999999d' | format(1) }}",
     "classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "globals": "{{ cycler.__init__.__globals__ }}",
@@ -66,7 +70,9 @@ def test_hostile_templates_are_one_line_and_the_next_one_works(process, case):
 
 
 def test_attributes_by_name_give_nothing(process):
-    template = "{{ ''|attr('__class__') }}{{ '{0.__class__}{0.real}'.format(1) }}{{ x['__class__'] }}"
+    template = (
+        "{{ ''|attr('__class__') }}{{ '{0.__class__}{0.real}'.format(1) }}{{ x['__class__'] }}"
+    )
     assert process.render(template, {"x": {}}) == "1"
 
 
@@ -80,7 +86,9 @@ def test_the_limits_are_named(process):
 
 
 def test_a_refusal_is_the_requests_fault(process):
-    with pytest.raises(RefusedMessages, match="refused these messages: roles must alternate") as caught:
+    with pytest.raises(
+        RefusedMessages, match="refused these messages: roles must alternate"
+    ) as caught:
         process.render("{{ raise_exception('roles must\n alternate') }}", {})
     assert isinstance(caught.value, RequestError)
     assert isinstance(caught.value, TemplateError)

@@ -14,33 +14,43 @@ from modelmill.text.tokenizer import load_tokenizer
 from modelmill.text.tool_prompts import DESCRIBED_STYLE, prepare_tools
 from tests.text.conftest import files_of, hf_files
 
-# as DeepSeek-R1-Distill's first template: a call is written beside null alone, its arguments as text
+# as DeepSeek-R1-Distill's first template: a call is written beside null alone, its arguments as
+# text
 NULL_AND_TEXT = (
     "{% for m in messages %}{% if m['role'] == 'user' %}[U]{{ m['content'] }}{% endif %}"
     "{% if m['role'] == 'assistant' and m['content'] is none %}{% for t in m['tool_calls'] %}"
-    "{{ '[C]' + t['type'] + '|' + t['function']['name'] + '|' + t['function']['arguments'] }}{% endfor %}{% endif %}"
-    "{% if m['role'] == 'assistant' and m['content'] is not none %}{{ '[A]' + m['content'] }}{% endif %}"
+    "{{ '[C]' + t['type'] + '|' + t['function']['name'] + '|' + t['function']['arguments'] }}{% "
+    "endfor %}{% endif %}"
+    "{% if m['role'] == 'assistant' and m['content'] is not none %}{{ '[A]' + m['content'] }}{% "
+    "endif %}"
     "{% if m['role'] == 'tool' %}{{ '[R]' + m['content'] }}{% endif %}{% endfor %}"
 )
 # as Qwen2.5's: any empty content, arguments are made JSON whatever they are
 OBJECTS = (
-    "{% for m in messages %}[{{ m.role }}]{% if m.content %}{{ m.content }}{% endif %}{% for t in m.tool_calls %}"
-    '{"name": "{{ t.function.name }}", "arguments": {{ t.function.arguments | tojson }}}{% endfor %}{% endfor %}'
+    "{% for m in messages %}[{{ m.role }}]{% if m.content %}{{ m.content }}{% endif %}{% for t in "
+    "m.tool_calls %}"
+    '{"name": "{{ t.function.name }}", "arguments": {{ t.function.arguments | tojson }}}{% endfor '
+    "%}{% endfor %}"
 )
 # as Qwen3's: null fails, arguments in either form
 EITHER = (
-    "{% for m in messages %}[{{ m.role }}]{% if '</think>' in m.content %}!{% endif %}{{ m.content }}"
-    "{% for t in m.tool_calls %}{{ t.function.name }}{% if t.function.arguments is string %}{{ t.function.arguments }}"
+    "{% for m in messages %}[{{ m.role }}]{% if '</think>' in m.content %}!{% endif %}{{ "
+    "m.content }}"
+    "{% for t in m.tool_calls %}{{ t.function.name }}{% if t.function.arguments is string %}{{ "
+    "t.function.arguments }}"
     "{% else %}{{ t.function.arguments | tojson }}{% endif %}{% endfor %}{% endfor %}"
 )
 # as GLM's: names and values of an object, a null printed as Python has it
 ITEMS = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for t in m.tool_calls %}{{ t.function.name }}"
-    "{% for k, v in t.function.arguments.items() %}<{{ k }}>{{ v }}{% endfor %}{% endfor %}{% endfor %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for t in m.tool_calls %}{{ "
+    "t.function.name }}"
+    "{% for k, v in t.function.arguments.items() %}<{{ k }}>{{ v }}{% endfor %}{% endfor %}{% "
+    "endfor %}"
 )
 # as Mistral's: parts of users alone
 USERS_PARTS = (
-    "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% elif m.role == 'user' %}"
+    "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% elif "
+    "m.role == 'user' %}"
     "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
     "{% else %}{{ m.content[0].text }}{% endif %}{% endfor %}"
 )
@@ -61,7 +71,11 @@ def rendered(template: str, messages: list[dict[str, Any]]) -> str:
 
 
 def talk(content: Any, arguments: Any) -> list[dict[str, Any]]:
-    call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    call = {
+        "id": "a1b2c3d4e",
+        "type": "function",
+        "function": {"name": "weather", "arguments": arguments},
+    }
     return [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": content, "tool_calls": [call]},
@@ -113,14 +127,18 @@ def test_lists_go_to_templates_that_read_lists(template: str, joins: dict[str, s
     assert rendered(template, [{"role": "user", "content": parts("one")}]) == "[user]one"
 
 
-@pytest.mark.parametrize(("template", "join"), [(ANYBODYS_PARTS, ""), (PRINTS, "\n")], ids=["reads", "does not"])
+@pytest.mark.parametrize(
+    ("template", "join"), [(ANYBODYS_PARTS, ""), (PRINTS, "\n")], ids=["reads", "does not"]
+)
 def test_any_parts_are_those_texts_in_that_order(template: str, join: str) -> None:
     chat = TemplateChat({"default": template}, load_tokenizer(hf_files()))
 
     @settings(deadline=None, max_examples=25)
     @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=5), max_size=4))
     def check(texts: list[str]) -> None:
-        assert chat.render([{"role": "user", "content": parts(*texts)}]) == "[user]" + join.join(texts)
+        assert chat.render([{"role": "user", "content": parts(*texts)}]) == "[user]" + join.join(
+            texts
+        )
 
     check()
     chat.close()
@@ -131,12 +149,16 @@ def test_any_parts_are_those_texts_in_that_order(template: str, join: str) -> No
 def test_published_templates_write_what_transformers_writes(
     real: Any, theirs: Any, shared: Any, name: str, arguments: Any
 ) -> None:
-    """From the form that the template was written for; transformers leaves the choice to its caller."""
+    """From the form that the template was written for; transformers leaves the choice to its
+    caller.
+    """
     files = files_of(shared, name)
     template = json.loads(files["tokenizer_config.json"])["chat_template"]
     chat = TemplateChat({"default": template}, real(name))
     meant = json.loads(TEXT) if name == "qwen2.5" or not isinstance(arguments, str) else arguments
-    want = theirs(name).apply_chat_template(talk("", meant), tokenize=False, add_generation_prompt=True)
+    want = theirs(name).apply_chat_template(
+        talk("", meant), tokenize=False, add_generation_prompt=True
+    )
     for content in (None, ""):
         assert chat.render(talk(content, arguments)) == want
     chat.close()
@@ -145,7 +167,9 @@ def test_published_templates_write_what_transformers_writes(
 def test_calls_of_a_template_that_knows_no_tools_are_its_own_where_none_are_offered() -> None:
     chat = TemplateChat({"default": NULL_AND_TEXT}, load_tokenizer(hf_files()))
     assert (chat.tool_style, chat.writes_calls) == (DESCRIBED_STYLE, True)
-    messages, variables = prepare_tools(chat.tool_style, talk(None, TEXT), [], writes_calls=chat.writes_calls)
+    messages, variables = prepare_tools(
+        chat.tool_style, talk(None, TEXT), [], writes_calls=chat.writes_calls
+    )
     assert variables == {}
     assert chat.render(messages) == f"[U]hi[C]function|weather|{TEXT}[R]5"
     told, _ = prepare_tools(chat.tool_style, talk(None, TEXT), [], writes_calls=False)

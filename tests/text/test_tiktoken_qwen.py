@@ -21,9 +21,17 @@ def test_same_ids_as_qwen2_whose_vocabulary_is_the_same(real, text):
 def test_control_tokens_and_sizes(real):
     tokenizer = real("qwen.tiktoken")
     special = tokenizer.special
-    assert (special["<|endoftext|>"], special["<|im_start|>"], special["<|im_end|>"]) == (151643, 151644, 151645)
+    assert (special["<|endoftext|>"], special["<|im_start|>"], special["<|im_end|>"]) == (
+        151643,
+        151644,
+        151645,
+    )
     assert (special["<|extra_0|>"], special["<|extra_204|>"], len(special)) == (151646, 151850, 208)
-    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.vocab_size) == (151643, (151643,), 151851)
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.vocab_size) == (
+        151643,
+        (151643,),
+        151851,
+    )
     tokenizer.check_against(151936)
 
 
@@ -49,7 +57,9 @@ def test_blank_runs_are_cut_only_where_the_library_gives_up(real, monkeypatch):
     assert tiktoken_qwen.MAX_BLANK_RUN >= 10_000
 
 
-ALL = "".join(f"{__import__('base64').b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
+ALL = "".join(
+    f"{__import__('base64').b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256)
+)
 
 
 def test_a_vocabulary_of_bytes_works():
@@ -59,7 +69,8 @@ def test_a_vocabulary_of_bytes_works():
 
 
 @pytest.mark.parametrize(
-    "data", [ALL + "IQ== 256\n", ALL + "aGU= 300\n", ALL + "aGU=\n", ALL + "!!!! 256\n", ALL[:50], "\n"]
+    "data",
+    [ALL + "IQ== 256\n", ALL + "aGU= 300\n", ALL + "aGU=\n", ALL + "!!!! 256\n", ALL[:50], "\n"],
 )
 def test_duplicates_gaps_and_truncation_are_refused(data):
     with pytest.raises(TokenizerError, match=r"x\.tiktoken"):

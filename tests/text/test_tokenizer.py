@@ -27,7 +27,9 @@ def vectors(shared, name):
     folder = shared / "data/tokenizers/vectors"
     texts = (folder / f"{name}.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
     ids = (folder / f"{name}.out").read_text().split("\n")
-    return [(text, [int(id) for id in line.split()]) for text, line in zip(texts, ids, strict=False)]
+    return [
+        (text, [int(id) for id in line.split()]) for text, line in zip(texts, ids, strict=False)
+    ]
 
 
 @pytest.mark.parametrize(("name", "vector"), VECTORS)
@@ -56,7 +58,9 @@ def test_same_ids_and_text_as_transformers(real, theirs, name, text):
 @settings(deadline=None, max_examples=25)
 @given(data=st.data(), skip=st.booleans())
 def test_same_text_as_transformers_for_any_ids(real, theirs, name, data, skip):
-    ids = data.draw(st.lists(st.integers(0, real(name).vocab_size - 1) | st.integers(0, 255), max_size=10))
+    ids = data.draw(
+        st.lists(st.integers(0, real(name).vocab_size - 1) | st.integers(0, 255), max_size=10)
+    )
     other = theirs(name).decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
     assert real(name).decode(ids, skip_special=skip) == other
 
@@ -67,7 +71,9 @@ def test_same_text_as_transformers_for_any_ids(real, theirs, name, data, skip):
 def test_text_never_makes_control_tokens_unless_asked(real, name, data):
     tokenizer = real(name)
     control = sorted(tokenizer.special)
-    parts = data.draw(st.lists(st.sampled_from(control) | st.sampled_from([" ", "a", "<", "|>", "é"]), max_size=6))
+    parts = data.draw(
+        st.lists(st.sampled_from(control) | st.sampled_from([" ", "a", "<", "|>", "é"]), max_size=6)
+    )
     text = "".join(parts)
     ids = tokenizer.encode(text, bos=False)
     assert not set(ids) & set(tokenizer.special.values())
@@ -85,7 +91,10 @@ def test_token_bytes_are_the_bytes_of_the_text(real, name, text):
     ids = tokenizer.encode(text, bos=False)
     whole = b"".join(map(tokenizer.token_bytes, ids))
     opening = tokenizer.first_token_bytes(ids[0]) if ids else b""
-    assert opening + whole[len(tokenizer.token_bytes(ids[0])) if ids else 0 :] == tokenizer.decode(ids).encode()
+    assert (
+        opening + whole[len(tokenizer.token_bytes(ids[0])) if ids else 0 :]
+        == tokenizer.decode(ids).encode()
+    )
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -114,7 +123,10 @@ BOMBS = {
 
 @pytest.mark.parametrize(
     ("name", "bomb"),
-    [("gpt2", "one letter"), *((name, bomb) for name in ("llama", "qwen.tiktoken") for bomb in BOMBS)],
+    [
+        ("gpt2", "one letter"),
+        *((name, bomb) for name in ("llama", "qwen.tiktoken") for bomb in BOMBS),
+    ],
 )
 def test_bombs_take_seconds_at_most(real, name, bomb):
     start = time.process_time()
@@ -134,11 +146,15 @@ def test_bombs_on_the_larger_vocabularies(real, name, bomb):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen.tiktoken"])
 def test_a_text_that_is_too_long_is_counted_in_parts(real, monkeypatch, name):
-    """Split whole, a megabyte of digits would take hundreds: it is refused after what is too much already."""
+    """Split whole, a megabyte of digits would take hundreds: it is refused after what is too much
+    already.
+    """
     tokenizer, split = real(name), []
     whole = tokenizer._encode_ordinary
     monkeypatch.setattr(
-        tokenizer, "_encode_ordinary", lambda text, start: split.append(len(text)) or whole(text, start)
+        tokenizer,
+        "_encode_ordinary",
+        lambda text, start: split.append(len(text)) or whole(text, start),
     )
     monkeypatch.setattr(tokenizer, "max_tokens", 3000)
     with pytest.raises(TokenizerError, match="the prompt has more than 3000 tokens; shorten it"):
@@ -152,7 +168,9 @@ def test_a_text_that_is_too_long_is_counted_in_parts(real, monkeypatch, name):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen.tiktoken"])
 def test_a_long_text_lets_other_threads_run(real, name):
-    """Seconds of CPU time between two turns of another thread; the library would keep the interpreter for it all."""
+    """Seconds of CPU time between two turns of another thread; the library would keep the
+    interpreter for it all.
+    """
     tokenizer, best = real(name), float("inf")
     for _ in range(5):
         held, done = [0.0], threading.Event()
@@ -228,7 +246,12 @@ def test_broken_files_are_one_line_that_names_the_file(case):
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.recursive(st.none() | st.integers(-2, 3) | st.text(max_size=3), lambda x: st.lists(x, max_size=3)), st.data())
+@given(
+    st.recursive(
+        st.none() | st.integers(-2, 3) | st.text(max_size=3), lambda x: st.lists(x, max_size=3)
+    ),
+    st.data(),
+)
 def test_any_wrong_value_in_tokenizer_json_is_refused_or_works(value, data):
     from tests.text.conftest import small_hf
 

@@ -1,4 +1,6 @@
-"""A call that is forced names one of the functions, and its arguments are what that function's parameters ask for."""
+"""A call that is forced names one of the functions, and its arguments are what that function's
+parameters ask for.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,19 @@ def call(value: Any, name: str = "f") -> str:
 
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("start", range(0, 120, 40))
-def test_what_a_forced_call_writes_is_a_call_that_the_function_takes(start: int, several: bool) -> None:
-    """Random parameters, random answers: one of the names, arguments that fit; nothing is refused without need."""
+def test_what_a_forced_call_writes_is_a_call_that_the_function_takes(
+    start: int, several: bool
+) -> None:
+    """Random parameters, random answers: one of the names, arguments that fit; nothing is refused
+    without need.
+    """
     ended = 0
     for seed in range(start, start + 40):
         rng = random.Random(seed)
         own = {name: usable(rng) for name in ("f", "g")}
-        grammar = forced_call_grammar([tool(name, schema) for name, schema in own.items()], None, several)
+        grammar = forced_call_grammar(
+            [tool(name, schema) for name, schema in own.items()], None, several
+        )
         check_grammar(grammar)
         text = random_answer(grammar, rng)
         if text is None:
@@ -79,36 +87,77 @@ def _usable(schema: dict[str, Any]) -> bool:
     return kind == "object" or "object" in kind
 
 
-TREE = {"type": "object", "properties": {"v": {"type": "integer"}, "child": {"$ref": "#"}}, "required": ["v"]}
+TREE = {
+    "type": "object",
+    "properties": {"v": {"type": "integer"}, "child": {"$ref": "#"}},
+    "required": ["v"],
+}
 INNER = {"type": "object", "properties": {"x": {"type": "string"}}}
 WHERE: list[tuple[dict[str, Any], Any, Any]] = [
     (TREE, {"v": 1, "child": {"v": 2}}, {"v": 1, "child": json.loads(call({"v": 2}))}),
-    ({"type": "object", "properties": {"a": INNER, "b": {"$ref": "#/properties/a"}}}, {"b": {"x": "1"}}, {"b": 1}),
-    ({"$defs": {"X": {"const": 1}}, "properties": {"a": {"$ref": "#/$defs/X"}}}, {"a": 1}, {"a": 2}),
-    ({"definitions": {"X": {"const": 1}}, "properties": {"a": {"$ref": "#/definitions/X"}}}, {"a": 1}, {"a": 2}),
-    ({"$ref": "#/$defs/X", "$defs": {"X": {"properties": {"a": {"const": 1}}}}}, {"a": 1}, {"a": 2}),
-    ({"properties": {"a b/~": {"const": 1}, "c": {"$ref": "#/properties/a%20b~1~0"}}}, {"c": 1}, {"c": 2}),
+    (
+        {"type": "object", "properties": {"a": INNER, "b": {"$ref": "#/properties/a"}}},
+        {"b": {"x": "1"}},
+        {"b": 1},
+    ),
+    (
+        {"$defs": {"X": {"const": 1}}, "properties": {"a": {"$ref": "#/$defs/X"}}},
+        {"a": 1},
+        {"a": 2},
+    ),
+    (
+        {"definitions": {"X": {"const": 1}}, "properties": {"a": {"$ref": "#/definitions/X"}}},
+        {"a": 1},
+        {"a": 2},
+    ),
+    (
+        {"$ref": "#/$defs/X", "$defs": {"X": {"properties": {"a": {"const": 1}}}}},
+        {"a": 1},
+        {"a": 2},
+    ),
+    (
+        {"properties": {"a b/~": {"const": 1}, "c": {"$ref": "#/properties/a%20b~1~0"}}},
+        {"c": 1},
+        {"c": 2},
+    ),
     ({"properties": {"a": {"$anchor": "q", "const": 1}, "b": {"$ref": "#q"}}}, {"b": 1}, {"b": 2}),
     (
         {"$id": "urn:x", "properties": {"a": {"const": 1}, "b": {"$ref": "#/properties/a"}}},
         {"b": 1},
         {"b": 2},
     ),
-    ({"properties": {"$ref": {"const": 1}, "b": {"$ref": "#/properties/$ref"}}}, {"b": 1}, {"b": 2}),
+    (
+        {"properties": {"$ref": {"const": 1}, "b": {"$ref": "#/properties/$ref"}}},
+        {"b": 1},
+        {"b": 2},
+    ),
 ]
 
 
 @pytest.mark.parametrize(("schema", "good", "bad"), WHERE, ids=range(len(WHERE)))
 @pytest.mark.parametrize("several", [False, True])
-def test_references_find_what_they_find_in_the_parameters(schema: Any, good: Any, bad: Any, several: bool) -> None:
+def test_references_find_what_they_find_in_the_parameters(
+    schema: Any, good: Any, bad: Any, several: bool
+) -> None:
     """Wherever these stand within a call, and whatever another function calls the same."""
-    other = {"type": "object", "properties": {"z": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"const": 9}}}
+    other = {
+        "type": "object",
+        "properties": {"z": {"$ref": "#/$defs/X"}},
+        "$defs": {"X": {"const": 9}},
+    }
     grammar = forced_call_grammar([tool("f", schema), tool("g", other)], None, several)
     check_grammar(grammar)
-    for value, name, fine in ((good, "f", True), (bad, "f", False), ({"z": 9}, "g", True), ({"z": 1}, "g", False)):
+    for value, name, fine in (
+        (good, "f", True),
+        (bad, "f", False),
+        ({"z": 9}, "g", True),
+        ({"z": 1}, "g", False),
+    ):
         text = f"[{call(value, name)}, {call(good)}]" if several else call(value, name)
         assert takes(grammar, text) is fine, text
-    assert not takes(forced_call_grammar([tool("f", schema), tool("g", other)], "f"), call({"z": 9}, "g"))
+    assert not takes(
+        forced_call_grammar([tool("f", schema), tool("g", other)], "f"), call({"z": 9}, "g")
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,15 +166,25 @@ def test_references_find_what_they_find_in_the_parameters(schema: Any, good: Any
         (None, ["{}"], ['{"a": 1}', "10", "null"]),
         ({}, ["{}", '{"a": 1}'], ["10", '"x"', "[]", "null"]),
         ({"description": "nothing"}, ["{}"], ["10", "[]"]),
-        ({"properties": {"a": {"type": "string"}}}, ["{}", '{"a": "x"}'], ["10", "[]", '{"a": 1}', '{"b": 1}']),
-        ({"type": ["object", "null"], "properties": {"a": {}}}, ["{}", '{"a": 1}'], ["null", '{"b": 1}']),
+        (
+            {"properties": {"a": {"type": "string"}}},
+            ["{}", '{"a": "x"}'],
+            ["10", "[]", '{"a": 1}', '{"b": 1}'],
+        ),
+        (
+            {"type": ["object", "null"], "properties": {"a": {}}},
+            ["{}", '{"a": 1}'],
+            ["null", '{"b": 1}'],
+        ),
         ({"anyOf": [{"type": "string"}, {"type": "object"}]}, ["{}"], ['"x"']),
         ({"enum": [1, {"a": 2}]}, ['{"a": 2}'], ["1", "{}"]),
         ({"$ref": "#/$defs/X", "$defs": {"X": {"type": ["string", "object"]}}}, ["{}"], ['"x"']),
     ],
     ids=range(8),
 )
-def test_arguments_are_an_object_whatever_the_parameters_say(schema: Any, fine: list[str], none: list[str]) -> None:
+def test_arguments_are_an_object_whatever_the_parameters_say(
+    schema: Any, fine: list[str], none: list[str]
+) -> None:
     function = {"name": "f"} if schema is None else {"name": "f", "parameters": schema}
     grammar = forced_call_grammar([{"type": "function", "function": function}], None)
     check_grammar(grammar)
@@ -136,25 +195,42 @@ def test_arguments_are_an_object_whatever_the_parameters_say(schema: Any, fine: 
 
 @pytest.mark.parametrize("kind", ["string", "odd", None, 3, [], ["null"], {}])
 def test_parameters_of_another_type_are_refused(kind: Any) -> None:
-    with pytest.raises(RequestError, match="tools: the parameters of f have another type than object"):
+    with pytest.raises(
+        RequestError, match="tools: the parameters of f have another type than object"
+    ):
         forced_call_grammar([tool("f", {"type": kind})], None)
 
 
 @pytest.mark.parametrize(
-    "schema", [{"const": 5}, {"properties": {"a": {"type": "odd"}}}, {"$ref": "#/$defs/no"}], ids=str
+    "schema",
+    [{"const": 5}, {"properties": {"a": {"type": "odd"}}}, {"$ref": "#/$defs/no"}],
+    ids=str,
 )
 def test_the_function_at_fault_is_named(schema: Any) -> None:
-    with pytest.raises(RequestError, match=r"^the parameters of bad: the JSON schema cannot be used: ") as told:
-        check_grammar(forced_call_grammar([tool("fine", {"type": "object"}), tool("bad", schema)], None))
+    with pytest.raises(
+        RequestError, match=r"^the parameters of bad: the JSON schema cannot be used: "
+    ) as told:
+        check_grammar(
+            forced_call_grammar([tool("fine", {"type": "object"}), tool("bad", schema)], None)
+        )
     assert "\n" not in str(told.value)
 
 
-OPEN = {"type": "object", "properties": {"a": {"type": "object", "properties": {"b": {"type": "integer"}}}}}
+OPEN = {
+    "type": "object",
+    "properties": {"a": {"type": "object", "properties": {"b": {"type": "integer"}}}},
+}
 
 
 def test_arguments_are_closed() -> None:
-    """A function takes what its parameters name; what says itself what else it takes is left as it is."""
-    assert arguments_schema({"name": "f"}) == {"type": "object", "properties": {}, "additionalProperties": False}
+    """A function takes what its parameters name; what says itself what else it takes is left as it
+    is.
+    """
+    assert arguments_schema({"name": "f"}) == {
+        "type": "object",
+        "properties": {},
+        "additionalProperties": False,
+    }
     found = close_schema(OPEN)
     assert found["additionalProperties"] is False
     assert found["properties"]["a"]["additionalProperties"] is False
@@ -164,7 +240,11 @@ def test_arguments_are_closed() -> None:
         {"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": "string"}},
         {"type": "object", "properties": {"a": {}}, "patternProperties": {"x": {}}},
         {"type": "object", "properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}]},
-        {"type": "object", "properties": {"a": {"enum": [{"properties": {}}]}}, "additionalProperties": True},
+        {
+            "type": "object",
+            "properties": {"a": {"enum": [{"properties": {}}]}},
+            "additionalProperties": True,
+        },
     ):
         assert close_schema(same) == same
 
@@ -173,14 +253,23 @@ def test_closing_shuts_nothing_out_that_is_needed() -> None:
     needs = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["z"]}
     assert takes(forced_call_grammar([tool("f", needs)], None), call({"z": 3}))
     # properties that bear a keyword's name are properties
-    odd = {"type": "object", "properties": {"if": {"const": 1}, "properties": {"properties": {"a": {}}}}}
+    odd = {
+        "type": "object",
+        "properties": {"if": {"const": 1}, "properties": {"properties": {"a": {}}}},
+    }
     grammar = forced_call_grammar([tool("f", odd)], None)
     assert takes(grammar, call({"if": 1, "properties": {"a": 2}}))
     for none in ({"b": 1}, {"properties": {"b": 1}}, {"properties": {"additionalProperties": 1}}):
         assert not takes(grammar, call(none))
     # a definition that is put together with more elsewhere
     base = {"Base": {"type": "object", "properties": {"a": {"const": 1}}}}
-    more = {"type": "object", "$defs": base, "$ref": "#/$defs/Base", "properties": {"b": {}}, "required": ["b"]}
+    more = {
+        "type": "object",
+        "$defs": base,
+        "$ref": "#/$defs/Base",
+        "properties": {"b": {}},
+        "required": ["b"],
+    }
     assert takes(forced_call_grammar([tool("f", more)], None), call({"a": 1, "b": 2}))
 
 
@@ -189,7 +278,11 @@ def test_definitions_of_two_functions_do_not_meet() -> None:
         return {"properties": {"x": {"$ref": "#/$defs/X"}}, "$defs": {"X": kind}}
 
     nested = {"type": "array", "items": {"$ref": "#/$defs/X"}}
-    offered = [tool("f", own({"type": "integer"})), tool("g", own({"type": "string"})), tool("h", own(nested))]
+    offered = [
+        tool("f", own({"type": "integer"})),
+        tool("g", own({"type": "string"})),
+        tool("h", own(nested)),
+    ]
     fitting = {"f": 1, "g": "1", "h": [[], [[]]]}
     for several in (False, True):
         grammar = forced_call_grammar(offered, None, several)

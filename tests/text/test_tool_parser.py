@@ -10,7 +10,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from modelmill.text.tool_parser import ToolCallDelta, collect_tool_calls, make_tool_parser
-from modelmill.text.tool_prompts import BARE_STYLE, DESCRIBED_STYLE, LISTED_STYLE, MARKED_STYLE, REACT_STYLE
+from modelmill.text.tool_prompts import (
+    BARE_STYLE,
+    DESCRIBED_STYLE,
+    LISTED_STYLE,
+    MARKED_STYLE,
+    REACT_STYLE,
+)
 
 ONE = '<tool_call>\n{"name": "f", "arguments": {"x": "é</tool_call>"}}\n</tool_call>'
 TWO = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
@@ -30,18 +36,23 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     (MARKED_STYLE, TWO.removesuffix("</tool_call>"), "", [("g", "{}")]),
     (MARKED_STYLE, TWO.removesuffix("ll>"), "", [("g", "{}")]),
     (MARKED_STYLE, '<tool_call>{"arguments": {"x": 1}, "name": "f"}</tool_call>', "", [F]),
-    (MARKED_STYLE, '<tool_call>{"id": 7, "name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>', "", [F]),
+    (MARKED_STYLE, '<tool_call>{"id": 7, "name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>', "",
+    [F]),
     (MARKED_STYLE, '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
-    (MARKED_STYLE, '<tool_call>{"name": "f", "arguments": null, "t": 0.5}</tool_call>', "", [("f", "{}")]),
+    (MARKED_STYLE, '<tool_call>{"name": "f", "arguments": null, "t": 0.5}</tool_call>', "",
+    [("f", "{}")]),
     (MARKED_STYLE, f"<tool_call>{LIST}</tool_call>", "", [F, ("g", "{}")]),
     # a brace that is missing, one too many, an end that never comes
-    (MARKED_STYLE, f'<tool_call>{{"name": "f", "arguments": {X1}</tool_call>{TWO}', "", [F, ("g", "{}")]),
-    (MARKED_STYLE, '<tool_call>{"name": "f", "arguments": {"x": 1</tool_call>.', ".", [("f", '{"x": 1')]),
+    (MARKED_STYLE, f'<tool_call>{{"name": "f", "arguments": {X1}</tool_call>{TWO}', "",
+        [F, ("g", "{}")]),
+    (MARKED_STYLE, '<tool_call>{"name": "f", "arguments": {"x": 1</tool_call>.', ".",
+    [("f", '{"x": 1')]),
     (MARKED_STYLE, f'<tool_call>{{"name": "f", "arguments": {X1}}}}}</tool_call>.', ".", [F]),
     (MARKED_STYLE, '<tool_call>{"name": "f", "arguments": {"x', "", [("f", '{"x')]),
     # no calls
     (MARKED_STYLE, "<tool_call>{broken}</tool_call>", "<tool_call>{broken}</tool_call>", []),
-    (MARKED_STYLE, '<tool_call>{"name": "unknown"}</tool_call>', '<tool_call>{"name": "unknown"}</tool_call>', []),
+    (MARKED_STYLE, '<tool_call>{"name": "unknown"}</tool_call>',
+    '<tool_call>{"name": ' '"unknown"}</tool_call>', []),
     (MARKED_STYLE, NUMBER, NUMBER, []),
     (MARKED_STYLE, NAMES, NAMES, []),
     (MARKED_STYLE, '<tool_call>{"name": "f", "arg', '<tool_call>{"name": "f", "arg', []),
@@ -49,10 +60,13 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     (MARKED_STYLE, f"<tool_call> <tool_call>{TWO}", "<tool_call> <tool_call>", [("g", "{}")]),
     (MARKED_STYLE, "<tool_call>" + "[" * 5000, "<tool_call>" + "[" * 5000, []),
     (BARE_STYLE, f' {{"name": "f", "parameters": {X1}}}', "", [F]),
-    (BARE_STYLE, f'{{"name": "f", "parameters": {X1}}}; {{"name": "g", "parameters": {{}}}}', "", [F, ("g", "{}")]),
-    (BARE_STYLE, f'[{{"name": "f", "arguments": {X1}}},\n{{"name": "g", "arguments": {{}}}}]', "", [F, ("g", "{}")]),
+    (BARE_STYLE, f'{{"name": "f", "parameters": {X1}}}; {{"name": "g", "parameters": {{}}}}', "",
+    [F, ("g", "{}")]),
+    (BARE_STYLE, f'[{{"name": "f", "arguments": {X1}}},\n{{"name": "g", "arguments": {{}}}}]', "",
+    [F, ("g", "{}")]),
     (BARE_STYLE, f'<|python_tag|>{{"name": "f", "parameters": {X1}}}', "", [F]),
-    (BARE_STYLE, f'Sure.<|python_tag|>{{"type": "function", "name": "f", "parameters": {X1}}}', "Sure.", [F]),
+    (BARE_STYLE, f'Sure.<|python_tag|>{{"type": "function", "name": "f", "parameters": {X1}}}',
+    "Sure.", [F]),
     (BARE_STYLE, "<|python_tag|>f.call(x=1)", "", [F]),
     (BARE_STYLE, "<|python_tag|>f(x=[1, 'é'])\n", "", [("f", '{"x": [1, "é"]}')]),
     (BARE_STYLE, "<|python_tag|>print(f(x=1))", "<|python_tag|>print(f(x=1))", []),
@@ -65,9 +79,11 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     (BARE_STYLE, "Hello {", "Hello {", []),
     (BARE_STYLE, " \n", " \n", []),
     (BARE_STYLE, "", "", []),
-    (LISTED_STYLE, f'[TOOL_CALLS] [{{"name": "f", "arguments": {X1}, "id": "abcdefghi"}}]', "", [F]),
+    (LISTED_STYLE, f'[TOOL_CALLS] [{{"name": "f", "arguments": {X1}, "id": "abcdefghi"}}]', "",
+    [F]),
     (LISTED_STYLE, f"[TOOL_CALLS]{LIST}", "", [F, ("g", "{}")]),
-    (LISTED_STYLE, f"So: [TOOL_CALLS]f[ARGS]{X1}[TOOL_CALLS]g[CALL_ID]abc123XYZ[ARGS]{{}}", "So:", [F, ("g", "{}")]),
+    (LISTED_STYLE, f"So: [TOOL_CALLS]f[ARGS]{X1}[TOOL_CALLS]g[CALL_ID]abc123XYZ[ARGS]{{}}", "So:",
+    [F, ("g", "{}")]),
     (LISTED_STYLE, f"[TOOL_CALLS]f{X1}", "", [F]),
     (LISTED_STYLE, f"[TOOL_CALLS]h[ARGS]{X1}", f"[TOOL_CALLS]h[ARGS]{X1}", []),
     (LISTED_STYLE, "[TOOL_CALLS]" + "f" * 300, "[TOOL_CALLS]" + "f" * 300, []),
@@ -76,17 +92,21 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     (DESCRIBED_STYLE, f'{{"name": "f", "arguments": {X1}}}', "", [F]),
     (DESCRIBED_STYLE, TWO, "", [("g", "{}")]),
     (REACT_STYLE, "Hello there.", "Hello there.", []),
-    (REACT_STYLE, "Thought: I know.\nFinal Answer: It is \n42.\nAction: f", "It is \n42.\nAction: f", []),
+    (REACT_STYLE, "Thought: I know.\nFinal Answer: It is \n42.\nAction: f",
+    "It is \n42.\nAction: f", []),
     (REACT_STYLE, f"Thought: I must ask.\nAction: f\nAction Input: {X1}\n", "I must ask.", [F]),
-    (REACT_STYLE, f"Thought: Ask.\nAction: f\nAction Input: {X1}\nObservation: made up", "Ask.", [F]),
+    (REACT_STYLE, f"Thought: Ask.\nAction: f\nAction Input: {X1}\nObservation: made up", "Ask.",
+    [F]),
     (REACT_STYLE, "Action: f\nAction Input: {'x': 1}\n\nObs", "", [("f", "{'x': 1}")]),
     (REACT_STYLE, "Thought: a\nAction: g\nAction Input:\n", "a", [("g", "{}")]),
     (REACT_STYLE, "Thought: a\nAction: g\nAction Input: \nObservation:", "a", [("g", "{}")]),
-    (REACT_STYLE, "Thought: a\nAction: h\nAction Input: {}", "Thought: a\nAction: h\nAction Input: {}", []),
+    (REACT_STYLE, "Thought: a\nAction: h\nAction Input: {}",
+    "Thought: a\nAction: h\nAction " "Input: {}", []),
     (REACT_STYLE, "Thought: a\nAction: none\nFinal Answer: 7", "7", []),
     (REACT_STYLE, "Thought: I do not\nknow", "Thought: I do not\nknow", []),
     (REACT_STYLE, f"Let me.\nAction: f\nAction Input: {X1}", "Let me.", [F]),
-    (REACT_STYLE, "Let me.\nAction: be\nAction Input: {}", "Let me.\nAction: be\nAction Input: {}", []),
+    (REACT_STYLE, "Let me.\nAction: be\nAction Input: {}", "Let me.\nAction: be\nAction Input: {}",
+    []),
     (REACT_STYLE, "Final Answer: 7", "7", []),
     (REACT_STYLE, "Act", "Act", []),
     (REACT_STYLE, " Action: x", " Action: x", []),
@@ -97,7 +117,12 @@ def read(
     style: str, text: str, sizes: list[int], **how: object
 ) -> tuple[str, list[tuple[str, str]], list[str | ToolCallDelta]]:
     """(content, calls, pieces) of a text that comes in pieces of these sizes, over and over."""
-    found, pieces, at, turn = make_tool_parser(style, ["f", "g"], **how), list[str | ToolCallDelta](), 0, 0  # type: ignore[arg-type]
+    found, pieces, at, turn = (
+        make_tool_parser(style, ["f", "g"], **how),
+        list[str | ToolCallDelta](),
+        0,
+        0,
+    )  # type: ignore[arg-type]
     while at < len(text):
         pieces += found.push(text[at : at + sizes[turn % len(sizes)]])
         at, turn = at + sizes[turn % len(sizes)], turn + 1
@@ -117,9 +142,12 @@ def test_each_form(place: int, sizes: list[int]) -> None:
 
 
 PIECES = [
-    "<tool_call>", "</tool_call>", "<tool", "<", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "Thought:",
-    "\nAction:", "\nAction Input:", "\nObservation:", "\nFinal Answer:", "Action:", "f", "g", "h", '"name"', '"f"',
-    '"arguments"', ": ", ", ", "{", "}", "[", "]", '"', "\\", "\n", " ", "é", "\u2003", "null", "1", "(", ")", "=",
+    "<tool_call>", "</tool_call>", "<tool", "<", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]",
+    "<|python_tag|>", "Thought:",
+    "\nAction:", "\nAction Input:", "\nObservation:", "\nFinal Answer:", "Action:", "f", "g", "h",
+    '"name"', '"f"',
+    '"arguments"', ": ", ", ", "{", "}", "[", "]", '"', "\\", "\n", " ", "é", "\u2003", "null", "1",
+    "(", ")", "=",
     '{"name": "f", "arguments": {', '{"name": "g"}', '"arguments": "{}"', ";", "Obs", "'",
 ]  # fmt: skip
 STYLES = [
@@ -138,8 +166,12 @@ STYLES = [
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     thinking=st.booleans(),
 )
-@example(style=REACT_STYLE, text="Action: f\nAction Input: 1 Observation:", sizes=[2], thinking=False)
-def test_streamed_or_whole_it_is_the_same(style: str, text: str, sizes: list[int], thinking: bool) -> None:
+@example(
+    style=REACT_STYLE, text="Action: f\nAction Input: 1 Observation:", sizes=[2], thinking=False
+)
+def test_streamed_or_whole_it_is_the_same(
+    style: str, text: str, sizes: list[int], thinking: bool
+) -> None:
     """For any text and any cut; and a client may put together what it is told, piece by piece."""
     content, calls, pieces = read(style, text, sizes, thinking=thinking)
     assert (content, calls) == read(style, text, [10**6], thinking=thinking)[:2]
@@ -157,14 +189,19 @@ def test_streamed_or_whole_it_is_the_same(style: str, text: str, sizes: list[int
             assert piece.index == told - 1
             assert piece.id is None
             assert piece.arguments
-    for part, (name, arguments) in zip([p for p in pieces if isinstance(p, ToolCallDelta) and p.name], calls):
+    for part, (name, arguments) in zip(
+        [p for p in pieces if isinstance(p, ToolCallDelta) and p.name], calls
+    ):
         assert part.name == name
         assert arguments.startswith(part.arguments)
 
 
 ARGUMENTS = st.dictionaries(
     st.text(max_size=4),
-    st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=6), lambda x: st.lists(x, max_size=3)),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=6),
+        lambda x: st.lists(x, max_size=3),
+    ),
     max_size=3,
 )
 WRITE = {
@@ -181,8 +218,12 @@ WRITE = {
     ascii=st.booleans(),
     size=st.integers(1, 11),
 )
-def test_every_object_arrives(style: str, given_: list[tuple[str, dict[str, object]]], ascii: bool, size: int) -> None:
-    written = [json.dumps({"name": name, "arguments": value}, ensure_ascii=ascii) for name, value in given_]
+def test_every_object_arrives(
+    style: str, given_: list[tuple[str, dict[str, object]]], ascii: bool, size: int
+) -> None:
+    written = [
+        json.dumps({"name": name, "arguments": value}, ensure_ascii=ascii) for name, value in given_
+    ]
     content, calls, _ = read(style, WRITE[style](written), [size])
     assert content == ""
     assert [(name, json.loads(arguments)) for name, arguments in calls] == given_
@@ -240,7 +281,9 @@ def test_a_lone_surrogate_becomes_text_that_can_be_sent() -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("piece", ["<tool_call>", '<tool_call>{"x": "', "[TOOL_CALLS]", "\nAction: f", "{", " \n", "<"])
+@pytest.mark.parametrize(
+    "piece", ["<tool_call>", '<tool_call>{"x": "', "[TOOL_CALLS]", "\nAction: f", "{", " \n", "<"]
+)
 def test_time_is_linear_in_the_answer(style: str, piece: str) -> None:
     """60 thousand characters, a few at a time."""
     text = piece * (60_000 // len(piece))

@@ -8,14 +8,21 @@ import pytest
 
 from modelmill.text import tool_prompts
 
-TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object"}},
+}
 
 
 def test_a_format_without_tools_is_told_of_them_in_words() -> None:
     talk = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Go"},
-        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 1}'}}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 1}'}}],
+        },
         {"role": "tool", "content": "42", "tool_call_id": "c"},
     ]
     found = tool_prompts.describe_tools(talk, [TOOL])
@@ -45,7 +52,9 @@ def test_the_template_says_how_calls_are_written(template: str, style: str) -> N
 
 
 def calls(*ids: str) -> list[dict[str, Any]]:
-    return [{"id": id, "type": "function", "function": {"name": id, "arguments": "{}"}} for id in ids]
+    return [
+        {"id": id, "type": "function", "function": {"name": id, "arguments": "{}"}} for id in ids
+    ]
 
 
 PARALLEL: list[dict[str, Any]] = [
@@ -61,7 +70,8 @@ def test_calls_made_at_once_are_told_one_by_one() -> None:
     talk, _ = tool_prompts.prepare_tools(tool_prompts.BARE_STYLE, PARALLEL, [])
     told = [(m["role"], m["content"], [c["id"] for c in m.get("tool_calls", ())]) for m in talk]
     assert told == [
-        ("user", "Go", []), ("assistant", "Two.", ["a"]), ("tool", "A", []), ("assistant", "", ["b"]),
+        ("user", "Go", []), ("assistant", "Two.", ["a"]), ("tool", "A", []),
+        ("assistant", "", ["b"]),
         ("tool", "B", []), ("assistant", "Done", []),
     ]  # fmt: skip
     kept, _ = tool_prompts.prepare_tools(tool_prompts.MARKED_STYLE, PARALLEL, [])
@@ -81,12 +91,19 @@ def test_mistral_gets_ids_of_nine_letters() -> None:
     assert all(len(id) == 9 and id.isalnum() for id in made)
     assert more == {"tools": [TOOL]}
     fits = [{"role": "tool", "content": "", "tool_call_id": "abcDEF123"}]
-    assert tool_prompts.prepare_tools(tool_prompts.LISTED_STYLE, fits, [])[0][0]["tool_call_id"] == "abcDEF123"
+    assert (
+        tool_prompts.prepare_tools(tool_prompts.LISTED_STYLE, fits, [])[0][0]["tool_call_id"]
+        == "abcDEF123"
+    )
 
 
 def test_what_has_nothing_to_do_with_tools_is_left_alone() -> None:
     odd = [{"role": "user", "content": [{"type": "picture"}]}]
     assert all(
         tool_prompts.prepare_tools(style, odd, []) == (odd, {})
-        for style in (tool_prompts.DESCRIBED_STYLE, tool_prompts.BARE_STYLE, tool_prompts.REACT_STYLE)
+        for style in (
+            tool_prompts.DESCRIBED_STYLE,
+            tool_prompts.BARE_STYLE,
+            tool_prompts.REACT_STYLE,
+        )
     )

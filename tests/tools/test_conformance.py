@@ -1,4 +1,6 @@
-"""The logic of `make conformance` itself: what is kept, what is run again, what the page says, how it exits."""
+"""The logic of `make conformance` itself: what is kept, what is run again, what the page says, how
+it exits.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from typing import Any
 import pytest
 
 from tools.conformance import __main__ as conformance
-from tools.conformance import compat_canary, llm_comply, openapi_schema, report, suite, text_equality
+from tools.conformance import (
+    compat_canary,
+    llm_comply,
+    openapi_schema,
+    report,
+    suite,
+    text_equality,
+)
 from tools.conformance.suite import FailedCheck, SuiteResult
 
 
@@ -27,12 +36,15 @@ def suites(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             if isinstance(result, Exception):
                 raise result
             return SuiteResult(
-                **json.loads(json.dumps(result)) | {"failed": [FailedCheck(*each) for each in result["failed"]]}
+                **json.loads(json.dumps(result))
+                | {"failed": [FailedCheck(*each) for each in result["failed"]]}
             )
 
         source = tmp_path / f"{name}.py"
         source.write_text("")
-        return SimpleNamespace(TITLE=f"Suite {name}", PACKAGE="pytest", run=run, __file__=str(source))
+        return SimpleNamespace(
+            TITLE=f"Suite {name}", PACKAGE="pytest", run=run, __file__=str(source)
+        )
 
     package = tmp_path / "modelmill"
     package.mkdir()
@@ -44,7 +56,9 @@ def suites(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def run(suites: Any, *argv: str) -> int:
-    return conformance.main(["--out", str(suites.root / "out"), "--url", "http://x/v1", "--model", "m", *argv])
+    return conformance.main(
+        ["--out", str(suites.root / "out"), "--url", "http://x/v1", "--model", "m", *argv]
+    )
 
 
 def page(suites: Any) -> str:
@@ -106,7 +120,9 @@ def test_the_real_suites_have_what_is_asked_of_them() -> None:
 
 
 def test_results_survive_their_file(tmp_path: Path) -> None:
-    result = SuiteResult(3, [FailedCheck("a", "ü")], [FailedCheck("b", "c")], {"d": "e"}, ["f"], "1", digest="x")
+    result = SuiteResult(
+        3, [FailedCheck("a", "ü")], [FailedCheck("b", "c")], {"d": "e"}, ["f"], "1", digest="x"
+    )
     suite.store(result, tmp_path / "r.json")
     assert suite.load(tmp_path / "r.json") == result
     assert suite.load(tmp_path / "r.json", "x") == result
@@ -118,23 +134,45 @@ def test_results_survive_their_file(tmp_path: Path) -> None:
 def test_cases_of_a_schemathesis_report() -> None:
     def event(checks: list[Any], status: int | None) -> str:
         answer = {} if status is None else {"response": {"status_code": status}}
-        recorder = {"label": "GET /x", "cases": {"c": {}}, "checks": {"c": checks}, "interactions": {"c": answer}}
+        recorder = {
+            "label": "GET /x",
+            "cases": {"c": {}},
+            "checks": {"c": checks},
+            "interactions": {"c": answer},
+        }
         return json.dumps({"ScenarioFinished": {"recorder": recorder}})
 
     good = {"name": "no_5xx", "status": "success"}
-    bad = {"name": "fits", "status": "failure", "failure_info": {"failure": {"message": "it\ndoes not"}}}
-    lines = [json.dumps({"PhaseStarted": {}}), event([good], 200), event([good, bad], 500), event([good], None)]
+    bad = {
+        "name": "fits",
+        "status": "failure",
+        "failure_info": {"failure": {"message": "it\ndoes not"}},
+    }
+    lines = [
+        json.dumps({"PhaseStarted": {}}),
+        event([good], 200),
+        event([good, bad], 500),
+        event([good], None),
+    ]
     found = openapi_schema.read(lines)
     assert found.passed == 1
-    assert [case.name for case in found.failed] == ["GET /x: fits", "GET /x: an answer", "enough cases"]
+    assert [case.name for case in found.failed] == [
+        "GET /x: fits",
+        "GET /x: an answer",
+        "enough cases",
+    ]
     assert "does not" in found.failed[0].reason
     assert found.facts["statuses"] == "200: 1, 500: 1, None: 1"
 
 
-@pytest.mark.parametrize(("response", "told"), [({"error": {"code": "not_found"}}, 1), ({"error": None}, 0), ("", 0)])
+@pytest.mark.parametrize(
+    ("response", "told"), [({"error": {"code": "not_found"}}, 1), ({"error": None}, 0), ("", 0)]
+)
 def test_a_pass_on_a_path_that_is_not_served_is_told(response: Any, told: int) -> None:
     found = SuiteResult(0)
-    each = SimpleNamespace(status=SimpleNamespace(value="passed"), response=response, warnings=[], errors=[])
+    each = SimpleNamespace(
+        status=SimpleNamespace(value="passed"), response=response, warnings=[], errors=[]
+    )
     llm_comply._collect(found, "open-responses: compact-response", each)
     assert found.passed == 1
     assert len(found.notes) == told
@@ -145,19 +183,31 @@ def test_every_way_of_asking_begins_with_no_prefix_known(monkeypatch: pytest.Mon
 
     def said(_: str, body: dict[str, Any]) -> str:
         asked.append((body["cache_salt"], body["stream"]))
-        return "other" if body["cache_salt"] == "HTTP, streamed" and body["messages"] == "b" else "text"
+        return (
+            "other"
+            if body["cache_salt"] == "HTTP, streamed" and body["messages"] == "b"
+            else "text"
+        )
 
     text = SimpleNamespace(outputs=[SimpleNamespace(text="text")])
-    llm = SimpleNamespace(chat=lambda talk, *_, **__: [text] * (len(talk) if isinstance(talk, list) else 1))
+    llm = SimpleNamespace(
+        chat=lambda talk, *_, **__: [text] * (len(talk) if isinstance(talk, list) else 1)
+    )
     monkeypatch.setattr(text_equality, "_answer_text", said)
-    monkeypatch.setattr("modelmill.llm.LLM", lambda *_, **__: SimpleNamespace(chat=llm.chat, close=lambda: None))
-    found = text_equality.measure("http://x/v1", "m", Path("e"), [{"messages": "a"}, {"messages": "b"}])
+    monkeypatch.setattr(
+        "modelmill.llm.LLM", lambda *_, **__: SimpleNamespace(chat=llm.chat, close=lambda: None)
+    )
+    found = text_equality.measure(
+        "http://x/v1", "m", Path("e"), [{"messages": "a"}, {"messages": "b"}]
+    )
     assert found == {**dict.fromkeys(text_equality.REQUEST_MODES, 2), "HTTP, streamed": 1}
     assert dict(asked) == {way: "streamed" in way for way in text_equality.REQUEST_MODES[:4]}
 
 
 def test_a_canary_that_warns_has_not_passed() -> None:
-    results = [{"id": str(i), "status": s, "summary": "x"} for i, s in enumerate(("pass", "warn", "fail"))]
+    results = [
+        {"id": str(i), "status": s, "summary": "x"} for i, s in enumerate(("pass", "warn", "fail"))
+    ]
     found = compat_canary.read({"results": results, "score": 50})
     assert (found.passed, [case.name for case in found.failed]) == (1, ["1", "2"])
 
@@ -176,7 +226,9 @@ def test_steering_keeps_what_is_wrong_wrong() -> None:
 
 
 def test_the_page_is_a_table() -> None:
-    text = report.render({"a": ("What a does", SuiteResult(1, version="2", package="p", date="today"))}, "one core")
+    text = report.render(
+        {"a": ("What a does", SuiteResult(1, version="2", package="p", date="today"))}, "one core"
+    )
     assert "| [a](#a) | What a does | p 2 | 1 | 0 | 0 | today |" in text
     assert "## a" in text
     assert "`python -m tools.conformance --only a`: 0 s on one core, today; p 2" in text

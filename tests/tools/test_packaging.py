@@ -16,11 +16,17 @@ MADE = re.compile(r"(^|/)__pycache__/|\.py[cod]$|\.so$|(^|/)\.[a-z]+_cache/|\.eg
 
 
 def files(folder: Path) -> list[Path]:
-    return [p for p in sorted(folder.rglob("*")) if p.is_file() and not MADE.search(p.relative_to(ROOT).as_posix())]
+    return [
+        p
+        for p in sorted(folder.rglob("*"))
+        if p.is_file() and not MADE.search(p.relative_to(ROOT).as_posix())
+    ]
 
 
 def test_every_file_of_the_package_is_in_the_wheel() -> None:
-    """Native sources, templates, pages and word lists: a file that no pattern names would be left out in silence."""
+    """Native sources, templates, pages and word lists: a file that no pattern names would be left
+    out in silence.
+    """
     patterns: dict[str, list[str]] = SETTINGS["tool"]["setuptools"]["package-data"]
     carried = {
         path
@@ -31,7 +37,11 @@ def test_every_file_of_the_package_is_in_the_wheel() -> None:
     found = {path for path in files(ROOT / "modelmill") if path.suffix != ".py"}
     assert found, "there are such files"
     assert found - carried == set()
-    assert all(any(ROOT.joinpath(p.replace(".", "/")).glob(g)) for p, globs in patterns.items() for g in globs)
+    assert all(
+        any(ROOT.joinpath(p.replace(".", "/")).glob(g))
+        for p, globs in patterns.items()
+        for g in globs
+    )
 
 
 def test_every_folder_with_code_is_a_package() -> None:
@@ -40,14 +50,20 @@ def test_every_folder_with_code_is_a_package() -> None:
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
-@pytest.mark.parametrize("folder", ["benchmarks", "docs", "examples", "modelmill", "tests", "tools"])
+@pytest.mark.parametrize(
+    "folder", ["benchmarks", "docs", "examples", "modelmill", "tests", "tools"]
+)
 def test_the_source_distribution_takes_whole_folders(folder: str) -> None:
     assert f"graft {folder}" in (ROOT / "MANIFEST.in").read_text().splitlines()
 
 
 def test_the_source_distribution_takes_the_files_at_the_root() -> None:
     words = (ROOT / "MANIFEST.in").read_text().split()
-    there = {p.name for p in ROOT.iterdir() if p.is_file() and p.suffix in ("", ".md", ".txt", ".toml", ".py")}
+    there = {
+        p.name
+        for p in ROOT.iterdir()
+        if p.is_file() and p.suffix in ("", ".md", ".txt", ".toml", ".py")
+    }
     assert {name for name in there if not name.startswith(".")} - {"PKG-INFO"} <= set(words)
 
 
@@ -63,7 +79,9 @@ def test_what_builds_the_wheel_needs_nothing_that_is_not_installed() -> None:
     """setup.py and the file that it loads run before torch is there."""
     for path in (ROOT / "setup.py", ROOT / "modelmill" / "ops" / "cpu" / "prebuilt.py"):
         imported = {
-            (node.module or "").split(".")[0] if isinstance(node, ast.ImportFrom) else node.names[0].name.split(".")[0]
+            (node.module or "").split(".")[0]
+            if isinstance(node, ast.ImportFrom)
+            else node.names[0].name.split(".")[0]
             for node in ast.walk(ast.parse(path.read_text()))
             if isinstance(node, (ast.Import, ast.ImportFrom))
         }
@@ -71,7 +89,9 @@ def test_what_builds_the_wheel_needs_nothing_that_is_not_installed() -> None:
 
 
 def test_what_the_build_reads_of_the_package_is_there() -> None:
-    """setup.py imports one module by its path and nothing checks its types: a rename there stops every installation."""
+    """setup.py imports one module by its path and nothing checks its types: a rename there stops
+    every installation.
+    """
     setup = ast.parse((ROOT / "setup.py").read_text())
     module = ROOT / "modelmill/ops/cpu/prebuilt.py"
     called = {
@@ -89,7 +109,9 @@ def test_what_the_build_reads_of_the_package_is_there() -> None:
 
 def names_defined(tree: ast.Module) -> set[str]:
     """Functions, classes and constants at the top of a module."""
-    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    functions = {
+        node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
     targets = [t for node in tree.body if isinstance(node, ast.Assign) for t in node.targets]
     targets += [node.target for node in tree.body if isinstance(node, ast.AnnAssign)]
     return functions | {t.id for t in targets if isinstance(t, ast.Name)}

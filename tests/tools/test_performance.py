@@ -15,7 +15,14 @@ from tools.performance.__main__ import main
 from tools.performance.cards_table import cards_table
 from tools.performance.minigpt4_table import minigpt4_table
 from tools.performance.ops_table import HOST_OPS, ops_table
-from tools.performance.rows import MeasuredFigure, cpu_groups, kernels, make_target_line, read_rows, rows_by_state
+from tools.performance.rows import (
+    MeasuredFigure,
+    cpu_groups,
+    kernels,
+    make_target_line,
+    read_rows,
+    rows_by_state,
+)
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BENCH = "modelmill bench latency qwen7b.engine"
@@ -24,16 +31,43 @@ BENCH = "modelmill bench latency qwen7b.engine"
 def bench(value: float, date: str, prompt: int = 128, **more: Any) -> dict[str, Any]:
     """A row of ``modelmill bench latency``."""
     shape = {"batch": 1, "input": prompt, "output": 64}
-    row = {"command": BENCH, "figure": "latency.per_token_ms", "engine": "qwen7b.engine", "subject": "modelmill"}
-    return {**row, "shape": shape, "value": value, "date": date, "device": "card", "versions": {"torch": "2"}, **more}
+    row = {
+        "command": BENCH,
+        "figure": "latency.per_token_ms",
+        "engine": "qwen7b.engine",
+        "subject": "modelmill",
+    }
+    return {
+        **row,
+        "shape": shape,
+        "value": value,
+        "date": date,
+        "device": "card",
+        "versions": {"torch": "2"},
+        **more,
+    }
 
 
 def table(subject: str, value: float, run: str, date: str, **more: Any) -> dict[str, Any]:
     """A row of ``benchmarks/table.py``."""
     spread = {"min": value - 0.1, "max": value + 0.1, "runs": 3}
-    row = {"bench": "table", "work": "decode-1x128", "subject": subject, "run": run, "command": "python table"}
+    row = {
+        "bench": "table",
+        "work": "decode-1x128",
+        "subject": subject,
+        "run": run,
+        "command": "python table",
+    }
     versions = {"vllm": "0.25.1"} if subject == "vLLM" else {"modelmill": "0.1.0"}
-    return {**row, "value": value, "date": date, "spread": spread, "device": "card", "versions": versions, **more}
+    return {
+        **row,
+        "value": value,
+        "date": date,
+        "spread": spread,
+        "device": "card",
+        "versions": versions,
+        **more,
+    }
 
 
 def op(case: str, variant: str, fraction: float, **more: Any) -> dict[str, Any]:
@@ -56,10 +90,20 @@ def test_the_committed_page_is_what_the_rows_and_the_story_give() -> None:
 
 def test_first_tokens_stand_card_by_card_and_draw_by_draw() -> None:
     def row(subject: str, value: float, card: int, **more: Any) -> dict[str, Any]:
-        return table(subject, value, f"r-{card}", "2026-01-02", work="first-4096", card=card, **more)
+        return table(
+            subject, value, f"r-{card}", "2026-01-02", work="first-4096", card=card, **more
+        )
 
-    rows = [row("modelmill", 83.0, 1), row("vLLM", 100.0, 1), row("modelmill", 85.5, 2), row("vLLM", 90.0, 2)]
-    rows += [row("modelmill", 83.97, 2, weights="uniform"), row("modelmill", 50.0, 1, tried="an idea")]
+    rows = [
+        row("modelmill", 83.0, 1),
+        row("vLLM", 100.0, 1),
+        row("modelmill", 85.5, 2),
+        row("vLLM", 90.0, 2),
+    ]
+    rows += [
+        row("modelmill", 83.97, 2, weights="uniform"),
+        row("modelmill", 50.0, 1, tried="an idea"),
+    ]
     rows += [table("modelmill", 1.0, "r", "2026-01-01", work="first-4096")]
     rows += [
         table("modelmill", 2.0, "r", "2026-01-04", work="first-4096", **more)
@@ -79,12 +123,28 @@ def test_first_tokens_stand_card_by_card_and_draw_by_draw() -> None:
 
 def test_every_op_has_a_line_with_its_largest_cases() -> None:
     def row(case: str, us: float, bound: str, **more: Any) -> dict[str, Any]:
-        rates = {"gbps": 1000.0, "tflops": 100.0, "chosen": True, "bound": bound, "date": "2026-01-02T03"}
+        rates = {
+            "gbps": 1000.0,
+            "tflops": 100.0,
+            "chosen": True,
+            "bound": bound,
+            "date": "2026-01-02T03",
+        }
         return op(case, "cuda", 0.5, value=us) | rates | more
 
-    rows = [row("small", 10.0, "memory"), row("large", 30.0, "memory", gbps=500.0), row("large", 20.0, "memory")]
-    rows += [row("large", 99.0, "memory", variant="torch", chosen=False), row("wide", 4.0, "products")]
-    rows += [row("half", 900.0, "memory", dtype="float16"), row("other", 900.0, "memory", chosen=False)]
+    rows = [
+        row("small", 10.0, "memory"),
+        row("large", 30.0, "memory", gbps=500.0),
+        row("large", 20.0, "memory"),
+    ]
+    rows += [
+        row("large", 99.0, "memory", variant="torch", chosen=False),
+        row("wide", 4.0, "products"),
+    ]
+    rows += [
+        row("half", 900.0, "memory", dtype="float16"),
+        row("other", 900.0, "memory", chosen=False),
+    ]
     library = row("library", 8.0, "products", variant="torch", op="linear_add")
     bare = {
         name: value
@@ -94,13 +154,21 @@ def test_every_op_has_a_line_with_its_largest_cases() -> None:
     rows += [library, bare | {"bound": None}, row("tiny", 1.0, "memory", op="linear_add")]
     rows += [row("tiny", 1.0, "memory", op="gelu")]
     lines = {line.split("|")[1].strip() or "more": line for line in ops_table(rows)}
-    assert lines["linear"].endswith("| large | cuda | 20.0 | 1.00 | 100 | memory | **0.50** | 99.0 | 2026-01-02 |")
+    assert lines["linear"].endswith(
+        "| large | cuda | 20.0 | 1.00 | 100 | memory | **0.50** | 99.0 | 2026-01-02 |"
+    )
     assert "| wide | cuda | 4.00 |" in lines["more"]
-    assert "| library | torch | 8.00 |" in lines["linear_add"], "what the shelf leaves to a library has its line"
+    assert "| library | torch | 8.00 |" in lines["linear_add"], (
+        "what the shelf leaves to a library has its line"
+    )
     assert "| tiny |" in lines["gelu"], "there is no other"
     assert "| bare | cuda | 5.00 |" in lines["sample"]
-    assert set(lines) - {"more", "op", "---"} == {*registry.OPS, *registry.FUSED_OPS} - set(HOST_OPS)
-    assert lines["rms_norm"] == "| rms_norm |" + " – |" * 9, "what was not measured is seen to be so"
+    assert set(lines) - {"more", "op", "---"} == {*registry.OPS, *registry.FUSED_OPS} - set(
+        HOST_OPS
+    )
+    assert lines["rms_norm"] == "| rms_norm |" + " – |" * 9, (
+        "what was not measured is seen to be so"
+    )
 
 
 def test_rows_are_read_in_order_and_a_broken_line_is_named(tmp_path: Path) -> None:
@@ -115,7 +183,8 @@ def test_rows_are_read_in_order_and_a_broken_line_is_named(tmp_path: Path) -> No
 
 def test_without_a_peer_the_newest_row_counts_and_the_oldest_was_first() -> None:
     line = make_target_line(
-        "decode-1x128", [bench(4.2, "01"), bench(3.7, "03"), bench(3.9, "02"), bench(9.0, "04", prompt=4096)]
+        "decode-1x128",
+        [bench(4.2, "01"), bench(3.7, "03"), bench(3.9, "02"), bench(9.0, "04", prompt=4096)],
     )
     assert line.ours is not None
     assert line.first is not None
@@ -126,7 +195,8 @@ def test_peers_come_from_the_newest_run_that_has_both_and_ours_from_the_newest()
     rows = [
         table("modelmill", 3.8, "a", "05"), table("vLLM", 4.9, "a", "05"),
         table("modelmill", 3.6, "b", "06"), table("vLLM", 4.8, "b", "06"),
-        table("modelmill", 3.5, "c", "07"), table("modelmill", 0.5, "d", "08", layers=2), table("vLLM", 1, "d", "08"),
+        table("modelmill", 3.5, "c", "07"), table("modelmill", 0.5, "d", "08", layers=2),
+        table("vLLM", 1, "d", "08"),
     ]  # fmt: skip
     line = make_target_line("decode-1x128", [*rows, bench(3.4, "09")])
     assert line.ours is not None
@@ -135,7 +205,11 @@ def test_peers_come_from_the_newest_run_that_has_both_and_ours_from_the_newest()
 
 
 def test_runs_with_other_options_are_other_figures() -> None:
-    rows = [bench(3.7, "01"), bench(2.1, "02", command=f"{BENCH} --tp 2"), bench(2.2, "03", subject="transformers")]
+    rows = [
+        bench(3.7, "01"),
+        bench(2.1, "02", command=f"{BENCH} --tp 2"),
+        bench(2.2, "03", subject="transformers"),
+    ]
     line = make_target_line("decode-1x128", rows)
     assert line.ours is not None
     assert line.ours.value == 3.7
@@ -149,7 +223,12 @@ def test_runs_with_other_options_are_other_figures() -> None:
         ("startup", bench(6.2, "01", figure="startup.total_s")),
         (
             "trace-500",
-            bench(32.0, "01", figure="throughput.seconds", command="modelmill bench throughput --trace t.csv"),
+            bench(
+                32.0,
+                "01",
+                figure="throughput.seconds",
+                command="modelmill bench throughput --trace t.csv",
+            ),
         ),
     ],
 )
@@ -162,14 +241,18 @@ def test_a_speed_line_shows_target_spread_peer_and_ratio() -> None:
     rows = [bench(4.2, "01"), table("modelmill", 3.7, "b", "06"), table("vLLM", 4.84, "b", "06")]
     line = next(line for line in tables.speed_table(rows) if "prompt 128 |" in line)
     assert line == (
-        "| decode, batch 1, prompt 128 | ms/token | 3.34 | 3.8 | 4.20 | **3.70** (3.60 … 3.80) | reached "
+        "| decode, batch 1, prompt 128 | ms/token | 3.34 | 3.8 | 4.20 | **3.70** (3.60 … 3.80) | "
+        "reached "
         "| ours 3.70, vLLM 0.25.1 4.84 (4.74 … 4.94) | **1.31** | 0.785 | **0.764** |"
     )
     slower = [table("modelmill", 3.7, "b", "06"), table("vLLM", 4.6, "b", "06")]
     assert any(line.endswith("| 0.785 | **0.804** missed |") for line in tables.speed_table(slower))
     missed = next(line for line in tables.speed_table([bench(4.2, "01")]) if "prompt 128 |" in line)
     assert "| missed |" in missed
-    assert all(line.count("|") == tables.speed_table(rows)[0].count("|") for line in tables.speed_table(rows))
+    assert all(
+        line.count("|") == tables.speed_table(rows)[0].count("|")
+        for line in tables.speed_table(rows)
+    )
 
 
 def test_ratios_are_of_one_run_only() -> None:
@@ -181,32 +264,45 @@ def test_figures_on_several_gpus_stand_beside_those_of_one() -> None:
     decode = {"figure": "step.decode_ms", "batch": 1, "context": 128}
     total = {"figure": "sum.us", "tokens": 1, "width": 4096}
     rows = [
-        {**decode, "tp": 1, "value": 3.6}, {**decode, "tp": 2, "value": 2.4}, {**decode, "value": 9.9},
+        {**decode, "tp": 1, "value": 3.6}, {**decode, "tp": 2, "value": 2.4},
+        {**decode, "value": 9.9},
         {**total, "tp": 2, "value": 2.86, "nccl_us": 11.3},
     ]  # fmt: skip
     assert tables.gpus_table(rows) == [
         "| work | 1 GPU | 2 GPUs |",
         "|---|---|---|",
         "| one step, a graph, batch 1, 128 tokens held, ms | 3.60 | 2.40 (**1.50** ×) |",
-        "| a sum over the ranks with residual and norm, 1 × 4096 bfloat16, µs (NCCL and a norm) |  | **2.86** (11.3) |",
+        "| a sum over the ranks with residual and norm, 1 × 4096 bfloat16, µs (NCCL and a norm) | "
+        " | **2.86** (11.3) |",
     ]
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0.6239, "0.624"), (3.712, "3.71"), (12.46, "12.5"), (102.3, "102"), (1234.5, "1,234")]
+    ("value", "text"),
+    [(0.6239, "0.624"), (3.712, "3.71"), (12.46, "12.5"), (102.3, "102"), (1234.5, "1,234")],
 )
 def test_numbers_have_three_digits_that_count(value: float, text: str) -> None:
     assert tables.number(value) == text
 
 
 def test_a_figure_just_above_its_target_does_not_look_like_it() -> None:
-    row = bench(29.0152, "01", figure="throughput.seconds", command="modelmill bench throughput --trace t.csv")
+    row = bench(
+        29.0152,
+        "01",
+        figure="throughput.seconds",
+        command="modelmill bench throughput --trace t.csv",
+    )
     assert "| 29 | – | **29.02** | missed |" in tables.speed_table([row])[2]
     assert "| **28.9** | reached |" in tables.speed_table([row | {"value": 28.94}])[2]
 
 
 def test_the_newest_row_of_each_kernel_counts_and_references_are_left_out() -> None:
-    rows = [op("1x2", "triton", 0.5), op("1x2", "torch", 0.9), op("1x2", "triton", 0.8), op("1x2", "cuda", 0.9)]
+    rows = [
+        op("1x2", "triton", 0.5),
+        op("1x2", "torch", 0.9),
+        op("1x2", "triton", 0.8),
+        op("1x2", "cuda", 0.9),
+    ]
     assert [row["fraction"] for row in kernels(rows)] == [0.8, 0.9]
     assert plots.fractions(rows) == [("linear 1x2", {"triton": 0.8, "cuda": 0.9})]
     fast = [op("prefill", "cuda", 0.3, tflops=600.0), op("launch", "triton", 0.01)]
@@ -217,12 +313,17 @@ def test_the_newest_row_of_each_kernel_counts_and_references_are_left_out() -> N
 def test_states_are_compared_within_a_run_and_a_work() -> None:
     step = {"figure": "step.decode_ms", "batch": 1, "context": 128, "unit": "ms"}
     rows = [
-        {**step, "state": "before", "run": "one", "value": 4.0}, {**step, "state": "after", "run": "one", "value": 3.0},
+        {**step, "state": "before", "run": "one", "value": 4.0},
+        {**step, "state": "after", "run": "one", "value": 3.0},
         {**step, "state": "alone", "run": "two", "value": 3.5}, {**step, "value": 9.0},
     ]  # fmt: skip
     assert list(rows_by_state(rows)) == [("one", "decode, batch 1, context 128")]
     found = plots.code_states(rows)
-    assert [label for label, _ in found] == ["decode, batch 1, context 128", "before: 4 ms", "after: 3 ms"]
+    assert [label for label, _ in found] == [
+        "decode, batch 1, context 128",
+        "before: 4 ms",
+        "after: 3 ms",
+    ]
     assert found[2][1] == {"over the first": 0.75}
 
 
@@ -248,7 +349,9 @@ def test_an_unknown_mark_is_an_error() -> None:
 
 
 def test_the_story_keeps_its_text() -> None:
-    told = page.render("# A\n\nBraces {{ inside }} a line stay.\n\n{{ plot speed }}\n", {"h200": [], "cpu": []})
+    told = page.render(
+        "# A\n\nBraces {{ inside }} a line stay.\n\n{{ plot speed }}\n", {"h200": [], "cpu": []}
+    )
     assert told == (
         f"{page.NOTE}\n\n# A\n\nBraces {{{{ inside }}}} a line stay.\n\n"
         "![Time over what must be reached](img/performance-speed.svg)\n"
@@ -262,11 +365,15 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / page.STORY).write_text("# P\n\n{{ table speed }}\n\n{{ plot speed }}\n")
     (tmp_path / page.RESULTS).mkdir(parents=True)
     rows = [bench(4.2, "01"), table("modelmill", 3.7, "b", "06"), table("vLLM", 4.84, "b", "06")]
-    (tmp_path / page.RESULTS / "h200.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / page.RESULTS / "h200.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
     return tmp_path
 
 
-def test_a_page_is_written_once_and_stale_after_a_new_row(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_is_written_once_and_stale_after_a_new_row(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib")
     plot = root / page.plot_path("speed")
     assert main(["--root", str(root)]) == 0
@@ -276,7 +383,11 @@ def test_a_page_is_written_once_and_stale_after_a_new_row(root: Path, capsys: py
     assert main(["--root", str(root)]) == 0
     assert plot.read_bytes() == first, "the same data gives the same bytes"
     with (root / page.RESULTS / "h200.jsonl").open("a") as sink:
-        sink.write(json.dumps(table("modelmill", 3.2, "c", "07")) + "\n" + json.dumps(table("vLLM", 4.8, "c", "07")))
+        sink.write(
+            json.dumps(table("modelmill", 3.2, "c", "07"))
+            + "\n"
+            + json.dumps(table("vLLM", 4.8, "c", "07"))
+        )
     assert main(["--root", str(root), "--check"]) == 1
     assert "docs/performance.md is stale; run `make performance`" in capsys.readouterr().err
     assert page.stale_files(root) == ["docs/performance.md", "docs/img/performance-speed.svg"]
@@ -300,11 +411,25 @@ def test_every_row_says_how_where_with_what_and_when_it_was_measured(device: str
 
 def test_pictures_show_the_newest_run_of_each_work() -> None:
     def row(work: str, subject: str, value: float, date: str, count: int = 1) -> dict[str, Any]:
-        told = {"bench": "minigpt4", "work": work, "pictures": count, "subject": subject, "value": value, "date": date}
+        told = {
+            "bench": "minigpt4",
+            "work": work,
+            "pictures": count,
+            "subject": subject,
+            "value": value,
+            "date": date,
+        }
         more = {"requests_per_s": 1e3 * count / value} if work == "many" else {}
         spread = {"min": value - 1, "max": value + 1, "runs": 3}
         versions = {"transformers": "5", "torch": "2"}
-        return {**told, **more, "spread": spread, "command": f"python {date}", "device": "card", "versions": versions}
+        return {
+            **told,
+            **more,
+            "spread": spread,
+            "command": f"python {date}",
+            "device": "card",
+            "versions": versions,
+        }
 
     rows = [
         row("request", "bfloat16", 500, "2026-01-01"),

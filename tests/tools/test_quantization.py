@@ -12,7 +12,8 @@ from tools import quantization
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GOOD = {
-    "key": "a", "options": "-q int8", "tokens": 16384, "perplexity": 20.5, "excess": 0.0125, "mean_kl": 0.25,
+    "key": "a", "options": "-q int8", "tokens": 16384, "perplexity": 20.5, "excess": 0.0125,
+    "mean_kl": 0.25,
     "agreement": 0.75, "bytes": 3 << 20, "kv_cache_dtype": "int8",
 }  # fmt: skip
 
@@ -33,7 +34,9 @@ def lay(root: Path, *rows: dict[str, object]) -> None:
     (root / quantization.RESULTS).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_written_once_and_stale_after_a_new_row(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_written_once_and_stale_after_a_new_row(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib")
     lay(root, GOOD)
     assert quantization.main(["--root", str(root), "--check"]) == 1
@@ -58,11 +61,25 @@ def test_the_newest_row_counts_and_the_best_stands_first(root: Path) -> None:
 
 
 def test_the_second_checkpoint_has_a_table_of_its_own(root: Path) -> None:
-    less = {**GOOD, "key": "e", "checkpoint": quantization.SECOND_CHECKPOINT, "options": "-q int4", "group": 32}
-    more = {**less, "key": "f", "options": "-q int4 --method nearest", "mean_kl": 0.5, "excess": -0.5}
+    less = {
+        **GOOD,
+        "key": "e",
+        "checkpoint": quantization.SECOND_CHECKPOINT,
+        "options": "-q int4",
+        "group": 32,
+    }
+    more = {
+        **less,
+        "key": "f",
+        "options": "-q int4 --method nearest",
+        "mean_kl": 0.5,
+        "excess": -0.5,
+    }
     lay(root, more, GOOD, less)
     assert [row["key"] for row in quantization.select_rows(root / quantization.RESULTS)] == ["a"]
-    assert [row["key"] for row in quantization.select_rows(root / quantization.RESULTS, second=True)] == ["e", "f"]
+    assert [
+        row["key"] for row in quantization.select_rows(root / quantization.RESULTS, second=True)
+    ] == ["e", "f"]
     page = quantization.render_page(root)
     first, _, second = page.partition("never rounded")
     assert "`-q int8`, KV int8" in first
@@ -72,4 +89,7 @@ def test_the_second_checkpoint_has_a_table_of_its_own(root: Path) -> None:
 
 def test_rouge_stands_beside_it_where_it_was_measured() -> None:
     rouge = {"rouge1": 31.26, "rouge2": 10.0, "rougeL": 21.5, "rougeLsum": 28.0}
-    assert "| 75.0 % | 31.3 / 10.0 / 21.5 | 3.0 |" in quantization.table([{**GOOD, "rouge": rouge}])[-1]
+    assert (
+        "| 75.0 % | 31.3 / 10.0 / 21.5 | 3.0 |"
+        in quantization.table([{**GOOD, "rouge": rouge}])[-1]
+    )

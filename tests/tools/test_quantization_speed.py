@@ -16,7 +16,8 @@ LINE = speed.SpeedLine("llama-7b", "int4", "auto", 1, 128, 3.67, 1.6)
 def row(**changed: Any) -> dict[str, Any]:
     """A row as benchmarks/model_step.py writes it."""
     plain = {
-        "figure": "step.decode_ms", "batch": 1, "context": 128, "value": 1.5, "floor_ms": 0.9, "shape": "llama-7b",
+        "figure": "step.decode_ms", "batch": 1, "context": 128, "value": 1.5, "floor_ms": 0.9,
+        "shape": "llama-7b",
         "weights": "int4", "kv": "auto", "date": "2026-01-01",
         "command": "python benchmarks/model_step.py llama-7b -q int4",
         "spread": {"min": 1.4, "max": 1.625},
@@ -28,7 +29,8 @@ def test_the_newest_plain_row_of_a_line_counts() -> None:
     others = [
         row(value=9.0, date="2025-01-01"), row(value=9.0, date="2027-01-01", weights="int8"),
         row(value=9.0, date="2027-01-01", command="… --kernel int4_linear=triton"),
-        row(value=9.0, date="2027-01-01", state="before"), row(value=9.0, date="2027-01-01", context=4096),
+        row(value=9.0, date="2027-01-01", state="before"),
+        row(value=9.0, date="2027-01-01", context=4096),
         row(value=9.0, date="2027-01-01", kv="int8"),
     ]  # fmt: skip
     found = speed.newest([*others, row()], LINE)
@@ -40,13 +42,19 @@ def test_the_newest_plain_row_of_a_line_counts() -> None:
 @pytest.mark.parametrize(("value", "state"), [(1.5, "reached"), (1.6, "reached"), (1.7, "missed")])
 def test_a_line_of_the_table(value: float, state: str) -> None:
     (line,) = speed.table([row(value=value)])[2:]
-    assert line == f"| 1 × 128 | `int4` | auto | 0.9 | 1.6 | **{value:.3g}** (1.4 … 1.62) | {state} | 3.67 |"
+    assert (
+        line == f"| 1 × 128 | `int4` | auto | 0.9 | 1.6 | **{value:.3g}** (1.4 … 1.62) | {state} | "
+        "3.67 |"
+    )
 
 
 def test_points_need_both_sides(tmp_path: Path) -> None:
     accuracy = [{"options": "-q int4", "excess": 0.3}, {"options": "-q int8", "excess": 0.001}]
     assert speed.points([row()], accuracy) == [("int4", 1.5, 30.0)]
-    assert speed.points([row()], [{"options": "-q int4", "excess": 0.3, "kv_cache_dtype": "int8"}]) == []
+    assert (
+        speed.points([row()], [{"options": "-q int4", "excess": 0.3, "kv_cache_dtype": "int8"}])
+        == []
+    )
     pytest.importorskip("matplotlib")
     speed.draw_plot([row(), row(weights="dense", value=3.4)], accuracy, tmp_path / "plot.svg")
     assert (tmp_path / "plot.svg").stat().st_size > 1000
@@ -54,6 +62,8 @@ def test_points_need_both_sides(tmp_path: Path) -> None:
 
 def test_only_rows_of_steps_are_read(tmp_path: Path) -> None:
     file = tmp_path / "h200.jsonl"
-    file.write_text("".join(json.dumps(each) + "\n" for each in (row(), {"figure": "else"}, row(shape=None))))
+    file.write_text(
+        "".join(json.dumps(each) + "\n" for each in (row(), {"figure": "else"}, row(shape=None)))
+    )
     assert len(speed.step_rows(file)) == 2
     assert speed.step_rows(tmp_path / "none.jsonl") == []

@@ -13,7 +13,11 @@ def row(options: str, excess: float, **more: Any) -> dict[str, Any]:
 
 def line_of(what: str, *rows: dict[str, Any]) -> str:
     (found,) = [line for line in marks.targets_table(rows) if line.startswith(f"| {what}")]
-    return found.rpartition(" | ")[0].partition(" | ")[2] + " | " + found.rpartition(" | ")[2].rstrip(" |")
+    return (
+        found.rpartition(" | ")[0].partition(" | ")[2]
+        + " | "
+        + found.rpartition(" | ")[2].rstrip(" |")
+    )
 
 
 def test_what_has_no_row_says_so() -> None:
@@ -42,7 +46,10 @@ def test_the_best_of_int4_and_each_method_against_nearest() -> None:
         for method, excess in (("nearest", 0.42), ("gptq", 0.064), ("awq", 0.5))
     ]
     assert line_of("int4, groups of 64, the best (gptq)", *found) == "≤ +25 % | +6.40 % | reached"
-    assert line_of("int4, groups of 64, gptq", *found) == "better than nearest's +42.00 % | +6.40 % | reached"
+    assert (
+        line_of("int4, groups of 64, gptq", *found)
+        == "better than nearest's +42.00 % | +6.40 % | reached"
+    )
     assert line_of("int4, groups of 64, awq", *found).endswith("+50.00 % | missed")
     same = [{**each, "excess": 0.1} for each in found]
     assert line_of("int4, groups of 64, awq", *same).endswith("missed"), "as good is not better"

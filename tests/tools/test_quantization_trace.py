@@ -9,10 +9,13 @@ from typing import Any
 from tools import quantization_trace as trace
 
 
-def row(weights: str = "dense", kv: str = "auto", value: float = 28.0, **changed: Any) -> dict[str, Any]:
+def row(
+    weights: str = "dense", kv: str = "auto", value: float = 28.0, **changed: Any
+) -> dict[str, Any]:
     """A row as benchmarks/trace_steps.py writes it."""
     plain = {
-        "figure": "trace.loop_s", "value": value, "weights": weights, "kv": kv, "mixed": 768, "date": "2026-01-02",
+        "figure": "trace.loop_s", "value": value, "weights": weights, "kv": kv, "mixed": 768,
+        "date": "2026-01-02",
         "requests_per_s": 500 / value, "command": "python benchmarks/trace_steps.py one",
     }  # fmt: skip
     return plain | changed
@@ -20,7 +23,11 @@ def row(weights: str = "dense", kv: str = "auto", value: float = 28.0, **changed
 
 def test_ratios_are_of_one_run() -> None:
     lines = trace.table(
-        [row(), row("smoothquant", "int8", 17.5, mixed=None), row("smoothquant", "int8", 20.0, mixed=1024)]
+        [
+            row(),
+            row("smoothquant", "int8", 17.5, mixed=None),
+            row("smoothquant", "int8", 20.0, mixed=1024),
+        ]
     )
     assert lines[2:] == [
         "| `dense` | auto | 768 | 28.00 | 17.9 | 1.00 |  |",
@@ -32,8 +39,17 @@ def test_ratios_are_of_one_run() -> None:
 
 def test_the_newest_run_with_bfloat16_beside_another_counts(tmp_path: Path) -> None:
     pair = [row(), row("smoothquant", "int8", 17.0)]
-    newer = [{**each, "command": "python benchmarks/trace_steps.py two", "date": "2026-01-03"} for each in pair]
-    alone = row("smoothquant", "int8", 1.0, command="python benchmarks/trace_steps.py three", date="2026-01-04")
+    newer = [
+        {**each, "command": "python benchmarks/trace_steps.py two", "date": "2026-01-03"}
+        for each in pair
+    ]
+    alone = row(
+        "smoothquant",
+        "int8",
+        1.0,
+        command="python benchmarks/trace_steps.py three",
+        date="2026-01-04",
+    )
     assert trace.newest([*newer, *pair, alone]) == newer
     later = [{**each, "date": "2026-02-01"} for each in pair]
     assert trace.newest([*pair, *later]) == later, "the same command on another day"

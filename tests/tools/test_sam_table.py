@@ -7,10 +7,14 @@ from typing import Any
 from tools.performance.sam_table import sam_table
 
 
-def _row(subject: str, value: float, date: str, work: str = "encoder", batch: int | None = 1) -> dict[str, Any]:
+def _row(
+    subject: str, value: float, date: str, work: str = "encoder", batch: int | None = 1
+) -> dict[str, Any]:
     row: dict[str, Any] = {
-        "bench": "sam", "work": work, "subject": subject, "value": value, "unit": "ms", "date": date,
-        "spread": {"min": value - 0.1, "max": value + 0.1, "runs": 9}, "versions": {"torch": "2.11", "numpy": "2"},
+        "bench": "sam", "work": work, "subject": subject, "value": value, "unit": "ms",
+        "date": date,
+        "spread": {"min": value - 0.1, "max": value + 0.1, "runs": 9},
+        "versions": {"torch": "2.11", "numpy": "2"},
         "command": f"python benchmarks/sam.py {date}", "device": "NVIDIA H200",
     }  # fmt: skip
     return row | ({} if batch is None else {"batch": batch, "images_per_s": batch / value * 1e3})

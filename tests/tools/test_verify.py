@@ -1,4 +1,6 @@
-"""The logic of `make verify` itself: what is kept, what is run again, what the page says, how it exits."""
+"""The logic of `make verify` itself: what is kept, what is run again, what the page says, how it
+exits.
+"""
 
 from __future__ import annotations
 
@@ -84,13 +86,17 @@ def test_an_item_that_breaks_is_a_failure_with_its_error(items: dict[str, Any]) 
     assert "second line" not in page
 
 
-def test_without_the_shared_folder_one_line(items: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_the_shared_folder_one_line(
+    items: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     (items["root"].parent / "shared" / "data").rmdir()
     assert run(items) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_an_unknown_item_is_named(items: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_item_is_named(
+    items: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(items, "--only", "9") == 2
     assert "no item 9" in capsys.readouterr().err
 
@@ -141,7 +147,10 @@ def test_a_mismatch_tells_its_place_and_margin() -> None:
     wrong = _fact("alone", [[1, 2, 9], [4]], right)
     assert not wrong.passed
     assert "prompt 0 at token 2 (margin there 2e-06)" in wrong.measured
-    assert "prompt 1 at token 1 (margin there 0.1)" in _fact("alone", [[1, 2, 3], [4, 5]], right).measured
+    assert (
+        "prompt 1 at token 1 (margin there 0.1)"
+        in _fact("alone", [[1, 2, 3], [4, 5]], right).measured
+    )
 
 
 def test_the_ending_id_does_not_count() -> None:
@@ -160,9 +169,14 @@ def test_vectors_must_pair_up(tmp_path: Path) -> None:
 
 
 def test_the_relaid_config_counts_w1_and_w2_together() -> None:
-    raw = {"hidden_size": 576, "num_attention_heads": 9, "intermediate_size": 1536, "rms_norm_eps": 1e-5,
+    raw = {"hidden_size": 576, "num_attention_heads": 9, "intermediate_size": 1536,
+        "rms_norm_eps": 1e-5,
            "max_position_embeddings": 8192, "num_hidden_layers": 30, "rope_theta": 1e5}  # fmt: skip
     config = qwen_config(raw, 49152)
-    assert (config["intermediate_size"], config["kv_channels"], config["vocab_size"]) == (3072, 64, 49152)
+    assert (config["intermediate_size"], config["kv_channels"], config["vocab_size"]) == (
+        3072,
+        64,
+        49152,
+    )
     assert not config["use_dynamic_ntk"]
     assert not config["use_logn_attn"]

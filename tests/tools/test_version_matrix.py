@@ -1,4 +1,6 @@
-"""The logic of `make test-versions`: what is installed in a cell, which cells there are, what is kept, how it exits."""
+"""The logic of `make test-versions`: what is installed in a cell, which cells there are, what is
+kept, how it exits.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,17 @@ def test_each_set_names_each_package_once_with_torch_first() -> None:
     assert names == [Requirement(line).name for line in oldest]
     assert len(set(names)) == len(names)
     assert names[0] == "torch"
-    assert {"triton", "transformers", "fastapi", "llguidance", "hypothesis", "matplotlib"} <= set(names)
+    assert {"triton", "transformers", "fastapi", "llguidance", "hypothesis", "matplotlib"} <= set(
+        names
+    )
     assert not {"ruff", "mypy"} & set(names)
     for low, whole in zip(oldest, newest, strict=True):
         (pin,) = Requirement(low).specifier
         assert pin.operator == "=="
         assert pin.version in Requirement(whole).specifier
-    assert not {"triton", "transformers", "fastapi", "hypothesis"} & {Requirement(line).name for line in core}
+    assert not {"triton", "transformers", "fastapi", "hypothesis"} & {
+        Requirement(line).name for line in core
+    }
     assert all("<" not in line for line in matrix.requirements("next"))
 
 
@@ -55,13 +61,22 @@ def test_every_package_of_a_plain_install_has_a_test_of_its_own() -> None:
 def test_the_cells() -> None:
     names = [cell.name for cell in matrix.make_cells(("3.11", "3.12"))]
     assert names == ["3.11-oldest", "3.11-newest", "3.12-newest", "3.11-core", "3.12-next"]
-    assert [cell.name for cell in matrix.make_cells(("3.13",))] == ["3.13-newest", "3.13-core", "3.13-next"]
-    tested = (ROOT / "pyproject.toml").read_text().partition('requires-python = "')[2].partition('"')[0]
+    assert [cell.name for cell in matrix.make_cells(("3.13",))] == [
+        "3.13-newest",
+        "3.13-core",
+        "3.13-next",
+    ]
+    tested = (
+        (ROOT / "pyproject.toml").read_text().partition('requires-python = "')[2].partition('"')[0]
+    )
     assert all(python in SpecifierSet(tested) for python in matrix.PYTHONS)
 
 
 def test_what_a_machine_can_have_replaces_a_line() -> None:
-    assert matrix.apply_pins(["torch>=2.11,<3", "numpy==1"], ["torch==2.13.0"]) == ["torch==2.13.0", "numpy==1"]
+    assert matrix.apply_pins(["torch>=2.11,<3", "numpy==1"], ["torch==2.13.0"]) == [
+        "torch==2.13.0",
+        "numpy==1",
+    ]
 
 
 @pytest.fixture
@@ -81,12 +96,18 @@ def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     return ran
 
 
-def test_what_passed_is_kept_and_what_failed_runs_again(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_passed_is_kept_and_what_failed_runs_again(
+    runs: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert matrix.main(["--python", "3.11"]) == 1
     assert runs == ["3.11-oldest", "3.11-newest", "3.11-core", "3.11-next"]
     out = capsys.readouterr().out
     today = time.strftime("%Y-%m-%d", time.gmtime())
-    assert re.search(rf"^\| 3.11-newest \| passed \| 3 \| 0 \| 0 \| 1 \| \w* \| {today} \|$", out, flags=re.MULTILINE)
+    assert re.search(
+        rf"^\| 3.11-newest \| passed \| 3 \| 0 \| 0 \| 1 \| \w* \| {today} \|$",
+        out,
+        flags=re.MULTILINE,
+    )
     assert "3.11-oldest: tests/x.py::test_y" in out
     runs.clear()
     matrix.main(["--python", "3.11"])
@@ -99,7 +120,9 @@ def test_the_next_versions_do_not_bind(runs: list[str]) -> None:
     assert matrix.main(["--python", "3.11", "--set", "oldest"]) == 1
 
 
-def test_changed_sources_make_a_result_stale(runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_sources_make_a_result_stale(
+    runs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     matrix.main(["--python", "3.11", "--set", "newest"])
     monkeypatch.setattr(matrix, "digest", lambda: "def")
     matrix.main(["--python", "3.11", "--set", "newest"])
@@ -111,12 +134,17 @@ def test_a_python_that_is_absent_is_named(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(matrix, "OUT", tmp_path / "versions")
     monkeypatch.setattr(matrix, "find_python", lambda _: None)
     assert matrix.run(MatrixCell("3.14", "newest"), "abc", ()).outcome == "no Python 3.14 here"
-    assert matrix.main(["--python", "3.14", "--set", "newest"]) == 1  # nothing ran: nothing is green
+    # nothing ran: nothing is green
+    assert matrix.main(["--python", "3.14", "--set", "newest"]) == 1
 
 
-def test_each_cell_has_a_log_and_every_failure_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_cell_has_a_log_and_every_failure_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A log's name was "3.log" for each cell, and the name of a case ended at its first space."""
-    said = "FAILED tests/a.py::test_b[two words-1] - assert 1 == 2\nERROR tests/a.py::test_c[x - y]\n"
+    said = (
+        "FAILED tests/a.py::test_b[two words-1] - assert 1 == 2\nERROR tests/a.py::test_c[x - y]\n"
+    )
     said += "1 failed, 7 passed, 1 error in 2 s"
 
     def pytest_says(command: Any, stdout: Any, **rest: Any) -> Any:
@@ -148,7 +176,11 @@ def test_the_page_names_ranges_versions_and_failures(runs: list[str], tmp_path: 
 
 def test_many_failures_are_counted() -> None:
     text = matrix.table(
-        {MatrixCell("3.11", "oldest"): CellResult("failed", "abc", 1.0, failures=[f"t{n}" for n in range(25)])}
+        {
+            MatrixCell("3.11", "oldest"): CellResult(
+                "failed", "abc", 1.0, failures=[f"t{n}" for n in range(25)]
+            )
+        }
     )
     assert "3.11-oldest: t19" in text
     assert "t20" not in text
@@ -179,24 +211,43 @@ def test_next_runs_only_where_something_is_newer(
 
 
 def test_ranges_end_where_the_page_of_tested_versions_ends() -> None:
-    """Each range begins at the oldest version of its row and admits no minor version after the newest one."""
+    """Each range begins at the oldest version of its row and admits no minor version after the
+    newest one.
+    """
     lines = (ROOT / "docs" / "versions.md").read_text().splitlines()
     start = next(place for place, line in enumerate(lines) if line.startswith("| package |"))
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start:] if line.startswith("|")]
-    assert {"torch", "triton", "transformers", "tokenizers", "pydantic", "fastapi", "llguidance"} <= {
-        r[0] for r in rows
-    }
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines[start:]
+        if line.startswith("|")
+    ]
+    assert {
+        "torch",
+        "triton",
+        "transformers",
+        "tokenizers",
+        "pydantic",
+        "fastapi",
+        "llguidance",
+    } <= {r[0] for r in rows}
     ranges = matrix.tested_ranges()
     for name, tested, *installed in rows[2:]:
         assert tested == ranges[name], f"run the matrix again: {name}"
-        specifier, versions = SpecifierSet(tested), sorted(Version(each) for each in installed if each != "–")
+        specifier, versions = (
+            SpecifierSet(tested),
+            sorted(Version(each) for each in installed if each != "–"),
+        )
         (low,) = (Version(part.version) for part in specifier if part.operator == ">=")
         assert versions[0].release[: len(low.release)] == low.release, name
         assert all(version in specifier for version in versions), name
         newest = versions[-1].release
-        assert f"{newest[0]}.{newest[1] + 1}" not in specifier, f"no test ran with the end of {name}'s range"
+        assert f"{newest[0]}.{newest[1] + 1}" not in specifier, (
+            f"no test ran with the end of {name}'s range"
+        )
 
 
-def test_a_machine_without_git_loses_no_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_machine_without_git_loses_no_result(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert matrix.dated(CellResult("passed", "abc")).commit == ""

@@ -1,4 +1,6 @@
-"""How long a request keeps a server's event loop from everybody else, and how much memory it takes meanwhile."""
+"""How long a request keeps a server's event loop from everybody else, and how much memory it takes
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,9 @@ MAX_TRIES = 5
 
 @dataclass
 class RequestCost:
-    """response: of the last try. blocked_seconds: of this process's CPU time between two turns of the loop, at most, in
-    the best of the tries. memory_growth: bytes of memory beyond the request's own.
+    """response: of the last try. blocked_seconds: of this process's CPU time between two turns of
+    the loop, at most, in the best of the tries. memory_growth: bytes of memory beyond the request's
+    own.
     """
 
     response: Response
@@ -38,18 +41,25 @@ class RequestCost:
 def measure_request(
     running: ServiceThread, path: str, data: bytes, growth: int | None = MAX_MEMORY_FACTOR
 ) -> RequestCost:
-    """Send a request while /health is asked again and again. growth: None: memory does not count."""
+    """Send a request while /health is asked again and again.
+
+    growth: None: memory does not count.
+    """
     held = float("inf")
     for _ in range(MAX_TRIES):
         with _memory_growth() as grown:
             response, now = running.run(_post_and_measure(running, path, data))
         held = min(held, now)
-        if held <= MAX_BLOCKED_SECONDS and (growth is None or grown[0] <= growth * len(data) + MEMORY_SLACK_BYTES):
+        if held <= MAX_BLOCKED_SECONDS and (
+            growth is None or grown[0] <= growth * len(data) + MEMORY_SLACK_BYTES
+        ):
             break
     return RequestCost(response, held, grown[0])
 
 
-async def _post_and_measure(running: ServiceThread, path: str, data: bytes) -> tuple[Response, float]:
+async def _post_and_measure(
+    running: ServiceThread, path: str, data: bytes
+) -> tuple[Response, float]:
     asked = asyncio.create_task(running.client.post(path, data))
     held = 0.0
     await running.client.get("/health")
@@ -74,5 +84,9 @@ def _memory_growth() -> Iterator[list[int]]:
 
 
 def _peak_resident_bytes() -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    )
     return 1024 * int(line.split()[1])

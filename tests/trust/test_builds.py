@@ -1,4 +1,6 @@
-"""A build that dies at any moment leaves nothing half-written to load, and the next one ends with the same bytes."""
+"""A build that dies at any moment leaves nothing half-written to load, and the next one ends with
+the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,9 @@ from tests.trust.error_lines import check_one_line
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# For each number: a child that builds, counts every call that changes the disk, and dies at the one it was told, as by
-# a power cut. Children are forked from a process that has imported everything, so that each starts in no time.
+# For each number: a child that builds, counts every call that changes the disk, and dies at the one
+# it was told, as by a power cut. Children are forked from a process that has imported everything,
+# so that each starts in no time.
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -65,7 +68,7 @@ for at, out in zip(sys.argv[2::2], sys.argv[3::2]):
         os._exit(0)
     _, status = os.waitpid(child, 0)
     print("killed" if os.WIFSIGNALED(status) else "finished", flush=True)
-"""
+"""  # noqa: E501
 
 
 def killed(checkpoint: Path, *places: tuple[int, Path]) -> list[str]:
@@ -78,7 +81,9 @@ def killed(checkpoint: Path, *places: tuple[int, Path]) -> list[str]:
 
 
 def make(checkpoint: Path, out: Path, accept: Any = None) -> None:
-    build_engine.build(make_plan(open_checkpoint(checkpoint), BuildConfig(target="cpu")), out, accept)
+    build_engine.build(
+        make_plan(open_checkpoint(checkpoint), BuildConfig(target="cpu")), out, accept
+    )
 
 
 def contents(engine: Path) -> dict[str, str]:
@@ -99,7 +104,9 @@ def expected(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 @pytest.mark.parametrize("replacing", [False, True], ids=["new", "over an older engine"])
-def test_killed_at_any_moment(checkpoint: Path, expected: dict[str, str], tmp_path: Path, replacing: bool) -> None:
+def test_killed_at_any_moment(
+    checkpoint: Path, expected: dict[str, str], tmp_path: Path, replacing: bool
+) -> None:
     places = [(at, tmp_path / str(at) / "e") for at in range(1, 60)]
     if replacing:
         for _, out in places:
@@ -119,11 +126,23 @@ def test_killed_at_any_moment(checkpoint: Path, expected: dict[str, str], tmp_pa
         assert [p.name for p in out.parent.iterdir()] == ["e"]
 
 
-DAMAGES = [b"", b"[]", b"{", b'{"key": 1}', b'{"key": "x", "files": {"../../x": {}}}', b"[" * 10**5, None]
+DAMAGES = [
+    b"",
+    b"[]",
+    b"{",
+    b'{"key": 1}',
+    b'{"key": "x", "files": {"../../x": {}}}',
+    b"[" * 10**5,
+    None,
+]
 
 
-def test_a_journal_that_lies_is_not_believed(checkpoint: Path, expected: dict[str, str], tmp_path: Path) -> None:
-    """Files that an interrupted build left are taken over only with their sha256; a broken journal takes nothing."""
+def test_a_journal_that_lies_is_not_believed(
+    checkpoint: Path, expected: dict[str, str], tmp_path: Path
+) -> None:
+    """Files that an interrupted build left are taken over only with their sha256; a broken journal
+    takes nothing.
+    """
     places = [(12, tmp_path / str(i) / "e") for i in range(len(DAMAGES))]
     killed(checkpoint, *places)
     for damage, (_, out) in zip(DAMAGES, places):
@@ -154,7 +173,9 @@ def test_a_journal_with_the_right_key_and_wrong_entries(
     (staging / "weights").mkdir(parents=True)
     (staging / "weights" / "embedding_and_head.safetensors").write_bytes(b"x")
     (staging / "journal.json").write_text(
-        json.dumps({"key": plan.resume_key(), "files": {"weights/embedding_and_head.safetensors": entry}})
+        json.dumps(
+            {"key": plan.resume_key(), "files": {"weights/embedding_and_head.safetensors": entry}}
+        )
     )
     make(checkpoint, out)
     assert contents(out) == expected
@@ -176,7 +197,12 @@ def test_a_stranger_in_the_staging_folder_does_not_reach_the_engine(
 @pytest.mark.parametrize("error", ["EROFS", "EACCES", "ENOSPC", "EDQUOT"])
 @pytest.mark.parametrize("call", ["replace", "fsync", "rename"])
 def test_a_disk_that_refuses(
-    checkpoint: Path, expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: str
+    checkpoint: Path,
+    expected: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    error: str,
 ) -> None:
     import errno
 
@@ -196,7 +222,12 @@ def test_a_disk_that_refuses(
 
 def test_a_folder_that_cannot_be_written(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for out in (tmp_path / "file" / "e", tmp_path / "file", Path("/proc/modelmill/e"), tmp_path / ("e" * 300)):
+    for out in (
+        tmp_path / "file" / "e",
+        tmp_path / "file",
+        Path("/proc/modelmill/e"),
+        tmp_path / ("e" * 300),
+    ):
         with pytest.raises((ArtifactError, UsageError)) as told:
             make(checkpoint, out)
         check_one_line(told.value)

@@ -1,4 +1,6 @@
-"""A checkpoint's config.json is written by strangers: whatever stands in it is a plan, or one error line at once."""
+"""A checkpoint's config.json is written by strangers: whatever stands in it is a plan, or one error
+line at once.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,13 @@ from tests.trust.error_lines import check_one_line
 from tests.wait import time_limit
 
 HOSTILE: list[Any] = [
-    10**400, 2**31 - 1, 2**40, -1, 0, 1.5, 1e308, float("nan"), float("inf"), "8", "", "a\nb", "\ud800",
+    10**400, 2**31 - 1, 2**40, -1, 0, 1.5, 1e308, float("nan"), float("inf"), "8", "", "a\nb",
+    "\ud800",
     [], [1], [[[]]], {}, {"a": 1}, True, False, None,
 ]  # fmt: skip
 OPTIONAL = ("rope_scaling", "rope_parameters", "sliding_window", "layer_types", "max_window_layers",
-            "use_sliding_window", "quantization_config", "torch_dtype", "architectures", "hidden_act",
+            "use_sliding_window", "quantization_config", "torch_dtype", "architectures",
+            "hidden_act",
             "attention_bias", "mlp_bias")  # fmt: skip
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"factor": 2.0},
@@ -44,10 +48,20 @@ SCALINGS: dict[str, dict[str, Any]] = {
         "truncate": True,
     },
 }
-GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 20, "n_positions": 64, "layer_norm_epsilon": 1e-5}
-QWEN = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 96,
-        "vocab_size": 20, "seq_length": 64, "layer_norm_epsilon": 1e-6, "kv_channels": 8, "rotary_pct": 1.0,
-        "rotary_emb_base": 10000, "use_dynamic_ntk": True, "use_logn_attn": True, "no_bias": True}  # fmt: skip
+GPT2 = {
+    "n_embd": 32,
+    "n_head": 4,
+    "n_layer": 2,
+    "vocab_size": 20,
+    "n_positions": 64,
+    "layer_norm_epsilon": 1e-5,
+}
+QWEN = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2,
+    "intermediate_size": 96,
+        "vocab_size": 20, "seq_length": 64, "layer_norm_epsilon": 1e-6, "kv_channels": 8,
+        "rotary_pct": 1.0,
+        "rotary_emb_base": 10000, "use_dynamic_ntk": True, "use_logn_attn": True,
+        "no_bias": True}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +90,8 @@ def test_any_value_in_a_rope_scaling(folder: Path, kind: str) -> None:
     for key in SCALINGS[kind]:
         for value in HOSTILE:
             one_line_or_a_plan(
-                folder, {**LLAMA_CONFIG, "rope_scaling": {"rope_type": kind, **SCALINGS[kind], key: value}}
+                folder,
+                {**LLAMA_CONFIG, "rope_scaling": {"rope_type": kind, **SCALINGS[kind], key: value}},
             )
 
 
@@ -95,7 +110,11 @@ def test_any_value_of_the_older_families_keys(family: str, good: dict[str, Any])
 
 
 def test_senseless_numbers_are_named_with_their_key(folder: Path) -> None:
-    for key, value in [("rms_norm_eps", float("nan")), ("rope_theta", -1.0), ("num_hidden_layers", 2**31 - 1)]:
+    for key, value in [
+        ("rms_norm_eps", float("nan")),
+        ("rope_theta", -1.0),
+        ("num_hidden_layers", 2**31 - 1),
+    ]:
         (folder / "config.json").write_text(json.dumps({**LLAMA_CONFIG, key: value}))
         with pytest.raises(CheckpointError, match=key):
             make_plan(open_checkpoint(folder), BuildConfig(target="cpu"))
@@ -112,7 +131,15 @@ def test_what_is_no_json_object(tmp_path: Path, text: str) -> None:
 
 
 def test_a_family_is_a_name_and_never_a_path(folder: Path) -> None:
-    for name in ("../llama", "_raw", "os", "llama.config_from_hf", "llama\n", "/etc/passwd", "modelmill.models.llama"):
+    for name in (
+        "../llama",
+        "_raw",
+        "os",
+        "llama.config_from_hf",
+        "llama\n",
+        "/etc/passwd",
+        "modelmill.models.llama",
+    ):
         (folder / "config.json").write_text(json.dumps({**LLAMA_CONFIG, "model_type": name}))
         with pytest.raises(CheckpointError, match="not known"):
             make_plan(open_checkpoint(folder), BuildConfig(target="cpu"))

@@ -1,4 +1,6 @@
-"""Weight files that lie: refused in one line, quickly, before memory is taken, and never by running them."""
+"""Weight files that lie: refused in one line, quickly, before memory is taken, and never by running
+them.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +54,21 @@ NUMEL = (b"K\x10", b"J\xff\xff\xff\x7f")  # a storage of 16 values; of 2³¹ −
         lambda name, data: data.replace(b"K\x04K\x04\x86", b"J\xff\xff\xff\x7fK\x04\x86"),
         lambda name, data: data.replace(b"K\x04K\x04\x86", b"J\xff\xff\xff\xffK\x04\x86"),
     ],
-    ids=["storage too long", "entry too short", "entry missing", "no description", "huge shape", "negative shape"],
+    ids=[
+        "storage too long",
+        "entry too short",
+        "entry missing",
+        "no description",
+        "huge shape",
+        "negative shape",
+    ],
 )
-def test_an_archive_that_lies_about_its_tensors(pth: Path, change: Callable[[str, bytes], bytes | None]) -> None:
-    """A mapped storage must not reach into its neighbour or behind the file, where reading is a crash."""
+def test_an_archive_that_lies_about_its_tensors(
+    pth: Path, change: Callable[[str, bytes], bytes | None]
+) -> None:
+    """A mapped storage must not reach into its neighbour or behind the file, where reading is a
+    crash.
+    """
     lie = rewritten(pth, change)
     with pytest.raises(CorruptCheckpoint, match=r"changed\.pth") as told:
         PthFiles([lie])
@@ -89,7 +102,11 @@ class Bomb:
 def test_a_pickle_bomb_never_goes_off(tmp_path: Path, how: str) -> None:
     path = write_folder(tmp_path / "m", llama_state()) / "pytorch_model.bin"
     (path.parent / "model.safetensors").unlink()
-    content = {"state_dict": {"w": torch.ones(1), "x": Bomb()}} if how == "inside a tensor table" else {"w": Bomb()}
+    content = (
+        {"state_dict": {"w": torch.ones(1), "x": Bomb()}}
+        if how == "inside a tensor table"
+        else {"w": Bomb()}
+    )
     if how == "raw":
         path.write_bytes(pickle.dumps(content))
     else:
@@ -178,6 +195,10 @@ def test_names_in_an_error_stay_short_and_printable() -> None:
 def test_a_file_swapped_after_opening_is_noticed(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, llama_state(), LLAMA_CONFIG)
     weights = SafetensorsFiles([folder / "model.safetensors"])
-    safetensors(folder / "model.safetensors", {"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"\0" * 4)
+    safetensors(
+        folder / "model.safetensors",
+        {"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}},
+        b"\0" * 4,
+    )
     with pytest.raises(CorruptCheckpoint):
         weights.get("model.norm.weight")

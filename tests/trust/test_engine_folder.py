@@ -1,4 +1,6 @@
-"""An engine folder may come from anywhere: what is wrong with it is one line, and nothing outside it is touched."""
+"""An engine folder may come from anywhere: what is wrong with it is one line, and nothing outside
+it is touched.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,32 @@ from modelmill.runtime.engine_core import EngineCore
 from tests.checkpoint.checkpoint_factory import llama_state, write_folder
 from tests.trust.error_lines import check_one_line
 
-HOSTILE: list[Any] = [None, 0, -1, 1.5, 2**40, 10**400, math.nan, "", "x\n", True, [], [1], {}, {"a": 1}, {"a": []}]
+HOSTILE: list[Any] = [
+    None,
+    0,
+    -1,
+    1.5,
+    2**40,
+    10**400,
+    math.nan,
+    "",
+    "x\n",
+    True,
+    [],
+    [1],
+    {},
+    {"a": 1},
+    {"a": []},
+]
 SMALL = RunConfig(device="cpu", kv_cache_bytes=1 << 20, max_num_seqs=4)
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("engine")
-    plan = make_plan(open_checkpoint(write_folder(folder / "hf", llama_state())), BuildConfig(target="cpu"))
+    plan = make_plan(
+        open_checkpoint(write_folder(folder / "hf", llama_state())), BuildConfig(target="cpu")
+    )
     build_engine.build(plan, folder / "good.engine", None)
     return folder / "good.engine"
 
@@ -62,7 +82,9 @@ def test_the_good_one_opens(engine: Path) -> None:
 
 
 @pytest.mark.parametrize("field", list(Manifest.__dataclass_fields__))
-def test_any_value_in_any_field_with_a_digest_that_fits(engine: Path, built: Path, field: str) -> None:
+def test_any_value_in_any_field_with_a_digest_that_fits(
+    engine: Path, built: Path, field: str
+) -> None:
     for value in HOSTILE:
         shutil.copy(built / MANIFEST_FILE, engine / MANIFEST_FILE)
         try:
@@ -72,18 +94,31 @@ def test_any_value_in_any_field_with_a_digest_that_fits(engine: Path, built: Pat
             check_one_line(error)
 
 
-@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "vocab_size", "rms_norm_eps", "rope_theta"])
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "num_hidden_layers", "vocab_size", "rms_norm_eps", "rope_theta"]
+)
 def test_any_value_in_the_config(engine: Path, built: Path, key: str) -> None:
     good = Manifest.from_json((built / MANIFEST_FILE).read_text(), "e")
     for value in HOSTILE:
         try:
-            (engine / MANIFEST_FILE).write_text(replace(good, config={**good.config, key: value}).to_json())
+            (engine / MANIFEST_FILE).write_text(
+                replace(good, config={**good.config, key: value}).to_json()
+            )
             EngineCore.open(engine, SMALL)
         except ModelmillError as error:
             check_one_line(error)
 
 
-OUTSIDE = ["../secret", "/etc/passwd", "weights/../../secret", ".", "", "weights//x", "a\0b", "a\nb"]
+OUTSIDE = [
+    "../secret",
+    "/etc/passwd",
+    "weights/../../secret",
+    ".",
+    "",
+    "weights//x",
+    "a\0b",
+    "a\nb",
+]
 
 
 @pytest.mark.parametrize("name", OUTSIDE, ids=repr)
@@ -129,7 +164,11 @@ def reheaded(engine: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     text = change(header)
-    text = json.dumps(header if text is None else text).encode() if not isinstance(text, bytes) else text
+    text = (
+        json.dumps(header if text is None else text).encode()
+        if not isinstance(text, bytes)
+        else text
+    )
     data = len(text).to_bytes(8, "little") + text + data[8 + length :]
     (engine / name).write_bytes(data)
     entry = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
@@ -157,7 +196,9 @@ def reheaded(engine: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     ],
     ids=range(15),
 )
-def test_a_weight_file_that_lies_about_itself(engine: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+def test_a_weight_file_that_lies_about_itself(
+    engine: Path, change: Callable[[dict[str, Any]], Any]
+) -> None:
     reheaded(engine, change)
     refused(engine)
 
@@ -177,7 +218,9 @@ def test_any_flipped_bit_anywhere_is_found(engine: Path) -> None:
     assert EngineCore.open(engine, SMALL).vocab == 20
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff", b"[" * 10**5, b'{"schema": {"a": "b\\n"}}', b"9" * 9999])
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"[]", b"\xff", b"[" * 10**5, b'{"schema": {"a": "b\\n"}}', b"9" * 9999]
+)
 def test_a_manifest_that_is_none(engine: Path, text: bytes) -> None:
     (engine / MANIFEST_FILE).write_bytes(text)
     with pytest.raises(ArtifactError) as told:

@@ -1,4 +1,6 @@
-"""Weight files written by an attacker: whatever a header says of its tensors, an engine opens or is one line."""
+"""Weight files written by an attacker: whatever a header says of its tensors, an engine opens or is
+one line.
+"""
 
 from __future__ import annotations
 
@@ -104,12 +106,27 @@ def reshaped(header: Header, name: str, shape: list[int], dtype: str | None = No
 
 # what the issue's list of forged engines showed, each a traceback before
 NAMED: dict[str, Callable[[Header], tuple[Header, dict[str, Any]]]] = {
-    "a matrix of one dimension": lambda h: (reshaped(h, "layers.0.attn.o_proj.weight", [32 * 32]), {}),
-    "a matrix of three dimensions": lambda h: (reshaped(h, "layers.0.attn.o_proj.weight", [2, 16, 32]), {}),
-    "a matrix of whole numbers": lambda h: (reshaped(h, "layers.0.attn.o_proj.weight", [32, 32], "I32"), {}),
-    "a norm of whole numbers": lambda h: (reshaped(h, "layers.0.attn_norm.weight", [32], "I32"), {}),
+    "a matrix of one dimension": lambda h: (
+        reshaped(h, "layers.0.attn.o_proj.weight", [32 * 32]),
+        {},
+    ),
+    "a matrix of three dimensions": lambda h: (
+        reshaped(h, "layers.0.attn.o_proj.weight", [2, 16, 32]),
+        {},
+    ),
+    "a matrix of whole numbers": lambda h: (
+        reshaped(h, "layers.0.attn.o_proj.weight", [32, 32], "I32"),
+        {},
+    ),
+    "a norm of whole numbers": lambda h: (
+        reshaped(h, "layers.0.attn_norm.weight", [32], "I32"),
+        {},
+    ),
     "an alias to a norm": lambda h: (h, {"aliases": {"head.weight": "norm.weight"}}),
-    "an alias to a matrix": lambda h: (h, {"aliases": {"head.weight": "layers.0.attn.o_proj.weight"}}),
+    "an alias to a matrix": lambda h: (
+        h,
+        {"aliases": {"head.weight": "layers.0.attn.o_proj.weight"}},
+    ),
     "an alias of a matrix": lambda h: (
         {k: v for k, v in h.items() if not k.startswith("layers.0.attn.o_proj.")},
         {"aliases": {"head.weight": "embed.weight", "layers.0.attn.o_proj.weight": "embed.weight"}},
@@ -118,7 +135,9 @@ NAMED: dict[str, Callable[[Header], tuple[Header, dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("case", NAMED)
-def test_what_was_found_once_is_one_line_that_says_rebuild(case: str, engines: dict[str, Path], tmp_path: Path) -> None:
+def test_what_was_found_once_is_one_line_that_says_rebuild(
+    case: str, engines: dict[str, Path], tmp_path: Path
+) -> None:
     good = engines["none"]
     file = "layer-0000.safetensors"
     header, changes = NAMED[case](headers(good)[file])
@@ -138,18 +157,30 @@ def forgeries(draw: st.DrawFn, found: dict[str, Header]) -> tuple[str, Header]:
         match draw(st.sampled_from(["shape", "dtype", "place", "name", "lost"])):
             case "shape":
                 count = math.prod(entry["shape"])
-                first = draw(st.sampled_from([n for n in range(1, count + 1) if count % n == 0][:12]))
-                entry["shape"] = draw(st.sampled_from([[count], [first, count // first], [count // first, first],
-                                                       [1, first, count // first], [count, 1], []]))  # fmt: skip
+                first = draw(
+                    st.sampled_from([n for n in range(1, count + 1) if count % n == 0][:12])
+                )
+                entry["shape"] = draw(st.sampled_from([[count], [first, count // first],
+                    [count // first, first],
+                                                       [1, first, count // first], [count, 1],
+                                                       []]))  # fmt: skip
             case "dtype":
                 entry["dtype"] = draw(st.sampled_from([d for d in SIZES if nbytes % SIZES[d] == 0]))
                 count = nbytes // SIZES[entry["dtype"]]
-                last = entry["shape"][-1] if entry["shape"] and count % entry["shape"][-1] == 0 else 1
-                entry["shape"] = draw(st.sampled_from([[count // last, last], [count], entry["shape"]]))
+                last = (
+                    entry["shape"][-1] if entry["shape"] and count % entry["shape"][-1] == 0 else 1
+                )
+                entry["shape"] = draw(
+                    st.sampled_from([[count // last, last], [count], entry["shape"]])
+                )
             case "place":
-                entry["data_offsets"] = header.get(draw(st.sampled_from(names)), entry)["data_offsets"]
+                entry["data_offsets"] = header.get(draw(st.sampled_from(names)), entry)[
+                    "data_offsets"
+                ]
             case "name":
-                other = draw(st.sampled_from([*names, f"{name}.weight", name.rpartition(".")[0] + ".scale"]))
+                other = draw(
+                    st.sampled_from([*names, f"{name}.weight", name.rpartition(".")[0] + ".scale"])
+                )
                 header[other], entry = entry, header.get(other) or entry
             case "lost":
                 header.pop(name, None)
@@ -159,7 +190,9 @@ def forgeries(draw: st.DrawFn, found: dict[str, Header]) -> tuple[str, Header]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_any_header_is_an_engine_or_one_line(recipe: str, engines: dict[str, Path], tmp_path: Path) -> None:
+def test_any_header_is_an_engine_or_one_line(
+    recipe: str, engines: dict[str, Path], tmp_path: Path
+) -> None:
     good = engines[recipe]
 
     @settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow], deadline=None)
@@ -171,8 +204,12 @@ def test_any_header_is_an_engine_or_one_line(recipe: str, engines: dict[str, Pat
     tried()
 
 
-@pytest.mark.parametrize(("recipe", "suffix"), [("rptq", "perm"), ("rptq", "sizes"), ("int4", "sizes")])
-def test_numbers_that_lead_outside_are_refused(recipe: str, suffix: str, engines: dict[str, Path]) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "suffix"), [("rptq", "perm"), ("rptq", "sizes"), ("int4", "sizes")]
+)
+def test_numbers_that_lead_outside_are_refused(
+    recipe: str, suffix: str, engines: dict[str, Path]
+) -> None:
     """Kernels follow these numbers without a look, so they are checked when the engine opens."""
     from modelmill.artifact.store import open_artifact
     from modelmill.core.errors import CorruptArtifact
@@ -191,6 +228,7 @@ def test_numbers_that_lead_outside_are_refused(recipe: str, suffix: str, engines
         bad = {**tensors, suffix: tensors[suffix].clone()}
         bad[suffix][0] = value
         if (recipe, suffix, value) in (("rptq", "perm", 0), ("rptq", "sizes", 1 << 20)):
-            continue  # a channel twice: copies are what rptq makes; another width: the model's shapes say so
+            # a channel twice: copies are what rptq makes; another width: the model's shapes say so
+            continue
         with pytest.raises(CorruptArtifact):
             from_tensors(weight_format, bad)

@@ -1,4 +1,6 @@
-"""Requests made of hostile parts at random: an answer or a refusal in its form, never a bug, and the engine goes on."""
+"""Requests made of hostile parts at random: an answer or a refusal in its form, never a bug, and
+the engine goes on.
+"""
 
 from __future__ import annotations
 

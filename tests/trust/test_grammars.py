@@ -51,7 +51,9 @@ def test_hundreds_of_schemas_through_the_api_leave_nothing_behind(running: Servi
 
     def ask(number: int) -> int:
         form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema(number)}}
-        return running.post("/v1/chat/completions", {**CHAT, "response_format": form, "max_tokens": 1}).status
+        return running.post(
+            "/v1/chat/completions", {**CHAT, "response_format": form, "max_tokens": 1}
+        ).status
 
     assert {ask(number) for number in range(100)} == {200}
     before = worker.memory_info().rss
@@ -67,10 +69,12 @@ def nested(depth: int) -> str:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("json", nested(10**4)), ("json", '{"anyOf":[' * 10**4 + "{}" + "]}" * 10**4), ("json", "[" * 10**5),
-        ("json", '{"$ref":"#/$defs/a","$defs":{"a":{"$ref":"#/$defs/b"},"b":{"$ref":"#/$defs/a"}}}'),
+        ("json", nested(10**4)), ("json", '{"anyOf":[' * 10**4 + "{}" + "]}" * 10**4),
+        ("json", "[" * 10**5),
+        ("json", '{"$ref":"#/$defs/a","$defs":{"a":{"$ref":"#/$defs/b"},"b":{"$ref":"#/$defs/a"}}}'),  # noqa: E501
         ("json", '{"$ref":"file:///etc/passwd"}'), ("json", '{"$ref":"http://127.0.0.1/"}'),
-        ("regex", "(" * 10**4 + "a" + ")" * 10**4), ("regex", "(((a{1,500}){1,500}){1,500}){1,500}"),
+        ("regex", "(" * 10**4 + "a" + ")" * 10**4),
+        ("regex", "(((a{1,500}){1,500}){1,500}){1,500}"),
         ("lark", "start: " + "(" * 10**4 + '"a"' + ")" * 10**4), ("lark", "start: start start"),
         ("choice", json.dumps(["x" * 10**5] * 3)),
     ],
@@ -85,16 +89,30 @@ def test_grammars_without_end(kind: str, text: str) -> None:
             check_one_line(error)
 
 
-@pytest.mark.parametrize("address", ["file:///etc/passwd", "http://127.0.0.1/", "//127.0.0.1/x", "other.json", "#/no"])
+@pytest.mark.parametrize(
+    "address", ["file:///etc/passwd", "http://127.0.0.1/", "//127.0.0.1/x", "other.json", "#/no"]
+)
 def test_a_schema_that_points_elsewhere_is_refused(address: str) -> None:
     """At its top or inside: nothing is fetched, and nothing stands in its place."""
-    for text in ({"$ref": address}, {"type": "object", "properties": {"a": {"items": {"$ref": address}}}}):
+    for text in (
+        {"$ref": address},
+        {"type": "object", "properties": {"a": {"items": {"$ref": address}}}},
+    ):
         with pytest.raises(RequestError) as told:
             check_grammar(Grammar("json", json.dumps(text)))
         check_one_line(told.value)
 
 
 def test_a_schema_that_is_too_deep_for_its_body(running: ServiceThread) -> None:
-    body = json.dumps({**CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": 0}}})
-    refused(running, "/v1/chat/completions", body.replace('"schema": 0', '"schema": ' + nested(10**4)).encode())
+    body = json.dumps(
+        {
+            **CHAT,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": 0}},
+        }
+    )
+    refused(
+        running,
+        "/v1/chat/completions",
+        body.replace('"schema": 0', '"schema": ' + nested(10**4)).encode(),
+    )
     idle(running)

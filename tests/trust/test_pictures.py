@@ -1,4 +1,6 @@
-"""Hostile pictures and prompts to a served engine that segments: a correct answer or 400, and the engine goes on."""
+"""Hostile pictures and prompts to a served engine that segments: a correct answer or 400, and the
+engine goes on.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ SIZE = (120, 80)
 @pytest.fixture(scope="module")
 def seeing(stories: Path, sam: Path) -> Iterator[SegmentService]:  # noqa: F811
     service = SegmentService(
-        stories, sam, ServiceLimits(max_body_bytes=4 << 20), max_pixels=1 << 21, image_cache_bytes=1 << 20
+        stories,
+        sam,
+        ServiceLimits(max_body_bytes=4 << 20),
+        max_pixels=1 << 21,
+        image_cache_bytes=1 << 20,
     )
     yield service
     service.close()
@@ -36,7 +42,9 @@ def seeing(stories: Path, sam: Path) -> Iterator[SegmentService]:  # noqa: F811
 
 @pytest.fixture(autouse=True)
 def _alive_afterwards(seeing: SegmentService) -> Iterator[None]:
-    """Whatever was sent: the worker is the same one, nothing waits, and the next picture is seen."""
+    """Whatever was sent: the worker is the same one, nothing waits, and the next picture is
+    seen.
+    """
     pid = seeing.segment_engine.pid
     yield
     assert seeing.segment_engine.pid == pid
@@ -63,11 +71,16 @@ def claiming(width: int, height: int) -> bytes:
     """A PNG of few bytes that claims so many pixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"\0" * 4096)) + chunk(b"IEND", b"")
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", head)
+        + chunk(b"IDAT", zlib.compress(b"\0" * 4096))
+        + chunk(b"IEND", b"")
     )
 
 
@@ -78,7 +91,9 @@ def rotated() -> bytes:
 
 
 def animated(form: str) -> bytes:
-    return encode_image(random_photo(), form, save_all=True, append_images=[random_photo(i) for i in range(1, 4)])
+    return encode_image(
+        random_photo(), form, save_all=True, append_images=[random_photo(i) for i in range(1, 4)]
+    )
 
 
 DEEP = PIL.Image.fromarray(np.arange(80 * 120, dtype=np.uint16).reshape(80, 120) * 6)
@@ -92,7 +107,10 @@ RIGHT = {
     "float TIFF": (encode_image(random_photo().convert("F"), "TIFF"), SIZE),
     "1 bit": (encode_image(random_photo().convert("1")), SIZE),
     "palette": (encode_image(random_photo().quantize(16)), SIZE),
-    "palette with a clear colour": (encode_image(random_photo().quantize(16), transparency=3), SIZE),
+    "palette with a clear colour": (
+        encode_image(random_photo().quantize(16), transparency=3),
+        SIZE,
+    ),
     "transparent": (encode_image(random_photo().convert("RGBA")), SIZE),
     "grey with alpha": (encode_image(random_photo().convert("LA")), SIZE),
     "animated GIF": (animated("GIF"), SIZE),
@@ -127,7 +145,9 @@ def test_odd_pictures_are_seen_as_they_are(seeing: SegmentService, name: str) ->
     png = PIL.Image.open(io.BytesIO(base64.b64decode(found["masks"][0]["png"].split(",")[1])))
     assert png.size == (width, height)
     # everything of it, too
-    assert isinstance(told(seeing, image=data_url(data), everything={"points_per_side": 2})["masks"], list)
+    assert isinstance(
+        told(seeing, image=data_url(data), everything={"points_per_side": 2})["masks"], list
+    )
 
 
 def test_a_turned_picture_is_the_upright_one(seeing: SegmentService) -> None:
@@ -146,30 +166,47 @@ def test_what_is_no_picture_is_refused(seeing: SegmentService, name: str) -> Non
 
 
 HOSTILE: list[dict[str, Any]] = [
-    {"image": ""}, {"image": None}, {"image": 1}, {"image": []}, {"image": "AAA"}, {"image": "*"}, {"image": "data:,"},
-    {"image": "data:image/png;base64,"}, {"image": "data:image/png,abc"}, {"image": "data:image/png;base64,A"},
-    {"image": "http://localhost/a.png"}, {"image": "HTTPS://169.254.169.254/"}, {"image": "file:///etc/passwd"},
+    {"image": ""}, {"image": None}, {"image": 1}, {"image": []}, {"image": "AAA"}, {"image": "*"},
+    {"image": "data:,"},
+    {"image": "data:image/png;base64,"}, {"image": "data:image/png,abc"},
+    {"image": "data:image/png;base64,A"},
+    {"image": "http://localhost/a.png"}, {"image": "HTTPS://169.254.169.254/"},
+    {"image": "file:///etc/passwd"},
     {"image": {"url": GOOD}}, {"image": "\0"}, {"image": "é" * 50}, {"image_id": "0" * 64},
     {"image_id": "x", "image": None},
-    {"points": []}, {"points": None, "labels": [1]}, {"points": [[1, 2]], "labels": [1, 0]}, {"points": [[1]]},
-    {"points": [[1, 2, 3]]}, {"points": [1, 2]}, {"points": [["1", 2]]}, {"points": [[True, 1]]}, {"points": [[-1, 5]]},
-    {"points": [[121, 5]]}, {"points": [[1e30, 1]]}, {"points": [[1, 1]] * 300}, {"points": [[5, 5]], "labels": [2]},
-    {"points": [[5, 5]], "labels": [True]}, {"points": [[5, 5]], "labels": [1.5]}, {"points": [[5, 5]], "labels": [-1]},
-    {"box": [1, 2, 3]}, {"box": [9, 9, 1, 1]}, {"box": [0, 0, 500, 500]}, {"box": "1,2,3,4"}, {"box": [[1, 2, 3, 4]]},
+    {"points": []}, {"points": None, "labels": [1]}, {"points": [[1, 2]], "labels": [1, 0]},
+    {"points": [[1]]},
+    {"points": [[1, 2, 3]]}, {"points": [1, 2]}, {"points": [["1", 2]]}, {"points": [[True, 1]]},
+    {"points": [[-1, 5]]},
+    {"points": [[121, 5]]}, {"points": [[1e30, 1]]}, {"points": [[1, 1]] * 300},
+    {"points": [[5, 5]], "labels": [2]},
+    {"points": [[5, 5]], "labels": [True]}, {"points": [[5, 5]], "labels": [1.5]},
+    {"points": [[5, 5]], "labels": [-1]},
+    {"box": [1, 2, 3]}, {"box": [9, 9, 1, 1]}, {"box": [0, 0, 500, 500]}, {"box": "1,2,3,4"},
+    {"box": [[1, 2, 3, 4]]},
     {"boxes": []}, {"boxes": [[1, 1, 5, 5]] * 100}, {"boxes": [[9, 9, 1, 1]]},
     {"boxes": [[1, 1, 5, 5]], "box": [1, 1, 5, 5]},
-    {"prompts": []}, {"prompts": [{}]}, {"prompts": [{"points": [[1, 1]], "colour": 1}]}, {"prompts": [{"points": []}]},
-    {"prompts": [{"box": [1, 1, 2, 2]}] * 65}, {"prompts": [{"points": [[1, 1]]}], "points": [[1, 1]]},
-    {"mask": ""}, {"mask": "AAAA"}, {"mask": 5}, {"mask": "http://x/"}, {"mask": data_url(b"text")}, {"multimask": 1},
-    {"everything": 1}, {"everything": "yes"}, {"everything": {"points_per_side": 0}}, {"everything": {"colour": 1}},
-    {"everything": {"points_per_side": 10**9}}, {"everything": {"pred_iou_thresh": 2}}, {"everything": []},
+    {"prompts": []}, {"prompts": [{}]}, {"prompts": [{"points": [[1, 1]], "colour": 1}]},
+    {"prompts": [{"points": []}]},
+    {"prompts": [{"box": [1, 1, 2, 2]}] * 65},
+    {"prompts": [{"points": [[1, 1]]}], "points": [[1, 1]]},
+    {"mask": ""}, {"mask": "AAAA"}, {"mask": 5}, {"mask": "http://x/"}, {"mask": data_url(b"text")},
+    {"multimask": 1},
+    {"everything": 1}, {"everything": "yes"}, {"everything": {"points_per_side": 0}},
+    {"everything": {"colour": 1}},
+    {"everything": {"points_per_side": 10**9}}, {"everything": {"pred_iou_thresh": 2}},
+    {"everything": []},
     {"everything": True, "points": [[1, 1]]}, {"everything": True, "multimask": True},
-    {"everything": True, "logits": True}, {"everything": {"points_per_batch": 10**9}}, {"format": "tiff"},
-    {"format": 1}, {"cache_salt": "x" * 5000}, {"cache_salt": 1}, {"model": 1}, {"user": 1}, {"no_such_field": 1},
+    {"everything": True, "logits": True}, {"everything": {"points_per_batch": 10**9}},
+    {"format": "tiff"},
+    {"format": 1}, {"cache_salt": "x" * 5000}, {"cache_salt": 1}, {"model": 1}, {"user": 1},
+    {"no_such_field": 1},
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("place", range(len(HOSTILE)), ids=lambda place: f"{next(iter(HOSTILE[place]))}-{place}")
+@pytest.mark.parametrize(
+    "place", range(len(HOSTILE)), ids=lambda place: f"{next(iter(HOSTILE[place]))}-{place}"
+)
 def test_hostile_fields(seeing: SegmentService, place: int) -> None:
     given = HOSTILE[place]
     status = 404 if given == {"image_id": "0" * 64} else 400
@@ -198,9 +235,13 @@ def test_too_much(seeing: SegmentService) -> None:
     big = base64.b64encode(encode_image(PIL.Image.fromarray(noise), "BMP")).decode()
     assert len(big) > 4 << 20
     assert refused(seeing, {"image": big}, 413)["code"] == "request_too_large"
-    large = told(seeing, image=data_url(encode_image(PIL.Image.new("L", (1024, 2048), 9))))["image"]["id"]
+    large = told(seeing, image=data_url(encode_image(PIL.Image.new("L", (1024, 2048), 9))))[
+        "image"
+    ]["id"]
     error = refused(seeing, {"image_id": large, "boxes": [[1, 1, 9, 9]] * 64})
-    assert error["message"].startswith("192 masks of 1024 × 2048 pixels are too much for one answer")
+    assert error["message"].startswith(
+        "192 masks of 1024 × 2048 pixels are too much for one answer"
+    )
     prompts = [{"points": [[1, 1]] * 200}] * 64
     assert len(told(seeing, image=GOOD, prompts=prompts, multimask=False)["masks"]) == 64
 
@@ -216,7 +257,10 @@ def test_the_cache_is_bounded_in_bytes(seeing: SegmentService) -> None:
 def test_pieces_of_pictures_at_random(seeing: SegmentService) -> None:
     """300 broken files: never a 5xx, and the worker's memory stays where it is."""
     chance = random.Random(7)
-    sources = [encode_image(random_photo(3), form) for form in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")]
+    sources = [
+        encode_image(random_photo(3), form)
+        for form in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+    ]
     worker = psutil.Process(seeing.segment_engine.pid)
     before = 0
     for round in range(300):
@@ -225,7 +269,9 @@ def test_pieces_of_pictures_at_random(seeing: SegmentService) -> None:
             data[chance.randrange(len(data))] = chance.randrange(256)
         if chance.random() < 0.3:
             del data[chance.randrange(len(data)) :]
-        response = seeing.post("/v1/segment", {"image": base64.b64encode(bytes(data) or b"x").decode()})
+        response = seeing.post(
+            "/v1/segment", {"image": base64.b64encode(bytes(data) or b"x").decode()}
+        )
         assert response.status in (200, 400), response.body[:300]
         if round == 100:
             before = worker.memory_info().rss

@@ -20,15 +20,28 @@ LONGEST = 4096
 IDS = [3 + 7 * i % 500 for i in range(LONGEST - 8)]
 SCORED = {"prompt": IDS, "echo": True, "logprobs": 20, "max_tokens": 1, "temperature": 0}
 DRAWN = {"min_tokens": 1500, "temperature": 1, "seed": 0}
-CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1500, "logprobs": True, "top_logprobs": 20}
+CHAT = {
+    "messages": [{"role": "user", "content": "x"}],
+    "max_tokens": 1500,
+    "logprobs": True,
+    "top_logprobs": 20,
+}
 REPLIES: list[tuple[str, dict[str, Any], int]] = [
     ("/v1/completions", SCORED, 1 << 20),
     ("/v1/completions", {**SCORED, "stream": True}, 1 << 20),
     ("/v1/completions", {**SCORED, "prompt": [IDS[:256]] * 40}, 4 << 20),
     ("/v1/chat/completions", {**CHAT, **DRAWN}, 1 << 20),
     ("/v1/chat/completions", {**CHAT, **DRAWN, "stream": True}, 1 << 20),
-    ("/v1/responses", {"input": "x", "max_output_tokens": 1500, "top_logprobs": 20, **DRAWN}, 1 << 20),
-    ("/v1/responses", {"input": "x", "max_output_tokens": 1500, "top_logprobs": 20, "stream": True, **DRAWN}, 4 << 20),
+    (
+        "/v1/responses",
+        {"input": "x", "max_output_tokens": 1500, "top_logprobs": 20, **DRAWN},
+        1 << 20,
+    ),
+    (
+        "/v1/responses",
+        {"input": "x", "max_output_tokens": 1500, "top_logprobs": 20, "stream": True, **DRAWN},
+        4 << 20,
+    ),
     ("/tokenize", {"prompt": "a b " * 2000, "return_token_strs": True}, 1 << 14),
     ("/detokenize", {"tokens": [403] * LONGEST}, 1 << 14),
 ]
@@ -36,13 +49,17 @@ REPLIES: list[tuple[str, dict[str, Any], int]] = [
 
 @pytest.fixture(scope="module")
 def running(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceThread]:
-    """The trained LLaMA of 260 thousand parameters with a long context: what it says there is not looked at."""
+    """The trained LLaMA of 260 thousand parameters with a long context: what it says there is not
+    looked at.
+    """
     folder = tmp_path_factory.mktemp("long")
     for file in (shared / "data/models/stories260K").iterdir():
         shutil.copyfile(file, folder / file.name)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": LONGEST}))
-    build_engine(folder, folder / "long.engine", BuildConfig(dtype="float32", target="cpu"), check=False)
+    build_engine(
+        folder, folder / "long.engine", BuildConfig(dtype="float32", target="cpu"), check=False
+    )
     service = ServiceThread(folder / "long.engine", kv_cache_bytes=64 << 20)
     service.post("/v1/completions", {"model": "stories", "prompt": "x", "max_tokens": 1})  # imports
     yield service
@@ -50,17 +67,27 @@ def running(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.mark.parametrize(("path", "asked", "least"), REPLIES, ids=lambda value: str(value)[:20])
-def test_a_large_reply_holds_nobody_up(running: ServiceThread, path: str, asked: dict[str, Any], least: int) -> None:
-    seen = measure_request(running, path, json.dumps({"model": "stories", **asked}).encode(), growth=None)
-    assert (seen.response.status, len(seen.response.body) > least) == (200, True), len(seen.response.body)
+def test_a_large_reply_holds_nobody_up(
+    running: ServiceThread, path: str, asked: dict[str, Any], least: int
+) -> None:
+    seen = measure_request(
+        running, path, json.dumps({"model": "stories", **asked}).encode(), growth=None
+    )
+    assert (seen.response.status, len(seen.response.body) > least) == (200, True), len(
+        seen.response.body
+    )
     assert seen.blocked_seconds <= MAX_BLOCKED_SECONDS
     idle(running)
 
 
 def test_a_large_reply_is_whole(running: ServiceThread) -> None:
-    whole = running.post("/v1/completions", {"model": "stories", **SCORED}).json["choices"][0]["logprobs"]
+    whole = running.post("/v1/completions", {"model": "stories", **SCORED}).json["choices"][0][
+        "logprobs"
+    ]
     events = running.post("/v1/completions", {"model": "stories", **SCORED, "stream": True}).events
-    tables = [each["choices"][0]["logprobs"] for each in events[:-1] if each["choices"][0]["logprobs"]]
+    tables = [
+        each["choices"][0]["logprobs"] for each in events[:-1] if each["choices"][0]["logprobs"]
+    ]
     assert {key: [one for table in tables for one in table[key]] for key in whole} == whole
     assert [len(whole[key]) for key in sorted(whole)] == [len(IDS) + 1] * 4
     assert whole["token_logprobs"][0] is whole["top_logprobs"][0] is None
@@ -70,7 +97,13 @@ def test_a_large_reply_is_whole(running: ServiceThread) -> None:
 def test_the_log_probabilities_of_one_reply_are_bounded(running: ServiceThread) -> None:
     asked = {"model": "stories", **SCORED, "prompt": [IDS] * 32}
     error = running.post("/v1/completions", asked).json["error"]
-    told = "prompt has more than 2097152 log-probabilities to tell; send it in parts, or ask for fewer logprobs"
+    told = (
+        "prompt has more than 2097152 log-probabilities to tell; send it in parts, or ask for "
+        "fewer logprobs"
+    )
     assert error["message"] == told
-    assert running.post("/v1/completions", {**asked, "prompt": IDS, "n": 32}).json["error"]["message"] == told
+    assert (
+        running.post("/v1/completions", {**asked, "prompt": IDS, "n": 32}).json["error"]["message"]
+        == told
+    )
     idle(running)

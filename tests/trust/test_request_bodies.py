@@ -1,4 +1,6 @@
-"""One body does not stop a server: whatever is in it, others are answered meanwhile, and it takes little memory."""
+"""One body does not stop a server: whatever is in it, others are answered meanwhile, and it takes
+little memory.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ from modelmill.serve.service import Service, ServiceLimits
 from tests.serve.asgi_client import Client
 from tests.serve.conftest import sam, stories  # noqa: F401  the engines that tests of the server share
 from tests.serve.segment_service import SegmentService
-from tests.trust.request_cost import MAX_BLOCKED_SECONDS, MAX_MEMORY_FACTOR, MEMORY_SLACK_BYTES, measure_request
+from tests.trust.request_cost import (
+    MAX_BLOCKED_SECONDS,
+    MAX_MEMORY_FACTOR,
+    MEMORY_SLACK_BYTES,
+    measure_request,
+)
 from tests.trust.test_serving import COMPLETION, idle
 from tools.soak import large_requests
 
@@ -46,9 +53,12 @@ ISSUE: list[tuple[str, str, str, int]] = [
 def running(stories: Path, sam: Path) -> Iterator[SegmentService]:  # noqa: F811
     service = SegmentService(stories, sam)
     measure_request(
-        service, "/tokenize", large_requests.body("/tokenize", "prompt", large_requests.VALUES["ids"](MB), "stories")
+        service,
+        "/tokenize",
+        large_requests.body("/tokenize", "prompt", large_requests.VALUES["ids"](MB), "stories"),
     )  # imports
-    warmup.freeze_gc()  # as a server does before it is ready: this process has many more objects than one
+    # as a server does before it is ready: this process has many more objects than one
+    warmup.freeze_gc()
     yield service
     gc.unfreeze()
     service.close()
@@ -67,9 +77,15 @@ def check(running: SegmentService, path: str, data: bytes) -> None:
 
 
 @pytest.mark.parametrize(("path", "field", "what", "size"), ISSUE, ids=lambda value: str(value))
-def test_a_large_body_holds_nobody_up(running: SegmentService, path: str, field: str, what: str, size: int) -> None:
+def test_a_large_body_holds_nobody_up(
+    running: SegmentService, path: str, field: str, what: str, size: int
+) -> None:
     model = "sam" if path == "/v1/segment" else "stories"
-    check(running, path, large_requests.body(path, field, large_requests.VALUES[what](size * MB - 400), model))
+    check(
+        running,
+        path,
+        large_requests.body(path, field, large_requests.VALUES[what](size * MB - 400), model),
+    )
 
 
 @pytest.mark.parametrize("path", large_requests.FIELDS)
@@ -77,20 +93,35 @@ def test_large_bodies_at_random(running: SegmentService, path: str) -> None:
     rng, model = random.Random(path), "sam" if path == "/v1/segment" else "stories"
     check(running, path, large_requests.unknown_keys(MB, model))
     for _ in range(6):
-        value = large_requests.VALUES[rng.choice(list(large_requests.VALUES))](rng.choice((MB // 8, MB)))
-        check(running, path, large_requests.body(path, rng.choice(list(large_requests.FIELDS[path])), value, model))
+        value = large_requests.VALUES[rng.choice(list(large_requests.VALUES))](
+            rng.choice((MB // 8, MB))
+        )
+        check(
+            running,
+            path,
+            large_requests.body(path, rng.choice(list(large_requests.FIELDS[path])), value, model),
+        )
     idle(running)
 
 
 @pytest.mark.parametrize(("tokens", "top"), [(4000, 20), (16_000, 4)])
-def test_an_answer_with_its_log_probabilities_comes_back(running: SegmentService, tokens: int, top: int) -> None:
+def test_an_answer_with_its_log_probabilities_comes_back(
+    running: SegmentService, tokens: int, top: int
+) -> None:
     """As a client sends it that keeps the items of a response."""
     rng = random.Random(0)
-    drawn = [{"token": " the", "logprob": -rng.random(), "bytes": [*b" the"]} for _ in range(tokens + top)]
+    drawn = [
+        {"token": " the", "logprob": -rng.random(), "bytes": [*b" the"]}
+        for _ in range(tokens + top)
+    ]
     logprobs = [{**drawn[i], "top_logprobs": drawn[i : i + top]} for i in range(tokens)]
     part = {"type": "output_text", "text": "the", "annotations": [], "logprobs": logprobs}
     said = {"type": "message", "role": "assistant", "content": [part]}
-    asked = {"model": "stories", "input": [said, {"role": "user", "content": "x"}], "max_output_tokens": 16}
+    asked = {
+        "model": "stories",
+        "input": [said, {"role": "user", "content": "x"}],
+        "max_output_tokens": 16,
+    }
     data = json.dumps(asked, separators=(",", ":")).encode()
     check(running, "/v1/responses", data)
     assert running.run(running.client.post("/v1/responses", data)).status == 200
@@ -102,7 +133,12 @@ def test_every_path_that_takes_a_body_is_there() -> None:
 
 def test_paths_without_pictures_take_less(running: SegmentService) -> None:
     client = Client(
-        make_app(Service(running.service.engines, ServiceLimits(max_body_bytes=4096, max_text_body_bytes=2048)))
+        make_app(
+            Service(
+                running.service.engines,
+                ServiceLimits(max_body_bytes=4096, max_text_body_bytes=2048),
+            )
+        )
     )
     sizes = {path: 4096 if path in TAKES_PICTURES else 2048 for path in REQUEST_MODELS}
     for path, most in sizes.items():
@@ -144,11 +180,26 @@ def test_lists_end_at_their_first_error_and_objects_are_counted_first(path: str)
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
 @pytest.mark.parametrize(
-    "metadata", [{str(i): "x" for i in range(17)}, {"a": "x" * 513}, {"a" * 65: "x"}, {"a": 1}, {"a": {"b": "c"}}]
+    "metadata",
+    [
+        {str(i): "x" for i in range(17)},
+        {"a": "x" * 513},
+        {"a" * 65: "x"},
+        {"a": 1},
+        {"a": {"b": "c"}},
+    ],
 )
 def test_metadata_are_few(running: SegmentService, path: str, metadata: Any) -> None:
     talk = {"messages": [{"role": "user", "content": "x"}]}
-    asked = {**({"prompt": "x"} if path == "/v1/completions" else talk if "chat" in path else {"input": "x"})}
+    asked = {
+        **(
+            {"prompt": "x"}
+            if path == "/v1/completions"
+            else talk
+            if "chat" in path
+            else {"input": "x"}
+        )
+    }
     error = running.post(path, {"model": "stories", **asked, "metadata": metadata})
     assert (error.status, error.json["error"]["param"]) == (400, "metadata")
     fine = {str(i): "x" * 512 for i in range(16)}
@@ -167,7 +218,9 @@ def test_what_is_told_of_tokens_is_bounded(running: SegmentService) -> None:
 
 
 def test_bodies_of_clients_that_leave_keep_nobody_waiting(running: SegmentService) -> None:
-    """Those whose turn has not come are not read at all, and large ones never stand before smaller ones."""
+    """Those whose turn has not come are not read at all, and large ones never stand before smaller
+    ones.
+    """
     service, client = running.service, running.client
     turn, read = threading.Event(), list[int]()
 
@@ -177,7 +230,9 @@ def test_bodies_of_clients_that_leave_keep_nobody_waiting(running: SegmentServic
 
     async def main() -> None:
         first = asyncio.create_task(service.parse_in_thread(work, bytearray(2 * MB)))
-        ask = large_requests.body("/v1/segment", "image", large_requests.VALUES["base64"](4 * MB), "sam")
+        ask = large_requests.body(
+            "/v1/segment", "image", large_requests.VALUES["base64"](4 * MB), "sam"
+        )
         left = []
         for _ in range(8):
             parts = client.parts("POST", "/v1/segment", ask)

@@ -19,15 +19,19 @@ from tests.runtime import tiny
 from tests.trust.error_lines import check_one_line
 
 HOSTILE: list[Any] = [
-    None, "3", "", 1.5, True, -1, 0, -0.0, 2**70, 10**5000, math.nan, math.inf, [], {}, [1], [None], [""], ["a\n"] * 99,
-    {"1": 2}, {1: "x"}, {1: None}, {None: 1}, {1: math.nan}, {-1: 1.0}, {2**40: 1.0}, object(), b"stop", range(10**9),
+    None, "3", "", 1.5, True, -1, 0, -0.0, 2**70, 10**5000, math.nan, math.inf, [], {}, [1], [None],
+    [""], ["a\n"] * 99,
+    {"1": 2}, {1: "x"}, {1: None}, {None: 1}, {1: math.nan}, {-1: 1.0}, {2**40: 1.0}, object(),
+    b"stop", range(10**9),
     "x" * 10**6, dict.fromkeys(range(10 ** 4), 1.0), list(range(10**4)),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [f.name for f in fields(SamplingParams)])
 def test_any_value_in_any_field(name: str) -> None:
-    """Accepted values are of the field's kind and inside its range; everything else is a RequestError."""
+    """Accepted values are of the field's kind and inside its range; everything else is a
+    RequestError.
+    """
     flags = ("ignore_eos", "early_stopping", "skip_special_tokens", "include_stop")
     for value in HOSTILE:
         try:
@@ -67,7 +71,10 @@ def test_negative_zero_is_greedy_and_a_tiny_temperature_does_not_overflow() -> N
     prompt = tiny.prompts(1, 5, 9)
     greedy = tiny.run(engine, tiny.requests(prompt, tiny.params()))
     for temperature in (-0.0, 5e-324, 1e-30):
-        assert tiny.run(engine, tiny.requests(prompt, tiny.params(temperature=temperature, seed=1))) == greedy
+        assert (
+            tiny.run(engine, tiny.requests(prompt, tiny.params(temperature=temperature, seed=1)))
+            == greedy
+        )
 
 
 def test_the_default_length_gives_way_to_an_explicit_minimum() -> None:
@@ -116,7 +123,9 @@ def test_prompts_that_can_never_run_leave_the_engine_alive(ids: tuple[int, ...])
 
 @pytest.mark.parametrize("asked", [None, 0, 1, 5])
 def test_prompts_around_the_longest(asked: int | None) -> None:
-    """max_len − 1 gets one token, max_len only an empty answer, max_len + 1 nothing; afterwards nothing is held."""
+    """max_len − 1 gets one token, max_len only an empty answer, max_len + 1 nothing; afterwards
+    nothing is held.
+    """
     engine = tiny.make_engine(max_num_batched_tokens=32)
     longest = engine.max_model_len
     for length, room in ((longest - 1, 1), (longest, 0), (longest + 1, -1)):
@@ -135,7 +144,9 @@ def test_a_thousand_requests_given_up_midway_leave_nothing() -> None:
     engine = tiny.make_engine(pages=24, max_num_seqs=8)
     todo = tiny.prompts(1000, 1, 30)
     for i, prompt in enumerate(todo):
-        how = tiny.params(n=1 + i % 3, temperature=1.0, seed=i, max_tokens=20, repetition_penalty=1.1)
+        how = tiny.params(
+            n=1 + i % 3, temperature=1.0, seed=i, max_tokens=20, repetition_penalty=1.1
+        )
         engine.add(tiny.requests([prompt], how)[0])
         engine.step()
         engine.abort("0")

@@ -25,7 +25,12 @@ from tests.trust.error_lines import check_one_line
 from tests.wait import time_limit, wait_until
 
 COMPLETION = {"model": "stories", "prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}
-CHAT = {"model": "stories", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}
+CHAT = {
+    "model": "stories",
+    "messages": [{"role": "user", "content": "hello"}],
+    "max_tokens": 4,
+    "temperature": 0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +42,9 @@ def running(stories: Path) -> Iterator[ServiceThread]:  # noqa: F811
 
 @pytest.fixture(autouse=True)
 def _alive_afterwards(running: ServiceThread) -> Iterator[None]:
-    """Whatever was asked: the worker is the same, nothing runs, every page is free, and the next request is served."""
+    """Whatever was asked: the worker is the same, nothing runs, every page is free, and the next
+    request is served.
+    """
     pid = running.engine.pid
     yield
     assert running.engine.pid == pid
@@ -55,7 +62,9 @@ def idle(running: ServiceThread) -> None:
     wait_until(empty, describe=lambda: running.run(running.engine.stats()))
 
 
-def refused(running: ServiceThread, path: str, body: Any, status: int = 400, **options: Any) -> dict[str, Any]:
+def refused(
+    running: ServiceThread, path: str, body: Any, status: int = 400, **options: Any
+) -> dict[str, Any]:
     """The error of a request that must fail, after checking its form."""
     with time_limit():
         response = running.post(path, body, **options)
@@ -70,25 +79,39 @@ def refused(running: ServiceThread, path: str, body: Any, status: int = 400, **o
 HOSTILE: list[tuple[str, Any]] = [
     ("n", 10**9), ("n", 0), ("n", -1), ("n", 1.5), ("n", True), ("n", "2"), ("n", 10**100),
     ("best_of", 10**6), ("best_of", 2), ("logprobs", 10**6), ("logprobs", -1), ("logprobs", True),
-    ("logit_bias", {str(i): 1.0 for i in range(10**4)}), ("logit_bias", {"999999": 1}), ("logit_bias", {"x": 1}),
-    ("logit_bias", {"-1": 1}), ("logit_bias", {"1": 1e9}), ("logit_bias", {"1": "1"}), ("logit_bias", [1]),
-    ("stop", ["a"] * 10**4), ("stop", [""]), ("stop", ""), ("stop", [1]), ("stop", "x" * 10**5), ("stop", ["x" * 5000]),
+    ("logit_bias", {str(i): 1.0 for i in range(10**4)}), ("logit_bias", {"999999": 1}),
+    ("logit_bias", {"x": 1}),
+    ("logit_bias", {"-1": 1}), ("logit_bias", {"1": 1e9}), ("logit_bias", {"1": "1"}),
+    ("logit_bias", [1]),
+    ("stop", ["a"] * 10**4), ("stop", [""]), ("stop", ""), ("stop", [1]), ("stop", "x" * 10**5),
+    ("stop", ["x" * 5000]),
     ("stop_token_ids", [10**9]), ("stop_token_ids", [-1]), ("stop_token_ids", list(range(1000))),
-    ("prompt", ""), ("prompt", []), ("prompt", [[]]), ("prompt", ["a", ""]), ("prompt", [[1], []]), ("prompt", None),
-    ("prompt", [10**9]), ("prompt", [-1]), ("prompt", [2**70]), ("prompt", [1.5]), ("prompt", ["a", 1]), ("prompt", {}),
-    ("prompt", [[[1]]]), ("prompt", [True]), ("prompt", ["a"] * 5000), ("prompt", [5] * 513), ("prompt", [5] * 10**5),
-    ("temperature", -1), ("temperature", "0.7"), ("temperature", True), ("temperature", 1e300), ("temperature", []),
-    ("top_p", 0), ("top_p", 1.5), ("top_p", -0.0), ("top_k", -2), ("top_k", 2**40), ("min_p", 2), ("seed", 2**80),
-    ("seed", 1.5), ("max_tokens", -1), ("max_tokens", 2**40), ("max_tokens", "4"), ("min_tokens", 5), ("suffix", "x"),
+    ("prompt", ""), ("prompt", []), ("prompt", [[]]), ("prompt", ["a", ""]), ("prompt", [[1], []]),
+    ("prompt", None),
+    ("prompt", [10**9]), ("prompt", [-1]), ("prompt", [2**70]), ("prompt", [1.5]),
+    ("prompt", ["a", 1]), ("prompt", {}),
+    ("prompt", [[[1]]]), ("prompt", [True]), ("prompt", ["a"] * 5000), ("prompt", [5] * 513),
+    ("prompt", [5] * 10**5),
+    ("temperature", -1), ("temperature", "0.7"), ("temperature", True), ("temperature", 1e300),
+    ("temperature", []),
+    ("top_p", 0), ("top_p", 1.5), ("top_p", -0.0), ("top_k", -2), ("top_k", 2**40), ("min_p", 2),
+    ("seed", 2**80),
+    ("seed", 1.5), ("max_tokens", -1), ("max_tokens", 2**40), ("max_tokens", "4"),
+    ("min_tokens", 5), ("suffix", "x"),
     ("seed", -(2**63) - 1), ("stop_token_ids", [True]), ("max_tokens", 4.0), ("prompt", [5.0]),
     ("logit_bias", {"１": 1}),
-    ("repetition_penalty", 0), ("presence_penalty", 3), ("frequency_penalty", -3), ("stream", "true"), ("stream", 1),
-    ("stream_options", {"include_usage": True}), ("cache_salt", "x" * 5000), ("cache_salt", 1), ("model", None),
-    ("model", 1), ("no_such_field", 1), ("chat_template", "{{ 1 }}"), ("user", 1), ("echo", "yes"), ("", 1),
+    ("repetition_penalty", 0), ("presence_penalty", 3), ("frequency_penalty", -3),
+    ("stream", "true"), ("stream", 1),
+    ("stream_options", {"include_usage": True}), ("cache_salt", "x" * 5000), ("cache_salt", 1),
+    ("model", None),
+    ("model", 1), ("no_such_field", 1), ("chat_template", "{{ 1 }}"), ("user", 1), ("echo", "yes"),
+    ("", 1),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("place", range(len(HOSTILE)), ids=lambda place: f"{HOSTILE[place][0]}-{place}")
+@pytest.mark.parametrize(
+    "place", range(len(HOSTILE)), ids=lambda place: f"{HOSTILE[place][0]}-{place}"
+)
 def test_hostile_values(running: ServiceThread, place: int) -> None:
     name, value = HOSTILE[place]
     error = refused(running, "/v1/completions", {**COMPLETION, name: value})
@@ -121,17 +144,27 @@ def test_ids_that_stand_for_no_text(running: ServiceThread, ids: Any) -> None:
     assert running.post("/detokenize", {"tokens": [511]}).status == 200
 
 
-@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", "multipart/form-data; boundary=x"])
+@pytest.mark.parametrize(
+    "kind", ["application/x-www-form-urlencoded", "text/plain", "multipart/form-data; boundary=x"]
+)
 def test_a_body_that_is_not_told_to_be_json(running: ServiceThread, kind: str) -> None:
-    """What a page of another origin can send without asking is refused, and the answer says what is missing."""
-    for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT), ("/tokenize", {"prompt": "x"})):
+    """What a page of another origin can send without asking is refused, and the answer says what is
+    missing.
+    """
+    for path, body in (
+        ("/v1/completions", COMPLETION),
+        ("/v1/chat/completions", CHAT),
+        ("/tokenize", {"prompt": "x"}),
+    ):
         answer = running.run(running.client.post(path, body, headers={"content-type": kind}))
         assert answer.status == 400
         assert "content-type: application/json" in answer.json["error"]["message"]
 
 
 def test_halves_of_a_surrogate_pair_come_back_as_question_marks(running: ServiceThread) -> None:
-    """JSON can hold them and UTF-8 cannot: wherever a request's text is told again, it is told so."""
+    """JSON can hold them and UTF-8 cannot: wherever a request's text is told again, it is told
+    so.
+    """
     half = "a\ud800"
     said = running.post("/v1/completions", {**COMPLETION, "prompt": half, "echo": True})
     assert said.status == 200
@@ -142,7 +175,11 @@ def test_halves_of_a_surrogate_pair_come_back_as_question_marks(running: Service
     assert told.json["safety_identifier"] == "a?"
     streamed = running.post("/v1/responses", {**ask, "stream": True})
     assert b"response.completed" in streamed.body or b"response.incomplete" in streamed.body
-    for body in ({**COMPLETION, half: 1}, {**COMPLETION, "suffix": half}, {**CHAT, "messages": [{half: 1}]}):
+    for body in (
+        {**COMPLETION, half: 1},
+        {**COMPLETION, "suffix": half},
+        {**CHAT, "messages": [{half: 1}]},
+    ):
         refused(running, "/v1/completions" if "prompt" in body else "/v1/chat/completions", body)
     refused(running, "/v1/completions", {**COMPLETION, "model": half})
 
@@ -151,18 +188,23 @@ def test_minus_zero_is_greedy(running: ServiceThread) -> None:
     body = json.dumps(COMPLETION).replace('"temperature": 0', '"temperature": -0.0').encode()
     assert (
         running.post("/v1/completions", body).json["choices"][0]["text"]
-        == "a time, there"[:0] + (running.post("/v1/completions", COMPLETION).json["choices"][0]["text"])
+        == "a time, there"[:0]
+        + (running.post("/v1/completions", COMPLETION).json["choices"][0]["text"])
     )
 
 
 @pytest.mark.parametrize(
     "messages",
     [
-        [], [1], [{}], [{"role": "root", "content": "x"}], [{"role": "user"}], [{"role": "user", "content": 1}],
-        [{"role": "user", "content": [{"type": "text"}]}], [{"role": "user", "content": "x", "evil": 1}],
+        [], [1], [{}], [{"role": "root", "content": "x"}], [{"role": "user"}],
+        [{"role": "user", "content": 1}],
+        [{"role": "user", "content": [{"type": "text"}]}],
+        [{"role": "user", "content": "x", "evil": 1}],
         [{"role": "user", "content": "x" * 10**6}], [{"role": "user", "content": "hi"}] * 4000,
-        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}}]}],
-        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}],
+        [{"role": "user", "content": [{"type": "image_url",
+        "image_url": {"url": "http://169.254.169.254/latest"}}]}],
+        [{"role": "user", "content": [{"type": "image_url",
+        "image_url": {"url": "file:///etc/passwd"}}]}],
     ],
     ids=range(12),
 )  # fmt: skip
@@ -174,9 +216,12 @@ def test_hostile_messages(running: ServiceThread, messages: Any) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {"logprobs": 5}, {"top_logprobs": 3}, {"logprobs": True, "top_logprobs": 10**6}, {"max_tokens": 0},
-        {"max_completion_tokens": -5}, {"chat_template": "{% for i in range(10**9) %}x{% endfor %}"}, {"functions": []},
-        {"chat_template_kwargs": {}}, {"modalities": ["audio"]}, {"n": 10**6}, {"messages": {"role": "user"}},
+        {"logprobs": 5}, {"top_logprobs": 3}, {"logprobs": True, "top_logprobs": 10**6},
+        {"max_tokens": 0},
+        {"max_completion_tokens": -5},
+        {"chat_template": "{% for i in range(10**9) %}x{% endfor %}"}, {"functions": []},
+        {"chat_template_kwargs": {}}, {"modalities": ["audio"]}, {"n": 10**6},
+        {"messages": {"role": "user"}},
     ],
     ids=str,
 )  # fmt: skip
@@ -212,13 +257,21 @@ def test_prompts_around_the_longest(running: ServiceThread) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a" * 10**6, "é" * 600_000, "\u0301" * 600_000, " " * 10**6, "<s>" * 300000], ids=range(5)
+    "text",
+    ["a" * 10**6, "é" * 600_000, "\u0301" * 600_000, " " * 10**6, "<s>" * 300000],
+    ids=range(5),
 )
 def test_a_megabyte_of_one_character(running: ServiceThread, text: str) -> None:
-    for path, body in (("/v1/completions", {**COMPLETION, "prompt": text}), ("/tokenize", {"prompt": text})):
+    for path, body in (
+        ("/v1/completions", {**COMPLETION, "prompt": text}),
+        ("/tokenize", {"prompt": text}),
+    ):
         refused(running, path, body)
     talk = [{"role": "user", "content": text}]
-    for path, body in (("/v1/chat/completions", {**CHAT, "messages": talk}), ("/tokenize", {"messages": talk})):
+    for path, body in (
+        ("/v1/chat/completions", {**CHAT, "messages": talk}),
+        ("/tokenize", {"messages": talk}),
+    ):
         refused(running, path, body)
 
 
@@ -227,7 +280,10 @@ def test_many_messages_are_measured_together(running: ServiceThread) -> None:
     parts = [{"type": "text", "text": "é" * 1500}] * 1500
     for content in (parts, "é" * 1500):
         talk = [{"role": "user", "content": content}] * (1 if content is parts else 1500)
-        for path, body in (("/v1/chat/completions", {**CHAT, "messages": talk}), ("/tokenize", {"messages": talk})):
+        for path, body in (
+            ("/v1/chat/completions", {**CHAT, "messages": talk}),
+            ("/tokenize", {"messages": talk}),
+        ):
             assert "characters" in refused(running, path, body)["message"]
 
 
@@ -244,8 +300,14 @@ def nested(depth: int) -> Any:
 
 LONG = "the cat sat on a mat. " * 20_000
 HIDDEN: dict[str, dict[str, Any]] = {
-    "arguments": {"tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": LONG}}]},
-    "arguments as an object": {"tool_calls": [{"function": {"name": "f", "arguments": {"a": {LONG: 1}}}}]},
+    "arguments": {
+        "tool_calls": [
+            {"id": "a", "type": "function", "function": {"name": "f", "arguments": LONG}}
+        ]
+    },
+    "arguments as an object": {
+        "tool_calls": [{"function": {"name": "f", "arguments": {"a": {LONG: 1}}}}]
+    },
     "numbers": {"tool_calls": [{"function": {"name": "f", "arguments": {"a": [7] * 100_000}}}]},
     "thoughts": {"content": "x", "reasoning_content": LONG},
     "a name": {"content": "x", "name": LONG},
@@ -269,9 +331,15 @@ def test_whatever_a_template_may_write_is_measured(
 
 @pytest.mark.parametrize(
     "told",
-    [{"description": LONG[:60_000]}, {"parameters": {"enum": ["x" * 20_000]}}, {"parameters": {"enum": [1] * 20_000}}],
+    [
+        {"description": LONG[:60_000]},
+        {"parameters": {"enum": ["x" * 20_000]}},
+        {"parameters": {"enum": [1] * 20_000}},
+    ],
 )
-def test_tools_are_measured_too(running: ServiceThread, told: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_are_measured_too(
+    running: ServiceThread, told: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(TemplateChat, "encode", None)
     error = refused(running, "/v1/chat/completions", {**CHAT, "tools": function(**told)})
     assert error["code"] == "context_length_exceeded"
@@ -281,7 +349,9 @@ def test_tools_are_measured_too(running: ServiceThread, told: dict[str, Any], mo
 
 def test_a_deep_message_is_refused_for_what_it_is(running: ServiceThread) -> None:
     talk = [{"role": "user", "content": "x", "name": nested(300)}]
-    assert "nested" in refused(running, "/v1/chat/completions", {**CHAT, "messages": talk})["message"]
+    assert (
+        "nested" in refused(running, "/v1/chat/completions", {**CHAT, "messages": talk})["message"]
+    )
 
 
 def test_texts_to_embed_are_counted_before_they_are_split(
@@ -293,7 +363,9 @@ def test_texts_to_embed_are_counted_before_they_are_split(
     assert f"more than the {running.engine.capacity}" in error["message"]
 
 
-def test_a_full_engine_makes_nothing_of_a_request(running: ServiceThread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_engine_makes_nothing_of_a_request(
+    running: ServiceThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What has to be refused is not rendered and not split."""
     monkeypatch.setattr(running.engine, "_num_sequences", running.engine.capacity)
     for name in ("request", "chat_request"):
@@ -309,7 +381,9 @@ def test_a_full_engine_makes_nothing_of_a_request(running: ServiceThread, monkey
 
 def test_bodies_that_are_too_large(running: ServiceThread) -> None:
     most = running.service.limits.max_body_bytes
-    error = refused(running, "/v1/completions", b" " * 10, 413, headers={"content-length": str(most + 1)})
+    error = refused(
+        running, "/v1/completions", b" " * 10, 413, headers={"content-length": str(most + 1)}
+    )
     assert error["code"] == "request_too_large"
     # a length that lies, or none at all: counted as it comes
     refused(running, "/v1/completions", b" " * (most + 1), 413, headers={"content-length": "10"})
@@ -326,7 +400,17 @@ def guarded(running: ServiceThread, *keys: str, **limits: Any) -> Client:
 
 
 PATHS = [
-    *("/v1/models", "/metrics", "/version", "/openapi.json", "/page/", "/nothing", "/health/", "//health", "/health/x"),
+    *(
+        "/v1/models",
+        "/metrics",
+        "/version",
+        "/openapi.json",
+        "/page/",
+        "/nothing",
+        "/health/",
+        "//health",
+        "/health/x",
+    ),
     *("/v1/../health", "/health;x", "/HEALTH"),
 ]
 
@@ -335,8 +419,10 @@ PATHS = [
 def test_every_path_but_health_needs_a_key(running: ServiceThread, path: str) -> None:
     client = guarded(running, "sesame", "other-key")
     for headers in (
-        {}, {"authorization": "Bearer"}, {"authorization": "Bearer wrong"}, {"authorization": "sesame"},
-        {"authorization": "Basic sesame"}, {"authorization": "Bearer sesam"}, {"authorization": "Bearer sesame2"},
+        {}, {"authorization": "Bearer"}, {"authorization": "Bearer wrong"},
+        {"authorization": "sesame"},
+        {"authorization": "Basic sesame"}, {"authorization": "Bearer sesam"},
+        {"authorization": "Bearer sesame2"},
         {"x-forwarded-for": "127.0.0.1"}, {"authorization": "Bearer \u00e9"},
     ):  # fmt: skip
         response = running.run(client.get(path, headers=headers))
@@ -346,12 +432,16 @@ def test_every_path_but_health_needs_a_key(running: ServiceThread, path: str) ->
     for method in ("OPTIONS", "HEAD", "TRACE", "PUT", "DELETE", "CONNECT"):
         assert running.run(client.call(method, path)).status == 401, method
     for key in ("sesame", "other-key"):
-        assert running.run(client.get("/v1/models", headers={"authorization": f"Bearer {key}"})).status == 200
+        assert (
+            running.run(client.get("/v1/models", headers={"authorization": f"Bearer {key}"})).status
+            == 200
+        )
     assert running.run(client.get("/health")).status == 200
 
 
 @pytest.mark.parametrize(
-    "raw", ["/v1%2fmodels", "/%76%31/models", "//v1/models", "http://localhost/health", "/health%2f"]
+    "raw",
+    ["/v1%2fmodels", "/%76%31/models", "//v1/models", "http://localhost/health", "/health%2f"],
 )
 def test_no_way_around_the_key_by_spelling(running: ServiceThread, raw: str) -> None:
     """The raw path decides, whatever the decoded one says."""
@@ -360,8 +450,12 @@ def test_no_way_around_the_key_by_spelling(running: ServiceThread, raw: str) -> 
         assert running.run(client.get(path, raw=raw)).status == 401
 
 
-def test_keys_are_compared_in_constant_time(running: ServiceThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every key is compared, by hmac.compare_digest over digests of one length, also after one has matched."""
+def test_keys_are_compared_in_constant_time(
+    running: ServiceThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every key is compared, by hmac.compare_digest over digests of one length, also after one has
+    matched.
+    """
     import hmac
 
     seen: list[tuple[int, int]] = []
@@ -376,22 +470,36 @@ def test_keys_are_compared_in_constant_time(running: ServiceThread, monkeypatch:
     assert seen == [(32, 32)] * 3
 
 
-@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "evil.example:8000", "127.0.0.1.nip.io"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "localhost.evil.example", "evil.example:8000", "127.0.0.1.nip.io"]
+)
 def test_without_a_key_a_foreign_name_is_refused(running: ServiceThread, host: str) -> None:
     """A page of the web that resolves its own name to this machine gets nothing (DNS rebinding)."""
     assert running.get("/v1/models", headers={"host": host}).status == 403
-    for fine in ("localhost", "localhost:8000", "127.0.0.1:80", "[::1]:8000", "LOCALHOST", "localhost.", "localhost:"):
+    for fine in (
+        "localhost",
+        "localhost:8000",
+        "127.0.0.1:80",
+        "[::1]:8000",
+        "LOCALHOST",
+        "localhost.",
+        "localhost:",
+    ):
         assert running.get("/version", headers={"host": fine}).status == 200
 
 
 @pytest.mark.parametrize(
     "host",
     [
-        "localhost:80@evil.com", "evil.com@localhost", "localhost:80:80", "localhost:x", "localhost:-1",
-        "localhost:+80", "localhost:65536", "localhost:099999", "localhost/", "localhost?x", "localhost#x",
+        "localhost:80@evil.com", "evil.com@localhost", "localhost:80:80", "localhost:x",
+        "localhost:-1",
+        "localhost:+80", "localhost:65536", "localhost:099999", "localhost/", "localhost?x",
+        "localhost#x",
         "localhost\\evil.com",
-        "http://localhost", "local host", " localhost", "localhost ", "localhost,evil.com", "[localhost]", "[::1",
-        "::1]", "::1", "[::1]x", "[::1]:80x", "[[::1]]", "[]", ":80", ":", "[::1%]", "localhost\t", "l\u00f6calhost",
+        "http://localhost", "local host", " localhost", "localhost ", "localhost,evil.com",
+        "[localhost]", "[::1",
+        "::1]", "::1", "[::1]x", "[::1]:80x", "[[::1]]", "[]", ":80", ":", "[::1%]", "localhost\t",
+        "l\u00f6calhost",
         "localhost\u0000", "%6cocalhost", "\uff41.com",
     ],
 )  # fmt: skip
@@ -399,7 +507,12 @@ def test_what_is_no_host_is_refused(running: ServiceThread, host: str) -> None:
     """With a key or without: one program's reading of it is not another's."""
     assert running.get("/version", headers={"host": host}).status == 400
     client = guarded(running, "k")
-    assert running.run(client.get("/version", headers={"host": host, "authorization": "Bearer k"})).status == 400
+    assert (
+        running.run(
+            client.get("/version", headers={"host": host, "authorization": "Bearer k"})
+        ).status
+        == 400
+    )
 
 
 def test_keys_share_no_cache_unless_they_may(running: ServiceThread) -> None:
@@ -408,7 +521,10 @@ def test_keys_share_no_cache_unless_they_may(running: ServiceThread) -> None:
     talk = [{"role": "user", "content": text}]
     asked: list[tuple[str, dict[str, Any]]] = [
         ("/v1/completions", {"prompt": text, "max_tokens": 1}),
-        ("/v1/chat/completions", {"messages": [{"role": "system", "content": "x"}, *talk], "max_tokens": 1}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "system", "content": "x"}, *talk], "max_tokens": 1},
+        ),
         ("/v1/responses", {"input": text, "max_output_tokens": 1}),
     ]
 
@@ -417,13 +533,19 @@ def test_keys_share_no_cache_unless_they_may(running: ServiceThread) -> None:
 
     def cached(client: Client, key: str, path: str, body: dict[str, Any]) -> int:
         headers = {"authorization": f"Bearer {key}"}
-        usage = running.run(client.post(path, {"model": "stories", **body}, headers=headers)).json["usage"]
-        return int((usage.get("prompt_tokens_details") or usage["input_tokens_details"])["cached_tokens"])
+        usage = running.run(client.post(path, {"model": "stories", **body}, headers=headers)).json[
+            "usage"
+        ]
+        return int(
+            (usage.get("prompt_tokens_details") or usage["input_tokens_details"])["cached_tokens"]
+        )
 
     apart, shared = door(), door(share_cache=True)
     for path, body in asked:
         for more in ({}, {"cache_salt": "mine"}):
-            counts = [cached(apart, key, path, {**body, **more}) for key in ("one", "two", "one", "two")]
+            counts = [
+                cached(apart, key, path, {**body, **more}) for key in ("one", "two", "one", "two")
+            ]
             assert counts[:2] == [0, 0], (path, more, counts)
             assert min(counts[2:]) > 0, (path, more, counts)
     path, body = asked[0]
@@ -438,7 +560,9 @@ def test_other_origins_get_no_permission_unless_named(running: ServiceThread) ->
     assert "access-control-allow-origin" not in running.get("/version", headers=asked).headers
     client = guarded(running, "k", allowed_origins=("https://page.example",))
     assert running.run(client.call("OPTIONS", "/v1/models", headers=asked)).status == 200
-    other = running.run(client.call("OPTIONS", "/v1/models", headers={**asked, "origin": "https://other.example"}))
+    other = running.run(
+        client.call("OPTIONS", "/v1/models", headers={**asked, "origin": "https://other.example"})
+    )
     assert "access-control-allow-origin" not in other.headers
     told = running.run(client.get("/health", headers={"origin": "https://page.example"})).headers
     assert told["access-control-expose-headers"] == "X-Request-Id, Retry-After"
@@ -446,7 +570,10 @@ def test_other_origins_get_no_permission_unless_named(running: ServiceThread) ->
 
 def test_a_salt_keeps_tenants_apart(running: ServiceThread) -> None:
     """What one salt cached, another does not find: neither in the counts nor, so, in the time."""
-    body = {**COMPLETION, "prompt": "Lily and Tom went to the park to play with the big red ball " * 3}
+    body = {
+        **COMPLETION,
+        "prompt": "Lily and Tom went to the park to play with the big red ball " * 3,
+    }
 
     def cached(salt: str) -> int:
         usage = running.post("/v1/completions", {**body, "cache_salt": salt}).json["usage"]
@@ -485,9 +612,15 @@ def test_logs_hold_neither_prompts_nor_answers_nor_keys(
     client = guarded(running, "sesame")
     headers = {"authorization": "Bearer sesame"}
     secret = "xylophone"
-    said = running.run(client.post("/v1/completions", {**COMPLETION, "prompt": secret}, headers=headers)).json
+    said = running.run(
+        client.post("/v1/completions", {**COMPLETION, "prompt": secret}, headers=headers)
+    ).json
     running.run(
-        client.post("/v1/completions", {**COMPLETION, "prompt": secret, "temperature": secret}, headers=headers)
+        client.post(
+            "/v1/completions",
+            {**COMPLETION, "prompt": secret, "temperature": secret},
+            headers=headers,
+        )
     )
     running.run(client.get("/version", headers={"authorization": "Bearer open-sesame"}))
     told = stream.getvalue()
@@ -504,7 +637,9 @@ def test_a_bug_in_the_middle_of_a_stream_tells_nothing_of_itself(
     def broken(*_: Any) -> Any:
         raise RuntimeError("address 0x7f00 of the user's secret prompt")
 
-    monkeypatch.setattr("modelmill.serve.routes.completions.CompletionResponseBuilder._delta_event", broken)
+    monkeypatch.setattr(
+        "modelmill.serve.routes.completions.CompletionResponseBuilder._delta_event", broken
+    )
     answer = running.post("/v1/completions", {**COMPLETION, "stream": True})
     monkeypatch.undo()
     assert answer.status == 200
@@ -515,7 +650,9 @@ def test_a_bug_in_the_middle_of_a_stream_tells_nothing_of_itself(
     assert not any("0x7f00" in json_logs.JsonLogFormatter().format(record) for record in records)
 
 
-def test_a_task_that_nobody_waited_for_is_told_without_its_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_that_nobody_waited_for_is_told_without_its_text(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Where nobody listens to asyncio's log, Python prints the exception with its text."""
 
     async def lost() -> None:
@@ -537,7 +674,9 @@ def test_a_task_that_nobody_waited_for_is_told_without_its_text(capsys: pytest.C
 
 @contextmanager
 def given_up(running: ServiceThread, asked: int) -> Iterator[None]:
-    """Within it, answers of so many tokens are asked for and given up: few of them may ever be computed."""
+    """Within it, answers of so many tokens are asked for and given up: few of them may ever be
+    computed.
+    """
 
     def computed() -> int:
         stats = running.run(running.engine.stats())
@@ -565,8 +704,11 @@ def test_clients_that_leave_in_the_middle(running: ServiceThread) -> None:
     """Two hundred, streamed; and some that wait for a whole answer."""
 
     async def many() -> None:
-        for begin in range(0, 200, 20):  # few at once: what a stall leaves to be computed for nobody
-            await asyncio.gather(*(leave(running.client, place) for place in range(begin, begin + 20)))
+        # few at once: what a stall leaves to be computed for nobody
+        for begin in range(0, 200, 20):
+            await asyncio.gather(
+                *(leave(running.client, place) for place in range(begin, begin + 20))
+            )
         whole = {**COMPLETION, "max_tokens": 400, "ignore_eos": True}
         tasks = [asyncio.create_task(first_part(running.client, whole)) for _ in range(20)]
         await asyncio.gather(*tasks)
@@ -589,7 +731,9 @@ def test_twice_what_is_queued_at_once(running: ServiceThread) -> None:
 
     async def burst() -> list[Any]:
         body = {**COMPLETION, "n": 8, "temperature": 1, "max_tokens": 2}
-        return await asyncio.gather(*(running.client.post("/v1/completions", body) for _ in range(most // 4)))
+        return await asyncio.gather(
+            *(running.client.post("/v1/completions", body) for _ in range(most // 4))
+        )
 
     responses = running.run(burst())
     found = [response.status for response in responses]
@@ -600,12 +744,20 @@ def test_twice_what_is_queued_at_once(running: ServiceThread) -> None:
     assert late.json["error"]["code"] == "rate_limit_exceeded"
 
 
-def test_more_answers_than_are_queued_cost_nothing(running: ServiceThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    """5 KB that ask for 128,000 answers were refused only when all of them had been made: 0.8 s of CPU and 69 MB."""
+def test_more_answers_than_are_queued_cost_nothing(
+    running: ServiceThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """5 KB that ask for 128,000 answers were refused only when all of them had been made: 0.8 s of
+    CPU and 69 MB.
+    """
     made: list[Any] = []
-    monkeypatch.setattr("modelmill.serve.routes.completions._make_request_states", lambda *parts: made.append(parts))
+    monkeypatch.setattr(
+        "modelmill.serve.routes.completions._make_request_states", lambda *parts: made.append(parts)
+    )
     for prompts, n in ((1000, 128), (1024, 1), (running.engine.capacity + 1, 1), (5, 128)):
-        error = refused(running, "/v1/completions", {**COMPLETION, "n": n, "prompt": ["a"] * prompts})
+        error = refused(
+            running, "/v1/completions", {**COMPLETION, "n": n, "prompt": ["a"] * prompts}
+        )
         assert f"{prompts * n} answers at once" in error["message"]
     assert not made
     monkeypatch.undo()

@@ -7,20 +7,35 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.serve.conftest import sam, stories  # noqa: F401  the engines that tests of the server share
+from tests.serve.conftest import sam, stories  # noqa: F401
 from tools.soak import client_disconnects, fuzz, mixed_load, shutdown
 from tools.soak.memory_trend import fit_trend
 from tools.soak.server import SoakServer
 
-QUIET = ["--device", "cpu", "--threads", "1", "--kv-cache-bytes", "8000000", "--chat-template", "chatml"]
+QUIET = [
+    "--device",
+    "cpu",
+    "--threads",
+    "1",
+    "--kv-cache-bytes",
+    "8000000",
+    "--chat-template",
+    "chatml",
+]
 
 
 def nobody(done: int, total: int) -> None:
     assert 0 <= done <= max(total, done)
 
 
-def test_rough_treatment_leaves_the_server_as_it_was(stories: Path, sam: Path, tmp_path: Path) -> None:  # noqa: F811
-    """Hostile requests, clients that leave, everything at once: the same workers, nothing runs, every page is free."""
+def test_rough_treatment_leaves_the_server_as_it_was(
+    stories: Path,  # noqa: F811
+    sam: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Hostile requests, clients that leave, everything at once: the same workers, nothing runs,
+    every page is free.
+    """
     with SoakServer([stories, sam], QUIET) as server:
         assert server.segment_model is not None
         found = fuzz.fuzz(server, 160, 1, nobody)
@@ -37,7 +52,9 @@ def test_rough_treatment_leaves_the_server_as_it_was(stories: Path, sam: Path, t
 
 
 @pytest.mark.parametrize(
-    "how", [shutdown.check_killed_while_loading, shutdown.check_server_killed], ids=lambda how: how.__name__
+    "how",
+    [shutdown.check_killed_while_loading, shutdown.check_server_killed],
+    ids=lambda how: how.__name__,
 )
 def test_kills(stories: Path, how: object) -> None:  # noqa: F811
     found = how(stories, QUIET)  # type: ignore[operator]

@@ -60,8 +60,8 @@ class Port:
         self.service.close()
 
     def send(self, data: bytes) -> socket.socket:
-        """A connection whose data is there when the server first looks, unless it fits no buffer: then it may have
-        answered and closed before all was sent."""
+        """A connection whose data is there when the server first looks, unless it fits no buffer:
+        then it may have answered and closed before all was sent."""
         with self.held() if fits(data) else nullcontext():
             sock = socket.create_connection(self.address, timeout=TIMEOUT_SECONDS)
             try:
@@ -73,7 +73,9 @@ class Port:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """The server does nothing meanwhile: it is impatient, and a client may be kept from sending."""
+        """The server does nothing meanwhile: it is impatient, and a client may be kept from
+        sending.
+        """
         there, go_on = threading.Event(), threading.Event()
 
         def wait() -> None:
@@ -148,11 +150,13 @@ def error_of(answer: bytes) -> tuple[int, dict[str, Any]]:
         (b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: -1\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nhost: lo", 408),
         (
-            b"POST /tokenize HTTP/1.1\r\nhost: a\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+            b"POST /tokenize HTTP/1.1\r\nhost: a\r\ncontent-length: 4\r\ntransfer-encoding: "
+            b"chunked\r\n\r\n0\r\n\r\n",
             400,
         ),
         (
-            b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\ncontent-length: 0\r\n\r\n0\r\n\r\n",
+            b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\ncontent-length: "
+            b"0\r\n\r\n0\r\n\r\n",
             400,
         ),
         (b"GET /version HTTP/1.1\r\nhost: localhost:80@evil.com\r\n\r\n", 400),
@@ -191,7 +195,9 @@ def test_a_connection_serves_many_requests_and_pauses_between_them(port: Port) -
 
 
 def test_a_client_that_reads_nothing_is_dropped_and_others_go_on(port: Port) -> None:
-    """Its answer fits no buffer: the server gives it up after a while; meanwhile everyone else is served."""
+    """Its answer fits no buffer: the server gives it up after a while; meanwhile everyone else is
+    served.
+    """
     fat = {**LONG, "n": 16, "logprobs": 20, "temperature": 1}
     socks = []
     for _ in range(3):
@@ -210,8 +216,11 @@ def test_a_client_that_reads_nothing_is_dropped_and_others_go_on(port: Port) -> 
 def test_clients_that_go_away_in_the_middle(port: Port) -> None:
     """Two hundred on real sockets: half are closed, half reset."""
     with given_up(port.running, asked=450 * 300):
-        for begin in range(0, 200, 20):  # few at once: what a server that is away leaves to be computed for nobody
-            socks = [port.send(post({**LONG, "n": 1 + place % 2})) for place in range(begin, begin + 20)]
+        # few at once: what a server that is away leaves to be computed for nobody
+        for begin in range(0, 200, 20):
+            socks = [
+                port.send(post({**LONG, "n": 1 + place % 2})) for place in range(begin, begin + 20)
+            ]
             for place, sock in enumerate(socks):
                 if place % 3:
                     sock.recv(1 << (place % 10))
@@ -225,7 +234,13 @@ def test_requests_in_one_packet_are_answered_in_order(port: Port) -> None:
     short = post({**COMPLETION, "max_tokens": 1})
     with port.send(short * 4 + post(COMPLETION, "connection: close", path="/nothing")) as sock:
         told = read_all(sock)
-    assert [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+)", told)] == [200, 200, 200, 200, 404]
+    assert [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+)", told)] == [
+        200,
+        200,
+        200,
+        200,
+        404,
+    ]
 
 
 def test_only_the_port_of_the_api_listens(port: Port) -> None:

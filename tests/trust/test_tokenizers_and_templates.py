@@ -32,7 +32,9 @@ def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("pattern", ["(a+)+$", "(a|aa)+$", "(a*)*c", "(?:a|a?)+b$"])
 def test_a_pattern_that_explodes_is_an_error_and_no_hang(pattern: str) -> None:
-    """The library panics, which is no Exception in Python: unnoticed it would end the engine's thread."""
+    """The library panics, which is no Exception in Python: unnoticed it would end the engine's
+    thread.
+    """
     text = "a" * 60 + "b"
     for spec in (
         small_hf(pre_tokenizer=split(pattern)),
@@ -48,11 +50,17 @@ def test_a_pattern_that_explodes_is_an_error_and_no_hang(pattern: str) -> None:
 
 def test_a_chain_of_replacements_is_refused_unread() -> None:
     step = replace({"String": "a"}, "a" * 100)
-    for normalizer in (step, {"type": "Sequence", "normalizers": [replace({"String": "a"}, "a" * 9)] * 12}):
+    for normalizer in (
+        step,
+        {"type": "Sequence", "normalizers": [replace({"String": "a"}, "a" * 9)] * 12},
+    ):
         with pytest.raises(TokenizerError, match="longer") as told:
             load_tokenizer(hf_files(small_hf(normalizer=normalizer)))
         check_one_line(told.value)
-    good = {"type": "Sequence", "normalizers": [{"type": "NFC"}, replace({"String": " "}, "\u2581")] * 3}
+    good = {
+        "type": "Sequence",
+        "normalizers": [{"type": "NFC"}, replace({"String": " "}, "\u2581")] * 3,
+    }
     assert load_tokenizer(hf_files(small_hf(normalizer=good))).encode("h")
 
 
@@ -61,8 +69,14 @@ def test_truncation_padding_and_dropout_of_the_file_do_nothing() -> None:
     spec = small_hf()
     plain = load_tokenizer(hf_files(spec)).encode("hello hello")
     spec["model"]["dropout"] = 0.9
-    spec["truncation"] = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
-    spec["padding"] = {"strategy": {"Fixed": 99}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+    spec["truncation"] = {
+        "max_length": 2,
+        "strategy": "LongestFirst",
+        "stride": 0,
+        "direction": "Right",
+    }
+    spec["padding"] = {"strategy": {"Fixed": 99}, "direction": "Right", "pad_to_multiple_of": None,
+        "pad_id": 0,
                        "pad_type_id": 0, "pad_token": "h"}  # fmt: skip
     tokenizer = load_tokenizer(hf_files(spec))
     assert {tuple(tokenizer.encode("hello hello")) for _ in range(20)} == {tuple(plain)}
@@ -70,7 +84,9 @@ def test_truncation_padding_and_dropout_of_the_file_do_nothing() -> None:
 
 def folder_with(tmp_path: Path, files: dict[str, bytes], vocabulary: int = 262) -> Path:
     folder = write_folder(
-        tmp_path / "hf", llama_state(vocabulary=vocabulary), {**LLAMA_CONFIG, "vocab_size": vocabulary}
+        tmp_path / "hf",
+        llama_state(vocabulary=vocabulary),
+        {**LLAMA_CONFIG, "vocab_size": vocabulary},
     )
     for name, data in files.items():
         (folder / name).write_bytes(data)
@@ -78,7 +94,9 @@ def folder_with(tmp_path: Path, files: dict[str, bytes], vocabulary: int = 262) 
 
 
 def build(folder: Path) -> None:
-    build_engine.build(make_plan(open_checkpoint(folder), BuildConfig(target="cpu")), folder.parent / "e", None)
+    build_engine.build(
+        make_plan(open_checkpoint(folder), BuildConfig(target="cpu")), folder.parent / "e", None
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,7 +110,9 @@ def build(folder: Path) -> None:
     ],
     ids=["more ids than rows", "broken", "an id far outside", "a pickle", "tiktoken"],
 )
-def test_a_tokenizer_that_does_not_fit_is_refused_at_build(tmp_path: Path, files: dict[str, bytes]) -> None:
+def test_a_tokenizer_that_does_not_fit_is_refused_at_build(
+    tmp_path: Path, files: dict[str, bytes]
+) -> None:
     folder = folder_with(tmp_path, files, vocabulary=20)
     with pytest.raises(TokenizerError) as told:
         build(folder)
@@ -100,7 +120,9 @@ def test_a_tokenizer_that_does_not_fit_is_refused_at_build(tmp_path: Path, files
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
-def test_one_row_less_than_the_tokenizer_needs_is_refused_and_an_equal_number_built(tmp_path: Path) -> None:
+def test_one_row_less_than_the_tokenizer_needs_is_refused_and_an_equal_number_built(
+    tmp_path: Path,
+) -> None:
     needed = load_tokenizer(hf_files()).vocab_size
     build(folder_with(tmp_path / "fits", hf_files(), needed))
     (tmp_path / "short").mkdir()
@@ -131,7 +153,8 @@ HOGS = [
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "{{ 'a' * 10**10 }}",
     "{{ 'a'|center(10**10) }}",
-    "{% set ns = namespace(s='a') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}{{ ns.s }}",
+    "{% set ns = namespace(s='a') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor "
+    "%}{{ ns.s }}",
     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     "{{ 9**9**9 }}",
     "{{ range(10**9)|list }}",
@@ -142,9 +165,15 @@ HOGS = [
 
 @pytest.mark.parametrize("template", [*ESCAPES, *HOGS], ids=range(len(ESCAPES) + len(HOGS)))
 def test_a_template_gets_nothing_and_costs_one_line(template: str) -> None:
-    """Nothing of Python, of the file system or of the machine comes out, and the engine answers the next request."""
+    """Nothing of Python, of the file system or of the machine comes out, and the engine answers the
+    next request.
+    """
     files = hf_files() | {"chat_template.jinja": template.encode()}
-    chat = load_chat(files, load_tokenizer(files), limits=TemplateLimits(seconds=0.5, memory=256 << 20, output=1 << 20))
+    chat = load_chat(
+        files,
+        load_tokenizer(files),
+        limits=TemplateLimits(seconds=0.5, memory=256 << 20, output=1 << 20),
+    )
     assert chat is not None
     messages = [{"role": "user", "content": "hello"}]
     with time_limit():
@@ -153,20 +182,30 @@ def test_a_template_gets_nothing_and_costs_one_line(template: str) -> None:
         except TemplateError as error:
             check_one_line(error)
         else:
-            assert not any(word in text for word in ("class ", "root:", "uid=", "module", "function", "code object"))
+            assert not any(
+                word in text
+                for word in ("class ", "root:", "uid=", "module", "function", "code object")
+            )
             assert len(text) <= 1 << 20
     assert messages == [{"role": "user", "content": "hello"}]
     chat.close()
 
 
 def test_a_request_brings_no_template_and_no_special_tokens() -> None:
-    files = hf_files() | {"chat_template.jinja": b"{% for m in messages %}<|end|>{{ m.content }}{% endfor %}"}
+    files = hf_files() | {
+        "chat_template.jinja": b"{% for m in messages %}<|end|>{{ m.content }}{% endfor %}"
+    }
     tokenizer = load_tokenizer(files)
     chat = load_chat(files, tokenizer)
     assert chat is not None
     talk = [{"role": "user", "content": "he<|end|>"}]
     assert chat.encode(talk).count(259) == 1
-    for options in ({"messages": []}, {"add_generation_prompt": False}, {"tools": None}, {"documents": []}):
+    for options in (
+        {"messages": []},
+        {"add_generation_prompt": False},
+        {"tools": None},
+        {"documents": []},
+    ):
         with pytest.raises(RequestError) as told:
             chat.encode(talk, options=options)
         check_one_line(told.value)
@@ -178,7 +217,8 @@ def test_a_request_brings_no_template_and_no_special_tokens() -> None:
 
 @pytest.mark.parametrize(
     "messages",
-    [None, [], {}, "hi", [None], ["hi"], [[]], [{}], [{"role": "root", "content": "x"}], [{"role": "user"}],
+    [None, [], {}, "hi", [None], ["hi"], [[]], [{}], [{"role": "root", "content": "x"}],
+    [{"role": "user"}],
      [{"role": "user", "content": 5}], [{"role": "user", "content": [{"type": "image"}]}], [{5: 6}],
      [{"role": ["user"], "content": "x"}], [{"role": "user", "content": "x", "tool_calls": [1]}],
      [{"role": "user", "content": "x", "name": 2**9999}]],

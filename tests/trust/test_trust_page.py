@@ -28,7 +28,11 @@ def test_it_exists(file: str, name: str) -> None:
 
 
 def test_every_row_has_a_test() -> None:
-    rows = [line for line in LIST.splitlines() if line.startswith("| ") and not line.startswith("| what")]
+    rows = [
+        line
+        for line in LIST.splitlines()
+        if line.startswith("| ") and not line.startswith("| what")
+    ]
     assert len(rows) >= 40
     for row in rows:
         assert row.count("|") == 4, row

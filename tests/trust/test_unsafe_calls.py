@@ -23,12 +23,34 @@ MODULES = {
         "joblib",
         "jsonpickle",
     ),
-    *("multiprocessing", "torch.multiprocessing", "xmlrpc", "torch.package", "torch.hub", "torch.distributed.rpc"),
+    *(
+        "multiprocessing",
+        "torch.multiprocessing",
+        "xmlrpc",
+        "torch.package",
+        "torch.hub",
+        "torch.distributed.rpc",
+    ),
 }
 NAMES = {"ProcessPoolExecutor", "eval", "exec", "__import__"}
 CALLS = {
-    *("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list", "send_object_list"),
-    *("recv_object_list", "unsafe_load", "full_load", "system", "popen", "run_path", "run_module", "send_pyobj"),
+    *(
+        "broadcast_object_list",
+        "all_gather_object",
+        "gather_object",
+        "scatter_object_list",
+        "send_object_list",
+    ),
+    *(
+        "recv_object_list",
+        "unsafe_load",
+        "full_load",
+        "system",
+        "popen",
+        "run_path",
+        "run_module",
+        "send_pyobj",
+    ),
 }
 
 
@@ -69,17 +91,23 @@ def faults(source: str) -> list[str]:
         elif isinstance(node, ast.ImportFrom):
             whole = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
             found += [module for module in whole if forbidden(module)]
-            found += [alias.name for alias in node.names if alias.name in NAMES or alias.name in CALLS]
+            found += [
+                alias.name for alias in node.names if alias.name in NAMES or alias.name in CALLS
+            ]
         elif isinstance(node, ast.Name) and node.id in NAMES:
             found.append(node.id)
-        elif isinstance(node, ast.Attribute) and (node.attr == "ProcessPoolExecutor" or forbidden(ast.unparse(node))):
+        elif isinstance(node, ast.Attribute) and (
+            node.attr == "ProcessPoolExecutor" or forbidden(ast.unparse(node))
+        ):
             found.append(ast.unparse(node))
         elif isinstance(node, ast.Call):
             found += of_call(node)
     return found
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT))
+)
 def test_nothing_unpickles_or_evaluates(path: Path) -> None:
     assert faults(path.read_text()) == []
 
@@ -87,19 +115,28 @@ def test_nothing_unpickles_or_evaluates(path: Path) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "import pickle", "import pickle as p", "from pickle import loads", "import multiprocessing.connection",
-        "from torch import multiprocessing", "import torch\ntorch.multiprocessing.Queue()", "torch.load(x)",
-        "torch.load(x, weights_only=False)", "torch.load(x, weights_only=flag)", "np.load(x, allow_pickle=True)",
-        "importlib.import_module('pickle')", "__import__('pickle')", "eval(x)", "exec(x)", "f = eval", "yaml.load(x)",
-        "yaml.unsafe_load(x)", "dist.broadcast_object_list(x)", "from torch.distributed import gather_object",
-        "Model.from_pretrained(x, trust_remote_code=True)", "concurrent.futures.ProcessPoolExecutor()",
-        "from concurrent.futures import ProcessPoolExecutor", "subprocess.run(x, shell=True)", "os.system(x)",
+        "import pickle", "import pickle as p", "from pickle import loads",
+        "import multiprocessing.connection",
+        "from torch import multiprocessing", "import torch\ntorch.multiprocessing.Queue()",
+        "torch.load(x)",
+        "torch.load(x, weights_only=False)", "torch.load(x, weights_only=flag)",
+        "np.load(x, allow_pickle=True)",
+        "importlib.import_module('pickle')", "__import__('pickle')", "eval(x)", "exec(x)",
+        "f = eval", "yaml.load(x)",
+        "yaml.unsafe_load(x)", "dist.broadcast_object_list(x)",
+        "from torch.distributed import " "gather_object",
+        "Model.from_pretrained(x, trust_remote_code=True)",
+        "concurrent.futures.ProcessPoolExecutor()",
+        "from concurrent.futures import ProcessPoolExecutor", "subprocess.run(x, shell=True)",
+        "os.system(x)",
     ],
 )  # fmt: skip
 def test_each_of_these_is_seen(source: str) -> None:
     assert faults(source)
 
 
-@pytest.mark.parametrize("source", ["model.eval()", "torch.load(x, weights_only=True)", "np.load(x)", "re.compile(x)"])
+@pytest.mark.parametrize(
+    "source", ["model.eval()", "torch.load(x, weights_only=True)", "np.load(x)", "re.compile(x)"]
+)
 def test_what_is_harmless_is_not(source: str) -> None:
     assert faults(source) == []

@@ -1,4 +1,6 @@
-"""Weights that are not numbers are found at build in every container and named, before an engine exists."""
+"""Weights that are not numbers are found at build in every container and named, before an engine
+exists.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, TensorMismatch
-from tests.checkpoint.checkpoint_factory import LLAMA_CONFIG, llama_state, write_folder, write_llama_gguf
+from tests.checkpoint.checkpoint_factory import (
+    LLAMA_CONFIG,
+    llama_state,
+    write_folder,
+    write_llama_gguf,
+)
 from tests.trust.error_lines import check_one_line
 
 NAMES = [
@@ -64,7 +71,9 @@ def test_a_scale_in_a_block_format(tmp_path: Path, options: dict[str, str]) -> N
     name = "model.layers.0.mlp.up_proj.weight"
     blocks = gguf.quants.quantize(state.pop(name).numpy(), gguf.GGMLQuantizationType.Q8_0)
     blocks[3, :2] = np.frombuffer(np.float16(np.nan).tobytes(), np.uint8)
-    write_llama_gguf(path, state, raw={"blk.0.ffn_up.weight": (blocks, gguf.GGMLQuantizationType.Q8_0)})
+    write_llama_gguf(
+        path, state, raw={"blk.0.ffn_up.weight": (blocks, gguf.GGMLQuantizationType.Q8_0)}
+    )
     with pytest.raises(CorruptCheckpoint, match=name.replace(".", r"\.")):
         build(without_vocabulary(path), tmp_path / "e", **options)
 
@@ -88,7 +97,9 @@ def test_another_kind_of_number(tmp_path: Path, dtype: torch.dtype) -> None:
 
 def test_a_config_that_names_fewer_or_more_layers_than_there_are(tmp_path: Path) -> None:
     for layers, said in ((1, "no place for"), (3, "lacks"), (4096, "lacks")):
-        folder = write_folder(tmp_path / str(layers), llama_state(), {**LLAMA_CONFIG, "num_hidden_layers": layers})
+        folder = write_folder(
+            tmp_path / str(layers), llama_state(), {**LLAMA_CONFIG, "num_hidden_layers": layers}
+        )
         with pytest.raises(TensorMismatch, match=said) as told:
             build(folder, tmp_path / "e")
         check_one_line(told.value, 3000)

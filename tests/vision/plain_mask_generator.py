@@ -1,7 +1,9 @@
-"""SAM's automatic mask generator in plain loops, from its published rules (arXiv:2304.02643, appendix B).
+"""SAM's automatic mask generator in plain loops, from its published rules (arXiv:2304.02643,
+appendix B).
 
-Only the model is taken from the engine: what it answers to a batch of points is the same to the bit. Crops, points,
-enlarging, filters, suppression, small regions and run lengths are done again here, one mask at a time.
+Only the model is taken from the engine: what it answers to a batch of points is the same to the
+bit. Crops, points, enlarging, filters, suppression, small regions and run lengths are done again
+here, one mask at a time.
 """
 
 from __future__ import annotations
@@ -31,8 +33,10 @@ class PlainMask:
 
 
 def generate_masks(
-    eye: SamModel, picture: PIL.Image.Image, *, points_per_side: int, batch: int = 64, pred_iou: float = 0.88,
-    stable: float = 0.95, offset: float = 1.0, box_nms: float = 0.7, layers: int = 0, crop_nms: float = 0.7,
+    eye: SamModel, picture: PIL.Image.Image, *, points_per_side: int, batch: int = 64,
+    pred_iou: float = 0.88,
+    stable: float = 0.95, offset: float = 1.0, box_nms: float = 0.7, layers: int = 0,
+    crop_nms: float = 0.7,
     overlap: float = 512 / 1500, downscale: int = 1, min_area: int = 0,
 ) -> list[PlainMask]:  # fmt: skip
     """All masks, best score first."""
@@ -42,7 +46,8 @@ def generate_masks(
         part = picture.crop(crop)
         side = points_per_side // downscale**layer
         points = [
-            ((i % side + 0.5) / side * part.width, (i // side + 0.5) / side * part.height) for i in range(side**2)
+            ((i % side + 0.5) / side * part.width, (i // side + 0.5) / side * part.height)
+            for i in range(side**2)
         ]
         inside: list[PlainMask] = []
         for start in range(0, len(points), batch):
@@ -60,12 +65,18 @@ def generate_masks(
                     continue
                 whole = np.zeros((height, width), dtype=bool)
                 whole[crop[1] : crop[3], crop[0] : crop[2]] = mask
-                inside.append(PlainMask(whole, box, score, steady, (at[0] + crop[0], at[1] + crop[1]), crop))
+                inside.append(
+                    PlainMask(whole, box, score, steady, (at[0] + crop[0], at[1] + crop[1]), crop)
+                )
         for each in nms(inside, [f.score for f in inside], box_nms):
             each.box = [each.box[k] + crop[k % 2] for k in range(4)]
             found.append(each)
     if layers:
-        found = nms(found, [1 / ((f.crop[2] - f.crop[0]) * (f.crop[3] - f.crop[1])) for f in found], crop_nms)
+        found = nms(
+            found,
+            [1 / ((f.crop[2] - f.crop[0]) * (f.crop[3] - f.crop[1])) for f in found],
+            crop_nms,
+        )
     if min_area:
         untouched = []
         for each in found:
@@ -78,7 +89,9 @@ def generate_masks(
     return sorted(found, key=lambda f: -f.score)
 
 
-def make_crops(width: int, height: int, layers: int, overlap: float) -> list[tuple[tuple[int, int, int, int], int]]:
+def make_crops(
+    width: int, height: int, layers: int, overlap: float
+) -> list[tuple[tuple[int, int, int, int], int]]:
     """The picture, then 4, 16, … boxes that overlap, and their layers."""
     found = [((0, 0, width, height), 0)]
     for layer in range(1, layers + 1):
@@ -97,7 +110,9 @@ def decode_points(eye: SamModel, part: PIL.Image.Image, points: list[tuple[float
     """(point, logits [4G, 4G], predicted IoU) of the three masks of each point."""
     scale = eye.image_size / max(part.size)
     new = tuple(int(n * scale + 0.5) for n in part.size)
-    at = torch.tensor([[[x * (new[0] / part.width), y * (new[1] / part.height)], [0.0, 0.0]] for x, y in points])
+    at = torch.tensor(
+        [[[x * (new[0] / part.width), y * (new[1] / part.height)], [0.0, 0.0]] for x, y in points]
+    )
     labels = torch.tensor([[1, -1]] * len(points))
     embedding = eye.embed_image(part).embedding
     logits, scores = eye.model.decode_masks(embedding, at, labels, None, eye.vision)  # type: ignore[operator]
@@ -110,8 +125,12 @@ def upsample(eye: SamModel, logits: torch.Tensor, size: tuple[int, int]) -> np.n
     """To the encoder's square, without its padding, to the picture's size."""
     scale = eye.image_size / max(size)
     wide, tall = (int(n * scale + 0.5) for n in size)
-    big = F.interpolate(logits[None, None], (eye.image_size, eye.image_size), mode="bilinear", align_corners=False)
-    big = F.interpolate(big[..., :tall, :wide], (size[1], size[0]), mode="bilinear", align_corners=False)
+    big = F.interpolate(
+        logits[None, None], (eye.image_size, eye.image_size), mode="bilinear", align_corners=False
+    )
+    big = F.interpolate(
+        big[..., :tall, :wide], (size[1], size[0]), mode="bilinear", align_corners=False
+    )
     return big[0, 0].numpy()
 
 
@@ -120,11 +139,15 @@ def mask_box(mask: np.ndarray) -> list[int]:
     return [int(v) for v in (xs.min(), ys.min(), xs.max(), ys.max())] if len(xs) else [0, 0, 0, 0]
 
 
-def touches_crop_edge(box: list[int], crop: tuple[int, int, int, int], size: tuple[int, int]) -> bool:
+def touches_crop_edge(
+    box: list[int], crop: tuple[int, int, int, int], size: tuple[int, int]
+) -> bool:
     """Within 20 pixels of an edge of the crop that is none of the picture's."""
     rim = (0, 0, *size)
     placed = [box[k] + crop[k % 2] for k in range(4)]
-    return any(abs(placed[k] - crop[k]) <= 20 and not abs(placed[k] - rim[k]) <= 20 for k in range(4))
+    return any(
+        abs(placed[k] - crop[k]) <= 20 and not abs(placed[k] - rim[k]) <= 20 for k in range(4)
+    )
 
 
 def nms(found: list[PlainMask], scores: list[float], threshold: float) -> list[PlainMask]:
@@ -144,7 +167,9 @@ def iou(a: list[int], b: list[int]) -> float:
 
 
 def remove_small_regions(mask: np.ndarray, min_pixels: int, holes: bool) -> tuple[np.ndarray, bool]:
-    """Small holes filled, or small islands dropped (of nothing but small ones the largest stays)."""
+    """Small holes filled, or small islands dropped (of nothing but small ones the largest
+    stays).
+    """
     ground = ~mask if holes else mask
     labels, sizes = label_regions(ground)
     small = [i + 1 for i, size in enumerate(sizes) if size < min_pixels]
@@ -152,7 +177,9 @@ def remove_small_regions(mask: np.ndarray, min_pixels: int, holes: bool) -> tupl
         return mask, False
     if holes:
         return mask | np.isin(labels, small), True
-    kept = [i + 1 for i, size in enumerate(sizes) if size >= min_pixels] or [int(np.argmax(sizes)) + 1]
+    kept = [i + 1 for i, size in enumerate(sizes) if size >= min_pixels] or [
+        int(np.argmax(sizes)) + 1
+    ]
     return np.isin(labels, kept), True
 
 

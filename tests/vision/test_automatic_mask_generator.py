@@ -1,4 +1,6 @@
-"""Automatic masks against the generator written again in plain loops (plain_everything.py): the same run lengths."""
+"""Automatic masks against the generator written again in plain loops (plain_everything.py): the
+same run lengths.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,14 @@ from tests.models.test_sam import made
 from tests.vision import plain_mask_generator as plain
 
 
-def same(eye: SamModel, picture: PIL.Image.Image, names: dict[str, str], told: dict[str, Any]) -> int:
+def same(
+    eye: SamModel, picture: PIL.Image.Image, names: dict[str, str], told: dict[str, Any]
+) -> int:
     """Compare; returns how many masks there are. names: our option → the plain one's."""
     found = eye.generate_masks(picture, AutomaticMaskOptions(**told))
-    wanted = plain.generate_masks(eye, picture, **{names[name]: value for name, value in told.items()})
+    wanted = plain.generate_masks(
+        eye, picture, **{names[name]: value for name, value in told.items()}
+    )
     assert len(found) == len(wanted)
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.score == theirs.score
@@ -40,15 +46,19 @@ def same(eye: SamModel, picture: PIL.Image.Image, names: dict[str, str], told: d
 
 
 NAMES = {
-    "points_per_side": "points_per_side", "points_per_batch": "batch", "pred_iou_thresh": "pred_iou",
-    "stability_score_thresh": "stable", "stability_score_offset": "offset", "box_nms_thresh": "box_nms",
+    "points_per_side": "points_per_side", "points_per_batch": "batch",
+    "pred_iou_thresh": "pred_iou",
+    "stability_score_thresh": "stable", "stability_score_offset": "offset",
+    "box_nms_thresh": "box_nms",
     "crop_n_layers": "layers", "crop_nms_thresh": "crop_nms", "crop_overlap_ratio": "overlap",
     "crop_n_points_downscale_factor": "downscale", "min_mask_region_area": "min_area",
 }  # fmt: skip
 
 
 def blots(side: int) -> Any:
-    """In the decoder's place: three ragged blots around each point, with holes and islands, and scores to filter by."""
+    """In the decoder's place: three ragged blots around each point, with holes and islands, and
+    scores to filter by.
+    """
     y, x = torch.meshgrid(torch.arange(side) + 0.5, torch.arange(side) + 0.5, indexing="ij")
     noise = torch.randn(3, side, side, generator=torch.Generator().manual_seed(7))
 
@@ -57,7 +67,9 @@ def blots(side: int) -> Any:
         reach = torch.tensor([3.0, 7.0, 15.0]).view(1, 3, 1, 1)
         apart = ((x - at[:, :, 0]) ** 2 + (y - at[:, :, 1]) ** 2).sqrt()
         logits = (reach - apart) * 2 + 3 * noise
-        scores = 0.5 + 0.5 * torch.frac(points[:, :1, 0] * 7.31 + points[:, :1, 1] * 3.7 + torch.arange(3) * 0.41)
+        scores = 0.5 + 0.5 * torch.frac(
+            points[:, :1, 0] * 7.31 + points[:, :1, 1] * 3.7 + torch.arange(3) * 0.41
+        )
         return torch.cat((logits[:, :1], logits), 1), torch.cat((scores[:, :1], scores), 1)
 
     return decode
@@ -65,7 +77,8 @@ def blots(side: int) -> Any:
 
 @pytest.mark.parametrize(("options", "least"), [
     ({"points_per_side": 8, "points_per_batch": 5}, 20),
-    ({"points_per_side": 6, "crop_n_layers": 1, "crop_n_points_downscale_factor": 2, "crop_nms_thresh": 0.5}, 20),
+    ({"points_per_side": 6, "crop_n_layers": 1, "crop_n_points_downscale_factor": 2,
+    "crop_nms_thresh": 0.5}, 20),
     ({"points_per_side": 3, "crop_n_layers": 2, "crop_n_points_downscale_factor": 2}, 10),
     ({"points_per_side": 3, "min_mask_region_area": 40, "box_nms_thresh": 0.5}, 4),
     ({"points_per_side": 7, "stability_score_offset": 0.5, "stability_score_thresh": 0.8}, 10),
@@ -74,7 +87,9 @@ def blots(side: int) -> Any:
 def test_blots_are_kept_as_plain_loops_keep_them(
     options: dict[str, Any], least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    eye = SamModel(made(small_state(2)), VisionContext(select_backends("cpu")), sam.IMAGE_MEAN, sam.IMAGE_STD)
+    eye = SamModel(
+        made(small_state(2)), VisionContext(select_backends("cpu")), sam.IMAGE_MEAN, sam.IMAGE_STD
+    )
     monkeypatch.setattr(eye.model, "decode_masks", blots(eye.image_size // 4))
     values = np.random.default_rng(3).integers(0, 255, (90, 140, 3), dtype=np.uint8)
     picture = PIL.Image.fromarray(values)
@@ -85,7 +100,8 @@ def test_blots_are_kept_as_plain_loops_keep_them(
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [
     {"points_per_side": 12},
-    {"points_per_side": 6, "crop_n_layers": 1, "crop_n_points_downscale_factor": 2, "min_mask_region_area": 100},
+    {"points_per_side": 6, "crop_n_layers": 1, "crop_n_points_downscale_factor": 2,
+    "min_mask_region_area": 100},
 ])  # fmt: skip
 def test_mobilesam_finds_what_plain_loops_find(shared: Path, options: dict[str, Any]) -> None:
     from safetensors.torch import load_file

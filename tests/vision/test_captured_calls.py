@@ -73,7 +73,10 @@ def test_what_waits_for_the_host_is_called() -> None:
 @pytest.mark.gpu
 def test_an_eye_with_graphs_sees_what_one_without_sees() -> None:
     model = made(small_state(), device="cuda")
-    eyes = [SamModel(model, VisionContext(select_backends("cuda")), sam.IMAGE_MEAN, sam.IMAGE_STD) for _ in range(2)]
+    eyes = [
+        SamModel(model, VisionContext(select_backends("cuda")), sam.IMAGE_MEAN, sam.IMAGE_STD)
+        for _ in range(2)
+    ]
     eyes[1].captured_calls.enabled = False
     pictures = [torch.randint(0, 256, (100, 160, 3), dtype=torch.uint8) for _ in range(11)]
     asked = [
@@ -89,7 +92,9 @@ def test_an_eye_with_graphs_sees_what_one_without_sees() -> None:
         for one, other in zip(*seen, strict=True):
             assert torch.allclose(one.embedding, other.embedding, atol=1e-4)
             for first, second in zip(*(eye.predict_all(one, asked) for eye in eyes), strict=True):
-                assert [m.score for m in first] == pytest.approx([m.score for m in second], abs=1e-4)
+                assert [m.score for m in first] == pytest.approx(
+                    [m.score for m in second], abs=1e-4
+                )
                 for ours, plain in zip(first, second, strict=True):
                     assert float((ours.pixels == plain.pixels).float().mean()) > 0.999
     assert len(eyes[0].captured_calls) >= 3

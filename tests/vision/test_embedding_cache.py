@@ -15,7 +15,9 @@ def seen(digest: str, numbers: int) -> ImageEmbedding:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 40))), st.integers(0, 200))
-def test_never_more_bytes_than_allowed_and_the_last_ones_stay(steps: list[tuple[str, int]], most: int) -> None:
+def test_never_more_bytes_than_allowed_and_the_last_ones_stay(
+    steps: list[tuple[str, int]], most: int
+) -> None:
     known = EmbeddingCache(most)
     order: list[ImageEmbedding] = []
     for digest, numbers in steps:
@@ -34,7 +36,11 @@ def test_never_more_bytes_than_allowed_and_the_last_ones_stay(steps: list[tuple[
 
 
 def test_a_digest_tells_shapes_pixels_and_salts_apart() -> None:
-    pictures = [PIL.Image.new("RGB", size, colour) for size in ((4, 6), (6, 4), (2, 12)) for colour in (0, 0x010203)]
+    pictures = [
+        PIL.Image.new("RGB", size, colour)
+        for size in ((4, 6), (6, 4), (2, 12))
+        for colour in (0, 0x010203)
+    ]
     found = {image_digest(p, salt) for p in pictures for salt in ("", "a", "1 a", "RGB 4 6")}
     assert len(found) == len(pictures) * 4
     assert image_digest(pictures[0].copy(), "a") == image_digest(pictures[0], "a")

@@ -43,7 +43,12 @@ def solid(mode: str, colour) -> PIL.Image.Image:
         (saved(PIL.Image.fromarray(np.full((4, 6), 257 * 40, np.uint16)), "PNG"), (40, 40, 40)),
         (saved(solid("CMYK", (0, 0, 0, 0)), "JPEG"), (255, 255, 255)),
         (saved(solid("RGB", RED), "BMP"), RED),
-        (saved(solid("RGB", RED), "GIF", save_all=True, append_images=[solid("RGB", (0, 9, 200))]), RED),
+        (
+            saved(
+                solid("RGB", RED), "GIF", save_all=True, append_images=[solid("RGB", (0, 9, 200))]
+            ),
+            RED,
+        ),
     ],
 )
 def test_every_mode_becomes_rgb(data: bytes, expected: tuple[int, int, int]) -> None:
@@ -67,7 +72,9 @@ def test_orientation_notes_are_followed() -> None:
 
 def test_every_orientation_is_undone() -> None:
     """Against PIL's own, for each note and each format that carries it."""
-    picture = PIL.Image.fromarray(np.random.default_rng(0).integers(0, 256, (4, 6, 3), dtype=np.uint8))
+    picture = PIL.Image.fromarray(
+        np.random.default_rng(0).integers(0, 256, (4, 6, 3), dtype=np.uint8)
+    )
     for form in ("PNG", "TIFF", "JPEG", "WEBP"):
         for note in range(10):
             exif = PIL.Image.Exif()
@@ -112,9 +119,15 @@ def test_a_bomb_is_refused_by_its_header() -> None:
         image.open_image(bytes(bomb))
 
 
-def test_what_a_caller_holds_is_read_as_carefully_as_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PIL decodes when it is asked for pixels: what is broken, too large or closed shows there, in one line."""
-    noise = PIL.Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 90, 3), dtype=np.uint8))
+def test_what_a_caller_holds_is_read_as_carefully_as_a_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """PIL decodes when it is asked for pixels: what is broken, too large or closed shows there, in
+    one line.
+    """
+    noise = PIL.Image.fromarray(
+        np.random.default_rng(0).integers(0, 256, (90, 90, 3), dtype=np.uint8)
+    )
     closed = solid("RGB", RED)
     closed.close()
     wrong = {
@@ -138,7 +151,9 @@ def test_what_a_caller_holds_is_read_as_carefully_as_a_file(monkeypatch: pytest.
 
 
 def test_a_callers_frame_is_the_picture_and_stays_where_it_is() -> None:
-    frames = saved(solid("RGB", RED), "GIF", save_all=True, append_images=[solid("RGB", (0, 9, 200))])
+    frames = saved(
+        solid("RGB", RED), "GIF", save_all=True, append_images=[solid("RGB", (0, 9, 200))]
+    )
     moving = PIL.Image.open(io.BytesIO(frames))
     moving.seek(1)
     assert image.as_image(moving).getpixel((2, 2)) == (0, 9, 200)
@@ -151,7 +166,12 @@ def test_a_broken_orientation_note_is_no_broken_picture() -> None:
     chance = np.random.default_rng(0)
     picture = PIL.Image.fromarray(chance.integers(0, 256, (4, 6, 3), dtype=np.uint8))
     note = PIL.Image.Exif()
-    note[0x0112], note[0x010F], note[0x8769], note[0x8825] = 6, "Maker", {0x829A: (1, 3)}, {1: "N", 2: (1.0, 2.0, 3.0)}
+    note[0x0112], note[0x010F], note[0x8769], note[0x8825] = (
+        6,
+        "Maker",
+        {0x829A: (1, 3)},
+        {1: "N", 2: (1.0, 2.0, 3.0)},
+    )
     for _ in range(300):
         broken = bytearray(note.tobytes())
         for place in chance.integers(6, len(broken), 4):
@@ -221,6 +241,8 @@ def test_resizing_is_pils_own(shared: Path) -> None:
     size = image.fit_longest_side(photo.size, 1024)
     found = image.resize_pixels(photo, size)
     wanted = np.array(
-        PIL.Image.open(shared / "data/images/truck.jpg").convert("RGB").resize(size, PIL.Image.Resampling.BILINEAR)
+        PIL.Image.open(shared / "data/images/truck.jpg")
+        .convert("RGB")
+        .resize(size, PIL.Image.Resampling.BILINEAR)
     )
     assert np.array_equal(found.permute(1, 2, 0).numpy(), wanted)

@@ -1,4 +1,6 @@
-"""Pictures in data URLs and as squares: what is taken, what is refused in a line, and the pixels against PIL's own."""
+"""Pictures in data URLs and as squares: what is taken, what is refused in a line, and the pixels
+against PIL's own.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,21 @@ DATA = _png()
 
 
 @pytest.mark.parametrize(
-    "head", ["data:image/png;base64,", "DATA:IMAGE/PNG;BASE64,", "data:image/svg+xml;charset=utf-8;base64,",
+    "head", ["data:image/png;base64,", "DATA:IMAGE/PNG;BASE64,",
+    "data:image/svg+xml;charset=utf-8;base64,",
              "\ndata:image/png;name=a.png;base64,"]
 )  # fmt: skip
 def test_the_urls_that_tools_write(head: str) -> None:
-    """With parameters, and with the line breaks of the command base64, as /v1/segment takes them."""
+    """With parameters, and with the line breaks of the command base64, as /v1/segment takes
+    them.
+    """
     for body in (base64.b64encode(DATA).decode(), base64.encodebytes(DATA).decode()):
         assert image_input.decode_data_url(head + body, "here") == DATA
 
 
-@pytest.mark.parametrize("url", ["", "data:image/png,abc", "data:text/html;base64,PGI+", "https://example.org/a.png",
-                                 "data:image/png;base64,a?b=", "data:image/png;base64,abc"])  # fmt: skip
+@pytest.mark.parametrize("url",
+    ["", "data:image/png,abc", "data:text/html;base64,PGI+", "https://example.org/a.png",
+                                 "data:image/png;base64,a?b=", "data:image/png;base64,abc"])  # fmt: skip  # noqa: E501
 def test_other_urls_are_one_line(url: str) -> None:
     with pytest.raises(RequestError, match=r"^here: ") as caught:
         image_input.decode_data_url(url, "here")
@@ -49,7 +55,9 @@ def test_other_urls_are_one_line(url: str) -> None:
 @given(st.integers(1, 300), st.integers(1, 300), st.sampled_from([14, 56, 224]))
 def test_a_square_is_pils_bicubic(width: int, height: int, side: int) -> None:
     """torchvision's Resize of a PIL picture is this very call."""
-    pixels = np.random.default_rng(width * 1000 + height).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(width * 1000 + height).integers(
+        0, 256, (height, width, 3), dtype=np.uint8
+    )
     found, _ = image_input.load_square_image(pixels, side)
     wanted = PIL.Image.fromarray(pixels).resize((side, side), PIL.Image.Resampling.BICUBIC)
     assert np.array_equal(found, wanted)

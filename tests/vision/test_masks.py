@@ -13,7 +13,9 @@ from modelmill.vision import masks
 
 GRIDS = st.integers(1, 9).flatmap(
     lambda h: st.integers(1, 9).flatmap(
-        lambda w: st.lists(st.booleans(), min_size=h * w, max_size=h * w).map(lambda v: torch.tensor(v).view(h, w))
+        lambda w: st.lists(st.booleans(), min_size=h * w, max_size=h * w).map(
+            lambda v: torch.tensor(v).view(h, w)
+        )
     )
 )
 
@@ -42,7 +44,8 @@ def test_run_lengths_there_and_back(mask: torch.Tensor) -> None:
 
 
 def test_compressed_runs_as_pycocotools_writes_them() -> None:
-    # worked by hand from the format: 6 → '6', then 1, 40 = 8 + 32·1, and differences to the run before the last
+    # worked by hand from the format: 6 → '6', then 1, 40 = 8 + 32·1, and differences to the run
+    # before the last
     assert masks.to_coco_rle([6, 1, 40], 1, 47)["counts"] == "61X1"
     assert masks.to_coco_rle([5, 3, 2, 1], 1, 11)["counts"] == "532N"
     assert masks.to_coco_rle([0, 4], 2, 2)["counts"] == "04"

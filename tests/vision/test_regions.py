@@ -67,5 +67,10 @@ def test_a_hole_is_filled_and_an_island_dropped() -> None:
     mask = np.array([[c == "#" for c in row.ljust(8)] for row in picture])
     found, changed = remove_small_regions(mask, 3)
     assert changed
-    assert ["".join(".#"[int(p)] for p in row) for row in found] == ["#####...", "#####...", "#####...", "........"]
+    assert ["".join(".#"[int(p)] for p in row) for row in found] == [
+        "#####...",
+        "#####...",
+        "#####...",
+        "........",
+    ]
     assert not remove_small_regions(mask, 1)[1]

@@ -1,4 +1,6 @@
-"""MobileSAM with its real weights against facts of the original pipeline; and a plain automatic generator."""
+"""MobileSAM with its real weights against facts of the original pipeline; and a plain automatic
+generator.
+"""
 
 from __future__ import annotations
 
@@ -68,11 +70,15 @@ def test_prompts_together_are_prompts_alone(eye: SamModel, shared: Path) -> None
 def test_a_cpu_decodes_many_prompts_a_few_at_a_time(
     eye: SamModel, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Intermediate tensors of 64 prompts are 268 MB each, fresh pages of the system's for each operation."""
+    """Intermediate tensors of 64 prompts are 268 MB each, fresh pages of the system's for each
+    operation.
+    """
     seen = eye.embed_image(shared / "data/images/truck.jpg")
     prompts = [make_prompt([(100.0 * i, 50.0 * i)]) for i in range(1, 12)]
     calls, decoded = [], eye._run_decoder
-    monkeypatch.setattr(eye, "_run_decoder", lambda *given: calls.append(len(given[1])) or decoded(*given))
+    monkeypatch.setattr(
+        eye, "_run_decoder", lambda *given: calls.append(len(given[1])) or decoded(*given)
+    )
     logits, scores = eye.decode(seen, prompts)
     assert max(calls) <= 8
     assert sum(calls) == 11
@@ -135,19 +141,30 @@ def test_crops_and_grids_of_the_original() -> None:
     ]
     grid = point_grid(crops[0], AutomaticMaskOptions(points_per_side=2))
     assert grid.tolist() == [[450, 300], [1350, 300], [450, 900], [1350, 900]]
-    assert len(point_grid(crops[1], AutomaticMaskOptions(points_per_side=8, crop_n_points_downscale_factor=2))) == 16
+    assert (
+        len(
+            point_grid(
+                crops[1], AutomaticMaskOptions(points_per_side=8, crop_n_points_downscale_factor=2)
+            )
+        )
+        == 16
+    )
 
 
 def test_boxes_cut_by_a_crop() -> None:
     crop = Crop((100, 0, 500, 400), 1)
-    boxes = torch.tensor([[0, 50, 40, 90], [60, 60, 90, 90], [200, 0, 300, 390], [300, 100, 399, 200]])
+    boxes = torch.tensor(
+        [[0, 50, 40, 90], [60, 60, 90, 90], [200, 0, 300, 390], [300, 100, 399, 200]]
+    )
     # left edge; inside; near the crop's lower edge; its right edge
     assert touches_crop_edge(boxes, crop, (800, 600)).tolist() == [True, False, True, True]
     # the picture's own edges cut nothing
     assert touches_crop_edge(boxes, Crop((0, 0, 400, 400), 0), (400, 400)).tolist() == [False] * 4
 
 
-@pytest.mark.parametrize("wrong", [{"points_per_side": 0}, {"crop_n_layers": 9}, {"box_nms_thresh": 1.5}])
+@pytest.mark.parametrize(
+    "wrong", [{"points_per_side": 0}, {"crop_n_layers": 9}, {"box_nms_thresh": 1.5}]
+)
 def test_wrong_options(wrong: dict) -> None:
     with pytest.raises(RequestError, match=next(iter(wrong))):
         AutomaticMaskOptions(**wrong)

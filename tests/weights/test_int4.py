@@ -1,4 +1,6 @@
-"""How int4 weights are held: nothing is lost in packing, and what is multiplied with is what was stored."""
+"""How int4 weights are held: nothing is lost in packing, and what is multiplied with is what was
+stored.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ def test_the_layout_is_the_documented_one() -> None:
     codes = torch.zeros(1, 70, dtype=torch.long)
     codes[0, 3], codes[0, 19], codes[0, 32 + 31], codes[0, 64] = 5, 9, 7, 2
     row = pack_codes(codes)[0].tolist()
-    assert {at: byte for at, byte in enumerate(row) if byte} == {3: 5 | 9 << 4, 16 + 15: 7 << 4, 32: 2}
+    assert {at: byte for at, byte in enumerate(row) if byte} == {
+        3: 5 | 9 << 4,
+        16 + 15: 7 << 4,
+        32: 2,
+    }
 
 
 @settings(max_examples=60, deadline=None)
@@ -45,9 +51,12 @@ def test_nearest_errs_by_half_a_step_and_stores_what_it_says(
     weight[0] = 0.0
     kept = Int4Weight.pack(weight, torch.float32, group_size=group, symmetric=symmetric)
     scale = kept.scale.float().abs().repeat_interleave(kept.group_size, 1)[:, : size[1]]
-    # 7 levels on one side of a symmetric grid: its other end may lack a whole step; float16 rounds the grid itself
+    # 7 levels on one side of a symmetric grid: its other end may lack a whole step; float16 rounds
+    # the grid itself
     steps = 1.0 if symmetric else 0.5
-    assert bool(((kept.dense() - weight).abs() <= (steps + 0.02) * scale + 1e-3 * weight.abs()).all())
+    assert bool(
+        ((kept.dense() - weight).abs() <= (steps + 0.02) * scale + 1e-3 * weight.abs()).all()
+    )
     assert kept.shape == size
     stored = kept.tensors()
     info = base.packed_info("int4", size, torch.float32, group_size=group, symmetric=symmetric)
@@ -57,7 +66,10 @@ def test_nearest_errs_by_half_a_step_and_stores_what_it_says(
     assert torch.equal(again.dense(), kept.dense())
     x = drawn(3, size[1], seed=1)
     torch.testing.assert_close(
-        kept.matmul(x, None, registry.select_backends("cpu")), x @ kept.dense().T, rtol=1e-4, atol=1e-4
+        kept.matmul(x, None, registry.select_backends("cpu")),
+        x @ kept.dense().T,
+        rtol=1e-4,
+        atol=1e-4,
     )
 
 
@@ -74,7 +86,9 @@ def test_16_levels_are_held_exactly() -> None:
 
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("columns", [(0, 128), (128, 256), (128, 300), (0, 300)])
-def test_a_slice_is_the_slice_of_what_is_multiplied_with(columns: tuple[int, int], symmetric: bool) -> None:
+def test_a_slice_is_the_slice_of_what_is_multiplied_with(
+    columns: tuple[int, int], symmetric: bool
+) -> None:
     whole = Int4Weight.pack(drawn(20, 300), torch.float32, group_size=64, symmetric=symmetric)
     rows = [(2, 5), (11, 20)]
     part = whole.slice(rows, columns)

@@ -1,7 +1,8 @@
-"""Rows of a product do not touch: what is no number in one of them, somebody else's overflow, stays there.
+"""Rows of a product do not touch: what is no number in one of them, somebody else's overflow, stays
+there.
 
-With AMX, oneDNN's products in 16 bits read beyond a row's end where it is no whole number of 32 columns (seen with
-torch 2.13 on a Xeon); on processors without it these tests have never failed.
+With AMX, oneDNN's products in 16 bits read beyond a row's end where it is no whole number of 32
+columns (seen with torch 2.13 on a Xeon); on processors without it these tests have never failed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("columns", [80, 96, 172])
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_no_number_in_one_row_stays_there(name: str, columns: int, dtype: torch.dtype) -> None:
+def test_what_is_no_number_in_one_row_stays_there(
+    name: str, columns: int, dtype: torch.dtype
+) -> None:
     weight_format, layout = FORMATS[name]
     if layout.get("group_size") == 16 and columns % 16:
         pytest.skip("groups of 16 do not divide such rows")

@@ -16,7 +16,9 @@ from modelmill.weights._rptq_columns import rptq_group_layout
 from modelmill.weights.base import from_tensors, packed_info
 from modelmill.weights.rptq import RptqWeight
 
-BITS_AND_MODES = [(bits, mode) for bits in ("w8a8", "w4a8", "w4a4") for mode in ("exact", "folded", "dynamic")]
+BITS_AND_MODES = [
+    (bits, mode) for bits in ("w8a8", "w4a8", "w4a4") for mode in ("exact", "folded", "dynamic")
+]
 
 
 def _made(
@@ -24,14 +26,19 @@ def _made(
 ) -> tuple[RptqWeight, torch.Tensor, torch.Tensor]:
     """(weight, its dense original, inputs)."""
     generator = torch.Generator().manual_seed(columns)
-    x = torch.randn(200, columns, generator=generator) * torch.rand(columns, generator=generator).exp()
+    x = (
+        torch.randn(200, columns, generator=generator)
+        * torch.rand(columns, generator=generator).exp()
+    )
     x[:, 5 % columns] *= 20
     weight = torch.randn(rows, columns, generator=generator) * columns**-0.5
     size = x.abs()
-    statistics = InputStatistics(200, x.T @ x / 200, size.mean(0), size.amax(0), x.amin(0), x.amax(0), x[:100])
-    made = RptqRecipe(BuildConfig(quantization="rptq", bits=bits, mode=mode, splits_per_channel=splits)).recipe_for(
-        "layers.0.mlp.down_proj"
+    statistics = InputStatistics(
+        200, x.T @ x / 200, size.mean(0), size.amax(0), x.amin(0), x.amax(0), x[:100]
     )
+    made = RptqRecipe(
+        BuildConfig(quantization="rptq", bits=bits, mode=mode, splits_per_channel=splits)
+    ).recipe_for("layers.0.mlp.down_proj")
     held = made.quantize(weight, statistics)
     assert isinstance(held, RptqWeight)
     return held, weight, x
@@ -66,7 +73,10 @@ def test_parts_of_ranks_add_up(bits: str, mode: str) -> None:
     ops = registry.select_backends("cpu")
     whole = held.matmul(x, None, ops)
     parts = [held.slice([(0, 24)], cut) for cut in ((0, 37), (37, 100))]
-    summed = sum(part.matmul(x[:, a:b], None, ops) for part, (a, b) in zip(parts, ((0, 37), (37, 100)), strict=True))
+    summed = sum(
+        part.matmul(x[:, a:b], None, ops)
+        for part, (a, b) in zip(parts, ((0, 37), (37, 100)), strict=True)
+    )
     # a token's own steps see fewer channels in a part
     tolerance = 1e-5 if mode != "dynamic" else 0.3
     assert float((summed - whole).abs().max()) <= tolerance * float(whole.abs().max())
@@ -81,9 +91,9 @@ def test_a_norm_puts_out_what_the_product_wants() -> None:
     ops = registry.select_backends("cpu")
     values, scale = rms_norm_quant(x, norm, 1e-5, *held.act_quant)
     fused = held.matmul(QuantizedInput(values, scale, x.dtype), None, ops)
-    assert torch.equal(fused, held.matmul(ops.rms_norm(x, norm, 1e-5), None, ops)) or torch.allclose(
-        fused, held.matmul(ops.rms_norm(x, norm, 1e-5), None, ops), atol=0.05
-    )
+    assert torch.equal(
+        fused, held.matmul(ops.rms_norm(x, norm, 1e-5), None, ops)
+    ) or torch.allclose(fused, held.matmul(ops.rms_norm(x, norm, 1e-5), None, ops), atol=0.05)
     assert _made("w8a8", "dynamic")[0].act_quant is None
 
 
@@ -122,11 +132,13 @@ def test_damage_is_named() -> None:
 
 @pytest.mark.parametrize("splits", [2, 3, 4])
 @pytest.mark.parametrize("bits", ["w8a8", "w4a8", "w4a4"])
-def test_several_columns_of_a_channel_add_up_to_one_number_of_more_levels(bits: str, splits: int) -> None:
+def test_several_columns_of_a_channel_add_up_to_one_number_of_more_levels(
+    bits: str, splits: int
+) -> None:
     held, _, x = _made(bits, "exact", columns=300, splits=splits)
-    assert held.tensors().keys() == packed_info("rptq", held.shape, torch.float32, mode="exact").keys() | (
-        {"offset"} if bits != "w8a8" else set()
-    )
+    assert held.tensors().keys() == packed_info(
+        "rptq", held.shape, torch.float32, mode="exact"
+    ).keys() | ({"offset"} if bits != "w8a8" else set())
     ops = registry.select_backends("cpu")
     x = torch.cat([x, 100 * x[:20], torch.zeros(1, 300)])  # values far outside and none at all
     right = held.fake_quantize(x).double() @ held.dense().double().T
@@ -147,9 +159,13 @@ def test_several_columns_of_a_channel_add_up_to_one_number_of_more_levels(bits: 
 
 
 def test_copies_are_of_the_exact_mode_and_few() -> None:
-    with pytest.raises(UsageError, match="--splits-per-channel 2: is for --mode exact, not dynamic"):
+    with pytest.raises(
+        UsageError, match="--splits-per-channel 2: is for --mode exact, not dynamic"
+    ):
         RptqRecipe(BuildConfig(quantization="rptq", mode="dynamic", splits_per_channel=2))
     with pytest.raises(UsageError, match="--splits-per-channel 2: is for --mode exact, not folded"):
-        RptqRecipe(BuildConfig(quantization="rptq", bits="w4a8", mode="folded", splits_per_channel=2))
+        RptqRecipe(
+            BuildConfig(quantization="rptq", bits="w4a8", mode="folded", splits_per_channel=2)
+        )
     with pytest.raises(UsageError, match="--splits-per-channel must be 1 to 4, not 5"):
         BuildConfig(quantization="rptq", splits_per_channel=5)

@@ -1,4 +1,6 @@
-"""8-bit weights for 8-bit activations: what is stored, what is multiplied, what a damaged file is told."""
+"""8-bit weights for 8-bit activations: what is stored, what is multiplied, what a damaged file is
+told.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,17 @@ def test_what_is_stored_is_what_is_multiplied(
 ) -> None:
     weight = drawn(*size, seed=size[1])
     weight[0] = 0.0
-    kept = FORMATS[weight_format].pack(weight, torch.float32, per_channel=per_channel, input_scale=given_scale)
+    kept = FORMATS[weight_format].pack(
+        weight, torch.float32, per_channel=per_channel, input_scale=given_scale
+    )
     stored = kept.tensors()
     info = base.packed_info(weight_format, size, torch.float32, per_channel=per_channel)
     assert {name: (tuple(t.shape), t.dtype) for name, t in stored.items()} == info
     assert list(stored) == list(info), "written in the order announced"
     step = (
-        kept.scale[:, None] * 0.5 if weight_format == "w8a8" else weight.abs() * 2.0**-4 + kept.scale[:, None] * 2.0**-9
+        kept.scale[:, None] * 0.5
+        if weight_format == "w8a8"
+        else weight.abs() * 2.0**-4 + kept.scale[:, None] * 2.0**-9
     )
     assert bool(((kept.dense() - weight).abs() <= step * 1.0001).all())
     assert per_channel or len(set(kept.scale.tolist())) == 1
@@ -49,7 +55,9 @@ def test_what_is_stored_is_what_is_multiplied(
     x = drawn(3, size[1], seed=1)
     for ops in (
         registry.select_backends("cpu"),
-        registry.select_backends("cpu", dict.fromkeys(("quantize", f"{weight_format}_linear"), "torch")),
+        registry.select_backends(
+            "cpu", dict.fromkeys(("quantize", f"{weight_format}_linear"), "torch")
+        ),
     ):
         found = again.matmul(x, None, ops)
         torch.testing.assert_close(
@@ -65,7 +73,9 @@ def test_what_is_stored_is_what_is_multiplied(
 @pytest.mark.parametrize("weight_format", sorted(FORMATS))
 @pytest.mark.parametrize("static", [False, True])
 def test_what_a_norm_has_rounded_is_taken_as_it_is(weight_format: str, static: bool) -> None:
-    kept = FORMATS[weight_format].pack(drawn(9, 70), torch.float32, input_scale=0.02 if static else 0.0)
+    kept = FORMATS[weight_format].pack(
+        drawn(9, 70), torch.float32, input_scale=0.02 if static else 0.0
+    )
     ops, x, bias = registry.select_backends("cpu"), drawn(4, 70, 1), drawn(1, 9, 2)[0]
     act_quant = kept.act_quant
     rounded = QuantizedInput(*ops.quantize(x, *act_quant), x.dtype)
@@ -77,7 +87,9 @@ def test_what_a_norm_has_rounded_is_taken_as_it_is(weight_format: str, static: b
 def test_a_slice_is_the_slice_of_what_is_multiplied_with(weight_format: str) -> None:
     whole = FORMATS[weight_format].pack(drawn(20, 60), torch.float32, input_scale=0.05)
     part = whole.slice([(2, 5), (11, 20)], (7, 50))
-    assert torch.equal(part.dense(), torch.cat([whole.dense()[2:5, 7:50], whole.dense()[11:20, 7:50]]))
+    assert torch.equal(
+        part.dense(), torch.cat([whole.dense()[2:5, 7:50], whole.dense()[11:20, 7:50]])
+    )
     assert part.input_scale is whole.input_scale
     assert torch.equal(base.from_tensors(weight_format, part.tensors()).dense(), part.dense())
 

@@ -1,1 +1,3 @@
-"""Other people's test suites against a served SmolLM2, one file a suite: what passes, what fails, what is left out."""
+"""Other people's test suites against a served SmolLM2, one file a suite: what passes, what fails,
+what is left out.
+"""

@@ -1,4 +1,6 @@
-"""``python -m tools.conformance``: run every suite (or those asked for), then write docs/conformance.md."""
+"""``python -m tools.conformance``: run every suite (or those asked for), then write
+docs/conformance.md.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,19 @@ def main(argv: list[str] | None = None) -> int:
     suites = find_suites()
     unknown = sorted(set(options.only) - set(suites))
     if unknown:
-        print(f"conformance: no suite {', '.join(unknown)}; there are {', '.join(suites)}", file=sys.stderr)
+        print(
+            f"conformance: no suite {', '.join(unknown)}; there are {', '.join(suites)}",
+            file=sys.stderr,
+        )
         return 2
     with contextlib.ExitStack() as stack:
         where = _lazy_server(stack, options)
         found = {name: _run_suite(name, module, where, options) for name, module in suites.items()}
     DOCUMENT.parent.mkdir(exist_ok=True)
-    DOCUMENT.write_text(report.render({n: (suites[n].TITLE, r) for n, r in found.items()}, device()), encoding="utf-8")
+    DOCUMENT.write_text(
+        report.render({n: (suites[n].TITLE, r) for n, r in found.items()}, device()),
+        encoding="utf-8",
+    )
     _log(f"wrote {DOCUMENT}")
     bad = [name for name, result in found.items() if result is not None and not result.ok]
     missing = [name for name, result in found.items() if result is None or result.stale]
@@ -51,19 +59,27 @@ def main(argv: list[str] | None = None) -> int:
 
 def find_suites() -> dict[str, ModuleType]:
     """Name → module, for every file of this folder that has ``run``."""
-    names = sorted(m.name for m in pkgutil.iter_modules(conformance.__path__) if not m.name.startswith("_"))
+    names = sorted(
+        m.name for m in pkgutil.iter_modules(conformance.__path__) if not m.name.startswith("_")
+    )
     modules = {name: importlib.import_module(f"tools.conformance.{name}") for name in names}
     return {name: module for name, module in modules.items() if hasattr(module, "run")}
 
 
-def _lazy_server(stack: contextlib.ExitStack, options: argparse.Namespace) -> Callable[[], tuple[str, str]]:
-    """Tells (base URL, model); starts the server when it is first asked, since kept results need none."""
+def _lazy_server(
+    stack: contextlib.ExitStack, options: argparse.Namespace
+) -> Callable[[], tuple[str, str]]:
+    """Tells (base URL, model); starts the server when it is first asked, since kept results need
+    none.
+    """
     started: list[tuple[str, str]] = [(options.url, options.model)] if options.url else []
 
     def where() -> tuple[str, str]:
         if not started:
             _log("starting the server")
-            url = stack.enter_context(server.served(server.engine(options.out), options.out / "server.log"))
+            url = stack.enter_context(
+                server.served(server.engine(options.out), options.out / "server.log")
+            )
             started.append((url, server.MODEL))
         return started[0]
 
@@ -71,9 +87,14 @@ def _lazy_server(stack: contextlib.ExitStack, options: argparse.Namespace) -> Ca
 
 
 def _run_suite(
-    name: str, module: ModuleType, server_address: Callable[[], tuple[str, str]], options: argparse.Namespace
+    name: str,
+    module: ModuleType,
+    server_address: Callable[[], tuple[str, str]],
+    options: argparse.Namespace,
 ) -> SuiteResult | None:
-    """The suite's result: kept, if what it depends on is still the same, else new; None where it was not asked for."""
+    """The suite's result: kept, if what it depends on is still the same, else new; None where it
+    was not asked for.
+    """
     assert module.__file__ is not None
     current = source_digest(PACKAGE, Path(module.__file__)) + version_of(module.PACKAGE)
     path = options.out / f"{name}.json"
@@ -132,10 +153,20 @@ def _log(text: str) -> None:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.conformance", description=__doc__)
-    parser.add_argument("--only", type=_list, default=[], metavar="openai_client,schema", help="run these suites alone")
+    parser.add_argument(
+        "--only",
+        type=_list,
+        default=[],
+        metavar="openai_client,schema",
+        help="run these suites alone",
+    )
     parser.add_argument("--force", action="store_true", help="run again what has a kept result")
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "conformance", help="where results are kept")
-    parser.add_argument("--url", default="", metavar="http://HOST:PORT/v1", help="a server that runs already")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "out" / "conformance", help="where results are kept"
+    )
+    parser.add_argument(
+        "--url", default="", metavar="http://HOST:PORT/v1", help="a server that runs already"
+    )
     parser.add_argument("--model", default=server.MODEL, help="its model's name")
     options = parser.parse_args(argv)
     options.out = options.out.resolve()

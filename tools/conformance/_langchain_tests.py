@@ -1,7 +1,9 @@
-"""LangChain's standard integration tests, asked of langchain-openai's ChatOpenAI against a served SmolLM2.
+"""LangChain's standard integration tests, asked of langchain-openai's ChatOpenAI against a served
+SmolLM2.
 
-Run by tools/conformance/langchain.py, which tells where the server is in MODELMILL_TEST_URL and MODELMILL_TEST_MODEL.
-What the class declares as supported is tested by LangChain's own code; nothing of it is changed here.
+Run by tools/conformance/langchain.py, which tells where the server is in MODELMILL_TEST_URL and
+MODELMILL_TEST_MODEL. What the class declares as supported is tested by LangChain's own code;
+nothing of it is changed here.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 
 MODEL = os.environ.get("MODELMILL_TEST_MODEL", "smollm2")
 BY_ITSELF = (
-    "whether to call is the model's own choice there (tool_choice auto), and SmolLM2-135M, which was not trained to, "
+    "whether to call is the model's own choice there (tool_choice auto), and SmolLM2-135M, which "
+    "was not trained to, "
     "answers in words; the same loop with the call forced is test_agent_loop_with_a_forced_call"
 )
 
 NAMES = (
-    "with the penalty that keeps it from repeating itself SmolLM2-135M does not copy a Japanese name; the test is "
+    "with the penalty that keeps it from repeating itself SmolLM2-135M does not copy a Japanese "
+    "name; the test is "
     "asked without it, with another seed"
 )
 
@@ -36,7 +40,9 @@ class TestServedSmolLM2(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        """Drawn with a seed and a slight penalty, since a model of this size repeats itself without end when greedy."""
+        """Drawn with a seed and a slight penalty, since a model of this size repeats itself without
+        end when greedy.
+        """
         return {
             "model": MODEL,
             "base_url": os.environ.get("MODELMILL_TEST_URL", "http://127.0.0.1:8000/v1"),
@@ -78,7 +84,8 @@ class TestServedSmolLM2(ChatModelIntegrationTests):
     def model_override_value(self) -> str:
         return MODEL
 
-    @pytest.mark.xfail(reason=NAMES, strict=False)  # LangChain wants this mark on a test that is overridden
+    # LangChain wants this mark on a test that is overridden
+    @pytest.mark.xfail(reason=NAMES, strict=False)
     def test_unicode_tool_call_integration(self, model: Any, **how: Any) -> None:
         plain = model.model_copy(update={"temperature": 0.7, "seed": 1, "extra_body": None})
         super().test_unicode_tool_call_integration(plain, **how)

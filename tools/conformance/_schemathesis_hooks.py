@@ -1,8 +1,9 @@
-"""Hooks of schemathesis: a request that may be computed names the served model and asks for few tokens.
+"""Hooks of schemathesis: a request that may be computed names the served model and asks for few
+tokens.
 
-Left alone, every generated model is one that does not exist and every conversation is nonsense, and no case would reach
-the engine. Only a value that is valid already becomes another valid one, so what was made wrong on purpose stays wrong.
-"""
+Left alone, every generated model is one that does not exist and every conversation is nonsense, and
+no case would reach the engine. Only a value that is valid already becomes another valid one, so
+what was made wrong on purpose stays wrong."""
 
 from __future__ import annotations
 
@@ -29,16 +30,21 @@ DEFAULT_FIELDS: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "A fruit"},
 }
 EXCLUSIVE_FIELDS = (
-    "background", "best_of", "conversation", "dimensions", "grammar", "include", "logit_bias", "logprobs",
+    "background", "best_of", "conversation", "dimensions", "grammar", "include", "logit_bias",
+    "logprobs",
     "modalities", "previous_response_id", "response_format", "stop_token_ids", "stream_options",
-    "structured_outputs", "suffix", "text", "tool_choice", "tools", "top_logprobs", "truncation", "min_tokens",
+    "structured_outputs", "suffix", "text", "tool_choice", "tools", "top_logprobs", "truncation",
+    "min_tokens",
 )  # fmt: skip
 """Fields that are refused beside others, or by value."""
 
 
 @schemathesis.hook
 def before_call(context: Any, case: Any, kwargs: Any) -> None:  # noqa: ARG001  the hook's signature
-    """Changes the body in place. Of those that fit the schema every other one is made a plain request."""
+    """Changes the body in place.
+
+    Of those that fit the schema every other one is made a plain request.
+    """
     body = case.body
     if not isinstance(body, dict):
         return

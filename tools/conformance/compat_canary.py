@@ -9,24 +9,40 @@ from pathlib import Path
 
 from tools.conformance.suite import FailedCheck, SuiteResult
 
-TITLE = "CompatCanary, profile modern: models, chat, streaming, forced tools, structured output, responses"
+TITLE = (
+    "CompatCanary, profile modern: models, chat, streaming, forced tools, structured output, "
+    "responses"
+)
 PACKAGE = "compatcanary"
 VERSION = "0.2.2"
 
 
 def run(base_url: str, model: str, out: Path) -> SuiteResult:
-    """Installed under ``out`` by npm, of an exact version. Raises RuntimeError without npm or without a report."""
+    """Installed under ``out`` by npm, of an exact version.
+
+    Raises RuntimeError without npm or without a report.
+    """
     npm, node = shutil.which("npm"), shutil.which("node")
     if npm is None or node is None:
         raise RuntimeError("CompatCanary needs node 20 and npm; install them")
     script = out / "node_modules" / "compatcanary" / "src" / "cli.js"
-    install = [npm, "install", "--no-audit", "--no-fund", "--prefix", str(out), f"{PACKAGE}@{VERSION}"]
+    install = [
+        npm,
+        "install",
+        "--no-audit",
+        "--no-fund",
+        "--prefix",
+        str(out),
+        f"{PACKAGE}@{VERSION}",
+    ]
     subprocess.run(install, check=True, capture_output=True, timeout=300)
     report = out / "report.json"
     report.unlink(missing_ok=True)
     flags = ["--base-url", base_url, "--model", model, "--profile", "modern", "--timeout", "300"]
     flags += ["--format", "json", "--output", str(report), "--fail-on", "never"]
-    done = subprocess.run([node, str(script), "scan", *flags], capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(
+        [node, str(script), "scan", *flags], capture_output=True, text=True, timeout=1200
+    )
     if not report.exists():
         raise RuntimeError(f"no report: {done.stderr.strip()[:200]}")
     return read(json.loads(report.read_text()))
@@ -39,6 +55,8 @@ def read(report: dict[str, object]) -> SuiteResult:
         if each["status"] == "pass":
             found.passed += 1
         else:
-            found.failed.append(FailedCheck(each["id"], f"{each['status']}: {each['summary']}"[:300]))
+            found.failed.append(
+                FailedCheck(each["id"], f"{each['status']}: {each['summary']}"[:300])
+            )
     found.facts["score"] = f"{report['score']} of 100"
     return found

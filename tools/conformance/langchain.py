@@ -22,11 +22,15 @@ REASONS = {
     "test_pdf_tool_message": NO_IMAGES_REASON,
     "test_audio_inputs": NO_IMAGES_REASON,
     "test_anthropic_inputs": OTHER_API_REASON,
-    "test_stream_time": "a benchmark that replays recorded answers of the maker's API; there are none",
+    "test_stream_time": "a benchmark that replays recorded answers of the maker's API; there are "
+    "none",
 }
-"""Why a test is left out that LangChain itself skips for a class that does not declare what it asks."""
+"""Why a test is left out that LangChain itself skips for a class that does not declare what it
+asks.
+"""
 EVENT_LOOP_SCOPE = (
-    "session"  # langchain-openai keeps its connections from one test to the next, so their loop must stay
+    # langchain-openai keeps its connections from one test to the next, so their loop must stay
+    "session"
 )
 
 
@@ -35,7 +39,8 @@ def run(base_url: str, model: str, out: Path) -> SuiteResult:
     report = out / "junit.xml"
     report.unlink(missing_ok=True)
     command = [
-        sys.executable, "-m", "pytest", str(TESTS), "--rootdir", str(TESTS.parent), "-c", os.devnull, "-q", "-rx",
+        sys.executable, "-m", "pytest", str(TESTS), "--rootdir", str(TESTS.parent), "-c",
+        os.devnull, "-q", "-rx",
         "-p", "no:cacheprovider", "--junitxml", str(report), "-o", "asyncio_mode=auto",
         "-o", f"asyncio_default_test_loop_scope={EVENT_LOOP_SCOPE}",
         "-o", f"asyncio_default_fixture_loop_scope={EVENT_LOOP_SCOPE}",
@@ -46,10 +51,13 @@ def run(base_url: str, model: str, out: Path) -> SuiteResult:
         environment = {**os.environ, **where, "LANGSMITH_TRACING": "false"}
         done = subprocess.run(command, stdout=log, stderr=log, env=environment, check=False)
     if not report.is_file():
-        raise RuntimeError(f"pytest ended with {done.returncode} and without a report; see {out / 'pytest.log'}")
+        raise RuntimeError(
+            f"pytest ended with {done.returncode} and without a report; see {out / 'pytest.log'}"
+        )
     result = read(report)
     result.facts["declared as supported"] = (
-        "tool calling, forced tool choice, structured output, JSON mode, streaming, usage, another model per call"
+        "tool calling, forced tool choice, structured output, JSON mode, streaming, usage, "
+        "another model per call"
     )
     return result
 
@@ -59,10 +67,14 @@ def read(report: Path) -> SuiteResult:
     result = SuiteResult(0)
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         name = case.get("name", "")
-        problem = next((each for kind in ("failure", "error") if (each := case.find(kind)) is not None), None)
+        problem = next(
+            (each for kind in ("failure", "error") if (each := case.find(kind)) is not None), None
+        )
         skipped = case.find("skipped")
         if problem is not None:
-            result.failed.append(FailedCheck(name, " ".join((problem.get("message") or "").split())[:300]))
+            result.failed.append(
+                FailedCheck(name, " ".join((problem.get("message") or "").split())[:300])
+            )
         elif skipped is not None:
             told = " ".join((skipped.get("message") or "").split())
             expected = "xfail" in (skipped.get("type") or "")

@@ -1,4 +1,6 @@
-"""llm-comply: answers against the published schemas of OpenAI's chat completions and of Open Responses."""
+"""llm-comply: answers against the published schemas of OpenAI's chat completions and of Open
+Responses.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from tools.conformance.suite import FailedCheck, SuiteResult
 TITLE = "llm-comply: the suites openai-chat and open-responses"
 PACKAGE = "llm-comply"
 FORMATS = {"openai-chat": "openai_chat.json", "open-responses": "openresponses.json"}
-NO_IMAGES_REASON = "SmolLM2 reads text only: a picture is refused with 400, which is the right answer"
+NO_IMAGES_REASON = (
+    "SmolLM2 reads text only: a picture is refused with 400, which is the right answer"
+)
 EXCLUDED = {"chat-image-input": NO_IMAGES_REASON, "image-input": NO_IMAGES_REASON}
 
 
@@ -22,14 +26,18 @@ def run(base_url: str, model: str, out: Path) -> SuiteResult:
     from llm_comply.runner import TestRunner
     from llm_comply.schema import SpecLoader
 
-    config = ComplianceConfig(base_url=base_url, api_key="none", model=model, timeout=300.0, verbose=True)
+    config = ComplianceConfig(
+        base_url=base_url, api_key="none", model=model, timeout=300.0, verbose=True
+    )
     found = SuiteResult(0)
     for name, spec in FORMATS.items():
         loader = SpecLoader(str(Path(cli.__file__).parent / "specs" / spec))
         tests = cli._get_tests(name)
         asked = [test for test in tests if test.id not in EXCLUDED]
         found.excluded += [
-            FailedCheck(f"{name}: {test.id}", EXCLUDED[test.id]) for test in tests if test.id in EXCLUDED
+            FailedCheck(f"{name}: {test.id}", EXCLUDED[test.id])
+            for test in tests
+            if test.id in EXCLUDED
         ]
         results = TestRunner(config, asked, loader).run_all().results
         (out / f"{name}.json").write_text(
@@ -46,9 +54,13 @@ def _collect(checks: SuiteResult, name: str, result: Any) -> None:
     if status == "passed":
         checks.passed += 1
         if _is_missing_path(result.response):
-            checks.notes.append(f"{name}: passed on a 404, which the suite allows: there is no such path here")
+            checks.notes.append(
+                f"{name}: passed on a 404, which the suite allows: there is no such path here"
+            )
     elif status == "skipped":
-        checks.excluded.append(FailedCheck(name, f"left out by the suite itself: {'; '.join(result.errors)}"))
+        checks.excluded.append(
+            FailedCheck(name, f"left out by the suite itself: {'; '.join(result.errors)}")
+        )
     else:
         checks.failed.append(FailedCheck(name, "; ".join(result.errors)[:300]))
     checks.notes += [f"{name}, advice: {warning}" for warning in result.warnings]

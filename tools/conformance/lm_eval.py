@@ -1,6 +1,7 @@
 """lm-eval: the same scores through the server as with transformers, of the same weights in float32.
 
-Two tasks over local jsonl, made at run time from a text beside the checkout: 100 times the right one of four endings
+Two tasks over local jsonl, made at run time from a text beside the checkout: 100 times the right
+one of four endings
 of a sentence (log-likelihoods), and 100 times how a sentence goes on (greedy answers).
 """
 
@@ -49,18 +50,29 @@ TASKS = ("modelmill_endings", "modelmill_goes_on")
 
 
 def items(text: str, count: int = ITEMS, seed: int = 1) -> list[dict[str, Any]]:
-    """{"context", "choices", "label"}: a sentence's first half and four second halves, one of them its own."""
+    """{"context", "choices", "label"}: a sentence's first half and four second halves, one of them
+    its own.
+    """
     drawn = random.Random(seed)
     sentences = [found.strip() for found in re.split(r" \. |\n", text)]
     halves = [each.split() for each in sentences if 16 <= len(each.split()) <= 32]
-    pairs = [(" ".join(words[: len(words) // 2]), " " + " ".join(words[len(words) // 2 :])) for words in halves]
+    pairs = [
+        (" ".join(words[: len(words) // 2]), " " + " ".join(words[len(words) // 2 :]))
+        for words in halves
+    ]
     drawn.shuffle(pairs)
     found = []
     for place in range(count):
         context, right = pairs[place]
         others = [pairs[count + 3 * place + k][1] for k in range(3)]
         label = drawn.randrange(4)
-        found.append({"context": context, "choices": [*others[:label], right, *others[label:]], "label": label})
+        found.append(
+            {
+                "context": context,
+                "choices": [*others[:label], right, *others[label:]],
+                "label": label,
+            }
+        )
     return found
 
 
@@ -71,21 +83,31 @@ def run(base_url: str, model: str, out: Path) -> SuiteResult:
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
     if not TEXT.is_file():
-        return SuiteResult(0, excluded=[FailedCheck("100 items", f"needs {TEXT.name} in the shared data folder")])
+        return SuiteResult(
+            0, excluded=[FailedCheck("100 items", f"needs {TEXT.name} in the shared data folder")]
+        )
     reference, tokenizer = _reference(out)
     manager = _tasks(out)
-    how: dict[str, Any] = {"tasks": list(TASKS), "task_manager": manager, "bootstrap_iters": 0, "log_samples": True}
+    how: dict[str, Any] = {
+        "tasks": list(TASKS),
+        "task_manager": manager,
+        "bootstrap_iters": 0,
+        "log_samples": True,
+    }
     here = HFLM(pretrained=reference, tokenizer=tokenizer, batch_size=16, max_length=2048)
     expected = simple_evaluate(here, **how)
     there = LocalCompletionsAPI(
-        base_url=f"{base_url}/completions", model=model, tokenizer=str(out / "tokenizer"), max_length=2048,
+        base_url=f"{base_url}/completions", model=model, tokenizer=str(out / "tokenizer"),
+        max_length=2048,
         tokenizer_backend="huggingface", num_concurrent=4, batch_size=1,
     )  # fmt: skip
     return compare_results(expected, simple_evaluate(there, **how))
 
 
 def _reference(out: Path) -> tuple[Any, Any]:
-    """transformers' own reading of the GGUF file, in float32; its tokenizer is put into ``out`` too."""
+    """transformers' own reading of the GGUF file, in float32; its tokenizer is put into ``out``
+    too.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -95,7 +117,9 @@ def _reference(out: Path) -> tuple[Any, Any]:
     path = pull(MODEL, ROOT / "out" / "models")
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     tokenizer.save_pretrained(out / "tokenizer")
-    loaded = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
     return loaded.eval(), tokenizer
 
 
@@ -105,7 +129,9 @@ def _tasks(out: Path) -> Any:
     folder = out / "tasks"
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "items.jsonl"
-    data.write_text("".join(json.dumps(each) + "\n" for each in items(TEXT.read_text("utf-8"))), "utf-8")
+    data.write_text(
+        "".join(json.dumps(each) + "\n" for each in items(TEXT.read_text("utf-8"))), "utf-8"
+    )
     for name, text in zip(TASKS, (CHOICE_TASK, GENERATION_TASK), strict=True):
         (folder / f"{name}.yaml").write_text(text.format(path=data), "utf-8")
     return TaskManager(include_path=str(folder), include_defaults=False)
@@ -115,28 +141,47 @@ def compare_results(expected: dict[str, Any], served: dict[str, Any]) -> SuiteRe
     """Scores, every log-likelihood and every answer."""
     result = SuiteResult(0)
     for task in TASKS:
-        for metric in sorted(key for key in expected["results"][task] if key.endswith(",none") and "stderr" not in key):
+        for metric in sorted(
+            key
+            for key in expected["results"][task]
+            if key.endswith(",none") and "stderr" not in key
+        ):
             ours, theirs = served["results"][task][metric], expected["results"][task][metric]
             name = f"{task}: {metric.removesuffix(',none')}"
             result.facts[name] = f"{ours:g} through the server, {theirs:g} with transformers"
             _collect(result, name, None if ours == theirs else f"{ours:g}, not {theirs:g}")
-    worst, greedy = _likelihood_difference(expected["samples"][TASKS[0]], served["samples"][TASKS[0]])
+    worst, greedy = _likelihood_difference(
+        expected["samples"][TASKS[0]], served["samples"][TASKS[0]]
+    )
     result.facts["largest difference of a log-likelihood"] = f"{worst:.1e} of {4 * ITEMS}"
     _collect(
         result,
         "every log-likelihood",
         None if worst <= MAX_DIFFERENCE else f"off by {worst:.1e}, {MAX_DIFFERENCE:g} is allowed",
     )
-    _collect(result, "what greedy decoding would have said", None if greedy == 0 else f"{greedy} differ")
-    texts = [[sample["resps"][0][0] for sample in _sorted(side["samples"][TASKS[1]])] for side in (expected, served)]
+    _collect(
+        result, "what greedy decoding would have said", None if greedy == 0 else f"{greedy} differ"
+    )
+    texts = [
+        [sample["resps"][0][0] for sample in _sorted(side["samples"][TASKS[1]])]
+        for side in (expected, served)
+    ]
     unlike = sum(a != b for a, b in zip(*texts, strict=True))
-    result.facts["equal greedy answers of 12 tokens"] = f"{len(texts[0]) - unlike} of {len(texts[0])}"
-    _collect(result, "every greedy answer", None if unlike == 0 else f"{unlike} of {len(texts[0])} differ")
+    result.facts["equal greedy answers of 12 tokens"] = (
+        f"{len(texts[0]) - unlike} of {len(texts[0])}"
+    )
+    _collect(
+        result,
+        "every greedy answer",
+        None if unlike == 0 else f"{unlike} of {len(texts[0])} differ",
+    )
     return result
 
 
 def _likelihood_difference(expected: Sequence[Any], served: Sequence[Any]) -> tuple[float, int]:
-    """(largest difference, how often one side takes the ending for greedy and the other does not)."""
+    """(largest difference, how often one side takes the ending for greedy and the other does
+    not).
+    """
     worst, greedy = 0.0, 0
     for left, right in zip(_sorted(expected), _sorted(served), strict=True):
         for (a,), (b,) in zip(left["resps"], right["resps"], strict=True):

@@ -1,4 +1,6 @@
-"""OpenAI's own Python client, whose types read every answer: sync, async, streamed, functions, structured output."""
+"""OpenAI's own Python client, whose types read every answer: sync, async, streamed, functions,
+structured output.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ from typing import Any
 
 from tools.conformance.suite import SuiteResult, make_result
 
-TITLE = "OpenAI's Python client: sync, async, streaming, functions, structured output, responses, embeddings"
+TITLE = (
+    "OpenAI's Python client: sync, async, streaming, functions, structured output, responses, "
+    "embeddings"
+)
 PACKAGE = "openai"
 MESSAGES: list[Any] = [{"role": "user", "content": "Name three fruits, please."}]
 PARAMETERS = {
@@ -20,7 +25,10 @@ PARAMETERS = {
     "required": ["city"],
     "additionalProperties": False,
 }
-TOOL: Any = {"type": "function", "function": {"name": "weather", "description": "Weather", "parameters": PARAMETERS}}
+TOOL: Any = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Weather", "parameters": PARAMETERS},
+}
 FLAT_TOOL: Any = {
     "type": "function",
     "name": "weather",
@@ -87,7 +95,9 @@ def respond(client: Any, model: str, **more: Any) -> Any:
 
 @check("models: list, retrieve")
 def _models(client: Any, model: str) -> None:
-    assert_equal(model in [each.id for each in client.models.list()], True, "the list holds the model")
+    assert_equal(
+        model in [each.id for each in client.models.list()], True, "the list holds the model"
+    )
     assert_equal(client.models.retrieve(model).id, model, "id")
 
 
@@ -96,7 +106,9 @@ def _chat(client: Any, model: str) -> None:
     answer = chat(client, model)
     choice = answer.choices[0]
     assert_equal(
-        (choice.message.role, choice.message.refusal, choice.finish_reason), ("assistant", None, "length"), "choice"
+        (choice.message.role, choice.message.refusal, choice.finish_reason),
+        ("assistant", None, "length"),
+        "choice",
     )
     assert_equal(bool(choice.message.content.strip()), True, "there is text")
     assert_equal((answer.object, answer.usage.completion_tokens), ("chat.completion", 12), "usage")
@@ -109,7 +121,9 @@ def _streamed(client: Any, model: str) -> None:
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert_equal(text, chat(client, model).choices[0].message.content, "text")
     assert_equal(
-        (chunks[0].choices[0].delta.role, chunks[-2].choices[0].finish_reason), ("assistant", "length"), "ends"
+        (chunks[0].choices[0].delta.role, chunks[-2].choices[0].finish_reason),
+        ("assistant", "length"),
+        "ends",
     )
     assert_equal((chunks[-1].choices, chunks[-1].usage.completion_tokens), ([], 12), "usage")
 
@@ -117,12 +131,16 @@ def _streamed(client: Any, model: str) -> None:
 @check("chat: the stream helper")
 def _helper(client: Any, model: str) -> None:
     # the helper takes a cut answer for an error
-    with client.chat.completions.stream(model=model, messages=MESSAGES, temperature=0, max_tokens=64) as stream:
+    with client.chat.completions.stream(
+        model=model, messages=MESSAGES, temperature=0, max_tokens=64
+    ) as stream:
         kinds = {event.type for event in stream}
         final = stream.get_final_completion()
     assert_equal(kinds >= {"chunk", "content.delta", "content.done"}, True, f"events {kinds}")
     assert_equal(
-        final.choices[0].message.content, chat(client, model, max_tokens=64).choices[0].message.content, "text"
+        final.choices[0].message.content,
+        chat(client, model, max_tokens=64).choices[0].message.content,
+        "text",
     )
 
 
@@ -131,7 +149,9 @@ def _async(client: Any, model: str) -> None:
     async def ask() -> list[str]:
         from openai import AsyncOpenAI
 
-        async with AsyncOpenAI(base_url=client.base_url, api_key="none", max_retries=0, timeout=300) as other:
+        async with AsyncOpenAI(
+            base_url=client.base_url, api_key="none", max_retries=0, timeout=300
+        ) as other:
             answers = await asyncio.gather(*(chat(other, model) for _ in range(8)))
             return [answer.choices[0].message.content for answer in answers]
 
@@ -143,7 +163,9 @@ def _async_streamed(client: Any, model: str) -> None:
     async def ask() -> str:
         from openai import AsyncOpenAI
 
-        async with AsyncOpenAI(base_url=client.base_url, api_key="none", max_retries=0, timeout=300) as other:
+        async with AsyncOpenAI(
+            base_url=client.base_url, api_key="none", max_retries=0, timeout=300
+        ) as other:
             stream = await chat(other, model, stream=True)
             return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
@@ -154,19 +176,33 @@ def _async_streamed(client: Any, model: str) -> None:
 def _logprobs(client: Any, model: str) -> None:
     told = chat(client, model, logprobs=True, top_logprobs=3).choices[0].logprobs.content
     assert_equal((len(told), {len(each.top_logprobs) for each in told}), (12, {3}), "entries")
-    assert_equal(all(each.logprob == each.top_logprobs[0].logprob for each in told), True, "greedy takes the likeliest")
+    assert_equal(
+        all(each.logprob == each.top_logprobs[0].logprob for each in told),
+        True,
+        "greedy takes the likeliest",
+    )
 
 
 @check("chat: n, seed, stop, logit_bias")
 def _sampling_options(client: Any, model: str) -> None:
     how = {"temperature": 1.0, "seed": 3, "n": 3}
-    first, again = ([c.message.content for c in chat(client, model, **how).choices] for _ in range(2))
+    first, again = (
+        [c.message.content for c in chat(client, model, **how).choices] for _ in range(2)
+    )
     assert_equal(first, again, "seeded texts")
     assert_equal(len(set(first)) > 1, True, "samples differ")
     text = chat(client, model).choices[0].message.content
     stopped = chat(client, model, stop=[text[4:8]]).choices[0]
-    assert_equal((stopped.message.content, stopped.finish_reason), (text[: text.index(text[4:8])], "stop"), "stopped")
-    assert_equal(chat(client, model, logit_bias={"28": 100}, max_tokens=2).usage.completion_tokens, 2, "tokens")
+    assert_equal(
+        (stopped.message.content, stopped.finish_reason),
+        (text[: text.index(text[4:8])], "stop"),
+        "stopped",
+    )
+    assert_equal(
+        chat(client, model, logit_bias={"28": 100}, max_tokens=2).usage.completion_tokens,
+        2,
+        "tokens",
+    )
 
 
 @check("functions: required, and the answer to its result")
@@ -175,10 +211,18 @@ def _function(client: Any, model: str) -> None:
     assert_equal(answer.finish_reason, "tool_calls", "finish_reason")
     (call,) = answer.message.tool_calls
     assert_equal(call.function.name, "weather", "name")
-    assert_equal(json.loads(call.function.arguments)["city"] in ("Paris", "Rome"), True, call.function.arguments)
+    assert_equal(
+        json.loads(call.function.arguments)["city"] in ("Paris", "Rome"),
+        True,
+        call.function.arguments,
+    )
     result = {"role": "tool", "tool_call_id": call.id, "content": "sunny, 25 degrees"}
     talk = [*MESSAGES, answer.message.model_dump(exclude_none=True), result]
-    assert_equal(bool(chat(client, model, messages=talk, tools=[TOOL]).choices[0].message.content), True, "an answer")
+    assert_equal(
+        bool(chat(client, model, messages=talk, tools=[TOOL]).choices[0].message.content),
+        True,
+        "an answer",
+    )
 
 
 @check("functions: a named one, streamed")
@@ -211,7 +255,9 @@ def _parsed(client: Any, model: str) -> None:
         model=model, messages=MESSAGES, response_format=Place, temperature=0, max_tokens=60
     )
     assert_equal(type(answer.choices[0].message.parsed), Place, "parsed")
-    told = client.responses.parse(model=model, input=MESSAGES, text_format=Place, temperature=0, max_output_tokens=60)
+    told = client.responses.parse(
+        model=model, input=MESSAGES, text_format=Place, temperature=0, max_output_tokens=60
+    )
     assert_equal(told.output_parsed, answer.choices[0].message.parsed, "the response's")
 
 
@@ -224,7 +270,9 @@ def _completions(client: Any, model: str) -> None:
     assert_equal([choice.text for choice in both.choices], alone, "texts")
     chunks = list(client.completions.create(prompt=prompts[0], stream=True, **how))
     assert_equal("".join(chunk.choices[0].text for chunk in chunks), alone[0], "streamed")
-    echo = client.completions.create(model=model, prompt=prompts[0], max_tokens=0, echo=True, logprobs=1).choices[0]
+    echo = client.completions.create(
+        model=model, prompt=prompts[0], max_tokens=0, echo=True, logprobs=1
+    ).choices[0]
     assert_equal(echo.text, prompts[0], "echo")
     assert_equal(echo.logprobs.token_logprobs[0], None, "the first token's")
     assert_equal(all(value <= 0 for value in echo.logprobs.token_logprobs[1:]), True, "the others'")
@@ -236,13 +284,25 @@ def _responses(client: Any, model: str) -> None:
     whole = respond(client, model)
     assert_equal((whole.output_text, whole.status), (text, "incomplete"), "response")
     assert_equal(whole.incomplete_details.reason, "max_output_tokens", "reason")
-    assert_equal((whole.usage.output_tokens, whole.usage.output_tokens_details.reasoning_tokens), (12, 0), "usage")
-    assert_equal(respond(client, model, input=MESSAGES[0]["content"]).output_text, text, "of a text")
-    with client.responses.stream(model=model, input=MESSAGES, temperature=0, max_output_tokens=12) as stream:
+    assert_equal(
+        (whole.usage.output_tokens, whole.usage.output_tokens_details.reasoning_tokens),
+        (12, 0),
+        "usage",
+    )
+    assert_equal(
+        respond(client, model, input=MESSAGES[0]["content"]).output_text, text, "of a text"
+    )
+    with client.responses.stream(
+        model=model, input=MESSAGES, temperature=0, max_output_tokens=12
+    ) as stream:
         kinds = [event.type for event in stream]
     assert_equal((kinds[0], kinds[-1]), ("response.created", "response.incomplete"), "events")
     events = list(respond(client, model, stream=True))
-    assert_equal("".join(event.delta for event in events if event.type == "response.output_text.delta"), text, "deltas")
+    assert_equal(
+        "".join(event.delta for event in events if event.type == "response.output_text.delta"),
+        text,
+        "deltas",
+    )
 
 
 @check("responses: a function, its result, streamed arguments")
@@ -252,9 +312,13 @@ def _responses_function(client: Any, model: str) -> None:
     assert_equal((call.type, call.name), ("function_call", "weather"), "call")
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
     talk = [*MESSAGES, call.model_dump(exclude_none=True), result]
-    assert_equal(bool(respond(client, model, input=talk, tools=[FLAT_TOOL]).output_text), True, "an answer")
+    assert_equal(
+        bool(respond(client, model, input=talk, tools=[FLAT_TOOL]).output_text), True, "an answer"
+    )
     events = list(respond(client, model, stream=True, **how))
-    pieces = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    pieces = [
+        event.delta for event in events if event.type == "response.function_call_arguments.delta"
+    ]
     assert_equal("".join(pieces), call.arguments, "arguments")
 
 
@@ -263,9 +327,17 @@ def _responses_async(client: Any, model: str) -> None:
     async def ask() -> str:
         from openai import AsyncOpenAI
 
-        async with AsyncOpenAI(base_url=client.base_url, api_key="none", max_retries=0, timeout=300) as other:
+        async with AsyncOpenAI(
+            base_url=client.base_url, api_key="none", max_retries=0, timeout=300
+        ) as other:
             stream = await respond(other, model, stream=True)
-            return "".join([event.delta async for event in stream if event.type == "response.output_text.delta"])
+            return "".join(
+                [
+                    event.delta
+                    async for event in stream
+                    if event.type == "response.output_text.delta"
+                ]
+            )
 
     assert_equal(asyncio.run(ask()), respond(client, model).output_text, "text")
 
@@ -273,7 +345,8 @@ def _responses_async(client: Any, model: str) -> None:
 @check("embeddings: one, many, floats and base64, dimensions")
 def _embeddings(client: Any, model: str) -> None:
     texts = ["a cat", "a dog and a much longer sentence about it", "a cat"]
-    packed = client.embeddings.create(model=model, input=texts)  # the client asks for base64 by itself
+    # the client asks for base64 by itself
+    packed = client.embeddings.create(model=model, input=texts)
     plain = client.embeddings.create(model=model, input=texts, encoding_format="float")
     assert_equal([each.index for each in plain.data], [0, 1, 2], "index")
     for one, two in zip(packed.data, plain.data):
@@ -293,11 +366,22 @@ def _errors(client: Any, model: str) -> None:
     import openai
 
     error = catch_error(openai.BadRequestError, lambda: chat(client, model, temperature=9))
-    assert_equal((error.status_code, error.param, error.type), (400, "temperature", "invalid_request_error"), "error")
+    assert_equal(
+        (error.status_code, error.param, error.type),
+        (400, "temperature", "invalid_request_error"),
+        "error",
+    )
     error = catch_error(openai.NotFoundError, lambda: chat(client, "nobody"))
     assert_equal(error.code, "model_not_found", "code")
-    error = catch_error(openai.BadRequestError, lambda: chat(client, model, messages=MESSAGES, extra_body={"odd": 1}))
+    error = catch_error(
+        openai.BadRequestError,
+        lambda: chat(client, model, messages=MESSAGES, extra_body={"odd": 1}),
+    )
     assert_equal(error.param, "odd", "param")
-    catch_error(openai.BadRequestError, lambda: respond(client, model, previous_response_id="resp_1"))
-    answer = client.chat.completions.with_raw_response.create(model=model, messages=MESSAGES, max_tokens=1)
+    catch_error(
+        openai.BadRequestError, lambda: respond(client, model, previous_response_id="resp_1")
+    )
+    answer = client.chat.completions.with_raw_response.create(
+        model=model, messages=MESSAGES, max_tokens=1
+    )
     assert_equal(bool(answer.headers["x-request-id"]), True, "x-request-id")

@@ -1,4 +1,6 @@
-"""schemathesis: requests made from our own OpenAPI document, right ones and wrong ones; every answer is held to it."""
+"""schemathesis: requests made from our own OpenAPI document, right ones and wrong ones; every
+answer is held to it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from typing import Any
 
 from tools.conformance.suite import FailedCheck, SuiteResult
 
-TITLE = "schemathesis on /openapi.json: no 5xx, no answer outside the schema, nothing wrong accepted"
+TITLE = (
+    "schemathesis on /openapi.json: no 5xx, no answer outside the schema, nothing wrong accepted"
+)
 PACKAGE = "schemathesis"
 ROOT = Path(__file__).resolve().parents[2]
 MIN_CASES = 1000
@@ -32,27 +36,69 @@ CHECKS = {
 EXCLUDED = [
     FailedCheck(
         "positive_data_acceptance",
-        "a body that fits the schema may still be refused: empty prompts, messages that are none, a grammar or a "
-        "schema that cannot be compiled, fields that exclude each other; tests/serve holds these refusals to 400",
+        "a body that fits the schema may still be refused: empty prompts, messages that are none, "
+        "a grammar or a "
+        "schema that cannot be compiled, fields that exclude each other; tests/serve holds these "
+        "refusals to 400",
     ),
     FailedCheck(
         "ignored_auth, missing_required_header",
         "the document declares no header: keys are the gate's, before any route",
     ),
-    FailedCheck("use_after_free, ensure_resource_availability", "nothing is created or deleted through this API"),
-    FailedCheck("phase stateful", "the document has no links: no answer names a resource for the next request"),
+    FailedCheck(
+        "use_after_free, ensure_resource_availability",
+        "nothing is created or deleted through this API",
+    ),
+    FailedCheck(
+        "phase stateful",
+        "the document has no links: no answer names a resource for the next request",
+    ),
 ]
 
 
 def run(base_url: str, model: str, out: Path) -> SuiteResult:
-    """Phases examples, coverage and fuzzing. Raises RuntimeError where schemathesis leaves no report."""
+    """Phases examples, coverage and fuzzing.
+
+    Raises RuntimeError where schemathesis leaves no report.
+    """
     url = base_url.removesuffix("/v1") + "/openapi.json"
     report = out / "report.ndjson"
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "schemathesis.cli", "run", url, "--phases", "examples,coverage,fuzzing"]
-    command += ["--checks", ",".join(CHECKS), "-n", str(EXAMPLES_PER_OPERATION), "--seed", str(SEED), "--workers", "1"]
-    command += ["--generation-database", "none", "--request-timeout", "120", "--suppress-health-check", "all"]
-    command += ["--report", "ndjson", "--report-ndjson-path", str(report), "--continue-on-failure", "--no-color"]
+    command = [
+        sys.executable,
+        "-m",
+        "schemathesis.cli",
+        "run",
+        url,
+        "--phases",
+        "examples,coverage,fuzzing",
+    ]
+    command += [
+        "--checks",
+        ",".join(CHECKS),
+        "-n",
+        str(EXAMPLES_PER_OPERATION),
+        "--seed",
+        str(SEED),
+        "--workers",
+        "1",
+    ]
+    command += [
+        "--generation-database",
+        "none",
+        "--request-timeout",
+        "120",
+        "--suppress-health-check",
+        "all",
+    ]
+    command += [
+        "--report",
+        "ndjson",
+        "--report-ndjson-path",
+        str(report),
+        "--continue-on-failure",
+        "--no-color",
+    ]
     environment = {
         **os.environ,
         "SCHEMATHESIS_HOOKS": "tools.conformance._schemathesis_hooks",
@@ -61,7 +107,9 @@ def run(base_url: str, model: str, out: Path) -> SuiteResult:
     }
     log = out / "schemathesis.log"
     with log.open("w") as file:
-        subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, timeout=3600)
+        subprocess.run(
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, timeout=3600
+        )
     if not report.exists():
         raise RuntimeError(f"schemathesis left no report; see {log}")
     return read(report.read_text(encoding="utf-8").splitlines())
@@ -69,7 +117,11 @@ def run(base_url: str, model: str, out: Path) -> SuiteResult:
 
 def read(lines: list[str]) -> SuiteResult:
     """The result of a report in NDJSON. A case passes where all of its checks do."""
-    found, statuses, answered = SuiteResult(0, excluded=list(EXCLUDED)), Counter[str](), Counter[str]()
+    found, statuses, answered = (
+        SuiteResult(0, excluded=list(EXCLUDED)),
+        Counter[str](),
+        Counter[str](),
+    )
     seen: set[str] = set()
     for case in cases(lines):
         statuses[str(case["status"])] += 1
@@ -84,7 +136,9 @@ def read(lines: list[str]) -> SuiteResult:
     count = sum(statuses.values())
     found.facts = {
         "cases": f"{count:,} (at least {MIN_CASES:,} wanted), seed {SEED}",
-        "statuses": ", ".join(f"{status}: {number:,}" for status, number in sorted(statuses.items())),
+        "statuses": ", ".join(
+            f"{status}: {number:,}" for status, number in sorted(statuses.items())
+        ),
         "of 200": ", ".join(f"{name} {number}" for name, number in sorted(answered.items())),
         "checks": "; ".join(f"{name} ({what})" for name, what in CHECKS.items()),
     }
@@ -94,7 +148,9 @@ def read(lines: list[str]) -> SuiteResult:
 
 
 def cases(lines: list[str]) -> Iterator[dict[str, Any]]:
-    """Every request that was sent: operation, status of its answer, and (check, what it saw) that failed."""
+    """Every request that was sent: operation, status of its answer, and (check, what it saw) that
+    failed.
+    """
     for line in lines:
         event = json.loads(line)
         recorder = event.get("ScenarioFinished", {}).get("recorder", {})
@@ -104,10 +160,16 @@ def cases(lines: list[str]) -> Iterator[dict[str, Any]]:
                 continue
             answer = sent[name].get("response") or {}
             checks = recorder.get("checks", {}).get(name, [])
-            problems = [(each["name"], _check_text(each)) for each in checks if each["status"] != "success"]
+            problems = [
+                (each["name"], _check_text(each)) for each in checks if each["status"] != "success"
+            ]
             if not answer:
                 problems.append(("an answer", "the connection ended without one"))
-            yield {"operation": recorder["label"], "status": answer.get("status_code"), "problems": problems}
+            yield {
+                "operation": recorder["label"],
+                "status": answer.get("status_code"),
+                "problems": problems,
+            }
 
 
 def _check_text(check: dict[str, Any]) -> str:

@@ -12,12 +12,16 @@ HEAD = """# Conformance
 Other people's test suites against `modelmill serve`, with SmolLM2-135M-Instruct in float32 on a CPU behind it. Made by
 `make conformance`, which runs every suite whose result is older than the sources, and writes this page; nothing here is
 written by hand. A check that is left out is listed with its reason.
-"""
+"""  # noqa: E501
 
 
 def render(suites: Mapping[str, tuple[str, SuiteResult | None]], device: str) -> str:
     """The page. suites: name → (title, result or None where it has not run for these sources)."""
-    lines = [HEAD, "| suite | what | version | passed | failed | excluded | run |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        HEAD,
+        "| suite | what | version | passed | failed | excluded | run |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name, (title, found) in suites.items():
         if found is None:
             lines.append(f"| {name} | {cell(title)} | | not run | | | |")
@@ -44,7 +48,8 @@ def section(name: str, title: str, result: SuiteResult, device: str) -> list[str
     command = f"`python -m tools.conformance --only {name}`"
     return [
         *lines,
-        f"* {command}: {result.seconds:.0f} s on {device}, {result.date}; {result.package} {result.version}",
+        f"* {command}: {result.seconds:.0f} s on {device}, {result.date}; {result.package} "
+        f"{result.version}",
         "",
     ]
 
@@ -52,4 +57,9 @@ def section(name: str, title: str, result: SuiteResult, device: str) -> list[str
 def _table(what: str, why: str, cases: list[FailedCheck]) -> list[str]:
     if not cases:
         return []
-    return [f"| {what} | {why} |", "|---|---|", *[f"| {cell(c.name)} | {cell(c.reason)} |" for c in cases], ""]
+    return [
+        f"| {what} | {why} |",
+        "|---|---|",
+        *[f"| {cell(c.name)} | {cell(c.reason)} |" for c in cases],
+        "",
+    ]

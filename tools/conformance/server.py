@@ -1,4 +1,6 @@
-"""A server to test: SmolLM2 in float32 on the CPU, behind ``modelmill serve`` in a process of its own."""
+"""A server to test: SmolLM2 in float32 on the CPU, behind ``modelmill serve`` in a process of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,16 @@ def engine(out: Path) -> Path:
     path = out / "smollm2-float32.engine"
     if not is_engine(path):
         checkpoint = pull(MODEL, ROOT / "out" / "models")
-        build_engine(checkpoint, path, BuildConfig(dtype="float32", quantization="none", target="cpu"))
+        build_engine(
+            checkpoint, path, BuildConfig(dtype="float32", quantization="none", target="cpu")
+        )
     return path
 
 
 @contextlib.contextmanager
-def served(path: Path, log: Path, flags: tuple[str, ...] = FLAGS, seconds: float = 300.0) -> Iterator[str]:
+def served(
+    path: Path, log: Path, flags: tuple[str, ...] = FLAGS, seconds: float = 300.0
+) -> Iterator[str]:
     """The base URL (…/v1) of a server of this engine, named ``MODEL``; ended with SIGTERM.
 
     Raises RuntimeError where it does not come up within ``seconds``; its stderr is in ``log``.
@@ -50,7 +56,10 @@ def served(path: Path, log: Path, flags: tuple[str, ...] = FLAGS, seconds: float
         "0",
         *flags,
     ]
-    with log.open("w") as err, subprocess.Popen(command, stdout=err, stderr=err, cwd=ROOT) as process:
+    with (
+        log.open("w") as err,
+        subprocess.Popen(command, stdout=err, stderr=err, cwd=ROOT) as process,
+    ):
         try:
             yield _address(process, log, time.monotonic() + seconds) + "/v1"
         finally:

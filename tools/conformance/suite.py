@@ -3,12 +3,15 @@
 A suite is a module of this folder that has
 
 * ``TITLE``: one line, what it shows;
-* ``PACKAGE``: whose version the report tells (a Python distribution; a suite of another kind sets ``Result.version``);
-* ``run(base_url, model, out) -> Result``: base_url ends in ``/v1``, model is a served name, out is a folder of the
-  suite's own for logs. It raises for what keeps it from running; a failed check is an entry of the result.
+* ``PACKAGE``: whose version the report tells (a Python distribution; a suite of another kind sets
+  ``Result.version``);
+* ``run(base_url, model, out) -> Result``: base_url ends in ``/v1``, model is a served name, out is
+  a folder of the suite's own for logs. It raises for what keeps it from running; a failed check is
+  an entry of the result.
 
-A module without ``run`` is no suite. Packages of the extra ``conformance`` are imported inside ``run``. Results are
-kept while the sources of modelmill, the suite's file and the package's version stay the same.
+A module without ``run`` is no suite. Packages of the extra ``conformance`` are imported inside
+``run``. Results are kept while the sources of modelmill, the suite's file and the package's version
+stay the same.
 """
 
 from __future__ import annotations
@@ -22,7 +25,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class FailedCheck:
-    """One check that did not pass. reason: of a failure what was seen; of an exclusion why it was not asked for."""
+    """One check that did not pass.
+
+    reason: of a failure what was seen; of an exclusion why it was not asked for.
+    """
 
     name: str
     reason: str
@@ -30,10 +36,11 @@ class FailedCheck:
 
 @dataclass
 class SuiteResult:
-    """passed: how many checks did. failed, excluded: the others by name. notes: what a reader needs to repeat it.
+    """passed: how many checks did. failed, excluded: the others by name. notes: what a reader needs
+    to repeat it.
 
-    facts: numbers that were measured, in the reader's words. The rest is filled in by ``__main__``; stale: of older
-    sources.
+    facts: numbers that were measured, in the reader's words. The rest is filled in by ``__main__``;
+    stale: of older sources.
     """
 
     passed: int
@@ -56,7 +63,9 @@ class SuiteResult:
 
 
 def make_result(
-    cases: Sequence[tuple[str, str | None]], excluded: Sequence[FailedCheck] = (), notes: Sequence[str] = ()
+    cases: Sequence[tuple[str, str | None]],
+    excluded: Sequence[FailedCheck] = (),
+    notes: Sequence[str] = (),
 ) -> SuiteResult:
     """A result of (name, what went wrong or None)."""
     failed = [FailedCheck(name, problem) for name, problem in cases if problem is not None]
@@ -67,12 +76,16 @@ def store(result: SuiteResult, path: Path) -> None:
     """Write a result as JSON, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(asdict(result), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    draft.write_text(
+        json.dumps(asdict(result), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     draft.replace(path)
 
 
 def load(path: Path, current: str | None = None) -> SuiteResult | None:
-    """The stored result; None where there is none, it cannot be read, or it belongs to another ``current`` digest."""
+    """The stored result; None where there is none, it cannot be read, or it belongs to another
+    ``current`` digest.
+    """
     try:
         raw: dict[str, Any] = json.loads(path.read_text("utf-8"))
         raw["failed"] = [FailedCheck(**each) for each in raw["failed"]]

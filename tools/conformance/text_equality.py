@@ -1,6 +1,7 @@
 """One text however it is asked for: alone or in a batch, streamed or not, over HTTP or from Python.
 
-In float32 every text has to be the same, greedy and seeded; in bfloat16 the share that is equal is reported.
+In float32 every text has to be the same, greedy and seeded; in bfloat16 the share that is equal is
+reported.
 """
 
 from __future__ import annotations
@@ -40,18 +41,25 @@ def run(base_url: str, model: str, out: Path) -> SuiteResult:
 
     if not QUESTIONS.is_file():
         return SuiteResult(
-            0, excluded=[FailedCheck("24 questions", f"needs {QUESTIONS.name} in the shared data folder")]
+            0,
+            excluded=[
+                FailedCheck("24 questions", f"needs {QUESTIONS.name} in the shared data folder")
+            ],
         )
     asks = _make_requests()
     result = SuiteResult(0)
     found = measure(base_url, model, server.engine(out.parent), asks)
-    result.facts["requests"] = f"{len(asks)}: {COUNT} questions, greedy and three seeded settings, {TOKENS} tokens"
+    result.facts["requests"] = (
+        f"{len(asks)}: {COUNT} questions, greedy and three seeded settings, {TOKENS} tokens"
+    )
     for way, equal in found.items():
         result.facts[f"float32, {way}"] = f"{equal} of {len(asks)} as the class says alone"
         if equal == len(asks):
             result.passed += 1
         else:
-            result.failed.append(FailedCheck(f"float32, {way}", f"{len(asks) - equal} of {len(asks)} texts differ"))
+            result.failed.append(
+                FailedCheck(f"float32, {way}", f"{len(asks) - equal} of {len(asks)} texts differ")
+            )
     half = bfloat16(out)
     with server.served(half, out / "bfloat16.log") as url:
         for way, equal in measure(url, server.MODEL, half, asks).items():
@@ -78,23 +86,36 @@ def _make_requests() -> list[dict[str, Any]]:
     """Conversations with their settings."""
     lines = QUESTIONS.read_text("utf-8").splitlines()[:COUNT]
     talks = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines]
-    return [{"messages": talk, "max_tokens": TOKENS, **how} for how in SAMPLING_SETTINGS for talk in talks]
+    return [
+        {"messages": talk, "max_tokens": TOKENS, **how}
+        for how in SAMPLING_SETTINGS
+        for talk in talks
+    ]
 
 
-def measure(base_url: str, model: str, engine: Path, asks: Sequence[dict[str, Any]]) -> dict[str, int]:
+def measure(
+    base_url: str, model: str, engine: Path, asks: Sequence[dict[str, Any]]
+) -> dict[str, int]:
     """How many texts are, each way, what the class says when it is asked for them one by one."""
     from modelmill.core.types import SamplingParams
     from modelmill.llm import LLM
 
     llm = LLM(engine, device="cpu", threads=1, max_model_len=2048, kv_cache_bytes=1 << 29)
     talks = [ask["messages"] for ask in asks]
-    params = [SamplingParams(**{key: value for key, value in ask.items() if key != "messages"}) for ask in asks]
-    alone = [llm.chat(talk, how, progress=False)[0].outputs[0].text for talk, how in zip(talks, params, strict=True)]
+    params = [
+        SamplingParams(**{key: value for key, value in ask.items() if key != "messages"})
+        for ask in asks
+    ]
+    alone = [
+        llm.chat(talk, how, progress=False)[0].outputs[0].text
+        for talk, how in zip(talks, params, strict=True)
+    ]
     batch = [answer.outputs[0].text for answer in llm.chat(talks, params, progress=False)]
     llm.close()
 
     def said(way: str) -> Callable[[dict[str, Any]], str]:
-        # each way begins with no prefix in the cache, as the class alone does: in bfloat16 a prompt that is computed
+        # each way begins with no prefix in the cache, as the class alone does: in bfloat16 a prompt
+        # that is computed
         # in other pieces may go on otherwise, and that is not what streaming is asked about
         how = {"model": model, "stream": way.endswith("streamed"), "cache_salt": way}
         return lambda ask: _answer_text(base_url, {**how, **ask})
@@ -103,17 +124,26 @@ def measure(base_url: str, model: str, engine: Path, asks: Sequence[dict[str, An
         found = {way: [*map(said(way), asks)] for way in REQUEST_MODES[:2]}
         found |= {way: [*pool.map(said(way), asks)] for way in REQUEST_MODES[2:4]}
         found[REQUEST_MODES[4]] = batch
-    return {way: sum(a == b for a, b in zip(alone, texts, strict=True)) for way, texts in found.items()}
+    return {
+        way: sum(a == b for a, b in zip(alone, texts, strict=True)) for way, texts in found.items()
+    }
 
 
 def _answer_text(base_url: str, body: dict[str, Any]) -> str:
-    """The text of one answer. Raises OSError where it is refused, ValueError where a stream is cut."""
+    """The text of one answer.
+
+    Raises OSError where it is refused, ValueError where a stream is cut.
+    """
     head = {"content-type": "application/json"}
-    request = urllib.request.Request(f"{base_url}/chat/completions", json.dumps(body).encode(), head)
+    request = urllib.request.Request(
+        f"{base_url}/chat/completions", json.dumps(body).encode(), head
+    )
     with urllib.request.urlopen(request, timeout=900) as response:
         if not body["stream"]:
             return str(json.load(response)["choices"][0]["message"]["content"])
         lines = [line[6:].strip() for line in response if line.startswith(b"data: ")]
     if not lines or lines[-1] != b"[DONE]":
         raise ValueError("the stream has no end")
-    return "".join(json.loads(line)["choices"][0]["delta"].get("content", "") for line in lines[:-1])
+    return "".join(
+        json.loads(line)["choices"][0]["delta"].get("content", "") for line in lines[:-1]
+    )

@@ -1,4 +1,6 @@
-"""``python -m tools.performance``: write docs/performance.md and its plots; ``--check`` only says what is stale."""
+"""``python -m tools.performance``: write docs/performance.md and its plots; ``--check`` only says
+what is stale.
+"""
 
 from __future__ import annotations
 

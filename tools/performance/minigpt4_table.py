@@ -1,4 +1,6 @@
-"""The table of MiniGPT-4: each work's newest run beside transformers' pipeline, and a newer one without it."""
+"""The table of MiniGPT-4: each work's newest run beside transformers' pipeline, and a newer one
+without it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ PEER = "transformers"
 
 def minigpt4_table(rows: Sequence[Row]) -> list[str]:
     """Lines of the table, and the runs that they come from."""
-    known = [row for row in rows if row.get("bench") == "minigpt4" and (row["work"], row["pictures"]) in WORKLOADS]
+    known = [
+        row
+        for row in rows
+        if row.get("bench") == "minigpt4" and (row["work"], row["pictures"]) in WORKLOADS
+    ]
     names = list(dict.fromkeys(row["subject"] for row in known if row["subject"] != PEER))
     version = next((row["versions"][PEER] for row in reversed(known) if row["subject"] == PEER), "")
     head = ["work", *names, f"{PEER} {version}", "× ours, bfloat16"]
@@ -45,7 +51,9 @@ def minigpt4_table(rows: Sequence[Row]) -> list[str]:
             told_as = title if date == beside else f"{title} (newest)"
             lines.append("| " + " | ".join([told_as, *cells, ratio]) + " |")
             for row in run.values():
-                shown = ", ".join(f"{name} {each}" for name, each in row["versions"].items() if name != "numpy")
+                shown = ", ".join(
+                    f"{name} {each}" for name, each in row["versions"].items() if name != "numpy"
+                )
                 told[f"`{row['command']}`, {row['device']}, {shown}, {row['date'][:10]}"] = None
     return [*lines, "", *(f"* {each}" for each in told)]
 
@@ -58,7 +66,7 @@ def _cell(row: Row | None, key: tuple[str, int]) -> str:
         rate = row["requests_per_s"]
         reached = "" if must is None else f" ({'reached' if rate >= must else 'missed'}: {must:g})"
         return f"**{number(rate)}**{reached}"
-    reached = "" if must is None else f" ({'reached' if row['value'] <= must else 'missed'}: {must:g})"
-    return (
-        f"**{number(row['value'])}**{spread(MeasuredFigure.from_row(row)).removeprefix(number(row['value']))}{reached}"
+    reached = (
+        "" if must is None else f" ({'reached' if row['value'] <= must else 'missed'}: {must:g})"
     )
+    return f"**{number(row['value'])}**{spread(MeasuredFigure.from_row(row)).removeprefix(number(row['value']))}{reached}"  # noqa: E501

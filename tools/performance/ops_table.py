@@ -1,4 +1,6 @@
-"""Every op against its ceiling: its largest case bound by memory, and its largest bound by products."""
+"""Every op against its ceiling: its largest case bound by memory, and its largest bound by
+products.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,27 @@ from tools.performance.rows import Row, newest
 HOST_OPS = ("decode",)
 """Ops that only a CPU has."""
 LAUNCH_BOUND_BYTES = 4e6
-"""Bytes, a microsecond of a GPU's memory. A case that moves fewer is its launch's: it tells nothing of memory."""
-HEADS = ("op", "largest case", "kernel", "µs", "TB/s", "TFLOP/s", "bound by", "of ceiling", "torch, µs", "date")
+"""Bytes, a microsecond of a GPU's memory.
+
+A case that moves fewer is its launch's: it tells nothing of memory.
+"""
+HEADS = (
+    "op",
+    "largest case",
+    "kernel",
+    "µs",
+    "TB/s",
+    "TFLOP/s",
+    "bound by",
+    "of ceiling",
+    "torch, µs",
+    "date",
+)
 
 
 def ops_table(rows: Sequence[Row]) -> list[str]:
-    """A line or two an op, of what the engine picks, by the rows of ``bench ops``; a dash where there is none.
+    """A line or two an op, of what the engine picks, by the rows of ``bench ops``; a dash where
+    there is none.
 
     In bfloat16; ops that have no row in it, in float32.
     """
@@ -28,13 +45,23 @@ def ops_table(rows: Sequence[Row]) -> list[str]:
         mine = _in_one_dtype([row for row in measured if row["op"] == op])
         picked = [row for row in mine if row.get("chosen")]
         plain = {row["case"]: row for row in mine if row["variant"] == "torch"}
-        found = [largest for bound in ("memory", "products", None) if (largest := _largest(picked, bound)) is not None]
+        found = [
+            largest
+            for bound in ("memory", "products", None)
+            if (largest := _largest(picked, bound)) is not None
+        ]
         telling = [
-            row for row in found if row["bound"] != "memory" or row["gbps"] * row["value"] * 1e3 >= LAUNCH_BOUND_BYTES
+            row
+            for row in found
+            if row["bound"] != "memory" or row["gbps"] * row["value"] * 1e3 >= LAUNCH_BOUND_BYTES
         ]
         found = telling or found
         for place, row in enumerate(found):
-            lines.append("| " + " | ".join([op if place == 0 else "", *_cells(row, plain.get(row["case"]))]) + " |")
+            lines.append(
+                "| "
+                + " | ".join([op if place == 0 else "", *_cells(row, plain.get(row["case"]))])
+                + " |"
+            )
         if not found:
             lines.append(f"| {op} |" + " – |" * (len(HEADS) - 1))
     return lines
@@ -50,15 +77,33 @@ def _in_one_dtype(rows: Sequence[Row]) -> list[Row]:
 
 
 def _largest(rows: Sequence[Row], bound: str | None) -> Row | None:
-    """The case with the most bytes, or the most operations; of several forms of one size the slowest."""
+    """The case with the most bytes, or the most operations; of several forms of one size the
+    slowest.
+    """
     rate = {"memory": "gbps", "products": "tflops"}.get(bound or "", "")
     bounded = [row for row in rows if row.get("bound") == bound]
-    return max(bounded, key=lambda row: (round(row.get(rate, 0) * row["value"] / 1e3), row["value"]), default=None)
+    return max(
+        bounded,
+        key=lambda row: (round(row.get(rate, 0) * row["value"] / 1e3), row["value"]),
+        default=None,
+    )
 
 
 def _cells(row: Row, plain: Row | None) -> list[str]:
-    rates = [number(row["gbps"] / 1e3) if row.get("gbps") else "", number(row["tflops"]) if row.get("tflops") else ""]
+    rates = [
+        number(row["gbps"] / 1e3) if row.get("gbps") else "",
+        number(row["tflops"]) if row.get("tflops") else "",
+    ]
     slow = "" if plain is None or plain is row else number(plain["value"])
     share = f"**{row['fraction']:.2f}**" if "fraction" in row else "–"
     bound = row.get("bound") or "–"
-    return [row["case"], row["variant"], number(row["value"]), *rates, bound, share, slow, row["date"][:10]]
+    return [
+        row["case"],
+        row["variant"],
+        number(row["value"]),
+        *rates,
+        bound,
+        share,
+        slow,
+        row["date"][:10],
+    ]

@@ -16,7 +16,10 @@ from tools.performance.sam_table import sam_table
 
 STORY, PAGE = Path("docs/performance.story.md"), Path("docs/performance.md")
 RESULTS, IMAGES = Path("benchmarks/results"), Path("docs/img")
-NOTE = "<!-- Made by `make performance` from performance.story.md and benchmarks/results: change those. -->"
+NOTE = (
+    "<!-- Made by `make performance` from performance.story.md and benchmarks/results: change "
+    "those. -->"
+)
 
 
 @dataclass(frozen=True)
@@ -33,23 +36,51 @@ class PlotSpec:
 
 PLOTS: Mapping[str, PlotSpec] = {
     "speed": PlotSpec(
-        "h200", plots.speed, "dots", "Time over what must be reached", "time / must (less is better)", 1.0
+        "h200",
+        plots.speed,
+        "dots",
+        "Time over what must be reached",
+        "time / must (less is better)",
+        1.0,
     ),
     "ideas": PlotSpec(
-        "h200", plots.code_states, "bars", "Before and after", "over the first of its group (less is better)", 1.0
+        "h200",
+        plots.code_states,
+        "bars",
+        "Before and after",
+        "over the first of its group (less is better)",
+        1.0,
     ),
     "kernels": PlotSpec(
-        "h200", plots.fractions, "bars", "Kernels bound by memory, bfloat16", "share of the copy bandwidth", 1.0
+        "h200",
+        plots.fractions,
+        "bars",
+        "Kernels bound by memory, bfloat16",
+        "share of the copy bandwidth",
+        1.0,
     ),
-    "products": PlotSpec("h200", plots.rates, "bars", "Kernels bound by products, bfloat16", "TFLOP/s"),
-    "cpu": PlotSpec("cpu", plots.cpu, "bars", "On two CPU cores", "times llama.cpp (more is better)", 1.0),
+    "products": PlotSpec(
+        "h200", plots.rates, "bars", "Kernels bound by products, bfloat16", "TFLOP/s"
+    ),
+    "cpu": PlotSpec(
+        "cpu", plots.cpu, "bars", "On two CPU cores", "times llama.cpp (more is better)", 1.0
+    ),
 }
 TABLES: Mapping[str, tuple[str, Callable[[Sequence[Row]], list[str]]]] = {
     "speed": ("h200", tables.speed_table),
     "conditions": ("h200", tables.conditions_table),
-    "kernels": ("h200", lambda rows: tables.bars_table(plots.fractions(rows), ("kernel and case", "share of copy"))),
-    "products": ("h200", lambda rows: tables.bars_table(plots.rates(rows), ("kernel and case", "TFLOP/s"))),
-    "ideas": ("h200", lambda rows: tables.bars_table(plots.code_states(rows), ("state of the code", "time"))),
+    "kernels": (
+        "h200",
+        lambda rows: tables.bars_table(plots.fractions(rows), ("kernel and case", "share of copy")),
+    ),
+    "products": (
+        "h200",
+        lambda rows: tables.bars_table(plots.rates(rows), ("kernel and case", "TFLOP/s")),
+    ),
+    "ideas": (
+        "h200",
+        lambda rows: tables.bars_table(plots.code_states(rows), ("state of the code", "time")),
+    ),
     "gpus": ("h200", tables.gpus_table),
     "cards": ("h200", cards_table),
     "ops": ("h200", ops_table),
@@ -111,7 +142,9 @@ def write(root: Path) -> list[str]:
         if str(plot_path(name)) in old:
             plot = PLOTS[name]
             data = plot.data(rows[plot.device])
-            plots.draw_svg(root / plot_path(name), data, plot.plot_type, plot.title, plot.axis, plot.target)
+            plots.draw_svg(
+                root / plot_path(name), data, plot.plot_type, plot.title, plot.axis, plot.target
+            )
     if str(PAGE) in old:
         (root / PAGE).write_text(render(story, rows), encoding="utf-8")
     return old

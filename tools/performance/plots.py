@@ -1,4 +1,6 @@
-"""The page's plots: what each shows as plain data first, then as an SVG that carries the data's digest."""
+"""The page's plots: what each shows as plain data first, then as an SVG that carries the data's
+digest.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,33 @@ from typing import Any
 
 from benchmarks.targets import TARGETS
 from tools.performance.numbers import number
-from tools.performance.rows import Row, cpu_groups, kernels, make_target_line, row_unit, rows_by_state
+from tools.performance.rows import (
+    Row,
+    cpu_groups,
+    kernels,
+    make_target_line,
+    row_unit,
+    rows_by_state,
+)
 
 Bars = Sequence[tuple[str, Mapping[str, float]]]
 """(label, value by series) from top to bottom."""
 BIG_RATIO = 0.2
-"""Kernels that reach less than this share of the ceiling on a case are bound by their launch: not shown."""
+"""Kernels that reach less than this share of the ceiling on a case are bound by their launch: not
+shown.
+"""
 FAST_RATIO = 50
-"""TFLOP/s. Cases that no variant brings here are too small to tell of the tensor cores: not shown."""
+"""TFLOP/s.
+
+Cases that no variant brings here are too small to tell of the tensor cores: not shown.
+"""
 DRAWING_VERSION = 4
-"""To be raised where this file draws the same data in another way: files drawn before are then stale."""
+"""To be raised where this file draws the same data in another way: files drawn before are then
+stale.
+"""
 _COLOURS = {
-    "floor": "#999999", "must": "#c0392b", "dream": "#e67e22", "modelmill": "#1f77b4", "vLLM": "#2ca02c",
+    "floor": "#999999", "must": "#c0392b", "dream": "#e67e22", "modelmill": "#1f77b4",
+    "vLLM": "#2ca02c",
     "transformers": "#9467bd", "llama.cpp": "#2ca02c", "first": "#aec7e8",
 }  # fmt: skip
 
@@ -34,19 +51,32 @@ def speed(rows: Sequence[Row]) -> Bars:
         line = make_target_line(work, rows)
         if line.ours is None:
             continue
-        values = {"modelmill": line.ours.value / target.required, "dream": target.stretch_goal / target.required}
+        values = {
+            "modelmill": line.ours.value / target.required,
+            "dream": target.stretch_goal / target.required,
+        }
         if target.floor is not None:
             values["floor"] = target.floor / target.required
-        if line.first is not None and line.first is not line.ours and line.first.row["date"] != line.ours.row["date"]:
+        if (
+            line.first is not None
+            and line.first is not line.ours
+            and line.first.row["date"] != line.ours.row["date"]
+        ):
             values["first"] = line.first.value / target.required
         if line.beside_peer is not None:
-            values |= {name: each.value / target.required for name, each in line.peers.items() if name in _COLOURS}
+            values |= {
+                name: each.value / target.required
+                for name, each in line.peers.items()
+                if name in _COLOURS
+            }
         found.append((target.title, values))
     return found
 
 
 def code_states(rows: Sequence[Row]) -> Bars:
-    """Every state of the code that was compared, over the first of its group; the label tells the figure itself."""
+    """Every state of the code that was compared, over the first of its group; the label tells the
+    figure itself.
+    """
     found: list[tuple[str, Mapping[str, float]]] = []
     for (_, work), group in rows_by_state(rows).items():
         found.append((work, {}))
@@ -58,10 +88,16 @@ def code_states(rows: Sequence[Row]) -> Bars:
 
 
 def fractions(rows: Sequence[Row]) -> Bars:
-    """Share of the copy bandwidth of every bfloat16 kernel on the cases that are bound by memory."""
+    """Share of the copy bandwidth of every bfloat16 kernel on the cases that are bound by
+    memory.
+    """
     found: dict[str, dict[str, float]] = {}
     for row in kernels(rows):
-        if row["dtype"] == "bfloat16" and row.get("fraction", 0.0) >= BIG_RATIO and not _is_compute_bound(row):
+        if (
+            row["dtype"] == "bfloat16"
+            and row.get("fraction", 0.0) >= BIG_RATIO
+            and not _is_compute_bound(row)
+        ):
             found.setdefault(f"{row['op']} {row['case']}", {})[row["variant"]] = row["fraction"]
     return list(found.items())
 
@@ -76,7 +112,10 @@ def rates(rows: Sequence[Row]) -> Bars:
 
 
 def _is_compute_bound(row: Row) -> bool:
-    """Whether products set the floor. Older rows do not say: there more than 100 TFLOP/s tell it."""
+    """Whether products set the floor.
+
+    Older rows do not say: there more than 100 TFLOP/s tell it.
+    """
     if "bound" in row:
         return bool(row["bound"] == "products")
     return (row.get("tflops") or 0) > 100
@@ -105,8 +144,11 @@ def file_digest(path: Path) -> str:
     return found.group(1) if found else ""
 
 
-def draw_svg(path: Path, bars: Bars, plot_type: str, title: str, axis: str, target: float | None = None) -> None:
-    """Write an SVG, the same bytes for the same data. plot_type: "dots" or "bars"; target: a line across all.
+def draw_svg(
+    path: Path, bars: Bars, plot_type: str, title: str, axis: str, target: float | None = None
+) -> None:
+    """Write an SVG, the same bytes for the same data. plot_type: "dots" or "bars"; target: a line
+    across all.
 
     Raises ImportError without matplotlib (``pip install 'modelmill[report]'``).
     """
@@ -115,9 +157,16 @@ def draw_svg(path: Path, bars: Bars, plot_type: str, title: str, axis: str, targ
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    style = {"svg.hashsalt": "modelmill", "svg.fonttype": "none", "font.size": 9, "font.family": "sans-serif"}
+    style = {
+        "svg.hashsalt": "modelmill",
+        "svg.fonttype": "none",
+        "font.size": 9,
+        "font.family": "sans-serif",
+    }
     with matplotlib.rc_context(style):
-        figure, axes = pyplot.subplots(figsize=(9, 0.8 + 0.28 * max(len(bars), 3)), layout="constrained")
+        figure, axes = pyplot.subplots(
+            figsize=(9, 0.8 + 0.28 * max(len(bars), 3)), layout="constrained"
+        )
         (_dots if plot_type == "dots" else _bars)(axes, bars)
         if target is not None:
             axes.axvline(target, color=_COLOURS["must"], linewidth=1)
@@ -140,7 +189,8 @@ def _dots(axes: Any, bars: Bars) -> None:
     for name in dict.fromkeys(name for _, values in bars for name in values):
         places = [(values[name], line) for line, (_, values) in enumerate(bars) if name in values]
         axes.scatter(
-            [x for x, _ in places], [y for _, y in places], label=name, color=_COLOURS.get(name), zorder=3,
+            [x for x, _ in places], [y for _, y in places], label=name, color=_COLOURS.get(name),
+            zorder=3,
             marker=markers.get(name, "o"), s=90 if name in markers else 36,
         )  # fmt: skip
     axes.set_xlim(left=0)

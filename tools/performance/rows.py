@@ -23,12 +23,20 @@ RENAMED_OPS = {
     "add_linear": "linear_add",
     "rope_linear": "qkv_rope_cache",
 }
-"""Ops under the names that rows measured before November 2026 have, and what they are called now."""
-_LATENCIES = {"decode": "latency.per_token_ms", "gpt2": "latency.per_token_ms", "first": "latency.first_token_ms"}
+"""Ops under the names that rows measured before November 2026 have, and what they are called now.
+"""
+_LATENCIES = {
+    "decode": "latency.per_token_ms",
+    "gpt2": "latency.per_token_ms",
+    "first": "latency.first_token_ms",
+}
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a jsonl file in order; none where there is no file. Raises ValueError naming a line that is none."""
+    """The rows of a jsonl file in order; none where there is no file.
+
+    Raises ValueError naming a line that is none.
+    """
     found: list[Row] = []
     if not path.exists():
         return found
@@ -58,15 +66,17 @@ class MeasuredFigure:
     def from_row(row: Row) -> MeasuredFigure:
         """The figure of a row of ``benchmarks/table.py`` or ``modelmill bench``."""
         spread = row.get("spread") or {}
-        return MeasuredFigure(row["value"], spread.get("min"), spread.get("max"), spread.get("runs"), row)
+        return MeasuredFigure(
+            row["value"], spread.get("min"), spread.get("max"), spread.get("runs"), row
+        )
 
 
 @dataclass(frozen=True)
 class TargetLine:
     """What is known of one line of the speed table.
 
-    ours: the newest; first: the oldest. beside_peer, peers: ours and others from the newest run that has both, measured
-    by the same statistic.
+    ours: the newest; first: the oldest. beside_peer, peers: ours and others from the newest run
+    that has both, measured by the same statistic.
     """
 
     ours: MeasuredFigure | None
@@ -76,8 +86,15 @@ class TargetLine:
 
 
 def make_target_line(workload: str, rows: Sequence[Row]) -> TargetLine:
-    """The line of a work of ``benchmarks/targets.py``. Rows of ``table.py`` come before ``modelmill bench``."""
-    tables = [row for row in rows if row.get("bench") == "table" and row["work"] == workload and _is_plain_row(row)]
+    """The line of a work of ``benchmarks/targets.py``.
+
+    Rows of ``table.py`` come before ``modelmill bench``.
+    """
+    tables = [
+        row
+        for row in rows
+        if row.get("bench") == "table" and row["work"] == workload and _is_plain_row(row)
+    ]
     mine = [row for row in tables if row["subject"] == OURS]
     benches = [row for row in rows if _is_bench_row(workload, row)]
     first = min([*mine, *benches], key=_date, default=None)
@@ -86,9 +103,13 @@ def make_target_line(workload: str, rows: Sequence[Row]) -> TargetLine:
     beside = max((row for row in mine if row["run"] in others), key=_date, default=None)
     run = None if beside is None else beside["run"]
     peers = {
-        row["subject"]: MeasuredFigure.from_row(row) for row in tables if row["run"] == run and row["subject"] != OURS
+        row["subject"]: MeasuredFigure.from_row(row)
+        for row in tables
+        if row["run"] == run and row["subject"] != OURS
     }
-    return TargetLine(_measured_or_none(ours), _measured_or_none(first), _measured_or_none(beside), peers)
+    return TargetLine(
+        _measured_or_none(ours), _measured_or_none(first), _measured_or_none(beside), peers
+    )
 
 
 def _date(row: Row) -> str:
@@ -96,8 +117,9 @@ def _date(row: Row) -> str:
 
 
 def _is_plain_row(row: Row) -> bool:
-    """Whether a row of ``table.py`` is of the whole model with the weights that are drawn where nothing is said, and of
-    code that was kept. Those of several cards at once have a table of their own (``cards_table``)."""
+    """Whether a row of ``table.py`` is of the whole model with the weights that are drawn where
+    nothing is said, and of code that was kept. Those of several cards at once have a table of their
+    own (``cards_table``)."""
     return not {"layers", "weights", "tried", "card"} & row.keys()
 
 
@@ -106,7 +128,9 @@ def _measured_or_none(row: Row | None) -> MeasuredFigure | None:
 
 
 def _is_bench_row(work: str, row: Row) -> bool:
-    """Whether a row of ``modelmill bench``, plain options on one GPU, is a measurement of this work."""
+    """Whether a row of ``modelmill bench``, plain options on one GPU, is a measurement of this
+    work.
+    """
     if row.get("subject", OURS) != OURS or "engine" not in row:
         return False
     command, figure = str(row.get("command", "")), row.get("figure")
@@ -117,7 +141,11 @@ def _is_bench_row(work: str, row: Row) -> bool:
     if kind == "startup":
         return figure == "startup.total_s" and not gpt2
     if kind == "trace":
-        return figure == "throughput.seconds" and "--trace" in command and "--num-prompts" not in command
+        return (
+            figure == "throughput.seconds"
+            and "--trace" in command
+            and "--num-prompts" not in command
+        )
     if figure != _LATENCIES.get(kind) or gpt2 != (kind == "gpt2"):
         return False
     batch, _, prompt = size.rpartition("x")
@@ -126,7 +154,9 @@ def _is_bench_row(work: str, row: Row) -> bool:
 
 
 def newest(rows: Iterable[Row], *keys: str) -> list[Row]:
-    """The last row of each combination of keys, in the order in which the combinations first came."""
+    """The last row of each combination of keys, in the order in which the combinations first
+    came.
+    """
     found: dict[str, Row] = {}
     for row in rows:
         found[json.dumps([row.get(key) for key in keys])] = row
@@ -135,13 +165,17 @@ def newest(rows: Iterable[Row], *keys: str) -> list[Row]:
 
 def kernels(rows: Iterable[Row]) -> list[Row]:
     """The newest row of each op, case, type and variant, references left out."""
-    timed = [row for row in rows if "op" in (row.get("bench"), row.get("figure")) and "variant" in row]
+    timed = [
+        row for row in rows if "op" in (row.get("bench"), row.get("figure")) and "variant" in row
+    ]
     ops = [row for row in timed if row["variant"] != "torch"]
     return newest(ops, "op", "dtype", "case", "variant")
 
 
 def rows_by_state(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
-    """Rows that name a ``state`` of the code, by (run, work), those with something to compare only."""
+    """Rows that name a ``state`` of the code, by (run, work), those with something to compare
+    only.
+    """
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if "state" in row and "run" in row and "value" in row:
@@ -157,7 +191,9 @@ def workload_text(row: Row) -> str:
         return f"prefill, batch {row['batch']}, {row['tokens']:,} tokens"
     if row.get("op"):
         return " ".join(str(row[key]) for key in ("op", "dtype", "case") if key in row)
-    return {"trace.loop_s": "the trace, the loop alone"}.get(str(row.get("figure")), str(row.get("figure", "?")))
+    return {"trace.loop_s": "the trace, the loop alone"}.get(
+        str(row.get("figure")), str(row.get("figure", "?"))
+    )
 
 
 def row_unit(row: Row) -> str:
@@ -167,7 +203,9 @@ def row_unit(row: Row) -> str:
 
 @dataclass(frozen=True)
 class BeforeAfter:
-    """The newest row of a figure, and the newest of those whose note says that they are from before the changes."""
+    """The newest row of a figure, and the newest of those whose note says that they are from before
+    the changes.
+    """
 
     before: Row | None
     after: Row
@@ -181,9 +219,16 @@ def cpu_groups(rows: Iterable[Row]) -> dict[str, dict[str, BeforeAfter]]:
             work = CPU_WORKLOADS[row["phase"], row["prompt"]]
             before = str(row.get("note", "")).startswith("before ")
             found.setdefault(cpu_engine(row), {}).setdefault(work, {})[before] = row
-    ordered = {engine: {w: works[w] for w in CPU_WORKLOADS.values() if w in works} for engine, works in found.items()}
+    ordered = {
+        engine: {w: works[w] for w in CPU_WORKLOADS.values() if w in works}
+        for engine, works in found.items()
+    }
     return {
-        engine: {work: BeforeAfter(each.get(True), each[False]) for work, each in works.items() if False in each}
+        engine: {
+            work: BeforeAfter(each.get(True), each[False])
+            for work, each in works.items()
+            if False in each
+        }
         for engine, works in ordered.items()
     }
 
@@ -199,13 +244,21 @@ DEFAULT_CPU = "AMD EPYC (family 26 model 2)"
 
 
 def cpu_engine(row: Row) -> str:
-    """How the engine of a row was built, on which machine where it is another one than usual, and what else ran."""
+    """How the engine of a row was built, on which machine where it is another one than usual, and
+    what else ran.
+    """
     engine = row["engine"]
     flags = [f"-q {engine['quantization']}"] if engine["quantization"] != "none" else []
     flags += ["--quantize-head"] if engine["quantize_head"] else []
     flags += [f"--dtype {engine['dtype']}"]
     processor = row["device"].replace("(R)", "").partition(", ")[0]
     maker = processor.partition(" (")[0]
-    machine = "" if processor == DEFAULT_CPU else f", {processor if DEFAULT_CPU.startswith(maker) else maker}"
-    busy = {0: "", 1: ", one other process busy"}.get(row["busy"], f", {row['busy']} other processes busy")
+    machine = (
+        ""
+        if processor == DEFAULT_CPU
+        else f", {processor if DEFAULT_CPU.startswith(maker) else maker}"
+    )
+    busy = {0: "", 1: ", one other process busy"}.get(
+        row["busy"], f", {row['busy']} other processes busy"
+    )
     return f"`{' '.join(flags)}`{machine}{busy}"

@@ -1,4 +1,6 @@
-"""The table of Segment Anything's ViT-H: each work's newest run, ours beside transformers in turn."""
+"""The table of Segment Anything's ViT-H: each work's newest run, ours beside transformers in
+turn.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,16 @@ OURS, PEER, COMPILED = "bfloat16", "transformers", "transformers-compiled"
 LINES = {
     ("encoder", 1): ("encoder, one picture, ms", 7.6, 12.5),
     ("encoder", 8): ("encoder, eight pictures, ms (88 pictures/s: 90.9)", 60.8, 90.9),
-    ("click", None): ("a click on a kept embedding, to three masks of 1800 × 1200 on the host, ms", None, 3.0),
-    ("everything", None): ("everything: a picture of 1800 × 1200, 1,024 points, to masks on the host, ms", None, 500.0),
+    ("click", None): (
+        "a click on a kept embedding, to three masks of 1800 × 1200 on the host, ms",
+        None,
+        3.0,
+    ),
+    ("everything", None): (
+        "everything: a picture of 1800 × 1200, 1,024 points, to masks on the host, ms",
+        None,
+        500.0,
+    ),
 }
 
 
@@ -40,7 +50,12 @@ def sam_table(rows: Sequence[Row]) -> list[str]:
         if plain is None:
             continue
         reached = "reached" if plain["value"] <= must else "missed"
-        cells = [title, "–" if floor is None else f"{floor:g}", f"{must:g}", f"**{_subject_text(plain)}** {reached}"]
+        cells = [
+            title,
+            "–" if floor is None else f"{floor:g}",
+            f"{must:g}",
+            f"**{_subject_text(plain)}** {reached}",
+        ]
         eight = _fastest([row for row in these if row["subject"] not in (OURS, PEER, COMPILED)])
         cells += _against(these, eight, faster=True)
         used = [plain]
@@ -50,7 +65,9 @@ def sam_table(rows: Sequence[Row]) -> list[str]:
             used += [] if other is None else [other]
         lines.append("| " + " | ".join(cells) + " |")
         for row in [*used, *([] if eight is None else [eight])]:
-            shown = ", ".join(f"{name} {each}" for name, each in row["versions"].items() if name != "numpy")
+            shown = ", ".join(
+                f"{name} {each}" for name, each in row["versions"].items() if name != "numpy"
+            )
             told[f"`{row['command']}`, {row['device']}, {shown}, {row['date'][:10]}"] = None
     return [*lines, "", *(f"* {each}" for each in told)]
 
@@ -74,7 +91,9 @@ def _against(rows: Sequence[Row], other: Row | None, *, faster: bool) -> list[st
     """Another subject's figure, and its ratio to ours of the same run."""
     if other is None:
         return ["–", ""]
-    ours = next((row for row in rows if row["subject"] == OURS and row["date"] == other["date"]), None)
+    ours = next(
+        (row for row in rows if row["subject"] == OURS and row["date"] == other["date"]), None
+    )
     name = f"{other['subject']} " if faster else ""
     if ours is None:
         return [name + _subject_text(other), ""]

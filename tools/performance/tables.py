@@ -7,13 +7,31 @@ from collections.abc import Sequence
 from benchmarks.targets import CPU_MUST, TARGETS, SpeedTarget
 from tools.performance.numbers import number
 from tools.performance.plots import Bars
-from tools.performance.rows import BeforeAfter, MeasuredFigure, Row, TargetLine, cpu_groups, make_target_line
+from tools.performance.rows import (
+    BeforeAfter,
+    MeasuredFigure,
+    Row,
+    TargetLine,
+    cpu_groups,
+    make_target_line,
+)
 
 
 def speed_table(rows: Sequence[Row]) -> list[str]:
-    """Every line of the speed targets that was measured: floor, must, first, now, a run beside a peer, and the share of
-    the peer's time that is asked for beside the share that ours took in that run."""
-    heads = ["work", "unit", "floor", "must", "first measured", "ours now", "", "in one run with a peer", "× ours"]
+    """Every line of the speed targets that was measured: floor, must, first, now, a run beside a
+    peer, and the share of the peer's time that is asked for beside the share that ours took in that
+    run."""
+    heads = [
+        "work",
+        "unit",
+        "floor",
+        "must",
+        "first measured",
+        "ours now",
+        "",
+        "in one run with a peer",
+        "× ours",
+    ]
     heads += ["asked of the peer's time", "ours of it"]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for work, target in TARGETS.items():
@@ -25,8 +43,18 @@ def speed_table(rows: Sequence[Row]) -> list[str]:
 
 def _speed_cells(target: SpeedTarget, ours: MeasuredFigure, line: TargetLine) -> list[str]:
     floor = "–" if target.floor is None else f"{target.floor:g}"
-    first = "–" if line.first is None or line.first.row["date"] == ours.row["date"] else number(line.first.value)
-    reached = "dream" if ours.value <= target.stretch_goal else "reached" if ours.value <= target.required else "missed"
+    first = (
+        "–"
+        if line.first is None or line.first.row["date"] == ours.row["date"]
+        else number(line.first.value)
+    )
+    reached = (
+        "dream"
+        if ours.value <= target.stretch_goal
+        else "reached"
+        if ours.value <= target.required
+        else "missed"
+    )
     cells = [
         target.title,
         target.unit,
@@ -45,7 +73,9 @@ def _speed_cells(target: SpeedTarget, ours: MeasuredFigure, line: TargetLine) ->
 
 
 def _shares(target: SpeedTarget, ours: MeasuredFigure, peer: MeasuredFigure | None) -> list[str]:
-    """What ``must`` is of the time that vLLM took on the card for which it was set, and ours of vLLM's in one run."""
+    """What ``must`` is of the time that vLLM took on the card for which it was set, and ours of
+    vLLM's in one run.
+    """
     if target.reference_mark is None or peer is None:
         return ["", ""]
     asked, found = target.required / target.reference_mark, ours.value / peer.value
@@ -83,7 +113,9 @@ def conditions_table(rows: Sequence[Row]) -> list[str]:
         if ours is not None:
             row = ours.row
             said = f" ({row['note']})" if "note" in row else ""
-            versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items() if name != "numpy")
+            versions = ", ".join(
+                f"{name} {version}" for name, version in row["versions"].items() if name != "numpy"
+            )
             told = f"`{row['command']}`, {row['device']}, {versions}, {row['date'][:10]}"
             found.setdefault(told, []).append(target.title + said)
     return [f"* {told}: {'; '.join(titles)}" for told, titles in found.items()]
@@ -92,7 +124,11 @@ def conditions_table(rows: Sequence[Row]) -> list[str]:
 def bars_table(bars_data: Bars, heads: tuple[str, str]) -> list[str]:
     """A plot's data as a table; a label without values is a heading."""
     names = list(dict.fromkeys(name for _, values in bars_data for name in values))
-    lines = ["| " + " | ".join([heads[0], *(f"{heads[1]}, {name}" if name else heads[1] for name in names)]) + " |"]
+    lines = [
+        "| "
+        + " | ".join([heads[0], *(f"{heads[1]}, {name}" if name else heads[1] for name in names)])
+        + " |"
+    ]
     lines.append("|---" * (len(names) + 1) + "|")
     for label, values in bars_data:
         cells = [number(values[name]) if name in values else "" for name in names]
@@ -102,11 +138,15 @@ def bars_table(bars_data: Bars, heads: tuple[str, str]) -> list[str]:
 
 def cpu_table(rows: Sequence[Row]) -> list[str]:
     """Ours and llama.cpp, before and now, with the factor that must be reached."""
-    lines = ["| engine | work | before, tokens/s | × llama.cpp | now, tokens/s | × llama.cpp | must | |"]
+    lines = [
+        "| engine | work | before, tokens/s | × llama.cpp | now, tokens/s | × llama.cpp | must | |"
+    ]
     lines.append("|---|---|---|---|---|---|---|---|")
     for engine, works in cpu_groups(rows).items():
         for place, (work, pair) in enumerate(works.items()):
-            lines.append("| " + " | ".join([engine if place == 0 else "", work, *_cpu_cells(pair)]) + " |")
+            lines.append(
+                "| " + " | ".join([engine if place == 0 else "", work, *_cpu_cells(pair)]) + " |"
+            )
     return lines
 
 
@@ -122,13 +162,16 @@ _GPU_FIGURES = {
     "step.decode_ms": "one step, a graph, batch {batch}, {context} tokens held, ms",
     "loop.decode_ms": "through the loop, batch {batch}, prompt {context}, ms/step",
     "step.prefill_ms": "first step, batch {batch}, {tokens} tokens, ms",
-    "sum.us": "a sum over the ranks with residual and norm, {tokens} × {width} bfloat16, µs (NCCL and a norm)",
+    "sum.us": "a sum over the ranks with residual and norm, {tokens} × {width} bfloat16, µs (NCCL "
+    "and a norm)",
     "gather.us": "{tokens} × {width} logits in bfloat16 on every rank, µs (NCCL)",
 }
 
 
 def gpus_table(rows: Sequence[Row]) -> list[str]:
-    """Figures of ``benchmarks/tensor_parallel.py`` by the number of GPUs, with what they are of one GPU's."""
+    """Figures of ``benchmarks/tensor_parallel.py`` by the number of GPUs, with what they are of one
+    GPU's.
+    """
     found: dict[str, dict[int, Row]] = {}
     measured = [row for row in rows if "tp" in row]
     for figure, title in _GPU_FIGURES.items():
@@ -148,5 +191,9 @@ def _gpu_cell(row: Row | None, single_gpu: Row | None) -> str:
         return ""
     if "nccl_us" in row:
         return f"**{number(row['value'])}** ({number(row['nccl_us'])})"
-    ratio = "" if single_gpu is None or single_gpu is row else f" (**{single_gpu['value'] / row['value']:.2f}** ×)"
+    ratio = (
+        ""
+        if single_gpu is None or single_gpu is row
+        else f" (**{single_gpu['value'] / row['value']:.2f}** ×)"
+    )
     return number(row["value"]) + ratio

@@ -1,9 +1,11 @@
 """``python -m tools.soak WHAT ENGINE…``: fuzz, leaving, ends, mixed, or all of them.
 
-Several engines are served together; where one of them segments, fuzz and mixed ask for masks as well.
+Several engines are served together; where one of them segments, fuzz and mixed ask for masks as
+well.
 
-Flags after ``--`` go to ``modelmill serve``. Prints the figures as JSON, without the series (--json FILE keeps it).
-Exit code 0: what was to be shown has held. --max-model-len bounds answers for which a request sets no bound itself.
+Flags after ``--`` go to ``modelmill serve``. Prints the figures as JSON, without the series (--json
+FILE keeps it). Exit code 0: what was to be shown has held. --max-model-len bounds answers for which
+a request sets no bound itself.
 """
 
 from __future__ import annotations
@@ -25,7 +27,12 @@ def make_progress(name: str) -> Callable[[int, int], None]:
     """A line on stderr, again and again."""
 
     def told(done: int, total: int) -> None:
-        print(f"\r{name}: {done} of {total}", end="\n" if done >= total else "", file=sys.stderr, flush=True)
+        print(
+            f"\r{name}: {done} of {total}",
+            end="\n" if done >= total else "",
+            file=sys.stderr,
+            flush=True,
+        )
 
     return told
 
@@ -50,8 +57,12 @@ def parse_args(words: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="tools.soak", description=__doc__)
     parser.add_argument("what", choices=(*SOAK_TESTS, "all"))
-    parser.add_argument("engines", type=Path, nargs="+", metavar="engine", help="ends serves the first alone")
-    parser.add_argument("--count", type=int, help="requests of fuzz (10000), clients of leaving (1000)")
+    parser.add_argument(
+        "engines", type=Path, nargs="+", metavar="engine", help="ends serves the first alone"
+    )
+    parser.add_argument(
+        "--count", type=int, help="requests of fuzz (10000), clients of leaving (1000)"
+    )
     parser.add_argument("--minutes", type=float, default=20.0, help="of mixed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="keep the figures with the memory over time")
@@ -65,11 +76,17 @@ def parse_args(words: list[str]) -> argparse.Namespace:
 def main(words: list[str]) -> int:
     """Measure, tell, keep."""
     args = parse_args(words)
-    results = [run_test(name, args) for name in (SOAK_TESTS if args.what == "all" else (args.what,))]
+    results = [
+        run_test(name, args) for name in (SOAK_TESTS if args.what == "all" else (args.what,))
+    ]
     for result in results:
         if args.plot and "seconds_median" in result:
             mixed_load.plot(result, args.plot)
-        print(json.dumps({name: value for name, value in result.items() if name != "series"}, indent=1))
+        print(
+            json.dumps(
+                {name: value for name, value in result.items() if name != "series"}, indent=1
+            )
+        )
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0 if all(result["ok"] for result in results) else 1

@@ -14,15 +14,27 @@ from tools.soak.server import SoakFailure, SoakServer
 def run_disconnects(
     server: SoakServer, count: int, on_progress: Callable[[int, int], None], concurrency: int = 50
 ) -> dict[str, Any]:
-    """``count`` clients; every second one resets its connection, every fifth leaves before anything came."""
+    """``count`` clients; every second one resets its connection, every fifth leaves before anything
+    came.
+    """
     workers = {each.pid for each in server.workers()}
-    body = {"model": server.model, "prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    body = {
+        "model": server.model,
+        "prompt": "Once upon a time",
+        "max_tokens": 400,
+        "ignore_eos": True,
+        "stream": True,
+    }
     got: list[int] = []
 
     async def some(begin: int, end: int) -> None:
         many = [
             disconnect_mid_stream(
-                server, "/v1/completions", {**body, "n": 1 + place % 2}, place % 5, reset=place % 2 == 1
+                server,
+                "/v1/completions",
+                {**body, "n": 1 + place % 2},
+                place % 5,
+                reset=place % 2 == 1,
             )
             for place in range(begin, end)
         ]
@@ -33,7 +45,9 @@ def run_disconnects(
         asyncio.run(some(begin, min(begin + concurrency, count)))
         on_progress(min(begin + concurrency, count), count)
     gauges = server.wait_until_idle(120)
-    status, _ = asyncio.run(send_request(server, "/v1/completions", {**body, "stream": False, "max_tokens": 4}))
+    status, _ = asyncio.run(
+        send_request(server, "/v1/completions", {**body, "stream": False, "max_tokens": 4})
+    )
     if {each.pid for each in server.workers()} != workers or status != 200:
         raise SoakFailure(f"afterwards the server answers {status}, or a worker is another one")
     return {

@@ -1,4 +1,6 @@
-"""Thousands of hostile requests: an answer or a refusal for each, then the same worker, idle and no larger."""
+"""Thousands of hostile requests: an answer or a refusal for each, then the same worker, idle and no
+larger.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,18 @@ from tools.soak.server import SoakFailure, SoakServer
 
 CONCURRENCY = 16
 RAW_REQUESTS: list[bytes] = [
-    b"GET / HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * 10000, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-    b"GET /%2e%2e/%2e%2e/etc/passwd HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n", b"nonsense\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999999\r\n\r\n", b"GET /" + b"z" * 10**5,
-    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
-    b"DELETE /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n", b"\x00" * 1000 + b"\r\n\r\n",
-    b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nZZ\r\n",
+    b"GET / HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * 10000,
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    b"GET /%2e%2e/%2e%2e/etc/passwd HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n",
+    b"nonsense\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999999\r\n\r\n",
+    b"GET /" + b"z" * 10**5,
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-length: "
+    b"2\r\n\r\n",
+    b"DELETE /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n",
+    b"\x00" * 1000 + b"\r\n\r\n",
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: "
+    b"chunked\r\n\r\nZZ\r\n",
 ]  # fmt: skip
 """Bytes that are no requests, or end none; one in fifty is one of them."""
 LARGE_FRACTION = 0.02
@@ -56,7 +64,9 @@ async def send_one(server: SoakServer, seed: int, at: int, counts: Counter[int])
         try:
             status, body = await send_request(server, path, data)
         except (OSError, TimeoutError) as error:
-            raise SoakFailure(f"request {at} of seed {seed} at {path}: {type(error).__name__}") from None
+            raise SoakFailure(
+                f"request {at} of seed {seed} at {path}: {type(error).__name__}"
+            ) from None
         why = response_problem(status, body)
         if why is not None:
             raise SoakFailure(f"request {at} of seed {seed} at {path}: {why}: {data[:300]!r}")
@@ -74,7 +84,9 @@ async def _poll_health(server: SoakServer, waits: list[float]) -> None:
         await asyncio.sleep(0.02)
 
 
-def fuzz(server: SoakServer, count: int, seed: int, on_progress: Callable[[int, int], None]) -> dict[str, Any]:
+def fuzz(
+    server: SoakServer, count: int, seed: int, on_progress: Callable[[int, int], None]
+) -> dict[str, Any]:
     """``count`` requests, AT_ONCE at a time. Raises Failed."""
     workers = {each.pid for each in server.workers()}
     found: Counter[int] = Counter()

@@ -1,4 +1,6 @@
-"""Requests made of hostile parts at random: that would be fine, with fields changed, added or cut."""
+"""Requests made of hostile parts at random: that would be fine, with fields changed, added or
+cut.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,12 @@ import random
 from typing import Any
 
 from modelmill.serve.responses_schema import ResponsesRequest
-from modelmill.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from modelmill.serve.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from modelmill.serve.segment_schema import SegmentRequest
 from tools.soak import segment_requests
 
@@ -22,11 +29,27 @@ REQUEST_TYPES = {
 PATHS = [path for path in REQUEST_TYPES if path != segment_requests.PATH]
 STATUSES = (200, 400, 404, 413, 429)
 PLAIN_VALUES: list[Any] = [
-    None, True, False, 0, 1, -1, 2, 3, 7, 0.0, -0.0, 0.5, 1.5, 2**31, 2**63, -(2**70), 1e308, "", "a", "\u0000",
-    "\ud800", "é" * 9, "<s></s>", "x" * 3000, "{{ 7 * 7 }}", "../../etc/passwd", [], {}, "MODEL", "auto",
-    "required", "text", "json_object", "json_schema", "function", "user", "assistant", "system", "tool", "Once",
+    None, True, False, 0, 1, -1, 2, 3, 7, 0.0, -0.0, 0.5, 1.5, 2**31, 2**63, -(2**70), 1e308, "",
+    "a", "\u0000",
+    "\ud800", "é" * 9, "<s></s>", "x" * 3000, "{{ 7 * 7 }}", "../../etc/passwd", [], {}, "MODEL",
+    "auto",
+    "required", "text", "json_object", "json_schema", "function", "user", "assistant", "system",
+    "tool", "Once",
 ]  # fmt: skip
-KEYS = ["type", "role", "content", "name", "function", "json_schema", "schema", "regex", "choice", "json", "1", "403"]
+KEYS = [
+    "type",
+    "role",
+    "content",
+    "name",
+    "function",
+    "json_schema",
+    "schema",
+    "regex",
+    "choice",
+    "json",
+    "1",
+    "403",
+]
 
 
 def random_value(rng: random.Random, depth: int = 0) -> Any:
@@ -38,8 +61,13 @@ def random_value(rng: random.Random, depth: int = 0) -> Any:
     return {rng.choice(KEYS): random_value(rng, depth + 1) for _ in range(rng.choice((1, 2, 3)))}
 
 
-def random_request(rng: random.Random, model: str = "stories", segment_model: str | None = None) -> tuple[str, bytes]:
-    """(path, body). segment_model: an engine that segments; such requests are made only where there is one."""
+def random_request(
+    rng: random.Random, model: str = "stories", segment_model: str | None = None
+) -> tuple[str, bytes]:
+    """(path, body).
+
+    segment_model: an engine that segments; such requests are made only where there is one.
+    """
     path = rng.choice(PATHS if segment_model is None else list(REQUEST_TYPES))
     body: dict[str, Any] = {"model": model, "max_tokens": 3}
     if path == "/v1/completions":
@@ -53,10 +81,16 @@ def random_request(rng: random.Random, model: str = "stories", segment_model: st
     else:
         body = {"tokens": [1, 403]} if path == "/detokenize" else {"prompt": "hello"}
     fields = list(REQUEST_TYPES[path].model_fields)
-    for _ in range(rng.choice((0, 0, 1)) if path == segment_requests.PATH else rng.choice((1, 1, 2, 3))):
+    for _ in range(
+        rng.choice((0, 0, 1)) if path == segment_requests.PATH else rng.choice((1, 1, 2, 3))
+    ):
         body[rng.choice(fields)] = random_value(rng)
     if rng.random() < 0.3 and "messages" in body:
-        message = {"role": "user", "content": "x", rng.choice(["role", "content", "tool_calls"]): random_value(rng)}
+        message = {
+            "role": "user",
+            "content": "x",
+            rng.choice(["role", "content", "tool_calls"]): random_value(rng),
+        }
         body["messages"] = [message]
     data = json.dumps(body).encode()
     if rng.random() < 0.05:

@@ -1,6 +1,7 @@
 """Large requests: long lists, deep ones and wide ones, for every path that takes a body.
 
-Each is made to cost a careless server much more than its size: an error for each element, a list for three bytes.
+Each is made to cost a careless server much more than its size: an error for each element, a list
+for three bytes.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ Value = Callable[[int], bytes]
 
 def repeat_element(element: bytes, last: bytes = b"") -> Value:
     """A list of one element, again and again; the last one may be another."""
-    return lambda size: b"[" + (element + b",") * (size // (len(element) + 1)) + (last or element) + b"]"
+    return lambda size: (
+        b"[" + (element + b",") * (size // (len(element) + 1)) + (last or element) + b"]"
+    )
 
 
 def object_with_keys(value: bytes) -> Value:
     """An object of as many keys."""
-    return lambda size: b"{" + b",".join(b'"k%d":%b' % (i, value) for i in range(size // (10 + len(value)))) + b"}"
+    return lambda size: (
+        b"{" + b",".join(b'"k%d":%b' % (i, value) for i in range(size // (10 + len(value)))) + b"}"
+    )
 
 
 def object_with_id_keys(size: int) -> bytes:
@@ -64,7 +69,9 @@ VALUES: dict[str, Value] = {
     "nulls": repeat_element(b"null"),
     "keys": object_with_keys(b"1"),
     "keys of lists": object_with_keys(b"[]"),
-    "halves of pairs as keys": lambda size: b"{" + b",".join(b'"\\ud800%d":1' % i for i in range(size // 16)) + b"}",
+    "halves of pairs as keys": lambda size: (
+        b"{" + b",".join(b'"\\ud800%d":1' % i for i in range(size // 16)) + b"}"
+    ),
     "ids as keys": object_with_id_keys,
     "deep lists": nested_lists,
     "deep objects": nested_objects,
@@ -83,20 +90,24 @@ VALUES: dict[str, Value] = {
 """By what they hold."""
 FIELDS: dict[str, dict[str, bytes]] = {
     "/v1/completions": {
-        "prompt": b'"x"', "stop": b'"x"', "logit_bias": b"{}", "stop_token_ids": b"[]", "metadata": b"{}",
+        "prompt": b'"x"', "stop": b'"x"', "logit_bias": b"{}", "stop_token_ids": b"[]",
+        "metadata": b"{}",
         "structured_outputs": b"null", "user": b'"x"', "unknown": b"1", "temperature": b"0",
     },
     "/v1/chat/completions": {
-        "messages": b'[{"role":"user","content":"x"}]', "tools": b"null", "metadata": b"{}", "modalities": b"null",
+        "messages": b'[{"role":"user","content":"x"}]', "tools": b"null", "metadata": b"{}",
+        "modalities": b"null",
         "response_format": b"null", "tool_choice": b"null",
     },
     "/v1/responses": {
-        "input": b'"x"', "instructions": b'"x"', "tools": b"null", "metadata": b"{}", "include": b"[]",
+        "input": b'"x"', "instructions": b'"x"', "tools": b"null", "metadata": b"{}",
+        "include": b"[]",
         "text": b"null", "prompt": b"null", "conversation": b"null", "reasoning": b"null",
     },
     "/v1/embeddings": {"input": b'"x"', "dimensions": b"1"},
     "/v1/segment": {
-        "image": b'"x"', "points": b"[[1,2]]", "labels": b"[1]", "boxes": b"null", "prompts": b"null",
+        "image": b'"x"', "points": b"[[1,2]]", "labels": b"[1]", "boxes": b"null",
+        "prompts": b"null",
         "everything": b"null", "mask": b"null", "image_id": b"null",
     },
     "/tokenize": {"prompt": b'"x"', "messages": b"null", "model": b"null"},
@@ -114,9 +125,15 @@ def body(path: str, field: str, value: bytes, model: str) -> bytes:
         given["messages"] = b"null"
     given[field] = value
     left = (
-        {"messages": ("prompt",), "image_id": ("image",)}.get(field, ()) if path in ("/tokenize", "/v1/segment") else ()
+        {"messages": ("prompt",), "image_id": ("image",)}.get(field, ())
+        if path in ("/tokenize", "/v1/segment")
+        else ()
     )
-    kept = {name: one for name, one in given.items() if one != b"null" and name not in left and name != "unknown"}
+    kept = {
+        name: one
+        for name, one in given.items()
+        if one != b"null" and name not in left and name != "unknown"
+    }
     if field == "unknown":
         kept["unknown"] = value
     return b"{" + b",".join(b'"%b":%b' % (name.encode(), one) for name, one in kept.items()) + b"}"
@@ -127,10 +144,19 @@ def unknown_keys(size: int, model: str) -> bytes:
     return b'{"model":"%b",' % model.encode() + object_with_keys(b"1")(size)[1:]
 
 
-def random_large_request(rng: random.Random, model: str, segment_model: str | None) -> tuple[str, bytes]:
+def random_large_request(
+    rng: random.Random, model: str, segment_model: str | None
+) -> tuple[str, bytes]:
     """(path, body) of one of them, of up to 4 MB; for a viewer only where there is one."""
-    path = rng.choice([path for path in FIELDS if segment_model is not None or path != "/v1/segment"])
-    size, name = rng.choice((1 << 16, 1 << 19, 1 << 22)), segment_model or "" if path == "/v1/segment" else model
+    path = rng.choice(
+        [path for path in FIELDS if segment_model is not None or path != "/v1/segment"]
+    )
+    size, name = (
+        rng.choice((1 << 16, 1 << 19, 1 << 22)),
+        segment_model or "" if path == "/v1/segment" else model,
+    )
     if rng.random() < 0.1:
         return path, unknown_keys(size, name)
-    return path, body(path, rng.choice(list(FIELDS[path])), rng.choice(list(VALUES.values()))(size - 400), name)
+    return path, body(
+        path, rng.choice(list(FIELDS[path])), rng.choice(list(VALUES.values()))(size - 400), name
+    )

@@ -1,4 +1,6 @@
-"""Everything at once for minutes: talks, completions, structures, functions, masks, streams given up, nonsense."""
+"""Everything at once for minutes: talks, completions, structures, functions, masks, streams given
+up, nonsense.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,30 @@ from tools.soak.hostile_requests import random_request, response_problem
 from tools.soak.memory_trend import fit_trend
 from tools.soak.server import SoakFailure, SoakServer
 
-WORDS = ["time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state"]
+WORDS = [
+    "time",
+    "year",
+    "people",
+    "way",
+    "day",
+    "man",
+    "thing",
+    "woman",
+    "life",
+    "child",
+    "world",
+    "school",
+    "state",
+]
 TOOL = {
     "type": "function",
     "function": {
         "name": "weather",
-        "parameters": {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Paris", "Rome"]}},
+            "required": ["city"],
+        },
     },
 }
 RequestSpec = tuple[str, dict[str, Any]]
@@ -34,8 +54,15 @@ def _words(rng: random.Random, count: int) -> str:
 
 
 def _random_chat(rng: random.Random) -> dict[str, Any]:
-    turns = [{"role": ("user", "assistant")[i % 2], "content": _words(rng, rng.randint(1, 12))} for i in range(3)]
-    return {"messages": turns[: rng.choice((1, 3))], "max_tokens": rng.randint(1, 40), "seed": rng.randrange(99)}
+    turns = [
+        {"role": ("user", "assistant")[i % 2], "content": _words(rng, rng.randint(1, 12))}
+        for i in range(3)
+    ]
+    return {
+        "messages": turns[: rng.choice((1, 3))],
+        "max_tokens": rng.randint(1, 40),
+        "seed": rng.randrange(99),
+    }
 
 
 def chat(rng: random.Random) -> RequestSpec:
@@ -45,9 +72,19 @@ def chat(rng: random.Random) -> RequestSpec:
 
 def completion(rng: random.Random) -> RequestSpec:
     """Several prompts, several answers, log-probabilities, echo."""
-    body: dict[str, Any] = {"prompt": [_words(rng, rng.randint(1, 40)) for _ in range(rng.choice((1, 1, 3)))]}
-    body |= {"n": rng.choice((1, 2)), "max_tokens": rng.randint(1, 40), "logprobs": rng.choice((None, 3))}
-    body |= {"echo": rng.random() < 0.2, "stream": rng.random() < 0.5, "stop": rng.choice((None, "the"))}
+    body: dict[str, Any] = {
+        "prompt": [_words(rng, rng.randint(1, 40)) for _ in range(rng.choice((1, 1, 3)))]
+    }
+    body |= {
+        "n": rng.choice((1, 2)),
+        "max_tokens": rng.randint(1, 40),
+        "logprobs": rng.choice((None, 3)),
+    }
+    body |= {
+        "echo": rng.random() < 0.2,
+        "stream": rng.random() < 0.5,
+        "stop": rng.choice((None, "the")),
+    }
     return "/v1/completions", body
 
 
@@ -90,11 +127,14 @@ SEGMENT_KINDS = {"segment": (2, segment)}
 DISCONNECT_WEIGHT, HOSTILE_WEIGHT = 2, 3
 
 
-async def send_one(server: SoakServer, rng: random.Random, counts: Counter[str], times: list[float]) -> None:
+async def send_one(
+    server: SoakServer, rng: random.Random, counts: Counter[str], times: list[float]
+) -> None:
     """One request of any kind. Raises Failed for an answer that it may not get."""
     kinds = KINDS if server.segment_model is None else {**KINDS, **SEGMENT_KINDS}
     name = rng.choices(
-        [*kinds, "left", "bad"], [weight for weight, _ in kinds.values()] + [DISCONNECT_WEIGHT, HOSTILE_WEIGHT]
+        [*kinds, "left", "bad"],
+        [weight for weight, _ in kinds.values()] + [DISCONNECT_WEIGHT, HOSTILE_WEIGHT],
     )[0]
     began = time.monotonic()
     if name == "bad":
@@ -108,7 +148,9 @@ async def send_one(server: SoakServer, rng: random.Random, counts: Counter[str],
         why = None
     else:
         path, made = kinds[name][1](rng)
-        data = json.dumps({**made, "model": server.segment_model if name in SEGMENT_KINDS else server.model}).encode()
+        data = json.dumps(
+            {**made, "model": server.segment_model if name in SEGMENT_KINDS else server.model}
+        ).encode()
         status, body = await send_request(server, path, data)
         whole = not made.get("stream") or b"data: [DONE]" in body
         fine = (status == 200 and whole) or status == 429 or b'"context_length_exceeded"' in body
@@ -120,7 +162,11 @@ async def send_one(server: SoakServer, rng: random.Random, counts: Counter[str],
 
 
 def run_mixed_load(
-    server: SoakServer, minutes: float, seed: int, on_progress: Callable[[int, int], None], clients: int = 8
+    server: SoakServer,
+    minutes: float,
+    seed: int,
+    on_progress: Callable[[int, int], None],
+    clients: int = 8,
 ) -> dict[str, Any]:
     """``clients`` at a time, for so long."""
     before = {each.pid for each in server.workers()}
@@ -176,7 +222,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
     for place, (name, values) in enumerate({"api": api, "worker": worker}.items()):
         line = result["memory"][name]
         axes[place].plot([each / 60 for each in seconds], values)
-        axes[place].set_title(f"{name}: {line['per_minute']:+.3f} MB a minute over the last two thirds", fontsize=9)
+        axes[place].set_title(
+            f"{name}: {line['per_minute']:+.3f} MB a minute over the last two thirds", fontsize=9
+        )
         axes[place].set_xlabel("minutes")
         axes[place].set_ylabel("resident MB")
         axes[place].set_ylim(0, 1.2 * max(values))

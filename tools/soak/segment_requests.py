@@ -20,9 +20,9 @@ def random_image(seed: int, file_format: str = "PNG", longest: int = 200) -> byt
     rng = random.Random(seed)
     noise = PIL.Image.frombytes("RGB", (8, 6), rng.randbytes(8 * 6 * 3))
     out = io.BytesIO()
-    noise.resize((rng.randint(8, longest), rng.randint(8, longest)), PIL.Image.Resampling.BICUBIC).save(
-        out, file_format
-    )
+    noise.resize(
+        (rng.randint(8, longest), rng.randint(8, longest)), PIL.Image.Resampling.BICUBIC
+    ).save(out, file_format)
     return out.getvalue()
 
 
@@ -30,10 +30,17 @@ def decompression_bomb(width: int, height: int) -> bytes:
     """A PNG whose header promises so many pixels, with next to nothing behind it."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        return (
+            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        )
 
     head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(b"\x00" * 100)) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + head
+        + chunk(b"IDAT", zlib.compress(b"\x00" * 100))
+        + chunk(b"IEND", b"")
+    )
 
 
 def to_data_url(data: bytes, mime_type: str = "image/png") -> str:
@@ -48,9 +55,18 @@ def valid_request(rng: random.Random) -> dict[str, Any]:
     if how == "points":
         count = rng.choice((1, 1, 3))
         points = [[rng.uniform(0, 7), rng.uniform(0, 7)] for _ in range(count)]
-        return {"image": image, "points": points, "labels": [1] * count, "multimask": rng.random() < 0.5}
+        return {
+            "image": image,
+            "points": points,
+            "labels": [1] * count,
+            "multimask": rng.random() < 0.5,
+        }
     if how == "boxes":
-        return {"image": image, "boxes": [[0, 0, rng.randint(1, 7), 7]] * rng.choice((1, 2)), "format": "png"}
+        return {
+            "image": image,
+            "boxes": [[0, 0, rng.randint(1, 7), 7]] * rng.choice((1, 2)),
+            "format": "png",
+        }
     return {"image": image, "everything": FAST_OPTIONS}
 
 
@@ -71,20 +87,32 @@ def hostile_request(rng: random.Random) -> dict[str, Any]:
         to_data_url(decompression_bomb(1, 4000)),
         to_data_url(b"<svg onload='x'/>", "image/svg+xml"),
     ]
-    images += ["http://127.0.0.1/x.png", "file:///etc/passwd", "data:,x", "data:image/png;base64,", "A" * 20000, "%"]
+    images += [
+        "http://127.0.0.1/x.png",
+        "file:///etc/passwd",
+        "data:,x",
+        "data:image/png;base64,",
+        "A" * 20000,
+        "%",
+    ]
     body: dict[str, Any] = {"image": images[0] if rng.random() < 0.5 else rng.choice(images)}
     if rng.random() < 0.2:
         body = {"image_id": rng.choice(("0" * 64, "f" * 64, "../" * 21 + "a", ""))}
     corner = rng.choice((-1e6, 0, 3, 3.5, 1e5, 1e30, float("nan"), float("inf"), "3"))
     ways: list[dict[str, Any]] = [
         {"points": [[corner, 3]] * rng.choice((1, 1, 1, 300))},
-        {"points": [[3, 3]], "labels": [rng.choice((0, 1, 2, -1, True, "1"))] * rng.choice((1, 1, 2))},
+        {
+            "points": [[3, 3]],
+            "labels": [rng.choice((0, 1, 2, -1, True, "1"))] * rng.choice((1, 1, 2)),
+        },
         {"box": [3, corner, 5, 5]},
         {"boxes": [[1, 1, 5, 5]] * rng.choice((1, 65))},
         {"mask": rng.choice(images)},
         {
             "points": [[3, 3]],
-            "mask": to_data_url(rng.randbytes(rng.choice((1, 4 * 256 * 256))), "application/octet-stream"),
+            "mask": to_data_url(
+                rng.randbytes(rng.choice((1, 4 * 256 * 256))), "application/octet-stream"
+            ),
         },
         {"prompts": [{"points": [[3, 3]]}, {"box": [corner, 1, 2, 2]}]},
         {"everything": {**FAST_OPTIONS, "points_per_side": rng.choice((1, 2, 0, 65, 10**9))}},

@@ -27,14 +27,27 @@ class SoakFailure(RuntimeError):
 
 
 class SoakServer:
-    """A server process. Leaving the block ends it; ``leftover_processes`` tells which of its processes live on.
+    """A server process. Leaving the block ends it; ``leftover_processes`` tells which of its
+    processes live on.
 
-    model: the name of the first engine that writes; segment_model: of the first that segments, or None.
+    model: the name of the first engine that writes; segment_model: of the first that segments, or
+    None.
     """
 
-    def __init__(self, engines: Path | Sequence[Path], flags: Sequence[str] = (), *, ready: bool = True) -> None:
+    def __init__(
+        self, engines: Path | Sequence[Path], flags: Sequence[str] = (), *, ready: bool = True
+    ) -> None:
         given = [engines] if isinstance(engines, Path) else engines
-        words = [sys.executable, "-m", "modelmill", "serve", *map(str, given), "--port", "0", *flags]
+        words = [
+            sys.executable,
+            "-m",
+            "modelmill",
+            "serve",
+            *map(str, given),
+            "--port",
+            "0",
+            *flags,
+        ]
         self.process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         said = self.process.stderr.readline()
@@ -47,7 +60,9 @@ class SoakServer:
             self.wait_for_health(200)
             told = self.request("/v1/models")[1]["data"]
             self.model = next(str(each["id"]) for each in told if each["kind"] != SEGMENTATION)
-            self.segment_model = next((str(each["id"]) for each in told if each["kind"] == SEGMENTATION), None)
+            self.segment_model = next(
+                (str(each["id"]) for each in told if each["kind"] == SEGMENTATION), None
+            )
 
     def __enter__(self) -> SoakServer:
         return self
@@ -71,7 +86,9 @@ class SoakServer:
 
     def leftover_processes(self, seconds: float = 30) -> list[int]:
         """Processes of it that still run, so long after they should not."""
-        _, alive = psutil.wait_procs([each for each in self._seen if each.pid != self.process.pid], seconds)
+        _, alive = psutil.wait_procs(
+            [each for each in self._seen if each.pid != self.process.pid], seconds
+        )
         return [each.pid for each in alive]
 
     def workers(self) -> list[psutil.Process]:
@@ -83,7 +100,10 @@ class SoakServer:
     def memory(self) -> dict[str, float]:
         """Resident MB of the API and of the workers."""
         own = psutil.Process(self.process.pid).memory_info().rss
-        return {"api": own / 1e6, "worker": sum(each.memory_info().rss for each in self.workers()) / 1e6}
+        return {
+            "api": own / 1e6,
+            "worker": sum(each.memory_info().rss for each in self.workers()) / 1e6,
+        }
 
     def request(self, path: str, body: Any = None, seconds: float = 60) -> tuple[int, Any]:
         """(status, JSON or text)."""
@@ -97,7 +117,9 @@ class SoakServer:
         except urllib.error.HTTPError as error:
             with error:
                 status, content, told = error.code, error.read(), error.headers
-        return status, json.loads(content) if "json" in told.get("content-type", "") else content.decode()
+        return status, json.loads(content) if "json" in told.get(
+            "content-type", ""
+        ) else content.decode()
 
     def wait_for_health(self, status: int, seconds: float = 300) -> Any:
         """Until /health answers so; what it tells."""
@@ -112,7 +134,10 @@ class SoakServer:
     def gauges(self) -> dict[str, float]:
         """Running, waiting, share of KV pages held."""
         page = self.request("/metrics")[1]
-        found = {name: re.findall(rf"^modelmill:{name}{{[^}}]*}} (\S+)$", page, re.MULTILINE) for name in GAUGES}
+        found = {
+            name: re.findall(rf"^modelmill:{name}{{[^}}]*}} (\S+)$", page, re.MULTILINE)
+            for name in GAUGES
+        }
         return {name: sum(map(float, values)) for name, values in found.items()}
 
     def wait_until_idle(self, seconds: float = 60) -> dict[str, float]:

@@ -1,1 +1,3 @@
-"""Everything the engine promises that needs no GPU, shown on the real model and real data, one file an item."""
+"""Everything the engine promises that needs no GPU, shown on the real model and real data, one file
+an item.
+"""

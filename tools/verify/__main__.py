@@ -1,4 +1,6 @@
-"""``python -m tools.verify``: run every item (or those asked for), then write docs/verification.md."""
+"""``python -m tools.verify``: run every item (or those asked for), then write
+docs/verification.md.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ DOCUMENT = ROOT / "docs" / "verification.md"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 where every item kept its promises, 1 where one did not, 2 where nothing can run."""
+    """Exit code: 0 where every item kept its promises, 1 where one did not, 2 where nothing can
+    run.
+    """
     options = _parse(argv)
     shared = ROOT.parent / "shared"
     if not (shared / "data").is_dir():
@@ -33,7 +37,9 @@ def main(argv: list[str] | None = None) -> int:
     items = find_items()
     unknown = sorted(set(options.only) - set(items))
     if unknown:
-        print(f"verify: no item {', '.join(unknown)}; there are {', '.join(items)}", file=sys.stderr)
+        print(
+            f"verify: no item {', '.join(unknown)}; there are {', '.join(items)}", file=sys.stderr
+        )
         return 2
     context = VerifyContext(options.out.resolve(), shared, result.source_digest(PACKAGE))
     found = {number: _run_item(number, item, context, options) for number, item in items.items()}
@@ -51,21 +57,29 @@ def main(argv: list[str] | None = None) -> int:
 
 def find_items() -> dict[str, ModuleType]:
     """Number → module, for every item_<n>_<name>.py beside this file."""
-    names = sorted(m.name for m in pkgutil.iter_modules(verify.__path__) if m.name.startswith("item_"))
+    names = sorted(
+        m.name for m in pkgutil.iter_modules(verify.__path__) if m.name.startswith("item_")
+    )
     return {name.split("_")[1]: importlib.import_module(f"tools.verify.{name}") for name in names}
 
 
 def _run_item(
     number: str, item: ModuleType, context: VerifyContext, options: argparse.Namespace
 ) -> VerifyResult | None:
-    """The item's result: stored, if its sources are still the same, else new; None where it was not asked for."""
+    """The item's result: stored, if its sources are still the same, else new; None where it was not
+    asked for.
+    """
     assert item.__file__ is not None
-    current = result.source_digest(PACKAGE, Path(item.__file__), Path(__file__).with_name("context.py"))
+    current = result.source_digest(
+        PACKAGE, Path(item.__file__), Path(__file__).with_name("context.py")
+    )
     path = context.out / f"item_{number}.json"
     asked = not options.only or number in options.only
     stored = result.load(path, current)
     if stored is not None and not (asked and options.force):
-        context.log(f"item {number}: {item.TITLE}: {'ok' if stored.ok else 'FAILED'} (of {stored.date})")
+        context.log(
+            f"item {number}: {item.TITLE}: {'ok' if stored.ok else 'FAILED'} (of {stored.date})"
+        )
         return stored
     if not asked:
         return None
@@ -115,9 +129,13 @@ def device() -> str:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.verify", description=__doc__)
-    parser.add_argument("--only", type=_list, default=[], metavar="1,6", help="run these items alone")
+    parser.add_argument(
+        "--only", type=_list, default=[], metavar="1,6", help="run these items alone"
+    )
     parser.add_argument("--force", action="store_true", help="run again what has a stored result")
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "verify", help="where results are kept")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "out" / "verify", help="where results are kept"
+    )
     return parser.parse_args(argv)
 
 

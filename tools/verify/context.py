@@ -1,4 +1,6 @@
-"""What the items share: the real model, its engines, the data, and answers of transformers that are kept."""
+"""What the items share: the real model, its engines, the data, and answers of transformers that are
+kept.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ class VerifyContext:
 
         return told
 
-    # -- the real model ---------------------------------------------------------------------------------------------
+    # -- the real model
+    # ---------------------------------------------------------------------------
 
     @cached_property
     def gguf(self) -> Path:
@@ -61,7 +64,9 @@ class VerifyContext:
             build_engine(source, engine, config, on_progress=self.progress(name))
         return engine
 
-    def llm(self, dtype: str, recipe: str = "none", checkpoint: Path | None = None, **options: Any) -> Any:
+    def llm(
+        self, dtype: str, recipe: str = "none", checkpoint: Path | None = None, **options: Any
+    ) -> Any:
         """That engine, opened on the CPU."""
         from modelmill.llm import LLM
 
@@ -75,7 +80,8 @@ class VerifyContext:
 
         return load_reference(open_checkpoint(self.gguf), dtype)
 
-    # -- data -------------------------------------------------------------------------------------------------------
+    # -- data
+    # ---------------------------------------------------------------------------
 
     def questions(self, count: int) -> list[str]:
         """First turns of MT-bench."""
@@ -83,7 +89,9 @@ class VerifyContext:
         return [json.loads(line)["turns"][0] for line in lines[:count]]
 
     def cached_json(self, name: str, key: Any, make: Callable[[], Any]) -> Any:
-        """A JSON value that depends on ``key`` alone (not on our sources): what transformers answered."""
+        """A JSON value that depends on ``key`` alone (not on our sources): what transformers
+        answered.
+        """
         import torch
         import transformers
 

@@ -1,4 +1,6 @@
-"""SmolLM2 in float32 gives the tokens that transformers gives: alone, in a batch, and with the prefix cache warm."""
+"""SmolLM2 in float32 gives the tokens that transformers gives: alone, in a batch, and with the
+prefix cache warm.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,13 @@ def run(context: VerifyContext) -> VerifyResult:
     again = _generate(warm, prompts, eos)
     cached = [answer.cached_tokens for answer in again]
     rows.append(_fact("in one batch, the prefix cache warm", [_ids(a, eos) for a in again], right))
-    rows.append(_fact("one by one, the prefix cache warm", [greedy_ids(warm, [p], eos)[0] for p in prompts], right))
+    rows.append(
+        _fact(
+            "one by one, the prefix cache warm",
+            [greedy_ids(warm, [p], eos)[0] for p in prompts],
+            right,
+        )
+    )
     lengths = [len(p) for p in prompts]
     rows.append(
         Fact(
@@ -36,8 +44,10 @@ def run(context: VerifyContext) -> VerifyResult:
     )
     rows.append(_margin_fact(right))
     notes = [
-        f"Prompts of {min(lengths)} to {max(lengths)} tokens; greedy, ends at {', '.join(map(str, eos))} "
-        f"or after {TOKENS} tokens. transformers: LlamaForCausalLM, float32, sdpa, one prompt at a time."
+        f"Prompts of {min(lengths)} to {max(lengths)} tokens; greedy, ends at "
+        f"{', '.join(map(str, eos))} "
+        f"or after {TOKENS} tokens. transformers: LlamaForCausalLM, float32, sdpa, one prompt at "
+        "a time."
     ]
     return make_result(rows, notes)
 
@@ -53,8 +63,12 @@ def greedy_ids(llm: Any, prompts: list[list[int]], eos: tuple[int, ...]) -> list
     return [_ids(answer, eos) for answer in _generate(llm, prompts, eos)]
 
 
-def reference_answers(context: VerifyContext, prompts: list[list[int]], eos: tuple[int, ...]) -> list[dict[str, Any]]:
-    """transformers' answers, and for every answer's place the distance of its two best logits; kept."""
+def reference_answers(
+    context: VerifyContext, prompts: list[list[int]], eos: tuple[int, ...]
+) -> list[dict[str, Any]]:
+    """transformers' answers, and for every answer's place the distance of its two best logits;
+    kept.
+    """
 
     def make() -> list[dict[str, Any]]:
         reference = context.reference()
@@ -73,7 +87,9 @@ def reference_answers(context: VerifyContext, prompts: list[list[int]], eos: tup
 def _generate(llm: Any, prompts: list[list[int]], eos: tuple[int, ...]) -> list[Any]:
     from modelmill import SamplingParams
 
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, stop_token_ids=eos, repetition_penalty=1.0)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=TOKENS, stop_token_ids=eos, repetition_penalty=1.0
+    )
     return llm.generate([{"prompt_token_ids": p} for p in prompts], params, progress=False)
 
 
@@ -91,16 +107,24 @@ def _fact(how: str, own: list[list[int]], right: list[dict[str, Any]]) -> Fact:
     for number, (mine, other) in enumerate(zip(own, right, strict=True)):
         if mine != other["ids"]:
             at = next(
-                (i for i, (a, b) in enumerate(zip(mine, other["ids"])) if a != b), min(len(mine), len(other["ids"]))
+                (i for i, (a, b) in enumerate(zip(mine, other["ids"])) if a != b),
+                min(len(mine), len(other["ids"])),
             )
             wrong.append(f"prompt {number} at token {at} (margin there {other['margins'][at]:.2g})")
     tokens = sum(len(other["ids"]) for other in right)
     told = f"{len(right) - len(wrong)} of {len(right)} answers equal, {tokens} tokens"
-    return Fact(f"token for token, {how}", told + (f"; differ: {'; '.join(wrong)}" if wrong else ""), not wrong)
+    return Fact(
+        f"token for token, {how}",
+        told + (f"; differ: {'; '.join(wrong)}" if wrong else ""),
+        not wrong,
+    )
 
 
 def _margin_fact(right: list[dict[str, Any]]) -> Fact:
     every = sorted(margin for other in right for margin in other["margins"])
     near = sum(margin < 1e-3 for margin in every)
-    told = f"smallest {every[0]:.2g}, {near} of {len(every)} below 0.001 (float32 noise is about 0.0001)"
+    told = (
+        f"smallest {every[0]:.2g}, {near} of {len(every)} below 0.001 (float32 noise is about "
+        "0.0001)"
+    )
     return Fact("distance of transformers' two best logits", told, None)

@@ -26,8 +26,10 @@ def run(context: VerifyContext) -> VerifyResult:
         rows += [_family(name, Path(folder)) for name in _names()]
         rows += _qwen(Path(folder))
     notes = [
-        f"Lengths {', '.join(map(str, LENGTHS))}: {PROMPT} tokens as prompt (in chunks of at most 32, all sequences in "
-        "one batch), the rest decoded token by token. The reference is transformers (eager attention, its own KV "
+        f"Lengths {', '.join(map(str, LENGTHS))}: {PROMPT} tokens as prompt (in chunks of at most "
+        "32, all sequences in "
+        "one batch), the rest decoded token by token. The reference is transformers (eager "
+        "attention, its own KV "
         "cache); for Qwen v1 a plain float64 reference in tests/accept/qwen_v1_plain.py."
     ]
     return make_result(rows, notes)
@@ -45,9 +47,15 @@ def _tests(context: VerifyContext) -> Fact:
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *FOLDERS],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    told = [line for line in found.stdout.splitlines() if re.search(r"\d+ (passed|failed|error)", line)]
+    told = [
+        line for line in found.stdout.splitlines() if re.search(r"\d+ (passed|failed|error)", line)
+    ]
     failed = [line for line in found.stdout.splitlines() if line.startswith("FAILED")]
-    dots = sum(line.count(".") for line in found.stdout.splitlines() if re.fullmatch(r"[.FEsx]+\s+\[ *\d+%\]", line))
+    dots = sum(
+        line.count(".")
+        for line in found.stdout.splitlines()
+        if re.fullmatch(r"[.FEsx]+\s+\[ *\d+%\]", line)
+    )
     measured = told[-1] if told else f"{dots} passed, exit code {found.returncode}"
     if failed:
         measured += "; " + "; ".join(failed[:5])
@@ -79,13 +87,17 @@ def _stepwise_logits(model: Any, ids: list[int]) -> Any:
         out = model(torch.tensor([ids[:PROMPT]]), use_cache=True)
         rows = [out.logits[0]]
         for token in ids[PROMPT:]:
-            out = model(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
+            out = model(
+                torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True
+            )
             rows.append(out.logits[0])
     return torch.cat(rows)
 
 
 def _qwen(folder: Path) -> list[Fact]:
-    """Qwen v1 at shares of seq_length, each alone and all in one batch, decoding across the boundaries."""
+    """Qwen v1 at shares of seq_length, each alone and all in one batch, decoding across the
+    boundaries.
+    """
     import torch
 
     from tests.accept.qwen_v1_plain import plain_qwen_logits, seeded_qwen
@@ -93,7 +105,9 @@ def _qwen(folder: Path) -> list[Fact]:
     from tests.models.tiny_models import save_raw
 
     tensors = seeded_qwen(QWEN, 1)
-    loop = open_engine_core(save_raw(folder / "qwen", tensors, QWEN), folder / "qwen.engine", max_model_len=200)
+    loop = open_engine_core(
+        save_raw(folder / "qwen", tensors, QWEN), folder / "qwen.engine", max_model_len=200
+    )
     draw = torch.Generator().manual_seed(4)
     prompts = [int(share * QWEN["seq_length"]) for share in LENGTH_FACTORS]
     ids = [torch.randint(0, 120, (n + 9,), generator=draw).tolist() for n in prompts]
@@ -102,7 +116,10 @@ def _qwen(folder: Path) -> list[Fact]:
     for share, n, row, many in zip(LENGTH_FACTORS, prompts, ids, mixed, strict=True):
         right = plain_qwen_logits(tensors, QWEN, row, prompt=n)
         alone = loop.score([row], decode_from=n)[0]
-        errors = {"alone": float((alone - right).abs().max()), "mixed in one batch": float((many - right).abs().max())}
+        errors = {
+            "alone": float((alone - right).abs().max()),
+            "mixed in one batch": float((many - right).abs().max()),
+        }
         facts.append(_fact(f"qwen (v1), prompt {share} × seq_length", errors))
     return facts
 
@@ -117,9 +134,15 @@ def open_engine_core(checkpoint: Path, engine: Path, **options: Any) -> Any:
 
     config = BuildConfig(dtype="float32", target="cpu", **options)
     build(make_plan(open_checkpoint(checkpoint), config), engine, None)
-    return EngineCore.open(engine, RunConfig(device="cpu", max_num_batched_tokens=32, kv_cache_bytes=1 << 22))
+    return EngineCore.open(
+        engine, RunConfig(device="cpu", max_num_batched_tokens=32, kv_cache_bytes=1 << 22)
+    )
 
 
 def _fact(name: str, errors: dict[str, float]) -> Fact:
     told = ", ".join(f"{what} {error:.1e}" for what, error in errors.items())
-    return Fact(f"{name}: largest error ≤ {MAX_ERROR:g}", told, all(error <= MAX_ERROR for error in errors.values()))
+    return Fact(
+        f"{name}: largest error ≤ {MAX_ERROR:g}",
+        told,
+        all(error <= MAX_ERROR for error in errors.values()),
+    )

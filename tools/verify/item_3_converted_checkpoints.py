@@ -33,9 +33,15 @@ def run(context: VerifyContext) -> VerifyResult:
         found = greedy_ids(other, prompts, eos)
         same = sum(a == b for a, b in zip(found, right, strict=True))
         tokens = sum(map(len, right))
-        told = f"{same} of {len(right)} answers equal, {tokens} tokens; accepted as model_type {model_type}"
+        told = (
+            f"{same} of {len(right)} answers equal, {tokens} tokens; accepted as model_type "
+            f"{model_type}"
+        )
         rows.append(Fact(f"as a {what}: the tokens of the GGUF", told, same == len(right)))
-    return make_result(rows, [f"The prompts of item 1 as ids, {TOKENS} greedy tokens each, float32; ids in, ids out."])
+    return make_result(
+        rows,
+        [f"The prompts of item 1 as ids, {TOKENS} greedy tokens each, float32; ids in, ids out."],
+    )
 
 
 def write_llama_checkpoint(gguf: Path, folder: Path) -> None:
@@ -49,14 +55,19 @@ def write_llama_checkpoint(gguf: Path, folder: Path) -> None:
 
 
 def write_qwen_checkpoint(gguf: Path, folder: Path) -> None:
-    """c_attn = q | k | v with each KV head repeated and no bias, w1 = up, w2 = gate, c_proj = down, untied head."""
+    """c_attn = q | k | v with each KV head repeated and no bias, w1 = up, w2 = gate, c_proj = down,
+    untied head.
+    """
     import torch
 
     from modelmill.checkpoint.open import open_checkpoint
 
     checkpoint = open_checkpoint(gguf)
     raw = checkpoint.config
-    heads, groups = raw["num_attention_heads"], raw["num_attention_heads"] // raw["num_key_value_heads"]
+    heads, groups = (
+        raw["num_attention_heads"],
+        raw["num_attention_heads"] // raw["num_key_value_heads"],
+    )
     hidden, dim = raw["hidden_size"], raw["hidden_size"] // heads
 
     def get(name: str) -> torch.Tensor:
@@ -75,7 +86,11 @@ def write_qwen_checkpoint(gguf: Path, folder: Path) -> None:
     for i in range(raw["num_hidden_layers"]):
         ours, theirs = f"transformer.h.{i}", f"model.layers.{i}"
         attn = f"{theirs}.self_attn"
-        qkv = [get(f"{attn}.q_proj.weight"), repeated(f"{attn}.k_proj.weight"), repeated(f"{attn}.v_proj.weight")]
+        qkv = [
+            get(f"{attn}.q_proj.weight"),
+            repeated(f"{attn}.k_proj.weight"),
+            repeated(f"{attn}.v_proj.weight"),
+        ]
         tensors |= {
             f"{ours}.ln_1.weight": get(f"{theirs}.input_layernorm.weight"),
             f"{ours}.ln_2.weight": get(f"{theirs}.post_attention_layernorm.weight"),
@@ -116,5 +131,8 @@ def _save(folder: Path, tensors: dict[str, Any], config: dict[str, Any]) -> None
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+    )
     (folder / "config.json").write_text(json.dumps(config, indent=1))

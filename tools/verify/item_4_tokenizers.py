@@ -30,9 +30,14 @@ def run(context: VerifyContext) -> VerifyResult:
         pairs = vectors(data / "vectors", vector)
         ids = sum(tokenizer.encode(text, bos=False) == right for text, right in pairs)
         texts = sum(tokenizer.decode(right) == text for text, right in pairs)
-        told = f"{ids} of {len(pairs)} texts give the ids, {texts} of {len(pairs)} ids give the text"
+        told = (
+            f"{ids} of {len(pairs)} texts give the ids, {texts} of {len(pairs)} ids give the text"
+        )
         rows.append(Fact(f"{name}: {vector}", told, ids == texts == len(pairs) > 0))
-    return make_result(rows, ["The vectors that llama.cpp publishes; without BOS, control tokens in a text are text."])
+    return make_result(
+        rows,
+        ["The vectors that llama.cpp publishes; without BOS, control tokens in a text are text."],
+    )
 
 
 def vectors(folder: Path, name: str) -> list[tuple[str, list[int]]]:
@@ -41,9 +46,14 @@ def vectors(folder: Path, name: str) -> list[tuple[str, list[int]]]:
     lines = (folder / f"{name}.out").read_text().split("\n")
     if lines and not lines[-1].strip() and len(lines) == len(texts) + 1:
         lines.pop()
-    return [(text, [int(id) for id in line.split()]) for text, line in zip(texts, lines, strict=True)]
+    return [
+        (text, [int(id) for id in line.split()]) for text, line in zip(texts, lines, strict=True)
+    ]
 
 
 def files_of(path: Path) -> dict[str, bytes]:
     """Tokenizer files as a checkpoint hands them over."""
-    return {file.name: file.read_bytes() for file in ([path] if path.is_file() else sorted(path.iterdir()))}
+    return {
+        file.name: file.read_bytes()
+        for file in ([path] if path.is_file() else sorted(path.iterdir()))
+    }

@@ -19,11 +19,15 @@ def run(context: VerifyContext) -> VerifyResult:
     for dtype, bound in ROUGE.items():
         rows += _rouge(context, dtype, bound)
     notes = [
-        f"Perplexity: the first {LIMIT} tokens of wikitext2_test_a.txt, tokenized once, windows of {WINDOW} that do "
+        f"Perplexity: the first {LIMIT} tokens of wikitext2_test_a.txt, tokenized once, windows "
+        f"of {WINDOW} that do "
         "not overlap, the first token of each unscored.",
-        f"ROUGE: all items of cnndm_eval.jsonl, the task through the chat template, articles cut so that a prompt has "
-        f"at most {PROMPT} tokens, at most {ANSWER} greedy tokens, {BATCH} at once; rouge-score with stemming. The "
-        "engine and transformers in the same dtype, same prompts, same ends. Times are not comparable: transformers' "
+        "ROUGE: all items of cnndm_eval.jsonl, the task through the chat template, articles cut "
+        "so that a prompt has "
+        f"at most {PROMPT} tokens, at most {ANSWER} greedy tokens, {BATCH} at once; rouge-score "
+        "with stemming. The "
+        "engine and transformers in the same dtype, same prompts, same ends. Times are not "
+        "comparable: transformers' "
         "answers are kept from one run to the next.",
     ]
     return make_result(rows, notes)
@@ -35,21 +39,34 @@ def _perplexity(context: VerifyContext) -> Fact:
     from modelmill.eval.targets import EngineScorer
 
     llm = context.llm("float32")
-    ids = llm.tokenizer.encode(read_text(context.shared / "data/text/wikitext2_test_a.txt"), bos=False)[:LIMIT]
+    ids = llm.tokenizer.encode(
+        read_text(context.shared / "data/text/wikitext2_test_a.txt"), bos=False
+    )[:LIMIT]
     context.log("  perplexity: modelmill")
     told = context.progress("perplexity")
-    ours = measure_perplexity(ids, EngineScorer(llm.engine_core), max_length=WINDOW, stride=WINDOW, on_progress=told)
+    ours = measure_perplexity(
+        ids, EngineScorer(llm.engine_core), max_length=WINDOW, stride=WINDOW, on_progress=told
+    )
     del llm
 
     def make() -> dict[str, Any]:
         context.log("  perplexity: transformers")
-        found = measure_perplexity(ids, context.reference(), max_length=WINDOW, stride=WINDOW, on_progress=told)
+        found = measure_perplexity(
+            ids, context.reference(), max_length=WINDOW, stride=WINDOW, on_progress=told
+        )
         return {"perplexity": found.perplexity, "tokens": found.tokens}
 
     right = context.cached_json("perplexity", [context.gguf.name, ids, WINDOW], make)
     off = 100 * (ours.perplexity / right["perplexity"] - 1)
-    measured = f"{ours.perplexity:.6f} for {right['perplexity']:.6f} over {ours.tokens} scored tokens: {off:+.5f} %"
-    return Fact("perplexity, float32: within 0.1 %", measured, abs(off) <= 0.1 and ours.tokens == right["tokens"])
+    measured = (
+        f"{ours.perplexity:.6f} for {right['perplexity']:.6f} over {ours.tokens} scored "
+        f"tokens: {off:+.5f} %"
+    )
+    return Fact(
+        "perplexity, float32: within 0.1 %",
+        measured,
+        abs(off) <= 0.1 and ours.tokens == right["tokens"],
+    )
 
 
 def _rouge(context: VerifyContext, dtype: str, bound: float) -> list[Fact]:
@@ -66,7 +83,9 @@ def _rouge(context: VerifyContext, dtype: str, bound: float) -> list[Fact]:
         "modelmill": f"modelmill-{context.digest[:12]}-{dtype}",
         "transformers": f"transformers-{transformers.__version__}-{dtype}",
     }
-    sides: dict[str, Any] = {"modelmill": eval_summaries.EngineSummarizer(llm, BATCH, names["modelmill"])}
+    sides: dict[str, Any] = {
+        "modelmill": eval_summaries.EngineSummarizer(llm, BATCH, names["modelmill"])
+    }
     store = eval_summaries.SummaryStore(context.out / "kept" / "summaries.jsonl")
 
     def decode(ids: list[int]) -> str:
@@ -77,13 +96,21 @@ def _rouge(context: VerifyContext, dtype: str, bound: float) -> list[Fact]:
     for side, summarizer in sides.items():
         context.log(f"  ROUGE: {side} in {dtype}")
         told = context.progress(f"{side}, {dtype}")
-        found[side] = eval_summaries.summarize_articles(task, summarizer, decode, store=store, on_progress=told)
+        found[side] = eval_summaries.summarize_articles(
+            task, summarizer, decode, store=store, on_progress=told
+        )
         reports[side] = eval_summaries.score_summaries(found[side], items, RougeScorer())
     off = eval_summaries.rouge_differences(reports["modelmill"], reports["transformers"])
     equal = eval_summaries.count_equal_texts(found["modelmill"], found["transformers"])
-    told_kinds = ", ".join(f"{k} {reports['modelmill']['rouge'][k]:.3f} ({off[k]:+.3f})" for k in ROUGE_TYPES)
+    told_kinds = ", ".join(
+        f"{k} {reports['modelmill']['rouge'][k]:.3f} ({off[k]:+.3f})" for k in ROUGE_TYPES
+    )
     return [
-        Fact(f"ROUGE, {dtype}: each within {bound:g}", told_kinds, all(abs(v) <= bound for v in off.values())),
+        Fact(
+            f"ROUGE, {dtype}: each within {bound:g}",
+            told_kinds,
+            all(abs(v) <= bound for v in off.values()),
+        ),
         Fact(f"equal summaries, {dtype}", f"{equal} of {len(items)}", None),
     ]
 

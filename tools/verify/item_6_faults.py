@@ -13,7 +13,10 @@ from typing import Any
 from tools.verify.context import VerifyContext
 from tools.verify.result import Fact, VerifyResult, make_result
 
-TITLE = "A fault planted in our own build path is refused in every dtype, and compare names its layer and module"
+TITLE = (
+    "A fault planted in our own build path is refused in every dtype, and compare names its "
+    "layer and module"
+)
 TINY = ("llama", "gpt2", "qwen", "qwen2", "qwen3", "mistral")
 SMOLLM2 = ("o_proj x 1.05", "gate and up swapped")
 DEEP = 3
@@ -43,18 +46,25 @@ def run(context: VerifyContext) -> VerifyResult:
             rows += _faults(context, model, checkpoint, layer, wanted, root)
         rows.append(_check_unfit_shape(root))
     notes = [
-        "Each fault is a patch of modelmill's own code (tests/accept/planted_faults.py), active while the engine is "
-        "built and while it runs; the reference reads the checkpoint without that code. float32, float16 and bfloat16, "
-        "each with `-q none`, `-q int8` and `-q int4 --method nearest --group-size 32`. Refused: the error names the "
-        "layer and module, and nothing is left on the disk. Compare: an engine built without acceptance, then what "
+        "Each fault is a patch of modelmill's own code (tests/accept/planted_faults.py), active "
+        "while the engine is "
+        "built and while it runs; the reference reads the checkpoint without that code. float32, "
+        "float16 and bfloat16, "
+        "each with `-q none`, `-q int8` and `-q int4 --method nearest --group-size 32`. Refused: "
+        "the error names the "
+        "layer and module, and nothing is left on the disk. Compare: an engine built without "
+        "acceptance, then what "
         "`modelmill compare` computes.",
-        f"A fault of one layer sits in layer 1 (SmolLM2: {DEEP}); RoPE base and eps are wrong in all layers, and the "
+        f"A fault of one layer sits in layer 1 (SmolLM2: {DEEP}); RoPE base and eps are wrong in "
+        "all layers, and the "
         "first is named.",
     ]
     return make_result(rows, notes)
 
 
-def _models(context: VerifyContext, root: Path) -> Iterator[tuple[str, Path, int, tuple[str, ...] | None]]:
+def _models(
+    context: VerifyContext, root: Path
+) -> Iterator[tuple[str, Path, int, tuple[str, ...] | None]]:
     from tests.accept.build_and_accept import save_tiny
 
     for family in TINY:
@@ -69,16 +79,25 @@ def _check_without_fault(context: VerifyContext, model: str, checkpoint: Path, r
     bad = []
     settings = _settings()
     for dtype, recipe in settings:
-        report, written = build_and_accept(checkpoint, root / "e", dtype, recipe, **_options(recipe))
+        report, written = build_and_accept(
+            checkpoint, root / "e", dtype, recipe, **_options(recipe)
+        )
         shutil.rmtree(root / "e", ignore_errors=True)
         if not written:
             bad.append(f"{dtype} {recipe}: {report.get('reason')}")
     told = f"{len(settings) - len(bad)} of {len(settings)} accepted"
-    return Fact(f"{model}, no fault: accepted in every dtype and recipe", "; ".join([told, *bad]), not bad)
+    return Fact(
+        f"{model}, no fault: accepted in every dtype and recipe", "; ".join([told, *bad]), not bad
+    )
 
 
 def _faults(
-    context: VerifyContext, model: str, checkpoint: Path, layer: int, wanted: tuple[str, ...] | None, root: Path
+    context: VerifyContext,
+    model: str,
+    checkpoint: Path,
+    layer: int,
+    wanted: tuple[str, ...] | None,
+    root: Path,
 ) -> Iterator[Fact]:
     from modelmill.checkpoint.open import open_checkpoint
     from tests.accept.planted_faults import faults
@@ -94,12 +113,20 @@ def _faults(
             _try_fault(tally, fault, opened.model_type, checkpoint, root, (dtype, recipe))
         kept = tally.refused == tally.named == tally.compared == tally.tried > 0
         names = ", ".join(f"{name} ({count}×)" for name, count in sorted(tally.names.items()))
-        told = f"refused {tally.refused} of {tally.tried}, named {tally.named}, by compare {tally.compared}: {names}"
+        told = (
+            f"refused {tally.refused} of {tally.tried}, named {tally.named}, by compare "
+            f"{tally.compared}: {names}"
+        )
         yield Fact(f"{model}: {fault.name}", "; ".join([told, *tally.wrong]), kept)
 
 
 def _try_fault(
-    tally: FaultCounts, fault: Any, model_type: str, checkpoint: Path, root: Path, setting: tuple[str, str]
+    tally: FaultCounts,
+    fault: Any,
+    model_type: str,
+    checkpoint: Path,
+    root: Path,
+    setting: tuple[str, str],
 ) -> None:
     """One fault in one dtype and recipe: through the build, then through compare."""
     from tests.accept.build_and_accept import build_and_accept
@@ -115,9 +142,9 @@ def _try_fault(
             tally.refused += 1
         else:
             tally.wrong.append(f"{' '.join(setting)} was written")
-        if _named_correctly(report, fault) and f"layer {fault.layer}, module {report['module']}" in report.get(
-            "refusal", ""
-        ):
+        if _named_correctly(
+            report, fault
+        ) and f"layer {fault.layer}, module {report['module']}" in report.get("refusal", ""):
             tally.named += 1
         else:
             tally.wrong.append(f"{' '.join(setting)}: {report.get('verdict')}")
@@ -136,7 +163,10 @@ def _settings() -> list[tuple[str, str]]:
     """(dtype, recipe)."""
     from tests.accept.build_and_accept import SETTINGS
 
-    return [*SETTINGS, *((dtype, "int4") for dtype in dict.fromkeys(dtype for dtype, _ in SETTINGS))]
+    return [
+        *SETTINGS,
+        *((dtype, "int4") for dtype in dict.fromkeys(dtype for dtype, _ in SETTINGS)),
+    ]
 
 
 def _options(recipe: str) -> dict[str, Any]:
@@ -159,7 +189,9 @@ def _compare(checkpoint: Path, out: Path, dtype: str, recipe: str) -> dict[str, 
     opened = open_checkpoint(checkpoint)
     config = BuildConfig(dtype=dtype, quantization=recipe, target="cpu", **_options(recipe))
     build(make_plan(opened, config), out, None)
-    loop = EngineCore.open(out, RunConfig(device="cpu", max_model_len=_length(out), kv_cache_bytes=1 << 28))
+    loop = EngineCore.open(
+        out, RunConfig(device="cpu", max_model_len=_length(out), kv_cache_bytes=1 << 28)
+    )
     assert loop.artifact is not None
     return compare_engine(loop, opened, sample_ids(loop.artifact))
 
@@ -177,7 +209,9 @@ def _square(config: dict[str, Any]) -> bool:
 
 
 def _check_unfit_shape(root: Path) -> Fact:
-    """GPT-2's c_attn is [in, 3·in]: left as stored it does not fit, and is named before a weight is read."""
+    """GPT-2's c_attn is [in, 3·in]: left as stored it does not fit, and is named before a weight is
+    read.
+    """
     from dataclasses import replace
     from unittest import mock
 
@@ -190,11 +224,17 @@ def _check_unfit_shape(root: Path) -> Fact:
     honest = gpt2.rules
 
     def wrong(config: Any) -> Any:
-        return [replace(r, how="copy") if "c_attn.weight" in r.sources[0] else r for r in honest(config)]
+        return [
+            replace(r, how="copy") if "c_attn.weight" in r.sources[0] else r for r in honest(config)
+        ]
 
     with mock.patch.object(gpt2, "rules", wrong):
         try:
             make_plan(open_checkpoint(root / "gpt2"), BuildConfig())
         except TensorMismatch as error:
-            return Fact("tiny gpt2: c_attn not transposed", f"refused by its shape: {error}", "c_attn" in str(error))
+            return Fact(
+                "tiny gpt2: c_attn not transposed",
+                f"refused by its shape: {error}",
+                "c_attn" in str(error),
+            )
     return Fact("tiny gpt2: c_attn not transposed", "was planned", False)

@@ -21,11 +21,16 @@ def run(context: VerifyContext) -> VerifyResult:
     from modelmill.eval.datasets import BenchRequest
     from modelmill.eval.targets import EngineTarget, HfTarget
 
-    engines = {f"modelmill, {dtype} with int8 weights": context.llm(dtype, recipe) for dtype, recipe in RECIPES}
+    engines = {
+        f"modelmill, {dtype} with int8 weights": context.llm(dtype, recipe)
+        for dtype, recipe in RECIPES
+    }
     first = next(iter(engines.values()))
     ids = first.chat_format.encode([{"role": "user", "content": "What is a watermill?"}])
     work = [BenchRequest(tuple(ids), TOKENS)]
-    subjects: dict[str, Any] = {name: EngineTarget(llm.engine_core, name) for name, llm in engines.items()}
+    subjects: dict[str, Any] = {
+        name: EngineTarget(llm.engine_core, name) for name, llm in engines.items()
+    }
     other = "transformers, bfloat16"
     subjects[other] = HfTarget(context.reference("bfloat16"), 1, other)
     torch.set_num_threads(CORES)
@@ -35,7 +40,10 @@ def run(context: VerifyContext) -> VerifyResult:
             took = subject.run(work)
             if number >= 0:  # the round before the first warms up
                 speeds[name].append((took.output_tokens - 1) / (took.total - took.first))
-        context.log("  " + ", ".join(f"{name}: {values[-1]:.1f}" for name, values in speeds.items() if values))
+        context.log(
+            "  "
+            + ", ".join(f"{name}: {values[-1]:.1f}" for name, values in speeds.items() if values)
+        )
     middle = {name: statistics.median(values) for name, values in speeds.items()}
     best = max(engines, key=lambda name: middle[name])
     rows = [
@@ -45,19 +53,29 @@ def run(context: VerifyContext) -> VerifyResult:
             middle[best] >= TARGET_TOKENS_PER_S,
         )
     ]
-    rows += [Fact(name, _format_speeds(values), None) for name, values in speeds.items() if name != best]
+    rows += [
+        Fact(name, _format_speeds(values), None) for name, values in speeds.items() if name != best
+    ]
     rows.append(Fact("speed-up over transformers", f"{middle[best] / middle[other]:.2f}×", None))
     accepted = [llm.engine_core.artifact.acceptance()["accepted"] for llm in engines.values()]
     rows.append(
-        Fact("the recipes measured passed acceptance", f"{accepted.count(True)} of {len(accepted)}", all(accepted))
+        Fact(
+            "the recipes measured passed acceptance",
+            f"{accepted.count(True)} of {len(accepted)}",
+            all(accepted),
+        )
     )
     notes = [
-        f"Batch 1, {len(ids)} prompt tokens, {TOKENS} tokens, greedy, end of text ignored; tokens per second after the "
-        f"first token; median of {ROUNDS} rounds in which the subjects take turns, after one round of warm-up; "
+        f"Batch 1, {len(ids)} prompt tokens, {TOKENS} tokens, greedy, end of text ignored; tokens "
+        "per second after the "
+        f"first token; median of {ROUNDS} rounds in which the subjects take turns, after one "
+        "round of warm-up; "
         f"{CORES} threads."
     ]
     return make_result(rows, notes)
 
 
 def _format_speeds(values: list[float]) -> str:
-    return f"{statistics.median(values):.1f} tokens/s (rounds {min(values):.1f} to {max(values):.1f})"
+    return (
+        f"{statistics.median(values):.1f} tokens/s (rounds {min(values):.1f} to {max(values):.1f})"
+    )

@@ -1,4 +1,6 @@
-"""MobileSAM with its real weights: the original pipeline's facts, masks of engines in fewer bits, times on a CPU."""
+"""MobileSAM with its real weights: the original pipeline's facts, masks of engines in fewer bits,
+times on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,19 @@ from typing import Any
 from tools.verify.context import ROOT, VerifyContext
 from tools.verify.result import Fact, VerifyResult, make_result
 
-TITLE = "MobileSAM: the original's facts, IoU of bfloat16 ≥ 0.99 and int8 ≥ 0.97, a click and a cold picture in time"
+TITLE = (
+    "MobileSAM: the original's facts, IoU of bfloat16 ≥ 0.99 and int8 ≥ 0.97, a click and a "
+    "cold picture in time"
+)
 WEIGHTS = "data/models/mobile_sam/mobile_sam.safetensors"
 PHOTOS = ("truck.jpg", "dog.jpg")
 GRID_SIDE = 15
-MIN_IOU = {("bfloat16", "none"): 0.99, ("bfloat16", "int8"): 0.97, ("float32", "int8"): 0.97, ("bfloat16", "fp8"): None}
+MIN_IOU = {
+    ("bfloat16", "none"): 0.99,
+    ("bfloat16", "int8"): 0.97,
+    ("float32", "int8"): 0.97,
+    ("bfloat16", "fp8"): None,
+}
 MAX_CLICK_SECONDS, MAX_COLD_SECONDS, CORES = 0.060, 2.5, 2
 TESTS = (
     "tests/vision/test_automatic_mask_generator.py",
@@ -29,17 +39,23 @@ def run(context: VerifyContext) -> VerifyResult:
     """Facts, engines in fewer bits, times, and the tests against plain references."""
     one = _open_segmenter(context, "float32", "none")
     rows = [*_reference_facts(context, one)]
-    others = {f"{dtype}, {recipe}": _open_segmenter(context, dtype, recipe) for dtype, recipe in MIN_IOU}
+    others = {
+        f"{dtype}, {recipe}": _open_segmenter(context, dtype, recipe) for dtype, recipe in MIN_IOU
+    }
     for photo in PHOTOS:
         rows += _masks(context, one, others, context.shared / "data/images" / photo)
     rows += _times(context, one)
     rows += [_tests(context, path) for path in TESTS]
     notes = [
-        f"Masks: {GRID_SIDE}² = {GRID_SIDE**2} points in a grid over each photo; of each the mask that float32 scores "
-        "best, at the photo's size, and the other engine's mask of the same place; mean IoU over the points. Scores "
+        f"Masks: {GRID_SIDE}² = {GRID_SIDE**2} points in a grid over each photo; of each the mask "
+        "that float32 scores "
+        "best, at the photo's size, and the other engine's mask of the same place; mean IoU over "
+        "the points. Scores "
         "are the predicted IoUs of those masks.",
-        f"Times: float32, {CORES} threads. A click: three masks of a point on a kept embedding of truck.jpg (1800 × "
-        "1200) to run lengths of all three. A cold picture: the file truck.jpg to the best mask's run lengths. The "
+        f"Times: float32, {CORES} threads. A click: three masks of a point on a kept embedding of "
+        "truck.jpg (1800 × "
+        "1200) to run lengths of all three. A cold picture: the file truck.jpg to the best mask's "
+        "run lengths. The "
         "fastest is what counts, since others use this machine, too; CPU time is of all threads.",
     ]
     return make_result(rows, notes)
@@ -63,21 +79,35 @@ def _reference_facts(context: VerifyContext, one: Any) -> list[Fact]:
     from modelmill.vision.image import fit_longest_side, open_image, resize_pixels
 
     again = context.out / "engines" / "mobile_sam-again.engine"
-    build_engine(context.shared / WEIGHTS, again, BuildConfig(dtype="float32", target="cpu"), check=False)
+    build_engine(
+        context.shared / WEIGHTS, again, BuildConfig(dtype="float32", target="cpu"), check=False
+    )
     other = Segmenter(again, device="cpu", threads=CORES)
     photos = [context.shared / "data/images" / name for name in PHOTOS]
-    stable = [torch.equal(one.see([p])[0].embedding, other.embed_images([p])[0].embedding) for p in photos]
+    stable = [
+        torch.equal(one.see([p])[0].embedding, other.embed_images([p])[0].embedding) for p in photos
+    ]
     same = []
     for photo in photos:
         picture = open_image(photo)
         size = fit_longest_side(picture.size, one.eye.image)
-        right = np.asarray(PIL.Image.open(photo).convert("RGB").resize(size, PIL.Image.Resampling.BILINEAR))
+        right = np.asarray(
+            PIL.Image.open(photo).convert("RGB").resize(size, PIL.Image.Resampling.BILINEAR)
+        )
         same.append(np.array_equal(resize_pixels(picture, size).permute(1, 2, 0).numpy(), right))
     one.set_image(photos[0])
     best, single = one.predict([(500, 375)])[0], one.predict([(500, 375)], multimask=False)[0]
     return [
-        Fact("float32 embeddings of two builds are equal, bit by bit", f"{sum(stable)} of {len(PHOTOS)}", all(stable)),
-        Fact("pixels equal PIL's antialiased bilinear, byte by byte", f"{sum(same)} of {len(PHOTOS)}", all(same)),
+        Fact(
+            "float32 embeddings of two builds are equal, bit by bit",
+            f"{sum(stable)} of {len(PHOTOS)}",
+            all(stable),
+        ),
+        Fact(
+            "pixels equal PIL's antialiased bilinear, byte by byte",
+            f"{sum(same)} of {len(PHOTOS)}",
+            all(same),
+        ),
         _fact("424,318–627,446, score 0.9998", best, (424, 318, 627, 446), 0.9998),
         _fact("alone: 233,317–629,460, score 0.8048", single, (233, 317, 629, 460), 0.8048),
     ]
@@ -86,11 +116,17 @@ def _reference_facts(context: VerifyContext, one: Any) -> list[Fact]:
 def _fact(promised: str, mask: Any, box: tuple[int, ...], score: float) -> Fact:
     x0, y0, x1, y1 = mask.box
     ok = mask.box == box and abs(mask.score - score) <= 5e-5
-    return Fact(f"point (500, 375) on truck.jpg {promised}", f"{x0},{y0}–{x1},{y1}, score {mask.score:.6f}", ok)
+    return Fact(
+        f"point (500, 375) on truck.jpg {promised}",
+        f"{x0},{y0}–{x1},{y1}, score {mask.score:.6f}",
+        ok,
+    )
 
 
 def _masks(context: VerifyContext, one: Any, others: dict[str, Any], photo: Path) -> list[Fact]:
-    """Mean IoU over the grid on a photo, and how far the scores lie apart, for each of the other engines."""
+    """Mean IoU over the grid on a photo, and how far the scores lie apart, for each of the other
+    engines.
+    """
     context.log(f"  float32: {photo.name}")
     best, logits, scores = _chosen(one, photo, None)
     size = one.see([photo])[0]
@@ -99,15 +135,22 @@ def _masks(context: VerifyContext, one: Any, others: dict[str, Any], photo: Path
         context.log(f"  {name}: {photo.name}")
         _, theirs, their_scores = _chosen(other, photo, best)
         iou, apart = _mask_ious(one.eye, size, logits, theirs), (scores - their_scores).abs()
-        told = f"mean {iou.mean():.4f}, median {iou.median():.4f}, a tenth below {iou.quantile(0.1):.3f}"
+        told = (
+            f"mean {iou.mean():.4f}, median {iou.median():.4f}, a tenth below "
+            f"{iou.quantile(0.1):.3f}"
+        )
         told += f"; scores differ by {apart.mean():.4f} on average, {apart.max():.4f} at most"
-        promised = f"{name}, {photo.name}: IoU with float32" + (f" ≥ {least}" if least is not None else "")
+        promised = f"{name}, {photo.name}: IoU with float32" + (
+            f" ≥ {least}" if least is not None else ""
+        )
         rows.append(Fact(promised, told, None if least is None else bool(iou.mean() >= least)))
     return rows
 
 
 def _chosen(segmenter: Any, photo: Path, best: Any) -> tuple[Any, Any, Any]:
-    """For each point of the grid: which of its masks (best; None: of the highest score), its logits, its score."""
+    """For each point of the grid: which of its masks (best; None: of the highest score), its
+    logits, its score.
+    """
     import torch
 
     from modelmill.vision.prompts import make_prompt
@@ -137,7 +180,8 @@ def _mask_ious(model: Any, embedding: Any, ours: Any, theirs: Any) -> Any:
 
     pairs = zip(ours.split(GRID_SIDE), theirs.split(GRID_SIDE), strict=True)
     sized = (
-        [model.still.ops.enlarge(x, model.image, embedding.fitted, embedding.size)[0] for x in pair] for pair in pairs
+        [model.still.ops.enlarge(x, model.image, embedding.fitted, embedding.size)[0] for x in pair]
+        for pair in pairs
     )
     return torch.cat([mask_iou(*masks) for masks in sized])
 
@@ -184,7 +228,8 @@ def _measure_times(work: Callable[[], None], rounds: int) -> list[tuple[float, f
 def _format_times(times: list[tuple[float, float]], by: float, unit: str) -> str:
     walls, cpus = ([by * each[i] for each in times] for i in (0, 1))
     return (
-        f"fastest {walls[0]:.3g} {unit}, median {statistics.median(walls):.3g}, slowest {walls[-1]:.3g}; "
+        f"fastest {walls[0]:.3g} {unit}, median {statistics.median(walls):.3g}, slowest "
+        f"{walls[-1]:.3g}; "
         f"CPU time {min(cpus):.3g}, median {statistics.median(cpus):.3g}"
     )
 
@@ -192,7 +237,22 @@ def _format_times(times: list[tuple[float, float]], by: float, unit: str) -> str
 def _tests(context: VerifyContext, path: str) -> Fact:
     """A file of tests, the slow ones too."""
     context.log(f"  pytest {path}")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow or not slow", "-rN", path]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "slow or not slow",
+        "-rN",
+        path,
+    ]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    dots = sum(line.count(".") for line in found.stdout.splitlines() if line.rstrip().endswith("%]"))
-    return Fact(f"{path} passes", f"{dots} passed, exit code {found.returncode}", found.returncode == 0)
+    dots = sum(
+        line.count(".") for line in found.stdout.splitlines() if line.rstrip().endswith("%]")
+    )
+    return Fact(
+        f"{path} passes", f"{dots} passed, exit code {found.returncode}", found.returncode == 0
+    )

@@ -12,7 +12,7 @@ What the engine promises, and what was measured. Made by `make verify`, which ru
 kept while the sources stay the same) and writes this page; nothing here is written by hand. Every comparison is with
 transformers, or with separate plain code where transformers has no such model; the model is SmolLM2-135M-Instruct from
 its GGUF (Q4_1), unless an item says otherwise. What needs a GPU is in `benchmarks/results/`.
-"""
+"""  # noqa: E501
 
 
 def render(items: Mapping[str, tuple[str, VerifyResult | None]]) -> str:
@@ -23,7 +23,10 @@ def render(items: Mapping[str, tuple[str, VerifyResult | None]]) -> str:
     failed = [number for number, (_, found) in items.items() if found is not None and not found.ok]
     lines.append("")
     if failed:
-        lines.append(f"**Not kept: item {', '.join(failed)}.** The rows marked FAILED below say by how much.\n")
+        lines.append(
+            f"**Not kept: item {', '.join(failed)}.** The rows marked FAILED below say by how "
+            "much.\n"
+        )
     for number, (title, found) in items.items():
         lines += section(number, title, found)
     return "\n".join(lines).rstrip() + "\n"
@@ -35,10 +38,16 @@ def section(number: str, title: str, result: VerifyResult | None) -> list[str]:
     if result is None:
         return [*lines, "Not run for these sources.", ""]
     lines += ["| promised | measured | kept |", "|---|---|---|"]
-    lines += [f"| {cell(row.promised)} | {cell(row.measured)} | {row_verdict(row)} |" for row in result.rows]
+    lines += [
+        f"| {cell(row.promised)} | {cell(row.measured)} | {row_verdict(row)} |"
+        for row in result.rows
+    ]
     lines += ["", *[f"* {note}" for note in result.notes]]
     made = ", ".join(f"{name} {version}" for name, version in result.versions.items())
-    lines += [f"* `{result.command}`: {result.seconds:.0f} s on {result.device}, {result.date}; {made}", ""]
+    lines += [
+        f"* `{result.command}`: {result.seconds:.0f} s on {result.device}, {result.date}; {made}",
+        "",
+    ]
     return lines
 
 

@@ -14,7 +14,8 @@ SOURCES = ("*.py", "*.cpp", "*.h", "*.txt")
 
 @dataclass(frozen=True)
 class Fact:
-    """One line of the report: what was promised, what was measured, and whether that keeps the promise.
+    """One line of the report: what was promised, what was measured, and whether that keeps the
+    promise.
 
     ok None: told for information, nothing was promised.
     """
@@ -40,7 +41,9 @@ class VerifyResult:
 
 
 def make_result(rows: Sequence[Fact], notes: Sequence[str] = ()) -> VerifyResult:
-    """A result that is good where no fact is bad, and where there is a fact that could have been."""
+    """A result that is good where no fact is bad, and where there is a fact that could have
+    been.
+    """
     judged = [row.passed for row in rows if row.passed is not None]
     return VerifyResult(bool(judged) and all(judged), list(rows), notes=list(notes))
 
@@ -48,7 +51,12 @@ def make_result(rows: Sequence[Fact], notes: Sequence[str] = ()) -> VerifyResult
 def source_digest(package: Path, *extra: Path) -> str:
     """sha256 over the sources that a result depends on, names and contents."""
     total = hashlib.sha256()
-    files = {path for pattern in SOURCES for path in package.rglob(pattern) if "__pycache__" not in path.parts}
+    files = {
+        path
+        for pattern in SOURCES
+        for path in package.rglob(pattern)
+        if "__pycache__" not in path.parts
+    }
     for path in (*sorted(files), *extra):
         total.update(str(path.name if path in extra else path.relative_to(package)).encode())
         total.update(hashlib.sha256(path.read_bytes()).digest())
@@ -64,7 +72,9 @@ def store(result: VerifyResult, path: Path) -> None:
 
 
 def load(path: Path, current: str | None = None) -> VerifyResult | None:
-    """The stored result; None where there is none, it cannot be read, or it belongs to another ``current`` digest."""
+    """The stored result; None where there is none, it cannot be read, or it belongs to another
+    ``current`` digest.
+    """
     try:
         raw: dict[str, Any] = json.loads(path.read_text())
         raw["rows"] = [Fact(**row) for row in raw["rows"]]

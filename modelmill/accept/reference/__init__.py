@@ -1,6 +1,8 @@
-"""The independent reference of the acceptance contract: dense float32, one layer in memory, raw names.
+"""The independent reference of the acceptance contract: dense float32, one layer in memory, raw
+names.
 
-Nothing here is shared with the engine's models, nn, ops, weights or rename rules: an error there must not
+Nothing here is shared with the engine's models, nn, ops, weights or rename rules: an error there
+must not
 be able to hide behind the same error here.
 """
 
@@ -12,7 +14,14 @@ from typing import Any
 import torch
 
 from modelmill.accept.reference import decoder, gpt2, qwen
-from modelmill.accept.reference.base import Affine, HeadTrace, LayerTrace, LayerWeights, ModuleIO, ReferenceModel
+from modelmill.accept.reference.base import (
+    Affine,
+    HeadTrace,
+    LayerTrace,
+    LayerWeights,
+    ModuleIO,
+    ReferenceModel,
+)
 from modelmill.accept.reference.dequantize import DequantizedContainer
 from modelmill.accept.reference.gguf_source import GgufSource, gguf_config, gguf_rope
 from modelmill.accept.reference.tensor_source import OpenedCheckpoint, RawContainer, TensorSource
@@ -34,12 +43,17 @@ FAMILIES = (decoder, gpt2, qwen)
 
 
 def open_reference(
-    checkpoint: OpenedCheckpoint, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+    checkpoint: OpenedCheckpoint,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
 ) -> ReferenceModel:
-    """The reference of an opened checkpoint (its ``raw`` container and ``config``), in float32 or float64.
+    """The reference of an opened checkpoint (its ``raw`` container and ``config``), in float32 or
+    float64.
 
-    device: where it computes, with the same plain operations everywhere (see ``accept.reference_device``).
-    Raises UnknownArchitecture when no reference computes this family, TensorMismatch when a tensor is absent.
+    device: where it computes, with the same plain operations everywhere (see
+    ``accept.reference_device``).
+    Raises UnknownArchitecture when no reference computes this family, TensorMismatch when a tensor
+    is absent.
     """
     container: RawContainer = checkpoint.raw
     if "general.architecture" in container.metadata and "token_embd.weight" in container.names():
@@ -56,7 +70,9 @@ def open_reference(
     return decoder.DecoderReference(source, config)
 
 
-def _open_gguf(container: RawContainer, dtype: torch.dtype, device: str | torch.device) -> ReferenceModel:
+def _open_gguf(
+    container: RawContainer, dtype: torch.dtype, device: str | torch.device
+) -> ReferenceModel:
     config = gguf_config(container)
     family = _family(config)
     source = GgufSource(container, dtype, config, device=device)

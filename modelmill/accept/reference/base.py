@@ -1,13 +1,15 @@
 """The shape of every reference, and the dense arithmetic they share.
 
-A reference computes a whole sequence at once, in float32 (or float64), holding the weights of one layer.
+A reference computes a whole sequence at once, in float32 (or float64), holding the weights of one
+layer.
 Every step is recorded under one set of module names, the same for all families:
 
     input_norm · q · k · v · q_rot · k_rot · attn · o_proj · post_attn_residual ·
     mlp_norm · gate · up (gpt2: fc) · act · down · output          then  final_norm · logits
 
-``num_q_heads``, ``k``, ``v`` are the projections [T, heads·dim]; ``q_rot``, ``k_rot`` come after head norms, rotation
-and logn (absent in gpt2); ``attn`` is what enters o_proj; ``output`` is the residual stream out of the layer.
+``num_q_heads``, ``k``, ``v`` are the projections [T, heads·dim]; ``q_rot``, ``k_rot`` come after
+head norms, rotation and logn (absent in gpt2); ``attn`` is what enters o_proj; ``output`` is the
+residual stream out of the layer.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ class ModuleIO(NamedTuple):
 class Affine(NamedTuple):
     """The weights of one module: a projection's weight is [out, in], a norm's is [width].
 
-    fake_quantize: what a projection multiplies with in the place of its input (engines whose activations are rounded).
-    """
+    fake_quantize: what a projection multiplies with in the place of its input (engines whose
+    activations are rounded)."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -75,7 +77,8 @@ class ReferenceModel(ABC):
         self.config = config
         self._head_name: str | None = None
 
-    # -- what a family fills in ------------------------------------------------------------------------
+    # -- what a family fills in
+    # ------------------------------------------------------------------------
     @abstractmethod
     def embed(self, ids: Tensor) -> Tensor:
         """ids [T] → the residual stream [T, hidden] that enters layer 0."""
@@ -85,12 +88,16 @@ class ReferenceModel(ABC):
         """Module name → its weights, read now; nothing is kept."""
 
     @abstractmethod
-    def run_layer(self, index: int, weights: LayerWeights, x: Tensor, prompt_length: int) -> LayerTrace:
+    def run_layer(
+        self, index: int, weights: LayerWeights, x: Tensor, prompt_length: int
+    ) -> LayerTrace:
         """One layer on x [T, hidden] with weights read before."""
 
     @abstractmethod
     def norm_weights(self, index: int | None, name: str) -> Affine:
-        """The weights of one norm: ``source_name`` within layer ``index``, or (None, "final_norm")."""
+        """The weights of one norm: ``source_name`` within layer ``index``, or (None,
+        "final_norm").
+        """
 
     def norm_eps(self, index: int | None, name: str) -> float:
         """The epsilon of that norm (today one for all norms of a checkpoint)."""
@@ -110,7 +117,8 @@ class ReferenceModel(ABC):
     def head_weight_name(self) -> str:
         """Source name of the matrix that makes logits.
 
-        A head that the checkpoint holds makes them whatever the config says, unless it is the embedding once more.
+        A head that the checkpoint holds makes them whatever the config says, unless it is the
+        embedding once more.
         """
         if self._head_name is None:
             embedding = self.embedding_tables()["weight"]
@@ -124,15 +132,22 @@ class ReferenceModel(ABC):
     def embedding_tables(self) -> dict[str, str]:
         """What an embedding adds up, by the engine's suffix: the source's names."""
 
-    # -- what all families share -----------------------------------------------------------------------
+    # -- what all families share
+    # -----------------------------------------------------------------------
     def run_norm(self, index: int | None, name: str, x: Tensor) -> Tensor:
-        """The reference norm on any input [..., width]; tiny inputs (rms ≈ √eps) bring the epsilon to light."""
+        """The reference norm on any input [..., width]; tiny inputs (rms ≈ √eps) bring the epsilon
+        to light.
+        """
         return self.apply_norm(
-            x.to(self.device, self.dtype), self.norm_weights(index, name), self.norm_eps(index, name)
+            x.to(self.device, self.dtype),
+            self.norm_weights(index, name),
+            self.norm_eps(index, name),
         )
 
     def norm_and_rope_queries(self, index: int, flat: Tensor) -> Tensor | None:  # noqa: ARG002
-        """Queries [T, heads·dim] after a norm per head and the rotation; None where the family norms no heads."""
+        """Queries [T, heads·dim] after a norm per head and the rotation; None where the family
+        norms no heads.
+        """
         return None
 
     @torch.no_grad()
@@ -179,7 +194,9 @@ def project(x: Tensor, weights: Affine) -> Tensor:
     return y if weights.bias is None else y + weights.bias
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
+) -> Tensor:
     """Causal softmax attention, dense.
 
     q [T, heads, dim], k and v [T, kv_heads, dim] → [T, heads·dim]. Query head h reads key head

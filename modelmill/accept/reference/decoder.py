@@ -1,4 +1,6 @@
-"""llama, mistral, qwen2, qwen3: one plain pre-norm decoder with RMSNorm, rotary attention and a gated MLP."""
+"""llama, mistral, qwen2, qwen3: one plain pre-norm decoder with RMSNorm, rotary attention and a
+gated MLP.
+"""
 
 from __future__ import annotations
 
@@ -45,19 +47,25 @@ PROJECTIONS = {
 
 
 class DecoderReference(ReferenceModel):
-    """The plain decoder. A bias rule of None means: wherever the container has one (GGUF has no flag)."""
+    """The plain decoder.
+
+    A bias rule of None means: wherever the container has one (GGUF has no flag).
+    """
 
     EMBEDDING = "model.embed_tokens.weight"
     FINAL_NORM = "model.norm.weight"
 
-    def __init__(self, source: TensorSource, config: dict[str, Any], rope: ReferenceRope | None = None) -> None:
+    def __init__(
+        self, source: TensorSource, config: dict[str, Any], rope: ReferenceRope | None = None
+    ) -> None:
         super().__init__(source, config)
         self.model_type = str(config["model_type"])
         self.hidden_size = int(config["hidden_size"])
         self.num_layers = int(config["num_hidden_layers"])
         self.num_heads = int(config["num_attention_heads"])
         self.num_kv_heads = int(
-            config.get("num_key_value_heads", DEFAULT_KV_HEADS.get(self.model_type)) or self.num_heads
+            config.get("num_key_value_heads", DEFAULT_KV_HEADS.get(self.model_type))
+            or self.num_heads
         )
         plain_dim = 128 if self.model_type == "qwen3" else self.hidden_size // self.num_heads
         self.head_dim = int(config.get("head_dim") or plain_dim)
@@ -68,15 +76,23 @@ class DecoderReference(ReferenceModel):
         if self.activation is None:
             raise UnknownArchitecture(f"hidden_act {config['hidden_act']!r} is not known here")
         if rope is None:
-            length = int(config.get("max_position_embeddings") or DEFAULT_MAX_POSITIONS[self.model_type])
+            length = int(
+                config.get("max_position_embeddings") or DEFAULT_MAX_POSITIONS[self.model_type]
+            )
             rope = rope_from_config(config, self.head_dim, length)
         self.rope = rope
         self.has_bias = self._bias_rules()
         self.sliding_windows = [self._sliding_window(index) for index in range(self.num_layers)]
 
     def _bias_rules(self) -> dict[str, bool | None]:
-        """Module → has a bias. qwen2 has it on q, k, v always; the others where the config says so."""
-        attention, mlp = self.config.get("attention_bias", False), self.config.get("mlp_bias", False)
+        """Module → has a bias.
+
+        qwen2 has it on q, k, v always; the others where the config says so.
+        """
+        attention, mlp = (
+            self.config.get("attention_bias", False),
+            self.config.get("mlp_bias", False),
+        )
         if self.model_type == "mistral":
             attention = mlp = attention if attention is None else False
         qkv, out = (True, False) if self.model_type == "qwen2" else (attention, attention)
@@ -92,14 +108,17 @@ class DecoderReference(ReferenceModel):
         """
         window = self.config.get("sliding_window", 4096)
         everywhere = self.model_type == "mistral"
-        if self.model_type == "llama" or not (everywhere or self.config.get("use_sliding_window", False)):
+        if self.model_type == "llama" or not (
+            everywhere or self.config.get("use_sliding_window", False)
+        ):
             return None
         kinds = self.config.get("layer_types")
         if kinds is not None:
             return window if kinds[index] == "sliding_attention" else None
         return window if everywhere or index >= self.config.get("max_window_layers", 28) else None
 
-    # -- weights ---------------------------------------------------------------------------------------
+    # -- weights
+    # ---------------------------------------------------------------------------------------
     def embed(self, ids: Tensor) -> Tensor:
         return self.source.rows(self.EMBEDDING, ids)
 
@@ -119,7 +138,9 @@ class DecoderReference(ReferenceModel):
         return Affine(self.source.get(f"model.layers.{index}.{NORMS[name]}.weight"))
 
     def layer_weights(self, index: int) -> LayerWeights:
-        norms = ["input_norm", "mlp_norm"] + (["q_norm", "k_norm"] if self.model_type == "qwen3" else [])
+        norms = ["input_norm", "mlp_norm"] + (
+            ["q_norm", "k_norm"] if self.model_type == "qwen3" else []
+        )
         weights = {name: self.norm_weights(index, name) for name in norms}
         for name, part in PROJECTIONS.items():
             stem = f"model.layers.{index}.{part}"
@@ -129,10 +150,12 @@ class DecoderReference(ReferenceModel):
             weights[name] = Affine(self.source.get(f"{stem}.weight"), bias)
         return weights
 
-    # -- one layer -------------------------------------------------------------------------------------
+    # -- one layer
+    # -------------------------------------------------------------------------------------
     def rope_for(self, prompt_length: int) -> ReferenceRope:
         """The rotation of a request with such a prompt."""
-        del prompt_length  # dynamic scaling gets it with the tables; only Qwen v1 changes the rotation itself
+        # dynamic scaling gets it with the tables; only Qwen v1 changes the rotation itself
+        del prompt_length
         return self.rope
 
     def query_scale(self, count: int) -> Tensor:
@@ -141,15 +164,19 @@ class DecoderReference(ReferenceModel):
 
     @torch.no_grad()
     def norm_and_rope_queries(self, index: int, flat: Tensor) -> Tensor | None:
-        """q [T, heads·dim], any values, after its head norm and rotation; None where heads are not normed."""
+        """q [T, heads·dim], any values, after its head norm and rotation; None where heads are not
+        normed.
+        """
         if self.model_type != "qwen3":
             return None
         weights = {"q_norm": self.norm_weights(index, "q_norm")}
-        return self._norm_and_rope(flat.to(self.device, self.dtype), weights, "q", flat.shape[0]).reshape(
-            flat.shape[0], -1
-        )
+        return self._norm_and_rope(
+            flat.to(self.device, self.dtype), weights, "q", flat.shape[0]
+        ).reshape(flat.shape[0], -1)
 
-    def _norm_and_rope(self, flat: Tensor, weights: LayerWeights, name: str, prompt_length: int) -> Tensor:
+    def _norm_and_rope(
+        self, flat: Tensor, weights: LayerWeights, name: str, prompt_length: int
+    ) -> Tensor:
         """Projection [T, heads·dim] → head norm (where there is one) → turned [T, heads, dim]."""
         x = flat.reshape(flat.shape[0], -1, self.head_dim)
         norm = weights.get(f"{name}_norm")
@@ -161,7 +188,9 @@ class DecoderReference(ReferenceModel):
         return turned * self.query_scale(x.shape[0])[:, None, None] if name == "q" else turned
 
     @torch.no_grad()
-    def run_layer(self, index: int, weights: LayerWeights, x: Tensor, prompt_length: int) -> LayerTrace:
+    def run_layer(
+        self, index: int, weights: LayerWeights, x: Tensor, prompt_length: int
+    ) -> LayerTrace:
         trace: LayerTrace = {}
 
         def record(name: str, output: Tensor, *inputs: Tensor) -> Tensor:
@@ -180,7 +209,9 @@ class DecoderReference(ReferenceModel):
         record("q_rot", q_rot.reshape(count, -1), q)
         record("k_rot", k_rot.reshape(count, -1), k)
         values = v.reshape(count, -1, self.head_dim)
-        mixed = causal_attention(q_rot, k_rot, values, self.head_dim**-0.5, self.sliding_windows[index])
+        mixed = causal_attention(
+            q_rot, k_rot, values, self.head_dim**-0.5, self.sliding_windows[index]
+        )
         record("attn", mixed, trace["q_rot"].output, trace["k_rot"].output, v)
         attention = linear("o_proj", mixed)
         middle = record("post_attn_residual", x + attention, x, attention)

@@ -1,8 +1,10 @@
-"""Checkpoints in few bits, expanded plainly in float64 for the reference, from the formats' own descriptions.
+"""Checkpoints in few bits, expanded plainly in float64 for the reference, from the formats' own
+descriptions.
 
-GPTQ: word w of qweight [K·b/32, N] holds rows K of code w·(32/b) + i at bit b·i; zeros along N, stored less one except
-in gptq_v2; the group of column k is g_idx[k]. AWQ: word w of qweight [K, N/8] holds output 8w + (0 2 4 6 1 3 5 7)[i] at
-bit 4i. compressed-tensors: word w of weight_packed [N, …] holds value + 2^(b−1) of column w·(32/b) + i at bit b·i.
+GPTQ: word w of qweight [K·b/32, N] holds rows K of code w·(32/b) + i at bit b·i; zeros along N,
+stored less one except in gptq_v2; the group of column k is g_idx[k]. AWQ: word w of qweight [K,
+N/8] holds output 8w + (0 2 4 6 1 3 5 7)[i] at bit 4i. compressed-tensors: word w of weight_packed
+[N, …] holds value + 2^(b−1) of column w·(32/b) + i at bit b·i.
 """
 
 from __future__ import annotations
@@ -19,11 +21,21 @@ from modelmill.accept.reference.tensor_source import RawContainer
 
 Matrix = NDArray[np.float64]
 MARKER_SUFFIXES = ("qweight", "weight_scale")
-PACKED_SUFFIXES = ("qzeros", "scales", "g_idx", "weight_packed", "weight_zero_point", "weight_shape", "weight_g_idx")
+PACKED_SUFFIXES = (
+    "qzeros",
+    "scales",
+    "g_idx",
+    "weight_packed",
+    "weight_zero_point",
+    "weight_shape",
+    "weight_g_idx",
+)
 
 
 class DequantizedContainer:
-    """A container whose packed matrices appear as "<stem>.weight" [N, K] float64 ([K, N] for GPT-2)."""
+    """A container whose packed matrices appear as "<stem>.weight" [N, K] float64 ([K, N] for
+    GPT-2).
+    """
 
     def __init__(self, raw: RawContainer, config: Mapping[str, Any]) -> None:
         self._raw = raw
@@ -31,10 +43,14 @@ class DequantizedContainer:
         self._settings: Mapping[str, Any] = config["quantization_config"]
         self._transposed = config.get("model_type") == "gpt2"
         self._names = set(raw.names())
-        self._stems = {n.rpartition(".")[0] for n in self._names if n.rpartition(".")[2] in MARKER_SUFFIXES}
+        self._stems = {
+            n.rpartition(".")[0] for n in self._names if n.rpartition(".")[2] in MARKER_SUFFIXES
+        }
 
     def names(self) -> list[str]:
-        plain = [n for n in self._names if n.rpartition(".")[0] not in self._stems or n.endswith(".bias")]
+        plain = [
+            n for n in self._names if n.rpartition(".")[0] not in self._stems or n.endswith(".bias")
+        ]
         return [*plain, *(f"{stem}.weight" for stem in self._stems)]
 
     def info(self, name: str) -> Any:
@@ -59,7 +75,10 @@ class DequantizedContainer:
 
     def _dequantize_gptq(self, stem: str) -> Matrix:
         bits = int(self._settings.get("bits", 4))
-        words, scales = self._uint32(f"{stem}.qweight"), self._raw.get(f"{stem}.scales").double().numpy()
+        words, scales = (
+            self._uint32(f"{stem}.qweight"),
+            self._raw.get(f"{stem}.scales").double().numpy(),
+        )
         codes = _unpack_fields(words.T, bits)  # [N, K]
         zeros = _unpack_fields(self._uint32(f"{stem}.qzeros"), bits).astype(np.float64)  # [G, N]
         zeros += 0 if self._settings.get("checkpoint_format") == "gptq_v2" else 1
@@ -73,7 +92,10 @@ class DequantizedContainer:
 
     def _dequantize_awq(self, stem: str) -> Matrix:
         scales = self._raw.get(f"{stem}.scales").double().numpy()  # [G, N]
-        codes, zeros = (_unpack_awq(self._uint32(f"{stem}.{part}")) for part in ("qweight", "qzeros"))  # [K, N], [G, N]
+        # [K, N], [G, N]
+        codes, zeros = (
+            _unpack_awq(self._uint32(f"{stem}.{part}")) for part in ("qweight", "qzeros")
+        )
         of = np.arange(len(codes)) // -(-len(codes) // len(scales))
         return ((codes.astype(np.float64) - zeros[of]) * scales[of]).T
 
@@ -87,7 +109,9 @@ class DequantizedContainer:
         else:
             values, bits = self._raw.get(f"{stem}.weight").double().numpy(), 8
             rows, columns = values.shape
-        scale = np.broadcast_to(scale.reshape(-1, 1) if scale.ndim < 2 else scale, (rows, max(scale.size // rows, 1)))
+        scale = np.broadcast_to(
+            scale.reshape(-1, 1) if scale.ndim < 2 else scale, (rows, max(scale.size // rows, 1))
+        )
         groups = scale.shape[1]
         of = np.arange(columns) // -(-columns // groups)
         if f"{stem}.weight_g_idx" in self._names:
@@ -97,9 +121,9 @@ class DequantizedContainer:
         if f"{stem}.weight_zero_point" in self._names:
             kept = self._raw.get(f"{stem}.weight_zero_point")
             if kept.dtype is torch.int32 and len(kept) != rows:
-                zero = _unpack_fields(kept.numpy().view(np.uint32).T, bits).T[:rows].astype(np.float64) - 2 ** (
-                    bits - 1
-                )
+                zero = _unpack_fields(kept.numpy().view(np.uint32).T, bits).T[:rows].astype(
+                    np.float64
+                ) - 2 ** (bits - 1)
             else:
                 zero = kept.double().numpy().reshape(-1, groups)
         spread = np.broadcast_to(zero, (rows, groups))

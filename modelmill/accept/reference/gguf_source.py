@@ -1,7 +1,10 @@
-"""GGUF containers read raw: blk.N.* names, config out of the metadata, llama's q and k rows put back.
+"""GGUF containers read raw: blk.N.* names, config out of the metadata, llama's q and k rows put
+back.
 
-A GGUF file of architecture llama stores the rows of q and k so that interleaved rotation fits: within a
-head, row 2j holds channel j and row 2j+1 holds channel j + dim/2. Everything else keeps its values; gpt2's
+A GGUF file of architecture llama stores the rows of q and k so that interleaved rotation fits:
+within a
+head, row 2j holds channel j and row 2j+1 holds channel j + dim/2. Everything else keeps its values;
+gpt2's
 projections are stored [out, in], where the original has [in, out].
 """
 
@@ -17,7 +20,11 @@ from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.reference.tensor_source import RawContainer, TensorSource
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 
-DECODER_TOP_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+DECODER_TOP_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
 DECODER_LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -51,7 +58,9 @@ ARCHITECTURES = ("gpt2", "llama", "qwen", "qwen2", "qwen3")
 
 
 def gguf_name(name: str) -> str:
-    """The GGUF name of a Hugging Face name: model.layers.3.mlp.up_proj.weight → blk.3.ffn_up.weight."""
+    """The GGUF name of a Hugging Face name: model.layers.3.mlp.up_proj.weight →
+    blk.3.ffn_up.weight.
+    """
     stem, _, kind = name.rpartition(".")
     for top, head, layer in (
         (DECODER_TOP_NAMES, "model.layers.", DECODER_LAYER_NAMES),
@@ -95,7 +104,9 @@ class GgufSource(TensorSource):
 
 
 def undo_llama_qk_permutation(rows: Tensor, heads: int) -> Tensor:
-    """Rows (channel j, channel j + d/2) interleaved within each head → first half, then second half."""
+    """Rows (channel j, channel j + d/2) interleaved within each head → first half, then second
+    half.
+    """
     per_head = rows.shape[0] // heads
     place = torch.arange(rows.shape[0]).reshape(heads, per_head)
     return rows[torch.cat((place[:, 0::2], place[:, 1::2]), dim=1).reshape(-1)]
@@ -106,7 +117,9 @@ def gguf_config(container: RawContainer) -> dict[str, Any]:
     facts = container.metadata
     kind = str(facts.get("general.architecture"))
     if kind not in ARCHITECTURES:
-        raise UnknownArchitecture(f"GGUF architecture {kind!r} has no reference; known are {', '.join(ARCHITECTURES)}")
+        raise UnknownArchitecture(
+            f"GGUF architecture {kind!r} has no reference; known are {', '.join(ARCHITECTURES)}"
+        )
 
     def fact(key: str, default: Any = None) -> Any:
         value = facts.get(f"{kind}.{key}", default)
@@ -134,39 +147,54 @@ def gguf_config(container: RawContainer) -> dict[str, Any]:
         return config | {"layer_norm_epsilon": float(fact("attention.layer_norm_epsilon"))}
     eps = float(fact("attention.layer_norm_rms_epsilon"))
     if kind == "qwen":
-        # The container has no keys for dynamic NTK and logn: they are off, as in every GGUF runtime.
+        # The container has no keys for dynamic NTK and logn: they are off, as in every GGUF
+        # runtime.
         return config | {
             "layer_norm_epsilon": eps,
             "rotary_emb_base": config["rope_theta"],
             "kv_channels": config["head_dim"],
         }
-    # The window that a file may state is read for none of these three: every GGUF runtime gives them full attention.
+    # The window that a file may state is read for none of these three: every GGUF runtime gives
+    # them full attention.
     return config | {"rms_norm_eps": eps}
 
 
 def gguf_rope(container: RawContainer, config: Mapping[str, Any]) -> ReferenceRope:
-    """The rotation: scaling by metadata (linear, yarn), or one divisor per frequency (rope_freqs.weight).
+    """The rotation: scaling by metadata (linear, yarn), or one divisor per frequency
+    (rope_freqs.weight).
 
-    Raises UnknownArchitecture for the keys that scale cos and sin or shift yarn's ramp, unless they change nothing.
+    Raises UnknownArchitecture for the keys that scale cos and sin or shift yarn's ramp, unless they
+    change nothing.
     """
     facts, kind = container.metadata, config["model_type"]
     dim = int(facts.get(f"{kind}.rope.dimension_count", config["head_dim"]))
     theta, length = config["rope_theta"], config["max_position_embeddings"]
     stated = {
-        key[len(f"{kind}.rope.scaling.") :]: v for key, v in facts.items() if key.startswith(f"{kind}.rope.scaling.")
+        key[len(f"{kind}.rope.scaling.") :]: v
+        for key, v in facts.items()
+        if key.startswith(f"{kind}.rope.scaling.")
     }
     scaling = str(stated.get("type", "linear"))
     for name, idle in (("attn_factor", 1), ("yarn_attn_factor", 1), ("yarn_log_multiplier", 0)):
         if stated.get(name, idle) != idle:
-            raise UnknownArchitecture(f"the GGUF's rope.scaling.{name} is {stated[name]}, which is not known here")
+            raise UnknownArchitecture(
+                f"the GGUF's rope.scaling.{name} is {stated[name]}, which is not known here"
+            )
     mixed = stated.get("yarn_ext_factor", -1)
     if mixed >= 0 and mixed != (scaling == "yarn"):
-        raise UnknownArchitecture(f"the GGUF's rope.scaling.yarn_ext_factor is {mixed}, which is not known here")
+        raise UnknownArchitecture(
+            f"the GGUF's rope.scaling.yarn_ext_factor is {mixed}, which is not known here"
+        )
     if "rope_freqs.weight" in container.names():
-        return ReferenceRope(dim, theta, length, "factors", factors=container.get("rope_freqs.weight").float())
+        return ReferenceRope(
+            dim, theta, length, "factors", factors=container.get("rope_freqs.weight").float()
+        )
     factor = stated.get("factor") or facts.get(f"{kind}.rope.scale_linear")
     if scaling == "none" or not factor:
         return ReferenceRope(dim, theta, length)
-    options = {"factor": factor, "original_max_position_embeddings": stated.get("original_context_length")}
+    options = {
+        "factor": factor,
+        "original_max_position_embeddings": stated.get("original_context_length"),
+    }
     options |= {name: stated.get(f"yarn_{name}") for name in ("beta_fast", "beta_slow")}
     return ReferenceRope(dim, theta, length, scaling, options)

@@ -1,4 +1,6 @@
-"""gpt2: learned positions, LayerNorm with bias, one fused qkv, tanh-GELU; projections stored [in, out]."""
+"""gpt2: learned positions, LayerNorm with bias, one fused qkv, tanh-GELU; projections stored [in,
+out].
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ PROJECTIONS = {"o_proj": "attn.c_proj", "fc": "mlp.c_fc", "down": "mlp.c_proj"}
 
 
 class Gpt2Reference(ReferenceModel):
-    """GPT2LMHeadModel. ``q_rot`` and ``k_rot`` are absent from its traces; ``fc`` stands for gate and up."""
+    """GPT2LMHeadModel.
+
+    ``q_rot`` and ``k_rot`` are absent from its traces; ``fc`` stands for gate and up.
+    """
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
@@ -78,7 +83,9 @@ class Gpt2Reference(ReferenceModel):
         return scale / (index + 1) if self.config.get("scale_attn_by_inverse_layer_idx") else scale
 
     @torch.no_grad()
-    def run_layer(self, index: int, weights: LayerWeights, x: Tensor, prompt_length: int) -> LayerTrace:
+    def run_layer(
+        self, index: int, weights: LayerWeights, x: Tensor, prompt_length: int
+    ) -> LayerTrace:
         del prompt_length  # learned positions do not depend on it
         trace: LayerTrace = {}
 
@@ -92,7 +99,13 @@ class Gpt2Reference(ReferenceModel):
         normed = record("input_norm", layer_norm(x, weights["input_norm"], self.eps), x)
         q, k, v = (linear(name, normed) for name in ("q", "k", "v"))
         heads = [t.reshape(x.shape[0], self.num_heads, -1) for t in (q, k, v)]
-        mixed = record("attn", causal_attention(heads[0], heads[1], heads[2], self._score_scale(index)), q, k, v)
+        mixed = record(
+            "attn",
+            causal_attention(heads[0], heads[1], heads[2], self._score_scale(index)),
+            q,
+            k,
+            v,
+        )
         attention = linear("o_proj", mixed)
         middle = record("post_attn_residual", x + attention, x, attention)
         normed = record("mlp_norm", layer_norm(middle, weights["mlp_norm"], self.eps), middle)

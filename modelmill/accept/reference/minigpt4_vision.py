@@ -1,7 +1,7 @@
 """MiniGPT-4's image half in plain float32: EVA's ViT-g, BLIP-2's norm and Q-Former, the projection.
 
-Written from the papers (arXiv:2211.07636, 2301.12597, 2304.10592) and the layout of the published files. Shares nothing
-with models, nn, ops or rename rules.
+Written from the papers (arXiv:2211.07636, 2301.12597, 2304.10592) and the layout of the published
+files. Shares nothing with models, nn, ops or rename rules.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from modelmill.accept.reference.tensor_source import OpenedCheckpoint, TensorSou
 
 VISION_ENCODER_PREFIX = "visual_encoder"
 QFORMER_PREFIX = "Qformer.bert"
-LN_VISION_EPS = 1e-5  # of the norm between vision encoder and Q-Former: torch's default, which BLIP-2 leaves
+# of the norm between vision encoder and Q-Former: torch's default, which BLIP-2 leaves
+LN_VISION_EPS = 1e-5
 VISION_ENCODER_EPS, QFORMER_EPS = 1e-6, 1e-12
 
 
@@ -31,17 +32,26 @@ class MiniGpt4VisionReference:
     (accept.quantized_encoder_reference).
     """
 
-    def __init__(self, checkpoint: OpenedCheckpoint, engine_matrices: Mapping[str, Affine] | None = None) -> None:
+    def __init__(
+        self, checkpoint: OpenedCheckpoint, engine_matrices: Mapping[str, Affine] | None = None
+    ) -> None:
         self._engine_matrices = engine_matrices or {}
         self.source = TensorSource(checkpoint.raw, torch.float32)
         told: Mapping[str, Any] = checkpoint.config["image_embedder"]
         self.vision_config, self.qformer_config = told["vision_encoder"], told["qformer"]
-        self.patch_size = int(self.source.get(f"{VISION_ENCODER_PREFIX}.patch_embed.proj.weight").shape[-1])
+        self.patch_size = int(
+            self.source.get(f"{VISION_ENCODER_PREFIX}.patch_embed.proj.weight").shape[-1]
+        )
         self.image_size = self.patch_size * round(
             (self.source.get(f"{VISION_ENCODER_PREFIX}.pos_embed").shape[1] - 1) ** 0.5
         )
         eps: Mapping[str, float] = told.get("eps", {})
-        self.eps = {"vision_encoder": VISION_ENCODER_EPS, "between": LN_VISION_EPS, "qformer": QFORMER_EPS, **eps}
+        self.eps = {
+            "vision_encoder": VISION_ENCODER_EPS,
+            "between": LN_VISION_EPS,
+            "qformer": QFORMER_EPS,
+            **eps,
+        }
         self.norms: list[ReferenceNorm] = []
 
     def normalize_image(self, image: Tensor) -> Tensor:
@@ -51,11 +61,15 @@ class MiniGpt4VisionReference:
         return ((image.float() / 255 - mean) / std).permute(2, 0, 1)[None]
 
     def stages(self, x: Tensor) -> Iterator[ReferenceStage]:
-        """From the normalised picture to its embeddings [1, 32, hidden], which the last stage puts out."""
+        """From the normalised picture to its embeddings [1, 32, hidden], which the last stage puts
+        out.
+        """
         for stage in self._vit_stages(x):
             yield stage
         seen = stage.expected[0]
-        normed = self._norm(("image_embedder.ln_vision", "ln_vision"), seen, self.eps["between"], None, "ln_vision")
+        normed = self._norm(
+            ("image_embedder.ln_vision", "ln_vision"), seen, self.eps["between"], None, "ln_vision"
+        )
         yield ReferenceStage("image_embedder.ln_vision", None, "ln_vision", (seen,), (normed,))
         asked = self._get("query_tokens")
         for stage in self._qformer_stages(asked, normed):
@@ -65,29 +79,51 @@ class MiniGpt4VisionReference:
         yield _linear_stage("image_embedder.proj", None, "proj", told, out)
 
     def _vit_stages(self, x: Tensor) -> Iterator[ReferenceStage]:
-        kernel, bias = (self._get(f"{VISION_ENCODER_PREFIX}.patch_embed.proj.{end}") for end in ("weight", "bias"))
-        # each patch's pixels against the kernel, from the definition
-        patches = F.unfold(x, self.patch_size, stride=self.patch_size).transpose(1, 2) @ kernel.flatten(1).t() + bias
-        yield ReferenceStage("image_embedder.visual_encoder.patch_embed", None, "patch_embed", (x,), (patches,))
-        stream = torch.cat((self._get(f"{VISION_ENCODER_PREFIX}.cls_token"), patches), 1) + self._get(
-            f"{VISION_ENCODER_PREFIX}.pos_embed"
+        kernel, bias = (
+            self._get(f"{VISION_ENCODER_PREFIX}.patch_embed.proj.{end}")
+            for end in ("weight", "bias")
         )
+        # each patch's pixels against the kernel, from the definition
+        patches = (
+            F.unfold(x, self.patch_size, stride=self.patch_size).transpose(1, 2)
+            @ kernel.flatten(1).t()
+            + bias
+        )
+        yield ReferenceStage(
+            "image_embedder.visual_encoder.patch_embed", None, "patch_embed", (x,), (patches,)
+        )
+        stream = torch.cat(
+            (self._get(f"{VISION_ENCODER_PREFIX}.cls_token"), patches), 1
+        ) + self._get(f"{VISION_ENCODER_PREFIX}.pos_embed")
         for i in range(int(self.vision_config["depth"])):
-            ours, theirs = f"image_embedder.visual_encoder.blocks.{i}", f"{VISION_ENCODER_PREFIX}.blocks.{i}"
+            ours, theirs = (
+                f"image_embedder.visual_encoder.blocks.{i}",
+                f"{VISION_ENCODER_PREFIX}.blocks.{i}",
+            )
             before = stream
             normed = self._norm(
-                (f"{ours}.norm1", f"{theirs}.norm1"), stream, self.eps["vision_encoder"], i, "vision_encoder.norm1"
+                (f"{ours}.norm1", f"{theirs}.norm1"),
+                stream,
+                self.eps["vision_encoder"],
+                i,
+                "vision_encoder.norm1",
             )
             yield ReferenceStage(f"{ours}.norm1", i, "vision_encoder.norm1", (stream,), (normed,))
             q, k, v = self._linear(f"{theirs}.attn.qkv", normed).chunk(3, -1)
-            yield _linear_stage(f"{ours}.attn.qkv", i, "vision_encoder.qkv", normed, torch.cat((q, k, v), -1))
+            yield _linear_stage(
+                f"{ours}.attn.qkv", i, "vision_encoder.qkv", normed, torch.cat((q, k, v), -1)
+            )
             inner = _attention(q, k, v, int(self.vision_config["heads"]))
             mixed = self._linear(f"{theirs}.attn.proj", inner)
             yield _linear_stage(f"{ours}.attn.proj", i, "vision_encoder.proj", inner, mixed)
             yield ReferenceStage(f"{ours}.attn", i, "vision_encoder.attn", (normed,), (mixed,))
             stream = stream + mixed
             normed = self._norm(
-                (f"{ours}.norm2", f"{theirs}.norm2"), stream, self.eps["vision_encoder"], i, "vision_encoder.norm2"
+                (f"{ours}.norm2", f"{theirs}.norm2"),
+                stream,
+                self.eps["vision_encoder"],
+                i,
+                "vision_encoder.norm2",
             )
             yield ReferenceStage(f"{ours}.norm2", i, "vision_encoder.norm2", (stream,), (normed,))
             inner = self._linear(f"{theirs}.mlp.fc1", normed)
@@ -117,11 +153,18 @@ class MiniGpt4VisionReference:
         yield ReferenceStage("image_embedder.qformer.norm", None, "qformer.norm", (x,), (start,))
         x = start
         for i in range(int(self.qformer_config["depth"])):
-            ours, theirs = f"image_embedder.qformer.layer.{i}", f"{QFORMER_PREFIX}.encoder.layer.{i}"
+            ours, theirs = (
+                f"image_embedder.qformer.layer.{i}",
+                f"{QFORMER_PREFIX}.encoder.layer.{i}",
+            )
             before = x
             for part in (
                 "attention",
-                *(("crossattention",) if i % int(self.qformer_config["cross_attention_frequency"]) == 0 else ()),
+                *(
+                    ("crossattention",)
+                    if i % int(self.qformer_config["cross_attention_frequency"]) == 0
+                    else ()
+                ),
             ):
                 for stage in self._qformer_attention_stages(
                     (f"{ours}.{part}", f"{theirs}.{part}"), x, image_features, i, part
@@ -137,7 +180,12 @@ class MiniGpt4VisionReference:
             yield ReferenceStage(ours, i, "qformer.layer", (before, image_features), (x,))
 
     def _qformer_attention_stages(
-        self, names: tuple[str, str], x: Tensor, image_features: Tensor, layer: int, attention_name: str
+        self,
+        names: tuple[str, str],
+        x: Tensor,
+        image_features: Tensor,
+        layer: int,
+        attention_name: str,
     ) -> Iterator[ReferenceStage]:
         """Attention of the queries, to themselves or to the picture, with residual and norm."""
         ours, theirs = names
@@ -145,26 +193,47 @@ class MiniGpt4VisionReference:
         given = {"query": x, "key": source, "value": source}
         made = {name: self._linear(f"{theirs}.self.{name}", value) for name, value in given.items()}
         for name, value in given.items():
-            yield _linear_stage(f"{ours}.self.{name}", layer, f"qformer.{attention_name}.{name}", value, made[name])
-        mixed = _attention(made["query"], made["key"], made["value"], int(self.qformer_config["heads"]))
+            yield _linear_stage(
+                f"{ours}.self.{name}", layer, f"qformer.{attention_name}.{name}", value, made[name]
+            )
+        mixed = _attention(
+            made["query"], made["key"], made["value"], int(self.qformer_config["heads"])
+        )
         dense = self._linear(f"{theirs}.output.dense", mixed)
-        yield _linear_stage(f"{ours}.output.dense", layer, f"qformer.{attention_name}.dense", mixed, dense)
-        out = self._output_norm((f"{ours}.output", f"{theirs}.output"), mixed, x, layer, attention_name)
+        yield _linear_stage(
+            f"{ours}.output.dense", layer, f"qformer.{attention_name}.dense", mixed, dense
+        )
+        out = self._output_norm(
+            (f"{ours}.output", f"{theirs}.output"), mixed, x, layer, attention_name
+        )
         yield ReferenceStage(ours, layer, f"qformer.{attention_name}", (x, source), (out,))
 
-    def _output_norm(self, names: tuple[str, str], x: Tensor, residual: Tensor, layer: int, module: str) -> Tensor:
+    def _output_norm(
+        self, names: tuple[str, str], x: Tensor, residual: Tensor, layer: int, module: str
+    ) -> Tensor:
         """Projection, residual, norm; names: the engine's and the file's."""
         ours, theirs = names
         total = self._linear(f"{theirs}.dense", x) + residual
         return self._norm(
-            (f"{ours}.LayerNorm", f"{theirs}.LayerNorm"), total, self.eps["qformer"], layer, f"qformer.{module}.norm"
+            (f"{ours}.LayerNorm", f"{theirs}.LayerNorm"),
+            total,
+            self.eps["qformer"],
+            layer,
+            f"qformer.{module}.norm",
         )
 
-    def _norm(self, names: tuple[str, str], x: Tensor, eps: float, layer: int | None, module: str) -> Tensor:
+    def _norm(
+        self, names: tuple[str, str], x: Tensor, eps: float, layer: int | None, module: str
+    ) -> Tensor:
         """A norm, remembered so that its eps can be judged on small inputs."""
         ours, theirs = names
         norm = ReferenceNorm(
-            ours, self._get(f"{theirs}.weight"), self._get(f"{theirs}.bias"), eps, layer=layer, module=module
+            ours,
+            self._get(f"{theirs}.weight"),
+            self._get(f"{theirs}.bias"),
+            eps,
+            layer=layer,
+            module=module,
         )
         if all(known.path != ours for known in self.norms):
             self.norms.append(norm)
@@ -188,6 +257,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     return torch.cat(out, -1)
 
 
-def _linear_stage(path: str, layer: int | None, module: str, x: Tensor, expected: Tensor) -> ReferenceStage:
+def _linear_stage(
+    path: str, layer: int | None, module: str, x: Tensor, expected: Tensor
+) -> ReferenceStage:
     """A linear layer by itself: it reads rows."""
     return ReferenceStage(path, layer, module, (x.flatten(0, -2),), (expected.flatten(0, -2),))

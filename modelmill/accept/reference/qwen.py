@@ -1,6 +1,8 @@
-"""Qwen v1 (QWenLMHeadModel): the plain decoder with its own names, dynamic NTK per request, and logn.
+"""Qwen v1 (QWenLMHeadModel): the plain decoder with its own names, dynamic NTK per request, and
+logn.
 
-α comes from the length of the prompt and stays through decode; logn stretches the query (after rotation)
+α comes from the length of the prompt and stays through decode; logn stretches the query (after
+rotation)
 at positions beyond the trained length, counted from 1.
 """
 
@@ -44,7 +46,9 @@ def with_current_keys(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class QwenReference(DecoderReference):
-    """``prompt_length`` decides α for the whole sequence, so a request keeps it across every boundary."""
+    """``prompt_length`` decides α for the whole sequence, so a request keeps it across every
+    boundary.
+    """
 
     EMBEDDING = "transformer.wte.weight"
     FINAL_NORM = "transformer.ln_f.weight"
@@ -53,7 +57,9 @@ class QwenReference(DecoderReference):
         config = with_current_keys(config)
         width, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         dim = int(config.get("kv_channels") or width // heads)
-        self.seq_length = int(config.get("seq_length") or config.get("max_position_embeddings") or 2048)
+        self.seq_length = int(
+            config.get("seq_length") or config.get("max_position_embeddings") or 2048
+        )
         self.dynamic_ntk = bool(config.get("use_dynamic_ntk", False))
         self.use_logn = bool(config.get("use_logn_attn", False))
         base = float(config.get("rotary_emb_base") or 10000.0)
@@ -73,7 +79,9 @@ class QwenReference(DecoderReference):
 
     def rope_for(self, prompt_length: int) -> ReferenceRope:
         d = self.rope.rotary_dim
-        return replace(self.rope, theta=self.rope.theta * self.ntk_alpha(prompt_length) ** (d / (d - 2)))
+        return replace(
+            self.rope, theta=self.rope.theta * self.ntk_alpha(prompt_length) ** (d / (d - 2))
+        )
 
     def query_scale(self, count: int) -> Tensor:
         """[count]: ln p / ln seq_length at position p > seq_length (counted from 1), else 1."""
@@ -95,12 +103,15 @@ class QwenReference(DecoderReference):
         width = self.num_heads * self.head_dim
         if fused.shape[0] != 3 * width:
             raise TensorMismatch(
-                f"{stem}.attn.c_attn.weight has {fused.shape[0]} rows, its config asks for 3 × {width}"
+                f"{stem}.attn.c_attn.weight has {fused.shape[0]} rows, its config asks for 3 × "
+                f"{width}"
             )
         for part, name in enumerate(("q", "k", "v")):
             rows = slice(part * width, (part + 1) * width)
             weights[name] = Affine(fused[rows], bias[rows])
         biased = not self.config.get("no_bias", True)
         for name, path in PROJECTIONS.items():
-            weights[name] = Affine(get(f"{stem}.{path}.weight"), get(f"{stem}.{path}.bias") if biased else None)
+            weights[name] = Affine(
+                get(f"{stem}.{path}.weight"), get(f"{stem}.{path}.bias") if biased else None
+            )
         return weights

@@ -1,6 +1,7 @@
 """Rotary position tables, dense: one row of cosines and sines per position of the whole sequence.
 
-Half rotation: channel i turns with channel i + dim/2 by the angle position · frequency_i. Kinds of scaling:
+Half rotation: channel i turns with channel i + dim/2 by the angle position · frequency_i. Kinds of
+scaling:
 
 * default   frequency_i = theta^(-2i/dim)
 * linear    every frequency divided by ``factor``
@@ -8,7 +9,7 @@ Half rotation: channel i turns with channel i + dim/2 by the angle position · f
 * llama3    low frequencies divided by ``factor``, high ones kept, a straight ramp between
 * yarn      the ramp goes by the number of turns within the trained length; cos and sin carry a temperature
 * factors   one divisor per frequency, given as a tensor (how GGUF files store llama3)
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -29,8 +30,10 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "factors")
 class ReferenceRope:
     """How positions turn into angles.
 
-    ``rotary_dim``: rotated channels per head. ``max_position``: the length the model was trained on.
-    ``options``: the raw scaling dictionary (factor, low_freq_factor, …). ``factors``: [dim/2] or None.
+    ``rotary_dim``: rotated channels per head. ``max_position``: the length the model was trained
+    on.
+    ``options``: the raw scaling dictionary (factor, low_freq_factor, …). ``factors``: [dim/2] or
+    None.
     """
 
     rotary_dim: int
@@ -41,9 +44,11 @@ class ReferenceRope:
     factors: Tensor | None = None
 
     def cos_sin(self, count: int, prompt_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos, sin [count, dim/2] for positions 0..count-1; the first ``prompt_length`` came in one prefill.
+        """cos, sin [count, dim/2] for positions 0..count-1; the first ``prompt_length`` came in one
+        prefill.
 
-        The angle is the product of position and frequency in ``dtype`` itself: that is how the original
+        The angle is the product of position and frequency in ``dtype`` itself: that is how the
+        original
         models were trained and run, so float32 keeps float32's rounding.
         """
         positions = torch.arange(count, dtype=dtype)[:, None]
@@ -52,7 +57,9 @@ class ReferenceRope:
         return angles.cos() * temperature, angles.sin() * temperature
 
     def frequencies(self, count: int, prompt_length: int, dtype: torch.dtype) -> Tensor:
-        """Radians per position: [1, dim/2], or [count, dim/2] where they depend on the position (dynamic)."""
+        """Radians per position: [1, dim/2], or [count, dim/2] where they depend on the position
+        (dynamic).
+        """
         exponents = (torch.arange(0, self.rotary_dim, 2, dtype=dtype) / self.rotary_dim)[None, :]
         if self.rope_type == "dynamic":
             return 1.0 / self._dynamic_theta(count, prompt_length).to(dtype)[:, None] ** exponents
@@ -100,7 +107,9 @@ class ReferenceRope:
         return float(self.options.get("original_max_position_embeddings") or self.max_position)
 
     def _llama3(self, plain: Tensor) -> Tensor:
-        factor, low, high = (float(self.options[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
+        factor, low, high = (
+            float(self.options[k]) for k in ("factor", "low_freq_factor", "high_freq_factor")
+        )
         turns = self._original_length() * plain / (2 * math.pi)
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         return keep * plain + (1 - keep) * plain / factor
@@ -113,7 +122,9 @@ class ReferenceRope:
         def channel(turns: float) -> float:
             """The (fractional) frequency index that turns so often within the trained length."""
             wavelength = self._original_length() / turns
-            return self.rotary_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(self.theta))
+            return (
+                self.rotary_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(self.theta))
+            )
 
         first = channel(float(self.options.get("beta_fast") or 32))
         last = channel(float(self.options.get("beta_slow") or 1))
@@ -132,9 +143,11 @@ def _yarn_temperature(factor: float, slope: float) -> float:
 
 
 def rope_from_config(config: Mapping[str, Any], dim: int, max_position: int) -> ReferenceRope:
-    """The Rope of a Hugging Face config: ``rope_theta`` + ``rope_scaling``, or both in ``rope_parameters``.
+    """The Rope of a Hugging Face config: ``rope_theta`` + ``rope_scaling``, or both in
+    ``rope_parameters``.
 
-    ``partial_rotary_factor`` is not read by these families' own default rotation, and their scaled ones fail on it.
+    ``partial_rotary_factor`` is not read by these families' own default rotation, and their scaled
+    ones fail on it.
     """
     options = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     kind = str(options.get("rope_type") or options.get("type") or "default")
@@ -147,12 +160,16 @@ def rope_from_config(config: Mapping[str, Any], dim: int, max_position: int) -> 
     if any(isinstance(value, Mapping) for value in options.values()):
         raise UnknownArchitecture("a rotation that differs from layer to layer is not known here")
     if kind not in ROPE_TYPES[:-1]:
-        raise UnknownArchitecture(f"RoPE scaling {kind!r} is not known here; known are {', '.join(ROPE_TYPES[:-1])}")
+        raise UnknownArchitecture(
+            f"RoPE scaling {kind!r} is not known here; known are {', '.join(ROPE_TYPES[:-1])}"
+        )
     return ReferenceRope(dim, float(theta), max_position, kind, options)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x [T, heads, head_dim] by tables [T, dim/2]; channels beyond dim pass through unturned."""
+    """Turn x [T, heads, head_dim] by tables [T, dim/2]; channels beyond dim pass through
+    unturned.
+    """
     half = cos.shape[-1]
     cos, sin = cos[:, None, :], sin[:, None, :]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]

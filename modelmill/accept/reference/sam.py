@@ -1,7 +1,8 @@
-"""SAM in plain float32, written from the papers and the layout of the files (arXiv:2304.02643, 2306.14289).
+"""SAM in plain float32, written from the papers and the layout of the files (arXiv:2304.02643,
+2306.14289).
 
-Shares nothing with models, nn, ops or rename rules. Every stage is told as a ``ReferenceStage``: where it stands in the
-engine, what it reads and what it must put out.
+Shares nothing with models, nn, ops or rename rules. Every stage is told as a ``ReferenceStage``:
+where it stands in the engine, what it reads and what it must put out.
 """
 
 from __future__ import annotations
@@ -29,11 +30,16 @@ class SamReference:
     (accept.quantized_encoder_reference).
     """
 
-    def __init__(self, checkpoint: OpenedCheckpoint, engine_matrices: Mapping[str, Affine] | None = None) -> None:
+    def __init__(
+        self, checkpoint: OpenedCheckpoint, engine_matrices: Mapping[str, Affine] | None = None
+    ) -> None:
         self._engine_matrices = engine_matrices or {}
         names = checkpoint.raw.names()
         self.is_transformers_layout = "vision_encoder.pos_embed" in names
-        self._prefix = next((p for p in ("", "module.", "model.") if f"{p}mask_decoder.iou_token.weight" in names), "")
+        self._prefix = next(
+            (p for p in ("", "module.", "model.") if f"{p}mask_decoder.iou_token.weight" in names),
+            "",
+        )
         self.source = TensorSource(checkpoint.raw, torch.float32)
         vision: Mapping[str, Any] = checkpoint.config.get("vision_config") or {}
         self.is_mobile_sam = f"{self._prefix}image_encoder.patch_embed.seq.0.c.weight" in names
@@ -44,19 +50,29 @@ class SamReference:
             self.patch_size = int(self.get("image_encoder.patch_embed.proj.weight").shape[-1])
             known = {768: 12, 1024: 16, 1280: 16}
             table = self.get("image_encoder.blocks.0.attn.rel_pos_h").shape[1]
-            self.heads = int(vision.get("num_attention_heads") or known.get(self.width, self.width // table))
+            self.heads = int(
+                vision.get("num_attention_heads") or known.get(self.width, self.width // table)
+            )
             self.eps = float(vision.get("layer_norm_eps", 1e-6))
             self.image_size = self.grid * self.patch_size
         else:
             self.grid, self.image_size, self.eps = 64, 1024, 1e-5
         self.depth = 0 if self.is_mobile_sam else self._depth()
-        # the longer tables are those of layers that see the whole picture, made for its size or for another
-        rows = [int(self.get(f"image_encoder.blocks.{i}.attn.rel_pos_h").shape[0]) for i in range(self.depth)]
-        self._window_table_rows = min(rows, default=0) if len(set(rows)) > 1 or set(rows) != {2 * self.grid - 1} else 0
+        # the longer tables are those of layers that see the whole picture, made for its size or for
+        # another
+        rows = [
+            int(self.get(f"image_encoder.blocks.{i}.attn.rel_pos_h").shape[0])
+            for i in range(self.depth)
+        ]
+        self._window_table_rows = (
+            min(rows, default=0) if len(set(rows)) > 1 or set(rows) != {2 * self.grid - 1} else 0
+        )
 
     def get(self, name: str) -> Tensor:
         """A tensor in float32 by its name in the original files."""
-        return self.source.get(_transformers_name(name) if self.is_transformers_layout else self._prefix + name)
+        return self.source.get(
+            _transformers_name(name) if self.is_transformers_layout else self._prefix + name
+        )
 
     def _depth(self) -> int:
         depth = 0
@@ -71,18 +87,27 @@ class SamReference:
     def norm(self, path: str, x: Tensor, eps: float, channels: bool = False) -> Tensor:
         """A norm, remembered so that its eps can be judged on small inputs."""
         layer, module = locate_module(path)
-        found = ReferenceNorm(path, self.get(f"{path}.weight"), self.get(f"{path}.bias"), eps, channels, layer, module)
+        found = ReferenceNorm(
+            path, self.get(f"{path}.weight"), self.get(f"{path}.bias"), eps, channels, layer, module
+        )
         if all(n.path != path for n in self.norms):
             self.norms.append(found)
         return found(x)
 
     def matrix(self, path: str) -> Affine:
-        """A linear layer of the checkpoint: [out, in] and [out]; a convolution of 1×1 with its batch norm is one."""
+        """A linear layer of the checkpoint: [out, in] and [out]; a convolution of 1×1 with its
+        batch norm is one.
+        """
         if not self.source.has(self._name(f"{path}.c.weight")):
             return Affine(self.get(f"{path}.weight"), self.get(f"{path}.bias"))
-        factor = self.get(f"{path}.bn.weight") / (self.get(f"{path}.bn.running_var") + BATCH_NORM_EPS).sqrt()
+        factor = (
+            self.get(f"{path}.bn.weight")
+            / (self.get(f"{path}.bn.running_var") + BATCH_NORM_EPS).sqrt()
+        )
         weight = self.get(f"{path}.c.weight")[:, :, 0, 0] * factor[:, None]
-        return Affine(weight, self.get(f"{path}.bn.bias") - self.get(f"{path}.bn.running_mean") * factor)
+        return Affine(
+            weight, self.get(f"{path}.bn.bias") - self.get(f"{path}.bn.running_mean") * factor
+        )
 
     def linear(self, path: str, x: Tensor) -> Tensor:
         """[…, in] → […, out]."""
@@ -92,7 +117,8 @@ class SamReference:
         y = (x if seen is None else seen(x)) @ weight.t()
         return y if bias is None else y + bias
 
-    # -- encoder ----------------------------------------------------------------------------------------------------
+    # -- encoder
+    # ---------------------------------------------------------------------------
 
     def normalize_image(self, image: Tensor) -> Tensor:
         """[H, W, 3] uint8 whose longer side is the encoder's → [1, 3, S, S]."""
@@ -106,7 +132,9 @@ class SamReference:
 
     def _vit_stages(self, x: Tensor) -> Iterator[ReferenceStage]:
         proj = "image_encoder.patch_embed.proj"
-        tokens = F.conv2d(x, self.get(f"{proj}.weight"), self.get(f"{proj}.bias"), stride=self.patch_size)
+        tokens = F.conv2d(
+            x, self.get(f"{proj}.weight"), self.get(f"{proj}.bias"), stride=self.patch_size
+        )
         tokens = tokens.permute(0, 2, 3, 1)
         yield ReferenceStage("image_encoder.patch_embed", None, "patch_embed", (x,), (tokens,))
         x = tokens + self.get("image_encoder.pos_embed")
@@ -125,7 +153,9 @@ class SamReference:
         yield from self._neck_stages(x.permute(0, 3, 1, 2))
 
     def _relative_attention(self, path: str, x: Tensor) -> Tensor:
-        """[1, H, W, C]: windows, one after the other; the whole picture is one where the tables are that long."""
+        """[1, H, W, C]: windows, one after the other; the whole picture is one where the tables are
+        that long.
+        """
         _, height, width, channels = x.shape
         high, wide = self.get(f"{path}.rel_pos_h"), self.get(f"{path}.rel_pos_w")
         side = (high.shape[0] + 1) // 2 if high.shape[0] == self._window_table_rows else height
@@ -136,13 +166,17 @@ class SamReference:
         rows, columns = (_resize_table(t, 2 * side - 1)[offsets] for t in (high, wide))
         for top in range(0, padded.shape[1], side):
             for left in range(0, padded.shape[2], side):
-                window = padded[0, top : top + side, left : left + side].reshape(side * side, channels)
+                window = padded[0, top : top + side, left : left + side].reshape(
+                    side * side, channels
+                )
                 done = self._window_attention(path, window, side, rows, columns)
                 tall, broad = min(side, height - top), min(side, width - left)
                 out[0, top : top + tall, left : left + broad] = done[:tall, :broad]
         return out
 
-    def _window_attention(self, path: str, window: Tensor, side: int, rows: Tensor, columns: Tensor) -> Tensor:
+    def _window_attention(
+        self, path: str, window: Tensor, side: int, rows: Tensor, columns: Tensor
+    ) -> Tensor:
         channels, heads = window.shape[1], self.heads
         dim = channels // heads
         q, k, v = self.linear(f"{path}.qkv", window).view(-1, 3, heads, dim).permute(1, 2, 0, 3)
@@ -151,7 +185,9 @@ class SamReference:
             places = q[head].view(side, side, dim)
             above = torch.einsum("yxd,ykd->yxk", places, rows).reshape(side * side, side, 1)
             beside = torch.einsum("yxd,xkd->yxk", places, columns).reshape(side * side, 1, side)
-            scores = (q[head] @ k[head].t()) / math.sqrt(dim) + (above + beside).reshape(side * side, -1)
+            scores = (q[head] @ k[head].t()) / math.sqrt(dim) + (above + beside).reshape(
+                side * side, -1
+            )
             mixed[head] = scores.softmax(-1) @ v[head]
         return self.linear(f"{path}.proj", mixed.permute(1, 0, 2).reshape(side, side, channels))
 
@@ -166,9 +202,12 @@ class SamReference:
         z = self.norm(f"{path}.3", y, 1e-6, channels=True)
         yield ReferenceStage(f"{path}.3", None, "neck.3", (y,), (z,))
 
-    # -- MobileSAM's encoder ----------------------------------------------------------------------------------------
+    # -- MobileSAM's encoder
+    # ----------------------------------------------------------------------------------------
 
-    def _conv_batch_norm(self, path: str, x: Tensor, stride: int = 1, pad: int = 0, groups: int = 1) -> Tensor:
+    def _conv_batch_norm(
+        self, path: str, x: Tensor, stride: int = 1, pad: int = 0, groups: int = 1
+    ) -> Tensor:
         """A convolution and the batch norm behind it, each by itself."""
         if path in self._engine_matrices:
             return self.linear(path, channels_last(x)).permute(0, 3, 1, 2)
@@ -181,16 +220,22 @@ class SamReference:
     def _tiny_vit_stages(self, x: Tensor) -> Iterator[ReferenceStage]:
         for index in (0, 2):
             y = self._conv_batch_norm(f"image_encoder.patch_embed.seq.{index}", x, 2, 1)
-            yield ReferenceStage(f"image_encoder.patch_embed.{index}", None, f"patch_embed.{index}", (x,), (y,))
+            yield ReferenceStage(
+                f"image_encoder.patch_embed.{index}", None, f"patch_embed.{index}", (x,), (y,)
+            )
             x = F.gelu(y) if index == 0 else y
-        for index, (depth, heads, window) in enumerate(((2, 2, 7), (2, 4, 7), (6, 5, 14), (2, 10, 7))):
+        for index, (depth, heads, window) in enumerate(
+            ((2, 2, 7), (2, 4, 7), (6, 5, 14), (2, 10, 7))
+        ):
             for i in range(depth):
                 path = f"image_encoder.layers.{index}.blocks.{i}"
                 if index == 0:
                     y = F.gelu(self._conv_batch_norm(f"{path}.conv1", x))
                     y = F.gelu(self._conv_batch_norm(f"{path}.conv2", y, pad=1, groups=y.shape[1]))
                     y = F.gelu(x + self._conv_batch_norm(f"{path}.conv3", y))
-                    yield ReferenceStage(path, index, f"blocks.{i}", (channels_last(x),), (channels_last(y),))
+                    yield ReferenceStage(
+                        path, index, f"blocks.{i}", (channels_last(x),), (channels_last(y),)
+                    )
                     x = y
                     continue
                 tokens = x.permute(0, 2, 3, 1)
@@ -198,18 +243,26 @@ class SamReference:
                 yield ReferenceStage(f"{path}.attn", index, f"blocks.{i}.attn", (tokens,), (mixed,))
                 x = (tokens + mixed).permute(0, 3, 1, 2)
                 y = self._conv_batch_norm(f"{path}.local_conv", x, pad=1, groups=x.shape[1])
-                yield ReferenceStage(f"{path}.local_conv", index, f"blocks.{i}.local_conv", (x,), (y,))
+                yield ReferenceStage(
+                    f"{path}.local_conv", index, f"blocks.{i}.local_conv", (x,), (y,)
+                )
                 tokens = y.permute(0, 2, 3, 1)
-                inner = F.gelu(self.linear(f"{path}.mlp.fc1", self.norm(f"{path}.mlp.norm", tokens, self.eps)))
+                inner = F.gelu(
+                    self.linear(f"{path}.mlp.fc1", self.norm(f"{path}.mlp.norm", tokens, self.eps))
+                )
                 inner = self.linear(f"{path}.mlp.fc2", inner)
                 yield ReferenceStage(f"{path}.mlp", index, f"blocks.{i}.mlp", (tokens,), (inner,))
                 x = (tokens + inner).permute(0, 3, 1, 2)
             if index < 3:
                 path = f"image_encoder.layers.{index}.downsample"
                 y = F.gelu(self._conv_batch_norm(f"{path}.conv1", x))
-                y = F.gelu(self._conv_batch_norm(f"{path}.conv2", y, 1 if index == 2 else 2, 1, y.shape[1]))
+                y = F.gelu(
+                    self._conv_batch_norm(f"{path}.conv2", y, 1 if index == 2 else 2, 1, y.shape[1])
+                )
                 y = self._conv_batch_norm(f"{path}.conv3", y)
-                yield ReferenceStage(path, index, "downsample", (channels_last(x),), (channels_last(y),))
+                yield ReferenceStage(
+                    path, index, "downsample", (channels_last(x),), (channels_last(y),)
+                )
                 x = y
         yield from self._neck_stages(x)
 
@@ -227,7 +280,9 @@ class SamReference:
         for top in range(0, padded.shape[1], window):
             for left in range(0, padded.shape[2], window):
                 part = normed[0, top : top + window, left : left + window].reshape(-1, channels)
-                q, k, v = self.linear(f"{path}.qkv", part).view(-1, heads, 3, dim).permute(2, 1, 0, 3)
+                q, k, v = (
+                    self.linear(f"{path}.qkv", part).view(-1, heads, 3, dim).permute(2, 1, 0, 3)
+                )
                 weights = (q @ k.transpose(1, 2) * dim**-0.5 + bias).softmax(-1)
                 mixed = (weights @ v).transpose(0, 1).reshape(-1, channels)
                 done = self.linear(f"{path}.proj", mixed).view(window, window, channels)
@@ -236,7 +291,9 @@ class SamReference:
 
 
 def locate_module(path: str) -> tuple[int | None, str]:
-    """The number of the encoder's layer that a module of the engine stands in, None outside; and its name in there."""
+    """The number of the encoder's layer that a module of the engine stands in, None outside; and
+    its name in there.
+    """
     parts = path.split(".")
     layer = int(parts[2]) if parts[1] in ("blocks", "layers") else None
     return layer, ".".join(parts[3:] if layer is not None else parts[1:])
@@ -259,7 +316,7 @@ _TRANSFORMERS_NAMES = {
     "image_encoder.neck.1": "vision_encoder.neck.layer_norm1",
     "image_encoder.neck.2": "vision_encoder.neck.conv2",
     "image_encoder.neck.3": "vision_encoder.neck.layer_norm2",
-    "prompt_encoder.pe_layer.positional_encoding_gaussian_matrix": "shared_image_embedding.positional_embedding",
+    "prompt_encoder.pe_layer.positional_encoding_gaussian_matrix": "shared_image_embedding.positional_embedding",  # noqa: E501
     "mask_decoder.output_upscaling.0": "mask_decoder.upscale_conv1",
     "mask_decoder.output_upscaling.1": "mask_decoder.upscale_layer_norm",
     "mask_decoder.output_upscaling.3": "mask_decoder.upscale_conv2",
@@ -286,7 +343,9 @@ def _transformers_name(name: str) -> str:
         parts[1] = "point_embed"
     elif "output_hypernetworks_mlps" in parts or "iou_prediction_head" in parts:
         at = parts.index("layers")
-        parts[at : at + 2] = {"0": ["proj_in"], "1": ["layers", "0"], "2": ["proj_out"]}[parts[at + 1]]
+        parts[at : at + 2] = {"0": ["proj_in"], "1": ["layers", "0"], "2": ["proj_out"]}[
+            parts[at + 1]
+        ]
     return ".".join(f"layer_{p}" if p in ("norm1", "norm2", "norm3", "norm4") else p for p in parts)
 
 

@@ -1,4 +1,6 @@
-"""SAM's prompt encoder and mask decoder in plain float32, stage by stage (arXiv:2304.02643, appendix A)."""
+"""SAM's prompt encoder and mask decoder in plain float32, stage by stage (arXiv:2304.02643,
+appendix A).
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,18 @@ class SamDecoderReference:
         self.reference = reference
         self.get, self.linear, self.norm = reference.get, reference.linear, reference.norm
 
-    def prompt_stages(self, points: Tensor, labels: Tensor, mask: Tensor | None) -> Iterator[ReferenceStage]:
-        """points [N, P, 2] in the encoder's pixels, labels [N, P] (−1 absent, 0, 1, corners 2 and 3), mask logits.
+    def prompt_stages(
+        self, points: Tensor, labels: Tensor, mask: Tensor | None
+    ) -> Iterator[ReferenceStage]:
+        """points [N, P, 2] in the encoder's pixels, labels [N, P] (−1 absent, 0, 1, corners 2 and
+        3), mask logits.
 
         Stages: the sparse embeddings, the dense ones, the positions of the image's tokens.
         """
-        reference, matrix = self.reference, self.get("prompt_encoder.pe_layer.positional_encoding_gaussian_matrix")
+        reference, matrix = (
+            self.reference,
+            self.get("prompt_encoder.pe_layer.positional_encoding_gaussian_matrix"),
+        )
         sparse = self._fourier_features((points + 0.5) / reference.image_size, matrix)
         rows = [self.get(f"prompt_encoder.point_embeddings.{i}.weight")[0] for i in range(4)]
         nothing = self.get("prompt_encoder.not_a_point_embed.weight")[0]
@@ -36,7 +44,9 @@ class SamDecoderReference:
             n, p = place.tolist()
             label = int(labels[n, p])
             sparse[n, p] = nothing if label < 0 else sparse[n, p] + rows[label]
-        yield ReferenceStage("prompt_encoder.embed_points", None, "sparse", (points, labels), (sparse,))
+        yield ReferenceStage(
+            "prompt_encoder.embed_points", None, "sparse", (points, labels), (sparse,)
+        )
         yield ReferenceStage(
             "prompt_encoder.embed_masks",
             None,
@@ -52,30 +62,46 @@ class SamDecoderReference:
     def decoder_stages(
         self, image_embedding: Tensor, image_positions: Tensor, sparse: Tensor, dense: Tensor
     ) -> Iterator[ReferenceStage]:
-        """image [1, C, G, G] → stages of the transformer, then the logits [N, 4, 4G, 4G] and the scores [N, 4]."""
+        """image [1, C, G, G] → stages of the transformer, then the logits [N, 4, 4G, 4G] and the
+        scores [N, 4].
+        """
         root, count = "mask_decoder", len(sparse)
-        own = torch.cat((self.get(f"{root}.iou_token.weight"), self.get(f"{root}.mask_tokens.weight")))
+        own = torch.cat(
+            (self.get(f"{root}.iou_token.weight"), self.get(f"{root}.mask_tokens.weight"))
+        )
         start = torch.cat((own.expand(count, -1, -1), sparse), 1)
-        pixels, at = (image_embedding + dense).flatten(2).transpose(1, 2), image_positions.flatten(1).t()
+        pixels, at = (
+            (image_embedding + dense).flatten(2).transpose(1, 2),
+            image_positions.flatten(1).t(),
+        )
         first, tokens = pixels, start
         for i in range(2):
             given = (tokens, pixels, start, at)
             tokens, pixels = self._two_way_block(f"{root}.transformer.layers.{i}", i == 0, *given)
             yield ReferenceStage(
-                f"{root}.transformer.layers.{i}", None, f"transformer.layers.{i}", given, (tokens, pixels)
+                f"{root}.transformer.layers.{i}",
+                None,
+                f"transformer.layers.{i}",
+                given,
+                (tokens, pixels),
             )
         path = f"{root}.transformer"
-        last = self._attention(f"{path}.final_attn_token_to_image", tokens + start, pixels + at, pixels)
+        last = self._attention(
+            f"{path}.final_attn_token_to_image", tokens + start, pixels + at, pixels
+        )
         tokens = self.norm(f"{path}.norm_final_attn", tokens + last, EPS)
         yield ReferenceStage(path, None, "transformer", (first, at, start), (tokens, pixels))
         side = image_embedding.shape[-1]
         maps = self._upscale(pixels.transpose(1, 2).reshape(count, -1, side, side))
         makers = [
-            self._mlp(f"{root}.output_hypernetworks_mlps.{i}.layers", tokens[:, 1 + i]) for i in range(4)
+            self._mlp(f"{root}.output_hypernetworks_mlps.{i}.layers",
+            tokens[:, 1 + i]) for i in range(4)
         ]  # fmt: skip
         masks = torch.einsum("nmc,nchw->nmhw", torch.stack(makers, 1), maps)
         scores = self._mlp(f"{root}.iou_prediction_head.layers", tokens[:, 0])
-        yield ReferenceStage(root, None, "masks", (image_embedding, image_positions, sparse, dense), (masks, scores))
+        yield ReferenceStage(
+            root, None, "masks", (image_embedding, image_positions, sparse, dense), (masks, scores)
+        )
 
     def _fourier_features(self, coords: Tensor, matrix: Tensor) -> Tensor:
         angles = (2 * coords - 1) @ matrix * (2 * math.pi)
@@ -84,18 +110,30 @@ class SamDecoderReference:
     def _dense_embedding(self, mask: Tensor | None, num_prompts: int) -> Tensor:
         grid = self.reference.grid
         if mask is None:
-            return self.get("prompt_encoder.no_mask_embed.weight").view(1, -1, 1, 1).expand(num_prompts, -1, grid, grid)
+            return (
+                self.get("prompt_encoder.no_mask_embed.weight")
+                .view(1, -1, 1, 1)
+                .expand(num_prompts, -1, grid, grid)
+            )
         path = "prompt_encoder.mask_downscaling"
         for conv, norm in ((0, 1), (3, 4)):
-            mask = F.conv2d(mask, self.get(f"{path}.{conv}.weight"), self.get(f"{path}.{conv}.bias"), stride=2)
+            mask = F.conv2d(
+                mask, self.get(f"{path}.{conv}.weight"), self.get(f"{path}.{conv}.bias"), stride=2
+            )
             mask = F.gelu(self.norm(f"{path}.{norm}", mask, 1e-6, channels=True))
         return F.conv2d(mask, self.get(f"{path}.6.weight"), self.get(f"{path}.6.bias"))
 
     def _upscale(self, x: Tensor) -> Tensor:
         path = "mask_decoder.output_upscaling"
-        x = F.conv_transpose2d(x, self.get(f"{path}.0.weight"), self.get(f"{path}.0.bias"), stride=2)
+        x = F.conv_transpose2d(
+            x, self.get(f"{path}.0.weight"), self.get(f"{path}.0.bias"), stride=2
+        )
         x = F.gelu(self.norm(f"{path}.1", x, 1e-6, channels=True))
-        return F.gelu(F.conv_transpose2d(x, self.get(f"{path}.3.weight"), self.get(f"{path}.3.bias"), stride=2))
+        return F.gelu(
+            F.conv_transpose2d(
+                x, self.get(f"{path}.3.weight"), self.get(f"{path}.3.bias"), stride=2
+            )
+        )
 
     def _mlp(self, path: str, x: Tensor) -> Tensor:
         for i in range(2):
@@ -127,12 +165,20 @@ class SamDecoderReference:
             )
         tokens = self.norm(f"{path}.norm1", tokens, EPS)
         looked = self._attention(
-            f"{path}.cross_attn_token_to_image", tokens + token_positions, pixels + pixel_positions, pixels
+            f"{path}.cross_attn_token_to_image",
+            tokens + token_positions,
+            pixels + pixel_positions,
+            pixels,
         )
         tokens = self.norm(f"{path}.norm2", tokens + looked, EPS)
-        inner = self.linear(f"{path}.mlp.lin2", self.linear(f"{path}.mlp.lin1", tokens).clamp(min=0))
+        inner = self.linear(
+            f"{path}.mlp.lin2", self.linear(f"{path}.mlp.lin1", tokens).clamp(min=0)
+        )
         tokens = self.norm(f"{path}.norm3", tokens + inner, EPS)
         told = self._attention(
-            f"{path}.cross_attn_image_to_token", pixels + pixel_positions, tokens + token_positions, tokens
+            f"{path}.cross_attn_image_to_token",
+            pixels + pixel_positions,
+            tokens + token_positions,
+            tokens,
         )
         return tokens, self.norm(f"{path}.norm4", pixels + told, EPS)

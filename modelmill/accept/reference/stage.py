@@ -10,7 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ReferenceStage:
-    """path: the engine's module, or module.method. layer: its number in the encoder, None outside."""
+    """path: the engine's module, or module.method.
+
+    layer: its number in the encoder, None outside.
+    """
 
     path: str
     layer: int | None
@@ -21,7 +24,9 @@ class ReferenceStage:
 
 @dataclass(frozen=True)
 class ReferenceNorm:
-    """A normalisation by the engine's path; channels_first: over dimension 1 of an image instead of the last."""
+    """A normalisation by the engine's path; channels_first: over dimension 1 of an image instead of
+    the last.
+    """
 
     path: str
     weight: Tensor
@@ -37,4 +42,6 @@ class ReferenceNorm:
         mean = x.mean(dim, keepdim=True)
         spread = ((x - mean) ** 2).mean(dim, keepdim=True)
         shape = (-1, 1, 1) if self.channels_first else (-1,)
-        return (x - mean) / (spread + self.eps).sqrt() * self.weight.view(shape) + self.bias.view(shape)
+        return (x - mean) / (spread + self.eps).sqrt() * self.weight.view(shape) + self.bias.view(
+            shape
+        )

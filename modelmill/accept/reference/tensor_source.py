@@ -1,4 +1,6 @@
-"""Where a reference reads its weights: the raw container, under the names of the original model code."""
+"""Where a reference reads its weights: the raw container, under the names of the original model
+code.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +43,19 @@ class OpenedCheckpoint(Protocol):
 
 
 class TensorSource:
-    """Tensors of a Hugging Face container; ``name_prefix`` is what its names begin with ("model." or "").
+    """Tensors of a Hugging Face container; ``name_prefix`` is what its names begin with ("model."
+    or "").
 
     device: where tensors are put; they travel as they are stored and are widened there.
     """
 
     def __init__(
-        self, container: RawContainer, dtype: torch.dtype, name_prefix: str = "", *, device: str | torch.device = "cpu"
+        self,
+        container: RawContainer,
+        dtype: torch.dtype,
+        name_prefix: str = "",
+        *,
+        device: str | torch.device = "cpu",
     ) -> None:
         self.container = container
         self.dtype = dtype
@@ -63,10 +71,14 @@ class TensorSource:
         return name
 
     def stored_tensor(self, name: str) -> Tensor:
-        """The tensor in its stored dtype (quantized ones expanded) and the original model's orientation."""
+        """The tensor in its stored dtype (quantized ones expanded) and the original model's
+        orientation.
+        """
         raw = self.raw_name(name)
         if raw not in self._names:
-            raise TensorMismatch(f"the checkpoint has no tensor {raw}; it is incomplete or of another family")
+            raise TensorMismatch(
+                f"the checkpoint has no tensor {raw}; it is incomplete or of another family"
+            )
         self._read_names.add(raw)
         return self.container.get(raw)
 
@@ -82,14 +94,19 @@ class TensorSource:
         """Its shape, without reading it where the container knows."""
         raw = self.raw_name(name)
         if raw not in self._names:
-            raise TensorMismatch(f"the checkpoint has no tensor {raw}; it is incomplete or of another family")
+            raise TensorMismatch(
+                f"the checkpoint has no tensor {raw}; it is incomplete or of another family"
+            )
         return tuple(self.container.info(raw).shape)
 
     def equal_values(self, name: str, other: str) -> bool:
         """Whether two tensors hold the same numbers; read side by side, in blocks of rows."""
         if self.shape(name) != self.shape(other):
             return False
-        return all(torch.equal(a, b) for a, b in zip(self.row_blocks(name), self.row_blocks(other), strict=True))
+        return all(
+            torch.equal(a, b)
+            for a, b in zip(self.row_blocks(name), self.row_blocks(other), strict=True)
+        )
 
     def get(self, name: str) -> Tensor:
         """The tensor in the reference's dtype."""
@@ -100,7 +117,9 @@ class TensorSource:
         return self._to_reference_dtype(self.stored_tensor(name)[index])
 
     def row_blocks(self, name: str) -> Iterator[Tensor]:
-        """A matrix in blocks of rows, so that a vocabulary never lies in memory widened as a whole."""
+        """A matrix in blocks of rows, so that a vocabulary never lies in memory widened as a
+        whole.
+        """
         matrix = self.stored_tensor(name)
         for start in range(0, matrix.shape[0], BLOCK_ROWS):
             yield self._to_reference_dtype(matrix[start : start + BLOCK_ROWS])

@@ -1,4 +1,6 @@
-"""Residual add and RMSNorm by rows in C++ (add_rms_norm.cpp); the sum takes the residual's memory."""
+"""Residual add and RMSNorm by rows in C++ (add_rms_norm.cpp); the sum takes the residual's
+memory.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,18 @@ available = build.available
 _DTYPES = build.DTYPES
 
 
-def run(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference; mixed dtypes and a residual with gaps or repeated memory are the reference's."""
+def run(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the reference; mixed dtypes and a residual with gaps or repeated memory are the
+    reference's.
+    """
     dtype = x.dtype
-    if dtype not in _DTYPES or not residual.is_contiguous() or not (residual.dtype is weight.dtype is dtype):
+    if (
+        dtype not in _DTYPES
+        or not residual.is_contiguous()
+        or not (residual.dtype is weight.dtype is dtype)
+    ):
         return add_rms_norm(x, residual, weight, eps)
     x, weight = x.contiguous(), weight.contiguous()
     out = torch.empty_like(x)

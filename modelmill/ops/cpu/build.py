@@ -1,10 +1,11 @@
-"""Loads the C++ kernels of this folder: those that came with the package (prebuilt.py), or compiled for this machine.
+"""Loads the C++ kernels of this folder: those that came with the package (prebuilt.py), or compiled
+for this machine.
 
-One shared object holds all of them. Its name in the cache is a digest of everything that decides its code: the sources,
-the flags, the compiler's version and this CPU's instruction sets, so that a cache carried to another machine is never
-run there. Threads are a small team of the library's own (thread_pool.cpp), or torch's where torch has just computed a
-product; how many there may be is what torch has been told. Torch's OpenMP is reached through pointers: nothing is
-linked.
+One shared object holds all of them. Its name in the cache is a digest of everything that decides
+its code: the sources, the flags, the compiler's version and this CPU's instruction sets, so that a
+cache carried to another machine is never run there. Threads are a small team of the library's own
+(thread_pool.cpp), or torch's where torch has just computed a product; how many there may be is what
+torch has been told. Torch's OpenMP is reached through pointers: nothing is linked.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ COMPILED_HERE = "compiled here"
 # What MODELMILL_CPU_KERNELS may say; auto: brought along, else compiled here.
 CHOICES = ("auto", "prebuilt", "native", "none")
 FOLDER = Path(__file__).resolve().parent
-# Rows of activations of a decode step: there bandwidth counts, and calls are too short to release Python's lock.
+# Rows of activations of a decode step: there bandwidth counts, and calls are too short to release
+# Python's lock.
 SMALL_M_LIMIT = 16
 # Codes of simd.h.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -45,7 +47,8 @@ _TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int, "d": cty
 
 @dataclass(frozen=True)
 class Library:
-    """The loaded kernels. Calls through ``with_gil`` keep Python's lock (microseconds); ``without_gil`` releases it.
+    """The loaded kernels. Calls through ``with_gil`` keep Python's lock (microseconds);
+    ``without_gil`` releases it.
 
     origin: for people, "compiled here" or the level that was brought along.
     """
@@ -66,7 +69,8 @@ def available(device_type: str) -> str | None:
 
 
 def function(name: str, signature: str, *, release_gil: bool = False) -> Callable[..., Any]:
-    """The C function ``name`` taking arguments of ``signature``: p pointer, q int64, i int, d double.
+    """The C function ``name`` taking arguments of ``signature``: p pointer, q int64, i int, d
+    double.
 
     Raises MissingDependency where the kernels cannot be built.
     """
@@ -81,9 +85,11 @@ def function(name: str, signature: str, *, release_gil: bool = False) -> Callabl
 
 @functools.cache
 def load() -> Library | str:
-    """The library that the package brings for this processor, else one compiled now if this machine has none yet.
+    """The library that the package brings for this processor, else one compiled now if this machine
+    has none yet.
 
-    A string says why there is none. Raises UsageError where MODELMILL_CPU_KERNELS says something unknown.
+    A string says why there is none. Raises UsageError where MODELMILL_CPU_KERNELS says something
+    unknown.
     """
     choice = _requested_kernels()
     if choice == "none":
@@ -96,7 +102,10 @@ def load() -> Library | str:
             except _KernelsUnavailable as problem:
                 reasons.append(str(problem))
         if choice == "prebuilt":
-            return "; ".join(reasons) or f"this installation has none for this processor in {prebuilt.FOLDER}"
+            return (
+                "; ".join(reasons)
+                or f"this installation has none for this processor in {prebuilt.FOLDER}"
+            )
     try:
         return open_library(compile_library(machine_flags()))
     except _KernelsUnavailable as problem:
@@ -106,17 +115,21 @@ def load() -> Library | str:
 def _requested_kernels() -> str:
     choice = env.cpu_kernels()
     if choice not in CHOICES:
-        raise UsageError(f"MODELMILL_CPU_KERNELS must be one of {', '.join(CHOICES)}, not {choice!r}")
+        raise UsageError(
+            f"MODELMILL_CPU_KERNELS must be one of {', '.join(CHOICES)}, not {choice!r}"
+        )
     return choice
 
 
 def machine_flags() -> tuple[str, ...]:
     """What the compiler is told on this machine.
 
-    MILL_FAR: weights are asked for far ahead, and only as far as the second-level cache, on Zen 4 (AMD's family 25):
-    one row of activations is decoded half as fast again. Other processors have not been measured with it.
-    MILL_FLOATS: bfloat16 is multiplied as floats. Intel's processors take two cycles for AVX512_BF16's product of 32
-    numbers, in which they multiply 64 floats, and two more to round 32 weights of 8 bits to bfloat16; AMD's do not.
+    MILL_FAR: weights are asked for far ahead, and only as far as the second-level cache, on Zen 4
+    (AMD's family 25): one row of activations is decoded half as fast again. Other processors have
+    not been measured with it.
+    MILL_FLOATS: bfloat16 is multiplied as floats. Intel's processors take two cycles for
+    AVX512_BF16's product of 32 numbers, in which they multiply 64 floats, and two more to round 32
+    weights of 8 bits to bfloat16; AMD's do not.
     """
     cpu = _cpu()
     if "GenuineIntel" in cpu:
@@ -129,16 +142,19 @@ def machine_flags() -> tuple[str, ...]:
 def torch_gemm_is_faster() -> bool:
     """Whether torch's products of many bfloat16 rows are faster than ours on this processor.
 
-    With AMX many times. On Intel's AVX-512 without it ours take 0.9 of the time for int8 weights and as long for dense
-    ones, and they wait at no barrier of OpenMP. Without AVX512_BF16 torch has no fast product. AMD's pairs of bfloat16
-    have not been measured: as before.
+    With AMX many times. On Intel's AVX-512 without it ours take 0.9 of the time for int8 weights
+    and as long for dense ones, and they wait at no barrier of OpenMP. Without AVX512_BF16 torch has
+    no fast product. AMD's pairs of bfloat16 have not been measured: as before.
     """
     cpu = _cpu()
     return "amx_bf16" in cpu or ("avx512_bf16" in cpu and "GenuineIntel" not in cpu)
 
 
 def compile_library(flags: tuple[str, ...]) -> Path:
-    """Path of the shared object for ``flags``, compiled now if it is not in the cache. Raises _KernelsUnavailable."""
+    """Path of the shared object for ``flags``, compiled now if it is not in the cache.
+
+    Raises _KernelsUnavailable.
+    """
     compiler, version = _compiler()
     target = _target(flags, compiler, version)
     if not target.exists():
@@ -167,7 +183,9 @@ def open_library(path: Path) -> Library:
     try:
         library = Library(path, ctypes.PyDLL(str(path)), ctypes.CDLL(str(path)), 0)
     except OSError as problem:
-        raise _KernelsUnavailable(f"{path} cannot be loaded: {problem}; delete it to build it again") from None
+        raise _KernelsUnavailable(
+            f"{path} cannot be loaded: {problem}; delete it to build it again"
+        ) from None
     hand_over = library.with_gil.modelmill_threads
     hand_over.argtypes = [ctypes.c_void_p] * 3
     hand_over.restype = None
@@ -176,9 +194,12 @@ def open_library(path: Path) -> Library:
     failed = library.with_gil.modelmill_self_check()
     if failed:
         raise _KernelsUnavailable(
-            f"{path} computes wrongly (check {failed}): the compiler or the machine is not what it says"
+            f"{path} computes wrongly (check {failed}): the compiler or the machine is not what "
+            "it says"
         )
-    return Library(path, library.with_gil, library.without_gil, library.with_gil.modelmill_vector_width())
+    return Library(
+        path, library.with_gil, library.without_gil, library.with_gil.modelmill_vector_width()
+    )
 
 
 class _KernelsUnavailable(Exception):
@@ -221,17 +242,30 @@ def _cpu() -> str:
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0]
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
-    wanted = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU part", "CPU implementer")
+    wanted = (
+        "vendor_id",
+        "cpu family",
+        "model",
+        "stepping",
+        "flags",
+        "Features",
+        "CPU part",
+        "CPU implementer",
+    )
     return "\n".join(line for line in first.splitlines() if line.split(":")[0].strip() in wanted)
 
 
 def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> None:
-    """Build in a folder of our own and move the result in place, so that two processes may do so at once."""
+    """Build in a folder of our own and move the result in place, so that two processes may do so at
+    once.
+    """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="building-", dir=target.parent) as folder:
             objects = [Path(folder) / f"{source.stem}.o" for source in _sources()]
-            commands = [[compiler, *flags, "-c", str(s), "-o", str(o)] for s, o in zip(_sources(), objects)]
+            commands = [
+                [compiler, *flags, "-c", str(s), "-o", str(o)] for s, o in zip(_sources(), objects)
+            ]
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 list(pool.map(_execute, commands))
             made = Path(folder) / "kernels.so"
@@ -249,16 +283,27 @@ def _execute(command: list[str]) -> None:
     except subprocess.TimeoutExpired:
         raise _KernelsUnavailable(f"{command[0]} did not finish within 300 s") from None
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["?"]
+        lines = (
+            [line for line in done.stderr.splitlines() if "error" in line]
+            or done.stderr.splitlines()
+            or ["?"]
+        )
         raise _KernelsUnavailable(f"{command[0]} fails: {lines[0].strip()}")
 
 
 def _openmp_symbols() -> tuple[int | None, ...]:
-    """Addresses of what thread_pool.cpp calls in the OpenMP runtime that torch itself uses; None where it has none."""
+    """Addresses of what thread_pool.cpp calls in the OpenMP runtime that torch itself uses; None
+    where it has none.
+    """
     library = next(Path(torch.__file__).parent.glob("lib/libtorch_cpu.*"), None)
     try:
-        torch_cpu = ctypes.CDLL(str(library))  # already loaded: a lookup searches it and what it depends on
-        found = [torch_cpu.omp_get_max_threads, torch_cpu.GOMP_parallel, torch_cpu.omp_get_thread_num]
+        # already loaded: a lookup searches it and what it depends on
+        torch_cpu = ctypes.CDLL(str(library))
+        found = [
+            torch_cpu.omp_get_max_threads,
+            torch_cpu.GOMP_parallel,
+            torch_cpu.omp_get_thread_num,
+        ]
     except (OSError, AttributeError):
         return None, None, None
     return tuple(ctypes.cast(entry, ctypes.c_void_p).value for entry in found)

@@ -1,4 +1,6 @@
-"""All layers on a few tokens in one call of C++ (decode.cpp), with the same bits as this folder's other ops."""
+"""All layers on a few tokens in one call of C++ (decode.cpp), with the same bits as this folder's
+other ops.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,20 @@ import numpy as np
 import torch
 
 from modelmill.ops.cpu import build
-from modelmill.ops.decode import DecodeInputs, DecodeLayerWeights, DecodeLinearWeights, DecoderStackWeights, decode
+from modelmill.ops.decode import (
+    DecodeInputs,
+    DecodeLayerWeights,
+    DecodeLinearWeights,
+    DecoderStackWeights,
+    decode,
+)
 
 available = build.available
 _DTYPES = build.DTYPES
 
 
-# Up to so many tokens go in parts of SMALL_M_LIMIT: two passes over the weights cost less than the products of more
-# rows.
+# Up to so many tokens go in parts of SMALL_M_LIMIT: two passes over the weights cost less than the
+# products of more rows.
 MAX_ROWS = 2 * build.SMALL_M_LIMIT
 
 
@@ -29,7 +37,12 @@ def run(x: torch.Tensor, stack: DecoderStackWeights, tokens: DecodeInputs) -> to
     if packed is None or packed.k is not tokens.k or packed.v is not tokens.v:
         packed = stack.packed["cpu"] = _PackedDecoder(stack, tokens.k, tokens.v)
     t, count = tokens, x.shape[0]
-    if not packed.supported or x.dtype is not packed.dtype or count > MAX_ROWS or not _are_plain_tokens(t):
+    if (
+        not packed.supported
+        or x.dtype is not packed.dtype
+        or count > MAX_ROWS
+        or not _are_plain_tokens(t)
+    ):
         return decode(x, stack, tokens)
     rows = count if t.logit_rows is None else t.logit_rows.shape[0]
     logits = torch.empty(rows, stack.lm_head.weight.shape[0])
@@ -50,7 +63,10 @@ def run(x: torch.Tensor, stack: DecoderStackWeights, tokens: DecodeInputs) -> to
 
 
 def _slice_tokens(t: DecodeInputs, starts: list[int], first: int, last: int) -> DecodeInputs:
-    """Tokens first … last - 1 of a step. Earlier parts have written their keys and values when a later one runs."""
+    """Tokens first … last - 1 of a step.
+
+    Earlier parts have written their keys and values when a later one runs.
+    """
     begin = bisect_right(starts, first) - 1
     end = bisect_left(starts, last)
     inner = [min(max(at, first), last) - first for at in starts[begin : end + 1]]
@@ -68,7 +84,13 @@ def _slice_tokens(t: DecodeInputs, starts: list[int], first: int, last: int) -> 
     )
 
 
-def _call(logits: torch.Tensor, residual: torch.Tensor, packed: _PackedDecoder, t: DecodeInputs, eps: float) -> None:
+def _call(
+    logits: torch.Tensor,
+    residual: torch.Tensor,
+    packed: _PackedDecoder,
+    t: DecodeInputs,
+    eps: float,
+) -> None:
     """One pass over the layers. residual: [count, H], the embeddings, written over."""
     given = np.array(
         (
@@ -101,25 +123,41 @@ def _call(logits: torch.Tensor, residual: torch.Tensor, packed: _PackedDecoder, 
 class _PackedDecoder:
     """The addresses of a stack's tensors as decode.cpp reads them. supported: whether it can."""
 
-    def __init__(self, stack: DecoderStackWeights, k: tuple[torch.Tensor, ...], v: tuple[torch.Tensor, ...]) -> None:
+    def __init__(
+        self, stack: DecoderStackWeights, k: tuple[torch.Tensor, ...], v: tuple[torch.Tensor, ...]
+    ) -> None:
         self.k, self.v = k, v
         self.dtype = dtype = stack.norm.dtype
         _, kv_heads, page_size, dim = k[0].shape
         tensors = [*k, *v, stack.norm, *(t for layer in stack.layers for t in _is_plain(layer))]
-        matrices = [m for layer in stack.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        matrices = [
+            m for layer in stack.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)
+        ]
         self.supported = (
             dtype in _DTYPES
             and all(t.dtype is dtype and t.is_contiguous() for t in tensors)
             and all(_is_readable(m, dtype) for m in (*matrices, stack.lm_head))
             and all((layer.q_norm is None) is (layer.k_norm is None) for layer in stack.layers)
         )
-        words = [len(stack.layers), len(stack.norm), stack.heads, kv_heads, dim, page_size, stack.norm.data_ptr()]
+        words = [
+            len(stack.layers),
+            len(stack.norm),
+            stack.heads,
+            kv_heads,
+            dim,
+            page_size,
+            stack.norm.data_ptr(),
+        ]
         self.stack = np.array([*words, *_pack_linear(stack.lm_head)], dtype=np.int64)
-        self.layers = np.array([_pack_layer(*each) for each in zip(stack.layers, k, v, strict=True)], dtype=np.int64)
+        self.layers = np.array(
+            [_pack_layer(*each) for each in zip(stack.layers, k, v, strict=True)], dtype=np.int64
+        )
 
 
 def _is_plain(layer: DecodeLayerWeights) -> list[torch.Tensor]:
-    return [t for t in (layer.attn_norm, layer.mlp_norm, layer.q_norm, layer.k_norm) if t is not None]
+    return [
+        t for t in (layer.attn_norm, layer.mlp_norm, layer.q_norm, layer.k_norm) if t is not None
+    ]
 
 
 def _is_readable(m: DecodeLinearWeights, dtype: torch.dtype) -> bool:
@@ -127,11 +165,24 @@ def _is_readable(m: DecodeLinearWeights, dtype: torch.dtype) -> bool:
         assert m.scale is not None, "groups have scales"
         grids = [t for t in (m.scale, m.offset) if t is not None]
         bias = m.bias is None or (m.bias.dtype is dtype and m.bias.is_contiguous())
-        alike = m.scale.dtype in (torch.float16, torch.float32) and all(t.dtype is m.scale.dtype for t in grids)
-        return bias and alike and all(t.is_contiguous() for t in (m.weight, *grids)) and m.group_size % 32 == 0
+        alike = m.scale.dtype in (torch.float16, torch.float32) and all(
+            t.dtype is m.scale.dtype for t in grids
+        )
+        return (
+            bias
+            and alike
+            and all(t.is_contiguous() for t in (m.weight, *grids))
+            and m.group_size % 32 == 0
+        )
     held = m.weight.dtype is (dtype if m.scale is None else torch.int8)
-    plain = m.weight.is_contiguous() and (m.bias is None or (m.bias.dtype is dtype and m.bias.is_contiguous()))
-    return held and plain and (m.scale is None or (m.scale.dtype is torch.float32 and m.scale.is_contiguous()))
+    plain = m.weight.is_contiguous() and (
+        m.bias is None or (m.bias.dtype is dtype and m.bias.is_contiguous())
+    )
+    return (
+        held
+        and plain
+        and (m.scale is None or (m.scale.dtype is torch.float32 and m.scale.is_contiguous()))
+    )
 
 
 def _pack_layer(layer: DecodeLayerWeights, k: torch.Tensor, v: torch.Tensor) -> list[int]:

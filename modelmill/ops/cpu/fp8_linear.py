@@ -1,4 +1,6 @@
-"""Products with fp8 weights in C++ (fp8_linear.cpp): widened to float in registers, so that a byte a weight is read."""
+"""Products with fp8 weights in C++ (fp8_linear.cpp): widened to float in registers, so that a byte
+a weight is read.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Products with weights in groups along K, in C++ (groupwise.h). Activations stay as they are.
 
-The codes become floats in registers, so that only half a byte or a byte a weight comes from memory. Many rows of
-bfloat16: a slice of the weights is rounded to bfloat16, then torch's blocked product.
+The codes become floats in registers, so that only half a byte or a byte a weight comes from memory.
+Many rows of bfloat16: a slice of the weights is rounded to bfloat16, then torch's blocked product.
 """
 
 from __future__ import annotations
@@ -41,7 +41,12 @@ class GroupwiseLinear:
     ) -> torch.Tensor:
         """As the reference, but that many rows of bfloat16 meet weights rounded to bfloat16."""
         dtype = x.dtype
-        if dtype not in _DTYPES or x.dim() != 2 or group % PACK_COLUMNS or not _supports_weight(weight, scale, offset):
+        if (
+            dtype not in _DTYPES
+            or x.dim() != 2
+            or group % PACK_COLUMNS
+            or not _supports_weight(weight, scale, offset)
+        ):
             return self.reference(x, weight, scale, offset, group, bias)
         if bias is not None and not (bias.is_contiguous() and bias.dtype is dtype):
             return self.reference(x, weight, scale, offset, group, bias)
@@ -75,13 +80,26 @@ class GroupwiseLinear:
         widen = _function(self.dequant_kernel, "ppppqqqii", long=False)
         for first in range(0, n, step):
             count = min(step, n - first)
-            parts = [None if t is None else t[first : first + count].data_ptr() for t in (weight, scale, offset)]
-            widen(wide.data_ptr(), *parts, k, count, group, _DTYPES[x.dtype], scale.dtype is torch.float16)
+            parts = [
+                None if t is None else t[first : first + count].data_ptr()
+                for t in (weight, scale, offset)
+            ]
+            widen(
+                wide.data_ptr(),
+                *parts,
+                k,
+                count,
+                group,
+                _DTYPES[x.dtype],
+                scale.dtype is torch.float16,
+            )
             torch.mm(x, wide[:count].t(), out=out[:, first : first + count])
         return out if bias is None else out.add_(bias)
 
 
-def _supports_weight(weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None) -> bool:
+def _supports_weight(
+    weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None
+) -> bool:
     grids = (scale,) if offset is None else (scale, offset)
     return (
         weight.is_contiguous()

@@ -1,7 +1,7 @@
 """Products with int8 weights in C++ (int8_linear.cpp). Activations stay as they are.
 
-The integers become floats in registers, so that only a byte a weight comes from memory. Many rows of bfloat16: exact
-bfloat16 copies of a slice of the weights, then torch's blocked product.
+The integers become floats in registers, so that only a byte a weight comes from memory. Many rows
+of bfloat16: exact bfloat16 copies of a slice of the weights, then torch's blocked product.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ _DTYPES = build.DTYPES
 DEQUANT_SLICE_BYTES = 4 << 20
 
 
-def run(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As the reference, but that in 16 bit a few rows keep float sums until the one rounding at the end."""
+def run(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As the reference, but that in 16 bit a few rows keep float sums until the one rounding at the
+    end.
+    """
     dtype = x.dtype
     if dtype not in _DTYPES or x.dim() != 2 or not _supports_weight(weight, scale):
         return int8_linear(x, weight, scale, bias)
@@ -37,13 +41,26 @@ def run(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.
     out = torch.empty(rows, n, dtype=dtype)
     added = None if bias is None else bias.data_ptr()
     kernel = _kernel() if rows <= build.SMALL_M_LIMIT else _long_kernel()
-    kernel(out.data_ptr(), x.data_ptr(), weight.data_ptr(), scale.data_ptr(), added, rows, k, n, _DTYPES[dtype])
+    kernel(
+        out.data_ptr(),
+        x.data_ptr(),
+        weight.data_ptr(),
+        scale.data_ptr(),
+        added,
+        rows,
+        k,
+        n,
+        _DTYPES[dtype],
+    )
     return out
 
 
 def _supports_weight(weight: torch.Tensor, scale: torch.Tensor) -> bool:
     return (
-        weight.dtype is torch.int8 and scale.dtype is torch.float32 and weight.is_contiguous() and scale.is_contiguous()
+        weight.dtype is torch.int8
+        and scale.dtype is torch.float32
+        and weight.is_contiguous()
+        and scale.is_contiguous()
     )
 
 

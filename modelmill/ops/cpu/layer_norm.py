@@ -24,7 +24,16 @@ def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -
     out = torch.empty_like(x)
     width = weight.numel()
     rows = x.numel() // width
-    _kernel()(out.data_ptr(), x.data_ptr(), weight.data_ptr(), bias.data_ptr(), rows, width, eps, _DTYPES[dtype])
+    _kernel()(
+        out.data_ptr(),
+        x.data_ptr(),
+        weight.data_ptr(),
+        bias.data_ptr(),
+        rows,
+        width,
+        eps,
+        _DTYPES[dtype],
+    )
     return out
 
 

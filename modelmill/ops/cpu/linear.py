@@ -1,7 +1,8 @@
 """Dense products in C++ (linear.cpp).
 
-Every number of rows is served here, and a row gives the same bits alone and in a batch; but in bfloat16 torch's product
-is faster from 17 rows on where the processor multiplies matrices (``build.torch_gemm_is_faster``).
+Every number of rows is served here, and a row gives the same bits alone and in a batch; but in
+bfloat16 torch's product is faster from 17 rows on where the processor multiplies matrices
+(``build.torch_gemm_is_faster``).
 """
 
 from __future__ import annotations
@@ -22,10 +23,17 @@ _DTYPES = build.DTYPES
 def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As the reference, which also serves other dimensions, mixed dtypes and weights with gaps."""
     dtype = x.dtype
-    if dtype not in _DTYPES or x.dim() != 2 or weight.dtype is not dtype or not weight.is_contiguous():
+    if (
+        dtype not in _DTYPES
+        or x.dim() != 2
+        or weight.dtype is not dtype
+        or not weight.is_contiguous()
+    ):
         return linear(x, weight, bias)
     rows, k = x.shape
-    if not prefers_native(dtype, rows, k) or (bias is not None and not (bias.is_contiguous() and bias.dtype is dtype)):
+    if not prefers_native(dtype, rows, k) or (
+        bias is not None and not (bias.is_contiguous() and bias.dtype is dtype)
+    ):
         return linear(x, weight, bias)
     x = x.contiguous()
     n = weight.shape[0]
@@ -49,7 +57,11 @@ def max_native_rows(dtype: torch.dtype) -> int:
     """Rows up to which these kernels beat torch's product."""
     library = build.load()
     narrow = isinstance(library, str) or library.vector_width < 8
-    return build.SMALL_M_LIMIT if narrow or (dtype is torch.bfloat16 and build.torch_gemm_is_faster()) else 1 << 62
+    return (
+        build.SMALL_M_LIMIT
+        if narrow or (dtype is torch.bfloat16 and build.torch_gemm_is_faster())
+        else 1 << 62
+    )
 
 
 @functools.cache

@@ -1,9 +1,11 @@
-"""How the threads of torch's OpenMP wait for each other, where torch was imported before anybody could say it.
+"""How the threads of torch's OpenMP wait for each other, where torch was imported before anybody
+could say it.
 
-The runtime reads its environment when it is loaded. By default GNU's threads spin 300,000 times at a barrier (up to 20
-ms), and where another process has one of the cores, they spin on the one that the last of them needs: a prompt of 128
-tokens took 3.9 s in place of 0.1. While there are more threads than processors GNU's runtime lets them spin a hundred
-times only (its manual, GOMP_SPINCOUNT). So we give it some threads that sleep for ever.
+The runtime reads its environment when it is loaded. By default GNU's threads spin 300,000 times at
+a barrier (up to 20 ms), and where another process has one of the cores, they spin on the one that
+the last of them needs: a prompt of 128 tokens took 3.9 s in place of 0.1. While there are more
+threads than processors GNU's runtime lets them spin a hundred times only (its manual,
+GOMP_SPINCOUNT). So we give it some threads that sleep for ever.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ import torch
 from modelmill.core import env
 
 _lock = threading.Lock()
-_limited_threads: list[threading.Thread] = []  # whose team makes the threads more than the processors
+# whose team makes the threads more than the processors
+_limited_threads: list[threading.Thread] = []
 
 
 def limit_spin_wait() -> None:
-    """Have the threads of GNU's OpenMP spin for microseconds, unless its environment says how long. For good.
+    """Have the threads of GNU's OpenMP spin for microseconds, unless its environment says how long.
+    For good.
 
     To be called once torch knows how many threads it may use.
     """
@@ -37,7 +41,11 @@ def describe_wait_policy() -> str:
     named = env.openmp_wait_settings()
     if named:
         return ", ".join(f"{name}={value}" for name, value in named.items())
-    return "spin for microseconds (torch was imported first)" if _limited_threads else "as the OpenMP runtime likes"
+    return (
+        "spin for microseconds (torch was imported first)"
+        if _limited_threads
+        else "as the OpenMP runtime likes"
+    )
 
 
 def _keep_threads() -> None:

@@ -1,7 +1,8 @@
 """Attention over the paged cache in C++ (paged_attention.cpp).
 
-Prompts are taken in blocks of queries that share tiles of keys; a single query's context is split into parts of fixed
-length over the threads, so that a sequence gives the same bits alone and in a batch.
+Prompts are taken in blocks of queries that share tiles of keys; a single query's context is split
+into parts of fixed length over the threads, so that a sequence gives the same bits alone and in a
+batch.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def run(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As the reference, which also serves fp8 pages, caches with gaps and index tensors other than packed int32."""
+    """As the reference, which also serves fp8 pages, caches with gaps and index tensors other than
+    packed int32.
+    """
     dtype = q.dtype
     if (
         dtype not in _DTYPES
@@ -74,11 +77,14 @@ def run(
 
 
 def _supports_pages(dtype: torch.dtype, *scales: torch.Tensor | None) -> bool:
-    """Whether pages are of a dtype that the kernel reads: 16 or 32 bits, or int8 with packed scales."""
+    """Whether pages are of a dtype that the kernel reads: 16 or 32 bits, or int8 with packed
+    scales.
+    """
     if all(scale is None for scale in scales):
         return dtype in _DTYPES
     return dtype is torch.int8 and all(
-        scale is not None and scale.dtype is torch.float32 and scale.is_contiguous() for scale in scales
+        scale is not None and scale.dtype is torch.float32 and scale.is_contiguous()
+        for scale in scales
     )
 
 

@@ -1,9 +1,10 @@
 """CPU kernels that a wheel brings along, compiled beforehand for common levels of processors.
 
-A level is a set of instructions that compilers know by name. At run time the best one that this processor offers is
-taken (``supported_levels``), so that no compiler is needed and no instruction is met that the processor lacks. A file's
-name holds a digest of the sources and flags that it was made of: one of other sources is never loaded. Standard library
-only, since setup.py reads this file before anything is installed.
+A level is a set of instructions that compilers know by name. At run time the best one that this
+processor offers is taken (``supported_levels``), so that no compiler is needed and no instruction
+is met that the processor lacks. A file's name holds a digest of the sources and flags that it was
+made of: one of other sources is never loaded. Standard library only, since setup.py reads this file
+before anything is installed.
 """
 
 from __future__ import annotations
@@ -29,11 +30,20 @@ COMMON_FLAGS = (
     "-fno-math-errno",
     "-w",
 )
-# Runs on systems older than the one that compiles: only old symbols of glibc (thread_pool.cpp), nothing of libstdc++.
+# Runs on systems older than the one that compiles: only old symbols of glibc (thread_pool.cpp),
+# nothing of libstdc++.
 _PORTABLE = ("-DMILL_PORTABLE", "-fno-threadsafe-statics")
-LINK_FLAGS = ("-shared", "-static-libstdc++", "-static-libgcc", "-s", "-Wl,-z,noexecstack", "-Wl,--as-needed")
+LINK_FLAGS = (
+    "-shared",
+    "-static-libstdc++",
+    "-static-libgcc",
+    "-s",
+    "-Wl,-z,noexecstack",
+    "-Wl,--as-needed",
+)
 
-# Instructions by the names of /proc/cpuinfo: https://gitlab.com/x86-psABIs/x86-64-ABI, "micro-architecture levels".
+# Instructions by the names of /proc/cpuinfo: https://gitlab.com/x86-psABIs/x86-64-ABI,
+# "micro-architecture levels".
 _V2 = frozenset(["cx16", "lahf_lm", "popcnt", "pni", "ssse3", "sse4_1", "sse4_2"])
 _V3 = _V2 | frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"])
 _V4 = _V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
@@ -44,10 +54,11 @@ _BF16_FLAGS = (*_VNNI_FLAGS, "-mavx512bf16")
 
 
 class CpuLevel(NamedTuple):
-    """required_features: instructions by /proc/cpuinfo's names. vendor, family: the only processors it is for; None:
-    all.
+    """required_features: instructions by /proc/cpuinfo's names. vendor, family: the only processors
+    it is for; None: all.
 
-    machine: as ``platform.machine`` says it. flags: what its compiler is told beside ``COMMON_FLAGS``.
+    machine: as ``platform.machine`` says it. flags: what its compiler is told beside
+    ``COMMON_FLAGS``.
     """
 
     name: str
@@ -90,14 +101,18 @@ def file_name(level: CpuLevel, folder: Path = SOURCES) -> str:
     digest = hashlib.sha256("\0".join((*compile_flags(level), *LINK_FLAGS)).encode())
     for path in native_sources(folder):
         # line ends are no part of a source: a checkout may change them
-        digest.update(b"\0" + path.name.encode() + b"\0" + path.read_bytes().replace(b"\r\n", b"\n"))
+        digest.update(
+            b"\0" + path.name.encode() + b"\0" + path.read_bytes().replace(b"\r\n", b"\n")
+        )
     return f"{level.name}-{digest.hexdigest()[:24]}.so"
 
 
 def compile_commands(
     compiler: str, level: CpuLevel, objects: Path, target: Path, folder: Path = SOURCES
 ) -> tuple[list[list[str]], list[str]]:
-    """(commands that may run at once, the one that links after them) for a level's shared object ``target``."""
+    """(commands that may run at once, the one that links after them) for a level's shared object
+    ``target``.
+    """
     files = sorted(folder.glob("*.cpp"))
     made = {source: str(objects / f"{level.name}-{source.stem}.o") for source in files}
     flags = compile_flags(level)
@@ -106,18 +121,26 @@ def compile_commands(
 
 
 def glibc_needed(library: bytes) -> tuple[int, int] | None:
-    """The newest version of glibc whose symbols a shared object asks for; None where it names none (another libc)."""
-    versions = [(int(major), int(minor)) for major, minor in re.findall(rb"GLIBC_(\d+)\.(\d+)", library)]
+    """The newest version of glibc whose symbols a shared object asks for; None where it names none
+    (another libc).
+    """
+    versions = [
+        (int(major), int(minor)) for major, minor in re.findall(rb"GLIBC_(\d+)\.(\d+)", library)
+    ]
     return max(versions, default=None)
 
 
 def available_levels(
     cpuinfo: str | None = None, machine: str | None = None, folder: Path = FOLDER
 ) -> Iterator[tuple[CpuLevel, Path]]:
-    """The levels that this processor can run and this installation has of these very sources, best first."""
+    """The levels that this processor can run and this installation has of these very sources, best
+    first.
+    """
     if not folder.is_dir():
         return
-    for level in supported_levels(_read(CPUINFO) if cpuinfo is None else cpuinfo, machine or platform.machine()):
+    for level in supported_levels(
+        _read(CPUINFO) if cpuinfo is None else cpuinfo, machine or platform.machine()
+    ):
         path = folder / file_name(level)
         if path.is_file():
             yield level, path
@@ -126,13 +149,16 @@ def available_levels(
 def supported_levels(cpuinfo: str, machine: str) -> list[CpuLevel]:
     """The levels whose instructions every processor of /proc/cpuinfo has, best first.
 
-    The system leaves out of that file what it does not save when threads change, so nothing listed there can trap.
+    The system leaves out of that file what it does not save when threads change, so nothing listed
+    there can trap.
     """
     blocks = [_fields(block) for block in cpuinfo.split("\n\n")]
     blocks = [block for block in blocks if "flags" in block or "Features" in block]
     if not blocks:
         return []
-    offered = [frozenset((block.get("flags") or block.get("Features", "")).split()) for block in blocks]
+    offered = [
+        frozenset((block.get("flags") or block.get("Features", "")).split()) for block in blocks
+    ]
     everywhere = frozenset.intersection(*offered)
     return [
         level

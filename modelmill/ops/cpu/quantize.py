@@ -24,7 +24,9 @@ def supports(
 ) -> bool:
     """int8 of 8 bits in the order given, scaled by token or by one factor."""
     plain = dtype is torch.int8 and bits == 8 and zero_point is None and perm is None
-    return plain and (inv_scale is None or (inv_scale.numel() == 1 and inv_scale.dtype is torch.float32))
+    return plain and (
+        inv_scale is None or (inv_scale.numel() == 1 and inv_scale.dtype is torch.float32)
+    )
 
 
 def run(
@@ -36,7 +38,11 @@ def run(
     bits: int = 8,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As the reference, bit for bit."""
-    if x.dtype not in build.DTYPES or not supports(x, dtype, inv_scale, zero_point, perm, bits) or not x.numel():
+    if (
+        x.dtype not in build.DTYPES
+        or not supports(x, dtype, inv_scale, zero_point, perm, bits)
+        or not x.numel()
+    ):
         return quantize(x, dtype, inv_scale, zero_point, perm, bits)
     x = x.contiguous()
     out = torch.empty(x.shape, dtype=torch.int8)
@@ -44,7 +50,9 @@ def run(
     width = x.shape[-1]
     given = None if inv_scale is None else inv_scale.data_ptr()
     told = None if scale is None else scale.data_ptr()
-    _kernel()(out.data_ptr(), told, x.data_ptr(), given, x.numel() // width, width, build.DTYPES[x.dtype])
+    _kernel()(
+        out.data_ptr(), told, x.data_ptr(), given, x.numel() // width, width, build.DTYPES[x.dtype]
+    )
     return out, scale
 
 

@@ -23,7 +23,15 @@ def run(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     x, weight = x.contiguous(), weight.contiguous()
     out = torch.empty_like(x)
     width = weight.numel()
-    _kernel()(out.data_ptr(), x.data_ptr(), weight.data_ptr(), x.numel() // width, width, eps, _DTYPES[dtype])
+    _kernel()(
+        out.data_ptr(),
+        x.data_ptr(),
+        weight.data_ptr(),
+        x.numel() // width,
+        width,
+        eps,
+        _DTYPES[dtype],
+    )
     return out
 
 

@@ -30,8 +30,8 @@ def run(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As the reference, which also serves caches with gaps, other index and table dtypes, and one norm without the
-    other."""
+    """As the reference, which also serves caches with gaps, other index and table dtypes, and one
+    norm without the other."""
     dtype = qkv.dtype
     if (
         dtype not in _DTYPES
@@ -47,7 +47,21 @@ def run(
         or (cos is None) is not (sin is None)
         or (q_norm is None) is not (k_norm is None)
     ):
-        return rope_cache(qkv, k_cache, v_cache, slots, heads, cos, sin, q_scale, q_norm, k_norm, eps, k_scale, v_scale)
+        return rope_cache(
+            qkv,
+            k_cache,
+            v_cache,
+            slots,
+            heads,
+            cos,
+            sin,
+            q_scale,
+            q_norm,
+            k_norm,
+            eps,
+            k_scale,
+            v_scale,
+        )
     _, kv_heads, page_size, dim = k_cache.shape
     qkv, slots = qkv.contiguous(), slots.contiguous()
     tokens = qkv.shape[0]

@@ -1,4 +1,6 @@
-"""Products of clustered integers in C++ (rptq_linear.cpp): VNNI where the CPU has it, plain integers elsewhere."""
+"""Products of clustered integers in C++ (rptq_linear.cpp): VNNI where the CPU has it, plain
+integers elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +33,29 @@ def run(
     grids = [t for t in (scale, offset) if t is not None]
     packed = weight.dtype is torch.uint8
     held = (q, weight, step, *grids, *(t for t in (constant, bias) if t is not None))
-    fits = all(t.is_contiguous() for t in held) and group % 32 == 0 and group <= _MAX_GROUP and q.dim() == 2
-    fits = fits and all(t.dtype is scale.dtype and t.dtype in (torch.float16, torch.float32) for t in grids)
-    fits = fits and step.dtype is torch.float32 and (constant is None or constant.dtype is torch.float32)
+    fits = (
+        all(t.is_contiguous() for t in held)
+        and group % 32 == 0
+        and group <= _MAX_GROUP
+        and q.dim() == 2
+    )
+    fits = fits and all(
+        t.dtype is scale.dtype and t.dtype in (torch.float16, torch.float32) for t in grids
+    )
+    fits = (
+        fits
+        and step.dtype is torch.float32
+        and (constant is None or constant.dtype is torch.float32)
+    )
     if not fits or dtype not in _DTYPES or (bias is not None and bias.dtype is not dtype):
         return rptq_linear(q, weight, scale, offset, group, step, constant, bias, dtype)
     rows, columns = q.shape
     n = weight.shape[0]
     out = torch.empty(rows, n, dtype=dtype)
-    pointers = [None if t is None else t.data_ptr() for t in (out, q, weight, scale, offset, step, constant, bias)]
+    pointers = [
+        None if t is None else t.data_ptr()
+        for t in (out, q, weight, scale, offset, step, constant, bias)
+    ]
     kernel = _kernel() if rows <= build.SMALL_M_LIMIT else _long_kernel()
     flags = (_DTYPES[dtype], scale.dtype is torch.float16, packed, step.dim() == 2)
     kernel(*pointers, rows, columns, n, group, *flags)

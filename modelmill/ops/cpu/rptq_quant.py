@@ -39,7 +39,9 @@ def run(
     columns = perm.numel()
     q = torch.empty(rows, columns, dtype=torch.int8)
     step = None if inv_scale is not None else torch.empty(rows, columns // group)
-    pointers = [None if t is None else t.data_ptr() for t in (q, step, x, perm, inv_scale, zero_point)]
+    pointers = [
+        None if t is None else t.data_ptr() for t in (q, step, x, perm, inv_scale, zero_point)
+    ]
     _kernel()(*pointers, rows, width, columns, group, bits, gated, _DTYPES[x.dtype])
     return q, step
 

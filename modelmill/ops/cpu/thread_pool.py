@@ -14,10 +14,12 @@ from modelmill.ops.cpu import build
 
 @contextlib.contextmanager
 def single_thread_torch() -> Iterator[None]:
-    """Inside, torch computes on the caller's thread alone; our kernels may use as many as torch was told.
+    """Inside, torch computes on the caller's thread alone; our kernels may use as many as torch was
+    told.
 
-    For work of many small ops between some large products: OpenMP ends each of torch's with a barrier at which threads
-    spin, and on a busy machine all of them wait for the one that has no core. Ours wait for nobody.
+    For work of many small ops between some large products: OpenMP ends each of torch's with a
+    barrier at which threads spin, and on a busy machine all of them wait for the one that has no
+    core. Ours wait for nobody.
     """
     count = torch.get_num_threads()
     if count == 1 or build.available("cpu") is not None:

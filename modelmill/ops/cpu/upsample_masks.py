@@ -1,6 +1,7 @@
 """Masks enlarged in C++ (upsample_masks.cpp), only where a mask can be.
 
-Sums are taken in the order in which torch takes them for one mask at a time, so that these are its bits there, too.
+Sums are taken in the order in which torch takes them for one mask at a time, so that these are its
+bits there, too.
 """
 
 from __future__ import annotations
@@ -36,11 +37,14 @@ def run(
     masks = torch.empty(count, height, width, dtype=torch.bool) if pixels else None
     found = torch.empty(count, bands, 7, dtype=torch.int64)
     _kernel()(
-        None if masks is None else masks.data_ptr(), found.data_ptr(), logits.data_ptr(), count, side, image,
+        None if masks is None else masks.data_ptr(), found.data_ptr(), logits.data_ptr(), count,
+        side, image,
         resized[0], resized[1], width, height, _ROWS_PER_TASK, 0.0 if offset is None else offset,
     )  # fmt: skip
     low, high, sums = found[..., :2].amin(1), found[..., 2:4].amax(1), found[..., 4:].sum(1)
-    boxes = torch.where(sums[:, :1] > 0, torch.cat((low, high), 1), torch.zeros(1, dtype=torch.int64))
+    boxes = torch.where(
+        sums[:, :1] > 0, torch.cat((low, high), 1), torch.zeros(1, dtype=torch.int64)
+    )
     steady = None if offset is None else sums[:, 1].float() / sums[:, 2].clamp(min=1)
     return masks, boxes, sums[:, 0], steady
 

@@ -1,4 +1,6 @@
-"""Products of int8 with int8 in C++ (w8a8_linear.cpp): exact, the same bits on every machine and in every batch."""
+"""Products of int8 with int8 in C++ (w8a8_linear.cpp): exact, the same bits on every machine and in
+every batch.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,18 @@ def run(
     """As the reference, which also serves other dimensions and memory with gaps."""
     packed = [weight, scale, x_scale] if bias is None else [weight, scale, x_scale, bias]
     floats = scale.dtype is torch.float32 and x_scale.dtype is torch.float32
-    if dtype not in build.DTYPES or x.dim() != 2 or not floats or not all(t.is_contiguous() for t in packed):
+    if (
+        dtype not in build.DTYPES
+        or x.dim() != 2
+        or not floats
+        or not all(t.is_contiguous() for t in packed)
+    ):
         return w8a8_linear(x, weight, scale, x_scale, dtype, bias)
-    if x.dtype is not torch.int8 or weight.dtype is not torch.int8 or (bias is not None and bias.dtype is not dtype):
+    if (
+        x.dtype is not torch.int8
+        or weight.dtype is not torch.int8
+        or (bias is not None and bias.dtype is not dtype)
+    ):
         return w8a8_linear(x, weight, scale, x_scale, dtype, bias)
     x = x.contiguous()
     (rows, k), n = x.shape, weight.shape[0]

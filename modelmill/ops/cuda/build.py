@@ -1,8 +1,9 @@
 """Compiles the CUDA C++ kernels of this folder once for this machine.
 
-NVRTC, the compiler as a library, comes with torch's CUDA packages, so no toolkit is needed; where it is absent, nvcc
-serves. The sources include nothing but this folder's headers. A compiled kernel's name in the cache is a digest of all
-that decides its code: source, headers, macros, architecture and the compiler's version.
+NVRTC, the compiler as a library, comes with torch's CUDA packages, so no toolkit is needed; where
+it is absent, nvcc serves. The sources include nothing but this folder's headers. A compiled
+kernel's name in the cache is a digest of all that decides its code: source, headers, macros,
+architecture and the compiler's version.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class _CompilerUnavailable(Exception):
 
 
 def available(device_type: str) -> str | None:
-    """None where kernels can be compiled and run on devices of this kind ("cuda", "cpu"), else the reason why not."""
+    """None where kernels can be compiled and run on devices of this kind ("cuda", "cpu"), else the
+    reason why not.
+    """
     if device_type != "cuda":
         return "CUDA kernels need a GPU"
     if not torch.cuda.is_available():
@@ -53,7 +56,9 @@ def available(device_type: str) -> str | None:
 
 
 def why_unavailable(device_type: str, name: str, macros: tuple[str, ...]) -> str | None:
-    """None where ``<name>.cu`` compiles for devices of this kind, once a machine; else why not, in one line."""
+    """None where ``<name>.cu`` compiles for devices of this kind, once a machine; else why not, in
+    one line.
+    """
     reason = available(device_type)
     if reason is None:
         try:
@@ -64,7 +69,8 @@ def why_unavailable(device_type: str, name: str, macros: tuple[str, ...]) -> str
 
 
 def compile_cubin(name: str, macros: tuple[str, ...] = ()) -> Path:
-    """Path of the cubin of ``<name>.cu`` with ``macros`` ("DIM=64", …), compiled now if it is not in the cache.
+    """Path of the cubin of ``<name>.cu`` with ``macros`` ("DIM=64", …), compiled now if it is not
+    in the cache.
 
     Raises MissingDependency where there is no compiler, or where it fails.
     """
@@ -76,29 +82,40 @@ def compile_cubin(name: str, macros: tuple[str, ...] = ()) -> Path:
         try:
             _publish(_compile(found, name, macros), target)
         except _CompilerUnavailable as problem:
-            raise MissingDependency(f"the CUDA kernel {name} cannot be compiled: {problem}") from None
+            raise MissingDependency(
+                f"the CUDA kernel {name} cannot be compiled: {problem}"
+            ) from None
     return target
 
 
 @functools.cache
 def find_compiler() -> Compiler | str:
     """The compiler to be used; a string says why there is none."""
-    return find_nvrtc() or find_nvcc() or "there is neither NVRTC (it comes with torch for CUDA) nor nvcc"
+    return (
+        find_nvrtc()
+        or find_nvcc()
+        or "there is neither NVRTC (it comes with torch for CUDA) nor nvcc"
+    )
 
 
 def find_nvrtc() -> Compiler | None:
     """NVRTC as torch's packages hold it, or as the system's loader finds it."""
-    beside_torch = sorted(Path(torch.__file__).parent.parent.glob("nvidia/*/lib/libnvrtc.so.*"), reverse=True)
+    beside_torch = sorted(
+        Path(torch.__file__).parent.parent.glob("nvidia/*/lib/libnvrtc.so.*"), reverse=True
+    )
     for name in (*map(str, beside_torch), "libnvrtc.so.13", "libnvrtc.so.12"):
         try:
-            # It asks the loader for its builtins by their bare name, which finds them only where they are loaded.
+            # It asks the loader for its builtins by their bare name, which finds them only where
+            # they are loaded.
             for builtins in Path(name).parent.glob("libnvrtc-builtins.so.*") if "/" in name else ():
                 ctypes.CDLL(str(builtins))
             library = ctypes.CDLL(name)
             major, minor = ctypes.c_int(), ctypes.c_int()
             library.nvrtcGetErrorString.restype = ctypes.c_char_p
             if library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)) == 0:
-                return Compiler(f"nvrtc {major.value}.{minor.value} {Path(name).name}", library=library)
+                return Compiler(
+                    f"nvrtc {major.value}.{minor.value} {Path(name).name}", library=library
+                )
         except (OSError, AttributeError):
             continue
     return None
@@ -127,10 +144,14 @@ def _key(name: str, macros: tuple[str, ...], version: str) -> str:
 def _compile(compiler: Compiler, name: str, macros: tuple[str, ...]) -> bytes:
     flags = (*FLAGS, f"-I{FOLDER}", *(f"-D{macro}" for macro in macros))
     if compiler.library is not None:
-        return _compile_with_nvrtc(compiler.library, name, (f"--gpu-architecture={ARCHITECTURE}", *flags))
+        return _compile_with_nvrtc(
+            compiler.library, name, (f"--gpu-architecture={ARCHITECTURE}", *flags)
+        )
     assert compiler.path is not None
     number = ARCHITECTURE.removeprefix("sm_")
-    return _compile_with_nvcc(compiler.path, name, (f"-gencode=arch=compute_{number},code=sm_{number}", *flags))
+    return _compile_with_nvcc(
+        compiler.path, name, (f"-gencode=arch=compute_{number},code=sm_{number}", *flags)
+    )
 
 
 def _compile_with_nvrtc(library: ctypes.CDLL, name: str, flags: tuple[str, ...]) -> bytes:
@@ -140,7 +161,9 @@ def _compile_with_nvrtc(library: ctypes.CDLL, name: str, flags: tuple[str, ...])
     def call(function: str, *args: object) -> None:
         failed = getattr(library, function)(*args)
         if failed:
-            raise _CompilerUnavailable(f"{function}: {library.nvrtcGetErrorString(failed).decode()}")
+            raise _CompilerUnavailable(
+                f"{function}: {library.nvrtcGetErrorString(failed).decode()}"
+            )
 
     call("nvrtcCreateProgram", ctypes.byref(program), source, f"{name}.cu".encode(), 0, None, None)
     try:
@@ -149,7 +172,9 @@ def _compile_with_nvrtc(library: ctypes.CDLL, name: str, flags: tuple[str, ...])
             call("nvrtcGetProgramLogSize", program, ctypes.byref(size))
             log = ctypes.create_string_buffer(size.value)
             call("nvrtcGetProgramLog", program, log)
-            raise _CompilerUnavailable(f"NVRTC fails: {_first_error(log.value.decode(errors='replace'))}")
+            raise _CompilerUnavailable(
+                f"NVRTC fails: {_first_error(log.value.decode(errors='replace'))}"
+            )
         call("nvrtcGetCUBINSize", program, ctypes.byref(size))
         cubin = ctypes.create_string_buffer(size.value)
         call("nvrtcGetCUBIN", program, cubin)
@@ -177,11 +202,17 @@ def _first_error(log: str) -> str:
 
 
 def _publish(cubin: bytes, target: Path) -> None:
-    """Write under a name of our own and move it in place, so that two processes may compile at once."""
+    """Write under a name of our own and move it in place, so that two processes may compile at
+    once.
+    """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix="building-", delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            dir=target.parent, prefix="building-", delete=False
+        ) as file:
             file.write(cubin)
         Path(file.name).replace(target)
     except OSError as problem:
-        raise _CompilerUnavailable(f"{target.parent} cannot be written: {problem.strerror}") from None
+        raise _CompilerUnavailable(
+            f"{target.parent} cannot be written: {problem.strerror}"
+        ) from None

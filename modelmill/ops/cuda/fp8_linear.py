@@ -1,7 +1,8 @@
-"""Products of many rows in fp8 on Hopper (gemm_8bit.cu); few rows, or activations as they are, are Triton's work.
+"""Products of many rows in fp8 on Hopper (gemm_8bit.cu); few rows, or activations as they are, are
+Triton's work.
 
-So are thousands of rows where torch has a product for them, which is faster there: SAM's ViT-H in fp8 took 9.45 ms with
-this one and 8.98 with torch's, eight pictures 72.2 and 63.0.
+So are thousands of rows where torch has a product for them, which is faster there: SAM's ViT-H in
+fp8 took 9.45 ms with this one and 8.98 with torch's, eight pictures 72.2 and 63.0.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ def supports(
     """As ``gemm_8bit.supports``, more than a few rows of fp8."""
     if x_scale is None or x.shape[0] <= SMALL_M_LIMIT:
         return False
-    if x.shape[0] >= TORCH_MIN_ROWS and dtype == torch.bfloat16 and not (weight.shape[0] | weight.shape[1]) % 16:
+    if (
+        x.shape[0] >= TORCH_MIN_ROWS
+        and dtype == torch.bfloat16
+        and not (weight.shape[0] | weight.shape[1]) % 16
+    ):
         return False
     return gemm_8bit.supports(x, weight, scale, x_scale, dtype, bias)
 
@@ -45,6 +50,10 @@ def run(
 
 
 def specializations(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[int]:
-    """Numbers of rows, up to ``max_rows``, with which every form of the kernel is met that such a product may take."""
-    max_rows = max_rows if (weight.shape[0] | weight.shape[1]) % 16 else min(max_rows, TORCH_MIN_ROWS - 1)
+    """Numbers of rows, up to ``max_rows``, with which every form of the kernel is met that such a
+    product may take.
+    """
+    max_rows = (
+        max_rows if (weight.shape[0] | weight.shape[1]) % 16 else min(max_rows, TORCH_MIN_ROWS - 1)
+    )
     return gemm_8bit.specializations(x, weight, SMALL_M_LIMIT, max_rows)

@@ -1,8 +1,10 @@
-"""Products with 16-bit weights by Hopper's copy engine and tensor cores: gemm_small_m.cu for decoding,
-gemm_swiglu_large_m.cu for prompts (``qkv_rope_cache`` has the other kernel of gemm_large_m.cuh).
+"""Products with 16-bit weights by Hopper's copy engine and tensor cores: gemm_small_m.cu for
+decoding, gemm_swiglu_large_m.cu for prompts (``qkv_rope_cache`` has the other kernel of
+gemm_large_m.cuh).
 
-Few rows: as fast as the weights come from memory; a block for each multiprocessor, each weight read once. Many rows:
-the gate joined to its two products, whose results would otherwise travel through memory.
+Few rows: as fast as the weights come from memory; a block for each multiprocessor, each weight read
+once. Many rows: the gate joined to its two products, whose results would otherwise travel through
+memory.
 """
 
 from __future__ import annotations
@@ -20,24 +22,28 @@ TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
 TILE_ROWS, DEPTH, STAGES, LARGE_M_THREADS = 128, 64, 4, 384
 TILE_WIDTHS = (256, 224)  # rows of the weight of a tile
 TILES_PER_BAND = 8
-# Of gemm_small_m.cu: columns of the output a block, as (PARTS, WIDE); shared memory that a block may take.
+# Of gemm_small_m.cu: columns of the output a block, as (PARTS, WIDE); shared memory that a block
+# may take.
 WIDTHS = ((1, 32), (1, 64), (1, 96), (1, 128), (2, 96), (2, 128))
 SMALL_M_MAX_ROWS = 64
-# Up to as many rows: columns of the output for each multiprocessor that are served. With few rows Triton's smaller
-# programs leave room for their neighbours in a step, and win where a block would be wide; from 33 to 47 cuBLAS wins.
+# Up to as many rows: columns of the output for each multiprocessor that are served. With few rows
+# Triton's smaller programs leave room for their neighbours in a step, and win where a block would
+# be wide; from 33 to 47 cuBLAS wins.
 SMALL_M_RANGES = ((1, 0), (16, 32), (32, 256), (47, 0), (SMALL_M_MAX_ROWS, 256))
 MIN_WEIGHT_BYTES = 4 << 20
 LARGE_M_MIN_ROWS = 512
 MIN_OCCUPANCY = (
-    0.945  # measured: at 0.948 4 to 5 % faster than cuBLAS and the gate, at 0.94 as fast, at 0.90 8 % slower
+    # measured: at 0.948 4 to 5 % faster than cuBLAS and the gate, at 0.94 as fast, at 0.90 8 %
+    # slower
+    0.945
 )
 MAX_SHARED_BYTES, BARRIER_BYTES = 227 << 10, 16 * 16
 
 
 @dataclass(frozen=True)
 class GemmSmallMKernelConfig:
-    """Launch sizes of gemm_small_m.cu: its macros. padded_rows: rows of x, padded; slabs_per_stage: slabs of 64 columns
-    a stage."""
+    """Launch sizes of gemm_small_m.cu: its macros. padded_rows: rows of x, padded; slabs_per_stage:
+    slabs of 64 columns a stage."""
 
     padded_rows: int
     parts: int
@@ -51,7 +57,8 @@ class GemmSmallMKernelConfig:
     def shared_bytes(self) -> int:
         """Bytes of shared memory of a block."""
         return (
-            self.stages * self.slabs_per_stage * (self.padded_rows + self.parts * self.width) * 128 + 16 * self.stages
+            self.stages * self.slabs_per_stage * (self.padded_rows + self.parts * self.width) * 128
+            + 16 * self.stages
         )
 
     def macros(self, dtype: torch.dtype, *, gated: bool) -> tuple[str, ...]:
@@ -64,7 +71,11 @@ class GemmSmallMKernelConfig:
             "STAGES": self.stages,
         }
         words = [f"{name}={value}" for name, value in sizes.items()]
-        words += [f"CLUSTER={self.cluster}", f"GATED={int(gated)}", f"INVITE={int(self.pdl_at_start)}"]
+        words += [
+            f"CLUSTER={self.cluster}",
+            f"GATED={int(gated)}",
+            f"INVITE={int(self.pdl_at_start)}",
+        ]
         return (*words, *TYPES[dtype])
 
 
@@ -74,29 +85,41 @@ def padded_rows(rows: int) -> int:
 
 
 def small_m_config(rows: int, columns: int, num_sms: int, *, gated: bool) -> GemmSmallMKernelConfig:
-    """Launch sizes for ``columns`` of output: the narrowest blocks of which each multiprocessor needs one at most.
+    """Launch sizes for ``columns`` of output: the narrowest blocks of which each multiprocessor
+    needs one at most.
 
-    Nearly all shared memory is a ring of weights: what of it is filled while the kernel in front computes is time won.
-    """
+    Nearly all shared memory is a ring of weights: what of it is filled while the kernel in front
+    computes is time won."""
     box = padded_rows(rows)
     widths = [(2, wide) for wide in (32, 64, 96, 128)] if gated else WIDTHS
     each = [wide if gated else parts * wide for parts, wide in widths]
-    index = next((i for i, width in enumerate(each) if -(-columns // width) <= num_sms), len(each) - 1)
+    index = next(
+        (i for i, width in enumerate(each) if -(-columns // width) <= num_sms), len(each) - 1
+    )
     parts, wide = widths[index]
     span = 2 if parts * wide <= 64 else 1
     stage = span * (box + parts * wide) * 128
     stages = max(2, min(16, (MAX_SHARED_BYTES - BARRIER_BYTES) // stage))
-    return GemmSmallMKernelConfig(box, parts, wide, span, stages, 2 if box >= 32 and parts * wide >= 192 else 1)
+    return GemmSmallMKernelConfig(
+        box, parts, wide, span, stages, 2 if box >= 32 and parts * wide >= 192 else 1
+    )
 
 
 def supports_tma(x: torch.Tensor) -> bool:
-    """Whether the copy engine can read or write x [R, C]: packed rows that begin at multiples of 16 bytes."""
-    return x.dim() == 2 and x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    """Whether the copy engine can read or write x [R, C]: packed rows that begin at multiples of 16
+    bytes.
+    """
+    return (
+        x.dim() == 2
+        and x.stride(1) == 1
+        and x.stride(0) * x.element_size() % 16 == 0
+        and x.data_ptr() % 16 == 0
+    )
 
 
 def supports_small_m(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether ``few`` takes these and is worth it (``SMALL_M_RANGES``): a matrix that does not live in the cache, one
-    turn.
+    """Whether ``few`` takes these and is worth it (``SMALL_M_RANGES``): a matrix that does not live
+    in the cache, one turn.
 
     cuBLAS reads matrices that need a second turn of the blocks as fast.
     """
@@ -112,15 +135,17 @@ def supports_small_m(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 
 
 def supports_large_m(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether the kernel for many rows takes these and is worth it: its tiles fill the multiprocessors to the end."""
+    """Whether the kernel for many rows takes these and is worth it: its tiles fill the
+    multiprocessors to the end.
+    """
     if x.dim() != 2 or weight.shape[0] % 16 or not supports_operands(x, weight, bias):
         return False
     return large_m_is_faster(x.shape[0], weight.shape[0], launch.sm_count(x.get_device()))
 
 
 def large_m_specializations(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[int]:
-    """Numbers of rows, up to ``max_rows``, with which every form of ``gemm_swiglu_large_m`` is met: the least that each
-    width serves."""
+    """Numbers of rows, up to ``max_rows``, with which every form of ``gemm_swiglu_large_m`` is met:
+    the least that each width serves."""
     if weight.shape[0] % 16 or not supports_operands(x.new_empty((1, x.shape[1])), weight, None):
         return []
     sizes = (weight.shape[0], launch.sm_count(x.get_device()))
@@ -132,8 +157,8 @@ def large_m_specializations(x: torch.Tensor, weight: torch.Tensor, max_rows: int
 
 
 def large_m_row_counts(max_rows: int) -> list[int]:
-    """Numbers of rows, up to ``max_rows``, among which each form of a kernel for many rows is met if any number meets
-    it: tiles fill best at the end of a stretch of them."""
+    """Numbers of rows, up to ``max_rows``, among which each form of a kernel for many rows is met
+    if any number meets it: tiles fill best at the end of a stretch of them."""
     return sorted({*range(LARGE_M_MIN_ROWS, max_rows + 1, 2 * TILE_ROWS), max_rows})
 
 
@@ -150,7 +175,10 @@ def large_m_is_faster(
     widths: tuple[int, ...] = TILE_WIDTHS,
     min_occupancy: float = MIN_OCCUPANCY,
 ) -> bool:
-    """Whether a kernel for many rows is faster than what it replaces. min_occupancy: what its tiles must fill."""
+    """Whether a kernel for many rows is faster than what it replaces.
+
+    min_occupancy: what its tiles must fill.
+    """
     return rows >= LARGE_M_MIN_ROWS and occupancy(rows, outputs, num_sms, widths) >= min_occupancy
 
 
@@ -159,14 +187,24 @@ def pipeline_bytes(width: int) -> int:
     return STAGES * ((TILE_ROWS + width) * DEPTH * 2 + 16)
 
 
-def tile_launch(x: torch.Tensor, columns: int, tile_columns: int, up_offset: int) -> tuple[int, tuple[int, ...]]:
-    """Blocks, and the sizes of gemm_large_m.cuh, of an output of ``columns`` in tiles of ``tile_columns``.
+def tile_launch(
+    x: torch.Tensor, columns: int, tile_columns: int, up_offset: int
+) -> tuple[int, tuple[int, ...]]:
+    """Blocks, and the sizes of gemm_large_m.cuh, of an output of ``columns`` in tiles of
+    ``tile_columns``.
 
     up_offset: how far the second half of a tile's rows of the weight lies behind the first.
     """
     tokens, k = x.shape
     pairs = min(launch.sm_count(x.get_device()) // 2, tile_pairs(tokens, columns, tile_columns))
-    return 2 * pairs, (tokens, columns, -(-k // DEPTH), -(-columns // tile_columns), tile_columns, up_offset)
+    return 2 * pairs, (
+        tokens,
+        columns,
+        -(-k // DEPTH),
+        -(-columns // tile_columns),
+        tile_columns,
+        up_offset,
+    )
 
 
 def waves(pairs: int, num_sms: int) -> int:
@@ -179,9 +217,11 @@ def tile_width(rows: int, outputs: int, num_sms: int, widths: tuple[int, ...] = 
     return min(widths, key=lambda wide: wide * waves(tile_pairs(rows, outputs, wide), num_sms))
 
 
-def occupancy(rows: int, outputs: int, num_sms: int, widths: tuple[int, ...] = TILE_WIDTHS) -> float:
-    """The share of the multiprocessors' time in which tiles compute what is there, of ``rows`` of x and a weight of
-    ``outputs`` rows."""
+def occupancy(
+    rows: int, outputs: int, num_sms: int, widths: tuple[int, ...] = TILE_WIDTHS
+) -> float:
+    """The share of the multiprocessors' time in which tiles compute what is there, of ``rows`` of x
+    and a weight of ``outputs`` rows."""
     pairs = tile_pairs(rows, outputs, tile_width(rows, outputs, num_sms, widths))
     there = rows / (-(-rows // (2 * TILE_ROWS)) * 2 * TILE_ROWS)
     return there * pairs / (waves(pairs, num_sms) * max(1, num_sms // 2))
@@ -206,7 +246,8 @@ def gemm_small_m(
     out: torch.Tensor,
     config: GemmSmallMKernelConfig | None = None,
 ) -> None:
-    """out = x · weightᵀ (+ bias); where out is half as wide as that, silu(first half) · second half.
+    """out = x · weightᵀ (+ bias); where out is half as wide as that, silu(first half) · second
+    half.
 
     x: [T, K], weight: [N, K], out: [T, N] or [T, N / 2], N even.
     """
@@ -217,7 +258,12 @@ def gemm_small_m(
         made = config or small_m_config(tokens, columns, launch.sm_count(device), gated=gated)
         threads = max(1, made.padded_rows // 64) * 128 + 32
         kernel = launch.load_kernel(
-            "gemm_small_m", "gemm_small_m", made.macros(x.dtype, gated=gated), threads, made.shared_bytes, device
+            "gemm_small_m",
+            "gemm_small_m",
+            made.macros(x.dtype, gated=gated),
+            threads,
+            made.shared_bytes,
+            device,
         )
         width = made.width if gated else made.parts * made.width
         blocks = -(-columns // width)
@@ -243,7 +289,8 @@ def gemm_swiglu_large_m(
     width: int | None = None,
     tiles_per_band: int = TILES_PER_BAND,
 ) -> None:
-    """out = silu(first half) · second half of x · weightᵀ (+ bias). x: [T, K], weight: [2 N, K], out: [T, N].
+    """out = silu(first half) · second half of x · weightᵀ (+ bias). x: [T, K], weight: [2 N, K],
+    out: [T, N].
 
     N is a multiple of 8. width: one of TILE_WIDTHS, by default the one with the least to compute.
     """
@@ -251,7 +298,12 @@ def gemm_swiglu_large_m(
     device = x.get_device()
     with torch.cuda.device(x.device):
         width = width or tile_width(tokens, 2 * columns, launch.sm_count(device))
-        macros = (f"WIDE={width}", f"BIAS={int(bias is not None)}", f"BAND={tiles_per_band}", *TYPES[x.dtype])
+        macros = (
+            f"WIDE={width}",
+            f"BIAS={int(bias is not None)}",
+            f"BAND={tiles_per_band}",
+            *TYPES[x.dtype],
+        )
         shared = pipeline_bytes(width) + 2 * 64 * (width // 2) * 2
         kernel = launch.load_kernel(
             "gemm_swiglu_large_m", "gemm_swiglu_large_m", macros, LARGE_M_THREADS, shared, device
@@ -259,13 +311,24 @@ def gemm_swiglu_large_m(
         blocks, sizes = tile_launch(x, columns, width // 2, columns)
         work = struct.pack("=Q6i", 0 if bias is None else bias.data_ptr(), *sizes)
         # 112 columns are no whole number of swizzled boxes
-        leaving = matrix_tensor_map(out, 64) if width % 128 == 0 else matrix_tensor_map(out, 64, 16, swizzled=False)
+        leaving = (
+            matrix_tensor_map(out, 64)
+            if width % 128 == 0
+            else matrix_tensor_map(out, 64, 16, swizzled=False)
+        )
         kernel.launch(
-            blocks, matrix_tensor_map(x, TILE_ROWS), matrix_tensor_map(weight, width // 2), leaving, work, pdl=True
+            blocks,
+            matrix_tensor_map(x, TILE_ROWS),
+            matrix_tensor_map(weight, width // 2),
+            leaving,
+            work,
+            pdl=True,
         )
 
 
-def matrix_tensor_map(x: torch.Tensor, rows: int, columns: int = 64, *, swizzled: bool = True) -> bytes:
+def matrix_tensor_map(
+    x: torch.Tensor, rows: int, columns: int = 64, *, swizzled: bool = True
+) -> bytes:
     """A matrix as the copy engine sees it: boxes of some rows and columns."""
     size = x.element_size()
     sizes, strides = (x.shape[1], x.shape[0]), (x.stride(0) * size,)

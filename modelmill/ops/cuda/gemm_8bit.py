@@ -1,4 +1,6 @@
-"""Products of many rows of 8-bit activations with 8-bit weights, scaled where they are stored (gemm_8bit.cu)."""
+"""Products of many rows of 8-bit activations with 8-bit weights, scaled where they are stored
+(gemm_8bit.cu).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ OUTPUT_MACROS = {torch.bfloat16: (), torch.float16: ("HALF",), torch.float32: ("
 # Sizes of gemm_8bit.cu.
 THREADS, K_SLAB, BARRIER_BYTES, SHARED_BYTES = 384, 128, 16, 227 << 10
 Gemm8BitKernelConfig = tuple[int, int, int]  # MT, BN, TAKE_TURNS
-# A tile's rows of x and of w, and what a multiprocessor makes of it beside the largest (measured on an H200).
+# A tile's rows of x and of w, and what a multiprocessor makes of it beside the largest (measured on
+# an H200).
 KERNEL_CONFIGS: dict[Gemm8BitKernelConfig, tuple[int, int, float]] = {
     (1, 256, 0): (128, 256, 1.0),
     (2, 128, 1): (128, 128, 0.97),
@@ -33,8 +36,13 @@ _EPILOGUE_MACROS = {
 
 
 def available(device_type: str) -> str | None:
-    """None where the kernel serves devices of this kind; else why not. Compiles the commonest form, once a machine."""
-    return build.why_unavailable(device_type, "gemm_8bit", kernel_macros((1, 256, 0), torch.int8, torch.bfloat16))
+    """None where the kernel serves devices of this kind; else why not.
+
+    Compiles the commonest form, once a machine.
+    """
+    return build.why_unavailable(
+        device_type, "gemm_8bit", kernel_macros((1, 256, 0), torch.int8, torch.bfloat16)
+    )
 
 
 def supports(
@@ -45,7 +53,9 @@ def supports(
     dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> bool:
-    """x [T, K] and weight [N, K] of one 8-bit type and packed, K a multiple of 16 and N of 8; bias of the output's."""
+    """x [T, K] and weight [N, K] of one 8-bit type and packed, K a multiple of 16 and N of 8; bias
+    of the output's.
+    """
     if (
         x.dtype not in INPUT_MACROS
         or weight.dtype != x.dtype
@@ -56,9 +66,16 @@ def supports(
         return False
     if scale.dtype != torch.float32 or x_scale.dtype != torch.float32 or not x.numel():
         return False
-    if not (x.is_contiguous() and weight.is_contiguous() and scale.is_contiguous() and x_scale.is_contiguous()):
+    if not (
+        x.is_contiguous()
+        and weight.is_contiguous()
+        and scale.is_contiguous()
+        and x_scale.is_contiguous()
+    ):
         return False
-    if bias is not None and not (bias.dtype == dtype and bias.is_contiguous() and bias.data_ptr() % 8 == 0):
+    if bias is not None and not (
+        bias.dtype == dtype and bias.is_contiguous() and bias.data_ptr() % 8 == 0
+    ):
         return False
     aligned = x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
     return aligned and x.shape[1] % 16 == 0 and weight.shape[0] % 8 == 0
@@ -84,25 +101,47 @@ def run(
     out = torch.empty((tokens, n // 2 if gated else n), dtype=dtype, device=x.device)
     config = config or best_config(tokens, n, launch.sm_count(device), gated)
     down, across, _ = KERNEL_CONFIGS[config]
-    pointers = (scale.data_ptr(), x_scale.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr())
+    pointers = (
+        scale.data_ptr(),
+        x_scale.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+    )
     work = struct.pack("=4Q4i", *pointers, tokens, n, -(-k // K_SLAB), x_scale.numel() > 1)
-    maps = _byte_tensor_map(x.data_ptr(), tokens, k, down), _byte_tensor_map(weight.data_ptr(), n, k, across >> gated)
+    maps = (
+        _byte_tensor_map(x.data_ptr(), tokens, k, down),
+        _byte_tensor_map(weight.data_ptr(), n, k, across >> gated),
+    )
     blocks = _blocks(config, tokens, n, device)
     if device == torch.cuda.current_device():
-        _kernel(config, x.dtype, dtype, bias is not None, gated, device).launch(blocks, *maps, work, pdl=True)
+        _kernel(config, x.dtype, dtype, bias is not None, gated, device).launch(
+            blocks, *maps, work, pdl=True
+        )
     else:
         with torch.cuda.device(device):
-            _kernel(config, x.dtype, dtype, bias is not None, gated, device).launch(blocks, *maps, work, pdl=True)
+            _kernel(config, x.dtype, dtype, bias is not None, gated, device).launch(
+                blocks, *maps, work, pdl=True
+            )
     return out
 
 
 @functools.cache
 def _kernel(
-    config: Gemm8BitKernelConfig, in_dtype: torch.dtype, dtype: torch.dtype, biased: bool, gated: bool, device: int
+    config: Gemm8BitKernelConfig,
+    in_dtype: torch.dtype,
+    dtype: torch.dtype,
+    biased: bool,
+    gated: bool,
+    device: int,
 ) -> launch.CudaKernel:
     told = _EPILOGUE_MACROS[biased, gated]
     return launch.load_kernel(
-        "gemm_8bit", "gemm_8bit", kernel_macros(config, in_dtype, dtype, told), THREADS, _shared_bytes(config), device
+        "gemm_8bit",
+        "gemm_8bit",
+        kernel_macros(config, in_dtype, dtype, told),
+        THREADS,
+        _shared_bytes(config),
+        device,
     )
 
 
@@ -113,7 +152,9 @@ def _blocks(config: Gemm8BitKernelConfig, tokens: int, n: int, device: int) -> i
 
 @functools.lru_cache(4096)
 def best_config(tokens: int, n: int, num_sms: int, gated: bool = False) -> Gemm8BitKernelConfig:
-    """The form whose rounds of tiles take the least time; a gated one stores 32 columns of out at a time, or more."""
+    """The form whose rounds of tiles take the least time; a gated one stores 32 columns of out at a
+    time, or more.
+    """
 
     def cost(form: Gemm8BitKernelConfig) -> float:
         down, across, rate = KERNEL_CONFIGS[form]
@@ -122,9 +163,11 @@ def best_config(tokens: int, n: int, num_sms: int, gated: bool = False) -> Gemm8
     return min((form for form in KERNEL_CONFIGS if not gated or form[1] >= 64), key=cost)
 
 
-def specialization_rows(n: int, num_sms: int, small_m_limit: int, max_rows: int, gated: bool = False) -> list[int]:
-    """Numbers of rows above ``small_m_limit`` and up to ``max_rows``, one for each form that is chosen with n rows of
-    the weight."""
+def specialization_rows(
+    n: int, num_sms: int, small_m_limit: int, max_rows: int, gated: bool = False
+) -> list[int]:
+    """Numbers of rows above ``small_m_limit`` and up to ``max_rows``, one for each form that is
+    chosen with n rows of the weight."""
     found: dict[Gemm8BitKernelConfig, int] = {}
     for rows in dict.fromkeys((small_m_limit + 1, *range(64, max_rows + 1, 64), max_rows)):
         if small_m_limit < rows <= max_rows:
@@ -138,7 +181,9 @@ def specializations(
     """``specialization_rows`` for x's kind and place; none where the kernel does not read x."""
     if x.dtype not in INPUT_MACROS:
         return []
-    return specialization_rows(weight.shape[0], launch.sm_count(x.get_device()), small_m_limit, max_rows, gated)
+    return specialization_rows(
+        weight.shape[0], launch.sm_count(x.get_device()), small_m_limit, max_rows, gated
+    )
 
 
 def _tiles(config: Gemm8BitKernelConfig, tokens: int, n: int) -> int:
@@ -147,12 +192,23 @@ def _tiles(config: Gemm8BitKernelConfig, tokens: int, n: int) -> int:
 
 
 def kernel_macros(
-    config: Gemm8BitKernelConfig, in_dtype: torch.dtype, dtype: torch.dtype, extra_macros: tuple[str, ...] = ()
+    config: Gemm8BitKernelConfig,
+    in_dtype: torch.dtype,
+    dtype: torch.dtype,
+    extra_macros: tuple[str, ...] = (),
 ) -> tuple[str, ...]:
-    """Of the kernel for inputs of ``in_dtype`` and outputs of ``dtype``; extra_macros: BIAS=1, GATED=1."""
+    """Of the kernel for inputs of ``in_dtype`` and outputs of ``dtype``; extra_macros: BIAS=1,
+    GATED=1.
+    """
     mt, bn, turns = config
     sizes = (f"MT={mt}", f"BN={bn}", f"TAKE_TURNS={turns}")
-    return (*sizes, f"STAGES={_stages(config)}", *INPUT_MACROS[in_dtype], *OUTPUT_MACROS[dtype], *extra_macros)
+    return (
+        *sizes,
+        f"STAGES={_stages(config)}",
+        *INPUT_MACROS[in_dtype],
+        *OUTPUT_MACROS[dtype],
+        *extra_macros,
+    )
 
 
 def _stages(config: Gemm8BitKernelConfig) -> int:
@@ -167,5 +223,7 @@ def _shared_bytes(config: Gemm8BitKernelConfig) -> int:
 
 @functools.lru_cache(4096)
 def _byte_tensor_map(address: int, rows: int, columns: int, box: int) -> bytes:
-    """A matrix of bytes as the copy engine sees it; it takes 128 columns of ``box`` rows at a time."""
+    """A matrix of bytes as the copy engine sees it; it takes 128 columns of ``box`` rows at a
+    time.
+    """
     return launch.tensor_map(address, torch.uint8, (columns, rows), (columns,), (K_SLAB, box))

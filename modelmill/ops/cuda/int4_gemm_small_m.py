@@ -1,4 +1,6 @@
-"""Products of 9 to 64 rows with 4-bit weights by Hopper's copy engine and tensor cores (int4_gemm_small_m.cu)."""
+"""Products of 9 to 64 rows with 4-bit weights by Hopper's copy engine and tensor cores
+(int4_gemm_small_m.cu).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ MIN_K_TILES_PER_SPLIT = 4  # pieces of K that a block of a cluster is worth
 
 
 class SplitKConfig(Protocol):
-    """What a form is judged by: warpgroups of 64 rows of the weight a block, blocks that share K."""
+    """What a form is judged by: warpgroups of 64 rows of the weight a block, blocks that share
+    K.
+    """
 
     @property
     def consumers(self) -> int: ...
@@ -29,8 +33,8 @@ SplitKConfigT = TypeVar("SplitKConfigT", bound=SplitKConfig)
 
 
 class Int4GemmKernelConfig(NamedTuple):
-    """How the kernel is compiled: warpgroups of a block, blocks that share K, pieces of weights on their way, stages of
-    x."""
+    """How the kernel is compiled: warpgroups of a block, blocks that share K, pieces of weights on
+    their way, stages of x."""
 
     consumers: int
     split_k: int
@@ -39,7 +43,8 @@ class Int4GemmKernelConfig(NamedTuple):
 
 
 KERNEL_CONFIGS = tuple(
-    Int4GemmKernelConfig(*each, 4) for each in ((2, 1, 4), (2, 2, 4), (2, 4, 4), (3, 1, 2), (3, 2, 2), (3, 4, 2))
+    Int4GemmKernelConfig(*each, 4)
+    for each in ((2, 1, 4), (2, 2, 4), (2, 4, 4), (3, 1, 2), (3, 2, 2), (3, 4, 2))
 )
 
 
@@ -49,7 +54,9 @@ def padded_rows(tokens: int) -> int:
 
 
 def groups_per_split(k_tiles: int, split_k: int, group_shift: int) -> int:
-    """Groups of which a block of a cluster has at most something; group_shift: pieces of a group, as a power of two."""
+    """Groups of which a block of a cluster has at most something; group_shift: pieces of a group,
+    as a power of two.
+    """
     each = -(-k_tiles // split_k)
     ends = [(begin, min(begin + each, k_tiles)) for begin in range(0, k_tiles, each)]
     return max(((end - 1) >> group_shift) - (begin >> group_shift) + 1 for begin, end in ends)
@@ -58,11 +65,20 @@ def groups_per_split(k_tiles: int, split_k: int, group_shift: int) -> int:
 def shared_bytes(config: Int4GemmKernelConfig, padded: int, groups: int) -> int:
     """Bytes of a block's shared memory."""
     rows = 64 * config.consumers
-    return config.stages * padded * 256 + groups * padded * 4 + rows * (groups + 1) * 8 + 16 * config.stages
+    return (
+        config.stages * padded * 256
+        + groups * padded * 4
+        + rows * (groups + 1) * 8
+        + 16 * config.stages
+    )
 
 
-def config_for(rows: int, columns: int, group: int, padded: int, num_sms: int) -> Int4GemmKernelConfig | None:
-    """The config that keeps ``num_sms`` multiprocessors busiest with a weight of so many rows; None where none fits."""
+def config_for(
+    rows: int, columns: int, group: int, padded: int, num_sms: int
+) -> Int4GemmKernelConfig | None:
+    """The config that keeps ``num_sms`` multiprocessors busiest with a weight of so many rows; None
+    where none fits.
+    """
     pieces, by = -(-columns // K_TILE), group_shift(group, columns)
     if by is None:
         return None
@@ -70,14 +86,19 @@ def config_for(rows: int, columns: int, group: int, padded: int, num_sms: int) -
         form
         for form in KERNEL_CONFIGS
         if (form.split_k == 1 or pieces >= MIN_K_TILES_PER_SPLIT * form.split_k)
-        and shared_bytes(form, padded, groups_per_split(pieces, form.split_k, by)) <= _MAX_SHARED_BYTES
+        and shared_bytes(form, padded, groups_per_split(pieces, form.split_k, by))
+        <= _MAX_SHARED_BYTES
         and form.stages * padded * 256 >= padded * (64 * form.consumers + 4) * 4
     ]
     return best_occupancy(fitting, rows, num_sms)
 
 
-def best_occupancy(configs: Iterable[SplitKConfigT], rows: int, num_sms: int) -> SplitKConfigT | None:
-    """The config that keeps ``num_sms`` multiprocessors busiest with a weight of so many rows; None of none."""
+def best_occupancy(
+    configs: Iterable[SplitKConfigT], rows: int, num_sms: int
+) -> SplitKConfigT | None:
+    """The config that keeps ``num_sms`` multiprocessors busiest with a weight of so many rows; None
+    of none.
+    """
 
     def cost(form: SplitKConfigT) -> tuple[float, int]:
         # clusters of four do not fill every group of multiprocessors
@@ -111,9 +132,15 @@ def int4_gemm(
         macros = _kernel_macros(x.dtype, config, box, offset=offset is not None, gated=gated)
         add = launch.load_kernel("int4_gemm_small_m", "group_sums", macros, 256, 0, device)
         counts = (tokens, columns, x.stride(0), groups, group)
-        add.launch(-(-groups * box // 8), struct.pack("=2Q5i4x", x.data_ptr(), sums.data_ptr(), *counts), pdl=True)
+        add.launch(
+            -(-groups * box // 8),
+            struct.pack("=2Q5i4x", x.data_ptr(), sums.data_ptr(), *counts),
+            pdl=True,
+        )
         threads, size = 128 * config.consumers + 32, shared_bytes(config, box, share)
-        kernel = launch.load_kernel("int4_gemm_small_m", "int4_gemm_small_m", macros, threads, size, device)
+        kernel = launch.load_kernel(
+            "int4_gemm_small_m", "int4_gemm_small_m", macros, threads, size, device
+        )
         strides = (x.stride(0) * x.element_size(),)
         x_map = launch.tensor_map(x.data_ptr(), x.dtype, (columns, tokens), strides, (64, box))
         pointers = launch.data_pointers(weight, scale, offset, sums, bias, out)

@@ -18,7 +18,8 @@ from modelmill.ops.cuda.weight_only import (
     k_tile_for,
 )
 
-# rows of x up to … → how the kernel is compiled: with many rows a block takes more of N, as x is read by each
+# rows of x up to … → how the kernel is compiled: with many rows a block takes more of N, as x is
+# read by each
 KERNEL_CONFIGS = (
     (8, WqMmaKernelConfig(1, 1, 2, 3)),
     (16, WqMmaKernelConfig(2, 1, 2, 2)),
@@ -26,11 +27,15 @@ KERNEL_CONFIGS = (
     (64, WqMmaKernelConfig(8, 4, 1, 1)),
 )
 MAX_ROWS = KERNEL_CONFIGS[-1][0]
-MMA_MAX_ROWS = 8  # rows; more of them go through shared memory (wq_gemm_pipelined, int4_gemm_small_m)
+# rows; more of them go through shared memory (wq_gemm_pipelined, int4_gemm_small_m)
+MMA_MAX_ROWS = 8
 
 
 def available(device_type: str) -> str | None:
-    """None where the kernel serves devices of this kind; else why not. Compiles the commonest form, once a machine."""
+    """None where the kernel serves devices of this kind; else why not.
+
+    Compiles the commonest form, once a machine.
+    """
     common = _kernel_macros(torch.bfloat16, config_for(1), K_TILE, offset=True, gated=False)
     return build.why_unavailable(device_type, "int4_linear", common)
 
@@ -48,16 +53,34 @@ def supports(
     group: int,
     bias: torch.Tensor | None = None,
 ) -> bool:
-    """Up to 64 rows in 16 bits, K a multiple of 32, groups of 32, 64, 128, 256 … columns or of all, float16 scales."""
+    """Up to 64 rows in 16 bits, K a multiple of 32, groups of 32, 64, 128, 256 … columns or of all,
+    float16 scales.
+    """
     if x.dim() != 2 or not 0 < x.shape[0] <= MAX_ROWS or x.dtype.itemsize != 2 or not x.is_cuda:
         return False
     grids = [t for t in (scale, offset) if t is not None]
-    packed = all(t.dtype == torch.float16 and t.is_contiguous() for t in grids) and weight.is_contiguous()
-    aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+    packed = (
+        all(t.dtype == torch.float16 and t.is_contiguous() for t in grids)
+        and weight.is_contiguous()
+    )
+    aligned = (
+        x.stride(1) == 1
+        and x.stride(0) % 8 == 0
+        and x.data_ptr() % 16 == 0
+        and weight.data_ptr() % 16 == 0
+    )
     biased = bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
     columns = x.shape[1]
-    whole = group_shift(group, columns, k_tile_for(group, columns)) is not None and columns % RUN == 0
-    return packed and aligned and biased and whole and fits_shared_memory(config_for(x.shape[0]), scale.shape[1])
+    whole = (
+        group_shift(group, columns, k_tile_for(group, columns)) is not None and columns % RUN == 0
+    )
+    return (
+        packed
+        and aligned
+        and biased
+        and whole
+        and fits_shared_memory(config_for(x.shape[0]), scale.shape[1])
+    )
 
 
 def run(
@@ -86,7 +109,9 @@ def int4_gemm(
     tokens, columns = x.shape
     rows = weight.shape[0]
     if wq_gemv.supports_weight(x, weight, scale, offset, group):
-        return wq_gemv.wq_gemv(x, weight, (scale, offset, group), (None, None, bias), x.dtype, gated=gated)
+        return wq_gemv.wq_gemv(
+            x, weight, (scale, offset, group), (None, None, bias), x.dtype, gated=gated
+        )
     if tokens > MMA_MAX_ROWS:
         box, blocks = int4_gemm_small_m.padded_rows(tokens), launch.sm_count(x.get_device())
         kind = wq_gemm_pipelined.weight_spec(weight, scale, offset, group, columns)
@@ -96,10 +121,14 @@ def int4_gemm(
             else None
         )
         if ring is not None:
-            return wq_gemm_pipelined.wq_gemm(x, weight, scale, offset, group, bias, ring, gated=gated)
+            return wq_gemm_pipelined.wq_gemm(
+                x, weight, scale, offset, group, bias, ring, gated=gated
+            )
         many = int4_gemm_small_m.config_for(rows, columns, group, box, blocks)
         if many is not None:
-            return int4_gemm_small_m.int4_gemm(x, weight, scale, offset, group, bias, many, gated=gated)
+            return int4_gemm_small_m.int4_gemm(
+                x, weight, scale, offset, group, bias, many, gated=gated
+            )
     out = torch.empty((tokens, rows // 2 if gated else rows), dtype=x.dtype, device=x.device)
     form, piece = config_for(tokens), k_tile_for(group, columns)
     groups = scale.shape[1]
@@ -109,8 +138,17 @@ def int4_gemm(
             "int4_linear", "int4_linear", macros, THREADS, form.shared_bytes(groups), x.get_device()
         )
         pointers = launch.data_pointers(x, weight, scale, offset, bias, out)
-        counts = (tokens, rows, columns // RUN, x.stride(0), groups, group_shift(group, columns, piece))
-        kernel.launch(form.grid(rows, gated=gated), struct.pack("=6Q6i", *pointers, *counts), pdl=True)
+        counts = (
+            tokens,
+            rows,
+            columns // RUN,
+            x.stride(0),
+            groups,
+            group_shift(group, columns, piece),
+        )
+        kernel.launch(
+            form.grid(rows, gated=gated), struct.pack("=6Q6i", *pointers, *counts), pdl=True
+        )
     return out
 
 

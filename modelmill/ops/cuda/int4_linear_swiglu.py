@@ -1,4 +1,6 @@
-"""The gated pair of products with 4-bit weights: eight rows of the gate and the same of the other half to a warp."""
+"""The gated pair of products with 4-bit weights: eight rows of the gate and the same of the other
+half to a warp.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Products of up to 64 rows with 8-bit weights, a scale for each group or row, on tensor cores.
 
-Of one row they are wq_gemv.cu's, of more or with large weights wq_gemm_pipelined.cu's; the rest int8_gemm_small_m.cu
-serves.
+Of one row they are wq_gemv.cu's, of more or with large weights wq_gemm_pipelined.cu's; the rest
+int8_gemm_small_m.cu serves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from modelmill.ops.cuda.weight_only import (
     k_tile_for,
 )
 
-# rows of x up to … → how the kernel is compiled: with many rows a block takes more of N, as x is read by each
+# rows of x up to … → how the kernel is compiled: with many rows a block takes more of N, as x is
+# read by each
 KERNEL_CONFIGS = (
     (8, WqMmaKernelConfig(1, 1, 2, 3)),
     (16, WqMmaKernelConfig(2, 1, 2, 2)),
@@ -31,7 +32,8 @@ KERNEL_CONFIGS = (
     (64, WqMmaKernelConfig(8, 4, 1, 1)),
 )
 MAX_ROWS = KERNEL_CONFIGS[-1][0]
-# rows, or weights: more of either go through shared memory (wq_gemm_pipelined), where the weight's sizes let them
+# rows, or weights: more of either go through shared memory (wq_gemm_pipelined), where the weight's
+# sizes let them
 MMA_MAX_ROWS, PIPELINED_MIN_WEIGHTS = 8, 1 << 25
 _MAX_K_TILE = {8: 64}  # of a piece, by tiles of x: for more there are too few registers
 
@@ -52,13 +54,22 @@ def supports_weight(
     grids: tuple[torch.Tensor, torch.Tensor | None, int],
     bias: torch.Tensor | None = None,
 ) -> bool:
-    """Up to 64 rows in 16 bits, K a multiple of 32, groups of 32, 64, 128, 256 … columns or of all; all packed."""
+    """Up to 64 rows in 16 bits, K a multiple of 32, groups of 32, 64, 128, 256 … columns or of all;
+    all packed.
+    """
     if x.dim() != 2 or not 0 < x.shape[0] <= MAX_ROWS or x.dtype.itemsize != 2 or not x.is_cuda:
         return False
     scale, offset, group = grids
     packed = all(t is None or t.is_contiguous() for t in (weight, scale, offset, bias))
-    aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
-    alike = scale.dtype in (torch.float16, torch.float32) and (offset is None or offset.dtype == scale.dtype)
+    aligned = (
+        x.stride(1) == 1
+        and x.stride(0) % 8 == 0
+        and x.data_ptr() % 16 == 0
+        and weight.data_ptr() % 16 == 0
+    )
+    alike = scale.dtype in (torch.float16, torch.float32) and (
+        offset is None or offset.dtype == scale.dtype
+    )
     columns = x.shape[1]
     runs = columns % RUN == 0 and (group % RUN == 0 or group >= columns)
     whole = runs and group_shift(group, columns, k_tile_for(group, columns)) is not None
@@ -71,16 +82,22 @@ def supports_weight(
 
 
 def _pipelined_config(
-    x: torch.Tensor, weight: torch.Tensor, grids: tuple[torch.Tensor, torch.Tensor | None, int], *, gated: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    grids: tuple[torch.Tensor, torch.Tensor | None, int],
+    *,
+    gated: bool = False,
 ) -> wq_gemm_pipelined.WqGemmKernelConfig | None:
     """How wq_gemm_pipelined is compiled for these, where it is what serves them."""
     tokens, columns = x.shape
     kind = wq_gemm_pipelined.weight_spec(weight, *grids, columns)
-    if (tokens <= MMA_MAX_ROWS and weight.numel() < PIPELINED_MIN_WEIGHTS) or not wq_gemm_pipelined.supports_weight(
-        weight.shape[0], kind, gated=gated
-    ):
+    if (
+        tokens <= MMA_MAX_ROWS and weight.numel() < PIPELINED_MIN_WEIGHTS
+    ) or not wq_gemm_pipelined.supports_weight(weight.shape[0], kind, gated=gated):
         return None
-    return wq_gemm_pipelined.config_for(weight.shape[0], kind, padded_rows(tokens), launch.sm_count(x.get_device()))
+    return wq_gemm_pipelined.config_for(
+        weight.shape[0], kind, padded_rows(tokens), launch.sm_count(x.get_device())
+    )
 
 
 def int8_gemm(
@@ -108,20 +125,42 @@ def int8_gemm(
     few, piece = config_for(tokens), k_tile_for_rows(tokens, group, columns)
     with torch.cuda.device(x.device):
         wide = scale.dtype is torch.float32
-        macros = kernel_macros(x.dtype, few, piece, offset=offset is not None, float32_scales=wide, gated=gated)
+        macros = kernel_macros(
+            x.dtype, few, piece, offset=offset is not None, float32_scales=wide, gated=gated
+        )
         kernel = launch.load_kernel(
-            "int8_gemm_small_m", "int8_gemm_small_m", macros, THREADS, few.shared_bytes(groups), x.get_device()
+            "int8_gemm_small_m",
+            "int8_gemm_small_m",
+            macros,
+            THREADS,
+            few.shared_bytes(groups),
+            x.get_device(),
         )
         pointers = launch.data_pointers(x, weight, scale, offset, bias, out)
         counts = (tokens, rows, columns, x.stride(0), groups, group_shift(group, columns, piece))
-        kernel.launch(few.grid(rows, gated=gated), struct.pack("=6Q6i", *pointers, *counts), pdl=True)
+        kernel.launch(
+            few.grid(rows, gated=gated), struct.pack("=6Q6i", *pointers, *counts), pdl=True
+        )
     return out
 
 
 def kernel_macros(
-    dtype: torch.dtype, config: WqMmaKernelConfig, k_tile: int, *, offset: bool, float32_scales: bool, gated: bool
+    dtype: torch.dtype,
+    config: WqMmaKernelConfig,
+    k_tile: int,
+    *,
+    offset: bool,
+    float32_scales: bool,
+    gated: bool,
 ) -> tuple[str, ...]:
-    """How the source is compiled; smaller pieces are on their way in larger numbers, so that as many bytes are."""
+    """How the source is compiled; smaller pieces are on their way in larger numbers, so that as
+    many bytes are.
+    """
     config = config._replace(prefetch_depth=config.prefetch_depth * K_TILE // k_tile)
     switches = {"OFFSET": offset, "WIDE": float32_scales, "GATED": gated}
-    return (*config.macros, f"PIECE={k_tile}", *(f"{name}={int(on)}" for name, on in switches.items()), *TYPES[dtype])
+    return (
+        *config.macros,
+        f"PIECE={k_tile}",
+        *(f"{name}={int(on)}" for name, on in switches.items()),
+        *TYPES[dtype],
+    )

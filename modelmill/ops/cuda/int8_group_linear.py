@@ -1,4 +1,6 @@
-"""Products of a few rows with 8-bit weights in groups through the tensor cores (int8_gemm_small_m.py)."""
+"""Products of a few rows with 8-bit weights in groups through the tensor cores
+(int8_gemm_small_m.py).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ from modelmill.ops.cuda.weight_only import K_TILE
 
 
 def available(device_type: str) -> str | None:
-    """None where the kernel serves devices of this kind; else why not. Compiles the commonest form, once a machine."""
+    """None where the kernel serves devices of this kind; else why not.
+
+    Compiles the commonest form, once a machine.
+    """
     form = int8_gemm_small_m.config_for(1)
     common = int8_gemm_small_m.kernel_macros(
         torch.bfloat16, form, K_TILE, offset=False, float32_scales=False, gated=False
@@ -25,7 +30,9 @@ def supports(
     group: int,
     bias: torch.Tensor | None = None,
 ) -> bool:
-    """Up to 64 rows in 16 bits, K a multiple of 32, groups of 32, 64, 128, 256 … columns or of all; all packed."""
+    """Up to 64 rows in 16 bits, K a multiple of 32, groups of 32, 64, 128, 256 … columns or of all;
+    all packed.
+    """
     return int8_gemm_small_m.supports_weight(x, weight, (scale, offset, group), bias)
 
 

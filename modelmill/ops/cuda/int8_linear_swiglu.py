@@ -1,4 +1,6 @@
-"""The gated pair of products of a few rows with int8 weights: a warp has rows of the gate and the same of up."""
+"""The gated pair of products of a few rows with int8 weights: a warp has rows of the gate and the
+same of up.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,8 @@ from modelmill.ops.cuda.int8_linear import available as available
 from modelmill.ops.cuda.int8_linear import supports as supports
 
 
-def run(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def run(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """As the reference: the integers in x's dtype, sums, scale and bias in float32."""
     return int8_gemm_small_m.int8_gemm(x, weight, (scale, None, x.shape[1]), bias, gated=True)

@@ -1,7 +1,8 @@
 """Loads compiled kernels and launches them on torch's current stream, through the driver (libcuda).
 
-Arguments travel as packed bytes in the layout of the kernel's parameters; the driver copies them at the call, so a
-launch may be captured in a CUDA graph. Functions run with the tensors' device current.
+Arguments travel as packed bytes in the layout of the kernel's parameters; the driver copies them at
+the call, so a launch may be captured in a CUDA graph. Functions run with the tensors' device
+current.
 """
 
 from __future__ import annotations
@@ -17,15 +18,24 @@ import torch
 from modelmill.ops.carveout import cuda_driver, set_carveout
 from modelmill.ops.cuda import build
 
-# Of the driver: CUtensorMapDataType, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-# CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
-_ELEMENTS = {torch.uint8: 0, torch.int8: 0, torch.int32: 3, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+# Of the driver: CUtensorMapDataType, CU_TENSOR_MAP_SWIZZLE_128B,
+# CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
+_ELEMENTS = {
+    torch.uint8: 0,
+    torch.int8: 0,
+    torch.int32: 3,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.bfloat16: 9,
+}
 _SWIZZLE_128, _PROMOTE_256, _MAX_SHARED_ATTRIBUTE = 3, 3, 8
-# CUlaunchConfig: sizes of grid and block, shared bytes, stream, attributes, how many; CUlaunchAttribute with
-# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: its id and the first word of 64 bytes.
+# CUlaunchConfig: sizes of grid and block, shared bytes, stream, attributes, how many;
+# CUlaunchAttribute with CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: its id and the first
+# word of 64 bytes.
 _CONFIG, _ATTRIBUTE, _PDL_ATTRIBUTE_ID = "=7I4xQQI4x", "=i4xi60x", 6
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
-_POINTERS = [ctypes.c_char_p * count for count in range(9)]  # to arguments; making such a type takes microseconds
+# to arguments; making such a type takes microseconds
+_POINTERS = [ctypes.c_char_p * count for count in range(9)]
 # Read by the driver at each launch, written by nobody.
 _PDL_ATTRIBUTE = ctypes.create_string_buffer(struct.pack(_ATTRIBUTE, _PDL_ATTRIBUTE_ID, 1))
 _MAX_TENSOR_MAPS = 1024  # kept; each is a few hundred bytes, and making one takes microseconds
@@ -42,13 +52,16 @@ class CudaKernel:
     def launch(self, blocks: int, *arguments: bytes, pdl: bool = False) -> None:
         """Run ``blocks`` blocks; each argument is one parameter of the kernel, packed.
 
-        pdl: it may be placed before the kernel in front has ended, and waits for it by itself (griddepcontrol).
+        pdl: it may be placed before the kernel in front has ended, and waits for it by itself
+        (griddepcontrol).
         """
         pointers = _POINTERS[len(arguments)](*arguments)
         # as torch.cuda.current_stream() knows it, without making a Stream of it
         stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
         attributes = (ctypes.addressof(_PDL_ATTRIBUTE), 1) if pdl else (0, 0)
-        how = struct.pack(_CONFIG, blocks, 1, 1, self.threads, 1, 1, self.shared, stream, *attributes)
+        how = struct.pack(
+            _CONFIG, blocks, 1, 1, self.threads, 1, 1, self.shared, stream, *attributes
+        )
         code = cuda_driver().cuLaunchKernelEx(how, self._handle, pointers, None)
         if code:
             _check(code)
@@ -60,9 +73,16 @@ class CudaKernel:
 
 @functools.cache
 def load_kernel(
-    source: str, name: str, macros: tuple[str, ...], threads: int, shared: int, device: int, carveout: int | None = None
+    source: str,
+    name: str,
+    macros: tuple[str, ...],
+    threads: int,
+    shared: int,
+    device: int,
+    carveout: int | None = None,
 ) -> CudaKernel:
-    """The kernel ``name`` of ``<source>.cu``, compiled if need be and loaded for ``device``, which is current.
+    """The kernel ``name`` of ``<source>.cu``, compiled if need be and loaded for ``device``, which
+    is current.
 
     carveout: per cent of a multiprocessor's memory that it asks to be shared (``ops.carveout``).
 
@@ -93,11 +113,12 @@ def tensor_map(
     box: tuple[int, ...],
     swizzled: bool = True,
 ) -> bytes:
-    """What the copy engine needs to know of a tensor: a CUtensorMap, with the 128-byte swizzle or without.
+    """What the copy engine needs to know of a tensor: a CUtensorMap, with the 128-byte swizzle or
+    without.
 
-    sizes and box run from the innermost dimension outwards, in elements; strides, in bytes, leave out the innermost,
-    whose elements lie side by side. address and strides are multiples of 16 bytes; a swizzled box is at most 128 bytes
-    wide, any at most 256 elements.
+    sizes and box run from the innermost dimension outwards, in elements; strides, in bytes, leave
+    out the innermost, whose elements lie side by side. address and strides are multiples of 16
+    bytes; a swizzled box is at most 128 bytes wide, any at most 256 elements.
     """
     rank = len(sizes)
     space = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)

@@ -1,4 +1,6 @@
-"""Products of up to 64 rows by Hopper's copy engine and tensor cores where they win; else Triton's or cuBLAS's."""
+"""Products of up to 64 rows by Hopper's copy engine and tensor cores where they win; else Triton's
+or cuBLAS's.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,14 @@ from modelmill.ops.cuda import build, gemm
 
 
 def available(device_type: str) -> str | None:
-    """None where the kernel serves devices of this kind; else why not. Compiles one form, once a machine."""
+    """None where the kernel serves devices of this kind; else why not.
+
+    Compiles one form, once a machine.
+    """
     sizes = gemm.small_m_config(8, 4096, 132, gated=False)
-    return build.why_unavailable(device_type, "gemm_small_m", sizes.macros(torch.bfloat16, gated=False))
+    return build.why_unavailable(
+        device_type, "gemm_small_m", sizes.macros(torch.bfloat16, gated=False)
+    )
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:

@@ -1,4 +1,6 @@
-"""The gated pair of products by Hopper's copy engine and tensor cores, for a few rows and for prompts."""
+"""The gated pair of products by Hopper's copy engine and tensor cores, for a few rows and for
+prompts.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Attention over a paged KV cache with Hopper's own instructions: prefill (paged_attention.cu) and decoding.
+"""Attention over a paged KV cache with Hopper's own instructions: prefill (paged_attention.cu) and
+decoding.
 
-A step that mixes prompts and single queries is shared. The prefill kernel takes whole tiles of 128 queries, of which a
-single query would fill one row: paged_decode16 has those, or the variant behind this one where that does not serve.
-Prompts that are too short for the tiles, or have pages of int8, are left to the variant behind, and their step's single
-queries to paged_decode16 and paged_decode8.
+A step that mixes prompts and single queries is shared. The prefill kernel takes whole tiles of 128
+queries, of which a single query would fill one row: paged_decode16 has those, or the variant behind
+this one where that does not serve. Prompts that are too short for the tiles, or have pages of int8,
+are left to the variant behind, and their step's single queries to paged_decode16 and paged_decode8.
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ _TRITON = importlib.util.find_spec("triton") is not None
 # Sizes of paged_attention.cu.
 QUERIES, KEYS, STAGES, THREADS = 128, 128, 2, 384
 MAX_SEQUENCES, PLAN_BYTES = 1024, 13 * 1024
-# Keys and values of the heads that are served at the same time: what stays in an L2 cache of 50 MB beside all else.
+# Keys and values of the heads that are served at the same time: what stays in an L2 cache of 50 MB
+# beside all else.
 L2_RESIDENT_BYTES = 32 << 20
 
 
 def available(device_type: str) -> str | None:
-    """None where the kernel serves devices of this kind; else why not. Compiles the commonest form, once a machine."""
+    """None where the kernel serves devices of this kind; else why not.
+
+    Compiles the commonest form, once a machine.
+    """
     common = _prefill_macros(torch.bfloat16, 128, 16)
     found = build.why_unavailable(device_type, "paged_attention", common)
     return found or paged_decode8.available(device_type) or paged_decode16.available(device_type)
@@ -51,7 +56,8 @@ def supports(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> bool:
-    """Prompts in 16 bits, heads of 64 or 128, packed caches with pages of 8 to 128 tokens, up to 1,024 sequences.
+    """Prompts in 16 bits, heads of 64 or 128, packed caches with pages of 8 to 128 tokens, up to
+    1,024 sequences.
 
     Of a step's single queries, alone or among prompts, what paged_decode8 and paged_decode16 serve.
     """
@@ -66,10 +72,12 @@ def supports(
 def specializations(
     q: torch.Tensor, k_cache: torch.Tensor, max_sequences: int, max_context: int, window: int | None
 ) -> list[tuple[int, int]]:
-    """(sequences, bound on their context) of a decode step for each form of the kernels that such steps may take.
+    """(sequences, bound on their context) of a decode step for each form of the kernels that such
+    steps may take.
 
-    Each is compiled when a machine first meets it, and that takes a part of a second. max_sequences, max_context:
-    sequences of a step, tokens of one. q, k_cache, window: as for ``run``.
+    Each is compiled when a machine first meets it, and that takes a part of a second.
+    max_sequences, max_context: sequences of a step, tokens of one. q, k_cache, window: as for
+    ``run``.
     """
     _, kv_heads, _, dim = k_cache.shape
     keys = max_context if window is None else min(max_context, window)
@@ -97,18 +105,33 @@ def run(
     v_scale: torch.Tensor | None = None,
     fallback: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """As the reference; ``fallback``, a run that also takes ``out`` and ``include_decode``, has what this one does not
-    serve.
+    """As the reference; ``fallback``, a run that also takes ``out`` and ``include_decode``, has
+    what this one does not serve.
 
     Rows of padding sequences (context_len 0) are zero; rows of no sequence are undefined.
     """
-    indices, sizes = (block_tables, query_start, context_lens), (max_query, max_context, scale, window)
+    indices, sizes = (
+        (block_tables, query_start, context_lens),
+        (max_query, max_context, scale, window),
+    )
     caches = (k_cache, v_cache, k_scale, v_scale)
     out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
     if k_scale is not None or not _supports_prefill(q, k_cache, v_cache, indices, max_query):
         if max_query > 1:
-            prompts = fallback or importlib.import_module("modelmill.ops.triton.paged_attention").run
-            prompts(q, k_cache, v_cache, *indices, *sizes, k_scale, v_scale, out=out, include_decode=False)
+            prompts = (
+                fallback or importlib.import_module("modelmill.ops.triton.paged_attention").run
+            )
+            prompts(
+                q,
+                k_cache,
+                v_cache,
+                *indices,
+                *sizes,
+                k_scale,
+                v_scale,
+                out=out,
+                include_decode=False,
+            )
         return _decode(q, caches, indices, sizes, out)
     served = _supports_decode(q, caches, indices)
     mixed = block_tables.shape[0] > 1 and (served or fallback is not None)
@@ -127,9 +150,16 @@ def _supports_prefill(
     indices: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     max_query: int,
 ) -> bool:
-    """Whether the kernel of paged_attention.cu serves the prompts of a step; indices: page tables, starts, lengths."""
+    """Whether the kernel of paged_attention.cu serves the prompts of a step; indices: page tables,
+    starts, lengths.
+    """
     page_size, dim = k_cache.shape[2:]
-    if max_query <= PREFILL_MIN_QUERIES or q.shape[0] <= PREFILL_MIN_TOKENS or q.dtype not in TYPES or not q.is_cuda:
+    if (
+        max_query <= PREFILL_MIN_QUERIES
+        or q.shape[0] <= PREFILL_MIN_TOKENS
+        or q.dtype not in TYPES
+        or not q.is_cuda
+    ):
         return False
     if k_cache.dtype != q.dtype or v_cache.dtype != q.dtype or dim not in (64, 128):
         return False
@@ -164,22 +194,41 @@ def _prefill(
     batch, columns = indices[0].shape
     _, max_context, scale, window = sizes
     with torch.cuda.device(q.device):
-        # Of each sequence's tiles at most one is not full. More of them than blocks are handed out by a counter.
+        # Of each sequence's tiles at most one is not full. More of them than blocks are handed out
+        # by a counter.
         tiles = (tokens // QUERIES + batch) * heads
         blocks = min(launch.sm_count(q.get_device()), tiles)
         taken = _tile_counters(q.get_device()) if tiles > blocks else None
         pointers = launch.data_pointers(*indices, out, taken)
-        at_once = _heads_per_pass(kv_heads, max_context * dim * q.element_size() * 2) * heads // kv_heads
-        counts = (batch, columns, indices[0].stride(0), heads, heads // kv_heads, pages, window or 0, mixed, at_once)
+        at_once = (
+            _heads_per_pass(kv_heads, max_context * dim * q.element_size() * 2) * heads // kv_heads
+        )
+        counts = (
+            batch,
+            columns,
+            indices[0].stride(0),
+            heads,
+            heads // kv_heads,
+            pages,
+            window or 0,
+            mixed,
+            at_once,
+        )
         work = struct.pack("=5Q9if", *pointers, *counts, scale * LOG2E)
         kernel = _prefill_kernel(q.dtype, dim, page_size, q.get_device())
         kernel.launch(
-            blocks, _query_tensor_map(q), _page_tensor_map(k_cache), _page_tensor_map(v_cache), work, pdl=True
+            blocks,
+            _query_tensor_map(q),
+            _page_tensor_map(k_cache),
+            _page_tensor_map(v_cache),
+            work,
+            pdl=True,
         )
 
 
 def _tile_counters(device: int) -> torch.Tensor:
-    """Two zeros, which every launch leaves as zeros: of this stream, whose launches follow one another.
+    """Two zeros, which every launch leaves as zeros: of this stream, whose launches follow one
+    another.
 
     In a graph they are the graph's own, which may be replayed on any stream.
     """
@@ -222,7 +271,9 @@ def _decode(
 def _prefill_kernel(dtype: torch.dtype, dim: int, page_size: int, device: int) -> launch.CudaKernel:
     tile = 2 * dim * STAGES * (QUERIES + 2 * KEYS)
     macros = _prefill_macros(dtype, dim, page_size)
-    return launch.load_kernel("paged_attention", "prefill_attention", macros, THREADS, tile + PLAN_BYTES, device)
+    return launch.load_kernel(
+        "paged_attention", "prefill_attention", macros, THREADS, tile + PLAN_BYTES, device
+    )
 
 
 def _prefill_macros(dtype: torch.dtype, dim: int, page_size: int) -> tuple[str, ...]:
@@ -230,8 +281,8 @@ def _prefill_macros(dtype: torch.dtype, dim: int, page_size: int) -> tuple[str, 
 
 
 def _heads_per_pass(kv_heads: int, bytes_per_head: int) -> int:
-    """The largest divisor of ``kv_heads`` whose keys and values, ``bytes_per_head`` bytes a head, stay in the cache
-    together."""
+    """The largest divisor of ``kv_heads`` whose keys and values, ``bytes_per_head`` bytes a head,
+    stay in the cache together."""
     most = max(1, min(kv_heads, L2_RESIDENT_BYTES // max(bytes_per_head, 1)))
     return next(n for n in range(most, 0, -1) if kv_heads % n == 0)
 
@@ -239,7 +290,9 @@ def _heads_per_pass(kv_heads: int, bytes_per_head: int) -> int:
 def _supports_tma(x: torch.Tensor) -> bool:
     """Whether the copy engine can read x: 16-byte steps, the last dimension packed."""
     step = 16 // x.element_size()
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % step == 0 for s in x.stride()[:-1])
+    return (
+        x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % step == 0 for s in x.stride()[:-1])
+    )
 
 
 def _supports_pages(cache: torch.Tensor) -> bool:
@@ -247,7 +300,9 @@ def _supports_pages(cache: torch.Tensor) -> bool:
 
 
 def _query_tensor_map(q: torch.Tensor) -> bytes:
-    """q [T, heads, D] as the copy engine sees it; it takes 64 values of one head in all rows of a tile at a time."""
+    """q [T, heads, D] as the copy engine sees it; it takes 64 values of one head in all rows of a
+    tile at a time.
+    """
     tokens, heads, dim = q.shape
     size = q.element_size()
     strides = (q.stride(1) * size, q.stride(0) * size)
@@ -255,10 +310,16 @@ def _query_tensor_map(q: torch.Tensor) -> bytes:
 
 
 def _page_tensor_map(cache: torch.Tensor) -> bytes:
-    """A cache as the copy engine sees it: [eights of rows, halves of a row, 8 rows, 64]; it takes a page at a time."""
+    """A cache as the copy engine sees it: [eights of rows, halves of a row, 8 rows, 64]; it takes a
+    page at a time.
+    """
     pages, kv_heads, page_size, dim = cache.shape
     row = dim * cache.element_size()
     sizes = (64, 8, dim // 64, pages * kv_heads * page_size // 8)
     return launch.tensor_map(
-        cache.data_ptr(), cache.dtype, sizes, (row, 128, 8 * row), (64, 8, dim // 64, page_size // 8)
+        cache.data_ptr(),
+        cache.dtype,
+        sizes,
+        (row, 128, 8 * row),
+        (64, 8, dim // 64, page_size // 8),
     )

@@ -1,4 +1,6 @@
-"""What the kernels that decode over pages share (paged_decode8, paged_decode16): what they take, and their launches."""
+"""What the kernels that decode over pages share (paged_decode8, paged_decode16): what they take,
+and their launches.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +17,30 @@ MAX_SPLITS = 8  # blocks of a cluster
 
 
 def supports_cache(caches: tuple[torch.Tensor, ...], indices: tuple[torch.Tensor, ...]) -> bool:
-    """Packed caches (keys first) with pages of 8 to 128 tokens; page tables, starts and lengths in int32."""
+    """Packed caches (keys first) with pages of 8 to 128 tokens; page tables, starts and lengths in
+    int32.
+    """
     page = caches[0].shape[2]
     packed = all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in caches)
     return (
-        packed and supports_indices(indices) and 8 <= page <= 128 and page & (page - 1) == 0 and indices[0].shape[1] > 0
+        packed
+        and supports_indices(indices)
+        and 8 <= page <= 128
+        and page & (page - 1) == 0
+        and indices[0].shape[1] > 0
     )
 
 
 def supports_indices(indices: tuple[torch.Tensor, ...]) -> bool:
-    """Whether page tables, starts and lengths are in int32, side by side; one number alone is, whatever its stride."""
+    """Whether page tables, starts and lengths are in int32, side by side; one number alone is,
+    whatever its stride.
+    """
     return all(t.dtype == torch.int32 and (t.stride(-1) == 1 or t.shape[-1] <= 1) for t in indices)
 
 
 def num_splits(pairs: int, keys: int, max_blocks: int, min_keys: int) -> int:
-    """Blocks that share one context: as many as there is ``max_blocks`` for, each with ``min_keys`` keys; a power of
-    two."""
+    """Blocks that share one context: as many as there is ``max_blocks`` for, each with ``min_keys``
+    keys; a power of two."""
     wanted = min(max_blocks // pairs, -(-keys // min_keys), MAX_SPLITS)
     return 1 << max(0, wanted.bit_length() - 1)
 
@@ -38,10 +48,11 @@ def num_splits(pairs: int, keys: int, max_blocks: int, min_keys: int) -> int:
 def specializations(
     plan: Callable[[int, int], Hashable], max_sequences: int, max_context: int
 ) -> list[tuple[int, int]]:
-    """(sequences, bound on their context) of decode steps, one for each way to compute them that they may meet.
+    """(sequences, bound on their context) of decode steps, one for each way to compute them that
+    they may meet.
 
-    plan: the way for so many sequences and keys. max_sequences, max_context: sequences of a step, keys that a query of
-    one sees.
+    plan: the way for so many sequences and keys. max_sequences, max_context: sequences of a step,
+    keys that a query of one sees.
     """
     found: dict[Hashable, tuple[int, int]] = {}
     for batch in range(1, max_sequences + 1):
@@ -62,12 +73,18 @@ def launch_decode(
 ) -> None:
     """Launch the kernel ``name`` of the source of that name, in ``blocks`` blocks, where q is.
 
-    own_kv_heads: each query head has keys of its own, so that blocks share little memory and are placed behind
-    rope_cache's.
+    own_kv_heads: each query head has keys of its own, so that blocks share little memory and are
+    placed behind rope_cache's.
     """
     device = q.get_device()
     with torch.cuda.device(q.device):
         kernel = launch.load_kernel(
-            name, name, macros, 32 * warps, 0, device, DECODE_CARVEOUT_PERCENT if own_kv_heads else None
+            name,
+            name,
+            macros,
+            32 * warps,
+            0,
+            device,
+            DECODE_CARVEOUT_PERCENT if own_kv_heads else None,
         )
         kernel.launch(blocks, work, pdl=True)

@@ -1,4 +1,6 @@
-"""Decoding over pages of 16 bits (paged_decode16.cu): the query heads of a KV head together, up to eight of them."""
+"""Decoding over pages of 16 bits (paged_decode16.cu): the query heads of a KV head together, up to
+eight of them.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,12 @@ MAX_GROUP_HEADS = 8  # query heads of a KV head: columns of a product
 
 
 class PagedDecodeKernelConfig(NamedTuple):
-    """Warps of a block; blocks whose registers fit a multiprocessor together; 16s of keys that a warp takes at once.
+    """Warps of a block; blocks whose registers fit a multiprocessor together; 16s of keys that a
+    warp takes at once.
 
-    reload_query: whether the query is read from shared memory again and again instead of staying in registers.
-    l2_prefetch_rounds: how many times those keys are brought to the L2 cache before the kernel in front has ended.
+    reload_query: whether the query is read from shared memory again and again instead of staying in
+    registers. l2_prefetch_rounds: how many times those keys are brought to the L2 cache before the
+    kernel in front has ended.
     """
 
     warps: int
@@ -39,13 +43,22 @@ SPLIT_CONFIGS = {
     256: PagedDecodeKernelConfig(4, 2, 1, reload_query=1),
 }
 # Sequences times KV heads of which all have their blocks at once; where there are more:
-MAX_CONCURRENT_PAIRS, UNSPLIT_CONFIGS = 384, dict.fromkeys((80, 96, 112, 128), PagedDecodeKernelConfig(4, 2, 2))
-# Where query heads share keys and values, and there are KV heads enough (above AT_ONCE the variant behind is faster):
+MAX_CONCURRENT_PAIRS, UNSPLIT_CONFIGS = (
+    384,
+    dict.fromkeys((80, 96, 112, 128), PagedDecodeKernelConfig(4, 2, 2)),
+)
+# Where query heads share keys and values, and there are KV heads enough (above AT_ONCE the variant
+# behind is faster):
 GQA_CONFIGS, GQA_MIN_PAIRS = {128: PagedDecodeKernelConfig(8, 1, 2)}, 32
 
 
-def plan_launch(pairs: int, group: int, dim: int, keys: int, num_sms: int) -> tuple[PagedDecodeKernelConfig, int]:
-    """How a step is computed, and the blocks that share a context. pairs: sequences times KV heads."""
+def plan_launch(
+    pairs: int, group: int, dim: int, keys: int, num_sms: int
+) -> tuple[PagedDecodeKernelConfig, int]:
+    """How a step is computed, and the blocks that share a context.
+
+    pairs: sequences times KV heads.
+    """
     form = SPLIT_CONFIGS[dim]
     splits = paged_decode.num_splits(pairs, keys, form.blocks_per_sm * num_sms, form.min_keys)
     if splits == 1:
@@ -57,9 +70,14 @@ def plan_launch(pairs: int, group: int, dim: int, keys: int, num_sms: int) -> tu
 
 
 def available(device_type: str) -> str | None:
-    """None where the kernel serves devices of this kind; else why not. Compiles the commonest form, once a machine."""
+    """None where the kernel serves devices of this kind; else why not.
+
+    Compiles the commonest form, once a machine.
+    """
     return build.why_unavailable(
-        device_type, "paged_decode16", kernel_macros(torch.bfloat16, 128, 16, 1, 1, SPLIT_CONFIGS[128])
+        device_type,
+        "paged_decode16",
+        kernel_macros(torch.bfloat16, 128, 16, 1, 1, SPLIT_CONFIGS[128]),
     )
 
 
@@ -69,14 +87,25 @@ def supports_decode(
     v_cache: torch.Tensor,
     indices: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> bool:
-    """16 bits, heads of 64 to 128 in steps of 16 or of 256, up to 8 a KV head; packed caches, pages of 8 to 128 tokens.
+    """16 bits, heads of 64 to 128 in steps of 16 or of 256, up to 8 a KV head; packed caches, pages
+    of 8 to 128 tokens.
 
     indices: page tables, starts, lengths.
     """
-    if q.dtype not in TYPES or not q.is_cuda or k_cache.dtype != q.dtype or v_cache.dtype != q.dtype:
+    if (
+        q.dtype not in TYPES
+        or not q.is_cuda
+        or k_cache.dtype != q.dtype
+        or v_cache.dtype != q.dtype
+    ):
         return False
     heads, dim = q.shape[1:]
-    aligned = q.stride(2) == 1 and q.data_ptr() % 16 == 0 and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0
+    aligned = (
+        q.stride(2) == 1
+        and q.data_ptr() % 16 == 0
+        and q.stride(0) % 8 == 0
+        and q.stride(1) % 8 == 0
+    )
     kv_heads = k_cache.shape[1]
     fits = dim in SPLIT_CONFIGS and heads <= MAX_GROUP_HEADS * kv_heads
     few = heads == kv_heads or indices[0].shape[0] * kv_heads <= MAX_CONCURRENT_PAIRS
@@ -86,14 +115,18 @@ def supports_decode(
 def specializations(
     heads: tuple[int, int], dim: int, max_sequences: int, max_context: int, num_sms: int
 ) -> list[tuple[int, int]]:
-    """(sequences, bound on their context) of decode steps, one for each form of the kernel that they may meet.
+    """(sequences, bound on their context) of decode steps, one for each form of the kernel that
+    they may meet.
 
-    heads: query heads, KV heads. max_sequences, max_context: sequences of a step, keys that a query of one sees.
+    heads: query heads, KV heads. max_sequences, max_context: sequences of a step, keys that a query
+    of one sees.
     """
     query_heads, kv_heads = heads
     group = query_heads // kv_heads
     return paged_decode.specializations(
-        lambda batch, keys: plan_launch(batch * kv_heads, group, dim, keys, num_sms), max_sequences, max_context
+        lambda batch, keys: plan_launch(batch * kv_heads, group, dim, keys, num_sms),
+        max_sequences,
+        max_context,
     )
 
 
@@ -120,15 +153,28 @@ def run(
     invite = tables.shape[0] == 1  # its step is many small kernels: the next is placed early
     work = struct.pack("=7Q6ifi", *pointers, *counts, scale * LOG2E, invite)
     chosen = kernel_macros(q.dtype, dim, page, group, splits, form)
-    paged_decode.launch_decode(q, "paged_decode16", chosen, form.warps, pairs * splits, work, own_kv_heads=group == 1)
+    paged_decode.launch_decode(
+        q, "paged_decode16", chosen, form.warps, pairs * splits, work, own_kv_heads=group == 1
+    )
     return out
 
 
 def kernel_macros(
-    dtype: torch.dtype, dim: int, page: int, group: int, splits: int, config: PagedDecodeKernelConfig
+    dtype: torch.dtype,
+    dim: int,
+    page: int,
+    group: int,
+    splits: int,
+    config: PagedDecodeKernelConfig,
 ) -> tuple[str, ...]:
     """Of the kernel; group: query heads of a KV head."""
     warps, blocks, tiles, again, early = config
     sizes = (f"DIM={dim}", f"PAGE={page}", f"GROUP={group}", f"SPLITS={splits}")
-    cut = (f"WARPS={warps}", f"BLOCKS={blocks}", f"TILES={tiles}", f"AGAIN={again}", f"EARLY={early}")
+    cut = (
+        f"WARPS={warps}",
+        f"BLOCKS={blocks}",
+        f"TILES={tiles}",
+        f"AGAIN={again}",
+        f"EARLY={early}",
+    )
     return (*sizes, *cut, *TYPES[dtype])

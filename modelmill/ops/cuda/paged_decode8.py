@@ -1,4 +1,6 @@
-"""Decoding over pages of int8 in whole numbers (paged_decode8.cu): heads with keys and values of their own."""
+"""Decoding over pages of int8 in whole numbers (paged_decode8.cu): heads with keys and values of
+their own.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,13 @@ KEYS, WARPS, BLOCKS_PER_SM = 32, 4, 4
 
 
 def available(device_type: str) -> str | None:
-    """None where the kernel serves devices of this kind; else why not. Compiles the commonest form, once a machine."""
-    return build.why_unavailable(device_type, "paged_decode8", _kernel_macros(torch.bfloat16, 128, 16, 1))
+    """None where the kernel serves devices of this kind; else why not.
+
+    Compiles the commonest form, once a machine.
+    """
+    return build.why_unavailable(
+        device_type, "paged_decode8", _kernel_macros(torch.bfloat16, 128, 16, 1)
+    )
 
 
 def supports_decode(
@@ -26,26 +33,39 @@ def supports_decode(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> bool:
-    """q in 16 bits, heads of 64 or 128, one KV head each, packed int8 caches with pages of 8 to 128 tokens.
+    """q in 16 bits, heads of 64 or 128, one KV head each, packed int8 caches with pages of 8 to 128
+    tokens.
 
     indices: page tables, starts, lengths.
     """
     if k_scale is None or v_scale is None or q.dtype not in TYPES or not q.is_cuda:
         return False
     _, kv_heads, _, dim = k_cache.shape
-    if k_cache.dtype != torch.int8 or v_cache.dtype != torch.int8 or q.shape[1] != kv_heads or dim not in (64, 128):
+    if (
+        k_cache.dtype != torch.int8
+        or v_cache.dtype != torch.int8
+        or q.shape[1] != kv_heads
+        or dim not in (64, 128)
+    ):
         return False
-    return q.stride(2) == 1 and paged_decode.supports_cache((k_cache, v_cache, k_scale, v_scale), indices)
+    return q.stride(2) == 1 and paged_decode.supports_cache(
+        (k_cache, v_cache, k_scale, v_scale), indices
+    )
 
 
-def specializations(heads: int, max_sequences: int, max_context: int, device: int) -> list[tuple[int, int]]:
-    """(sequences, bound on their context) of decode steps, one for each form of the kernel that they may meet.
+def specializations(
+    heads: int, max_sequences: int, max_context: int, device: int
+) -> list[tuple[int, int]]:
+    """(sequences, bound on their context) of decode steps, one for each form of the kernel that
+    they may meet.
 
     max_sequences, max_context: sequences of a step, keys that a query of one sees.
     """
     room = BLOCKS_PER_SM * launch.sm_count(device)
     return paged_decode.specializations(
-        lambda batch, keys: paged_decode.num_splits(batch * heads, keys, room, KEYS * WARPS), max_sequences, max_context
+        lambda batch, keys: paged_decode.num_splits(batch * heads, keys, room, KEYS * WARPS),
+        max_sequences,
+        max_context,
     )
 
 

@@ -1,4 +1,6 @@
-"""Queries, keys and values of prompts by qkv_rope_cache.cu: product, rotation and KV-cache write in one kernel."""
+"""Queries, keys and values of prompts by qkv_rope_cache.cu: product, rotation and KV-cache write in
+one kernel.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,19 @@ from modelmill.ops.cuda.gemm import LARGE_M_THREADS, TILE_ROWS, TYPES, supports_
 
 TILE_WIDTH = 256  # rows of the weight of a tile
 HEAD_DIMS = (64, 128)
-MIN_OCCUPANCY = 0.93  # measured: at 0.97 4 to 14 % faster than cuBLAS and the rotation, at 0.91 as fast, at 0.87 slower
+# measured: at 0.97 4 to 14 % faster than cuBLAS and the rotation, at 0.91 as fast, at 0.87 slower
+MIN_OCCUPANCY = 0.93
 _MAX_ELEMENTS = 1 << 31  # slots, and values of the projection: they are counted in 32 bits
 
 
 def available(device_type: str) -> str | None:
-    """None where the kernel serves devices of this kind; else why not. Compiles one form, once a machine."""
-    return build.why_unavailable(device_type, "qkv_rope_cache", kernel_macros(128, biased=True, dtype=torch.bfloat16))
+    """None where the kernel serves devices of this kind; else why not.
+
+    Compiles one form, once a machine.
+    """
+    return build.why_unavailable(
+        device_type, "qkv_rope_cache", kernel_macros(128, biased=True, dtype=torch.bfloat16)
+    )
 
 
 def kernel_macros(dim: int, *, biased: bool, dtype: torch.dtype) -> tuple[str, ...]:
@@ -42,22 +50,33 @@ def supports(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> bool:
-    """16 bits, also of the pages, which have 2^n tokens each; heads of 64 or 128 without norms of their own; prompts
-    that fill the multiprocessors with tiles."""
+    """16 bits, also of the pages, which have 2^n tokens each; heads of 64 or 128 without norms of
+    their own; prompts that fill the multiprocessors with tiles."""
     # first what most steps fail by: it is asked in every layer
     if x.dim() != 2 or not is_faster(x.shape[0], weight.shape[0], launch.sm_count(x.get_device())):
         return False
     if not supports_operands(x, weight, bias):
         return False
-    if any(each is not None for each in (q_norm, k_norm, k_scale, v_scale)) or (cos is None) != (sin is None):
+    if any(each is not None for each in (q_norm, k_norm, k_scale, v_scale)) or (cos is None) != (
+        sin is None
+    ):
         return False
     dim, rows = k_cache.shape[3], (x.shape[0],)
-    angles = _is_vector(cos, torch.float32, (*rows, dim // 2)) and _is_vector(sin, torch.float32, (*rows, dim // 2))
-    if not angles or not _is_vector(slots, torch.int64, rows) or not _is_vector(q_scale, torch.float32, rows):
+    angles = _is_vector(cos, torch.float32, (*rows, dim // 2)) and _is_vector(
+        sin, torch.float32, (*rows, dim // 2)
+    )
+    if (
+        not angles
+        or not _is_vector(slots, torch.int64, rows)
+        or not _is_vector(q_scale, torch.float32, rows)
+    ):
         return False
     if any(each is not None and each.data_ptr() % 16 for each in (bias, cos, sin)):
         return False
-    if not _supports_pages(k_cache, v_cache, x.dtype) or x.shape[0] * weight.shape[0] >= _MAX_ELEMENTS:
+    if (
+        not _supports_pages(k_cache, v_cache, x.dtype)
+        or x.shape[0] * weight.shape[0] >= _MAX_ELEMENTS
+    ):
         return False
     return weight.shape == ((heads + 2 * k_cache.shape[1]) * dim, x.shape[1])
 
@@ -83,7 +102,9 @@ def is_faster(rows: int, outputs: int, num_sms: int) -> bool:
 
 
 def specializations(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[int]:
-    """A number of rows, up to ``max_rows``, that is served, if any is: each of them is the same kernel's."""
+    """A number of rows, up to ``max_rows``, that is served, if any is: each of them is the same
+    kernel's.
+    """
     if not supports_operands(x.new_empty((1, x.shape[1])), weight, None):
         return []
     sizes = (weight.shape[0], launch.sm_count(x.get_device()))
@@ -116,7 +137,9 @@ def run(
         desks, biases, barriers = 2 * 64 * 128 * 2, 2 * TILE_WIDTH * 2, 6 * 8
         shared = gemm.pipeline_bytes(TILE_WIDTH) + desks + biases + barriers
         named = kernel_macros(dim, biased=bias is not None, dtype=x.dtype)
-        kernel = launch.load_kernel("qkv_rope_cache", "qkv_rope_cache", named, LARGE_M_THREADS, shared, x.get_device())
+        kernel = launch.load_kernel(
+            "qkv_rope_cache", "qkv_rope_cache", named, LARGE_M_THREADS, shared, x.get_device()
+        )
         blocks, sizes = gemm.tile_launch(x, weight.shape[0], TILE_WIDTH, TILE_WIDTH // 2)
         where = launch.data_pointers(bias, q, k_cache, v_cache, slots, cos, sin, q_scale)
         heads_of = (heads, kv_heads, page.bit_length() - 1, 0)

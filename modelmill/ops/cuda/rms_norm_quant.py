@@ -1,4 +1,6 @@
-"""RMSNorm to 8 bits in another order of columns (rmsnorm_quant_permute.cu); all else is Triton's."""
+"""RMSNorm to 8 bits in another order of columns (rmsnorm_quant_permute.cu); all else is
+Triton's.
+"""
 
 from __future__ import annotations
 
@@ -33,4 +35,6 @@ def run(
     bits: int = 8,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As the reference."""
-    return rmsnorm_quant_permute.rms_norm_quant(x, None, weight, eps, dtype, (inv_scale, zero_point, perm), bits)
+    return rmsnorm_quant_permute.rms_norm_quant(
+        x, None, weight, eps, dtype, (inv_scale, zero_point, perm), bits
+    )

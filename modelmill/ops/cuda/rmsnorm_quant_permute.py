@@ -1,5 +1,5 @@
-"""Norms whose 8-bit values come out in another order of columns: rmsnorm_quant_permute.cu for many rows,
-rmsnorm_quant_permute_small_m.cu for few."""
+"""Norms whose 8-bit values come out in another order of columns: rmsnorm_quant_permute.cu for many
+rows, rmsnorm_quant_permute_small_m.cu for few."""
 
 from __future__ import annotations
 
@@ -20,16 +20,29 @@ MAX_STAGES = 2
 PerColumn = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
-def supports_rows(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, per_column: PerColumn) -> bool:
-    """Rows in 16 bits, of x and of the values a multiple of 16 columns up to 8,192, with an order."""
+def supports_rows(
+    x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, per_column: PerColumn
+) -> bool:
+    """Rows in 16 bits, of x and of the values a multiple of 16 columns up to 8,192, with an
+    order.
+    """
     factor, zero, order = per_column
-    if order is None or not x.is_cuda or x.dtype not in TYPES or x.dtype != weight.dtype or x.dim() < 2:
+    if (
+        order is None
+        or not x.is_cuda
+        or x.dtype not in TYPES
+        or x.dtype != weight.dtype
+        or x.dim() < 2
+    ):
         return False
     width, columns = x.shape[-1], order.numel()
     if width % 16 or columns % 16 or max(width, columns) > MAX_WIDTH or x.numel() == 0:
         return False
     types = zip((factor, zero, order), (torch.float32, torch.int32, torch.int32), strict=True)
-    packed = all(t is None or (t.dtype is each and t.is_contiguous() and t.data_ptr() % 16 == 0) for t, each in types)
+    packed = all(
+        t is None or (t.dtype is each and t.is_contiguous() and t.data_ptr() % 16 == 0)
+        for t, each in types
+    )
     return (
         packed
         and weight.data_ptr() % 16 == 0
@@ -55,11 +68,15 @@ def config_for(
 ) -> RmsNormQuantKernelConfig:
     """For groups of so many rows of ``width`` 16-bit values (with a residual, twice as many).
 
-    stages: groups ahead at most; threads_per_sm: threads that a multiprocessor has room for, or is best left with.
+    stages: groups ahead at most; threads_per_sm: threads that a multiprocessor has room for, or is
+    best left with.
     """
     threads = -(-max(width, columns) // 256) * 32
-    exchange, stage, static = 4 * width + 16, 2 * width * rows, 2048  # static: sums and barriers, and the system's own
-    blocks = max(1, min(threads_per_sm // threads, 8, SM_SHARED_BYTES // (stage + exchange + static)))
+    # static: sums and barriers, and the system's own
+    exchange, stage, static = 4 * width + 16, 2 * width * rows, 2048
+    blocks = max(
+        1, min(threads_per_sm // threads, 8, SM_SHARED_BYTES // (stage + exchange + static))
+    )
     stages = max(1, min(stages, (SM_SHARED_BYTES // blocks - exchange - static) // stage))
     return RmsNormQuantKernelConfig(threads, blocks, stages, exchange + stages * stage)
 
@@ -74,25 +91,39 @@ def rms_norm_quant(
     bits: int,
     config: RmsNormQuantKernelConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(values, scale or None); the sum is written over the residual. config: how the kernel is cut, else
-    ``config_for``'s."""
+    """(values, scale or None); the sum is written over the residual. config: how the kernel is cut,
+    else ``config_for``'s."""
     factor, zero, order = per_column
     assert order is not None
     width, columns, rows = x.shape[-1], order.numel(), x.numel() // x.shape[-1]
     values = torch.empty((*x.shape[:-1], columns), dtype=dtype, device=x.device)
-    scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if factor is None else None
+    scale = (
+        torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if factor is None else None
+    )
     each = factor is not None and factor.numel() > 1
     macros = [f"WIDTH={width}", f"COLUMNS={columns}", f"ADD={int(residual is not None)}"]
-    macros += [f"TOKEN={int(factor is None)}", f"EACH={int(each)}", f"SHIFT={int(zero is not None)}"]
+    macros += [
+        f"TOKEN={int(factor is None)}",
+        f"EACH={int(each)}",
+        f"SHIFT={int(zero is not None)}",
+    ]
     macros += [*TYPES[x.dtype], *(() if dtype is torch.int8 else ("FP8",))]
     most = 448.0 if dtype is not torch.int8 else float(2 ** (bits - 1) - 1)
-    device, pointers = x.get_device(), launch.data_pointers(x, weight, residual, values, scale, factor, zero, order)
+    device, pointers = (
+        x.get_device(),
+        launch.data_pointers(x, weight, residual, values, scale, factor, zero, order),
+    )
     with torch.cuda.device(x.device):
         if rows < LARGE_M_MIN_ROWS and config is None:
             threads = -(-max(width, columns) // 256) * 32
             macros.append(f"ALONE={int(rows == 1)}")
             kernel = launch.load_kernel(
-                "rmsnorm_quant_permute_small_m", "rmsnorm_quant_permute_small_m", tuple(macros), threads, 0, device
+                "rmsnorm_quant_permute_small_m",
+                "rmsnorm_quant_permute_small_m",
+                tuple(macros),
+                threads,
+                0,
+                device,
             )
             kernel.launch(rows, struct.pack("=8Q2f", *pointers, eps, most), pdl=True)
             return values, scale
@@ -107,7 +138,12 @@ def rms_norm_quant(
         )
         macros += [f"BLOCKS={config.blocks_per_sm}", f"STAGES={config.stages}"]
         kernel = launch.load_kernel(
-            "rmsnorm_quant_permute", "rmsnorm_quant_permute", tuple(macros), config.threads, config.shared_bytes, device
+            "rmsnorm_quant_permute",
+            "rmsnorm_quant_permute",
+            tuple(macros),
+            config.threads,
+            config.shared_bytes,
+            device,
         )
         blocks = min(-(-rows // together), config.blocks_per_sm * launch.sm_count(device))
         kernel.launch(blocks, struct.pack("=8Qq2f", *pointers, rows, eps, most), pdl=True)

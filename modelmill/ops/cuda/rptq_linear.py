@@ -7,7 +7,14 @@ import struct
 import torch
 
 from modelmill.ops.cuda import build, launch, wq_gemv
-from modelmill.ops.cuda.weight_only import K_TILE, THREADS, TYPES, WqMmaKernelConfig, fits_shared_memory, group_shift
+from modelmill.ops.cuda.weight_only import (
+    K_TILE,
+    THREADS,
+    TYPES,
+    WqMmaKernelConfig,
+    fits_shared_memory,
+    group_shift,
+)
 
 # rows of q up to … → how the kernel is compiled, for 8-bit and for 4-bit weights
 KERNEL_CONFIGS = {
@@ -28,9 +35,14 @@ MAX_ROWS = 64
 
 
 def available(device_type: str) -> str | None:
-    """None where the kernel serves devices of this kind; else why not. Compiles the commonest form, once a machine."""
+    """None where the kernel serves devices of this kind; else why not.
+
+    Compiles the commonest form, once a machine.
+    """
     form = config_for(1, torch.int8)
-    common = _kernel_macros(torch.bfloat16, form, packed=False, offset=False, float32_scales=False, dynamic=False)
+    common = _kernel_macros(
+        torch.bfloat16, form, packed=False, offset=False, float32_scales=False, dynamic=False
+    )
     return build.why_unavailable(device_type, "rptq_linear", common)
 
 
@@ -50,12 +62,22 @@ def supports(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> bool:
-    """Up to 64 rows, P a multiple of 128, groups of 128, 256, 512 … columns or of all, everything packed."""
+    """Up to 64 rows, P a multiple of 128, groups of 128, 256, 512 … columns or of all, everything
+    packed.
+    """
     if q.dim() != 2 or not 0 < q.shape[0] <= MAX_ROWS or not q.is_cuda or dtype not in TYPES:
         return False
-    packed = all(t is None or t.is_contiguous() for t in (q, weight, scale, offset, step, constant, bias))
-    aligned = q.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0 and (bias is None or bias.dtype == dtype)
-    alike = scale.dtype in (torch.float16, torch.float32) and (offset is None or offset.dtype == scale.dtype)
+    packed = all(
+        t is None or t.is_contiguous() for t in (q, weight, scale, offset, step, constant, bias)
+    )
+    aligned = (
+        q.data_ptr() % 16 == 0
+        and weight.data_ptr() % 16 == 0
+        and (bias is None or bias.dtype == dtype)
+    )
+    alike = scale.dtype in (torch.float16, torch.float32) and (
+        offset is None or offset.dtype == scale.dtype
+    )
     whole = q.shape[1] % K_TILE == 0 and group_shift(group, q.shape[1]) is not None
     return (
         packed
@@ -90,7 +112,9 @@ def run(
             float32_scales=scale.dtype is torch.float32, dynamic=step.dim() == 2,
         )  # fmt: skip
         shared = form.shared_bytes(groups)
-        kernel = launch.load_kernel("rptq_linear", "rptq_linear", macros, THREADS, shared, q.get_device())
+        kernel = launch.load_kernel(
+            "rptq_linear", "rptq_linear", macros, THREADS, shared, q.get_device()
+        )
         pointers = launch.data_pointers(q, weight, scale, offset, step, constant, bias, out)
         counts = (tokens, rows, columns, groups, group_shift(group, columns))
         kernel.launch(form.grid(rows), struct.pack("=8Q5i4x", *pointers, *counts), pdl=True)
@@ -98,7 +122,19 @@ def run(
 
 
 def _kernel_macros(
-    dtype: torch.dtype, config: WqMmaKernelConfig, *, packed: bool, offset: bool, float32_scales: bool, dynamic: bool
+    dtype: torch.dtype,
+    config: WqMmaKernelConfig,
+    *,
+    packed: bool,
+    offset: bool,
+    float32_scales: bool,
+    dynamic: bool,
 ) -> tuple[str, ...]:
-    switches = {"PACKED": packed, "OFFSET": offset, "WIDE": float32_scales, "DYNAMIC": dynamic, "GATED": False}
+    switches = {
+        "PACKED": packed,
+        "OFFSET": offset,
+        "WIDE": float32_scales,
+        "DYNAMIC": dynamic,
+        "GATED": False,
+    }
     return (*config.macros, *(f"{name}={int(on)}" for name, on in switches.items()), *TYPES[dtype])

@@ -9,14 +9,20 @@ import torch
 from modelmill.ops.cuda import build, launch
 from modelmill.ops.cuda.weight_only import TYPES
 
-MIN_ROWS = 128  # rows: with 64 x 4,096 Triton's kernel is faster on an H200, with thousands a tenth as fast
+# rows: with 64 x 4,096 Triton's kernel is faster on an H200, with thousands a tenth as fast
+MIN_ROWS = 128
 _TOKENS, _THREADS, _MAX_SHARED_BYTES = 4, 512, 224 << 10
 
 
 def available(device_type: str) -> str | None:
-    """None where the kernel serves devices of this kind; else why not. Compiles the commonest form, once a machine."""
+    """None where the kernel serves devices of this kind; else why not.
+
+    Compiles the commonest form, once a machine.
+    """
     return build.why_unavailable(
-        device_type, "rptq_quant", kernel_macros(torch.bfloat16, 128, gated=False, dynamic=True, has_zero_point=False)
+        device_type,
+        "rptq_quant",
+        kernel_macros(torch.bfloat16, 128, gated=False, dynamic=True, has_zero_point=False),
     )
 
 
@@ -29,13 +35,28 @@ def supports(
     group: int,
     gated: bool = False,
 ) -> bool:
-    """128 rows of 16 bits or more, widths in fours, packed; where steps are found, groups of 32, 64, 128, 256 …"""
-    if x.dim() != 2 or x.shape[0] < MIN_ROWS or x.dtype.itemsize != 2 or not x.is_cuda or x.stride(1) != 1:
+    """128 rows of 16 bits or more, widths in fours, packed; where steps are found, groups of 32,
+    64, 128, 256 …
+    """
+    if (
+        x.dim() != 2
+        or x.shape[0] < MIN_ROWS
+        or x.dtype.itemsize != 2
+        or not x.is_cuda
+        or x.stride(1) != 1
+    ):
         return False
     width, columns = x.shape[1] // (2 if gated else 1), perm.numel()
-    packed = all(t is None or (t.is_contiguous() and t.numel() == columns) for t in (perm, inv_scale, zero_point))
+    packed = all(
+        t is None or (t.is_contiguous() and t.numel() == columns)
+        for t in (perm, inv_scale, zero_point)
+    )
     tables = [t for t in (perm, inv_scale, zero_point) if t is not None]
-    aligned = x.stride(0) % 4 == 0 and x.data_ptr() % 8 == 0 and all(t.data_ptr() % 16 == 0 for t in tables)
+    aligned = (
+        x.stride(0) % 4 == 0
+        and x.data_ptr() % 8 == 0
+        and all(t.data_ptr() % 16 == 0 for t in tables)
+    )
     grouped = columns % group == 0 and (group in (32, 64) or group % 128 == 0)
     fours = width % 4 == 0 and columns % 4 == 0 and width * 2 * _TOKENS <= _MAX_SHARED_BYTES
     return packed and aligned and fours and (inv_scale is not None or grouped)
@@ -54,11 +75,17 @@ def run(
     rows, columns, own = x.shape[0], perm.numel(), inv_scale is None
     width = x.shape[1] // (2 if gated else 1)
     q = torch.empty((rows, columns), dtype=torch.int8, device=x.device)
-    step = torch.empty((rows, columns // group), dtype=torch.float32, device=x.device) if own else None
+    step = (
+        torch.empty((rows, columns // group), dtype=torch.float32, device=x.device) if own else None
+    )
     with torch.cuda.device(x.device):
-        macros = kernel_macros(x.dtype, group, gated=gated, dynamic=own, has_zero_point=zero_point is not None)
+        macros = kernel_macros(
+            x.dtype, group, gated=gated, dynamic=own, has_zero_point=zero_point is not None
+        )
         shared = width * 2 * _TOKENS
-        kernel = launch.load_kernel("rptq_quant", "rptq_quant", macros, _THREADS, shared, x.get_device())
+        kernel = launch.load_kernel(
+            "rptq_quant", "rptq_quant", macros, _THREADS, shared, x.get_device()
+        )
         pointers = launch.data_pointers(x, perm, inv_scale, zero_point, q, step)
         counts = (x.stride(0), rows, width, columns, group, float(2 ** (bits - 1) - 1))
         kernel.launch(-(-rows // _TOKENS), struct.pack("=6Qq4if4x", *pointers, *counts), pdl=True)
@@ -69,5 +96,10 @@ def kernel_macros(
     dtype: torch.dtype, group: int, *, gated: bool, dynamic: bool, has_zero_point: bool
 ) -> tuple[str, ...]:
     """How the source is compiled."""
-    sizes = {"GATED": gated, "OWN": dynamic, "SHIFT": has_zero_point, "LANES": min(group, 128) // 4 if dynamic else 32}
+    sizes = {
+        "GATED": gated,
+        "OWN": dynamic,
+        "SHIFT": has_zero_point,
+        "LANES": min(group, 128) // 4 if dynamic else 32,
+    }
     return (*(f"{name}={int(size)}" for name, size in sizes.items()), *TYPES[dtype])

@@ -1,4 +1,6 @@
-"""What products of a few rows with 4- and 8-bit weights share on the host: how they are compiled and launched."""
+"""What products of a few rows with 4- and 8-bit weights share on the host: how they are compiled
+and launched.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,17 @@ import torch
 
 THREADS, K_TILE, RUN = 256, 128, 32
 WARPS = THREADS // 32
-TYPES: dict[torch.dtype, tuple[str, ...]] = {torch.bfloat16: (), torch.float16: ("HALF",), torch.float32: ("FLOAT",)}
+TYPES: dict[torch.dtype, tuple[str, ...]] = {
+    torch.bfloat16: (),
+    torch.float16: ("HALF",),
+    torch.float32: ("FLOAT",),
+}
 _MAX_SHARED_BYTES = 200 << 10  # bytes of a block, beside what the kernels take anyway
 
 
 class WqMmaKernelConfig(NamedTuple):
-    """How a product is compiled: tiles of 8 rows of x, warps along N (the others split K), pieces that a warp has on
-    their way, blocks that registers are saved for on a multiprocessor."""
+    """How a product is compiled: tiles of 8 rows of x, warps along N (the others split K), pieces
+    that a warp has on their way, blocks that registers are saved for on a multiprocessor."""
 
     m_tiles: int
     n_warps: int

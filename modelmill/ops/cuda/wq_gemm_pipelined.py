@@ -1,5 +1,5 @@
-"""Products of 9 to 64 rows with 4- and 8-bit weights, of fewer with large ones, through shared memory
-(wq_gemm_pipelined.cu)."""
+"""Products of 9 to 64 rows with 4- and 8-bit weights, of fewer with large ones, through shared
+memory (wq_gemm_pipelined.cu)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from typing import NamedTuple
 import torch
 
 from modelmill.ops.cuda import launch
-from modelmill.ops.cuda.int4_gemm_small_m import MIN_K_TILES_PER_SPLIT, best_occupancy, groups_per_split, padded_rows
+from modelmill.ops.cuda.int4_gemm_small_m import (
+    MIN_K_TILES_PER_SPLIT,
+    best_occupancy,
+    groups_per_split,
+    padded_rows,
+)
 from modelmill.ops.cuda.weight_only import K_TILE, TYPES, group_shift, k_tile_for
 
 _MAX_SHARED_BYTES = 222 << 10  # bytes of a block at most
@@ -19,8 +24,8 @@ _GROUPS_PER_MMA = 16  # groups whose sums are multiplied at once
 
 
 class WqSpec(NamedTuple):
-    """What a weight is: its bits and columns, those that share a scale (or as many as there are), whether there are
-    offsets and float32 scales."""
+    """What a weight is: its bits and columns, those that share a scale (or as many as there are),
+    whether there are offsets and float32 scales."""
 
     bits: int
     columns: int
@@ -77,13 +82,17 @@ def weight_spec(
 ) -> WqSpec:
     """Of a weight as the ops are given it."""
     return WqSpec(
-        4 if weight.dtype is torch.uint8 else 8, columns, group, offset is not None, scale.dtype is torch.float32
+        4 if weight.dtype is torch.uint8 else 8,
+        columns,
+        group,
+        offset is not None,
+        scale.dtype is torch.float32,
     )
 
 
 def supports_weight(rows: int, spec: WqSpec, *, gated: bool) -> bool:
-    """Whether such a weight of so many rows is read: no group smaller than can be told apart, outputs in eights, no
-    float32 scales where sums of x are asked for."""
+    """Whether such a weight of so many rows is read: no group smaller than can be told apart,
+    outputs in eights, no float32 scales where sums of x are asked for."""
     return (
         spec.group_shift is not None
         and rows % (16 if gated else 8) == 0
@@ -113,21 +122,32 @@ def num_stages(config: WqGemmKernelConfig, spec: WqSpec, padded: int) -> int:
 
 def shared_bytes(config: WqGemmKernelConfig, spec: WqSpec, padded: int) -> int:
     """Bytes of a block's shared memory."""
-    return num_stages(config, spec, padded) * (stage_bytes(config, spec, padded) + 16) + _scale_bytes(config, spec)
+    return num_stages(config, spec, padded) * (
+        stage_bytes(config, spec, padded) + 16
+    ) + _scale_bytes(config, spec)
 
 
 def fits_shared_memory(config: WqGemmKernelConfig, spec: WqSpec, padded: int) -> bool:
     """Whether a block's scales leave room for pieces enough, and for the sums where they were."""
-    if spec.group_shift is None or (config.split_k > 1 and spec.k_tiles < MIN_K_TILES_PER_SPLIT * config.split_k):
+    if spec.group_shift is None or (
+        config.split_k > 1 and spec.k_tiles < MIN_K_TILES_PER_SPLIT * config.split_k
+    ):
         return False
     stages = num_stages(config, spec, padded)
-    return stages >= 3 and stages * stage_bytes(config, spec, padded) >= padded * (64 * config.consumers + 4) * 4
+    return (
+        stages >= 3
+        and stages * stage_bytes(config, spec, padded) >= padded * (64 * config.consumers + 4) * 4
+    )
 
 
 @functools.lru_cache(1024)  # asked at each launch
 def config_for(rows: int, spec: WqSpec, padded: int, num_sms: int) -> WqGemmKernelConfig | None:
-    """The config that keeps ``num_sms`` multiprocessors busiest with a weight of so many rows; None where none fits."""
-    return best_occupancy([form for form in KERNEL_CONFIGS if fits_shared_memory(form, spec, padded)], rows, num_sms)
+    """The config that keeps ``num_sms`` multiprocessors busiest with a weight of so many rows; None
+    where none fits.
+    """
+    return best_occupancy(
+        [form for form in KERNEL_CONFIGS if fits_shared_memory(form, spec, padded)], rows, num_sms
+    )
 
 
 def wq_gemm(
@@ -167,13 +187,29 @@ def wq_gemm(
         work = struct.pack("=2Q8i", x.data_ptr(), ready.data_ptr(), *counts)
         put.launch(-(-tokens * units // 8), work, pdl=True)
         high, size = 64 * config.consumers, shared_bytes(config, kind, box)
-        kernel = launch.load_kernel("wq_gemm_pipelined", "wq_gemm_pipelined", macros, 2 * high + 32, size, device)
-        x_map = launch.tensor_map(ready.data_ptr(), x.dtype, (pitch, tokens), (pitch * 2,), (64, box))
-        wide, part = weight.shape[1], (32 if kind.groups_per_tile == 4 else 64, high // 2 if gated else high)
-        w_map = launch.tensor_map(weight.data_ptr(), weight.dtype, (wide, rows), (wide,), part, False)
+        kernel = launch.load_kernel(
+            "wq_gemm_pipelined", "wq_gemm_pipelined", macros, 2 * high + 32, size, device
+        )
+        x_map = launch.tensor_map(
+            ready.data_ptr(), x.dtype, (pitch, tokens), (pitch * 2,), (64, box)
+        )
+        wide, part = (
+            weight.shape[1],
+            (32 if kind.groups_per_tile == 4 else 64, high // 2 if gated else high),
+        )
+        w_map = launch.tensor_map(
+            weight.data_ptr(), weight.dtype, (wide, rows), (wide,), part, False
+        )
         pointers = launch.data_pointers(scale, offset, bias, out)
         work = struct.pack(
-            "=4Q6i", *pointers, tokens, rows, pieces, groups, by, kind.groups_per_split(config.split_k) | 1
+            "=4Q6i",
+            *pointers,
+            tokens,
+            rows,
+            pieces,
+            groups,
+            by,
+            kind.groups_per_split(config.split_k) | 1,
         )
         kernel.launch(config.split_k * -(-rows // high), x_map, w_map, work, pdl=True)
     return out

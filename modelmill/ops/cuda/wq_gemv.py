@@ -1,4 +1,6 @@
-"""Products of one row with 4- and 8-bit weights by Hopper's copy engine and 8-bit tensor cores (wq_gemv.cu)."""
+"""Products of one row with 4- and 8-bit weights by Hopper's copy engine and 8-bit tensor cores
+(wq_gemv.cu).
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,16 @@ from modelmill.ops.cuda.weight_only import K_TILE, TYPES, group_shift
 # Sizes of wq_gemv.cu.
 ROWS_PER_TILE, LINE_TILE_BYTES = 16, 2048
 _TILES_IN_FLIGHT = (4, 2, 1)  # tiles whose scales and sums a block holds
-# Bytes of a block: at least more than half of what there is, since two blocks of a kernel on one multiprocessor would
-# leave another without work. Little more where that suffices: what is left lets the small kernels between products in.
+# Bytes of a block: at least more than half of what there is, since two blocks of a kernel on one
+# multiprocessor would leave another without work. Little more where that suffices: what is left
+# lets the small kernels between products in.
 _MIN_SHARED_BYTES, _TARGET_SHARED_BYTES, _MAX_SHARED_BYTES = 116 << 10, 124 << 10, 224 << 10
 
 
 class WqGemvSpec(NamedTuple):
-    """What is multiplied: bits of a weight, whether x is integers, whether there are offsets, float32 scales."""
+    """What is multiplied: bits of a weight, whether x is integers, whether there are offsets,
+    float32 scales.
+    """
 
     bits: int
     int8_input: bool
@@ -29,12 +34,16 @@ class WqGemvSpec(NamedTuple):
 
     @property
     def max_warps_and_stages(self) -> tuple[int, int]:
-        """Warps of a block and lines that each has on its way: measured on an H200 with the shapes of 7B models."""
+        """Warps of a block and lines that each has on its way: measured on an H200 with the shapes
+        of 7B models.
+        """
         return (22, 2) if self.int8_input else (16, 3)
 
 
 class WqGemvKernelConfig(NamedTuple):
-    """A product's sizes: lines of 128 bytes and groups of a row; warps, stages of their rings, tiles held."""
+    """A product's sizes: lines of 128 bytes and groups of a row; warps, stages of their rings,
+    tiles held.
+    """
 
     lines: int
     groups: int
@@ -44,11 +53,19 @@ class WqGemvKernelConfig(NamedTuple):
 
 
 def config_for(spec: WqGemvSpec, columns: int, groups: int) -> WqGemvKernelConfig | None:
-    """How a row of the weight is dealt out, with as many stages as there is room for; None where two do not fit."""
+    """How a row of the weight is dealt out, with as many stages as there is room for; None where
+    two do not fit.
+    """
     lines, (warps, most) = -(-columns * spec.bits // 8 // 128), spec.max_warps_and_stages
     for held in _TILES_IN_FLIGHT:
-        every = [WqGemvKernelConfig(lines, groups, min(warps, lines), stages, held) for stages in range(most, 1, -1)]
-        best = next((shape for shape in every if shared_bytes(spec, shape) <= _TARGET_SHARED_BYTES), every[-1])
+        every = [
+            WqGemvKernelConfig(lines, groups, min(warps, lines), stages, held)
+            for stages in range(most, 1, -1)
+        ]
+        best = next(
+            (shape for shape in every if shared_bytes(spec, shape) <= _TARGET_SHARED_BYTES),
+            every[-1],
+        )
         if shared_bytes(spec, best) <= _MAX_SHARED_BYTES:
             return best
     return None
@@ -59,7 +76,9 @@ def shared_bytes(spec: WqGemvSpec, config: WqGemvKernelConfig) -> int:
     pieces = config.lines * 8 // spec.bits
     planes = (8 // spec.bits) if spec.int8_input else 4
     sums = pieces * spec.groups_per_tile if spec.bits == 4 or spec.offset else 0
-    barriers = 8 * (config.warps * config.stages + config.tiles_in_flight) + 4 * config.tiles_in_flight
+    barriers = (
+        8 * (config.warps * config.stages + config.tiles_in_flight) + 4 * config.tiles_in_flight
+    )
     used = (
         config.warps * config.stages * LINE_TILE_BYTES
         + _round_up_16(barriers)
@@ -81,9 +100,15 @@ def _round_up_16(size: int) -> int:
 
 
 def supports_weight(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, group: int
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    group: int,
 ) -> bool:
-    """One row, packed, all at addresses of 16 bytes; rows of the weight in sixteens, of multiples of 16 bytes."""
+    """One row, packed, all at addresses of 16 bytes; rows of the weight in sixteens, of multiples
+    of 16 bytes.
+    """
     columns = x.shape[1]
     if (
         x.shape[0] != 1
@@ -93,7 +118,9 @@ def supports_weight(
         or not weight.is_contiguous()
     ):
         return False
-    if x.stride(1) != 1 or any(t is not None and t.data_ptr() % 16 for t in (x, weight, scale, offset)):
+    if x.stride(1) != 1 or any(
+        t is not None and t.data_ptr() % 16 for t in (x, weight, scale, offset)
+    ):
         return False
     kind, groups = weight_spec(x, weight, scale, offset, group), scale.numel() // weight.shape[0]
     return (
@@ -103,7 +130,9 @@ def supports_weight(
 
 
 class WqGemvLaunch(NamedTuple):
-    """A launch: how it is compiled, threads and bytes of a block, tiles, and what is packed behind the pointers."""
+    """A launch: how it is compiled, threads and bytes of a block, tiles, and what is packed behind
+    the pointers.
+    """
 
     macros: tuple[str, ...]
     threads: int
@@ -113,7 +142,9 @@ class WqGemvLaunch(NamedTuple):
     gated: bool
 
     def weight_box(self, width: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Sizes, strides and box of the weight's rows of so many bytes, in words: gated, both halves come at once."""
+        """Sizes, strides and box of the weight's rows of so many bytes, in words: gated, both
+        halves come at once.
+        """
         rows = self.sizes[0]
         if self.gated:
             return (width // 4, rows // 2, 2), (width, rows // 2 * width), (32, 8, 2)
@@ -121,15 +152,28 @@ class WqGemvLaunch(NamedTuple):
 
 
 def plan_launch(
-    spec: WqGemvSpec, size: tuple[int, int], group: int, groups: int, dtype: torch.dtype, *, gated: bool
+    spec: WqGemvSpec,
+    size: tuple[int, int],
+    group: int,
+    groups: int,
+    dtype: torch.dtype,
+    *,
+    gated: bool,
 ) -> WqGemvLaunch:
-    """For a weight of ``size`` rows and columns; dtype: of the output, and of x where that is no integers."""
+    """For a weight of ``size`` rows and columns; dtype: of the output, and of x where that is no
+    integers.
+    """
     rows, columns = size
-    shape, by = config_for(spec, columns, groups), group_shift(group, columns, K_TILE // spec.groups_per_tile)
+    shape, by = (
+        config_for(spec, columns, groups),
+        group_shift(group, columns, K_TILE // spec.groups_per_tile),
+    )
     assert shape is not None and by is not None  # noqa: PT018  serves() has said so
     slots = 8 // spec.bits * spec.groups_per_tile  # groups of a line, where pieces do not share one
     mixed = spec.bits == 4 and spec.groups_per_tile > 1
-    together = slots > 1 and not mixed and not spec.float32_scales and by == 0 and groups % slots == 0
+    together = (
+        slots > 1 and not mixed and not spec.float32_scales and by == 0 and groups % slots == 0
+    )
     sizes = {
         "BITS": spec.bits,
         "INTEGER": spec.int8_input,
@@ -146,7 +190,9 @@ def plan_launch(
     sizes |= {"STAGES": shape.stages, "HELD": shape.tiles_in_flight}
     macros = (*(f"{name}={int(size)}" for name, size in sizes.items()), *TYPES[dtype])
     numbers = (rows, columns, groups, by, rows // ROWS_PER_TILE, shape.lines)
-    return WqGemvLaunch(macros, 32 * shape.warps, shared_bytes(spec, shape), rows // ROWS_PER_TILE, numbers, gated)
+    return WqGemvLaunch(
+        macros, 32 * shape.warps, shared_bytes(spec, shape), rows // ROWS_PER_TILE, numbers, gated
+    )
 
 
 def wq_gemv(
@@ -158,7 +204,8 @@ def wq_gemv(
     *,
     gated: bool = False,
 ) -> torch.Tensor:
-    """x [1, K] · weightᵀ → [1, N] of ``dtype``; gated: silu(first half) · second half of it, [1, N / 2].
+    """x [1, K] · weightᵀ → [1, N] of ``dtype``; gated: silu(first half) · second half of it, [1, N
+    / 2].
 
     grids: scale and offset [N, G], columns of a group. epilogue: step [G], constant [N], bias [N].
     """
@@ -169,16 +216,24 @@ def wq_gemv(
     out = torch.empty((1, rows // 2 if gated else rows), dtype=dtype, device=x.device)
     device = x.get_device()
     with torch.cuda.device(x.device):
-        kernel = launch.load_kernel("wq_gemv", "wq_gemv", plan.macros, plan.threads, plan.shared_bytes, device)
+        kernel = launch.load_kernel(
+            "wq_gemv", "wq_gemv", plan.macros, plan.threads, plan.shared_bytes, device
+        )
         pointers = launch.data_pointers(x, scale, offset, *epilogue, out)
-        there = launch.tensor_map(weight.data_ptr(), torch.int32, *plan.weight_box(weight.stride(0)))
+        there = launch.tensor_map(
+            weight.data_ptr(), torch.int32, *plan.weight_box(weight.stride(0))
+        )
         work = struct.pack("=7Q6i", *pointers, *plan.sizes)
         kernel.launch(min(plan.tiles, launch.sm_count(device)), there, work, pdl=True)
     return out
 
 
 def weight_spec(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, group: int
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    group: int,
 ) -> WqGemvSpec:
     """What the kernel is compiled for."""
     bits = 4 if weight.dtype is torch.uint8 else 8

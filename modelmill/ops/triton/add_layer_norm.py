@@ -8,7 +8,9 @@ from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.layer_norm_quant import layer_norm_quant, supports_rows
 
 
-def supports(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> bool:
+def supports(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> bool:
     """As ``layer_norms.fits``, x and residual alike."""
     return x.dtype == residual.dtype and x.shape == residual.shape and supports_rows(x)
 

@@ -13,7 +13,11 @@ def supports(
     dtype: torch.dtype, inv_scale: torch.Tensor | None = None,
 ) -> bool:  # fmt: skip
     """As ``layer_norms.fits``, x and residual alike."""
-    return x.dtype == residual.dtype and x.shape == residual.shape and supports_rows(x, dtype, inv_scale)
+    return (
+        x.dtype == residual.dtype
+        and x.shape == residual.shape
+        and supports_rows(x, dtype, inv_scale)
+    )
 
 
 def run(

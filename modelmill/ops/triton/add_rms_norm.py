@@ -19,7 +19,9 @@ def supports(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps:
     return same and x.shape[-1] <= MAX_WIDTH and x.numel() > 0
 
 
-def run(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def run(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """As the reference; the sum is written over ``residual`` where that is contiguous."""
     flat, held = as_rows(x), as_rows(residual)
     rows, width = flat.shape
@@ -40,7 +42,8 @@ def run(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: floa
 
 @triton.jit(do_not_specialize=["rows"])
 def _kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, rows, width, x_stride, residual_stride, eps,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, rows, width, x_stride, residual_stride,
+    eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -49,7 +52,9 @@ def _kernel(
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0)
     pdl_wait(PDL)
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
-    held = tl.load(residual_ptr + row[:, None] * residual_stride + column[None, :], mask=inside, other=0.0)
+    held = tl.load(
+        residual_ptr + row[:, None] * residual_stride + column[None, :], mask=inside, other=0.0
+    )
     # Rounded to the stream's dtype before the statistics, as the unfused pair of ops would.
     total = (x.to(tl.float32) + held.to(tl.float32)).to(x.dtype)
     tl.store(total_ptr + row[:, None] * width + column[None, :], total, mask=inside)

@@ -27,7 +27,14 @@ def run(logits: torch.Tensor) -> torch.Tensor:
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     how = pdl_launch_options(logits.device, rows)
     _chunk_best[(count, rows)](
-        logits, logits.stride(0), vocab, best, count, CHUNK=chunk, num_warps=4 if chunk == 1024 else 8, **how
+        logits,
+        logits.stride(0),
+        vocab,
+        best,
+        count,
+        CHUNK=chunk,
+        num_warps=4 if chunk == 1024 else 8,
+        **how,
     )
     _merge_best[(rows,)](best, out, count, CHUNKS=power_of_two(count), num_warps=1, **how)
     return out
@@ -35,7 +42,9 @@ def run(logits: torch.Tensor) -> torch.Tensor:
 
 @triton.jit(do_not_specialize=["vocab", "count"])
 def _chunk_best(logits_ptr, stride, vocab, best_ptr, count, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """One whole number a chunk: the value in the order of the floats above, the id below, lower ids larger."""
+    """One whole number a chunk: the value in the order of the floats above, the id below, lower ids
+    larger.
+    """
     pdl_wait(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -53,5 +62,7 @@ def _merge_best(best_ptr, out_ptr, count, CHUNKS: tl.constexpr, PDL: tl.constexp
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, CHUNKS)
-    best = tl.max(tl.load(best_ptr + row * count + index, mask=index < count, other=-9223372036854775807))
+    best = tl.max(
+        tl.load(best_ptr + row * count + index, mask=index < count, other=-9223372036854775807)
+    )
     tl.store(out_ptr + row, 2147483647 - (best & 2147483647))

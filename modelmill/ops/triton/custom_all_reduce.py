@@ -1,14 +1,18 @@
-"""Sums and gathers between the GPUs of one host, in one kernel each, over memory that all of them can write.
+"""Sums and gathers between the GPUs of one host, in one kernel each, over memory that all of them
+can write.
 
-Every word of 32 bits travels with the number of its exchange in one store of 64 bits: whoever reads the right number
-has the right word, and neither fences nor signals are needed. A program writes its row to every rank (to its own as
-well, so that all ranks add in one order and hold identical sums), then reads what the others wrote to its own memory.
+Every word of 32 bits travels with the number of its exchange in one store of 64 bits: whoever reads
+the right number has the right word, and neither fences nor signals are needed. A program writes its
+row to every rank (to its own as well, so that all ranks add in one order and hold identical sums),
+then reads what the others wrote to its own memory.
 
-Program p counts its exchanges in ``count[p]``; odd and even ones use different places. A place is written again two
-exchanges later: by then every rank has answered the one between, so it has read this one. What is more than PROGRAMS
-exchanges goes in rounds; all programs of a kernel must run at once, since they wait for their like.
+Program p counts its exchanges in ``count[p]``; odd and even ones use different places. A place is
+written again two exchanges later: by then every rank has answered the one between, so it has read
+this one. What is more than PROGRAMS exchanges goes in rounds; all programs of a kernel must run at
+once, since they wait for their like.
 
-The buffer of a rank: [2, ranks, PROGRAMS, REGION] words of 64 bits. ``stop``: one word in the host's memory; once it
+The buffer of a rank: [2, ranks, PROGRAMS, REGION] words of 64 bits. ``stop``: one word in the
+host's memory; once it
 is not 0 nobody waits any more (a rank is gone, the results are thrown away).
 """
 
@@ -24,15 +28,18 @@ import triton.language as tl
 from modelmill.ops.triton.device import power_of_two
 from modelmill.ops.triton.pdl import pdl_launch_options, pdl_wait
 
-MAX_PROGRAMS = 128  # of a kernel, at most: each exchanges one row of a sum or one block of a gather at a time
+# of a kernel, at most: each exchanges one row of a sum or one block of a gather at a time
+MAX_PROGRAMS = 128
 SPINS_PER_ABORT_CHECK = 0x3FFF  # looks at the memory between two looks at ``stop``
-_GATHER_BLOCKS = (1024, 4096)  # words of a block of a gather: small while one round does, then large
+# words of a block of a gather: small while one round does, then large
+_GATHER_BLOCKS = (1024, 4096)
 _WORDS_PER_WAIT = 4  # words that a thread waits for at a time
 
 
 @dataclass(frozen=True)
 class AllReduceBuffers:
-    """addresses: of every rank's buffer, as this rank sees them. counters: [PROGRAMS] int32. abort: [1] int32, pinned.
+    """addresses: of every rank's buffer, as this rank sees them. counters: [PROGRAMS] int32. abort:
+    [1] int32, pinned.
 
     region_words: words of a program's place.
     """
@@ -54,7 +61,8 @@ def all_reduce_rows(
     norm: tuple[torch.Tensor, torch.Tensor, float] | None,
     buffers: AllReduceBuffers,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add x [T, H] of all ranks; (sum, sum), or with norm = (residual, weight, eps) what add_rms_norm
+    """Add x [T, H] of all ranks; (sum, sum), or with norm = (residual, weight, eps) what
+    add_rms_norm
     of the sum returns, the new residual stored over the old one.
     """
     ranks, region = len(buffers.addresses), buffers.region_words
@@ -64,12 +72,17 @@ def all_reduce_rows(
     block = max(power_of_two(words), 32 * _WORDS_PER_WAIT)
     warps = min(16, block // (32 * _WORDS_PER_WAIT))
     residual, weight, eps = (out, out, 0.0) if norm is None else norm
-    asm, constraints = _wait_and_add_asm(ranks, _dtype_code(x), _WORDS_PER_WAIT, 8 * MAX_PROGRAMS * region)
+    asm, constraints = _wait_and_add_asm(
+        ranks, _dtype_code(x), _WORDS_PER_WAIT, 8 * MAX_PROGRAMS * region
+    )
     _all_reduce_kernel[(min(rows, MAX_PROGRAMS),)](
-        x, residual, weight, out, buffers.addresses, buffers.addresses[buffers.rank], buffers.counters, buffers.abort,
+        x, residual, weight, out, buffers.addresses, buffers.addresses[buffers.rank],
+        buffers.counters, buffers.abort,
         buffers.rank, rows, words, eps,
-        NORM=norm is not None, KIND=_dtype_code(x), RANKS=ranks, REGION=region, PROGRAMS=MAX_PROGRAMS, BLOCK=block,
-        ASM=asm, CONSTRAINTS=constraints, PACK=_WORDS_PER_WAIT, num_warps=warps, **pdl_launch_options(x.device, rows),
+        NORM=norm is not None, KIND=_dtype_code(x), RANKS=ranks, REGION=region,
+        PROGRAMS=MAX_PROGRAMS, BLOCK=block,
+        ASM=asm, CONSTRAINTS=constraints, PACK=_WORDS_PER_WAIT, num_warps=warps,
+        **pdl_launch_options(x.device, rows),
     )  # fmt: skip
     return out, (out if norm is None else residual)
 
@@ -87,15 +100,19 @@ def all_gather_columns(
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     widest = max(widths) // per
     block = (
-        _GATHER_BLOCKS[0] if rows * -(-widest // _GATHER_BLOCKS[0]) <= MAX_PROGRAMS else min(_GATHER_BLOCKS[1], region)
+        _GATHER_BLOCKS[0]
+        if rows * -(-widest // _GATHER_BLOCKS[0]) <= MAX_PROGRAMS
+        else min(_GATHER_BLOCKS[1], region)
     )
     blocks = -(-widest // block)
     asm, constraints = _wait_and_add_asm(1, "word", _WORDS_PER_WAIT, 0)
     _all_gather_kernel[(min(rows * blocks, MAX_PROGRAMS),)](
-        x, out, starts, buffers.addresses, buffers.addresses[buffers.rank], buffers.counters, buffers.abort,
+        x, out, starts, buffers.addresses, buffers.addresses[buffers.rank], buffers.counters,
+        buffers.abort,
         buffers.rank, rows * blocks, blocks, x.shape[1] // per, width // per,
         PER=per, RANKS=ranks, REGION=region, PROGRAMS=MAX_PROGRAMS, BLOCK=block,
-        ASM=asm, CONSTRAINTS=constraints, PACK=_WORDS_PER_WAIT, num_warps=min(block // (32 * _WORDS_PER_WAIT), 16),
+        ASM=asm, CONSTRAINTS=constraints, PACK=_WORDS_PER_WAIT,
+        num_warps=min(block // (32 * _WORDS_PER_WAIT), 16),
         **pdl_launch_options(x.device, rows),
     )  # fmt: skip
     return out
@@ -109,9 +126,9 @@ def _dtype_code(x: torch.Tensor) -> str:
 def _wait_and_add_asm(ranks: int, word_type: str, pack: int, stride: int) -> tuple[str, str]:
     """PTX that waits for ``pack`` words of every rank and adds them, and its constraints.
 
-    In: addresses (of rank 0; the others follow at ``stride`` bytes), the exchange's number, the address of ``stop``.
-    Out: the sums of the low and of the high half (of 32-bit values, the first is the sum); for "word" the word itself.
-    """
+    In: addresses (of rank 0; the others follow at ``stride`` bytes), the exchange's number, the
+    address of ``stop``. Out: the sums of the low and of the high half (of 32-bit values, the first
+    is the sum); for "word" the word itself."""
     two = word_type in ("f16", "bf16")
     outs = pack * (2 if two else 1)
     address = [f"${outs + i}" for i in range(pack)]
@@ -127,8 +144,17 @@ def _wait_and_add_asm(ranks: int, word_type: str, pack: int, stride: int) -> tup
             f"xor.b32 t, f{r}_{i}, {number};",
             "or.b32 bad, bad, t;",
         ]
-    lines += ["setp.eq.u32 ok, bad, 0;", "@ok bra DONE;", "add.u32 n, n, 1;", f"and.b32 t, n, {SPINS_PER_ABORT_CHECK};"]
-    lines += ["setp.ne.u32 more, t, 0;", "@more bra LOOK;", f"ld.relaxed.sys.global.u32 t, [{stop}];"]
+    lines += [
+        "setp.eq.u32 ok, bad, 0;",
+        "@ok bra DONE;",
+        "add.u32 n, n, 1;",
+        f"and.b32 t, n, {SPINS_PER_ABORT_CHECK};",
+    ]
+    lines += [
+        "setp.ne.u32 more, t, 0;",
+        "@more bra LOOK;",
+        f"ld.relaxed.sys.global.u32 t, [{stop}];",
+    ]
     lines += ["setp.eq.u32 more, t, 0;", "@more bra LOOK;", "DONE:"]
     for i in range(pack):
         if word_type == "word":
@@ -162,9 +188,12 @@ def _add_word_asm(word_type: str, word: str, low: str, high: str) -> list[str]:
 
 @triton.jit(do_not_specialize=["rank", "rows"])
 def _all_reduce_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, addresses, own, count_ptr, stop_ptr, rank, rows, words, eps,
-    NORM: tl.constexpr, KIND: tl.constexpr, RANKS: tl.constexpr, REGION: tl.constexpr, PROGRAMS: tl.constexpr,
-    BLOCK: tl.constexpr, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, PACK: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, addresses, own, count_ptr, stop_ptr, rank, rows,
+    words, eps,
+    NORM: tl.constexpr, KIND: tl.constexpr, RANKS: tl.constexpr, REGION: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, PACK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     word = tl.arange(0, BLOCK)
@@ -200,14 +229,23 @@ def _all_reduce_kernel(
             tl.store(out32 + line, low.to(tl.int32, bitcast=True), mask=inside)
         else:
             low, high = tl.inline_asm_elementwise(
-                ASM, CONSTRAINTS, [source, waited, stop], dtype=(tl.float32, tl.float32), is_pure=False, pack=PACK
+                ASM,
+                CONSTRAINTS,
+                [source, waited, stop],
+                dtype=(tl.float32, tl.float32),
+                is_pure=False,
+                pack=PACK,
             )
             if NORM:
-                total = _pack_halves(low + _low_half(held, out_ptr), high + _high_half(held, out_ptr), out_ptr)
+                total = _pack_halves(
+                    low + _low_half(held, out_ptr), high + _high_half(held, out_ptr), out_ptr
+                )
                 tl.store(residual32 + line, total, mask=inside)
                 # rounded to the stream's dtype before the statistics, as add_rms_norm does
                 low, high = _low_half(total, out_ptr), _high_half(total, out_ptr)
-                scale = tl.rsqrt(tl.sum(tl.where(inside, low * low + high * high, 0.0)) / (2 * words) + eps)
+                scale = tl.rsqrt(
+                    tl.sum(tl.where(inside, low * low + high * high, 0.0)) / (2 * words) + eps
+                )
                 normal = _pack_halves(low * scale, high * scale, out_ptr)
                 low = _low_half(normal, out_ptr) * _low_half(weight, out_ptr)
                 high = _high_half(normal, out_ptr) * _high_half(weight, out_ptr)
@@ -219,8 +257,10 @@ def _all_reduce_kernel(
 
 @triton.jit(do_not_specialize=["rank", "items", "blocks", "words"])
 def _all_gather_kernel(
-    x_ptr, out_ptr, starts_ptr, addresses, own, count_ptr, stop_ptr, rank, items, blocks, words, width,
-    PER: tl.constexpr, RANKS: tl.constexpr, REGION: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, out_ptr, starts_ptr, addresses, own, count_ptr, stop_ptr, rank, items, blocks, words,
+    width,
+    PER: tl.constexpr, RANKS: tl.constexpr, REGION: tl.constexpr, PROGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, PACK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -249,7 +289,9 @@ def _all_gather_kernel(
 
 
 @triton.jit
-def _region_offset(number, program, RANKS: tl.constexpr, REGION: tl.constexpr, PROGRAMS: tl.constexpr):
+def _region_offset(
+    number, program, RANKS: tl.constexpr, REGION: tl.constexpr, PROGRAMS: tl.constexpr
+):
     """The first word of a program's place for what rank 0 sends in this exchange."""
     return ((number & 1).to(tl.int64) * (RANKS * PROGRAMS) + program) * REGION
 
@@ -260,7 +302,8 @@ def _send_words(addresses, at, words, number, RANKS: tl.constexpr):
     for other in tl.static_range(RANKS):
         target = addresses[other] + 8 * at
         tl.inline_asm_elementwise(
-            "{ .reg .b64 v; mov.b64 v, {$2, $3}; st.relaxed.sys.global.b64 [$1], v; mov.u32 $0, 0; }",
+            "{ .reg .b64 v; mov.b64 v, {$2, $3}; st.relaxed.sys.global.b64 [$1], v; mov.u32 $0, "
+            "0; }",
             "=r,l,r,r",
             [target, words, number + words * 0],
             dtype=tl.int32,

@@ -1,4 +1,5 @@
-"""8-bit weights written out in x's type, for products with so many rows that the time goes into the multiplying.
+"""8-bit weights written out in x's type, for products with so many rows that the time goes into the
+multiplying.
 
 That is cuBLAS's work then. Each weight is rounded once.
 """
@@ -24,7 +25,8 @@ def dequantize(
     columns: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """scale · code + offset as [N, columns] of ``dtype``: weight [N, ≥ columns] int8, scale and offset [N, G] or [N].
+    """scale · code + offset as [N, columns] of ``dtype``: weight [N, ≥ columns] int8, scale and
+    offset [N, G] or [N].
 
     group: columns that share a scale, a multiple of 32, or as many as there are.
     """
@@ -44,7 +46,9 @@ def dequantize(
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [T, K] · weight [N, K]ᵀ + bias [N], which may be of another type: [T, N] of x's dtype, by cuBLAS."""
+    """x [T, K] · weight [N, K]ᵀ + bias [N], which may be of another type: [T, N] of x's dtype, by
+    cuBLAS.
+    """
     if bias is None or bias.dtype == x.dtype:
         return F.linear(x, weight, bias)
     return (F.linear(x, weight) + bias).to(x.dtype)
@@ -53,7 +57,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 @triton.jit
 def _dequantize_kernel(
     weight_ptr, scale_ptr, offset_ptr, out_ptr, n, k, stride, grid_stride,
-    OFFSET: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, BLOCK_N: tl.constexpr, RUNS: tl.constexpr,
+    OFFSET: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, BLOCK_N: tl.constexpr,
+    RUNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     run = tl.program_id(1) * RUNS + tl.arange(0, RUNS)
@@ -66,7 +71,9 @@ def _dequantize_kernel(
     value = codes.to(tl.float32) * scale[:, :, None]
     if OFFSET:
         value += tl.load(offset_ptr + grid, mask=there, other=0.0).to(tl.float32)[:, :, None]
-    tl.store(out_ptr + row[:, None, None] * k + column, value.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(
+        out_ptr + row[:, None, None] * k + column, value.to(out_ptr.dtype.element_ty), mask=inside
+    )
 
 
 _launcher = CachedLauncher(_dequantize_kernel)

@@ -14,7 +14,9 @@ INTERPRETED = env.triton_interpret()
 
 
 def available(device_type: str) -> str | None:
-    """None where Triton kernels run on a device of this kind ("cuda", "cpu"), else the reason why not."""
+    """None where Triton kernels run on a device of this kind ("cuda", "cpu"), else the reason why
+    not.
+    """
     if device_type == "cpu":
         return None if INTERPRETED else "Triton needs a GPU (its interpreter is for tests)"
     if device_type != "cuda":
@@ -30,7 +32,9 @@ def available(device_type: str) -> str | None:
 
 @functools.lru_cache
 def sm_count(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; a small stand-in for the CPU, so that tests walk the split paths too."""
+    """Streaming multiprocessors of a GPU; a small stand-in for the CPU, so that tests walk the
+    split paths too.
+    """
     if device.type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -47,22 +51,29 @@ def max_shared_bytes(device: torch.device) -> int:
 
 @functools.lru_cache
 def supports_pdl(device: torch.device) -> bool:
-    """Whether a kernel may be launched before the one in front of it has ended (Hopper and later)."""
+    """Whether a kernel may be launched before the one in front of it has ended (Hopper and
+    later).
+    """
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @functools.lru_cache
 def supports_fp8(device: torch.device) -> bool:
-    """Whether kernels can read and write e4m3 (compute capability 8.9 and later, and the interpreter)."""
+    """Whether kernels can read and write e4m3 (compute capability 8.9 and later, and the
+    interpreter).
+    """
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def dequantizes_in_kernel(x: torch.Tensor) -> bool:
-    """Whether a product of x [T, K] widens narrow weights on the way: of 16 bits always, of float32 up to 16 rows.
+    """Whether a product of x [T, K] widens narrow weights on the way: of 16 bits always, of float32
+    up to 16 rows.
 
     Beyond, cuBLAS makes better use of the float32 units; no kernel adds up in float64.
     """
-    return x.dtype in (torch.float16, torch.bfloat16) or (x.dtype == torch.float32 and x.shape[0] <= 16)
+    return x.dtype in (torch.float16, torch.bfloat16) or (
+        x.dtype == torch.float32 and x.shape[0] <= 16
+    )
 
 
 def power_of_two(n: int) -> int:
@@ -77,7 +88,8 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def elementwise_launch(x: torch.Tensor) -> tuple[int, int, int]:
-    """(programs, values of each, warps) for kernels that take the values of x one by one, whatever its shape.
+    """(programs, values of each, warps) for kernels that take the values of x one by one, whatever
+    its shape.
 
     A few values need small blocks to reach every multiprocessor.
     """
@@ -87,10 +99,11 @@ def elementwise_launch(x: torch.Tensor) -> tuple[int, int, int]:
 
 
 def row_launch(x: torch.Tensor) -> tuple[int, int, int]:
-    """(rows a program, padded width, warps) for x [rows, width] and kernels that hold whole rows in registers.
+    """(rows a program, padded width, warps) for x [rows, width] and kernels that hold whole rows in
+    registers.
 
-    Narrow rows share a program so that its loads are worth a launch; 16 values a thread keep two 16-byte loads of a
-    16-bit type in flight.
+    Narrow rows share a program so that its loads are worth a launch; 16 values a thread keep two
+    16-byte loads of a 16-bit type in flight.
     """
     rows, width = x.shape
     block = power_of_two(width)

@@ -15,8 +15,8 @@ _MIN_AMAX = tl.constexpr(1e-6)
 def to_float16(x):
     """int8 or fp8 (e4m3) as float16, exactly; other types as they are.
 
-    An int8 b, its sign bit flipped, put under the exponent of 2¹⁰ reads as the float16 2¹⁰ + 128 + b: less than a
-    quarter of what ptxas makes of the conversion. fp8 has an instruction of its own.
+    An int8 b, its sign bit flipped, put under the exponent of 2¹⁰ reads as the float16 2¹⁰ + 128 +
+    b: less than a quarter of what ptxas makes of the conversion. fp8 has an instruction of its own.
     """
     if x.dtype == tl.int8:
         if _ASSEMBLY:
@@ -84,7 +84,9 @@ def unpack_pair(pair, dtype: tl.constexpr):
             pack=2,
         )
     first, second = pair.to(tl.int8), (pair >> 8).to(tl.int8)
-    return first.to(dtype, bitcast=True).to(tl.float16), second.to(dtype, bitcast=True).to(tl.float16)
+    return first.to(dtype, bitcast=True).to(tl.float16), second.to(dtype, bitcast=True).to(
+        tl.float16
+    )
 
 
 @triton.jit
@@ -116,7 +118,9 @@ def to_float32(x):
 
 @triton.jit
 def normalize_float16(q):
-    """(q as float16 in −1 … 1, the number that makes up for it): no q is too large or small for float16 then."""
+    """(q as float16 in −1 … 1, the number that makes up for it): no q is too large or small for
+    float16 then.
+    """
     q = q.to(tl.float32)
     most = tl.maximum(tl.max(tl.abs(q)), 1.0e-30)
     return (q / most).to(tl.float16), most
@@ -135,13 +139,17 @@ def log2(x):
 
 @triton.jit
 def amax_to_scale(amax, LARGEST: tl.constexpr):
-    """The scale of values of at most ``amax``, float32: what ``quant_types.quantize_per_row`` stores."""
+    """The scale of values of at most ``amax``, float32: what ``quant_types.quantize_per_row``
+    stores.
+    """
     return tl.div_rn(tl.maximum(amax, _MIN_AMAX), tl.full(amax.shape, LARGEST, tl.float32))
 
 
 @triton.jit
 def round_to_dtype(x, dtype: tl.constexpr, LARGEST: tl.constexpr):
-    """x, float32 and already divided by its scale, in the 8-bit type ``dtype``: half to even, held at the ends."""
+    """x, float32 and already divided by its scale, in the 8-bit type ``dtype``: half to even, held
+    at the ends.
+    """
     x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
     if dtype == tl.int8:
         # Beyond 2²³ a float32 has no fraction left: adding 1.5 · 2²³ rounds, half to even.

@@ -1,4 +1,6 @@
-"""GELU by the error function, elementwise in float32; of 16-bit values its tanh form, off by less than 5e-4."""
+"""GELU by the error function, elementwise in float32; of 16-bit values its tanh form, off by less
+than 5e-4.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,23 @@ def run(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(x)
     programs, block, warps = elementwise_launch(x)
     _kernel[(programs,)](
-        x, out, x.numel(), ROUGH=x.dtype.itemsize == 2, ASSEMBLY=not INTERPRETED, BLOCK=block, num_warps=warps,
+        x, out, x.numel(), ROUGH=x.dtype.itemsize == 2, ASSEMBLY=not INTERPRETED, BLOCK=block,
+        num_warps=warps,
         **pdl_launch_options(x.device, x.numel() // x.shape[-1]),
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _kernel(x_ptr, out_ptr, count, ROUGH: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _kernel(
+    x_ptr,
+    out_ptr,
+    count,
+    ROUGH: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     pdl_wait(PDL)
@@ -38,9 +49,16 @@ def _kernel(x_ptr, out_ptr, count, ROUGH: tl.constexpr, ASSEMBLY: tl.constexpr, 
 
 @triton.jit
 def gelu_value(x, ROUGH: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """x · Φ(x) of float32 values. ROUGH: of values that had 8 or 11 bits, by the tanh form, a quarter of the work."""
+    """x · Φ(x) of float32 values.
+
+    ROUGH: of values that had 8 or 11 bits, by the tanh form, a quarter of the work.
+    """
     if ROUGH:
-        return 0.5 * x * (1.0 + _tanh(x * (0.7978845608028654 + 0.035677406412765714 * x * x), ASSEMBLY))
+        return (
+            0.5
+            * x
+            * (1.0 + _tanh(x * (0.7978845608028654 + 0.035677406412765714 * x * x), ASSEMBLY))
+        )
     else:  # noqa: RET505  what stands after a return is compiled as well
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
 
@@ -49,6 +67,8 @@ def gelu_value(x, ROUGH: tl.constexpr, ASSEMBLY: tl.constexpr):
 def _tanh(x, ASSEMBLY: tl.constexpr):
     """To 11 bits by one instruction."""
     if ASSEMBLY:
-        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=r,r", [x], tl.float32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=r,r", [x], tl.float32, is_pure=True, pack=1
+        )
     else:  # noqa: RET505
         return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))

@@ -30,11 +30,16 @@ def run(
     flat = as_rows(x)
     rows, width = flat.shape
     values = torch.empty(x.shape, dtype=dtype, device=x.device)
-    scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if inv_scale is None else None
+    scale = (
+        torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+        if inv_scale is None
+        else None
+    )
     main, rest = split_width(width)
     share, warps = launch_config or (1, max(1, min(16, main // 1024)))
     _kernel[(-(-rows // share),)](
-        flat, values, values if scale is None else scale, values if inv_scale is None else inv_scale,
+        flat, values, values if scale is None else scale,
+        values if inv_scale is None else inv_scale,
         rows, width, flat.stride(0), WHOLE=dtype is torch.int8, TOKEN=inv_scale is None,
         ROUGH=x.dtype.itemsize == 2, ASSEMBLY=not INTERPRETED,
         ROWS=share, MAIN=main, REST=rest, num_warps=warps, **pdl_launch_options(x.device, rows),
@@ -74,6 +79,8 @@ def _kernel(
 
 @triton.jit
 def _load_gelu(at, there, column, width, ROUGH: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """GELU of a part of the rows, rounded to x's dtype as the two ops one after the other would, in float32."""
+    """GELU of a part of the rows, rounded to x's dtype as the two ops one after the other would, in
+    float32.
+    """
     x = tl.load(at[:, None] + column, mask=there[:, None] & (column < width), other=0.0)
     return gelu_value(x.to(tl.float32), ROUGH, ASSEMBLY).to(x.dtype).to(tl.float32)

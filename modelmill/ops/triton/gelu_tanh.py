@@ -17,7 +17,12 @@ def run(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(x)
     programs, block, warps = elementwise_launch(x)
     _kernel[(programs,)](
-        x, out, x.numel(), BLOCK=block, num_warps=warps, **pdl_launch_options(x.device, x.numel() // x.shape[-1])
+        x,
+        out,
+        x.numel(),
+        BLOCK=block,
+        num_warps=warps,
+        **pdl_launch_options(x.device, x.numel() // x.shape[-1]),
     )
     return out
 

@@ -1,9 +1,10 @@
-"""Products of 8-bit activations with 8-bit weights: int8 in whole numbers, fp8 with sums in float32.
+"""Products of 8-bit activations with 8-bit weights: int8 in whole numbers, fp8 with sums in
+float32.
 
-One token: ``gemv_8bit`` holds a few whole rows of the weight in flight, in words of four values; of int8 it multiplies
-such in one instruction. No tensor core. Otherwise ``gemm_8bit``: tensor cores, the weight as the left operand, so that
-its rows fill an instruction that a few tokens would leave empty. Scales and bias come in once, in float32, before the
-one rounding.
+One token: ``gemv_8bit`` holds a few whole rows of the weight in flight, in words of four values; of
+int8 it multiplies such in one instruction. No tensor core. Otherwise ``gemm_8bit``: tensor cores,
+the weight as the left operand, so that its rows fill an instruction that a few tokens would leave
+empty. Scales and bias come in once, in float32, before the one rounding.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from modelmill.ops.triton.device import INTERPRETED, max_shared_bytes, power_of_
 from modelmill.ops.triton.launch_configs import LaunchConfig, TunedConfigs
 from modelmill.ops.triton.pdl import pdl_launch_options, pdl_wait
 
-PREFETCH_MAX_ROWS = 16  # tokens up to which a block of weights is worth its registers before x is there
+# tokens up to which a block of weights is worth its registers before x is there
+PREFETCH_MAX_ROWS = 16
 
 
 def gemm_8bit(
@@ -29,19 +31,23 @@ def gemm_8bit(
     out: torch.Tensor,
     configs: TunedConfigs | None = None,
 ) -> None:
-    """out = (x · weightᵀ) · x_scale · scale (+ bias): x [T, K], weight [N, K] of one 8-bit type; x_scale [T] or [1]."""
+    """out = (x · weightᵀ) · x_scale · scale (+ bias): x [T, K], weight [N, K] of one 8-bit type;
+    x_scale [T] or [1].
+    """
     tokens, k = x.shape
     n = weight.shape[0]
     picked = None if configs is None else configs.get(launch_configs.gemm_key(x, weight))
     block_t, block_n, block_k, stages, warps = picked or launch_configs.fit_stages(
         _launch_config(tokens, n), x, weight, max_shared_bytes(x.device)
     )
-    # neighbours share a block of the weight: it is read once from memory, the activations stay in the cache
+    # neighbours share a block of the weight: it is read once from memory, the activations stay in
+    # the cache
     blocks = -(-tokens // block_t)
     _gemm_8bit_kernel[(-(-n // block_n) * blocks,)](
         x, weight, scale, x_scale, x if bias is None else bias, out,
         tokens, n, k, x.stride(0), weight.stride(0), out.stride(0), blocks,
-        BIAS=bias is not None, EACH=x_scale.numel() > 1, WHOLE=x.dtype == torch.int8, AHEAD=tokens <= PREFETCH_MAX_ROWS,
+        BIAS=bias is not None, EACH=x_scale.numel() > 1, WHOLE=x.dtype == torch.int8,
+        AHEAD=tokens <= PREFETCH_MAX_ROWS,
         BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_K=block_k,
         num_stages=stages, num_warps=warps, **pdl_launch_options(x.device, tokens),
     )  # fmt: skip
@@ -61,7 +67,8 @@ def _launch_config(tokens: int, n: int) -> LaunchConfig:
 def _gemm_8bit_kernel(
     x_ptr, weight_ptr, scale_ptr, x_scale_ptr, bias_ptr, out_ptr,
     tokens, n, k, x_stride, stride, out_stride, blocks,
-    BIAS: tl.constexpr, EACH: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, EACH: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -73,7 +80,8 @@ def _gemm_8bit_kernel(
     read = tl.minimum(token, tokens - 1).to(tl.int64)
     weight_at = weight_ptr + held[:, None] * stride + column[None, :]
     x_at = x_ptr + read[None, :] * x_stride + column[:, None]
-    # The first block is on its way before x may be read, and multiplied last: the loop need not wait for it.
+    # The first block is on its way before x may be read, and multiplied last: the loop need not
+    # wait for it.
     if AHEAD:
         first = tl.load(weight_at, mask=(column < k)[None, :], other=0 if WHOLE else 0.0)
     pdl_wait(PDL)
@@ -96,7 +104,11 @@ def _gemm_8bit_kernel(
     if BIAS:
         out += tl.load(bias_ptr + held).to(tl.float32)[:, None]
     target = out_ptr + token.to(tl.int64)[None, :] * out_stride + row[:, None]
-    tl.store(target, out.to(out_ptr.dtype.element_ty), mask=(row < n)[:, None] & (token < tokens)[None, :])
+    tl.store(
+        target,
+        out.to(out_ptr.dtype.element_ty),
+        mask=(row < n)[:, None] & (token < tokens)[None, :],
+    )
 
 
 @triton.jit
@@ -109,7 +121,9 @@ def _multiply_add(w, x, total, WHOLE: tl.constexpr):
 
 
 def is_word_aligned(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether rows are whole words of four values, at addresses of such: what ``gemv_8bit`` reads."""
+    """Whether rows are whole words of four values, at addresses of such: what ``gemv_8bit``
+    reads.
+    """
     return (
         x.shape[1] % 4 == 0
         and x.shape[0] == 1
@@ -135,15 +149,19 @@ def gemv_8bit(
     rows, block, warps = picked or gemv_8bit_config(n, weight.shape[1], whole)
     block = min(block, power_of_two(max(k, 8)))
     _gemv_8bit_kernel[(-(-n // rows),)](
-        x.view(torch.int32), weight.view(torch.int32), scale, x_scale, x if bias is None else bias, out, n, k,
-        BIAS=bias is not None, WHOLE=whole, ASSEMBLY=not INTERPRETED, EVEN=k % block == 0, ONCE=k <= block,
+        x.view(torch.int32), weight.view(torch.int32), scale, x_scale, x if bias is None else bias,
+        out, n, k,
+        BIAS=bias is not None, WHOLE=whole, ASSEMBLY=not INTERPRETED, EVEN=k % block == 0,
+        ONCE=k <= block,
         BLOCK_N=rows, BLOCK_K=block, num_warps=max(1, min(warps, rows * block // 32)),
         **pdl_launch_options(x.device, 1),
     )  # fmt: skip
 
 
 def gemv_8bit_config(n: int, k: int, is_int8: bool) -> LaunchConfig:
-    """(rows of the weight a program, words at a time, warps) for one token, measured on an H200 in whole steps."""
+    """(rows of the weight a program, words at a time, warps) for one token, measured on an H200 in
+    whole steps.
+    """
     if n < 512:  # too few rows to share programs
         return 1, 512, 4
     return (4, 1024, 4) if is_int8 and k <= 4096 else (2, 512, 2)
@@ -152,14 +170,16 @@ def gemv_8bit_config(n: int, k: int, is_int8: bool) -> LaunchConfig:
 @triton.jit
 def _gemv_8bit_kernel(
     x_ptr, weight_ptr, scale_ptr, x_scale_ptr, bias_ptr, out_ptr, n, k,
-    BIAS: tl.constexpr, WHOLE: tl.constexpr, ASSEMBLY: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr,
+    BIAS: tl.constexpr, WHOLE: tl.constexpr, ASSEMBLY: tl.constexpr, EVEN: tl.constexpr,
+    ONCE: tl.constexpr,
     PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     held = tl.minimum(row, n - 1)
     column = tl.arange(0, BLOCK_K)
     source = weight_ptr + held.to(tl.int64)[:, None] * k + column[None, :]
-    # The weight is used once in a step; its first block, and its scales, are on their way before x may be read.
+    # The weight is used once in a step; its first block, and its scales, are on their way before x
+    # may be read.
     w = _load_streaming(source, column < k, EVEN)
     scale = tl.load(scale_ptr + held)
     pdl_wait(PDL)
@@ -169,7 +189,9 @@ def _gemv_8bit_kernel(
         total = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.int32 if WHOLE else tl.float32)
         for start in range(0, k, BLOCK_K):
             ahead = _load_streaming(source + (start + BLOCK_K), column < k - start - BLOCK_K, False)
-            total += _partial_products(w, x_ptr + start + column, column < k - start, WHOLE, ASSEMBLY, EVEN)
+            total += _partial_products(
+                w, x_ptr + start + column, column < k - start, WHOLE, ASSEMBLY, EVEN
+            )
             w = ahead
     out = tl.sum(total, axis=1).to(tl.float32) * tl.load(x_scale_ptr) * scale
     if BIAS:
@@ -187,8 +209,12 @@ def _load_streaming(source, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _partial_products(w, x_ptr, inside, WHOLE: tl.constexpr, ASSEMBLY: tl.constexpr, EVEN: tl.constexpr):
-    """w [N, K] times x [K], words of four values; eight neighbours, which one thread holds, added: [N, K / 8]."""
+def _partial_products(
+    w, x_ptr, inside, WHOLE: tl.constexpr, ASSEMBLY: tl.constexpr, EVEN: tl.constexpr
+):
+    """w [N, K] times x [K], words of four values; eight neighbours, which one thread holds, added:
+    [N, K / 8].
+    """
     if EVEN:
         x = tl.load(x_ptr)
     else:
@@ -197,7 +223,10 @@ def _partial_products(w, x_ptr, inside, WHOLE: tl.constexpr, ASSEMBLY: tl.conste
         products = _dot_int8_words(w, tl.broadcast_to(x[None, :], w.shape), ASSEMBLY)
     elif ASSEMBLY:
         first, second = _fp8_to_float16_eighths(x)
-        first, second = tl.broadcast_to(first[None, :], w.shape), tl.broadcast_to(second[None, :], w.shape)
+        first, second = (
+            tl.broadcast_to(first[None, :], w.shape),
+            tl.broadcast_to(second[None, :], w.shape),
+        )
         products = _dot_fp8_words(w, first, second)
     else:
         products = _dot_fp8_bytes(w, tl.broadcast_to(x[None, :], w.shape))
@@ -209,7 +238,12 @@ def _dot_int8_words(w, x, ASSEMBLY: tl.constexpr):
     """The sum of the products of the four bytes of each int32."""
     if ASSEMBLY:
         return tl.inline_asm_elementwise(
-            "dp4a.s32.s32 $0, $1, $2, 0;", "=r,r,r", args=[w, x], dtype=tl.int32, is_pure=True, pack=1
+            "dp4a.s32.s32 $0, $1, $2, 0;",
+            "=r,r,r",
+            args=[w, x],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
         )
     else:  # noqa: RET505
         total = tl.zeros(w.shape, tl.int32)
@@ -220,7 +254,9 @@ def _dot_int8_words(w, x, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def _fp8_to_float16_eighths(x):
-    """Four fp8 of each int32 as two pairs of float16, an eighth of them: sums of two products then fit float16."""
+    """Four fp8 of each int32 as two pairs of float16, an eighth of them: sums of two products then
+    fit float16.
+    """
     return tl.inline_asm_elementwise(
         """{
         .reg .b16 a, b;
@@ -242,9 +278,11 @@ def _fp8_to_float16_eighths(x):
 
 @triton.jit
 def _dot_fp8_words(w, first, second):
-    """The sum of the products of the four fp8 of each int32 with float16 of ``_fp8_to_float16_eighths``.
+    """The sum of the products of the four fp8 of each int32 with float16 of
+    ``_fp8_to_float16_eighths``.
 
-    A product has 8 bits and is exact in float16; a sum of two keeps 11 bits. All else is added in float32.
+    A product has 8 bits and is exact in float16; a sum of two keeps 11 bits. All else is added in
+    float32.
     """
     return tl.inline_asm_elementwise(
         """{

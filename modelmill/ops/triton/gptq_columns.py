@@ -1,7 +1,8 @@
-"""Columns rounded one after another, each passing its error on: the inner loop of GPTQ, a block of columns a launch.
+"""Columns rounded one after another, each passing its error on: the inner loop of GPTQ, a block of
+columns a launch.
 
-Written as torch operations this is a dozen launches a column. Rows do not know of each other: a program holds some rows
-of the block in registers and walks through its columns.
+Written as torch operations this is a dozen launches a column. Rows do not know of each other: a
+program holds some rows of the block in registers and walks through its columns.
 """
 
 from __future__ import annotations
@@ -28,20 +29,23 @@ def run(
     propagated: torch.Tensor,
     refine: bool,
 ) -> None:
-    """Round the columns first_column … first_column + width of ``work`` into ``values``; what each passes on goes to
-    ``propagated``.
+    """Round the columns first_column … first_column + width of ``work`` into ``values``; what each
+    passes on goes to ``propagated``.
 
-    All float32, whole tensors (no expanded views), rows of all but scale and offset contiguous. work, scale, offset,
-    values: [N, K]; matrix: [K, K]; propagated: [N, width], width ≤ 128. offset None: the grid is e4m3 times scale, else
-    ``levels`` steps of scale from offset. Not ``refine``: a column is rounded, its error over the diagonal of
-    ``matrix`` passed on. ``refine``: ``work`` holds what pulls at each column of the rounded ``values``; a column is
-    rounded again to where pull over diagonal says, and its change is passed on.
+    All float32, whole tensors (no expanded views), rows of all but scale and offset contiguous.
+    work, scale, offset, values: [N, K]; matrix: [K, K]; propagated: [N, width], width ≤ 128. offset
+    None: the grid is e4m3 times scale, else ``levels`` steps of scale from offset. Not ``refine``:
+    a column is rounded, its error over the diagonal of ``matrix`` passed on. ``refine``: ``work``
+    holds what pulls at each column of the rounded ``values``; a column is rounded again to where
+    pull over diagonal says, and its change is passed on.
     """
     rows, width = work.shape[0], propagated.shape[1]
     grid = (-(-rows // ROWS_PER_PROGRAM),)
     _gptq_columns_kernel[grid](
-        work, matrix, scale, scale if offset is None else offset, values, propagated, rows, first_column,
-        work.stride(0), matrix.stride(0), *scale.stride(), values.stride(0), propagated.stride(0), levels - 1.0,
+        work, matrix, scale, scale if offset is None else offset, values, propagated, rows,
+        first_column,
+        work.stride(0), matrix.stride(0), *scale.stride(), values.stride(0), propagated.stride(0),
+        levels - 1.0,
         E4M3=offset is None, ANEW=refine, WIDTH=width, R=ROWS_PER_PROGRAM, B=128, num_warps=4,
     )  # fmt: skip
 
@@ -69,7 +73,10 @@ def _gptq_columns_kernel(
             before = tl.load(value, here, 0.0)
             mine = before + tl.div_rn(mine, diagonal)
         if E4M3:
-            near = tl.clamp(tl.div_rn(mine, scale), -448.0, 448.0).to(tl.float8e4nv).to(tl.float32) * scale
+            near = (
+                tl.clamp(tl.div_rn(mine, scale), -448.0, 448.0).to(tl.float8e4nv).to(tl.float32)
+                * scale
+            )
         else:
             offset = tl.load(offset_ptr + row * scale_row + at * scale_column, here, 0.0)
             code = tl.clamp(tl.div_rn(mine - offset, scale), 0.0, most)

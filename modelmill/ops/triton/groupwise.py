@@ -17,7 +17,9 @@ def supports(
     group: int,
     bias: torch.Tensor | None = None,
 ) -> bool:
-    """Any number of rows in 16 bit, up to 16 in float32; groups of multiples of 32 columns, rows contiguous."""
+    """Any number of rows in 16 bit, up to 16 in float32; groups of multiples of 32 columns, rows
+    contiguous.
+    """
     if x.dim() != 2 or not x.numel() or x.stride(1) != 1 or weight.stride(1) != 1:
         return False
     grids = scale.stride(1) == 1 and (offset is None or offset.stride() == scale.stride())

@@ -1,8 +1,10 @@
-"""Attention over an image's tokens with positions, one pass over the keys (Dao et al. 2022, arXiv:2205.14135).
+"""Attention over an image's tokens with positions, one pass over the keys (Dao et al. 2022,
+arXiv:2205.14135).
 
-A program holds some queries of one window and one head and walks over the window's keys. Windows are never copied out
-of the image: a program computes where its tokens stand, and keys beyond the edge are the fill. With relative positions
-it is ``relative_attention``'s work; here a table of biases by offset is added, or nothing.
+A program holds some queries of one window and one head and walks over the window's keys. Windows
+are never copied out of the image: a program computes where its tokens stand, and keys beyond the
+edge are the fill. With relative positions it is ``relative_attention``'s work; here a table of
+biases by offset is added, or nothing.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ def supports(
 ) -> bool:
     """Heads of up to 128 channels that lie side by side.
 
-    A whole image without positions is left to torch on a GPU: 16 pictures of 257 tokens take 1.4 ms a tower there and
-    3.1 here (H200).
+    A whole image without positions is left to torch on a GPU: 16 pictures of 257 tokens take 1.4 ms
+    a tower there and 3.1 here (H200).
     """
     if qkv.is_cuda and qkv.itemsize == 2 and window is None and rel_h is None and bias is None:
         return False
@@ -51,7 +53,9 @@ def run(
     tall, wide = (height, width) if window is None else (window, window)
     rows, columns = -(-height // tall), -(-width // wide)
     out = torch.empty((batch, height, width, heads * dim), dtype=qkv.dtype, device=qkv.device)
-    assert fill is not None or (height % tall == 0 and width % wide == 0), "windows over the edge need a fill"
+    assert fill is not None or (height % tall == 0 and width % wide == 0), (
+        "windows over the edge need a fill"
+    )
     fill = None if fill is None else fill.to(qkv.dtype).contiguous()
     if rel_h is not None and rel_w is not None:
         relative_attention.relative_attention(qkv, (tall, wide), fill, rel_h, rel_w, out)
@@ -63,7 +67,8 @@ def run(
         qkv, outside, table, out, dim**-0.5,
         height, width, rows, columns, *qkv.stride()[:5],
         HEADS=heads, DIM=dim, TALL=tall, WIDE=wide, TABLE=bias is not None, PADDED=fill is not None,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=max(16, power_of_two(dim)), num_warps=warps, num_stages=stages,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=max(16, power_of_two(dim)), num_warps=warps,
+        num_stages=stages,
     )  # fmt: skip
     return out
 
@@ -79,7 +84,8 @@ def _launch_config(tokens: int, qkv: torch.Tensor) -> tuple[int, int, int, int]:
 def _image_attention_kernel(
     qkv_ptr, fill_ptr, table_ptr, out_ptr, scale,
     height, width, rows, columns, batch_stride, y_stride, x_stride, part_stride, head_stride,
-    HEADS: tl.constexpr, DIM: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TABLE: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
+    TABLE: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -108,7 +114,9 @@ def _image_attention_kernel(
         inside = real & (top + ky < height) & (left + kx < width)
         at = (top + ky) * y_stride + (left + kx) * x_stride + part_stride
         k = tl.load(qkv_ptr + at[:, None] + channel, mask=inside[:, None] & kept, other=0.0)
-        v = tl.load(qkv_ptr + (at + part_stride)[:, None] + channel, mask=inside[:, None] & kept, other=0.0)
+        v = tl.load(
+            qkv_ptr + (at + part_stride)[:, None] + channel, mask=inside[:, None] & kept, other=0.0
+        )
         if PADDED:
             beyond = tl.load(fill_ptr + (HEADS + head) * DIM + channel, mask=kept, other=0.0)
             k = tl.where(inside[:, None], k, beyond[None, :])
@@ -116,9 +124,14 @@ def _image_attention_kernel(
             v = tl.where(inside[:, None], v, beyond[None, :])
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2E)
         if TABLE:
-            apart = tl.abs((query // WIDE)[:, None] - ky) * WIDE + tl.abs((query % WIDE)[:, None] - kx)
+            apart = tl.abs((query // WIDE)[:, None] - ky) * WIDE + tl.abs(
+                (query % WIDE)[:, None] - kx
+            )
             seen = there[:, None] & real
-            score += tl.load(table_ptr + head * TALL * WIDE + apart, mask=seen, other=0.0).to(tl.float32) * LOG2E
+            score += (
+                tl.load(table_ptr + head * TALL * WIDE + apart, mask=seen, other=0.0).to(tl.float32)
+                * LOG2E
+            )
         score = tl.where(real, score, float("-inf"))
         new = tl.maximum(best, tl.max(score, 1))
         weight = tl.exp2(score - new[:, None])

@@ -1,12 +1,14 @@
-"""Products with 4-bit weights: codes become 16-bit numbers under an exponent, and meet the tensor cores.
+"""Products with 4-bit weights: codes become 16-bit numbers under an exponent, and meet the tensor
+cores.
 
-Of 16 bytes the low halves are 16 neighbouring columns and the high halves the next 16: each chunk of a group is two
-products, of all low and of all high halves, with the columns of x that belong to them. A code c under the exponent of
-128 (bfloat16; 1024 in float16) reads as 128 + c without a conversion; what that adds is 128 times the sum of x, which
-the offsets need anyway: y = Σ_g scale · acc_g + (offset − 128 · scale) · Σ x_g.
+Of 16 bytes the low halves are 16 neighbouring columns and the high halves the next 16: each chunk
+of a group is two products, of all low and of all high halves, with the columns of x that belong to
+them. A code c under the exponent of 128 (bfloat16; 1024 in float16) reads as 128 + c without a
+conversion; what that adds is 128 times the sum of x, which the offsets need anyway: y = Σ_g scale ·
+acc_g + (offset − 128 · scale) · Σ x_g.
 
-With more rows than MOST the time goes into the products, which cuBLAS does best: the weight is written out in x's type,
-rounded once, and multiplied there.
+With more rows than MOST the time goes into the products, which cuBLAS does best: the weight is
+written out in x's type, rounded once, and multiplied there.
 """
 
 from __future__ import annotations
@@ -47,16 +49,22 @@ def run(
     block_t, block_n, stages, warps = _launch_config(tokens, n)
     _int4_gemm_kernel[(-(-n // block_n), -(-tokens // block_t))](
         x, weight, scale, scale if offset is None else offset, x if bias is None else bias, out,
-        tokens, n, k, weight.shape[1], x.stride(0), weight.stride(0), scale.stride(0), out.stride(0),
-        OFFSET=offset is not None, BIAS=bias is not None, ZERO=ZERO_POINT, GROUP=group, CHUNK=math.gcd(group, CHUNK),
-        RAISED=EXPONENT_BIAS[x.dtype], BLOCK_T=block_t, BLOCK_N=block_n, num_stages=stages, num_warps=warps,
+        tokens, n, k, weight.shape[1], x.stride(0), weight.stride(0), scale.stride(0),
+        out.stride(0),
+        OFFSET=offset is not None, BIAS=bias is not None, ZERO=ZERO_POINT, GROUP=group,
+        CHUNK=math.gcd(group, CHUNK),
+        RAISED=EXPONENT_BIAS[x.dtype], BLOCK_T=block_t, BLOCK_N=block_n, num_stages=stages,
+        num_warps=warps,
         **pdl_launch_options(x.device, tokens),
     )  # fmt: skip
     return out
 
 
 def _launch_config(tokens: int, n: int) -> tuple[int, int, int, int]:
-    """(tokens, rows) of a program, stages, warps. Few tokens: small programs, so that all of memory is busy."""
+    """(tokens, rows) of a program, stages, warps.
+
+    Few tokens: small programs, so that all of memory is busy.
+    """
     if tokens <= 16:
         return 16, 16 if n <= 16384 else 32, 6, 4
     return 32 if tokens <= 32 else 64, 64, 4, 4
@@ -89,7 +97,8 @@ def dequantize_weight(
 @triton.jit
 def _dequantize_kernel(
     weight_ptr, scale_ptr, offset_ptr, out_ptr, n, k, width, stride, grid_stride,
-    OFFSET: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, RUNS: tl.constexpr,
+    OFFSET: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
+    RUNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     run = tl.program_id(1) * RUNS + tl.arange(0, RUNS)
@@ -120,7 +129,8 @@ _launcher = CachedLauncher(_dequantize_kernel)
 def _int4_gemm_kernel(
     x_ptr, weight_ptr, scale_ptr, offset_ptr, bias_ptr, out_ptr,
     tokens, n, k, width, x_stride, stride, grid_stride, out_stride,
-    OFFSET: tl.constexpr, BIAS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+    OFFSET: tl.constexpr, BIAS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
     RAISED: tl.constexpr, PDL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -138,14 +148,20 @@ def _int4_gemm_kernel(
         codes = tl.load(weight_at + start // 2, mask=(byte < width - start // 2)[None, :], other=0)
         column = start + low
         x_low = tl.load(x_at + column[:, None], mask=live & (column < k)[:, None], other=0.0)
-        x_high = tl.load(x_at + (column + 16)[:, None], mask=live & (column + 16 < k)[:, None], other=0.0)
+        x_high = tl.load(
+            x_at + (column + 16)[:, None], mask=live & (column + 16 < k)[:, None], other=0.0
+        )
         part = tl.dot(_biased_codes(codes & 15, x_low, RAISED), x_low, input_precision="ieee")
-        part = tl.dot(_biased_codes(codes >> 4, x_low, RAISED), x_high, part, input_precision="ieee")
+        part = tl.dot(
+            _biased_codes(codes >> 4, x_low, RAISED), x_high, part, input_precision="ieee"
+        )
         sums = tl.sum(x_low.to(tl.float32), axis=0) + tl.sum(x_high.to(tl.float32), axis=0)
         group = start // GROUP
         scale = tl.load(scale_ptr + held * grid_stride + group).to(tl.float32)
         if OFFSET:
-            offset = tl.load(offset_ptr + held * grid_stride + group).to(tl.float32) - RAISED * scale
+            offset = (
+                tl.load(offset_ptr + held * grid_stride + group).to(tl.float32) - RAISED * scale
+            )
         else:
             offset = -(ZERO + RAISED) * scale
         total += part * scale[:, None] + offset[:, None] * sums[None, :]

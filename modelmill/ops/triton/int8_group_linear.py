@@ -1,4 +1,5 @@
-"""Products with 8-bit weights in groups: whole numbers of x's type meet the tensor cores, scaled group by group.
+"""Products with 8-bit weights in groups: whole numbers of x's type meet the tensor cores, scaled
+group by group.
 
 With more rows than MOST the weight is written out in x's type, and cuBLAS multiplies (written.py).
 """
@@ -36,20 +37,25 @@ def run(
     if tokens > MAX_ROWS:
         return linear(x, dequantize(weight, scale, offset, group, k, x.dtype), bias)
     out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
-    block_t, block_n, stages, warps = next(sizes[1:] for sizes in LAUNCH_CONFIGS if tokens <= sizes[0])
+    block_t, block_n, stages, warps = next(
+        sizes[1:] for sizes in LAUNCH_CONFIGS if tokens <= sizes[0]
+    )
     _int8_group_gemm_kernel[(-(-n // block_n),)](
         x, weight, scale, scale if offset is None else offset, x if bias is None else bias, out,
         tokens, n, k, x.stride(0), weight.stride(0), scale.stride(0),
         OFFSET=offset is not None, BIAS=bias is not None, GROUP=group, CHUNK=math.gcd(group, CHUNK),
-        BLOCK_T=block_t, BLOCK_N=block_n, num_stages=stages, num_warps=warps, **pdl_launch_options(x.device, tokens),
+        BLOCK_T=block_t, BLOCK_N=block_n, num_stages=stages, num_warps=warps,
+        **pdl_launch_options(x.device, tokens),
     )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _int8_group_gemm_kernel(
-    x_ptr, weight_ptr, scale_ptr, offset_ptr, bias_ptr, out_ptr, tokens, n, k, x_stride, stride, grid_stride,
-    OFFSET: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, weight_ptr, scale_ptr, offset_ptr, bias_ptr, out_ptr, tokens, n, k, x_stride, stride,
+    grid_stride,
+    OFFSET: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,4 +1,5 @@
-"""Products with int8 weights: converted in registers on the way to the multiply, scaled once at the end.
+"""Products with int8 weights: converted in registers on the way to the multiply, scaled once at the
+end.
 
 From MANY rows on the weight is written out in x's type, and cuBLAS multiplies (written.py).
 """
@@ -18,7 +19,9 @@ from modelmill.ops.triton.linear import gemm_small_m, gemv
 DEQUANT_MIN_ROWS = 257
 
 
-def supports(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+def supports(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
+) -> bool:
     """Any number of rows in 16 bit, up to 16 in float32; rows of x and weight contiguous."""
     if x.dim() != 2 or x.shape[0] == 0 or x.stride(1) != 1 or weight.stride(1) != 1:
         return False
@@ -38,7 +41,9 @@ def run(
     *,
     configs: TunedConfigs | None = None,
 ) -> torch.Tensor:
-    """As the reference, sums in float32: the integers in x's dtype, then scale and bias; of MANY rows scaled first."""
+    """As the reference, sums in float32: the integers in x's dtype, then scale and bias; of MANY
+    rows scaled first.
+    """
     if x.shape[0] >= DEQUANT_MIN_ROWS:
         return linear(x, dequantize(weight, scale, None, x.shape[1], x.shape[1], x.dtype), bias)
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)

@@ -1,6 +1,8 @@
-"""Probabilities as whole numbers, for Triton kernels: the arithmetic of ``ops/sample.py``, operation by operation.
+"""Probabilities as whole numbers, for Triton kernels: the arithmetic of ``ops/sample.py``,
+operation by operation.
 
-Kernels are launched without fused multiply-adds (``enable_fp_fusion=False``): those would change last bits.
+Kernels are launched without fused multiply-adds (``enable_fp_fusion=False``): those would change
+last bits.
 """
 
 from __future__ import annotations
@@ -9,7 +11,11 @@ import triton
 import triton.language as tl
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-_C1, _C2, _C3 = tl.constexpr(0.6931470632553101), tl.constexpr(0.2402293086051941), tl.constexpr(0.055485282093286514)
+_C1, _C2, _C3 = (
+    tl.constexpr(0.6931470632553101),
+    tl.constexpr(0.2402293086051941),
+    tl.constexpr(0.055485282093286514),
+)
 _C4, _C5 = tl.constexpr(0.00967545248568058), tl.constexpr(0.0012467841152101755)
 _C6 = tl.constexpr(0.0002161293086828664)
 NEG_INF = tl.constexpr(float("-inf"))

@@ -1,8 +1,9 @@
-"""Launch sizes of the matrix products: the defaults, and the few others that a build tries on its device.
+"""Launch sizes of the matrix products: the defaults, and the few others that a build tries on its
+device.
 
-The defaults were measured on an H200, in whole steps: a tile that is best by itself need not be where its first loads
-overlap the kernel in front. A choice made for another device is keyed by rows, weight and dtype; only sizes that stand
-here are ever launched, whatever a file says.
+The defaults were measured on an H200, in whole steps: a tile that is best by itself need not be
+where its first loads overlap the kernel in front. A choice made for another device is keyed by
+rows, weight and dtype; only sizes that stand here are ever launched, whatever a file says.
 """
 
 from __future__ import annotations
@@ -19,14 +20,38 @@ TunedConfigs = Mapping[GemmKey, LaunchConfig]
 
 # One row: (rows of the weight a program, depth, warps), by bytes of a held value.
 GEMV_CONFIGS: dict[int, tuple[LaunchConfig, ...]] = {
-    1: ((1, 1024, 4), (2, 1024, 2), (4, 512, 2), (2, 2048, 4), (4, 1024, 4), (1, 2048, 4), (8, 512, 4)),
-    2: ((1, 1024, 4), (1, 4096, 4), (2, 4096, 8), (4, 1024, 4), (2, 2048, 4), (1, 2048, 4), (2, 1024, 4), (8, 512, 4)),
+    1: (
+        (1, 1024, 4),
+        (2, 1024, 2),
+        (4, 512, 2),
+        (2, 2048, 4),
+        (4, 1024, 4),
+        (1, 2048, 4),
+        (8, 512, 4),
+    ),
+    2: (
+        (1, 1024, 4),
+        (1, 4096, 4),
+        (2, 4096, 8),
+        (4, 1024, 4),
+        (2, 2048, 4),
+        (1, 2048, 4),
+        (2, 1024, 4),
+        (8, 512, 4),
+    ),
     4: ((1, 1024, 4), (4, 1024, 4), (2, 1024, 4), (1, 2048, 4)),
 }
-# Several rows: (tokens a tile, rows of the weight, depth, stages, warps), by rows up to which they are tried.
+# Several rows: (tokens a tile, rows of the weight, depth, stages, warps), by rows up to which they
+# are tried.
 GEMM_CONFIGS: dict[int, tuple[LaunchConfig, ...]] = {
     8: (
-        *((16, 32, 256, 5, 4), (16, 64, 128, 4, 4), (8, 64, 128, 3, 4), (8, 64, 128, 4, 4), (16, 32, 256, 4, 4)),
+        *(
+            (16, 32, 256, 5, 4),
+            (16, 64, 128, 4, 4),
+            (8, 64, 128, 3, 4),
+            (8, 64, 128, 4, 4),
+            (16, 32, 256, 4, 4),
+        ),
         *((16, 16, 256, 6, 2), (16, 16, 512, 3, 4), (8, 32, 256, 5, 4)),
     ),
     16: (
@@ -40,15 +65,30 @@ GEMM_CONFIGS: dict[int, tuple[LaunchConfig, ...]] = {
 }
 # The same of products with activations in 8 bits; the depth of a strip counts words of four values.
 GEMV_8BIT_CONFIGS: tuple[LaunchConfig, ...] = (
-    *((4, 1024, 4), (2, 512, 2), (2, 1024, 4), (2, 1024, 8), (4, 1024, 8), (4, 512, 4), (1, 512, 4)),
+    *(
+        (4, 1024, 4),
+        (2, 512, 2),
+        (2, 1024, 4),
+        (2, 1024, 8),
+        (4, 1024, 8),
+        (4, 512, 4),
+        (1, 512, 4),
+    ),
 )
 GEMM_8BIT_CONFIGS: dict[int, tuple[LaunchConfig, ...]] = {
-    8: ((16, 32, 256, 4, 4), (8, 32, 256, 4, 4), (8, 64, 128, 4, 4), (16, 16, 512, 3, 4), (16, 64, 256, 3, 4)),
+    8: (
+        (16, 32, 256, 4, 4),
+        (8, 32, 256, 4, 4),
+        (8, 64, 128, 4, 4),
+        (16, 16, 512, 3, 4),
+        (16, 64, 256, 3, 4),
+    ),
     16: ((16, 32, 256, 4, 4), (16, 16, 512, 3, 4), (16, 64, 256, 3, 4), (16, 16, 256, 6, 2)),
     32: ((32, 64, 128, 4, 4), (32, 32, 256, 4, 4), (32, 64, 256, 3, 4)),
     64: ((64, 64, 128, 4, 4), (64, 64, 256, 3, 4), (64, 32, 256, 4, 4), (64, 128, 128, 4, 8)),
 }
-FLOAT32_GEMM_CONFIG = (16, 32, 32, 2, 4)  # no tensor core adds float32 exactly enough: plain multiply-adds, small tiles
+# no tensor core adds float32 exactly enough: plain multiply-adds, small tiles
+FLOAT32_GEMM_CONFIG = (16, 32, 32, 2, 4)
 
 
 def row_bucket(rows: int) -> int:
@@ -62,13 +102,16 @@ def gemm_key(x: torch.Tensor, weight: torch.Tensor) -> GemmKey:
 
 
 def candidates(key: GemmKey, weight_bytes: int, *, gated: bool = False) -> tuple[LaunchConfig, ...]:
-    """The sizes that may be launched for a key. weight_bytes: bytes of a value of the weight. gated: two halves at
-    once."""
+    """The sizes that may be launched for a key. weight_bytes: bytes of a value of the weight.
+    gated: two halves at once."""
     rows, _, k, dtype = key
     if rows > 1:
         return (FLOAT32_GEMM_CONFIG,) if dtype == torch.float32 else GEMM_CONFIGS[rows]
     whole = max(8, power_of_two(k))
-    found = ((max(n, 2) if gated else n, min(depth, whole), warps) for n, depth, warps in GEMV_CONFIGS[weight_bytes])
+    found = (
+        (max(n, 2) if gated else n, min(depth, whole), warps)
+        for n, depth, warps in GEMV_CONFIGS[weight_bytes]
+    )
     return tuple(dict.fromkeys(found))
 
 
@@ -80,7 +123,9 @@ def candidates_8bit(key: GemmKey) -> tuple[LaunchConfig, ...]:
     return GEMV_8BIT_CONFIGS if rows == 1 else GEMM_8BIT_CONFIGS.get(rows, ())
 
 
-def gemv_config(x: torch.Tensor, weight: torch.Tensor, configs: TunedConfigs | None, *, gated: bool) -> LaunchConfig:
+def gemv_config(
+    x: torch.Tensor, weight: torch.Tensor, configs: TunedConfigs | None, *, gated: bool
+) -> LaunchConfig:
     """(rows a program, depth, warps) of the product with one row."""
     picked = None if configs is None else configs.get(gemm_key(x, weight))
     if picked is not None:
@@ -101,8 +146,12 @@ def _default_gemv_config(weight: torch.Tensor) -> tuple[int, int, int]:
     return (1, min(4096, whole), 4) if n <= 16384 else (2, min(4096, whole), 8)
 
 
-def gemm_config(x: torch.Tensor, weight: torch.Tensor, configs: TunedConfigs | None) -> LaunchConfig:
-    """(tokens a tile, weight rows a tile, depth, stages, warps) of the product with several rows."""
+def gemm_config(
+    x: torch.Tensor, weight: torch.Tensor, configs: TunedConfigs | None
+) -> LaunchConfig:
+    """(tokens a tile, weight rows a tile, depth, stages, warps) of the product with several
+    rows.
+    """
     picked = None if configs is None else configs.get(gemm_key(x, weight))
     return (
         picked
@@ -126,8 +175,12 @@ def _default_gemm_config(x: torch.Tensor, weight: torch.Tensor) -> LaunchConfig:
     return (128, 128, 64, 4, 8) if tokens <= 128 else (256, 128, 64, 3, 8)
 
 
-def fit_stages(sizes: LaunchConfig, x: torch.Tensor, weight: torch.Tensor, shared_limit: int) -> LaunchConfig:
-    """The same with fewer stages where their blocks would not fit into ``shared_limit`` bytes of shared memory."""
+def fit_stages(
+    sizes: LaunchConfig, x: torch.Tensor, weight: torch.Tensor, shared_limit: int
+) -> LaunchConfig:
+    """The same with fewer stages where their blocks would not fit into ``shared_limit`` bytes of
+    shared memory.
+    """
     tokens, rows, depth, stages, warps = sizes
     each = depth * (tokens * x.element_size() + rows * weight.element_size())
     return tokens, rows, depth, max(1, min(stages, shared_limit // each)), warps

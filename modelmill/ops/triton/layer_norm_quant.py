@@ -1,7 +1,8 @@
-"""LayerNorm with a residual, with an 8-bit output, or both: rows in registers, read and written once.
+"""LayerNorm with a residual, with an 8-bit output, or both: rows in registers, read and written
+once.
 
-A row of 1,280 values lies in registers as 1,024 and 256: padded to a power of two, a third of the work would be idle.
-"""
+A row of 1,280 values lies in registers as 1,024 and 256: padded to a power of two, a third of the
+work would be idle."""
 
 from __future__ import annotations
 
@@ -16,15 +17,21 @@ from modelmill.ops.triton.quantize_rows import round_8bit, row_inv_scale
 MAX_WIDTH = 16384
 
 
-def supports_rows(x: torch.Tensor, dtype: torch.dtype | None = None, inv_scale: torch.Tensor | None = None) -> bool:
-    """Rows up to 16,384 wide, and a device that knows the type; one static factor, float32, or none."""
+def supports_rows(
+    x: torch.Tensor, dtype: torch.dtype | None = None, inv_scale: torch.Tensor | None = None
+) -> bool:
+    """Rows up to 16,384 wide, and a device that knows the type; one static factor, float32, or
+    none.
+    """
     known = dtype in (None, torch.int8) or supports_fp8(x.device)
     one = inv_scale is None or (inv_scale.numel() == 1 and inv_scale.dtype is torch.float32)
     return known and one and 0 < x.shape[-1] <= MAX_WIDTH and x.numel() > 0
 
 
 def split_width(width: int) -> tuple[int, int]:
-    """Two powers of two that a row lies in: 1,280 → (1,024, 256), 768 → (512, 256), 1,024 → (1,024, 0)."""
+    """Two powers of two that a row lies in: 1,280 → (1,024, 256), 768 → (512, 256), 1,024 → (1,024,
+    0).
+    """
     whole = power_of_two(width)
     if width == whole or whole <= 16:
         return whole, 0
@@ -33,11 +40,15 @@ def split_width(width: int) -> tuple[int, int]:
 
 
 def layer_norm_quant(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, eps: float,
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor,
+    eps: float,
     dtype: torch.dtype | None = None, inv_scale: torch.Tensor | None = None,
     launch_config: tuple[int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:  # fmt: skip
-    """(normed, or values of ``dtype``; their scales or None; the sum, or x). launch_config: rows a program, warps."""
+    """(normed, or values of ``dtype``; their scales or None; the sum, or x).
+
+    launch_config: rows a program, warps.
+    """
     flat, held = as_rows(x), as_rows(x if residual is None else residual)
     rows, width = flat.shape
     out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
@@ -50,7 +61,8 @@ def layer_norm_quant(
         flat, held, weight, bias, out, out if scale is None else scale, total,
         weight if inv_scale is None else inv_scale,
         rows, width, flat.stride(0), held.stride(0), eps,
-        ADD=residual is not None, KIND=0 if dtype is None else 1 if dtype is torch.int8 else 2, TOKEN=token,
+        ADD=residual is not None, KIND=0 if dtype is None else 1 if dtype is torch.int8 else 2,
+        TOKEN=token,
         ROWS=share, MAIN=main, REST=rest, num_warps=warps, **pdl_launch_options(x.device, rows),
     )  # fmt: skip
     return out, scale, total
@@ -66,7 +78,11 @@ def _layer_norm_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column, spare = tl.arange(0, MAIN), MAIN + tl.arange(0, max(REST, 16))
     pdl_wait(PDL)
-    x_at, held_at, total_at = x_ptr + row * x_stride, residual_ptr + row * residual_stride, total_ptr + row * width
+    x_at, held_at, total_at = (
+        x_ptr + row * x_stride,
+        residual_ptr + row * residual_stride,
+        total_ptr + row * width,
+    )
     there = row < rows
     x = _load_part(x_at, held_at, total_at, there, column, width, ADD)
     total = tl.sum(x, axis=1)

@@ -1,11 +1,14 @@
 """Matrix products for decoding: each weight is read once, at the speed of memory.
 
-One row of x is a product with a vector (``_vector``: each program holds a few whole rows of the weight in flight and
-reduces once). Up to MOST rows go through the tensor cores with the weight as the left operand (``_tile``): its 16 to
-64 rows fill an instruction that the few rows of x would leave empty, and a weight that must be converted first
+One row of x is a product with a vector (``_vector``: each program holds a few whole rows of the
+weight in flight and reduces once). Up to MOST rows go through the tensor cores with the weight as
+the left operand (``_tile``): its 16 to
+64 rows fill an instruction that the few rows of x would leave empty, and a weight that must be
+converted first
 (int8) reaches it from registers. More rows are cuBLAS's work, through the reference.
 
-Weights do not depend on the kernel in front: while that computes, the first block is already on its way.
+Weights do not depend on the kernel in front: while that computes, the first block is already on its
+way.
 """
 
 from __future__ import annotations
@@ -37,9 +40,16 @@ def candidates(key: GemmKey) -> tuple[LaunchConfig, ...]:
 
 
 def run(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, configs: TunedConfigs | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    configs: TunedConfigs | None = None,
 ) -> torch.Tensor:
-    """As the reference, sums in float32. configs: launch sizes for this device; the rest have defaults."""
+    """As the reference, sums in float32.
+
+    configs: launch sizes for this device; the rest have defaults.
+    """
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
     if x.shape[0] == 1:
         gemv(x, weight, None, bias, out, configs)
@@ -64,7 +74,8 @@ def gemv(
     gated = out.shape[1] != n
     rows, block, warps = launch_configs.gemv_config(x, weight, configs, gated=gated)
     _gemv_kernel[(-(-n // rows),)](
-        x, weight, x if scale is None else scale, x if bias is None else bias, out, n, k, weight.stride(0),
+        x, weight, x if scale is None else scale, x if bias is None else bias, out, n, k,
+        weight.stride(0),
         GATED=gated, SCALE=scale is not None, BIAS=bias is not None, ASSEMBLY=not INTERPRETED,
         EVEN=k % block == 0, ONCE=k <= block, BLOCK_N=rows, BLOCK_K=block, num_warps=warps,
         **pdl_launch_options(x.device, x.shape[0]),
@@ -87,7 +98,8 @@ def gemm_small_m(
         x, weight, x if scale is None else scale, x if bias is None else bias, out,
         tokens, n, k, x.stride(0), weight.stride(0), out.stride(0),
         GATED=out.shape[1] != n, SCALE=scale is not None, BIAS=bias is not None,
-        EVEN=k % block_k == 0, AHEAD=tokens <= MAX_ROWS, BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_K=block_k,
+        EVEN=k % block_k == 0, AHEAD=tokens <= MAX_ROWS, BLOCK_T=block_t, BLOCK_N=block_n,
+        BLOCK_K=block_k,
         num_stages=stages, num_warps=warps, **pdl_launch_options(x.device, tokens),
     )  # fmt: skip
 
@@ -96,12 +108,14 @@ def gemm_small_m(
 def _gemv_kernel(
     x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, n, k, stride,
     GATED: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr, ASSEMBLY: tl.constexpr,
-    EVEN: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     row, held = _program_rows(tl.program_id(0), n, GATED, BLOCK_N)
     column = tl.arange(0, BLOCK_K)
     source = weight_ptr + held.to(tl.int64)[:, None] * stride + column[None, :]
-    # The weight is used once in a step: it should not push the activations out of the cache. Its first block is on
+    # The weight is used once in a step: it should not push the activations out of the cache. Its
+    # first block is on
     # its way before x may be read.
     if EVEN:
         w = tl.load(source, eviction_policy="evict_first")
@@ -118,7 +132,9 @@ def _gemv_kernel(
                 source + (start + BLOCK_K), mask=(column < left - BLOCK_K)[None, :], other=0.0,
                 eviction_policy="evict_first",
             )  # fmt: skip
-            total += _partial_products(w, x_ptr + start + column, column < left, SCALE and ASSEMBLY, EVEN)
+            total += _partial_products(
+                w, x_ptr + start + column, column < left, SCALE and ASSEMBLY, EVEN
+            )
             w = ahead
     out = tl.sum(total, axis=1)
     if SCALE:
@@ -134,15 +150,19 @@ def _gemv_kernel(
 
 @triton.jit
 def _program_rows(program, n, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(rows of the output, rows of the weight) of a program: where GATED the latter are of the gate, then of up.
+    """(rows of the output, rows of the weight) of a program: where GATED the latter are of the
+    gate, then of up.
 
-    Rows past the end repeat the last one: a load without a mask is cheaper, and their results are not stored.
+    Rows past the end repeat the last one: a load without a mask is cheaper, and their results are
+    not stored.
     """
     i = tl.arange(0, BLOCK_N)
     if GATED:
         half: tl.constexpr = BLOCK_N // 2
         row = program * half + tl.arange(0, half)
-        return row, tl.minimum(program * half + i % half, n // 2 - 1) + tl.where(i < half, 0, n // 2)
+        return row, tl.minimum(program * half + i % half, n // 2 - 1) + tl.where(
+            i < half, 0, n // 2
+        )
     else:  # noqa: RET505  the compiler wants both branches
         row = program * BLOCK_N + i
         return row, tl.minimum(row, n - 1)
@@ -159,7 +179,9 @@ def _swiglu(total):
 
 @triton.jit
 def _partial_products(w, x_ptr, inside, WIDEN: tl.constexpr, EVEN: tl.constexpr):
-    """w [N, K] times x [K], the products of eight neighbours, which one thread holds, added: [N, K / 8]."""
+    """w [N, K] times x [K], the products of eight neighbours, which one thread holds, added: [N, K
+    / 8].
+    """
     if EVEN:
         x = tl.load(x_ptr)
     else:
@@ -202,7 +224,8 @@ def _int8_to_float32(w):
 @triton.jit(do_not_specialize=["tokens"])
 def _gemm_kernel(
     x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, tokens, n, k, x_stride, stride, out_stride,
-    GATED: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
+    GATED: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     row, held = _program_rows(tl.program_id(0), n, GATED, BLOCK_N)
@@ -211,7 +234,8 @@ def _gemm_kernel(
     column = tl.arange(0, BLOCK_K)
     weight_at = weight_ptr + held[:, None] * stride + column[None, :]
     x_at = x_ptr + token.to(tl.int64)[None, :] * x_stride + column[:, None]
-    # The first block is on its way before x may be read, and multiplied last: the loop need not wait for it.
+    # The first block is on its way before x may be read, and multiplied last: the loop need not
+    # wait for it.
     if AHEAD:
         first_w = tl.load(weight_at, mask=(column < k)[None, :], other=0.0)
     pdl_wait(PDL)

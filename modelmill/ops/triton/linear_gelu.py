@@ -11,10 +11,18 @@ MIN_ROWS = 64  # rows from which cuBLASLt's epilogue is worth it
 
 def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
     """16 bits (its GELU is the tanh form), many rows, a bias."""
-    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or bias is None or x.dim() != 2:
+    if (
+        not x.is_cuda
+        or x.dtype not in (torch.bfloat16, torch.float16)
+        or bias is None
+        or x.dim() != 2
+    ):
         return False
     return (
-        x.shape[0] >= MIN_ROWS and x.stride(1) == 1 and weight.is_contiguous() and x.dtype == weight.dtype == bias.dtype
+        x.shape[0] >= MIN_ROWS
+        and x.stride(1) == 1
+        and weight.is_contiguous()
+        and x.dtype == weight.dtype == bias.dtype
     )
 
 

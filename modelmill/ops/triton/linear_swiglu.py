@@ -1,4 +1,6 @@
-"""The gated pair for decoding: a program computes rows of the gate and the same rows of the other half."""
+"""The gated pair for decoding: a program computes rows of the gate and the same rows of the other
+half.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from modelmill.ops.triton.linear import MAX_ROWS, gemm_small_m, gemv
 
 def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
     """16 bit, or one row in float32; rows of x and weight contiguous."""
-    if x.dim() != 2 or x.shape[0] == 0 or x.stride(1) != 1 or weight.stride(1) != 1 or x.dtype != weight.dtype:
+    if (
+        x.dim() != 2
+        or x.shape[0] == 0
+        or x.stride(1) != 1
+        or weight.stride(1) != 1
+        or x.dtype != weight.dtype
+    ):
         return False
     return x.dtype != torch.float32 or x.shape[0] == 1
 
@@ -25,9 +33,15 @@ def candidates(key: GemmKey) -> tuple[LaunchConfig, ...]:
 
 
 def run(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, configs: TunedConfigs | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    configs: TunedConfigs | None = None,
 ) -> torch.Tensor:
-    """As the reference, sums in float32; more than a few rows are cuBLAS's work and a kernel for the gate."""
+    """As the reference, sums in float32; more than a few rows are cuBLAS's work and a kernel for
+    the gate.
+    """
     if x.shape[0] > MAX_ROWS:
         return silu_mul.run(F.linear(x, weight, bias))
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)

@@ -1,4 +1,6 @@
-"""RMSNorm, with or without a residual, or no norm, to 8 bits: a row at a time in registers, read and written once."""
+"""RMSNorm, with or without a residual, or no norm, to 8 bits: a row at a time in registers, read
+and written once.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,13 @@ _ROUND_TO_INT = tl.constexpr(12582912.0)  # 1.5 · 2²³
 
 
 def supports_rows(
-    x: torch.Tensor, weight: torch.Tensor | None, dtype: torch.dtype, per_column: tuple[torch.Tensor | None, ...]
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    dtype: torch.dtype,
+    per_column: tuple[torch.Tensor | None, ...],
 ) -> bool:
-    """A device that knows the type; rows up to 16,384 wide (32,768 without norm) of the weight's dtype; factors,
-    zero-points and orders packed, of their dtypes."""
+    """A device that knows the type; rows up to 16,384 wide (32,768 without norm) of the weight's
+    dtype; factors, zero-points and orders packed, of their dtypes."""
     factor, zero, order = per_column
     width = x.shape[-1]
     if order is not None:
@@ -54,19 +59,28 @@ class NormQuantLaunch(NamedTuple):
 
 @functools.lru_cache(4096)
 def _plan_launch(
-    rows: int, width: int, columns: int, per_column: bool, dtype: torch.dtype, bits: int, device: torch.device
+    rows: int,
+    width: int,
+    columns: int,
+    per_column: bool,
+    dtype: torch.dtype,
+    bits: int,
+    device: torch.device,
 ) -> NormQuantLaunch:
     """per_column: something is read a column."""
     most = 448.0 if dtype is not torch.int8 else float(2 ** (bits - 1) - 1)
     blocks = power_of_two(width), power_of_two(columns)
-    # What is read a column is read once for several rows; the next of them is on its way while one is rounded.
+    # What is read a column is read once for several rows; the next of them is on its way while one
+    # is rounded.
     many = rows // (4 * sm_count(device))
     share = max(1, many) if per_column else 1
     # Where rows are many a thread takes 32 of a row's values; with what it keeps of each column, 8.
     warps = max(blocks) // (256 if share > 1 else 1024 if many else 512)
     early = pdl_launch_options(device, rows)
     options = {"num_warps": max(1, min(16, warps)), "launch_pdl": early["launch_pdl"]}
-    return NormQuantLaunch(-(-rows // share), share, most, blocks, 3 if share > 1 else 1, early["PDL"], options)
+    return NormQuantLaunch(
+        -(-rows // share), share, most, blocks, 3 if share > 1 else 1, early["PDL"], options
+    )
 
 
 def rms_norm_quant(
@@ -78,30 +92,44 @@ def rms_norm_quant(
     per_column: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
     bits: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(values, scale or None, the sum or x); weight None: no norm. per_column: factor, zero, order."""
+    """(values, scale or None, the sum or x); weight None: no norm.
+
+    per_column: factor, zero, order.
+    """
     factor, zero, order = per_column
     flat, held = as_rows(x), as_rows(x if residual is None else residual)
     rows, width = flat.shape
     device = x.device
     columns = width if order is None else order.numel()
     values = torch.empty((rows, columns), dtype=dtype, device=device)
-    scale = None if factor is not None else torch.empty(x.shape[:-1], dtype=torch.float32, device=device)
+    scale = (
+        None
+        if factor is not None
+        else torch.empty(x.shape[:-1], dtype=torch.float32, device=device)
+    )
     total = x
     if residual is not None:
-        total = residual if residual.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=device)
+        total = (
+            residual
+            if residual.is_contiguous()
+            else torch.empty(x.shape, dtype=x.dtype, device=device)
+        )
     each = factor is not None and factor.numel() > 1
     plan = _plan_launch(rows, width, columns, each or order is not None, dtype, bits, device)
     strides = (flat.stride(0), held.stride(0))
     _launcher(
         (plan.programs, 1, 1),
         (
-            flat, held, flat if weight is None else weight, values, flat if scale is None else scale, total,
-            flat if factor is None else factor, flat if zero is None else zero, flat if order is None else order,
+            flat, held, flat if weight is None else weight, values,
+            flat if scale is None else scale, total,
+            flat if factor is None else factor, flat if zero is None else zero,
+            flat if order is None else order,
         ),
         (rows, width, columns, *strides, eps, plan.rows_per_program),
         (width, columns, *strides),
         (
-            weight is not None, residual is not None, factor is None, each, zero is not None, order is not None,
+            weight is not None, residual is not None, factor is None, each, zero is not None,
+            order is not None,
             dtype is torch.int8, plan.quant_max, *plan.blocks, plan.stages, plan.pdl,
         ),
         plan.options,
@@ -111,10 +139,13 @@ def rms_norm_quant(
 
 @triton.jit(do_not_specialize=["rows", "share"])
 def _rms_norm_quant_kernel(
-    x_ptr, residual_ptr, weight_ptr, values_ptr, scales_ptr, total_ptr, factor_ptr, zero_ptr, order_ptr,
+    x_ptr, residual_ptr, weight_ptr, values_ptr, scales_ptr, total_ptr, factor_ptr, zero_ptr,
+    order_ptr,
     rows, width, columns, x_stride, residual_stride, eps, share,
-    NORM: tl.constexpr, ADD: tl.constexpr, TOKEN: tl.constexpr, EACH: tl.constexpr, SHIFT: tl.constexpr,
-    ORDER: tl.constexpr, WHOLE: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+    NORM: tl.constexpr, ADD: tl.constexpr, TOKEN: tl.constexpr, EACH: tl.constexpr,
+    SHIFT: tl.constexpr,
+    ORDER: tl.constexpr, WHOLE: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     column, n = tl.arange(0, BLOCK), tl.arange(0, BLOCK_N)
@@ -139,7 +170,9 @@ def _rms_norm_quant_kernel(
     for row in tl.range(first, tl.minimum(first + share, rows), num_stages=STAGES):
         x = tl.load(x_ptr + row * x_stride + column, mask=column < width, other=0.0)
         if ADD:
-            held = tl.load(residual_ptr + row * residual_stride + column, mask=column < width, other=0.0)
+            held = tl.load(
+                residual_ptr + row * residual_stride + column, mask=column < width, other=0.0
+            )
             # Rounded to the stream's dtype before the statistics, as the unfused pair of ops would.
             x = (x.to(tl.float32) + held.to(tl.float32)).to(held.dtype)
             tl.store(total_ptr + row * width + column, x, mask=column < width)
@@ -160,8 +193,8 @@ def _rms_norm_quant_kernel(
         if ORDER and not EACH:
             y = tl.where(order >= 0, y, 0.0)
         if WHOLE:
-            # From 2²³ to 2²⁴ a float32 is a whole number, with 1 in its last bit: a value put there is rounded half to
-            # even, and the last byte of its bits is the int8.
+            # From 2²³ to 2²⁴ a float32 is a whole number, with 1 in its last bit: a value put there
+            # is rounded half to even, and the last byte of its bits is the int8.
             y += _ROUND_TO_INT
             if SHIFT:
                 y += zero
@@ -170,7 +203,9 @@ def _rms_norm_quant_kernel(
             out = y.to(tl.int32, bitcast=True)
         else:
             out = y if TOKEN else tl.minimum(tl.maximum(y, -MOST), MOST)
-        tl.store(values_ptr + row * columns + n, out.to(values_ptr.dtype.element_ty), mask=n < columns)
+        tl.store(
+            values_ptr + row * columns + n, out.to(values_ptr.dtype.element_ty), mask=n < columns
+        )
 
 
 _launcher = CachedLauncher(_rms_norm_quant_kernel)

@@ -1,9 +1,11 @@
-"""Attention over a paged KV cache: split along the context for decoding, tiled over the queries for prefill.
+"""Attention over a paged KV cache: split along the context for decoding, tiled over the queries for
+prefill.
 
 The kernels are in paged_decode and paged_prefill.
 
-Launch sizes come from host integers alone (max_query, max_context, shapes), and the kernels read the lengths on the
-device: a CUDA graph captured for a bound stays right for every shorter context. Decoding divides each sequence's
+Launch sizes come from host integers alone (max_query, max_context, shapes), and the kernels read
+the lengths on the device: a CUDA graph captured for a bound stays right for every shorter context.
+Decoding divides each sequence's
 *own* context among its programs, so a short one under a large bound still spreads over the GPU.
 """
 
@@ -40,7 +42,9 @@ def supports(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> bool:
-    """Head sizes 8 to 256, a power-of-two page, caches of one layout, of q's dtype or packed 8 bits with scales."""
+    """Head sizes 8 to 256, a power-of-two page, caches of one layout, of q's dtype or packed 8 bits
+    with scales.
+    """
     _, _, page_size, dim = k_cache.shape
     layout = k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1 and q.stride(2) == 1
     sizes = 8 <= dim <= 256 and page_size & (page_size - 1) == 0
@@ -48,7 +52,9 @@ def supports(
         held = k_cache.dtype == q.dtype
     else:
         packed = k_cache.is_contiguous() and k_scale.is_contiguous() and v_scale.is_contiguous()
-        known = k_cache.dtype is torch.int8 or (k_cache.dtype is torch.float8_e4m3fn and supports_fp8(q.device))
+        known = k_cache.dtype is torch.int8 or (
+            k_cache.dtype is torch.float8_e4m3fn and supports_fp8(q.device)
+        )
         held = packed and known
     return layout and sizes and held and k_cache.dtype == v_cache.dtype and q.shape[0] > 0
 
@@ -69,17 +75,20 @@ def run(
     out: torch.Tensor | None = None,
     include_decode: bool = True,
 ) -> torch.Tensor:
-    """As the reference. Rows of padding sequences (context_len 0) are zero; rows of no sequence are undefined.
+    """As the reference. Rows of padding sequences (context_len 0) are zero; rows of no sequence are
+    undefined.
 
-    out: filled and returned where given; with max_query 1 only in the rows of single queries, others are left alone.
-    include_decode: whether single queries beside longer stretches are filled in.
+    out: filled and returned where given; with max_query 1 only in the rows of single queries,
+    others are left alone. include_decode: whether single queries beside longer stretches are filled
+    in.
     """
     tokens, heads, dim = q.shape
     if out is None:
         out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
     scales = (q, q) if k_scale is None or v_scale is None else (k_scale, v_scale)
     tensors = (q, k_cache, v_cache, *scales, block_tables, query_start, context_lens, out)
-    # Single queries among longer stretches would each fill one row of a prefill tile: they are decoded.
+    # Single queries among longer stretches would each fill one row of a prefill tile: they are
+    # decoded.
     mixed = max_query > 1 and block_tables.shape[0] > 1
     if max_query > 1:
         _prefill(tensors, (max_query, max_context), scale * LOG2E, window, mixed)
@@ -94,8 +103,8 @@ _prefill_launcher = CachedLauncher(paged_prefill.prefill_tiles)
 class _DecodeLaunchConfig(NamedTuple):
     """How a decode step is divided. group_heads: the query heads of a KV head go together.
 
-    tile: keys at once, warps, stages. splits: programs that share a context. min_keys: keys that each of them has,
-    where it has any.
+    tile: keys at once, warps, stages. splits: programs that share a context. min_keys: keys that
+    each of them has, where it has any.
     """
 
     group_heads: bool
@@ -107,10 +116,11 @@ class _DecodeLaunchConfig(NamedTuple):
 def specializations(
     q: torch.Tensor, k_cache: torch.Tensor, max_sequences: int, max_context: int, window: int | None
 ) -> list[tuple[int, int]]:
-    """(sequences, bound on their context) of a decode step for each form of the kernels that such steps may take.
+    """(sequences, bound on their context) of a decode step for each form of the kernels that such
+    steps may take.
 
-    Every form is compiled when it is first met, and that takes a part of a second. max_sequences, max_context:
-    sequences of a step, tokens of one. q, k_cache, window: as for ``run``.
+    Every form is compiled when it is first met, and that takes a part of a second. max_sequences,
+    max_context: sequences of a step, tokens of one. q, k_cache, window: as for ``run``.
     """
     found: dict[tuple[_DecodeLaunchConfig, bool], tuple[int, int]] = {}
     max_context = max_context if window is None else min(max_context, window)
@@ -124,7 +134,8 @@ def specializations(
 
 def _decode_config(q: torch.Tensor, k: torch.Tensor, batch: int, keys: int) -> _DecodeLaunchConfig:
     heads, kv_heads = q.shape[1], k.shape[1]
-    # One query head a KV head leaves a tensor-core tile 1/16 full, and float32 must not be rounded to tf32:
+    # One query head a KV head leaves a tensor-core tile 1/16 full, and float32 must not be rounded
+    # to tf32:
     # both are multiplied and summed as vectors, a head each.
     if heads != kv_heads and q.dtype != torch.float32:
         at_once, warps, stages, each = _group_decode_tile(k, q, batch * kv_heads)
@@ -138,8 +149,11 @@ def _decode_config(q: torch.Tensor, k: torch.Tensor, batch: int, keys: int) -> _
     )
 
 
-def _num_splits(pairs: int, programs_per_sm: int, keys: int, min_keys: int, device: torch.device) -> int:
-    """Programs that share one context: at most ``programs_per_sm`` on every multiprocessor, none without keys.
+def _num_splits(
+    pairs: int, programs_per_sm: int, keys: int, min_keys: int, device: torch.device
+) -> int:
+    """Programs that share one context: at most ``programs_per_sm`` on every multiprocessor, none
+    without keys.
 
     Rounded down: one program more than there is room for waits for a place, and all others for it.
     """
@@ -147,7 +161,9 @@ def _num_splits(pairs: int, programs_per_sm: int, keys: int, min_keys: int, devi
     return max(1, min(wanted, -(-keys // min_keys), MAX_SPLITS))
 
 
-def _decode(tensors: tuple[torch.Tensor, ...], max_context: int, scale: float, window: int | None) -> None:
+def _decode(
+    tensors: tuple[torch.Tensor, ...], max_context: int, scale: float, window: int | None
+) -> None:
     q, k, v, k_scale, v_scale, tables, starts, lengths, out = tensors
     _, kv_heads, page_size, dim = k.shape
     heads, batch = q.shape[1], tables.shape[0]
@@ -159,8 +175,16 @@ def _decode(tensors: tuple[torch.Tensor, ...], max_context: int, scale: float, w
         sums = torch.empty((batch, heads, splits, 2), dtype=torch.float32, device=q.device)
     common = {"HEADS": heads, "DIM": dim, "WINDOW": window or 0, "SPLITS": splits, "LEAST": least}
     # The merge may take its place while the parts are being made; it waits there.
-    first, last = pdl_launch_options(q.device, 1 if splits > 1 else batch), pdl_launch_options(q.device, batch)
-    layout = {"GROUP": heads // kv_heads, "PAGE": page_size, "WIDE": _needs_int64(k), "SCALED": k_scale is not q}
+    first, last = (
+        pdl_launch_options(q.device, 1 if splits > 1 else batch),
+        pdl_launch_options(q.device, batch),
+    )
+    layout = {
+        "GROUP": heads // kv_heads,
+        "PAGE": page_size,
+        "WIDE": _needs_int64(k),
+        "SCALED": k_scale is not q,
+    }
     block_d = power_of_two(dim)
     strides = (tables.shape[1], tables.stride(0), q.stride(0), q.stride(1), *k.stride()[:3])
     pointers = (q, k, v, k_scale, v_scale, tables, starts, lengths, out, parts, sums, scale)
@@ -174,22 +198,34 @@ def _decode(tensors: tuple[torch.Tensor, ...], max_context: int, scale: float, w
     else:
         block_n = max(1, 16 * 128 // max(128, block_d * q.element_size() // 2))
         paged_decode.decode_heads[(heads, batch, splits)](
-            *pointers, *strides, TURNS=2, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=warps, **common, **layout, **first
+            *pointers,
+            *strides,
+            TURNS=2,
+            BLOCK_N=block_n,
+            BLOCK_D=block_d,
+            num_warps=warps,
+            **common,
+            **layout,
+            **first,
         )
     if splits > 1:
         paged_decode.merge_splits[(heads, batch)](
-            parts, sums, starts, lengths, out, BLOCK_S=power_of_two(splits), BLOCK_D=block_d, num_warps=4,
+            parts, sums, starts, lengths, out, BLOCK_S=power_of_two(splits), BLOCK_D=block_d,
+            num_warps=4,
             **common, **last,
         )  # fmt: skip
 
 
 def _group_decode_tile(k: torch.Tensor, q: torch.Tensor, pairs: int) -> tuple[int, int, int, int]:
-    """(keys at once, warps, stages, programs a multiprocessor) of decoding in groups, measured on an H200."""
+    """(keys at once, warps, stages, programs a multiprocessor) of decoding in groups, measured on
+    an H200.
+    """
     if k.shape[3] > 128 or q.shape[1] > 16 * k.shape[1]:
         return MIN_SPLIT_KEYS, 4, 2, 4
     if k.dtype == q.dtype:
         return 32, 1, 2, 6
-    # int8 is bound by its conversion: with programs enough, those of one warp need not wait for each other.
+    # int8 is bound by its conversion: with programs enough, those of one warp need not wait for
+    # each other.
     if k.dtype == torch.int8 and pairs >= 2 * sm_count(q.device):
         return 32, 1, 3, 8
     return MIN_SPLIT_KEYS, 2, 3, 4
@@ -201,19 +237,34 @@ def _needs_int64(cache: torch.Tensor) -> bool:
 
 
 def _prefill(
-    tensors: tuple[torch.Tensor, ...], bounds: tuple[int, int], scale: float, window: int | None, mixed: bool
+    tensors: tuple[torch.Tensor, ...],
+    bounds: tuple[int, int],
+    scale: float,
+    window: int | None,
+    mixed: bool,
 ) -> None:
     q, k, _, k_scale, _, tables, *_ = tensors
     _, kv_heads, page_size, dim = k.shape
     heads, batch = q.shape[1], tables.shape[0]
     block_d = max(16, power_of_two(dim))
     block_m, block_n, warps, stages, registers = _prefill_tile(bounds, heads * batch, block_d, q, k)
-    # Each sequence has one tile that is not full, or less. Where most of them are single queries, which have none, a
-    # program for each would find nothing to do; if there are more tiles after all, programs take several.
+    # Each sequence has one tile that is not full, or less. Where most of them are single queries,
+    # which have none, a program for each would find nothing to do; if there are more tiles after
+    # all, programs take several.
     programs = q.shape[0] // block_m + (min(batch, SPARE_PREFILL_TILES) if mixed else batch)
     fixed = (q.stride(0), q.stride(1), *k.stride()[:3])
     scaled, sequences = k_scale is not q, 16 if batch <= 16 else max(256, power_of_two(batch))
-    sizes = (heads, heads // kv_heads, dim, page_size, _needs_int64(k), window or 0, scaled, mixed, sequences)
+    sizes = (
+        heads,
+        heads // kv_heads,
+        dim,
+        page_size,
+        _needs_int64(k),
+        window or 0,
+        scaled,
+        mixed,
+        sequences,
+    )
     _prefill_launcher(
         (heads, programs, 1),
         tensors,
@@ -245,5 +296,6 @@ def _prefill_tile(
         return 64, 64, 8, 2, None
     if max_query <= 64 or not even:
         return 64, 64, 4, 3, None
-    # 128 registers let two programs share a multiprocessor: one's softmax hides behind the other's products.
+    # 128 registers let two programs share a multiprocessor: one's softmax hides behind the other's
+    # products.
     return 128, 64, 8, 2, 128

@@ -1,4 +1,6 @@
-"""Prompts over a paged cache: tiles of queries, each over all the keys that it sees, on the tensor cores."""
+"""Prompts over a paged cache: tiles of queries, each over all the keys that it sees, on the tensor
+cores.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,21 @@ from modelmill.ops.triton.paged_decode import as_unsigned, key_offsets
 
 @triton.jit(do_not_specialize=["batch", "columns", "table_stride"])
 def prefill_tiles(
-    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr, scale,
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr,
+    scale,
     batch, columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    WIDE: tl.constexpr,
     WINDOW: tl.constexpr, SCALED: tl.constexpr, MIXED: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    # Tiles are handed out to the programs of a head in turn. The last queries have the most keys: started first for
+    # Tiles are handed out to the programs of a head in turn. The last queries have the most keys:
+    # started first for
     # all heads, they do not end last.
     b = tl.arange(0, BLOCK_B)
-    counts = tl.load(starts_ptr + b + 1, mask=b < batch, other=0) - tl.load(starts_ptr + b, mask=b < batch, other=0)
+    counts = tl.load(starts_ptr + b + 1, mask=b < batch, other=0) - tl.load(
+        starts_ptr + b, mask=b < batch, other=0
+    )
     each = tl.where(counts > (1 if MIXED else 0), (counts + BLOCK_M - 1) // BLOCK_M, 0)
     behind, total = tl.cumsum(each, 0), tl.sum(each, 0)
     for turn in range(tl.program_id(1), total, tl.num_programs(1)):
@@ -28,24 +35,32 @@ def prefill_tiles(
         sequence = tl.sum(((behind <= tile) & (b < batch)).to(tl.int32), axis=0)
         block = tile - tl.sum(tl.where(b < sequence, each, 0), axis=0)
         _prefill_tile(
-            q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr, scale,
-            columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride, tl.program_id(0),
-            sequence, block, HEADS, GROUP, DIM, PAGE, WIDE, WINDOW, SCALED, BLOCK_M, BLOCK_N, BLOCK_D,
+            q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tables_ptr, starts_ptr, lengths_ptr,
+            out_ptr, scale,
+            columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride,
+            tl.program_id(0),
+            sequence, block, HEADS, GROUP, DIM, PAGE, WIDE, WINDOW, SCALED, BLOCK_M, BLOCK_N,
+            BLOCK_D,
         )  # fmt: skip
 
 
 @triton.jit
 def _prefill_tile(
-    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr, scale,
-    columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride, head, sequence, block,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr,
-    WINDOW: tl.constexpr, SCALED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr,
+    scale,
+    columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride, head, sequence,
+    block,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    WIDE: tl.constexpr,
+    WINDOW: tl.constexpr, SCALED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Queries ``block`` · BLOCK_M … of a sequence, one head."""
     row = tl.load(starts_ptr + sequence)
     count = tl.load(starts_ptr + sequence + 1) - row
     m, n, d = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    history = tl.load(lengths_ptr + sequence) - count  # negative for padding: no key is visited then
+    # negative for padding: no key is visited then
+    history = tl.load(lengths_ptr + sequence) - count
     at = (row + m).to(tl.int64)
     mask = (m < count)[:, None] & (d < DIM)[None, :]
     q = tl.load(q_ptr + at[:, None] * q_stride + head * q_head + d[None, :], mask=mask, other=0.0)
@@ -59,7 +74,8 @@ def _prefill_tile(
     tables_ptr += sequence * table_stride
     position = history + m
     end = history + tl.minimum((block + 1) * BLOCK_M, count)
-    plain = (history + block * BLOCK_M + 1) // BLOCK_N * BLOCK_N  # keys before this one are seen by every query
+    # keys before this one are seen by every query
+    plain = (history + block * BLOCK_M + 1) // BLOCK_N * BLOCK_N
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(history + block * BLOCK_M + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
@@ -69,14 +85,18 @@ def _prefill_tile(
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     place = key_offsets(tables_ptr, begin + n, columns, page_stride, token_stride, PAGE, WIDE)
     for start in range(begin, plain, BLOCK_N):
-        after = key_offsets(tables_ptr, start + BLOCK_N + n, columns, page_stride, token_stride, PAGE, WIDE)
+        after = key_offsets(
+            tables_ptr, start + BLOCK_N + n, columns, page_stride, token_stride, PAGE, WIDE
+        )
         top, mass, mixed = attend_key_block(
             q, k_ptr + kv, v_ptr + kv, k_scale_ptr, v_scale_ptr, place, start + n, end, position,
             top, mass, mixed, scale, False, 0, SCALED, DIM, BLOCK_D,
         )  # fmt: skip
         place = after
     for start in range(tl.maximum(plain, begin), end, BLOCK_N):
-        after = key_offsets(tables_ptr, start + BLOCK_N + n, columns, page_stride, token_stride, PAGE, WIDE)
+        after = key_offsets(
+            tables_ptr, start + BLOCK_N + n, columns, page_stride, token_stride, PAGE, WIDE
+        )
         top, mass, mixed = attend_key_block(
             q, k_ptr + kv, v_ptr + kv, k_scale_ptr, v_scale_ptr, place, start + n, end, position,
             top, mass, mixed, scale, True, WINDOW, SCALED, DIM, BLOCK_D,
@@ -90,9 +110,12 @@ def _prefill_tile(
 @triton.jit
 def attend_key_block(
     q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, offsets, key, end, position, top, mass, mixed, scale,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys at ``offsets`` in the cache: the running maximum, sum and mixture after it."""
+    """One block of keys at ``offsets`` in the cache: the running maximum, sum and mixture after
+    it.
+    """
     d = tl.arange(0, BLOCK_D)
     at = offsets[:, None] + d[None, :]
     if MASKED:

@@ -29,5 +29,7 @@ def run(
     bits: int = 8,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As the reference."""
-    values, scale, _ = rms_norm_quant(x, None, None, 0.0, dtype, (inv_scale, zero_point, perm), bits)
+    values, scale, _ = rms_norm_quant(
+        x, None, None, 0.0, dtype, (inv_scale, zero_point, perm), bits
+    )
     return values, scale

@@ -1,15 +1,17 @@
-"""Attention with decomposed relative positions, one pass over the keys (Li et al. 2022, arXiv:2112.01526).
+"""Attention with decomposed relative positions, one pass over the keys (Li et al. 2022,
+arXiv:2112.01526).
 
 Heads of 80 channels are multiplied as 64 and 16, so that nothing is padded to 128.
 
-``windowed_attention``: a program holds queries of one window and one head. What positions add to a score is, once, a
-product of the queries with the table of offsets, dealt out by row and column of the key; those 14 + 14 numbers a query
-are then multiplied with ones in the places of the key's row and column, as if they were more channels of the queries:
-the tensor cores add the positions. Windows are never copied out of the image; a key beyond the edge is read from
-``fill``. Windows over the edge have fewer queries, and no program computes one that is not there.
+``windowed_attention``: a program holds queries of one window and one head. What positions add to a
+score is, once, a product of the queries with the table of offsets, dealt out by row and column of
+the key; those 14 + 14 numbers a query are then multiplied with ones in the places of the key's row
+and column, as if they were more channels of the queries: the tensor cores add the positions.
+Windows are never copied out of the image; a key beyond the edge is read from ``fill``. Windows over
+the edge have fewer queries, and no program computes one that is not there.
 
-``whole``: a block of keys is one row of the image. What its columns add stays in registers for all blocks, what its row
-adds is one number a query, both from tables made before.
+``whole``: a block of keys is one row of the image. What its columns add stays in registers for all
+blocks, what its row adds is one number a query, both from tables made before.
 """
 
 from __future__ import annotations
@@ -40,23 +42,29 @@ def split_head_dim(dim: int) -> tuple[int, int]:
 
 
 def relative_attention(
-    qkv: torch.Tensor, window: tuple[int, int], fill: torch.Tensor | None, rel_h: torch.Tensor, rel_w: torch.Tensor,
+    qkv: torch.Tensor, window: tuple[int, int], fill: torch.Tensor | None, rel_h: torch.Tensor,
+    rel_w: torch.Tensor,
     out: torch.Tensor,
 ) -> None:  # fmt: skip
     """qkv [B, H, W, 3, heads, D] → out [B, H, W, heads·D]; the rest as ``ops.image_attention``."""
     rel_h, rel_w = rel_h.to(qkv.dtype).contiguous(), rel_w.to(qkv.dtype).contiguous()
-    if window == (qkv.shape[1], qkv.shape[2]) and window[1] in (16, 32, 64, 128) and window[0] >= 16:
+    if (
+        window == (qkv.shape[1], qkv.shape[2])
+        and window[1] in (16, 32, 64, 128)
+        and window[0] >= 16
+    ):
         global_attention(qkv, rel_h, rel_w, out)
     else:
         windowed_attention(qkv, window, fill, rel_h, rel_w, out)
 
 
 def windowed_attention(
-    qkv: torch.Tensor, window: tuple[int, int], fill: torch.Tensor | None, rel_h: torch.Tensor, rel_w: torch.Tensor,
+    qkv: torch.Tensor, window: tuple[int, int], fill: torch.Tensor | None, rel_h: torch.Tensor,
+    rel_w: torch.Tensor,
     out: torch.Tensor, config: AttentionLaunchConfig | None = None,
 ) -> None:  # fmt: skip
-    """qkv [B, H, W, 3, heads, D] → out [B, H, W, heads·D]; rel_h, rel_w [2·S − 1, D] of qkv's dtype, S the window's
-    height and width."""
+    """qkv [B, H, W, 3, heads, D] → out [B, H, W, heads·D]; rel_h, rel_w [2·S − 1, D] of qkv's
+    dtype, S the window's height and width."""
     batch, height, width, _, heads, dim = qkv.shape
     tall, wide = window
     tokens = tall * wide
@@ -91,8 +99,10 @@ def _padded(n: int) -> int:
 def _windowed_kernel(
     qkv_ptr, fill_ptr, rel_h_ptr, rel_w_ptr, out_ptr, scale,
     height, width, rows, columns, batch_stride, y_stride, x_stride, part_stride, head_stride,
-    HEADS: tl.constexpr, DIM: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, PADDED: tl.constexpr,
-    MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
+    PADDED: tl.constexpr,
+    MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TAIL: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
@@ -123,13 +133,15 @@ def _windowed_kernel(
         outside = fill_ptr + HEADS * DIM + head * DIM
         for start in range(0, whole, BLOCK_N):
             best, mass, mixed, mixed_rest = _attend_key_block(
-                q, q_rest, by_row, by_column, best, mass, mixed, mixed_rest, start, base + part_stride, outside,
+                q, q_rest, by_row, by_column, best, mass, mixed, mixed_rest, start,
+                base + part_stride, outside,
                 top, left, height, width, y_stride, x_stride, part_stride, scale,
                 HEADS, DIM, TALL, WIDE, PADDED, MAIN, REST, BLOCK_N, False,
             )  # fmt: skip
         if TAIL:
             best, mass, mixed, mixed_rest = _attend_key_block(
-                q, q_rest, by_row, by_column, best, mass, mixed, mixed_rest, whole, base + part_stride, outside,
+                q, q_rest, by_row, by_column, best, mass, mixed, mixed_rest, whole,
+                base + part_stride, outside,
                 top, left, height, width, y_stride, x_stride, part_stride, scale,
                 HEADS, DIM, TALL, WIDE, PADDED, MAIN, REST, TAIL, True,
             )  # fmt: skip
@@ -139,7 +151,9 @@ def _windowed_kernel(
 
 @triton.jit
 def _load_rows(at, there, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr):
-    """Rows of DIM channels as [N, MAIN] and [N, REST]; zeros where they are not there, or channels end."""
+    """Rows of DIM channels as [N, MAIN] and [N, REST]; zeros where they are not there, or channels
+    end.
+    """
     channel = tl.arange(0, MAIN)
     spare = MAIN + tl.arange(0, max(REST, 16))
     main = tl.load(at[:, None] + channel, mask=there[:, None] & (channel < DIM), other=0.0)
@@ -151,9 +165,12 @@ def _load_rows(at, there, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.conste
 
 @triton.jit
 def _relative_offsets(
-    q, q_rest, table_ptr, at, scale, SIDE: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
+    q, q_rest, table_ptr, at, scale, SIDE: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr,
+    REST: tl.constexpr,
 ):  # fmt: skip
-    """What each row (or column) of keys adds to a query's scores, before they are scaled: [M, SIDE] of q's dtype."""
+    """What each row (or column) of keys adds to a query's scores, before they are scaled: [M, SIDE]
+    of q's dtype.
+    """
     offsets: tl.constexpr = _padded(2 * SIDE - 1)
     offset = tl.arange(0, offsets)
     table, table_rest = _load_rows(table_ptr + offset * DIM, offset < 2 * SIDE - 1, DIM, MAIN, REST)
@@ -162,14 +179,17 @@ def _relative_offsets(
         found = tl.dot(q_rest, tl.trans(table_rest), found, input_precision="ieee")
     place = tl.arange(0, _padded(SIDE))
     index = at[:, None] - place[None, :] + (SIDE - 1)
-    return tl.gather(found * (1.0 / scale), tl.minimum(tl.maximum(index, 0), offsets - 1), 1).to(q.dtype)
+    return tl.gather(found * (1.0 / scale), tl.minimum(tl.maximum(index, 0), offsets - 1), 1).to(
+        q.dtype
+    )
 
 
 @triton.jit
 def _attend_key_block(
     q, q_rest, by_row, by_column, best, mass, mixed, mixed_rest, start, k_ptr, outside,
     top, left, height, width, y_stride, x_stride, part_stride, scale,
-    HEADS: tl.constexpr, DIM: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, PADDED: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
+    PADDED: tl.constexpr,
     MAIN: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """One block of keys of a window."""
@@ -188,7 +208,9 @@ def _attend_key_block(
     if REST:
         score = tl.dot(q_rest, tl.trans(k_rest), score, input_precision="ieee")
     score = tl.dot(by_row, (row[:, None] == ky[None, :]).to(q.dtype), score, input_precision="ieee")
-    score = tl.dot(by_column, (column[:, None] == kx[None, :]).to(q.dtype), score, input_precision="ieee")
+    score = tl.dot(
+        by_column, (column[:, None] == kx[None, :]).to(q.dtype), score, input_precision="ieee"
+    )
     score *= scale * LOG2E
     if LAST:
         score = tl.where(real[None, :], score, float("-inf"))
@@ -205,13 +227,23 @@ def _attend_key_block(
 
 
 @triton.jit
-def _store(at, there, mixed, mixed_rest, mass, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr):
+def _store(
+    at, there, mixed, mixed_rest, mass, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr
+):
     channel = tl.arange(0, MAIN)
     spare = MAIN + tl.arange(0, max(REST, 16))
     dtype: tl.constexpr = at.dtype.element_ty
-    tl.store(at[:, None] + channel, (mixed / mass[:, None]).to(dtype), mask=there[:, None] & (channel < DIM))
+    tl.store(
+        at[:, None] + channel,
+        (mixed / mass[:, None]).to(dtype),
+        mask=there[:, None] & (channel < DIM),
+    )
     if REST:
-        tl.store(at[:, None] + spare, (mixed_rest / mass[:, None]).to(dtype), mask=there[:, None] & (spare < DIM))
+        tl.store(
+            at[:, None] + spare,
+            (mixed_rest / mass[:, None]).to(dtype),
+            mask=there[:, None] & (spare < DIM),
+        )
 
 
 def global_attention(
@@ -241,7 +273,8 @@ def _global_config(qkv: torch.Tensor) -> AttentionLaunchConfig:
 
 @triton.jit
 def _global_kernel(
-    qkv_ptr, row_ptr, column_ptr, out_ptr, scale, batch_stride, y_stride, x_stride, part_stride, head_stride,
+    qkv_ptr, row_ptr, column_ptr, out_ptr, scale, batch_stride, y_stride, x_stride, part_stride,
+    head_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
     MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -251,10 +284,14 @@ def _global_kernel(
     there = query < TALL * WIDE
     base = qkv_ptr + batch * batch_stride + head * head_stride
     pdl_wait(PDL)
-    q, q_rest = _load_rows(base + query // WIDE * y_stride + query % WIDE * x_stride, there, DIM, MAIN, REST)
+    q, q_rest = _load_rows(
+        base + query // WIDE * y_stride + query % WIDE * x_stride, there, DIM, MAIN, REST
+    )
     across = tl.arange(0, WIDE)
     place = (batch * TALL * WIDE + query) * HEADS + head
-    beside = tl.load(column_ptr + place[:, None] * WIDE + across, mask=there[:, None], other=0.0).to(tl.float32)
+    beside = tl.load(
+        column_ptr + place[:, None] * WIDE + across, mask=there[:, None], other=0.0
+    ).to(tl.float32)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, MAIN], tl.float32)
@@ -285,10 +322,14 @@ def _global_kernel(
 def relative_score_tables(
     qkv: torch.Tensor, rel_h: torch.Tensor, rel_w: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q · rel_h[yq − yk + H − 1] and q · rel_w[xq − xk + W − 1], times log2 e: [B, H, W, heads, H] and […, W]."""
+    """q · rel_h[yq − yk + H − 1] and q · rel_w[xq − xk + W − 1], times log2 e: [B, H, W, heads, H]
+    and […, W].
+    """
     batch, height, width, _, heads, dim = qkv.shape
     by_row = torch.empty((batch, height, width, heads, height), dtype=qkv.dtype, device=qkv.device)
-    by_column = torch.empty((batch, height, width, heads, width), dtype=qkv.dtype, device=qkv.device)
+    by_column = torch.empty(
+        (batch, height, width, heads, width), dtype=qkv.dtype, device=qkv.device
+    )
     main, rest = split_head_dim(dim)
     batch_stride, y_stride, x_stride, _, head_stride = qkv.stride()[:5]
     # a program: all queries of one row with all rows, or of one column with all columns
@@ -311,7 +352,8 @@ def relative_score_tables(
 
 @triton.jit(do_not_specialize=["lines", "long"])
 def _score_table_kernel(
-    qkv_ptr, table_ptr, out_ptr, lines, long, batch_stride, line_stride, step, head_stride, line_tokens, step_tokens,
+    qkv_ptr, table_ptr, out_ptr, lines, long, batch_stride, line_stride, step, head_stride,
+    line_tokens, step_tokens,
     HEADS: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
     BLOCK: tl.constexpr, PLACES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -320,7 +362,9 @@ def _score_table_kernel(
     batch = tl.program_id(2)
     along = tl.program_id(0) // lines * BLOCK + tl.arange(0, BLOCK)
     place = tl.arange(0, PLACES)
-    table, table_rest = _load_rows(table_ptr + (line - place + lines - 1) * DIM, place < lines, DIM, MAIN, REST)
+    table, table_rest = _load_rows(
+        table_ptr + (line - place + lines - 1) * DIM, place < lines, DIM, MAIN, REST
+    )
     pdl_wait(PDL)
     at = qkv_ptr + batch * batch_stride + head * head_stride + line * line_stride + along * step
     q, q_rest = _load_rows(at, along < long, DIM, MAIN, REST)
@@ -330,4 +374,6 @@ def _score_table_kernel(
     found = found * LOG2E
     token = (batch * lines * long + line * line_tokens + along * step_tokens) * HEADS + head
     inside = (along < long)[:, None] & (place < lines)[None, :]
-    tl.store(out_ptr + token[:, None] * lines + place, found.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(
+        out_ptr + token[:, None] * lines + place, found.to(out_ptr.dtype.element_ty), mask=inside
+    )

@@ -1,4 +1,6 @@
-"""Per-head norm, RoPE, logn and the KV-cache write: qkv is read once, q, k and v are written once."""
+"""Per-head norm, RoPE, logn and the KV-cache write: qkv is read once, q, k and v are written
+once.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,17 @@ def supports(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> bool:
-    """Even head sizes up to 256, k and v caches of one layout with contiguous heads' channels; packed scales."""
+    """Even head sizes up to 256, k and v caches of one layout with contiguous heads' channels;
+    packed scales.
+    """
     same = k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
     if k_scale is not None and v_scale is not None:
-        same = same and k_cache.dtype in QUANT_MAX and k_scale.is_contiguous() and v_scale.is_contiguous()
+        same = (
+            same
+            and k_cache.dtype in QUANT_MAX
+            and k_scale.is_contiguous()
+            and v_scale.is_contiguous()
+        )
         same = same and (k_cache.dtype is torch.int8 or supports_fp8(qkv.device))
     return same and k_cache.shape[3] % 2 == 0 and k_cache.shape[3] <= 256 and qkv.numel() > 0
 
@@ -72,7 +81,8 @@ def run(
             cos.contiguous() if cos is not None and rotate else flat,
             sin.contiguous() if sin is not None and rotate else flat,
             flat if q_scale is None else q_scale,
-            flat if q_norm is None or not norm else q_norm, flat if k_norm is None or not norm else k_norm,
+            flat if q_norm is None or not norm else q_norm,
+            flat if k_norm is None or not norm else k_norm,
         ),
         (*strides, eps),
         strides,
@@ -81,7 +91,8 @@ def run(
             0.0 if k_scale is None else QUANT_MAX[k_cache.dtype], early["PDL"],
         ),
         {"num_warps": max(1, min(4, share * half // 128)), "launch_pdl": early["launch_pdl"]},
-        # as the decode kernel behind asks; where query heads share keys it needs more, and asks for nothing
+        # as the decode kernel behind asks; where query heads share keys it needs more, and asks for
+        # nothing
         DECODE_CARVEOUT_PERCENT if heads == kv_heads else None,
     )  # fmt: skip
     return q
@@ -91,7 +102,8 @@ def run(
 def _kernel(
     qkv_ptr, q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, slots_ptr, cos_ptr, sin_ptr, scale_ptr,
     q_norm_ptr, k_norm_ptr, stride, page_stride, head_stride, token_stride, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, SHARE: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
+    SHARE: tl.constexpr,
     HALF: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr, SCALE: tl.constexpr,
     LARGEST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -156,7 +168,9 @@ def _head_norm(a, b, q_norm_ptr, k_norm_ptr, is_q, is_v, d, eps, DIM: tl.constex
     half = DIM // 2
     dtype = a.dtype
     first, second = a.to(tl.float32), b.to(tl.float32)
-    square = tl.sum(first * first, axis=1, keep_dims=True) + tl.sum(second * second, axis=1, keep_dims=True)
+    square = tl.sum(first * first, axis=1, keep_dims=True) + tl.sum(
+        second * second, axis=1, keep_dims=True
+    )
     scale = tl.rsqrt(square / DIM + eps)
     wq = tl.load(q_norm_ptr + d, mask=d < half, other=0.0).to(tl.float32)
     wk = tl.load(k_norm_ptr + d, mask=d < half, other=0.0).to(tl.float32)

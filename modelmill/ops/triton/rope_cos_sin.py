@@ -27,7 +27,12 @@ def supports(
 ) -> bool:
     """Packed tensors; at least one token."""
     packed = positions.is_contiguous() and keys.is_contiguous() and table.is_contiguous()
-    return packed and positions.numel() > 0 and table.dtype == torch.float32 and dtype in ROUNDING_MODES
+    return (
+        packed
+        and positions.numel() > 0
+        and table.dtype == torch.float32
+        and dtype in ROUNDING_MODES
+    )
 
 
 def run(
@@ -42,7 +47,9 @@ def run(
     tokens, half = positions.shape[0], table.shape[1]
     cos = torch.empty((tokens, half), dtype=torch.float32, device=positions.device)
     sin = torch.empty_like(cos)
-    growth = None if logn is None else torch.empty(tokens, dtype=torch.float32, device=positions.device)
+    growth = (
+        None if logn is None else torch.empty(tokens, dtype=torch.float32, device=positions.device)
+    )
     wide = power_of_two(half)
     rows = min(max(1, VALUES_PER_PROGRAM // wide), power_of_two(tokens))
     early = pdl_launch_options(positions.device, tokens)
@@ -60,7 +67,8 @@ def run(
 @triton.jit(do_not_specialize=["tokens"])
 def _kernel(
     positions_ptr, keys_ptr, table_ptr, cos_ptr, sin_ptr, growth_ptr, tokens, factor, inverse,
-    HALF: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, KEYED: tl.constexpr, GROWS: tl.constexpr,
+    HALF: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, KEYED: tl.constexpr,
+    GROWS: tl.constexpr,
     ROUNDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -1,8 +1,10 @@
-"""Products of clustered integers on the tensor cores: int8 · int8 in int32, flushed to float32 once a block of a group.
+"""Products of clustered integers on the tensor cores: int8 · int8 in int32, flushed to float32 once
+a block of a group.
 
-The weight is the left operand (``_kernel``): 4-bit codes become int8 in registers, and with few tokens (decode) its
-rows fill an instruction that the tokens would leave empty. A packed byte holds two columns 16 apart: the two halves are
-multiplied with the two halves of the inputs' columns, so nothing is shuffled.
+The weight is the left operand (``_kernel``): 4-bit codes become int8 in registers, and with few
+tokens (decode) its rows fill an instruction that the tokens would leave empty. A packed byte holds
+two columns 16 apart: the two halves are multiplied with the two halves of the inputs' columns, so
+nothing is shuffled.
 """
 
 from __future__ import annotations
@@ -32,7 +34,12 @@ def supports(
 ) -> bool:
     """Everything packed; groups of whole runs of 32."""
     given = (q, weight, scale, offset, step, constant, bias)
-    return q.dim() == 2 and q.numel() > 0 and group % 32 == 0 and all(t is None or t.is_contiguous() for t in given)
+    return (
+        q.dim() == 2
+        and q.numel() > 0
+        and group % 32 == 0
+        and all(t is None or t.is_contiguous() for t in given)
+    )
 
 
 def run(
@@ -50,10 +57,13 @@ def run(
     tokens, columns = q.shape
     n = weight.shape[0]
     out = torch.empty((tokens, n), dtype=dtype, device=q.device)
-    block_t, block_n, deepest, stages, warps = next(row[1:] for row in LAUNCH_CONFIGS if tokens <= row[0])
+    block_t, block_n, deepest, stages, warps = next(
+        row[1:] for row in LAUNCH_CONFIGS if tokens <= row[0]
+    )
     depth = min(group & -group, deepest)  # the largest power of two that divides a group
     _kernel[(-(-n // block_n), -(-tokens // block_t))](
-        q, weight, scale, scale if offset is None else offset, step, step if constant is None else constant,
+        q, weight, scale, scale if offset is None else offset, step,
+        step if constant is None else constant,
         step if bias is None else bias, out, tokens, n, columns, columns // group, weight.stride(0),
         PACKED=weight.dtype is torch.uint8, OFFSET=offset is not None, DYNAMIC=step.dim() == 2,
         CONSTANT=constant is not None, BIAS=bias is not None, GROUP=group, ONE=columns == group,
@@ -67,7 +77,8 @@ def run(
 def _kernel(
     q_ptr, weight_ptr, scale_ptr, offset_ptr, step_ptr, constant_ptr, bias_ptr, out_ptr,
     tokens, n, columns, groups, stride,
-    PACKED: tl.constexpr, OFFSET: tl.constexpr, DYNAMIC: tl.constexpr, CONSTANT: tl.constexpr, BIAS: tl.constexpr,
+    PACKED: tl.constexpr, OFFSET: tl.constexpr, DYNAMIC: tl.constexpr, CONSTANT: tl.constexpr,
+    BIAS: tl.constexpr,
     GROUP: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -102,7 +113,9 @@ def _kernel(
                 # An int8 instruction is 32 deep: the halves are set side by side.
                 both = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), (BLOCK_N, BLOCK_K))
                 column = tl.arange(0, BLOCK_K)
-                whole = tl.dot(both, tl.load(inputs + start + column[:, None]), whole, out_dtype=tl.int32)
+                whole = tl.dot(
+                    both, tl.load(inputs + start + column[:, None]), whole, out_dtype=tl.int32
+                )
         else:
             column = tl.arange(0, BLOCK_K)
             w = tl.load(weights + start + column[None, :])
@@ -110,21 +123,29 @@ def _kernel(
             whole = tl.dot(w, q, whole, out_dtype=tl.int32)
         if not ONE:
             out += _flush_group(
-                whole, total, scale_ptr, offset_ptr, step_ptr, held, given, start // GROUP, groups, OFFSET, DYNAMIC
+                whole, total, scale_ptr, offset_ptr, step_ptr, held, given, start // GROUP, groups,
+                OFFSET, DYNAMIC
             )  # fmt: skip
     if ONE:
-        out = _flush_group(whole, total, scale_ptr, offset_ptr, step_ptr, held, given, 0, groups, OFFSET, DYNAMIC)
+        out = _flush_group(
+            whole, total, scale_ptr, offset_ptr, step_ptr, held, given, 0, groups, OFFSET, DYNAMIC
+        )
     if CONSTANT:
         out += tl.load(constant_ptr + held)[:, None]
     if BIAS:
         out += tl.load(bias_ptr + held).to(tl.float32)[:, None]
     target = out_ptr + token.to(tl.int64)[None, :] * n + row[:, None]
-    tl.store(target, out.to(out_ptr.dtype.element_ty), mask=(token < tokens)[None, :] & (row < n)[:, None])
+    tl.store(
+        target,
+        out.to(out_ptr.dtype.element_ty),
+        mask=(token < tokens)[None, :] & (row < n)[:, None],
+    )
 
 
 @triton.jit
 def _flush_group(
-    whole, total, scale_ptr, offset_ptr, step_ptr, held, given, g, groups, OFFSET: tl.constexpr, DYNAMIC: tl.constexpr
+    whole, total, scale_ptr, offset_ptr, step_ptr, held, given, g, groups, OFFSET: tl.constexpr,
+    DYNAMIC: tl.constexpr
 ):  # fmt: skip
     """What one group adds: step · (scale · A + offset · Q)."""
     scale = tl.load(scale_ptr + held * groups + g).to(tl.float32)

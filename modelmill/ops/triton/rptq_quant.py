@@ -1,4 +1,6 @@
-"""Activations to clustered integers: one program for some columns of a token, gate and permutation on the way."""
+"""Activations to clustered integers: one program for some columns of a token, gate and permutation
+on the way.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ def supports(
     gated: bool = False,
 ) -> bool:
     """Everything packed; a factor for each column."""
-    packed = all(t is None or (t.is_contiguous() and t.numel() == perm.numel()) for t in (perm, inv_scale, zero_point))
+    packed = all(
+        t is None or (t.is_contiguous() and t.numel() == perm.numel())
+        for t in (perm, inv_scale, zero_point)
+    )
     return x.dim() == 2 and x.numel() > 0 and packed and (inv_scale is not None or group <= 8192)
 
 
@@ -42,14 +47,19 @@ def run(
     rows, columns = flat.shape[0], perm.numel()
     q = torch.empty((rows, columns), dtype=torch.int8, device=x.device)
     own = inv_scale is None
-    step = torch.empty((rows, columns // group), dtype=torch.float32, device=x.device) if own else None
-    # A program's columns: those of a group where it finds its step, else as many as are worth a program.
+    step = (
+        torch.empty((rows, columns // group), dtype=torch.float32, device=x.device) if own else None
+    )
+    # A program's columns: those of a group where it finds its step, else as many as are worth a
+    # program.
     each = group if own else 512
     block = power_of_two(each)
     _kernel[(rows, -(-columns // each))](
-        flat, perm, perm if inv_scale is None else inv_scale, perm if zero_point is None else zero_point, q,
+        flat, perm, perm if inv_scale is None else inv_scale,
+        perm if zero_point is None else zero_point, q,
         flat if step is None else step, columns, flat.stride(0), flat.shape[1] // 2, each,
-        GATED=gated, OWN=own, SHIFT=zero_point is not None, MOST=float(2 ** (bits - 1) - 1), BLOCK=block,
+        GATED=gated, OWN=own, SHIFT=zero_point is not None, MOST=float(2 ** (bits - 1) - 1),
+        BLOCK=block,
         num_warps=max(1, min(4, block // 128)), **pdl_launch_options(x.device, rows),
     )  # fmt: skip
     return q, step
@@ -58,7 +68,8 @@ def run(
 @triton.jit
 def _kernel(
     x_ptr, order_ptr, factor_ptr, zero_ptr, q_ptr, step_ptr, columns, stride, half, each,
-    GATED: tl.constexpr, OWN: tl.constexpr, SHIFT: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
+    GATED: tl.constexpr, OWN: tl.constexpr, SHIFT: tl.constexpr, MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -82,7 +93,8 @@ def _kernel(
         tl.store(step_ptr + row * (columns // each) + part, tl.div_rn(amax, most))
     else:
         y *= tl.load(factor_ptr + column, mask=real, other=0.0)
-    # Beyond 2²² the trick rounds nothing; such values are at the ends anyway, zero-points being at most 1e4.
+    # Beyond 2²² the trick rounds nothing; such values are at the ends anyway, zero-points being at
+    # most 1e4.
     y = tl.minimum(tl.maximum(y, -65536.0), 65536.0)
     y = (y + _ROUND_TO_INT) - _ROUND_TO_INT
     if SHIFT:

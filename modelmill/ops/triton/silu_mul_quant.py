@@ -1,4 +1,6 @@
-"""SwiGLU's gate to 8 bits: a row a program, gate and up read once, held in registers until its largest is known."""
+"""SwiGLU's gate to 8 bits: a row a program, gate and up read once, held in registers until its
+largest is known.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,17 @@ _MIN_AMAX = tl.constexpr(1e-6)
 _ROUND_TO_INT = tl.constexpr(12582912.0)  # 1.5 · 2²³: a float32 of this size is a whole number
 
 
-def supports(gate_up: torch.Tensor, dtype: torch.dtype, inv_scale: torch.Tensor | None = None) -> bool:
+def supports(
+    gate_up: torch.Tensor, dtype: torch.dtype, inv_scale: torch.Tensor | None = None
+) -> bool:
     """A device that knows the type; halves up to 32,768 wide."""
     known = dtype is torch.int8 or supports_fp8(gate_up.device)
-    return known and gate_up.numel() > 0 and gate_up.shape[-1] <= 2 * MAX_WIDTH and gate_up.dtype.itemsize > 1
+    return (
+        known
+        and gate_up.numel() > 0
+        and gate_up.shape[-1] <= 2 * MAX_WIDTH
+        and gate_up.dtype.itemsize > 1
+    )
 
 
 def run(
@@ -29,7 +38,11 @@ def run(
     flat = as_rows(gate_up)
     rows, inner = flat.shape[0], flat.shape[1] // 2
     values = torch.empty((rows, inner), dtype=dtype, device=flat.device)
-    scale = None if inv_scale is not None else torch.empty(gate_up.shape[:-1], dtype=torch.float32, device=flat.device)
+    scale = (
+        None
+        if inv_scale is not None
+        else torch.empty(gate_up.shape[:-1], dtype=torch.float32, device=flat.device)
+    )
     block = power_of_two(inner)
     early, fixed = pdl_launch_options(flat.device, rows), (inner, flat.stride(0))
     _launcher(
@@ -37,8 +50,17 @@ def run(
         (flat, values, flat if scale is None else scale, flat if inv_scale is None else inv_scale),
         fixed,
         fixed,
-        (inv_scale is None, dtype is torch.int8, 127.0 if dtype is torch.int8 else 448.0, early["PDL"], block),
-        {"num_warps": max(1, min(16, block // (512 if rows > 1 else 256))), "launch_pdl": early["launch_pdl"]},
+        (
+            inv_scale is None,
+            dtype is torch.int8,
+            127.0 if dtype is torch.int8 else 448.0,
+            early["PDL"],
+            block,
+        ),
+        {
+            "num_warps": max(1, min(16, block // (512 if rows > 1 else 256))),
+            "launch_pdl": early["launch_pdl"],
+        },
     )
     return values.view(*gate_up.shape[:-1], inner), scale
 
@@ -46,7 +68,8 @@ def run(
 @triton.jit
 def _kernel(
     x_ptr, values_ptr, scale_ptr, factor_ptr, inner, stride,
-    TOKEN: tl.constexpr, WHOLE: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    TOKEN: tl.constexpr, WHOLE: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)

@@ -1,7 +1,9 @@
-"""Masks enlarged and measured in one pass: a pixel is 4 × 4 values of the small mask times their weights.
+"""Masks enlarged and measured in one pass: a pixel is 4 × 4 values of the small mask times their
+weights.
 
-Both steps of enlarging are products along each axis, so together they are, for a row or a column of the picture, four
-places in the small mask and four weights. Sums are float64, so that no pixel falls on the wrong side of 0.
+Both steps of enlarging are products along each axis, so together they are, for a row or a column of
+the picture, four places in the small mask and four weights. Sums are float64, so that no pixel
+falls on the wrong side of 0.
 """
 
 from __future__ import annotations
@@ -46,7 +48,11 @@ def run(
     counts = torch.zeros((count, 3), dtype=torch.int32, device=logits.device)
     boxes = torch.full((count, 4), _OUT_OF_RANGE, dtype=torch.int32, device=logits.device)
     boxes[:, 2:] = -1
-    masks = torch.empty((count, height, width), dtype=torch.bool, device=logits.device) if pixels else None
+    masks = (
+        torch.empty((count, height, width), dtype=torch.bool, device=logits.device)
+        if pixels
+        else None
+    )
     _upsample_kernel[(count, -(-height // ROWS), -(-width // BLOCK))](
         logits, columns, column_weights, rows, row_weights, counts, boxes,
         counts if masks is None else masks.view(torch.int8), grid, width, height, offset or 0.0,
@@ -61,7 +67,9 @@ def run(
 def _axis_taps(
     out: int, resized: int, image: int, grid: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each of ``out`` pixels along an axis the four places in the small mask [out, 4] and their weights."""
+    """Of each of ``out`` pixels along an axis the four places in the small mask [out, 4] and their
+    weights.
+    """
     near, far, far_weight = _bilinear_taps(out, resized)
     low, high, high_weight = _bilinear_taps(image, grid)
     places = torch.stack((low[near], high[near], low[far], high[far]), 1)
@@ -76,7 +84,9 @@ def _axis_taps(
 
 
 def _bilinear_taps(out: int, given: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Bilinear enlarging of one axis, corners not aligned: the two neighbours and the weight of the second."""
+    """Bilinear enlarging of one axis, corners not aligned: the two neighbours and the weight of the
+    second.
+    """
     at = ((torch.arange(out, dtype=torch.float64) + 0.5) * (given / out) - 0.5).clamp(min=0)
     near = at.long().clamp(max=given - 1)
     return near, (near + 1).clamp(max=given - 1), at - near
@@ -84,8 +94,10 @@ def _bilinear_taps(out: int, given: int) -> tuple[torch.Tensor, torch.Tensor, to
 
 @triton.jit(do_not_specialize=["width", "height", "offset"])
 def _upsample_kernel(
-    logits_ptr, column_ptr, column_weight_ptr, row_ptr, row_weight_ptr, counts_ptr, boxes_ptr, masks_ptr,
-    grid, width, height, offset, STEADY: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, column_ptr, column_weight_ptr, row_ptr, row_weight_ptr, counts_ptr, boxes_ptr,
+    masks_ptr,
+    grid, width, height, offset, STEADY: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     mask = tl.program_id(0).to(tl.int64)
     top = tl.program_id(1) * ROWS
@@ -105,7 +117,12 @@ def _upsample_kernel(
         value = tl.zeros([BLOCK], tl.float64)
         for part in tl.static_range(4):
             row = base + tl.load(row_ptr + y * 4 + part) * grid
-            line = _as_int64(row + a) * wa + _as_int64(row + b) * wb + _as_int64(row + c) * wc + _as_int64(row + d) * wd
+            line = (
+                _as_int64(row + a) * wa
+                + _as_int64(row + b) * wb
+                + _as_int64(row + c) * wc
+                + _as_int64(row + d) * wd
+            )
             value += line * tl.load(row_weight_ptr + y * 4 + part)
         hit = inside & (value > 0)
         area += hit.to(tl.int32)

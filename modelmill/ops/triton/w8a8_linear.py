@@ -20,7 +20,13 @@ def supports(
     bias: torch.Tensor | None = None,
 ) -> bool:
     """Any number of rows; rows of x and weight contiguous, scales float32 and packed."""
-    if x.dim() != 2 or not x.numel() or not weight.numel() or x.stride(1) != 1 or weight.stride(1) != 1:
+    if (
+        x.dim() != 2
+        or not x.numel()
+        or not weight.numel()
+        or x.stride(1) != 1
+        or weight.stride(1) != 1
+    ):
         return False
     floats = all(s.dtype == torch.float32 and s.is_contiguous() for s in (scale, x_scale))
     return floats and x.dtype == weight.dtype == torch.int8 and dtype != torch.float64

@@ -1,4 +1,6 @@
-"""Which replica a request goes to: the one that has seen its beginning, unless that one has too much to do."""
+"""Which replica a request goes to: the one that has seen its beginning, unless that one has too
+much to do.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +23,28 @@ PREFIX_LENGTHS = (64, 128, 256, *range(512, 16 * 1024 + 1, 512))
 class PrefixAffinity:
     """What each replica has seen. Not for several threads at once."""
 
-    def __init__(self, max_imbalance: int = MAX_LOAD_IMBALANCE, max_prefixes: int = MAX_PREFIXES) -> None:
+    def __init__(
+        self, max_imbalance: int = MAX_LOAD_IMBALANCE, max_prefixes: int = MAX_PREFIXES
+    ) -> None:
         self._max_imbalance, self._max_prefixes = max_imbalance, max_prefixes
         self._prefix_owner: OrderedDict[str, str] = OrderedDict()
         self._last_routed: dict[str, int] = {}
         self._num_routed = 0
 
     def rank_replicas(self, prefix: Sequence[str], loads: Mapping[str, int]) -> list[str]:
-        """All replicas, the best first. prefix: ``prefix_digests`` of the request. loads: answers in hand, by replica.
+        """All replicas, the best first. prefix: ``prefix_digests`` of the request. loads: answers
+        in hand, by replica.
 
-        The replica with the longest known beginning comes first while it has at most ``max_imbalance`` answers more
-        than the least busy one. The others follow by load; of equals, whoever has waited longest for a new beginning.
-        """
+        The replica with the longest known beginning comes first while it has at most
+        ``max_imbalance`` answers more than the least busy one. The others follow by load; of
+        equals, whoever has waited longest for a new beginning."""
         ranked = sorted(loads, key=lambda name: (loads[name], self._last_routed.get(name, 0), name))
         if not ranked:
             return []
-        home = next((found for key in reversed(prefix) if (found := self._prefix_owner.get(key)) in loads), None)
+        home = next(
+            (found for key in reversed(prefix) if (found := self._prefix_owner.get(key)) in loads),
+            None,
+        )
         if home is None or loads[home] > loads[ranked[0]] + self._max_imbalance:
             return ranked
         return [home, *(name for name in ranked if name != home)]
@@ -56,18 +64,21 @@ class PrefixAffinity:
         """Replicas that are no more have seen nothing."""
         gone = set(self._last_routed) - set(living)
         if gone:
-            self._last_routed = {name: turn for name, turn in self._last_routed.items() if name not in gone}
+            self._last_routed = {
+                name: turn for name, turn in self._last_routed.items() if name not in gone
+            }
             self._prefix_owner = OrderedDict(
                 (key, name) for key, name in self._prefix_owner.items() if name not in gone
             )
 
 
 def prefix_digests(body: bytes, tenant: str = "") -> list[str]:
-    """Digests of a request's beginning at each of ``PREFIX_LENGTHS``, the shortest first; none for what has no prompt.
+    """Digests of a request's beginning at each of ``PREFIX_LENGTHS``, the shortest first; none for
+    what has no prompt.
 
-    Everything that stands before the prompt, or keeps caches apart, is part of them: model, cache_salt, tools, tenant
-    (whose key it came with). Several prompts in one request count as their first. A body that a replica will refuse for
-    what is in it has none.
+    Everything that stands before the prompt, or keeps caches apart, is part of them: model,
+    cache_salt, tools, tenant (whose key it came with). Several prompts in one request count as
+    their first. A body that a replica will refuse for what is in it has none.
     """
     try:
         asked = parse(body)
@@ -110,9 +121,15 @@ def _message_text(value: Any) -> str:
 
 
 def _truncate_strings(value: Any) -> Any:
-    """JSON data without the greater part of its long texts: a picture is not written out to be cut off."""
+    """JSON data without the greater part of its long texts: a picture is not written out to be cut
+    off.
+    """
     if isinstance(value, str):
         return value[: PREFIX_LENGTHS[-1]]
     if isinstance(value, list):
         return [_truncate_strings(each) for each in value[:4096]]
-    return {key: _truncate_strings(each) for key, each in value.items()} if isinstance(value, dict) else value
+    return (
+        {key: _truncate_strings(each) for key, each in value.items()}
+        if isinstance(value, dict)
+        else value
+    )

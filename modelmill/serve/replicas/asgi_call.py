@@ -1,4 +1,6 @@
-"""An application called without a socket: what a client sent goes in, what it answers comes out in pieces."""
+"""An application called without a socket: what a client sent goes in, what it answers comes out in
+pieces.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ MAX_QUEUED_CHUNKS = 256
 
 
 async def call_app(app: ASGIApp, head: dict[str, Any], body: bytes) -> AsyncGenerator[Any]:
-    """(status, headers), then bytes: what an application answers. Closing it is the client's leaving."""
+    """(status, headers), then bytes: what an application answers.
+
+    Closing it is the client's leaving.
+    """
     gone, given = asyncio.Event(), False
     out: asyncio.Queue[Any] = asyncio.Queue(MAX_QUEUED_CHUNKS)
 

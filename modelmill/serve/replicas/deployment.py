@@ -9,7 +9,8 @@ from modelmill.serve.worker_messages import OpenEngine
 
 @dataclass(frozen=True)
 class ReplicaSpec:
-    """What every replica serves. names and open_messages belong together; the rest is as the flags of those names.
+    """What every replica serves. names and open_messages belong together; the rest is as the flags
+    of those names.
 
     generation: another number makes Ray Serve replace the replicas.
     """
@@ -24,12 +25,18 @@ class ReplicaSpec:
     max_text_body_bytes: int = 4 << 20
 
     def split_for_replicas(self, num_replicas: int) -> ReplicaSpec:
-        """For one of ``num_replicas`` that load at once on one machine: each takes its part of the memory."""
+        """For one of ``num_replicas`` that load at once on one machine: each takes its part of the
+        memory.
+        """
 
         def split_memory(order: OpenEngine) -> OpenEngine:
             engines = 1 + order.num_loaded_before + len(order.later_weight_bytes)
             return replace(
-                order, later_weight_bytes=(*order.later_weight_bytes, *(0,) * (engines * (num_replicas - 1)))
+                order,
+                later_weight_bytes=(
+                    *order.later_weight_bytes,
+                    *(0,) * (engines * (num_replicas - 1)),
+                ),
             )
 
         return replace(self, open_messages=tuple(map(split_memory, self.open_messages)))
@@ -49,4 +56,6 @@ class DeploymentSpec:
 
     def gpus_per_replica(self, cluster_gpus: float) -> int:
         """GPUs for each replica, all on one node, in a cluster that has so many."""
-        return self.tp if self.device == "cuda" or (self.device == "auto" and cluster_gpus > 0) else 0
+        return (
+            self.tp if self.device == "cuda" or (self.device == "auto" and cluster_gpus > 0) else 0
+        )

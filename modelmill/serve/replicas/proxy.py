@@ -1,4 +1,6 @@
-"""The application that clients reach: it hands requests to replicas, and answers for those that are lost."""
+"""The application that clients reach: it hands requests to replicas, and answers for those that are
+lost.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,14 @@ from modelmill.serve.stream import ClientStalled, send_with_timeout
 MAX_ATTEMPTS = 3
 REPLICA_TIMEOUT = 60.0
 """Seconds to wait for a replica that takes a request."""
-DROPPED_HEADERS = (b"host", b"authorization", b"content-length", b"connection", b"transfer-encoding", b"x-request-id")
+DROPPED_HEADERS = (
+    b"host",
+    b"authorization",
+    b"content-length",
+    b"connection",
+    b"transfer-encoding",
+    b"x-request-id",
+)
 _log = log.get_logger("serve.front")
 
 
@@ -35,7 +44,10 @@ class ReplicaSet(Protocol):
     def call_replica(
         self, head: dict[str, Any], body: bytes, prefix: Sequence[str], avoid: Sequence[str]
     ) -> AsyncGenerator[Any]:
-        """A replica's id, (status, headers), then bytes; raises where the replica is lost. Closing it aborts."""
+        """A replica's id, (status, headers), then bytes; raises where the replica is lost.
+
+        Closing it aborts.
+        """
 
     async def metrics_pages(self) -> list[tuple[str, bytes]]:
         """The metrics of each replica, by id."""
@@ -78,12 +90,17 @@ class ReplicaProxy:
         state = self._replicas.state()
         if state["status"] != "ok":
             told = f"no replica is ready ({state['status']}); try again soon"
-            raise ApiError(503, told, "service_unavailable_error", None, "not_ready", {"Retry-After": "2"})
+            raise ApiError(
+                503, told, "service_unavailable_error", None, "not_ready", {"Retry-After": "2"}
+            )
         body = await _read_body(receive)
         if body is None:
             return
         relay = _ProxiedRequest(self._replicas, _request_head(scope), body, send)
-        work, gone = asyncio.create_task(relay.run()), asyncio.create_task(_wait_disconnect(receive))
+        work, gone = (
+            asyncio.create_task(relay.run()),
+            asyncio.create_task(_wait_disconnect(receive)),
+        )
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -108,7 +125,10 @@ class _ProxiedRequest:
 
     async def _retry_replicas(self) -> None:
         """A replica that is lost before its answer began is followed by another."""
-        prefix, avoid = await asyncio.to_thread(prefix_digests, self._body, self._head["tenant"]), list[str]()
+        prefix, avoid = (
+            await asyncio.to_thread(prefix_digests, self._body, self._head["tenant"]),
+            list[str](),
+        )
         for left in reversed(range(MAX_ATTEMPTS)):
             try:
                 await self._try_replica(prefix, avoid, last=left == 0)
@@ -117,11 +137,15 @@ class _ProxiedRequest:
                 if self._started:
                     await self._end_broken_stream()
                     return
-        raise ApiError(503, "no replica could answer; try again soon", errors.SERVER_ERROR, None, "replica_lost",
+        raise ApiError(503, "no replica could answer; try again soon", errors.SERVER_ERROR, None,
+            "replica_lost",
                        {"Retry-After": "2"})  # fmt: skip
 
     async def _try_replica(self, prefix: Sequence[str], avoid: list[str], last: bool) -> None:
-        """One replica's answer. Raises ReplicaLost where it has none: it is gone, or says 503 and may be followed."""
+        """One replica's answer.
+
+        Raises ReplicaLost where it has none: it is gone, or says 503 and may be followed.
+        """
         async with contextlib.aclosing(
             self._replicas.call_replica(self._head, self._body, prefix, tuple(avoid))
         ) as told:
@@ -133,8 +157,11 @@ class _ProxiedRequest:
                     raise ReplicaLost
                 kept = [(name, value) for name, value in headers if name != b"x-request-id"]
                 start = {"type": "http.response.start", "status": status, "headers": kept}
-                if not any(name == b"content-type" and b"event-stream" in value for name, value in kept):
-                    # what is no stream is sent when it is whole, so that another replica may still answer
+                if not any(
+                    name == b"content-type" and b"event-stream" in value for name, value in kept
+                ):
+                    # what is no stream is sent when it is whole, so that another replica may still
+                    # answer
                     body = b"".join([piece async for piece in told])
                     self._started = True
                     await self._send_message(start)
@@ -148,13 +175,18 @@ class _ProxiedRequest:
                 raise
             except Exception as error:
                 # Ray's own errors carry tracebacks of other processes
-                _log.warning("replica lost", extra={"data": {"replica": avoid[-1:], "error": type(error).__name__}})
+                _log.warning(
+                    "replica lost",
+                    extra={"data": {"replica": avoid[-1:], "error": type(error).__name__}},
+                )
                 raise ReplicaLost from None
         await self._send_message(_body_chunk(b"", more=False))
 
     async def _end_broken_stream(self) -> None:
         """A stream had begun: it ends with an error and without [DONE]."""
-        error = ApiError(503, "the replica ended while it answered", errors.SERVER_ERROR, None, "replica_lost")
+        error = ApiError(
+            503, "the replica ended while it answered", errors.SERVER_ERROR, None, "replica_lost"
+        )
         await self._send_message(_body_chunk(openai_format.sse_event(error.body())))
         await self._send_message(_body_chunk(b"", more=False))
 
@@ -167,7 +199,9 @@ def merge_metrics(pages: Iterable[tuple[str, bytes]]) -> bytes:
     families: dict[str, Metric] = {}
     for replica, page in pages:
         for found in text_string_to_metric_families(page.decode()):
-            family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
+            family = families.setdefault(
+                found.name, Metric(found.name, found.documentation, found.type)
+            )
             for sample in found.samples:
                 family.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
 
@@ -188,7 +222,8 @@ def with_middleware(proxy: ReplicaProxy, service: Service) -> ASGIApp:
 
     app: ASGIApp = RequestMiddleware(proxy, service)
     if service.limits.allowed_origins:
-        app = CORSMiddleware(app, allow_origins=service.limits.allowed_origins, allow_methods=("GET", "POST"),
+        app = CORSMiddleware(app, allow_origins=service.limits.allowed_origins,
+            allow_methods=("GET", "POST"),
                              allow_headers=("*",))  # fmt: skip
     return app
 
@@ -226,13 +261,23 @@ async def _wait_disconnect(receive: Receive) -> None:
         pass
 
 
-async def _send_json(send: Send, status: int, value: Any, extra_headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+async def _send_json(
+    send: Send, status: int, value: Any, extra_headers: Iterable[tuple[bytes, bytes]] = ()
+) -> None:
     await _send_body(send, status, json.dumps(value).encode(), b"application/json", extra_headers)
 
 
 async def _send_body(
-    send: Send, status: int, body: bytes, content_type: bytes, extra_headers: Iterable[tuple[bytes, bytes]] = ()
+    send: Send,
+    status: int,
+    body: bytes,
+    content_type: bytes,
+    extra_headers: Iterable[tuple[bytes, bytes]] = (),
 ) -> None:
-    headers = [(b"content-type", content_type), (b"content-length", str(len(body)).encode()), *extra_headers]
+    headers = [
+        (b"content-type", content_type),
+        (b"content-length", str(len(body)).encode()),
+        *extra_headers,
+    ]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

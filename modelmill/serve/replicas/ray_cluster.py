@@ -1,6 +1,8 @@
-"""Ray and Ray Serve, as far as replicas need them: started, asked, watched, replaced one after another, stopped.
+"""Ray and Ray Serve, as far as replicas need them: started, asked, watched, replaced one after
+another, stopped.
 
-Ray's calls wait for other processes, so all of them but ``call_replica`` and ``metrics_pages`` belong on a thread.
+Ray's calls wait for other processes, so all of them but ``call_replica`` and ``metrics_pages``
+belong on a thread.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ class RayCluster:
     def __init__(self, replica_spec: ReplicaSpec, deployment: DeploymentSpec) -> None:
         self._replica_spec, self._deployment = replica_spec, deployment
         # servers of the same names on one cluster share their replicas; others do not meet
-        self._app_name = "modelmill-" + hashlib.sha256("\n".join(replica_spec.names).encode()).hexdigest()[:12]
+        self._app_name = (
+            "modelmill-" + hashlib.sha256("\n".join(replica_spec.names).encode()).hexdigest()[:12]
+        )
         self._handle: Any = None
         self._gpus_per_replica = 0
         self._state: dict[str, Any] = {
@@ -35,21 +39,32 @@ class RayCluster:
     # -- on a thread
 
     def start(self) -> None:
-        """Join or start Ray, and ask for the replicas. Raises ModelmillError where there is no such cluster."""
-        # Ray reads these when it is imported. The first keeps a cluster of our own on the loopback interface.
+        """Join or start Ray, and ask for the replicas.
+
+        Raises ModelmillError where there is no such cluster.
+        """
+        # Ray reads these when it is imported. The first keeps a cluster of our own on the loopback
+        # interface.
         if self._deployment.address is None:
             env.set_defaults(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_AUTH_MODE="token")
         env.set_defaults(RAY_USAGE_STATS_ENABLED="0", RAY_COLOR_PREFIX="0", RAY_DEDUP_LOGS="0")
         import ray
         from ray import serve
 
-        how: dict[str, Any] = {"address": self._deployment.address or "local", "logging_level": "ERROR"}
+        how: dict[str, Any] = {
+            "address": self._deployment.address or "local",
+            "logging_level": "ERROR",
+        }
         if self._deployment.address is None:
             how["include_dashboard"] = False
         try:
             ray.init(**how)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+            first = (
+                str(error).strip().splitlines()[0][:200]
+                if str(error).strip()
+                else type(error).__name__
+            )
             raise ModelmillError(f"Ray cannot be joined at {how['address']}: {first}") from None
         self._assign_gpus(ray.cluster_resources().get("GPU", 0))
         serve.start(proxy_location="Disabled", logging_config=_quiet_logging())
@@ -61,13 +76,19 @@ class RayCluster:
         self._gpus_per_replica = shape.gpus_per_replica(num_gpus)
         if self._gpus_per_replica * shape.num_replicas > num_gpus:
             wanted = f"{shape.num_replicas} replicas of {self._gpus_per_replica} GPUs each"
-            raise ModelmillError(f"{wanted} do not fit: the cluster has {num_gpus:g}; lower --replicas or --tp")
+            raise ModelmillError(
+                f"{wanted} do not fit: the cluster has {num_gpus:g}; lower --replicas or --tp"
+            )
         if not self._gpus_per_replica and shape.address is None:
             self._replica_spec = self._replica_spec.split_for_replicas(shape.num_replicas)
 
     def restart_replicas(self) -> None:
-        """Replace the replicas one after another; each finishes what it answers, within ``drain_timeout``."""
-        self._replica_spec = replace(self._replica_spec, generation=self._replica_spec.generation + 1)
+        """Replace the replicas one after another; each finishes what it answers, within
+        ``drain_timeout``.
+        """
+        self._replica_spec = replace(
+            self._replica_spec, generation=self._replica_spec.generation + 1
+        )
         self._deploy()
 
     def _deploy(self) -> None:
@@ -88,19 +109,34 @@ class RayCluster:
             logging_config=_quiet_logging(),
             request_router_config=_router_config(),
         )
-        wanted = serve.RunTarget(made.bind(self._replica_spec), name=self._app_name, route_prefix=None)
+        wanted = serve.RunTarget(
+            made.bind(self._replica_spec), name=self._app_name, route_prefix=None
+        )
         (self._handle,) = serve.run_many([wanted], wait_for_applications_running=False)
 
     def refresh_state(self) -> None:
-        """Ask Serve how the replicas are. Raises ModelmillError where they cannot be started, or Ray is gone."""
+        """Ask Serve how the replicas are.
+
+        Raises ModelmillError where they cannot be started, or Ray is gone.
+        """
         from ray import serve
 
         app = serve.status().applications.get(self._app_name)
-        running = 0 if app is None else sum(each.replica_states.get("RUNNING", 0) for each in app.deployments.values())
+        running = (
+            0
+            if app is None
+            else sum(each.replica_states.get("RUNNING", 0) for each in app.deployments.values())
+        )
         status = "unavailable" if app is None else app.status.value
         if status == "DEPLOY_FAILED" and running == 0:
             raise ModelmillError(f"no replica can be started: {_failure_reason(app)}")
-        told = "ok" if running else "loading" if status in ("DEPLOYING", "NOT_STARTED") else "unavailable"
+        told = (
+            "ok"
+            if running
+            else "loading"
+            if status in ("DEPLOYING", "NOT_STARTED")
+            else "unavailable"
+        )
         self._state = {
             "status": told,
             "replicas": {"running": running, "target": self._deployment.num_replicas},
@@ -153,7 +189,9 @@ class RayCluster:
 def _router_config() -> Any:
     from ray.serve.config import RequestRouterConfig
 
-    return RequestRouterConfig(request_router_class="modelmill.serve.replicas.router:PrefixAwareRouter")
+    return RequestRouterConfig(
+        request_router_class="modelmill.serve.replicas.router:PrefixAwareRouter"
+    )
 
 
 def _quiet_logging() -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""One replica: the whole application of a server, called by the proxy instead of over a port of its own."""
+"""One replica: the whole application of a server, called by the proxy instead of over a port of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ class Replica:
     """Ray Serve makes these, asks them for their health, and hands them requests."""
 
     async def __init__(self, replica_spec: ReplicaSpec) -> None:  # type: ignore[misc]
-        """Opens the engines, one after another. Raises ModelmillError where one cannot be opened."""
+        """Opens the engines, one after another.
+
+        Raises ModelmillError where one cannot be opened.
+        """
         self._logs = contextlib.ExitStack()
         self._logs.enter_context(log_to_stderr(replica_spec.log_level))
         self._id = serve.get_replica_context().replica_id.unique_id
@@ -32,12 +37,17 @@ class Replica:
             EngineClient(name, order, max_waiting=replica_spec.max_waiting)
             for name, order in zip(replica_spec.names, replica_spec.open_messages, strict=True)
         ]
-        traces = None if replica_spec.otlp_endpoint is None else Traces.export_to(replica_spec.otlp_endpoint)
+        traces = (
+            None
+            if replica_spec.otlp_endpoint is None
+            else Traces.export_to(replica_spec.otlp_endpoint)
+        )
         # who may enter, and under which name, the proxy has seen to
         self._service = Service(
             {engine.name: engine for engine in engines},
             ServiceLimits(
-                max_body_bytes=replica_spec.max_body_bytes, max_text_body_bytes=replica_spec.max_text_body_bytes
+                max_body_bytes=replica_spec.max_body_bytes,
+                max_text_body_bytes=replica_spec.max_text_body_bytes,
             ),
             traces=traces,
         )
@@ -61,7 +71,8 @@ class Replica:
     ) -> AsyncGenerator[Any]:
         """A request: first this replica's id, then (status, headers), then the body in pieces.
 
-        head: method, path, query and headers. prefix and avoid are for the router. Leaving it aborts the request.
+        head: method, path, query and headers. prefix and avoid are for the router. Leaving it
+        aborts the request.
         """
         yield self._id
         async with contextlib.aclosing(call_app(self._app, head, body)) as told:
@@ -78,7 +89,9 @@ class Replica:
         return self._id, self._service.metrics.render(told)
 
     async def check_health(self) -> None:
-        """Raises where an engine has ended for good; Ray Serve then puts another replica in this one's place."""
+        """Raises where an engine has ended for good; Ray Serve then puts another replica in this
+        one's place.
+        """
         for engine in self._service.unique_engines:
             if engine.state in (EngineState.FAILED, EngineState.STOPPED):
                 raise ModelmillError(engine.error or f"the engine {engine.name} ended")

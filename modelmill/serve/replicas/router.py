@@ -1,4 +1,6 @@
-"""Ray Serve's way of choosing a replica, by ``PrefixAffinity``, made where requests are sent from: the proxy."""
+"""Ray Serve's way of choosing a replica, by ``PrefixAffinity``, made where requests are sent from:
+the proxy.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from modelmill.serve.replicas.affinity import PrefixAffinity
 
 
 class PrefixAwareRouter(RequestRouter):
-    """Requests bring ``prefix`` (see ``prefix_digests``) and ``avoid`` (replicas that failed them) as arguments."""
+    """Requests bring ``prefix`` (see ``prefix_digests``) and ``avoid`` (replicas that failed them)
+    as arguments.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -23,9 +27,14 @@ class PrefixAwareRouter(RequestRouter):
         self._lock = threading.Lock()
 
     async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """The candidates in order, each a rank of its own. The first counts as taken until something else is told."""
+        """The candidates in order, each a rank of its own.
+
+        The first counts as taken until something else is told.
+        """
         found = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if pending_request is None:
             return [list(found.values())]
@@ -34,12 +43,21 @@ class PrefixAwareRouter(RequestRouter):
             self._release(id)
             self._affinity.retain(list(found))
             open_ = [name for name in found if name not in given.get("avoid", ())] or list(found)
-            order = self._affinity.rank_replicas(given.get("prefix", ()), {name: self._loads[name] for name in open_})
+            order = self._affinity.rank_replicas(
+                given.get("prefix", ()), {name: self._loads[name] for name in open_}
+            )
             self._assign(id, order[0], given.get("prefix", ()))
-        pending_request.future.add_done_callback(lambda future: self._on_finished(id) if future.cancelled() else None)
+        pending_request.future.add_done_callback(
+            lambda future: self._on_finished(id) if future.cancelled() else None
+        )
         return [[found[name]] for name in order]
 
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:  # noqa: ARG002
+    def on_request_routed(
+        self,
+        pending_request: PendingRequest,
+        replica_id: Any,
+        result: Any,  # noqa: ARG002
+    ) -> None:
         """Where it has gone in the end."""
         id = pending_request.metadata.internal_request_id
         with self._lock:

@@ -38,10 +38,13 @@ class ReplicaServer:
     async def run(self, on_listening: Callable[[str], None] = lambda _: None) -> None:
         """Serve until a signal. on_listening: called with the address once the port is open.
 
-        Raises UsageError where the port cannot be had, ModelmillError where no replica can be started.
+        Raises UsageError where the port cannot be had, ModelmillError where no replica can be
+        started.
         """
         sock = open_socket(self._options.host, self._options.port)
-        server = http_server(with_middleware(ReplicaProxy(self._cluster, self._service), self._service))
+        server = http_server(
+            with_middleware(ReplicaProxy(self._cluster, self._service), self._service)
+        )
         host, port = sock.getsockname()[:2]
         on_listening(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
         serving = asyncio.create_task(server.serve([sock]))
@@ -81,9 +84,14 @@ class ReplicaServer:
                 raise
             except Exception as error:
                 missed += 1
-                _log.error("Ray does not answer", extra={"data": {"error": type(error).__name__, "times": missed}})
+                _log.error(
+                    "Ray does not answer",
+                    extra={"data": {"error": type(error).__name__, "times": missed}},
+                )
                 if missed >= MAX_FAILED_POLLS:
-                    raise ModelmillError("Ray does not answer any more; start the server again") from None
+                    raise ModelmillError(
+                        "Ray does not answer any more; start the server again"
+                    ) from None
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._restart_requested.wait(), POLL_SECONDS)
 
@@ -99,9 +107,21 @@ class ReplicaServer:
 
     async def _drain(self) -> None:
         self._service.draining = True
-        deadline = asyncio.get_running_loop().time() + (self._options.drain_timeout if self._num_signals else 0)
-        _log.info(
-            "draining", extra={"data": {"requests": self._service.num_active, "seconds": self._options.drain_timeout}}
+        deadline = asyncio.get_running_loop().time() + (
+            self._options.drain_timeout if self._num_signals else 0
         )
-        while self._service.num_active and self._num_signals < 2 and asyncio.get_running_loop().time() < deadline:
+        _log.info(
+            "draining",
+            extra={
+                "data": {
+                    "requests": self._service.num_active,
+                    "seconds": self._options.drain_timeout,
+                }
+            },
+        )
+        while (
+            self._service.num_active
+            and self._num_signals < 2
+            and asyncio.get_running_loop().time() < deadline
+        ):
             await asyncio.sleep(0.02)

@@ -39,7 +39,8 @@ async def submit_requests(
 ) -> tuple[T, RequestHandle]:
     """(``make(*args)``, its requests queued). Their counts are logged when the response has ended.
 
-    make: called on a thread, where text becomes ids and ids what the worker is sent. get_states: its requests.
+    make: called on a thread, where text becomes ids and ids what the worker is sent. get_states:
+    its requests.
     """
 
     def prepared() -> tuple[T, list[bytes]]:
@@ -48,7 +49,10 @@ async def submit_requests(
 
     made, frames = await get_service(request).run_in_thread(prepared)
     ticket = engine.submit(get_states(made), frames)
-    request.scope["modelmill.request_handle"], request.scope["modelmill.engine"] = ticket, engine.name
+    request.scope["modelmill.request_handle"], request.scope["modelmill.engine"] = (
+        ticket,
+        engine.name,
+    )
     return made, ticket
 
 
@@ -58,16 +62,19 @@ def check_message_sizes(
     max_model_len: int,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Raises RequestError for a conversation of more than ``max_model_len`` tokens, whatever becomes of it.
+    """Raises RequestError for a conversation of more than ``max_model_len`` tokens, whatever
+    becomes of it.
 
-    Everything that a template may write counts: texts, calls and their arguments, tools; pictures do not.
+    Everything that a template may write counts: texts, calls and their arguments, tools; pictures
+    do not.
     """
     most = max_model_len * text_processor.max_token_bytes
     written = [part for message in messages for part in _template_values(message)]
     if _exceeds_chars([*written, *tools], most):
         what = "the messages and tools" if tools else "the messages"
         raise RequestError(
-            f"{what} have more than {most} characters, this engine takes {max_model_len} tokens; shorten them"
+            f"{what} have more than {most} characters, this engine takes {max_model_len} tokens; "
+            "shorten them"
         )
 
 
@@ -75,7 +82,11 @@ def _template_values(message: Mapping[str, Any]) -> Iterator[Any]:
     """What a template may write of a message."""
     for key, value in message.items():
         if key == "content" and isinstance(value, list):
-            yield from (part.get("text") for part in value if isinstance(part, Mapping) and not _is_image_part(part))
+            yield from (
+                part.get("text")
+                for part in value
+                if isinstance(part, Mapping) and not _is_image_part(part)
+            )
         else:
             yield value
 
@@ -85,7 +96,10 @@ def _is_image_part(part: Mapping[str, Any]) -> bool:
 
 
 def _exceeds_chars(values: Sequence[Any], max_chars: int) -> bool:
-    """Whether JSON data has more characters than that however it is written. It may be nested without end."""
+    """Whether JSON data has more characters than that however it is written.
+
+    It may be nested without end.
+    """
     size, left = 0, list(values)
     while left and size <= max_chars:
         value = left.pop()

@@ -17,14 +17,21 @@ from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.json_text import dump_json
 from modelmill.serve.openai_format import TextLogprobsFormatter, sse_event
 from modelmill.serve.request_handle import RequestHandle, StreamItem
-from modelmill.serve.routes.common import get_service, openai_finish_reason, random_id, submit_requests
+from modelmill.serve.routes.common import (
+    get_service,
+    openai_finish_reason,
+    random_id,
+    submit_requests,
+)
 from modelmill.serve.schema import MAX_TOP_LOGPROBS, CompletionRequest
 from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
 from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute)
 MAX_PROMPT_LOGPROBS = 1 << 21
-"""Log-probabilities of prompts in one answer, some 50 MB; of one prompt that the engine takes there may be more."""
+"""Log-probabilities of prompts in one answer, some 50 MB; of one prompt that the engine takes there
+may be more.
+"""
 
 
 @router.post("/v1/completions")
@@ -35,10 +42,16 @@ async def completions(body: CompletionRequest, request: Request) -> Any:
     body.check()
     bounds, language = engine.request_limits, engine.text_processor
     engine.check_capacity(len(body.prompts()) * (body.n or 1))
-    _, ticket = await submit_requests(request, engine, _make_request_states, language, body, bounds, get_states=list)
+    _, ticket = await submit_requests(
+        request, engine, _make_request_states, language, body, bounds, get_states=list
+    )
     reply = CompletionResponseBuilder(body, ticket, language)
     if body.stream:
-        return EventStream(ticket, reply, service.run_in_thread if body.echo and body.logprobs is not None else None)
+        return EventStream(
+            ticket,
+            reply,
+            service.run_in_thread if body.echo and body.logprobs is not None else None,
+        )
     await wait_or_disconnect(request, ticket)
     return openai_format.Utf8JsonResponse(await service.run_in_thread(reply.full_response))
 
@@ -46,16 +59,26 @@ async def completions(body: CompletionRequest, request: Request) -> Any:
 def _make_request_states(
     text_processor: TextProcessor, body: CompletionRequest, limits: RequestLimits
 ) -> list[RequestState]:
-    """Each is checked before the next is read: one that is impossible ends the work on all of them."""
+    """Each is checked before the next is read: one that is impossible ends the work on all of
+    them.
+    """
     prompts = body.prompts()
-    if text_processor.tokenizer is None and (body.stop or any(isinstance(prompt, str) for prompt in prompts)):
-        raise RequestError("this engine has no tokenizer: give token ids as the prompt, and stop_token_ids")
+    if text_processor.tokenizer is None and (
+        body.stop or any(isinstance(prompt, str) for prompt in prompts)
+    ):
+        raise RequestError(
+            "this engine has no tokenizer: give token ids as the prompt, and stop_token_ids"
+        )
     params, grammar = body.sampling_params(), body.validated_grammar()
     dialogues: list[RequestState] = []
     for prompt in prompts:
         text_processor.check_length(prompt, limits.max_len)
         key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
-        dialogues.append(text_processor.request({key: prompt, "cache_salt": body.cache_salt}, params, grammar=grammar))
+        dialogues.append(
+            text_processor.request(
+                {key: prompt, "cache_salt": body.cache_salt}, params, grammar=grammar
+            )
+        )
         if body.echo:
             dialogues[-1].echo()
         check_request(dialogues[-1].request, limits)
@@ -63,12 +86,19 @@ def _make_request_states(
     return dialogues
 
 
-def _check_num_logprobs(request_states: Sequence[RequestState], body: CompletionRequest, max_model_len: int) -> None:
+def _check_num_logprobs(
+    request_states: Sequence[RequestState], body: CompletionRequest, max_model_len: int
+) -> None:
     """Raises RequestError for prompts that have more to tell than one answer may."""
     if not body.echo or body.logprobs is None:
         return
     most = max(MAX_PROMPT_LOGPROBS, max_model_len * (MAX_TOP_LOGPROBS + 1))
-    if sum(len(each.request.prompt) for each in request_states) * (body.logprobs + 1) * (body.n or 1) > most:
+    if (
+        sum(len(each.request.prompt) for each in request_states)
+        * (body.logprobs + 1)
+        * (body.n or 1)
+        > most
+    ):
         what = f"prompt has more than {most} log-probabilities to tell"
         raise RequestError(f"{what}; send it in parts, or ask for fewer logprobs")
 
@@ -76,7 +106,9 @@ def _check_num_logprobs(request_states: Sequence[RequestState], body: Completion
 class CompletionResponseBuilder(EventFormatter):
     """The response, whole or as events."""
 
-    def __init__(self, body: CompletionRequest, handle: RequestHandle, text_processor: TextProcessor) -> None:
+    def __init__(
+        self, body: CompletionRequest, handle: RequestHandle, text_processor: TextProcessor
+    ) -> None:
         self._body, self._handle = body, handle
         self._n = body.n or 1
         self._head = {
@@ -85,7 +117,9 @@ class CompletionResponseBuilder(EventFormatter):
             "created": int(time.time()),
             "model": body.model,
         }
-        self._chunk_template = openai_format.ChunkTemplate(self._head, {"usage": None} if body.wants_usage else {})
+        self._chunk_template = openai_format.ChunkTemplate(
+            self._head, {"usage": None} if body.wants_usage else {}
+        )
         count = len(handle.request_states) * self._n
         self._logprobs = [
             TextLogprobsFormatter(
@@ -101,7 +135,10 @@ class CompletionResponseBuilder(EventFormatter):
         self._num_sent_ids = [0] * count
 
     def full_response(self) -> bytes:
-        """Everything at once, as JSON. Each choice is written before the next is made: they may be large."""
+        """Everything at once, as JSON.
+
+        Each choice is written before the next is made: they may be large.
+        """
         choices = b",".join(
             dump_json(self._choice(place, output))
             for place, each in enumerate(self._handle.request_states)
@@ -109,7 +146,12 @@ class CompletionResponseBuilder(EventFormatter):
         )
         before = dump_json({**self._head, "choices": []}).removesuffix(b"]}")
         return b"".join(
-            (before, choices, b"],", dump_json({"usage": openai_format.token_usage(self._handle.request_states)})[1:])
+            (
+                before,
+                choices,
+                b"],",
+                dump_json({"usage": openai_format.token_usage(self._handle.request_states)})[1:],
+            )
         )
 
     def _choice(self, prompt_index: int, output: CompletionOutput) -> dict[str, Any]:
@@ -120,7 +162,11 @@ class CompletionResponseBuilder(EventFormatter):
             text = dialogue.echo_text + text
             if body.logprobs is not None:
                 tables.append(self._logprobs[at].format_prompt(dialogue))
-        count = len(output.token_ids) - isinstance(output.stop_reason, int) + self._num_end_tokens(output)
+        count = (
+            len(output.token_ids)
+            - isinstance(output.stop_reason, int)
+            + self._num_end_tokens(output)
+        )
         told = self._logprobs[at].format_next(output, count)
         if told is not None:
             tables.append(told)
@@ -132,7 +178,10 @@ class CompletionResponseBuilder(EventFormatter):
             "stop_reason": output.stop_reason,
         }
         if body.return_token_ids:
-            choice |= {"token_ids": output.token_ids, "prompt_token_ids": dialogue.output.prompt_token_ids}
+            choice |= {
+                "token_ids": output.token_ids,
+                "prompt_token_ids": dialogue.output.prompt_token_ids,
+            }
         return choice
 
     def first_events(self) -> bytes:
@@ -156,11 +205,14 @@ class CompletionResponseBuilder(EventFormatter):
                 if body.logprobs is not None:
                     tables.append(self._logprobs[at].format_prompt(dialogue))
         told = self._logprobs[at].format_next(
-            output, len(delta.token_ids) + (self._num_end_tokens(output) if delta.finish_reason else 0)
+            output,
+            len(delta.token_ids) + (self._num_end_tokens(output) if delta.finish_reason else 0),
         )
         if told is not None and told["tokens"]:
             tables.append(told)
-        if not (text or tables or delta.finish_reason or (body.return_token_ids and delta.token_ids)):
+        if not (
+            text or tables or delta.finish_reason or (body.return_token_ids and delta.token_ids)
+        ):
             return b""
         choice = {
             "index": at,
@@ -171,8 +223,15 @@ class CompletionResponseBuilder(EventFormatter):
         }
         if body.return_token_ids:
             # with the last piece comes the token that ended it, which has no text
-            end = len(output.token_ids) if delta.finish_reason else self._num_sent_ids[at] + len(delta.token_ids)
-            choice["token_ids"], self._num_sent_ids[at] = output.token_ids[self._num_sent_ids[at] : end], end
+            end = (
+                len(output.token_ids)
+                if delta.finish_reason
+                else self._num_sent_ids[at] + len(delta.token_ids)
+            )
+            choice["token_ids"], self._num_sent_ids[at] = (
+                output.token_ids[self._num_sent_ids[at] : end],
+                end,
+            )
             if begins:
                 choice["prompt_token_ids"] = dialogue.output.prompt_token_ids
         return self._chunk_template.render_chunk(choice)
@@ -180,7 +239,8 @@ class CompletionResponseBuilder(EventFormatter):
     def _num_end_tokens(self, output: CompletionOutput) -> int:
         """How many tokens that ended it are told besides those of the text.
 
-        One is no part of the text; who scores a text (echo) counts on an entry for each token that was drawn.
+        One is no part of the text; who scores a text (echo) counts on an entry for each token that
+        was drawn.
         """
         return int(bool(self._body.echo) and isinstance(output.stop_reason, int))
 
@@ -189,6 +249,10 @@ class CompletionResponseBuilder(EventFormatter):
         counts = b""
         if self._body.wants_usage:
             counts = sse_event(
-                {**self._head, "choices": [], "usage": openai_format.token_usage(self._handle.request_states)}
+                {
+                    **self._head,
+                    "choices": [],
+                    "usage": openai_format.token_usage(self._handle.request_states),
+                }
             )
         return counts + openai_format.DONE

@@ -33,13 +33,17 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Any:
         request, engine, _make_request_states, language, body, bounds, get_states=list
     )
     await wait_or_disconnect(request, ticket)
-    return Response(await service.run_in_thread(_response_body, body, dialogues), media_type="application/json")
+    return Response(
+        await service.run_in_thread(_response_body, body, dialogues), media_type="application/json"
+    )
 
 
 def _make_request_states(
     text_processor: TextProcessor, body: EmbeddingRequest, limits: RequestLimits
 ) -> list[RequestState]:
-    """Each is checked before the next is read: one that is impossible ends the work on all of them."""
+    """Each is checked before the next is read: one that is impossible ends the work on all of
+    them.
+    """
     inputs = body.inputs()
     if text_processor.tokenizer is None and any(isinstance(each, str) for each in inputs):
         raise RequestError("input must be token ids: this engine has no tokenizer")
@@ -55,7 +59,9 @@ def _make_request_states(
 
 
 def _response_body(body: EmbeddingRequest, request_states: list[RequestState]) -> bytes:
-    """The answer as JSON, vector by vector: a large one written at once would hold everybody else up."""
+    """The answer as JSON, vector by vector: a large one written at once would hold everybody else
+    up.
+    """
     packed = body.encoding_format == "base64"
     parts, numbers = [], 0
     for index, dialogue in enumerate(request_states):
@@ -65,9 +71,14 @@ def _response_body(body: EmbeddingRequest, request_states: list[RequestState]) -
         numbers += len(found)
         if not packed and numbers > MAX_OUTPUT_FLOATS:
             raise RequestError(
-                f"input has vectors of more than {MAX_OUTPUT_FLOATS} numbers; ask for base64, or for fewer"
+                f"input has vectors of more than {MAX_OUTPUT_FLOATS} numbers; ask for base64, or "
+                "for fewer"
             )
-        parts.append(json.dumps({"object": "embedding", "index": index, "embedding": found}, separators=(",", ":")))
+        parts.append(
+            json.dumps(
+                {"object": "embedding", "index": index, "embedding": found}, separators=(",", ":")
+            )
+        )
     count = sum(len(dialogue.output.prompt_token_ids) for dialogue in request_states)
     rest = {"model": body.model, "usage": {"prompt_tokens": count, "total_tokens": count}}
-    return f'{{"object":"list","data":[{",".join(parts)}],{json.dumps(rest, separators=(",", ":"))[1:]}'.encode()
+    return f'{{"object":"list","data":[{",".join(parts)}],{json.dumps(rest, separators=(",", ":"))[1:]}'.encode()  # noqa: E501

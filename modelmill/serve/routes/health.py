@@ -16,15 +16,24 @@ router = APIRouter()
 
 
 @router.head("/health", include_in_schema=False)
-@router.get("/health", summary="200 when every engine takes requests, 503 with the reason otherwise")
+@router.get(
+    "/health", summary="200 when every engine takes requests, 503 with the reason otherwise"
+)
 async def health(request: Request) -> JSONResponse:
     """Loading engines tell how far they are."""
     service = get_service(request)
     status = "ok" if service.ready else "draining" if service.draining else "unavailable"
-    if status == "unavailable" and any(engine.state is EngineState.LOADING for engine in service.unique_engines):
+    if status == "unavailable" and any(
+        engine.state is EngineState.LOADING for engine in service.unique_engines
+    ):
         status = "loading"
-    body = {"status": status, "engines": [_engine_status(engine) for engine in service.unique_engines]}
-    return JSONResponse(body, 200 if service.ready else 503, None if service.ready else {"Retry-After": "2"})
+    body = {
+        "status": status,
+        "engines": [_engine_status(engine) for engine in service.unique_engines],
+    }
+    return JSONResponse(
+        body, 200 if service.ready else 503, None if service.ready else {"Retry-After": "2"}
+    )
 
 
 @router.get("/version")
@@ -37,7 +46,11 @@ async def version() -> dict[str, str]:
 async def metrics(request: Request) -> Response:
     """For Prometheus."""
     service = get_service(request)
-    told = [(engine.name, stats) for engine in service.unique_engines if (stats := await engine.stats()) is not None]
+    told = [
+        (engine.name, stats)
+        for engine in service.unique_engines
+        if (stats := await engine.stats()) is not None
+    ]
     return Response(service.metrics.render(told), media_type=CONTENT_TYPE)
 
 
@@ -45,7 +58,10 @@ async def metrics(request: Request) -> Response:
 async def models(request: Request) -> dict[str, Any]:
     """What is served."""
     service = get_service(request)
-    return {"object": "list", "data": [_model_card(name, engine) for name, engine in service.engines.items()]}
+    return {
+        "object": "list",
+        "data": [_model_card(name, engine) for name, engine in service.engines.items()],
+    }
 
 
 @router.get("/v1/models/{name:path}")
@@ -55,7 +71,11 @@ async def model(request: Request, name: str) -> dict[str, Any]:
 
 
 def _engine_status(engine: EngineClient) -> dict[str, Any]:
-    told: dict[str, Any] = {"name": engine.name, "state": engine.state.value, "restarts": engine.restarts}
+    told: dict[str, Any] = {
+        "name": engine.name,
+        "state": engine.state.value,
+        "restarts": engine.restarts,
+    }
     if engine.state is not EngineState.READY:
         progress = engine.progress
         told["progress"] = {"stage": progress.stage, "done": progress.done, "total": progress.total}

@@ -20,7 +20,12 @@ from modelmill.serve.request_handle import RequestHandle, StreamItem
 from modelmill.serve.response_items import ResponseEvent, ResponseItems
 from modelmill.serve.responses_schema import FunctionTool, ResponsesRequest
 from modelmill.serve.routes.chat import chat_request_state, is_truncated, make_chat_tool_parser
-from modelmill.serve.routes.common import get_service, openai_finish_reason, random_id, submit_requests
+from modelmill.serve.routes.common import (
+    get_service,
+    openai_finish_reason,
+    random_id,
+    submit_requests,
+)
 from modelmill.serve.schema import ChatRequest
 from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
 from modelmill.text.tool_parser import ToolCallDelta
@@ -37,7 +42,13 @@ async def responses(body: ResponsesRequest, request: Request) -> Any:
     bounds, language = engine.request_limits, engine.text_processor
     engine.check_capacity(1)
     made = await submit_requests(
-        request, engine, _make_chat_request, language, body, bounds.max_len, get_states=lambda meant: [meant[1]]
+        request,
+        engine,
+        _make_chat_request,
+        language,
+        body,
+        bounds.max_len,
+        get_states=lambda meant: [meant[1]],
     )
     (chat, _), ticket = made
     reply = ResponsesBuilder(body, chat, ticket, language)
@@ -67,7 +78,9 @@ def _map_field_name(text: str) -> str:
 
 
 class _ResponseCollector:
-    """The response at its end, out of the same pieces of news as its events: what a token belongs to is told once."""
+    """The response at its end, out of the same pieces of news as its events: what a token belongs
+    to is told once.
+    """
 
     def __init__(self, handle: RequestHandle, builder: ResponsesBuilder) -> None:
         self._handle, self._builder = handle, builder
@@ -87,10 +100,18 @@ class ResponsesBuilder(EventFormatter):
     """The response, whole or as events."""
 
     def __init__(
-        self, body: ResponsesRequest, chat: ChatRequest, handle: RequestHandle, text_processor: TextProcessor
+        self,
+        body: ResponsesRequest,
+        chat: ChatRequest,
+        handle: RequestHandle,
+        text_processor: TextProcessor,
     ) -> None:
         self._body, self._handle = body, handle
-        self._head = {"id": random_id("resp", "_"), "object": "response", "created_at": int(time.time())}
+        self._head = {
+            "id": random_id("resp", "_"),
+            "object": "response",
+            "created_at": int(time.time()),
+        }
         self._logprobs = ChatLogprobsFormatter(text_processor.tokenizer, body.top_logprobs or 0)
         self._tool_parser = make_chat_tool_parser(chat, text_processor)
         self._items = ResponseItems(hold_spaces=self._tool_parser is not None)
@@ -106,7 +127,8 @@ class ResponsesBuilder(EventFormatter):
         """It has begun."""
         response = self.response()
         return self._encode_events(
-            {"type": kind, "response": response} for kind in ("response.created", "response.in_progress")
+            {"type": kind, "response": response}
+            for kind in ("response.created", "response.in_progress")
         )
 
     def delta_events(self, items: Sequence[StreamItem]) -> bytes:
@@ -127,7 +149,10 @@ class ResponsesBuilder(EventFormatter):
         self._status = "failed"
         response = {**self.response(), "error": {"code": "server_error", "message": error.message}}
         return self._encode_events(
-            [{"type": "error", **flat, "error": told}, {"type": "response.failed", "response": response}]
+            [
+                {"type": "error", **flat, "error": told},
+                {"type": "response.failed", "response": response},
+            ]
         )
 
     def _delta_events(self, items: StreamItem) -> Iterable[ResponseEvent]:
@@ -154,14 +179,22 @@ class ResponsesBuilder(EventFormatter):
                 yield from self._items.start_call(piece.id or "", piece.name)
             yield from self._items.add_arguments(piece.arguments)
         if ended is not None:
-            self._status = "incomplete" if openai_finish_reason(ended.finish_reason) == "length" else "completed"
+            self._status = (
+                "incomplete"
+                if openai_finish_reason(ended.finish_reason) == "length"
+                else "completed"
+            )
             yield from self._items.finish(self._status)
 
     def _encode_events(self, events: Iterable[ResponseEvent]) -> bytes:
         parts = []
         for each in events:
             kind = each["type"]
-            parts.append(openai_format.sse_event({"type": kind, "sequence_number": self._num_events, **each}, kind))
+            parts.append(
+                openai_format.sse_event(
+                    {"type": kind, "sequence_number": self._num_events, **each}, kind
+                )
+            )
             self._num_events += 1
         return b"".join(parts)
 
@@ -173,7 +206,9 @@ class ResponsesBuilder(EventFormatter):
             **self._head,
             "completed_at": int(time.time()) if self._status == "completed" else None,
             "status": self._status,
-            "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
+            "incomplete_details": {"reason": "max_output_tokens"}
+            if self._status == "incomplete"
+            else None,
             "model": body.model,
             "previous_response_id": None,
             "instructions": body.instructions,
@@ -226,7 +261,9 @@ def _text_config(body: ResponsesRequest) -> dict[str, Any]:
         format = given.format.model_dump(by_alias=True)
         if format["type"] != "json_schema":
             format = {"type": format["type"]}
-    more = {"verbosity": given.verbosity} if given is not None and given.verbosity is not None else {}
+    more = (
+        {"verbosity": given.verbosity} if given is not None and given.verbosity is not None else {}
+    )
     return {"format": format, **more}
 
 

@@ -23,7 +23,9 @@ router = APIRouter(route_class=BodyRoute)
 
 @router.post("/v1/segment", response_model=SegmentResponse, response_model_exclude_none=True)
 async def segment(body: SegmentRequest, request: Request) -> Any:
-    """Masks for points, boxes, a mask, several prompts, or everything; a picture seen before is answered at once."""
+    """Masks for points, boxes, a mask, several prompts, or everything; a picture seen before is
+    answered at once.
+    """
     service = get_service(request)
     engine = service.get_segment_engine(body.model)
     try:

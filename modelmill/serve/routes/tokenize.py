@@ -32,14 +32,19 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Any:
     """The text of ids."""
     service = get_service(request)
     engine = service.get_engine(body.model)
-    return await service.run_in_thread(_detokenize, engine.text_processor, body, engine.request_limits)
+    return await service.run_in_thread(
+        _detokenize, engine.text_processor, body, engine.request_limits
+    )
 
 
-def _tokenize(text_processor: TextProcessor, body: TokenizeRequest, max_model_len: int) -> Utf8JsonResponse:
+def _tokenize(
+    text_processor: TextProcessor, body: TokenizeRequest, max_model_len: int
+) -> Utf8JsonResponse:
     ids = _encode(text_processor, body, max_model_len)
     if len(ids) > max_tokenize_tokens(max_model_len):
         raise RequestError(
-            f"the text has {len(ids)} tokens, up to {max_tokenize_tokens(max_model_len)} are told; send it in parts"
+            f"the text has {len(ids)} tokens, up to {max_tokenize_tokens(max_model_len)} are "
+            "told; send it in parts"
         )
     told: dict[str, Any] = {"count": len(ids), "max_model_len": max_model_len, "tokens": ids}
     if body.return_token_strs:
@@ -47,12 +52,16 @@ def _tokenize(text_processor: TextProcessor, body: TokenizeRequest, max_model_le
     return Utf8JsonResponse(told)
 
 
-def _detokenize(text_processor: TextProcessor, body: DetokenizeRequest, limits: RequestLimits) -> Utf8JsonResponse:
+def _detokenize(
+    text_processor: TextProcessor, body: DetokenizeRequest, limits: RequestLimits
+) -> Utf8JsonResponse:
     tokenizer, most = text_processor.tokenizer, max_tokenize_tokens(limits.max_len)
     if tokenizer is None:
         raise TokenizerError("this engine has no tokenizer")
     if len(body.tokens) > most:
-        raise RequestError(f"tokens holds {len(body.tokens)} ids, up to {most} are taken; send them in parts")
+        raise RequestError(
+            f"tokens holds {len(body.tokens)} ids, up to {most} are taken; send them in parts"
+        )
     # the model may know more ids than the tokenizer: padding
     vocab = max(tokenizer.vocab_size, limits.vocab_size)
     if max(body.tokens, default=0) >= vocab:
@@ -67,8 +76,12 @@ def _encode(text_processor: TextProcessor, body: TokenizeRequest, max_model_len:
         raise RequestError("prompt or messages: give one of them")
     if body.prompt is not None:
         text_processor.check_length(body.prompt, max_model_len)
-        return text_processor.tokenizer.encode(body.prompt, bos=None if body.add_special_tokens is not False else False)
+        return text_processor.tokenizer.encode(
+            body.prompt, bos=None if body.add_special_tokens is not False else False
+        )
     if text_processor.chat_format is None:
         raise RequestError("messages need a chat template, which this engine has not")
     check_message_sizes(text_processor, body.messages or [], max_model_len)
-    return text_processor.chat_format.encode(body.messages or [], body.add_generation_prompt is not False)
+    return text_processor.chat_format.encode(
+        body.messages or [], body.add_generation_prompt is not False
+    )

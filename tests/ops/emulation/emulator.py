@@ -1,4 +1,6 @@
-"""Kernels of ops/cuda on a CPU: sources as they are, PTX translated (translate.py), launches as the ops make them."""
+"""Kernels of ops/cuda on a CPU: sources as they are, PTX translated (translate.py), launches as the
+ops make them.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,25 @@ from tests.ops.emulation.translate import cluster_sizes, translate
 
 HERE = Path(__file__).parent
 GXX = shutil.which("g++")
-HAS_FLOAT16 = GXX is not None and int(subprocess.check_output([GXX, "-dumpversion"], text=True).split(".")[0]) >= 12
+HAS_FLOAT16 = (
+    GXX is not None
+    and int(subprocess.check_output([GXX, "-dumpversion"], text=True).split(".")[0]) >= 12
+)
 CAN_EMULATE = HAS_FLOAT16 and sys.platform == "linux"  # elsewhere g++ may be another compiler
-requires_emulation = pytest.mark.skipif(not CAN_EMULATE, reason="g++ 12 or newer, on Linux, is not here")
+requires_emulation = pytest.mark.skipif(
+    not CAN_EMULATE, reason="g++ 12 or newer, on Linux, is not here"
+)
 FLAGS = ("-O1", "-std=c++17", "-ffp-contract=off", "-w", "-Wno-psabi", "-fPIC", f"-I{HERE}")
 MAX_SHARED_BYTES = 227 << 10
 ORDERS = 6  # of events: a mistake may stay unseen in any one of them
-BYTES = {torch.uint8: 1, torch.int8: 1, torch.int32: 4, torch.float16: 2, torch.bfloat16: 2, torch.float32: 4}
+BYTES = {
+    torch.uint8: 1,
+    torch.int8: 1,
+    torch.int32: 4,
+    torch.float16: 2,
+    torch.bfloat16: 2,
+    torch.float32: 4,
+}
 
 
 class EmulationError(Exception):
@@ -39,21 +53,26 @@ class EmulationError(Exception):
 
 @dataclass
 class Emulator:
-    """Compiles into ``folder``; ``change`` is made in the sources first, for mistakes that are to be seen.
+    """Compiles into ``folder``; ``change`` is made in the sources first, for mistakes that are to
+    be seen.
 
-    preceding_writes: of a launch by its name and arguments, what the kernel in front still reads or writes (address,
-    bytes).
+    preceding_writes: of a launch by its name and arguments, what the kernel in front still reads or
+    writes (address, bytes).
     """
 
     folder: Path
     change: tuple[str, str] | None = None
     num_sms: int = 2
     seed: int = 1
-    preceding_writes: Callable[[str, tuple[bytes, ...]], list[tuple[int, int]]] = lambda name, arguments: []
+    preceding_writes: Callable[[str, tuple[bytes, ...]], list[tuple[int, int]]] = (
+        lambda name, arguments: []
+    )
     launched: list[tuple[str, int]] = field(default_factory=list)  # kernels and blocks
 
     def detects(self, change: tuple[str, str], correct: Callable[[], bool]) -> bool:
-        """Whether ``correct`` is untrue, or the emulation itself fails, with the change made; in one of some orders."""
+        """Whether ``correct`` is untrue, or the emulation itself fails, with the change made; in
+        one of some orders.
+        """
         self.change = change
         for self.seed in range(1, ORDERS + 1):
             try:
@@ -66,11 +85,16 @@ class Emulator:
     def library(self, source: str, macros: tuple[str, ...]) -> ctypes.CDLL:
         """``<source>.cu`` with all its kernels."""
         told = repr((source, macros, self.change)).encode()
-        path = self.folder / f"{source}-{hashlib.sha1(told, usedforsecurity=False).hexdigest()[:16]}.so"
+        path = (
+            self.folder
+            / f"{source}-{hashlib.sha1(told, usedforsecurity=False).hexdigest()[:16]}.so"
+        )
         if not path.exists():
             text = preprocessed(self.sources() / f"{source}.cu", macros)
             known = set(re.findall(r"inline void (\w+)\(How", (HERE / "ptx.h").read_text()))
-            entries = (f"EMULATED({name}, {blocks})" for name, blocks in cluster_sizes(text).items())
+            entries = (
+                f"EMULATED({name}, {blocks})" for name, blocks in cluster_sizes(text).items()
+            )
             code = path.with_suffix(".cpp")
             code.write_text("\n".join(('#include "ptx.h"', translate(text, known), *entries, "")))
             run_compiler("-shared", "-o", path, code, *self.machine())
@@ -90,7 +114,10 @@ class Emulator:
         if self.change is None:
             return FOLDER
         old, new = self.change
-        folder = self.folder / hashlib.sha1(repr(self.change).encode(), usedforsecurity=False).hexdigest()[:16]
+        folder = (
+            self.folder
+            / hashlib.sha1(repr(self.change).encode(), usedforsecurity=False).hexdigest()[:16]
+        )
         folder.mkdir(exist_ok=True)
         texts = {path.name: path.read_text() for path in FOLDER.glob("*.cu*")}
         if not any(old in text for text in texts.values()):
@@ -131,8 +158,14 @@ class EmulatedKernel:
         """Raises Wrong."""
         self.emulator.launched.append((self.name, blocks))
         pointers = (ctypes.c_char_p * len(arguments))(*arguments)
-        front = [number for stretch in self.emulator.preceding_writes(self.name, arguments) for number in stretch]
-        sizes = (ctypes.c_uint32 * 5)(blocks, self.threads, self.shared, self.emulator.seed, len(front) // 2)
+        front = [
+            number
+            for stretch in self.emulator.preceding_writes(self.name, arguments)
+            for number in stretch
+        ]
+        sizes = (ctypes.c_uint32 * 5)(
+            blocks, self.threads, self.shared, self.emulator.seed, len(front) // 2
+        )
         wrong = self.function(sizes, (ctypes.c_uint64 * len(front))(*front), pointers)
         if wrong is not None:
             raise EmulationError(wrong.decode())
@@ -153,13 +186,17 @@ def tensor_map(
     box: tuple[int, ...],
     swizzled: bool = True,
 ) -> bytes:
-    """As launch.tensor_map, for async_copy.cpp: the demands of the driver, then the numbers as they are."""
+    """As launch.tensor_map, for async_copy.cpp: the demands of the driver, then the numbers as they
+    are.
+    """
     assert address % 16 == 0
     assert all(stride % 16 == 0 for stride in strides)
     assert max(box) <= 256
     assert box[0] * BYTES[dtype] % 16 == 0
     filled = ((*given, 1, 1, 1)[:count] for given, count in ((sizes, 4), (strides, 3), (box, 4)))
-    return struct.pack("=16Q", address, BYTES[dtype], swizzled, *(each for part in filled for each in part), 0, 0)
+    return struct.pack(
+        "=16Q", address, BYTES[dtype], swizzled, *(each for part in filled for each in part), 0, 0
+    )
 
 
 def replace_gpu(emulator: Emulator, patch: pytest.MonkeyPatch) -> None:
@@ -171,7 +208,16 @@ def replace_gpu(emulator: Emulator, patch: pytest.MonkeyPatch) -> None:
 
 
 def preprocessed(source: Path, macros: tuple[str, ...]) -> str:
-    command = [str(GXX), "-E", "-P", "-x", "c++", "-std=c++17", *(f"-D{macro}" for macro in macros), str(source)]
+    command = [
+        str(GXX),
+        "-E",
+        "-P",
+        "-x",
+        "c++",
+        "-std=c++17",
+        *(f"-D{macro}" for macro in macros),
+        str(source),
+    ]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 

@@ -1,9 +1,9 @@
 """CUDA C++ with PTX in it to C++: each asm statement becomes calls of what ptx.h has of that name.
 
 ``asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));`` becomes
-``{ ptx::ex2("approx.ftz.f32", (y), static_cast<float>(x)); }``. Operands keep the instruction's order; those in braces
-are one std::array, of pointers where they are the target. Registers and labels that a statement has of its own become
-variables and labels.
+``{ ptx::ex2("approx.ftz.f32", (y), static_cast<float>(x)); }``. Operands keep the instruction's
+order; those in braces are one std::array, of pointers where they are the target. Registers and
+labels that a statement has of its own become variables and labels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ KERNEL = re.compile(r"__global__ void([^{;]*?)\b(\w+)\(\s*const __grid_constant_
 
 
 def translate(text: str, known: set[str]) -> str:
-    """Preprocessed source as C++. known: instructions that are emulated; any other fails when it is met."""
+    """Preprocessed source as C++.
+
+    known: instructions that are emulated; any other fails when it is met.
+    """
     text = re.sub(r"extern __shared__[^;]*?(\w+)\[\];", r"#define \1 (emu::dynamic())", text)
     text = _shared_by_name(text)
     pieces, end = [], 0
@@ -32,7 +35,10 @@ def translate(text: str, known: set[str]) -> str:
 
 def cluster_sizes(text: str) -> dict[str, int]:
     """Names of the kernels, and the blocks of a cluster of each."""
-    dims = ((name, re.search(r"__cluster_dims__\((\w+)", attributes)) for attributes, name in KERNEL.findall(text))
+    dims = (
+        (name, re.search(r"__cluster_dims__\((\w+)", attributes))
+        for attributes, name in KERNEL.findall(text)
+    )
     return {name: _number(found[1], text) if found else 1 for name, found in dims}
 
 
@@ -42,14 +48,21 @@ def _number(told: str, text: str) -> int:
 
 
 def _shared_by_name(text: str) -> str:
-    """Variables in a block's shared memory: a reference to a place there, the same in each block."""
+    """Variables in a block's shared memory: a reference to a place there, the same in each
+    block.
+    """
     count = iter(range(1 << 30))
 
     def placed(found: re.Match[str]) -> str:
         kind, name, size = found.groups()
-        return f"typedef {kind} {name}_type{size}; {name}_type &{name} = emu::in_block<{name}_type, {next(count)}>();"
+        return (
+            f"typedef {kind} {name}_type{size}; {name}_type &{name} = "
+            f"emu::in_block<{name}_type, {next(count)}>();"
+        )
 
-    return re.sub(r"\b__shared__\s+(?:__align__\(\d+\)\s+)?([\w<>]+)\s+(\w+)((?:\[[^\]]*\])*);", placed, text)
+    return re.sub(
+        r"\b__shared__\s+(?:__align__\(\d+\)\s+)?([\w<>]+)\s+(\w+)((?:\[[^\]]*\])*);", placed, text
+    )
 
 
 def _closing(text: str, at: int) -> int:
@@ -75,27 +88,39 @@ def _split(text: str, by: str) -> list[str]:
 
 def _statement(inside: str, known: set[str]) -> str:
     template, *operands = _split(inside, ":")
-    outputs, inputs = ([each for each in _split(part, ",") if each] for part in (*operands, "", "")[:2])
+    outputs, inputs = (
+        [each for each in _split(part, ",") if each] for part in (*operands, "", "")[:2]
+    )
     values, targets = [], []
     for each in (*outputs, *inputs):
         found = re.fullmatch(rf"({QUOTED})\s*\((.*)\)", each, re.DOTALL)
         assert found, f"no operand: {each}"
         constraint, expression = found.groups()
         kind, written = constraint.strip('"=+'), constraint[1] in "=+"
-        cast = f"emu::bits({expression})" if kind == "l" else f"static_cast<{TYPES.get(kind)}>({expression})"
+        cast = (
+            f"emu::bits({expression})"
+            if kind == "l"
+            else f"static_cast<{TYPES.get(kind)}>({expression})"
+        )
         values.append(f"({expression})" if written or kind == "n" else cast)
         targets.append(f"&({expression})")
     told = " ".join(ast.literal_eval(f"({template})").split())
     if told.startswith("{"):
         told = told[1:].rsplit("}", 1)[0].strip()
     own: list[str] = []
-    lines = [_instruction(part.strip(), values, targets, own, known) for part in told.split(";") if part.strip()]
+    lines = [
+        _instruction(part.strip(), values, targets, own, known)
+        for part in told.split(";")
+        if part.strip()
+    ]
     labels = re.findall(r"^(\w+): ", "\n".join(lines), re.MULTILINE)
     declared = [f"__label__ {', '.join(labels)};"] if labels else []
     return "{ " + " ".join([*declared, *own, *lines]) + " }"
 
 
-def _instruction(text: str, values: list[str], targets: list[str], own: list[str], known: set[str]) -> str:
+def _instruction(
+    text: str, values: list[str], targets: list[str], own: list[str], known: set[str]
+) -> str:
     label = re.match(r"(\w+):(?!:)\s*", text)
     if label:
         return f"{label[1]}: {_instruction(text[label.end() :], values, targets, own, known)}"
@@ -123,17 +148,24 @@ def _operands(text: str, values: list[str], targets: list[str]) -> list[str]:
             return f"ptx::{name[2:]}()"
         if name.startswith("%"):
             return of(int(name[1:]))
-        return name if name[0].isdigit() else f"own_{name}"  # the statement's own: C++ may know another of that name
+        # the statement's own: C++ may know another of that name
+        return name if name[0].isdigit() else f"own_{name}"
 
     found = []
     for number, part in enumerate(_split(text, ",") if text else []):
         if part.startswith("["):
-            found += _operands(part[1:-1], values, targets) if "{" in part else [one(part[1:-1], values.__getitem__)]
+            found += (
+                _operands(part[1:-1], values, targets)
+                if "{" in part
+                else [one(part[1:-1], values.__getitem__)]
+            )
         elif part.startswith("{"):
             names = part[1:-1].replace(" ", "").split(",")
             target = number == 0
             of = targets.__getitem__ if target else values.__getitem__
-            each = [f"&own_{name}" if target and name[0] != "%" else one(name, of) for name in names]
+            each = [
+                f"&own_{name}" if target and name[0] != "%" else one(name, of) for name in names
+            ]
             found.append(f"std::array{{{', '.join(each)}}}")
         elif part != "_":
             found.append(one(part, values.__getitem__))

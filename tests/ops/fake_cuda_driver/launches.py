@@ -1,5 +1,5 @@
-"""Launches a kernel of ours with the silent driver: prints what the driver was told by ``CachedLauncher``, then by
-Triton.
+"""Launches a kernel of ours with the silent driver: prints what the driver was told by
+``CachedLauncher``, then by Triton.
 
 Run by test_fast_launch_driver_calls.py in a process of its own, which finds that driver
 (``benchmarks/fake_cuda_driver.py``).
@@ -27,7 +27,13 @@ def last_launch(driver: ctypes.CDLL) -> dict[str, Any]:
     text = ctypes.string_at(driver.told(), 24 + 32 + 8 * 32)
     launches, function, stream, *sizes = struct.unpack_from("=3Q8I", text)
     words = list(struct.unpack_from("=32Q", text, 56))[: len(WIDTHS)]
-    return {"launches": launches, "function": function, "stream": stream, "sizes": sizes, "words": words}
+    return {
+        "launches": launches,
+        "function": function,
+        "stream": stream,
+        "sizes": sizes,
+        "words": words,
+    }
 
 
 def main() -> None:
@@ -44,9 +50,12 @@ def main() -> None:
     def launched() -> list[dict[str, Any]]:
         found = []
         for x in inputs:
-            held.append(norm_quant.rms_norm_quant(x, None, weight, 1e-5, torch.int8, (None, None, None), 8))
+            held.append(
+                norm_quant.rms_norm_quant(x, None, weight, 1e-5, torch.int8, (None, None, None), 8)
+            )
             found.append(
-                last_launch(driver) | {"x": x.data_ptr(), "values": held[-1][0].data_ptr(), "rows": x.shape[0]}
+                last_launch(driver)
+                | {"x": x.data_ptr(), "values": held[-1][0].data_ptr(), "rows": x.shape[0]}
             )
         return found
 
@@ -55,13 +64,25 @@ def main() -> None:
     kernel = norm_quant._launcher.kernel
 
     def by_triton(
-        self: Any, grid: Any, pointers: Any, numbers: Any, fixed: Any, rest: Any, options: Any, *_: Any
+        self: Any,
+        grid: Any,
+        pointers: Any,
+        numbers: Any,
+        fixed: Any,
+        rest: Any,
+        options: Any,
+        *_: Any,
     ) -> None:
         kernel[grid](*pointers, *numbers, *rest, **options)
 
     fast_launch.CachedLauncher.__call__ = by_triton  # type: ignore[method-assign, assignment]
     json.dump(
-        {"cached": mine, "triton": launched(), "compiled_launches": kept, "stream": fake_cuda_driver.FAKE_STREAM},
+        {
+            "cached": mine,
+            "triton": launched(),
+            "compiled_launches": kept,
+            "stream": fake_cuda_driver.FAKE_STREAM,
+        },
         sys.stdout,
     )
 
