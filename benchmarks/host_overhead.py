@@ -48,6 +48,7 @@ def make_step(shape: str, weight_format: str, kv_dtype: str) -> Callable[[], Any
 
     from benchmarks.make_checkpoint import SHAPES
     from benchmarks.weight_formats import weight_quantizer
+    from modelmill.nn.fusion import fuse
     from modelmill.nn.kv import KVCache, kv_cache_dtype
     from modelmill.nn.linear import Linear
     from modelmill.nn.synthetic_step import PAGE_SIZE, fill_random_weights, synthetic_step
@@ -82,9 +83,11 @@ def make_step(shape: str, weight_format: str, kv_dtype: str) -> Callable[[], Any
     bound = context_bucket(CONTEXT) if answers else tokens
     step = synthetic_step(model, select_backends("cuda"), groups, max_context=bound, kv=cache)
 
+    fused = fuse(model)
+
     @torch.inference_mode()
     def call() -> Any:
-        return step.ops.argmax(model(step))
+        return step.ops.argmax(fused(step))
 
     for _ in range(3):
         call()

@@ -39,6 +39,7 @@ from modelmill.eval.profile import ProfileCase, profile_step  # noqa: E402
 from modelmill.eval.profile import profile_case as profiled  # noqa: E402
 from modelmill.eval.report import Spread, versions  # noqa: E402
 from modelmill.eval.roofline import Roofline, measure_roofline  # noqa: E402
+from modelmill.nn.fusion import fuse  # noqa: E402
 from modelmill.nn.kv import KVCache, kv_cache_dtype  # noqa: E402
 from modelmill.nn.linear import Linear  # noqa: E402
 from modelmill.nn.step import Step  # noqa: E402
@@ -139,7 +140,7 @@ def weight_bytes(model: nn.Module) -> int:
 @torch.inference_mode()
 def time_decode(model: nn.Module, step: Step, rate: float) -> dict[str, Any]:
     """Milliseconds of one decode step and of its floor."""
-    call = functools.partial(greedy_ids, model, step)
+    call = functools.partial(greedy_ids, fuse(model), step)
     call()  # compiles
     times = [each * 1e3 for each in time_interleaved([capture_graph(call)], ROUNDS, 4, "cuda")[0]]
     batch, context = step.query_start.numel() - 1, int(step.context_lens[0])
@@ -157,10 +158,8 @@ def time_decode(model: nn.Module, step: Step, rate: float) -> dict[str, Any]:
 @torch.inference_mode()
 def time_prefill(model: nn.Module, step: Step) -> dict[str, Any]:
     """Milliseconds of a first step."""
-    times = [
-        each * 1e3
-        for each in time_interleaved([functools.partial(greedy_ids, model, step)], 9, 1, "cuda")[0]
-    ]
+    call = functools.partial(greedy_ids, fuse(model), step)
+    times = [seconds * 1e3 for seconds in time_interleaved([call], 9, 1, "cuda")[0]]
     batch, tokens = step.query_start.numel() - 1, step.max_query
     return {"figure": "step.prefill_ms", "batch": batch, "tokens": tokens, **spread_fields(times)}
 
@@ -168,10 +167,8 @@ def time_prefill(model: nn.Module, step: Step) -> dict[str, Any]:
 @torch.inference_mode()
 def time_mixed_step(model: nn.Module, step: Step, sizes: tuple[int, int, int]) -> dict[str, Any]:
     """Milliseconds of a step with prompts beside answers."""
-    times = [
-        each * 1e3
-        for each in time_interleaved([functools.partial(greedy_ids, model, step)], 9, 1, "cuda")[0]
-    ]
+    call = functools.partial(greedy_ids, fuse(model), step)
+    times = [seconds * 1e3 for seconds in time_interleaved([call], 9, 1, "cuda")[0]]
     tokens, batch, context = sizes
     return {
         "figure": "step.mixed_ms",

@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.make_checkpoint import SHAPES  # noqa: E402
 from benchmarks.model_step import make_step, random_model  # noqa: E402
+from modelmill.nn.fusion import fuse  # noqa: E402
 from modelmill.nn.step import Step  # noqa: E402
 from modelmill.ops.sample import random_case  # noqa: E402
 from modelmill.ops.timing import capture_graph, time_interleaved  # noqa: E402
@@ -62,13 +63,15 @@ def make_variants(
     ops = step.ops
     held: list[torch.Tensor] = []
 
+    fused = fuse(model)
+
     def leave() -> None:
-        held[:] = [model(step)]
+        held[:] = [fused(step)]
 
     inside = {
-        "greedy by torch": lambda: model(step).argmax(-1),
-        "greedy": lambda: ops.argmax(model(step)),
-        "drawn": lambda: ops.sample(model(step), **sampling_inputs),
+        "greedy by torch": lambda: fused(step).argmax(-1),
+        "greedy": lambda: ops.argmax(fused(step)),
+        "drawn": lambda: ops.sample(fused(step), **sampling_inputs),
         "logits": leave,
     }
     graphs: dict[str, Callable[[], Any]] = {}

@@ -39,6 +39,7 @@ from benchmarks.model_step import kv_bytes_per_token, weight_bytes  # noqa: E402
 from benchmarks.workloads import parse_pairs  # noqa: E402
 from modelmill.core.config import RunConfig  # noqa: E402
 from modelmill.core.types import Request, SamplingParams  # noqa: E402
+from modelmill.nn.fusion import fuse  # noqa: E402
 from modelmill.nn.shard_model import shard_model  # noqa: E402
 from modelmill.nn.synthetic_step import fill_random_weights, synthetic_step  # noqa: E402
 from modelmill.ops.add_rms_norm import add_rms_norm  # noqa: E402
@@ -177,7 +178,7 @@ def time_steps(options: argparse.Namespace, model: nn.Module, tp_group: TPGroup)
             new, bound = (1, context_bucket(count)) if decode else (count, count)
             step = synthetic_step(model, ops, (batch, new, count), max_context=bound)
             object.__setattr__(step, "tp_group", tp_group)
-            call = functools.partial(_greedy, model, step)
+            call = functools.partial(_greedy, fuse(model), step)
             call()
             replay = capture_graph(call) if decode else call
             ms = median_time(replay, 15 if decode else 5, 4 if decode else 1, "cuda") * 1e3

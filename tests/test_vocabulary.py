@@ -47,7 +47,7 @@ FIELD_WORDS = {
     "all_reduce": "modelmill/parallel/tp_group.py",
     "chunked prefill": "modelmill/runtime/chunked_prefill.py",
     "continuous batching": "modelmill/runtime/scheduler.py",
-    "fused": "modelmill/nn/fused_decode.py",
+    "fused": "modelmill/nn/fusion.py",
     "warpgroup": "modelmill/ops/cuda/smem_pipeline.cuh",
     "producer": "modelmill/ops/cuda/smem_pipeline.cuh",
     "prefetch": "modelmill/builder/prefetch.py",

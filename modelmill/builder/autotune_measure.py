@@ -29,6 +29,7 @@ from modelmill.builder.autotune_search import (
 )
 from modelmill.builder.plan import BuildPlan
 from modelmill.core import log
+from modelmill.nn.fusion import fuse
 from modelmill.nn.step import Step
 from modelmill.nn.synthetic_step import fill_random_weights, synthetic_step
 from modelmill.ops import registry
@@ -156,8 +157,9 @@ def _tune_row_bucket(
 ) -> AutotuneOutcome:
     ops = registry.select_backends("cuda", plan.config.kernels)
     step = synthetic_step(model, ops, (rows, 1, CONTEXT_LENGTH), max_context=MAX_CONTEXT_LENGTH)
-    race = make_timer(lambda choices: _captured_step(model, step, plan, choices))
-    return search_launch_configs(tunable_gemms(model, step), race, time.perf_counter, deadline)
+    fused = fuse(model)  # as the runtime runs it
+    race = make_timer(lambda choices: _captured_step(fused, step, plan, choices))
+    return search_launch_configs(tunable_gemms(fused, step), race, time.perf_counter, deadline)
 
 
 def _captured_step(

@@ -39,6 +39,7 @@ from modelmill.eval.profile_lines import (
 )
 from modelmill.eval.report import Spread
 from modelmill.eval.roofline import Roofline
+from modelmill.nn.fusion import fuse
 from modelmill.nn.step import Step
 from modelmill.nn.synthetic_step import synthetic_step
 from modelmill.ops import timing
@@ -104,7 +105,9 @@ def profile_step(
     """The same of a step as it is; ``case`` says what it is called."""
     held: torch.Tensor = model.embed.weight  # type: ignore[union-attr, assignment]
     dtype = str(held.dtype).removeprefix("torch.")
-    return (_profile_gpu if held.is_cuda else _profile_cpu)(model, step, case, roofline, dtype)
+    if held.is_cuda:
+        return _profile_gpu(fuse(model), step, case, roofline, dtype)
+    return _profile_cpu(model, step, case, roofline, dtype)
 
 
 def make_step(engine_core: Any, case: ProfileCase) -> Step:
@@ -181,18 +184,18 @@ def _profile_gpu(
 def _profile_cpu(
     model: nn.Module, step: Step, work: ProfileCase, ceilings: Roofline, dtype: str
 ) -> tuple[Profile, Tracks]:
-    with trace_ops(model, step.ops) as counted:
-        model(replace(step, ops=counted.ops))
+    fused = fuse(model)
+    with trace_ops(fused, step.ops) as counted:
+        fused(replace(step, ops=counted.ops))
     counts = costs_by_call(counted.calls)
-    seconds, runs = _traced_runs(model, step)
+    seconds, runs = _traced_runs(fused, step)
     lines = op_lines(runs, counts, ceilings, dtype)
     inside: list[ProfileLine] = []
     if any(key[1] == "decode" for key in counts):
-        apart = replace(step, fuse=False)
-        with trace_ops(model, apart.ops) as counted:
-            model(replace(apart, ops=counted.ops))
+        with trace_ops(model, step.ops) as counted:
+            model(replace(step, ops=counted.ops))
         inside = op_lines(
-            _traced_runs(model, apart)[1], costs_by_call(counted.calls), ceilings, dtype
+            _traced_runs(model, step)[1], costs_by_call(counted.calls), ceilings, dtype
         )
     step_us = Spread.from_values([each * 1e6 for each in seconds])
     ops_us = sum(line.us for line in lines)

@@ -20,9 +20,9 @@ from modelmill.models._hf_config import (
     require_value,
 )
 from modelmill.nn.attention import Attention, AttentionSpec, RopeCosSin
+from modelmill.nn.causal_lm import CausalLM
 from modelmill.nn.embedding import LMHead, TokenEmbedding
 from modelmill.nn.kv import KVShape
-from modelmill.nn.logit_rows import select_logit_rows
 from modelmill.nn.mlp import PlainMLP
 from modelmill.nn.norm import LayerNorm
 from modelmill.nn.step import Step
@@ -149,25 +149,16 @@ class Gpt2Layer(nn.Module):
         self.mlp = PlainMLP(config.hidden, config.inner)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        rope: RopeCosSin,
-        step: Step,
-        logit_step: Step | None = None,
+        self, x: torch.Tensor, residual: torch.Tensor | None, rope: RopeCosSin, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(branch, residual), both [T, H], or of the rows of ``logit_step``; their sum is the
-        layer's output.
-        """
+        """(branch, residual), both [T, H]; their sum is the layer's output."""
         x, residual = self.attn_norm(x, residual, step)
-        x = self.attn(x, rope, step, logit_step)
-        if logit_step is not None:
-            residual, step = residual[step.logit_rows], logit_step
+        x = self.attn(x, rope, step)
         x, residual = self.mlp_norm(x, residual, step)
         return self.mlp(x, step), residual
 
 
-class Model(nn.Module):
+class Model(CausalLM):
     """Token ids → logits."""
 
     rope_rule = "fixed"
@@ -184,24 +175,3 @@ class Model(nn.Module):
     def rope_key(self, length: int) -> int:  # noqa: ARG002  positions are learned, nothing rotates
         """Always 0."""
         return 0
-
-    def forward(self, step: Step) -> torch.Tensor:
-        """Logits [R, V] float32 of the rows that the step asks for."""
-        return self.head(self.hidden_states(step), step)
-
-    def hidden_states(self, step: Step) -> torch.Tensor:
-        """What the head reads: the normed final states [R, H] of the rows that the step asks
-        for.
-        """
-        x: torch.Tensor = self.embed(step.ids, step)
-        residual: torch.Tensor | None = None
-        rope = RopeCosSin()
-        *layers, end = self.layers
-        for layer in layers:
-            x, residual = layer(x, residual, rope, step)
-        last = select_logit_rows(step)
-        x, residual = end(x, residual, rope, step, last)
-        if last is None and step.logit_rows is not None:
-            x, residual = x[step.logit_rows], residual[step.logit_rows]
-        x, _ = self.norm(x, residual, step)
-        return x

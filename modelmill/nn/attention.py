@@ -12,15 +12,17 @@ from torch import nn
 from modelmill.nn.linear import Linear
 from modelmill.nn.norm import QKNorm
 from modelmill.nn.step import Step
-from modelmill.ops.quant_types import QuantizedInput
 from modelmill.parallel.shard import Shard, partition_heads
 from modelmill.parallel.tp_group import TPGroup
 
 
 @dataclass(frozen=True)
 class RopeCosSin:
-    """The rotation of one step, computed once for all layers: cos, sin [T, D/2] float32; q_scale
-    [T] (logn) or None.
+    """The rotation of one step, computed once for all layers.
+
+    Attributes:
+        cos, sin: [T, D/2] float32, or None where nothing rotates.
+        q_scale: [T], Qwen v1's logn factors, or None.
     """
 
     cos: torch.Tensor | None = None
@@ -56,47 +58,28 @@ class Attention(nn.Module):
         self.core = AttentionCore(spec, layer)
         self.o_proj = Linear(spec.heads * spec.head_dim, spec.hidden, spec.out_bias)
 
-    def forward(
-        self,
-        x: torch.Tensor | QuantizedInput,
-        rope: RopeCosSin,
-        step: Step,
-        logit_step: Step | None = None,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        """[T, H] → [T, H]; with ``logit_step`` only the rows that it holds, [R, H]
-        (``nn.logit_rows``).
-
-        None where it was added to the residual at once.
-        """
-        where = self.rope_cache.op_args(rope, step)
-        q = self.qkv_proj.try_qkv_rope(x, where, step)
-        if q is None:
-            q = self.rope_cache(self.qkv_proj(x, step), where, step)
-        if logit_step is not None:
-            q, step = q[step.logit_rows], logit_step
-        mixed = self.core(q, step)
-        return (
-            None if self.o_proj.try_linear_add(mixed, residual, step) else self.o_proj(mixed, step)
-        )
+    def forward(self, x: torch.Tensor, rope: RopeCosSin, step: Step) -> torch.Tensor:
+        """[T, H] → [T, H]."""
+        q = self.rope_cache(self.qkv_proj(x, step), rope, step)
+        return self.o_proj(self.core(q, step), step)
 
     def shard(self, tp_group: TPGroup, alignment_for: Callable[[str], int]) -> None:
-        """Keep this rank's heads; what ``forward`` returns is then a summand.
+        """Keep this rank's heads; ``forward`` then returns a partial sum.
 
-        alignment_for: of a child's columns.
+        Args:
+            tp_group: The ranks that share the layer.
+            alignment_for: Of a child's name, the multiple at which its columns may be cut.
         """
         spec = self.spec
         heads, kv_heads, dim = spec.heads, spec.kv_heads, spec.head_dim
-        mine = partition_heads(heads, kv_heads, dim, tp_group.size, alignment_for("o_proj"))[
-            tp_group.rank
-        ]
-        self.qkv_proj.take_shard(
-            Shard.from_rows(self.qkv_proj.shape, *mine.qkv_rows(heads, kv_heads, dim))
-        )
-        self.o_proj.take_shard(
-            Shard.from_columns(self.o_proj.shape, (mine.q[0] * dim, mine.q[1] * dim), tp_group.rank)
-        )
-        self.rope_cache.heads, self.kv_heads = mine.q[1] - mine.q[0], mine.kv[1] - mine.kv[0]
+        shards = partition_heads(heads, kv_heads, dim, tp_group.size, alignment_for("o_proj"))
+        shard = shards[tp_group.rank]
+        rows = shard.qkv_rows(heads, kv_heads, dim)
+        self.qkv_proj.take_shard(Shard.from_rows(self.qkv_proj.shape, *rows))
+        columns = shard.q[0] * dim, shard.q[1] * dim
+        self.o_proj.take_shard(Shard.from_columns(self.o_proj.shape, columns, tp_group.rank))
+        self.rope_cache.heads = shard.q[1] - shard.q[0]
+        self.kv_heads = shard.kv[1] - shard.kv[0]
 
 
 class RopeAndCache(nn.Module):
@@ -108,21 +91,21 @@ class RopeAndCache(nn.Module):
         self.q_norm = QKNorm(spec.head_dim) if spec.qk_norm else None
         self.k_norm = QKNorm(spec.head_dim) if spec.qk_norm else None
 
-    def forward(self, qkv: torch.Tensor, op_args: tuple[Any, ...], step: Step) -> torch.Tensor:
+    def forward(self, qkv: torch.Tensor, rope: RopeCosSin, step: Step) -> torch.Tensor:
         """[T, (heads + 2·kv_heads)·D] → q [T, heads, D]."""
-        return step.ops.rope_cache(qkv, *op_args)
+        return step.ops.rope_cache(qkv, *self.op_args(rope, step))
 
     def op_args(self, rope: RopeCosSin, step: Step) -> tuple[Any, ...]:
-        """What ``rope_cache`` takes behind the projection."""
+        """The arguments of the op ``rope_cache`` behind qkv."""
         q_norm = None if self.q_norm is None else self.q_norm.weight
         k_norm = None if self.k_norm is None else self.k_norm.weight
         pages = (step.kv.k[self.layer], step.kv.v[self.layer], step.slots)
-        turn, scales = (rope.cos, rope.sin, rope.q_scale), step.kv.scales(self.layer)
-        return (*pages, self.heads, *turn, q_norm, k_norm, self.eps, *scales)
+        angles, scales = (rope.cos, rope.sin, rope.q_scale), step.kv.scales(self.layer)
+        return (*pages, self.heads, *angles, q_norm, k_norm, self.eps, *scales)
 
 
 class AttentionCore(nn.Module):
-    """Each query mixes the values of the keys that it sees."""
+    """Attention of each query over its sequence's pages."""
 
     def __init__(self, spec: AttentionSpec, layer: int) -> None:
         super().__init__()

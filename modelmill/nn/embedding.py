@@ -10,7 +10,6 @@ from torch import nn
 
 from modelmill.nn.linear import Linear
 from modelmill.nn.step import Step
-from modelmill.ops.quant_types import QuantizedInput
 from modelmill.parallel.shard import Shard, partition, range_lengths
 from modelmill.parallel.tp_group import TPGroup
 
@@ -42,7 +41,7 @@ class LMHead(Linear):
 
     shard_widths: tuple[int, ...] = ()
 
-    def forward(self, x: torch.Tensor | QuantizedInput, step: Step) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """[R, H] → [R, V] float32."""
         logits = super().forward(x, step)
         return (

@@ -1,9 +1,8 @@
-"""The last layer's second half, for the rows whose logits are wanted and no others.
+"""The last layer's second half, for the rows whose logits are needed and no others.
 
-Keys and values of every token must be stored in every layer. What the last layer makes of a token
-beyond that is read by the head alone, and of a prompt the head wants one row: its query, output
-projection and MLP are left out for the others. With n layers that is about three quarters of one
-nth of a prompt's products.
+Keys and values of every token must be stored in every layer. Beyond that, only the head reads the
+last layer's output, and of a prompt it reads one row: the query, output projection and MLP are left
+out for the others. With n layers that saves about three quarters of one nth of a prompt's GEMMs.
 """
 
 from __future__ import annotations
@@ -14,17 +13,16 @@ import torch
 
 from modelmill.nn.step import Step
 
-MIN_ROW_RATIO = 2  # times as many rows as are wanted, from which leaving out pays
+MIN_ROW_RATIO = 2  # rows of the step per row with logits, from which leaving out pays
 
 
 def select_logit_rows(step: Step) -> Step | None:
-    """The step of the wanted rows, each the single query of a sequence of its own; None where all
-    rows go on.
+    """The step of the rows ``step.logit_rows``, each the only query of a sequence of its own.
 
-    A row's context ends with itself. Somebody who watches modules sees all rows.
+    A row's context ends with itself. None: all rows are computed.
     """
     rows = step.logit_rows
-    if rows is None or not step.fuse or len(step.ids) < MIN_ROW_RATIO * len(rows):
+    if rows is None or len(step.ids) < MIN_ROW_RATIO * len(rows):
         return None
     ends = step.query_start[1:]
     # the sequence of a row; a step that is all padding has none

@@ -10,15 +10,11 @@ from torch import nn
 
 from modelmill.nn.linear import Linear
 from modelmill.nn.step import Step
-from modelmill.ops.quant_types import QuantizedInput
 from modelmill.parallel.shard import Range, Shard, partition
 from modelmill.parallel.tp_group import TPGroup
 
-_CHANNEL_ALIGNMENT = (
-    # channels that a rank's share is a multiple of where there are many: rows then start at cache
-    # lines
-    64
-)
+# A rank's inner channels are a multiple of this where there are many: rows start at cache lines.
+_CHANNEL_ALIGNMENT = 64
 
 
 class SiluMul(nn.Module):
@@ -46,27 +42,16 @@ class GatedMLP(nn.Module):
         self.act = SiluMul()
         self.down_proj = Linear(inner, hidden, bias)
 
-    def forward(
-        self, x: torch.Tensor | QuantizedInput, step: Step, residual: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
-        """[T, H] → [T, H]; None where it was added to the residual at once."""
-        inner = self.gate_up_proj.try_linear_swiglu(x, step) if step.fuse else None
-        if inner is None:
-            gate_up = self.gate_up_proj(x, step)
-            out = self.down_proj.try_swiglu_quant(gate_up, step) if step.fuse else None
-            if out is not None:
-                return out
-            inner = self.act(gate_up, step)
-        return (
-            None
-            if self.down_proj.try_linear_add(inner, residual, step)
-            else self.down_proj(inner, step)
-        )
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T, H] → [T, H]."""
+        return self.down_proj(self.act(self.gate_up_proj(x, step), step), step)
 
     def shard(self, tp_group: TPGroup, alignment_for: Callable[[str], int]) -> None:
-        """Keep some inner channels; what ``forward`` returns is then a summand.
+        """Keep this rank's inner channels; ``forward`` then returns a partial sum.
 
-        alignment_for: of a child's columns.
+        Args:
+            tp_group: The ranks that share the layer.
+            alignment_for: Of a child's name, the multiple at which its columns may be cut.
         """
         inner = self.down_proj.shape[1]
         a, b = _channel_range(inner, tp_group, alignment_for("down_proj"))
@@ -90,21 +75,20 @@ class PlainMLP(nn.Module):
         return self.down_proj(self.act(self.fc_proj(x, step), step), step)
 
     def shard(self, tp_group: TPGroup, alignment_for: Callable[[str], int]) -> None:
-        """Keep some inner channels; what ``forward`` returns is then a summand.
+        """Keep this rank's inner channels; ``forward`` then returns a partial sum.
 
-        alignment_for: of a child's columns.
+        Args:
+            tp_group: The ranks that share the layer.
+            alignment_for: Of a child's name, the multiple at which its columns may be cut.
         """
-        mine = _channel_range(self.down_proj.shape[1], tp_group, alignment_for("down_proj"))
-        self.fc_proj.take_shard(Shard.from_rows(self.fc_proj.shape, mine))
-        self.down_proj.take_shard(Shard.from_columns(self.down_proj.shape, mine, tp_group.rank))
+        inner = _channel_range(self.down_proj.shape[1], tp_group, alignment_for("down_proj"))
+        self.fc_proj.take_shard(Shard.from_rows(self.fc_proj.shape, inner))
+        self.down_proj.take_shard(Shard.from_columns(self.down_proj.shape, inner, tp_group.rank))
 
 
 def _channel_range(inner: int, tp_group: TPGroup, alignment: int) -> Range:
     """The inner channels of a rank."""
-    lines = lcm(alignment, _CHANNEL_ALIGNMENT)
-    return partition(
-        inner,
-        tp_group.size,
-        lines if inner >= 8 * tp_group.size * lines else alignment,
-        "inner channels",
-    )[tp_group.rank]
+    aligned = lcm(alignment, _CHANNEL_ALIGNMENT)
+    has_many = inner >= 8 * tp_group.size * aligned
+    ranges = partition(inner, tp_group.size, aligned if has_many else alignment, "inner channels")
+    return ranges[tp_group.rank]

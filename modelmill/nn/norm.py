@@ -1,7 +1,7 @@
-"""Normalisations. RMSNorm carries the residual stream: it adds, normalises, and returns both.
+"""Norms: each adds a branch to the residual stream, normalises the sum and returns both.
 
-What they add to the residual is a branch's output, of which each rank holds a summand: they are
-where ranks meet.
+With tensor parallelism every rank has a partial sum of the branch: the norm is where it is
+all-reduced.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from modelmill.nn.step import Step
-from modelmill.ops.quant_types import ActQuantSpec, QuantizedInput
 
 
 class RMSNorm(nn.Module):
@@ -25,36 +24,21 @@ class RMSNorm(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor | None,
+        x: torch.Tensor,
         residual: torch.Tensor | None,
         step: Step,
-        act_quant: ActQuantSpec | None = None,
-    ) -> tuple[torch.Tensor | QuantizedInput, torch.Tensor]:
-        """x, residual: [T, H]; x None: it was added to the residual before. act_quant: the 8-bit
-        form in which the normed values are put out; None: as they are."""
-        if x is None:
-            x, residual = residual, None
-        assert x is not None, "a branch or a residual"
-        if act_quant is not None:
-            return self._forward_quantized(x, residual, step, act_quant)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, residual: [T, H]."""
         if residual is None:
             return step.ops.rms_norm(x, self.weight, self.eps), x
-        plain = step.ops.add_rms_norm
         return step.tp_group.all_reduce_add_rms_norm(
-            plain, x, residual, self.weight, self.eps, decode=step.max_query == 1
+            step.ops.add_rms_norm,
+            x,
+            residual,
+            self.weight,
+            self.eps,
+            decode=step.max_query == 1,
         )
-
-    def _forward_quantized(
-        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, act_quant: ActQuantSpec
-    ) -> tuple[QuantizedInput, torch.Tensor]:
-        if residual is None:
-            return QuantizedInput(
-                *step.ops.rms_norm_quant(x, self.weight, self.eps, *act_quant), x.dtype
-            ), x
-        values, scale, total = step.ops.add_rms_norm_quant(
-            x, residual, self.weight, self.eps, *act_quant
-        )
-        return QuantizedInput(values, scale, x.dtype), total
 
 
 class LayerNorm(nn.Module):

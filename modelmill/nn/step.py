@@ -18,10 +18,9 @@ class Step:
     ids, positions, slots: [T] int64; a slot below 0 is padding and is not stored.
     rope_keys: [T] int64, ``model.rope_key(length)`` of each token; 0 where the rotation does not
     depend on a length. block_tables: [B, P] int32. query_start: [B + 1] int32. context_lens: [B]
-    int32, keys including the new ones. logit_rows: [R] int64, the rows whose logits are wanted;
+    int32, keys including the new ones. logit_rows: [R] int64, the rows whose logits are needed;
     None: all T.
     max_query, max_context: host bounds of the rows, for launch sizes.
-    fuse: whether modules may run as one op (``ops.decode``): nobody is watching single ones.
     tp_group: the ranks that compute the step together.
     embeds: [T, H] and embed_mask [T] bool where some tokens bring their own embeddings (images);
     else None.
@@ -39,7 +38,6 @@ class Step:
     max_context: int
     kv: KVCache
     ops: Ops = field(repr=False)
-    fuse: bool = False
     tp_group: TPGroup = field(default=SINGLE_RANK, repr=False)
     embeds: torch.Tensor | None = None
     embed_mask: torch.Tensor | None = None

@@ -109,7 +109,6 @@ def synthetic_step(
         max_context=max_context,
         kv=kv,
         ops=ops,
-        fuse=True,
     )
 
 

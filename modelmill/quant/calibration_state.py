@@ -194,10 +194,8 @@ def _forward_to_qkv(layer: Any, b: CalibrationBatch) -> None:
 
 def _forward_to_o(layer: Any, b: CalibrationBatch) -> None:
     attn = layer.attn
-    op_args = attn.rope_cache.op_args(b.rope, b.step)
-    b.site_input = attn.core(
-        attn.rope_cache(attn.qkv_proj(b.site_input, b.step), op_args, b.step), b.step
-    )
+    q = attn.rope_cache(attn.qkv_proj(b.site_input, b.step), b.rope, b.step)
+    b.site_input = attn.core(q, b.step)
 
 
 def _forward_to_up(layer: Any, b: CalibrationBatch) -> None:

@@ -46,10 +46,9 @@ class PackedBatch:
         kv: KVCache,
         ops: Ops,
         ids: torch.Tensor,
-        fuse: bool = False,
         tp_group: TPGroup = SINGLE_RANK,
     ) -> Step:
-        """The Step of this batch. fuse: nobody watches single modules."""
+        """The Step of this batch."""
         v = self.views
         return Step(
             ids=ids,
@@ -64,7 +63,6 @@ class PackedBatch:
             max_context=self.max_context,
             kv=kv,
             ops=ops,
-            fuse=fuse,
             tp_group=tp_group,
             embeds=self.embeds,
             embed_mask=self.embed_mask,

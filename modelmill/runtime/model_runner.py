@@ -17,6 +17,7 @@ from torch import nn
 
 from modelmill.core import log
 from modelmill.core.errors import UsageError
+from modelmill.nn.fusion import fuse
 from modelmill.nn.kv import KVCache
 from modelmill.nn.step import Step
 from modelmill.ops.registry import Ops
@@ -84,18 +85,24 @@ class ModelRunner:
         self.decode_graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
         self.hooked = False
+        self.fused_model = fuse(model)
         # whether a step may take ids that the host has not seen
         self.keep_last_ids = False
+
+    @property
+    def active_model(self) -> nn.Module:
+        """The fused tree; the plain one while forward hooks are attached."""
+        return self.model if self.hooked else self.fused_model
 
     @torch.inference_mode()
     def run(self, step: Step) -> torch.Tensor:
         """Logits [R, V] float32 of one step."""
-        return self.model(step)
+        return self.active_model(step)
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Logits of a packed batch, its ids completed from the device where they are pending."""
-        return self.model(self._step(batch))
+        return self.active_model(self._step(batch))
 
     @torch.inference_mode()
     def hidden_states(
@@ -105,7 +112,7 @@ class ModelRunner:
         [num_state_rows, H] of those).
         """
         step = self._step(batch)
-        x = self.model.hidden_states(step)  # type: ignore[operator]
+        x = self.active_model.hidden_states(step)  # type: ignore[operator]
         rest = len(x) - num_state_rows
         logits = self.model.head(x[:rest], step) if rest else x[:0]  # type: ignore[operator]
         return logits, x[rest:]
@@ -115,7 +122,7 @@ class ModelRunner:
         ids = views.ids
         if batch.uses_last_ids:
             ids = torch.where(views.last_id_rows >= 0, self.last_ids[views.last_id_rows], ids)
-        return batch.step(self.kv, self.ops, ids, fuse=not self.hooked, tp_group=self.tp_group)
+        return batch.step(self.kv, self.ops, ids, tp_group=self.tp_group)
 
     def guard_ranks(self) -> contextlib.AbstractContextManager[None]:
         """Within it, what goes wrong because another rank has ended is a RankError."""

@@ -132,6 +132,7 @@ def test_the_whole_layers_count_as_their_parts() -> None:
     is saved.
     """
     from modelmill.eval.op_trace import trace_ops
+    from modelmill.nn.fusion import fuse
     from modelmill.nn.synthetic_step import synthetic_step
 
     model, ops = (
@@ -142,8 +143,9 @@ def test_the_whole_layers_count_as_their_parts() -> None:
     with trace_ops(model, ops) as apart:
         model(_with(step, apart.ops))
     reference = registry.reference("decode")
-    with trace_ops(model, _with_decode(ops, reference)) as whole:
-        model(_with(step, whole.ops))
+    fused = fuse(model)
+    with trace_ops(fused, _with_decode(ops, reference)) as whole:
+        fused(_with(step, whole.ops))
     parts = sum((each.cost for each in apart.calls), OpCost())
     (one,) = [each.cost for each in whole.calls if each.op == "decode"]
     assert one.unavoidable_bytes == parts.unavoidable_bytes

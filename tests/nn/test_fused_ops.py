@@ -1,6 +1,4 @@
-"""Ops that join a product with what follows it: the logits of the single ops, which whoever watches
-meets instead.
-"""
+"""Ops that fuse a product with its neighbours: the logits of the single ops."""
 
 from __future__ import annotations
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 
 from modelmill.nn.decoder import Decoder
+from modelmill.nn.fusion import fuse
 from modelmill.nn.step import Step
 from modelmill.nn.synthetic_step import fill_random_weights, synthetic_step
 from modelmill.ops import registry
@@ -60,13 +59,13 @@ def test_the_logits_and_the_cache_are_those_of_single_ops(
 ) -> None:
     model = decoder(**kind)
     step, calls = step_and_calls(model, ops_used)
-    fused, watched = own_cache(step), replace(own_cache(step), fuse=False)
-    found, expected = model(fused), model(watched)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    for mine, theirs in zip(
-        (*fused.kv.k, *fused.kv.v), (*watched.kv.k, *watched.kv.v), strict=True
+    fused, plain = own_cache(step), own_cache(step)
+    actual, expected = fuse(model)(fused), model(plain)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    for cache, reference in zip(
+        (*fused.kv.k, *fused.kv.v), (*plain.kv.k, *plain.kv.v), strict=True
     ):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(cache, reference, rtol=1e-4, atol=1e-5)
     assert set(calls) == set(ops_used)
 
 
@@ -74,6 +73,7 @@ def test_the_logits_and_the_cache_are_those_of_single_ops(
 def test_what_an_op_does_not_serve_is_done_by_the_single_ones() -> None:
     model = decoder()
     step, calls = step_and_calls(model, FUSED_OPS, serves=False)
-    expected = model(replace(own_cache(step), fuse=False))
-    torch.testing.assert_close(model(step), expected, rtol=1e-4, atol=1e-5)
+    expected = model(own_cache(step))
+    assert not calls, "the plain modules call no fused op"
+    torch.testing.assert_close(fuse(model)(step), expected, rtol=1e-4, atol=1e-5)
     assert set(calls) == set(FUSED_OPS)

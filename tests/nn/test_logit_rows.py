@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from modelmill.core.types import Request
 from modelmill.nn import logit_rows
+from modelmill.nn.fusion import fuse
 from modelmill.nn.kv import KVCache
 from modelmill.nn.step import Step
 from modelmill.ops.registry import select_backends
@@ -57,7 +58,6 @@ def step_of(
         max_context=max(c for _, c in lengths),
         kv=kv,
         ops=select_backends("cpu", kernels),
-        fuse=True,
     )
 
 
@@ -80,16 +80,20 @@ def test_the_logits_are_those_of_all_rows(
     step = step_of(model, lengths, wanted, tokens, kernels)
     narrow = logit_rows.select_logit_rows(step)
     assert (narrow is None) == (tokens < logit_rows.MIN_ROW_RATIO * len(wanted))
-    found = model(step)
-    wide = model(replace(step, fuse=False))
-    assert found.shape == wide.shape
-    torch.testing.assert_close(found, wide, rtol=1e-4, atol=1e-5)
+    actual = fuse(model)(step)
+    all_rows = model(step)
+    assert actual.shape == all_rows.shape
+    torch.testing.assert_close(actual, all_rows, rtol=1e-4, atol=1e-5)
 
 
-def test_who_watches_sees_all_rows() -> None:
+def test_the_plain_modules_compute_all_rows() -> None:
     model = tiny.decoder()
     step = step_of(model, [(9, 20)], [8], 0, REFERENCE)
-    assert logit_rows.select_logit_rows(replace(step, fuse=False)) is None
+    rows: list[int] = []
+    handle = model.layers[-1].mlp.register_forward_hook(lambda *args: rows.append(len(args[2])))
+    model(step)
+    assert rows == [9]
+    handle.remove()
     assert logit_rows.select_logit_rows(replace(step, logit_rows=None)) is None
     narrow = logit_rows.select_logit_rows(step)
     assert narrow is not None

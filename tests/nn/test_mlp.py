@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from modelmill.nn.fusion import FusedGatedMLP
 from modelmill.nn.mlp import GatedMLP
 from modelmill.ops import registry
+from modelmill.parallel.tp_group import SINGLE_RANK
 from modelmill.weights import base
 
 
@@ -40,12 +42,14 @@ def test_the_spanning_op_gives_the_same_and_is_left_out_where_modules_are_watche
     mlp, x = block(weight_format), torch.randn(3, 48, generator=torch.Generator().manual_seed(1))
     seen: list[torch.Tensor] = []
     mlp.act.register_forward_hook(lambda *given: seen.append(given[2]))
-    watched = mlp(x, SimpleNamespace(ops=ops, fuse=False))
+    step = SimpleNamespace(ops=ops, tp_group=SINGLE_RANK)
+    plain = mlp(x, step)
     assert len(seen) == 1
     assert not calls
-    fused = mlp(x, SimpleNamespace(ops=ops, fuse=True))
+    residual = torch.zeros(3, 48)
+    branch = FusedGatedMLP(mlp)(x, residual, step)
     assert len(calls) == (weight_format == "dense")
-    torch.testing.assert_close(fused, watched)
+    torch.testing.assert_close(residual if branch is None else branch, plain)
 
 
 def test_a_kernel_switched_by_hand_is_not_bypassed() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from modelmill.core.errors import UsageError
+from modelmill.nn.fusion import fuse
 from modelmill.nn.kv import KVCache
 from modelmill.nn.linear import Linear
 from modelmill.nn.shard_model import shard_model
@@ -84,9 +85,9 @@ def logits(model: nn.Module, tp_group: TPGroup) -> torch.Tensor:
             context_lens=torch.tensor(lens, dtype=torch.int32),
             logit_rows=torch.tensor(starts[1:]) - 1,
             max_query=max(b - a for a, b in pairwise(starts)),
-            max_context=max(lens), kv=kv, ops=ops, fuse=True, tp_group=tp_group,
+            max_context=max(lens), kv=kv, ops=ops, tp_group=tp_group,
         )  # fmt: skip
-        out.append(model(step))
+        out.append(fuse(model)(step))
     return torch.cat(out)
 
 

@@ -1,0 +1,47 @@
+"""What every language model does with its parts: embed, run the layers, norm, project."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from modelmill.nn.attention import RopeCosSin
+from modelmill.nn.embedding import LMHead, TokenEmbedding
+from modelmill.nn.kv import KVShape
+from modelmill.nn.step import Step
+
+
+class CausalLM(nn.Module):
+    """Token ids → logits. A subclass makes the parts.
+
+    Attributes:
+        kv: The KV cache that a token needs.
+        layers: Each takes and returns (branch, residual), whose sum is the layer's output.
+        norm: Adds the last branch to the residual and normalises the sum.
+    """
+
+    kv: KVShape
+    embed: TokenEmbedding
+    layers: nn.ModuleList
+    norm: nn.Module
+    head: LMHead
+
+    def forward(self, step: Step) -> torch.Tensor:
+        """Logits [R, V] float32 of the rows ``step.logit_rows``."""
+        return self.head(self.hidden_states(step), step)
+
+    def hidden_states(self, step: Step) -> torch.Tensor:
+        """The input of the head: normed final states [R, H] of the rows ``step.logit_rows``."""
+        x: torch.Tensor = self.embed(step.ids, step)
+        residual: torch.Tensor | None = None
+        rope = self.rope(step)
+        for layer in self.layers:
+            x, residual = layer(x, residual, rope, step)
+        if step.logit_rows is not None and residual is not None:
+            x, residual = x[step.logit_rows], residual[step.logit_rows]
+        x, _ = self.norm(x, residual, step)
+        return x
+
+    def rope(self, step: Step) -> RopeCosSin:  # noqa: ARG002
+        """The step's rotation; empty where positions are learned."""
+        return RopeCosSin()

@@ -1,0 +1,257 @@
+"""Fused layers: the plain modules with fewer and larger ops, in the place of ``CausalLM.forward``.
+
+``fuse`` makes a second tree of modules beside the plain one. Both share the leaves (linear layers,
+norms, their weights), so that it takes no memory. The runtime runs the fused tree; where forward
+hooks are attached it runs the plain one, in which every module computes what its name says.
+
+What is fused, each where the chosen backends have the op and its shapes are supported:
+
+* the quantization of a linear layer's input into the norm in front of it (``*_norm_quant``);
+* the qkv projection with rotation and the write to the KV cache (``qkv_rope_cache``);
+* the gate and up projections with SwiGLU (``linear_swiglu``), or SwiGLU with the quantization of
+  the down projection's input (``silu_mul_quant``);
+* the output and down projections with the addition to the residual (``linear_add``). A branch of
+  None between two fused modules means that it was added;
+* the last layer's second half for the rows whose logits are needed only (``nn.logit_rows``);
+* all layers of a small decode step in one op (``nn.fused_decode``).
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from modelmill.nn.attention import Attention, RopeCosSin
+from modelmill.nn.causal_lm import CausalLM
+from modelmill.nn.decoder import Decoder
+from modelmill.nn.fused_decode import MAX_FUSED_TOKENS, StackedWeights, run_fused_decode
+from modelmill.nn.linear import Linear
+from modelmill.nn.logit_rows import select_logit_rows
+from modelmill.nn.mlp import GatedMLP
+from modelmill.nn.norm import RMSNorm
+from modelmill.nn.step import Step
+from modelmill.ops.quant_types import ActQuantSpec, QuantizedInput
+from modelmill.weights.base import act_quant
+
+Activation = torch.Tensor | QuantizedInput
+
+
+def fuse(model: nn.Module) -> nn.Module:
+    """The fused tree of a language model; any other model as it is."""
+    return FusedCausalLM(model) if isinstance(model, CausalLM) else model
+
+
+class FusedModule(nn.Module):
+    """A plain module's children under their names, run in another way.
+
+    ``plain`` itself is no child: names in the fused tree are those of the plain one, so that a
+    profile of either names the same modules.
+    """
+
+    plain: nn.Module
+
+    def __init__(self, plain: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "plain", plain)
+        for name, child in plain.named_children():
+            self.add_module(name, child)
+
+
+class FusedCausalLM(FusedModule):
+    """Token ids → logits, by fused layers."""
+
+    plain: CausalLM
+
+    def __init__(self, plain: CausalLM) -> None:
+        super().__init__(plain)
+        self.layers = nn.ModuleList(FusedLayer(layer) for layer in plain.layers)
+        self.norm = FusedNorm(plain.norm, None)
+        self._stacked_weights = (
+            StackedWeights(plain.layers, cast(RMSNorm, plain.norm), plain.head)
+            if isinstance(plain, Decoder)
+            else None
+        )
+
+    def forward(self, step: Step) -> torch.Tensor:
+        """Logits [R, V] float32 of the rows ``step.logit_rows``."""
+        x, rope = self.plain.embed(step.ids, step), self.plain.rope(step)
+        if (
+            self._stacked_weights is not None
+            and step.tp_group.size == 1
+            and step.ops.decode is not None
+            and len(x) <= MAX_FUSED_TOKENS
+            and not step.kv.k_scale
+        ):
+            stack = self._stacked_weights.stack()
+            if stack is not None:
+                return run_fused_decode(step.ops.decode, stack, x, rope, step)
+        return self.plain.head(self._run_layers(x, rope, step), step)
+
+    def hidden_states(self, step: Step) -> torch.Tensor:
+        """The input of the head: normed final states [R, H] of the rows ``step.logit_rows``."""
+        return self._run_layers(self.plain.embed(step.ids, step), self.plain.rope(step), step)
+
+    def _run_layers(self, x: torch.Tensor, rope: RopeCosSin, step: Step) -> torch.Tensor:
+        """Embeddings [T, H] through all layers and the last norm, [R, H]."""
+        branch: torch.Tensor | None = x
+        residual: torch.Tensor | None = None
+        *layers, last_layer = self.layers
+        for layer in layers:
+            branch, residual = layer(branch, residual, rope, step)
+        logit_step = select_logit_rows(step)
+        branch, residual = last_layer(branch, residual, rope, step, logit_step)
+        assert residual is not None, "a layer returns its residual"
+        if logit_step is None and step.logit_rows is not None:
+            branch = None if branch is None else branch[step.logit_rows]
+            residual = residual[step.logit_rows]
+        normed, _ = self.norm(branch, residual, step)
+        return normed
+
+
+class FusedLayer(FusedModule):
+    """One pre-norm layer: norm → attention → norm → MLP."""
+
+    def __init__(self, plain: nn.Module) -> None:
+        super().__init__(plain)
+        attn, mlp = cast(Attention, plain.attn), cast(nn.Module, plain.mlp)
+        # LayerNorm models keep the branch apart: their logits are those of before, bit for bit
+        adds_residual = isinstance(plain.mlp_norm, RMSNorm)
+        gated = isinstance(mlp, GatedMLP)
+        self.attn_norm = FusedNorm(cast(nn.Module, plain.attn_norm), attn.qkv_proj)
+        self.attn = FusedAttention(attn, adds_residual)
+        self.mlp_norm = FusedNorm(
+            cast(nn.Module, plain.mlp_norm), cast(GatedMLP, mlp).gate_up_proj if gated else None
+        )
+        self.gated = gated
+        self.mlp = FusedGatedMLP(cast(GatedMLP, mlp)) if gated else mlp
+
+    def forward(
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        rope: RopeCosSin,
+        step: Step,
+        logit_step: Step | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """(branch, residual), both [T, H], or [R, H] of the rows of ``logit_step``."""
+        normed, residual = self.attn_norm(x, residual, step)
+        if logit_step is not None:
+            residual = residual[step.logit_rows]
+        x = self.attn(normed, residual, rope, step, logit_step)
+        step = logit_step or step
+        normed, residual = self.mlp_norm(x, residual, step)
+        if self.gated:
+            return self.mlp(normed, residual, step), residual
+        return self.mlp(normed, step), residual
+
+
+class FusedNorm(FusedModule):
+    """A norm that puts out the 8-bit input of the linear layer behind it, where that takes one."""
+
+    plain: nn.Module
+    next_linear: Linear | None
+
+    def __init__(self, plain: nn.Module, next_linear: Linear | None) -> None:
+        super().__init__(plain)
+        quantizes = next_linear is not None and isinstance(plain, RMSNorm)
+        object.__setattr__(self, "next_linear", next_linear if quantizes else None)
+
+    def forward(
+        self, x: torch.Tensor | None, residual: torch.Tensor | None, step: Step
+    ) -> tuple[Activation, torch.Tensor]:
+        """x, residual: [T, H]; x None: it was added to the residual before."""
+        if x is None:
+            x, residual = residual, None
+        assert x is not None, "a branch or a residual"
+        spec = self._act_quant(step)
+        if spec is None:
+            return self.plain.forward(x, residual, step)
+        norm, ops = cast(RMSNorm, self.plain), step.ops
+        if residual is None:
+            values, scale = ops.rms_norm_quant(x, norm.weight, norm.eps, *spec)
+            return QuantizedInput(values, scale, x.dtype), x
+        values, scale, total = ops.add_rms_norm_quant(x, residual, norm.weight, norm.eps, *spec)
+        return QuantizedInput(values, scale, x.dtype), total
+
+    def _act_quant(self, step: Step) -> ActQuantSpec | None:
+        linear = self.next_linear
+        if linear is None or step.tp_group.size > 1 or not step.ops.fuses_norm_quant:
+            return None
+        return act_quant(linear.weight)
+
+
+class FusedAttention(FusedModule):
+    """qkv projection, rotation and KV cache in one op; the output added to the residual."""
+
+    plain: Attention
+
+    def __init__(self, plain: Attention, adds_residual: bool) -> None:
+        super().__init__(plain)
+        self.adds_residual = adds_residual
+
+    def forward(
+        self,
+        x: Activation,
+        residual: torch.Tensor,
+        rope: RopeCosSin,
+        step: Step,
+        logit_step: Step | None = None,
+    ) -> torch.Tensor | None:
+        """[T, H] → [T, H], or [R, H] of the rows of ``logit_step``; None: added to residual."""
+        attn = self.plain
+        q = _try_qkv_rope(attn.qkv_proj, x, attn.rope_cache.op_args(rope, step), step)
+        if q is None:
+            q = attn.rope_cache(attn.qkv_proj(x, step), rope, step)
+        if logit_step is not None:
+            q, step = q[step.logit_rows], logit_step
+        out = attn.core(q, step)
+        if self.adds_residual and _try_linear_add(attn.o_proj, out, residual, step):
+            return None
+        return attn.o_proj(out, step)
+
+
+class FusedGatedMLP(FusedModule):
+    """SwiGLU in the op before or behind it; the output added to the residual."""
+
+    plain: GatedMLP
+
+    def forward(self, x: Activation, residual: torch.Tensor, step: Step) -> torch.Tensor | None:
+        """[T, H] → [T, H]; None: added to residual."""
+        mlp = self.plain
+        inner = mlp.gate_up_proj.weight.try_linear_swiglu(x, mlp.gate_up_proj.bias, step.ops)
+        if inner is None:
+            gate_up = mlp.gate_up_proj(x, step)
+            out = _try_swiglu_quant(mlp.down_proj, gate_up, step)
+            if out is not None:
+                return out
+            inner = mlp.act(gate_up, step)
+        if _try_linear_add(mlp.down_proj, inner, residual, step):
+            return None
+        return mlp.down_proj(inner, step)
+
+
+def _try_linear_add(linear: Linear, x: torch.Tensor, residual: torch.Tensor, step: Step) -> bool:
+    """Whether x Wᵀ + b was added to ``residual`` [T, N] in place.
+
+    Not where ranks hold partial sums of it.
+    """
+    fused: Any = getattr(linear.weight, "try_linear_add", None)
+    if fused is None or step.tp_group.size > 1:
+        return False
+    return fused(x, linear.bias, residual, step.ops) is not None
+
+
+def _try_qkv_rope(
+    linear: Linear, x: Activation, rope_args: tuple[Any, ...], step: Step
+) -> torch.Tensor | None:
+    """The rotated queries; keys and values are in the cache. None: nothing was done."""
+    fused: Any = getattr(linear.weight, "try_qkv_rope", None)
+    return None if fused is None else fused(x, linear.bias, rope_args, step.ops)
+
+
+def _try_swiglu_quant(linear: Linear, gate_up: torch.Tensor, step: Step) -> torch.Tensor | None:
+    """The product with silu(gate) · up of [T, 2·K], quantized in the same op; None: no such op."""
+    fused: Any = getattr(linear.weight, "try_swiglu_quant", None)
+    return None if fused is None else fused(gate_up, linear.bias, step.ops)
