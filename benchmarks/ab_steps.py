@@ -1,13 +1,12 @@
-"""Times a model's steps with different choices of kernels, in turn on one card: what an idea is
-worth.
+"""Compare a model's step times with different kernel choices, in turn on one GPU.
 
     python benchmarks/ab_steps.py qwen-7b --prefill 1x4096 --against linear_swiglu=torch --against
                                  linear=triton [--decode 8x1024] [-q int8] [--pause 0.3] [--seconds
                                  8] [--save FILE.jsonl]
 
-Each ``--against OP=VARIANT[,…]`` is one choice, beside the usual one ("all kernels"); the rows
-carry it as ``state``. A fused op is switched off when one of its parts comes from another backend:
-what changes besides is told there, too. ``-q``: how the matrices are held (``weight_formats.py``).
+Each ``--against OP=VARIANT[,…]`` is one choice, compared with the default one ("all kernels"); it
+is ``state`` in the rows. A fused op is switched off when one of its parts comes from another
+backend: such side effects are part of ``state``. ``-q``: weight format (``weight_formats.py``).
 Decode steps are graphs. Prompts are launched as the engine does; with --pause each waits for that
 many seconds, so that the card is cool, and without it they follow one another for --seconds, and
 the power limit shows.
@@ -58,7 +57,7 @@ def kernel_choices(against: Sequence[str]) -> dict[str, KernelChoice]:
 def side_effects(
     requested: KernelChoice, usual: KernelChoice, chosen: KernelChoice
 ) -> dict[str, str]:
-    """What a choice changed besides what it asked for: op → variant."""
+    """Return further changes of the backend selection, beyond the override: op → variant."""
     return {
         op: variant
         for op, variant in chosen.items()
@@ -70,10 +69,10 @@ def label_states(states: KernelChoices) -> dict[str, KernelChoice]:
     """The choices by names that say all that each of them changes."""
     usual = select_backends("cuda").backends
     named = {}
-    for state, asked in states.items():
-        more = side_effects(asked, usual, select_backends("cuda", asked).backends)
+    for state, overrides in states.items():
+        more = side_effects(overrides, usual, select_backends("cuda", overrides).backends)
         also = ",".join(f"{op}={variant}" for op, variant in more.items())
-        named[f"{state} (and so {also})" if also else state] = asked
+        named[f"{state} (and so {also})" if also else state] = overrides
     return named
 
 
@@ -112,7 +111,7 @@ def prefill(
             time.sleep(pause)
             times[index] += [1e3 * each for each in time_call(calls[index])]
         turn += 1
-    for state, found in zip(states, times, strict=True):
+    for state, step_times in zip(states, times, strict=True):
         about = {
             "figure": "step.prefill_ms",
             "batch": batch,
@@ -120,7 +119,7 @@ def prefill(
             "state": state,
             "pause_s": pause,
         }
-        yield about | spread_fields(found)
+        yield about | spread_fields(step_times)
 
 
 def time_call(call: Callable[[], Any]) -> list[float]:

@@ -11,9 +11,9 @@ from typing import Any
 
 
 def portable_command(script: str, arguments: Iterable[str]) -> str:
-    """The command as somebody else would give it: folders of this machine by their last name."""
-    told = [Path(each).name if Path(each).is_absolute() else each for each in arguments]
-    return shlex.join(["python", f"benchmarks/{script}.py", *told])
+    """Return the command without absolute paths: only their last component is kept."""
+    portable = [Path(each).name if Path(each).is_absolute() else each for each in arguments]
+    return shlex.join(["python", f"benchmarks/{script}.py", *portable])
 
 
 def append_rows(out: Path, rows: Iterable[Mapping[str, Any]], command: str) -> None:
@@ -21,6 +21,6 @@ def append_rows(out: Path, rows: Iterable[Mapping[str, Any]], command: str) -> N
     date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     with out.open("a", encoding="utf-8") as sink:
         for row in rows:
-            told = {key: value for key, value in row.items() if key != "facts"}
-            told |= {**row["facts"], "command": command, "date": date}
-            sink.write(json.dumps(told, ensure_ascii=False) + "\n")
+            merged = {key: value for key, value in row.items() if key != "facts"}
+            merged |= {**row["facts"], "command": command, "date": date}
+            sink.write(json.dumps(merged, ensure_ascii=False) + "\n")

@@ -1,5 +1,6 @@
-"""Tunes the launch sizes of a model shape on this GPU as ``modelmill build`` does, and times decode
-steps with and without them, in turn, in one run.
+"""Autotune a model shape's launch configs and time decode steps with and without them.
+
+Tunes on this GPU as ``modelmill build`` does; both variants run in turn, in one run.
 
     python benchmarks/autotune.py qwen-7b [--weights int8] [--decode 1x128,8x1024] [--save
     FILE.jsonl]

@@ -1,5 +1,4 @@
-"""Prompts on a CPU, alone and while another process keeps one core busy: how the threads of OpenMP
-had better wait.
+"""Time CPU prompts, alone and beside a process that keeps one core busy, per OpenMP setting.
 
     python benchmarks/cpu_contention.py ENGINE [--uses cli server library] [--rounds 5] [--pin CPU]
     [--out FILE.jsonl]
@@ -86,7 +85,7 @@ class PipeProcess:
 
 
 class HttpServer:
-    """A server, asked over HTTP."""
+    """A server, called over HTTP."""
 
     def __init__(self, engine: Path, use: str, setting: str) -> None:
         del use
@@ -125,11 +124,11 @@ class HttpServer:
         self.number += 1
         ids = [self.draw.randrange(100, 40000) for _ in range(length)]
         body = {"model": self.model, "prompt": ids, "max_tokens": 1, "cache_salt": f"{self.number}"}
-        url, kind = (
+        url, headers = (
             f"http://127.0.0.1:{self.port}/v1/completions",
             {"Content-Type": "application/json"},
         )
-        request = urllib.request.Request(url, json.dumps(body).encode(), kind)
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
         began = time.perf_counter()
         with urllib.request.urlopen(request, timeout=300) as reply:
             reply.read()
@@ -170,14 +169,14 @@ def measure(
             if options.pin is not None:
                 os.sched_setaffinity(busy.pid, {options.pin})
         try:
-            taken: dict[tuple[int, str], list[float]] = {}
+            measured: dict[tuple[int, str], list[float]] = {}
             for number in range(options.rounds):
                 for length in LENGTHS:
                     for _ in range(1 if length == max(LENGTHS) else 2):
                         for name, side in sides.items():
-                            taken.setdefault((length, name), []).append(side.seconds(length))
+                            measured.setdefault((length, name), []).append(side.seconds(length))
                 print(f"  {machine}: round {number + 1} of {options.rounds}", file=sys.stderr)
-            for (length, name), seconds in taken.items():
+            for (length, name), seconds in measured.items():
                 yield machine, length, name, seconds
         finally:
             if busy is not None:
@@ -248,9 +247,7 @@ def row(
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """p50/p90 in milliseconds, a line each for machine and length, and ours against the best of the
-    others.
-    """
+    """Return p50/p90 in ms per machine state and length, and ours over the best other."""
     print(
         f"{rows[0]['use']:<10}{'':>20}"
         + "".join(f"{name:>18}" for name in OPENMP_SETTINGS)

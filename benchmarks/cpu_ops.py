@@ -1,5 +1,4 @@
-"""The CPU kernels and torch's reference in turn, against this machine's memory: rows in
-benchmarks/results/cpu.jsonl.
+"""Compare CPU kernels with torch's reference in turn; rows in benchmarks/results/cpu.jsonl.
 
 python benchmarks/cpu_ops.py [--threads 2] [--op linear] [--dtype float32] [--runs 15]
 """

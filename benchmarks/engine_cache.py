@@ -1,9 +1,8 @@
-"""Engines that are kept between runs: built by the verb, found again by all that decides their
-weights.
+"""A cache of engines between runs, keyed by everything that determines their weights.
 
 An engine's folder is named by the options of its build and by a digest of the checkpoint, the
 calibration file, torch and the sources that make weights. Where one of them changes the engine is
-built anew, so that an older engine is never measured as if today's code had made it.
+built again, so that an older engine is never measured as if today's code had made it.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ SOURCES = ("builder/*.py", "checkpoint/**/*.py", "core/config.py", "models/*.py"
 @cache
 def source_digest(package: Path = ROOT / "modelmill") -> str:
     """A digest of the code that decides an engine's weights."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in sorted({file for pattern in SOURCES for file in package.glob(pattern)}):
-        found.update(
+        digest.update(
             f"{file.relative_to(package)}\0".encode() + hashlib.sha256(file.read_bytes()).digest()
         )
-    return found.hexdigest()[:12]
+    return digest.hexdigest()[:12]
 
 
 def short_digest(parts: Sequence[object]) -> str:
@@ -73,8 +72,9 @@ def engine_path(checkpoint: Path, build: Sequence[str], folder: Path) -> Path:
 def build_or_reuse(
     checkpoint: Path, build: Sequence[str], folder: Path, fresh: bool = False
 ) -> tuple[Path | None, float | None]:
-    """(the engine of these options, seconds of its build or None where it was kept); no engine
-    where it was refused.
+    """Return the engine of these options, and its build time in seconds.
+
+    The engine is None if the build was refused; the time is None if the engine was cached.
 
     What older sources built with the same options goes. Raises SystemExit where the build failed.
     """
@@ -110,19 +110,20 @@ def build_or_reuse(
 
 
 def engine_content_digest(engine: Path) -> str:
-    """A digest of what an engine computes with: the model's config and its weights, not the options
-    they came from.
-    """
+    """Return a digest of an engine's config and weights, without the options of its build."""
     from modelmill.artifact.manifest import MANIFEST_FILE
 
-    told = json.loads((engine / MANIFEST_FILE).read_text(encoding="utf-8"))
+    manifest = json.loads((engine / MANIFEST_FILE).read_text(encoding="utf-8"))
     weights = {
         name: entry["sha256"]
-        for name, entry in told["files"].items()
+        for name, entry in manifest["files"].items()
         if name.startswith("weights/")
     }
     return short_digest(
-        [json.dumps(each, sort_keys=True) for each in (told["config"], told["aliases"], weights)]
+        [
+            json.dumps(each, sort_keys=True)
+            for each in (manifest["config"], manifest["aliases"], weights)
+        ]
     )
 
 

@@ -1,5 +1,4 @@
-"""The lines of the speed table with weights, keys and values held in one of several ways, on the
-loop alone.
+"""Run the lines of the speed table on the engine core alone, for one or more weight formats.
 
     python benchmarks/engine_core_table.py llama-7b --as smoothquant:auto [--decode 1x128,64x1024]
         [--first 1024,4096] [--rounds 3] [--launched] [--save FILE.jsonl]
@@ -48,9 +47,7 @@ class EngineCoreSide:
         self.engine_core, self.count = engine_core, 0
 
     def generate(self, lengths: Lengths, seed: int) -> float:
-        """Seconds from handing in requests of these (prompt, output) lengths to having all their
-        ids on the host.
-        """
+        """Return seconds from submitting requests of (prompt, output) lengths to all ids."""
         requests = []
         for prompt, (_, output) in zip(random_prompts(lengths, seed), lengths, strict=True):
             requests.append(greedy_request(f"{self.name}-{self.count}", prompt, output))
@@ -81,13 +78,13 @@ class EagerPromptSide(EngineCoreSide):
 
 
 def workloads(options: argparse.Namespace) -> list[Workload]:
-    """The lines asked for."""
-    found = [
+    """Return the requested lines."""
+    steps = [
         Workload(f"decode-{batch}x{prompt}", (prompt,) * batch)
         for batch, prompt in parse_pairs(options.decode)
     ]
     firsts = [int(each) for each in options.first.split(",") if each]
-    return found + [Workload(f"first-{prompt}", (prompt,), (1,)) for prompt in firsts]
+    return steps + [Workload(f"first-{prompt}", (prompt,), (1,)) for prompt in firsts]
 
 
 @torch.inference_mode()

@@ -1,5 +1,4 @@
-"""A machine with a Hopper GPU that launches nothing, for the host's part of launches: where
-Python's time goes.
+"""A fake Hopper GPU that launches nothing, to measure the host's part of kernel launches.
 
 Tensors live on the CPU, and the driver (fake_cuda_driver.c) takes every launch and forgets it.
 Triton compiles for sm_90 and launches through its own launchers. Linux with gcc; a torch without
@@ -25,8 +24,11 @@ NUM_SMS = 132
 
 
 def driver_environment(folder: Path) -> dict[str, str]:
-    """Of a process that is to find the silent driver, which is compiled into ``folder``. Raises
-    FileNotFoundError without gcc."""
+    """Set up this process to load the fake driver, compiled into ``folder``.
+
+    Raises:
+        FileNotFoundError: without gcc.
+    """
     gcc = shutil.which("gcc")
     if gcc is None or sys.platform != "linux":
         raise FileNotFoundError("the silent driver needs gcc on Linux")
@@ -77,8 +79,8 @@ def disable_kernels() -> None:
     from modelmill.ops.cuda import build, launch
 
     @functools.cache
-    def kernel(*told: Any) -> launch.CudaKernel:
-        _, _, _, threads, shared, *_ = told
+    def kernel(*args: Any) -> launch.CudaKernel:
+        _, _, _, threads, shared, *_ = args
         return launch.CudaKernel(1, threads, shared)
 
     build.why_unavailable = _nothing
@@ -91,8 +93,8 @@ def disable_kernels() -> None:
         "divide": _nothing,
     }
     for backend in (triton_backend, cuda_backend):
-        for found in pkgutil.iter_modules(backend.__path__):
-            module = importlib.import_module(f"{backend.__name__}.{found.name}")
+        for module_info in pkgutil.iter_modules(backend.__path__):
+            module = importlib.import_module(f"{backend.__name__}.{module_info.name}")
             for name, answer in everywhere.items():
                 if hasattr(module, name):
                     setattr(module, name, answer)

@@ -1,5 +1,4 @@
-"""How far an engine's next-token distributions lie from another's on a text: perplexity, KL and
-agreement.
+"""Compare an engine's next-token distributions with a reference's: perplexity, KL, agreement.
 
 The text is cut into windows that are read one by one, each from its beginning. The reference's
 logits are computed once and kept beside the engines, since many engines are compared with one.
@@ -24,9 +23,7 @@ ProgressCallback = Callable[[int, int], None]
 
 @dataclass
 class FidelitySums:
-    """Running sums over rows: nats of the tokens that came, KL to the reference, equal next
-    tokens.
-    """
+    """Running sums over rows: negative log-likelihood, KL to the reference, equal next tokens."""
 
     scored: int = 0
     nats: float = 0.0
@@ -59,20 +56,18 @@ class FidelitySums:
 
     def facts(self) -> dict[str, Any]:
         """perplexity, and what was compared with a reference."""
-        found: dict[str, Any] = {"perplexity": math.exp(self.nats / self.scored)}
+        fields: dict[str, Any] = {"perplexity": math.exp(self.nats / self.scored)}
         if self.rows:
-            found |= {
+            fields |= {
                 "mean_kl": self.kl / self.rows,
                 "max_kl": self.max_kl,
                 "agreement": self.num_equal / self.rows,
             }
-        return found
+        return fields
 
 
 def split_windows(ids: Sequence[int], length: int) -> list[list[int]]:
-    """Stretches of ``length`` ids that do not overlap; a last one of a single token has nothing to
-    score.
-    """
+    """Split ids into windows of ``length`` without overlap; a last window of one id is dropped."""
     cuts = [list(ids[at : at + length]) for at in range(0, len(ids), length)]
     return [cut for cut in cuts if len(cut) > 1]
 
@@ -118,11 +113,11 @@ def cached_logits(
     file: Path,
     on_progress: ProgressCallback,
 ) -> torch.Tensor:
-    """The float32 logits [all rows, V] of an engine on the windows, from ``file`` where it has them
-    already.
+    """Return the float32 logits [all rows, V] of an engine on the windows, cached in ``file``.
 
     open_engine_core: called only where they must be computed. The file's name is completed by a
-    digest of the windows."""
+    digest of the windows.
+    """
     digest = hashlib.sha256(repr([list(w) for w in windows]).encode()).hexdigest()[:12]
     rows = sum(map(len, windows))
     done = file.with_name(f"{file.name}-{digest}.f32")
@@ -130,19 +125,19 @@ def cached_logits(
         loop = open_engine_core()
         vocab = loop.model_runner.sampler.vocab
         part = done.with_suffix(".part")
-        found = torch.from_file(
+        logits_file = torch.from_file(
             str(part), shared=True, size=rows * vocab, dtype=torch.float32
         ).view(rows, vocab)
         first = 0
         for number, window in enumerate(windows):
 
             def take(_: int, at: int, logits: torch.Tensor, start: int = first) -> None:
-                found[start + at : start + at + len(logits)] = logits.float().cpu()
+                logits_file[start + at : start + at + len(logits)] = logits.float().cpu()
 
             loop.scorer().run([window], None, take)
             first += len(window)
             on_progress(number + 1, len(windows))
-        del found
+        del logits_file
         part.rename(done)
     size = done.stat().st_size // 4
     return torch.from_file(str(done), shared=True, size=size, dtype=torch.float32).view(

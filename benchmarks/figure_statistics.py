@@ -1,5 +1,4 @@
-"""The rules by which both sides of a comparison become one figure: the same functions for ours and
-for a peer.
+"""Compute a figure from measured times, with the same functions for modelmill and for peers.
 
 What goes in are seconds of whole calls, from handing in the requests until all their tokens are on
 the host. Time
@@ -20,9 +19,7 @@ SHORT, LONG = 16, 144
 
 @dataclass(frozen=True)
 class MeasuredFigure:
-    """One measured figure: what counts, the least and most of its rounds, and the seconds of each
-    call.
-    """
+    """One measured figure: its value, the minimum and maximum over rounds, and seconds per call."""
 
     value: float
     min: float
@@ -36,8 +33,7 @@ class MeasuredFigure:
 
 
 def time_per_token(short: Sequence[float], long: Sequence[float]) -> MeasuredFigure:
-    """Milliseconds a step: (median of the long calls - median of the short ones) / steps between
-    them.
+    """Milliseconds per step: difference of the median long and short calls over the steps between.
 
     short, long: seconds of the calls with SHORT and LONG tokens, round by round; the spread is over
     the rounds.

@@ -1,5 +1,4 @@
-"""Times what the host does for a step with prompts, which is launched kernel by kernel: no GPU is
-needed.
+"""Time the host's work for a step with prompts, launched kernel by kernel; needs no GPU.
 
     python benchmarks/host_overhead.py [-q smoothquant] [--kv-cache-dtype int8] [--steps
         1024,768+230] [--rounds 60] [--profile]
@@ -96,12 +95,12 @@ def make_step(shape: str, weight_format: str, kv_dtype: str) -> Callable[[], Any
 
 def cpu_ms(call: Callable[[], Any], rounds: int) -> list[float]:
     """CPU milliseconds of each call."""
-    found = []
+    times = []
     for _ in range(rounds):
         began = time.process_time()
         call()
-        found.append(1e3 * (time.process_time() - began))
-    return found
+        times.append(1e3 * (time.process_time() - began))
+    return times
 
 
 def parse_args() -> argparse.Namespace:
@@ -123,9 +122,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure and print; once more, in a process that finds the silent driver, where this one does
-    not.
-    """
+    """Measure and print; restart in a process with the fake driver if this one lacks it."""
     options = parse_args()
     if os.environ.get(FAKE_DRIVER_VAR) != "1":
         os.environ[FAKE_DRIVER_VAR] = "1"
@@ -137,10 +134,10 @@ def main() -> int:
     torch.set_num_threads(1)
     fake_cuda_driver.fake_hopper_device()
     fake_cuda_driver.disable_kernels()
-    for told in options.steps.split(","):
-        call = make_step(told, options.weights, options.kv_cache_dtype)
+    for step_name in options.steps.split(","):
+        call = make_step(step_name, options.weights, options.kv_cache_dtype)
         times = cpu_ms(call, options.rounds)
-        what = f"{options.weights}, pages {options.kv_cache_dtype}, {told} tokens"
+        what = f"{options.weights}, pages {options.kv_cache_dtype}, {step_name} tokens"
         print(
             f"{what}: {min(times):.2f} ms of CPU at least, {statistics.median(times):.2f} in the "
             "median"

@@ -1,5 +1,4 @@
-"""Ours and llama.cpp on the same CPU in turn: prefill, and decode after short and long prompts, of
-one small model.
+"""Compare modelmill and llama.cpp on one CPU in turn: prefill and decode of a small model.
 
     python benchmarks/llamacpp_peer.py ENGINE GGUF --peer-python /venv/bin/python [--threads 2]
     [--rounds 7] [--busy 0]
@@ -7,7 +6,8 @@ one small model.
 ENGINE is a modelmill engine, GGUF the file that llama.cpp runs, and peer-python an interpreter that
 has a llama.cpp wheel (``pip install xllamacpp`` in a virtual environment of its own). Each round
 runs every prompt once on either
-side, the first side changing from round to round. Both sides tell the same numbers: prefill is the
+side, the first side changing from round to round. Both sides report the same figures: prefill is
+the
 prompt's tokens
 over the time to the first token, decode the tokens after the first over the time from the first to
 the last. Medians
@@ -60,21 +60,25 @@ def serve_peer(gguf: str, threads: int) -> None:
     server = xllamacpp.Server(params)
     print(json.dumps({"ready": True}), file=out, flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         answer = server.handle_completions(
             {
-                "prompt": asked["ids"],
-                "n_predict": asked["count"],
+                "prompt": request["ids"],
+                "n_predict": request["count"],
                 "temperature": 0.0,
                 "ignore_eos": True,
                 "cache_prompt": False,
             }
         )
-        told = (json.loads(answer) if isinstance(answer, str) else answer)["timings"]
-        assert told["prompt_n"] == len(asked["ids"]), "a part of the prompt was taken from a cache"
-        assert told["predicted_n"] == asked["count"]
+        timings = (json.loads(answer) if isinstance(answer, str) else answer)["timings"]
+        assert timings["prompt_n"] == len(request["ids"]), (
+            "a part of the prompt was taken from a cache"
+        )
+        assert timings["predicted_n"] == request["count"]
         print(
-            json.dumps([told["prompt_ms"] / 1e3, told["predicted_ms"] / 1e3]), file=out, flush=True
+            json.dumps([timings["prompt_ms"] / 1e3, timings["predicted_ms"] / 1e3]),
+            file=out,
+            flush=True,
         )
 
 
@@ -140,8 +144,8 @@ def open_modelmill(
         loop.add(Request(id="only", prompt=prompt, params=params))
         arrived = []
         while loop.has_work:
-            told = len(loop.step())
-            arrived += [time.perf_counter()] * told
+            num_tokens = len(loop.step())
+            arrived += [time.perf_counter()] * num_tokens
         assert len(arrived) == count
         return arrived[0] - started, arrived[-1] - arrived[0]
 
@@ -179,11 +183,13 @@ def device() -> str:
         if sys.platform == "linux"
         else []
     )
-    found = {
+    cpuinfo = {
         key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
     }
-    kind = f"family {found.get('cpu family', '?')} model {found.get('model', '?')}"
-    return f"{found.get('model name', platform.processor())} ({kind}), {os.cpu_count()} cores"
+    cpu_model = f"family {cpuinfo.get('cpu family', '?')} model {cpuinfo.get('model', '?')}"
+    return (
+        f"{cpuinfo.get('model name', platform.processor())} ({cpu_model}), {os.cpu_count()} cores"
+    )
 
 
 def main() -> None:
@@ -261,25 +267,23 @@ def record(
     with options.out.open("a", encoding="utf-8") as file:
         for length in PROMPTS:
             for phase in ("prefill", "decode"):
-                ours, theirs = (
-                    sorted(speeds[length, phase, side]) for side in ("ours", "llama.cpp")
-                )
-                mine, other = statistics.median(ours), statistics.median(theirs)
-                shown = f"{mine:>8.0f}{ours[0]:>8.0f}{ours[-1]:>8.0f}{other:>12.0f}{theirs[0]:>8.0f}{theirs[-1]:>8.0f}"  # noqa: E501
-                print(f"{phase + ', prompt ' + str(length):24}{shown}{mine / other:>8.2f}")
+                ours, peer = (sorted(speeds[length, phase, side]) for side in ("ours", "llama.cpp"))
+                our_median, other = statistics.median(ours), statistics.median(peer)
+                shown = f"{our_median:>8.0f}{ours[0]:>8.0f}{ours[-1]:>8.0f}{other:>12.0f}{peer[0]:>8.0f}{peer[-1]:>8.0f}"  # noqa: E501
+                print(f"{phase + ', prompt ' + str(length):24}{shown}{our_median / other:>8.2f}")
                 row = {
                     "op": "llamacpp_peer",
                     "phase": phase,
                     "prompt": length,
-                    "ours": round(mine, 1),
+                    "ours": round(our_median, 1),
                 }
                 row |= {
                     "ours_spread": [round(ours[0], 1), round(ours[-1], 1)],
                     "llamacpp": round(other, 1),
                 }
                 row |= {
-                    "llamacpp_spread": [round(theirs[0], 1), round(theirs[-1], 1)],
-                    "ratio": round(mine / other, 3),
+                    "llamacpp_spread": [round(peer[0], 1), round(peer[-1], 1)],
+                    "ratio": round(our_median / other, 3),
                 }
                 file.write(json.dumps(common | row) + "\n")
 

@@ -1,12 +1,12 @@
-"""Write a checkpoint of a known shape with seeded random weights, in Hugging Face layout, one
-tensor at a time.
+"""Write a checkpoint of a known shape with seeded random weights, in Hugging Face layout.
 
     python benchmarks/make_checkpoint.py qwen-7b out/qwen7b [--layers N] [--weights normal|uniform]
 
 Every tensor is filled with random values (zeros run faster than real data would). ``normal``:
 matrices get a spread of 1/sqrt(inputs), so that activations keep their size and the acceptance
 contract has something to see. ``uniform``: everything within 0.001, as vLLM makes weights up; where
-power is the limit, what is multiplied decides the time too."""
+power is the limit, what is multiplied decides the time too.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SHAPES = {"qwen-7b": QWEN_7B, "llama-7b": LLAMA_7B, "gpt2-medium": GPT2_MEDIUM}
 
 
 def with_num_layers(shape: str, layers: int | None = None) -> dict[str, object]:
-    """The config of a shape, with fewer (or more) layers where ``layers`` says so."""
+    """Return the config of a shape, with ``layers`` layers if given."""
     config: dict[str, object] = {**SHAPES[shape]}
     if layers is not None:
         config["n_layer" if config["model_type"] == "gpt2" else "num_hidden_layers"] = layers
@@ -63,14 +63,14 @@ def with_num_layers(shape: str, layers: int | None = None) -> dict[str, object]:
 
 def tensors(config: dict[str, object]) -> Iterator[dict[str, tuple[int, ...]]]:
     """Shapes by name, one dict a shard: the ends, then one a layer."""
-    kind = config["model_type"]
-    if kind == "gpt2":
+    model_type = config["model_type"]
+    if model_type == "gpt2":
         yield from _gpt2_tensors(config)
         return
     hidden, vocab = int(config["hidden_size"]), int(config["vocab_size"])  # type: ignore[call-overload]
-    inner = int(config["intermediate_size"]) // (2 if kind == "qwen" else 1)  # type: ignore[call-overload]
+    inner = int(config["intermediate_size"]) // (2 if model_type == "qwen" else 1)  # type: ignore[call-overload]
     layers = int(config["num_hidden_layers"])  # type: ignore[call-overload]
-    if kind == "qwen":
+    if model_type == "qwen":
         yield {
             "transformer.wte.weight": (vocab, hidden), "transformer.ln_f.weight": (hidden,),
             "lm_head.weight": (vocab, hidden),
@@ -129,8 +129,10 @@ def fill(
     generator: torch.Generator,
     weights: str = NORMAL,
 ) -> torch.Tensor:
-    """Seeded: norm weights around 1, embeddings of unit spread, matrices of 1/sqrt(inputs); or all
-    of it uniform.
+    """Fill a tensor with seeded random weights.
+
+    normal: norm weights around 1, embeddings of unit standard deviation, matrices of
+    1/sqrt(inputs). uniform: every tensor uniform.
     """
     if weights == UNIFORM:
         drawn = torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float32)
@@ -152,7 +154,7 @@ def main() -> None:
     parser.add_argument("shape", choices=sorted(SHAPES))
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--layers", type=int, help="other than the shape's, to rehearse a run")
+    parser.add_argument("--layers", type=int, help="other than the shape's, for a dry run")
     parser.add_argument(
         "--weights", choices=(NORMAL, UNIFORM), default=NORMAL, help="how they are drawn"
     )

@@ -1,13 +1,12 @@
-"""MiniGPT-4's published sizes on the GPU, beside transformers' plain pipeline: a picture and words
-in, an answer out.
+"""Measure MiniGPT-4's published sizes on the GPU, beside transformers' pipeline.
 
     python benchmarks/minigpt4.py [--sides bfloat16,int4,transformers] [--works
                                   eyes,first,request,many] [--rounds 5] [--layers N] [--out
                                   FILE.jsonl]
 
 request: 100 text tokens and one picture (32 embeddings), 100 new tokens, greedy. first: its first
-token alone. many: 64 of them at once. eyes: the tower, the Q-Former and the projection alone, one
-picture and 16. Every call brings pictures that were not seen before. A call runs from pixels (ours:
+token alone. many: 64 of them at once. eyes: the image encoder alone (tower, Q-Former, projection),
+one picture and 16. Every call has new pictures. A call runs from pixels (ours:
 bytes; transformers: normalised floats, as its processor gives them) on the host to ids on the host.
 Sides take turns call by call on one card, and their seconds become a figure by one function
 (``figure_statistics.whole_call_figure``). Weights are drawn at random: the language model is
@@ -67,8 +66,11 @@ Prepare = Callable[[int], Callable[[], int]]
 
 @dataclass(frozen=True)
 class MiniGPT4Side:
-    """One subject. prepare_requests: so many requests at once for so many tokens. prepare_encoder:
-    so many pictures, by the eyes alone."""
+    """One subject of the comparison.
+
+    prepare_requests: makes a call of so many requests and tokens. prepare_encoder: makes a call of
+    the image encoder with so many pictures.
+    """
 
     name: str
     prepare_requests: Callable[[int, int], Prepare]
@@ -79,9 +81,7 @@ class MiniGPT4Side:
 def make_config(
     layers: int | None, tower: dict[str, int] = VISION_ENCODER, qformer: dict[str, int] = QFORMER
 ) -> dict[str, Any]:
-    """The config of MiniGPT-4 in its published sizes; layers: of the language model, to
-    rehearse.
-    """
+    """Return the config of MiniGPT-4's published sizes; layers: fewer, for a dry run."""
     config = (
         LLAMA_7B | {"vocab_size": 32001} | ({} if layers is None else {"num_hidden_layers": layers})
     )
@@ -91,19 +91,21 @@ def make_config(
 def random_model(name: str, config: dict[str, Any], device: str) -> nn.Module:
     """Our model with weights held as a side's name says."""
     language, _, tower = name.partition("+")
-    kind = "dense" if language == "bfloat16" else language
+    weight_format = "dense" if language == "bfloat16" else language
     model = build_model("minigpt4", config)
     linears = [name for name, module in model.named_modules() if isinstance(module, Linear)]
-    held = {name: weight_quantizer(kind) for name in linears if name.startswith("layers.")}
+    quantizers = {
+        name: weight_quantizer(weight_format) for name in linears if name.startswith("layers.")
+    }
     if tower == "int8-tower":
-        held |= {
+        quantizers |= {
             name: weight_quantizer("smoothquant")
             for name in linears
             if name.startswith("image_embedder.visual_encoder.blocks.")
         }
     elif tower:
         raise SystemExit(f"{name}: behind the + may stand int8-tower")
-    return fill_random_weights(model, held, torch.bfloat16, device)
+    return fill_random_weights(model, quantizers, torch.bfloat16, device)
 
 
 def random_images(count: int, seed: int, side: int) -> torch.Tensor:
@@ -119,12 +121,12 @@ def modelmill_side(name: str, config: dict[str, Any], device: str) -> MiniGPT4Si
     length = TEXT + queries + NEW_TOKENS
     page = 16
     size = model.kv.page_bytes(page, torch.bfloat16)  # type: ignore[union-attr, operator]
-    told = {
+    run_options = {
         "kv_cache_bytes": (MANY_REQUESTS + 1) * -(-length // page) * size,
         "max_num_seqs": MANY_REQUESTS,
         "page_size": page,
     }
-    run = RunConfig(**told, max_model_len=length, device=device, enable_prefix_caching=False)
+    run = RunConfig(**run_options, max_model_len=length, device=device, enable_prefix_caching=False)
     loop = EngineCore(model, run, max_model_len=length)
 
     def asks(count: int, new: int) -> Prepare:
@@ -170,7 +172,7 @@ def _prepare_requests(
 
 
 def transformers_side(config: dict[str, Any], device: str) -> MiniGPT4Side:
-    """transformers' BLIP-2 with a LLaMA behind it: one static batch through generate()."""
+    """Return transformers' BLIP-2 with a LLaMA: one static batch through generate()."""
     import transformers
 
     from benchmarks.synthetic_shapes import randomize_weights
@@ -200,7 +202,7 @@ def transformers_side(config: dict[str, Any], device: str) -> MiniGPT4Side:
         "num_query_tokens": qformer["queries"],
         "image_token_index": 0,
     }
-    told = transformers.Blip2Config(
+    blip2_config = transformers.Blip2Config(
         vision_config=vision.to_dict(), qformer_config=asking.to_dict(), **words
     )
     before = torch.get_default_dtype()
@@ -208,7 +210,7 @@ def transformers_side(config: dict[str, Any], device: str) -> MiniGPT4Side:
     try:
         with torch.device(device):
             model = (
-                transformers.Blip2ForConditionalGeneration(told)
+                transformers.Blip2ForConditionalGeneration(blip2_config)
                 .to(torch.bfloat16)
                 .eval()
                 .requires_grad_(False)
@@ -238,17 +240,18 @@ def transformers_side(config: dict[str, Any], device: str) -> MiniGPT4Side:
                 ]
                 for prompt in random_prompts([(TEXT, new)] * count, seed)
             ]
-            asked, shown = torch.tensor(prompts), floats(count, seed)
+            cpu_ids, shown = torch.tensor(prompts), floats(count, seed)
 
             @torch.inference_mode()
             def call() -> int:
-                ids, values = asked.to(device), shown.to(device, torch.bfloat16)
+                ids, values = cpu_ids.to(device), shown.to(device, torch.bfloat16)
                 mask = torch.ones_like(ids)
                 out = model.generate(
                     pixel_values=values, input_ids=ids, attention_mask=mask, generation_config=how
                 )
-                told = out.tolist()
-                return count * (len(told[0]) - (asked.shape[1] if len(told[0]) > new else 0))
+                sequences = out.tolist()
+                prompt_tokens = cpu_ids.shape[1] if len(sequences[0]) > new else 0
+                return count * (len(sequences[0]) - prompt_tokens)
 
             return call
 
@@ -262,24 +265,24 @@ def transformers_side(config: dict[str, Any], device: str) -> MiniGPT4Side:
             def call() -> int:
                 image = model.vision_model(shown.to(device, torch.bfloat16)).last_hidden_state
                 queries = model.query_tokens.expand(count, -1, -1)
-                asked = model.qformer(
+                cpu_ids = model.qformer(
                     query_embeds=queries, encoder_hidden_states=image
                 ).last_hidden_state
-                return len(model.language_projection(asked.to(torch.bfloat16)).cpu())
+                return len(model.language_projection(cpu_ids.to(torch.bfloat16)).cpu())
 
             return call
 
         return prepare
 
-    found = {each: importlib.metadata.version(each) for each in ("transformers", "torch")}
-    return MiniGPT4Side(PEER, asks, eyes, {"device": device_name(device), "versions": found})
+    versions = {each: importlib.metadata.version(each) for each in ("transformers", "torch")}
+    return MiniGPT4Side(PEER, asks, eyes, {"device": device_name(device), "versions": versions})
 
 
 def measure_rows(
     sides: Sequence[MiniGPT4Side], works: Sequence[str], rounds: int
 ) -> list[dict[str, Any]]:
     """One row a side and work; sides take turns."""
-    found = []
+    rows = []
     for work, count in [(each, count) for each in works for count in BATCH_SIZES[each]]:
         seconds: dict[str, list[float]] = {side.name: [] for side in sides}
         for turn in range(rounds + 1):
@@ -293,8 +296,8 @@ def measure_rows(
                 took = time_call(prepare(turn + 1000 * count + new), count * new, side.name)
                 if turn:  # the first compiles and records
                     seconds[side.name].append(took)
-        found += [make_row(work, count, side, seconds[side.name]) for side in sides]
-    return found
+        rows += [make_row(work, count, side, seconds[side.name]) for side in sides]
+    return rows
 
 
 def time_call(call: Callable[[], int], expected_count: int, name: str) -> float:
@@ -305,23 +308,23 @@ def time_call(call: Callable[[], int], expected_count: int, name: str) -> float:
     count = call()
     took = time.perf_counter() - began
     if count != expected_count:
-        raise SystemExit(f"{name} gave {count} where {expected_count} were asked for")
+        raise SystemExit(f"{name} gave {count} tokens, expected {expected_count}")
     return took
 
 
 def make_row(work: str, count: int, side: MiniGPT4Side, seconds: Sequence[float]) -> dict[str, Any]:
     """What is kept of one figure."""
     figure = whole_call_figure(seconds, 1e3)
-    told = {
+    fields = {
         "bench": "minigpt4", "work": work, "pictures": count, "subject": side.name,
         "value": round(figure.value, 3),
         "unit": "ms", "spread": {k: round(v, 3) for k, v in figure.to_dict().items()},
         "statistic": "median of whole calls, sides in turn",
     }  # fmt: skip
     if work == "many":
-        told["requests_per_s"] = round(count / figure.value * 1e3, 2)
-    print(json.dumps(told), flush=True)
-    return told | {"facts": side.facts}
+        fields["requests_per_s"] = round(count / figure.value * 1e3, 2)
+    print(json.dumps(fields), flush=True)
+    return fields | {"facts": side.facts}
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -331,7 +334,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--works", default="eyes,first,request,many")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--layers", type=int, help="of the language model, to rehearse; such rows are no evidence"
+        "--layers", type=int, help="of the language model, for a dry run; do not publish such rows"
     )
     parser.add_argument("--out", type=Path)
     return parser.parse_args(arguments)
@@ -347,9 +350,9 @@ def main() -> None:
         transformers_side(config, device) if name == PEER else modelmill_side(name, config, device)
         for name in names
     ]
-    found = measure_rows(sides, options.works.split(","), options.rounds)
+    rows = measure_rows(sides, options.works.split(","), options.rounds)
     if options.out:
-        append_rows(options.out, found, portable_command("minigpt4", sys.argv[1:]))
+        append_rows(options.out, rows, portable_command("minigpt4", sys.argv[1:]))
 
 
 if __name__ == "__main__":

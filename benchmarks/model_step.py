@@ -1,5 +1,4 @@
-"""Times single steps of a model shape on the GPU, without an engine: seeded random weights, decode
-as one graph.
+"""Time single steps of a model shape on the GPU with seeded random weights, without an engine.
 
     python benchmarks/model_step.py qwen-7b [--decode 1x128,8x1024] [--prefill 1x1024,1x4096]
     [--mixed 768+230x1000]
@@ -10,7 +9,8 @@ the floor: the bytes of weights and KV that it must read over the copy bandwidth
 same run. ``prefill BxN``: a first step of B prompts of N tokens, launched as the engine does, the
 median over runs. ``mixed N+BxC``: N tokens of prompts (of 512 at most) beside B answers that hold C
 tokens each, launched likewise. ``-q``: how the matrices are held (``weight_formats.py``); the head
-stays as it is without ``--quantize-head``. ``--kernel OP=VARIANT`` switches a kernel."""
+stays as it is without ``--quantize-head``. ``--kernel OP=VARIANT`` switches a kernel.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ ROUNDS, PROMPT = 15, 512
 
 
 def random_model(shape: str, weight_format: str = "dense", *, head: bool = False) -> nn.Module:
-    """A model of a shape of ``make_checkpoint`` on the GPU, every weight drawn at random;
+    """Build a model of a ``make_checkpoint`` shape on the GPU with random weights.
+
     weight_format: one of ``WEIGHT_FORMATS``.
 
     head: whether the matrix of the logits is held so, too.
@@ -84,8 +85,9 @@ def make_step(
     kv_dtype: str = "auto",
     kernels: Mapping[str, str] | None = None,
 ) -> Step:
-    """``batch`` sequences with ``new`` tokens each, the last at ``context``; pages in shuffled
-    order.
+    """Make a step of ``batch`` sequences with ``new`` tokens each, the last at ``context``.
+
+    The pages are in shuffled order.
 
     kernels: op → variant, where one is switched by hand.
     """
@@ -181,8 +183,8 @@ def time_mixed_step(model: nn.Module, step: Step, sizes: tuple[int, int, int]) -
 
 def spread_fields(times: list[float]) -> dict[str, Any]:
     """The median as the row's value, and how far it spreads."""
-    found = Spread.from_values(times)
-    return {"value": found.median, "spread": asdict(found)}
+    spread = Spread.from_values(times)
+    return {"value": spread.median, "spread": asdict(spread)}
 
 
 def greedy_ids(model: nn.Module, step: Step) -> torch.Tensor:
@@ -217,8 +219,8 @@ def print_profile(
         max_num_batched_tokens=max(work.batch * work.prompt, length), kv_cache_dtype=kv_dtype,
         kernels=kernels,
     )  # fmt: skip
-    found, _ = profiled(EngineCore(model, config, max_model_len=length), work, ceilings)
-    show_profile(found, 16)
+    profile, _ = profiled(EngineCore(model, config, max_model_len=length), work, ceilings)
+    show_profile(profile, 16)
 
 
 def parse_mixed_sizes(text: str) -> Iterator[tuple[int, int, int]]:

@@ -1,5 +1,6 @@
-"""modelmill as one side of a comparison:
-``python -m benchmarks.modelmill_peer '{"engine": …, "run": {…}}'``.
+"""Run modelmill as one side of a comparison.
+
+python -m benchmarks.modelmill_peer '{"engine": …, "run": {…}}'
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ def main() -> None:
     run: fields of RunConfig; prompts are never answered from the prefix cache.
     """
     pipe = take_over_stdout()
-    told = json.loads(sys.argv[1])
+    options = json.loads(sys.argv[1])
     from modelmill.core.config import RunConfig
     from modelmill.eval.report import device_name, versions
     from modelmill.eval.targets import greedy_request
     from modelmill.runtime.engine_core import EngineCore
 
     loop = EngineCore.open(
-        Path(told["engine"]), RunConfig(**told["run"], enable_prefix_caching=False)
+        Path(options["engine"]), RunConfig(**options["run"], enable_prefix_caching=False)
     )
     count = 0
 

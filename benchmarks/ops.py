@@ -43,7 +43,9 @@ def main(words: Sequence[str] | None = None, device: str = "cuda", out: Path | N
     options = parser.parse_args(words)
     if options.threads:
         torch.set_num_threads(options.threads)
-    wanted = OpBenchSelection(tuple(options.op), tuple(options.variant), options.case, options.runs)
+    selection = OpBenchSelection(
+        tuple(options.op), tuple(options.variant), options.case, options.runs
+    )
     command = shlex.join(["python", *sys.argv])
     usual = ["bfloat16"] if options.device.startswith("cuda") else ["float32", "bfloat16"]
     for dtype in options.dtype or usual:
@@ -54,7 +56,7 @@ def main(words: Sequence[str] | None = None, device: str = "cuda", out: Path | N
             "ceilings": ceilings.to_dict(),
         }
         print(json.dumps(facts), flush=True)
-        for each in bench_ops(ceilings, getattr(torch, dtype), wanted):
+        for each in bench_ops(ceilings, getattr(torch, dtype), selection):
             print(json.dumps(each.to_dict()), flush=True)
             if options.save is not None:
                 append_rows(

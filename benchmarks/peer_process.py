@@ -1,9 +1,8 @@
-"""One side of a comparison: an engine in a process of its own, asked over a pipe, timed by one
-rule.
+"""One side of a comparison: an engine in its own process, called over a pipe, timed by one rule.
 
-The driver (``Side``) and the served process (``serve``) share this file, so that ours and every
-peer get the same prompts and the same clock around the same call. Standard library only: it runs
-inside the peers' own Pythons.
+The driver (``PeerProcess``) and the served process (``serve_requests``) share this file, so
+that modelmill and every peer get the same prompts, timed by the same clock. Standard library
+only: it runs inside the peers' own Pythons.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class PeerError(RuntimeError):
 
 
 class PeerProcess:
-    """The driver's end: starts the process, asks it for calls of given lengths, ends it."""
+    """The driver's end: starts the process, calls it with given lengths, ends it."""
 
     def __init__(
         self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None
@@ -61,21 +60,15 @@ class PeerProcess:
         return self.facts
 
     def generate(self, lengths: Lengths, seed: int) -> float:
-        """Seconds of one call over requests of these (prompt, output) lengths, on ids drawn with
-        ``seed``.
-        """
+        """Return seconds of one call with (prompt, output) lengths; ids are drawn with ``seed``."""
         answer = self._request({"lengths": [list(pair) for pair in lengths], "seed": seed})
-        asked = sum(output for _, output in lengths)
-        if answer["tokens"] != asked:
-            raise PeerError(
-                f"{self.name} gave {answer['tokens']} tokens where {asked} were asked for"
-            )
+        num_requested = sum(output for _, output in lengths)
+        if answer["tokens"] != num_requested:
+            raise PeerError(f"{self.name} gave {answer['tokens']} tokens, expected {num_requested}")
         return float(answer["seconds"])
 
     def randomize_weights(self, weights: str) -> None:
-        """Have the weights drawn at random by a rule of ``make_checkpoint.py``, where the side did
-        not load any.
-        """
+        """Randomize the weights by a rule of ``make_checkpoint.py``, if the side loaded none."""
         self._request({"randomise": weights})
 
     def close(self) -> None:
@@ -94,7 +87,7 @@ class PeerProcess:
 
     def _request(self, what: Mapping[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
-        # where it has ended, reading says so, with its last words
+        # if it has ended, reading raises an error with its last output
         with contextlib.suppress(OSError):
             print(json.dumps(what), file=self._process.stdin, flush=True)
         return self._read()
@@ -145,15 +138,15 @@ def serve_requests(
     """
     print(json.dumps(dict(facts)), file=pipe, flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
-        if "randomise" in asked:
+        request = json.loads(line)
+        if "randomise" in request:
             if randomize is not None:
-                randomize(asked["randomise"])
+                randomize(request["randomise"])
             answer: dict[str, Any] = {}
         else:
-            lengths = asked["lengths"]
+            lengths = request["lengths"]
             call = prepare(
-                random_prompts(lengths, asked["seed"]), [output for _, output in lengths]
+                random_prompts(lengths, request["seed"]), [output for _, output in lengths]
             )
             began = time.perf_counter()
             tokens = call()

@@ -29,10 +29,9 @@ PEERS = ("vLLM", "transformers")
 class PeerSetup:
     """A folder for models and logs, and where the peer's packages are.
 
-    peer: a folder of vLLM's packages; peer_python: an interpreter that has them. layers: fewer, to
-    rehearse.
-    variants: fields of RunConfig by the name of a side that runs modelmill with them. weights: how
-    they are drawn, by ``make_checkpoint.py``.
+    peer: a folder of vLLM's packages; peer_python: an interpreter that has them. layers: fewer, for
+    a dry run. variants: RunConfig fields by name of the modelmill side that uses them. weights: the
+    distribution of random weights in ``make_checkpoint.py``.
     """
 
     work: Path
@@ -103,9 +102,7 @@ class PeerSetup:
         self.note(f"{module} {arguments[0]}: {time.perf_counter() - began:.1f} s")
 
     def start_peer(self, name: str, shape: str, share: float, max_num_seqs: int) -> PeerProcess:
-        """Start one side's process: vLLM, transformers, or modelmill (other names are variants of
-        it).
-        """
+        """Start one side's process: vLLM, transformers, or a variant of modelmill."""
         dtype = str(with_num_layers(shape)["torch_dtype"])
         longest = min(
             MAX_MODEL_LEN, int(str(with_num_layers(shape).get("n_positions", MAX_MODEL_LEN)))
@@ -117,22 +114,28 @@ class PeerSetup:
             "max_model_len": longest,
         }
         if name not in PEERS:
-            told: dict[str, Any] = {
+            peer_options: dict[str, Any] = {
                 "engine": str(self.engine(shape)),
                 "run": {**limits, **self.variants.get(name, {})},
             }
             return PeerProcess(
-                name, [sys.executable, "-m", "benchmarks.modelmill_peer", json.dumps(told)], log
+                name,
+                [sys.executable, "-m", "benchmarks.modelmill_peer", json.dumps(peer_options)],
+                log,
             )
-        told = {"config": str(self.synthetic_config(shape)), "dtype": dtype}
+        peer_options = {"config": str(self.synthetic_config(shape)), "dtype": dtype}
         if name == "transformers":
             return PeerProcess(
-                name, [sys.executable, "-m", "benchmarks.transformers_peer", json.dumps(told)], log
+                name,
+                [sys.executable, "-m", "benchmarks.transformers_peer", json.dumps(peer_options)],
+                log,
             )
         limits |= {"dtype": dtype}  # the CUDA graphs that vLLM captures are its own choice
-        told = {"config": told["config"], "run": limits}
+        peer_options = {"config": peer_options["config"], "run": limits}
         python, env = self._vllm()
-        return PeerProcess(name, [python, "-m", "benchmarks.vllm_peer", json.dumps(told)], log, env)
+        return PeerProcess(
+            name, [python, "-m", "benchmarks.vllm_peer", json.dumps(peer_options)], log, env
+        )
 
     def _vllm(self) -> tuple[str, dict[str, str]]:
         """The interpreter that has vLLM, and what to add to its environment."""
@@ -152,7 +155,7 @@ class PeerSetup:
     def open_peers(
         self, names: Sequence[str], shape: str, share: float, max_num_seqs: int
     ) -> Iterator[list[PeerProcess]]:
-        """Sides ready to be asked, weights drawn.
+        """Start the sides and randomize their weights.
 
         One after the other: a neighbour's memory must not move meanwhile.
         """

@@ -1,5 +1,4 @@
-"""Where a row comes from: the commit, the card and its host, so that a row can be judged without
-its author.
+"""Provenance of a result row: the commit, the GPU and its host.
 
 Standard library only: both sides of a comparison and every driver may import it.
 """
@@ -16,9 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def git_commit(root: Path = ROOT) -> str | None:
-    """The commit of a checkout, with "-dirty" behind it where tracked files differ; None outside of
-    one.
-    """
+    """Return the commit ("-dirty" appended if tracked files differ); None without a checkout."""
     commit = _output(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
     if commit is None:
         return None
@@ -30,9 +27,7 @@ def git_commit(root: Path = ROOT) -> str | None:
 
 
 def host_facts() -> dict[str, Any]:
-    """The processor's name, its cores, the load of the last minute, and the ids of the GPUs where
-    there are any.
-    """
+    """Return the processor's name, its cores, the load of the last minute, and the ids of GPUs."""
     facts: dict[str, Any] = {
         "host_cpu": _processor(),
         "host_cores": len(os.sched_getaffinity(0))

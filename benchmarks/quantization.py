@@ -1,5 +1,4 @@
-"""What a recipe costs and saves: builds it, measures it against float32, appends a row to
-results/quantization.jsonl.
+"""Build a quantization recipe, compare it with float32, and append a row of results.
 
     python benchmarks/quantization.py CHECKPOINT --text FILE.txt [--summaries FILE.jsonl] -- -q int4
     --method gptq python benchmarks/quantization.py --report
@@ -8,8 +7,8 @@ What stands behind ``--`` are options of ``modelmill build``, with paths from th
 the engine is built by that verb, with acceptance, in the work folder and is kept there for the next
 run as long as the code that made it and the files it was made of are the same (--fresh builds it
 again all the same). The float32 engine of the checkpoint is built beside it, and its logits are
-kept. A row that stands already is not measured twice (--again does). A refused engine gives a row
-that says so. The text must not be what the recipe was calibrated on.
+kept. A row that stands already is not measured twice (--again does). A refused engine gives a row,
+too. The text must not be what the recipe was calibrated on.
 """
 
 from __future__ import annotations
@@ -101,8 +100,8 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if not options.report and (options.checkpoint is None or options.text is None):
         parser.error("CHECKPOINT and --text FILE are needed")
     for name in ("checkpoint", "text", "calibration", "summaries", "work"):
-        given = getattr(options, name)
-        setattr(options, name, None if given is None else given.resolve())
+        path = getattr(options, name)
+        setattr(options, name, None if path is None else path.resolve())
     return options, words[cut + 1 :]
 
 
@@ -112,7 +111,7 @@ def measure_build(
     """Build, measure; the row, or None where it stands already."""
     from modelmill.eval.datasets import read_text, refuse_calibration_file
 
-    asked, stands = matching_rows(read_rows(options.results), options, build)
+    key, stands = matching_rows(read_rows(options.results), options, build)
     if stands and not options.again:
         older = (
             ""
@@ -132,7 +131,7 @@ def measure_build(
     engine, seconds = build_or_reuse(options.checkpoint, words, folder, options.fresh)
     row: dict[str, Any] = {
         "command": shlex.join(["python", "benchmarks/quantization.py", *argv]),
-        "key": asked,
+        "key": key,
     }
     row |= {
         "checkpoint": options.checkpoint.name,
@@ -167,9 +166,9 @@ def measure_build(
     )
     exact = cached_perplexity(right, windows, reference)
     began = time.perf_counter()
-    found = measure_fidelity(loop, windows, right, make_progress(shlex.join(build)))
-    row |= artifact_facts(loop.artifact) | {"tokens": len(ids), "windows": len(windows)} | found
-    row |= {"float32": exact, "excess": found["perplexity"] / exact - 1}
+    fidelity = measure_fidelity(loop, windows, right, make_progress(shlex.join(build)))
+    row |= artifact_facts(loop.artifact) | {"tokens": len(ids), "windows": len(windows)} | fidelity
+    row |= {"float32": exact, "excess": fidelity["perplexity"] / exact - 1}
     row |= {"build_seconds": seconds, "seconds": round(time.perf_counter() - began, 1)}
     device = str(loop.device)
     del loop
@@ -179,15 +178,13 @@ def measure_build(
 
 
 def dtype_options(build: Sequence[str]) -> Sequence[str]:
-    """float32 activations unless the options say otherwise, so that a row shows the recipe
-    alone.
-    """
+    """Return build options with float32 activations by default, to measure the recipe alone."""
     return () if "--dtype" in build else FLOAT32
 
 
 def measure_rouge(engine: Path, options: argparse.Namespace) -> dict[str, Any]:
     """ROUGE of an engine's greedy summaries in percent, by the verb."""
-    given = [
+    summarize_args = [
         "--data",
         str(options.summaries),
         "--num",
@@ -195,16 +192,24 @@ def measure_rouge(engine: Path, options: argparse.Namespace) -> dict[str, Any]:
         "--device",
         options.device,
     ]
-    given += ["--kv-cache-dtype", options.kv_cache_dtype]
-    given += [] if options.threads is None else ["--threads", str(options.threads)]
-    command = [sys.executable, "-m", "modelmill", "summarize", str(engine), *given, "--json"]
+    summarize_args += ["--kv-cache-dtype", options.kv_cache_dtype]
+    summarize_args += [] if options.threads is None else ["--threads", str(options.threads)]
+    command = [
+        sys.executable,
+        "-m",
+        "modelmill",
+        "summarize",
+        str(engine),
+        *summarize_args,
+        "--json",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(
             f"the summaries ended with {done.returncode}: {done.stderr.strip()[-500:]}"
         )
-    found = json.loads(done.stdout)["engine"]
-    return {"rouge": found["rouge"], "summaries": found["items"]}
+    report = json.loads(done.stdout)["engine"]
+    return {"rouge": report["rouge"], "summaries": report["items"]}
 
 
 def open_engine_core(engine: Path, options: argparse.Namespace, kv: str) -> Any:
@@ -267,25 +272,27 @@ def artifact_facts(artifact: Any) -> dict[str, Any]:
     """Recipe and options as the manifest has them, bytes on disk and of the linears."""
     manifest = artifact.manifest
     config = manifest.build
-    kinds: dict[str, int] = {}
-    for module, kind in manifest.weight_formats.items():
+    format_counts: dict[str, int] = {}
+    for module, weight_format in manifest.weight_formats.items():
         if not module.startswith("head"):
-            kinds[kind] = kinds.get(kind, 0) + 1
-    found: dict[str, Any] = {
+            format_counts[weight_format] = format_counts.get(weight_format, 0) + 1
+    facts: dict[str, Any] = {
         "recipe": config["quantization"],
         "method": config.get("method"),
         "dtype": config["dtype"],
     }
-    found |= {
+    facts |= {
         "group": config.get("group_size"),
         "symmetric": config.get("symmetric"),
-        "kinds": kinds,
+        "kinds": format_counts,
         "accepted": True,
     }
     calibration = manifest.source.get("calibration")
-    told = ("name", "samples", "length", "sha256")
-    found["calibration"] = None if calibration is None else {k: calibration[k] for k in told}
-    return found | {"bytes": sum(entry["bytes"] for entry in manifest.files.values())}
+    calibration_keys = ("name", "samples", "length", "sha256")
+    facts["calibration"] = (
+        None if calibration is None else {k: calibration[k] for k in calibration_keys}
+    )
+    return facts | {"bytes": sum(entry["bytes"] for entry in manifest.files.values())}
 
 
 def row_provenance(device: str) -> dict[str, Any]:
@@ -316,10 +323,10 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
         groups.setdefault(
             (row["checkpoint"], row["text"], row["tokens"], row["window"]), []
         ).append(row)
-    for (checkpoint, text, tokens, window), found in groups.items():
+    for (checkpoint, text, tokens, window), group in groups.items():
         cells = []
-        names = [row_label(row) for row in found]
-        for row in sorted(found, key=lambda row: row.get("excess", float("inf"))):
+        names = [row_label(row) for row in group]
+        for row in sorted(group, key=lambda row: row.get("excess", float("inf"))):
             name = row_label(row)
             if names.count(name) > 1:  # what else makes them two measurements
                 calibrated = (row.get("calibration") or {}).get("name")

@@ -1,8 +1,8 @@
-"""Which rows of results/quantization.jsonl are of the measurement that is asked for.
+"""Find the rows of results/quantization.jsonl that belong to a requested measurement.
 
-Names alone do not tell: the same options with another calibration file, text or device are another
-measurement, and a row without the summaries that are asked for is not all of it. Rows that were
-written when the key held names and options only are told apart by what else they say.
+Names are not enough: the same options with another calibration file, text or device are another
+measurement, and a row without the requested summaries is incomplete. Older rows, whose key has only
+names and options, are distinguished by their other fields.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ Row = dict[str, Any]
 def matching_rows(
     rows: Sequence[Row], options: argparse.Namespace, build: Sequence[str]
 ) -> tuple[str, list[Row]]:
-    """(the key of the row that is asked for, the rows that have all of it).
+    """Return the key of the requested row, and the rows that contain all of it.
 
     A row that stands for another, measured again or with its summaries, has its key: a report has
-    one line for both."""
+    one line for both.
+    """
     key, names = row_key(options, build), option_names(options, build)
     named = (row for row in rows if row.get("names", row["key"]) == names)
     same = [row for row in rows if row["key"] == key] or [
@@ -35,22 +36,18 @@ def matching_rows(
     ]
     # which a report shows
     newest = [row for row in rows if row["key"] == same[-1]["key"]][-1:] if same else []
-    found = same[-1]["key"] if newest and newest[0] is same[-1] else key
-    return found, [row for row in same if has_summaries(row, options)]
+    matched_key = same[-1]["key"] if newest and newest[0] is same[-1] else key
+    return matched_key, [row for row in same if has_summaries(row, options)]
 
 
 def row_key(options: argparse.Namespace, build: Sequence[str]) -> str:
-    """What makes two rows the same measurement: names and options, what the files hold, and the
-    device.
-    """
+    """Return the identity of a measurement: names, options, file digests, and the device."""
     files = option_file_digests([str(options.text), *calibration_options(options, build), *build])
     return _digest([*_names(options, build), *files, requested_device(options)])
 
 
 def option_names(options: argparse.Namespace, build: Sequence[str]) -> str:
-    """The names and options alone, which once were a row's key; ``alike`` tells the rest of such
-    rows.
-    """
+    """Return names and options only, a row's former key; see ``is_same_measurement``."""
     return _digest(_names(options, build))
 
 
@@ -71,35 +68,43 @@ def _digest(parts: Sequence[object]) -> str:
 
 
 def is_same_measurement(row: Row, options: argparse.Namespace, build: Sequence[str]) -> bool:
-    """Whether a row of the same names is of the same device, text and calibration, as far as it
-    tells.
-    """
+    """Return whether a row of the same names has the same device, text and calibration."""
     words = [*calibration_options(options, build), *build]
-    given = words[words.index("--calibration") + 1] if "--calibration" in words[:-1] else None
+    calibration_file = (
+        words[words.index("--calibration") + 1] if "--calibration" in words[:-1] else None
+    )
     read = row.get("calibration")
     if read is None and not row.get("accepted") and "names" in row:
         # refused with this calibration; without one the recipe takes none, and any other is alike
         return False
-    named = read is None or (given is not None and read["name"] == Path(given).name)
-    held = read is None or read.get("sha256") in (None, *option_file_digests([given or ""]))
+    named = read is None or (
+        calibration_file is not None and read["name"] == Path(calibration_file).name
+    )
+    same_calibration = read is None or read.get("sha256") in (
+        None,
+        *option_file_digests([calibration_file or ""]),
+    )
     text = row.get("text_sha256") in (None, *option_file_digests([str(options.text)]))
-    return named and held and text and without_threads(row["device"]) == requested_device(options)
+    return (
+        named
+        and same_calibration
+        and text
+        and without_threads(row["device"]) == requested_device(options)
+    )
 
 
 def has_summaries(row: Row, options: argparse.Namespace) -> bool:
-    """Whether a row tells the ROUGE that is asked for; a refused build has none to tell."""
-    wanted = rouge_articles(options)
-    if wanted is None or not row.get("accepted"):
+    """Return whether a row has the requested ROUGE; a refused build needs none."""
+    articles = rouge_articles(options)
+    if articles is None or not row.get("accepted"):
         return True
-    return row.get("articles", wanted) == wanted and row.get("summaries") == min(
-        options.num, wanted["items"]
+    return row.get("articles", articles) == articles and row.get("summaries") == min(
+        options.num, articles["items"]
     )
 
 
 def requested_device(options: argparse.Namespace) -> str:
-    """The name of the GPU or CPU that is asked for; how many threads changes a row's seconds, and
-    not what it says.
-    """
+    """Return the requested GPU's or CPU's name; the thread count affects only a row's seconds."""
     from modelmill.eval.report import device_name
     from modelmill.runtime.device import pick_device
 
@@ -112,7 +117,7 @@ def without_threads(device: str) -> str:
 
 
 def rouge_articles(options: argparse.Namespace) -> Row | None:
-    """What is summarized, where ROUGE is asked for and measured."""
+    """Return the digest of the articles if ROUGE is requested and measured."""
     if options.summaries is None or options.whole_inputs:
         return None
     lines = [line for line in options.summaries.read_bytes().splitlines() if line.strip()]
@@ -120,8 +125,9 @@ def rouge_articles(options: argparse.Namespace) -> Row | None:
 
 
 def calibration_options(options: argparse.Namespace, build: Sequence[str]) -> Sequence[str]:
-    """--calibration for the build: ours, or the file beside the text; recipes without statistics do
-    not read it.
+    """Return --calibration for the build: modelmill's, or the file beside the text.
+
+    Recipes without statistics do not read it.
     """
     if "--calibration" in build or not build:
         return ()

@@ -1,5 +1,4 @@
-"""Segment Anything's ViT-H on the GPU: pictures embedded, beside transformers; a click, and all of
-a picture.
+"""Measure Segment Anything's ViT-H on the GPU: encoder (beside transformers), click, everything.
 
     python benchmarks/sam.py [--sides bfloat16,fp8,smoothquant,transformers,transformers-compiled]
                              [--works encoder,click,everything] [--batches 1,8] [--rounds 9]
@@ -68,7 +67,7 @@ class SamSide:
 
 
 def vit_h_spec(depth: int | None) -> SamVitSpec:
-    """ViT-H; depth: fewer layers, to rehearse."""
+    """Return the config of ViT-H; depth: fewer layers, for a dry run."""
     if depth is None:
         return VIT_H
     return SamVitSpec(VIT_H.width, depth, VIT_H.heads, (depth - 1,), VIT_H.inner)
@@ -78,12 +77,12 @@ def random_model(name: str, spec: SamVitSpec, device: str) -> nn.Module:
     """Our model: the encoder in bfloat16 or held as the name says, prompts and masks in float32."""
     model = sam.Model(sam.SamConfig(spec))
     encoder = [n for n, m in model.image_encoder.named_modules() if isinstance(m, Linear)]
-    held = (
+    quantizer = (
         {}
         if name == "bfloat16"
         else {n: weight_quantizer(name) for n in encoder if n.startswith("blocks.")}
     )
-    fill_random_weights(model.image_encoder, held, torch.bfloat16, device)
+    fill_random_weights(model.image_encoder, quantizer, torch.bfloat16, device)
     for rest in (model.prompt_encoder, model.mask_decoder):
         fill_random_weights(rest, {}, torch.float32, device)
     return model
@@ -100,7 +99,7 @@ def modelmill_side(name: str, spec: SamVitSpec, device: str, kernels: Mapping[st
 
 
 def transformers_side(name: str, spec: SamVitSpec, device: str) -> SamSide:
-    """transformers' SamModel in bfloat16; ``-compiled``: its encoder through torch.compile."""
+    """Return transformers' SamModel in bfloat16; ``-compiled``: its encoder with torch.compile."""
     import transformers
 
     from benchmarks.synthetic_shapes import randomize_weights
@@ -115,10 +114,10 @@ def transformers_side(name: str, spec: SamVitSpec, device: str) -> SamSide:
     encoder = model.vision_encoder.to(torch.bfloat16).eval().requires_grad_(False)
     randomize_weights(encoder)
     call = torch.compile(encoder) if name.endswith("-compiled") else encoder
-    found = {each: importlib.metadata.version(each) for each in ("transformers", "torch")}
+    versions = {each: importlib.metadata.version(each) for each in ("transformers", "torch")}
     facts = {
         "device": device_name(device),
-        "versions": found,
+        "versions": versions,
         "attention": encoder.config._attn_implementation,
     }
     return SamSide(name, lambda pixels: call(pixels).last_hidden_state, facts)
@@ -128,7 +127,7 @@ def encoder_rows(
     sides: Sequence[SamSide], batches: Sequence[int], rounds: int, device: str
 ) -> list[dict[str, Any]]:
     """Milliseconds of a call, one row a side and batch."""
-    found = []
+    rows = []
     for batch in batches:
         seconds: dict[str, list[float]] = {side.name: [] for side in sides}
         for turn in range(-2, rounds):  # the first two compile and record
@@ -141,21 +140,21 @@ def encoder_rows(
                 if turn >= 0:
                     seconds[side.name].append(took)
         for side in sides:
-            told = make_row("encoder", side, seconds[side.name])
-            found.append(
-                told | {"batch": batch, "images_per_s": round(batch / told["value"] * 1e3, 2)}
+            row = make_row("encoder", side, seconds[side.name])
+            rows.append(
+                row | {"batch": batch, "images_per_s": round(batch / row["value"] * 1e3, 2)}
             )
-    return found
+    return rows
 
 
 def click_row(side: SamSide, rounds: int) -> dict[str, Any]:
     """Milliseconds from a point to its three masks."""
     assert side.model is not None, "ours"
     eye, seconds = side.model, []
-    seen = eye.embed_image(random_image(0))
+    embedding = eye.embed_image(random_image(0))
     for turn in range(-3, rounds):
         prompt = Prompt(((900.0 + 40 * turn, 600.0 - 20 * turn),), (1,))
-        took = time_call(functools.partial(eye.predict, seen, prompt))
+        took = time_call(functools.partial(eye.predict, embedding, prompt))
         if turn >= 0:
             seconds.append(took)
     return make_row("click", side, seconds)
@@ -168,7 +167,7 @@ def everything_row(side: SamSide, rounds: int) -> dict[str, Any]:
     points = [Prompt(((float(x), 600.0),), (1,)) for x in range(0, IMAGE_SIZE[0], 15)]
     scores = eye.decode(eye.embed_image(random_image(1)), points)[1][:, 1:]
     passing = float(scores.flatten().quantile(1 - IOU_THRESHOLD))
-    told = {"pred_iou_thresh": min(1.0, max(0.0, passing)), "stability_score_thresh": 0.0}
+    thresholds = {"pred_iou_thresh": min(1.0, max(0.0, passing)), "stability_score_thresh": 0.0}
     # drawn masks have nearly one box: how much two may overlap is found, not given
     overlap = (0.0, 1.0)
     for _ in range(6):
@@ -176,13 +175,13 @@ def everything_row(side: SamSide, rounds: int) -> dict[str, Any]:
         few = (
             len(
                 eye.generate_masks(
-                    random_image(1), AutomaticMaskOptions(**told, box_nms_thresh=middle)
+                    random_image(1), AutomaticMaskOptions(**thresholds, box_nms_thresh=middle)
                 )
             )
             < MASKS_RETURNED
         )
         overlap = (middle, overlap[1]) if few else (overlap[0], middle)
-    options = AutomaticMaskOptions(**told, box_nms_thresh=overlap[1])
+    options = AutomaticMaskOptions(**thresholds, box_nms_thresh=overlap[1])
     for turn in range(-2, rounds):
         shown = random_image(turn + 10)
         began = time.perf_counter()
@@ -199,9 +198,7 @@ def everything_row(side: SamSide, rounds: int) -> dict[str, Any]:
 
 
 def random_image(seed: int) -> np.ndarray:
-    """[1200, 1800, 3] uint8 that no other seed gives: coarse noise, as a photo has more of it than
-    fine.
-    """
+    """Return [1200, 1800, 3] uint8, different for each seed: mostly coarse noise, as in photos."""
     coarse = np.random.default_rng(seed + 100).integers(
         0, 256, (IMAGE_SIZE[1] // 20, IMAGE_SIZE[0] // 20, 3), dtype=np.uint8
     )
@@ -234,8 +231,8 @@ def make_row(work: str, side: SamSide, seconds: Sequence[float]) -> dict[str, An
 def measure_rows(
     sides: Sequence[SamSide], works: Sequence[str], batches: Sequence[int], rounds: int, device: str
 ) -> list[Any]:
-    """All that was asked for, told as it comes."""
-    found = []
+    """Measure the requested works; print rows as they are measured."""
+    rows = []
     for work in works:
         if work == "encoder":
             new = encoder_rows(sides, batches, rounds, device)
@@ -244,8 +241,8 @@ def measure_rows(
             new = [measure(next(side for side in sides if side.model is not None), rounds)]
         for each in new:
             print(json.dumps({k: v for k, v in each.items() if k != "facts"}), flush=True)
-        found += new
-    return found
+        rows += new
+    return rows
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -256,7 +253,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument(
-        "--depth", type=int, help="of the encoder, to rehearse; such rows are no evidence"
+        "--depth", type=int, help="of the encoder, for a dry run; do not publish such rows"
     )
     parser.add_argument("--kernel", action="append", default=[], metavar="OP=VARIANT")
     parser.add_argument("--out", type=Path)
@@ -278,9 +275,9 @@ def main() -> None:
         for name in names
     ]
     batches = [int(each) for each in options.batches.split(",")]
-    found = measure_rows(sides, options.works.split(","), batches, options.rounds, device)
+    rows = measure_rows(sides, options.works.split(","), batches, options.rounds, device)
     if options.out:
-        append_rows(options.out, found, portable_command("sam", sys.argv[1:]))
+        append_rows(options.out, rows, portable_command("sam", sys.argv[1:]))
 
 
 if __name__ == "__main__":

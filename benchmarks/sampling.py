@@ -2,7 +2,7 @@
 
     python benchmarks/sampling.py qwen-7b [--batch 1,64] [--context 128] [--save FILE.jsonl]
 
-Each row of a batch asks for top-k 50 and top-p 0.9 at temperature 0.8. ``greedy``: argmax, in the
+Each row of a batch has top-k 50 and top-p 0.9 at temperature 0.8. ``greedy``: argmax, in the
 step's graph. ``drawn``: ``ops.sample``, in the graph. ``sorted``: the logits leave the graph, and
 the vocabulary is sorted behind it. All are timed in turn, round by round; the median of the rounds.
 """
@@ -61,12 +61,12 @@ def make_variants(
 ) -> dict[str, Callable[[], Any]]:
     """A step of each way, ready to be timed while the caller holds what the graphs read."""
     ops = step.ops
-    held: list[torch.Tensor] = []
+    logits_buffer: list[torch.Tensor] = []
 
     fused = fuse(model)
 
     def leave() -> None:
-        held[:] = [fused(step)]
+        logits_buffer[:] = [fused(step)]
 
     inside = {
         "greedy by torch": lambda: fused(step).argmax(-1),
@@ -78,7 +78,7 @@ def make_variants(
     for name, call in inside.items():
         call()  # compiles
         graphs[name] = capture_graph(call)
-    logits, outside = held[0], graphs["logits"]
+    logits, outside = logits_buffer[0], graphs["logits"]
 
     def then_sorted() -> torch.Tensor:
         outside()
@@ -110,10 +110,10 @@ def main() -> None:
         for name, seconds in zip(
             calls, time_interleaved(list(calls.values()), 15, 4, "cuda"), strict=True
         ):
-            found = {"batch": batch, "context": options.context, "chosen": name}
+            facts = {"batch": batch, "context": options.context, "chosen": name}
             row = {
                 "figure": "step.sampled_ms",
-                **found,
+                **facts,
                 "value": round(statistics.median(seconds) * 1e3, 3),
             }
             print(json.dumps(row), flush=True)

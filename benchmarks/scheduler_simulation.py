@@ -1,5 +1,4 @@
-"""How long a batch of requests takes with the scheduler as it is and steps that cost what they do
-on one H200.
+"""Simulate how long a batch takes with the current scheduler and step costs of one H200.
 
     python benchmarks/scheduler_simulation.py 64x1024+144 64x1024+16 [--trace
     azure_conversation_trace.csv]
@@ -38,10 +37,12 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class StepCost:
-    """Milliseconds of a step's parts. weights: reading all of them once; row: of a step without
-    prompts, each row on top; token: the products of one token where they decide; key: a token's
-    keys and values in all layers, read once; attended_key_ms: a prompt's token, what its attention
-    and its other kernels take."""
+    """Cost model of a step, in milliseconds.
+
+    weights: reading all of them once; row: per row of a step without prompts; token: the GEMMs of
+    one token, where they dominate; key: a token's keys and values in all layers, read once;
+    attended_key_ms: attention and other kernels per token of a prompt.
+    """
 
     weights: float = 3.9
     row: float = 0.003
@@ -82,8 +83,9 @@ def simulate_seconds(
 
 
 def iter_steps(scheduler: Scheduler) -> Iterator[Schedule]:
-    """The steps until nobody is left, each before its tokens count as computed; every answer goes
-    to its limit.
+    """Yield the steps until all requests end, each before its tokens count as computed.
+
+    Every answer runs to its limit.
     """
     while scheduler.running or scheduler.waiting:
         plan = scheduler.schedule()
@@ -114,7 +116,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="csv with ContextTokens and GeneratedTokens")
     parser.add_argument("--requests", type=int, default=500, help="of the trace")
     options = parser.parse_args()
-    works = {told: parse_batch(told) for told in options.batches}
+    works = {spec: parse_batch(spec) for spec in options.batches}
     if options.trace is not None:
         from modelmill.eval.datasets import read_trace
 

@@ -1,14 +1,14 @@
-"""What the API's process costs a token: real clients, the real API, and a worker that computes
-nothing.
+"""Measure the API process's cost per token: real clients and API, a worker without computation.
 
     python -m benchmarks.serving_feed ENGINE [--streams 64] [--tokens 160] [--step-ms 1.8]
     [--against TREE]
 
-The worker's process is the real one around a loop that tells random ids at once (--step-ms 0: as
+The worker's process is the real one around a loop that returns random ids at once (--step-ms 0: as
 fast as they go), so that a CPU shows what a GPU's 35,000 tokens a second ask of everything behind
 it. ENGINE gives the tokenizer; its weights are not read. --against: the root of another checkout,
 served in turn with this one, in the other order every round; ratios are of one run. CPU seconds of
-the processes tell the same without what other programs do to the clock."""
+the processes show the same, independent of other programs.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ ROUND_SECONDS = 0.2
 
 
 class FakeEngineCore:
-    """A loop as ``serve.worker.EngineWorker`` sees it: each step tells one token of every request
-    that is open.
-    """
+    """An engine core for ``serve.worker.EngineWorker``: a step gives every request one token."""
 
     def __init__(self, vocab: int, step: float, seed: int = 0) -> None:
         """step: seconds from one step to the next; one that is late is not made up for."""
@@ -43,7 +41,7 @@ class FakeEngineCore:
         self.input_processor = self.output_processor = self
         self.live_sequences: dict[str, list[Any]] = {}
         self.guide_factory: Any = None
-        self.steps = self.told = 0
+        self.steps = self.num_tokens = 0
 
     @property
     def has_work(self) -> bool:
@@ -73,13 +71,13 @@ class FakeEngineCore:
         if now < self._due:
             time.sleep(self._due - now)
         self._due = max(now, self._due) + self._step
-        told = []
+        outputs = []
         for id in list(self._left):
             self._left[id] -= 1
             leader = self.live_sequences[id][0]
             leader.started_at = leader.started_at or now
             last = not self._left[id]
-            told.append(
+            outputs.append(
                 TokenOutput(
                     id,
                     0,
@@ -89,14 +87,14 @@ class FakeEngineCore:
             )
             if last:
                 self.abort(id)
-        self.steps, self.told = self.steps + 1, self.told + len(told)
-        return told
+        self.steps, self.num_tokens = self.steps + 1, self.num_tokens + len(outputs)
+        return outputs
 
     def stats(self) -> Any:
         """Where it stands."""
         from modelmill.runtime.stats import Stats
 
-        return Stats(len(self._left), 0, 1, 1, 0, self.steps, 0, self.told, 0, 0)
+        return Stats(len(self._left), 0, 1, 1, 0, self.steps, 0, self.num_tokens, 0, 0)
 
 
 def run_worker(fd: int, engine: str, step: float) -> None:
@@ -128,8 +126,8 @@ def run_api(engine: str, root: str, step: float) -> None:
     async def launch() -> Any:
         import socket
 
-        ours, theirs = socket.socketpair()
-        with theirs:
+        ours, child_socket = socket.socketpair()
+        with child_socket:
             words = [
                 sys.executable,
                 __file__,
@@ -137,10 +135,10 @@ def run_api(engine: str, root: str, step: float) -> None:
                 "--root",
                 root,
                 "--feed",
-                str(theirs.fileno()),
+                str(child_socket.fileno()),
             ]
             process = await asyncio.create_subprocess_exec(
-                *words, "--step-ms", str(1000 * step), pass_fds=(theirs.fileno(),)
+                *words, "--step-ms", str(1000 * step), pass_fds=(child_socket.fileno(),)
             )
         return ours, worker_process.WorkerSubprocess(process)
 
@@ -161,12 +159,12 @@ class CheckoutServer:
             words[1:1] = ["-m", "cProfile", "-o", str(args.profile)]
         self._process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
         assert self._process.stderr is not None
-        found = re.search(r"listening on (http://[^;]+);", said := self._process.stderr.readline())
-        if found is None:
-            raise RuntimeError(said + self._process.stderr.read())
+        match = re.search(r"listening on (http://[^;]+);", line := self._process.stderr.readline())
+        if match is None:
+            raise RuntimeError(line + self._process.stderr.read())
         from modelmill.eval.openai_client import OpenAIClient
 
-        self.client = OpenAIClient.from_url(found[1])
+        self.client = OpenAIClient.from_url(match[1])
 
     def ready(self, cores: list[int]) -> None:
         """Wait for it; pin the worker and the API where cores were named."""
@@ -194,14 +192,14 @@ class CheckoutServer:
         time.sleep(ROUND_SECONDS)
         which = {"worker": self._worker, "api": self._api, "client": psutil.Process()}
         before = {name: each.cpu_times() for name, each in which.items()}
-        told = asyncio.run(time_streams(self.client, prompts, tokens))
+        figures = asyncio.run(time_streams(self.client, prompts, tokens))
         for name, each in which.items():
             now = each.cpu_times()
-            told[name + "_us"] = 1e6 * (
+            figures[name + "_us"] = 1e6 * (
                 now.user + now.system - before[name].user - before[name].system
             )
-            told[name + "_us"] /= tokens * len(prompts)
-        return told
+            figures[name + "_us"] /= tokens * len(prompts)
+        return figures
 
     def close(self) -> None:
         """End it."""
@@ -222,13 +220,14 @@ def compare_checkouts(args: argparse.Namespace) -> dict[str, Any]:
         plan = LoadPlan(args.streams, args.prompt, args.tokens, 0, 0, args.seed, args.vocab)
         for round in range(-1, args.rounds):
             for name in sorted(sides, reverse=bool(round % 2)):
-                told = sides[name].run_round(
+                figures = sides[name].run_round(
                     plan.prompts(round, args.streams, args.prompt), args.tokens
                 )
                 if round >= 0:
-                    rounds[name].append(told)
+                    rounds[name].append(figures)
                     note(
-                        f"{name} " + ", ".join(f"{key} {value:.4g}" for key, value in told.items())
+                        f"{name} "
+                        + ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
                     )
     finally:
         for side in sides.values():
@@ -236,9 +235,9 @@ def compare_checkouts(args: argparse.Namespace) -> dict[str, Any]:
     count = args.streams * args.tokens
     out: dict[str, Any] = {"streams": args.streams, "tokens": args.tokens, "step_ms": args.step_ms}
     out["rounds"] = args.rounds
-    for name, told in rounds.items():
-        out[name] = {key: median_min_max([each[key] for each in told]) for key in told[0]}
-        out[name]["tokens_per_s"] = median_min_max([count / each["served_s"] for each in told])
+    for name, figures in rounds.items():
+        out[name] = {key: median_min_max([each[key] for each in figures]) for key in figures[0]}
+        out[name]["tokens_per_s"] = median_min_max([count / each["served_s"] for each in figures])
     if args.against:
         for key in ("served_s", "api_us"):
             ratios = [a[key] / b[key] for a, b in zip(rounds["here"], rounds["against"])]
@@ -280,7 +279,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure and tell."""
+    """Measure and print."""
     args = parse_args()
     sys.path.insert(0, str(args.root))
     if args.feed is not None:
@@ -288,10 +287,10 @@ def main() -> int:
     elif args.api:
         run_api(str(args.engine), str(args.root), args.step_ms / 1000)
     else:
-        told = compare_checkouts(args)
-        print(json.dumps(told, indent=1))
+        result = compare_checkouts(args)
+        print(json.dumps(result, indent=1))
         if args.json:
-            args.json.write_text(json.dumps(told, indent=1) + "\n")
+            args.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

@@ -1,16 +1,15 @@
-"""What serving costs: streams through the API against the same requests through the loop alone.
+"""Measure the overhead of serving: streams through the API against the engine core alone.
 
     python -m benchmarks.serving_load ENGINE [--streams 16] [--rounds 6] [--burst 12] [--json FILE]
 
 Two sides take turns, in the other order every round, each with the engine on one core: the loop in
 a process of its own, and ``modelmill serve`` whose worker is pinned to that core, with the API and
 the client on the other. A round is the same requests on both; its ratio is served output per second
-over the loop's. The CPU seconds of the loop over those of the worker tell the same without what
-other programs do to the clock. ``--burst`` adds long prompts while answers run, and tells the gaps
+over the loop's. The CPU seconds of the loop over those of the worker show the same, independent of
+other programs. ``--burst`` adds long prompts while answers run, and reports the gaps
 between tokens before and during it, and the loop's own steps (on a CPU in CPU time, so that
 it may be busy with other things). On a GPU (--device cuda) the cores are for Python alone:
-give three of them, so that a client that asks for thousands of tokens a second does not stand in
-the API's way.
+use three of them, so that a client of thousands of tokens per second does not slow down the API.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ SETTLE_SECONDS = 0.3
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """streams at once, each a prompt of so many ids and an answer of so many tokens; long prompts
-    join in a burst.
+    """Load plan: streams at once with prompt and answer lengths, and the long prompts of a burst.
 
     beside: tokens of the answers that run during a burst.
     """
@@ -78,23 +76,21 @@ async def time_stream(remote: OpenAIClient, prompt: list[int], tokens: int) -> l
         for choice in event.get("choices", ()):
             times += [when] * len(choice.get("token_ids", ()))
     if len(times) != tokens:
-        raise RuntimeError(f"{len(times)} tokens where {tokens} were asked for")
+        raise RuntimeError(f"{len(times)} tokens, expected {tokens}")
     return times
 
 
 async def time_streams(
     remote: OpenAIClient, prompts: Sequence[list[int]], tokens: int
 ) -> dict[str, float]:
-    """Seconds from the first request to the last token; to the last first token; the longest gap of
-    any stream.
-    """
+    """Return seconds to the last token and to the last first token, and the longest gap."""
     began = time.perf_counter()
-    told = await asyncio.gather(*(time_stream(remote, prompt, tokens) for prompt in prompts))
+    token_times = await asyncio.gather(*(time_stream(remote, prompt, tokens) for prompt in prompts))
     seconds = time.perf_counter() - began
-    gap = max((b - a for times in told for a, b in pairwise(times)), default=0.0)
+    gap = max((b - a for times in token_times for a, b in pairwise(times)), default=0.0)
     return {
         "served_s": seconds,
-        "last_first_s": max(times[0] for times in told) - began,
+        "last_first_s": max(times[0] for times in token_times) - began,
         "longest_gap_s": gap,
     }
 
@@ -113,10 +109,10 @@ async def burst(remote: OpenAIClient, plan: LoadPlan, round: int) -> dict[str, l
     begin = time.perf_counter()
     firsts = await asyncio.gather(*(time_stream(remote, prompt, 1) for prompt in long))
     end = max(times[0] for times in firsts)
-    told = await asyncio.gather(*answers)
+    token_times = await asyncio.gather(*answers)
     quiet: list[float] = []
     during: list[float] = []
-    for times in told:
+    for times in token_times:
         for a, b in pairwise(times):
             if b < begin:
                 quiet.append(1000 * (b - a))
@@ -130,9 +126,7 @@ async def burst(remote: OpenAIClient, plan: LoadPlan, round: int) -> dict[str, l
 
 
 async def quiet_seconds(remote: OpenAIClient, plan: LoadPlan) -> float:
-    """Seconds to let the running answers be quiet: as long as a few tokens of an answer of another
-    take.
-    """
+    """Return seconds of the quiet phase before a burst: a few tokens of another running answer."""
     times = await time_stream(remote, plan.prompts(3000, 1, plan.prompt)[0], 16)
     return max(0.2, 2 * (times[-1] - times[0]))
 
@@ -142,22 +136,22 @@ def run_round(
 ) -> dict[str, float]:
     """Both sides once; which is first changes with each round."""
     prompts = plan.prompts(round, plan.streams, plan.prompt)
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
 
     def loop() -> None:
         time.sleep(SETTLE_SECONDS)
-        found["alone_s"], found["alone_cpu_s"] = core_process.generate(prompts, plan.tokens)
+        figures["alone_s"], figures["alone_cpu_s"] = core_process.generate(prompts, plan.tokens)
 
     def serve() -> None:
         time.sleep(SETTLE_SECONDS)
         before = server.cpu()
-        found.update(asyncio.run(time_streams(server.client, prompts, plan.tokens)))
+        figures.update(asyncio.run(time_streams(server.client, prompts, plan.tokens)))
         for name, seconds in server.cpu().items():
-            found[f"{name}_cpu_s"] = seconds - before[name]
+            figures[f"{name}_cpu_s"] = seconds - before[name]
 
     for side in (loop, serve) if round % 2 else (serve, loop):
         side()
-    return found
+    return figures
 
 
 def median_min_max(values: Sequence[float]) -> dict[str, float]:
@@ -173,19 +167,20 @@ def quantile_at(values: Sequence[float], share: float) -> float:
 def step_figures(bursts: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
     """The loop's own steps, in ms, without long prompts and with them."""
     quiet, during = (
-        [1000 * each for found in bursts for each in found[name]] for name in ("quiet", "during")
+        [1000 * each for each_burst in bursts for each in each_burst[name]]
+        for name in ("quiet", "during")
     )
     median = quantile_at(quiet, 0.5)
-    told = {
+    figures = {
         "quiet_median_ms": median,
         "quiet_p99_ms": quantile_at(quiet, 0.99),
         "during_median_ms": quantile_at(during, 0.5),
     }
-    told |= {
+    figures |= {
         "during_p99_ms": quantile_at(during, 0.99),
         "p99_over_quiet_median": quantile_at(during, 0.99) / median,
     }
-    return told | {
+    return figures | {
         "rounds": [
             quantile_at(each["during"], 0.99) / quantile_at(each["quiet"], 0.5) for each in bursts
         ]
@@ -197,7 +192,7 @@ def summary(
 ) -> dict[str, Any]:
     """The figures of all rounds."""
     tokens = plan.streams * plan.tokens
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "alone_tokens_per_s": median_min_max([tokens / each["alone_s"] for each in rounds]),
         "served_tokens_per_s": median_min_max([tokens / each["served_s"] for each in rounds]),
         "ratio": median_min_max([each["alone_s"] / each["served_s"] for each in rounds]),
@@ -216,7 +211,7 @@ def summary(
             raise RuntimeError(
                 "the running answers had ended before the burst: give more --tokens or --streams"
             )
-        told["burst"] = {
+        result["burst"] = {
             "quiet_median_ms": quantile_at(quiet, 0.5),
             "quiet_p99_ms": quantile_at(quiet, 0.99),
             "during_median_ms": quantile_at(during, 0.5),
@@ -228,7 +223,7 @@ def summary(
             ],
             "first_token_ms": quantile_at([t for each in bursts for t in each["first"]], 0.5),
         }
-    return told
+    return result
 
 
 def parse_args() -> argparse.Namespace:
@@ -265,7 +260,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure and tell."""
+    """Measure and print."""
     args = parse_args()
     engine_core, api_core = args.cores[:2]
     os.sched_setaffinity(0, {args.cores[-1]})
@@ -311,21 +306,21 @@ def main() -> int:
                     "steps": step_figures(inner[-1:]),
                 }
                 print(json.dumps(told_burst), file=sys.stderr, flush=True)
-        told = {
+        result = {
             "engine": args.engine.name,
             "device": args.device,
             "streams": args.streams,
             "prompt": args.prompt,
         }
-        told |= {"tokens": args.tokens, "rounds": args.rounds, **summary(plan, rounds, bursts)}
+        result |= {"tokens": args.tokens, "rounds": args.rounds, **summary(plan, rounds, bursts)}
         if inner:
-            told["burst_steps"] = step_figures(inner)
+            result["burst_steps"] = step_figures(inner)
     finally:
         served.close()
         alone.close()
-    print(json.dumps(told, indent=1))
+    print(json.dumps(result, indent=1))
     if args.json:
-        args.json.write_text(json.dumps({**told, "each": rounds}, indent=1) + "\n")
+        args.json.write_text(json.dumps({**result, "each": rounds}, indent=1) + "\n")
     return 0
 
 

@@ -1,6 +1,4 @@
-"""The two sides of ``benchmarks.serving_load``: the loop alone in a process of its own, and a
-served engine.
-"""
+"""The two sides of ``benchmarks.serving_load``: the engine core alone, and a served engine."""
 
 from __future__ import annotations
 
@@ -54,15 +52,13 @@ class CoreProcess:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"prompts": prompts, "tokens": tokens}) + "\n")
         self._process.stdin.flush()
-        told = self._read()
-        return float(told["seconds"]), float(told["cpu"])
+        reply = self._read()
+        return float(reply["seconds"]), float(reply["cpu"])
 
     def burst(
         self, prompts: Sequence[list[int]], long: Sequence[list[int]]
     ) -> dict[str, list[float]]:
-        """Seconds of steps of the running answers before long prompts come ("quiet") and meanwhile
-        ("during").
-        """
+        """Return seconds of decode steps before a burst ("quiet") and while it runs ("during")."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"prompts": prompts, "long": long}) + "\n")
         self._process.stdin.flush()
@@ -104,11 +100,11 @@ class ServedEngine:
             words += ["--" + name.replace("_", "-"), str(value)]
         self._process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
         assert self._process.stderr is not None
-        said = self._process.stderr.readline()
-        found = re.search(r"listening on (http://[^;]+);", said)
-        if found is None:
-            raise RuntimeError(said + self._process.stderr.read())
-        self.client = OpenAIClient.from_url(found[1])
+        line = self._process.stderr.readline()
+        match = re.search(r"listening on (http://[^;]+);", line)
+        if match is None:
+            raise RuntimeError(line + self._process.stderr.read())
+        self.client = OpenAIClient.from_url(match[1])
 
     def ready(self, seconds: float = 600) -> None:
         """Wait for it, and pin both processes."""
@@ -131,8 +127,8 @@ class ServedEngine:
 
     def cpu(self) -> dict[str, float]:
         """CPU seconds until now of the worker, the API and this process."""
-        found = {"worker": self.worker, "api": self.api, "client": psutil.Process()}
-        times = {name: process.cpu_times() for name, process in found.items()}
+        processes = {"worker": self.worker, "api": self.api, "client": psutil.Process()}
+        times = {name: process.cpu_times() for name, process in processes.items()}
         return {name: each.user + each.system for name, each in times.items()}
 
     def close(self) -> None:
@@ -152,12 +148,16 @@ def _requests(name: str, prompts: Sequence[list[int]], tokens: int) -> list[Requ
 def _generate(
     loop: EngineCore, name: str, prompts: Sequence[list[int]], tokens: int
 ) -> dict[str, float]:
-    began, cpu, told = time.perf_counter(), time.process_time(), 0
+    began, cpu, num_tokens = time.perf_counter(), time.process_time(), 0
     for request in _requests(name, prompts, tokens):
         loop.add(request)
     while loop.has_work:
-        told += len(loop.step())
-    return {"seconds": time.perf_counter() - began, "cpu": time.process_time() - cpu, "told": told}
+        num_tokens += len(loop.step())
+    return {
+        "seconds": time.perf_counter() - began,
+        "cpu": time.process_time() - cpu,
+        "told": num_tokens,
+    }
 
 
 def _burst(
@@ -171,12 +171,12 @@ def _burst(
     kept = scheduler.limits, scheduler.adaptive_chunk, loop.clock
     scheduler.set_interactive(None, on_gpu=loop.device != "cpu")
     loop.clock = time.thread_time if loop.device == "cpu" else time.perf_counter
-    found: dict[str, list[float]] = {"quiet": [], "during": []}
+    step_times: dict[str, list[float]] = {"quiet": [], "during": []}
 
     def step(which: str) -> None:
         began = loop.clock()
         loop.step()
-        found[which].append(loop.clock() - began)
+        step_times[which].append(loop.clock() - began)
 
     running, late = _requests(name, prompts, 1 << 30), _requests(name + " long", long, 1)
     for request in running:
@@ -193,7 +193,7 @@ def _burst(
     while loop.has_work:
         loop.step()
     scheduler.limits, scheduler.adaptive_chunk, loop.clock = kept
-    return {"quiet": found["quiet"][4:], "during": found["during"]}
+    return {"quiet": step_times["quiet"][4:], "during": step_times["during"]}
 
 
 def run_core_process(engine: Path, run: dict[str, Any], core: int) -> None:
@@ -203,12 +203,14 @@ def run_core_process(engine: Path, run: dict[str, Any], core: int) -> None:
     loop.warm_up()
     print(json.dumps({"vocab": loop.vocab}), flush=True)
     for count, line in enumerate(sys.stdin):
-        asked = json.loads(line)
-        long = asked.get("long")
-        found = (
-            _generate(loop, str(count), asked["prompts"], asked["tokens"]) if long is None else None
+        request = json.loads(line)
+        long = request.get("long")
+        result = (
+            _generate(loop, str(count), request["prompts"], request["tokens"])
+            if long is None
+            else None
         )
-        print(json.dumps(found or _burst(loop, str(count), asked["prompts"], long)), flush=True)
+        print(json.dumps(result or _burst(loop, str(count), request["prompts"], long)), flush=True)
 
 
 if __name__ == "__main__":

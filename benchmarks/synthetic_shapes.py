@@ -14,9 +14,7 @@ from typing import Any
 
 
 def synthetic_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json that transformers and vLLM read, of the sizes of a shape of
-    ``make_checkpoint.SHAPES``.
-    """
+    """Return a config.json for transformers and vLLM with a shape of ``make_checkpoint.SHAPES``."""
     if raw["model_type"] != "qwen":
         return dict(raw)
     heads = raw["num_attention_heads"]
@@ -50,8 +48,9 @@ def write_synthetic_config(raw: Mapping[str, Any], folder: Path) -> Path:
 
 
 def randomize_weights(model: Any, weights: str = "normal", seed: int = 0) -> int:
-    """Draw every parameter of a torch module in place, as ``make_checkpoint.fill`` does; how many
-    there were.
+    """Randomize every parameter of a torch module in place, as ``make_checkpoint.fill`` does.
+
+    Returns the number of parameters.
 
     normal: norm weights around 1, biases of spread 0.1, embeddings of unit spread, matrices of
     1/sqrt(inputs). uniform: everything within ``make_checkpoint.UNIFORM_RANGE``.

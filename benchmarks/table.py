@@ -1,5 +1,4 @@
-"""Reruns the table of the speed targets, part by part, each with ours and its peer in turn on one
-device.
+"""Measure the table of speed targets, part by part, modelmill and its peer in turn on one device.
 
     python benchmarks/table.py PART [PART …] [--peer DIR | --peer-python PYTHON] [--out FILE.jsonl]
     [--work DIR]
@@ -90,8 +89,8 @@ class SpeedTable:
             peer != "vLLM" or self.options.peer is not None or self.options.peer_python is not None
         )
         ours = [MODELMILL, *(self.variants if part == "trace" else ())]
-        wanted = [*ours, *([peer] if known else [])]
-        return [name for name in wanted if not self.options.only or name in self.options.only]
+        names = [*ours, *([peer] if known else [])]
+        return [name for name in names if not self.options.only or name in self.options.only]
 
     def run_parts(self, parts: Sequence[str], shape: str) -> None:
         """Parts whose sides share the card."""
@@ -134,7 +133,7 @@ class SpeedTable:
                 for side in sides:
                     facts[name] = side.facts
                     seconds.setdefault(name, []).extend(self._served(side, lengths, runs))
-        figures = {name: work.figure({0: found}) for name, found in seconds.items()}
+        figures = {name: work.figure({0: values}) for name, values in seconds.items()}
         more = {
             "order": self.options.order,
             "requests": len(lengths),
@@ -145,16 +144,14 @@ class SpeedTable:
 
     def _served(self, side: PeerProcess, lengths: Lengths, runs: int) -> list[float]:
         side.generate(warm_up(lengths), seed=1)
-        found = []
+        timings = []
         for number in range(runs):
-            found.append(side.generate(lengths, seed=2 + number))
-            self.peer_setup.note(f"{side.name}: {found[-1]:.2f} s")
-        return found
+            timings.append(side.generate(lengths, seed=2 + number))
+            self.peer_setup.note(f"{side.name}: {timings[-1]:.2f} s")
+        return timings
 
     def run_startup(self) -> None:
-        """Fresh processes in turn; the first of each side warms the file and compile caches where
-        nothing ran yet.
-        """
+        """Time fresh processes in turn; the first of each side only warms caches if needed."""
         work = Workload("startup", (128,), (1,), scale=1.0)
         seconds: dict[str, list[float]] = {name: [] for name in self.side_names("startup")}
         facts: dict[str, Any] = {}
@@ -175,14 +172,12 @@ class SpeedTable:
         self.record(
             "startup",
             work,
-            {name: work.figure({1: found}) for name, found in seconds.items()},
+            {name: work.figure({1: values}) for name, values in seconds.items()},
             facts,
         )
 
     def run_cpu(self) -> None:
-        """The comparison with llama.cpp in turn, by ``llamacpp_peer.py``: its rows, and their
-        table.
-        """
+        """Compare with llama.cpp in turn, by ``llamacpp_peer.py``: its rows and their table."""
         options = self.options
         if None in (options.gguf, options.peer_python):
             raise SystemExit(
@@ -260,13 +255,13 @@ class SpeedTable:
             table = Table(title=f"{self.run}: lower is better; (least … most) of the rounds")
             peers = list(
                 dict.fromkeys(
-                    name for _, found in self.lines for name in found if name != MODELMILL
+                    name for _, figures in self.lines for name in figures if name != MODELMILL
                 )
             )
             for column in ("work", "unit", "floor", "must", MODELMILL, *peers, "× ours"):
                 table.add_column(column, justify="left" if column == "work" else "right")
-            for name, found in self.lines:
-                table.add_row(*table_line(name, found, peers))
+            for name, figures in self.lines:
+                table.add_row(*table_line(name, figures, peers))
             console.print(table)
         if self.cpu_rows:
             table = Table(
@@ -324,9 +319,7 @@ def portable_command(arguments: Sequence[str]) -> str:
 
 
 def order_requests(lengths: Lengths, order: str) -> Lengths:
-    """The requests as both sides are handed them: as they arrived, or those with the longest
-    answers first.
-    """
+    """Return the requests for both sides: in order of arrival, or longest answers first."""
     return lengths if order == ARRIVAL else sorted(lengths, key=lambda pair: -pair[1])
 
 
@@ -400,7 +393,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--no-check", action="store_true", help="build without the acceptance run")
     parser.add_argument(
-        "--layers", type=int, help="fewer layers, to rehearse; such rows are no evidence"
+        "--layers", type=int, help="fewer layers, for a dry run; do not publish such rows"
     )
     parser.add_argument(
         "--engine", type=Path, help="part cpu: an engine of the model (default: built, -q int8)"

@@ -1,6 +1,4 @@
-"""The work that the speed table names: its requests, the physical floor on one H200, and what must
-be reached.
-"""
+"""The speed targets: requests, the physical floor on one H200, and the required figure."""
 
 from __future__ import annotations
 
@@ -10,8 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SpeedTarget:
-    """One line of the table. floor: weights and KV over 4.25 TB/s, or the products at the bf16
-    rate; None for none.
+    """One line of the table of targets.
+
+    floor: weights and KV over 4.25 TB/s, or the GEMMs at the bf16 rate; None for none.
 
     reference_mark: what vLLM 0.25.1 took on the card, and that day, for which ``required`` was set;
     None where that is unknown.

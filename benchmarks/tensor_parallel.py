@@ -1,5 +1,4 @@
-"""Times a model shape over several GPUs, without an engine: seeded random weights, one process a
-GPU.
+"""Time a model shape on several GPUs with seeded random weights, one process per GPU.
 
     python benchmarks/tensor_parallel.py qwen-7b --tp 2 [--sums 1,8,64] [--decode 1x128,64x1024]
         [--prefill 1x1024] [--loop 1x128] [--layers N] [--save FILE.jsonl]
@@ -64,10 +63,12 @@ class OtherRanks:
         self.links = links
 
     def broadcast(self, command: StepCommand, payload: memoryview | bytes = b"") -> None:
+        """Send a command with its payload to all ranks."""
         for link in self.links:
             link.sendall(command.pack() + bytes(payload))
 
     def guard(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context without supervision of the ranks."""
         return contextlib.nullcontext()
 
 
@@ -103,16 +104,18 @@ def time_all_reduce(tp_group: DistributedTPGroup, tokens: int, width: int = 4096
         wide = total.double()
         target = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-6) * weight.double()
         limit = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
-        for found, wanted in (
+        for actual, reference in (
             (total, expected),
             (normed, target),
             (tp_group.all_reduce(x.clone()), expected - residual.double()),
         ):
-            error = float((found.double() - wanted).norm() / wanted.norm())
+            error = float((actual.double() - reference).norm() / reference.norm())
             assert error < limit, f"rank {tp_group.rank}: {tokens} tokens of {dtype}: error {error}"
-        mine = normed.float().double().sum().view(torch.int64)
+        checksum = normed.float().double().sum().view(torch.int64)
         assert (
-            tp_group.all_reduce_min(int(mine)) == int(mine) == -tp_group.all_reduce_min(-int(mine))
+            tp_group.all_reduce_min(int(checksum))
+            == int(checksum)
+            == -tp_group.all_reduce_min(-int(checksum))
         ), "ranks hold different sums"
     x = torch.randn(tokens, width, device=device, dtype=torch.bfloat16)
     residual, weight = torch.randn_like(x), torch.rand(width, device=device, dtype=torch.bfloat16)
@@ -169,11 +172,11 @@ def time_steps(options: argparse.Namespace, model: nn.Module, tp_group: TPGroup)
     """Decode steps as graphs, first steps as they are."""
     device = f"cuda:{tp_group.rank}"
     ops, rate = select_backends(device), copy_bandwidth(device)
-    for figure, wanted in (
+    for figure, pairs in (
         ("step.decode_ms", options.decode),
         ("step.prefill_ms", options.prefill),
     ):
-        for batch, count in parse_pairs(wanted):
+        for batch, count in parse_pairs(pairs):
             decode = figure == "step.decode_ms"
             new, bound = (1, context_bucket(count)) if decode else (count, count)
             step = synthetic_step(model, ops, (batch, new, count), max_context=bound)
@@ -245,16 +248,16 @@ def _time_batch(engine_core: EngineCore, batch: int, count: int) -> tuple[float,
         engine_core.add(
             Request(id=str(i), prompt=prompt, params=params, cache_salt=str(time.monotonic()))
         )
-    seen: dict[str, int] = {}
+    num_tokens: dict[str, int] = {}
     began = time.perf_counter()
     first = steps = 0.0
     while engine_core.has_work:
-        told = engine_core.step()
+        outputs = engine_core.step()
         if first:
-            steps += bool(told)
-        for token in told:
-            seen[token.request_id] = 1
-        if not first and len(seen) == batch:
+            steps += bool(outputs)
+        for token in outputs:
+            num_tokens[token.request_id] = 1
+        if not first and len(num_tokens) == batch:
             first = time.perf_counter() - began
     return (time.perf_counter() - began - first) / max(steps, 1) * 1e3, first * 1e3
 
@@ -285,18 +288,18 @@ def run_all_ranks(options: argparse.Namespace) -> Iterator[Row]:
     links: list[socket.socket] = []
     children = []
     for number in range(1, options.tp):
-        ours, theirs = socket.socketpair()
+        ours, child_socket = socket.socketpair()
         word = [
             sys.executable,
             __file__,
             *sys.argv[1:],
             "--rank",
-            f"{number},{meeting.port},{theirs.fileno()}",
+            f"{number},{meeting.port},{child_socket.fileno()}",
         ]
         children.append(
-            subprocess.Popen(word, pass_fds=(theirs.fileno(),), stdout=subprocess.DEVNULL)
+            subprocess.Popen(word, pass_fds=(child_socket.fileno(),), stdout=subprocess.DEVNULL)
         )
-        theirs.close()
+        child_socket.close()
         links.append(ours)
     try:
         store = meeting.serve()
@@ -337,7 +340,7 @@ def main() -> None:
         mesh = DistributedTPGroup(number, options.tp, connect(port), f"cuda:{number}", 300)
         for _ in run_rank(options, mesh, [socket.socket(fileno=descriptor)]):
             pass
-        os._exit(0)  # nobody is left to take leave of
+        os._exit(0)  # the other ranks are gone: no NCCL shutdown
     stamp = {
         "command": "python benchmarks/tensor_parallel.py " + " ".join(sys.argv[1:]),
         "shape": options.shape,

@@ -1,5 +1,4 @@
-"""Serves the conversation trace with the loop alone and says where the GPU's time goes, step by
-step.
+"""Run the conversation trace on the engine core alone and report GPU time step by step.
 
     python benchmarks/trace_steps.py qwen-7b --trace azure_conversation_trace.csv [--order together]
         [--budget 8192] [--as dense:auto --as smoothquant:int8 …] [--runs 1] [--save FILE.jsonl]
@@ -64,6 +63,7 @@ class StepRecord:
 
     @property
     def group(self) -> str:
+        """Name the group of steps by prompt tokens and sequences."""
         if self.prompts:
             bound = next(
                 b for b in (256, 512, 1024, 2048, 4096, 1 << 30) if self.prompts + self.singles <= b

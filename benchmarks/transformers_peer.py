@@ -1,5 +1,6 @@
-"""transformers as one side of a comparison:
-``python -m benchmarks.transformers_peer '{"config": …, "dtype": …}'``.
+"""Run transformers as one side of a comparison.
+
+    python -m benchmarks.transformers_peer '{"config": …, "dtype": …}'
 
 Its generate() on one batch of equal prompts, greedy, end-of-text ignored, with random weights of a
 known shape.
@@ -19,7 +20,7 @@ from benchmarks.peer_process import Prepared, serve_requests, take_over_stdout
 def main() -> None:
     """Make the model on the GPU and serve."""
     pipe = take_over_stdout()
-    told = json.loads(sys.argv[1])
+    options = json.loads(sys.argv[1])
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -27,22 +28,22 @@ def main() -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):
-        config = AutoConfig.from_pretrained(told["config"])
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, told["dtype"]))
+        config = AutoConfig.from_pretrained(options["config"])
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options["dtype"]))
     model = model.eval().requires_grad_(False)
 
     def prepare(prompts: Sequence[list[int]], outputs: Sequence[int]) -> Prepared:
         assert len(set(outputs)) == 1, "one static batch has one length"
-        asked = torch.tensor(list(prompts))
+        cpu_ids = torch.tensor(list(prompts))
         how = GenerationConfig(
             do_sample=False, max_new_tokens=outputs[0], eos_token_id=None, pad_token_id=0
         )
 
         @torch.inference_mode()
         def call() -> int:
-            ids = asked.to(device)
-            found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=how)
-            return sum(len(row) - asked.shape[1] for row in found.tolist())
+            ids = cpu_ids.to(device)
+            output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=how)
+            return sum(len(row) - cpu_ids.shape[1] for row in output.tolist())
 
         return call
 

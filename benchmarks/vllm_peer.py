@@ -34,30 +34,30 @@ ENVIRONMENT = {
 def main() -> None:
     """Open vLLM and serve. run: arguments of ``vllm.LLM`` beside the fixed ones."""
     pipe = take_over_stdout()
-    told = json.loads(sys.argv[1])
+    options = json.loads(sys.argv[1])
     import torch
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
     llm = LLM(
-        model=told["config"],
+        model=options["config"],
         load_format="dummy",
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
         max_num_batched_tokens=8192,
         disable_log_stats=True,
-        **told["run"],
+        **options["run"],
     )
 
     def prepare(prompts: Sequence[list[int]], outputs: Sequence[int]) -> Prepared:
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         params = [
             SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False)
             for n in outputs
         ]
 
         def call() -> int:
-            found = llm.generate(asked, params, use_tqdm=False)
-            return sum(len(each.outputs[0].token_ids) for each in found)
+            results = llm.generate(inputs, params, use_tqdm=False)
+            return sum(len(each.outputs[0].token_ids) for each in results)
 
         return call
 

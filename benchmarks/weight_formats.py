@@ -1,5 +1,4 @@
-"""Ways to hold a matrix that was drawn at random, rounded to nearest: what ``-q`` of the benchmarks
-names.
+"""Weight formats of random matrices, rounded to nearest: the values of the benchmarks' ``-q``.
 
 Steps and zero-points of activations are drawn too, of the size that calibration would give them:
 how fast a kernel is does not depend on them.
@@ -46,13 +45,13 @@ def weight_quantizer(name: str) -> WeightQuantizer:
 
     Raises KeyError for an unknown name.
     """
-    kind, layout = WEIGHT_FORMATS[name]
-    if kind == "int8_group":
+    recipe, layout = WEIGHT_FORMATS[name]
+    if recipe == "int8_group":
         return lambda weight, _: int8_group_weight(weight, **layout)
-    static = kind == "rptq" and not name.endswith("dynamic")
+    static = recipe == "rptq" and not name.endswith("dynamic")
 
     def hold(weight: torch.Tensor, dtype: torch.dtype) -> WeightFormat:
-        packed = base.pack(kind, weight, dtype, **layout)
+        packed = base.pack(recipe, weight, dtype, **layout)
         return (
             calibrated_rptq_weight(packed)
             if static and isinstance(packed, rptq.RptqWeight)
@@ -63,9 +62,7 @@ def weight_quantizer(name: str) -> WeightQuantizer:
 
 
 def int8_group_weight(weight: torch.Tensor, group: int) -> WeightFormat:
-    """8 bits with a scale for each group of columns, as checkpoints bring them
-    (``modelmill build -q`` has no such).
-    """
+    """Return int8 with a scale per group of columns, as in checkpoints (not a build recipe)."""
     parts = weight.float().unflatten(1, (-1, group))
     scale = (parts.abs().amax(-1) / 127).half()
     codes = torch.round(parts / scale.float()[..., None]).clamp(-127, 127).to(torch.int8)

@@ -72,8 +72,7 @@ def workloads_for(part: str) -> list[Workload]:
 def measure_in_turn(
     work: Workload, sides: Sequence[PeerProcess], rounds: int
 ) -> dict[str, MeasuredFigure]:
-    """Measure a line: each round every side once, another one first each time; round -1 only warms
-    up.
+    """Measure a line: each round calls every side once, in rotating order; round -1 is warm-up.
 
     Of two lengths each is called twice running. What a call finds depends on the one before: after
     a short call, most of which is prompts at the power limit, the clock is lower than after a long
@@ -90,13 +89,11 @@ def measure_in_turn(
                 seconds = side.generate([(prompt, output) for prompt in work.prompts], seed)
                 if turn >= 0:
                     calls[side.name][output].append(seconds)
-    return {name: work.figure(found) for name, found in calls.items()}
+    return {name: work.figure(values) for name, values in calls.items()}
 
 
 def workloads_of_mark(batch: int, prompt: int) -> list[Workload]:
-    """The lines that one block of part ``marks`` gives: the time per token, and alone the first
-    token as well.
-    """
+    """Return the lines of one block of ``marks``: time per token, and first tokens alone."""
     decode = Workload(f"decode-{batch}x{prompt}", (prompt,) * batch)
     return [decode, Workload(f"first-{prompt}", (prompt,), (1,))] if batch == 1 else [decode]
 
@@ -104,8 +101,7 @@ def workloads_of_mark(batch: int, prompt: int) -> list[Workload]:
 def measure_in_blocks(
     batch: int, prompt: int, sides: Sequence[PeerProcess], rounds: int
 ) -> list[tuple[Workload, dict[str, MeasuredFigure]]]:
-    """The lines of ``workloads_of_mark``, each side by itself, in the order in which vLLM's marks
-    of the table were taken.
+    """Measure the lines of ``workloads_of_mark`` side by side in blocks, in the order of the marks.
 
     A call to warm up, then RUNNING calls each of SHORT, of LONG tokens and of one: a first token
     comes after answers, on a card as warm as those make it, not as many first tokens one after
@@ -125,15 +121,13 @@ def measure_in_blocks(
                         )
                     )
     return [
-        (work, {name: work.figure(found) for name, found in calls.items()})
+        (work, {name: work.figure(values) for name, values in calls.items()})
         for work in workloads_of_mark(batch, prompt)
     ]
 
 
 def warm_up(lengths: Lengths) -> list[tuple[int, int]]:
-    """The requests at an eighth of their lengths: every batch size on the way down has then been
-    seen once.
-    """
+    """Return the requests at an eighth of their lengths, so that all batch sizes are warmed up."""
     return [(-(-prompt // 8), -(-output // 8)) for prompt, output in lengths]
 
 

@@ -42,5 +42,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names too that are imported on first use, so that completion finds them."""
+    """List the lazily imported public names as well, so that tab completion finds them."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -1,4 +1,4 @@
-"""The engine for asyncio: many callers stream at once, one thread steps the loop."""
+"""AsyncLLM: the asyncio API; many callers stream at once, one thread steps the engine."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ _DeltaCallback = Callable[[OutputDelta | BaseException | None], None]
 
 
 class AsyncLLM:
-    """``async for delta in engine.stream(prompt)``; leaving the loop early aborts the request.
+    """An opened engine for asyncio: ``async for delta in engine.stream(prompt)``.
 
-    Takes what LLM takes. All calls but ``close`` belong to an asyncio event loop; several loops may
-    share one engine. ``async with AsyncLLM(path) as engine:`` closes it at the end; a closed one
-    refuses every call with a UsageError."""
+    Leaving the loop early aborts the request. Takes the arguments of LLM. All methods but ``close``
+    must be called from an asyncio event loop; several loops may share one engine. ``async with
+    AsyncLLM(path) as engine:`` closes the engine at the end of the block. Every call on a closed
+    AsyncLLM raises UsageError.
+    """
 
     @accept_options(RunConfig, BuildConfig)
     def __init__(
@@ -50,12 +52,12 @@ class AsyncLLM:
         **options: Unpack[EngineOptions],
     ) -> None:
         check_option_names(options, (*RUN_FIELDS, *BUILD_FIELDS), type(self).__name__)
-        own: dict[str, Any] = {
+        llm_args: dict[str, Any] = {
             "tensor_parallel_size": tensor_parallel_size, "chat_template": chat_template,
             "progress": progress,
             "openai_defaults": openai_defaults,
         }  # fmt: skip
-        self.llm = LLM(model, **own, **options)
+        self.llm = LLM(model, **llm_args, **options)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._running: dict[str, RequestState] = {}
         self._listeners: dict[str, _DeltaCallback] = {}
@@ -66,7 +68,7 @@ class AsyncLLM:
     async def stream(
         self, prompt: Prompt | Messages, params: SamplingParams | None = None, **template: Any
     ) -> AsyncIterator[OutputDelta]:
-        """Deltas of one answer as they come. Raises what LLM.stream raises."""
+        """Yield the deltas of one request as they arrive. Raises what LLM.stream raises."""
         async with contextlib.aclosing(
             self.stream_request(self.llm.request(prompt, params, **template))
         ) as deltas:
@@ -74,23 +76,24 @@ class AsyncLLM:
                 yield delta
 
     async def stream_request(self, state: RequestState) -> AsyncGenerator[OutputDelta]:
-        """Deltas of a request that was made before (``llm.request``), perhaps on another thread."""
-        loop, news = asyncio.get_running_loop(), asyncio.Queue[OutputDelta | BaseException | None]()
+        """Yield the deltas of a request from ``llm.request``, which any thread may have made."""
+        loop = asyncio.get_running_loop()
+        items = asyncio.Queue[OutputDelta | BaseException | None]()
         id = state.request.id
 
-        def tell(item: OutputDelta | BaseException | None) -> None:
-            # the asker's event loop may be gone; that must not take the engine's thread with it
+        def send(item: OutputDelta | BaseException | None) -> None:
+            # the caller's event loop may be closed: this must not end the engine thread
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(news.put_nowait, item)
+                loop.call_soon_threadsafe(items.put_nowait, item)
 
-        with self._close_lock:  # behind the last command nobody would be heard
+        with self._close_lock:  # a command queued after close() would never be read
             if self._closed or not self._thread.is_alive():
                 raise UsageError(
                     f"this {type(self).__name__} ({self.llm.path}) is closed; open the engine again"
                 )
-            self._commands.put(lambda: self._add(state, tell))
+            self._commands.put(lambda: self._add(state, send))
         try:
-            while (item := await news.get()) is not None:
+            while (item := await items.get()) is not None:
                 if isinstance(item, BaseException):
                     raise item
                 yield item
@@ -100,12 +103,12 @@ class AsyncLLM:
     async def generate(
         self, prompt: Prompt | Messages, params: SamplingParams | None = None, **template: Any
     ) -> RequestOutput:
-        """The whole answer to one prompt or conversation."""
-        answer: RequestOutput | None = None
+        """Complete one prompt or conversation and return the whole output."""
+        output: RequestOutput | None = None
         async for delta in self.stream(prompt, params, **template):
-            answer = delta.output
-        assert answer is not None, "a stream ends with a delta"
-        return answer
+            output = delta.output
+        assert output is not None, "a stream ends with a delta"
+        return output
 
     async def embed(
         self,
@@ -114,9 +117,7 @@ class AsyncLLM:
         pooling: str = POOL_MEAN,
         dimensions: int | None = None,
     ) -> np.ndarray:
-        """Vectors [N, H] float32 of length 1, as ``LLM.embed`` gives them; all prompts share a
-        batch.
-        """
+        """Embed prompts in one batch: [N, H] float32 of length 1, as ``LLM.embed``."""
         requests = [
             self.llm.embedding_request(prompt, pooling) for prompt in as_prompt_list(prompts)
         ]
@@ -124,7 +125,7 @@ class AsyncLLM:
         try:
             return stack_embeddings(await asyncio.gather(*tasks), dimensions)
         finally:
-            for task in tasks:  # of which one has failed, or the asker has gone
+            for task in tasks:  # some still run if one has failed or the caller was cancelled
                 task.cancel()
 
     async def _final_output(self, state: RequestState) -> RequestOutput:
@@ -138,7 +139,7 @@ class AsyncLLM:
         self._commands.put(lambda: self._drop(request_id))
 
     def close(self) -> None:
-        """Abort everything and stop the thread; closing twice is closing once."""
+        """Abort all requests and stop the thread; calling it again does nothing."""
         with self._close_lock:
             self._closed = True
             self._commands.put(None)
@@ -151,11 +152,11 @@ class AsyncLLM:
         return self._closed
 
     async def __aenter__(self) -> Self:
-        self.llm.engine_core  # noqa: B018 -- a closed one cannot be entered
+        self.llm.engine_core  # noqa: B018 -- raises UsageError if closed
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        # a step that runs ends first, and must not hold the event loop
+        # close() waits for the running step, so it must not run on the event loop
         await asyncio.to_thread(self.close)
 
     def __repr__(self) -> str:
@@ -188,8 +189,7 @@ class AsyncLLM:
         try:
             self.llm.engine_core.add(state.request)
         except Exception as error:
-            # memory may run out while pictures are read: that ends this request, and not the thread
-            # and everybody's
+            # memory may run out while images are decoded: only this request must end
             listener(error)
             return
         self._running[state.request.id] = state
@@ -201,7 +201,7 @@ class AsyncLLM:
         self._listeners.pop(id, None)
 
     def _fail(self, error: BaseException) -> None:
-        """Everyone who waits is told; the engine starts over empty."""
+        """Send ``error`` to every open request and abort them all."""
         for id, listener in list(self._listeners.items()):
             self.llm.engine_core.abort(id)
             listener(error)

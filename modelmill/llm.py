@@ -1,4 +1,4 @@
-"""Text in, text out: the class a user imports."""
+"""LLM: the Python API for text generation, chat and embeddings."""
 
 from __future__ import annotations
 
@@ -47,30 +47,31 @@ _log = log.get_logger(__name__)
 ProgressCallback = Callable[[str, int, int], None]
 """Called with (stage, done, total)."""
 PROGRESS_DELAY_SECONDS = 1.0
-"""Seconds before answers that are made show a bar."""
+"""Seconds of generation before a progress bar is shown."""
 
 
 class LLM:
-    """An engine, opened: ``generate``, ``chat``, ``stream`` and ``embed``.
+    """An opened engine: ``generate``, ``chat``, ``stream`` and ``embed``.
 
-    ``with LLM(path) as llm:`` closes it at the end; a closed one refuses every call with a
-    UsageError. Not thread-safe.
+    ``with LLM(path) as llm:`` closes the engine at the end of the block. Every call on a closed
+    LLM raises UsageError. Not thread-safe.
 
     Args:
-        model: An engine folder; or a checkpoint, which is built into the cache first (and said on
-    stderr). tensor_parallel_size: Another name for ``tp``.
-        chat_template: In place of the engine's own: a shipped one's name (vicuna, chatml), a file,
-    or its text. progress: Called with (stage, done, total) while it is built, compiled for and
-    opened. None: shown on a
-            terminal and in a notebook; False: nowhere.
-        openai_defaults: Where the checkpoint says nothing of sampling, a request that says nothing
-    either is drawn as OpenAI's API would; by default as ``core.generation_defaults`` says.
+        model: An engine folder; or a checkpoint, which is first built into the cache (a line on
+            stderr reports it).
+        tensor_parallel_size: Another name for ``tp``.
+        chat_template: Replaces the engine's template: the name of a shipped one (vicuna, chatml),
+            a file, or the template text.
+        progress: Called with (stage, done, total) while the engine is built, compiled and opened.
+            None: shown on a terminal and in a notebook; False: never shown.
+        openai_defaults: Sampling defaults where neither the checkpoint nor the request sets one:
+            those of the OpenAI API, instead of those in ``core.generation_defaults``.
         options: Fields of RunConfig and BuildConfig, by name. They are listed below.
 
     Raises:
-        UnknownOption: An option that there is not; a TypeError.
-        UsageError: An option that makes no sense here, such as a build's for an engine.
-        ModelmillError: What the checkpoint, the engine and the device may have against it.
+        UnknownOption: An option does not exist; it is a TypeError too.
+        UsageError: An option does not apply, such as a build option for a built engine.
+        ModelmillError: The checkpoint, the engine or the device cannot be used.
     """
 
     @accept_options(RunConfig, BuildConfig)
@@ -112,14 +113,13 @@ class LLM:
             engine = cached_engine(engine, BuildConfig(**build), progress)  # type: ignore[arg-type]
         elif build:
             raise UsageError(
-                f"{', '.join(build)}: decided when an engine is built, and {engine} is one "
-                "already; "
-                "leave it out, or give the checkpoint"
+                f"{', '.join(build)}: decided when an engine is built, and {engine} is already "
+                "built; leave it out, or give the checkpoint"
             )
         self.path = engine
-        self._engine_core = loop = EngineCore.open(engine, config)
-        artifact = loop.artifact
-        assert artifact is not None, "a loop that was opened from a folder keeps its artifact"
+        self._engine_core = core = EngineCore.open(engine, config)
+        artifact = core.artifact
+        assert artifact is not None, "an engine core opened from a folder keeps its artifact"
         self.language = language = TextProcessor(
             engine,
             artifact.manifest,
@@ -132,14 +132,14 @@ class LLM:
         self.defaults, self.eos_ids = language.defaults, language.eos_ids
         if (unused := language.generation_defaults.warning()) is not None:
             _log.warning("%s", unused)
-        vocab = loop.vocab  # not the loop, which would hold itself
-        loop.input_processor.guide_factory = lambda request: language.make_guide(request, vocab)
+        vocab = core.vocab  # a closure over ``core`` would be a reference cycle
+        core.input_processor.guide_factory = lambda request: language.make_guide(request, vocab)
         self._running: dict[str, RequestState] = {}
-        self._news: dict[str, deque[OutputDelta]] = {}
+        self._delta_queues: dict[str, deque[OutputDelta]] = {}
 
     @property
     def engine_core(self) -> EngineCore:
-        """The engine's loop. Raises UsageError once it is closed."""
+        """The engine core. Raises UsageError once it is closed."""
         if self._engine_core is None:
             raise UsageError(
                 f"this {type(self).__name__} ({self.path}) is closed; open the engine again"
@@ -152,17 +152,16 @@ class LLM:
         return self._engine_core is None
 
     def close(self) -> None:
-        """Give weights and KV cache free and end the other ranks, where there are any. Closing
-        twice is closing once.
+        """Free weights and KV cache and end the other ranks; calling it again does nothing.
 
-        Streams that are open end with the UsageError that every later call gets.
+        Open streams raise UsageError, as every later call does.
         """
-        loop, self._engine_core = self._engine_core, None
-        if loop is not None:
-            loop.close()
+        core, self._engine_core = self._engine_core, None
+        if core is not None:
+            core.close()
 
     def __enter__(self) -> Self:
-        self.engine_core  # noqa: B018 -- a closed one cannot be entered
+        self.engine_core  # noqa: B018 -- raises UsageError if closed
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -171,23 +170,23 @@ class LLM:
     def __repr__(self) -> str:
         if self._engine_core is None:
             return f"{type(self).__name__}({str(self.path)!r}, closed)"
-        loop, manifest = self._engine_core, self.language.manifest
+        core, manifest = self._engine_core, self.language.manifest
         sizes = [
             entry["bytes"] for name, entry in manifest.files.items() if name.startswith("weights/")
         ]
         facts = {
             "model_type": manifest.model_type,
-            "dtype": str(loop.dtype).removeprefix("torch."),
+            "dtype": str(core.dtype).removeprefix("torch."),
             "quantization": manifest.build.get("quantization", "none"),
-            "device": str(loop.device),
-            **({"tp": loop.config.tp} if loop.config.tp > 1 else {}),
+            "device": str(core.device),
+            **({"tp": core.config.tp} if core.config.tp > 1 else {}),
             "weights": format_bytes(sum(sizes)),
-            "max_model_len": loop.max_model_len,
+            "max_model_len": core.max_model_len,
         }
-        told = ", ".join(f"{name}={value!r}" for name, value in facts.items())
-        return f"{type(self).__name__}({str(self.path)!r}, {told})"
+        fields = ", ".join(f"{name}={value!r}" for name, value in facts.items())
+        return f"{type(self).__name__}({str(self.path)!r}, {fields})"
 
-    # -- asking
+    # -- requests
     # ---------------------------------------------------------------------------
 
     def generate(
@@ -197,21 +196,27 @@ class LLM:
         *,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answer raw prompts: texts, {"prompt": text}, {"prompt_token_ids": ids} or lists of ids,
-        all in one batch.
+        """Complete raw prompts, all in one batch.
 
-        An object may add a "cache_salt": requests of different salts share no cached prefix.
-        Returns one RequestOutput a prompt, in order. An answer ends at ``max_tokens`` or where
-        prompt and answer fill what the engine reads (``max_model_len``), whichever comes first:
-        ``finish_reason`` is "length" then.
+        A completion ends at ``max_tokens`` or when prompt and completion together reach
+        ``max_model_len``, whichever comes first; its ``finish_reason`` is then "length".
 
-        progress: a bar; default: on a terminal (stderr) and in a notebook, where it takes longer
-        than a second.
+        Args:
+            prompts: One prompt or a list: text, {"prompt": text}, {"prompt_token_ids": ids} or a
+                list of ids. A mapping may add "cache_salt": requests with different salts share no
+                cached prefix.
+            params: One SamplingParams for all prompts, or one per prompt.
+            progress: Whether to show a bar. None: on a terminal (stderr) and in a notebook, once
+                generation takes longer than a second.
+
+        Returns:
+            One RequestOutput per prompt, in order.
         """
-        asked = as_prompt_list(prompts)
+        prompt_list = as_prompt_list(prompts)
+        all_params = params_per_prompt(params, len(prompt_list))
         requests = [
-            self.request(prompt, given)
-            for prompt, given in zip(asked, params_per_prompt(params, len(asked)), strict=True)
+            self.request(prompt, prompt_params)
+            for prompt, prompt_params in zip(prompt_list, all_params, strict=True)
         ]
         return self._run_requests(requests, progress)
 
@@ -223,20 +228,30 @@ class LLM:
         progress: bool | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Answer conversations ([{"role", "content"}, …], one or many) through the engine's chat
-        template.
+        """Answer conversations through the engine's chat template, all in one batch.
+
+        Args:
+            messages: One conversation ([{"role", "content"}, …]) or a list of conversations.
+            params: One SamplingParams for all conversations, or one per conversation.
+            progress: As for ``generate``.
+            template: Further variables of the chat template.
+
+        Returns:
+            One RequestOutput per conversation, in order.
         """
-        talks = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = [messages] if single else list(messages)
+        all_params = params_per_prompt(params, len(conversations))
         requests = [
-            self.chat_request(talk, given, **template)  # type: ignore[arg-type]
-            for talk, given in zip(talks, params_per_prompt(params, len(talks)), strict=True)
+            self.chat_request(conversation, chat_params, **template)  # type: ignore[arg-type]
+            for conversation, chat_params in zip(conversations, all_params, strict=True)
         ]
         return self._run_requests(requests, progress)
 
     def stream(
         self, prompt: Prompt | Messages, params: SamplingParams | None = None, **template: Any
     ) -> Iterator[OutputDelta]:
-        """Deltas of one answer as they come. Closing the iterator aborts the request."""
+        """Yield the deltas of one request as they arrive; closing the iterator aborts it."""
         return self._step_until_done([self.request(prompt, params, **template)])
 
     def embed(
@@ -247,43 +262,49 @@ class LLM:
         dimensions: int | None = None,
         progress: bool | None = None,
     ) -> np.ndarray:
-        """Vectors [N, H] float32 of texts, of length 1, as the server's /v1/embeddings gives them.
+        """Embed prompts as unit vectors, the same as the server's /v1/embeddings.
 
-        prompts: as ``generate`` takes them. pooling: of the final hidden states, "mean" or "last".
-        dimensions: only the first so many, brought to length 1 again. Raises RequestError.
+        Args:
+            prompts: As for ``generate``.
+            pooling: Of the final hidden states: "mean" or "last".
+            dimensions: Keep only the first ones, normalized again.
+            progress: As for ``generate``.
+
+        Returns:
+            [N, H] float32, each row of length 1.
+
+        Raises:
+            RequestError: A prompt or an argument is invalid.
         """
         requests = [self.embedding_request(prompt, pooling) for prompt in as_prompt_list(prompts)]
         return stack_embeddings(self._run_requests(requests, progress), dimensions)
 
     def embedding_request(self, prompt: Prompt, pooling: str = POOL_MEAN) -> RequestState:
-        """A prompt whose embedding is wanted, as a request that has not been added yet.
-
-        Raises RequestError.
-        """
-        asked = self.request(prompt, SamplingParams(max_tokens=0)).request
-        return RequestState(replace(asked, pooling=pooling), None, None)
+        """Make a request for a prompt's embedding, without queueing it. Raises RequestError."""
+        request = self.request(prompt, SamplingParams(max_tokens=0)).request
+        return RequestState(replace(request, pooling=pooling), None, None)
 
     def request(
         self, prompt: Prompt | Messages, params: SamplingParams | None = None, **template: Any
     ) -> RequestState:
-        """A prompt in any form, or a conversation, as a request that has not been added yet.
+        """Make a request of a prompt in any form or a conversation, without queueing it.
 
         Raises RequestError.
         """
-        self.engine_core  # noqa: B018 -- a closed one makes none
+        self.engine_core  # noqa: B018 -- raises UsageError if closed
         return self.language.request(prompt, check_params(params), **template)
 
     def chat_request(
         self, messages: Messages, params: SamplingParams | None, **template: Any
     ) -> RequestState:
-        """One conversation as a request.
+        """Make a request of one conversation, without queueing it.
 
-        Raises UsageError where the engine has no chat template.
+        Raises UsageError if the engine has no chat template.
         """
-        self.engine_core  # noqa: B018 -- a closed one makes none
+        self.engine_core  # noqa: B018 -- raises UsageError if closed
         return self.language.chat_request(messages, check_params(params), **template)
 
-    # -- inside
+    # -- stepping
     # ---------------------------------------------------------------------------
 
     def _run_requests(
@@ -297,47 +318,49 @@ class LLM:
                 if delta.output.finished:
                     done += 1
                     report("prompts", done, len(states))
-        return [d.output for d in states]
+        return [state.output for state in states]
 
     def _step_until_done(self, states: Sequence[RequestState]) -> Iterator[OutputDelta]:
-        """Add the requests and step the loop until all have ended; aborts what is left when it is
-        closed.
+        """Queue the requests and step until all have ended; closing the iterator aborts the rest.
 
-        Several may be open at once (a stream that is read while another is begun): each step serves
-        all of them, and what it says of others waits for them.
+        Several of these iterators may be active at once (a stream is read while another one
+        starts). Each step serves the requests of all of them; the deltas of other iterators are
+        queued for these.
         """
-        news: deque[OutputDelta] = deque()
-        own = {d.request.id: d for d in states}
+        deltas: deque[OutputDelta] = deque()
+        own = {state.request.id: state for state in states}
         try:
-            for id, dialogue in own.items():
-                self._running[id], self._news[id] = dialogue, news
-            self.engine_core.add_all(dialogue.request for dialogue in own.values())
-            while news or any(id in self._running for id in own):
-                while news:
-                    yield news.popleft()
+            for id, state in own.items():
+                self._running[id], self._delta_queues[id] = state, deltas
+            self.engine_core.add_all(state.request for state in own.values())
+            while deltas or any(id in self._running for id in own):
+                while deltas:
+                    yield deltas.popleft()
                 if any(id in self._running for id in own):
-                    assert self.engine_core.has_work, "the loop forgot a request"
+                    assert self.engine_core.has_work, "the engine core lost a request"
                     for delta in self.step(self._running):
-                        self._news[delta.output.id].append(delta)
+                        self._delta_queues[delta.output.id].append(delta)
         finally:
             for id in own:
-                self._news.pop(id, None)
+                self._delta_queues.pop(id, None)
                 if self._running.pop(id, None) is not None and self._engine_core is not None:
                     self._engine_core.abort(id)
 
     def step(self, running: dict[str, RequestState]) -> list[OutputDelta]:
-        """One step of the loop: what it adds to the ``running`` dialogues; ended ones are taken out
-        of the dict.
+        """Run one engine step and return its deltas.
+
+        Args:
+            running: Request states by request id; finished ones are removed from it.
         """
         deltas = []
         for token in self.engine_core.step():
-            dialogue = running.get(token.request_id)
-            if dialogue is None:
+            state = running.get(token.request_id)
+            if state is None:
                 continue
-            delta, stopped = dialogue.process(token)
+            delta, stopped = state.process(token)
             if stopped:
                 self.engine_core.finish(token.request_id, token.index)
-            if dialogue.output.finished:
+            if state.output.finished:
                 del running[token.request_id]
             deltas.append(delta)
         return deltas
@@ -355,15 +378,28 @@ def build_engine(
     tune: bool = True,
     plan: BuildPlan | None = None,
 ) -> dict[str, Any]:
-    """Build, judge and write an engine; returns the acceptance report. Raises AcceptanceError where
-    it is refused.
+    """Build an engine, check it against the acceptance contract, and write it.
 
-    delta, vision: as open_checkpoint takes them. tune: time launch sizes on the GPU that it is
-    built for, where there is one, and keep the best in the engine. plan: what was decided already,
-    of this checkpoint and config.
+    Args:
+        checkpoint: What to build from.
+        out: The engine folder.
+        config: Build options.
+        delta: As ``open_checkpoint`` takes it.
+        vision: As ``open_checkpoint`` takes it.
+        on_progress: Called with (stage, done, total).
+        check: Whether to run the acceptance contract.
+        tune: Autotune launch configs on the target GPU, if there is one, and store the best ones
+            in the engine.
+        plan: A plan already made from this checkpoint and config.
+
+    Returns:
+        The acceptance report.
+
+    Raises:
+        AcceptanceError: The engine did not pass.
     """
     from modelmill.accept.run import accept
-    from modelmill.builder.autotune_measure import autotune as rehearse
+    from modelmill.builder.autotune_measure import autotune
     from modelmill.builder.build_engine import build
     from modelmill.builder.plan import make_plan
     from modelmill.checkpoint.open import open_checkpoint
@@ -373,11 +409,11 @@ def build_engine(
             open_checkpoint(Path(checkpoint), delta=delta, vision=vision), config or BuildConfig()
         )
 
-    def judge(staged: Path, judged: Any) -> dict[str, Any]:
-        return accept(staged, judged.checkpoint, on_progress=on_progress)
+    def check_staged(staged: Path, staged_plan: Any) -> dict[str, Any]:
+        return accept(staged, staged_plan.checkpoint, on_progress=on_progress)
 
-    tuned = (lambda plan: rehearse(plan, on_progress)) if tune else None
-    return build(plan, Path(out), judge if check else None, on_progress, tuned)
+    run_autotune = (lambda plan: autotune(plan, on_progress)) if tune else None
+    return build(plan, Path(out), check_staged if check else None, on_progress, run_autotune)
 
 
 def cached_engine(
@@ -386,10 +422,16 @@ def cached_engine(
     on_progress: Callable[[str, int, int], None] | None = None,
     engine_type: str | None = "language",
 ) -> Path:
-    """The engine of a checkpoint in the cache folder, built now where it is not there yet.
+    """Return the checkpoint's engine in the cache folder; build it first if it is missing.
 
-    engine_type: what it must do; None: anything. Raises UsageError where the checkpoint's model
-    does something else, and for options that the recipe does not read.
+    Args:
+        checkpoint: What to build from.
+        config: Build options.
+        on_progress: Called with (stage, done, total).
+        engine_type: The required engine type; None: any.
+
+    Raises:
+        UsageError: The checkpoint's model has another type, or the recipe does not use an option.
     """
     from modelmill.builder.plan import make_plan
     from modelmill.builder.recipe_options import check_recipe_options
@@ -405,17 +447,17 @@ def cached_engine(
             "cpu" if config.target == "cpu" else "auto", on_progress or (lambda *_: None)
         )
         sys.stderr.write(f"modelmill: building an engine for {checkpoint} into {engine}\n")
-        sys.stderr.writelines(f"modelmill: warning: {each}\n" for each in plan.warnings)
+        sys.stderr.writelines(f"modelmill: warning: {warning}\n" for warning in plan.warnings)
         build_engine(checkpoint, engine, config, on_progress=on_progress, tune=False, plan=plan)
     return engine
 
 
 LLM.__doc__ = f"""{LLM.__doc__}
-    Options of a start:
+    Options that apply when an engine is opened:
 
 {describe_options(RunConfig)}
 
-    Options of a build, where a checkpoint is given:
+    Build options, if ``model`` is a checkpoint:
 
 {describe_options(BuildConfig, exclude=RUN_FIELDS)}
     """

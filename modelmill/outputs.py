@@ -1,4 +1,4 @@
-"""What comes back for a prompt: plain data in text and ids."""
+"""Results of a request as plain data: outputs, completions and streamed deltas."""
 
 from __future__ import annotations
 
@@ -14,10 +14,16 @@ from modelmill.core.types import Logprob
 
 @dataclass
 class CompletionOutput:
-    """One of the n answers. token_ids include the token that ended it, text does not.
+    """One of the n completions of a prompt.
 
-    finish_reason: stop; length (max_tokens, or the end of what the engine reads, whichever comes
-    first); or abort. stop_reason: the stop string or token id that matched. score: of a beam.
+    Attributes:
+        index: Which of the n completions.
+        text: Without the stop string or stop token that ended it.
+        token_ids: Include the stop token.
+        finish_reason: "stop"; "length" (max_tokens or max_model_len reached); or "abort".
+        stop_reason: The stop string or token id that matched.
+        logprobs: One mapping of token id to Logprob per token.
+        score: Of a beam search result.
     """
 
     index: int
@@ -31,10 +37,12 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A prompt and its completions. Times are seconds since the request was added, by the host's
-    clock.
+    """A prompt and its completions.
 
-    embedding: of the prompt, where that was asked for; H numbers of float32, little endian.
+    Attributes:
+        embedding: Of the prompt, if requested: [H] float32, little endian.
+        first_token_seconds: Seconds from the start of the request to the first token, host clock.
+        seconds: Seconds from the start of the request to the end of its last completion.
     """
 
     id: str
@@ -55,7 +63,7 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class OutputDelta:
-    """News of a streamed answer: text and ids that were added to completion ``index``."""
+    """A streamed increment: text and ids added to completion ``index``."""
 
     index: int
     text: str
@@ -65,21 +73,26 @@ class OutputDelta:
 
 
 def unit_vector(state: bytes, dimensions: int | None = None) -> np.ndarray:
-    """A pooled state (``RequestOutput.embedding``) cut to its first ``dimensions`` and brought to
-    length 1, [H] float32.
+    """Truncate a pooled state to ``dimensions`` and normalize it to length 1: [H] float32.
 
-    Raises RequestError where it has fewer dimensions, or no direction.
+    Args:
+        state: ``RequestOutput.embedding``.
+        dimensions: None keeps all.
+
+    Raises:
+        RequestError: The state has fewer dimensions, or its length is zero or not finite.
     """
     x = np.frombuffer(state, dtype="<f4").astype(np.float64)
     if dimensions is not None:
         if dimensions > len(x):
             raise RequestError(
-                f"dimensions={dimensions} exceeds the {len(x)} of this engine's states"
+                f"dimensions={dimensions} exceeds this engine's embedding size, {len(x)}"
             )
         x = x[:dimensions]
     length = math.sqrt(float(x @ x))
     if not length > 0 or not math.isfinite(length):
         raise RequestError(
-            "input has a state without a direction (all zeros); give another, or more dimensions"
+            "input has an embedding without a direction (all zeros); send another input, or "
+            "ask for more dimensions"
         )
     return (x / length).astype("<f4")

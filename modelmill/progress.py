@@ -1,8 +1,6 @@
-"""What a piece of work is doing, shown to who waits: a line that moves on a terminal and in a
-notebook.
+"""Progress display: one line that is redrawn on a terminal or in a notebook.
 
-One line at a time: a stage that begins takes the place of the one before, and at the end the line
-vanishes.
+A new stage replaces the previous one on the same line; the line is cleared at the end.
 """
 
 from __future__ import annotations
@@ -21,9 +19,7 @@ ProgressCallback = Callable[..., None]
 """Called with (stage, done, total) or (done, total)."""
 
 COMPILING = "compiling kernels"
-"""How the stages begin that take long before anything else can be said: they are announced where no
-line moves, too.
-"""
+"""Prefix of the stages that compile: they take long, so plain output announces them as well."""
 BAR_WIDTH = 24
 """Characters of a notebook's bar."""
 REFRESH_SECONDS = 0.5
@@ -31,25 +27,27 @@ REFRESH_SECONDS = 0.5
 
 
 class ProgressDisplay(Protocol):
-    """Where progress is shown."""
+    """Interface of a progress display."""
 
     def update(self, stage: str, done: float, total: float) -> None:
         """Show how far a stage is."""
 
     def close(self) -> None:
-        """Take it away."""
+        """Clear the display."""
 
 
 @contextlib.contextmanager
 def show_progress(
     label: str, *, enabled: bool | None = None, delay: float = 0.0
 ) -> Iterator[ProgressCallback]:
-    """Show progress while the block runs; yields the function that moves it.
+    """Show progress while the block runs; yields the progress callback.
 
-    enabled: None shows it on a terminal (stderr) and in a notebook; True draws it elsewhere, too;
-    False nowhere. Where it is not drawn, only a compilation is told of, in a plain line on stderr.
-
-    delay: seconds before anything is drawn, so that short work draws nothing.
+    Args:
+        label: Stage to show while a report names none.
+        enabled: None shows it on a terminal (stderr) and in a notebook; True elsewhere too; False
+            nowhere. Where no line is drawn, only compilations are announced, in a plain line on
+            stderr.
+        delay: Seconds before anything is drawn, so that short work draws nothing.
     """
     if enabled is False:
         yield lambda *_: None
@@ -66,9 +64,7 @@ def show_progress(
 def open_display(
     label: str, delay: float = 0.0, *, enabled: bool = False
 ) -> ProgressDisplay | None:
-    """A terminal's or a notebook's; None where there is neither, or where the environment asks for
-    plain output.
-    """
+    """Open a display for a notebook or a terminal; None if neither, or if plain output is set."""
     if in_notebook():
         return NotebookLine(label, delay)
     if enabled or (sys.stderr.isatty() and not env.plain_output()):
@@ -77,32 +73,30 @@ def open_display(
 
 
 def make_reporter(label: str, display: ProgressDisplay) -> ProgressCallback:
-    """The function that work reports to. label: the stage, where a report names none."""
+    """Make the progress callback of a display; ``label`` is the stage if a report names none."""
 
-    def move(*told: Any) -> None:
-        stage, numbers = parse_report(label, told)
+    def report(*args: Any) -> None:
+        stage, numbers = parse_report(label, args)
         if len(numbers) >= 2:
             display.update(stage, *numbers[:2])
 
-    return move
+    return report
 
 
 def parse_report(label: str, args: Sequence[Any]) -> tuple[str, list[float]]:
-    """(stage, done, total) or (done, total): the stage, which is ``label`` where none is named, and
-    the numbers.
-    """
+    """Split (stage, done, total) or (done, total) into stage (default ``label``) and numbers."""
     stage = str(args[0]) if args and isinstance(args[0], str) else label
-    return stage, [each for each in args if isinstance(each, (int, float))]
+    return stage, [arg for arg in args if isinstance(arg, (int, float))]
 
 
 def in_notebook() -> bool:
-    """Whether this is a Jupyter kernel. Nothing is imported to find out."""
+    """Whether this process is a Jupyter kernel; imports nothing."""
     get = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return getattr(get() if get is not None else None, "kernel", None) is not None
 
 
 class CompileAnnouncer:
-    """Where no line can move: a plain line for each compilation, when it begins."""
+    """For plain output: writes one line when a compilation starts, and nothing else."""
 
     def __init__(self, write: Callable[[str], object]) -> None:
         self._write = write
@@ -115,7 +109,7 @@ class CompileAnnouncer:
             self._write(f"modelmill: {stage}\n")
 
     def close(self) -> None:
-        """Nothing to take away."""
+        """Do nothing: there is no display to clear."""
 
 
 class TerminalLine:
@@ -133,14 +127,14 @@ class TerminalLine:
             TimeElapsedColumn(),
             console=Console(stderr=True),
             transient=True,
-            # what is printed to a pipe meanwhile must not be drawn here
+            # output to a pipe must not be drawn on the terminal
             redirect_stdout=sys.stdout.isatty(),
         )
         self._task = self._bars.add_task(label, total=None, share="")
         self._delayed = DelayedStart(self._bars.start, delay)
 
     def update(self, stage: str, done: float, total: float) -> None:
-        """As Display. A stage of one step has no share: its bar only pulses."""
+        """Show a stage; one with a total of 1 has no percentage, its bar only pulses."""
         counted = total > 1
         task = self._bars.tasks[0]
         task.total = total if counted else None
@@ -148,17 +142,17 @@ class TerminalLine:
         self._bars.update(
             self._task, description=stage, completed=done if counted else 0, share=share
         )
-        # of a stage that is whole; the seconds and the spinner are of all the work
+        # rich stops the clock and the spinner at the end of a stage; ours cover all stages
         task.finished_time = None
 
     def close(self) -> None:
-        """As Display."""
+        """Clear the line."""
         if self._delayed.cancel():
             self._bars.stop()
 
 
 class NotebookLine:
-    """An output of the cell that changes in place. No widgets are needed."""
+    """A cell output that is updated in place; needs no widgets."""
 
     def __init__(self, label: str, delay: float = 0.0) -> None:
         self._display = importlib.import_module("IPython.display").display
@@ -173,11 +167,11 @@ class NotebookLine:
         self._thread.start()
 
     def update(self, stage: str, done: float, total: float) -> None:
-        """As Display; it is drawn by a thread, a few times a second at most."""
+        """Store the state; a thread draws it at most twice a second."""
         self._stage, self._done, self._total = stage, done, total
 
     def close(self) -> None:
-        """As Display."""
+        """Stop the thread and clear the output."""
         self._closed.set()
         self._thread.join()
         if self._handle is not None:
@@ -198,7 +192,7 @@ class NotebookLine:
 
 
 class DelayedStart:
-    """Calls ``start`` after ``delay`` seconds, at once for none, unless it is cancelled before."""
+    """Calls ``start`` after ``delay`` seconds (0: immediately), unless it is cancelled before."""
 
     def __init__(self, start: Callable[[], None], delay: float) -> None:
         self._timer: threading.Timer | None = None
@@ -212,7 +206,7 @@ class DelayedStart:
         self._timer.start()
 
     def cancel(self) -> bool:
-        """No start any more; whether there was one."""
+        """Prevent a later start; returns whether ``start`` was called."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer.join()
@@ -224,7 +218,7 @@ class DelayedStart:
 
 
 def format_bar(stage: str, done: float, total: float, seconds: float) -> str:
-    """'weights ━━━━━━──────────────────  25 %, 7 s'; of what is not counted the seconds alone."""
+    """'weights ━━━━━━──────────────────  25 %, 7 s'; seconds only if ``total`` is at most 1."""
     if total <= 1:
         return f"{stage}, {seconds:.0f} s"
     share = min(max(done / total, 0.0), 1.0)

@@ -1,6 +1,4 @@
-"""What callers hand to an engine: prompts and sampling parameters in all their forms; and its
-embeddings as rows.
-"""
+"""Normalizes the arguments of ``generate`` and ``embed``, and stacks embeddings into an array."""
 
 from __future__ import annotations
 
@@ -16,12 +14,12 @@ from modelmill.text_processor import Prompt
 
 
 def as_prompt_list(prompts: Any) -> list[Prompt]:
-    """One prompt or many as a list; a list of ids is one."""
+    """One prompt or several as a list; a list of token ids is one prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     prompts = list(prompts)
-    whole = bool(prompts) and all(isinstance(p, int) and not isinstance(p, bool) for p in prompts)
-    return [prompts] if whole else prompts
+    is_ids = bool(prompts) and all(isinstance(p, int) and not isinstance(p, bool) for p in prompts)
+    return [prompts] if is_ids else prompts
 
 
 def params_per_prompt(
@@ -34,26 +32,29 @@ def params_per_prompt(
         isinstance(one, SamplingParams | None) for one in params
     ):
         raise RequestError(
-            "sampling takes SamplingParams, one for all prompts or a list with one a prompt"
+            "sampling parameters must be one SamplingParams for all prompts, or a list with one "
+            "per prompt"
         )
     if len(params) != count:
         raise RequestError(
-            f"{len(params)} SamplingParams for {count} prompts; give one, or one a prompt"
+            f"{len(params)} SamplingParams for {count} prompts; give one, or one per prompt"
         )
     return list(params)
 
 
 def check_params(params: SamplingParams | None) -> SamplingParams | None:
-    """Of one prompt. Raises RequestError for what is none."""
+    """Return the parameters of one prompt; RequestError if they are of another type."""
     if not isinstance(params, SamplingParams | None):
-        raise RequestError(f"sampling takes SamplingParams, not {type(params).__name__}")
+        raise RequestError(
+            f"sampling parameters must be SamplingParams, not {type(params).__name__}"
+        )
     return params
 
 
 def stack_embeddings(outputs: Sequence[RequestOutput], dimensions: int | None) -> np.ndarray:
-    """The embeddings of answers as rows [N, H] float32 of length 1. Raises RequestError."""
+    """Stack embeddings as rows [N, H] float32 of length 1. Raises RequestError."""
     if not outputs:
         raise RequestError("there is nothing to embed; give at least one prompt")
-    states = [answer.embedding for answer in outputs]
-    assert all(state is not None for state in states), "embeddings were asked for"
+    states = [output.embedding for output in outputs]
+    assert all(state is not None for state in states), "every output of a pooling request has one"
     return np.stack([unit_vector(state, dimensions) for state in states if state is not None])

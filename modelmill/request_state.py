@@ -1,6 +1,4 @@
-"""Between ids and text for one request: detokenization, stop strings, and the answer as it
-grows.
-"""
+"""Text side of one request: detokenization, stop strings and the growing output."""
 
 from __future__ import annotations
 
@@ -15,9 +13,9 @@ from modelmill.text.tokenizer import Tokenizer
 
 
 class RequestState:
-    """Turns the Tokens of one request into text.
+    """Turns the TokenOutputs of one request into text.
 
-    An ids-only engine has no tokenizer: its text stays empty.
+    Without a tokenizer (ids-only engine) the text stays empty.
     """
 
     def __init__(
@@ -28,15 +26,19 @@ class RequestState:
         shown_special: Collection[int] = (),
         continues_prompt: bool = False,
     ) -> None:
-        """shown_special: special tokens that the text shows, since they tell something (that a call
-        begins).
+        """Start the state of a request that has produced no token yet.
 
-        continues_prompt: the answer goes on with the prompt's text (a completion); else it is a
-        text of its own (a chat's).
+        Args:
+            request: The request.
+            prompt: Its text, if it has one.
+            tokenizer: None for an ids-only engine.
+            shown_special: Special tokens to keep in the text, such as the start of a tool call.
+            continues_prompt: Whether the output continues the prompt's text (a completion) instead
+                of being a separate text (a chat message).
         """
         self.request, self.continues_prompt, self.echo_text = request, continues_prompt, ""
         params = request.params
-        self.start_time = time.perf_counter()  # answer.seconds are counted from here
+        self.start_time = time.perf_counter()  # output.seconds counts from here
         self._prompt_computed = False
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None:
@@ -62,11 +64,11 @@ class RequestState:
         ]
 
     def echo(self) -> None:
-        """The prompt's text (``echo_text``) will be shown before the answers'; to be called once,
-        before any ``push``.
+        """Set ``echo_text`` to the prompt's text. Call it once, before any ``process``.
 
-        Where ids leave a character unfinished, it is not in there: the answers' texts begin with
-        what becomes of it."""
+        If the ids end within a character, that character is not in ``echo_text``: the completions'
+        texts start with it.
+        """
         if self.output.prompt is not None or self._detokenizer is None:
             self.echo_text = self.output.prompt or ""
             return
@@ -75,15 +77,11 @@ class RequestState:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt, once it was computed; who counts what was asked for counts it then,
-        and once.
-        """
+        """Tokens of the prompt, 0 until it is computed, so that usage counts it once."""
         return len(self.output.prompt_token_ids) if self._prompt_computed else 0
 
     def token_counts(self, index: int) -> tuple[int, int, int]:
-        """Tokens so far: of the prompt, of the answer ``index``, and of the prompt from the prefix
-        cache.
-        """
+        """Tokens so far: (prompt, completion ``index``, prompt tokens from the prefix cache)."""
         return (
             self.prompt_tokens,
             len(self.output.outputs[index].token_ids),
@@ -91,34 +89,36 @@ class RequestState:
         )
 
     def process(self, token: TokenOutput) -> tuple[OutputDelta, bool]:
-        """Take one piece of news.
+        """Process one TokenOutput of the engine core.
 
-        Returns what it adds and whether a stop string ended that sequence just now.
+        Returns:
+            The delta, and whether a stop string ended that sequence just now: the engine core does
+            not know text, so the caller must then call ``EngineCore.finish``.
         """
         now = time.perf_counter() - self.start_time
-        answer, voice = self.output, self._sequences[token.index]
-        output = answer.outputs[token.index]
+        result, detokenizer = self.output, self._sequences[token.index]
+        output = result.outputs[token.index]
         self._prompt_computed = (
             self._prompt_computed or token.finish_reason is not FinishReason.ABORT
         )
         if token.prompt_logprobs is not None:
-            answer.prompt_logprobs = token.prompt_logprobs
+            result.prompt_logprobs = token.prompt_logprobs
         if token.embedding is not None:
-            answer.embedding = token.embedding
-        answer.cached_tokens = max(answer.cached_tokens, token.cached_tokens)
+            result.embedding = token.embedding
+        result.cached_tokens = max(result.cached_tokens, token.cached_tokens)
         if output.finish_reason is not None:
-            return OutputDelta(token.index, "", (), output.finish_reason, answer), False
+            return OutputDelta(token.index, "", (), output.finish_reason, result), False
         ids = (
             token.replayed_ids
             if token.replayed_ids is not None
             else (() if token.token_id is None else (token.token_id,))
         )
-        if ids and answer.first_token_seconds is None:
-            answer.first_token_seconds = now
+        if ids and result.first_token_seconds is None:
+            result.first_token_seconds = now
         text, stopped = "", False
         for id in ids:
             output.token_ids.append(id)
-            piece, stopped = voice.push(
+            piece, stopped = detokenizer.push(
                 id, check_stops=len(output.token_ids) > (self.request.params.min_tokens or 0)
             )
             text += piece
@@ -128,12 +128,12 @@ class RequestState:
             output.logprobs.append(token.logprobs)
         if token.score is not None:
             output.score = token.score
-        text += self._set_finish(output, voice, token, stopped)
+        text += self._set_finish(output, detokenizer, token, stopped)
         output.text += text
-        if answer.finished:
-            answer.seconds = now
+        if result.finished:
+            result.seconds = now
         return OutputDelta(
-            token.index, text, tuple(ids), output.finish_reason, answer
+            token.index, text, tuple(ids), output.finish_reason, result
         ), stopped and token.finish_reason is None
 
     def _set_finish(
@@ -143,7 +143,7 @@ class RequestState:
         token: TokenOutput,
         stopped: bool,
     ) -> str:
-        """Set the finish of a sequence; returns the text that was held back until now."""
+        """Set the finish of a sequence; return the text that was buffered until now."""
         if stopped:
             output.finish_reason, output.stop_reason = FinishReason.STOP.value, detokenizer.matched
             return (detokenizer.matched or "") if self.request.params.include_stop else ""
@@ -158,7 +158,7 @@ class RequestState:
 
 
 class SequenceDetokenizer:
-    """One sequence's way from ids to text."""
+    """Incremental detokenization and stop strings of one sequence."""
 
     def __init__(self, detokenizer: Detokenizer | None, stops: Sequence[str]) -> None:
         self._detokenizer = detokenizer
@@ -166,14 +166,22 @@ class SequenceDetokenizer:
         self.matched: str | None = None
 
     def push(self, id: int, check_stops: bool) -> tuple[str, bool]:
-        """(text to give out, whether a stop string ended it). check_stops: whether stop strings
-        count yet (min_tokens)."""
+        """Add one id.
+
+        Args:
+            id: The token.
+            check_stops: False while ``min_tokens`` is not reached: stop strings are ignored.
+
+        Returns:
+            The text that is final now, and whether a stop string ended the sequence.
+        """
         if self._detokenizer is None:
             return "", False
         text = self._detokenizer.push(id)
         return self._match(text) if check_stops else (text, False)
 
     def flush(self) -> str:
+        """Return the buffered text at the end of the sequence."""
         if self._detokenizer is None:
             return ""
         text, stopped = self._match(self._detokenizer.flush())

@@ -1,4 +1,4 @@
-"""Images in, masks out: the class a user imports."""
+"""Segmenter: the Python API for image segmentation."""
 
 from __future__ import annotations
 
@@ -30,32 +30,31 @@ from modelmill.vision.prompts import Prompt, check_inside, make_prompt
 from modelmill.vision.sam_model import ImageEmbedding, Mask, SamModel
 
 START_OPTIONS = ("device", "kernels", "threads")
-"""Fields of the configs that are parameters of their own here."""
+"""Config fields that are separate parameters of Segmenter."""
 
 
 class Segmenter:
-    """An engine that segments images, opened: ``set_image`` once, ``predict`` many times;
-    ``everything``.
+    """An opened segmentation engine: ``set_image`` once, ``predict`` many times; ``everything``.
 
-    An image is a path, bytes, a PIL image or an array [H, W, 3] uint8; the embeddings of the last
-    eight are kept by their content. ``with Segmenter(path) as segmenter:`` closes it at the end; a
-    closed one refuses every call with a UsageError. Not thread-safe.
+    An image is a path, bytes, a PIL image or an array [H, W, 3] uint8. The embeddings of the last
+    eight images are cached by content. ``with Segmenter(path) as segmenter:`` closes the engine at
+    the end of the block. Every call on a closed Segmenter raises UsageError. Not thread-safe.
 
     Args:
-        model: An engine folder, or a checkpoint (.pth, .safetensors, folder), which is built into
-    the cache first. device: auto, cpu, cuda or cuda:N.
-        kernels: OP → variant.
-        threads: Of a CPU.
-        progress: Called with (stage, done, total) while it is built, compiled for and opened. None:
-        shown on a
-            terminal and in a notebook; False: nowhere.
+        model: An engine folder, or a checkpoint (.pth, .safetensors, folder), which is first built
+            into the cache.
+        device: auto, cpu, cuda or cuda:N.
+        kernels: Backend per op: {op: backend}.
+        threads: CPU threads.
+        progress: Called with (stage, done, total) while the engine is built, compiled and opened.
+            None: shown on a terminal and in a notebook; False: never shown.
         build: Fields of BuildConfig, by name, for a checkpoint only. They are listed below.
 
     Raises:
-        UnknownOption: An option that there is not; a TypeError.
-        UsageError: An engine of another kind, or an option that makes no sense; RequestError, which
-    is one, for an image or a prompt that is no good.
-        ModelmillError: What the checkpoint, the engine and the device may have against it.
+        UnknownOption: An option does not exist; it is a TypeError too.
+        UsageError: The engine has another type, or an option does not apply; its subclass
+            RequestError: an image or a prompt is invalid.
+        ModelmillError: The checkpoint, the engine or the device cannot be used.
     """
 
     @accept_options(BuildConfig)
@@ -94,16 +93,15 @@ class Segmenter:
             engine = cached_engine(engine, BuildConfig(**build), progress, ENGINE_TYPE)
         elif build:
             raise UsageError(
-                f"{', '.join(build)}: decided when an engine is built, and {engine} is one "
-                "already; "
-                "leave it out, or give the checkpoint"
+                f"{', '.join(build)}: decided when an engine is built, and {engine} is already "
+                "built; leave it out, or give the checkpoint"
             )
         artifact = open_artifact(engine)
         if self.device == "cpu":
             use_threads(threads)
-        eye = open_sam_model(artifact, self.device, kernels)
+        model = open_sam_model(artifact, self.device, kernels)
         verify(artifact)
-        self.path, self.manifest, self._model = engine, artifact.manifest, eye
+        self.path, self.manifest, self._model = engine, artifact.manifest, model
 
     @property
     def model(self) -> SamModel:
@@ -120,11 +118,11 @@ class Segmenter:
         return self._model is None
 
     def close(self) -> None:
-        """Give the weights and the kept embeddings free. Closing twice is closing once."""
+        """Free the weights and the cached embeddings; calling it again does nothing."""
         self._model = self._embedding = None
 
     def __enter__(self) -> Self:
-        self.model  # noqa: B018 -- a closed one cannot be entered
+        self.model  # noqa: B018 -- raises UsageError if closed
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -137,24 +135,21 @@ class Segmenter:
         weights = format_bytes(
             sum(entry["bytes"] for name, entry in files.items() if name.startswith("weights/"))
         )
-        told = (
+        fields = (
             f"dtype={build['dtype']!r}, quantization={build['quantization']!r}, "
             f"device={self.device!r}"
         )
-        return f"{type(self).__name__}({str(self.path)!r}, {told}, weights={weights!r})"
+        return f"{type(self).__name__}({str(self.path)!r}, {fields}, weights={weights!r})"
 
     def set_image(self, image: Any) -> tuple[int, int]:
-        """Look at an image: its embedding is computed, or taken from the cache.
-
-        Returns its (width, height).
-        """
+        """Compute an image's embedding, or take it from the cache; returns (width, height)."""
         self._embedding = self.model.embed_image(image)
         return self._embedding.size
 
     def embed_images(self, images: Sequence[Any]) -> list[ImageEmbedding]:
-        """Several images in one batch, for ``predict_all``; each is in the cache then."""
+        """Embed several images in one batch, for ``predict_all``; each is cached."""
         if isinstance(images, (str, bytes, Path)):
-            raise UsageError("several images are a list of them; set_image takes one")
+            raise UsageError("images must be a list; for one image use set_image")
         return self.model.embed_images(images)
 
     def predict(
@@ -165,12 +160,18 @@ class Segmenter:
         mask: Any = None,
         multimask: bool = True,
     ) -> list[Mask]:
-        """Masks of the image that was set, best first: three, or one with multimask off.
+        """Segment the image that was set by one prompt.
 
-        points: (x, y) in the image's pixels; labels: 1 the object, 0 the background, default all 1;
-        box: x0, y0, x1, y1; mask: logits of a former answer (``Mask.logits``), or a picture of a
-        rough mask, white inside: a path, bytes, a PIL image, an array [H, W] of bools
-        (``Mask.pixels``) or uint8.
+        Args:
+            points: (x, y) in pixels of the image.
+            labels: Per point: 1 object, 0 background; default all 1.
+            box: x0, y0, x1, y1.
+            mask: Logits of an earlier result (``Mask.logits``), or an image of a rough mask, white
+                inside: a path, bytes, a PIL image, an array [H, W] bool (``Mask.pixels``) or uint8.
+            multimask: Whether to return three masks instead of one.
+
+        Returns:
+            Masks, best first.
         """
         rough = None if mask is None else self._mask_logits(mask, self._current_embedding(None))
         return self.predict_all([make_prompt(points, labels, box, rough)], multimask=multimask)[0]
@@ -182,23 +183,27 @@ class Segmenter:
         embedding: ImageEmbedding | None = None,
         multimask: bool = True,
     ) -> list[list[Mask]]:
-        """The masks of each prompt, all in one call of the decoder; on the image that was set, or
-        on another.
+        """Segment by several prompts in one call of the mask decoder.
+
+        Args:
+            prompts: Each gets a list of masks.
+            embedding: Of the image; None: the image that was set.
+            multimask: As for ``predict``.
         """
-        where = self._current_embedding(embedding)
+        current = self._current_embedding(embedding)
         for prompt in prompts:
-            check_inside(prompt, where.size)
-        return self.model.predict_all(where, prompts, multimask)
+            check_inside(prompt, current.size)
+        return self.model.predict_all(current, prompts, multimask)
 
     def _current_embedding(self, embedding: ImageEmbedding | None) -> ImageEmbedding:
-        self.model  # noqa: B018 -- a closed one has no image
-        where = embedding or self._embedding
-        if where is None:
+        self.model  # noqa: B018 -- raises UsageError if closed
+        current = embedding or self._embedding
+        if current is None:
             raise UsageError("there is no image yet: call set_image(image) before predict")
-        return where
+        return current
 
-    def _mask_logits(self, mask: Any, name: ImageEmbedding) -> torch.Tensor:
-        """A mask in any of its forms as a prompt's logits [S, S] float32. Raises RequestError."""
+    def _mask_logits(self, mask: Any, embedding: ImageEmbedding) -> torch.Tensor:
+        """Convert a mask in any form to prompt logits [S, S] float32. Raises RequestError."""
         if isinstance(mask, np.ndarray):
             mask = torch.from_numpy(np.ascontiguousarray(mask))
         if isinstance(mask, torch.Tensor) and mask.is_floating_point():
@@ -209,11 +214,15 @@ class Segmenter:
         if isinstance(mask, torch.Tensor) and mask.dtype is torch.bool:
             mask = mask.to(torch.uint8) * 255
         if isinstance(mask, (str, Path, bytes)):
-            drawn = open_image(mask, "the mask", background=BLACK)
+            image = open_image(mask, "the mask", background=BLACK)
         else:
-            drawn = as_image(mask, "the mask")
+            image = as_image(mask, "the mask")
         return mask_prompt_logits(
-            drawn, name.size, name.encoder_size, self.model.mask_size, self.model.image_size
+            image,
+            embedding.size,
+            embedding.encoder_size,
+            self.model.mask_size,
+            self.model.image_size,
         )
 
     def everything(
@@ -224,24 +233,29 @@ class Segmenter:
         progress: Callable[[int, int], None] | None = None,
         **changes: Any,
     ) -> list[Mask]:
-        """Masks of all that a grid of points finds, best first; changes: fields of
-        ``AutomaticMaskOptions``.
+        """Segment everything in an image with a grid of point prompts; masks are best first.
+
+        Args:
+            image: As for ``set_image``.
+            options: None uses the defaults.
+            progress: Called with (done, total).
+            changes: Fields of ``AutomaticMaskOptions``, instead of ``options``.
         """
         if changes:
             if options is not None:
-                raise UsageError("give options or single fields of them, not both")
+                raise UsageError("give options, or single fields of it, not both")
             options = from_dict(AutomaticMaskOptions, changes, "everything")
         return self.model.generate_masks(image, options, progress)
 
     def generate_masks(
         self, image: Any, options: AutomaticMaskOptions | None = None, **changes: Any
     ) -> list[Mask]:
-        """``everything``, by the name that SAM's automatic generator has made known."""
+        """``everything``, by the name of its counterpart in SAM's automatic mask generator."""
         return self.everything(image, options, **changes)
 
 
 Segmenter.__doc__ = f"""{Segmenter.__doc__}
-    Options of a build, where a checkpoint is given:
+    Build options, if ``model`` is a checkpoint:
 
 {describe_options(BuildConfig, exclude=START_OPTIONS)}
     """

@@ -1,7 +1,6 @@
-"""The text side of an engine: prompts and conversations become requests in ids. It holds no tensors
-and needs no torch.
+"""Text side of an engine: makes requests in token ids of prompts and conversations.
 
-The class for Python and the server share it, so that a prompt means the same in both.
+It needs no torch. LLM and the server share it, so that a prompt has the same ids in both.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ _TOKENIZER_FOLDER = "tokenizer"
 
 
 class TextProcessor:
-    """Tokenizer, chat format, sampling defaults and ends of answers of one engine.
+    """Tokenizer, chat format, sampling defaults and stop ids of one engine.
 
-    tokenizer, chat_format: None where the engine has none.
+    ``tokenizer`` and ``chat_format`` are None if the engine has none.
     """
 
     def __init__(
@@ -48,20 +47,28 @@ class TextProcessor:
         allow_local_files: bool = False,
         openai_defaults: bool = False,
     ) -> None:
-        """files: the tokenizer's, by name; none: an ids-only engine. chat_template: in place of the
-        engine's own.
+        """Load tokenizer and chat format.
 
-        allow_local_files: whoever asks may name files of this machine as pictures; a server's
-        clients may not. openai_defaults: where the checkpoint says nothing of sampling, OpenAI's
-        defaults count instead of ours.
+        Args:
+            path: The engine folder, for messages.
+            manifest: The engine's manifest.
+            files: Tokenizer files by name; empty for an ids-only engine.
+            chat_template: Replaces the engine's own template.
+            allow_local_files: Whether conversations may name local image files; False for the
+                clients of a server.
+            openai_defaults: Use the OpenAI API's sampling defaults instead of ours where the
+                checkpoint has none.
 
-        Raises TokenizerError, TemplateError; UsageError for a chat template that cannot be read.
+        Raises:
+            TokenizerError: The tokenizer files cannot be used.
+            TemplateError: The chat template is invalid.
+            UsageError: The chat template cannot be read.
         """
         files = dict(files)
         if chat_template is not None:
             files = _with_chat_template(files, chat_template)
         self.path, self.manifest, self._allow_local_files = path, manifest, allow_local_files
-        # of a picture in a conversation, if not vision's own limit
+        # of an image in a conversation; None: the limit in vision.image_input
         self.max_image_pixels: int | None = None
         self.tokenizer: Tokenizer | None = load_tokenizer(files) if files else None
         self.chat_format: ChatFormat | None = (
@@ -76,10 +83,7 @@ class TextProcessor:
 
     @staticmethod
     def from_engine(path: Path, chat_template: str | Path | None = None) -> TextProcessor:
-        """The text side of an engine folder, for a server's clients.
-
-        Raises ArtifactError as well.
-        """
+        """The text processor of an engine folder, for a server. Raises ArtifactError as well."""
         try:
             manifest = Manifest.from_json((path / MANIFEST_FILE).read_text("utf-8"), str(path))
             names = [name for name in manifest.files if name.startswith(_TOKENIZER_FOLDER + "/")]
@@ -99,15 +103,20 @@ class TextProcessor:
         grammar: Grammar | None = None,
         **template: Any,
     ) -> RequestState:
-        """A prompt in any form, or a conversation, as a request that has not been added yet.
+        """Make a request of a prompt in any form, or of a conversation, without queueing it.
 
-        grammar: what the answer must be.
+        Args:
+            prompt: Text, mapping, ids or messages.
+            params: None uses the engine's defaults.
+            grammar: Constrains the output.
+            template: Variables of the chat template; only for a conversation.
         """
         if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
             return self.chat_request(prompt, params, grammar=grammar, **template)
         if template:
             raise UsageError(
-                f"{', '.join(template)} belong(s) to a chat template, but this is no conversation"
+                f"{', '.join(template)}: only for a chat template, but the prompt is not a "
+                "conversation; leave it out, or pass messages"
             )
         request = self._request(
             self.encode_prompt(prompt), params, self.eos_ids, self._base_stops, _cache_salt(prompt)
@@ -117,7 +126,7 @@ class TextProcessor:
         return RequestState(request, prompt_text(prompt), self.tokenizer, continues_prompt=follows)
 
     def _is_text(self, ids: Sequence[int]) -> bool:
-        """Whether ids are more than control tokens (the one that every text begins with)."""
+        """Whether ids hold more than control tokens (such as BOS)."""
         tokenizer = self.tokenizer
         return tokenizer is not None and any(
             not tokenizer.is_skipped(i) and tokenizer.token_bytes(i) for i in ids
@@ -133,9 +142,18 @@ class TextProcessor:
         calls: bool = False,
         **template: Any,
     ) -> RequestState:
-        """One conversation as a request. Raises UsageError where the engine has no chat template.
+        """Make a request of one conversation, without queueing it.
 
-        calls: the text shows the control tokens that mark calls of tools, for who reads them.
+        Args:
+            messages: [{"role", "content"}, …].
+            params: None uses the engine's defaults.
+            cache_salt: Requests with different salts share no cached prefix.
+            grammar: Constrains the output.
+            calls: Keep the control tokens that mark tool calls in the text, for the tool parser.
+            template: Further variables of the chat template.
+
+        Raises:
+            UsageError: The engine has no chat template.
         """
         if self.chat_format is None:
             raise UsageError(
@@ -144,15 +162,15 @@ class TextProcessor:
             )
         spans: tuple[EmbeddingSpan, ...] = ()
         if isinstance(self.chat_format, ImageChat):
-            ids, pictures = self.chat_format.encode_with_images(
+            ids, images = self.chat_format.encode_with_images(
                 messages, add_generation_prompt=True, **template
             )
-            spans = tuple(self._image_span(position, picture) for position, picture in pictures)
+            spans = tuple(self._image_span(position, image) for position, image in images)
         else:
             ids = self.chat_format.encode(messages, add_generation_prompt=True, **template)
         eos = tuple(dict.fromkeys((*self.eos_ids, *self.chat_format.stop_ids)))
         request = self._request(ids, params, eos, tuple(self.chat_format.stop_strings), cache_salt)
-        # MiniGPT-4's original gives its language model embeddings alone, BLIP-2's the ids with them
+        # the original MiniGPT-4 passes only embeddings to its language model, BLIP-2 ids as well
         penalize_prompt = (
             not isinstance(self.chat_format, ImageChat) or self.chat_format.penalize_prompt
         )
@@ -161,29 +179,28 @@ class TextProcessor:
         )
         special = {} if self.tokenizer is None or not calls else self.tokenizer.special
         marks = frozenset(special[m] for m in CALL_MARKS if m in special)
-        # a grammar counts every byte of the first token, the space too that an answer of its own
-        # has not
+        # a grammar checks every byte of the first token, so its leading space must stay in the text
         return RequestState(
             request, None, self.tokenizer, marks, continues_prompt=grammar is not None
         )
 
     @functools.cached_property
     def suggested_defaults(self) -> GenerationDefaults:
-        """The defaults of people, whatever those of an API's clients are."""
+        """The defaults without OpenAI's, even if ``openai_defaults`` is set."""
         return _load_defaults(self.path, self.manifest, openai=False)
 
     @property
     def reads_images(self) -> bool:
-        """Whether conversations may hold pictures."""
+        """Whether conversations may contain images."""
         return isinstance(self.chat_format, ImageChat)
 
     def _image_span(self, position: int, image: ImagePart) -> EmbeddingSpan:
-        """A picture's place in a prompt; its handle are the pixels that the eyes take."""
+        """The embedding span of one image; its handle is the pixels for the vision encoder."""
         from modelmill.vision.image_input import decode_data_url, load_square_image
 
-        assert isinstance(self.chat_format, ImageChat), "no other format places pictures"
+        assert isinstance(self.chat_format, ImageChat), "only this format contains images"
         if not image.is_url and not self._allow_local_files:
-            raise RequestError(f"{image.location}: a picture is an image_url with a data URL here")
+            raise RequestError(f"{image.location}: an image must be an image_url with a data URL")
         size = int(self.manifest.config["image_embedder"]["vision_encoder"]["image"])
         source = decode_data_url(image.source, image.location) if image.is_url else image.source
         pixels, digest = load_square_image(source, size, image.location, self.max_image_pixels)
@@ -196,7 +213,8 @@ class TextProcessor:
                 prompt
             ) - PROMPT_KEYS:
                 raise RequestError(
-                    'a prompt object has "prompt" or "prompt_token_ids", and may have "cache_salt"'
+                    'a prompt object must have either "prompt" or "prompt_token_ids", and may have '
+                    '"cache_salt"'
                 )
             if "prompt_token_ids" in prompt:
                 return _check_ids(prompt["prompt_token_ids"])
@@ -211,13 +229,18 @@ class TextProcessor:
         return _check_ids(prompt)
 
     def make_guide(self, request: Request, vocab: int) -> grammars.GrammarGuide:
-        """A guide for an answer to a request with a grammar.
+        """Make the guide of a request with a grammar.
 
-        vocab: rows of the logits. Raises RequestError.
+        Args:
+            request: The request.
+            vocab: Size of the logits.
+
+        Raises:
+            RequestError: The engine has no tokenizer, or the grammar is invalid.
         """
         assert request.grammar is not None, "a guide follows a grammar"
         if self.tokenizer is None:
-            raise RequestError("structured output needs a tokenizer, which this engine has not")
+            raise RequestError("structured output needs a tokenizer, and this engine has none")
         if self._guides is None:
             stops = () if self.chat_format is None else self.chat_format.stop_ids
             self._guides = grammars.GuideFactory(self.tokenizer, vocab, (*self.eos_ids, *stops))
@@ -228,9 +251,7 @@ class TextProcessor:
 
     @functools.cached_property
     def max_token_bytes(self) -> int:
-        """Most bytes that one token stands for; at least 16, since a tokenizer may drop some of a
-        text (spaces).
-        """
+        """Most bytes of one token; at least 16, since a tokenizer may drop spaces of a text."""
         tokenizer = self.tokenizer
         return (
             16
@@ -239,8 +260,9 @@ class TextProcessor:
         )
 
     def check_length(self, prompt: str | Sequence[int], max_tokens: int) -> None:
-        """Raises RequestError for a prompt that has more than ``max_tokens`` tokens however it
-        would be split.
+        """Raise RequestError if a prompt has more than ``max_tokens`` tokens in any tokenization.
+
+        Cheap: it lets the server refuse an oversized text without tokenizing it.
         """
         if isinstance(prompt, str):
             if len(prompt) > max_tokens * self.max_token_bytes:
@@ -263,7 +285,7 @@ class TextProcessor:
     ) -> Request:
         resolved = self.generation_defaults.resolve(params or SamplingParams(), len(ids))
         if self.tokenizer is None and not (params and params.stop):
-            # the checkpoint's: without text there is none to stop at
+            # drop the checkpoint's stop strings: an ids-only engine has no text
             resolved = replace(resolved, stop=())
         if stops:
             resolved = replace(resolved, stop=tuple(dict.fromkeys((*resolved.stop, *stops))))
@@ -282,10 +304,7 @@ class TextProcessor:
 
 
 def _load_defaults(path: Path, manifest: Any, *, openai: bool) -> GenerationDefaults:
-    """The defaults of an engine's requests.
-
-    Raises CorruptArtifact where the manifest's make no sense.
-    """
+    """The sampling defaults of an engine. Raises CorruptArtifact if the manifest's are invalid."""
     try:
         return read_generation(
             manifest.generation, str(manifest.source.get("container", "")), openai=openai
@@ -297,24 +316,24 @@ def _load_defaults(path: Path, manifest: Any, *, openai: bool) -> GenerationDefa
 
 
 def eos_ids(manifest: Any, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Ids that end an answer: generation_config's, else the config's, else the tokenizer's."""
+    """EOS ids: those of generation_config, else of the config, else of the tokenizer."""
     for raw in (manifest.generation.get("eos_token_id"), manifest.config.get("eos_token_id")):
-        found = raw if isinstance(raw, list) else [raw]
-        ids = tuple(id for id in found if type(id) is int and id >= 0)
+        candidates = raw if isinstance(raw, list) else [raw]
+        ids = tuple(id for id in candidates if type(id) is int and id >= 0)
         if ids:
             return ids
     return tuple(tokenizer.eos_ids) if tokenizer is not None else ()
 
 
 def prompt_text(prompt: Any) -> str | None:
-    """The text of a prompt, where it has one."""
+    """The text of a prompt; None if it consists of ids."""
     if isinstance(prompt, Mapping):
         return prompt.get("prompt")
     return prompt if isinstance(prompt, str) else None
 
 
 def _base_stops(manifest: Any) -> tuple[str, ...]:
-    """Qwen v1's base models end a made-up dialogue at "Human:"."""
+    """Stop strings of base models: Qwen v1 invents a dialogue, which ends at "Human:"."""
     raw = manifest.model_type == "qwen" and manifest.generation.get("chat_format") == "raw"
     return ("Human:",) if raw else ()
 
@@ -322,7 +341,7 @@ def _base_stops(manifest: Any) -> tuple[str, ...]:
 def _cache_salt(prompt: Any) -> str:
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
     if salt is not None and (not isinstance(salt, str) or len(salt) > 1024):
-        raise RequestError("cache_salt must be a text of up to 1024 characters")
+        raise RequestError("cache_salt must be a string of up to 1024 characters")
     return salt or ""
 
 
@@ -330,26 +349,22 @@ def _check_ids(ids: Any) -> list[int]:
     if not isinstance(ids, (list, tuple)) or any(
         isinstance(i, bool) or not isinstance(i, int) for i in ids
     ):
-        raise RequestError("prompt_token_ids must be a list of whole numbers")
+        raise RequestError("prompt_token_ids must be a list of integers")
     return list(ids)
 
 
 def _with_chat_template(files: dict[str, bytes], source: str | Path) -> dict[str, bytes]:
-    """The tokenizer's files with another chat template; of pictures' formats, one of the two may be
-    named.
-    """
-    named = {"minigpt4": "first", "minigpt4-current": "current"}.get(str(source))
-    if named is not None and IMAGE_CHAT in files:
-        return {**files, IMAGE_CHAT: with_prompt_style(files, named)}
-    # a template knows no pictures: the conversation becomes one of texts
-    kept = {name: data for name, data in files.items() if name != IMAGE_CHAT}
-    return {**kept, "chat_template.jinja": _read_template(source)}
+    """The tokenizer's files with another chat template, or another MiniGPT-4 prompt style."""
+    style = {"minigpt4": "first", "minigpt4-current": "current"}.get(str(source))
+    if style is not None and IMAGE_CHAT in files:
+        return {**files, IMAGE_CHAT: with_prompt_style(files, style)}
+    # a jinja template has no images: the conversation becomes text-only
+    others = {name: data for name, data in files.items() if name != IMAGE_CHAT}
+    return {**others, "chat_template.jinja": _read_template(source)}
 
 
 def _read_template(source: str | Path) -> bytes:
-    """A chat template: the name of one of ours (vicuna, chatml), a file, or the template's own
-    text.
-    """
+    """Read a chat template: a shipped one's name (vicuna, chatml), a file, or template text."""
     shipped = resources.files("modelmill.text") / "templates" / f"{source}.jinja"
     try:
         if str(source).isidentifier() and shipped.is_file():

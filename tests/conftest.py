@@ -1,6 +1,4 @@
-"""Shared fixtures: the folder with real data, found beside the checkout, and quiet, seeded
-torch.
-"""
+"""Shared fixtures: the folder with real data beside the checkout, and a seeded torch."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from tests import optional_extras
 
 try:
     from hypothesis import HealthCheck, settings
-except ImportError:  # where a GPU is there may be pytest alone
+except ImportError:  # a GPU machine may have only pytest
     settings = None  # type: ignore[assignment, misc]
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,13 +26,13 @@ if settings is not None:
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
-    """Modules whose imports want an extra that is absent are skipped."""
+    """Skip modules that import a missing extra."""
     return optional_extras.SkippingModule.from_parent(parent, path=module_path)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup() -> Generator[None, object, object]:
-    """The same for what a fixture imports."""
+    """The same for imports in fixtures."""
     try:
         return (yield)
     except Exception as error:
@@ -43,7 +41,7 @@ def pytest_runtest_setup() -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call() -> Generator[None, object, object]:
-    """The same for what a test imports when it runs."""
+    """The same for imports in tests."""
     try:
         return (yield)
     except Exception as error:
@@ -51,9 +49,7 @@ def pytest_pyfunc_call() -> Generator[None, object, object]:
 
 
 def shared_dir() -> Path | None:
-    """The folder of specs, real weights and real data beside the checkout; None where it is
-    absent.
-    """
+    """The folder of specs, real weights and data beside the checkout; None if it is missing."""
     path = ROOT.parent / "shared"
     return path if (path / "data").is_dir() else None
 

@@ -1,8 +1,7 @@
-"""Tests whose extra is not installed are skipped with the reason, wherever its import stands.
+"""Skips tests whose optional extra is not installed, with the reason.
 
-An import of an absent optional package skips the module, when it is collected, or the test, when it
-runs. Which parts of modelmill may import which package is the business of test_architecture: a core
-that needs an extra fails there.
+Importing a missing optional package skips the module (at collection) or the test (when it runs).
+Which parts of modelmill may import which package is checked by test_architecture.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def is_missing(module: str) -> bool:
 
 
 def missing_extra_reason(error: BaseException) -> str | None:
-    """Why an error is only the absence of an extra; None for every other error."""
+    """The reason if an error is a missing extra; None for every other error."""
     if isinstance(error, ModuleNotFoundError):
         module = (error.name or "").partition(".")[0]
         if module in EXTRA_OF and is_missing(module):
@@ -48,21 +47,21 @@ def missing_extra_reason(error: BaseException) -> str | None:
     )
 
 
-def skip_if_extra_missing(said: str) -> None:
-    """Skip the running test where a command's stderr asks for an extra that is not installed."""
-    line = next(filter(_missing_extra, said.splitlines()), None)
+def skip_if_extra_missing(stderr: str) -> None:
+    """Skip the running test if a command's stderr reports a missing extra."""
+    line = next(filter(_missing_extra, stderr.splitlines()), None)
     if line is not None:
         pytest.skip(line)
 
 
-def _missing_extra(said: str) -> bool:
-    named = re.search(r"pip install '?modelmill\[([a-z,]+)\]", said)
-    wanted = named[1].split(",") if named else []
-    return any(is_missing(module) for extra in wanted for module in EXTRAS.get(extra, ()))
+def _missing_extra(line: str) -> bool:
+    named = re.search(r"pip install '?modelmill\[([a-z,]+)\]", line)
+    extras = named[1].split(",") if named else []
+    return any(is_missing(module) for extra in extras for module in EXTRAS.get(extra, ()))
 
 
 class SkippingModule(pytest.Module):
-    """A test module that is skipped where what it imports is an extra that is not installed."""
+    """A test module that is skipped if it imports a missing extra."""
 
     def _getobj(self) -> Any:
         try:
@@ -72,8 +71,7 @@ class SkippingModule(pytest.Module):
             why = None if cause is None else missing_extra_reason(cause)
             if why is None:
                 raise
-            # half made, it would lend nothing to a module that imports from it: that one must meet
-            # the cause itself
+            # remove the half-imported module: a module that imports it must get the same error
             sys.modules.pop(".".join(self.path.relative_to(ROOT).with_suffix("").parts), None)
             pytest.skip(why, allow_module_level=True)
 

@@ -191,9 +191,9 @@ def test_impossible_prompts_are_one_line_and_harm_nothing(llm: LLM, prompt: Any)
     if prompt == []:
         assert llm.generate(prompt, GREEDY) == []
         return
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as caught:
         llm.generate(prompt, GREEDY)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
     assert text(llm, [1]).strip().startswith("Once upon a time")
 
 
@@ -245,9 +245,9 @@ def test_an_engine_that_says_nothing_has_our_defaults_and_openais(engine: Path, 
     assert llm.defaults == dict(MODELMILL_DEFAULTS)
     assert client.defaults == dict(OPENAI_DEFAULTS)
     for ask in ("Once upon", [1, 2, 3]):
-        how, theirs = llm.request(ask).request.params, client.request(ask).request.params
+        how, openai = llm.request(ask).request.params, client.request(ask).request.params
         assert (how.temperature, how.top_p, how.top_k, how.min_p) == (0.6, 0.95, 40, 0.05)
-        assert (theirs.temperature, theirs.top_p, theirs.top_k, theirs.min_p) == (1.0, 1.0, 0, 0.0)
+        assert (openai.temperature, openai.top_p, openai.top_k, openai.min_p) == (1.0, 1.0, 0, 0.0)
     assert client.suggested_defaults.values == llm.defaults
 
 
@@ -353,7 +353,7 @@ def test_what_is_no_prompt_is_one_line(llm: LLM) -> None:
     for params in ({"temperature": 0}, [GREEDY, GREEDY], ["greedy"], 0):
         with pytest.raises(RequestError):
             llm.generate("Once", params)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="no conversation"):
+    with pytest.raises(UsageError, match="not a conversation"):
         llm.stream("Once", GREEDY, tools=[])
     assert not llm.engine_core.has_work
     assert text(llm, "Once upon a time").startswith(",")
@@ -370,12 +370,12 @@ def test_a_stream_that_begins_while_the_engine_closes_is_told(engine: Path) -> N
     many = AsyncLLM(engine, device="cpu")
     stepping, go_on, step = threading.Event(), threading.Event(), many.llm.step
 
-    def held(running: Any) -> Any:
+    def blocking_step(running: Any) -> Any:
         stepping.set()
         assert go_on.wait(TIMEOUT_SECONDS)
         return step(running)
 
-    many.llm.step = held  # type: ignore[method-assign]
+    many.llm.step = blocking_step  # type: ignore[method-assign]
 
     async def main() -> None:
         async with asyncio.timeout(TIMEOUT_SECONDS):

@@ -1,6 +1,4 @@
-"""The classes for Python as somebody meets them first: their options by name, their repr, their
-end.
-"""
+"""The Python API classes: options by name, repr and close."""
 
 from __future__ import annotations
 
@@ -57,9 +55,9 @@ def llm(engine: Path) -> Iterator[LLM]:
         yield opened
 
 
-def hints_of(kind: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind)
-    return {each.name: hints[each.name] for each in fields(kind)}
+def hints_of(config_class: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(config_class)
+    return {each.name: hints[each.name] for each in fields(config_class)}
 
 
 def test_types_of_options_are_those_of_the_configs() -> None:
@@ -77,9 +75,9 @@ def test_types_of_options_are_those_of_the_configs() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
-def test_the_signature_names_every_option(kind: type) -> None:
-    shown = inspect.signature(kind).parameters
+@pytest.mark.parametrize("cls", [LLM, AsyncLLM])
+def test_the_signature_names_every_option(cls: type) -> None:
+    shown = inspect.signature(cls).parameters
     assert not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in shown.values())
     assert set(shown) == OWN | set(hints_of(RunConfig)) | set(hints_of(BuildConfig))
     for config in (BuildConfig(), RunConfig()):
@@ -89,22 +87,22 @@ def test_the_signature_names_every_option(kind: type) -> None:
 
 
 def test_the_docstrings_describe_every_option() -> None:
-    for kind, configs in ((LLM, (RunConfig, BuildConfig)), (Segmenter, (BuildConfig,))):
+    for cls, configs in ((LLM, (RunConfig, BuildConfig)), (Segmenter, (BuildConfig,))):
         for config in configs:
             for each in fields(config):
-                assert f"    {each.name}: " in (kind.__doc__ or ""), each.name
+                assert f"    {each.name}: " in (cls.__doc__ or ""), each.name
 
 
-@pytest.mark.parametrize("kind", [LLM, AsyncLLM, Segmenter])
-def test_an_unknown_option_is_a_type_error_with_the_nearest_one(kind: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cls", [LLM, AsyncLLM, Segmenter])
+def test_an_unknown_option_is_a_type_error_with_the_nearest_one(cls: Any, tmp_path: Path) -> None:
     """Before anything is opened: there is no engine."""
     with pytest.raises(
         TypeError,
-        match=rf"^{kind.__name__}: unknown option quantisation; did you mean quantization\?$",
+        match=rf"^{cls.__name__}: unknown option quantisation; did you mean quantization\?$",
     ):
-        kind(tmp_path / "none", quantisation="int8")
+        cls(tmp_path / "none", quantisation="int8")
     with pytest.raises(UnknownOption, match="unknown option xyzzy; known are "):
-        kind(tmp_path / "none", xyzzy=1)
+        cls(tmp_path / "none", xyzzy=1)
     assert issubclass(UnknownOption, UsageError)
 
 
@@ -201,11 +199,11 @@ def test_async_with_and_after_it(engine: Path) -> None:
 def test_embeddings_have_length_1_alone_and_in_a_batch(llm: LLM) -> None:
     """Their values: tests/serve/test_embeddings.py."""
     prompts = ["Once upon a time", "The dog", "A"]
-    found = llm.embed(prompts)
-    assert (found.shape, found.dtype) == ((3, 64), np.float32)
-    assert np.linalg.norm(found, axis=1) == pytest.approx(np.ones(3), abs=1e-6)
+    embeddings = llm.embed(prompts)
+    assert (embeddings.shape, embeddings.dtype) == ((3, 64), np.float32)
+    assert np.linalg.norm(embeddings, axis=1) == pytest.approx(np.ones(3), abs=1e-6)
     for place, prompt in enumerate(prompts):
-        assert llm.embed(prompt) == pytest.approx(found[place : place + 1], abs=1e-5), (
+        assert llm.embed(prompt) == pytest.approx(embeddings[place : place + 1], abs=1e-5), (
             "alone and in a batch"
         )
 

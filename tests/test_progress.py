@@ -58,9 +58,7 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> Notebook:
 
 
 def terminal_of(monkeypatch: pytest.MonkeyPatch) -> Tty:
-    """stderr as a terminal; called in the test itself, since pytest sets stderr anew behind the
-    fixtures.
-    """
+    """stderr as a terminal; called in the test, since pytest replaces stderr after the fixtures."""
     for name in ("CI", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
@@ -102,8 +100,8 @@ def test_a_terminal_shows_one_stage_at_a_time_and_it_vanishes(
         report("weights", 97, 100)
         report("acceptance", 0, 1)
         wait_until(lambda: "acceptance" in terminal.getvalue())
-    told = terminal.getvalue()
-    assert told.rstrip("\n").rpartition("\n")[2].endswith("\x1b[2K"), (
+    output = terminal.getvalue()
+    assert output.rstrip("\n").rpartition("\n")[2].endswith("\x1b[2K"), (
         "the last thing is that the line is erased"
     )
 
@@ -131,16 +129,18 @@ def test_plain_output_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     assert terminal.getvalue() == ""
 
 
-@pytest.mark.parametrize("wanted", [None, False])
+@pytest.mark.parametrize("enabled", [None, False])
 def test_a_log_is_told_of_a_compilation_once(
-    monkeypatch: pytest.MonkeyPatch, wanted: bool | None
+    monkeypatch: pytest.MonkeyPatch, enabled: bool | None
 ) -> None:
-    monkeypatch.setattr(sys, "stderr", heard := io.StringIO())
-    with show_progress("opening", enabled=wanted) as report:
+    monkeypatch.setattr(sys, "stderr", stderr := io.StringIO())
+    with show_progress("opening", enabled=enabled) as report:
         report("weights", 1, 2)
         report(device.COMPILING_STAGE, 0, 1)
         report(device.COMPILING_STAGE, 0, 1)
-    assert heard.getvalue() == ("" if wanted is False else f"modelmill: {device.COMPILING_STAGE}\n")
+    assert stderr.getvalue() == (
+        "" if enabled is False else f"modelmill: {device.COMPILING_STAGE}\n"
+    )
 
 
 def test_what_is_delayed_is_not_started_when_it_is_over() -> None:
@@ -159,11 +159,11 @@ def test_opening_an_engine_says_that_kernels_compile(
     load: Callable[[], Any] = kernels.load
     load()  # nothing is compiled here
     monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path))
-    seen: list[bool] = []
+    visited: list[bool] = []
 
     def compiling() -> Any:
-        if not seen:
-            seen.append(True)
+        if not visited:
+            visited.append(True)
             wait_until(
                 lambda: any(
                     device.COMPILING_STAGE in line for output in notebook.outputs for line in output
@@ -172,9 +172,9 @@ def test_opening_an_engine_says_that_kernels_compile(
         return load()
 
     monkeypatch.setattr(kernels, "load", compiling)
-    monkeypatch.setattr(kernels, "needs_compile", lambda: not seen)
+    monkeypatch.setattr(kernels, "needs_compile", lambda: not visited)
     with LLM(shared / "data/models/stories260K", device="cpu") as llm:
-        assert seen
+        assert visited
         assert llm.generate("Once", SamplingParams(temperature=0, max_tokens=2))[0].finished
     assert all(output[-1] == "" for output in notebook.outputs)
 
@@ -184,12 +184,14 @@ def test_progress_can_be_turned_off_or_taken(
 ) -> None:
     kernels.load()
     monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path))
-    told: list[tuple[Any, ...]] = []
+    reports: list[tuple[Any, ...]] = []
     folder = shared / "data/models/stories260K"
     LLM(folder, device="cpu", progress=False).close()
-    LLM(folder, device="cpu", quantization="int8", progress=lambda *each: told.append(each)).close()
+    LLM(
+        folder, device="cpu", quantization="int8", progress=lambda *each: reports.append(each)
+    ).close()
     assert notebook.outputs == []
-    assert all(len(each) == 3 for each in told)
+    assert all(len(each) == 3 for each in reports)
 
 
 def test_the_class_of_a_notebook_is_found_without_importing(

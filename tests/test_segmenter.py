@@ -34,36 +34,36 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_set_once_and_predict_many(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert modelmill.Segmenter is Segmenter
-    found = Segmenter(engine, device="cpu")
-    assert found.set_image(photo()) == (200, 120)
-    masks = found.predict([(50, 60)], [1])
+    segmenter = Segmenter(engine, device="cpu")
+    assert segmenter.set_image(photo()) == (200, 120)
+    masks = segmenter.predict([(50, 60)], [1])
     assert len(masks) == 3
     assert [m.score for m in masks] == sorted((m.score for m in masks), reverse=True)
     assert masks[0].pixels.shape == (120, 200)
     # the embedding is kept by the image's content
-    monkeypatch.setattr(found.model.model, "encode_image", None)
-    found.set_image(PIL.Image.fromarray(photo()))
-    assert [m.box for m in found.predict([(50, 60)])] == [m.box for m in masks]
-    assert len(found.predict(box=(10, 10, 90, 90), multimask=False)) == 1
-    assert len(found.predict([(50, 60)], mask=masks[0].logits)) == 3
+    monkeypatch.setattr(segmenter.model.model, "encode_image", None)
+    segmenter.set_image(PIL.Image.fromarray(photo()))
+    assert [m.box for m in segmenter.predict([(50, 60)])] == [m.box for m in masks]
+    assert len(segmenter.predict(box=(10, 10, 90, 90), multimask=False)) == 1
+    assert len(segmenter.predict([(50, 60)], mask=masks[0].logits)) == 3
 
 
 def test_a_rough_mask_in_any_of_its_forms(engine: Path, tmp_path: Path) -> None:
-    found = Segmenter(engine, device="cpu")
-    found.set_image(photo())
-    first = found.predict([(50, 60)])[0]
+    segmenter = Segmenter(engine, device="cpu")
+    segmenter.set_image(photo())
+    first = segmenter.predict([(50, 60)])[0]
     assert first.logits is not None
-    again = found.predict(mask=first.logits)
+    again = segmenter.predict(mask=first.logits)
     for logits in (first.logits.numpy(), first.logits[None], first.logits.double()):
-        assert [m.box for m in found.predict(mask=logits)] == [m.box for m in again]
+        assert [m.box for m in segmenter.predict(mask=logits)] == [m.box for m in again]
     white = np.zeros((120, 200), bool)
     white[30:80, 40:150] = True
     PIL.Image.fromarray(white).save(tmp_path / "rough.png")
-    drawn = found.predict(mask=white)
+    drawn = segmenter.predict(mask=white)
     for form in (torch.from_numpy(white), white.astype(np.uint8) * 255, PIL.Image.fromarray(white),
                  tmp_path / "rough.png", (tmp_path / "rough.png").read_bytes()):  # fmt: skip
-        assert [m.score for m in found.predict(mask=form)] == [m.score for m in drawn]
-    side = found.model.mask_size
+        assert [m.score for m in segmenter.predict(mask=form)] == [m.score for m in drawn]
+    side = segmenter.model.mask_size
     for wrong in (
         torch.zeros(7, 7),
         torch.full((side, side), float("nan")),
@@ -72,7 +72,7 @@ def test_a_rough_mask_in_any_of_its_forms(engine: Path, tmp_path: Path) -> None:
         tmp_path / "no.png",
     ):
         with pytest.raises(RequestError):
-            found.predict(mask=wrong)
+            segmenter.predict(mask=wrong)
     with pytest.raises(UsageError, match="set_image"):
         Segmenter(engine, device="cpu").predict(mask=first.logits)
 
@@ -81,8 +81,8 @@ def test_loose_values_are_one_line(engine: Path) -> None:
     """What people write by mistake: a pair for a list of pairs, one label for a list, a place
     beside the picture.
     """
-    found = Segmenter(engine, device="cpu")
-    found.set_image(photo())
+    segmenter = Segmenter(engine, device="cpu")
+    segmenter.set_image(photo())
     for wrong, says in (
         ({"points": (50, 60)}, "points are a list"), ({"points": 5}, "points are a list"),
         ({"points": [(50, 60)], "labels": 1}, "labels a list"), ({"box": 7}, "a box four numbers"),
@@ -92,18 +92,18 @@ def test_loose_values_are_one_line(engine: Path) -> None:
         ({"points": None}, "needs a point"),
     ):  # fmt: skip
         with pytest.raises(RequestError, match=says) as caught:
-            found.predict(**wrong)  # type: ignore[arg-type]
+            segmenter.predict(**wrong)  # type: ignore[arg-type]
         assert "\n" not in str(caught.value)
-    assert found.predict_all([]) == []
-    with pytest.raises(UsageError, match="list of them"):
-        found.embed_images("photo.jpg")
+    assert segmenter.predict_all([]) == []
+    with pytest.raises(UsageError, match="must be a list"):
+        segmenter.embed_images("photo.jpg")
     for name, value in (("points_per_side", "x"), ("points_per_side", 2.5),
         ("points_per_side", True),
                         ("crop_n_layers", 1.0), ("pred_iou_thresh", None),
                         ("stability_score_offset", float("nan")),
                         ("points_per_side", 10**5000)):  # fmt: skip
         with pytest.raises(RequestError, match=name):
-            found.everything(photo(), **{name: value})
+            segmenter.everything(photo(), **{name: value})
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 90), (90, 1), (2, 70)])
@@ -119,11 +119,11 @@ def test_pictures_too_thin_for_crops(engine: Path, size: tuple[int, int]) -> Non
 
 
 def test_several_prompts_and_everything(engine: Path) -> None:
-    found = Segmenter(engine)
-    seen = found.embed_images([photo(0), photo(1, (90, 160))])
-    assert [s.size for s in seen] == [(200, 120), (90, 160)]
-    both = found.predict_all(
-        [make_prompt([(5, 5)]), make_prompt(box=(1, 1, 80, 80))], embedding=seen[1]
+    segmenter = Segmenter(engine)
+    embeddings = segmenter.embed_images([photo(0), photo(1, (90, 160))])
+    assert [s.size for s in embeddings] == [(200, 120), (90, 160)]
+    both = segmenter.predict_all(
+        [make_prompt([(5, 5)]), make_prompt(box=(1, 1, 80, 80))], embedding=embeddings[1]
     )
     assert [len(masks) for masks in both] == [3, 3]
     loose = {
@@ -132,21 +132,21 @@ def test_several_prompts_and_everything(engine: Path) -> None:
         "stability_score_thresh": 0.0,
         "box_nms_thresh": 1.0,
     }
-    told: list[tuple[int, int]] = []
-    masks = found.everything(photo(), progress=lambda *at: told.append(at), **loose)
-    assert told == [(0, 4), (4, 4)]
+    reports: list[tuple[int, int]] = []
+    masks = segmenter.everything(photo(), progress=lambda *at: reports.append(at), **loose)
+    assert reports == [(0, 4), (4, 4)]
     assert all(m.stability is not None for m in masks)
 
 
 def test_mistakes_are_one_line(engine: Path, tmp_path: Path) -> None:
-    found = Segmenter(engine)
+    segmenter = Segmenter(engine)
     with pytest.raises(UsageError, match="set_image"):
-        found.predict([(1, 2)])
-    found.set_image(photo())
+        segmenter.predict([(1, 2)])
+    segmenter.set_image(photo())
     with pytest.raises(RequestError, match="a point, a box or a mask"):
-        found.predict()
+        segmenter.predict()
     with pytest.raises(UsageError, match="unknown option colour"):
-        found.everything(photo(), colour=3)
+        segmenter.everything(photo(), colour=3)
     with pytest.raises(UsageError, match="dtype: decided when an engine is built"):
         Segmenter(engine, dtype="bfloat16")
     with pytest.raises(
@@ -204,8 +204,10 @@ def test_mobilesam_engines_keep_the_facts(mobile: dict[str, Path], shared: Path)
     # the box and the score are those of the original pipeline, as published beside the weights
     one, two = Segmenter(mobile["one"], device="cpu"), Segmenter(mobile["two"], device="cpu")
     for name in ("truck.jpg", "dog.jpg"):
-        seen = [s.embed_images([shared / "data/images" / name])[0].embedding for s in (one, two)]
-        assert torch.equal(*seen)
+        embeddings = [
+            s.embed_images([shared / "data/images" / name])[0].embedding for s in (one, two)
+        ]
+        assert torch.equal(*embeddings)
     one.set_image(shared / "data/images/truck.jpg")
     best = one.predict([(500, 375)])[0]
     assert best.box == (424, 318, 627, 446)
@@ -255,8 +257,8 @@ def overlap(
         ]
         apart.append((pairs[0][1][rows, best] - pairs[1][1][rows, best]).abs())
         for i in range(side):
-            theirs = [m for m in masks[1][i] if torch.equal(m.logits, pairs[1][0][i, best[i]])]
-            ious.append(float(mask_iou(masks[0][i][0].pixels, theirs[0].pixels)))
+            matches = [m for m in masks[1][i] if torch.equal(m.logits, pairs[1][0][i, best[i]])]
+            ious.append(float(mask_iou(masks[0][i][0].pixels, matches[0].pixels)))
     return sum(ious) / len(ious), float(torch.cat(apart).max())
 
 
@@ -266,14 +268,14 @@ def test_a_picture_that_overflows_is_reported(
     build_engine(
         small_file(tmp_path), tmp_path / "half.engine", BuildConfig(dtype="float16"), check=False
     )
-    found = Segmenter(tmp_path / "half.engine", device="cpu")
-    encode = found.model.model.encode_image
+    segmenter = Segmenter(tmp_path / "half.engine", device="cpu")
+    encode = segmenter.model.model.encode_image
     monkeypatch.setattr(
-        found.model.model, "encode_image", lambda x, vision: encode(x, vision) * 1e5
+        segmenter.model.model, "encode_image", lambda x, vision: encode(x, vision) * 1e5
     )
     with pytest.raises(RequestError, match=r"overflows the engine's float16.*--dtype bfloat16"):
-        found.set_image(photo())
-    assert not len(found.model.embedding_cache)
+        segmenter.set_image(photo())
+    assert not len(segmenter.model.embedding_cache)
 
 
 @pytest.mark.parametrize("recipe", ["int8", "fp8"])
@@ -281,30 +283,30 @@ def test_a_checkpoint_in_8_bits_through_the_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: Path, recipe: str
 ) -> None:
     monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path / "cache"))
-    found, plain = (
+    quantized, plain = (
         Segmenter(small_file(tmp_path), quantization=recipe, dtype="float32"),
         Segmenter(engine),
     )
-    assert found.manifest.build["quantization"] == recipe
-    for segmenter in (found, plain):
+    assert quantized.manifest.build["quantization"] == recipe
+    for segmenter in (quantized, plain):
         segmenter.set_image(photo())
-    ours, theirs = found.predict([(50, 60)]), plain.predict([(50, 60)])
-    assert float(mask_iou(ours[0].pixels, theirs[0].pixels)) > 0.7
-    assert ours[0].score != theirs[0].score
+    ours, reference = quantized.predict([(50, 60)]), plain.predict([(50, 60)])
+    assert float(mask_iou(ours[0].pixels, reference[0].pixels)) > 0.7
+    assert ours[0].score != reference[0].score
 
 
 @pytest.mark.parametrize(
     "bad", [b"", b"text", b"\x89PNG\r\n\x1a\n", 7, "no.png", np.zeros((4, 4), np.float32)]
 )
 def test_bad_images_are_one_line(engine: Path, bad: object) -> None:
-    found = Segmenter(engine)
+    segmenter = Segmenter(engine)
     with pytest.raises(RequestError) as caught:
-        found.set_image(bad)
+        segmenter.set_image(bad)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 400), (400, 1)])
 def test_thin_images(engine: Path, size: tuple[int, int]) -> None:
-    found = Segmenter(engine)
-    found.set_image(photo(0, size))
-    assert found.predict([(0, 0)])[0].pixels.shape == (size[1], size[0])
+    segmenter = Segmenter(engine)
+    segmenter.set_image(photo(0, size))
+    assert segmenter.predict([(0, 0)])[0].pixels.shape == (size[1], size[0])

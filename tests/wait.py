@@ -1,9 +1,8 @@
-"""What a test waits for, and how long.
+"""Waiting in tests, with timeouts.
 
-Bounds in seconds are there to tell "soon" from "never", not to measure: a machine whose neighbours
-take it away for some seconds must not fail what is right. So every bound is one that only a fault
-reaches, and lies below the minute after which the server itself gives up by default, which would
-end what should have ended long before.
+Timeouts distinguish "soon" from "never" and measure nothing: a busy machine must not fail a correct
+test. So only a fault reaches a timeout. It is shorter than the minute after which the server itself
+gives up by default, which would hide the fault.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 TIMEOUT_SECONDS = 50.0
-"""Seconds; what takes so long is taken for stuck."""
+"""Seconds after which something counts as stuck."""
 
 
 @contextmanager
 def time_limit(seconds: float = TIMEOUT_SECONDS) -> Iterator[None]:
-    """Its body ends soon."""
-    began = time.monotonic()
+    """Assert that the block takes less than ``seconds``."""
+    start = time.monotonic()
     yield
-    took = time.monotonic() - began
+    took = time.monotonic() - start
     assert took < seconds, f"took {took:.1f} s"
 
 
@@ -31,11 +30,11 @@ def wait_until(
     pause: float = 0.02,
     describe: Callable[[], object] | None = None,
 ) -> None:
-    """Wait until it is true; AssertionError with what ``told`` gives if it does not become so."""
+    """Wait until ``condition``; raise AssertionError with what ``describe`` returns if it fails."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             raise AssertionError(
-                f"it does not come about in {seconds:g} s", describe() if describe else None
+                f"the condition did not hold within {seconds:g} s", describe() if describe else None
             )
         time.sleep(pause)

@@ -1,0 +1,1 @@
+"""Maintenance tools: verification, conformance, generated pages, version matrix, soak tests."""

@@ -117,9 +117,10 @@ def run_build(job: str) -> None:
     from modelmill.checkpoint.open import open_checkpoint
     from modelmill.core.config import BuildConfig
 
-    told = json.loads(job)
+    job_args = json.loads(job)
     plan = make_plan(
-        open_checkpoint(Path(told["checkpoint"])), BuildConfig(target="cpu", **told["options"])
+        open_checkpoint(Path(job_args["checkpoint"])),
+        BuildConfig(target="cpu", **job_args["options"]),
     )
     planned = plan.build_memory.peak_bytes
     with tempfile.TemporaryDirectory() as folder:
@@ -160,11 +161,11 @@ def main() -> int:
     worst, cases = 0.0, SMALL + CALIBRATED
     with tempfile.TemporaryDirectory() as folder:
         if options.checkpoint:
-            given = {
+            build_options = {
                 name: int(value) if value.isdecimal() else value
                 for name, value in map(halves, options.option)
             }
-            rows = [(options.checkpoint.name, measure(options.checkpoint, given))]
+            rows = [(options.checkpoint.name, measure(options.checkpoint, build_options))]
         else:
             made = [make(case, Path(folder) / str(number)) for number, case in enumerate(cases)]
             rows = [(case.name, measure(path, case.options)) for case, path in zip(cases, made)]

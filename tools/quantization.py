@@ -1,6 +1,4 @@
-"""``python -m tools.quantization``: write docs/quantization.md and its plot; ``--check`` only says
-what is stale.
-"""
+"""``python -m tools.quantization``: write docs/quantization.md and plot, or ``--check``."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ NOTE = (
     "<!-- Made by `make quantization` from quantization.story.md and benchmarks/results: "
     "change those. -->"
 )
-ALL_TOKENS = 16_384  # tokens of a measurement that the page tells
+ALL_TOKENS = 16_384  # tokens of a measurement that the page shows
 ROUGE = ("rouge1", "rouge2", "rougeL")
 # a checkpoint whose weights were never rounded; all other rows are of the first
 SECOND_CHECKPOINT = "stories260K"
@@ -30,13 +28,12 @@ Row = Mapping[str, Any]
 
 
 def select_rows(file: Path, second: bool = False) -> list[Row]:
-    """The newest row of each measurement on all tokens, the least excess first; refused builds
-    last.
+    """Return the newest row of each measurement on all tokens by excess; refused builds last.
 
     second: those of the second checkpoint instead, the least KL first.
     """
-    found = read_rows(file)
-    newest = {row["key"]: row for row in found if row["tokens"] == ALL_TOKENS}
+    rows = read_rows(file)
+    newest = {row["key"]: row for row in rows if row["tokens"] == ALL_TOKENS}
     newest = {
         key: row
         for key, row in newest.items()
@@ -68,7 +65,7 @@ def table(rows: Sequence[Row]) -> list[str]:
         if "perplexity" not in row:
             lines.append(f"| {row_name(row)} | refused by the acceptance contract | | | | | |")
             continue
-        rouge = [f"{row['rouge'][kind]:.1f}" for kind in ROUGE] if "rouge" in row else []
+        rouge = [f"{row['rouge'][metric]:.1f}" for metric in ROUGE] if "rouge" in row else []
         cells = (
             row_name(row), f"{row['perplexity']:.4f}",
             f"{round(100 * row['excess'], 2) + 0.0:+.2f} %",
@@ -86,8 +83,9 @@ def render(
     second: Sequence[Row] = (),
     served: Sequence[Row] = (),
 ) -> str:
-    """The page's text; steps: rows of whole steps on a GPU; second: of the second checkpoint;
-    served: of a trace.
+    """Return the page's text.
+
+    steps: rows of whole steps on a GPU; second: of the second checkpoint; served: of a trace.
     """
     text = story.replace("{{ table }}", "\n".join(table(rows)))
     text = text.replace("{{ marks }}", "\n".join(marks.targets_table(rows)))

@@ -1,6 +1,4 @@
-"""The speed half of docs/quantization.md: steps of LLaMA-7B's shape on an H200, by how the weights
-are held.
-"""
+"""Speed part of docs/quantization.md: LLaMA-7B steps on an H200 per weight format."""
 
 from __future__ import annotations
 
@@ -16,9 +14,11 @@ Row = Mapping[str, Any]
 
 
 class SpeedLine(NamedTuple):
-    """A line of the table: what model_step.py was asked for (shape, weights, cache dtype, batch,
-    tokens held or prompt), the milliseconds that vLLM 0.25.1 took on another day, and what must be
-    reached."""
+    """A line of the table.
+
+    The options of model_step.py (shape, weights, cache dtype, batch, context or prompt tokens), the
+    milliseconds that vLLM 0.25.1 took on another day, and the target.
+    """
 
     shape: str
     weights: str
@@ -64,21 +64,21 @@ BUILDS = {
 
 def step_rows(file: Path) -> list[Row]:
     """The rows of whole steps."""
-    found = read_rows(file)
+    rows = read_rows(file)
     return [
-        row for row in found if str(row.get("figure", "")).startswith("step.") and "shape" in row
+        row for row in rows if str(row.get("figure", "")).startswith("step.") and "shape" in row
     ]
 
 
 def newest(rows: Sequence[Row], line: SpeedLine) -> Row | None:
     """The newest row of a line, of kernels as they are; None where it was not measured."""
-    wanted = {"shape": line.shape, "weights": line.weights, "kv": line.kv, "batch": line.batch}
-    wanted["tokens" if line.prefill else "context"] = line.tokens
-    wanted["figure"] = "step.prefill_ms" if line.prefill else "step.decode_ms"
+    spec = {"shape": line.shape, "weights": line.weights, "kv": line.kv, "batch": line.batch}
+    spec["tokens" if line.prefill else "context"] = line.tokens
+    spec["figure"] = "step.prefill_ms" if line.prefill else "step.decode_ms"
     plain = [
         row
         for row in rows
-        if {"kv": "auto", **row}.items() >= wanted.items()
+        if {"kv": "auto", **row}.items() >= spec.items()
         and "--kernel" not in row["command"]
         and "--quantize-head" not in row["command"]
         and "state" not in row
@@ -102,16 +102,16 @@ def table(rows: Sequence[Row]) -> list[str]:
             else f"{line.batch} × {line.tokens}"
         )
         what += "" if line.shape == "llama-7b" else f", {line.shape}"
-        told = f"**{row['value']:.3g}**"
+        cell = f"**{row['value']:.3g}**"
         if "spread" in row:
-            told += f" ({row['spread']['min']:.3g} … {row['spread']['max']:.3g})"
+            cell += f" ({row['spread']['min']:.3g} … {row['spread']['max']:.3g})"
         state = (
             "" if line.target is None else "reached" if row["value"] <= line.target else "missed"
         )
         cells = (
             what, f"`{line.weights}`", line.kv,
             f"{row['floor_ms']:.3g}" if "floor_ms" in row else "–",
-            "–" if line.target is None else f"{line.target:g}", told, state,
+            "–" if line.target is None else f"{line.target:g}", cell, state,
             "–" if line.peer is None else f"{line.peer:g}",
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
@@ -119,21 +119,19 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def points(rows: Sequence[Row], accuracy: Sequence[Row]) -> list[tuple[str, float, float]]:
-    """(weights, ms a token, % of perplexity) of what was measured on both sides, one sequence after
-    128 tokens.
-    """
+    """Return (weights, ms per token, % perplexity), batch 1 after 128 tokens, where both exist."""
     plain = [
         row for row in accuracy if row.get("kv_cache_dtype", "auto") == "auto" and "excess" in row
     ]
     excess = {row["options"]: 100 * row["excess"] for row in plain}
-    found = []
+    points = []
     for line in SPEED_LINES:
         one = (line.shape, line.batch, line.tokens, line.prefill) == ("llama-7b", 1, 128, False)
         row = newest(rows, line) if one else None
         build = next((each for each in BUILDS.get(line.weights, ()) if each in excess), None)
         if row is not None and build is not None:
-            found.append((line.weights, row["value"], excess[build]))
-    return found
+            points.append((line.weights, row["value"], excess[build]))
+    return points
 
 
 def draw_plot(rows: Sequence[Row], accuracy: Sequence[Row], file: Path) -> None:

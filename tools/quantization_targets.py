@@ -35,37 +35,37 @@ W4A8_BUILDS = (
 MAX_RATIO = 2.0  # points that W4A8 may cost over its own weights with inputs as they are
 BEST_INT4 = {128: 34.0, 64: 25.0}
 METHODS = ("gptq", "awq", "awq+gptq")
-TOLERANCE_STEP = 0.01  # per cent are told in hundredths
+TOLERANCE_STEP = 0.01  # per cent are shown in hundredths
 
 
 def targets_table(rows: Sequence[Row]) -> list[str]:
     """Markdown lines: what, must, measured, and whether it was reached."""
     lines = ["| what | must | measured | |", "|---|---|---|---|"]
     for what, options, kept, must in SINGLE_TARGETS:
-        found = _excess(rows, options, kept)
-        lines.append(_line(f"{what}, over float32", f"≤ +{must:g} %", found, must, "%"))
+        value = _excess(rows, options, kept)
+        lines.append(_line(f"{what}, over float32", f"≤ +{must:g} %", value, must, "%"))
     whole, alone = (_excess(rows, W4A8_BUILDS, "auto", whole) for whole in (False, True))
     over = None if whole is None or alone is None else whole - alone
     lines.append(
         _line("rptq W4A8, over its own W4A16", f"≤ {MAX_RATIO:g} points", over, MAX_RATIO, "points")
     )
     for group, must in BEST_INT4.items():
-        found = _int4(rows, group)
-        better = {method: excess for method, excess in found.items() if method in METHODS}
+        value = _int4(rows, group)
+        better = {method: excess for method, excess in value.items() if method in METHODS}
         best = min(better, key=lambda method: better[method]) if better else None
         what = f"int4, groups of {group}, the best" + (f" ({best})" if best else "")
         lines.append(
             _line(what, f"≤ +{must:g} %", None if best is None else better[best], must, "%")
         )
         for method in ("gptq", "awq"):
-            if {method, "nearest"} <= set(found):
-                nearest = round(found["nearest"], 2)
-                told = f"better than nearest's {nearest:+.2f} %"
+            if {method, "nearest"} <= set(value):
+                nearest = round(value["nearest"], 2)
+                target = f"better than nearest's {nearest:+.2f} %"
                 lines.append(
                     _line(
                         f"int4, groups of {group}, {method}",
-                        told,
-                        found[method],
+                        target,
+                        value[method],
                         nearest - TOLERANCE_STEP,
                         "%",
                     )

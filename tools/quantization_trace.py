@@ -1,6 +1,4 @@
-"""The conversation trace on docs/quantization.md: a run of benchmarks/trace_steps.py with several
-kinds of weights.
-"""
+"""The conversation trace on docs/quantization.md: benchmarks/trace_steps.py per weight format."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ Row = Mapping[str, Any]
 
 def core_rows(file: Path) -> list[Row]:
     """The rows of the loop alone."""
-    found = read_rows(file)
-    return [row for row in found if row.get("figure") == "trace.loop_s" and "weights" in row]
+    rows = read_rows(file)
+    return [row for row in rows if row.get("figure") == "trace.loop_s" and "weights" in row]
 
 
 def newest(rows: Sequence[Row]) -> list[Row]:

@@ -1,5 +1,4 @@
-"""Set up .venv: torch first and by its exact version where there is no GPU, then modelmill with its
-constraints.
+"""Set up .venv: first torch (CPU build without a GPU), then modelmill with its constraints.
 
 An open version range of torch would pull several gigabytes of CUDA packages onto a machine that
 cannot use them. Standard library only: it runs before anything is installed.
@@ -41,8 +40,8 @@ def main() -> int:
         "--no-input",
     ]
     gpu = shutil.which("nvidia-smi") is not None
-    wanted = ",".join(filter(None, [extras, "gpu" if gpu else ""]))
-    target = f"{ROOT}[{wanted}]" if wanted else str(ROOT)
+    extras_list = ",".join(filter(None, [extras, "gpu" if gpu else ""]))
+    target = f"{ROOT}[{extras_list}]" if extras_list else str(ROOT)
     steps = [] if gpu else [[*pip, CPU_TORCH]]
     steps.append([*pip, "-c", str(ROOT / "constraints.txt"), "-e", target])
     print(
@@ -66,10 +65,9 @@ def main() -> int:
 
 
 def run_pip(command: list[str], began: float) -> list[str] | None:
-    """Run pip; what it does is one line that moves on a terminal, and a line now and then
-    elsewhere.
+    """Run pip, with progress as one updated line on a terminal and as occasional lines elsewhere.
 
-    Returns its output; None where it failed, which is told.
+    Returns its output; None if it failed, after printing the error.
     """
     doing, ended, log = ["starting"], threading.Event(), list[str]()
     teller = threading.Thread(target=_report, args=(doing, ended, began), daemon=True)

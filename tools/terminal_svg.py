@@ -1,5 +1,6 @@
-"""Draw what commands print as an SVG picture of a terminal:
-``python -m tools.terminal_svg OUT.svg "COMMAND" ["COMMAND" …]``.
+"""Draw the output of commands as an SVG picture of a terminal.
+
+    python -m tools.terminal_svg OUT.svg "COMMAND" ["COMMAND" …]
 
 Each command runs now; nothing in the picture is typed by hand. Long lines are cut at the picture's
 width.

@@ -1,10 +1,9 @@
-"""``make test-versions``: the ranges of pyproject.toml, tested at both ends, each cell in a fresh
-environment.
+"""``make test-versions``: test both ends of pyproject.toml's ranges, each in a new environment.
 
 A cell is a Python and a set of versions: ``oldest`` (every lower end, all at once), ``newest``
 (what a plain install takes within the ranges), ``core`` (newest, no extra: the tests of what is
 absent must be skipped) and ``next`` (newest without upper ends: what a wider range would let in; it
-may fail and tells then why the range ends). Only ``oldest`` and ``newest`` bind.
+may fail, and then shows why the range ends). Only ``oldest`` and ``newest`` bind.
 
 Resumable: a cell that passed with the same sources is not run again (--again runs it). The
 environment of a cell that passed is removed (--keep keeps it); that of one that failed is left, to
@@ -86,7 +85,7 @@ code for hours.
 PAGE = """# Tested versions
 
 The ranges in `pyproject.toml` end where tests end, and a plain `pip install` keeps to them. `modelmill doctor` names a
-version outside: it may well work, and no test says so.
+version outside: it may well work, but it is not tested.
 
 `oldest` is the lower end of every range, all at once; `newest` what a plain install takes; `core` the newest without an
 extra; `next` the newest without upper ends, to see what a wider range would let in (where nothing is newer, it repeats
@@ -109,6 +108,7 @@ class MatrixCell:
 
     @property
     def name(self) -> str:
+        """Return the cell's name, as in file names and tables."""
         return f"{self.python}-{self.version_set}"
 
     @property
@@ -119,8 +119,9 @@ class MatrixCell:
 
 @dataclass(frozen=True)
 class CellResult:
-    """What became of a cell. outcome: passed, failed, or why it could not run. versions: name →
-    installed.
+    """Result of a cell.
+
+    outcome: passed, failed, or why it could not run. versions: name → installed.
 
     commit, date: of the run; a result is kept for as long as the sources are the same.
     """
@@ -138,12 +139,10 @@ class CellResult:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 where every cell that binds and could run passed, 1 where one failed or none
-    could run.
-    """
+    """Return the exit code: 0 if every required cell that could run passed, else 1."""
     options = _parse(argv)
     OUT.mkdir(parents=True, exist_ok=True)
-    sources, found = digest(), {}
+    sources, results = digest(), {}
     cells = [
         cell
         for cell in make_cells(options.python)
@@ -152,17 +151,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     for place, cell in enumerate(cells, 1):
         print(f"[{place}/{len(cells)}] {cell.name}", flush=True)
         kept = None if options.again else stored_result(cell, sources)
-        found[cell] = kept or dated(run(cell, sources, options.pin, options.keep))
+        results[cell] = kept or dated(run(cell, sources, options.pin, options.keep))
         if kept is None:
-            (OUT / f"{cell.name}.json").write_text(json.dumps(asdict(found[cell]), indent=1))
-        print(f"    {summary(found[cell])}{' (kept)' if kept else ''}", flush=True)
-    print("\n" + table(found))
+            (OUT / f"{cell.name}.json").write_text(json.dumps(asdict(results[cell]), indent=1))
+        print(f"    {summary(results[cell])}{' (kept)' if kept else ''}", flush=True)
+    print("\n" + table(results))
     if options.write is not None:
-        options.write.write_text(page(found))
-    bad = any(result.outcome == "failed" and cell.required for cell, result in found.items())
+        options.write.write_text(page(results))
+    bad = any(result.outcome == "failed" and cell.required for cell, result in results.items())
     return (
         1
-        if bad or not any(result.outcome in ("passed", "failed") for result in found.values())
+        if bad or not any(result.outcome in ("passed", "failed") for result in results.values())
         else 0
     )
 
@@ -174,9 +173,7 @@ def dated(result: CellResult) -> CellResult:
 
 
 def make_cells(pythons: Iterable[str]) -> list[MatrixCell]:
-    """Both ends on the oldest Python, the newest versions on every one, the core alone and the next
-    on one each.
-    """
+    """Return the cells: both ends on the oldest Python, newest on all, core and next on one."""
     chosen = list(pythons)
     cells = [MatrixCell(OLD_PYTHON, "oldest")] if OLD_PYTHON in chosen else []
     cells += [MatrixCell(python, "newest") for python in chosen]
@@ -192,14 +189,14 @@ def requirements(which: str) -> list[str]:
     lines += [line for line in extras["test"] if line.startswith("pytest")] if which == "core" else [  # noqa: E501
         line for extra in EXTRAS for line in extras[extra]
     ]  # fmt: skip
-    found = {}
+    versions = {}
     for line in lines:
         requirement = Requirement(line)
         if requirement.name not in TOOLS:
-            found[requirement.name] = {"oldest": oldest, "next": without_upper_bound}.get(
+            versions[requirement.name] = {"oldest": oldest, "next": without_upper_bound}.get(
                 which, str
             )(requirement)
-    return list(found.values())
+    return list(versions.values())
 
 
 def oldest(requirement: Requirement) -> str:
@@ -229,12 +226,12 @@ def run(cell: MatrixCell, sources: str, pins: Sequence[str], keep: bool = False)
     if interpreter is None:
         return CellResult(f"no Python {cell.python} here", sources)
     folder = OUT / cell.name
-    wanted = apply_pins(requirements(cell.version_set), pins)
-    problem = None if ready(folder, wanted) else install(interpreter, folder, wanted)
+    packages = apply_pins(requirements(cell.version_set), pins)
+    problem = None if ready(folder, packages) else install(interpreter, folder, packages)
     if problem is not None:
         return CellResult("failed", sources, time.monotonic() - began, failures=[problem])
     python = folder / "bin" / "python"
-    versions = versions_of(python, wanted)
+    versions = versions_of(python, packages)
     twin = (
         stored_result(MatrixCell(cell.python, "newest"), sources)
         if cell.version_set == "next"
@@ -251,10 +248,10 @@ def run(cell: MatrixCell, sources: str, pins: Sequence[str], keep: bool = False)
     return replace(result, versions=versions, seconds=time.monotonic() - began)
 
 
-def versions_of(python: Path, wanted: Sequence[str]) -> dict[str, str]:
-    """name → version of Python and of what was asked for, without what that brought along."""
+def versions_of(python: Path, packages: Sequence[str]) -> dict[str, str]:
+    """Return name → version of Python and of the requested packages, without their dependencies."""
     installed = json.loads(_output(python, "-m", "pip", "list", "--format", "json") or "[]")
-    direct = {canonicalize_name(Requirement(line).name) for line in wanted}
+    direct = {canonicalize_name(Requirement(line).name) for line in packages}
     versions = {
         "Python": _output(python, "-c", "import platform; print(platform.python_version())").strip()
     }
@@ -265,12 +262,10 @@ def versions_of(python: Path, wanted: Sequence[str]) -> dict[str, str]:
     }
 
 
-def ready(folder: Path, wanted: Sequence[str]) -> bool:
-    """Whether an earlier run left an environment that was installed to its end from the same
-    lines.
-    """
+def ready(folder: Path, packages: Sequence[str]) -> bool:
+    """Return whether an earlier run completed an environment with the same packages."""
     try:
-        return (folder / READY).read_text() == "\n".join(wanted)
+        return (folder / READY).read_text() == "\n".join(packages)
     except OSError:
         return False
 
@@ -349,8 +344,8 @@ def run_tests(python: Path, folder: Path, sources: str) -> CellResult:
 
 def apply_pins(packages: Sequence[str], pins: Sequence[str]) -> list[str]:
     """Requirements with those replaced that --pin names."""
-    given = {Requirement(pin).name: pin for pin in pins}
-    return [given.get(Requirement(line).name, line) for line in packages]
+    pinned = {Requirement(pin).name: pin for pin in pins}
+    return [pinned.get(Requirement(line).name, line) for line in packages]
 
 
 def find_python(version: str) -> str | None:
@@ -455,17 +450,17 @@ def tested_ranges() -> dict[str, str]:
         *project["dependencies"],
         *(line for extra in EXTRAS for line in project["optional-dependencies"][extra]),
     ]
-    found = {"python": Requirement(f"python{project['requires-python']}")}
-    found |= {canonicalize_name(each.name): each for each in map(Requirement, lines)}
+    ranges = {"python": Requirement(f"python{project['requires-python']}")}
+    ranges |= {canonicalize_name(each.name): each for each in map(Requirement, lines)}
     return {
         name: ", ".join(sorted(map(str, each.specifier), key=lambda part: not part.startswith(">")))
-        for name, each in found.items()
+        for name, each in ranges.items()
     }
 
 
-def page(found: dict[MatrixCell, CellResult]) -> str:
+def page(results: dict[MatrixCell, CellResult]) -> str:
     """The table as a page of the documentation."""
-    return PAGE.format(table=table(found))
+    return PAGE.format(table=table(results))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -1,0 +1,1 @@
+"""The acceptance contract: comparison of a built engine with a float32 reference."""

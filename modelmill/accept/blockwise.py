@@ -1,8 +1,8 @@
-"""A quantized matrix row by row and tile by tile: what the whole matrix's errors hide.
+"""Compares a quantized matrix row by row and tile by tile, where local errors are visible.
 
-Two rows that changed places, one scale that is wrong, a tile of a wrong copy: in a matrix of
-hundreds of rows each moves the sums over all of it by less than rounding does, but its own row or
-tile by much more.
+Two swapped rows, one wrong scale, a tile copied from elsewhere: in a matrix of hundreds of rows
+each changes the total error by less than rounding does, but that of its own row or tile by much
+more.
 """
 
 from __future__ import annotations
@@ -19,37 +19,40 @@ from torch import Tensor
 from modelmill.accept.metrics import INFINITE, ErrorMetrics, incomparable_metrics
 
 TILE_SIZE = 32
-# Weights measured at a time: on a CPU their float64 copies stay in its cache, which is most of the
+# Weights processed at a time, so that float64 copies stay in the CPU cache, which decides the
 # speed.
 CHUNK_WEIGHTS = {"cpu": 1 << 17, "cuda": 1 << 24}
-MEDIAN_ROW_STRIDE = 8  # of so many rows one tells its median
-# Of the mean energy of all rows, what a quiet row counts as at least: one scale for a whole matrix
-# rounds quiet rows coarsely, and they matter little.
+MEDIAN_ROW_STRIDE = 8  # one of so many rows contributes its median
+# Smallest energy of a row, as a share of the mean: one scale for a matrix rounds quiet rows
+# coarsely, and they matter little.
 MIN_ENERGY_RATIO = 0.25
 
 
 def compare_matrix(name: str, ours: Tensor, expected: Tensor) -> tuple[ErrorMetrics, ErrorMetrics]:
-    """``compare_blocks`` of a matrix that is there as a whole."""
+    """Return ``compare_blocks`` of a whole matrix in memory."""
     return compare_blocks(name, [(ours, expected)])
 
 
 def compare_blocks(
     name: str, blocks: Iterable[tuple[Tensor, Tensor]]
 ) -> tuple[ErrorMetrics, ErrorMetrics]:
-    """A matrix whose blocks of rows [n, K] come one by one, (ours, expected): the whole of it, and
-    its worst parts.
+    """Compare a matrix that comes in blocks of rows [n, K], (ours, expected).
 
-    Computed in float64 where ``expected`` lies. Of all blocks but the last n is a multiple of 32.
-    Where one cannot be compared (another shape, NaN), both rows tell that.
+    It is computed in float64 on the device of ``expected``. n is a multiple of 32 in all blocks but
+    the last. If a block cannot be compared (another shape, NaN), both results are incomparable.
 
-    The whole's gain is <ours, expected> / <expected, expected> over the weights within their row's
-    root mean square: there rounding is unbiased. Farther out a searched grid clips, and least
-    squares pulls values in: for a matrix of 16 levels the plain gain is off by 0.01–0.04, this one
+    The gain of the whole is <ours, expected> / <expected, expected> over the weights within their
+    row's root mean square: there rounding is unbiased. Beyond it a searched grid clips, and least
+    squares shrinks values: for a matrix of 16 levels the plain gain is off by 0.01–0.04, this one
     by less than 0.01. median_abs: the median of every eighth row's.
 
-    The parts: rel_l2 of the row that errs most; gain of the row where it is most off; max_rel the
-    error of the worst tile of 32 × 32 as a share of its size, or of the mean tile's where that is
-    larger; cosine the least of all rows; mean_abs and median_abs of the rows' rel_l2.
+    The second result describes the worst parts: rel_l2 of the row with the largest error; gain of
+    the row with the largest deviation; max_rel the error of the worst 32 × 32 tile relative to its
+    magnitude, or to the mean tile's if that is larger; cosine the smallest of all rows; mean_abs
+    and median_abs of the rows' rel_l2.
+
+    Returns:
+        The metrics of the whole matrix, and those of its worst parts.
     """
     measured, numbers = [], 0
     for ours, expected in blocks:
@@ -64,41 +67,46 @@ def compare_blocks(
 
 
 def _row_chunks(ours: Tensor, expected: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Some rows of tiles at a time."""
+    """Yield a few rows of tiles at a time."""
     wide = max(expected.shape[1], 1)
     rows = max(CHUNK_WEIGHTS[expected.device.type] // wide // TILE_SIZE, 1) * TILE_SIZE
     yield from zip(ours.split(rows), expected.split(rows), strict=True)
 
 
 def _measure_in_threads(chunks: list[tuple[Tensor, Tensor]]) -> list[RowAndTileErrors]:
-    """On a CPU each thread takes whole pieces: threads that share one would wait for each other at
-    every operation, which takes twenty times as long where somebody else needs a core."""
+    """Measure chunks, on a CPU one thread per chunk.
+
+    If threads shared a chunk they would synchronise at every operation, which takes twenty times as
+    long on busy cores.
+    """
     threads = min(torch.get_num_threads(), len(chunks))
     if threads == 1 or chunks[0][1].device.type != "cpu":
         return _measure_chunks(chunks)
     before = torch.get_num_threads()
     try:
-        # the number of threads is each thread's own, and what those that begin later are given
+        # the thread count is a per-thread setting, inherited by threads started later
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             every = -(-len(chunks) // threads)
             shares = [chunks[i : i + every] for i in range(0, len(chunks), every)]
-            return [each for found in pool.map(_measure_chunks, shares) for each in found]
+            return [each for errors in pool.map(_measure_chunks, shares) for each in errors]
     finally:
         torch.set_num_threads(before)
 
 
 def _measure_chunks(chunks: list[tuple[Tensor, Tensor]]) -> list[RowAndTileErrors]:
-    """One after another in the same memory."""
+    """Measure chunks one after another in the same scratch memory."""
     room = torch.empty(3, *chunks[0][1].shape, dtype=torch.float64, device=chunks[0][1].device)
     return [_measure_chunk(*part, room[:, : len(part[1])]) for part in chunks]
 
 
 class RowAndTileErrors(NamedTuple):
-    """Of each row [N] float64: squares of what is expected, of the error, their product (along);
-    the product and the squares within the root mean square (within, kept); the sum of the error's
-    sizes and, of some rows, their median.
-    Of each tile: mean squares, size and error. Of what is measured at once: the largest error and
-    number expected."""
+    """Sums of each row [N] float64 and of each tile.
+
+    Of a row: squares of the expected values, of the error, their product (error_dot); the product
+    and the squares within the root mean square (within, kept); the sum of absolute errors and, of
+    some rows, their median. Of a tile: mean squares of values and error. Of the chunk: the largest
+    error and expected value.
+    """
 
     energy: Tensor
     error_energy: Tensor
@@ -114,20 +122,23 @@ class RowAndTileErrors(NamedTuple):
 
     @property
     def cosine(self) -> Tensor:
-        """Of each row; 1 where nothing is expected."""
+        """Return the cosine of each row; 1 where the expected row is zero."""
         ours = (self.energy + 2 * self.error_dot + self.error_energy).clamp(min=0)
-        found = (self.energy + self.error_dot) / (self.energy * ours).sqrt().clamp(min=1e-300)
-        return torch.where(self.energy > 0, found, torch.ones_like(found))
+        cosine = (self.energy + self.error_dot) / (self.energy * ours).sqrt().clamp(min=1e-300)
+        return torch.where(self.energy > 0, cosine, torch.ones_like(cosine))
 
 
 def _measure_chunk(ours: Tensor, expected: Tensor, scratch: Tensor) -> RowAndTileErrors:
-    """scratch: [3, n, K] float64 for what is in between."""
+    """Measure one chunk.
+
+    scratch: [3, n, K] float64 for intermediates.
+    """
     right, off, squares = scratch
     right.copy_(expected)
     off.copy_(ours).sub_(right)
     torch.mul(right, right, out=squares)
     energy, scale, size = squares.sum(1), squares.max().sqrt(), _tile_means(squares)
-    # a row of equal numbers is within, whatever the last bit of its mean
+    # a constant row counts as within, whatever the last bit of its mean
     outside = squares > (energy * ((1 + 1e-12) / max(right.shape[1], 1)))[:, None]
     kept = squares.masked_fill_(outside, 0.0).sum(1)
     product = right.mul_(off)
@@ -143,7 +154,10 @@ def _measure_chunk(ours: Tensor, expected: Tensor, scratch: Tensor) -> RowAndTil
 
 
 def _matrix_metrics(name: str, num_weights: int, errors: RowAndTileErrors) -> ErrorMetrics:
-    """num_weights: how many weights there are."""
+    """Combine the errors of the chunks.
+
+    num_weights: number of weights.
+    """
     max_abs, scale = float(errors.max_abs_error.max()), float(errors.max_abs_expected.max())
     power, off, along = (
         float(x.sum()) for x in (errors.energy, errors.error_energy, errors.error_dot)
@@ -196,13 +210,11 @@ def _worst_block_metrics(name: str, errors: RowAndTileErrors) -> ErrorMetrics:
 
 
 def _tile_means(squares: Tensor) -> Tensor:
-    """The mean of each tile of squares [N, K], flat; those at the lower and the right edge are
-    smaller.
-    """
+    """Return the mean of each tile of squares [N, K], flat; edge tiles are smaller."""
     rows, columns = squares.shape
     missing = (0, -columns % TILE_SIZE, 0, -rows % TILE_SIZE)
     wide = F.pad(squares, missing) if any(missing) else squares
-    # a tile's columns first, which lie together
+    # sum over a tile's columns first, which are contiguous
     sums = (
         wide.view(wide.shape[0], -1, TILE_SIZE)
         .sum(2)
@@ -214,7 +226,7 @@ def _tile_means(squares: Tensor) -> Tensor:
 
 
 def _tile_lengths(length: int, like: Tensor) -> Tensor:
-    """How much of a length each tile covers."""
+    """Return the length of each tile along a dimension."""
     covered = torch.full(
         (-(-length // TILE_SIZE),), float(TILE_SIZE), dtype=like.dtype, device=like.device
     )

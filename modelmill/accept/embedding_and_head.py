@@ -1,8 +1,8 @@
-"""What stands before and behind the layers, against the checkpoint's: embedding tables, and a head
-that is quantized.
+"""Compares embedding tables and a quantized head with the checkpoint's.
 
-A text shows few rows of an embedding, and a reference that computes with the engine's own head
-shows nothing of it. Both are as large as the vocabulary: one block of rows is in memory at a time.
+A text uses few rows of an embedding, and a reference that computes with the engine's own head
+cannot reveal a wrong head. Both are as large as the vocabulary: one block of rows is in memory at a
+time.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ from modelmill.accept.tolerances import BLOCK_BOUNDS, module_bound, weight_bound
 def check_embedding_tables(
     checkpoint_reference: ReferenceModel, model: Any, dtype: str
 ) -> Iterator[Finding]:
-    """The stored tables of the embedding, whole and row by row: neither rounding nor a recipe
-    changes them.
-    """
+    """Check the embedding tables, whole and row by row; no recipe quantizes them."""
     bound = module_bound("embed", dtype)
     for suffix, source in checkpoint_reference.embedding_tables().items():
         table = getattr(model.embed, suffix)
@@ -44,9 +42,9 @@ def check_embedding_tables(
 def check_quantized_head(
     checkpoint_reference: ReferenceModel, model: Any, weight_formats: Mapping[str, str], dtype: str
 ) -> Iterator[Finding]:
-    """What a quantized head holds: the whole of it, its worst row and tile."""
-    kind = weight_formats.get("head", "dense")
-    if kind == "dense":
+    """Check a quantized head: the whole, its worst row and tile."""
+    weight_format = weight_formats.get("head", "dense")
+    if weight_format == "dense":
         return
     weight = model.head.weight
     rows = _compare_rows(
@@ -56,12 +54,14 @@ def check_quantized_head(
         weight.shape,
         partial(_dequantize_rows, weight, checkpoint_reference.device),
     )
-    for row, bound in zip(rows, (weight_bound(dtype, kind), BLOCK_BOUNDS[kind]), strict=True):
+    for row, bound in zip(
+        rows, (weight_bound(dtype, weight_format), BLOCK_BOUNDS[weight_format]), strict=True
+    ):
         yield Finding(row.name, None, "head", row, bound)
 
 
 def dequantize_blocks(weight: Any, device: torch.device) -> Iterator[Tensor]:
-    """A held weight [N, K] on a device in float32, some of its rows at a time."""
+    """Yield a weight [N, K] on a device in float32, some of its rows at a time."""
     for start in range(0, weight.shape[0], BLOCK_ROWS):
         yield _dequantize_rows(weight, device, start, min(start + BLOCK_ROWS, weight.shape[0]))
 
@@ -81,7 +81,10 @@ def _compare_rows(
     shape: tuple[int, ...],
     get_rows: Callable[[int, int], Tensor],
 ) -> tuple[ErrorMetrics, ErrorMetrics]:
-    """get_rows: ours from one row to another."""
+    """Compare two matrices by blocks of rows.
+
+    get_rows: returns the engine's rows from one index to another.
+    """
     if shape != checkpoint_reference.source.shape(source):
         return incomparable_metrics(name), incomparable_metrics(f"{name}.worst_block")
 

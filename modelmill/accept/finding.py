@@ -12,7 +12,9 @@ from modelmill.accept.tolerances import ErrorBound
 class Finding:
     """One comparison against its bound.
 
-    layer None: embedding, final norm, head. name: the engine's module path.
+    Attributes:
+        layer: None for embedding, final norm and head.
+        name: the engine's module path.
     """
 
     name: str
@@ -23,10 +25,10 @@ class Finding:
 
     @property
     def ok(self) -> bool:
-        """Whether the row is within its published bound."""
+        """Return whether the row is within its published bound."""
         return not self.bound.violations(self.metrics)
 
     @property
     def max_abs_tolerance(self) -> float:
-        """The bound on max_abs: the published share of the reference tensor's scale."""
+        """Return the bound on max_abs: a share of the reference tensor's scale."""
         return self.bound.max_rel * self.metrics.scale

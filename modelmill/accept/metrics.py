@@ -1,4 +1,4 @@
-"""How far one tensor, or one row of logits, lies from another: float64, and never fooled by NaN."""
+"""Error metrics between tensors, or between rows of logits, in float64 and safe against NaN."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from torch import Tensor
 
 INFINITE = math.inf
 LOGITS_BLOCK = 1 << 21
-"""Logits that are in float64 at once: 16 MiB a copy, however wide the vocabulary and long the text.
-"""
+"""Logits that are in float64 at a time: 16 MiB per copy for any vocabulary and text length."""
 
 
 @dataclass(frozen=True)
 class ErrorMetrics:
-    """One comparison. Errors are infinite where either side holds NaN or Inf, or the shapes differ.
+    """Metrics of one comparison.
 
-    ``max_abs_expected``: max |reference|. ``max_rel``: max_abs / scale. ``rel_l2``: ‖ours − ref‖ /
-    ‖ref‖.
-    ``gain``: <ours, ref> / <ref, ref>, the factor by which ours is the reference; rounding leaves
-    it near 1.
+    Errors are infinite if a tensor has NaN or Inf, or the shapes differ. ``max_abs_expected``: max
+    |reference|. ``max_rel``: max_abs / scale. ``rel_l2``: ‖ours − ref‖ / ‖ref‖. ``gain``: <ours,
+    ref> / <ref, ref>, the factor between the two; rounding leaves it near 1.
     """
 
     name: str
@@ -38,21 +36,19 @@ class ErrorMetrics:
 
     @property
     def is_finite(self) -> bool:
-        """Whether both sides could be compared at all."""
+        """Return whether the tensors could be compared at all."""
         return math.isfinite(self.max_abs)
 
 
 def incomparable_metrics(name: str) -> ErrorMetrics:
-    """What is told of tensors of different shapes, or with NaN or Inf: every error is infinite."""
+    """Return infinite errors, for tensors of different shapes, or with NaN or Inf."""
     return ErrorMetrics(
         name, INFINITE, INFINITE, INFINITE, INFINITE, INFINITE, 0.0, INFINITE, INFINITE
     )
 
 
 def compare_tensors(name: str, ours: Tensor, reference: Tensor) -> ErrorMetrics:
-    """Compare two tensors of one shape, of any dtype and device; computed where ``reference``
-    lies.
-    """
+    """Compare two tensors of one shape on the device of ``reference``."""
     if ours.shape != reference.shape:
         return incomparable_metrics(name)
     right, left = (
@@ -62,11 +58,11 @@ def compare_tensors(name: str, ours: Tensor, reference: Tensor) -> ErrorMetrics:
     if not right.numel():
         return ErrorMetrics(name, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0)
     error = (left - right).abs()
-    # max lets NaN through, and Inf on either side or on both makes the difference Inf or NaN
+    # max propagates NaN, and Inf on either side makes the difference Inf or NaN
     max_abs, scale = float(error.max()), float(right.abs().max())
     if not math.isfinite(max_abs):
         return incomparable_metrics(name)
-    # Normalised first, so that squares of very large or very small values stay in range.
+    # Normalise first, so that squares of very large or very small values stay in range.
     unit = scale or float(left.abs().max()) or 1.0
     left, right, off = left / unit, right / unit, error / unit
     power, ours_power, product = float(right @ right), float(left @ left), float(left @ right)
@@ -75,7 +71,7 @@ def compare_tensors(name: str, ours: Tensor, reference: Tensor) -> ErrorMetrics:
 
 
 class _ErrorSums(NamedTuple):
-    """Of normalised values: ‖ref‖², ‖ours‖², <ours, ref> and ‖ours − ref‖."""
+    """Sums of normalised values: ‖ref‖², ‖ours‖², <ours, ref> and ‖ours − ref‖."""
 
     power: float
     ours_power: float
@@ -104,7 +100,7 @@ def _error_metrics(
 
 
 def _to_float64(tensor: Tensor, like: Tensor) -> Tensor:
-    """In float64 where ``like`` lies."""
+    """Convert to float64 on the device of ``like``."""
     return tensor.detach().to(like.device).double()
 
 
@@ -114,8 +110,9 @@ def _ratio(numerator: float, denominator: float) -> float:
 
 @dataclass(frozen=True)
 class TokenAgreement:
-    """Next-token agreement where the reference is sure: ``first_mismatch`` is the first row that
-    disagrees.
+    """Next-token agreement where the reference is confident.
+
+    ``first_mismatch`` is the first row that disagrees.
     """
 
     num_rows: int
@@ -125,29 +122,29 @@ class TokenAgreement:
 
     @property
     def all_agree(self) -> bool:
-        """No sure row disagrees."""
+        """Return whether all confident rows agree."""
         return self.num_agreed == self.num_sure
 
 
 def center_logits(logits: Tensor) -> Tensor:
-    """Logits in float64 less each row's mean, which softmax does not see: [T, vocab]."""
+    """Return logits [T, vocab] in float64 minus each row's mean, which softmax ignores."""
     wide = _to_float64(logits, logits)
     return wide - wide.mean(-1, keepdim=True)
 
 
 def _row_blocks(*logits: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same few rows of each [T, vocab] tensor, all of them in the end."""
+    """Yield the same few rows of each [T, vocab] tensor, until all rows are processed."""
     rows = _rows_per_block(logits[0])
     return zip(*(each.split(rows) for each in logits), strict=True)
 
 
 def _rows_per_block(logits: Tensor) -> int:
-    """Rows of a block."""
+    """Return the rows of a block."""
     return max(1, LOGITS_BLOCK // max(1, logits.shape[-1]))
 
 
 def compare_logits(name: str, ours: Tensor, reference: Tensor) -> ErrorMetrics:
-    """``compare_tensors`` of centred logits [T, vocab], a block of rows in float64 at a time."""
+    """Compare centred logits [T, vocab] as ``compare_tensors``, a block of rows at a time."""
     if ours.shape != reference.shape:
         return incomparable_metrics(name)
     if not reference.numel():
@@ -166,7 +163,7 @@ def compare_logits(name: str, ours: Tensor, reference: Tensor) -> ErrorMetrics:
             max(scale, float(right.abs().max())),
             max(ours_scale, float(left.abs().max())),
         )
-    # Normalised first, so that squares of very large or very small values stay in range.
+    # Normalise first, so that squares of very large or very small values stay in range.
     unit = scale or ours_scale or 1.0
     power = ours_power = product = off = 0.0
     for left, right in _centered_blocks(ours, reference):
@@ -186,18 +183,19 @@ def compare_logits(name: str, ours: Tensor, reference: Tensor) -> ErrorMetrics:
 
 
 def _centered_blocks(ours: Tensor, reference: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Blocks of rows of both, centred, where ``reference`` lies."""
+    """Yield blocks of centred rows of both, on the device of ``reference``."""
     for left, right in _row_blocks(ours, reference):
         yield center_logits(left.to(reference.device)), center_logits(right)
 
 
 def top1_agreement(ours: Tensor, reference: Tensor, margin: float) -> TokenAgreement:
-    """Does ours choose the reference's next token, wherever its top-two distance exceeds the
-    margin?
+    """Compare next tokens where the reference's top-two distance exceeds the margin.
 
-    ours, reference [T, vocab]; ``margin`` in units of each row's standard deviation over the
-    vocabulary.
-    A row of ours with NaN disagrees.
+    Args:
+        ours: [T, vocab].
+        reference: [T, vocab].
+        margin: in units of each row's standard deviation over the vocabulary. A row of ours with
+            NaN disagrees.
     """
     sure, same = [], []
     for left, right in _row_blocks(ours, reference):
@@ -213,8 +211,9 @@ def top1_agreement(ours: Tensor, reference: Tensor, margin: float) -> TokenAgree
 
 
 def kl_divergence(ours: Tensor, reference: Tensor) -> Tensor:
-    """KL(reference ‖ ours) in nats per row: logits [T, vocab] → [T], infinite where ours is not
-    finite.
+    """Return KL(reference ‖ ours) in nats per row [T] of logits [T, vocab].
+
+    It is infinite if a row of ours is not finite.
     """
     rows = []
     for left, right in _row_blocks(ours, reference):
@@ -228,9 +227,7 @@ def kl_divergence(ours: Tensor, reference: Tensor) -> Tensor:
 
 
 def perplexity(logits: Tensor, targets: Tensor) -> float:
-    """exp of the mean negative log likelihood of targets [T] under logits [T, vocab]; NaN becomes
-    inf.
-    """
+    """Return exp of the mean negative log likelihood of targets [T]; NaN becomes inf."""
     places = targets.to(logits.device, torch.long)[:, None]
     blocks = zip(
         logits.split(_rows_per_block(logits)), places.split(_rows_per_block(logits)), strict=True

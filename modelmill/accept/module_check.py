@@ -1,13 +1,10 @@
-"""The engine under the measuring rod: its modules' inputs are replaced by the reference's, their
-outputs compared.
+"""Checks an engine's modules: their inputs are replaced by the reference's, outputs compared.
 
-Three passes over the same tokens through the real runtime (its pages, kernels and Step):
-
-* modules: every module reads what the reference's module read, so nothing accumulates and a fault
-  names itself;
-* wiring: only the residual stream entering a layer is replaced, so what connects the modules is
-  judged too;
-* norms: every norm reads inputs of the size of √eps, where a wrong eps shows in any dtype.
+Three passes run over the same tokens through the real runtime (its pages, kernels and Step).
+Modules: every module reads the reference's input, so that errors do not accumulate and the faulty
+module is named. Wiring: only the residual stream entering a layer is replaced, so that the
+connections of modules are checked too. Norms: every norm reads inputs of the size of √eps, where a
+wrong eps shows in any dtype.
 """
 
 from __future__ import annotations
@@ -39,17 +36,18 @@ from modelmill.accept.tolerances import (
 )
 from modelmill.runtime.engine_core import EngineCore
 
-# Rows of the probe for which the final norm and the head are judged: a vocabulary is wide.
+# Rows of the probe for which the final norm and the head are checked: a vocabulary is wide.
 HEAD_ROWS = 12
 
 
 class ModuleCheck:
-    """One engine and one reference, reading one sequence of ids in one step.
+    """One engine and one reference on one sequence of ids in one step.
 
-    other_sequences: (ids, prompt length) of further sequences that the reference computes along the
-    way, while it has a layer's weights; their residual streams out of the last layer are in
-    ``other_streams`` after ``check_modules``. uses_engine_weights: the reference computes with the
-    weights that the engine holds (accept.quantized_reference), so their rounding is no part of it.
+    other_sequences are (ids, prompt length) of further sequences that the reference computes while
+    it has a layer's weights; after ``check_modules`` their residual streams behind the last layer
+    are in ``other_streams``. With uses_engine_weights the reference computes with the engine's
+    weights (accept.quantized_reference), so that the rounding of weights is not part of the
+    difference.
     """
 
     def __init__(
@@ -78,14 +76,13 @@ class ModuleCheck:
         self.findings: list[Finding] = []
         self._streams: list[torch.Tensor] = []
 
-    # -- the passes
-    # ---------------------------------------------------------------------------
-
     def check_modules(self, on_layer: Callable[[int], None] = lambda _: None) -> torch.Tensor:
-        """Every module on the reference's inputs. Returns the reference's residual stream at the
-        end, [T, H].
+        """Check every module on the reference's inputs.
 
-        on_layer: called with the number of layers that are done.
+        on_layer: called with the number of finished layers.
+
+        Returns:
+            The reference's final residual stream, [T, H].
         """
         x = self.reference.embed(torch.tensor(self.ids))
         others = [
@@ -109,9 +106,7 @@ class ModuleCheck:
         return state.stream
 
     def check_wiring(self) -> None:
-        """Every layer on the reference's residual stream, its inside left alone; call after
-        ``check_modules``.
-        """
+        """Check every layer on the reference's residual stream; call after ``check_modules``."""
 
         def before(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             layer, part = split_layer_path(name)
@@ -132,7 +127,7 @@ class ModuleCheck:
         self._run_with_hooks(before, None)
 
     def check_norms(self) -> None:
-        """Every norm on inputs of the size of √eps; a norm per head, inside the rotation, too."""
+        """Check every norm, including QK norms, on inputs of the size of √eps."""
         eps, dtype = self.reference.eps, getattr(torch, self.dtype)
         canonical = {"attn_norm": "input_norm", "mlp_norm": "mlp_norm", "norm": "final_norm"}
 
@@ -172,20 +167,17 @@ class ModuleCheck:
 
         self._run_with_hooks(before, after)
 
-    # -- inside
-    # ---------------------------------------------------------------------------
-
     def _run_with_hooks(self, before: Callable[..., Any], after: Callable[..., Any] | None) -> None:
-        wanted = frozenset(self.head_rows)
+        head_rows = frozenset(self.head_rows)
         with self.engine_core.model_runner.forward_hooks(before, after):
             self.engine_core.scorer().run(
-                [self.ids], None, lambda *_: None, lambda _, place: place in wanted
+                [self.ids], None, lambda *_: None, lambda _, place: place in head_rows
             )
 
     def _replace_inputs(
         self, reference_trace: ReferenceTrace, name: str, args: tuple[Any, ...]
     ) -> tuple[Any, ...] | None:
-        """The reference's inputs for a module; None leaves it alone."""
+        """Return a module's arguments with the reference's inputs; None leaves them unchanged."""
         layer, part = split_layer_path(name)
         if part == "attn_norm" and layer is not None:
             previous = reference_trace.layer_trace
@@ -215,13 +207,13 @@ class ModuleCheck:
                 cast_like(reference_trace.stream, args[0]),
                 *args[2:],
             )
-        given = reference_input(part, trace)
-        return None if given is None else (cast_like(given, args[0]), *args[1:])
+        reference_args = reference_input(part, trace)
+        return None if reference_args is None else (cast_like(reference_args, args[0]), *args[1:])
 
     def _compare_output(
         self, reference_trace: ReferenceTrace, name: str, args: tuple[Any, ...], output: Any
     ) -> None:
-        """Compare what a module put out."""
+        """Compare a module's output with the reference."""
         layer, part = split_layer_path(name)
         if layer is None:
             self._compare_outside_layers(reference_trace, name, output)
@@ -250,7 +242,7 @@ class ModuleCheck:
     def _compare_outside_layers(
         self, reference_trace: ReferenceTrace, name: str, output: Any
     ) -> None:
-        """The embedding, the final norm with the last layer's output, and the logits."""
+        """Compare the embedding, the final norm with the last layer's output, and the logits."""
         if name == "embed":
             self._add_finding(name, None, "embed", "embed", output, reference_trace.stream)
         elif name == "norm":
@@ -263,13 +255,13 @@ class ModuleCheck:
             self._add_finding(name, None, "head", "logits", output, expected)
 
     def _compare_stream(self, layer: int, output: Any, expected: Any) -> None:
-        """The residual stream behind a layer."""
+        """Compare the residual stream after a layer."""
         self._add_finding(f"layers.{layer}.output", layer, "output", "output", output, expected)
 
     def _compare_projections(
         self, layer: int, part: str, name: str, output: Any, trace: LayerTrace
     ) -> None:
-        """Each projection of a linear that computes several at once."""
+        """Compare each projection of a fused linear."""
         parent = name.rpartition(".")[0]
         names = [n for n in MODULE_OUTPUTS[part] if n in trace]
         outputs = split_output(output, [trace[n].output for n in names])
@@ -283,7 +275,7 @@ class ModuleCheck:
     def _compare_rope_and_cache(
         self, layer: int, name: str, args: tuple[Any, ...], q: torch.Tensor, trace: LayerTrace
     ) -> None:
-        """q as returned; k and v as they stand in the pages."""
+        """Compare the returned q, and k and v as stored in the KV pages."""
         step = args[2]
         slots, size = step.slots, step.kv.page_size
         rotated = "q_rot" in trace
@@ -329,12 +321,11 @@ class ModuleCheck:
 
 
 def layer_bound(dtype: str, recipe: str, length: int) -> ErrorBound:
-    """A whole layer run freely on the reference's input: the modules' bounds, added up along its
-    longest path.
+    """Return the bound of a whole layer that runs freely on the reference's input.
 
-    A layer has eight modules in a row; independent errors grow with the root of their number, and
-    the residual
-    stream that is added at the end only makes the relative error smaller.
+    It is the sum of the modules' bounds along the longest path: a layer has eight modules in a row,
+    independent errors grow with the root of their number, and adding the residual stream only makes
+    the relative error smaller.
     """
     if recipe in ACT_QUANT_BOUNDS:
         return ACT_QUANT_LAYER_BOUNDS[recipe]

@@ -1,8 +1,7 @@
-"""What rounding did to each matrix of an engine that no calibration told of: seen on the acceptance
-text.
+"""Measures the quantization error of engines without calibration, on the acceptance text.
 
-A calibrated recipe keeps these facts with the engine (artifact/quantization_facts.py); int8, and
-int4 and fp8 rounded to nearest, see no inputs while they are built.
+A calibrated recipe stores these facts with the engine (artifact/quantization_facts.py); int8, and
+int4 and fp8 rounded to nearest, have no inputs during the build.
 """
 
 from __future__ import annotations
@@ -28,13 +27,18 @@ def layer_quantization_error(
     model: Any,
     weight_formats: Mapping[str, str],
 ) -> Iterator[dict[str, Any]]:
-    """layer, module, before and after (shares of the outputs), bits and outliers of a layer's
-    quantized matrices.
+    """Return layer, module, errors, bits and outliers of a layer's quantized matrices.
 
-    checkpoint_weights, trace: the checkpoint's, and what they made of some tokens. engine_weights:
-    what the engine holds (accept.quantized_reference).
-    before and after are the same: what is held is what rounding to nearest gives. outliers: (input
-    channel, how many times the median one).
+    before and after are equal, since the stored weights are rounded to nearest; both are relative
+    to the outputs. outliers: (input channel, ratio to the median channel).
+
+    Args:
+        index: the layer.
+        checkpoint_weights: the checkpoint's.
+        engine_weights: the engine's (accept.quantized_reference).
+        trace: the checkpoint's activations of some tokens.
+        model: the engine's model.
+        weight_formats: weight format by module path.
     """
     for path, (names, _) in LINEAR_MODULES.items():
         if (
@@ -46,7 +50,7 @@ def layer_quantization_error(
             engine_weights[name].weight.shape != checkpoint_weights[name].weight.shape
             for name in names
         ):
-            continue  # refused, and nothing to tell
+            continue  # refused anyway
         stored = model.layers[index].get_submodule(path).weight.tensors().values()
         bits = (
             8
@@ -67,16 +71,16 @@ def _site_error(
     engine_weights: LayerWeights,
     trace: LayerTrace,
 ) -> dict[str, Any]:
-    """What the matrices of one input do to it."""
-    (given,) = trace[names[0]].inputs[:1]
+    """Return the error and outliers of the matrices that share an input."""
+    (x,) = trace[names[0]].inputs[:1]
     fake_quantize = engine_weights[names[0]].fake_quantize
-    rounded = given if fake_quantize is None else fake_quantize(given)
-    found = torch.cat([rounded.float() @ engine_weights[name].weight.T for name in names], 1)
+    rounded = x if fake_quantize is None else fake_quantize(x)
+    outputs = torch.cat([rounded.float() @ engine_weights[name].weight.T for name in names], 1)
     expected = torch.cat(
         [_without_bias(trace[name].output, checkpoint_weights[name].bias) for name in names], 1
     )
-    error = float((found - expected).norm() / expected.norm().clamp(min=1e-30))
-    peak = given.abs().amax(0)
+    error = float((outputs - expected).norm() / expected.norm().clamp(min=1e-30))
+    peak = x.abs().amax(0)
     median = float(peak.median().clamp(min=1e-30))
     channels = peak.argsort(descending=True)[:NUM_OUTLIERS].tolist()
     outliers = [[channel, round_digits(float(peak[channel]) / median, 3)] for channel in channels]
@@ -84,5 +88,5 @@ def _site_error(
 
 
 def _without_bias(output: Tensor, bias: Tensor | None) -> Tensor:
-    """An output without its bias."""
+    """Return an output without its bias."""
     return output if bias is None else output - bias

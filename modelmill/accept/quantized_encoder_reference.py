@@ -1,10 +1,9 @@
-"""Quantized image encoders are judged in two halves, as accept.quantized_reference does it for
-language models.
+"""Splits the check of a quantized image encoder into arithmetic and weights.
 
-Their arithmetic: the reference computes with the matrices that the engine holds, and rounds
-activations where the engine does. Their weights: what is held against the checkpoint's own, batch
-norms folded in, matrix by matrix,
-row by row and tile by tile.
+It is the counterpart of accept.quantized_reference. Arithmetic: the reference computes with the
+engine's matrices, and rounds activations where the engine does. Weights: the stored matrices
+against the checkpoint's own, with batch norms folded in, matrix by matrix, row by row and tile by
+tile.
 """
 
 from __future__ import annotations
@@ -20,20 +19,22 @@ from modelmill.accept.reference import Affine
 from modelmill.accept.tolerances import BLOCK_BOUNDS, weight_bound
 from modelmill.nn.linear import Linear
 
-# the layer, None outside of layers, and the name that stands for a path in there
+# (layer or None, name of the path within it)
 LocatePath: TypeAlias = Callable[[str], tuple[int | None, str]]
 
 
 class EngineMatrices(Mapping[str, Affine]):
-    """What quantized linear layers hold, by path, on the CPU in float32; none where none is
-    quantized.
+    """The dequantized matrices of quantized linear layers by path, on the CPU in float32.
 
-    Each is expanded when it is asked for: ViT-H's together are 2.5 GB. Without their biases: nobody
-    rounds those, and the reference's own are to be compared with.
+    Each is dequantized when it is read, since ViT-H's together are 2.5 GB. Biases are excluded:
+    they are never quantized, and the reference's own are compared.
     """
 
     def __init__(self, model: nn.Module, path_prefix: str = "") -> None:
-        """path_prefix: what their paths begin with."""
+        """Find the quantized linear layers.
+
+        path_prefix: prefix of their paths.
+        """
         self._weights: dict[str, Any] = {
             path: module.weight
             for path, module in model.named_modules()
@@ -63,14 +64,15 @@ def check_encoder_weights(
     checkpoint_matrix: Callable[[str], Tensor],
     locate: LocatePath,
 ) -> Iterator[Finding]:
-    """Every quantized matrix against the checkpoint's: rounding neither turns a matrix, nor swaps
-    two, nor scales one, nor does it do so to a row or a tile.
+    """Compare every quantized matrix with the checkpoint's, including its worst row and tile.
 
-    checkpoint_matrix: by the engine's path; locate: where a path is to be told of.
+    checkpoint_matrix: returns the checkpoint's matrix by the engine's path. locate: returns the
+    layer and name of a path.
     """
     for path, matrix in engine_matrices.items():
         layer, module = locate(path)
-        kind = model.get_submodule(path).weight.format  # type: ignore[union-attr]
+        weight_format = model.get_submodule(path).weight.format  # type: ignore[union-attr]
         rows = compare_matrix(f"{path}.weight", matrix.weight, checkpoint_matrix(path))
-        for row, bound in zip(rows, (weight_bound(dtype, kind), BLOCK_BOUNDS[kind]), strict=True):  # type: ignore[arg-type, index]
+        bounds = weight_bound(dtype, weight_format), BLOCK_BOUNDS[weight_format]  # type: ignore[arg-type, index]
+        for row, bound in zip(rows, bounds, strict=True):
             yield Finding(row.name, layer, f"{module}.weight", row, bound)

@@ -1,9 +1,7 @@
-"""What rounding did to an engine's layers, told while the reference walks through them: their
-weights are read once.
+"""Compares an engine's quantized layers while the reference runs, reading their weights once.
 
-Three things want a layer's weights of the checkpoint: the comparison with what the engine holds,
-what rounding cost its outputs, and the checkpoint's own residual streams, which an engine of few
-bits is told against.
+Three results need a layer's checkpoint weights: the comparison with the engine's weights, the error
+of its outputs, and the checkpoint's own residual streams, the baseline of a low-bit engine.
 """
 
 from __future__ import annotations
@@ -27,13 +25,15 @@ from modelmill.accept.reference import LayerWeights, ReferenceModel
 
 
 class QuantizedLayersCheck:
-    """Of one engine whose layers are rounded, against ``checkpoint_reference``, which computes with
-    the checkpoint's weights.
+    """Compares a quantized engine with ``checkpoint_reference``, which has its original weights.
 
-    uses_engine_weights: the engine is judged in two halves (accept.quantized_reference).
-    folded_scales: a recipe's scales by layer. findings: what is held against what the checkpoint
-    holds. quantization_errors: what ``accept.quantization_error`` tells, where it is asked for.
-    streams: the checkpoint's residual streams [T, H]; out of the last layer in the end.
+    Attributes:
+        uses_engine_weights: arithmetic and weights are checked apart (accept.quantized_reference).
+        folded_scales: a recipe's scales by layer.
+        findings: the engine's weights against the checkpoint's.
+        quantization_errors: the result of ``accept.quantization_error``, if requested.
+        streams: the checkpoint's residual streams [T, H]; after the run those behind the last
+            layer.
     """
 
     def __init__(
@@ -48,8 +48,10 @@ class QuantizedLayersCheck:
         folded_scales: Mapping[int, Scales],
         has_stored_errors: bool,
     ) -> None:
-        """sequences: (ids, length of the prompt). has_stored_errors: whether the engine tells
-        itself what rounding cost.
+        """Prepare the comparison.
+
+        sequences: (ids, length of the prompt). has_stored_errors: whether the engine stores its
+        quantization errors.
         """
         self.checkpoint_reference, self.model, self.weight_formats, self.dtype = (
             checkpoint_reference,
@@ -62,7 +64,7 @@ class QuantizedLayersCheck:
             layer: _to_device(scales, checkpoint_reference.device)
             for layer, scales in folded_scales.items()
         }
-        # an engine judged in one half is told against the reference that judges it
+        # without this split, the reference in use is the checkpoint's
         followed = sequences if uses_engine_weights else [] if has_stored_errors else sequences[:1]
         self.streams = [checkpoint_reference.embed(torch.tensor(list(ids))) for ids, _ in followed]
         self._prompts = [prompt for _, prompt in followed]
@@ -71,8 +73,10 @@ class QuantizedLayersCheck:
         self._layers_done = 0
 
     def reference(self) -> ReferenceModel:
-        """The one to judge with: a layer is compared when its weights are read, and in two halves
-        the engine's own weights are what it computes with."""
+        """Return the reference for module checks; reading a layer's weights compares that layer.
+
+        If arithmetic and weights are checked apart, it computes with the engine's weights.
+        """
         made = (
             quantized_reference(self.checkpoint_reference, self.model, self.weight_formats)
             if self._uses_engine_weights
@@ -82,7 +86,7 @@ class QuantizedLayersCheck:
         return made
 
     def finish(self) -> None:
-        """The layers that nobody has read."""
+        """Process the layers that have not been read."""
         for index in range(self._layers_done, self.checkpoint_reference.num_layers):
             self._read_layer(index)
 

@@ -1,12 +1,10 @@
-"""Engines of few bits are judged in two halves, each sharper than both together.
+"""Splits the check of a low-bit engine into arithmetic and weights.
 
-Their arithmetic: the reference computes with the weights that the engine really holds, and rounds
-activations where the engine does, so that every module is within the bounds of an unquantized
-engine (whole sequences too, where activations are not rounded). Their weights: what is held, with a
-recipe's folded
-scales undone, against the checkpoint's own, matrix by matrix: rounding moves single weights, but it
-neither turns a matrix, nor swaps two, nor scales one; nor does it do so to a row or a tile
-(accept/blockwise.py).
+Arithmetic: the reference computes with the engine's weights and rounds activations where the engine
+does, so that every module is within the bounds of an unquantized engine (whole sequences too, if
+activations are not rounded). Weights: the stored weights, with a recipe's folded scales undone,
+against the checkpoint's own, matrix by matrix: rounding changes single weights, but it does not
+transpose, swap or scale a matrix; nor a row or a tile (accept/blockwise.py).
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from modelmill.accept.reference.base import no_tf32
 from modelmill.accept.tolerances import BLOCK_BOUNDS, ErrorBound, weight_bound
 
 NORM_MODULES = {"input_norm": "attn_norm", "mlp_norm": "mlp_norm"}
-# the engine's matrices: the reference's names for their rows, and the site that they read
+# engine matrix → the reference's names for its rows, and the site that they read
 LINEAR_MODULES = {
     "attn.qkv_proj": (("q", "k", "v"), "qkv"),
     "attn.o_proj": (("o_proj",), "o"),
@@ -40,8 +38,9 @@ Scales = Mapping[str, Tensor]
 def quantized_reference(
     reference: ReferenceModel, model: Any, weight_formats: Mapping[str, str]
 ) -> ReferenceModel:
-    """``reference`` computing with the norms (and the quantized head) that ``model`` holds; its
-    layers: with_engine_weights.
+    """Return ``reference`` with the norms (and the quantized head) of ``model``.
+
+    For its layers see with_engine_weights.
     """
     plain_norm = reference.norm_weights
     made = copy.copy(reference)
@@ -57,10 +56,10 @@ def quantized_reference(
     def head(x: Tensor) -> HeadTrace:
         normed = made.run_norm(None, "final_norm", x.to(made.dtype))
         fake_quantize = _input_quantizer(model.head.weight.to(str(made.device)))
-        given = normed if fake_quantize is None else fake_quantize(normed)
+        head_input = normed if fake_quantize is None else fake_quantize(normed)
         with no_tf32():
             blocks = dequantize_blocks(model.head.weight, made.device)
-            logits = torch.cat([given @ block.to(made.dtype).T for block in blocks], -1)
+            logits = torch.cat([head_input @ block.to(made.dtype).T for block in blocks], -1)
         return {"final_norm": ModuleIO((x,), normed), "logits": ModuleIO((normed,), logits)}
 
     made.norm_weights = norm_weights  # type: ignore[method-assign]
@@ -72,17 +71,19 @@ def quantized_reference(
 def with_engine_weights(
     checkpoint_weights: LayerWeights, engine_weights: LayerWeights
 ) -> LayerWeights:
-    """A layer's weights as the engine holds them, in the reference's dtype."""
+    """Return a layer's weights as the engine stores them, in the reference's dtype."""
     return checkpoint_weights | {
-        name: _cast_like(mine, checkpoint_weights[name]) for name, mine in engine_weights.items()
+        name: _cast_like(engine_weight, checkpoint_weights[name])
+        for name, engine_weight in engine_weights.items()
     }
 
 
 def read_engine_weights(
     model: Any, index: int, weights: LayerWeights
 ) -> Iterator[tuple[str, Affine]]:
-    """What a layer of the engine holds, by the reference's names, in float32 where ``weights``
-    lie.
+    """Return the weights of an engine's layer by the reference's names, in float32.
+
+    They are on the device of ``weights``.
     """
     layer, device = model.layers[index], weights["input_norm"].weight.device
     for name in NORM_MODULES:
@@ -106,52 +107,52 @@ def compare_layer_weights(
     weight_formats: Mapping[str, str], dtype: str,
     folded_scales: Scales, index: int, kv: Any,
 ) -> Iterator[tuple[str, str, ErrorMetrics, ErrorBound]]:  # fmt: skip
-    """(path, module, row, bound) of every tensor of a layer: what is held against what the
-    checkpoint holds.
+    """Yield (path, module, row, bound) of every tensor of a layer, engine against checkpoint.
 
-    folded_scales: what a recipe folded in, by site. kv: the model's KVShape. Behind a quantized
-    matrix stands its worst row and tile, as ``….weight.worst_block``.
+    folded_scales: the recipe's folded scales by site. kv: the model's KVShape. A quantized matrix
+    is followed by its worst row and tile, as ``….weight.worst_block``.
     """
     places = {
         name: (path, site) for path, (names, site) in LINEAR_MODULES.items() for name in names
     }
     for name, engine_weight in engine_weights.items():
         path, site = places.get(name, (NORM_MODULES.get(name, name), ""))
-        kind = weight_formats.get(f"layers.{index}.{path}", "dense")
+        weight_format = weight_formats.get(f"layers.{index}.{path}", "dense")
         several = name in places and len(LINEAR_MODULES[path][0]) > 1
         module = f"{path.rpartition('.')[0]}.{name}_proj" if several else path
         where = f"layers.{index}.{module}.weight"
         right = checkpoint_weights[name].weight
-        # smoothing makes columns of quiet channels smaller than a step: what is held is compared as
-        # it is multiplied
-        smoothed = kind == "w8a8" and site in folded_scales
+        # smoothing makes columns of quiet channels smaller than a step: compare the weights as they
+        # are multiplied
+        smoothed = weight_format == "w8a8" and site in folded_scales
         ours = unfold_scales(name, "" if smoothed else site, engine_weight, folded_scales, kv)
         fits = ours.weight.shape == right.shape
         right = right * folded_scales[site] if fits and smoothed else right
-        if fits and kind in BLOCK_BOUNDS:
+        if fits and weight_format in BLOCK_BOUNDS:
             whole, worst_block = compare_matrix(where, ours.weight, right)
-            yield where, module, whole, weight_bound(dtype, kind)
-            yield worst_block.name, module, worst_block, BLOCK_BOUNDS[kind]
+            yield where, module, whole, weight_bound(dtype, weight_format)
+            yield worst_block.name, module, worst_block, BLOCK_BOUNDS[weight_format]
         else:
             yield (
                 where,
                 module,
                 compare_tensors(where, ours.weight, right),
-                weight_bound(dtype, kind),
+                weight_bound(dtype, weight_format),
             )
         biases = ours.bias, checkpoint_weights[name].bias
         if fits and any(bias is not None for bias in biases):
-            # one that is lost counts as what is computed without it
-            mine, expected = (
+            # a missing bias is compared as zeros
+            actual, expected = (
                 right.new_zeros(len(right)) if bias is None else bias for bias in biases
             )
-            row = compare_tensors(f"layers.{index}.{module}.bias", mine, expected)
+            row = compare_tensors(f"layers.{index}.{module}.bias", actual, expected)
             yield row.name, module, row, weight_bound(dtype, "dense")
 
 
 def unfold_scales(name: str, site: str, affine: Affine, scales: Scales, kv: Any) -> Affine:
-    """A weight without the scales that a recipe folded into it: rows that make a site's input,
-    columns that read it.
+    """Undo the scales that a recipe folded into a weight.
+
+    They multiply the rows that produce a site's input and the columns that read it.
     """
     weight, bias, _ = affine
     made = {"input_norm": "qkv", "mlp_norm": "up", "v": "o", "up": "down"}.get(name)
@@ -171,9 +172,7 @@ def _norm_weights(model: Any, index: int, name: str, device: torch.device) -> Af
 
 
 def _cast_like(affine: Affine, like: Affine) -> Affine:
-    """In the reference's dtype; another shape than the checkpoint's is left to be found by
-    comparison.
-    """
+    """Cast to the reference's dtype; a wrong shape is found by the comparison."""
     if affine.weight.shape != like.weight.shape:
         return like
     dtype = like.weight.dtype
@@ -185,21 +184,22 @@ def _cast_like(affine: Affine, like: Affine) -> Affine:
 
 
 def _input_quantizer(weight: Any) -> Callable[[Tensor], Tensor] | None:
-    """What a weight's product makes of its input, where that is rounded."""
+    """Return the function that rounds the input of a weight's product, if any."""
     return getattr(weight, "fake_quantize", None)
 
 
 def language_formats(weight_formats: Mapping[str, str]) -> dict[str, str]:
-    """How the language model's matrices are held; those of the vision encoder are judged by
-    themselves (accept.vision_encoder).
+    """Return the weight formats of the language model.
+
+    Those of the vision encoder are checked separately (accept.vision_encoder).
     """
     return {
-        name: kind
-        for name, kind in weight_formats.items()
+        name: weight_format
+        for name, weight_format in weight_formats.items()
         if not name.startswith("image_embedder.")
     }
 
 
 def is_low_bit(weight_formats: Mapping[str, str]) -> bool:
-    """Whether an engine is judged in two halves: it holds weights coarser than int8."""
+    """Return whether the weights are coarser than int8, so that the check is split."""
     return bool(set(weight_formats.values()) - {"dense", "int8"})

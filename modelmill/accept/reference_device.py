@@ -1,10 +1,9 @@
-"""Where the reference computes: on the engine's GPU where there is room and its float32 is as good
-as the CPU's.
+"""Chooses the device of the reference: the engine's GPU if it has room and true float32.
 
-A wide model's reference takes minutes on a CPU beside a GPU that would take seconds. It stays what
-it is: torch's own operations in float32, none of our kernels, TF32 off. Whether they really keep
-float32 there (a driver's setting may
-say otherwise) is not believed but measured: the first layer is computed in both places.
+A wide model's reference takes minutes on a CPU and seconds on a GPU. The computation is the same:
+torch's own operations in float32, no kernels of modelmill, TF32 off. Whether they keep float32
+precision on the GPU (a driver's setting may change it) is measured: the first layer is computed on
+both devices.
 """
 
 from __future__ import annotations
@@ -20,19 +19,16 @@ from modelmill.checkpoint.open import Checkpoint
 from modelmill.nn.linear import Linear
 
 MAX_REL_L2 = 2e-5
-"""rel_l2 between float32 here and there, of each module's output: 3e-6 where both are right, 3e-4
-with TF32.
-"""
-SPARE_BYTES = 3 << 30  # bytes: pieces in float64, logits, what the allocator keeps
+"""Largest rel_l2 between GPU and CPU, of each module's output: 3e-6 in float32, 3e-4 with TF32."""
+SPARE_BYTES = 3 << 30  # bytes: float64 copies, logits, allocator overhead
 BYTES_PER_WEIGHT = (
-    # bytes of a layer's weight: the checkpoint's and the engine's in float32, and what is made of
-    # both
+    # bytes per weight of a layer: the checkpoint's and the engine's in float32, and intermediates
     16
 )
 
 
 class PlacedReference(NamedTuple):
-    """The reference, and where it computes: for the report."""
+    """The reference and its device, for the report."""
 
     reference: ReferenceModel
     description: str
@@ -40,14 +36,17 @@ class PlacedReference(NamedTuple):
 
 
 def cpu_reference(checkpoint: Checkpoint, reason: str) -> PlacedReference:
-    """Where a GPU was tried and failed."""
+    """Return the reference on the CPU after a failure on the GPU."""
     return PlacedReference(open_reference(checkpoint), f"float32 on the CPU: {reason}")
 
 
 def place_reference(
     checkpoint: Checkpoint, engine_core: Any, ids: Sequence[int]
 ) -> PlacedReference:
-    """The reference of an engine's checkpoint. ids: of a sequence that it is tried on."""
+    """Place the reference of an engine's checkpoint on a device.
+
+    ids: a sequence for the test of the device.
+    """
     here = open_reference(checkpoint)
     if torch.device(engine_core.device).type != "cuda":
         return PlacedReference(here, "float32 on the CPU")
@@ -75,9 +74,7 @@ def place_reference(
 
 
 def max_disagreement(one: ReferenceModel, other: ReferenceModel, ids: Sequence[int]) -> float:
-    """The largest rel_l2 between two places' outputs of a module of the first layer, all reading
-    the same tokens.
-    """
+    """Return the largest rel_l2 between two devices' outputs of the first layer's modules."""
     traces: list[LayerTrace] = []
     for reference in (one, other):
         x = reference.embed(torch.tensor(list(ids)))
@@ -89,7 +86,7 @@ def max_disagreement(one: ReferenceModel, other: ReferenceModel, ids: Sequence[i
 
 
 def _largest_layer_weights(model: Any) -> int:
-    """How many weights the largest layer has."""
+    """Return the number of weights of the largest layer."""
     counts = [
         sum(m.weight.shape[0] * m.weight.shape[1] for m in layer.modules() if isinstance(m, Linear))
         for layer in model.layers

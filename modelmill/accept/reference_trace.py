@@ -1,6 +1,4 @@
-"""The reference's side of a pass through the engine's modules: what each of them reads, and what it
-should put out.
-"""
+"""The reference's inputs and outputs of each module, layer by layer, during the engine's pass."""
 
 from __future__ import annotations
 
@@ -15,17 +13,16 @@ from modelmill.accept.reference import HeadTrace, LayerTrace, ReferenceModel
 
 @dataclass
 class OtherSequence:
-    """A sequence that only travels along: its residual stream [T, H] and the length of its
-    prompt.
-    """
+    """A sequence that is only computed along: its residual stream [T, H] and prompt length."""
 
     stream: torch.Tensor
     prompt_length: int
 
 
 class ReferenceTrace:
-    """The reference, layer by layer, as the engine's forward reaches it; one layer's weights and
-    trace in memory.
+    """Runs the reference layer by layer as the engine's forward reaches it.
+
+    One layer's weights and trace are in memory.
     """
 
     def __init__(
@@ -44,7 +41,7 @@ class ReferenceTrace:
         self._head_trace: HeadTrace | None = None
 
     def enter_layer(self, layer: int) -> None:
-        """Go on to a layer: the stream becomes the previous one's output."""
+        """Advance to a layer: the stream becomes the previous layer's output."""
         self.finish_layer()
         weights = self.reference.layer_weights(layer)
         self.layer_trace = self.reference.run_layer(layer, weights, self.stream, len(self.stream))
@@ -54,19 +51,19 @@ class ReferenceTrace:
             )["output"].output
 
     def finish_layer(self) -> None:
-        """The layer is done: its output is the stream that the next one reads."""
+        """Finish the layer: its output is the stream that the next one reads."""
         if self.layer_trace is not None and self.stream is not self.layer_trace["output"].output:
             self.stream = self.layer_trace["output"].output
             self.streams.append(self.stream)
 
     def head_trace(self) -> HeadTrace:
-        """Final norm and logits of the rows that are judged."""
+        """Return final norm and logits of the checked rows."""
         if self._head_trace is None:
             self._head_trace = self.reference.head(self.stream[self._rows])
         return self._head_trace
 
 
-# engine module → the reference's names for its output, in the order they lie side by side
+# engine module → the reference's names for its output, in the order in which they are concatenated
 MODULE_OUTPUTS = {
     "attn.qkv_proj": ("q", "k", "v"),
     "attn.core": ("attn",),
@@ -79,7 +76,7 @@ MODULE_OUTPUTS = {
 
 
 def reference_input(module_path: str, trace: LayerTrace) -> torch.Tensor | None:
-    """What the reference's module read."""
+    """Return the input of the reference's module."""
     if module_path == "attn.qkv_proj":
         return trace["input_norm"].output
     if module_path == "attn.rope_cache":
@@ -96,25 +93,25 @@ def reference_input(module_path: str, trace: LayerTrace) -> torch.Tensor | None:
 
 
 def split_output(output: torch.Tensor, expected: list[torch.Tensor]) -> list[torch.Tensor]:
-    """A fused module's output cut into what the reference has side by side, each [T, width]."""
+    """Split a fused module's output into the reference's parts, each [T, width]."""
     flat = output.reshape(output.shape[0], -1)
     widths = [e.shape[-1] for e in expected]
-    # a fused output of another width than the reference's cannot be cut: compare as it is and fail
-    # by shape
+    # a fused output of another width cannot be split: return it whole, and the comparison fails by
+    # shape
     return list(flat.split(widths, -1)) if sum(widths) == flat.shape[-1] else [flat] * len(expected)
 
 
 def norm_args_for_stream(stream: torch.Tensor, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """(x, residual, …) of a norm so that their sum is exactly ``stream`` in the engine's dtype."""
+    """Return a norm's (x, residual, …) whose sum is exactly ``stream`` in the engine's dtype."""
     x, residual = args[0], args[1]
-    given = cast_like(stream, x)
+    stream_cast = cast_like(stream, x)
     if residual is None:
-        return given, None, *args[2:]
-    return torch.zeros_like(given), given, *args[2:]
+        return stream_cast, None, *args[2:]
+    return torch.zeros_like(stream_cast), stream_cast, *args[2:]
 
 
 def cast_like(value: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
-    """``value`` as the engine would hold it: dtype, device and layout of ``template``."""
+    """Cast ``value`` to dtype, device and layout of ``template``."""
     return (
         value.to(device=template.device, dtype=template.dtype)
         .reshape(value.shape[0], *template.shape[1:])
@@ -124,7 +121,7 @@ def cast_like(value: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
 
 
 def split_layer_path(name: str) -> tuple[int | None, str]:
-    """("layers.3.attn.o_proj") → (3, "attn.o_proj")."""
+    """Split a path: "layers.3.attn.o_proj" → (3, "attn.o_proj")."""
     parts = name.split(".", 2)
     if parts[0] == "layers" and len(parts) == 3:
         return int(parts[1]), parts[2]

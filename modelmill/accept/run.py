@@ -1,8 +1,8 @@
-"""The acceptance contract: a staged engine through the real runtime, against the float32 reference.
+"""The acceptance contract: runs a staged engine and compares it with the float32 reference.
 
-Modules, wiring and norms are judged one by one (``accept.module_check``); then whole sequences run
+Modules, wiring and norms are checked one by one (``accept.module_check``); then whole sequences run
 freely, in one batch, partly as prefill and partly as decode, and their logits, next tokens and
-perplexity are judged.
+perplexity are checked.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ SEQUENCE_LENGTH = 96
 def accept(
     staged: Path, checkpoint: Checkpoint, *, on_progress: StageProgress | None = None
 ) -> dict[str, Any]:
-    """Judge a staged engine.
+    """Check a staged engine.
 
-    Returns the report: {"accepted", "reason", "verdict", "layer", "module", "layers", …}.
+    Returns:
+        The report: {"accepted", "reason", "verdict", "layer", "module", "layers", …}.
     """
     artifact = open_artifact(staged, staged=True)
     if artifact.manifest.engine_type == "segmentation":
@@ -67,7 +68,7 @@ def accept(
 
 
 def sample_ids(artifact: Artifact) -> list[list[int]]:
-    """Sequences to judge with: our own text, or seeded ids where the engine has no tokenizer."""
+    """Return the sequences to check with: the built-in text, or seeded ids without a tokenizer."""
     limit = min(SEQUENCE_LENGTH, artifact.manifest.max_model_len)
     files = artifact.tokenizer_files()
     vocab = int(
@@ -90,10 +91,11 @@ def compare_engine(
     *,
     on_progress: StageProgress | None = None,
 ) -> dict[str, Any]:
-    """Compare an opened engine with its checkpoint on sequences of ids; every number is in the
-    result.
+    """Compare an opened engine with its checkpoint on sequences of ids.
 
-    verdict: "numerical noise", or "bug at layer N, module M" with ``layer`` and ``module`` set.
+    Returns:
+        The report. verdict: "numerical noise", or "bug at layer N, module M" with ``layer`` and
+        ``module`` set.
     """
 
     def on_stage(stage: str, done: int = 0, total: int = 1) -> None:
@@ -116,12 +118,12 @@ def compare_engine(
     except (
         RuntimeError,
         TypeError,
-    ) as error:  # of torch: no room after all, or tensors in two places
+    ) as error:  # torch's errors: out of memory after all, or tensors on two devices
         if not on_gpu:
             raise
-        said = one_line(str(error), 200)
-        _log.warning("the reference cannot compute on the GPU (%s): it does so on the CPU", said)
-        again = cpu_reference(checkpoint, f"on the GPU it failed ({said})")
+        reason = one_line(str(error), 200)
+        _log.warning("the reference failed on the GPU (%s); it runs on the CPU", reason)
+        again = cpu_reference(checkpoint, f"on the GPU it failed ({reason})")
     return _compare(engine_core, again, ids, on_stage)
 
 
@@ -131,15 +133,17 @@ def _compare(
     ids: Sequence[Sequence[int]],
     on_stage: Callable[..., None],
 ) -> dict[str, Any]:
-    """With the reference where it is. on_stage: a stage, and how much of it is done."""
+    """Compare on the reference's device.
+
+    on_stage: called with a stage and its progress.
+    """
     reference = checkpoint_reference = placed_reference.reference
     assert engine_core.artifact is not None, (
         "an engine core made by EngineCore.open knows its artifact"
     )
     manifest, model = engine_core.artifact.manifest, engine_core.model_runner.model
     weight_formats = language_formats(manifest.weight_formats)
-    # what a checkpoint brings in few bits is expanded by the reference itself: nothing was rounded
-    # here
+    # matrices kept from the checkpoint are not rounded here: the reference expands them itself
     kept = manifest.build["quantization"] == "keep"
     uses_engine_weights = is_low_bit(weight_formats) and not kept
     rounded = not kept and bool(set(weight_formats.values()) - {"dense"})
@@ -193,9 +197,7 @@ def _compare(
 
 
 def _stored_quantization_errors(engine_core: EngineCore) -> list[dict[str, Any]]:
-    """What a calibrated recipe told of each matrix: errors before and after, bits, outlier
-    channels.
-    """
+    """Return a calibrated recipe's facts of each matrix: errors, bits, outlier channels."""
     assert engine_core.artifact is not None, (
         "an engine core made by EngineCore.open knows its artifact"
     )
@@ -247,12 +249,13 @@ def _report(
 
 
 def _first_failure(failures: list[Finding]) -> Finding | None:
-    """The finding to name: a module that is wrong alone beats a layer that is wrong as a whole;
-    then the earliest.
+    """Return the finding to name in the verdict.
+
+    A faulty module is preferred to a faulty layer; then the earliest.
     """
     alone = [f for f in failures if f.module != "layer"] or failures
     first = min(alone, key=lambda f: (_layer_depth(f), alone.index(f))) if alone else None
-    # a norm that is wrong because of its eps is far more wrong where the eps is half of it
+    # a norm with a wrong eps deviates most where half of the result is due to eps
     eps = next((f for f in failures if first is not None and f.name == f"{first.name}.eps"), None)
     if (
         first is not None
@@ -280,8 +283,9 @@ def _kernel_hint(module: str) -> str:
 
 
 def _kv_bytes(artifact: Artifact) -> int:
-    """Room for the judged sequences and nothing more: width 8192, 256 layers would still be 8 GiB
-    in bfloat16.
+    """Return the KV cache bytes for the checked sequences.
+
+    It is up to 8 GiB for width 8192 and 256 layers in bfloat16.
     """
     config = artifact.manifest.config
     layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 1)

@@ -1,10 +1,9 @@
-"""The acceptance contract for engines that segment images: every stage against the plain float32
-reference.
+"""The acceptance contract for segmentation engines: every stage against the float32 reference.
 
-Each module of the staged engine reads what the reference's module read, so that nothing accumulates
-and a fault names itself; every norm reads inputs of the size of √eps too, where a wrong eps shows
-in any dtype; then pictures and prompts of our own go through the whole engine, and embedding, mask
-logits, masks and scores are judged.
+Each module of the staged engine reads the input of the reference's module, so that errors do not
+accumulate; every norm also reads inputs of the size of √eps, where a wrong eps shows in any dtype;
+then generated images and prompts run through the whole engine, and embedding, mask logits, masks
+and scores are checked.
 """
 
 from __future__ import annotations
@@ -35,18 +34,15 @@ from modelmill.vision.prompts import Prompt, prompt_tensors
 from modelmill.vision.sam_model import ImageEmbedding, SamModel
 
 STAGE_NAMES = ("encoder", "norms", "prompts and masks", "whole")
-IOU_SLACK = 1e-3  # a mask of few pixels changes by one
-# of the pixels whose logits are clear of 0, so many must fall on the reference's side
+IOU_SLACK = 1e-3  # a mask of few pixels differs by one
+# share of clear pixels (logits far from 0) that must agree with the reference
 MIN_CLEAR_PIXEL_MATCH = 0.999
 
 
 def accept_segmentation(
     staged: Path, checkpoint: Checkpoint, *, on_progress: StageProgress | None = None
 ) -> dict[str, Any]:
-    """Judge a staged engine on the device that it is built for, where that is here.
-
-    Returns the report.
-    """
+    """Check a staged engine on its target device if that exists here; return the report."""
     artifact = open_artifact(staged, staged=True)
     device = (
         "cuda:0"
@@ -66,8 +62,9 @@ def compare_segmentation(
     *,
     on_progress: StageProgress | None = None,
 ) -> dict[str, Any]:
-    """Compare an opened engine with its checkpoint: {"accepted", "reason", "verdict", "module",
-    "layers", "masks"}.
+    """Compare an opened engine with its checkpoint; return the report.
+
+    Keys: "accepted", "reason", "verdict", "module", "layers", "masks".
     """
 
     def on_stage(step: int) -> None:
@@ -131,14 +128,15 @@ def compare_segmentation(
 
 
 def is_in_encoder(path: str) -> bool:
-    """The encoder computes in the engine's dtype, prompts and decoder in float32."""
+    """Return whether a path is in the encoder, which uses the engine's dtype.
+
+    The rest uses float32.
+    """
     return path.startswith("image_encoder")
 
 
 def sample_image(image_size: int) -> Tensor:
-    """[2/3 side, side, 3] uint8: discs and boxes of several colours on a slope, seeded noise on all
-    of it.
-    """
+    """Draw an image [2/3 side, side, 3] uint8: discs and boxes on a gradient, with seeded noise."""
     height = image_size * 2 // 3
     y, x = torch.meshgrid(
         torch.arange(height) / image_size, torch.arange(image_size) / image_size, indexing="ij"
@@ -162,7 +160,7 @@ _SHAPES = (
 
 
 def sample_prompts(image_size: int) -> list[Prompt]:
-    """A point on every shape of the sample picture, and some on the ground."""
+    """Return a point on every shape of the sample image, and some on the background."""
     places = [(cx * image_size, cy * image_size) for cx, cy, _, _ in _SHAPES] + [
         (0.05 * image_size, 0.6 * image_size),
         (0.9 * image_size, 0.1 * image_size),
@@ -171,7 +169,7 @@ def sample_prompts(image_size: int) -> list[Prompt]:
 
 
 def _last_output(stages: Iterator[ReferenceStage]) -> tuple[Tensor, ...]:
-    """What the last of them puts out."""
+    """Return the output of the last stage."""
     expected: tuple[Tensor, ...] = ()
     for stage in stages:
         expected = stage.expected
@@ -186,13 +184,13 @@ def _check_whole_model(
     prompts: list[Prompt],
     expected: tuple[Tensor, Tensor, Tensor],
 ) -> dict[str, Any]:
-    """A picture and its prompts through the engine as a user asks them. expected: embedding,
-    logits, scores in
-    float32.
+    """Run an image and its prompts through the whole engine.
+
+    expected: embedding, logits, scores in float32.
     """
     try:
         image_embedding = sam_model.embed_image(picture)
-    except RequestError:  # it overflows, and is judged as what it is
+    except RequestError:  # an overflow is checked like any other result
         size = (picture.shape[1], picture.shape[0])
         image_embedding = ImageEmbedding(
             torch.full_like(expected[0], math.nan, device=sam_model.device), size, size
@@ -207,8 +205,8 @@ def _check_whole_model(
     same = ((ours > 0) == (logits > 0)) & ours.isfinite()
     share = float(same[sure].float().mean()) if bool(sure.any()) else 1.0
     overlap = mask_iou(ours > 0, logits > 0)
-    # a mask is as steady as its logits: cut a margin higher and lower, the reference's own lie this
-    # far apart
+    # the uncertainty of a mask: the reference's own masks, cut a margin above and below 0, differ
+    # by this much
     steady = mask_iou(logits > margin / 2, logits > -margin / 2)
     difference = (ours_scores - expected[2]).abs()
     broken = {

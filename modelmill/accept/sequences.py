@@ -1,8 +1,7 @@
-"""Whole sequences through the engine, in one batch, partly as prefill and partly token by token,
-against the reference.
+"""Runs whole sequences in one batch, partly prefill, partly decode, and compares the logits.
 
-Judged are logits, next tokens where the reference is sure of them, and perplexity; what
-quantization cost is told.
+Checked are logits, next tokens where the reference is confident, and perplexity; the effect of
+quantization is reported.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from modelmill.accept.reference import ReferenceModel
 from modelmill.accept.tolerances import ACT_QUANT_BOUNDS, LogitsBound, logits_bound
 from modelmill.runtime.engine_core import EngineCore
 
-# Of a prompt's rows every third is judged, of the decoded tokens every one: a vocabulary is wide.
+# Every third row of a prompt is checked and every decoded token: a vocabulary is wide.
 PROMPT_ROW_STRIDE = 3
-# Of the rows whose margin exceeds the tolerance, so many may be lost; of those beyond twice the
-# margin, none.
+# Allowed share of wrong tokens among rows beyond the margin; beyond twice the margin none may be
+# wrong.
 MAX_MISMATCH_SHARE = 0.02
 
 
@@ -34,36 +33,42 @@ def check_sequences(
     streams: list[Tensor],
     checkpoint_reference: tuple[ReferenceModel, list[Tensor]] | None = None,
 ) -> dict[str, Any]:
-    """Free runs in one batch against the reference's logits: every number, what is "broken", and
-    whether it is "ok".
+    """Compare free runs in one batch with the reference's logits.
 
-    prompt_lengths: of each sequence. streams: the reference's residual streams [T, H] at the end.
-    checkpoint_reference: the checkpoint's and its streams, where ``reference`` has the engine's
-    weights: what quantization cost is told
-    from it.
+    Args:
+        engine_core: the engine.
+        reference: the reference.
+        ids: the sequences.
+        prompt_lengths: of each sequence.
+        streams: the reference's final residual streams [T, H].
+        checkpoint_reference: the checkpoint's reference and streams if ``reference`` has the
+            engine's weights; used to report the effect of quantization.
+
+    Returns:
+        All numbers, what is "broken", and whether it is "ok".
     """
     rows = [
         [i for i in range(len(s)) if i >= start or i % PROMPT_ROW_STRIDE == 0]
         for s, start in zip(ids, prompt_lengths, strict=True)
     ]
     right = _reference_logits(reference, streams, rows)
-    mine = _engine_logits(engine_core, ids, prompt_lengths, rows).to(right.device)
+    actual = _engine_logits(engine_core, ids, prompt_lengths, rows).to(right.device)
     row, bound = (
-        compare_logits("logits", mine, right),
+        compare_logits("logits", actual, right),
         _logits_bound(
             engine_core, reference.num_layers, uses_engine_weights=checkpoint_reference is not None
         ),
     )
-    agreed = top1_agreement(mine, right, bound.margin)
-    clear = top1_agreement(mine, right, 2 * bound.margin)
+    agreed = top1_agreement(actual, right, bound.margin)
+    clear = top1_agreement(actual, right, 2 * bound.margin)
     places = [
         (s[i + 1] if i + 1 < len(s) else -1)
-        for s, wanted in zip(ids, rows, strict=True)
-        for i in wanted
+        for s, sequence_rows in zip(ids, rows, strict=True)
+        for i in sequence_rows
     ]
     targets = torch.tensor(places, device=right.device)
     known = targets >= 0
-    loss = [perplexity(logits[known], targets[known]) for logits in (mine, right)]
+    loss = [perplexity(logits[known], targets[known]) for logits in (actual, right)]
     change = (
         abs(math.log(loss[0]) - math.log(loss[1])) if all(map(math.isfinite, loss)) else math.inf
     )
@@ -79,14 +84,14 @@ def check_sequences(
         right if checkpoint_reference is None else _reference_logits(*checkpoint_reference, rows)
     )
     return {
-        "agreement": float((mine.argmax(-1) == exact.argmax(-1)).float().mean()),
+        "agreement": float((actual.argmax(-1) == exact.argmax(-1)).float().mean()),
         "rel_l2": row.rel_l2,
         "bound": bound.rel_l2,
         "max_abs": row.max_abs,
-        "mean_kl": float(kl_divergence(mine, exact).mean()),
+        "mean_kl": float(kl_divergence(actual, exact).mean()),
         "tokens": sum(map(len, ids)),
         "decoded": sum(len(s) - start for s, start in zip(ids, prompt_lengths, strict=True)),
-        "rows": len(mine),
+        "rows": len(actual),
         "sure_rows": agreed.num_sure,
         "agreed_rows": agreed.num_agreed,
         "clear_rows": clear.num_sure,
@@ -101,18 +106,21 @@ def check_sequences(
 def _reference_logits(
     reference: ReferenceModel, streams: list[Tensor], rows: list[list[int]]
 ) -> Tensor:
-    """The reference's logits [sum of rows, V] of some rows of its residual streams; its vocabulary
-    is read once.
+    """Return the reference's logits [sum of rows, V] of some rows of its residual streams.
+
+    Its vocabulary matrix is read once.
     """
-    wanted = torch.cat([x[each] for x, each in zip(streams, rows, strict=True)])
-    return reference.head(wanted)["logits"].output
+    selected = torch.cat([x[each] for x, each in zip(streams, rows, strict=True)])
+    return reference.head(selected)["logits"].output
 
 
 def _logits_bound(
     engine_core: EngineCore, layers: int, *, uses_engine_weights: bool
 ) -> LogitsBound:
-    """uses_engine_weights: the reference computes with the engine's weights, so that their rounding
-    is no part of the difference.
+    """Return the bound of the logits.
+
+    uses_engine_weights: the reference computes with the engine's weights, so that their rounding is
+    not part of the difference.
     """
     assert engine_core.artifact is not None, (
         "an engine core made by EngineCore.open knows its artifact"
@@ -130,13 +138,13 @@ def _logits_bound(
 def _engine_logits(
     engine_core: EngineCore, ids: list[list[int]], prompt_lengths: list[int], rows: list[list[int]]
 ) -> Tensor:
-    """The engine's logits [sum of rows, V] float32 on the CPU, sequence after sequence."""
-    wanted = [frozenset(r) for r in rows]
+    """Return the engine's logits [sum of rows, V] float32 on the CPU, sequence by sequence."""
+    row_sets = [frozenset(r) for r in rows]
     kept: list[list[Tensor]] = [[] for _ in ids]
     engine_core.scorer().run(
         ids,
         prompt_lengths,
         lambda which, _, logits: kept[which].append(logits.float().cpu()),
-        lambda i, at: at in wanted[i],
+        lambda i, at: at in row_sets[i],
     )
     return torch.cat([part for parts in kept for part in parts])

@@ -1,6 +1,4 @@
-"""Modules that read no tokens, one at a time on the reference's own inputs, so that a fault names
-itself.
-"""
+"""Runs modules that read no tokens, one at a time on the reference's own inputs."""
 
 from __future__ import annotations
 
@@ -21,9 +19,10 @@ from modelmill.nn.vision_context import VisionContext
 
 
 class StageCheck:
-    """The engine's modules, one at a time, and what was found.
+    """The engine's modules, one at a time, and their findings.
 
-    uses_engine_dtype: which modules compute in the engine's dtype; the others do in float32.
+    uses_engine_dtype: returns whether a module computes in the engine's dtype; the others use
+    float32.
     """
 
     def __init__(
@@ -39,12 +38,13 @@ class StageCheck:
         self.findings: list[Finding] = []
 
     def check_stages(self, stages: Iterable[ReferenceStage], num_outputs: int = 1) -> list[Tensor]:
-        """Compare each; returns the reference's last outputs, one a stage or several of the
-        last.
+        """Compare each stage; return the reference's last outputs.
+
+        They are one per stage, or several of the last.
         """
         kept: list[Tensor] = []
         for stage in stages:
-            outputs, kind = (
+            outputs, weight_format = (
                 self.call_module(stage.path, stage.inputs),
                 self._act_quant_format(stage.path),
             )
@@ -52,12 +52,17 @@ class StageCheck:
             parts = ("",) if len(outputs) == 1 else tuple(f".{i}" for i in range(len(outputs)))
             for part, ours, expected in zip(parts, outputs, stage.expected, strict=True):
                 self._add_finding(
-                    stage.path + part, stage.layer, stage.module + part, ours, expected, kind
+                    stage.path + part,
+                    stage.layer,
+                    stage.module + part,
+                    ours,
+                    expected,
+                    weight_format,
                 )
         return kept
 
     def check_norms(self, norms: Sequence[ReferenceNorm]) -> None:
-        """Every norm that the reference has used, on inputs of the size of √eps."""
+        """Check every norm that the reference has used, on inputs of the size of √eps."""
         for norm in norms:
             width = len(norm.weight)
             shape = (1, width, 4, 4) if norm.channels_first else (16, width)
@@ -72,29 +77,27 @@ class StageCheck:
             )
 
     def call_module(self, path: str, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        """A module or a method of the engine on the reference's inputs, in the engine's types."""
-        found = _get_submodule(self.model, path)
-        forward = found.forward if isinstance(found, nn.Module) else found
+        """Run a module or a method of the engine on the reference's inputs, in its own dtypes."""
+        module = _get_submodule(self.model, path)
+        forward = module.forward if isinstance(module, nn.Module) else module
         dtype, device = self._dtype_for(path), self.device
         args = [
             x.to(device, dtype if x.is_floating_point() else None) if isinstance(x,
             Tensor) else x for x in inputs
         ]  # fmt: skip
-        # a linear layer asks a step for its ops and nothing else
+        # a linear layer uses only the ops of a step
         if {"vision", "step"} & set(inspect.signature(forward).parameters):
             args.append(self.vision)
-        result = found(*args)
+        result = module(*args)
         return result if isinstance(result, tuple) else (result,)
 
     def _dtype_for(self, path: str) -> torch.dtype:
         return getattr(torch, self.dtype) if self._uses_engine_dtype(path) else torch.float32
 
     def _act_quant_format(self, path: str) -> str:
-        """How the matrices below a module round its activations: "none", or the kind of weight that
-        does.
-        """
-        found = _get_submodule(self.model, path)
-        below: list[Any] = list(found.modules()) if isinstance(found, nn.Module) else []
+        """Return the weight format that rounds the activations below a module, or "none"."""
+        module = _get_submodule(self.model, path)
+        below: list[Any] = list(module.modules()) if isinstance(module, nn.Module) else []
         formats = {module.weight.format for module in below if isinstance(module, Linear)}
         return next(iter(sorted(formats & set(ACT_QUANT_STAGE_BOUNDS))), "none")
 
@@ -113,14 +116,15 @@ class StageCheck:
 
 
 def _get_submodule(model: nn.Module, path: str) -> Any:
-    found: Any = model
+    module: Any = model
     for part in path.split("."):
-        children = dict(found.named_children()) if isinstance(found, nn.Module) else {}
-        found = children[part] if part in children else getattr(found, part)
-    return found
+        children = dict(module.named_children()) if isinstance(module, nn.Module) else {}
+        module = children[part] if part in children else getattr(module, part)
+    return module
 
 
 def finding_to_json(finding: Finding) -> dict[str, Any]:
+    """Return the finding as the report's JSON object."""
     row, bound = finding.metrics, finding.bound
     numbers = {
         "max_abs": row.max_abs, "mean_abs": row.mean_abs, "median_abs": row.median_abs,
@@ -143,8 +147,9 @@ def finding_to_json(finding: Finding) -> dict[str, Any]:
 
 
 def round_digits(value: Any, digits: int = 4) -> Any:
-    """Numbers to a few digits, so that a report does not depend on the last bit; infinities as text
-    for JSON.
+    """Round to a few digits, so that a report does not depend on the last bit.
+
+    Infinities become text for JSON.
     """
     if isinstance(value, bool) or not isinstance(value, float):
         return value

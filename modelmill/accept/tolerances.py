@@ -1,5 +1,6 @@
-"""How far an honest engine may lie from the float32 reference: published per dtype, recipe and
-module kind.
+"""Published error bounds of an engine against the float32 reference.
+
+They depend on dtype, recipe and module type.
 
 Module-local: each engine module is fed the reference's own input, cast to the engine's dtype, so
 nothing
@@ -39,7 +40,7 @@ three times
 that (int8: 4.6 times the first two, 1.2 times Student-t, so that agreement still tests something).
 Next tokens
 were lost at top-two margins up to (in standard deviations of the row) 0.002 float16, 0.062
-bfloat16, 0.35 int8 Student-t at 32 layers and 0.053 int8 SmolLM2. The margin asked for is 2.5 times
+bfloat16, 0.35 int8 Student-t at 32 layers and 0.053 int8 SmolLM2. The required margin is 2.5 times
 the rel_l2 bound: for SmolLM2 it
 leaves 52 % of 512 rows to test in bfloat16, 17 % in int8, all but a few in float32.
 
@@ -57,7 +58,8 @@ w8a8 and fp8 round activations, and the reference rounds its own in the same way
 product is then as exact as any (6e-7 / 1.1e-6 in SmolLM2), with room for a value on the border of
 two steps (4e-4 / 1e-3 there). Where inputs differ, some of them fall to the other side of a border
 between two steps, and each layer adds as much again as rounding does: whole layers and sequences
-tell less. Worst on seeded llama, gpt2 and qwen, by token or static, bfloat16: linear w8a8 7.9e-3 /
+are less conclusive. Worst on seeded llama, gpt2 and qwen, by token or static, bfloat16: linear
+w8a8 7.9e-3 /
 1.3e-2 (float16 2.2e-3 / 4.5e-3), fp8 1.3e-2 / 4.6e-2; a layer 3.8e-2 / 4.8e-2 and 7.4e-2 / 1.3e-1;
 logits over the root 3.2e-2 and 5.9e-2 (SmolLM2 w8a8, float32: 7.8e-3). Tensor cores (H200, float32
 engine of SmolLM2) were seen at 1.3e-3 / 3.4e-3 in fp8. Matrices against the checkpoint's: w8a8
@@ -68,7 +70,7 @@ Parts of a matrix (accept/blockwise.py), worst of SmolLM2 as row / tile / row's 
 0.064 / 0.026 / 0.0045, w8a8 0.068 / 0.11 / 0.004, fp8 0.22 / 0.29 / 0.025 (in the down_proj whose
 first token is 500 times the others; 0.08 elsewhere), int4 nearest 0.23 / 0.23 / 0.04, GPTQ g128
 0.27 / 0.27 / 0.18. Two rows swapped: row 1.4; a tile of wrong values across four of ours: 0.7; a
-scale x 1.1: gain 0.1, which int4 cannot be asked for. Quantized heads are within the same
+scale x 1.1: gain 0.1, which int4 exceeds anyway. Quantized heads are within the same
 (accept/embedding_and_head.py). An embedding's tables are held to "embedding" as wholes, row by row
 and tile by tile.
 
@@ -100,31 +102,27 @@ MODULE_TYPES = {
 
 @dataclass(frozen=True)
 class ErrorBound:
-    """Largest honest rel_l2, max_abs as a multiple of the tensor's scale (max |reference|), and |gain - 1|."""  # noqa: E501
+    """Largest honest rel_l2, max_abs relative to the tensor's scale, and |gain - 1|."""
 
     rel_l2: float
     max_rel: float
     gain: float
 
     def violations(self, metrics: ErrorMetrics) -> list[str]:
-        """What of the row is out of bounds, in words with both numbers; empty where all is
-        within.
-        """
-        found = {
+        """Describe the metrics that are out of bounds, with both numbers; empty if none is."""
+        errors = {
             "rel_l2": (metrics.rel_l2, self.rel_l2),
             "max_rel": (metrics.max_rel, self.max_rel),
             "|gain - 1|": (abs(metrics.gain - 1), self.gain),
         }
         return [
             f"{what} {value:.2g} > {limit:.2g}"
-            for what, (value, limit) in found.items()
+            for what, (value, limit) in errors.items()
             if not value <= limit
         ]
 
     def excess(self, metrics: ErrorMetrics) -> float:
-        """The worst error as a multiple of its bound: above 1 is out of bounds; orders faults by
-        size.
-        """
+        """Return the largest error relative to its bound; above 1 it is out of bounds."""
         return max(
             metrics.rel_l2 / self.rel_l2,
             metrics.max_rel / self.max_rel,
@@ -134,9 +132,11 @@ class ErrorBound:
 
 @dataclass(frozen=True)
 class LogitsBound:
-    """For the logits at the end: rel_l2 of centred logits, and the top-two margin (in the row's
-    standard
-    deviations) beyond which the next token must agree."""
+    """Bounds of the final logits.
+
+    rel_l2 of centred logits, and the top-two margin (in the row's standard deviations) beyond which
+    the next token must agree.
+    """
 
     rel_l2: float
     margin: float
@@ -144,7 +144,7 @@ class LogitsBound:
 
 GAIN_BOUNDS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.4e-2}
 INT8_GAIN_BOUND = 1.6e-2
-# kind → dtype → (rel_l2, max_rel)
+# module type → dtype → (rel_l2, max_rel)
 MODULE_BOUNDS: dict[str, dict[str, tuple[float, float]]] = {
     "norm": {"float32": (5e-6, 1e-5), "float16": (1.3e-3, 3.3e-3), "bfloat16": (1.1e-2, 2.7e-2)},
     "linear": {"float32": (1e-5, 3e-5), "float16": (1.7e-3, 2.6e-3), "bfloat16": (1.4e-2, 2.3e-2)},
@@ -167,8 +167,8 @@ MODULE_BOUNDS: dict[str, dict[str, tuple[float, float]]] = {
 }
 MODULE_BOUNDS["embedding"] = MODULE_BOUNDS["residual"]
 INT8_LINEAR_BOUND = (1e-1, 3e-1)
-# Weight format → bounds on a matrix's values. Kinds that stand here are judged in two halves
-# (accept/quantized_reference.py).
+# Weight format → bounds on a matrix's values. For these formats arithmetic and weights are checked
+# apart (accept/quantized_reference.py).
 WEIGHT_BOUNDS = {
     "int4": ErrorBound(0.6, 1.0, 3e-2),
     "int8": ErrorBound(0.1, 0.3, 1.6e-2),
@@ -176,8 +176,8 @@ WEIGHT_BOUNDS = {
     "fp8": ErrorBound(0.1, 1.0, 1e-2),
 }
 WEIGHT_BOUNDS["rptq"] = WEIGHT_BOUNDS["int4"]
-# Weight format → bounds on the row that errs most, on the worst tile of 32 × 32 and on the row
-# whose gain is most off.
+# Weight format → bounds on the worst row, on the worst tile of 32 × 32 and on the row whose gain is
+# most off.
 BLOCK_BOUNDS = {
     "int4": ErrorBound(0.8, 0.65, 0.5),
     "int8": ErrorBound(0.4, 0.3, 0.05),
@@ -185,11 +185,11 @@ BLOCK_BOUNDS = {
     "fp8": ErrorBound(0.6, 0.6, 0.07),
 }
 BLOCK_BOUNDS["rptq"] = BLOCK_BOUNDS["int4"]
-# Weight format → dtype → (rel_l2, max_rel) of a product whose activations are rounded, the
-# reference's as well.
+# Weight format → dtype → (rel_l2, max_rel) of a product with rounded activations, as the
+# reference's.
 ACT_QUANT_BOUNDS: dict[str, dict[str, tuple[float, float]]] = {
     "w8a8": {"float32": (2e-3, 5e-3), "float16": (7e-3, 1.4e-2), "bfloat16": (3e-2, 6e-2)},
-    # tensor cores keep fewer bits of fp8's sums than float32 has
+    # tensor cores sum fp8 products with fewer bits than float32
     "fp8": {"float32": (4e-3, 1e-2), "float16": (2e-2, 5e-2), "bfloat16": (4e-2, 1.4e-1)},
 }
 ACT_QUANT_BOUNDS["rptq"] = {
@@ -212,8 +212,9 @@ MARGIN_PER_REL_L2 = 2.5
 
 
 def module_type(module: str) -> str:
-    """The kind of a canonical module name: norm, linear, rotary, attention, activation, residual,
-    embedding.
+    """Return the type of a canonical module name.
+
+    It is norm, linear, rotary, attention, activation, residual or embedding.
     """
     if module in LINEAR_MODULES:
         return "linear"
@@ -221,31 +222,32 @@ def module_type(module: str) -> str:
 
 
 def module_bound(module: str, dtype: str, recipe: str = "none", *, length: int = 0) -> ErrorBound:
-    """The bound for one module (canonical name) of an engine in this dtype and recipe.
+    """Return the bound for one module (canonical name) of an engine.
 
-    ``length``: tokens of the sequence, for the rotation. Raises UsageError for a dtype or recipe
-    without
-    published tolerances.
+    length: tokens of the sequence, for RoPE.
+
+    Raises:
+        UsageError: if no tolerances are published for the dtype or recipe.
     """
     _check_published(dtype, recipe)
-    kind = module_type(module)
-    rel_l2, max_rel = MODULE_BOUNDS[kind][dtype]
+    type_ = module_type(module)
+    rel_l2, max_rel = MODULE_BOUNDS[type_][dtype]
     gain = GAIN_BOUNDS[dtype]
-    if kind == "rotary":
+    if type_ == "rotary":
         rel_l2, max_rel = (
             rel_l2 + ROPE_BOUND_PER_TOKEN[0] * length,
             max_rel + ROPE_BOUND_PER_TOKEN[1] * length,
         )
-    if recipe == "int8" and kind in ("linear", "embedding"):
+    if recipe == "int8" and type_ in ("linear", "embedding"):
         rel_l2, max_rel, gain = INT8_LINEAR_BOUND[0], INT8_LINEAR_BOUND[1], INT8_GAIN_BOUND
-    if recipe in ACT_QUANT_BOUNDS and kind == "linear":
+    if recipe in ACT_QUANT_BOUNDS and type_ == "linear":
         rel_l2, max_rel = ACT_QUANT_BOUNDS[recipe][dtype]
         gain = max(gain, 1e-3)
     return ErrorBound(rel_l2, max_rel, gain)
 
 
 def weight_bound(dtype: str, weight_format: str) -> ErrorBound:
-    """The bound for what is held against the checkpoint's values, folded scales undone."""
+    """Return the bound between stored and checkpoint weights, folded scales undone."""
     rel_l2, max_rel = MODULE_BOUNDS["residual"][dtype]
     if weight_format in WEIGHT_BOUNDS:
         return WEIGHT_BOUNDS[weight_format]
@@ -253,7 +255,7 @@ def weight_bound(dtype: str, weight_format: str) -> ErrorBound:
 
 
 def logits_bound(dtype: str, recipe: str = "none", *, num_layers: int) -> LogitsBound:
-    """The bound for the whole model's logits at this depth."""
+    """Return the bound for the whole model's logits at this depth."""
     _check_published(dtype, recipe)
     depth = math.sqrt(num_layers + 2)
     rel_l2 = LOGITS_BOUNDS[dtype] * depth

@@ -12,7 +12,7 @@ the sample picture and its 7 prompts; worst seen:
 
 Bounds are about three times that, more for float32, where a plain running sum over a thousand terms
 is honest too, and for the whole, whose errors add up with the root of the depth (ViT-H has 32
-blocks). IoU and scores are told and not judged by themselves: a mask of an undecided prompt may
+blocks). IoU and scores are reported and not judged by themselves: a mask of an undecided prompt may
 turn over with its last bit; instead, of the pixels whose logits lie further from 0 than twice the
 logits' bound, 99.9 % must fall on the reference's side.
 
@@ -52,7 +52,7 @@ STAGE_BOUNDS = {
     "float16": ErrorBound(6e-3, 2e-2, 3e-3),
     "bfloat16": ErrorBound(5e-2, 1.5e-1, 2e-2),
 }
-# weight format → dtype → bound of a module whose activations are rounded, the reference's as well
+# weight format → dtype → bound of a module with rounded activations, as the reference's
 ACT_QUANT_STAGE_BOUNDS = {
     "w8a8": {
         "float32": ErrorBound(2e-3, 2e-2, 1e-4),
@@ -71,9 +71,9 @@ QUANTIZED_LOGITS_BOUNDS = {"int8": 2e-1, "fp8": 5e-1}
 
 
 def stage_bound(dtype: str, weight_format: str = "none") -> ErrorBound:
-    """The bound of one module on the reference's own input.
+    """Return the bound of one module on the reference's own input.
 
-    weight_format: of those that round its activations.
+    weight_format: the format that rounds its activations.
     """
     return (
         ACT_QUANT_STAGE_BOUNDS[weight_format][dtype]
@@ -83,10 +83,10 @@ def stage_bound(dtype: str, weight_format: str = "none") -> ErrorBound:
 
 
 def embedding_bound(dtype: str, recipe: str = "none") -> float:
-    """rel_l2 of a picture's embedding, the encoder run freely, to the checkpoint's own."""
+    """Return the bound on rel_l2 of an image embedding to the checkpoint's own."""
     return max(WHOLE_MODEL_BOUNDS[dtype], QUANTIZED_EMBEDDING_BOUNDS.get(recipe, 0.0))
 
 
 def mask_logits_bound(dtype: str, recipe: str = "none") -> float:
-    """rel_l2 of mask logits, the whole engine run freely, to the checkpoint's own."""
+    """Return the bound on rel_l2 of the whole engine's mask logits to the checkpoint's own."""
     return max(WHOLE_MODEL_BOUNDS[dtype], QUANTIZED_LOGITS_BOUNDS.get(recipe, 0.0))

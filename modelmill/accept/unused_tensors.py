@@ -1,9 +1,8 @@
-"""Tensors of a checkpoint that no one multiplied with, and why each of them does not matter.
+"""Explains the tensors of a checkpoint that the reference did not use.
 
-The reference remembers what it read. What is left was dropped by the build, or the build would have
-named it: computed buffers that old files save (compared with what is computed), copies (compared),
-and parts that these models do not use. Anything else means that a drop rule is too wide, and the
-engine is refused.
+The reference records what it reads. The rest was dropped by the build: computed buffers in old
+files (compared with computed values), copies (compared), and parts that these models do not use.
+Anything else means that a drop rule is too wide, and the engine is refused.
 """
 
 from __future__ import annotations
@@ -22,19 +21,23 @@ from modelmill.accept.reference.minigpt4_vision import MiniGpt4VisionReference
 from modelmill.accept.reference.sam import SamReference
 
 CLOSE_TOLERANCES: dict[str, Any] = {"rtol": 1e-2, "atol": 1e-7}
-"""Of computed numbers that a file may hold in 16 bits: bfloat16 keeps 3 digits, float16 steps of
-6e-8.
+"""For computed values that a file may store in 16 bits.
+
+bfloat16 keeps 3 digits, float16 steps of 6e-8.
 """
-MAX_MASK_SCORE = -1e3  # a score that hides a key: −1e4 in the originals
+MAX_MASK_SCORE = -1e3  # a score that masks a key: −1e4 in the originals
 MAX_NAMES_SHOWN = 3
 
 ValueCheck = Callable[[Tensor], bool]
 HarmlessPatterns = Mapping[str, tuple[str, ValueCheck]]
-"""Regular expression for names → what it is, and whether its values say so, too."""
+"""Regular expression for names → what it is, and a check of its values."""
 
 
 def unused_language_tensors(reference: ReferenceModel) -> list[dict[str, Any]]:
-    """Rows on what the reference of a language model did not read; see ``finding_to_json``."""
+    """Return rows on the tensors that a language reference did not read.
+
+    See ``finding_to_json``.
+    """
     patterns: HarmlessPatterns = {
         r"(.*\.)?rotary_emb\.inv_freq": (
             "rotary frequencies, computed",
@@ -53,7 +56,7 @@ def unused_language_tensors(reference: ReferenceModel) -> list[dict[str, Any]]:
 
 
 def unused_vision_tensors(reference: MiniGpt4VisionReference) -> list[dict[str, Any]]:
-    """The same for MiniGPT-4's and BLIP-2's vision encoders."""
+    """Return the same for MiniGPT-4's and BLIP-2's vision encoders."""
     last = int(reference.vision_config["depth"])
     unused: tuple[tuple[str, str], ...] = (
         (
@@ -88,8 +91,9 @@ def unused_vision_tensors(reference: MiniGpt4VisionReference) -> list[dict[str, 
 
 
 def unused_sam_tensors(reference: SamReference, other: SamReference) -> list[dict[str, Any]]:
-    """The same for SAM and MobileSAM; other: a second reference that may have read what the first
-    did not.
+    """Return the same for SAM and MobileSAM.
+
+    other: a second reference; a tensor that it read counts as read.
     """
     matrix = reference.get("prompt_encoder.pe_layer.positional_encoding_gaussian_matrix")
     patterns: HarmlessPatterns = {
@@ -110,7 +114,7 @@ def unused_sam_tensors(reference: SamReference, other: SamReference) -> list[dic
 
 
 def with_unused_tensors(report: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The report with what was dropped; refused where something was that may matter."""
+    """Add the dropped tensors to the report; refuse the engine if one may matter."""
     report = report | {"unused_tensors": [*report.get("unused_tensors", []), *rows]}
     bad = next((row for row in rows if not row["ok"]), None)
     if bad is None or not report["accepted"]:
@@ -124,8 +128,8 @@ def with_unused_tensors(report: dict[str, Any], rows: list[dict[str, Any]]) -> d
 def _summarize(
     names: Iterable[str], get: Callable[[str], Tensor], patterns: HarmlessPatterns
 ) -> list[dict[str, Any]]:
-    """One row a kind of tensor and outcome: {"what", "count", "names" (the first few), "ok"}."""
-    found: dict[tuple[str, bool], list[str]] = {}
+    """Summarize per pattern and outcome: {"what", "count", "names" (the first few), "ok"}."""
+    groups: dict[tuple[str, bool], list[str]] = {}
     for name in sorted(names):
         what, ok = "nobody reads it", False
         for pattern, (label, check) in patterns.items():
@@ -133,10 +137,10 @@ def _summarize(
                 ok = check(get(name))
                 what = label if ok else f"{label}, but with other values"
                 break
-        found.setdefault((what, ok), []).append(name)
+        groups.setdefault((what, ok), []).append(name)
     return [
         {"what": what, "count": len(group), "names": group[:MAX_NAMES_SHOWN], "ok": ok}
-        for (what, ok), group in found.items()
+        for (what, ok), group in groups.items()
     ]
 
 
@@ -147,7 +151,7 @@ def _is_close(tensor: Tensor, expected: Tensor) -> bool:
 
 
 def _is_rope_frequencies(reference: ReferenceModel, tensor: Tensor) -> bool:
-    """Those of the config's rotation, scaled or not: files of both kinds were written."""
+    """Return whether the tensor is the config's rotary frequencies, scaled or not."""
     rope = getattr(reference, "rope", None)
     if rope is None:
         return False
@@ -156,7 +160,7 @@ def _is_rope_frequencies(reference: ReferenceModel, tensor: Tensor) -> bool:
 
 
 def _is_causal_mask(tensor: Tensor) -> bool:
-    """[…, n, n]: every position sees itself and those before it."""
+    """Return whether […, n, n] is a causal mask."""
     square = tensor.reshape(-1, *tensor.shape[-2:])[0] if tensor.dim() >= 2 else tensor[None]
     count = square.shape[-1]
     return tensor.numel() == count * count and torch.equal(
@@ -181,7 +185,7 @@ def _has_values(tensor: Tensor, values: tuple[float, ...]) -> bool:
 
 
 def _is_window_distances(tensor: Tensor) -> bool:
-    """[w², w²]: between two places of a window, |Δy| · w + |Δx|."""
+    """Return whether [w², w²] are window distances |Δy| · w + |Δx|."""
     side = math.isqrt(tensor.shape[0])
     places = torch.tensor(list(product(range(side), repeat=2)))
     apart = (places[:, None] - places[None]).abs()

@@ -1,9 +1,8 @@
-"""The acceptance contract for the image half of a model that talks about pictures: vision encoder,
-norm, Q-Former, projection.
+"""The acceptance contract for a vision encoder with its norm, Q-Former and projection.
 
-Each module reads what the float32 reference's module read; blocks and layers are judged as wholes
-too, so that what connects their modules is seen; every norm reads inputs of the size of √eps; then
-a picture goes through freely.
+Each module reads the input of the float32 reference's module; blocks and layers are also checked as
+wholes, so that their connections are covered; every norm reads inputs of the size of √eps; then an
+image runs through the whole encoder.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ COMPOSITE_MODULES = (
 
 
 def square_sample_image(image_size: int) -> Tensor:
-    """[side, side, 3] uint8: a disc and a box on a slope, seeded noise on all of it."""
+    """Draw an image [side, side, 3] uint8: a disc and a box on a gradient, with seeded noise."""
     y, x = torch.meshgrid(
         torch.arange(image_size) / image_size, torch.arange(image_size) / image_size, indexing="ij"
     )
@@ -50,8 +49,9 @@ def square_sample_image(image_size: int) -> Tensor:
 
 @torch.inference_mode()
 def check_vision_encoder(engine_core: EngineCore, checkpoint: Checkpoint) -> dict[str, Any]:
-    """{"ok", "reason", "verdict", "layer", "module", "image_embeddings", "layers"} of an opened
-    engine's image half.
+    """Check the image part of an opened engine; return the report.
+
+    Keys: "ok", "reason", "verdict", "layer", "module", "image_embeddings", "layers".
     """
     assert engine_core.artifact is not None, (
         "an engine core made by EngineCore.open knows its artifact"
@@ -78,7 +78,7 @@ def check_vision_encoder(engine_core: EngineCore, checkpoint: Checkpoint) -> dic
     picture = square_sample_image(reference.image_size)
     [expected] = stage_check.check_stages(reference.stages(reference.normalize_image(picture)))
     stage_check.check_norms(reference.norms)
-    if engine_matrices:  # what rounding costs is told by the checkpoint's own
+    if engine_matrices:  # the effect of quantization is measured against the checkpoint's own
         for stage in checkpoint_reference.stages(checkpoint_reference.normalize_image(picture)):
             [expected] = stage.expected
     batch = picture.permute(2, 0, 1)[None].to(engine_core.device)
@@ -86,7 +86,7 @@ def check_vision_encoder(engine_core: EngineCore, checkpoint: Checkpoint) -> dic
     whole = compare_tensors("embeddings", encode_images(batch, engine_core.ops)[0], expected)
     bound = embedding_bound(dtype, engine_core.artifact.manifest.build.get("tower", "none"))
     bad = [finding for finding in stage_check.findings if not finding.ok]
-    # a module that is wrong alone beats a block that is wrong as a whole
+    # prefer a faulty module to a faulty block
     first = min(
         bad,
         key=lambda f: (f.module in COMPOSITE_MODULES, stage_check.findings.index(f)),
@@ -112,7 +112,10 @@ def check_vision_encoder(engine_core: EngineCore, checkpoint: Checkpoint) -> dic
 
 
 def _verdict(first: Finding | None, embedding_error: float, bound: float) -> tuple[str, str]:
-    """The verdict and its reason. first: the module at fault, None where each is right alone."""
+    """Return the verdict and its reason.
+
+    first: the faulty module, None if all modules are correct.
+    """
     if first is not None:
         encoder = "the vision encoder"
         where = encoder if first.layer is None else f"layer {first.layer} of {encoder}"
@@ -132,20 +135,18 @@ def _verdict(first: Finding | None, embedding_error: float, bound: float) -> tup
 
 
 def _checkpoint_matrix(checkpoint_reference: MiniGpt4VisionReference, path: str) -> Tensor:
-    """The checkpoint's matrix by the engine's path."""
+    """Return the checkpoint's matrix by the engine's path."""
     return checkpoint_reference.matrix(path.removeprefix("image_embedder.")).weight
 
 
 def _locate(path: str) -> tuple[int, str]:
-    """The vision encoder's block, and what a matrix in it is called in a report."""
+    """Return the vision encoder's block and a matrix's name in the report."""
     block, _, module = path.removeprefix(VISION_BLOCKS_PREFIX).partition(".")
     return int(block), f"vision_encoder.{module.rpartition('.')[2]}"
 
 
 def merge_reports(vision_report: dict[str, Any], language_report: dict[str, Any]) -> dict[str, Any]:
-    """The report of both: accepted where both are; what is wrong with the vision encoder is told
-    first.
-    """
+    """Merge both reports: accepted if both are; a vision encoder's fault is named first."""
     merged = {
         **language_report,
         "image_embeddings": vision_report["image_embeddings"],

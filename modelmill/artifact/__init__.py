@@ -1,0 +1,1 @@
+"""The engine folder: manifest, weight files and their verification."""

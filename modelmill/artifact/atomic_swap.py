@@ -1,4 +1,4 @@
-"""Two folders change places in one step, where the system can do that."""
+"""Swaps two folders in one step, where the OS supports it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ _RENAME_EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2)
 
 
 def atomic_swap(first: Path, second: Path) -> bool:
-    """Whether the two now have each other's names; nothing moves where the system or its disk
-    format cannot.
+    """Exchange the names of two folders.
+
+    Returns:
+        False if the OS or the file system does not support it.
     """
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:

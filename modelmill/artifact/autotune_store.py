@@ -1,7 +1,7 @@
-"""``tuning/<device>.json``: launch sizes that a build measured on one device, by the device's name.
+"""``tuning/<device>.json``: launch configs that a build measured on one device.
 
-It depends on the machine and the day, so it lies outside the hashes; it decides speed alone, so a
-damaged one is told and left out, and never keeps an engine from running.
+The file depends on the machine and the time, so it is outside the hashes. It affects only speed, so
+a damaged file is reported and ignored, and never keeps an engine from running.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ MAX_LAUNCH_VALUE = 1 << 20
 
 @dataclass(frozen=True)
 class AutotuneRecord:
-    """choices: op → product → launch sizes.
+    """Launch configs of a device.
 
-    facts: what was measured, with which versions, when; for reading only.
+    Attributes:
+        choices: op → GEMM → launch config.
+        facts: what was measured, with which versions, when; informative only.
     """
 
     device: str
@@ -32,17 +34,17 @@ class AutotuneRecord:
 
 
 def record_path(device: str) -> str:
-    """The file of a device, inside the engine."""
+    """Return the path of a device's file inside the engine."""
     return f"{FOLDER}/{device_slug(device)}.json"
 
 
 def device_slug(device: str) -> str:
-    """A device's name as a file name: "NVIDIA H200" → "nvidia-h200"."""
+    """Return a device's name as a file name: "NVIDIA H200" → "nvidia-h200"."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")[:80] or "unnamed"
 
 
 def record_to_bytes(record: AutotuneRecord) -> bytes:
-    """The file's content."""
+    """Return the file's content."""
     raw = {
         "schema": SCHEMA,
         "device": record.device,
@@ -53,9 +55,10 @@ def record_to_bytes(record: AutotuneRecord) -> bytes:
 
 
 def read_record(engine: Path, device: str) -> AutotuneRecord | None:
-    """What is stored for a device; None where nothing is.
+    """Read the record of a device; None if there is none.
 
-    Raises ValueError, in a few words, for a damaged file.
+    Raises:
+        ValueError: with a short reason, if the file is damaged.
     """
     path = engine / record_path(device)
     if not path.is_file():
@@ -73,20 +76,20 @@ def read_record(engine: Path, device: str) -> AutotuneRecord | None:
 
 def _parse(raw: Any, device: str) -> AutotuneRecord:
     if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
-        raise ValueError(f"not of schema {SCHEMA}")
+        raise ValueError(f"its schema is not {SCHEMA}")
     choices, facts = raw.get("choices"), raw.get("facts")
     if raw.get("device") != device:
-        raise ValueError("made for another device")
+        raise ValueError("it belongs to another device")
     if not isinstance(facts, dict) or not isinstance(choices, dict):
         raise ValueError("without choices")
-    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    launch_configs: dict[str, dict[str, tuple[int, ...]]] = {}
     for op, chosen in choices.items():
         if not isinstance(chosen, dict) or not all(
             _is_launch_config(each) for each in chosen.values()
         ):
-            raise ValueError("sizes that are no whole numbers")
-        found[op] = {name: tuple(sizes) for name, sizes in chosen.items()}
-    return AutotuneRecord(device, found, facts)
+            raise ValueError("its sizes are not integers")
+        launch_configs[op] = {name: tuple(sizes) for name, sizes in chosen.items()}
+    return AutotuneRecord(device, launch_configs, facts)
 
 
 def _is_launch_config(value: Any) -> bool:
@@ -96,10 +99,8 @@ def _is_launch_config(value: Any) -> bool:
 
 
 def tuned_devices(engine: Path) -> list[str]:
-    """Names of the devices that the engine has files for, as the files call them; a damaged one by
-    its file's name.
-    """
-    found = []
+    """Return the device names in the engine's files; for a damaged file its file name."""
+    names = []
     for path in sorted((engine / FOLDER).glob("*.json")):
         try:
             name = (
@@ -109,9 +110,9 @@ def tuned_devices(engine: Path) -> list[str]:
             )
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             name = None
-        found.append(
+        names.append(
             name
             if isinstance(name, str) and device_slug(name) == path.stem
             else f"{path.name} (damaged)"
         )
-    return found
+    return names

@@ -1,7 +1,7 @@
-"""The manifest: what an engine folder is, in one JSON file that is written last.
+"""The manifest: one JSON file, written last, that describes an engine folder.
 
 Everything here follows from the checkpoint and the BuildConfig alone, so that two builds are
-bit-identical. What depends on the machine or the day lives in ``tuning/<device>.json``, outside the
+bit-identical. What depends on the machine or the time is in ``tuning/<device>.json``, outside the
 hashes.
 """
 
@@ -21,7 +21,7 @@ SCHEMA = 1
 PACKINGS = ("rows/2",)
 MANIFEST_FILE = "manifest.json"
 MAX_MODEL_LEN = 1 << 24
-# what engines do, and how they are asked
+# engine types, and the command that uses each
 ENGINE_TYPES = {
     "language": "writes text: modelmill run {}",
     "segmentation": "segments images: modelmill segment {} IMAGE",
@@ -30,11 +30,16 @@ ENGINE_TYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """config: the checkpoint's own config (Hugging Face keys). build: the resolved BuildConfig.
+    """The content of the manifest.
 
-    weight_formats: linear module → weight format. aliases: tensor → the tensor whose memory it
-    shares. files: path inside the folder → {"sha256", "bytes"}. packing: layout of the weights.
-    generation: the checkpoint's generation_config.
+    Attributes:
+        config: the checkpoint's own config (Hugging Face keys).
+        build: the resolved BuildConfig.
+        weight_formats: linear module → weight format.
+        aliases: tensor → the tensor whose memory it shares.
+        files: path inside the folder → {"sha256", "bytes"}.
+        packing: layout of the weights.
+        generation: the checkpoint's generation_config.
     """
 
     schema: int
@@ -52,20 +57,22 @@ class Manifest:
     files: dict[str, dict[str, Any]]
 
     def digest(self) -> str:
-        """sha256 over the canonical JSON; identifies the engine (and keys its prefix cache)."""
+        """Return the sha256 over the canonical JSON, the engine's identity in prefix cache keys."""
         return hashlib.sha256(_canonical_json(asdict(self)).encode()).hexdigest()
 
     def to_json(self) -> str:
-        """The file's text; carries its own digest, so that a changed manifest is noticed."""
+        """Return the file's text, which contains its own digest, so that changes are detected."""
         return (
             json.dumps({**asdict(self), "digest": self.digest()}, indent=1, sort_keys=True) + "\n"
         )
 
     @staticmethod
     def from_json(text: str, engine_path: str) -> Manifest:
-        """Parse and check.
+        """Parse and check a manifest.
 
-        Raises CorruptArtifact for damage, IncompatibleArtifact for another schema or packing.
+        Raises:
+            CorruptArtifact: if it is damaged.
+            IncompatibleArtifact: if it has another schema or packing.
         """
         try:
             raw = json.loads(text)
@@ -107,9 +114,7 @@ class Manifest:
 
 
 def _check_values(manifest: Manifest, engine_path: str) -> None:
-    """Whoever writes a manifest can write its digest too, so every value must be of the kind its
-    readers rely on.
-    """
+    """Check the type of every value; a valid digest does not prove that the values are valid."""
     tables = (manifest.config, manifest.build, manifest.generation, manifest.source)
     texts = (manifest.weight_formats, manifest.aliases, manifest.versions)
     kernels = manifest.build.get("kernels") if isinstance(manifest.build, dict) else None
@@ -125,7 +130,7 @@ def _check_values(manifest: Manifest, engine_path: str) -> None:
     )
     if not fine:
         raise CorruptArtifact(
-            f"{engine_path}/{MANIFEST_FILE} holds values of the wrong kind; rebuild the engine"
+            f"{engine_path}/{MANIFEST_FILE} has values of the wrong type; rebuild the engine"
         )
     for name, entry in manifest.files.items():
         parts = name.split("/")
@@ -142,9 +147,7 @@ def _check_values(manifest: Manifest, engine_path: str) -> None:
 
 
 def check_engine_type(path: Path, engine_type: str, expected: str) -> None:
-    """Raise UsageError, saying how it is asked, where an engine or a checkpoint's model is of
-    another kind.
-    """
+    """Raise UsageError with the right command if the engine type differs from the expected one."""
     if engine_type != expected:
         does = (
             ENGINE_TYPES[engine_type].format(path)

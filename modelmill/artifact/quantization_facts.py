@@ -1,9 +1,8 @@
-"""``quantization/layer-NNNN.json``: what a recipe did to a layer, kept with the engine and hashed
-like its weights.
+"""``quantization/layer-NNNN.json``: facts of a layer's quantization, hashed like its weights.
 
 facts: linear module (inside the layer) → errors, bits, outlier channels. scales: site → what the
 inputs at that site were divided by when a recipe folded scales into the layer, float32: the
-acceptance contract undoes them to compare.
+acceptance contract undoes them for the comparison.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ Scales = dict[str, torch.Tensor]
 
 
 def facts_path(layer: int) -> str:
-    """The file of a layer, inside the engine."""
+    """Return the path of a layer's file inside the engine."""
     return f"{FOLDER}/layer-{layer:04d}.json"
 
 
 def facts_to_bytes(facts: Mapping[str, Any], scales: Mapping[str, torch.Tensor]) -> bytes:
-    """The file's content."""
+    """Return the file's content."""
     kept = {
         site: base64.b64encode(s.float().cpu().numpy().tobytes()).decode()
         for site, s in scales.items()
@@ -39,11 +38,12 @@ def facts_to_bytes(facts: Mapping[str, Any], scales: Mapping[str, torch.Tensor])
 
 
 def read_quantization_facts(artifact: Artifact) -> dict[int, tuple[dict[str, Any], Scales]]:
-    """(facts, scales) of each layer that a calibrated recipe changed.
+    """Return (facts, scales) of each layer that a calibrated recipe changed.
 
-    Raises CorruptArtifact for a damaged file.
+    Raises:
+        CorruptArtifact: if a file is damaged.
     """
-    found = {}
+    facts_by_layer = {}
     for name in artifact.manifest.files:
         if not name.startswith(FOLDER + "/"):
             continue
@@ -52,12 +52,15 @@ def read_quantization_facts(artifact: Artifact) -> dict[int, tuple[dict[str, Any
             scales = {
                 site: _decode_vector(text) for site, text in raw["scales"].items() if site in SITES
             }
-            found[int(name.removesuffix(".json").rpartition("-")[2])] = (dict(raw["facts"]), scales)
+            facts_by_layer[int(name.removesuffix(".json").rpartition("-")[2])] = (
+                dict(raw["facts"]),
+                scales,
+            )
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise CorruptArtifact(
                 f"{artifact.path / name} is damaged; rebuild the engine"
             ) from None
-    return found
+    return facts_by_layer
 
 
 def _decode_vector(text: str) -> torch.Tensor:

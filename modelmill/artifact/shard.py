@@ -1,10 +1,9 @@
 """Weight files: the safetensors format, written as a stream and read through mmap.
 
-The writer knows all shapes beforehand, so that one tensor is in memory at a time and the sha256 is
-made on the way,
-by a thread of its own while the same bytes are written.
-Every tensor starts on a 64-byte boundary (padding is a tensor of its own, since the format allows
-no holes), so that kernels may use aligned vector loads on the mapped file.
+The writer gets all shapes beforehand, so that one tensor is in memory at a time; a thread computes
+the sha256 while the same bytes are written. Every tensor starts on a 64-byte boundary (padding is a
+tensor of its own, since the format allows no holes), so that kernels may use aligned vector loads
+on the mapped file.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ _DTYPE_NAMES = {
 }
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 _PAD_PREFIX = "__pad"
-_INLINE_HASH_BYTES = 1 << 16  # bytes that are hashed before another thread would have begun
+_INLINE_HASH_BYTES = 1 << 16  # smaller tensors are hashed before a thread would have started
 
 
 class ShardWriter:
-    """Writes tensors of known shapes in the order given; ``close`` returns {"sha256", "bytes"}."""
+    """Writes tensors of known shapes in the given order; ``close`` returns {"sha256", "bytes"}."""
 
     def __init__(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
         self._remaining = dict(specs)
@@ -51,7 +50,7 @@ class ShardWriter:
         self._write(header)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Append the next tensor; its name, shape and dtype must be what was announced."""
+        """Append the next tensor; its name, shape and dtype must equal the declared ones."""
         expected = next(iter(self._remaining))
         shape, dtype = self._remaining.pop(expected)
         assert name == expected, f"{name} written where {expected} was announced"
@@ -65,7 +64,7 @@ class ShardWriter:
         self._write(b"\0" * self._pads[name])
 
     def close(self) -> dict[str, int | str]:
-        """Flush to the disk and tell the file's hash and size."""
+        """Flush to the disk and return the file's hash and size."""
         assert not self._remaining, f"never written: {', '.join(self._remaining)}"
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -125,7 +124,7 @@ def _header(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int]]:
 class ShardReader:
     """A mapped weight file.
 
-    Tensors are views of the mapping (private: writing to one never reaches the file).
+    Tensors are views of the mapping (private: writes do not reach the file).
     """
 
     def __init__(self, path: Path) -> None:
@@ -153,11 +152,15 @@ class ShardReader:
         self._storage = torch.UntypedStorage.from_file(str(path), False, size)
 
     def names(self) -> list[str]:
-        """Names of the tensors in the file."""
+        """Return the names of the tensors in the file."""
         return list(self._entries)
 
     def get(self, name: str) -> torch.Tensor:
-        """A zero-copy view on the CPU. Raises CorruptArtifact where the entry leaves the file."""
+        """Return a zero-copy view on the CPU.
+
+        Raises:
+            CorruptArtifact: if the entry exceeds the file.
+        """
         try:
             entry = self._entries[name]
             dtype, shape = _DTYPES[entry["dtype"]], torch.Size(entry["shape"])

@@ -1,8 +1,8 @@
-"""The engine on disk: written beside its place and moved there when complete, read through mmap.
+"""The engine on disk: written to a staging folder, published when complete, read through mmap.
 
-``Staging`` is the half-written engine: a hidden folder next to the target with a journal of
-finished files, so that an interrupted build resumes; it has no manifest until the end, and only a
-folder with a manifest is an engine.
+``Staging`` is the unfinished engine: a hidden folder next to the target with a journal of finished
+files, so that an interrupted build resumes; it has no manifest until the end, and only a folder
+with a manifest is an engine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _JOURNAL = "journal.json"
 
 
 class Artifact:
-    """An engine folder, opened. Weights stay on disk until they are read."""
+    """An opened engine folder; weights stay on disk until they are read."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
@@ -51,17 +51,21 @@ class Artifact:
                 self._shard_by_tensor[name] = shard
 
     def names(self) -> list[str]:
-        """Names of all stored tensors."""
+        """Return the names of all stored tensors."""
         return list(self._shard_by_tensor)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A zero-copy view on the CPU. Raises CorruptArtifact where it is absent."""
+        """Return a zero-copy view on the CPU.
+
+        Raises:
+            CorruptArtifact: if there is no such tensor.
+        """
         if name not in self._shard_by_tensor:
             raise CorruptArtifact(f"{self.path} holds no tensor {name}; rebuild the engine")
         return self._shard_by_tensor[name].get(name)
 
     def tokenizer_files(self) -> dict[str, bytes]:
-        """The tokenizer's files by name; empty for an ids-only engine."""
+        """Return the tokenizer's files by name; empty for an ids-only engine."""
         prefix = TOKENIZER_FOLDER + "/"
         return {
             n.removeprefix(prefix): (self.path / n).read_bytes()
@@ -70,7 +74,7 @@ class Artifact:
         }
 
     def acceptance(self) -> dict[str, Any]:
-        """The acceptance report; empty where the engine was built without one."""
+        """Return the acceptance report; empty if the engine was built without one."""
         path = self.path / ACCEPTANCE_FILE
         if not path.is_file():
             return {}
@@ -83,20 +87,24 @@ class Artifact:
         return report
 
     def nbytes(self) -> int:
-        """Bytes of all hashed files."""
+        """Return the bytes of all hashed files."""
         return sum(int(entry["bytes"]) for entry in self.manifest.files.values())
 
 
 def is_engine(path: Path) -> bool:
-    """Whether the folder claims to be an engine."""
+    """Return whether the folder has a manifest."""
     return (path / MANIFEST_FILE).is_file()
 
 
 def open_artifact(path: Path, *, staged: bool = False) -> Artifact:
-    """Open an engine; every file must be there with its size. ``artifact.verify`` checks the
-    contents.
+    """Open an engine; every file must exist with its size.
 
-    Raises ArtifactError where it is no engine, CorruptArtifact, IncompatibleArtifact.
+    ``artifact.verify`` checks the contents.
+
+    Raises:
+        ArtifactError: if the path is not an engine.
+        CorruptArtifact: if a file is missing or damaged.
+        IncompatibleArtifact: if the schema or packing is not supported.
     """
     if not is_engine(path):
         hint = "it does not exist" if not path.exists() else f"it has no {MANIFEST_FILE}"
@@ -121,10 +129,11 @@ def open_artifact(path: Path, *, staged: bool = False) -> Artifact:
 
 
 class Staging:
-    """An engine in the making. ``key`` names what is being built: files of another key are thrown
-    away.
+    """An engine being built.
 
-    target: where the engine will stand; a link stays, what it points to is replaced.
+    Args:
+        target: path of the engine; if it is a link, the link stays and its target is replaced.
+        key: identifies the build; files of another key are deleted.
     """
 
     def __init__(self, target: Path, key: str) -> None:
@@ -135,16 +144,15 @@ class Staging:
         self.finished_files: dict[str, dict[str, Any]] = {}
 
     def open(self) -> None:
-        """Take the folder for ourselves and keep what an interrupted build of the same key left
-        there.
+        """Lock the folder and keep the files of an interrupted build with the same key.
 
-        Raises UsageError where the target is something else than an engine, ArtifactError where
-        another build runs
-        or the disk does not let us.
+        Raises:
+            UsageError: if the target exists and is not an engine.
+            ArtifactError: if another build runs or the disk cannot be written.
         """
         if self.target == Path.cwd():
             raise UsageError(
-                f"{self.target} is the folder you are in, which cannot be replaced; choose "
+                f"{self.target} is the current working directory, which cannot be replaced; choose "
                 "another -o"
             )
         try:
@@ -155,7 +163,7 @@ class Staging:
             raise self._unwritable(error) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # a build that just ended may have unlinked the file between our open and our lock
+            # a build that has just ended may have unlinked the file between open and lock
             if os.fstat(self._lock.fileno()).st_ino != os.stat(self._lock.name).st_ino:
                 raise OSError
         except OSError:
@@ -192,7 +200,7 @@ class Staging:
 
     @contextlib.contextmanager
     def shard(self, name: str, specs: Mapping[str, TensorSpec]) -> Iterator[ShardWriter]:
-        """Write one weight file; it counts as finished when the block ends without an error."""
+        """Write one weight file; it counts as finished if the block ends without an error."""
         path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with ShardWriter(path, specs) as writer:
@@ -211,20 +219,19 @@ class Staging:
         _write_atomically(self.path / name, data)
 
     def seal(self, manifest: Manifest) -> None:
-        """Write the manifest: from here on the staged folder can be opened (``staged=True``) and
-        judged.
-        """
+        """Write the manifest; now the staged folder can be opened (``staged=True``) and checked."""
         for name in [str(p.relative_to(self.path)) for p in self.path.rglob("*") if p.is_file()]:
             if name not in manifest.files and name not in (_JOURNAL, MANIFEST_FILE):
                 (self.path / name).unlink()
         _write_atomically(self.path / MANIFEST_FILE, manifest.to_json().encode())
 
     def publish(self) -> None:
-        """Move the finished engine to its place in one step; an older engine there is replaced.
+        """Move the finished engine to its place in one step, replacing an older engine.
 
-        Only where the file system cannot exchange two names is there a moment with no engine at its
-        place. Raises ArtifactError where the place cannot be taken; the next build then only has to
-        move.
+        Only on file systems without an atomic exchange is there a moment without an engine.
+
+        Raises:
+            ArtifactError: if the move fails; the next build only repeats the move.
         """
         (self.path / _JOURNAL).unlink(missing_ok=True)
         try:
@@ -242,7 +249,7 @@ class Staging:
         if not self.target.exists():
             os.rename(self.path, self.target)
         elif atomic_swap(self.path, self.target):
-            self.discard()  # the older engine now; without its journal no build would go on with it
+            self.discard()  # now the older engine; without its journal no build resumes it
         else:
             os.rename(self.target, old)
             try:
@@ -253,11 +260,11 @@ class Staging:
             shutil.rmtree(old, ignore_errors=True)
 
     def discard(self) -> None:
-        """Throw the staged folder away (a refused engine must not be resumed)."""
+        """Delete the staged folder (a refused engine must not be resumed)."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
-        """Give the folder free for other builds."""
+        """Unlock the folder for other builds."""
         if self._lock is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._lock.name)
@@ -272,9 +279,10 @@ class Staging:
 
 
 def check_target(target: Path) -> bool:
-    """Whether an engine stands where one is to be written.
+    """Check that the target of a build is free or an engine.
 
-    Raises UsageError where something else does.
+    Raises:
+        UsageError: if something else exists there.
     """
     target = Path(os.path.realpath(target))
     try:
@@ -290,17 +298,20 @@ def check_target(target: Path) -> bool:
 
 
 def other_target_hint(target: Path) -> str:
-    """What to do where an engine cannot be written: who named no place has the cache's."""
+    """Return what to do if an engine cannot be written; the default path is in the cache."""
     if target.is_relative_to(os.path.realpath(cache_dir())):
         return "name another cache folder in MODELMILL_CACHE, or build it with -o"
     return "choose another -o"
 
 
 def _is_replaceable(target: Path) -> bool:
-    """Whether a build may take this place: nothing is there, or an engine of any version, damaged
-    or not.
+    """Return whether a build may replace this path: it is free, or an engine of any version.
 
-    Other things have a manifest.json as well, so it has to be one of ours. Raises OSError.
+    The engine may be damaged. Other software writes manifest.json files as well, so the content is
+    checked.
+
+    Raises:
+        OSError: if the path cannot be read.
     """
     if not target.exists():
         return True
@@ -323,7 +334,7 @@ def _matches_hash(path: Path, entry: Mapping[str, Any]) -> bool:
 
 
 def _write_atomically(path: Path, data: bytes) -> None:
-    """Write so that a reader sees the old or the new content, never half of it."""
+    """Write atomically: a reader sees the old or the new content, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     with part.open("wb") as file:

@@ -1,8 +1,8 @@
 """Integrity: every hashed file of an engine is read once and compared with its sha256.
 
-Reading 15 GB at each start would cost more than loading them, so a passed check is remembered in
-the cache folder with the files' sizes, times and inodes; a file that was touched since is read
-again. ``force`` reads everything.
+Reading 15 GB at each start would take longer than loading them, so a passed check is recorded in
+the cache folder with the files' sizes, times and inodes; a changed file is read again. ``force``
+reads everything.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from modelmill.core.progress_types import AmountProgress
 def verify(
     artifact: Artifact, *, force: bool = False, on_progress: AmountProgress | None = None
 ) -> None:
-    """Raise CorruptArtifact naming the first file whose content is not what was built.
+    """Check the files' hashes.
 
     on_progress: called with (bytes read, bytes in all).
+
+    Raises:
+        CorruptArtifact: with the name of the first damaged file.
     """
     stamp = _file_stamps(artifact)
     note = cache_dir() / "verified" / f"{artifact.manifest.digest()[:32]}.json"

@@ -1,11 +1,10 @@
-"""``-q auto``: each layer gets the fewest bits that keep a stated limit, measured on calibration
-data alone.
+"""``-q auto``: gives each layer the fewest bits that keep an accuracy limit, on calibration data.
 
-The layers stream through once. Beside the tokens of the whole model travel those of models with one
-rounded layer each; at the end their next-token distributions tell what each rounding costs
-(quant.search). The choice is then measured as a whole on more tokens, mean plus standard error, and
-corrected until the limit holds. Rounding here is quick; the build rounds int4 layers with --method,
-which errs less.
+The layers are read once. Besides the activations of the unquantized model, those of models with one
+quantized layer each are computed; at the end their next-token distributions give the KL of each
+quantized layer (quant.bit_allocation). The choice is then measured as a whole on more tokens, mean
+plus standard error, and corrected until the limit holds. Quantization here is fast and coarse; the
+build rounds int4 layers with --method, which has a smaller error.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from modelmill.weights.dense import DenseWeight as Dense
 
 AUTO = "auto"
 SEQUENCE_LENGTH = 128
-# sequences that single layers and the whole choice are measured on
+# sequences used to measure single layers and the whole choice
 SINGLE_LAYER_SEQUENCES, CHOICE_SEQUENCES = 4, 16
 MAX_ROUNDS = 6
 LOGIT_ROWS = 256
@@ -52,15 +51,21 @@ LOGIT_ROWS = 256
 
 @dataclass(frozen=True)
 class AccuracyLimits:
-    """max_kl: nats a token; max_ppl_rise: of the perplexity, as a share. None: no such limit."""
+    """Limits of a choice; None: no such limit.
+
+    Attributes:
+        max_kl: nats per token.
+        max_ppl_rise: relative rise of the perplexity.
+    """
 
     max_kl: float | None
     max_ppl_rise: float | None
 
     @property
     def kl_budget(self) -> float:
-        """The KL to begin with: where a model is sure of what it says, its KL is the rise of its
-        log perplexity.
+        """Return the initial KL budget.
+
+        For a confident model, the KL equals the rise of its log perplexity.
         """
         return min(
             self.max_kl if self.max_kl is not None else math.inf,
@@ -68,7 +73,7 @@ class AccuracyLimits:
         )
 
     def limit_ratio(self, measured: MeasuredDivergence) -> float:
-        """What is measured as a share of the limit: above 1 it does not hold."""
+        """Return the measured values relative to the limit; above 1 the limit is exceeded."""
         shares = [0.0 if self.max_kl is None else measured.kl / self.max_kl]
         if self.max_ppl_rise is not None:
             shares.append(math.expm1(min(measured.log_ppl_rise, 50.0)) / self.max_ppl_rise)
@@ -77,8 +82,11 @@ class AccuracyLimits:
 
 @dataclass(frozen=True)
 class MeasuredDivergence:
-    """Of a choice as a whole, mean plus standard error: kl in nats a token, rise of the log
-    perplexity.
+    """Divergence of a whole choice, mean plus standard error.
+
+    Attributes:
+        kl: nats per token.
+        rise: rise of the log perplexity.
     """
 
     kl: float
@@ -87,14 +95,14 @@ class MeasuredDivergence:
 
 @dataclass(frozen=True)
 class AutoPrecisionResult:
-    """What ``-q auto`` measured: the choice and all options by layer, and the choice as a whole."""
+    """The measurements of ``-q auto``: the choice, and all options by layer."""
 
     chosen: tuple[LayerOption, ...]
     layer_options: tuple[tuple[LayerOption, ...], ...]
     measured: MeasuredDivergence
 
     def describe(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return a JSON-able object."""
         layers = [
             {
                 "layer": i,
@@ -112,20 +120,21 @@ class AutoPrecisionResult:
 
 
 def accuracy_limits(config: BuildConfig) -> AccuracyLimits:
-    """Raises UsageError where no limit is stated, or one that nothing keeps."""
+    """Read the limits of the options.
+
+    Raises:
+        UsageError: if no limit is set, or a limit that no choice can keep.
+    """
     kl, rise = config.max_kl, config.max_ppl_increase
     if kl is None and rise is None:
         raise UsageError(
-            "-q auto needs a limit to keep: --max-kl 0.02 (nats a token) or --max-ppl-increase 1 "
-            "(per cent)"
+            "-q auto needs a limit: --max-kl 0.02 (nats a token) or --max-ppl-increase 1 (per cent)"
         )
     return AccuracyLimits(kl, None if rise is None else rise / 100)
 
 
 class LayerStreamer:
-    """A checkpoint's layers one after another, whole, in float32: the tokens' way through the
-    model.
-    """
+    """Reads the unquantized layers of a checkpoint in float32, one after another."""
 
     def __init__(
         self,
@@ -147,7 +156,7 @@ class LayerStreamer:
         self.load_prefix("embed.")
 
     def layers(self) -> Iterator[QuantizableLayer]:
-        """Each is gone when the next one comes."""
+        """Yield the layers; each is freed before the next is read."""
         for index in range(self.model_config.layers):
             module = self.model.layers[index]
             self.load_prefix(f"layers.{index}.")
@@ -157,7 +166,7 @@ class LayerStreamer:
                     del linear.weight
 
     def load_head(self) -> None:
-        """The last norm and the projection to the vocabulary."""
+        """Load the final norm and the projection to the vocabulary."""
         self.load_prefix("norm.")
         self.load_prefix("head.")
         if self.model_config.tied:
@@ -166,9 +175,9 @@ class LayerStreamer:
     def logits(
         self, calibration: CalibrationState, head_weight: WeightFormat | None = None
     ) -> Iterator[torch.Tensor]:
-        """[rows, V] of all tokens at the end, some rows at a time.
+        """Yield the logits [rows, V] of all tokens, some rows at a time.
 
-        head_weight: in the place of the checkpoint's.
+        head_weight: used instead of the checkpoint's.
         """
         whole = self.model.head.weight
         for batch in calibration.batches:
@@ -184,7 +193,7 @@ class LayerStreamer:
                 yield logits
 
     def load_prefix(self, prefix: str) -> None:
-        """Fill what the prefix names, in float32."""
+        """Load the modules below the prefix, in float32."""
         for resolved in self.renames:
             if not resolved.target.startswith(prefix):
                 continue
@@ -195,9 +204,9 @@ class LayerStreamer:
                 .contiguous()
             )
             module, _, leaf = resolved.target.rpartition(".")
-            found = self.model.get_submodule(module)
-            if isinstance(found, Linear) and leaf == "weight":
-                found.weight = Dense(tensor)
+            submodule = self.model.get_submodule(module)
+            if isinstance(submodule, Linear) and leaf == "weight":
+                submodule.weight = Dense(tensor)
             else:
                 self._set_tensor(resolved.target, tensor)
 
@@ -211,7 +220,7 @@ def resolve_auto_precision(
     renames: Sequence[ResolvedRule],
     on_progress: StageProgress | None,
 ) -> tuple[BuildConfig, AutoPrecisionResult | None]:  # fmt: skip
-    """``-q auto`` as a form for each layer; None where the forms are given."""
+    """Resolve ``-q auto`` to a bit choice per layer; None if the bit choices are set."""
     if config.quantization != AUTO or config.layer_recipes:
         return config, None
     accuracy_limits(config)
@@ -238,9 +247,13 @@ def search_bit_choices(
     source: CalibrationSource,
     on_progress: StageProgress | None = None,
 ) -> tuple[list[LayerOption], list[list[LayerOption]], MeasuredDivergence]:
-    """The choice by layer, all options by layer, and the choice as it was measured.
+    """Search the bit choices.
 
-    Raises UsageError for calibration data that is no good.
+    Returns:
+        The choice by layer, all options by layer, and the measured divergence of the choice.
+
+    Raises:
+        UsageError: if the calibration data cannot be used.
     """
     limits = accuracy_limits(config)
     some = replace(
@@ -266,38 +279,41 @@ def search_bit_choices(
     for number in range(MAX_ROUNDS):
         chosen = allocate_bits(options, budget)
         report_progress("auto: the choice as a whole", number, MAX_ROUNDS)
-        found = measure_choice(
+        measured = measure_choice(
             streamer,
             start.fork(),
             [option.bit_choice for option in chosen],
             energy,
             config.quantize_head,
         )
-        strain = limits.limit_ratio(found)
-        if strain <= 1 and (best is None or _total_bytes(chosen) < _total_bytes(best[0])):
-            best = (chosen, found)
-        if strain <= 1 and (
-            strain > 0.9 or number >= 3 or all(o.bit_choice == BIT_CHOICES[0] for o in chosen)
+        ratio = limits.limit_ratio(measured)
+        if ratio <= 1 and (best is None or _total_bytes(chosen) < _total_bytes(best[0])):
+            best = (chosen, measured)
+        if ratio <= 1 and (
+            ratio > 0.9 or number >= 3 or all(o.bit_choice == BIT_CHOICES[0] for o in chosen)
         ):
             break
-        budget *= min(max(0.97 / max(strain, 1e-9), 0.25), 2.0)
-        if best is not None and strain > 1 and number >= 3:
+        budget *= min(max(0.97 / max(ratio, 1e-9), 0.25), 2.0)
+        if best is not None and ratio > 1 and number >= 3:
             break
-    # nothing rounded holds: whole layers do, and cost nothing but for a rounded head
+    # no quantized choice keeps the limit; unquantized layers do, unless the quantized head exceeds
+    # it
     if best is None:
-        kept, found = (
+        unquantized_layers, measured = (
             [next(o for o in each if o.bit_choice == UNQUANTIZED) for each in options],
             MeasuredDivergence(0.0, 0.0),
         )
         if config.quantize_head:
-            found = measure_choice(
-                streamer, start.fork(), [UNQUANTIZED] * len(kept), energy, quantize_head=True
+            measured = measure_choice(
+                streamer,
+                start.fork(),
+                [UNQUANTIZED] * len(unquantized_layers),
+                energy,
+                quantize_head=True,
             )
-        if limits.limit_ratio(found) > 1:
-            raise UsageError(
-                "the head in int8 costs more than the limit by itself; leave --quantize-head out"
-            )
-        best = (kept, found)
+        if limits.limit_ratio(measured) > 1:
+            raise UsageError("the head in int8 exceeds the limit alone; remove --quantize-head")
+        best = (unquantized_layers, measured)
     report_progress("auto: the choice as a whole", MAX_ROUNDS, MAX_ROUNDS)
     return best[0], options, best[1]
 
@@ -312,8 +328,10 @@ def _measure_layers_alone(
     probe: CalibrationState,
     on_progress: StageProgress,
 ) -> tuple[list[list[LayerOption]], list[Mapping[str, Any]]]:
-    """What each form of each layer costs with all others whole; and the energy of the inputs, by
-    layer and site.
+    """Measure each bit choice of each layer with all other layers unquantized.
+
+    Returns:
+        The options by layer, and the mean squares of the inputs by layer and site.
     """
     streams: list[tuple[int, str, int, CalibrationState]] = []
     energy: list[Mapping[str, Any]] = []
@@ -324,14 +342,14 @@ def _measure_layers_alone(
             stream.forward_layer(block)
         dense = {site: block.linear(site).weight for site in SITES}
         energy.append(_forward_with_energy(block, unquantized))
-        sizes.append(sum(4 * held.shape[0] * held.shape[1] for held in dense.values()))
+        sizes.append(sum(4 * weight.shape[0] * weight.shape[1] for weight in dense.values()))
         for form in BIT_CHOICES:
             stream = probe.fork()
             nbytes = quantize_linears(block, form, energy[index], dense)
             stream.forward_layer(block)
             streams.append((index, form, nbytes, stream))
-        for site, held in dense.items():
-            block.linear(site).weight = held
+        for site, weight in dense.items():
+            block.linear(site).weight = weight
         probe.forward_layer(block)
     streamer.load_head()
     right = [part.double().log_softmax(-1) for part in streamer.logits(probe)]
@@ -352,9 +370,9 @@ def measure_choice(
     importance: Sequence[Mapping[str, Any]],
     quantize_head: bool = False,
 ) -> MeasuredDivergence:
-    """The whole model against the one with every layer as chosen, on all tokens.
+    """Compare the quantized model with the unquantized one on all tokens.
 
-    quantize_head: in int8, too.
+    quantize_head: also quantize the head to int8.
     """
     other = unquantized.fork()
     for index, block in enumerate(streamer.layers()):
@@ -384,15 +402,15 @@ def measure_choice(
 def _forward_with_energy(
     block: QuantizableLayer, calibration: CalibrationState
 ) -> dict[str, torch.Tensor]:
-    """Run a flow through a layer; the mean square of each input channel by site."""
-    found = {}
+    """Run tokens through a layer; return the mean square of each input channel by site."""
+    energy = {}
     for site in SITES:
         calibration.forward_to(block, site)
-        found[site] = torch.cat(
+        energy[site] = torch.cat(
             [x.square().mean(0, keepdim=True) for x in calibration.site_inputs()]
         ).mean(0)
     calibration.finish_layer(block)
-    return found
+    return energy
 
 
 def _kl_divergence(
@@ -406,9 +424,7 @@ def _kl_divergence(
 
 
 def _next_ids(step: Any) -> torch.Tensor:
-    """The token after each of a batch's tokens; −1 behind the last of a sequence, and where a
-    picture follows.
-    """
+    """Return the token after each token; −1 at the end of a sequence and before an image."""
     after = torch.cat([step.ids[1:], step.ids[:1]])
     ends = step.query_start[1:].long() - 1
     after[ends] = -1
@@ -416,5 +432,5 @@ def _next_ids(step: Any) -> torch.Tensor:
 
 
 def _mean_plus_stderr(values: torch.Tensor) -> float:
-    """Mean plus its standard error."""
+    """Return the mean plus its standard error."""
     return float(values.mean() + values.std() / len(values) ** 0.5)

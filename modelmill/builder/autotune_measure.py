@@ -1,9 +1,8 @@
-"""Tunes launch sizes on the GPU of this machine: a few layers of the model with random weights,
-steps as graphs.
+"""Autotunes launch configs on this GPU: a few layers with random weights, timed as CUDA graphs.
 
-The layers are the model's own (norms, attention and all), enough of them to leave the cache, so
-that a kernel is timed between the neighbours that it will have. Rows as decoding has them: 1, 8,
-16; with weights in 8 bits also 32 and 64, where cuBLAS has no part.
+The layers are the model's own (norms, attention and all), enough of them to exceed the L2 cache, so
+that a kernel is timed between its real neighbours. The row counts are those of decode steps: 1, 8,
+16; with 8-bit weights also 32 and 64, where cuBLAS is not used.
 """
 
 from __future__ import annotations
@@ -38,8 +37,10 @@ from modelmill.ops.timing import capture_graph, time_interleaved
 
 _log = log.get_logger(__name__)
 
-MIN_WEIGHT_BYTES = 64 << 20  # a smaller model lives in the cache, and its steps are launches
-# drawn at least: weights come from memory, and the head is no larger part than it will be
+MIN_WEIGHT_BYTES = (
+    64 << 20
+)  # a smaller model fits in the L2 cache, and its steps are bound by launches
+# layers to create at least, so that weights come from memory and the head's share is realistic
 MIN_LAYER_BYTES = 3 << 30
 TIME_LIMIT_S = 25.0
 CONTEXT_LENGTH, MAX_CONTEXT_LENGTH = 128, 4096
@@ -47,7 +48,7 @@ TIMING_ROUNDS, QUEUED_REPLAYS = 9, 4
 
 
 def skip_reason(plan: BuildPlan) -> str | None:
-    """Why nothing is tuned; None where there is something to tune."""
+    """Return why nothing is tuned, or None if tuning is possible."""
     if plan.config.target != "cuda":
         return "the kernels of a CPU have no launch sizes to tune"
     if not torch.cuda.is_available():
@@ -66,11 +67,10 @@ def skip_reason(plan: BuildPlan) -> str | None:
 def autotune(
     plan: BuildPlan, on_progress: Callable[[str, int, int], None] | None = None
 ) -> AutotuneRecord | None:
-    """Launch sizes for the GPU of this machine; None where ``skip_reason`` says so. At most some 30
-    s.
+    """Tune launch configs for the GPU of this machine, in about 30 s at most.
 
-    Whatever goes wrong (memory, a weight that cannot be drawn) is logged and means None: an engine
-    without tuned sizes is a good engine, and no build fails for want of them.
+    Any error (out of memory, an unsupported weight) is logged and the result is None: an engine
+    works without tuned configs, so the build does not fail.
     """
     if skip_reason(plan) is not None:
         return None
@@ -78,7 +78,7 @@ def autotune(
     try:
         outcomes = _tune_row_buckets(plan, began + TIME_LIMIT_S, on_progress)
     except Exception as error:
-        _log.warning("nothing was tuned: %s", " ".join(str(error).split()) or type(error).__name__)
+        _log.warning("autotuning failed: %s", " ".join(str(error).split()) or type(error).__name__)
         return None
     finally:
         torch.cuda.empty_cache()
@@ -89,22 +89,22 @@ def _tune_row_buckets(
     plan: BuildPlan, deadline: float, on_progress: Callable[[str, int, int], None] | None
 ) -> dict[int, AutotuneOutcome]:
     model = _sample_model(plan)
-    found = {}
+    outcomes = {}
     buckets = row_buckets(plan.config.quantization)
     for number, rows in enumerate(buckets):
-        found[rows] = _tune_row_bucket(model, plan, rows, deadline)
+        outcomes[rows] = _tune_row_bucket(model, plan, rows, deadline)
         if on_progress is not None:
             on_progress("autotune", number + 1, len(buckets))
-    return found
+    return outcomes
 
 
 def row_buckets(quantization: str) -> tuple[int, ...]:
-    """Rows to tune for; the products of more are cuBLAS's where weights are held as they are."""
+    """Return the row counts to tune; larger products use cuBLAS where weights are unquantized."""
     return (1, 8, 16) if quantization == "none" else (1, 8, 16, 32, 64)
 
 
 def to_record(device: str, outcomes: dict[int, AutotuneOutcome], seconds: float) -> AutotuneRecord:
-    """What is written: the choices, and what they were worth when they were made."""
+    """Return the stored record: the choices, and their measured gain."""
     choices: dict[str, dict[str, tuple[int, ...]]] = {}
     for outcome in outcomes.values():
         for op, chosen in outcome.choices.items():
@@ -144,7 +144,7 @@ def _triton() -> str:
 
 
 def _sample_model(plan: BuildPlan) -> nn.Module:
-    """The first layers of the model, with random weights on the GPU."""
+    """Build the first layers of the model with random weights on the GPU."""
     layers = plan.model_config.layers
     each = sum(p.nbytes for p in plan.tensors if p.module.startswith("layers.")) // layers
     count = max(2, min(layers, -(-MIN_LAYER_BYTES // max(each, 1))))
@@ -173,12 +173,12 @@ def _captured_step(
     def run() -> torch.Tensor:
         return tuned.ops.argmax(model(tuned))
 
-    run()  # compiles
+    run()  # compile
     return capture_graph(run)
 
 
 def make_timer(prepare: Callable[[TunedConfigs], Callable[[], Any]]) -> StepTimer:
-    """A race of what ``prepare`` makes of each choice, in turn."""
+    """Return a timer that prepares each choice and times all of them interleaved."""
 
     def race(options: Sequence[TunedConfigs]) -> list[float | None]:
         calls: dict[int, Callable[[], Any]] = {}
@@ -189,18 +189,18 @@ def make_timer(prepare: Callable[[TunedConfigs], Callable[[], Any]]) -> StepTime
                 raise
             except (
                 Exception
-            ):  # what does not compile or fit here (triton's own errors) is no candidate
+            ):  # a config that does not compile or fit here (triton's own errors) is no candidate
                 if index == 0:
                     raise
-        found = time_interleaved(list(calls.values()), TIMING_ROUNDS, QUEUED_REPLAYS, "cuda")
-        medians = dict(zip(calls, (statistics.median(times) for times in found), strict=True))
+        samples = time_interleaved(list(calls.values()), TIMING_ROUNDS, QUEUED_REPLAYS, "cuda")
+        medians = dict(zip(calls, (statistics.median(times) for times in samples), strict=True))
         return [medians.get(index) for index in range(len(options))]
 
     return race
 
 
 def tunable_gemms(model: nn.Module, step: Step) -> list[TunableGemm]:
-    """The products of a step whose chosen variant can be tuned, by watching one."""
+    """Return the GEMMs of a step whose implementation has launch configs, by recording one step."""
     weight_bytes: dict[tuple[str, GemmKey], int] = {}
 
     def watched(op: str, module: Any, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -235,10 +235,8 @@ def tunable_gemms(model: nn.Module, step: Step) -> list[TunableGemm]:
 
 
 def _tunable_implementation(op: str, implementation: str) -> Any:
-    """The module of a variant that can be tuned, or of the one behind it that serves what it does
-    not; else None.
-    """
+    """Return the module of an implementation that can be tuned, or of its fallback; else None."""
     order = registry.BACKEND_PREFERENCE["cuda"]
     behind = order[order.index(implementation) :] if implementation in order else (implementation,)
-    found = (registry.implementations(op).get(name) for name in behind)
-    return next((module for module in found if hasattr(module, "candidates")), None)
+    modules = (registry.implementations(op).get(name) for name in behind)
+    return next((module for module in modules if hasattr(module, "candidates")), None)

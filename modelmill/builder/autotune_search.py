@@ -1,8 +1,8 @@
-"""Which launch sizes make a whole step faster: the search, which knows nothing of GPUs.
+"""Searches the launch configs that make a whole step faster; independent of GPUs.
 
-One product at a time changes its sizes while the others keep theirs, and the step as a whole is
-timed: kernels overlap their neighbours, so that the best tile by itself need not be the best one
-there. What does not clearly win keeps its default.
+One GEMM at a time changes its config while the others keep theirs, and the whole step is timed:
+kernels overlap their neighbours, so the tile that is best alone need not be the best in the step.
+Without a clear gain, a GEMM keeps its default.
 """
 
 from __future__ import annotations
@@ -12,17 +12,22 @@ from dataclasses import dataclass
 
 from modelmill.ops.launch_configs import GemmKey, TunedConfigs
 
-MIN_GEMM_GAIN = 0.015  # of the product's own time
-MIN_STEP_GAIN = 0.002  # of the step's: below lies the clock's noise
+MIN_GEMM_GAIN = 0.015  # of the GEMM's own time
+MIN_STEP_GAIN = 0.002  # of the step's time: smaller differences are timer noise
 
 StepTimer = Callable[[Sequence[TunedConfigs]], list[float | None]]
-"""Seconds of a step with each of some choices, timed in turn; None for one that cannot run here."""
+"""Seconds of a step with each of some choices, timed interleaved; None for one that cannot run
+here.
+"""
 
 
 @dataclass(frozen=True)
 class TunableGemm:
-    """A product of a step. time_share: its part of the step's time, by the bytes of its weight.
-    launch_configs: to be tried.
+    """A GEMM of a step.
+
+    Attributes:
+        time_share: its share of the step's time, by the bytes of its weight.
+        launch_configs: configs to try.
     """
 
     op: str
@@ -33,8 +38,13 @@ class TunableGemm:
 
 @dataclass(frozen=True)
 class AutotuneOutcome:
-    """choices: what won. default_seconds, tuned_seconds: of a step, raced at the end. num_untried:
-    products left undone.
+    """Result of a search.
+
+    Attributes:
+        choices: the winning configs.
+        default_seconds: of a step, timed at the end.
+        tuned_seconds: likewise.
+        num_untried: GEMMs that were not tried in time.
     """
 
     choices: TunedConfigs
@@ -46,10 +56,9 @@ class AutotuneOutcome:
 def search_launch_configs(
     gemms: Sequence[TunableGemm], time_steps: StepTimer, now: Callable[[], float], deadline: float
 ) -> AutotuneOutcome:
-    """Try each product's sizes, those with the largest share first, as long as
-    ``now() < deadline``.
+    """Try the configs of each GEMM, largest time share first, while ``now() < deadline``.
 
-    A winner must win twice, and all of them together clearly once more against the defaults.
+    A winner must win twice, and all winners together must clearly beat the defaults once more.
     """
     best: TunedConfigs = {}
     untried = 0
@@ -81,8 +90,9 @@ def _wins_again(
 
 
 def is_clearly_faster(base: float, seconds: float, time_share: float) -> bool:
-    """Whether a step of ``seconds`` beats ``base`` by more than chance, where the product has this
-    share of it.
+    """Return whether ``seconds`` of a step beat ``base`` by more than noise.
+
+    time_share: the GEMM's share of the step's time.
     """
     return (base - seconds) / base > max(MIN_GEMM_GAIN * time_share, MIN_STEP_GAIN)
 
@@ -90,5 +100,5 @@ def is_clearly_faster(base: float, seconds: float, time_share: float) -> bool:
 def with_launch_config(
     choices: TunedConfigs, gemm: TunableGemm, launch_config: tuple[int, ...]
 ) -> TunedConfigs:
-    """The choices with one product's sizes in their place."""
+    """Return the choices with one GEMM's config replaced."""
     return {**choices, gemm.op: {**choices.get(gemm.op, {}), gemm.key: launch_config}}

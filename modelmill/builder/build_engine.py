@@ -1,6 +1,4 @@
-"""A checkpoint becomes an engine: tensors stream through, the staged engine is judged, and only
-then appears.
-"""
+"""Builds an engine: streams tensors into a staging folder, checks it and publishes it."""
 
 from __future__ import annotations
 
@@ -42,9 +40,7 @@ from modelmill.weights.base import pack
 AcceptFunction = Callable[[Path, BuildPlan], dict[str, Any]]
 TuneFunction = Callable[[BuildPlan], AutotuneRecord | None]
 GPU_BYTES_PER_WEIGHT = 32
-"""Bytes that rounding takes for each weight: as read, in float32, spread scales and offsets, what
-is divided.
-"""
+"""Bytes per weight needed to round it: input, float32, expanded scales and offsets, quotient."""
 
 
 def build(
@@ -54,14 +50,27 @@ def build(
     on_progress: StageProgress | None = None,
     tune: TuneFunction | None = None,
 ) -> dict[str, Any]:
-    """Write the engine of ``plan`` to ``out``; returns the acceptance report.
+    """Write the engine of ``plan`` to ``out``.
 
-    accept: judges the staged folder and returns {"accepted": bool, "reason": str, …}; None writes
-    an unjudged engine and the report says so. on_progress: called with (stage, done, total). tune:
-    gives this device's launch sizes, which the engine is then judged with. An interrupted build
-    resumes at the next call.
-    Raises AcceptanceError (nothing is written), CheckpointError, TokenizerError, ArtifactError, and
-    UsageError where there is too little memory, before anything is written.
+    An interrupted build resumes at the next call.
+
+    Args:
+        plan: the build plan.
+        out: path of the engine.
+        accept: checks the staged folder and returns {"accepted": bool, "reason": str, …}; None
+            skips the check, which the report records.
+        on_progress: called with (stage, done, total).
+        tune: returns this device's launch configs, which the engine is then checked with.
+
+    Returns:
+        The acceptance report.
+
+    Raises:
+        AcceptanceError: if the engine is refused; nothing is written.
+        CheckpointError: if the checkpoint is damaged.
+        TokenizerError: if the tokenizer cannot be used.
+        ArtifactError: if the engine cannot be written.
+        UsageError: if there is too little memory; raised before anything is written.
     """
     plan.build_memory.check(str(plan.checkpoint.path), with_acceptance=accept is not None)
     files = plan.checkpoint.tokenizer_files() if plan.engine_type == LANGUAGE else {}
@@ -75,7 +84,7 @@ def build(
         for name, data in sorted(files.items()):
             staging.write(f"{TOKENIZER_FOLDER}/{name}", data)
         if plan.device == "cuda":
-            torch.cuda.empty_cache()  # what rounding took is the engine's room now
+            torch.cuda.empty_cache()  # free the memory of rounding for the engine
         staging.seal(_manifest(plan, staging, fingerprint.result(on_progress)))
         tuning = tune(plan) if tune is not None and plan.engine_type == LANGUAGE else None
         if tuning is not None:
@@ -150,19 +159,19 @@ def _write_weights(plan: BuildPlan, staging: Staging, on_progress: StageProgress
                     continue
                 for planned, tensors in prefetch(partial(_read_tensor, plan), planned_tensors):
                     _write_tensor(plan, planned, tensors, writer)
-                    del tensors  # before the one after the next is read
+                    del tensors  # before the tensor after the next is read
                     report_bytes(planned.nbytes)
 
 
 def _read_tensor(plan: BuildPlan, planned: PlannedTensor) -> dict[str, torch.Tensor]:
-    """Read and check one tensor, or those that stand for it where it is kept, by suffix."""
+    """Read and check one tensor by suffix; a kept matrix consists of several."""
     if planned.kept_weight is not None:
-        found = planned.kept_weight.read(plan.checkpoint, plan.dtype).tensors()
+        tensors = planned.kept_weight.read(plan.checkpoint, plan.dtype).tensors()
     else:
-        found = {"": apply_rule(planned.rule, plan.checkpoint.get, plan.checkpoint.info)}
-    for part in found.values():
+        tensors = {"": apply_rule(planned.rule, plan.checkpoint.get, plan.checkpoint.info)}
+    for part in tensors.values():
         check_finite(", ".join(planned.rule.sources), part)
-    return found
+    return tensors
 
 
 def _write_tensor(
@@ -188,7 +197,7 @@ def _write_tensor(
             planned.dtype if planned.weight_format == "dense" else plan.dtype,
         )
     else:
-        # the same bits there and here: a build's bytes do not depend on the machine
+        # the same bits on every device: the bytes of an engine do not depend on the machine
         quantized = plan.recipe_for(planned.module).quantize(
             tensor.to(_rounding_device(plan, tensor.numel())).float(), None
         )
@@ -198,7 +207,7 @@ def _write_tensor(
 
 
 def _rounding_device(plan: BuildPlan, num_weights: int) -> str:
-    """Where so many weights are rounded: on the target, if it is a GPU with room for them now."""
+    """Return the device for rounding: the target GPU if it has enough free memory, else the CPU."""
     if plan.device == "cpu":
         return "cpu"
     kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()

@@ -1,6 +1,6 @@
-"""Where calibration tokens come from: a jsonl of texts, or a set of our own where none is given.
+"""Calibration tokens: from a jsonl of texts, or from the built-in texts.
 
-For a model with eyes see ``builder.multimodal_calibration``: its lines may show pictures.
+For a model that reads images see ``builder.multimodal_calibration``: its lines may contain images.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ from modelmill.text.tokenizer import load_tokenizer
 BUILTIN_SOURCE = "modelmill's own text"
 TEXT_KEYS = ("text", "article", "prompt")
 IMAGE_KEYS = {"image", "images"}
-"""Under which a line names pictures."""
+"""Keys of a line that name images."""
 NUM_PARAGRAPHS = 1600
 
 
 @dataclass(frozen=True)
 class CalibrationSource:
-    """path None: our own text. digest: sha256 of the file or the text. num_samples sequences of
-    max_length tokens at most.
+    """Texts to calibrate on: at most num_samples sequences of max_length tokens.
 
-    image_digest: sha256 of the pictures' files, where the model reads pictures.
+    Attributes:
+        path: None for the built-in texts.
+        digest: sha256 of the file or the text.
+        image_digest: sha256 of the image files, if the model reads images.
     """
 
     path: Path | None
@@ -43,7 +45,7 @@ class CalibrationSource:
     image_digest: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """For the manifest: evaluations refuse the file that an engine was calibrated on."""
+        """Return the manifest's entry; evaluations refuse the engine's calibration file."""
         name = BUILTIN_SOURCE if self.path is None else self.path.name
         facts = {
             "name": name,
@@ -55,9 +57,12 @@ class CalibrationSource:
 
 
 def find_calibration(config: BuildConfig, max_model_len: int) -> CalibrationSource:
-    """What ``config`` asks for, hashed. max_model_len: what the model reads.
+    """Return the calibration source of ``config``, hashed.
 
-    Raises UsageError where a file is missing.
+    max_model_len: the longest sequence of the model.
+
+    Raises:
+        UsageError: if a file is missing.
     """
     length = min(config.calibration_length, max_model_len)
     if config.calibration is None:
@@ -80,16 +85,18 @@ def find_calibration(config: BuildConfig, max_model_len: int) -> CalibrationSour
 def load_calibration_ids(
     source: CalibrationSource, tokenizer_files: Mapping[str, bytes], vocab_size: int, seed: int
 ) -> list[list[int]]:
-    """Sequences of ``max_length`` ids, texts joined and cut; the last may be shorter. The same on
-    every machine.
+    """Return sequences of ``max_length`` ids, from texts joined and cut; the last may be shorter.
 
-    An engine without a tokenizer is calibrated on random ids. Raises UsageError for a file without
-    texts.
+    The result is the same on every machine. An engine without a tokenizer is calibrated on random
+    ids.
+
+    Raises:
+        UsageError: if the file has no texts.
     """
     if not tokenizer_files:
         if source.path is not None:
             raise UsageError(
-                f"--calibration {source.path}: the checkpoint has no tokenizer to read texts "
+                f"--calibration {source.path}: the checkpoint has no tokenizer for texts; "
                 "with; leave it out"
             )
         generator = torch.Generator().manual_seed(seed)
@@ -99,49 +106,54 @@ def load_calibration_ids(
     tokenizer = load_tokenizer(tokenizer_files)
     texts = iter([builtin_text()]) if source.path is None else read_texts(source.path)
     joined = TokenChunker(source.max_length)
-    found: list[list[int]] = []
+    sequences: list[list[int]] = []
     for text in texts:
-        found += joined.add(tokenizer.encode(text, bos=False))
-        if len(found) >= source.num_samples:
-            return found[: source.num_samples]
-    return [*found, *joined.remainder()]
+        sequences += joined.add(tokenizer.encode(text, bos=False))
+        if len(sequences) >= source.num_samples:
+            return sequences[: source.num_samples]
+    return [*sequences, *joined.remainder()]
 
 
 class TokenChunker:
-    """Texts' ids one after another, cut into sequences of ``length``."""
+    """Concatenates the ids of texts and cuts them into sequences of ``length``."""
 
     def __init__(self, length: int) -> None:
         self._length, self._remainder = length, list[int]()
 
     def add(self, ids: list[int]) -> list[list[int]]:
-        """The sequences that are full now."""
+        """Add ids; return the sequences that are now full."""
         self._remainder += ids
         full = len(self._remainder) // self._length * self._length
         cut, self._remainder = self._remainder[:full], self._remainder[full:]
         return [cut[i : i + self._length] for i in range(0, full, self._length)]
 
     def remainder(self) -> list[list[int]]:
-        """What is not full, if it can teach anything."""
+        """Return the last, partial sequence if it is long enough to be useful."""
         return [self._remainder] if len(self._remainder) > 1 else []
 
 
 def read_texts(path: Path) -> Iterator[str]:
-    """The texts of a jsonl, by "text", "article", "prompt" or the contents of "messages".
+    """Yield the texts of a jsonl, by "text", "article", "prompt" or the contents of "messages".
 
-    Raises UsageError.
+    Raises:
+        UsageError: if a line has no text.
     """
     for number, value in read_lines(path):
         if IMAGE_KEYS & set(value):
             raise UsageError(
-                f"--calibration {path}, line {number}: shows a picture, which this model does not "
-                "read; leave such "
+                f"--calibration {path}, line {number}: has an image, which this model does not "
+                "support; remove such "
                 "lines out"
             )
         yield text_from_line(value, path, number)
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number, object) of each line of a jsonl that is not empty. Raises UsageError."""
+    """Yield (number, object) of each line of a jsonl that is not empty.
+
+    Raises:
+        UsageError: if a line is not a JSON object.
+    """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError:
@@ -159,7 +171,11 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def text_from_line(line: Mapping[str, Any], path: Path, line_number: int) -> str:
-    """The text of a line. Raises UsageError where it has none."""
+    """Return the text of a line.
+
+    Raises:
+        UsageError: if the line has no text.
+    """
     text = _find_text(line)
     if text is None:
         raise UsageError(
@@ -177,12 +193,12 @@ def _find_text(line: Mapping[str, Any]) -> str | None:
     if not isinstance(turns, list):
         return None
     contents = [turn.get("content") for turn in turns if isinstance(turn, dict)]
-    said = [content for content in contents if isinstance(content, str)]
-    return "\n".join(said) if said else None
+    texts = [content for content in contents if isinstance(content, str)]
+    return "\n".join(texts) if texts else None
 
 
 def builtin_text(seed: int = 0, num_paragraphs: int = NUM_PARAGRAPHS) -> str:
-    """Paragraphs of calibration.txt's patterns, their words drawn anew each time."""
+    """Return random paragraphs made from the patterns of calibration.txt."""
     lines = (
         (resources.files("modelmill.builder") / "calibration.txt")
         .read_text(encoding="utf-8")

@@ -1,10 +1,10 @@
-"""What a build says of keys of a config that no family reads: nothing, a warning, or an error.
+"""Checks config keys that no family reads: ignored, a warning or an error.
 
-A family reads its config through a ``ConfigView``, which knows what was read. Of the rest,
-DESCRIPTION, TRAINING and RUNNING change no logits, nor do those of DEFAULTS with the value given
-there. Those of NEUTRAL would, unless they have one of the values given there. Any other is named,
-since nobody here knows what it means. A family adds its own: ``UNUSED_CONFIG_KEYS`` (names) and
-``SUPPORTED_VALUES`` (as here).
+A family reads its config through a ``ConfigView``, which records the keys it reads. Of the rest,
+DESCRIPTION, TRAINING and RUNNING do not change logits, nor do those of DEFAULTS with the listed
+value. Those of NEUTRAL change logits unless they have one of the listed values. Any other key is
+named in a warning, since its meaning is unknown. A family may add ``UNUSED_CONFIG_KEYS`` (names)
+and ``SUPPORTED_VALUES`` (as here).
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ DESCRIPTION_KEYS = frozenset((
     "max_sequence_length",
     "vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "finetuned", "eos_token_ids",
 ))  # fmt: skip
-"""What the file is and where it comes from; special tokens are read from other files; the
-checkpoint's reader itself reads quantization_config and dtype."""
+"""What the file is and where it comes from.
+
+Special tokens are read from other files; the checkpoint's reader itself reads quantization_config
+and dtype.
+"""
 
 TRAINING_KEYS = frozenset((
     "initializer_range", "initializer_factor", "attention_dropout", "attn_dropout",
@@ -45,7 +48,7 @@ TRAINING_KEYS = frozenset((
     "unsloth_fixed",
     "unsloth_version",
 ))  # fmt: skip
-"""Read by training alone."""
+"""Used by training alone."""
 
 RUNTIME_KEYS = frozenset((
     "use_cache", "return_dict", "use_return_dict", "output_hidden_states", "output_attentions",
@@ -56,7 +59,7 @@ RUNTIME_KEYS = frozenset((
     "tie_encoder_decoder",
     "cross_attention_hidden_size", "output_past",
 ))  # fmt: skip
-"""How one implementation computes the same."""
+"""Choices among implementations of the same computation."""
 
 INERT_DEFAULTS: Mapping[str, Any] = {
     "max_length": 20, "min_length": 0, "do_sample": False, "early_stopping": False, "num_beams": 1,
@@ -67,9 +70,7 @@ INERT_DEFAULTS: Mapping[str, Any] = {
     "num_return_sequences": 1, "return_dict_in_generate": False, "remove_invalid_values": False,
     "attention_bias": False, "mlp_bias": False, "expert_used_count": 0, "expert_count": 0,
 }  # fmt: skip
-"""What old files repeat of generation's defaults, and switches that are off; with another value
-they are named.
-"""
+"""Copies of generation defaults in old files, and switches that are off; other values are named."""
 
 ATTENTION_DIRECTION_KEYS: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (True,),
@@ -80,7 +81,7 @@ ATTENTION_DIRECTION_KEYS: Mapping[str, tuple[Any, ...]] = {
     "attn_type": ("causal", "full", "full_attention"),
     "attention_type": ("causal", "full", "full_attention"),
 }
-"""Which way attention looks, and the values that mean: back alone."""
+"""The direction of attention, and the values that mean causal."""
 
 SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = {
     **ATTENTION_DIRECTION_KEYS,
@@ -119,26 +120,30 @@ SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "rope_interleaved": (False,),
-    # GGUF's, behind the architecture's name
+    # GGUF keys, without the architecture's prefix
     "attention.scale": (0,),
     "attention.clamp_kqv": (0,),
     "attention.max_alibi_bias": (0,),
     "residual_scale": (0, 1),
     "embedding_scale": (0, 1),
 }
-"""Keys that change what some model computes, and the values with which they change nothing (null
-never does).
-"""
+"""Keys that change the computation of some models, and the values that change nothing (as null)."""
 
 WITHOUT_EFFECT = frozenset(("attention.sliding_window",))
-"""GGUF's keys that sound as if they changed something and do not, in llama.cpp neither: a llama of
-a GGUF has full attention. They are named, since the weights may have been trained otherwise."""
+"""GGUF keys that seem to change the computation and do not, in llama.cpp neither.
+
+A llama of a GGUF has full attention. They are named, since the weights may have been trained
+otherwise.
+"""
 
 
 def check_unread_keys(view: ConfigView, family: ModuleType, file_name: str) -> list[str]:
-    """What there is to say of a config that ``family`` has read; file_name: the file, for messages.
+    """Return warnings about a config that ``family`` has read.
 
-    Raises CheckpointError for a key that changes the arithmetic in a way that is not computed.
+    file_name: the file, for messages.
+
+    Raises:
+        CheckpointError: for a key that requires an unsupported computation.
     """
     neutral = {**SUPPORTED_VALUES, **getattr(family, "SUPPORTED_VALUES", {})}
     harmless = (
@@ -149,7 +154,7 @@ def check_unread_keys(view: ConfigView, family: ModuleType, file_name: str) -> l
     )
     unknown = []
     for key, value in view.unread().items():
-        # alone, within an object or behind an architecture's name
+        # alone, within an object or after an architecture's name
         names = (key, key.partition(".")[2], key.rpartition(".")[2])
         allowed = next((neutral[name] for name in names if name in neutral), None)
         if not WITHOUT_EFFECT.isdisjoint(names):
@@ -168,7 +173,7 @@ def _unsupported_message(key: str, value: Any, allowed: tuple[Any, ...]) -> str:
     shown = f"{key if key.isprintable() else quote(key)}={quote(value, 60)}"
     if key.rpartition(".")[2] in ATTENTION_DIRECTION_KEYS:
         return (
-            f"{shown} asks for attention to later tokens, too (embedding models such as gte-Qwen2 "
+            f"{shown} enables attention to later tokens, too (embedding models such as gte-Qwen2 "
             "do), which is not "
             f"computed; supported: {', '.join(map(repr, allowed))}"
         )
@@ -188,12 +193,12 @@ def _is_default(name: str, value: Any) -> bool:
 
 
 def _is_equal(value: Any, other: Any) -> bool:
-    """Equal, and both truth values or both none."""
+    """Return whether values are equal and both or neither are booleans."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
 def _unread_warning(keys: list[str], file_name: str) -> list[str]:
-    """One line for all keys that nobody knows."""
+    """Return one line for all unknown keys."""
     if not keys:
         return []
     shown = [

@@ -1,4 +1,4 @@
-"""Whether an engine that is there already is the one that a plan would build."""
+"""Compares an existing engine with a build plan."""
 
 from __future__ import annotations
 
@@ -22,11 +22,15 @@ def differences_from_plan(
     with_acceptance: bool = True,
     on_progress: StageProgress | None = None,
 ) -> list[str]:
-    """In what the engine at that place differs from what ``plan`` would write there, a few words
-    each; [] in nothing.
+    """Describe how the engine at a path differs from the one that ``plan`` would write.
 
-    with_acceptance: whether the new one would be judged. The checkpoint is read whole only where
-    all else is the same."""
+    The checkpoint is read whole only if everything else is the same.
+
+    with_acceptance: whether the new engine would be checked.
+
+    Returns:
+        A few words per difference; [] if there is none.
+    """
     try:
         artifact = open_artifact(engine_path)
         judged = artifact.acceptance().get("accepted")
@@ -34,27 +38,29 @@ def differences_from_plan(
         return ["it cannot be opened by this version"]
     manifest = artifact.manifest
     there, now = manifest.build, json.loads(json.dumps(to_dict(plan.config)))
-    found = [
+    differences = [
         f"{name.replace('_', '-')} {there.get(name)} there, {now.get(name)} now"
         for name in sorted(there.keys() | now.keys())
         if there.get(name) != now.get(name)
     ]
     if manifest.max_model_len != plan.max_model_len:
-        found.append(f"max-model-len {manifest.max_model_len} there, {plan.max_model_len} now")
+        differences.append(
+            f"max-model-len {manifest.max_model_len} there, {plan.max_model_len} now"
+        )
     versions = {"modelmill": modelmill.__version__, "torch": torch.__version__.split("+")[0]}
-    found += [
+    differences += [
         f"built by {name} {manifest.versions.get(name)}, this is {version}"
         for name, version in versions.items()
         if manifest.versions.get(name) != version
     ]
     if with_acceptance and judged is not True:
-        found.append("it was built without acceptance")
+        differences.append("it was built without acceptance")
     if manifest.source.get("calibration") != (
         None if plan.text_source is None else plan.text_source.to_json()
     ):
-        found.append("calibrated on something else")
-    if found:
-        return found
+        differences.append("calibrated on something else")
+    if differences:
+        return differences
 
     def report_progress(done: int, total: int) -> None:
         if on_progress is not None:

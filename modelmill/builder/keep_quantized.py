@@ -1,8 +1,8 @@
-"""``-q keep``: matrices that a checkpoint stores in few bits stay as they are, number by number.
+"""``-q keep``: matrices that a checkpoint stores in few bits are kept, integer by integer.
 
-What reads one input is one matrix in the engine (q, k and v; gate and up): where its parts are
-stored alike they are held as one, otherwise each in its own way, one above the other. Everything
-else is held dense.
+Matrices that read one input are one matrix in the engine (q, k and v; gate and up): parts with the
+same layout form one weight, otherwise they form row blocks in several formats. All other weights
+are dense.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ KEEP = "keep"
 
 @dataclass(frozen=True)
 class KeptWeight:
-    """A matrix of the engine from parts of the checkpoint, with the layout of each; None: a part
-    that is dense.
+    """A matrix of the engine from parts of the checkpoint, with the layout of each part.
 
-    weight_format: how it is held.
+    Attributes:
+        layouts: None for a dense part.
+        weight_format: the format in the engine.
     """
 
     sources: tuple[str, ...]
@@ -38,20 +39,25 @@ class KeptWeight:
     weight_format: str
 
     def stored_info(self, shapes: tuple[tuple[int, int], ...], dtype: torch.dtype) -> PackedInfo:
-        """Shapes and dtypes of what is stored, by suffix. dtype: of dense parts."""
+        """Return shapes and dtypes of the stored tensors, by suffix.
+
+        dtype: of dense parts.
+        """
         if self.weight_format != "mixed_rows":
             first = self.layouts[0]
             assert first is not None, "a kept matrix of one form"
             return _packed_info(first, sum(shape[0] for shape in shapes))
-        found: PackedInfo = {}
+        tensors: PackedInfo = {}
         for number, (form, shape) in enumerate(zip(self.layouts, shapes, strict=True)):
             info = {"weight": (shape, dtype)} if form is None else _packed_info(form, shape[0])
-            kind = "dense" if form is None else form.weight_format
-            found |= {f"{number}-{kind}-{suffix}": entry for suffix, entry in info.items()}
-        return found
+            weight_format = "dense" if form is None else form.weight_format
+            tensors |= {
+                f"{number}-{weight_format}-{suffix}": entry for suffix, entry in info.items()
+            }
+        return tensors
 
     def read(self, checkpoint: Checkpoint, dtype: torch.dtype) -> WeightFormat:
-        """The matrix with its values."""
+        """Read the matrix."""
         if self.weight_format != "mixed_rows":
             parts = [checkpoint.read_packed(name) for name in self.sources]
             assert self.layouts[0] is not None, "a kept matrix of one form"
@@ -66,8 +72,9 @@ class KeptWeight:
 
 
 def find_kept_weight(resolved: ResolvedRule, checkpoint: Checkpoint) -> KeptWeight | None:
-    """How a matrix can be kept; None where nothing of it is stored in few bits, or it is not made
-    of whole rows.
+    """Return how a matrix can be kept.
+
+    It is None if no part is stored in few bits, or the matrix is not made of whole rows.
     """
     forms = [checkpoint.quant_layout(name) for name in resolved.sources]
     turned = resolved.how == "transpose"
@@ -81,16 +88,19 @@ def find_kept_weight(resolved: ResolvedRule, checkpoint: Checkpoint) -> KeptWeig
     same = first is not None and all(
         form is not None and form.merge_key == first.merge_key for form in forms
     )
-    kind = first.weight_format if first is not None and same else "mixed_rows"
-    return KeptWeight(resolved.sources, tuple(forms), kind)
+    weight_format = first.weight_format if first is not None and same else "mixed_rows"
+    return KeptWeight(resolved.sources, tuple(forms), weight_format)
 
 
 def resolve_keep(checkpoint: Checkpoint, config: BuildConfig) -> tuple[BuildConfig, dict[str, str]]:
-    """A checkpoint that is quantized already is kept unless another recipe is asked for; and why,
-    by option.
+    """Keep an already quantized checkpoint unless another recipe is set.
 
-    Raises UsageError where there is nothing to keep, CheckpointError where the config speaks of
-    what is not there.
+    Returns:
+        The config, and the reason by option.
+
+    Raises:
+        UsageError: if there is nothing to keep.
+        CheckpointError: if the config describes a quantization that the tensors do not have.
     """
     foreign = bool(checkpoint.config.get("quantization_config"))
     if config.quantization != KEEP and not (foreign and config.quantization == "none"):
@@ -105,14 +115,14 @@ def resolve_keep(checkpoint: Checkpoint, config: BuildConfig) -> tuple[BuildConf
             types[checkpoint.info(name).dtype] += len(checkpoint.info(name).shape) > 1
     if not labels and foreign:
         raise CheckpointError(
-            f"{checkpoint.path}: config.json says that the weights are quantized, but none are; "
+            f"{checkpoint.path}: config.json describes quantized weights, but none are; "
             "remove its "
-            "quantization_config, or take the whole checkpoint"
+            "quantization_config, or use the whole checkpoint"
         )
     if not labels:
         type_names = ", ".join(name for name, count in types.most_common(4) if count)
         raise UsageError(
-            f"-q keep: {checkpoint.path} holds no matrix that can be kept as it is (Q4_0, Q4_1, "
+            f"-q keep: {checkpoint.path} has no matrix that can be kept (Q4_0, Q4_1, "
             "Q8_0, GPTQ, AWQ, "
             f"compressed-tensors), but {type_names}; build with -q int4 or -q int8"
         )
@@ -123,7 +133,7 @@ def resolve_keep(checkpoint: Checkpoint, config: BuildConfig) -> tuple[BuildConf
 
 
 def source_shape(info: TensorInfo, layout: QuantLayout | None) -> tuple[int, int]:
-    """[rows, columns] of a part as it will be held."""
+    """Return [rows, columns] of a part in the engine."""
     return (layout.rows, layout.columns) if layout is not None else (info.shape[0], info.shape[1])
 
 
@@ -131,8 +141,8 @@ def _packed_info(layout: QuantLayout, rows: int) -> PackedInfo:
     shape = (rows, layout.columns)
     if layout.weight_format == "int8":
         return int8.Int8Weight.packed_info(shape, torch.float32)
-    kind: Any = int4.Int4Weight if layout.weight_format == "int4" else int8_group.Int8GroupWeight
-    info: PackedInfo = kind.stored_info(
+    cls: Any = int4.Int4Weight if layout.weight_format == "int4" else int8_group.Int8GroupWeight
+    info: PackedInfo = cls.stored_info(
         shape,
         layout.group_size,
         layout.scale_dtype,
@@ -160,7 +170,7 @@ def _unpack(layout: QuantLayout, packed: PackedMatrix) -> WeightFormat:
 
 
 def _concat_rows(matrices: list[PackedMatrix]) -> PackedMatrix:
-    """Rows above rows."""
+    """Concatenate matrices by rows."""
     if len(matrices) == 1:
         return matrices[0]
     offsets = [part.offset for part in matrices if part.offset is not None]

@@ -1,9 +1,8 @@
-"""Layers of a calibrated recipe: read dense, quantized on the calibration tokens that come through,
-written.
+"""Layers of a calibrated recipe: read dense, quantized on the calibration tokens, and written.
 
 In memory are the embedding, one layer in float32, the next one as the checkpoint stores it, and the
-calibration tokens. Layers that an interrupted build has finished are read back and only passed
-through.
+calibration tokens. Layers that an interrupted build has finished are read back and only run
+forward.
 """
 
 from __future__ import annotations
@@ -32,9 +31,10 @@ TensorCheck = Callable[[torch.Tensor, PlannedTensor, BuildPlan], None]
 
 
 class LayerQuantizer:
-    """The layers of one build, from the first to the last; ``close`` has to be called.
+    """Quantizes the layers of one build, from the first to the last; ``close`` must be called.
 
-    Raises UsageError for calibration data that is no good.
+    Raises:
+        UsageError: if the calibration data cannot be used.
     """
 
     def __init__(self, plan: BuildPlan, staging: Staging, check: TensorCheck) -> None:
@@ -57,13 +57,13 @@ class LayerQuantizer:
         ) = None
 
     def close(self) -> None:
-        """Read nothing more."""
+        """Stop reading ahead."""
         self._reader.shutdown()
 
     def forward_finished_layer(
         self, layer: int, planned_tensors: Iterable[PlannedTensor], shard: str
     ) -> None:
-        """Through a layer that is finished already."""
+        """Run the calibration tokens through a layer that is already written."""
         reader = ShardReader(self.staging.path / shard)
         self._load(
             planned_tensors, lambda piece: {name: reader.get(name) for name in piece.stored_info}
@@ -78,9 +78,9 @@ class LayerQuantizer:
         writer: ShardWriter,
         next_tensors: Sequence[PlannedTensor] = (),
     ) -> None:
-        """Quantize a layer and write it, what was done to it first.
+        """Quantize a layer and write it, and record its facts.
 
-        next_tensors: the next one's, read meanwhile.
+        next_tensors: those of the next layer, read meanwhile.
         """
         came, self._prefetched = self._prefetched, None
         read = (
@@ -107,7 +107,7 @@ class LayerQuantizer:
 
     @property
     def calibration(self) -> CalibrationState:
-        """The calibration tokens; embedded when the first layer asks."""
+        """Return the calibration tokens; the first layer embeds them."""
         if self._calibration is None:
             embed = [planned for planned in self.plan.tensors if planned.module == "embed"]
             self._load(embed, self._read)
@@ -117,11 +117,8 @@ class LayerQuantizer:
             self._calibration = CalibrationState.from_ids(self.model, ids, ops, self.device, shown)
         return self._calibration
 
-    # -- inside
-    # ---------------------------------------------------------------------------
-
     def _read(self, planned: PlannedTensor) -> dict[str, torch.Tensor]:
-        """One tensor of the checkpoint; norms and biases rounded as they will be stored."""
+        """Return the calibration tokens, embedded on first use."""
         checkpoint = self.plan.checkpoint
         tensor = apply_rule(planned.rule, checkpoint.get, checkpoint.info)
         check_finite(", ".join(planned.rule.sources), tensor)
@@ -154,7 +151,7 @@ class LayerQuantizer:
                 )
             elif set(tensors) == {f"{planned.module}.weight"}:
                 assert isinstance(module, Linear)
-                # as it is stored and then widened: half the bytes travel
+                # transfer in the stored dtype, then widen: half the bytes
                 module.weight = Dense(
                     tensors[f"{planned.module}.weight"].to(self.device).float().contiguous()
                 )

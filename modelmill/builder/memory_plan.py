@@ -1,12 +1,9 @@
-"""How much memory a build takes: told by ``--dry-run``, and compared with what is free before
-anything is written.
+"""Memory of a build: reported by ``--dry-run`` and compared with the free memory before the build.
 
-A build maps the checkpoint and the engine, and allocates beside them. Mapped pages count in what
-the system shows for the process ("resident"), but the system takes them back where memory is short.
-What is allocated it cannot take back: where that does not fit, the process is killed.
-
-The bytes per weight follow from what the code makes of a weight; the constants are what was left of
-the peaks that ``tools/build_memory.py`` measures on a CPU.
+A build maps the checkpoint and the engine, and allocates buffers. The OS counts mapped pages as
+resident but reclaims them when memory is short. It cannot reclaim allocations: if they do not fit,
+the process is killed. The bytes per weight follow from the code; the constants are the rest of the
+peaks that ``tools/build_memory.py`` measures on a CPU.
 """
 
 from __future__ import annotations
@@ -27,53 +24,51 @@ from modelmill.quant.calibration_state import BATCH_TOKENS
 
 MIB = 1 << 20
 LATE_IMPORT_BYTES = 20 * MIB
-"""What the process still loads after the plan: the runtime's modules and the kernels."""
+"""Memory that the process loads after the plan: the runtime's modules and the kernels."""
 WRITING_BYTES, CALIBRATION_BYTES, ACCEPTANCE_BYTES, ENCODING_BYTES = (
     40 * MIB,
     60 * MIB,
     60 * MIB,
     110 * MIB,
 )
-"""What a stage allocates for a model of no size: buffers of threads, KV pages of the judged text.
+"""Allocations of a stage for a model of size zero: buffers of threads, KV pages of the acceptance
+text.
 """
 LAYER_READ_BYTES = 130 * MIB
-"""The same for reading layers that a GPU calibrates."""
+"""Allocations of a stage for a model of size zero: thread buffers, KV pages of the sample text."""
 EXPAND_BYTES_PER_WEIGHT = 9
-"""Bytes a weight while a packed tensor of a checkpoint is expanded to float32: the result and what
-it is made of.
+"""Bytes per weight while a packed tensor of a checkpoint is expanded to float32: input and result.
 """
 ROUND_BYTES_PER_WEIGHT = 12
-"""Bytes a weight while a matrix is rounded: in float32, divided by its scales, and rounded."""
+"""Bytes per weight while a matrix is rounded: in float32, divided by its scales, and rounded."""
 ACCEPTANCE_ROWS = 128
-"""Rows of the judged text whose logits are compared (``accept.sequences``)."""
+"""Rows of the acceptance text whose logits are compared (``accept.sequences``)."""
 LOGITS_TENSORS = 3.8
 """Tensors of these rows' logits in float32: the engine's, the reference's, and their difference."""
 BLOCK_LOGITS, BLOCK_LOGITS_TENSORS = 1 << 21, 6
-"""Logits that are in float64 at once (``accept.metrics``), and the tensors that are made of them.
-"""
+"""Logits that are in float64 at a time (``accept.metrics``), and the tensors derived from them."""
 CALIBRATION_FRAGMENTATION = 1.1
-"""Memory of calibration tokens over the size of their tensors: freed blocks that fit nothing else
-lie between them.
-"""
+"""Ratio of allocated memory to the calibration tensors' size, because of fragmentation."""
 ENCODING_LAYERS = 4.5
-"""Widest layers of one image in float32 that judging an engine with a convolutional encoder holds
-at once.
+"""Number of float32 buffers, each the size of the widest layer of one image, held while an engine
+with a convolutional encoder is checked.
 """
 ENCODING_SCORES = 7
-"""Scores of one head over a whole image in float32 that the reference of a ViT, which takes head by
-head, holds.
-"""
+"""Buffers of the size of one image's widest layer (float32) in a convolutional encoder's check."""
 HEAD_ROWS = 4096
-"""Rows of the vocabulary that the reference widens at once."""
+"""Rows of the vocabulary that the reference converts to float32 at a time."""
 
 
 @dataclass(frozen=True)
 class BuildMemory:
     """Bytes at the peak of a build.
 
-    process_bytes: resident before it begins, with what it still loads. mapped_bytes: pages of the
-    checkpoint and of the engine. writing_bytes, calibration_bytes, acceptance_bytes: what each
-    stage allocates; a stage that is left out has 0.
+    Attributes:
+        process_bytes: resident before the build, with later imports.
+        mapped_bytes: pages of the checkpoint and of the engine.
+        writing_bytes: allocated by this stage; 0 for a stage that is skipped.
+        calibration_bytes: likewise.
+        acceptance_bytes: likewise.
     """
 
     process_bytes: int
@@ -84,23 +79,29 @@ class BuildMemory:
 
     @property
     def allocated_bytes(self) -> int:
-        """What has to be free when the build starts."""
+        """Return the bytes that must be free when the build starts."""
         return max(self.writing_bytes, self.calibration_bytes, self.acceptance_bytes)
 
     @property
     def peak_bytes(self) -> int:
-        """Resident at most, as the system shows it."""
+        """Return the largest resident size."""
         return self.process_bytes + self.mapped_bytes + self.allocated_bytes
 
     def without_acceptance(self) -> BuildMemory:
-        """The same build with --no-check."""
+        """Return the memory of the same build with --no-check."""
         return BuildMemory(
             self.process_bytes, self.mapped_bytes, self.writing_bytes, self.calibration_bytes, 0
         )
 
     def check(self, checkpoint_name: str, *, with_acceptance: bool) -> None:
-        """Raises UsageError where so much is not free; checkpoint_name: for the message.
-        with_acceptance: without --no-check.
+        """Check that enough memory is free.
+
+        Args:
+            checkpoint_name: for the message.
+            with_acceptance: False for --no-check.
+
+        Raises:
+            UsageError: if too little memory is free.
         """
         needed = self if with_acceptance else self.without_acceptance()
         free = memory_limits.available_memory().free
@@ -117,12 +118,12 @@ class BuildMemory:
 
 
 def process_bytes() -> int:
-    """Resident memory of this process now, with what a build still loads."""
+    """Return the resident memory of this process now, with what a build still loads."""
     return int(psutil.Process().memory_info().rss) + LATE_IMPORT_BYTES
 
 
 def mapped_bytes(checkpoint: Checkpoint, planned_tensors: Sequence[PlannedTensor]) -> int:
-    """Bytes of the checkpoint's tensors that are read, and of the engine."""
+    """Return the bytes of the checkpoint's tensors that are read, and of the engine."""
     sources = {name for planned in planned_tensors for name in planned.rule.sources}
     return sum(checkpoint.info(name).nbytes for name in sources) + sum(
         planned.nbytes for planned in planned_tensors
@@ -130,7 +131,7 @@ def mapped_bytes(checkpoint: Checkpoint, planned_tensors: Sequence[PlannedTensor
 
 
 def writing_bytes(checkpoint: Checkpoint, planned_tensors: Sequence[PlannedTensor]) -> int:
-    """While tensors stream through: the costliest one, and the next one as it is read meanwhile."""
+    """Return the bytes while tensors are written: the most expensive tensor, and the next one."""
     reads = [read_buffer_bytes(checkpoint, planned) for planned in planned_tensors]
     packs = [
         pack_buffer_bytes(planned, torch.Size(planned.shape).numel()) for planned in planned_tensors
@@ -147,14 +148,13 @@ def writing_bytes(checkpoint: Checkpoint, planned_tensors: Sequence[PlannedTenso
         for planned, read in zip(planned_tensors, reads)
     ]
     peaks = (
-        max(read, mine + pack) + after
-        for read, mine, pack, after in zip(reads, kept, packs, follows)
+        max(read, own + pack) + after for read, own, pack, after in zip(reads, kept, packs, follows)
     )
     return WRITING_BYTES + max(peaks, default=0)
 
 
 def read_buffer_bytes(checkpoint: Checkpoint, planned: PlannedTensor) -> int:
-    """Bytes allocated while a tensor is read: none for one that is mapped as it is."""
+    """Return the bytes allocated while a tensor is read; 0 if it is mapped."""
     count = torch.Size(planned.shape).numel()
     infos = [checkpoint.info(name) for name in planned.rule.sources]
     if planned.kept_weight is not None:
@@ -165,7 +165,7 @@ def read_buffer_bytes(checkpoint: Checkpoint, planned: PlannedTensor) -> int:
 
 
 def pack_buffer_bytes(planned: PlannedTensor, num_weights: int) -> int:
-    """Bytes allocated while a tensor is packed: a cast, or what rounding makes."""
+    """Return the bytes allocated while a tensor is packed: for a cast, or for rounding."""
     return (
         planned.nbytes
         if planned.weight_format in (None, "dense")
@@ -174,9 +174,7 @@ def pack_buffer_bytes(planned: PlannedTensor, num_weights: int) -> int:
 
 
 def is_expanded(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether reading a tensor makes float32 of fewer bits, or computes it: nothing of it is
-    mapped.
-    """
+    """Return whether reading a tensor computes new values, so that it is not mapped."""
     info = checkpoint.info(name)
     return info.nbytes < info.numel * info.torch_dtype.itemsize
 
@@ -187,8 +185,9 @@ def acceptance_bytes(
     vocab_size: int,
     hidden_size: int,
 ) -> int:
-    """While a language engine is judged: a layer in float32, or the rows of logits that are
-    compared.
+    """Return the bytes while a language engine is checked.
+
+    It is the larger of a layer in float32 and the rows of logits that are compared.
     """
     head = next((p for p in planned_tensors if p.module == "head"), None) or next(
         p for p in planned_tensors if p.module == "embed"
@@ -200,8 +199,8 @@ def acceptance_bytes(
     ) + 8 * BLOCK_LOGITS_TENSORS * min(BLOCK_LOGITS, ACCEPTANCE_ROWS * vocab_size)
     logits += 4 * min(HEAD_ROWS, vocab_size) * hidden_size
     weights = float32_bytes(planned_tensors, "layers.0.") // 4
-    # the checkpoint's in float32, beside them what a rounded engine holds, and blocks of both that
-    # are compared
+    # the checkpoint's layer in float32, the quantized engine's, and blocks of both that are
+    # compared
     rounded = any(
         p.weight_format not in (None, "dense")
         for p in planned_tensors
@@ -219,13 +218,13 @@ def calibration_bytes(
     *,
     needs_hessian: bool,
 ) -> int:
-    """While a recipe reads calibration tokens.
+    """Return the bytes while a recipe reads calibration tokens.
 
-    kv_size: numbers that a layer keeps of a token, keys and values. needs_hessian: whether the
-    recipe asks for one.
+    These are the embedding, a layer (three times at its widest matrix), the statistics of one site,
+    the tokens at the widest site, and for one batch the activations between two sites.
 
-    That is the embedding, a layer (three times at its widest matrix), the statistics of one site,
-    the tokens at the widest site, and of one batch what the layer computes between two sites.
+    kv_size: elements of keys and values per token in a layer. needs_hessian: whether the recipe
+    uses the Hessian.
     """
     embed, layer = (
         float32_bytes(planned_tensors, "embed"),
@@ -247,13 +246,12 @@ def calibration_bytes(
 
 
 def encoding_bytes(encoder: Any, workspace_bytes: int, itemsize: int) -> int:
-    """While an image engine is judged: one image through both; workspace_bytes: its widest layer in
-    float32.
+    """Return the bytes while an image engine is checked: one image through engine and reference.
 
-    itemsize: of the engine's activations, in which it holds what positions add to the scores, and
-    the scores.
+    workspace_bytes: its widest layer in float32. itemsize: of the engine's activations, including
+    the position bias and the scores.
     """
-    if not hasattr(encoder, "inner"):  # no transformer throughout
+    if not hasattr(encoder, "inner"):  # not a pure transformer
         return ENCODING_BYTES + int(ENCODING_LAYERS * workspace_bytes)
     tokens = encoder.grid**2
     branches = 2 * 3 * tokens * max(3 * encoder.width, encoder.inner) * 4
@@ -263,8 +261,9 @@ def encoding_bytes(encoder: Any, workspace_bytes: int, itemsize: int) -> int:
 
 
 def layer_read_bytes(planned_tensors: Sequence[PlannedTensor]) -> int:
-    """While layers are read for a GPU that calibrates: the embedding, or a layer and the next one,
-    in float32.
+    """Return the bytes while layers are read for calibration on a GPU.
+
+    In float32, they are the embedding, or a layer and the next one.
     """
     return LAYER_READ_BYTES + max(
         float32_bytes(planned_tensors, "embed"), 2 * float32_bytes(planned_tensors, "layers.0.")
@@ -272,7 +271,7 @@ def layer_read_bytes(planned_tensors: Sequence[PlannedTensor]) -> int:
 
 
 def float32_bytes(planned_tensors: Sequence[PlannedTensor], prefix: str) -> int:
-    """Bytes in float32 of the tensors of modules whose names begin with ``prefix``."""
+    """Return the float32 bytes of the tensors of modules whose names begin with ``prefix``."""
     return sum(
         4 * torch.Size(p.shape).numel() for p in planned_tensors if p.module.startswith(prefix)
     )

@@ -1,9 +1,8 @@
-"""Calibration of a model with eyes: conversations about pictures beside texts.
+"""Calibration of a model that reads images: conversations about images, and texts.
 
-A line of the jsonl may name pictures ("image": a path, "images": several; paths are relative to the
-file) with what is asked or said about them ("text"), and an answer ("answer" or "caption"); or it
-holds "messages" with pictures as a chat has them. Without a file pictures of our own are drawn and
-talked about in our own words.
+A line of the jsonl may name images ("image": a path, "images": several; paths are relative to the
+file) with a question or text ("text"), and an answer ("answer" or "caption"); or it has "messages"
+with images as in a chat. Without a file, images and conversations are generated.
 """
 
 from __future__ import annotations
@@ -38,29 +37,35 @@ from modelmill.text.tokenizer import load_tokenizer
 from modelmill.vision.image_input import decode_data_url, load_square_image
 
 ANSWER_KEYS = ("answer", "caption")
-IMAGE_BATCH_SIZE = 8  # pictures through the eyes at once
-TEXTS_PER_IMAGE = 4  # of our own sequences, one in so many is about a picture
+IMAGE_BATCH_SIZE = 8  # images per batch of the vision encoder
+TEXTS_PER_IMAGE = 4  # one in so many generated sequences has an image
 QUESTIONS = (
     "Describe this image in detail.",
     "What is in the picture?",
     "Where was this taken, and what has happened?",
 )
 IMAGE_EMBEDDER_PREFIX = "image_embedder."
-BUILTIN_IMAGES = "drawn"  # by us
+BUILTIN_IMAGES = "drawn"  # generated
 
 
 @dataclass(frozen=True)
 class CalibrationSample:
-    """ids of one sequence; pictures [S, S, 3] uint8 by the position of their first place."""
+    """One calibration sequence.
+
+    Attributes:
+        ids: token ids.
+        images: [S, S, 3] uint8 by the position of their first token.
+    """
 
     ids: list[int]
     images: Mapping[int, np.ndarray] = field(default_factory=dict)
 
 
 def hash_images(source: CalibrationSource) -> CalibrationSource:
-    """The source with its pictures hashed: others under the same names make another engine.
+    """Return the source with a hash of its images, so that changed images change the engine.
 
-    Raises UsageError.
+    Raises:
+        UsageError: if an image is missing.
     """
     if source.path is None:
         return replace(source, image_digest=BUILTIN_IMAGES)
@@ -80,63 +85,67 @@ def hash_images(source: CalibrationSource) -> CalibrationSource:
 def calibration_samples(
     source: CalibrationSource, files: Mapping[str, bytes], model: Any, seed: int
 ) -> list[CalibrationSample]:
-    """Calibration sequences of a model with eyes or without.
+    """Return the calibration sequences of a model, with or without images.
 
-    Raises UsageError for data that is no good.
+    Raises:
+        UsageError: if the data cannot be used.
     """
     vocab = int(model.config.vocab)
     if reads_images(files):
-        found = load_samples(source, files, int(model.image_size))
+        samples = load_samples(source, files, int(model.image_size))
     else:
-        found = [CalibrationSample(ids) for ids in load_calibration_ids(source, files, vocab, seed)]
+        samples = [
+            CalibrationSample(ids) for ids in load_calibration_ids(source, files, vocab, seed)
+        ]
     name = "the calibration data" if source.path is None else f"--calibration {source.path}"
-    check_calibration_ids([sample.ids for sample in found], vocab, name)
-    return found
+    check_calibration_ids([sample.ids for sample in samples], vocab, name)
+    return samples
 
 
 def embed_images(
     samples: Sequence[CalibrationSample], model: Any, load_prefix: Callable[[str], None], ops: Ops
 ) -> list[dict[int, torch.Tensor]]:
-    """Embeddings of each sample's pictures, by their places, as ``encode_images`` makes them."""
+    """Return the embeddings of each sample's images by position (see ``encode_images``)."""
     pictures = [
         torch.as_tensor(picture) for sample in samples for picture in sample.images.values()
     ]
     if not pictures:
         return [{} for _ in samples]
-    found = iter(encode_images(model, torch.stack(pictures), load_prefix, ops))
-    return [{position: next(found) for position in sample.images} for sample in samples]
+    embeddings = iter(encode_images(model, torch.stack(pictures), load_prefix, ops))
+    return [{position: next(embeddings) for position in sample.images} for sample in samples]
 
 
 def load_samples(
     source: CalibrationSource, files: Mapping[str, bytes], image_size: int
 ) -> list[CalibrationSample]:
-    """Sequences of at most ``max_length`` tokens, none of which ends inside a picture; the same on
-    every machine.
+    """Load sequences of at most ``max_length`` tokens, none of which ends inside an image.
 
-    A line with pictures is a sequence of its own, texts are joined and cut as
-    ``load_calibration_ids`` does. Raises UsageError, which names the line, for a picture that is
-    missing or none and for a line that says nothing.
+    The result is the same on every machine. A line with images is a sequence of its own; texts are
+    joined and cut as in ``load_calibration_ids``.
+
+    Raises:
+        UsageError: for a missing or invalid image or a line without text; it names the line.
     """
     tokenizer = load_tokenizer(files)
     chat = load_image_chat(files, tokenizer)
-    found: list[CalibrationSample] = []
+    samples: list[CalibrationSample] = []
     texts = TokenChunker(source.max_length)
     for where, value in (
         builtin_lines(image_size) if source.path is None else _read_conversations(source.path)
     ):
         if isinstance(value, str):
-            found += [
+            samples += [
                 CalibrationSample(ids) for ids in texts.add(tokenizer.encode(value, bos=False))
             ]
         else:
-            found.append(_conversation_sample(value, chat, source, image_size, where))
-        if len(found) >= source.num_samples:
-            return found[: source.num_samples]
-    return [*found, *(CalibrationSample(ids) for ids in texts.remainder())]
+            samples.append(_conversation_sample(value, chat, source, image_size, where))
+        if len(samples) >= source.num_samples:
+            return samples[: source.num_samples]
+    return [*samples, *(CalibrationSample(ids) for ids in texts.remainder())]
 
 
 def reads_images(files: Mapping[str, bytes]) -> bool:
-    """Whether conversations of a checkpoint with these files may hold pictures."""
+    """Return whether the chat format of these files supports images."""
     return IMAGE_CHAT_FILE in files
 
 
@@ -144,10 +153,12 @@ def reads_images(files: Mapping[str, bytes]) -> bool:
 def encode_images(
     model: Any, images: torch.Tensor, load_prefix: Callable[[str], None], ops: Ops
 ) -> torch.Tensor:
-    """Embeddings [N, 32, hidden] float32 on the CPU of pictures [N, S, S, 3] uint8, one block of
-    the vision encoder in memory.
+    """Encode images [N, S, S, 3] uint8, with one block of the vision encoder in memory.
 
-    load_prefix: fill what the prefix names; ``model.image_embedder`` is empty afterwards.
+    load_prefix: loads the modules below a prefix; ``model.image_embedder`` is empty afterwards.
+
+    Returns:
+        Embeddings [N, 32, hidden] float32 on the CPU.
     """
     embedder, vision = model.image_embedder, VisionContext(ops)
     encoder = embedder.visual_encoder
@@ -165,48 +176,48 @@ def encode_images(
         encoder.blocks[number] = nn.Identity()
     for name in ("ln_vision.", "qformer.", "proj."):
         load_prefix(IMAGE_EMBEDDER_PREFIX + name)
-    found = torch.cat([embedder.project(some, vision).float().cpu() for some in image_tokens])
+    embeddings = torch.cat([embedder.project(some, vision).float().cpu() for some in image_tokens])
     model.image_embedder = nn.Identity()
-    return found
+    return embeddings
 
 
 def builtin_lines(image_size: int, seed: int = 0) -> Iterator[tuple[str, Any]]:
-    """(where, text or messages): our own paragraphs, every fourth about a picture drawn for it."""
+    """Yield (where, text or messages): generated paragraphs, every fourth with a drawn image."""
     for number, text in enumerate(builtin_text(seed).split("\n\n")):
         if number % TEXTS_PER_IMAGE:
             yield "our own", text
             continue
-        asked = [
+        question = [
             {"type": "image", "image": draw_image(number, image_size)},
             {"type": "text", "text": QUESTIONS[number // TEXTS_PER_IMAGE % len(QUESTIONS)]},
         ]
         yield (
             "our own",
-            [{"role": "user", "content": asked}, {"role": "assistant", "content": text}],
+            [{"role": "user", "content": question}, {"role": "assistant", "content": text}],
         )
 
 
 def draw_image(seed: int, image_size: int) -> np.ndarray:
-    """[side, side, 3] uint8: discs, boxes and stripes of all colours on a slope, with grain."""
+    """Draw an image [side, side, 3] uint8: discs, boxes and stripes on a gradient, with noise."""
     random = np.random.default_rng(seed)
     y, x = np.mgrid[:image_size, :image_size] / image_size
     slope = random.uniform(-120, 120, (2, 3))
     canvas = random.uniform(40, 215, 3) + x[..., None] * slope[0] + y[..., None] * slope[1]
     for _ in range(int(random.integers(3, 9))):
         cx, cy, size = random.uniform((0, 0, 0.03), (1, 1, 0.3)).tolist()
-        kind = int(random.integers(3))
+        shape_type = int(random.integers(3))
         inside = (
             (x - cx) ** 2 + (y - cy) ** 2 < size**2,
             (np.abs(x - cx) < size) & (np.abs(y - cy) < size * random.uniform(0.2, 2)),
             np.sin((x * random.uniform(-1, 1) + y) * random.uniform(10, 90)) > 0.7,
-        )[kind]
+        )[shape_type]
         canvas[inside] = random.uniform(0, 255, 3)
     canvas += random.normal(0, random.uniform(1, 12), canvas.shape)
     return np.clip(np.rint(canvas), 0, 255).astype(np.uint8)
 
 
 def _read_conversations(path: Path) -> Iterator[tuple[str, Any]]:
-    """(where, text or messages) of each line."""
+    """Yield (where, text or messages) of each line."""
     for number, value in read_lines(path):
         where = f"--calibration {path}, line {number}"
         shown = _images_in_line(value, path, number)
@@ -224,55 +235,60 @@ def _read_conversations(path: Path) -> Iterator[tuple[str, Any]]:
 def _conversation(
     line: Mapping[str, Any], images: list[Any], location: str
 ) -> list[dict[str, Any]]:
-    """A conversation of a line with pictures, a question and perhaps an answer."""
-    asked = next((line[key] for key in TEXT_KEYS if isinstance(line.get(key), str)), "").strip()
-    told = next((line[key] for key in ANSWER_KEYS if isinstance(line.get(key), str)), "").strip()
-    if not asked and not told:
+    """Return the conversation of a line with images, a question and possibly an answer."""
+    question = next((line[key] for key in TEXT_KEYS if isinstance(line.get(key), str)), "").strip()
+    answer = next((line[key] for key in ANSWER_KEYS if isinstance(line.get(key), str)), "").strip()
+    if not question and not answer:
         raise UsageError(
-            f"{location}: shows a picture and says nothing; give a text, an answer or a caption"
+            f"{location}: has an image and no text; add a text, an answer or a caption"
         )
     parts: list[dict[str, Any]] = [{"type": "image", "image": picture} for picture in images]
     talk: list[dict[str, Any]] = [
-        {"role": "user", "content": [*parts, *([{"type": "text", "text": asked}] if asked else [])]}
+        {
+            "role": "user",
+            "content": [*parts, *([{"type": "text", "text": question}] if question else [])],
+        }
     ]
-    return [*talk, {"role": "assistant", "content": told}] if told else talk
+    return [*talk, {"role": "assistant", "content": answer}] if answer else talk
 
 
 def _images_in_line(line: Mapping[str, Any], path: Path, line_number: int) -> list[Any]:
-    """The pictures that a line names: paths, or the texts of data URLs.
+    """Return the images of a line: paths, or data URLs.
 
-    Raises UsageError for what is no name.
+    Raises:
+        UsageError: if an entry is not a string.
     """
     named = line.get("image", line.get("images", []))
     listed = named if isinstance(named, list) else [named]
     if any(not isinstance(each, str) or not each for each in listed):
         raise UsageError(
-            f"--calibration {path}, line {line_number}: image is a path, images a list of paths"
+            f"--calibration {path}, line {line_number}: image must be a path, "
+            "images a list of paths"
         )
-    found: list[Any] = [path.parent / each for each in listed]
+    images: list[Any] = [path.parent / each for each in listed]
     turns = line.get("messages")
     for turn in turns if isinstance(turns, list) else []:
         content = turn.get("content") if isinstance(turn, dict) else None
         for part in content if isinstance(content, list) else []:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind == "image" and isinstance(part.get("image"), str):
-                found.append(path.parent / part["image"])
-            elif kind == "image_url":
+            part_type = part.get("type") if isinstance(part, dict) else None
+            if part_type == "image" and isinstance(part.get("image"), str):
+                images.append(path.parent / part["image"])
+            elif part_type == "image_url":
                 url = part.get("image_url")
-                found.append(str(url.get("url") if isinstance(url, dict) else url))
-    return found
+                images.append(str(url.get("url") if isinstance(url, dict) else url))
+    return images
 
 
 def _absolute_paths(messages: list[Any], path: Path) -> list[Any]:
-    """The messages with the paths of their pictures beside the file."""
+    """Return the messages with absolute image paths."""
 
-    def part(given: Any) -> Any:
+    def part(value: Any) -> Any:
         named = (
-            isinstance(given, dict)
-            and given.get("type") == "image"
-            and isinstance(given.get("image"), str)
+            isinstance(value, dict)
+            and value.get("type") == "image"
+            and isinstance(value.get("image"), str)
         )
-        return {**given, "image": path.parent / given["image"]} if named else given
+        return {**value, "image": path.parent / value["image"]} if named else value
 
     return [
         {**turn, "content": [part(each) for each in turn["content"]]}
@@ -291,14 +307,14 @@ def _conversation_sample(
         shown = {position: _load_pixels(picture, image_size) for position, picture in places}
     except RequestError as error:
         raise UsageError(f"{location}: {error}") from None
-    # a picture is never cut: the sequence ends before one that does not fit
+    # an image is never cut: the sequence ends before an image that does not fit
     cut = min(
         [source.max_length, *(at for at in shown if at + chat.image_tokens > source.max_length)]
     )
     kept = {at: picture for at, picture in shown.items() if at + chat.image_tokens <= cut}
     if shown and not kept:
         raise UsageError(
-            f"{location}: a picture takes {chat.image_tokens} tokens behind {min(shown)}, more "
+            f"{location}: an image takes {chat.image_tokens} tokens after {min(shown)}, more "
             "than a sequence of "
             f"{source.max_length} holds; raise --calibration-length"
         )
@@ -306,8 +322,8 @@ def _conversation_sample(
 
 
 def _load_pixels(picture: ImagePart, image_size: int) -> np.ndarray:
-    given = decode_data_url(picture.source, picture.location) if picture.is_url else picture.source
-    return load_square_image(given, image_size, picture.location)[0]
+    value = decode_data_url(picture.source, picture.location) if picture.is_url else picture.source
+    return load_square_image(value, image_size, picture.location)[0]
 
 
 def _read_image_file(picture: Path, path: Path, line_number: int) -> bytes:
@@ -318,5 +334,5 @@ def _read_image_file(picture: Path, path: Path, line_number: int) -> bytes:
         raise UsageError(f"--calibration {path}, line {line_number}: {picture}: {reason}") from None
     except ValueError:  # a NUL, or half a surrogate pair
         raise UsageError(
-            f"--calibration {path}, line {line_number}: {quote(str(picture))} is no path"
+            f"--calibration {path}, line {line_number}: {quote(str(picture))} is not a valid path"
         ) from None

@@ -1,6 +1,4 @@
-"""What will be built and why: every "auto" resolved, every tensor accounted for, memory told before
-it is taken.
-"""
+"""Decides a build: resolves every "auto", accounts for every tensor and computes the memory."""
 
 from __future__ import annotations
 
@@ -66,13 +64,16 @@ PACKING = "rows/2"
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """A build, decided. ``config`` has no "auto" left; ``reasons`` say why each was resolved as it
-    was.
+    """A build with all decisions made.
 
-    recipe: how linears are quantized, None where they are kept. calibration: what it takes
-    statistics on, if any. auto_result: what ``-q auto`` measured. auto_source: the text that it
-    measured on. warnings: what the config says and has no effect, and what else whoever builds
-    should know of the checkpoint.
+    Attributes:
+        config: has no "auto" left.
+        reasons: why each option was resolved as it was.
+        recipe: quantizes the linears; None if they are kept.
+        calibration: source of the statistics, if any.
+        auto_result: the measurements of ``-q auto``.
+        auto_source: the text it measured on.
+        warnings: config values without effect, and other warnings about the checkpoint.
     """
 
     checkpoint: Checkpoint
@@ -91,11 +92,11 @@ class BuildPlan:
 
     @property
     def text_source(self) -> CalibrationSource | None:
-        """The text that anything of the engine follows from: no evaluation may be done on it."""
+        """Return the text that influenced the engine; no evaluation may use it."""
         return self.calibration or self.auto_source
 
     def recipe_for(self, module_path: str) -> Recipe:
-        """What quantizes a linear module, or a layer ("layers.3.")."""
+        """Return the recipe of a linear module, or of a layer ("layers.3.")."""
         if module_path.startswith(VISION_BLOCKS_PREFIX):
             return W8A8NearestRecipe(self.config)
         assert self.recipe is not None, "a build with a recipe"
@@ -107,38 +108,39 @@ class BuildPlan:
 
     @property
     def engine_type(self) -> str:
-        """What the engine will do: "language" or "segmentation"."""
+        """Return the engine type: "language" or "segmentation"."""
         return engine_type_for(self.family)
 
     @property
     def generation(self) -> GenerationDefaults | None:
-        """The defaults of the engine's requests; None for a model of images."""
+        """Return the defaults of the engine's requests; None for a segmentation model."""
         if self.engine_type != LANGUAGE:
             return None
         return read_generation(self.checkpoint.generation_config, self.checkpoint.container)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The activations' type."""
+        """Return the activations' dtype."""
         return getattr(torch, self.config.dtype)
 
     @property
     def device(self) -> str:
-        """Where weights are rounded and calibration tokens travel: the target, where it is here."""
+        """Return the device for rounding and calibration: the target if it exists here."""
         return "cuda" if self.config.target == "cuda" and torch.cuda.is_available() else "cpu"
 
     @property
     def weight_formats(self) -> dict[str, str]:
-        """Linear module → weight format."""
+        """Return linear module → weight format."""
         out = {p.module: p.weight_format for p in self.tensors if p.weight_format is not None}
-        for ours, theirs in self.aliases.items():
-            out.setdefault(ours.rpartition(".")[0], "dense")
-            assert theirs
+        for module_path, tied_path in self.aliases.items():
+            out.setdefault(module_path.rpartition(".")[0], "dense")
+            assert tied_path
         return out
 
     def shards(self) -> dict[str, list[PlannedTensor]]:
-        """Weight file → its tensors: one file a layer, so that an interrupted build loses one layer
-        at most.
+        """Return weight file → its tensors, one file per layer.
+
+        An interrupted build loses one layer at most.
         """
         out: dict[str, list[PlannedTensor]] = {}
         for planned in self.tensors:
@@ -155,15 +157,14 @@ class BuildPlan:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, on disk and in memory alike."""
+        """Return the bytes of all weights, on disk and in memory alike."""
         return sum(planned.nbytes for planned in self.tensors)
 
     @property
     def expanded_bytes(self) -> int:
-        """Bytes that weights take beside what is stored where no compiled kernel serves them on
-        this CPU.
+        """Return the additional bytes of expanded weights on a CPU without a compiled kernel.
 
-        They are expanded once at load, as far as memory goes (``runtime.unpack_weights``).
+        They are expanded once at load, as far as memory allows (``runtime.unpack_weights``).
         """
         if self.config.target != "cpu":
             return 0
@@ -184,7 +185,7 @@ class BuildPlan:
 
     @cached_property
     def build_memory(self) -> BuildMemory:
-        """What the build itself takes, judging included."""
+        """Return the memory of the build itself, including acceptance."""
         shared = (
             memory_plan.process_bytes(),
             memory_plan.mapped_bytes(self.checkpoint, self.tensors),
@@ -203,8 +204,8 @@ class BuildPlan:
         )
         calibrating = 0
         if self.calibration is not None and self.device == "cuda":
-            # the tokens, their statistics and the layer are there; here one is read, and one read
-            # ahead
+            # the tokens, their statistics and the layer are on the GPU; here one is read, and one
+            # read ahead
             calibrating = memory_plan.layer_read_bytes(self.tensors)
         elif self.calibration is not None:
             tokens = self.calibration.num_samples * self.calibration.max_length
@@ -220,7 +221,7 @@ class BuildPlan:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """KV cache per token of context, as the engine keeps it by default."""
+        """Return the KV cache bytes per token of context, with the engine's default dtype."""
         return self._kv_shape.page_bytes(1, kv_cache_dtype(self.config.kv_cache_dtype, self.dtype))
 
     @property
@@ -231,8 +232,9 @@ class BuildPlan:
 
     @cached_property
     def memory_report(self) -> dict[str, Any]:
-        """Now and at run time, in bytes; the largest batch × length that fits, or why it does
-        not.
+        """Return the memory in bytes now and at run time, and the largest batch × length.
+
+        If none fits, it contains the reason.
         """
         total, free = device_memory(self.config.target)
         expanded = self.expanded_bytes
@@ -286,9 +288,7 @@ class BuildPlan:
 
     @property
     def _build_memory_json(self) -> dict[str, int]:
-        """What a build takes, for --dry-run: at its peak, and how much of it are pages of mapped
-        files.
-        """
+        """Return a build's memory for --dry-run: its peak, and the mapped part of it."""
         return {
             "build_peak": self.build_memory.peak_bytes,
             "build_mapped": self.build_memory.mapped_bytes,
@@ -296,13 +296,11 @@ class BuildPlan:
 
     @property
     def _encoder_workspace(self) -> int:
-        """Bytes of an image engine's widest layer in float32, as the reference computes it."""
+        """Return the bytes of an image engine's widest layer in float32 in the reference."""
         return int(segmentation_memory(self.model_config, 0, (0, 0), 4)["workspace"])
 
     def resume_key(self) -> str:
-        """What is being built and by which version; an interrupted build of another key is not
-        resumed.
-        """
+        """Return the identity of the build and its version; a resumed build must have the same."""
         parts = (
             modelmill.__version__,
             self.checkpoint.quick_fingerprint(),
@@ -310,13 +308,13 @@ class BuildPlan:
             PACKING,
             self.max_model_len,
             torch.__version__,
-            # what a warning is about may be decided otherwise by another version of this code
+            # another version of this code may decide differently about what a warning describes
             *self.warnings,
         )
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def describe(self) -> dict[str, Any]:
-        """The plan as JSON-able facts, for --dry-run."""
+        """Return the plan as JSON-able facts, for --dry-run."""
         by_format: dict[str, int] = {}
         for planned in self.tensors:
             label = planned.weight_format or "plain"
@@ -341,7 +339,7 @@ class BuildPlan:
 
 
 def layer_index(shard: str) -> int | None:
-    """The layer that a weight file holds; None for what stands around the layers."""
+    """Return the layer of a weight file; None for the tensors outside the layers."""
     number = shard.removesuffix(".safetensors").rpartition("layer-")[2]
     return int(number) if number.isdigit() else None
 
@@ -349,10 +347,13 @@ def layer_index(shard: str) -> int | None:
 def make_plan(
     checkpoint: Checkpoint, config: BuildConfig, on_progress: StageProgress | None = None
 ) -> BuildPlan:
-    """Decide everything, reading no weights (but for ``-q auto``, which measures; on_progress: as
-    ``build_engine.build``'s).
+    """Decide everything without reading weights, except for ``-q auto``, which measures.
 
-    Raises CheckpointError (UnknownArchitecture, …) or UsageError.
+    on_progress: as for ``build_engine.build``.
+
+    Raises:
+        CheckpointError: if the checkpoint is not supported (UnknownArchitecture, …).
+        UsageError: if an option is invalid.
     """
     checkpoint = with_config(checkpoint)
     family = find_family(checkpoint)
@@ -362,10 +363,12 @@ def make_plan(
             _segmentation_plan(checkpoint, config, family, sizes), warnings=tuple(warnings)
         )
     check_generation_config(checkpoint, int(sizes.vocab))
-    sizes, said = resolve_tied_head(checkpoint, family, sizes)
+    sizes, tied_warnings = resolve_tied_head(checkpoint, family, sizes)
     config, kept = resolve_keep(checkpoint, config)
     renames = resolve_rename_rules(checkpoint, family, sizes)
-    config, found = resolve_auto_precision(checkpoint, config, family, sizes, renames, on_progress)
+    config, auto_result = resolve_auto_precision(
+        checkpoint, config, family, sizes, renames, on_progress
+    )
     recipe = (
         MixedPrecisionRecipe(config, sizes.layers)
         if config.quantization == AUTO
@@ -374,9 +377,9 @@ def make_plan(
     limit = getattr(sizes, "max_extended_len", None) or sizes.max_len
     length = config.max_model_len or sizes.max_len
     if length > limit:
-        raise UsageError(f"--max-model-len {length} is more than this model computes ({limit})")
+        raise UsageError(f"--max-model-len {length} must be at most {limit}, this model's limit")
     calibrated = recipe is not None and recipe.needs_calibration
-    source = find_calibration(config, length) if calibrated or found is not None else None
+    source = find_calibration(config, length) if calibrated or auto_result is not None else None
     if source is not None and reads_images(checkpoint.tokenizer_files()):
         source = hash_images(source)
     config, reasons = resolve_options(checkpoint, config, recipe, source)
@@ -396,17 +399,20 @@ def make_plan(
         name.startswith(VISION_BLOCKS_PREFIX) for name, _ in model.named_modules()
     ):
         raise UsageError(
-            f"--tower {config.tower}: {checkpoint.path} reads no pictures; leave it out"
+            f"--tower {config.tower}: {checkpoint.path} does not read images; remove it"
         )
     tensors = tuple(plan_tensors(checkpoint, config, recipe, model, renames, family))
     aliases = {"head.weight": "embed.weight"} if sizes.tied else {}
     if sizes.tied and "head" in quantized_modules(model, config):
         tensors, aliases = (*tensors, _quantized_head(checkpoint, config, recipe, tensors)), {}
-    calibration, chosen_on = source if calibrated else None, source if found is not None else None
+    calibration, chosen_on = (
+        source if calibrated else None,
+        source if auto_result is not None else None,
+    )
     return BuildPlan(
         checkpoint, config, family, sizes, length, tensors, aliases, reasons, recipe, calibration,
-        found, chosen_on,
-        (*warnings, *said),
+        auto_result, chosen_on,
+        (*warnings, *tied_warnings),
     )  # fmt: skip
 
 
@@ -416,16 +422,17 @@ def _quantized_head(
     recipe: Any,
     tensors: Sequence[PlannedTensor],
 ) -> PlannedTensor:
-    """The head's own quantized copy of a tied embedding's rows; the embedding stays as it is."""
+    """Plan the quantized copy of a tied embedding as head; the embedding stays unquantized."""
     embed = next(p for p in tensors if p.module == "embed" and p.rule.target == "embed.weight")
     copy = ResolvedRule("head.weight", embed.rule.sources, embed.rule.how)
     return plan_tensor(checkpoint, config, copy, "head", quantization_for(recipe, config, "head"))
 
 
 def _read_model_config(checkpoint: Checkpoint, family: ModuleType) -> tuple[Any, list[str]]:
-    """The family's sizes, and what there is to say of keys that it does not read.
+    """Return the family's config, and warnings about keys that it does not read.
 
-    Raises CheckpointError.
+    Raises:
+        CheckpointError: if a key requires an unsupported computation.
     """
     view = ConfigView(checkpoint.config)
     sizes = family.config_from_hf(view)
@@ -437,9 +444,7 @@ def _read_model_config(checkpoint: Checkpoint, family: ModuleType) -> tuple[Any,
 def _segmentation_plan(
     checkpoint: Checkpoint, config: BuildConfig, family: ModuleType, model_config: Any
 ) -> BuildPlan:
-    """The same for a model of images: no tokens, so no length, no head and nothing to calibrate
-    on.
-    """
+    """Plan a segmentation model: no tokens, so no length, no head and no calibration."""
     check_segmentation_options(config, checkpoint.path)
     recipe = vision_encoder_recipe(config)
     config, reasons = resolve_options(checkpoint, config, recipe, None)
@@ -456,7 +461,7 @@ def _segmentation_plan(
 
 
 def device_memory(target: str) -> tuple[int, int]:
-    """(total, free) bytes of the device; the CPU's where the target is not here."""
+    """Return (total, free) bytes of the device; the CPU's if the target does not exist here."""
     if target == "cuda" and torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         return total, free

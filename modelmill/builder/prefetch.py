@@ -1,6 +1,4 @@
-"""What a build does beside itself: reading the next tensor while one is written, and the
-checkpoint's fingerprint.
-"""
+"""Background work of a build: reading the next tensor, and hashing the checkpoint."""
 
 from __future__ import annotations
 
@@ -19,10 +17,9 @@ Result = TypeVar("Result")
 def prefetch(
     load: Callable[[Item], Result], items: Iterable[Item]
 ) -> Iterator[tuple[Item, Result]]:
-    """Each item in order and what ``load`` makes of it, the next one made while the one before is
-    used.
+    """Yield each item and ``load(item)``; the next one is loaded while the current one is used.
 
-    Two are there at most, if the caller lets go of one before it asks for another.
+    At most two exist at a time if the caller drops one before it requests the next.
     """
     with ThreadPoolExecutor(1) as pool:
         coming: tuple[Item, Future[Result]] | None = None
@@ -36,9 +33,9 @@ def prefetch(
 
 
 class BackgroundFingerprint:
-    """The sha256 of a checkpoint's files, made while its weights are read anyway.
+    """Computes the sha256 of a checkpoint's files while its weights are read.
 
-    ``stop`` has to be called.
+    ``stop`` must be called.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -47,13 +44,13 @@ class BackgroundFingerprint:
         self._future = self._pool.submit(checkpoint.fingerprint, self._report)
 
     def result(self, on_progress: StageProgress | None) -> str:
-        """Wait for it; progress is told from now on."""
+        """Wait for the result; progress is reported from now on."""
         if on_progress is not None:
             self._callbacks.append(on_progress)
         return self._future.result()
 
     def stop(self) -> None:
-        """Give it up where it is not there yet."""
+        """Stop the thread if it has not finished."""
         self._stop_event.set()
         self._pool.shutdown()
 

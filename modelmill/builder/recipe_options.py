@@ -1,6 +1,4 @@
-"""Which options a recipe reads: one that it does not read is a mistake, and never left aside in
-silence.
-"""
+"""The options that each recipe reads; an option that the recipe ignores is an error."""
 
 from __future__ import annotations
 
@@ -24,19 +22,23 @@ RECIPE_OPTIONS = {
     "auto": ("quantize_head", "method", "max_kl", "max_ppl_increase"),
     "keep": ("quantize_head",),
 }
-"""The options that each recipe reads; a plan leaves the others out."""
+"""The options that each recipe reads; a plan omits the others."""
 ALL_RECIPE_OPTIONS = frozenset().union(*RECIPE_OPTIONS.values())
 
 
 VISION_ENCODER_OPTIONS = ("activation_scales", "weight_scales")
-"""What the recipes of models that read images read."""
+"""The options of recipes for models that read images."""
 
 
 def check_recipe_options(config: BuildConfig, *, segmentation: bool = False) -> None:
-    """Raises UsageError for an option, other than by default, that the recipe does not read.
+    """Check that the recipe reads every option that is not at its default.
 
-    segmentation: the model segments images. Asked where a person gives the options; a program may
-    hold one set for many.
+    It is called where a user sets the options; a program may use one set for many recipes.
+
+    segmentation: the model segments images.
+
+    Raises:
+        UsageError: if an option is not read.
     """
     read = RECIPE_OPTIONS.get(config.quantization, ())
     if segmentation:

@@ -1,4 +1,4 @@
-"""What a checkpoint is, and what the options that say "auto" come to with it."""
+"""The model family of a checkpoint, and the resolution of options that are "auto"."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from modelmill.quant.rptq import resolve_splits
 
 
 def find_family(checkpoint: Checkpoint) -> ModuleType:
-    """models/<model_type>.py.
+    """Return the module models/<model_type>.py.
 
-    Raises UnknownArchitecture with the unknown names and the nearest known family.
+    Raises:
+        UnknownArchitecture: with the unknown names and the nearest known family.
     """
     family = find_module("modelmill.models", checkpoint.model_type or "")
     if family is not None:
@@ -44,14 +45,16 @@ def find_family(checkpoint: Checkpoint) -> ModuleType:
 
 
 def check_generation_config(checkpoint: Checkpoint, vocab_size: int) -> None:
-    """Defaults that no request could be answered with are the checkpoint's fault: raises
-    CheckpointError.
+    """Check that requests can use the checkpoint's generation defaults.
 
-    vocab_size: tokens that the model knows.
+    vocab_size: tokens of the model.
+
+    Raises:
+        CheckpointError: if a default is invalid.
     """
     try:
-        found = read_generation(checkpoint.generation_config, checkpoint.container)
-        outside = next((id for id in found.processors.token_ids() if id >= vocab_size), None)
+        defaults = read_generation(checkpoint.generation_config, checkpoint.container)
+        outside = next((id for id in defaults.processors.token_ids() if id >= vocab_size), None)
         if outside is not None:
             raise RequestError(f"it names the token id {outside}, outside 0…{vocab_size - 1}")
     except RequestError as error:
@@ -66,11 +69,13 @@ def resolve_options(
     recipe: Recipe | None,
     source: CalibrationSource | None,
 ) -> tuple[BuildConfig, dict[str, str]]:
-    """The options with no "auto" left, and why each became what it is. Raises UsageError for a file
-    that is missing.
+    """Return the options with no "auto" left, and the reason for each value.
 
-    ``-q auto`` and ``keep`` are resolved before (``auto``, ``keep``). source: what it is calibrated
-    or chosen on.
+    ``-q auto`` and ``keep`` are resolved before (auto_precision, keep_quantized). source: the
+    calibration source.
+
+    Raises:
+        UsageError: if a file is missing.
     """
     reasons = {}
     target, dtype = config.target, config.dtype

@@ -1,8 +1,8 @@
-"""Models that are no language models: what their files leave out, and what their engines need.
+"""Segmentation models: configs that their files lack, and the needs of their engines.
 
-A family says ``ENGINE_TYPE`` (absent: "language"), ``FLOAT32_TENSORS`` (regular expressions for
-tensors that stay float32) and may offer ``config_from_shapes(shapes)``, a raw config from the
-tensors of an original file that has no config.json beside it.
+A family defines ``ENGINE_TYPE`` (absent: "language"), ``FLOAT32_TENSORS`` (regular expressions for
+tensors that stay float32) and may have ``config_from_shapes(shapes)``, which derives a raw config
+from the tensors of an original file without config.json.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ LANGUAGE, SEGMENTATION = "language", "segmentation"
 
 
 def with_config(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with a config: its own, or what a family makes of the tensors' shapes.
+    """Return the checkpoint with a config: its own, or one derived from the tensors' shapes.
 
-    Raises CheckpointError where it has no config.json and no family knows its tensors.
+    Raises:
+        CheckpointError: if it has no config.json and no family recognizes its tensors.
     """
     if checkpoint.config:
         return checkpoint
@@ -41,23 +42,27 @@ def with_config(checkpoint: Checkpoint) -> Checkpoint:
     raise CheckpointError(
         f"{checkpoint.path.parent / 'config.json'}: is missing, and the tensors of "
         f"{checkpoint.path.name} are of no "
-        "model that is known without one; a checkpoint's folder has it beside the weights"
+        "known model; put the checkpoint's config.json beside the weights"
     )
 
 
 def engine_type_for(family: ModuleType) -> str:
-    """What engines of this family do: "language" or "segmentation"."""
+    """Return the engine type of this family: "language" or "segmentation"."""
     return str(getattr(family, "ENGINE_TYPE", LANGUAGE))
 
 
 def storage_dtype(family: ModuleType, name: str, dtype: torch.dtype) -> torch.dtype:
-    """In which type a tensor of the model is stored."""
+    """Return the dtype in which a tensor of the model is stored."""
     kept = any(re.fullmatch(pattern, name) for pattern in getattr(family, "FLOAT32_TENSORS", ()))
     return torch.float32 if kept else dtype
 
 
 def check_segmentation_options(config: BuildConfig, path: object) -> None:
-    """Raise UsageError for options that mean nothing to a model that segments images."""
+    """Check that the options apply to a segmentation model.
+
+    Raises:
+        UsageError: if an option does not.
+    """
     if config.quantization not in VISION_QUANTIZATIONS:
         raise UsageError(
             f"-q {config.quantization}: {path} segments images, and this recipe is for language "
@@ -84,20 +89,19 @@ def check_segmentation_options(config: BuildConfig, path: object) -> None:
 def segmentation_memory(
     model_config: Any, weight_bytes: int, device_memory: tuple[int, int], itemsize: int
 ) -> dict[str, Any]:
-    """Memory of an image engine in bytes: weights and the widest layer of one picture; there is no
-    KV cache.
+    """Return the memory of an image engine in bytes: weights and the widest layer of one image.
 
-    device_memory: (total, free).
+    There is no KV cache. device_memory: (total, free).
     """
     encoder = model_config.encoder
     tokens = encoder.grid**2
     if hasattr(encoder, "widths"):
-        # the first stage works at a quarter of the picture's side with four times its channels, in
-        # and out of a GELU
+        # the first stage has a quarter of the image's side and four times its channels, before and
+        # after GELU
         workspace = 3 * (model_config.image // 4) ** 2 * 4 * encoder.widths[0] * itemsize
     else:
-        # qkv or the MLP's inside, and, where no kernel of ours runs, the scores of one layer over
-        # the whole picture
+        # qkv or the MLP's hidden activations and, without our own kernel, the scores of one layer
+        # over the whole image
         workspace = (
             3 * tokens * max(3 * encoder.width, encoder.inner) * itemsize
             + 2 * encoder.heads * tokens**2 * 4

@@ -1,4 +1,4 @@
-"""Every tensor that an engine will hold: where it comes from, and how it is stored."""
+"""The tensors of an engine: their sources in the checkpoint and their storage."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ VISION_BLOCKS_PREFIX = "image_embedder.visual_encoder.blocks."
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """One tensor of the model: where it comes from and how it is stored.
+    """One tensor of the model: its source and its storage.
 
-    weight_format: of a linear's weight, None for everything else. stored_info: shape and dtype by
-    full name. kept_weight: where the checkpoint's own whole numbers are stored.
+    Attributes:
+        weight_format: of a linear's weight, None for everything else.
+        stored_info: shape and dtype by full name.
+        kept_weight: set if the checkpoint's own integers are stored.
     """
 
     module: str
@@ -44,23 +46,24 @@ class PlannedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the engine."""
+        """Return the bytes in the engine."""
         return sum(
             torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.stored_info.values()
         )
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that a tensor which no recipe changes is stored in."""
+        """Return the dtype of a tensor that no recipe changes."""
         return next(iter(self.stored_info.values()))[1]
 
 
 def resolve_rename_rules(
     checkpoint: Checkpoint, family: ModuleType, model_config: Any
 ) -> list[ResolvedRule]:
-    """The family's rules with this checkpoint's names.
+    """Return the family's rules with this checkpoint's names.
 
-    Raises TensorMismatch for missing and left-over tensors.
+    Raises:
+        TensorMismatch: for missing and unused tensors.
     """
     rules = family.rules(model_config)
     drops = [
@@ -73,16 +76,16 @@ def resolve_rename_rules(
 def _unused_zero_biases(
     checkpoint: Checkpoint, rules: Sequence[Rule], prefixes: Sequence[str]
 ) -> list[str]:
-    """Biases of zeros that nobody reads: AutoGPTQ writes one beside each packed matrix, of the
-    model's or not.
+    """Return unused biases of zeros: AutoGPTQ writes one for each packed matrix.
 
-    Raises TensorMismatch where such a bias holds something else.
+    Raises:
+        TensorMismatch: if such a bias is not zero.
     """
     read = {source for rule in rules for source in rule.sources if source.endswith(".bias")}
     read |= {source.removeprefix(prefix) for source in read for prefix in prefixes}
     read |= {prefix + source for source in read for prefix in prefixes}
     here = set(checkpoint.names())
-    found = []
+    biases = []
     for name in checkpoint.names():
         matrix = name.removesuffix("bias") + "weight"
         if (
@@ -98,12 +101,12 @@ def _unused_zero_biases(
                 f"{checkpoint.model_type} has not, and not "
                 "zero; does config.json belong to these weights (model_type, attention_bias)?"
             )
-        found.append(name)
-    return found
+        biases.append(name)
+    return biases
 
 
 def quantized_modules(model: nn.Module, config: BuildConfig) -> set[str]:
-    """Names of the linears that the recipe changes."""
+    """Return the names of the linears that the recipe changes."""
     if config.quantization == "none":
         return set()
     kept = getattr(model, "unquantized_prefixes", ())
@@ -120,9 +123,10 @@ def plan_tensors(
     rules: Sequence[ResolvedRule],
     family: ModuleType,
 ) -> list[PlannedTensor]:  # fmt: skip
-    """Every tensor of the model.
+    """Plan every tensor of the model.
 
-    Raises TensorMismatch where the config asks for another shape than a tensor has.
+    Raises:
+        TensorMismatch: if the shape of a tensor differs from the config.
     """
     quantized = quantized_modules(model, config)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
@@ -154,10 +158,10 @@ def plan_tensors(
 
 
 def quantization_for(recipe: Recipe | None, config: BuildConfig, module_path: str) -> Recipe | str:
-    """What to do with a weight that is quantized: the recipe, or "keep"."""
+    """Return how a linear's weight is quantized: the recipe, or "keep"."""
     if recipe is not None and hasattr(recipe, "recipe_for"):
-        found: Recipe = recipe.recipe_for(module_path)
-        return found
+        module_recipe: Recipe = recipe.recipe_for(module_path)
+        return module_recipe
     return KEEP if recipe is None and config.quantization == KEEP else recipe or "dense"
 
 
@@ -166,16 +170,19 @@ def plan_tensor(
     quantization: Recipe | str | None,
     dtype: torch.dtype | None = None,
 ) -> PlannedTensor:  # fmt: skip
-    """quantization: "dense", "keep" or a recipe for a linear's weight, None for everything else.
+    """Plan one tensor; a matrix that cannot be kept becomes dense.
 
-    dtype: None means the activations'. What cannot be kept becomes dense. Raises TensorMismatch for
-    whole numbers.
+    quantization is "dense", "keep" or a recipe for a linear's weight, None for everything else.
+    A dtype of None means the activations'.
+
+    Raises:
+        TensorMismatch: if the tensor contains integers.
     """
     info = result_info(rule, checkpoint.info)
     dtype = dtype or getattr(torch, config.dtype)
     if not info.torch_dtype.is_floating_point:
         raise TensorMismatch(
-            f"{', '.join(rule.sources)} holds {info.dtype} where numbers with a fraction are needed"
+            f"{', '.join(rule.sources)} has dtype {info.dtype}; a floating-point dtype is required"
         )
     if quantization is None:
         return PlannedTensor(module, rule, None, info.shape, {rule.target: (info.shape, dtype)})
@@ -193,13 +200,13 @@ def plan_tensor(
             }
             return PlannedTensor(module, rule, kept.weight_format, info.shape, stored, kept)
         quantization = "dense"
-    kind, layout = (
+    weight_format, layout = (
         (quantization, {})
         if isinstance(quantization, str)
         else (quantization.weight_format, quantization.pack_options)
     )
     stored = {
         f"{module}.{suffix}": entry
-        for suffix, entry in packed_info(kind, shape, dtype, **layout).items()
+        for suffix, entry in packed_info(weight_format, shape, dtype, **layout).items()
     }
-    return PlannedTensor(module, rule, kind, info.shape, stored)
+    return PlannedTensor(module, rule, weight_format, info.shape, stored)

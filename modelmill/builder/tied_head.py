@@ -1,8 +1,9 @@
-"""Whether a head that a config calls tied really is the embedding.
+"""Checks whether a head that a config calls tied equals the embedding.
 
-Merging an adapter that changed the head leaves ``tie_word_embeddings: true`` beside a head of its
-own (huggingface/peft#2777). The tensors decide, as they do in transformers 5: equal ones are one,
-different ones are two."""
+Merging an adapter that changed the head leaves ``tie_word_embeddings: true`` beside a separate head
+(huggingface/peft#2777). The tensors decide, as in transformers 5: equal ones are tied, different
+ones are not.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +18,16 @@ from modelmill.checkpoint.open import Checkpoint
 from modelmill.checkpoint.rename import find_source_name
 
 COMPARE_ROWS = 4096
-"""Rows compared at once: a vocabulary is never widened as a whole."""
+"""Rows compared at a time, so that a vocabulary is never converted as a whole."""
 
 
 def resolve_tied_head(
     checkpoint: Checkpoint, family: ModuleType, model_config: Any
 ) -> tuple[Any, list[str]]:
-    """The sizes with ``tied`` as the tensors have it, and what there is to say of that.
+    """Return the config with ``tied`` as the tensors have it, and warnings about it.
 
-    Both matrices are read where the config ties them and the checkpoint holds both; one storage
-    under two names (PyTorch files) is seen without reading.
+    Both matrices are read if the config ties them and the checkpoint has both; one storage under
+    two names (PyTorch files) is detected without reading.
     """
     if not getattr(model_config, "tied", False):
         return model_config, []
@@ -47,7 +48,7 @@ def resolve_tied_head(
 
 
 def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors hold the same numbers, whatever their dtypes; a NaN equals nothing."""
+    """Return whether two tensors have the same values in any dtype; a NaN equals nothing."""
     if one.shape != other.shape:
         return False
     if (

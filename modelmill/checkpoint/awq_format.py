@@ -26,13 +26,14 @@ from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 from modelmill.core.quoting import quote
 
 NIBBLE_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The output, of eight, that each nibble holds."""
+"""The output, of eight, that each nibble contains."""
 
 
 def make(settings: Mapping[str, Any], path: Path) -> AwqScheme:
-    """The scheme of a ``quantization_config``.
+    """Parse a ``quantization_config``.
 
-    Raises CheckpointError for settings that cannot be read.
+    Raises:
+        CheckpointError: for unsupported settings.
     """
     bits = settings.get("bits", settings.get("w_bit", 4))
     group = settings.get("group_size", settings.get("q_group_size", 128))
@@ -60,7 +61,10 @@ def make(settings: Mapping[str, Any], path: Path) -> AwqScheme:
 
 @dataclass(frozen=True)
 class AwqScheme:
-    """group_size: columns, −1 for whole rows."""
+    """AutoAWQ gemm with one checkpoint's settings.
+
+    group_size: columns per group, −1 for whole rows.
+    """
 
     path: Path
     group_size: int
@@ -69,11 +73,13 @@ class AwqScheme:
 
     @property
     def label(self) -> str:
+        """Return the format's name and bits, for messages."""
         return "AWQ, 4 bits" + (
             " a channel" if self.group_size == -1 else f" in groups of {self.group_size}"
         )
 
     def quant_layout(self, raw: Container, stem: str) -> QuantLayout:
+        """Return the quantization layout of the matrix called stem."""
         here, zeros = (
             packed_words_shape(raw.info(f"{stem}.{part}"), self.path)
             for part in ("qweight", "qzeros")
@@ -102,6 +108,7 @@ class AwqScheme:
         )
 
     def read_packed(self, raw: Container, stem: str, layout: QuantLayout) -> PackedMatrix:  # noqa: ARG002
+        """Read the matrix's integers, scales and offsets as stored."""
         codes = _unpack_outputs(raw.get(f"{stem}.qweight")).t().contiguous()
         zeros = _unpack_outputs(raw.get(f"{stem}.qzeros")).t().to(torch.int32)
         scale = raw.get(f"{stem}.scales").t().contiguous().float()
@@ -109,7 +116,7 @@ class AwqScheme:
 
 
 def _unpack_outputs(words: torch.Tensor) -> torch.Tensor:
-    """int32 [R, N/8] → uint8 [R, N], outputs in order."""
+    """Unpack int32 [R, N/8] to uint8 [R, N], outputs in order."""
     fields = unpack_fields(words, 4).view(words.shape[0], -1, 8)
     out = torch.empty_like(fields)
     out[:, :, list(NIBBLE_OUTPUTS)] = fields

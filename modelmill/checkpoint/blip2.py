@@ -1,10 +1,9 @@
-"""BLIP-2 as transformers keeps it, in one checkpoint, seen as MiniGPT-4's published parts are:
-their arithmetic is one.
+"""BLIP-2 checkpoints of transformers, presented as MiniGPT-4's published parts.
 
-The names are turned into those of the original files (``minigpt4_parts``), so that one model and
-one reference serve both. Two things differ: the norm between tower and Q-Former has the tower's
-eps, and the tower's keys may have a bias, which changes nothing (a query meets the same number with
-every key) and is left out.
+Both compute the same; the names are mapped to those of the original files (``minigpt4_parts``), so
+that one model and one reference serve both. Two things differ: the norm between vision encoder and
+Q-Former has the encoder's eps, and the encoder's keys may have a bias, which changes nothing (it
+adds the same number to every score of a query) and is dropped.
 """
 
 from __future__ import annotations
@@ -56,13 +55,11 @@ _BIAS = re.compile(r"vision_model\.encoder\.layers\.(\d+)\.self_attn\.qkv\.bias"
 
 
 class Blip2Container:
-    """The tensors under the names of MiniGPT-4's files; names that are in neither stay as they
-    are.
-    """
+    """The tensors under the names of MiniGPT-4's files; other names are not changed."""
 
     def __init__(self, container: Container) -> None:
         self._container = container
-        # our name → theirs, and which third of it; None: all
+        # our name → file name, and the third of it; None: all
         self._sources: dict[str, tuple[str, int | None]] = {}
         for name in container.names():
             bias = _BIAS.fullmatch(name)
@@ -74,26 +71,30 @@ class Blip2Container:
         self.metadata: dict[str, Any] = container.metadata
 
     def names(self) -> list[str]:
+        """Return the names of all tensors."""
         return list(self._sources)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the tower."""
+        """Return the number of blocks of the vision encoder."""
         return len({name for name in self._sources if re.fullmatch(_BLOCK, name)})
 
     def info(self, name: str) -> TensorInfo:
-        theirs, third = self._locate(name)
-        info = self._container.info(theirs)
+        """Return shape and dtype of a tensor without reading it."""
+        file_name, third = self._locate(name)
+        info = self._container.info(file_name)
         if third is None:
             return TensorInfo(name, info.shape, info.dtype, info.nbytes)
         return TensorInfo(name, (info.shape[0] // 3,), info.dtype, info.nbytes // 3)
 
     def get(self, name: str) -> torch.Tensor:
-        theirs, third = self._locate(name)
-        tensor = self._container.get(theirs)
+        """Read a tensor."""
+        file_name, third = self._locate(name)
+        tensor = self._container.get(file_name)
         return tensor if third is None else tensor.chunk(3)[third]
 
     def files(self) -> list[Path]:
+        """Return the files that the tensors are read from."""
         return self._container.files()
 
     def _locate(self, name: str) -> tuple[str, int | None]:
@@ -110,6 +111,7 @@ class PrefixedView:
         self.metadata: dict[str, Any] = container.metadata
 
     def names(self) -> list[str]:
+        """Return the names of all tensors."""
         return [
             n.removeprefix(self._prefix)
             for n in self._container.names()
@@ -117,30 +119,36 @@ class PrefixedView:
         ]
 
     def info(self, name: str) -> TensorInfo:
+        """Return shape and dtype of a tensor without reading it."""
         info = self._container.info(self._prefix + name)
         return TensorInfo(name, info.shape, info.dtype, info.nbytes)
 
     def get(self, name: str) -> torch.Tensor:
+        """Read a tensor."""
         return self._container.get(self._prefix + name)
 
     def files(self) -> list[Path]:
+        """Return the files that the tensors are read from."""
         return self._container.files()
 
 
 def convert_configs(
     raw: Mapping[str, Any], path: Path
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """(config of the whole as MiniGPT-4's are, config of its language model, keys that neither was
-    made from).
+    """Convert transformers' Blip2Config.
 
-    raw: transformers' Blip2Config. Raises CheckpointError where parts are missing or no whole
-    numbers, UnknownArchitecture for what is no such model.
+    Returns:
+        The config of the whole as MiniGPT-4's, the config of its language model, and unused keys.
+
+    Raises:
+        CheckpointError: if parts are missing or not integers.
+        UnknownArchitecture: if it is not a BLIP-2.
     """
     config = ConfigView(raw)
     if config.get("model_type") in INSTRUCTBLIP_TYPES:
         raise UnknownArchitecture(
             f"{path}: is InstructBLIP, whose Q-Former reads the question too; BLIP-2 and "
-            "MiniGPT-4 are known here"
+            "MiniGPT-4 are supported"
         )
     vision, asking = (
         config.sub_view(_sub_config(config, key, path), f"{key}.")
@@ -193,7 +201,7 @@ def convert_configs(
 
 
 def chat_format_file(num_query_tokens: int) -> bytes:
-    """What the format of its questions is, as a file of the tokenizer's folder."""
+    """Return the chat format of its questions, as a file of the tokenizer's folder."""
     return (
         json.dumps({"format": BLIP2_TYPE, "tokens": num_query_tokens}, indent=1, sort_keys=True)
         + "\n"
@@ -201,17 +209,17 @@ def chat_format_file(num_query_tokens: int) -> bytes:
 
 
 def _sub_config(config: ConfigView, key: str, path: Path) -> Mapping[str, Any]:
-    found = config.get(key)
-    if not isinstance(found, Mapping):
+    section = config.get(key)
+    if not isinstance(section, Mapping):
         raise CheckpointError(
             f"{path}: config.json of a BLIP-2 lacks {key}, the sizes of one of its parts"
         )
-    return found
+    return section
 
 
 def _minigpt4_name(name: str) -> str:
     for pattern, ours in _NAME_PATTERNS:
-        found = re.fullmatch(pattern, name)
-        if found is not None:
-            return found.expand(ours)
+        match = re.fullmatch(pattern, name)
+        if match is not None:
+            return match.expand(ours)
     return name

@@ -1,4 +1,4 @@
-"""Find NaN and infinity in weights before anything is computed from them."""
+"""Finds NaN and infinity in weights before anything is computed from them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ CHUNK_VALUES = 1 << 24
 def check_finite(name: str, tensor: torch.Tensor) -> None:
     """Raise CorruptCheckpoint naming the tensor if any value is NaN or infinite.
 
-    Any shape and dtype; integers pass. Takes one pass and no memory in the tensor's size (float8 is
-    widened
-    a chunk at a time).
+    Any shape and dtype; integers pass. It takes one pass and no memory of the tensor's size (float8
+    is converted a chunk at a time).
     """
     if not tensor.dtype.is_floating_point or tensor.numel() == 0:
         return
@@ -26,19 +25,17 @@ def check_finite(name: str, tensor: torch.Tensor) -> None:
         if is_finite(part):
             continue
         low, high = torch.aminmax(part)
-        kind = "NaN" if torch.isnan(low) or torch.isnan(high) else "infinity"
+        problem = "NaN" if torch.isnan(low) or torch.isnan(high) else "infinity"
         raise CorruptCheckpoint(
-            f"the tensor {name} holds {kind}; the checkpoint is damaged or was saved from a "
+            f"the tensor {name} holds {problem}; the checkpoint is damaged or was saved from a "
             "failed run"
         )
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether a floating tensor holds neither NaN nor infinity; it is read once and nothing is made
-    of it.
-    """
+    """Return whether a floating tensor is finite, in one pass without a copy."""
     if tensor.numel() == 0:
         return True
-    # NaN propagates through aminmax and infinity is an extreme, so the two ends tell of all values.
+    # NaN propagates through aminmax and infinity is an extreme, so the two extremes are sufficient.
     low, high = torch.aminmax(tensor)
     return bool(torch.isfinite(low) & torch.isfinite(high))

@@ -1,14 +1,12 @@
-"""compressed-tensors checkpoints: pack-quantized (4 and 8 bits) and int-quantized (8 bits), by
-group, channel, tensor.
+"""compressed-tensors checkpoints: pack-quantized (4, 8 bits) and int-quantized (8 bits).
 
-weight_packed [N, ⌈K/8⌉] int32 holds value + 8 in order, the lowest nibble first (8 bits: [N,
-⌈K/4⌉], value + 128),
-and weight_shape tells N and K; or weight [N, K] int8 as it is. weight_scale [N, G];
-weight_zero_point [N, G] int8, or packed along N like the weight; weight_g_idx [K]. weight = scale ·
-(value − zero_point).
+Scales are by group, channel or tensor. weight_packed [N, ⌈K/8⌉] int32 holds value + 8 in order, the
+lowest nibble first (8 bits: [N, ⌈K/4⌉], value + 128), and weight_shape contains N and K; or weight
+[N, K] int8. weight_scale [N, G]; weight_zero_point [N, G] int8, or packed along N like the weight;
+weight_g_idx [K]. weight = scale · (value − zero_point).
 
-What a config asks of activations (8 bits, per token) is not part of a weight: they stay in the
-engine's dtype.
+Activation quantization in a config (8 bits, per token) is ignored: activations stay in the engine's
+dtype.
 """
 
 from __future__ import annotations
@@ -40,9 +38,10 @@ STRATEGIES = ("group", "channel", "tensor")
 
 
 def make(settings: Mapping[str, Any], path: Path) -> CompressedTensorsScheme:
-    """The scheme of a ``quantization_config``.
+    """Parse a ``quantization_config``.
 
-    Raises CheckpointError for settings that cannot be read.
+    Raises:
+        CheckpointError: for unsupported settings.
     """
     groups = settings.get("config_groups")
     if (
@@ -64,15 +63,16 @@ def make(settings: Mapping[str, Any], path: Path) -> CompressedTensorsScheme:
     activations = set()
     for each in groups.values():
         _check_group(each, str(each.get("format") or settings.get("format")), path)
-        given: Any = each.get("input_activations") or {}
-        if not isinstance(given, Mapping):
+        input_activations: Any = each.get("input_activations") or {}
+        if not isinstance(input_activations, Mapping):
             raise CheckpointError(
-                f"{path}: its input_activations are {quote(given, 60)}, no object; {ADVICE}"
+                f"{path}: its input_activations are {quote(input_activations, 60)}, "
+                f"no object; {ADVICE}"
             )
-        if given:
+        if input_activations:
             activations.add(
-                f"{given.get('num_bits', 8)} bits, "
-                f"{'per token' if given.get('dynamic') else 'static'}"
+                f"{input_activations.get('num_bits', 8)} bits, "
+                f"{'per token' if input_activations.get('dynamic') else 'static'}"
             )
     weights = {_describe_weights(each["weights"]) for each in groups.values()}
     return CompressedTensorsScheme(
@@ -116,7 +116,10 @@ def _describe_weights(weights: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class CompressedTensorsScheme:
-    """weights, activations: what the config says of them, for people."""
+    """compressed-tensors with one checkpoint's settings.
+
+    weights, activations: descriptions for messages.
+    """
 
     path: Path
     weights: str
@@ -135,14 +138,16 @@ class CompressedTensorsScheme:
 
     @property
     def label(self) -> str:
-        asked = (
-            f"; activations of {self.activations} are asked for and stay whole"
+        """Return the format's name and bits, for messages."""
+        activations = (
+            f"; activations of {self.activations} are ignored, activations stay floating point"
             if self.activations
             else ""
         )
-        return f"compressed-tensors, {self.weights}{asked}"
+        return f"compressed-tensors, {self.weights}{activations}"
 
     def quant_layout(self, raw: Container, stem: str) -> QuantLayout:
+        """Return the quantization layout of the matrix called stem."""
         here = set(raw.names())
         if f"{stem}.weight_packed" in here:
             rows, columns = self._read_weight_shape(raw, stem)
@@ -158,9 +163,10 @@ class CompressedTensorsScheme:
         else:
             info = raw.info(f"{stem}.weight")
             if info.dtype != "int8" or len(info.shape) != 2 or 0 in info.shape:
-                told = f"{info.dtype} {list(info.shape)}"
+                description = f"{info.dtype} {list(info.shape)}"
                 raise CheckpointError(
-                    f"{self.path}: {stem}.weight is {told}, matrices of int8 can be read; {ADVICE}"
+                    f"{self.path}: {stem}.weight is {description}, only int8 matrices "
+                    f"can be read; {ADVICE}"
                 )
             (rows, columns), bits = info.shape, 8
         groups = self._count_groups(raw, stem, rows)
@@ -192,6 +198,7 @@ class CompressedTensorsScheme:
         )
 
     def read_packed(self, raw: Container, stem: str, layout: QuantLayout) -> PackedMatrix:
+        """Read the matrix's integers, scales and offsets as stored."""
         here = set(raw.names())
         middle = 1 << (layout.bits - 1)
         if f"{stem}.weight_packed" in here:
@@ -216,14 +223,15 @@ class CompressedTensorsScheme:
         )
 
     def _read_weight_shape(self, raw: Container, stem: str) -> tuple[int, int]:
-        """Rows and columns as weight_shape tells them."""
+        """Return the rows and columns in weight_shape."""
         name = f"{stem}.weight_shape"
         stated = raw.get(name).flatten().tolist() if raw.info(name).numel == 2 else []
         if len(stated) != 2 or not all(
             isinstance(n, (int, float)) and 1 <= n < 2**31 and n % 1 == 0 for n in stated
         ):
             raise CorruptCheckpoint(
-                f"{self.path}: {name} tells no rows and columns; download the checkpoint again"
+                f"{self.path}: {name} does not contain rows and columns; "
+                "download the checkpoint again"
             )
         return int(stated[0]), int(stated[1])
 
@@ -242,7 +250,7 @@ class CompressedTensorsScheme:
         return max(count // rows, 1)
 
     def _read_zero_points(self, raw: Container, stem: str, layout: QuantLayout) -> torch.Tensor:
-        """[N, G] int32."""
+        """Return the zero points [N, G] int32."""
         groups = -(-layout.columns // layout.group_size)
         stored = raw.get(f"{stem}.weight_zero_point")
         if stored.dtype is torch.int32 and stored.shape == (
@@ -268,7 +276,7 @@ class CompressedTensorsScheme:
         if name not in set(raw.names()):
             return None
         groups = read_group_index(raw, name, num_columns, self.path)
-        # written for every module, filled only where columns were reordered
+        # written for every module, used only if columns were reordered
         if bool((groups < 0).any()):
             return None
         try:

@@ -1,4 +1,4 @@
-"""What every container of weights offers: named tensors, one at a time, on the CPU."""
+"""The interface of a container of weights: named tensors, one at a time, on the CPU."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from modelmill.core.errors import TensorMismatch
 from modelmill.core.quoting import quote
 
 MAX_LISTED_NAMES = 12
-"""How many tensor names an error line spells out before it only counts the rest."""
+"""How many tensor names an error message lists."""
 
 MAX_NAME_LENGTH = 200
-"""Characters of a name that an error line shows: real names have some 60."""
+"""Characters of a name in an error message: real names have some 60."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor as its container describes it, known without reading its values.
+    """A tensor's description, known without reading its values.
 
-    dtype: the torch name ("float16") or, where values are stored in blocks, the ggml type ("Q4_1").
-    nbytes: bytes the values take in the file; 0 where the view computes them.
+    Attributes:
+        dtype: the torch name ("float16") or, for block formats, the ggml type ("Q4_1").
+        nbytes: bytes of the values in the file; 0 if the view computes them.
     """
 
     name: str
@@ -35,13 +36,14 @@ class TensorInfo:
 
     @property
     def numel(self) -> int:
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype that `get` returns: ggml block types are expanded to float32."""
-        found = getattr(torch, self.dtype, None)
-        return found if isinstance(found, torch.dtype) else torch.float32
+        """Return the dtype that `get` returns; ggml block types are expanded to float32."""
+        dtype = getattr(torch, self.dtype, None)
+        return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
 class Container(Protocol):
@@ -53,21 +55,21 @@ class Container(Protocol):
     metadata: dict[str, Any]
 
     def names(self) -> list[str]:
-        """Every tensor's name, in the file's order."""
+        """Return every tensor's name, in the file's order."""
 
     def info(self, name: str) -> TensorInfo:
-        """Shape, dtype and size; raises TensorMismatch for an unknown name."""
+        """Return shape, dtype and size; raises TensorMismatch for an unknown name."""
 
     def get(self, name: str) -> torch.Tensor:
-        """One tensor on the CPU; raises TensorMismatch for an unknown name."""
+        """Return one tensor on the CPU; raises TensorMismatch for an unknown name."""
 
     def files(self) -> list[Path]:
-        """The files the values come from."""
+        """Return the files the values come from."""
 
 
 def list_names(names: Collection[str]) -> str:
-    """Up to a dozen names for an error line, then how many more there are."""
-    # A file's names may hold anything; an error stays one line.
+    """Return up to a dozen names for an error message, and the number of the others."""
+    # Names in a file may contain any characters; an error stays one line.
     first = sorted(names)[:MAX_LISTED_NAMES]
     some = [
         name if name.isprintable() and len(name) <= MAX_NAME_LENGTH else quote(name)
@@ -78,4 +80,5 @@ def list_names(names: Collection[str]) -> str:
 
 
 def no_such_tensor(path: Path, name: str) -> TensorMismatch:
+    """Return the error for a tensor name that the checkpoint lacks."""
     return TensorMismatch(f"{path}: holds no tensor named {quote(name)}")

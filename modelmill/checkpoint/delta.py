@@ -1,4 +1,4 @@
-"""A base checkpoint plus a published difference (Vicuna's deltas), added one tensor at a time."""
+"""A base checkpoint plus a published difference (Vicuna's deltas), added tensor by tensor."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from modelmill.checkpoint.container import Container, TensorInfo, list_names
 from modelmill.core.errors import TensorMismatch
 
 VOCABULARY_TENSORS = ("embed_tokens", "lm_head", "wte")
-"""Tensors with a row a token: the only ones where a delta may have more rows than its base."""
+"""Tensors with a row per token: only these may have more rows in the delta than in the base."""
 
 COMPUTED_BUFFER = "rotary_emb.inv_freq"
-"""A computed buffer that old files save: taken from whichever side has it, never missed."""
+"""A computed buffer that old files save: taken from either side, may be missing."""
 
 CHUNK_ROWS = 4096
 
@@ -22,10 +22,9 @@ CHUNK_ROWS = 4096
 class DeltaContainer:
     """base + delta under Hugging Face names.
 
-    Rows that only the delta has (tokens it added) are taken as they are. The sum is computed in
-    float32 and
-    rounded once to the wider dtype of the two. Raises TensorMismatch where names or shapes do not
-    pair.
+    Rows that only the delta has (added tokens) are copied. The sum is computed in float32 and
+    rounded once to the wider dtype of the two. Raises TensorMismatch if names or shapes do not
+    match.
     """
 
     def __init__(self, base: Container, delta: Container) -> None:
@@ -47,9 +46,11 @@ class DeltaContainer:
                 self._check_shapes(base.info(name), delta.info(name))
 
     def names(self) -> list[str]:
+        """Return the names of all tensors."""
         return list(self._names)
 
     def info(self, name: str) -> TensorInfo:
+        """Return shape and dtype of a tensor without reading it."""
         one = self._base.info(name)
         if name not in self._delta_names:
             return one
@@ -59,6 +60,7 @@ class DeltaContainer:
         return TensorInfo(name, other.shape, str(dtype).removeprefix("torch."), nbytes)
 
     def get(self, name: str) -> torch.Tensor:
+        """Read a tensor."""
         one = self._base.get(name)
         if name not in self._delta_names:
             return one
@@ -75,6 +77,7 @@ class DeltaContainer:
         return result
 
     def files(self) -> list[Path]:
+        """Return the files that the tensors are read from."""
         return [*self._base.files(), *self._delta.files()]
 
     def _check_shapes(self, one: TensorInfo, other: TensorInfo) -> None:

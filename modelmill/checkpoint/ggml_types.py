@@ -1,10 +1,9 @@
 """The ggml number formats: block sizes, and expansion of the block formats to float32.
 
-A block format stores `block_values` consecutive values of a row in `size` bytes: one or two scales
-and the values
-in 2 to 8 bits. The layouts are those of ggml (gguf-py's `gguf.quants` is the independent reference
-the
-tests compare with). Every function takes blocks as uint8 [n, size] and returns float32 [n, block].
+A block format stores `block_values` consecutive values of a row in `block_bytes` bytes: one or two
+scales and the values in 2 to 8 bits. The layouts are those of ggml (gguf-py's `gguf.quants` is the
+independent reference of the tests). Every function takes blocks as uint8 [n, block_bytes] and
+returns float32 [n, block_values].
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 CHUNK_VALUES = 1 << 22
-"""Values expanded at a time, so that intermediates stay small beside the tensor itself."""
+"""Values expanded at a time, so that intermediates are small compared with the tensor."""
 
 DequantizeBlocks = Callable[[torch.Tensor], torch.Tensor]
 
@@ -24,8 +23,9 @@ DequantizeBlocks = Callable[[torch.Tensor], torch.Tensor]
 class GgmlType:
     """One ggml type: `block_values` values take `block_bytes` bytes.
 
-    dtype: the torch dtype that stores it as it is, or None for block formats.
-    dequantize: blocks -> float32; None for plain types and for formats we do not read.
+    Attributes:
+        dtype: the torch dtype that stores it unchanged, or None for block formats.
+        dequantize: blocks -> float32; None for plain types and for unsupported formats.
     """
 
     name: str
@@ -36,18 +36,17 @@ class GgmlType:
 
     @property
     def label(self) -> str:
-        """The torch name of a plain type ("float16"), the ggml name of a block format ("Q4_1")."""
+        """Return the torch name of a plain type ("float16") or the ggml name ("Q4_1")."""
         return str(self.dtype).removeprefix("torch.") if self.dtype is not None else self.name
 
     @property
     def readable(self) -> bool:
+        """Return whether this type can be dequantized."""
         return self.dtype is not None or self.dequantize is not None
 
 
 def dequantize_blocks(ggml_type: GgmlType, data: torch.Tensor, out: torch.Tensor) -> None:
-    """Fill `outputs` (float32, flat) with the values of `data` (uint8, flat, whole blocks), chunk
-    by chunk.
-    """
+    """Dequantize `data` (uint8, flat, whole blocks) into `out` (float32, flat), by chunks."""
     assert ggml_type.dequantize is not None, ggml_type.name
     blocks, values = data.view(-1, ggml_type.block_bytes), out.view(-1, ggml_type.block_values)
     step = max(1, CHUNK_VALUES // ggml_type.block_values)
@@ -58,15 +57,16 @@ def dequantize_blocks(ggml_type: GgmlType, data: torch.Tensor, out: torch.Tensor
 def _fields(data: torch.Tensor, width: int, bits: int) -> torch.Tensor:
     """Unpack bit fields: uint8 [n, k] -> uint8 [n, k * 8 / bits].
 
-    Bytes go in groups of `max_pages_per_seq`; of each group first the lowest field of every byte,
-    then the next one."""
+    Bytes are in groups of `width`; of each group first the lowest field of every byte, then the
+    next one.
+    """
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
     groups = data.reshape(data.shape[0], -1, 1, width)
     return ((groups >> shifts.view(1, 1, -1, 1)) & ((1 << bits) - 1)).flatten(1)
 
 
 def _read_float16(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """The float16 at byte `start` of each block, as float32 [n, 1]."""
+    """Return the float16 at byte `start` of each block, as float32 [n, 1]."""
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
@@ -83,7 +83,7 @@ def _q4_1(b: torch.Tensor) -> torch.Tensor:
 
 
 def _five_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """32 values of 5 bits: four bytes of fifth bits in order, 16 bytes of low halves."""
+    """Return 32 values of 5 bits: four bytes of fifth bits in order, 16 bytes of low halves."""
     return (_fields(low, 16, 4) | (_fields(high, 1, 1) << 4)).float()
 
 
@@ -100,7 +100,7 @@ def _q8_0(b: torch.Tensor) -> torch.Tensor:
 
 
 def _split_groups(values: torch.Tensor, count: int) -> torch.Tensor:
-    """[n, 256] -> [n, count, 256 / count]: a super-block's groups, each with its own scale."""
+    """Split [n, 256] into [n, count, 256 / count]: a super-block's groups with their own scales."""
     return values.reshape(values.shape[0], count, -1)
 
 
@@ -121,9 +121,7 @@ def _q3_k(b: torch.Tensor) -> torch.Tensor:
 
 
 def _k_scales_and_minima(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q4_K and Q5_K: 8 scales and 8 minima of 6 bits in 12 bytes after the two halves, as [n, 8,
-    1].
-    """
+    """Return the scales and minima [n, 8, 1] of Q4_K and Q5_K: 6 bits each in 12 bytes."""
     first, second, mixed = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scales = torch.cat((first & 63, (mixed & 15) | ((first >> 2) & 48)), dim=1)
     lows = torch.cat((second & 63, (mixed >> 4) | ((second >> 2) & 48)), dim=1)
@@ -189,7 +187,7 @@ GGML_TYPES: dict[int, GgmlType] = {
     40: GgmlType("NVFP4", 64, 36),
     41: GgmlType("Q1_0", 128, 18),
 }
-"""By the number a GGUF file uses.
+"""By the number in a GGUF file.
 
 Types that cannot be expanded are listed so that errors can name them.
 """

@@ -1,11 +1,9 @@
-"""Read GGUF files (version 2 and 3, little-endian), believing nothing they say before it is
-checked.
+"""Reads GGUF files (version 2 and 3, little-endian); every field is checked before its use.
 
-Every count, length and offset is held against the file's size before anything is read or allocated,
-so a
-lying header costs one error line and no memory. Values are read from the file a tensor at a time; a
-plain
-read rather than a mapping, so that a file that shrinks meanwhile is an error and not a crash.
+Every count, length and offset is compared with the file's size before anything is read or
+allocated, so that a wrong header causes an error and no allocation. Values are read tensor by
+tensor with plain reads instead of a mapping, so that a file that shrinks meanwhile is an error and
+not a crash.
 """
 
 from __future__ import annotations
@@ -44,14 +42,14 @@ SCALARS: dict[int, np.dtype[Any]] = {
 BOOL, STRING, ARRAY = 7, 8, 9
 
 MIN_KEY_BYTES = 8 + 4 + 1
-"""Fewest bytes a metadata entry takes: the key's length, the value's type, a one-byte value."""
+"""Fewest bytes of a metadata entry: the key's length, the value's type, a one-byte value."""
 MIN_TENSOR_BYTES = 8 + 4 + 4 + 8
-"""Fewest bytes a tensor's entry takes: the name's length, dimension count, type, offset."""
+"""Fewest bytes of a tensor's entry: the name's length, dimension count, type, offset."""
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor and the absolute place of its bytes. shape is in torch order (rows first)."""
+    """A tensor and the offset of its bytes in the file; shape is in torch order (rows first)."""
 
     name: str
     shape: tuple[int, ...]
@@ -64,9 +62,8 @@ class GgufFile:
     """One GGUF file under its own tensor names (blk.0.attn_q.weight).
 
     metadata: numbers, strings and bools as Python values, arrays of numbers as numpy arrays, arrays
-    of
-    strings as lists (bytes that are not UTF-8 survive as surrogate escapes).
-    Raises CorruptCheckpoint for anything that contradicts the file's size or itself.
+    of strings as lists (bytes that are not UTF-8 become surrogate escapes). Raises
+    CorruptCheckpoint for anything that contradicts the file's size or itself.
     """
 
     def __init__(self, path: Path) -> None:
@@ -77,14 +74,16 @@ class GgufFile:
             self._tensors = header.place_tensors()
 
     def names(self) -> list[str]:
+        """Return the names of all tensors."""
         return list(self._tensors)
 
     def info(self, name: str) -> TensorInfo:
+        """Return shape and dtype of a tensor without reading it."""
         placed = self._find_tensor(name)
         return TensorInfo(name, placed.shape, placed.ggml_type.label, placed.nbytes)
 
     def get(self, name: str) -> torch.Tensor:
-        """The tensor in GGUF's own row order; block formats as float32."""
+        """Return the tensor in GGUF's own row order; block formats as float32."""
         placed = self._find_tensor(name)
         if not placed.ggml_type.readable:
             raise CheckpointError(
@@ -101,9 +100,7 @@ class GgufFile:
             return self._dequantize(stream, placed)
 
     def raw_blocks(self, name: str) -> torch.Tensor:
-        """A matrix of a block format as it lies in the file: uint8 [rows, blocks, bytes of a
-        block].
-        """
+        """Return the blocks of a matrix as stored: uint8 [rows, blocks, bytes of a block]."""
         placed = self._find_tensor(name)
         assert placed.ggml_type.dtype is None, f"{name} is not stored in blocks"
         stored = torch.empty(
@@ -118,12 +115,11 @@ class GgufFile:
         return stored
 
     def files(self) -> list[Path]:
+        """Return the files that the tensors are read from."""
         return [self.path]
 
     def same_values(self, one: str, other: str) -> bool:
-        """Whether two tensors are stored in the same bytes' worth; reads only up to the first
-        difference.
-        """
+        """Return whether two tensors have equal stored bytes; stops at the first difference."""
         a, b = self._find_tensor(one), self._find_tensor(other)
         if (a.shape, a.ggml_type) != (b.shape, b.ggml_type):
             return False
@@ -144,15 +140,15 @@ class GgufFile:
 
     def _dequantize(self, stream: BinaryIO, placed: GgufTensor) -> torch.Tensor:
         result = torch.empty(placed.shape, dtype=torch.float32)
-        flat, kind = result.view(-1), placed.ggml_type
-        step = CHUNK_VALUES // kind.block_values * kind.block_values
+        flat, ggml_type = result.view(-1), placed.ggml_type
+        step = CHUNK_VALUES // ggml_type.block_values * ggml_type.block_values
         for start in range(0, flat.numel(), step):
             part = flat[start : start + step]
             stored = torch.empty(
-                part.numel() // kind.block_values * kind.block_bytes, dtype=torch.uint8
+                part.numel() // ggml_type.block_values * ggml_type.block_bytes, dtype=torch.uint8
             )
             self._read_into(stream, stored)
-            dequantize_blocks(kind, stored, part)
+            dequantize_blocks(ggml_type, stored, part)
         return result
 
     def _read_into(self, stream: BinaryIO, data: torch.Tensor) -> None:
@@ -196,7 +192,7 @@ class _GgufHeader:
             self.metadata[key] = self._read_value(self._read_number("<I"), key, 0)
 
     def place_tensors(self) -> dict[str, GgufTensor]:
-        """Tensor entries, with offsets made absolute, inside the file and disjoint."""
+        """Return the tensor entries with absolute offsets, inside the file and disjoint."""
         alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         power_of_two = (
             isinstance(alignment, int) and alignment > 0 and alignment & (alignment - 1) == 0
@@ -238,8 +234,8 @@ class _GgufHeader:
             )
         dims = [self._read_number("<Q") for _ in range(count)]
         number, offset = self._read_number("<I"), self._read_number("<Q")
-        kind = GGML_TYPES.get(number)
-        if kind is None:
+        ggml_type = GGML_TYPES.get(number)
+        if ggml_type is None:
             raise CheckpointError(
                 f"{self.path}: {quote(name)} has the unknown ggml type number {number}"
             )
@@ -247,15 +243,15 @@ class _GgufHeader:
         for dim in dims:
             values *= dim
         # The product is a Python integer, so it cannot wrap around the way 64-bit arithmetic does.
-        nbytes = values // kind.block_values * kind.block_bytes
-        if (dims[0] if dims else 1) % kind.block_values:
+        nbytes = values // ggml_type.block_values * ggml_type.block_bytes
+        if (dims[0] if dims else 1) % ggml_type.block_values:
             raise self._corrupt_error(
-                f"gives {quote(name)} rows that are no whole number of {kind.name} blocks"
+                f"gives {quote(name)} rows that are no whole number of {ggml_type.name} blocks"
             )
         if (
             nbytes > self.size
             or offset > self.size
-            or max(dims, default=0) > self.size * kind.block_values
+            or max(dims, default=0) > self.size * ggml_type.block_values
         ):
             raise self._corrupt_error(
                 f"says {quote(name)} has {nbytes} bytes at {offset}, but the file has {self.size} "
@@ -265,7 +261,7 @@ class _GgufHeader:
             raise self._corrupt_error(
                 f"places {quote(name)} at {offset}, which is not aligned to {alignment}"
             )
-        return GgufTensor(name, tuple(reversed(dims)), kind, offset, nbytes)
+        return GgufTensor(name, tuple(reversed(dims)), ggml_type, offset, nbytes)
 
     def _read_value(self, value_type: int, key: str, depth: int) -> Any:
         if value_type == STRING:
@@ -281,17 +277,17 @@ class _GgufHeader:
         return data != b"\0" if value_type == BOOL else np.frombuffer(data, dtype)[0].item()
 
     def _read_array(self, key: str, depth: int) -> Any:
-        kind, count = self._read_number("<I"), self._read_number("<Q")
+        ggml_type, count = self._read_number("<I"), self._read_number("<Q")
         if depth >= MAX_NESTING:
             raise self._corrupt_error(f"nests the arrays of {quote(key)} too deeply")
-        if kind in SCALARS:
-            self._check_count(count, SCALARS[kind].itemsize, f"values of {quote(key)}")
-            data = self._read_bytes(count * SCALARS[kind].itemsize)
-            if kind == BOOL:
+        if ggml_type in SCALARS:
+            self._check_count(count, SCALARS[ggml_type].itemsize, f"values of {quote(key)}")
+            data = self._read_bytes(count * SCALARS[ggml_type].itemsize)
+            if ggml_type == BOOL:
                 return np.frombuffer(data, np.uint8) != 0
-            return np.frombuffer(data, SCALARS[kind])
-        self._check_count(count, 8 if kind == STRING else 12, f"values of {quote(key)}")
-        return [self._read_value(kind, key, depth + 1) for _ in range(count)]
+            return np.frombuffer(data, SCALARS[ggml_type])
+        self._check_count(count, 8 if ggml_type == STRING else 12, f"values of {quote(key)}")
+        return [self._read_value(ggml_type, key, depth + 1) for _ in range(count)]
 
     def _read_name(self, description: str) -> str:
         length = self._read_number("<Q")

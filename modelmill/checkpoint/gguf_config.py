@@ -1,4 +1,4 @@
-"""Make Hugging Face's config.json and generation_config.json from a GGUF's metadata keys."""
+"""Builds config.json and generation_config.json from a GGUF's metadata keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from modelmill.core.config_view import ConfigView
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, UnknownArchitecture
 
 MAX_COUNT = 1 << 24
-"""Above every real vocabulary, width, depth and context; keeps nonsense out of later arithmetic."""
+"""Above every real vocabulary, width, depth and context; prevents overflows later."""
 
 SAMPLING_KEYS = {
     "temp": "temperature",
@@ -22,20 +22,21 @@ SAMPLING_KEYS = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-"""general.sampling.… of a GGUF, as llama.cpp reads them; the rest (xtc, mirostat, a window of
-penalties) is its own.
+"""general.sampling.… of a GGUF, as llama.cpp reads them.
+
+The rest (xtc, mirostat, a window of penalties) is llama.cpp's own.
 """
 
 
 def read_config(
     raw: GgufFile, arch: str, tied: bool
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """(config, generation_config) in Hugging Face's keys for llama, qwen, qwen2, qwen3 or gpt2, and
-    unread keys.
+    """Return config, generation_config and unread keys of llama, qwen, qwen2, qwen3 or gpt2.
 
-    Raises CorruptCheckpoint for missing or senseless keys, UnknownArchitecture for variants
-    (experts,
-    partly rotated heads) that share a name with a family of ours but compute something else.
+    Raises:
+        CorruptCheckpoint: for missing or invalid keys.
+        UnknownArchitecture: for variants (experts, partial RoPE) that share a name with a supported
+            family but compute something else.
     """
     keys = _ArchitectureKeys(raw, arch)
     if keys.get_count("expert_count", 0):
@@ -57,8 +58,7 @@ def read_config(
     if isinstance(ids.get("eos_token_id"), list):
         config["eos_token_id"] = ids["eos_token_id"][0]
     unread = {key: value for key, value in keys.view.unread().items() if key.startswith(f"{arch}.")}
-    # full attention is computed, as llama.cpp does: a window as long as the context is no other
-    # than that
+    # full attention, as in llama.cpp: a window as long as the context is equal to it
     window, context = f"{arch}.attention.sliding_window", keys.get_count("context_length")
     if isinstance(unread.get(window), int) and not 0 < unread[window] < context:
         del unread[window]
@@ -66,17 +66,17 @@ def read_config(
 
 
 def _sampling_defaults(raw: GgufFile) -> dict[str, Any]:
-    """What the file's publisher recommends, in generation_config's keys; {} where nothing is."""
-    found: dict[str, Any] = {}
+    """Return the publisher's sampling defaults in generation_config's keys; {} without any."""
+    defaults: dict[str, Any] = {}
     for key, name in SAMPLING_KEYS.items():
         value = raw.metadata.get(f"general.sampling.{key}")
         if value is not None:
-            found[name] = (
+            defaults[name] = (
                 _shortest_decimal(value)
                 if isinstance(value, float) and math.isfinite(value)
                 else value
             )
-    return {"do_sample": True, **found} if found else {}
+    return {"do_sample": True, **defaults} if defaults else {}
 
 
 class _ArchitectureKeys:
@@ -115,9 +115,7 @@ class _ArchitectureKeys:
 
 
 def _shortest_decimal(value: float) -> float:
-    """The shortest decimal a float32 may have come from: GGUF stores those, config.json had
-    1e-05.
-    """
+    """Return the shortest decimal of a float32: GGUF stores float32, config.json had 1e-05."""
     narrow = np.float32(value)
     return float(str(narrow)) if float(narrow) == value else float(value)
 
@@ -141,7 +139,7 @@ def _head_dim(keys: _ArchitectureKeys) -> int:
 
 
 def _llama(keys: _ArchitectureKeys) -> dict[str, Any]:
-    """Keys of LLaMA, Mistral (which GGUF calls llama), Qwen2 and Qwen3."""
+    """Read the keys of LLaMA, Mistral (which GGUF calls llama), Qwen2 and Qwen3."""
     classes = {
         "llama": "LlamaForCausalLM",
         "qwen2": "Qwen2ForCausalLM",
@@ -184,17 +182,16 @@ def _rope_scaling(keys: _ArchitectureKeys, theta: float) -> dict[str, Any] | Non
 
 
 def _qwen(keys: _ArchitectureKeys) -> dict[str, Any]:
-    """Keys of Qwen v1.
+    """Read the keys of Qwen v1.
 
-    A GGUF does not say whether dynamic NTK and logn were on, nor the trained length: they are off
-    here, as
-    llama.cpp computes the model, and seq_length is the context length the file states.
+    A GGUF contains neither dynamic NTK, logn nor the trained length: both are off, as in llama.cpp,
+    and seq_length is the file's context length.
     """
     head_dim, feed_forward = _head_dim(keys), keys.get_count("feed_forward_length")
     if keys.has_tensor("blk.0.ffn_up.weight") and keys.raw.info("blk.0.ffn_up.weight").shape[
         :1
     ] == (feed_forward,):
-        # config.json counts w1 and w2 together, and so do GGUFs of the official converter; this one
+        # config.json counts w1 and w2 together, as do GGUFs of the official converter; this one
         # does not.
         feed_forward *= 2
     context = keys.get_count("context_length")
@@ -237,15 +234,13 @@ def _gpt2(keys: _ArchitectureKeys) -> dict[str, Any]:
 
 
 def _special_ids(raw: GgufFile, vocabulary: int) -> dict[str, Any]:
-    """bos, eos (with end-of-turn, where the file names one) and pad ids, all inside the
-    vocabulary.
-    """
+    """Return bos, eos (with end-of-turn, if there is one) and pad ids, all in the vocabulary."""
     tokens = raw.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list) and len(tokens) > vocabulary:
         raise CorruptCheckpoint(
             f"{raw.path}: has {len(tokens)} tokens but only {vocabulary} embedding rows"
         )
-    found: dict[str, int] = {}
+    token_ids: dict[str, int] = {}
     for name in ("bos", "eos", "eot", "padding"):
         value = raw.metadata.get(f"tokenizer.ggml.{name}_token_id")
         if value is None:
@@ -254,13 +249,13 @@ def _special_ids(raw: GgufFile, vocabulary: int) -> dict[str, Any]:
             raise CorruptCheckpoint(
                 f"{raw.path}: its {name} token {_describe_value(value)} is outside the vocabulary"
             )
-        found[name] = value
-    ends = list(dict.fromkeys(found[name] for name in ("eos", "eot") if name in found))
+        token_ids[name] = value
+    ends = list(dict.fromkeys(token_ids[name] for name in ("eos", "eot") if name in token_ids))
     ids: dict[str, Any] = {}
-    if "bos" in found:
-        ids["bos_token_id"] = found["bos"]
+    if "bos" in token_ids:
+        ids["bos_token_id"] = token_ids["bos"]
     if ends:
         ids["eos_token_id"] = ends if len(ends) > 1 else ends[0]
-    if "padding" in found:
-        ids["pad_token_id"] = found["padding"]
+    if "padding" in token_ids:
+        ids["pad_token_id"] = token_ids["padding"]
     return ids

@@ -1,8 +1,7 @@
-"""Present a GGUF file as Hugging Face would: tensor names, values and config.json.
+"""Presents a GGUF file as a Hugging Face checkpoint: tensor names, values and config.json.
 
-What llama.cpp's converter did is undone: LLaMA's q and k rows are permuted for interleaved rotary
-pairs,
-GPT-2's Conv1D weights are transposed, and names and config keys are its own.
+The changes of llama.cpp's converter are undone: LLaMA's q and k rows are permuted for interleaved
+rotary pairs, GPT-2's Conv1D weights are transposed, and names and config keys are its own.
 """
 
 from __future__ import annotations
@@ -65,8 +64,9 @@ GPT2_NAMES = {
 }
 
 CONSUMED_TENSORS = dict.fromkeys(("llama", "qwen", "qwen2", "qwen3"), ("rope_freqs.weight",))
-"""Read into the config's rope_scaling and not shown as a tensor, by architecture; GPT-2 rotates
-nothing.
+"""Tensors that become the config's rope_scaling and are hidden, by architecture.
+
+GPT-2 has no RoPE.
 """
 
 
@@ -101,14 +101,11 @@ class _HfTensor:
 
 
 class GgufAsHf:
-    """A GGUF's tensors under Hugging Face names, with `config` and `generation_config` made from
-    its keys.
+    """A GGUF's tensors under Hugging Face names, with `config` and `generation_config`.
 
-    unread: the architecture's own keys that neither was made from.
-
-    Tensors this architecture does not know keep their GGUF name, so that renaming reports them as
-    left over.
-    Raises UnknownArchitecture, or CorruptCheckpoint where keys and tensors contradict each other.
+    unread: the architecture's own keys that neither was made from. Unknown tensors keep their GGUF
+    name, so that renaming reports them as unused. Raises UnknownArchitecture, or CorruptCheckpoint
+    if keys and tensors contradict each other.
     """
 
     def __init__(self, raw: GgufFile) -> None:
@@ -133,27 +130,28 @@ class GgufAsHf:
             self._add_tensor(name, layout)
 
     def names(self) -> list[str]:
+        """Return the names of all tensors."""
         return list(self._entries)
 
     def info(self, name: str) -> TensorInfo:
+        """Return shape and dtype of a tensor without reading it."""
         entry = self._entry(name)
         source = self._raw.info(entry.source)
         return TensorInfo(name, entry.shape, source.dtype, source.nbytes)
 
     def get(self, name: str) -> torch.Tensor:
+        """Read a tensor."""
         entry = self._entry(name)
         tensor = self._raw.get(entry.source)
         return tensor if entry.restore is None else entry.restore(tensor)
 
     def quant_layout(self, name: str) -> QuantLayout | None:
-        """How a matrix is stored; None for one that cannot be kept in its own form."""
+        """Return the quantization layout of a matrix; None if it cannot be kept."""
         entry = self._entry(name)
         return gguf_quant_layout(self._raw.info(entry.source), transposed=entry.transposed)
 
     def read_packed(self, name: str) -> PackedMatrix:
-        """Its blocks taken apart, rows in Hugging Face's order (of the transpose where the form
-        says so).
-        """
+        """Return its codes and scales, rows in Hugging Face's order (or transposed)."""
         entry = self._entry(name)
         blocks = self._raw.raw_blocks(entry.source)
         if entry.restore is not None and not entry.transposed:
@@ -161,10 +159,11 @@ class GgufAsHf:
         return unpack_gguf_blocks(self._raw.info(entry.source).dtype, blocks)
 
     def files(self) -> list[Path]:
+        """Return the files that the tensors are read from."""
         return self._raw.files()
 
     def tokenizer_json(self) -> bytes:
-        """Every tokenizer.* key of the GGUF as one JSON object, under its own full key."""
+        """Return every tokenizer.* key of the GGUF as one JSON object, under its full key."""
         kept = {k: v for k, v in self.metadata.items() if k.startswith("tokenizer.")}
         return json.dumps(kept, default=_to_json_value).encode("ascii")
 
@@ -199,13 +198,14 @@ class GgufAsHf:
 
 
 def _hf_name(name: str, architecture: GgufArchitecture) -> tuple[str, str]:
-    """The Hugging Face name of a GGUF tensor (its own where unknown), and its base without layer
-    and suffix.
+    """Return the Hugging Face name of a GGUF tensor, and its base without layer and suffix.
+
+    An unknown tensor keeps its name.
     """
     stem, _, suffix = name.rpartition(".")
     parts = stem.split(".", 2)
     layer = ""
-    # no model has a million layers, and Python refuses to read a number of thousands of digits
+    # no model has a million layers, and Python refuses to parse a number of thousands of digits
     if (
         len(parts) == 3
         and parts[0] == "blk"
@@ -214,13 +214,17 @@ def _hf_name(name: str, architecture: GgufArchitecture) -> tuple[str, str]:
         and len(parts[1]) < 7
     ):
         layer, stem = parts[1], f"blk.{parts[2]}"
-    found = architecture.names.get(stem)
-    if found is None or suffix not in ("weight", "bias") or stem.startswith("blk.") != bool(layer):
+    hf_base = architecture.names.get(stem)
+    if (
+        hf_base is None
+        or suffix not in ("weight", "bias")
+        or stem.startswith("blk.") != bool(layer)
+    ):
         return name, ""
     return (
-        f"{architecture.layer_prefix}.{int(layer)}.{found}.{suffix}"
+        f"{architecture.layer_prefix}.{int(layer)}.{hf_base}.{suffix}"
         if layer
-        else f"{found}.{suffix}"
+        else f"{hf_base}.{suffix}"
     ), stem
 
 

@@ -1,10 +1,8 @@
-"""GGUF's Q4_0, Q4_1 and Q8_0 taken apart without expanding them: blocks of 32 columns become groups
-of 32.
+"""GGUF's Q4_0, Q4_1 and Q8_0 without expansion: blocks of 32 columns become groups of 32.
 
-Q4_0: a float16 scale, 16 bytes; Q4_1: scale, minimum, 16 bytes; Q8_0: scale, 32 signed bytes. Of
-the 4-bit formats
-byte j holds column j in its low half and column j + 16 in its high half. The other formats have
-scales of scales.
+Q4_0: a float16 scale, 16 bytes; Q4_1: scale, minimum, 16 bytes; Q8_0: scale, 32 signed bytes. In
+the 4-bit formats byte j holds column j in its low half and column j + 16 in its high half. The
+other formats have scales of scales.
 """
 
 from __future__ import annotations
@@ -19,8 +17,9 @@ BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
 
 
 def gguf_quant_layout(info: TensorInfo, *, transposed: bool) -> QuantLayout | None:
-    """The form of a matrix [rows, columns] in GGUF's own orientation; None for other types and for
-    vectors.
+    """Return the layout of a matrix [rows, columns] in GGUF's own orientation.
+
+    It is None for other types and for vectors.
     """
     if info.dtype not in BITS or len(info.shape) != 2:
         return None
@@ -38,7 +37,7 @@ def gguf_quant_layout(info: TensorInfo, *, transposed: bool) -> QuantLayout | No
 
 
 def unpack_gguf_blocks(type_name: str, blocks: torch.Tensor) -> PackedMatrix:
-    """blocks: uint8 [N, K/32, bytes]."""
+    """Unpack blocks uint8 [N, K/32, bytes]."""
     scale, at = _read_float16(blocks, 0), 2
     offset = None
     if type_name == "Q4_1":
@@ -50,7 +49,7 @@ def unpack_gguf_blocks(type_name: str, blocks: torch.Tensor) -> PackedMatrix:
 
 
 def _read_float16(blocks: torch.Tensor, byte_offset: int) -> torch.Tensor:
-    """The float16 at a byte of each block, [N, G]."""
+    """Return the float16 at a byte of each block, [N, G]."""
     return (
         blocks[:, :, byte_offset : byte_offset + 2]
         .contiguous()

@@ -1,9 +1,8 @@
-"""GPTQ checkpoints (AutoGPTQ, GPTQModel): 4 and 8 bits, with and without act-order, formats gptq
-and gptq_v2.
+"""GPTQ checkpoints (AutoGPTQ, GPTQModel): 4 and 8 bits, with and without act-order.
 
-qweight [K·bits/32, N] int32, packed along K; qzeros [G, N·bits/32], along N, holding zero − 1
-(gptq_v2: zero);
-scales [G, N]; g_idx [K], the group of each column. weight = scale · (code − zero).
+The formats gptq and gptq_v2: qweight [K·bits/32, N] int32, packed along K; qzeros [G, N·bits/32],
+along N, holding zero − 1 (gptq_v2: zero); scales [G, N]; g_idx [K], the group of each column.
+weight = scale · (code − zero).
 """
 
 from __future__ import annotations
@@ -35,9 +34,10 @@ BITS = (4, 8)
 
 
 def make(settings: Mapping[str, Any], path: Path) -> GptqScheme:
-    """The scheme of a ``quantization_config``.
+    """Parse a ``quantization_config``.
 
-    Raises CheckpointError for settings that cannot be read.
+    Raises:
+        CheckpointError: for unsupported settings.
     """
     bits, group = settings.get("bits", 4), settings.get("group_size", 128)
     form = str(settings.get("checkpoint_format", "gptq"))
@@ -73,9 +73,12 @@ def _advice(bits: Any) -> str:
 
 @dataclass(frozen=True)
 class GptqScheme:
-    """bits: of a code.
+    """GPTQ with one checkpoint's settings.
 
-    group_size: columns, −1 for whole rows. zero_point_offset: what stored zeros lack.
+    Attributes:
+        bits: of a code.
+        group_size: columns per group, −1 for whole rows.
+        zero_point_offset: added to the stored zeros.
     """
 
     path: Path
@@ -88,9 +91,11 @@ class GptqScheme:
 
     @property
     def label(self) -> str:
+        """Return the format's name and bits, for messages."""
         return f"GPTQ, {self.bits} bits{_group_label(self.group_size)}"
 
     def quant_layout(self, raw: Container, stem: str) -> QuantLayout:
+        """Return the quantization layout of the matrix called stem."""
         here = packed_words_shape(raw.info(f"{stem}.qweight"), self.path)
         grids, zeros = (
             scales_shape(raw.info(f"{stem}.scales"), self.path),
@@ -128,6 +133,7 @@ class GptqScheme:
         )
 
     def read_packed(self, raw: Container, stem: str, layout: QuantLayout) -> PackedMatrix:
+        """Read the matrix's integers, scales and offsets as stored."""
         codes = unpack_fields(raw.get(f"{stem}.qweight").t().contiguous(), self.bits)  # [N, K]
         zeros = (
             unpack_fields(raw.get(f"{stem}.qzeros"), self.bits).t().to(torch.int32)

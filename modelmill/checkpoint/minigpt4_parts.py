@@ -1,9 +1,8 @@
-"""MiniGPT-4 as it is published: a LLaMA checkpoint and the eyes in files of their own, seen as one
-container.
+"""MiniGPT-4 as published: a LLaMA checkpoint and vision files, presented as one container.
 
-The eyes are EVA's ViT-g (``blocks.*``), BLIP-2's Q-Former (``Qformer.*``, ``query_tokens``,
-``ln_vision.*``) and MiniGPT-4's own projection (``llama_proj.*``). They are told apart by what they
-hold, not by their names.
+The vision files are EVA's ViT-g (``blocks.*``), BLIP-2's Q-Former (``Qformer.*``, ``query_tokens``,
+``ln_vision.*``) and MiniGPT-4's own projection (``llama_proj.*``). They are recognized by their
+tensors, not by their file names.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ MODEL_TYPE = "minigpt4"
 SETTINGS_FILE = "minigpt4.json"
 CHAT_FILE = "image_chat.json"
 LANGUAGE_PREFIX = "llama_model."
-"""In front of the language model's tensors, as in upstream's own state dict."""
+"""Prefix of the language model's tensors, as in upstream's own state dict."""
 VISION_ENCODER_PREFIX = "visual_encoder."
-# what upstream generates with: its demo's settings
+# generation settings of upstream's demo
 GENERATION_DEFAULTS = {"do_sample": True, "temperature": 1.0, "top_p": 0.9, "max_new_tokens": 300}
 PROMPTS = ("first", "current")
 _VISION_PARTS = (
@@ -44,10 +43,10 @@ _VISION_PARTS = (
 
 
 class MiniGpt4Container:
-    """A language model's tensors behind ``llama_model.``, and those of the eyes' files.
+    """A language model's tensors after ``llama_model.``, and those of the vision files.
 
-    A name that several of the eyes' files hold is taken from the last: vision encoder, Q-Former,
-    projection is the order in which upstream loads them. Raises CheckpointError where a part is
+    A name that occurs in several vision files is taken from the last: vision encoder, Q-Former,
+    projection is the order in which upstream loads them. Raises CheckpointError if a part is
     missing or a file is none of them.
     """
 
@@ -55,12 +54,16 @@ class MiniGpt4Container:
         self._language = language
         self._vision_tensors: dict[str, tuple[Container, str]] = {}
         opened = sorted((_open_part(path) for path in files), key=lambda part: part[0])
-        found = {kind for part_numbers, _ in opened for kind in part_numbers}
-        missing = [what for number, (_, what, _) in enumerate(_VISION_PARTS) if number not in found]
+        part_numbers_found = {number for part_numbers, _ in opened for number in part_numbers}
+        missing = [
+            what
+            for number, (_, what, _) in enumerate(_VISION_PARTS)
+            if number not in part_numbers_found
+        ]
         if missing:
-            given = ", ".join(path.name for path in files) or "no file"
+            file_names = ", ".join(path.name for path in files) or "no file"
             raise CheckpointError(
-                f"the eyes of this model are incomplete: {' and '.join(missing)} not in {given}"
+                f"the vision files are incomplete: {' and '.join(missing)} not in {file_names}"
             )
         for _, container in opened:
             bare = any(name.startswith("blocks.") for name in container.names())
@@ -73,20 +76,24 @@ class MiniGpt4Container:
         self.metadata: dict[str, Any] = {}
 
     def names(self) -> list[str]:
+        """Return the names of all tensors."""
         return [LANGUAGE_PREFIX + name for name in self._language.names()] + list(
             self._vision_tensors
         )
 
     def info(self, name: str) -> TensorInfo:
-        container, theirs = self._locate(name)
-        info = container.info(theirs)
+        """Return shape and dtype of a tensor without reading it."""
+        container, file_name = self._locate(name)
+        info = container.info(file_name)
         return TensorInfo(name, info.shape, info.dtype, info.nbytes)
 
     def get(self, name: str) -> torch.Tensor:
-        container, theirs = self._locate(name)
-        return container.get(theirs)
+        """Read a tensor."""
+        container, file_name = self._locate(name)
+        return container.get(file_name)
 
     def files(self) -> list[Path]:
+        """Return the files that the tensors are read from."""
         return [*self._language.files(), *self._files]
 
     def _locate(self, name: str) -> tuple[Container, str]:
@@ -98,9 +105,7 @@ class MiniGpt4Container:
 
 
 def is_minigpt4_folder(folder: Path) -> bool:
-    """Whether a folder holds the published parts side by side, or says in minigpt4.json where they
-    are.
-    """
+    """Return whether a folder contains the published parts, or a minigpt4.json with their paths."""
     if (folder / SETTINGS_FILE).is_file():
         return True
     plain = any(
@@ -111,9 +116,10 @@ def is_minigpt4_folder(folder: Path) -> bool:
 
 
 def find_parts(folder: Path) -> tuple[Path, list[Path], dict[str, Any]]:
-    """(the language model, the eyes' files, minigpt4.json's settings) of such a folder.
+    """Return the language model, the vision files and the settings of such a folder.
 
-    Raises CheckpointError.
+    Raises:
+        CheckpointError: if there is not exactly one language model.
     """
     settings = read_json(folder / SETTINGS_FILE) if (folder / SETTINGS_FILE).is_file() else {}
     check_settings(settings, folder / SETTINGS_FILE)
@@ -135,13 +141,13 @@ def find_parts(folder: Path) -> tuple[Path, list[Path], dict[str, Any]]:
 
 
 def check_settings(settings: Mapping[str, Any], path: Path) -> None:
-    """Raise CheckpointError for a minigpt4.json that says something else than it may."""
+    """Raise CheckpointError for an invalid minigpt4.json."""
     tables = ("vision_encoder", "tower", "qformer")
     known = {"language", "vision", "prompt", *tables}
     unknown = sorted(set(settings) - known)
     if unknown:
         raise CheckpointError(
-            f"{path}: {quote(unknown[0])} is no setting; known are {', '.join(sorted(known))}"
+            f"{path}: {quote(unknown[0])} is not a setting; known are {', '.join(sorted(known))}"
         )
     vision = settings.get("vision", [])
     sizes = [value for table in tables for value in _settings_table(settings, table).values()]
@@ -156,23 +162,26 @@ def check_settings(settings: Mapping[str, Any], path: Path) -> None:
     if not fine:
         raise CheckpointError(
             f'{path}: "language" is a folder, "vision" a list of files, "prompt" first or current, '
-            '"vision_encoder" and "qformer" whole numbers by name'
+            '"vision_encoder" and "qformer" integers by name'
         )
 
 
 def config_from_parts(
     language: Mapping[str, Any], vision: MiniGpt4Container, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The language model's config with the eyes' sizes under "image_embedder".
+    """Return the language model's config with the vision sizes under "image_embedder".
 
-    Sizes follow from the tensors, but for those that no tensor tells: how many blocks are used (39,
-    as published) and the numbers of heads. Raises UnknownArchitecture for a language model that is
-    no LLaMA, CheckpointError.
+    Sizes follow from the tensors, except the number of used blocks (39, as published) and the
+    numbers of heads.
+
+    Raises:
+        UnknownArchitecture: if the language model is not a LLaMA.
+        CheckpointError: if sizes do not fit.
     """
     if language.get("model_type") != "llama":
-        found = quote(language.get("model_type"))
+        model_type = quote(language.get("model_type"))
         raise UnknownArchitecture(
-            f"the language model behind the eyes is of model_type {found}; MiniGPT-4's is a llama"
+            f"the language model is of model_type {model_type}; MiniGPT-4's is a llama"
         )
     width, _, _, patch = _shape(vision, VISION_ENCODER_PREFIX + "patch_embed.proj.weight", 4)
     _, places, _ = _shape(vision, VISION_ENCODER_PREFIX + "pos_embed", 3)
@@ -209,7 +218,7 @@ def config_from_parts(
 
 
 def chat_format_file(settings: Mapping[str, Any], num_query_tokens: int) -> bytes:
-    """What the chat format of the engine is, as a file of its tokenizer's folder."""
+    """Return the engine's chat format, as a file of its tokenizer's folder."""
     content = {
         "format": MODEL_TYPE,
         "prompt": settings.get("prompt", "first"),
@@ -219,13 +228,13 @@ def chat_format_file(settings: Mapping[str, Any], num_query_tokens: int) -> byte
 
 
 def _open_part(path: Path) -> tuple[list[int], Container]:
-    """(which of the kinds a file holds, the file)."""
+    """Return which parts a file contains, and the opened file."""
     if path.suffix == ".safetensors":
         container: Container = SafetensorsFiles([path])
     elif path.suffix in (".pth", ".pt", ".bin"):
         container = PthFiles([path])
     else:
-        raise CheckpointError(f"{path}: the eyes are .pth, .pt, .bin or .safetensors files")
+        raise CheckpointError(f"{path}: vision files must be .pth, .pt, .bin or .safetensors files")
     names = container.names()
     part_numbers = [
         number
@@ -240,7 +249,7 @@ def _open_part(path: Path) -> tuple[list[int], Container]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The weight files that lie in the folder itself."""
+    """Return the weight files in the folder itself."""
     return sorted(
         f
         for f in folder.iterdir()
@@ -253,8 +262,8 @@ def _language_folders(folder: Path) -> list[Path]:
 
 
 def _settings_table(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = settings.get(name, {})
-    return found if isinstance(found, dict) else {}
+    section = settings.get(name, {})
+    return section if isinstance(section, dict) else {}
 
 
 def _shape(vision: MiniGpt4Container, name: str, dims: int) -> tuple[int, ...]:
@@ -267,5 +276,5 @@ def _shape(vision: MiniGpt4Container, name: str, dims: int) -> tuple[int, ...]:
 
 
 def _count_layers(names: Sequence[str], pattern: str) -> int:
-    found = [int(match[1]) for match in (re.fullmatch(pattern, name) for name in names) if match]
-    return max(found, default=-1) + 1
+    numbers = [int(match[1]) for match in (re.fullmatch(pattern, name) for name in names) if match]
+    return max(numbers, default=-1) + 1

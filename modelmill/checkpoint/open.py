@@ -1,4 +1,4 @@
-"""Open a checkpoint, whatever container it is in, under Hugging Face names, config and values."""
+"""Opens a checkpoint in any container, under Hugging Face names, config and values."""
 
 from __future__ import annotations
 
@@ -45,11 +45,12 @@ HASH_CHUNK_BYTES = 1 << 22
 class Checkpoint:
     """A model's weights, config and tokenizer files, always under Hugging Face names.
 
-    `raw` is the container under its own names (GGUF: blk.0.attn_q.weight); `view` the same values
-    under
-    Hugging Face names, and the same object where they agree. `language`: the language model of one
-    with eyes. `unread_config`: keys that the config was not made from, where it was made from other
-    keys (GGUF, BLIP-2), by full names.
+    Attributes:
+        raw: the container under its own names (GGUF: blk.0.attn_q.weight).
+        view: the same values under Hugging Face names; the same object if the names agree.
+        language: the language model of a multimodal model.
+        unread_config: keys by full name that the config was not made from, if it was made from
+            other keys (GGUF, BLIP-2).
     """
 
     path: Path
@@ -64,49 +65,42 @@ class Checkpoint:
 
     @property
     def model_type(self) -> str:
-        """The config's model_type: the name of the model file that computes it; empty where there
-        is no config.
-        """
+        """Return the config's model_type, the name of the model file; empty without a config."""
         return str(self.config.get("model_type", ""))
 
     def names(self) -> list[str]:
+        """Return the names of all tensors."""
         return self.view.names()
 
     def info(self, name: str) -> TensorInfo:
-        """Shape and dtype under the Hugging Face name; raises TensorMismatch for an unknown one."""
+        """Return shape and dtype by Hugging Face name; raises TensorMismatch for an unknown one."""
         return self.view.info(name)
 
     def get(self, name: str) -> torch.Tensor:
-        """One tensor on the CPU in its native dtype (GGUF block types as float32).
+        """Return one tensor on the CPU in its native dtype (GGUF block types as float32).
 
         It may share a mapped file's memory: copy before writing in place.
         """
         return self.view.get(name)
 
     def quant_layout(self, name: str) -> QuantLayout | None:
-        """How a matrix is stored in few bits; None where it is not, or not in a form that can be
-        kept.
-        """
-        found: QuantLayout | None = (
+        """Return how a matrix is stored in few bits; None if it is not, or cannot be kept."""
+        layout: QuantLayout | None = (
             self.view.quant_layout(name) if hasattr(self.view, "quant_layout") else None
         )
-        return found
+        return layout
 
     def read_packed(self, name: str) -> PackedMatrix:
-        """The whole numbers of a matrix that has a form."""
-        found: PackedMatrix = self.view.read_packed(name)  # type: ignore[attr-defined]
-        return found
+        """Return the integers of a matrix that has a quantization layout."""
+        packed: PackedMatrix = self.view.read_packed(name)  # type: ignore[attr-defined]
+        return packed
 
     def tokenizer_files(self) -> dict[str, bytes]:
-        """The tokenizer's files by name: as they lie in a folder, or gguf_vocab.json made from a
-        GGUF.
-        """
+        """Return the tokenizer's files by name; for a GGUF the generated gguf_vocab.json."""
         return dict(self.side_files)
 
     def fingerprint(self, on_progress: AmountProgress | None = None) -> str:
-        """sha256 over everything: config, tokenizer files and the whole content of the weight
-        files.
-        """
+        """Return the sha256 over config, tokenizer files and the content of the weight files."""
         files = self.raw.files()
         total = sum(file.stat().st_size for file in files)
         digest = hashlib.sha256(self._canonical_facts())
@@ -123,9 +117,10 @@ class Checkpoint:
         return digest.hexdigest()
 
     def quick_fingerprint(self) -> str:
-        """sha256 over names, sizes, modification times, tensor headers and config: tells that
-        nothing was
-        touched since, without reading the weights."""
+        """Return the sha256 over names, sizes, modification times, tensor headers and config.
+
+        It detects changes without reading the weights.
+        """
         digest = hashlib.sha256(self._canonical_facts())
         for file in self.raw.files():
             fact = file.stat()
@@ -133,7 +128,7 @@ class Checkpoint:
         return digest.hexdigest()
 
     def _canonical_facts(self) -> bytes:
-        """Config, tokenizer files' digests and tensor headers in one canonical form."""
+        """Return config, tokenizer files' digests and tensor headers in a canonical form."""
         headers = [
             (i.name, list(i.shape), i.dtype) for i in map(self.view.info, sorted(self.view.names()))
         ]
@@ -147,13 +142,19 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a Hugging Face folder, or a single .gguf, .safetensors, .bin or .pth file.
 
-    delta: a second checkpoint whose tensors are added to the first one's (Vicuna's way of
-    publishing). vision: files with MiniGPT-4's eyes for this language model (see `minigpt4_parts`),
-    and at most one minigpt4.json.
-    Nothing but headers is read, and code that a checkpoint brings (auto_map) is never run. A single
-    file without a config.json beside it has an empty config: original image models are published
-    so. Raises CheckpointError where something is missing, CorruptCheckpoint where a file lies about
-    itself.
+    Only headers are read, and code in a checkpoint (auto_map) is never run. A single file without
+    config.json has an empty config: original image models are published so.
+
+    Args:
+        path: the folder or file.
+        delta: a second checkpoint whose tensors are added to the first one's (as Vicuna is
+            published).
+        vision: MiniGPT-4's vision files for this language model (see `minigpt4_parts`), and at most
+            one minigpt4.json.
+
+    Raises:
+        CheckpointError: if something is missing.
+        CorruptCheckpoint: if a file contradicts itself.
     """
     path = Path(path)
     settings: dict[str, Any] = {}
@@ -176,7 +177,7 @@ def open_checkpoint(
 def _with_vision(
     path: Path, language: Checkpoint, files: Sequence[Path], settings: Mapping[str, Any]
 ) -> Checkpoint:
-    """A language model and its eyes as one checkpoint."""
+    """Return a language model and its vision files as one checkpoint."""
     view = MiniGpt4Container(language.view, files)
     config = config_from_parts(language.config, view, settings)
     side = dict(language.side_files)
@@ -196,11 +197,11 @@ def _with_vision(
 
 
 def _as_minigpt4(checkpoint: Checkpoint) -> Checkpoint:
-    """transformers' BLIP-2 as the parts of a MiniGPT-4."""
+    """Return transformers' BLIP-2 as the parts of a MiniGPT-4."""
     config, text, unread = blip2.convert_configs(checkpoint.config, checkpoint.path)
     view = blip2.Blip2Container(checkpoint.view)
     depth = config["image_embedder"]["vision_encoder"]["depth"]
-    # of MiniGPT-4's vision encoder the last block is left out, of this none
+    # MiniGPT-4's vision encoder omits its last block, this one none
     if depth != view.num_blocks:
         raise CheckpointError(
             f"{checkpoint.path}: config.json: num_hidden_layers of the vision encoder is "
@@ -224,7 +225,7 @@ def _as_minigpt4(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _with_delta(path: Path, delta: Path | None) -> Checkpoint:
-    """A checkpoint, and what a second one adds to it."""
+    """Return a checkpoint with a second one added to it."""
     base = _open_path(path)
     if delta is None:
         return base
@@ -282,14 +283,14 @@ def _open_folder(folder: Path) -> Checkpoint:
         ),
         (".pth", lambda file: _with_config(folder, folder, "pth", PthFiles([file]))),
     ):
-        found = sorted(
+        matches = sorted(
             file for file in folder.iterdir() if file.suffix == suffix and file.is_file()
         )
-        if len(found) == 1:
-            return opener(found[0])
-        if found:
+        if len(matches) == 1:
+            return opener(matches[0])
+        if matches:
             raise CheckpointError(
-                f"{folder}: holds {len(found)} {suffix} files and no index; name one of them"
+                f"{folder}: holds {len(matches)} {suffix} files and no index; name one of them"
             )
     raise CheckpointError(
         f"{folder}: holds no weights (model.safetensors, its index, pytorch_model.bin or a .gguf "

@@ -1,9 +1,8 @@
-"""Checkpoints that GPTQ, AWQ or compressed-tensors have quantized, under the names of the weights
-they stand for.
+"""Checkpoints quantized by GPTQ, AWQ or compressed-tensors, under the weights' names.
 
-``config.json`` says which (``quantization_config``); older ones have quantize_config.json
+``config.json`` contains the method (``quantization_config``); older ones have quantize_config.json
 (AutoGPTQ) or quant_config.json (AutoAWQ) beside it. A stem's packed tensors become one matrix
-"<stem>.weight", which is expanded only where somebody asks for its values.
+"<stem>.weight", which is expanded only when its values are read.
 """
 
 from __future__ import annotations
@@ -27,8 +26,10 @@ ADVICE = "take the original checkpoint and build it with -q int4 or -q int8"
 class QuantScheme(Protocol):
     """One format with one checkpoint's settings.
 
-    label: for people. suffixes: those that a packed matrix consists of. marker_suffix: the one that
-    tells that it is one.
+    Attributes:
+        label: for messages.
+        suffixes: those of a packed matrix's tensors.
+        marker_suffix: the one that identifies a packed matrix.
     """
 
     label: str
@@ -36,19 +37,21 @@ class QuantScheme(Protocol):
     marker_suffix: str
 
     def quant_layout(self, raw: Container, stem: str) -> QuantLayout:
-        """How this matrix is stored.
+        """Return how this matrix is stored.
 
-        Raises CheckpointError for what cannot be read, naming what to do.
+        Raises:
+            CheckpointError: for unsupported settings, with advice.
         """
 
     def read_packed(self, raw: Container, stem: str, layout: QuantLayout) -> PackedMatrix:
-        """Its values. Raises CorruptCheckpoint where they contradict the form."""
+        """Return its values; raises CorruptCheckpoint if they contradict the layout."""
 
 
 def find_scheme(config: Mapping[str, Any], path: Path) -> QuantScheme | None:
-    """The scheme of a ``quantization_config``; None where there is none.
+    """Return the scheme of a ``quantization_config``; None without one.
 
-    Raises CheckpointError for one not known.
+    Raises:
+        CheckpointError: for an unknown method.
     """
     settings = config.get("quantization_config")
     if not settings:
@@ -56,20 +59,20 @@ def find_scheme(config: Mapping[str, Any], path: Path) -> QuantScheme | None:
     if not isinstance(settings, Mapping):
         raise CheckpointError(f"{path}: quantization_config in config.json is no object; {ADVICE}")
     method = str(settings.get("quant_method", "")).lower()
-    found = SCHEME_MODULES.get(method)
-    if found is None:
+    module = SCHEME_MODULES.get(method)
+    if module is None:
         named, known = method or "an unnamed method", ", ".join(SCHEME_MODULES)
         raise CheckpointError(
             f"{path} is quantized by {named}, which is not supported (known are {known}); {ADVICE}"
         )
-    scheme: QuantScheme = found.make(settings, path)
+    scheme: QuantScheme = module.make(settings, path)
     return scheme
 
 
 class PrequantizedContainer:
-    """A container whose packed matrices appear as "<stem>.weight", [N, K]; all else as it is.
+    """Shows packed matrices as "<stem>.weight" [N, K]; other tensors are unchanged.
 
-    transposed: the family stores its matrices as [K, N] (GPT-2's Conv1D), so the names mean the
+    transposed: the family stores its matrices as [K, N] (GPT-2's Conv1D), so the names refer to the
     transposes.
     """
 
@@ -94,9 +97,11 @@ class PrequantizedContainer:
                 self._names.append(f"{stem}.weight")
 
     def names(self) -> list[str]:
+        """Return the names of all tensors."""
         return list(self._names)
 
     def info(self, name: str) -> TensorInfo:
+        """Return shape and dtype of a tensor without reading it."""
         if name not in self._stems:
             return self._raw.info(name)
         form, stem = self.quant_layout(name), self._stems[name]
@@ -109,7 +114,7 @@ class PrequantizedContainer:
         )
 
     def get(self, name: str) -> torch.Tensor:
-        """The values, of a packed matrix in float32."""
+        """Return the values, of a packed matrix in float32."""
         form = self.quant_layout(name)
         if form is None:
             return self._raw.get(name)
@@ -117,21 +122,22 @@ class PrequantizedContainer:
         return dense.t().contiguous() if form.transposed else dense
 
     def files(self) -> list[Path]:
+        """Return the files that the tensors are read from."""
         return self._raw.files()
 
     def quant_layout(self, name: str) -> QuantLayout | None:
-        """How a matrix is stored; None for what is not packed."""
+        """Return how a matrix is stored; None if it is not packed."""
         if name not in self._stems:
             return None
         if name not in self._layouts:
-            found = self.scheme.quant_layout(self._raw, self._stems[name])
+            layout = self.scheme.quant_layout(self._raw, self._stems[name])
             if self._transposed:
-                found = QuantLayout(**{**vars(found), "transposed": True})
-            self._layouts[name] = found
+                layout = QuantLayout(**{**vars(layout), "transposed": True})
+            self._layouts[name] = layout
         return self._layouts[name]
 
     def read_packed(self, name: str) -> PackedMatrix:
-        """The values of a packed matrix as they are stored."""
+        """Return the values of a packed matrix as stored."""
         form = self.quant_layout(name)
         assert form is not None, "a packed matrix"
         return self.scheme.read_packed(self._raw, self._stems[name], form)

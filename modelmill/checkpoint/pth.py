@@ -1,6 +1,4 @@
-"""Read PyTorch's .pth and .bin files as tensors only: nothing a file brings along is ever
-executed.
-"""
+"""Reads PyTorch's .pth and .bin files as tensors only; code in a file is never executed."""
 
 from __future__ import annotations
 
@@ -24,11 +22,10 @@ WRAPPER_KEYS = ("state_dict", "model", "module")
 
 
 class PthFiles:
-    """The tensors of one or several PyTorch files as one container, mapped where the format allows.
+    """The tensors of one or several PyTorch files as one container, mapped if possible.
 
-    expected: tensor name -> file name, as an index lists them. Raises CheckpointError where a file
-    holds
-    more than tensors, CorruptCheckpoint where it is damaged.
+    expected: tensor name -> file name, as in an index. Raises CheckpointError if a file contains
+    more than tensors, CorruptCheckpoint if it is damaged.
     """
 
     def __init__(self, paths: Sequence[Path], expected: Mapping[str, str] | None = None) -> None:
@@ -52,49 +49,49 @@ class PthFiles:
 
     @classmethod
     def from_index(cls, folder: Path) -> PthFiles:
-        """All shards that the folder's index names."""
+        """Open all shards in the folder's index."""
         expected = read_index(folder / INDEX_FILE)
         return cls([folder / name for name in set(expected.values())], expected)
 
     def names(self) -> list[str]:
+        """Return the names of all tensors."""
         return list(self._tensors)
 
     def info(self, name: str) -> TensorInfo:
+        """Return shape and dtype of a tensor without reading it."""
         tensor = self.get(name)
         label = str(tensor.dtype).removeprefix("torch.")
         return TensorInfo(name, tuple(tensor.shape), label, tensor.numel() * tensor.itemsize)
 
     def get(self, name: str) -> torch.Tensor:
+        """Read a tensor."""
         if name not in self._tensors:
             raise no_such_tensor(self._paths[0], name)
         return self._tensors[name]
 
     def files(self) -> list[Path]:
+        """Return the files that the tensors are read from."""
         return list(self._paths)
 
 
 def _load(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of one file by name, out of {"model": …} or {"state_dict": …} where it is
-    wrapped.
-    """
+    """Return every tensor of one file by name; unwraps {"model": …} or {"state_dict": …}."""
     if not path.is_file():
         raise CheckpointError(f"{path}: is missing")
     stored = _check_archive(path)
     archive = stored is not None
     try:
-        # mmap reads nothing but the description; the old format (before torch 1.6) cannot be
-        # mapped.
+        # mmap reads only the description; the old format (before torch 1.6) cannot be mapped.
         with warnings.catch_warnings():
-            # torch's remarks on how it was written; what is wrong is said below
+            # torch's warnings about how it was written; errors are reported below
             warnings.simplefilter("ignore")
             content = torch.load(
                 path, map_location="cpu", weights_only=True, mmap=True if archive else None
             )
     except Exception as error:
-        # torch raises UnpicklingError, RuntimeError, EOFError, KeyError … for what foreign bytes
-        # may hold.
-        said = str(error).lower()
-        if "weights only load failed" in said and ("global" in said or "class" in said):
+        # torch raises UnpicklingError, RuntimeError, EOFError, KeyError … for arbitrary bytes.
+        message = str(error).lower()
+        if "weights only load failed" in message and ("global" in message or "class" in message):
             raise CheckpointError(
                 f"{path}: holds more than tensors, refusing to run its code; ask for a "
                 "safetensors version"
@@ -109,11 +106,9 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _check_archive(path: Path) -> int | None:
-    """The bytes that an archive stores for tensors; None for the format before torch 1.6, which is
-    no archive.
+    """Return the bytes of an archive's tensors; None for the format before torch 1.6.
 
-    A PyTorch archive stores its entries uncompressed: one that inflates is a bomb, not a
-    checkpoint.
+    A PyTorch archive stores its entries uncompressed: a compressed one is refused as a zip bomb.
     """
     try:
         if not zipfile.is_zipfile(path):
@@ -134,9 +129,7 @@ def _check_archive(path: Path) -> int | None:
 
 
 def _check_storages(path: Path, tensors: Mapping[str, torch.Tensor], stored: int) -> None:
-    """A mapped storage is as long as the file's description claims: not longer than its entry, and
-    of its own.
-    """
+    """Check that each mapped storage fits its entry and overlaps no other."""
     storages = {
         s.data_ptr(): s.nbytes()
         for s in (t.untyped_storage() for t in tensors.values())
@@ -162,10 +155,12 @@ def _named_tensors(path: Path, content: Any) -> dict[str, torch.Tensor]:
                 break
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: holds no table of named tensors")
-    found = {str(name): value for name, value in content.items() if isinstance(value, torch.Tensor)}
-    if not found:
+    tensors = {
+        str(name): value for name, value in content.items() if isinstance(value, torch.Tensor)
+    }
+    if not tensors:
         raise CheckpointError(f"{path}: holds no tensors")
-    for name, tensor in found.items():
+    for name, tensor in tensors.items():
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
             raise CheckpointError(
                 f"{path}: {quote(name)} is no plain dense tensor; save it dense and unquantized"
@@ -174,4 +169,4 @@ def _named_tensors(path: Path, content: Any) -> dict[str, torch.Tensor]:
             raise CorruptCheckpoint(
                 f"{path}: {quote(name)} claims more values than the file stores"
             )
-    return {name: tensor.detach() for name, tensor in found.items()}
+    return {name: tensor.detach() for name, tensor in tensors.items()}

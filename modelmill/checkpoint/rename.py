@@ -59,7 +59,7 @@ class ResolvedRule:
 
 @dataclass(frozen=True)
 class RenameStep:
-    """A way to make one tensor of several; `shape` says what comes out without reading any value.
+    """Makes one tensor from several; `shape` computes the result's shape without reading values.
 
     compute: reads its sources itself, one at a time. Both raise TensorMismatch for shapes that do
     not fit.
@@ -77,25 +77,29 @@ def plan_renames(
 ) -> list[ResolvedRule]:
     """Match every rule with the checkpoint's names.
 
-    ignored: regular expressions (matched in full, with and without a prefix) for tensors nobody
-    needs.
-    prefixes: what hub files add in front of names, or leave out ("transformer.", "model.").
-    Raises TensorMismatch naming up to a dozen missing and a dozen left-over tensors.
+    Args:
+        rules: the model's rules.
+        ignored: regular expressions (matched in full, with and without a prefix) of unused tensors.
+        available: the checkpoint's names.
+        prefixes: what hub files add to names, or omit ("transformer.", "model.").
+
+    Raises:
+        TensorMismatch: with up to a dozen missing and a dozen unused tensors.
     """
     available = dict.fromkeys(available)
     resolved: list[ResolvedRule] = []
     used: set[str] = set()
     missing: list[str] = []
     for rule in rules:
-        found = [find_source_name(source, available, prefixes) for source in rule.sources]
-        if rule.optional and not any(found):
+        names = [find_source_name(source, available, prefixes) for source in rule.sources]
+        if rule.optional and not any(names):
             continue
-        if all(found):
-            sources = tuple(name for name in found if name is not None)
+        if all(names):
+            sources = tuple(name for name in names if name is not None)
             resolved.append(ResolvedRule(rule.target, sources, rule.how))
-        used.update(name for name in found if name is not None)
+        used.update(name for name in names if name is not None)
         missing.extend(
-            source for source, name in zip(rule.sources, found, strict=True) if name is None
+            source for source, name in zip(rule.sources, names, strict=True) if name is None
         )
     dropped = [re.compile(drop) for drop in ignored]
     left = [
@@ -111,24 +115,25 @@ def plan_renames(
 def apply_rule(
     rule: ResolvedRule, get: GetTensor, info: Callable[[str], TensorInfo] | None = None
 ) -> torch.Tensor:
-    """The target tensor, on the CPU, in its sources' (promoted) dtype.
+    """Compute the target tensor, on the CPU, in its sources' (promoted) dtype.
 
     With `info` the target is allocated first and filled source by source, so that peak memory is
-    the target
-    and one source; without it all sources are held at once. The result may share a mapped file's
-    memory:
-    copy before writing. Raises TensorMismatch where the sources' shapes do not fit together.
+    the target and one source; without it all sources are in memory at once. The result may share a
+    mapped file's memory: copy before writing.
+
+    Raises:
+        TensorMismatch: if the sources' shapes do not fit together.
     """
     sources: Iterator[torch.Tensor]
     if info is not None:
         facts = [(info(name).shape, info(name).torch_dtype) for name in rule.sources]
         sources = (get(name) for name in rule.sources)
     else:
-        held = [get(name) for name in rule.sources]
-        facts = [(tuple(tensor.shape), tensor.dtype) for tensor in held]
-        sources = iter(held)
+        tensors = [get(name) for name in rule.sources]
+        facts = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+        sources = iter(tensors)
     shapes: list[Shape] = [shape for shape, _ in facts]
-    dtype = reduce(torch.promote_types, (kind for _, kind in facts))
+    dtype = reduce(torch.promote_types, (dtype_ for _, dtype_ in facts))
     try:
         for text in rule.how.split("+"):
             step, argument = _parse_step(text)
@@ -140,7 +145,7 @@ def apply_rule(
 
 
 def result_info(rule: ResolvedRule, info: Callable[[str], TensorInfo]) -> TensorInfo:
-    """Shape, dtype and bytes of what `apply` will return, without reading a value."""
+    """Return shape, dtype and bytes of the result of `apply_rule`, without reading a value."""
     sources = [info(name) for name in rule.sources]
     shapes: list[Shape] = [source.shape for source in sources]
     try:
@@ -157,9 +162,7 @@ def result_info(rule: ResolvedRule, info: Callable[[str], TensorInfo]) -> Tensor
 def find_source_name(
     source: str, available: Collection[str], prefixes: Sequence[str]
 ) -> str | None:
-    """The checkpoint's name for `rng`: as it is, without one of the prefixes, or with one; None for
-    none.
-    """
+    """Return the checkpoint's name of `source`, also without or with a prefix; None if absent."""
     spellings = [source]
     spellings += [source.removeprefix(prefix) for prefix in prefixes if source.startswith(prefix)]
     spellings += [prefix + source for prefix in prefixes]
@@ -265,7 +268,7 @@ def _q0v(sources: Iterator[torch.Tensor], shape: Shape, dtype: torch.dtype, _: s
     return torch.cat((query, torch.zeros(shape[0] // 3), value)).to(dtype)
 
 
-BATCH_NORM_EPS = 1e-5  # torch's default for batch norms, which no state dict records
+BATCH_NORM_EPS = 1e-5  # torch's default for batch norms, which state dicts do not contain
 
 
 def _fold_shape(shapes: Sequence[Shape], _: str) -> Shape:
@@ -280,9 +283,7 @@ def _fold_shape(shapes: Sequence[Shape], _: str) -> Shape:
 def _fold_weight(
     sources: Iterator[torch.Tensor], _: Shape, dtype: torch.dtype, __: str
 ) -> torch.Tensor:
-    """weight [O, …], the norm's weight, variance: in float64, so that folding adds no error of its
-    own.
-    """
+    """Fold a batch norm into a weight [O, …], in float64 so that folding adds no error."""
     weight, gain, variance = (source.double() for source in sources)
     factor = gain * torch.rsqrt(variance + BATCH_NORM_EPS)
     return (weight * factor.view(-1, *[1] * (weight.dim() - 1))).to(dtype)
@@ -291,7 +292,7 @@ def _fold_weight(
 def _fold_bias(
     sources: Iterator[torch.Tensor], _: Shape, dtype: torch.dtype, __: str
 ) -> torch.Tensor:
-    """The norm's bias, weight, mean, variance."""
+    """Fold a batch norm into a bias, from its bias, weight, mean and variance."""
     bias, gain, mean, variance = (source.double() for source in sources)
     return (bias - mean * gain * torch.rsqrt(variance + BATCH_NORM_EPS)).to(dtype)
 

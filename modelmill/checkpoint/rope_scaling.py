@@ -1,4 +1,4 @@
-"""Turn what a GGUF says about rotary scaling into Hugging Face's `rope_scaling` dictionary."""
+"""Converts a GGUF's rotary scaling to Hugging Face's `rope_scaling` dictionary."""
 
 from __future__ import annotations
 
@@ -9,36 +9,37 @@ from typing import Any
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 
 LLAMA3_DEFAULTS = (1.0, 4.0, 8192.0)
-"""low_freq_factor, high_freq_factor and original context of every published Llama 3 that scales."""
+"""low_freq_factor, high_freq_factor and original context of all scaled Llama 3 models."""
 
 TOLERANCE = 1e-3
 
 MAX_VALUE = 1e12
-"""Above every real factor, base and length; keeps nonsense from overflowing."""
+"""Above every real factor, base and length; prevents overflows."""
 
 
 def from_metadata(metadata: Mapping[str, Any], arch: str) -> dict[str, Any] | None:
-    """Linear and YaRN scaling from a GGUF's keys; None where positions are not scaled.
+    """Return linear or YaRN scaling of a GGUF's keys; None without scaling.
 
-    As in llama.cpp, a factor without a type means linear, and a type without a factor means
-    nothing.
-    Raises CheckpointError for a type or a key that no family of ours computes.
+    As in llama.cpp, a factor without a type means linear, and a type without a factor is ignored.
+
+    Raises:
+        CheckpointError: for an unsupported type or key.
     """
     _reject_uncomputed_keys(metadata, arch)
     prefix = f"{arch}.rope.scaling."
     factor = _positive_float(metadata, prefix + "factor") or _positive_float(
         metadata, f"{arch}.rope.scale_linear"
     )
-    kind = metadata.get(prefix + "type", "linear")
-    if not isinstance(kind, str):
+    scaling_type = metadata.get(prefix + "type", "linear")
+    if not isinstance(scaling_type, str):
         raise CorruptCheckpoint(f"the GGUF's key {prefix}type is no text")
-    if kind == "none" or factor is None or (kind == "linear" and factor == 1.0):
+    if scaling_type == "none" or factor is None or (scaling_type == "linear" and factor == 1.0):
         return None
-    if kind == "linear":
+    if scaling_type == "linear":
         return {"rope_type": "linear", "factor": factor}
-    if kind != "yarn":
+    if scaling_type != "yarn":
         raise CheckpointError(
-            f"the GGUF scales positions by {kind!r}, which modelmill does not compute"
+            f"the GGUF scales positions by {scaling_type!r}, which modelmill does not compute"
         )
     scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
     original = original_context_length(metadata, arch) or _positive_float(
@@ -46,20 +47,19 @@ def from_metadata(metadata: Mapping[str, Any], arch: str) -> dict[str, Any] | No
     )
     if original is not None:
         scaling["original_max_position_embeddings"] = int(original)
-    for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
-        value = _positive_float(metadata, prefix + theirs)
+    for hf_name, gguf_name in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+        value = _positive_float(metadata, prefix + gguf_name)
         if value is not None:
-            scaling[ours] = value
+            scaling[hf_name] = value
     return scaling
 
 
 def _reject_uncomputed_keys(metadata: Mapping[str, Any], arch: str) -> None:
-    """Raise CheckpointError for a key that changes the rotation, or cos and sin, in a way not
-    computed here.
+    """Raise CheckpointError for a key that changes the rotation in an unsupported way.
 
     llama.cpp reads these for every architecture and every type. Neutral are: factors of 1; an
-    extrapolation
-    that it would take itself (a negative one, 1 for YaRN, 0 for the rest); a multiplier of 0.
+    extrapolation equal to its default (a negative one, 1 for YaRN, 0 for the rest); a multiplier of
+    0.
     """
     prefix = f"{arch}.rope.scaling."
     extrapolation = 1.0 if str(metadata.get(prefix + "type")) == "yarn" else 0.0
@@ -88,21 +88,26 @@ def _reject_uncomputed_keys(metadata: Mapping[str, Any], arch: str) -> None:
 def from_tensor(
     metadata: Mapping[str, Any], arch: str, factors: Sequence[float], theta: float
 ) -> dict[str, Any] | None:
-    """Llama 3's scaling of a GGUF with rope_freqs.weight.
+    """Return Llama 3's scaling of a GGUF with rope_freqs.weight.
 
-    Raises as from_metadata and from_factors do.
+    Raises:
+        CheckpointError: as from_metadata and from_factors.
     """
     _reject_uncomputed_keys(metadata, arch)
     return from_factors(factors, theta, original_context_length(metadata, arch))
 
 
 def original_context_length(metadata: Mapping[str, Any], arch: str) -> float | None:
-    """The context length before scaling, where the file tells it."""
+    """Return the context length before scaling, if the file contains it."""
     return _positive_float(metadata, f"{arch}.rope.scaling.original_context_length")
 
 
 def _positive_float(metadata: Mapping[str, Any], key: str) -> float | None:
-    """A key's number; None where it is absent or 0. Raises CorruptCheckpoint for anything else."""
+    """Return a key's number; None if it is absent or 0.
+
+    Raises:
+        CorruptCheckpoint: for anything else.
+    """
     value = metadata.get(key, 0)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < MAX_VALUE:
         raise CorruptCheckpoint(
@@ -114,16 +119,21 @@ def _positive_float(metadata: Mapping[str, Any], key: str) -> float | None:
 def from_factors(
     factors: Sequence[float], theta: float, original: float | None
 ) -> dict[str, Any] | None:
-    """Llama 3's scaling from the divisors a GGUF stores in rope_freqs.weight, one a frequency.
+    """Return Llama 3's scaling from the divisors in rope_freqs.weight, one per frequency.
 
-    theta: the rotary base; original: the context length before scaling where the file tells it.
     The divisors determine both band factors only relative to the context length, so the published
-    numbers
-    are tried first, then the pair that fits the context; either computes the same frequencies.
-    Raises CheckpointError where no such scaling gives these divisors.
+    numbers are tried first, then the pair that fits the context; either computes the same
+    frequencies.
+
+    Args:
+        factors: the divisors.
+        theta: the rotary base.
+        original: the context length before scaling, if the file contains it.
+
+    Raises:
+        CheckpointError: if no such scaling gives these divisors.
     """
-    # The divisors are float32 and computed: the shortest decimal near the largest is the number
-    # meant.
+    # The divisors are computed in float32: use the shortest decimal near the largest.
     factor = float(f"{max(factors, default=1.0):.6g}")
     if all(abs(value - 1.0) <= TOLERANCE for value in factors):
         return None
@@ -153,8 +163,9 @@ def from_factors(
 def llama3_factors(
     num_frequencies: int, theta: float, factor: float, bands: tuple[float, float, float]
 ) -> list[float]:
-    """What Llama 3's scaling divides each of `count` frequencies by; bands: low, high, original
-    context.
+    """Return the divisor of each frequency in Llama 3's scaling.
+
+    bands: low, high, original context.
     """
     low, high, context = bands
     result = []
@@ -172,9 +183,9 @@ def _wavelength(i: int, count: int, theta: float) -> float:
 def _fit_bands(
     factors: Sequence[float], theta: float, factor: float, context: float
 ) -> tuple[float, float] | None:
-    """(low, high) through the first and last divisor between the bands; None where there are none.
+    """Return (low, high) through the first and last divisor between the bands, or None.
 
-    smooth = (context / wavelength − low) / (high − low) is a line over 1 / wavelength.
+    smooth = (context / wavelength − low) / (high − low) is linear in 1 / wavelength.
     """
     points = []
     for i, value in enumerate(factors):

@@ -1,8 +1,6 @@
-"""Read safetensors files, one or many with an index, after checking their headers against their
-sizes.
+"""Reads safetensors files, one or many with an index, after checking their headers.
 
-The safetensors library maps the files and makes the tensors; what a header may claim is checked
-here first,
+The safetensors library maps the files and makes the tensors; header fields are checked here first,
 so that every fault has one clear line that names the file.
 """
 
@@ -26,10 +24,10 @@ from modelmill.core.quoting import quote
 INDEX_FILE = "model.safetensors.index.json"
 
 MAX_HEADER_BYTES = 100_000_000
-"""Bytes a header may have, the same limit as the library's."""
+"""Largest header in bytes, the same limit as the library's."""
 
 MAX_DIMENSIONS = 16
-"""Real tensors have up to six; a product over millions of them would take hours."""
+"""Real tensors have up to six; a product over millions of dimensions would take hours."""
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -53,9 +51,8 @@ DTYPES: dict[str, torch.dtype] = {
 class SafetensorsFiles:
     """The tensors of one or several safetensors files as one container.
 
-    expected: tensor name -> file name, as an index lists them; checked against what the files hold.
-    Raises CorruptCheckpoint for a file that contradicts its size, itself, another shard or the
-    index.
+    expected: tensor name -> file name, as in an index; checked against the files. Raises
+    CorruptCheckpoint for a file that contradicts its size, itself, another shard or the index.
     """
 
     def __init__(self, paths: Sequence[Path], expected: Mapping[str, str] | None = None) -> None:
@@ -79,20 +76,22 @@ class SafetensorsFiles:
 
     @classmethod
     def from_index(cls, folder: Path) -> SafetensorsFiles:
-        """All shards that the folder's index names."""
+        """Open all shards in the folder's index."""
         expected = read_index(folder / INDEX_FILE)
         return cls([folder / name for name in set(expected.values())], expected)
 
     def names(self) -> list[str]:
+        """Return the names of all tensors."""
         return list(self._infos)
 
     def info(self, name: str) -> TensorInfo:
+        """Return shape and dtype of a tensor without reading it."""
         if name not in self._infos:
             raise no_such_tensor(self._paths[0].parent, name)
         return self._infos[name]
 
     def get(self, name: str) -> torch.Tensor:
-        """The tensor, backed by the mapped file."""
+        """Return the tensor, backed by the mapped file."""
         if name not in self._file_by_tensor:
             raise no_such_tensor(self._paths[0].parent, name)
         path = self._file_by_tensor[name]
@@ -105,6 +104,7 @@ class SafetensorsFiles:
         return tensor
 
     def files(self) -> list[Path]:
+        """Return the files that the tensors are read from."""
         return list(self._paths)
 
     def _check_index(self, expected: Mapping[str, str]) -> None:
@@ -125,13 +125,15 @@ class SafetensorsFiles:
 
 
 def read_header(path: Path) -> tuple[list[TensorInfo], dict[str, str]]:
-    """The tensors a safetensors file declares, and its metadata.
+    """Return the tensors and the metadata in a safetensors header.
 
     Checked: the header fits the file and is JSON without repeated names; every dtype is known;
-    every tensor's
-    place matches its shape; places follow each other without gap or overlap and end where the file
-    ends.
-    Raises CorruptCheckpoint, or CheckpointError for a dtype this version cannot hold.
+    every tensor's place matches its shape; places follow each other without gap or overlap and end
+    where the file ends.
+
+    Raises:
+        CorruptCheckpoint: if a check fails.
+        CheckpointError: for an unsupported dtype.
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: is missing")
@@ -160,15 +162,15 @@ def read_header(path: Path) -> tuple[list[TensorInfo], dict[str, str]]:
 
 
 def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    pairs_by_key = dict(pairs)
+    if len(pairs_by_key) != len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise ValueError(f"{quote(name)} appears twice")
-    return found
+    return pairs_by_key
 
 
 def _parse_entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, int]:
-    """One tensor's description and the place where it begins behind the header."""
+    """Return one tensor's description and its offset after the header."""
     if not isinstance(entry, dict):
         raise CorruptCheckpoint(f"{path}: describes {quote(name)} by no JSON object")
     shape, place = (
@@ -182,24 +184,21 @@ def _parse_entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, int]:
         raise CheckpointError(
             f"{path}: {quote(name)} has the dtype {quote(dtype)}, which modelmill does not read"
         )
-    kind = DTYPES[dtype]
-    nbytes = math.prod(shape) * kind.itemsize
-    # A dimension of 2**60 beside one of 0 is no tensor anybody has; torch's strides would overflow
-    # on it.
+    dtype_ = DTYPES[dtype]
+    nbytes = math.prod(shape) * dtype_.itemsize
+    # A dimension of 2**60 beside one of 0 is no real tensor; torch's strides would overflow on it.
     if place[1] - place[0] != nbytes or max(shape, default=0) >= 1 << 48:
         raise CorruptCheckpoint(
             f"{path}: {quote(name)} of shape {shape} and dtype {dtype} takes {nbytes} bytes, but "
             "its place has "
             f"{place[1] - place[0]}"
         )
-    label = str(kind).removeprefix("torch.")
+    label = str(dtype_).removeprefix("torch.")
     return TensorInfo(name, tuple(shape), label, nbytes), place[0]
 
 
 def _nonnegative_ints(value: Any) -> list[int] | None:
-    """A JSON value that is a short list of integers from 0 up (bools are ints to Python, not here),
-    else None.
-    """
+    """Return a short list of integers ≥ 0 (not bools) from a JSON value, else None."""
     if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
         return None
     return value if all(type(item) is int and item >= 0 for item in value) else None

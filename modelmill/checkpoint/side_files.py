@@ -10,7 +10,7 @@ from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 from modelmill.core.quoting import quote
 
 MAX_SIDE_FILE_BYTES = 128 << 20
-"""Bytes a side file may have: the largest real tokenizer.json and shard indexes have some 35 MB."""
+"""Largest side file in bytes: real tokenizer.json files and shard indexes have some 35 MB."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -25,20 +25,17 @@ TOKENIZER_FILES = (
     "generation_config.json",
     "pieces.json",
 )
-"""What a tokenizer or a chat format may be made of; anything else in the folder is not looked at.
-"""
+"""Files of a tokenizer or a chat format; other files in the folder are ignored."""
 
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "pieces.json")
-"""Files of which a tokenizer has one; the others, which any save_pretrained may write, only
-describe it.
-"""
+"""Files of which a tokenizer has one; other files by save_pretrained only describe it."""
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """The tokenizer's files that a folder holds, by name: the known names and any *.tiktoken.
+    """Return a folder's tokenizer files by name: the known names and any *.tiktoken.
 
-    Empty where no vocabulary is among them: such a checkpoint has no tokenizer.
+    It is empty without a vocabulary: such a checkpoint has no tokenizer.
     """
     tiktoken = sorted(file.name for file in folder.glob("*.tiktoken"))
     if not tiktoken and not any((folder / name).is_file() for name in VOCABULARY_FILES):
@@ -51,9 +48,7 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
 
 
 def read_side_file(path: Path) -> bytes:
-    """A side file's bytes; raises CheckpointError where it is missing or larger than any real
-    one.
-    """
+    """Return a side file's bytes; raises CheckpointError if it is missing or too large."""
     if not path.is_file():
         raise CheckpointError(
             f"{path}: is missing; a checkpoint's folder has it beside the weights"
@@ -67,7 +62,7 @@ def read_side_file(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; raises CorruptCheckpoint where it is something else."""
+    """Return a JSON object from a file; raises CorruptCheckpoint for other content."""
     try:
         value = json.loads(read_side_file(path))
     except (ValueError, RecursionError) as error:
@@ -80,11 +75,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """The weight_map of a shard index: tensor name -> shard file name.
+    """Return the weight_map of a shard index: tensor name -> shard file name.
 
     Shards must be plain names in the index's own folder (a hub cache may link them elsewhere, an
-    index may
-    not point elsewhere). Raises CorruptCheckpoint otherwise, and where a shard is missing.
+    index may not).
+
+    Raises:
+        CorruptCheckpoint: otherwise, or if a shard is missing.
     """
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from modelmill.llm import LLM
 
 HELP = (
-    "Measure first token, tokens per second, start-up, beside transformers if asked; every "
+    "Measure first token, tokens per second, start-up, optionally also of transformers; every "
     "kernel by itself."
 )
 EPILOG = """latency: all of a batch at once, prompt and answer of one length, for each batch size.
@@ -104,7 +104,7 @@ class Args(CommonArgs):
     concurrency: int | None = option(None, "serve: most requests at a time")
     endpoint: str = option(
         "completions",
-        "serve: what is asked, /v1/completions or chat",
+        "serve: endpoint to measure, /v1/completions or chat",
         choices=("completions", "chat"),
     )
     ignore_eos: bool = option(
@@ -145,13 +145,13 @@ def run(args: Args) -> int:
     _check(args)
     if args.what == "serve":
         return _bench_serve(args)
-    kinds = {
+    benchmarks = {
         "latency": _latency,
         "throughput": _throughput,
         "startup": _startup,
         "ops": measure_ops,
     }
-    measured = kinds[args.what](args)
+    measured = benchmarks[args.what](args)
     command = _redacted_command(sys.argv[1:])
     ops = args.what == "ops"
     rows = (make_op_rows if ops else make_rows)(command, measured)
@@ -174,9 +174,7 @@ def run(args: Args) -> int:
 
 
 def _bench_serve(args: Args) -> int:
-    """What was measured is kept first, then told, then drawn: no mistake of a later one loses
-    it.
-    """
+    """Save the measurements, then print them, then plot: a later failure loses nothing."""
     measured, drawn = measure_serve(args)
     command = _redacted_command(sys.argv[1:])
     rows = make_serve_rows(command, measured, args)
@@ -249,7 +247,7 @@ def _engine_path(args: Args) -> Path:
 
 
 def _open_targets(args: Args, **options: Any) -> tuple[LLM, list[BenchTarget]]:
-    """The engine, and transformers where it is asked for."""
+    """Return the engine, and transformers if requested."""
     from modelmill.eval.targets import EngineTarget, HfTarget
 
     settings = replace(args.run, enable_prefix_caching=args.enable_prefix_caching, **options)
@@ -280,12 +278,12 @@ def _latency(args: Args) -> dict[str, Any]:
 
     llm, subjects = _open_targets(args, max_num_seqs=max(args.run.max_num_seqs, *args.batch_size))
     shapes = [LatencyShape(batch, args.input_len, args.output_len) for batch in args.batch_size]
-    with show_progress("latency", quiet=args.json) as told:
+    with show_progress("latency", quiet=args.json) as on_progress:
         how = {
             "runs": args.runs or DEFAULT_RUNS,
             "warmup": args.warmup,
             "seed": args.run.seed,
-            "on_progress": told,
+            "on_progress": on_progress,
         }
         found = sweep_shapes(subjects, shapes, llm.engine_core.vocab, **how)
     if found.stop_reason is not None:
@@ -304,9 +302,13 @@ def _throughput(args: Args) -> dict[str, Any]:
 
     llm, subjects = _open_targets(args)
     work = _requests(args, llm)
-    with show_progress("throughput", quiet=args.json) as told:
+    with show_progress("throughput", quiet=args.json) as on_progress:
         found = measure_throughput(
-            subjects, work, runs=args.runs or DEFAULT_RUNS, warmup=args.warmup, on_progress=told
+            subjects,
+            work,
+            runs=args.runs or DEFAULT_RUNS,
+            warmup=args.warmup,
+            on_progress=on_progress,
         )
     results = [each.to_dict() for each in found]
     return {
@@ -347,19 +349,21 @@ def _startup(args: Args) -> dict[str, Any]:
     from modelmill.runtime.device import compile_cpu_kernels, pick_device, use_threads
 
     # A checkpoint is built first: its build is no part of a start.
-    given = _engine_path(args)
-    engine = given if is_engine(given) else open_llm(given, args.build, args.run).path
+    path = _engine_path(args)
+    engine = path if is_engine(path) else open_llm(path, args.build, args.run).path
     device = pick_device(args.run.device)
     if device == "cpu":
         use_threads(args.run.threads)
-    with show_progress("startup", quiet=args.json) as told:
-        compile_cpu_kernels(device, told)  # compiling, once on a machine, is no part of a start
+    with show_progress("startup", quiet=args.json) as on_progress:
+        compile_cpu_kernels(
+            device, on_progress
+        )  # compiled once per machine, so not part of a start
         found = measure_startup(
             engine,
             non_default_fields(args.run),
             input_length=args.input_len,
             runs=args.runs or DEFAULT_RUNS,
-            on_progress=told,
+            on_progress=on_progress,
         )
     build = open_artifact(engine).manifest.build
     facts = {"engine": str(args.engine), "device": device_name(device), "dtype": build["dtype"]}

@@ -49,7 +49,7 @@ def check_ops(engine: Path | None, ops: Sequence[str], implementations: Sequence
 
 
 def measure_ops(args: Any) -> dict[str, Any]:
-    """Time what was asked for; the facts that ``bench`` prints, saves and draws."""
+    """Time the selected ops; returns the facts that ``bench`` prints, saves and plots."""
     import torch
 
     from modelmill.eval.op_bench import OpBenchSelection, bench_ops
@@ -70,14 +70,14 @@ def measure_ops(args: Any) -> dict[str, Any]:
     )
     dtype = getattr(torch, name)
     ops = (*registry.OPS, *registry.FUSED_OPS)
-    wanted = OpBenchSelection(tuple(args.op), tuple(args.variant), args.case, args.runs)
+    selection = OpBenchSelection(tuple(args.op), tuple(args.variant), args.case, args.runs)
     done: list[OpTiming] = []
-    with torch.inference_mode(), show_progress("ops", quiet=args.json, lines=True) as told:
-        compile_cpu_kernels(device, told)
+    with torch.inference_mode(), show_progress("ops", quiet=args.json, lines=True) as on_progress:
+        compile_cpu_kernels(device, on_progress)
         ceilings = measure_roofline(device, [dtype])
-        for each in bench_ops(ceilings, dtype, wanted):
+        for each in bench_ops(ceilings, dtype, selection):
             done.append(each)
-            told(each.op, ops.index(each.op) + 1, len(ops))
+            on_progress(each.op, ops.index(each.op) + 1, len(ops))
     return {
         "what": "ops",
         "device": device_name(device),
@@ -96,7 +96,9 @@ def make_op_rows(command: str, results: dict[str, Any]) -> list[dict[str, Any]]:
         us = each["us"]
         if us is None:
             continue
-        said = {name: each[name] for name in ("op", "dtype", "case", "variant", "chosen", "bound")}
+        fields = {
+            name: each[name] for name in ("op", "dtype", "case", "variant", "chosen", "bound")
+        }
         figures = {
             name: round(each[name], 4)
             for name in ("gbps", "tflops", "fraction")
@@ -116,7 +118,7 @@ def make_op_rows(command: str, results: dict[str, Any]) -> list[dict[str, Any]]:
                 round(us["median"], 3),
                 "us",
                 results["device"],
-                **said,
+                **fields,
                 **figures,
                 **more,
             )

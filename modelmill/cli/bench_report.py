@@ -25,7 +25,7 @@ UNITS = {
 
 
 def make_rows(command: str, figures: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A row for each figure: its median, with the spread and what was asked beside it."""
+    """Return a row per figure: its median, spread and workload."""
     from modelmill.eval.report import make_row
 
     rows = []
@@ -61,8 +61,8 @@ def show_table(bench_figures: Mapping[str, Any]) -> None:
         shape = result.get("shape")
         asked = [f"{shape['batch']} × {shape['input']} + {shape['output']}"] if shape else []
         rows.append([result["subject"], *asked, *[_cell(result.get(name)) for name in figures]])
-    kind = f"{bench_figures['dtype']}, {bench_figures['quantization']}"
-    title = f"{bench_figures['what']}: {bench_figures['engine']} ({kind}) on "
+    formats = f"{bench_figures['dtype']}, {bench_figures['quantization']}"
+    title = f"{bench_figures['what']}: {bench_figures['engine']} ({formats}) on "
     names = [_column_title(name) for name in figures]
     print_table(
         [*head, *names],
@@ -107,12 +107,12 @@ def draw_plot(axes: Any, figures: Mapping[str, Any]) -> None:
     if figures["what"] == "latency":
         key = "output_tokens_per_s" if results[0]["output_tokens_per_s"] else "input_tokens_per_s"
         for subject in subjects:
-            mine = [result for result in results if result["subject"] == subject]
-            low = [each[key]["median"] - each[key]["min"] for each in mine]
-            high = [each[key]["max"] - each[key]["median"] for each in mine]
+            own_results = [result for result in results if result["subject"] == subject]
+            low = [each[key]["median"] - each[key]["min"] for each in own_results]
+            high = [each[key]["max"] - each[key]["median"] for each in own_results]
             at, values = (
-                [each["shape"]["batch"] for each in mine],
-                [each[key]["median"] for each in mine],
+                [each["shape"]["batch"] for each in own_results],
+                [each[key]["median"] for each in own_results],
             )
             axes.errorbar(at, values, yerr=[low, high], marker="o", capsize=3, label=subject)
         sizes = sorted({result["shape"]["batch"] for result in results})

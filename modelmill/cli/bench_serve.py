@@ -53,9 +53,13 @@ def measure_serve(args: Any) -> tuple[dict[str, Any], Callable[[Path], None]]:
         if args.trace is None
         else read_trace(args.trace, count)
     )
-    asked = {"seed": args.run.seed, "chat": args.endpoint == "chat", "ignore_eos": args.ignore_eos}
+    load_options = {
+        "seed": args.run.seed,
+        "chat": args.endpoint == "chat",
+        "ignore_eos": args.ignore_eos,
+    }
     load = ServingLoad(
-        lengths, args.request_rate, args.concurrency, args.first_ms, args.token_ms, **asked
+        lengths, args.request_rate, args.concurrency, args.first_ms, args.token_ms, **load_options
     )
 
     async def all_of_it() -> tuple[str, list[RequestTiming], float]:
@@ -63,7 +67,7 @@ def measure_serve(args: Any) -> tuple[dict[str, Any], Callable[[Path], None]]:
         with show_progress("requests", quiet=args.json) as ended:
             return model, *await run_load(remote, model, load, ended)
 
-    model, found, seconds = asyncio.run(all_of_it())
+    model, requests, seconds = asyncio.run(all_of_it())
 
     def drawn(path: Path) -> None:
         from modelmill.eval.report import plot
@@ -71,7 +75,7 @@ def measure_serve(args: Any) -> tuple[dict[str, Any], Callable[[Path], None]]:
 
         plot(
             path,
-            lambda axes: draw_plots(axes, found, seconds, load),
+            lambda axes: draw_plots(axes, requests, seconds, load),
             f"{model} at {args.url}",
             GRID_SHAPE,
         )
@@ -80,7 +84,7 @@ def measure_serve(args: Any) -> tuple[dict[str, Any], Callable[[Path], None]]:
         "what": "serve",
         "url": args.url,
         "model": model,
-        **summarize_load(found, seconds, load),
+        **summarize_load(requests, seconds, load),
     }, drawn
 
 

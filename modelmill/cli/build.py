@@ -1,4 +1,4 @@
-"""``modelmill build``: a checkpoint becomes a verified engine."""
+"""``modelmill build``: builds a verified engine from a checkpoint."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ VISION_OPTIONS = (
     "kernels",
     "seed",
 )
-"""The options that concern an engine which segments images."""
+"""The options that apply to a segmentation engine."""
 
 QUIET_LINE_SECONDS = 60.0
-"""With --quiet, seconds between lines where there is no terminal."""
+"""With --quiet and without a terminal, seconds between progress lines."""
 CALIBRATION_OPTIONS = ("calibration_samples", "calibration_length")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Args(CommonArgs):
-    """checkpoint: a Hugging Face folder or a .gguf, .safetensors, .bin or .pth file."""
+    """Options of ``build``."""
 
     checkpoint: Path = option(
         help="a Hugging Face folder, or a .gguf, .safetensors, .bin or .pth file",
@@ -67,17 +67,17 @@ class Args(CommonArgs):
         flags=("-o", "--output"),
         metavar="ENGINE",
     )
-    force: bool = option(False, "replace an engine that stands at -o already", flags=("--force",))
+    force: bool = option(False, "replace an existing engine at -o", flags=("--force",))
     quiet: bool = option(
-        False, "say what was built in one line, without the plan and the tables", flags=("--quiet",)
+        False, "print one line about the result, without plan and tables", flags=("--quiet",)
     )
     dry_run: bool = option(False, "print the plan and write nothing", flags=("--dry-run",))
     delta: Path | None = option(
         None, "second checkpoint to add to the first (Vicuna's deltas)", metavar="DELTA"
     )
-    check: bool = option(True, "judge the engine against the float32 reference before it appears")
+    check: bool = option(True, "compare the engine with the float32 reference before publishing it")
     tune: bool = option(
-        True, "time launch sizes of the kernels on this GPU and keep the best in the engine"
+        True, "autotune the kernels' launch configs on this GPU and store the best in the engine"
     )
     vision_files: MiniGPT4Files = config(MiniGPT4Files, "MiniGPT-4's parts")
     build: BuildConfig = config(BuildConfig, "Build")
@@ -86,7 +86,8 @@ class Args(CommonArgs):
 def run(args: Args) -> int:
     """Print the plan, build, print the acceptance summary.
 
-    A refused engine raises AcceptanceError.
+    Raises:
+        AcceptanceError: if the engine does not pass the acceptance contract.
     """
     if args.output is None and not args.dry_run:
         raise UsageError(
@@ -94,7 +95,7 @@ def run(args: Args) -> int:
             "alone)"
         )
     every = QUIET_LINE_SECONDS if args.quiet else None
-    with show_progress("planning", quiet=args.json, lines=True, every=every) as told:
+    with show_progress("planning", quiet=args.json, lines=True, every=every) as on_progress:
         # inside, since torch takes seconds to import
         from modelmill.artifact.store import check_target, is_engine
         from modelmill.builder.plan import make_plan
@@ -108,39 +109,44 @@ def run(args: Args) -> int:
             )
         there = args.output is not None and not args.dry_run and check_target(args.output)
         checkpoint = open_checkpoint(source, delta=args.delta, vision=vision)
-        # whose plan alone takes minutes
+        # the plan of -q auto alone takes minutes, so it is refused before planning
         if there and not args.force and args.build.quantization == "auto":
             raise UsageError(
                 f"{args.output} is an engine already; choose another -o, or replace it with --force"
             )
-        compile_cpu_kernels("cpu" if args.build.target == "cpu" else "auto", told)
-        made = make_plan(checkpoint, args.build, told)
-    check_recipe_options(args.build, segmentation=made.engine_type != "language")
-    plan = made.describe()
-    for warning in made.warnings:
+        compile_cpu_kernels("cpu" if args.build.target == "cpu" else "auto", on_progress)
+        build_plan = make_plan(checkpoint, args.build, on_progress)
+    check_recipe_options(args.build, segmentation=build_plan.engine_type != "language")
+    plan = build_plan.describe()
+    for warning in build_plan.warnings:
         print_note(f"warning: {warning}")
     if args.output is None or args.dry_run:
         emit_json(plan) if args.json else show_plan(plan)
         return 0
     if there and not args.force:
-        return _check_existing(args, made)
-    return _build(args, source, vision, made)
+        return _check_existing(args, build_plan)
+    return _build(args, source, vision, build_plan)
 
 
 def _check_existing(args: Args, made: BuildPlan) -> int:
-    """What is there is left alone: it is what was asked for, or UsageError says in what it is
-    not.
+    """Accept an existing engine that was built from this checkpoint with these options.
+
+    Raises:
+        UsageError: if it differs; the message names the differences.
     """
     from modelmill.artifact.store import open_artifact
     from modelmill.builder.existing_engine import differences_from_plan
 
     assert args.output is not None
-    with show_progress("comparing with what is there", quiet=args.json, lines=True) as told:
-        odd = differences_from_plan(made, args.output, with_acceptance=args.check, on_progress=told)
-    if odd:
-        more = f" and {len(odd) - 2} more" if len(odd) > 2 else ""
+    with show_progress("comparing with what is there", quiet=args.json, lines=True) as progress:
+        differences = differences_from_plan(
+            made, args.output, with_acceptance=args.check, on_progress=progress
+        )
+    if differences:
+        more = f" and {len(differences) - 2} more" if len(differences) > 2 else ""
         raise UsageError(
-            f"{args.output} is an engine already, and another one ({'; '.join(odd[:2])}{more}); "
+            f"{args.output} is an engine already, and another one "
+            f"({'; '.join(differences[:2])}{more}); "
             "choose another -o, or replace it with --force"
         )
     if args.json:
@@ -171,16 +177,16 @@ def _build(args: Args, source: Path, vision: Any, made: BuildPlan) -> int:
     try:
         with show_progress(
             "building", lines=not args.json, every=QUIET_LINE_SECONDS if args.quiet else None
-        ) as told:
-            how: dict[str, Any] = {
+        ) as on_progress:
+            options: dict[str, Any] = {
                 "delta": args.delta,
                 "vision": vision,
-                "on_progress": told,
+                "on_progress": on_progress,
                 "check": args.check,
                 "tune": args.tune,
                 "plan": made,
             }
-            report = build_engine(source, args.output, args.build, **how)
+            report = build_engine(source, args.output, args.build, **options)
     except KeyboardInterrupt:
         print_note("stopped; the same command goes on from here")
         raise
@@ -210,30 +216,28 @@ def _build(args: Args, source: Path, vision: Any, made: BuildPlan) -> int:
     show_acceptance(report)
     if tuned is not None:
         show_tuning(tuned)
-    asked = (
+    example = (
         "segment {} IMAGE --point X,Y"
         if made.engine_type == "segmentation"
         else "run {} --prompt '…'"
     )
     if "image_embeddings" in report and plan["tokenizer"]:
-        asked = "chat {} --image photo.jpg"
-    print(f"{args.output} is ready ({seconds:.1f} s): modelmill {asked.format(args.output)}")
+        example = "chat {} --image photo.jpg"
+    print(f"{args.output} is ready ({seconds:.1f} s): modelmill {example.format(args.output)}")
     return 0
 
 
 def _warn_broken_template(checkpoint: Checkpoint) -> None:
-    """A broken chat template leaves an engine that answers raw prompts: that is said now, not at
-    the first chat.
-    """
+    """Warn about a broken chat template: the engine accepts only raw prompts."""
     from modelmill.cli.inspect import text_facts
 
-    told = text_facts(checkpoint.tokenizer_files())["chat_template"]
-    if told is not None and "error" in told:
-        print_note(f"{told['error']}; run it with --raw, or give another with --chat-template")
+    facts = text_facts(checkpoint.tokenizer_files())["chat_template"]
+    if facts is not None and "error" in facts:
+        print_note(f"{facts['error']}; run it with --raw, or give another with --chat-template")
 
 
 def _autotune(plan: BuildPlan, args: Args) -> AutotuneRecord | None:
-    """The launch sizes that the build found; where a GPU's engine has none, why."""
+    """Return the build's autotuned launch configs; prints why if a GPU's engine has none."""
     import torch
 
     from modelmill.artifact.autotune_store import read_record
@@ -242,20 +246,20 @@ def _autotune(plan: BuildPlan, args: Args) -> AutotuneRecord | None:
     if plan.config.target != "cuda" or args.output is None or plan.engine_type != "language":
         return None
     if not args.tune:
-        print_note("not tuned (--no-tune): the engine runs with default launch sizes")
+        print_note("not tuned (--no-tune): the engine runs with default launch configs")
         return None
-    found = (
+    record = (
         read_record(args.output, torch.cuda.get_device_name())
         if torch.cuda.is_available()
         else None
     )
-    if found is None:
-        print_note(skip_reason(plan) or "not tuned: the engine runs with default launch sizes")
-    return found
+    if record is None:
+        print_note(skip_reason(plan) or "not tuned: the engine runs with default launch configs")
+    return record
 
 
 def show_tuning(tuning: AutotuneRecord) -> None:
-    """What was tuned on which device, and what it was worth there."""
+    """Print the tuned device and the speedup of the tuned steps."""
     steps = tuning.facts.get("steps", {})
     rows = [
         [int(rows), each["default_us"], each["tuned_us"], each["untried"]]
@@ -273,7 +277,7 @@ def show_tuning(tuning: AutotuneRecord) -> None:
 
 
 def show_plan(plan: dict[str, Any]) -> None:
-    """The plan for people: what, why, and the memory it takes."""
+    """Print the plan: options with reasons, and memory."""
     build, reasons, memory = plan["build"], plan["reasons"], plan["memory"]
     language = plan["engine_type"] == "language"
     cache = (
@@ -289,7 +293,7 @@ def show_plan(plan: dict[str, Any]) -> None:
         and (language or name in VISION_OPTIONS)
         and _option_applies(name, build)
     ]
-    kinds = ", ".join(
+    formats = ", ".join(
         f"{name} {format_bytes(count)}" for name, count in plan["bytes_by_format"].items()
     )
     print_facts(
@@ -303,7 +307,7 @@ def show_plan(plan: dict[str, Any]) -> None:
                 "tokenizer",
                 ("yes" if plan["tokenizer"] else "none: an ids-only engine") if language else None,
             ),
-            ("weights", f"{format_bytes(memory['weights'])} ({kinds})"),
+            ("weights", f"{format_bytes(memory['weights'])} ({formats})"),
             ("longest sequence", plan["max_model_len"] if language else None),
             ("sampling", (plan["sampling"] or {}).get("text")),
             ("layers", _count_formats(build.get("layer_recipes") or {})),
@@ -316,7 +320,7 @@ def show_plan(plan: dict[str, Any]) -> None:
 
 
 def _show_memory(memory: dict[str, Any], cache: str | None) -> None:
-    """cache: of a token, None where there is no KV cache."""
+    """Print the memory; cache: KV bytes per token, None without a KV cache."""
     print_facts(
         [
             (
@@ -350,7 +354,7 @@ def _show_memory(memory: dict[str, Any], cache: str | None) -> None:
 
 
 def _option_applies(name: str, build: dict[str, Any]) -> bool:
-    """Whether an option says something of this build."""
+    """Whether an option affects this build."""
     if name in CALIBRATION_OPTIONS:
         return build["calibration"] is not None
     if name in ALL_RECIPE_OPTIONS:
@@ -361,13 +365,13 @@ def _option_applies(name: str, build: dict[str, Any]) -> bool:
 
 
 def _count_formats(forms: dict[str, str]) -> str | None:
-    """How many layers have which form."""
+    """Count the layers of each form."""
     counts = Counter(forms.values())
     return ", ".join(f"{count} × {form}" for form, count in sorted(counts.items())) or None
 
 
 def show_bit_choice(choice: dict[str, Any] | None) -> None:
-    """What ``-q auto`` chose, layer by layer, and what it measured."""
+    """Print the choice of ``-q auto`` for each layer, and its measurements."""
     if choice is None:
         return
     forms = list(choice["layers"][0]["kl"])[:-1]
@@ -404,7 +408,7 @@ def _with_reason(value: Any, reason: str | None) -> str:
 
 
 def show_acceptance(report: dict[str, Any]) -> None:
-    """The acceptance report for people: the verdict, and the worst of each kind of module."""
+    """Print the acceptance report: the verdict, and the worst layer of each module."""
     if not report or report.get("accepted") is None:
         print_facts([("acceptance", (report or {}).get("reason", "built without"))])
         return
@@ -440,7 +444,7 @@ def show_acceptance(report: dict[str, Any]) -> None:
 
 
 def acceptance_summary(report: dict[str, Any]) -> str:
-    """The acceptance report in a few words."""
+    """Summarize the acceptance report in a few words."""
     if not report or report.get("accepted") is None:
         return (report or {}).get("reason", "built without acceptance")
     size = format_bytes(report["bytes"]) if "bytes" in report else ""
@@ -453,9 +457,7 @@ def acceptance_summary(report: dict[str, Any]) -> str:
 
 
 def _row_and_tile(row: dict[str, Any]) -> dict[str, Any]:
-    """A line of its own for the worst row and tile of a quantized matrix: shares of its size, not
-    of one weight.
-    """
+    """Label the worst row and tile of a quantized matrix; errors are relative to its norm."""
     return (
         {**row, "module": f"{row['module']}, worst tile"}
         if row["name"].endswith(".worst_block")
@@ -472,7 +474,7 @@ def _vision_summary(pictures: dict[str, Any] | None) -> str | None:
 
 
 def _ignored_tensors(report: dict[str, Any]) -> str | None:
-    """The checkpoint's tensors that the engine does without."""
+    """Format the checkpoint's tensors that the engine does not use."""
     return (
         ", ".join(f"{row['count']} × {row['what']}" for row in report.get("unused_tensors") or [])
         or None
@@ -480,7 +482,7 @@ def _ignored_tensors(report: dict[str, Any]) -> str | None:
 
 
 def show_masks(report: dict[str, Any]) -> None:
-    """The same for an engine that segments images."""
+    """Print the acceptance report of a segmentation engine."""
     masks = report["masks"]
     print_facts(
         [
@@ -509,7 +511,7 @@ def show_masks(report: dict[str, Any]) -> None:
         ],
         title="Acceptance",
     )
-    # all norms on inputs of the size of √eps in one row, and all matrices as they are held
+    # one row for all norms on inputs of magnitude √eps, and one for all stored matrices
     together = {"eps": "norms, small inputs", "weight": "matrices, as held"}
     layers = [
         {**row, "module": together.get(row["module"].rpartition(".")[2], row["module"])}
@@ -519,7 +521,7 @@ def show_masks(report: dict[str, Any]) -> None:
 
 
 def show_modules(layers: list[dict[str, Any]]) -> None:
-    """The worst of each module."""
+    """Print the worst layer of each module."""
     rows = worst_by_module(layers)
     columns = (
         "module",
@@ -536,7 +538,7 @@ def show_modules(layers: list[dict[str, Any]]) -> None:
 
 
 def show_recipe(layer_reports: list[dict[str, Any]], calibrated: bool = True) -> None:
-    """What a recipe did to each layer: errors of its outputs before (plain rounding) and after."""
+    """Print each layer's output errors before (rounding to nearest) and after the recipe."""
     if not layer_reports:
         return
     layers: dict[int, list[dict[str, Any]]] = {}
@@ -565,7 +567,7 @@ def show_recipe(layer_reports: list[dict[str, Any]], calibrated: bool = True) ->
 
 
 def _error_change(before: float, after: float) -> str:
-    """Errors in per cent; one number where rounding to nearest is what is held."""
+    """Format errors in per cent; one number if the weights are rounded to nearest."""
     return ("" if before == after else f"{100 * before:.2g} → ") + f"{100 * after:.2g} %"
 
 
@@ -574,17 +576,17 @@ def _percent(value: Any) -> str | None:
 
 
 def worst_by_module(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each module the layer that comes closest to its tolerance, in the order of the modules."""
+    """Return for each module the layer closest to its tolerance, in the order of the modules."""
     worst: dict[str, dict[str, Any]] = {}
     for layer in layers:
-        found = worst.get(layer["module"])
-        if found is None or tolerance_ratio(layer) > tolerance_ratio(found):
+        current = worst.get(layer["module"])
+        if current is None or tolerance_ratio(layer) > tolerance_ratio(current):
             worst[layer["module"]] = layer
     return list(worst.values())
 
 
 def tolerance_ratio(layer: dict[str, Any]) -> float:
-    """The error as a share of its tolerance; above 1 is out of bounds."""
+    """Return error / tolerance; above 1 the check fails."""
     error, tolerance = float(layer["max_abs"]), float(layer["tolerance"])
     if not layer.get("ok", True):
         return float("inf")

@@ -1,4 +1,4 @@
-"""``modelmill chat``: a conversation in the terminal."""
+"""``modelmill chat``: chats in the terminal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from modelmill.llm import LLM
     from modelmill.outputs import RequestOutput
 
-HELP = "Talk with an engine in the terminal; /help tells the commands."
+HELP = "Chat with an engine in the terminal; /help shows the commands."
 EPILOG = """Ctrl-C stops the answer, not the program. From a pipe, every line is a turn.
 
 Examples:
@@ -40,7 +40,7 @@ Examples:
   modelmill chat --url http://127.0.0.1:8000"""
 
 COMMANDS = """/system TEXT   set the system message (alone: show it)
-/image FILE    show a picture with the next message (engines that read pictures)
+/image FILE    attach a picture to the next message (engines that read pictures)
 /reset         forget the conversation
 /save FILE     write the conversation as JSON (/save! FILE replaces a file)
 /help          this list
@@ -49,25 +49,25 @@ COMMANDS = """/system TEXT   set the system message (alone: show it)
 
 @dataclass(frozen=True, kw_only=True)
 class Args(CommonArgs):
-    """engine: one with a chat template; or the url of a server."""
+    """Options of ``chat``: an engine with a chat template, or the URL of a server."""
 
     engine: Path | None = option(
         None, ENGINE_HELP + "; none with --url", positional=True, metavar="ENGINE"
     )
-    url: str | None = option(None, "talk with a server that speaks OpenAI's API instead")
+    url: str | None = option(None, "chat with a server that has OpenAI's API instead")
     model: str | None = option(
-        None, "with --url: model to ask (default: the first that the server lists)"
+        None, "with --url: model to use (default: the first that the server lists)"
     )
-    api_key: str | None = option(None, "with --url: key of the server")
+    api_key: str | None = option(None, "with --url: API key of the server")
     system: str | None = option(None, "system message at the beginning")
     image: tuple[Path, ...] = option(
         (), "picture of the first message, for engines that read pictures (repeatable)"
     )
-    stream: bool = option(True, "show the answer while it is made")
+    stream: bool = option(True, "show the answer while it is generated")
     chat_template: str | None = option(
         None, "chat template, or a file with one, instead of the engine's own"
     )
-    build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint in the engine's place")
+    build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint instead of an engine")
     sampling: SamplingParams = config(
         SamplingParams, "Sampling", helps=SAMPLING_HELP, exclude=("n", "num_beams")
     )
@@ -75,9 +75,9 @@ class Args(CommonArgs):
 
 
 def run(args: Args) -> int:
-    """Talk until /exit or the end of the input.
+    """Chat until /exit or the end of the input.
 
-    With --json the conversation is printed at the end, and only it.
+    With --json only the conversation is printed, at the end.
     """
     if (args.engine is None) == (args.url is None):
         raise UsageError("give one of ENGINE and --url URL")
@@ -102,7 +102,7 @@ def run(args: Args) -> int:
 
 
 def _open_local(args: Args, engine: Path) -> tuple[LLM, SamplingParams]:
-    """The engine, opened here."""
+    """Open an engine in this process."""
     llm = open_llm(engine, args.build, args.run, chat_template=args.chat_template)
     if llm.chat_format is None:
         raise UsageError(
@@ -113,7 +113,7 @@ def _open_local(args: Args, engine: Path) -> tuple[LLM, SamplingParams]:
 
 
 def _open_remote(args: Args) -> tuple[RemoteChat, SamplingParams]:
-    """A server."""
+    """Connect to a server."""
     from modelmill.cli.remote_chat import RemoteChat
     from modelmill.eval.openai_client import OpenAIClient
 
@@ -123,7 +123,7 @@ def _open_remote(args: Args) -> tuple[RemoteChat, SamplingParams]:
 
 
 def read_line() -> str | None:
-    """The next line of the user; None at the end of the input.
+    """Read the user's next line; None at the end of the input.
 
     Ctrl-C at the prompt only clears the line.
     """
@@ -143,7 +143,7 @@ def read_line() -> str | None:
 
 
 class ChatSession:
-    """A conversation: its messages, and what each line of the user does to them."""
+    """A conversation: its messages, changed by each line of the user."""
 
     def __init__(
         self,
@@ -155,20 +155,29 @@ class ChatSession:
         silent: bool = False,
         explicit_options: SamplingParams | None = None,
     ) -> None:
-        """explicit_options: what the user gave, of ``params``; where an answer cannot be as long as
-        that, it is said once."""
+        """Start a conversation.
+
+        Args:
+            llm: an engine in this process, or a server.
+            params: of every answer.
+            system: system message.
+            stream: print the answer while it is generated.
+            silent: print nothing on stdout.
+            explicit_options: the fields of ``params`` that the user set; if the context is too
+                short for them, one warning is printed.
+        """
         self.llm, self.params = llm, params
         self.stream, self.silent = stream, silent
         self.messages: list[dict[str, Any]] = []
         self._attached_images: list[str] = []
         self._saved_paths: set[Path] = set()
-        # of a server's engine it is not known how much it reads
+        # the context length of a server's engine is not known
         self._explicit_options = explicit_options if hasattr(llm, "engine_core") else None
         if system is not None:
             self._set_system(system)
 
     def handle_line(self, line: str | None) -> bool:
-        """Do what a line asks for; False when the talk is over."""
+        """Run a command or answer a message; False ends the conversation."""
         if line is None:
             return False
         if not line.strip():
@@ -201,13 +210,15 @@ class ChatSession:
         elif name in ("save", "save!"):
             self._save(rest, replace=name == "save!")
         else:
-            self._print(f"there is no command /{name}; /help tells them")
+            self._print(f"there is no command /{name}; /help shows them")
         return True
 
     def attach_image(self, image: Path) -> None:
-        """A picture for the next message.
+        """Attach an image to the next message.
 
-        Raises RequestError for none, UsageError where the engine reads none.
+        Raises:
+            RequestError: if the file is not an image.
+            UsageError: if the engine reads no images.
         """
         from modelmill.vision.image_input import to_data_url
 
@@ -228,9 +239,7 @@ class ChatSession:
         self.messages = [{"role": "system", "content": text}, *rest]
 
     def _save(self, name: str, replace: bool) -> None:
-        """Write the conversation; over a file only where this talk wrote it, or where ``replace``
-        is asked for.
-        """
+        """Write the conversation; overwrite only files of this session, or with ``replace``."""
         if not name:
             self._print("/save needs a file name")
             return
@@ -247,10 +256,7 @@ class ChatSession:
             self._print(f"cannot write {name}: {error.strerror}")
 
     def _answer_line(self, line: str) -> None:
-        """Answer one line.
-
-        A refused one is told in one line, and the talk goes on as if it had not been said.
-        """
+        """Answer one line; an invalid one prints its error and changes nothing."""
         shown: list[dict[str, Any]] = [
             {"type": "image_url", "image_url": {"url": url}} for url in self._attached_images
         ]
@@ -263,7 +269,7 @@ class ChatSession:
                 text = self._stream_answer(trial)
                 break
             except RequestError as error:
-                # Too long, most likely: without its oldest turns it may fit.
+                # most likely too long: without the oldest turns it may fit
                 if not _forget_oldest(trial):
                     print_note(str(error))
                     return
@@ -273,7 +279,7 @@ class ChatSession:
                 return
         if forgotten:
             print_note(
-                "the conversation is longer than the engine reads; oldest turns forgotten: "
+                "the conversation is longer than the engine's context; oldest turns forgotten: "
                 f"{forgotten}"
             )
         self.messages = [*trial, {"role": "assistant", "content": text}]
@@ -309,7 +315,7 @@ class ChatSession:
         return "".join(parts)
 
     def _warn_max_tokens(self, answer: RequestOutput) -> None:
-        """Once: the room for answers becomes less with every turn."""
+        """Warn once; the space left for answers shrinks with every turn."""
         if self._explicit_options is not None and len(answer.prompt_token_ids) + (
             self._explicit_options.max_tokens or 0
         ) > (
@@ -331,7 +337,7 @@ class ChatSession:
 
 
 def _forget_oldest(messages: list[dict[str, Any]]) -> bool:
-    """Drop the oldest question and its answer; False where the newest question stands alone."""
+    """Drop the oldest question and its answer; False if only the newest question is left."""
     turns = [place for place, each in enumerate(messages) if each["role"] != "system"]
     if len(turns) < 3:
         return False

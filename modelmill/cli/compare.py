@@ -81,13 +81,13 @@ def run(args: Args) -> int:
     settings = replace(
         args.run, enable_prefix_caching=False, cuda_graphs=False, kv_cache_dtype="activations"
     )
-    with show_progress("comparing", lines=True) as told:
-        llm = LLM(args.engine, progress=told, **non_default_fields(settings))
+    with show_progress("comparing", lines=True) as on_progress:
+        llm = LLM(args.engine, progress=on_progress, **non_default_fields(settings))
         ids = sample_ids(artifact)
         result = compare_to_checkpoint(
             llm,
             checkpoint,
-            lambda: compare_engine(llm.engine_core, checkpoint, ids, on_progress=told),
+            lambda: compare_engine(llm.engine_core, checkpoint, ids, on_progress=on_progress),
         )
     emit_json(result) if args.json else _show(result, args.all)
     if args.plot is not None:
@@ -114,10 +114,12 @@ def _compare_masks(args: Args, artifact: Artifact, checkpoint: Checkpoint) -> in
         raise UsageError(
             "--plot and --all are for language models; of an encoder --json tells every module"
         )
-    with show_progress("comparing", lines=True) as told:
-        compile_cpu_kernels(args.run.device, told)
+    with show_progress("comparing", lines=True) as on_progress:
+        compile_cpu_kernels(args.run.device, on_progress)
         eye = open_sam_model(artifact, pick_device(args.run.device), args.run.kernels)
-        result = compare_segmentation(artifact, eye, with_config(checkpoint), on_progress=told)
+        result = compare_segmentation(
+            artifact, eye, with_config(checkpoint), on_progress=on_progress
+        )
     emit_json(result) if args.json else show_acceptance(result)
     if not args.json and not result["accepted"]:
         print_facts([("why", result["reason"])])
@@ -132,12 +134,15 @@ def check_sizes(manifest: Manifest, checkpoint: Checkpoint) -> None:
     from modelmill.builder.resolve_options import find_family
     from modelmill.core.registry import find_module
 
-    ours, theirs = find_module("modelmill.models", manifest.model_type), find_family(checkpoint)
+    ours, reference = find_module("modelmill.models", manifest.model_type), find_family(checkpoint)
     if ours is None:
         return
-    built, given = ours.config_from_hf(manifest.config), theirs.config_from_hf(checkpoint.config)
+    built, expected = (
+        ours.config_from_hf(manifest.config),
+        reference.config_from_hf(checkpoint.config),
+    )
     for name, words in SIZE_NAMES.items():
-        have, want = getattr(built, name, None), getattr(given, name, None)
+        have, want = getattr(built, name, None), getattr(expected, name, None)
         if have is not None and want is not None and have != want:
             raise UsageError(
                 f"{words}: {have} in the engine, {want} in {checkpoint.path}; "

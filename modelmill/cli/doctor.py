@@ -52,16 +52,16 @@ class Args(CommonArgs):
 
 def run(args: Args) -> int:
     """Tell the environment; exit code 1 where a needed package is missing."""
-    with show_progress("looking around", lines=True) as told:
+    with show_progress("looking around", lines=True) as on_progress:
         from modelmill.runtime.device import compile_cpu_kernels
 
-        compile_cpu_kernels("cpu", told)
-        found = {
+        compile_cpu_kernels("cpu", on_progress)
+        facts = {
             **collect_facts(),
             **({} if args.engine is None else {"engine": engine_facts(args.engine)}),
         }
-    emit_json(found) if args.json else _show(found)
-    return 1 if any(not each["needs"] for each in found["missing"]) else 0
+    emit_json(facts) if args.json else _show(facts)
+    return 1 if any(not each["needs"] for each in facts["missing"]) else 0
 
 
 def collect_facts() -> dict[str, Any]:
@@ -281,7 +281,7 @@ def _show_engine(engine: dict[str, Any]) -> None:
         ("packing", f"{engine['packing']}: read here"),
         ("built", f"for {engine['target']} with {versions}"),
     ]
-    tuned = tuning_line(engine["tuning"]) or "none: default launch sizes"
+    tuned = tuning_line(engine["tuning"]) or "none: default launch configs"
     print_facts([*lines, ("tuning", tuned)], title=engine["path"])
 
 

@@ -76,8 +76,8 @@ def run(args: Args) -> int:
     if not is_engine(engine):
         if not engine.exists():
             raise UsageError(f"{engine} does not exist; give an engine folder or a checkpoint")
-        with show_progress(f"opening {engine.name}", lines=not args.json) as told:
-            engine = cached_engine(engine, BuildConfig(**built), told)
+        with show_progress(f"opening {engine.name}", lines=not args.json) as on_progress:
+            engine = cached_engine(engine, BuildConfig(**built), on_progress)
     elif built:
         raise UsageError(
             f"{', '.join(built)}: decided when an engine is built, and {engine} is one already"

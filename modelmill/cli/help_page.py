@@ -1,4 +1,4 @@
-"""The help pages: every name whole at every width, examples as they can be copied."""
+"""The help pages: names are never broken at any width, examples can be copied."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from modelmill.core import env
 
 MAX_WIDTH = 110
 MAX_NAME_WIDTH = 30
-"""Columns of the names; what is longer has its text on the next line."""
+"""Maximum columns of the names; the text of a longer name starts on the next line."""
 EXAMPLES = "Examples:"
 METAVARS = {
     "pairs": "KEY=VALUE",
@@ -26,18 +26,18 @@ METAVARS = {
 }
 
 Row = tuple[Sequence[str], str]
-"""Names, of which none may be broken, and what they are."""
+"""Names, which must not be broken, and their text."""
 
 
 def command_class(page: Callable[[int], str]) -> type:
-    """typer's command with ``page`` (of a width) in the place of its help."""
+    """Return typer's command class with ``page(width)`` as its help."""
     from typer.core import TyperCommand
 
     return _with_help_page(TyperCommand, page)
 
 
 def group_class(page: Callable[[int], str]) -> type:
-    """The same of the command that holds all others."""
+    """Return typer's group class with ``page(width)`` as its help."""
     from typer.core import TyperGroup
 
     return _with_help_page(TyperGroup, page)
@@ -51,7 +51,7 @@ def _with_help_page(base: Any, page: Callable[[int], str]) -> type:
 
 
 def verb_page(verb: str, module: ModuleType, width: int) -> str:
-    """The page of a verb."""
+    """Return the help page of a verb."""
     flags = [flag for flag in collect_flags(module.Args) if not flag.hidden]
     about, examples = _split_epilog(module)
     panels: dict[str, list[Row]] = {"Arguments": [], "Options": []}
@@ -72,11 +72,11 @@ def verb_page(verb: str, module: ModuleType, width: int) -> str:
 
 
 def top_page(about: str, verbs: Sequence[tuple[str, str]], width: int) -> str:
-    """The page of the command itself. verbs: name and help."""
+    """Return the help page of the command itself; verbs: name and help."""
     options: list[Row] = [
         (("--version",), "show the version and exit"),
         (("--install-completion",), "install completion for this shell"),
-        (("--show-completion",), "print the completion, to copy it or to change it"),
+        (("--show-completion",), "print the completion script"),
         (("-h,", "--help"), "show this page and exit"),
     ]
     parts = [
@@ -84,13 +84,13 @@ def top_page(about: str, verbs: Sequence[tuple[str, str]], width: int) -> str:
         textwrap.fill(about, width),
         f"{_style_heading('Commands')}\n{_table([((name,), text) for name, text in verbs], width)}",
         f"{_style_heading('Options')}\n{_table(options, width)}",
-        "modelmill COMMAND --help tells the flags of a command",
+        "modelmill COMMAND --help shows the flags of a command",
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def usage(verb: str, module: ModuleType) -> str:
-    """'modelmill perplexity ENGINE --data FILE [OPTIONS]'"""
+    """Return the usage line, e.g. 'modelmill perplexity ENGINE --data FILE [OPTIONS]'."""
     words = ["modelmill", verb.replace("_", "-")]
     for flag in collect_flags(module.Args):
         if flag.positional:
@@ -104,13 +104,13 @@ def usage(verb: str, module: ModuleType) -> str:
 
 
 def short_usage(verb: str, module: ModuleType) -> str:
-    """How a verb is called, for who left something out: the usage and an example."""
+    """Return the usage and an example, for an error about a missing argument."""
     examples = _split_epilog(module)[1]
     return usage(verb, module) + (f", for example: {examples[0]}" if examples else "")
 
 
 def flag_names(flag: Flag) -> list[str]:
-    """A flag's names and what stands behind them."""
+    """Return a flag's names, followed by the placeholder of its value."""
     if flag.positional:
         return [flag.label]
     short = [name for name in flag.short if not name.startswith("--")]
@@ -132,7 +132,7 @@ def _metavar(flag: Flag) -> str:
 
 
 def _split_epilog(module: ModuleType) -> tuple[list[str], list[str]]:
-    """Paragraphs of a verb's text, and the lines of its examples as they stand."""
+    """Return the paragraphs of a verb's text, and the unchanged lines of its examples."""
     text, _, examples = getattr(module, "EPILOG", "").partition(EXAMPLES)
     about = [" ".join(each.split()) for each in text.split("\n\n") if each.strip()]
     return [*filter(None, [getattr(module, "HELP", "")]), *about], [
@@ -141,9 +141,7 @@ def _split_epilog(module: ModuleType) -> tuple[list[str], list[str]]:
 
 
 def _table(rows: Sequence[Row], width: int) -> str:
-    """Names on the left, texts on the right or below; a name that does not fit beside others has a
-    line of its own.
-    """
+    """Format names on the left, texts on the right; long names get a line of their own."""
     widths = [len(" ".join(names)) for names, _ in rows]
     left = (
         2 + max((size for size in widths if size <= min(MAX_NAME_WIDTH, width // 2)), default=8) + 2
@@ -164,7 +162,7 @@ def _table(rows: Sequence[Row], width: int) -> str:
 
 
 def _wrap_words(words: Sequence[str], width: int) -> list[str]:
-    """Words in lines; none is broken, however long it is."""
+    """Wrap words into lines without breaking a word."""
     lines = [words[0]]
     for word in words[1:]:
         if len(lines[-1]) + 1 + len(word) <= width:

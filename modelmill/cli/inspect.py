@@ -1,4 +1,4 @@
-"""``modelmill inspect``: what a checkpoint or an engine is."""
+"""``modelmill inspect``: describes a checkpoint or an engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ EXAMPLE_CHAT = [{"role": "user", "content": "Hello"}]
 
 @dataclass(frozen=True, kw_only=True)
 class Args(CommonArgs):
-    """path: a checkpoint or an engine."""
+    """Options of ``inspect``."""
 
     path: Path = option(help="a checkpoint or an engine", positional=True, metavar="PATH")
     tensors: bool = option(False, "list every tensor", flags=("--tensors",))
@@ -50,11 +50,11 @@ class Args(CommonArgs):
 
 
 def run(args: Args) -> int:
-    """Tell the facts as tables or JSON."""
+    """Print the facts as tables or JSON."""
     from modelmill.artifact.store import is_engine
 
-    found = _engine_facts(args) if is_engine(args.path) else _checkpoint_facts(args)
-    emit_json(found) if args.json else _show(found)
+    facts = _engine_facts(args) if is_engine(args.path) else _checkpoint_facts(args)
+    emit_json(facts) if args.json else _show(facts)
     return 0
 
 
@@ -64,8 +64,8 @@ def _engine_facts(args: Args) -> dict[str, Any]:
 
     artifact = open_artifact(args.path)
     if args.verify:
-        with show_progress("verifying") as told:
-            verify(artifact, force=True, on_progress=told)
+        with show_progress("verifying") as on_progress:
+            verify(artifact, force=True, on_progress=on_progress)
     manifest = artifact.manifest
     tensors = [_tensor_facts(name, each.shape, str(each.dtype).removeprefix("torch."),
         each.nbytes) for name, each in
@@ -126,7 +126,7 @@ def _checkpoint_facts(args: Args) -> dict[str, Any]:
 def sampling_facts(
     generation: Mapping[str, Any], container: Any, language: bool
 ) -> dict[str, Any] | None:
-    """How answers are drawn where nobody says; what makes no sense is told, not raised."""
+    """Describe the sampling defaults; an invalid generation_config is reported, not raised."""
     from modelmill.core.generation_defaults import read_generation
 
     if not language:
@@ -138,7 +138,7 @@ def sampling_facts(
 
 
 def tuning_facts(engine: Path) -> dict[str, Any]:
-    """The devices that an engine has launch sizes for, and what each GPU here makes of that."""
+    """Return the devices with tuned launch configs, and for each GPU here whether they apply."""
     import torch
 
     from modelmill.artifact.autotune_store import tuned_devices
@@ -153,7 +153,7 @@ def tuning_facts(engine: Path) -> dict[str, Any]:
 
 
 def tuning_line(facts: Mapping[str, Any]) -> str | None:
-    """For people; None where there is nothing to say."""
+    """Format ``tuning_facts`` for people; None if there is nothing to show."""
     return "\n".join(facts["here"].values()) or ", ".join(facts["devices"]) or None
 
 
@@ -175,33 +175,31 @@ def _content_facts(tensors: list[dict[str, Any]], listed: bool) -> dict[str, Any
 
 
 def _sizes(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """The sizes that a config tells, under our names."""
+    """Return the model's sizes from its config, under modelmill's names."""
     if model_type == "sam":
         from modelmill.models.sam import config_from_hf
 
         encoder = config_from_hf(config).encoder
-        kind = (
+        encoder_name = (
             "MobileSAM's TinyViT"
             if hasattr(encoder, "widths")
             else f"ViT, {encoder.depth} × {encoder.width}"
         )
         return {
-            "encoder": kind,
+            "encoder": encoder_name,
             "picture": f"{encoder.image} × {encoder.image}",
             "embedding": f"{encoder.grid}²",
         }
-    found = {}
+    sizes = {}
     for label, keys in SIZE_KEYS:
         value = next((config[key] for key in keys if config.get(key) is not None), None)
         if value is not None:
-            found[label] = value
-    return found
+            sizes[label] = value
+    return sizes
 
 
 def text_facts(files: dict[str, bytes]) -> dict[str, Any]:
-    """Tokenizer and chat template; a broken one is told, not raised: inspect is how one finds
-    out.
-    """
+    """Describe tokenizer and chat template; a broken one is reported, not raised."""
     from modelmill.text.chat import load_chat
     from modelmill.text.tokenizer import load_tokenizer
 
@@ -211,7 +209,7 @@ def text_facts(files: dict[str, bytes]) -> dict[str, Any]:
         tokenizer = load_tokenizer(files)
     except ModelmillError as error:
         return {"tokenizer": {"error": str(error)}, "chat_template": None}
-    told = {
+    tokenizer_facts = {
         "kind": tokenizer.tokenizer_type,
         "vocab_size": tokenizer.vocab_size,
         "bos_id": tokenizer.bos_id,
@@ -222,20 +220,22 @@ def text_facts(files: dict[str, bytes]) -> dict[str, Any]:
     try:
         chat = load_chat(files, tokenizer)
         if chat is None:
-            return {"tokenizer": told, "chat_template": None}
+            return {"tokenizer": tokenizer_facts, "chat_template": None}
         example, stops = chat.render(EXAMPLE_CHAT, add_generation_prompt=True), list(chat.stop_ids)
         chat.close()
     except ModelmillError as error:
-        return {"tokenizer": told, "chat_template": {"error": str(error)}}
-    return {"tokenizer": told, "chat_template": {"example": example, "stop_ids": stops}}
+        return {"tokenizer": tokenizer_facts, "chat_template": {"error": str(error)}}
+    return {"tokenizer": tokenizer_facts, "chat_template": {"example": example, "stop_ids": stops}}
 
 
 def _show(report: dict[str, Any]) -> None:
     engine = report["kind"] == "engine"
-    still = report["model_type"] == "sam"
+    segmentation = report["model_type"] == "sam"
     build = report.get("build", {})
     sampling = report["sampling"] or {"text": None, "unused": {}}
-    weights = ", ".join(f"{count} {kind}" for kind, count in report.get("weights", {}).items())
+    weights = ", ".join(
+        f"{count} {weight_format}" for weight_format, count in report.get("weights", {}).items()
+    )
     dtypes = ", ".join(
         f"{dtype} {format_bytes(count)}" for dtype, count in report["bytes_by_dtype"].items()
     )
@@ -255,10 +255,10 @@ def _show(report: dict[str, Any]) -> None:
             ("target", build.get("target")),
             (
                 "built for up to",
-                f"{report['max_model_len']} tokens" if engine and not still else None,
+                f"{report['max_model_len']} tokens" if engine and not segmentation else None,
             ),
-            ("tokenizer", None if still else _tokenizer_line(report)),
-            ("chat template", None if still else _chat_line(report["chat_template"])),
+            ("tokenizer", None if segmentation else _tokenizer_line(report)),
+            ("chat template", None if segmentation else _chat_line(report["chat_template"])),
             ("generation", _line(report["generation"])),
             ("sampling", sampling["text"]),
             (
@@ -287,13 +287,15 @@ def _show(report: dict[str, Any]) -> None:
 
 
 def _tokenizer_line(report: dict[str, Any]) -> str:
-    told = report["tokenizer"]
-    if told is None:
+    facts = report["tokenizer"]
+    if facts is None:
         return f"none: ids-only {report['kind']} (no tokenizer)"
-    if "error" in told:
-        return f"broken: {told['error']}"
-    ends = ", ".join(map(str, told["eos_ids"])) or "none"
-    return f"{told['kind']}, {told['vocab_size']} tokens, {told['special']} special; ends at {ends}"
+    if "error" in facts:
+        return f"broken: {facts['error']}"
+    ends = ", ".join(map(str, facts["eos_ids"])) or "none"
+    return (
+        f"{facts['kind']}, {facts['vocab_size']} tokens, {facts['special']} special; ends at {ends}"
+    )
 
 
 def _chat_line(chat: dict[str, Any] | None) -> str:

@@ -1,6 +1,4 @@
-"""Progress where there is no terminal: a plain line now and then, so that a log of minutes does not
-look dead.
-"""
+"""Progress without a terminal: a plain line from time to time, so that a log shows activity."""
 
 from __future__ import annotations
 
@@ -9,18 +7,17 @@ import time
 from collections.abc import Callable
 
 MIN_INTERVAL_SECONDS = 10.0
-"""Seconds to the next line at least."""
+"""Minimum seconds between lines."""
 INTERVAL_FRACTION = 0.1
-"""Of the time gone by so far: an hour's build is told of every six minutes."""
+"""Interval between lines as a share of the elapsed time: six minutes after one hour."""
 MAX_COUNT = 10_000
 """Totals up to here are counts of something, above they are bytes."""
 
 
 class LogProgress:
-    """Keeps what was told last and prints it from a thread of its own: a stage may take minutes
-    between two reports.
+    """Prints the last report from a thread: a stage may take minutes between two reports.
 
-    write_line: prints a line. A block that ends before ``every`` seconds prints nothing.
+    A block that ends before ``every`` seconds prints nothing.
     """
 
     def __init__(
@@ -33,11 +30,11 @@ class LogProgress:
         self._thread.start()
 
     def update(self, stage: str, done: float, total: float) -> None:
-        """What is done now."""
+        """Store the current progress."""
         self._stage, self._done, self._total = stage, done, total
 
     def close(self) -> None:
-        """No more lines."""
+        """Stop the thread."""
         self._stop_event.set()
         self._thread.join()
 
@@ -53,12 +50,12 @@ class LogProgress:
 
 
 def seconds_to_next_line(seconds: float, every: float = MIN_INTERVAL_SECONDS) -> float:
-    """Until the next line, so many seconds after the beginning."""
+    """Return the seconds until the next line, ``seconds`` after the start."""
     return max(every, INTERVAL_FRACTION * seconds)
 
 
 def format_progress(stage: str, done: float, total: float, seconds: float) -> str:
-    """'quantizing layers: 7 of 32 done, 41 s'"""
+    """Format progress like 'quantizing layers: 7 of 32 done, 41 s'."""
     if total > MAX_COUNT:
         stage += f": {100 * done / total:.0f} %"
     elif total > 1:

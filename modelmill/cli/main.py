@@ -1,10 +1,8 @@
-"""The ``modelmill`` command: one file a verb, imported when it is called.
+"""The ``modelmill`` command: one file per verb, imported when the verb is called.
 
 A verb is a module ``cli/<verb>.py`` with ``HELP`` (one line), ``Args`` (a dataclass, see
-``options``) and
-``run(args) -> int``, the exit code. 0: done. 1: it did not work, or a check was not passed. 2: the
-command line
-makes no sense. 130: Ctrl-C.
+``options``) and ``run(args) -> int``, the exit code. 0: success. 1: failure, or a check did not
+pass. 2: the command line is invalid. 130: Ctrl-C.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ NOT_VERBS = (
     *("bench_ops", "bench_serve", "serve_ray", "stdio", "log_progress", "help_page", "terminal"),
     *("remote_chat", "segment_output"),
 )
-"""Modules of this folder that are no verbs."""
+"""Modules of this folder that are not verbs."""
 
 VERB_ORDER = (
     *(
@@ -51,7 +49,7 @@ VERB_ORDER = (
     ),
     *("summarize", "bench", "profile", "doctor"),
 )
-"""The order of the help page; a verb that is not named here stands behind these."""
+"""The order of the help page; other verbs follow."""
 
 DESCRIPTION = (
     "Turns a language-model checkpoint into a verified engine, and runs, compares and evaluates it."
@@ -64,35 +62,35 @@ OTHER_NAMES = {
     "generate": "run",
     "help": "--help",
 }
-"""Verbs of other programs, and what does it here."""
+"""Verbs of other programs, and the modelmill verb to suggest instead."""
 
 
 def verbs() -> list[str]:
-    """Names of all verbs: the files of this folder."""
-    found = [name for name in module_names("modelmill.cli") if name not in NOT_VERBS]
+    """Return the names of all verbs: the files of this folder."""
+    names = [name for name in module_names("modelmill.cli") if name not in NOT_VERBS]
     return sorted(
-        found,
+        names,
         key=lambda name: (VERB_ORDER.index(name) if name in VERB_ORDER else len(VERB_ORDER), name),
     )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line and leave with its exit code."""
+    """Run the command line and exit with its exit code."""
     env.set_passive_waiting()
     malloc.set_malloc_thresholds()
     with tolerate_closed_output():
         try:
             code = execute(list(sys.argv[1:] if argv is None else argv))
             sys.stdout.flush()
-        except ModelmillError as error:  # stdout, which cannot be written
+        except ModelmillError as error:  # stdout cannot be written
             code = _fail(str(error), 1)
     sys.exit(code)
 
 
 def execute(argv: list[str]) -> int:
-    """Run one command line; returns the exit code.
+    """Run one command line and return its exit code.
 
-    A user's mistake is one line on stderr, a bug is raised.
+    A user's mistake is printed as one line on stderr; a bug is raised.
     """
     import typer
 
@@ -106,13 +104,13 @@ def execute(argv: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except OSError as error:
-        told = disk_errors.describe_os_error(error)
-        if told is None:
+        description = disk_errors.describe_os_error(error)
+        if description is None:
             raise
-        return _fail(told, 1)
+        return _fail(description, 1)
     except Exception as error:
-        # typer carries click inside itself in its newer versions, so click's errors are known by
-        # their shape only.
+        # newer versions of typer contain their own click, so its errors are recognized by their
+        # attributes
         if not hasattr(error, "format_message"):
             raise
         if type(error).__name__ == "NoArgsIsHelpError":
@@ -122,7 +120,11 @@ def execute(argv: list[str]) -> int:
 
 
 def _find_verb(argv: list[str]) -> str | None:
-    """The verb that is called; None for the help page. Raises UsageError for an unknown one."""
+    """Return the verb of the command line; None for the help page.
+
+    Raises:
+        UsageError: if the verb is unknown.
+    """
     called = next((word for word in argv if not word.startswith("-")), None)
     if called is None or (argv and argv[0] in ("--show-completion", "--install-completion")):
         return None
@@ -137,7 +139,7 @@ def _find_verb(argv: list[str]) -> str | None:
 
 
 def _make_app(verb: str | None) -> Any:
-    """The typer application with the flags of one verb; of the others only name and help."""
+    """Make the typer application with the flags of one verb; other verbs get name and help only."""
     import typer
 
     from modelmill.cli.help_page import command_class, group_class, top_page, verb_page
@@ -182,21 +184,21 @@ def _verb_function(module: ModuleType) -> Callable[..., int]:
 
 
 def _listed_verbs() -> list[tuple[str, str]]:
-    """Every verb with its one line."""
+    """Return every verb with its one-line help."""
     modules = [(name, find_module("modelmill.cli", name)) for name in verbs()]
     return [(name.replace("_", "-"), module.HELP) for name, module in modules if module is not None]
 
 
 def _placeholder() -> None:
-    """Stands in for the verbs that are not called."""
+    """Replace the verbs that are not called."""
 
 
 def _top_callback() -> Callable[..., None]:
-    """The command itself: --version."""
+    """Make the callback of the command itself, which has --version."""
     import typer
 
-    def show(wanted: bool) -> None:
-        if wanted:
+    def show(show_version: bool) -> None:
+        if show_version:
             from modelmill import __version__
 
             print(f"modelmill {__version__}")
@@ -207,13 +209,13 @@ def _top_callback() -> Callable[..., None]:
     )
 
     def top(version: bool = option) -> None:
-        """Nothing of its own to do."""
+        """Do nothing: --version is handled by its callback."""
 
     return top
 
 
 def _usage_error_text(error: Any, argv: list[str]) -> str:
-    """One line for an error of the command line's parser."""
+    """Format an error of the command line parser in one line."""
     text = " ".join(str(error.format_message()).split()).rstrip(".")
     option = getattr(error, "option_name", None)
     if option and type(error).__name__ == "NoSuchOption":
@@ -231,17 +233,17 @@ def _usage_error_text(error: Any, argv: list[str]) -> str:
     text = (text[:1].lower() + text[1:]).replace("Value error, ", "", 1)
     if type(error).__name__ == "MissingParameter":
         text += _verb_usage(argv)
-    given = _source_variable(error)
-    if given:
-        text = text.replace("for '--", f"in {given} for '--", 1)
+    variable = _source_variable(error)
+    if variable:
+        text = text.replace("for '--", f"in {variable} for '--", 1)
     if "unexpected extra argument" in text and argv[:1] == ["run"]:
-        text += "; the prompt goes behind --prompt"
+        text += "; pass the prompt with --prompt"
     verb = next((word for word in argv if not word.startswith("-")), "")
     return f"{text} (flags: modelmill {verb + ' ' if verb else ''}--help)"
 
 
 def _verb_usage(argv: list[str]) -> str:
-    """How the verb is called, for who left something out."""
+    """Return the usage of the verb, for an error about a missing argument."""
     from modelmill.cli.help_page import short_usage
 
     verb = _find_verb(argv)
@@ -250,9 +252,7 @@ def _verb_usage(argv: list[str]) -> str:
 
 
 def _source_variable(error: Any) -> str | None:
-    """The environment variable that a refused value stands in; None where it was given as a
-    flag.
-    """
+    """Return the environment variable that holds an invalid value; None if a flag holds it."""
     context, param = getattr(error, "ctx", None), getattr(error, "param", None)
     if context is None or param is None:
         return None
@@ -266,7 +266,7 @@ def _source_variable(error: Any) -> str | None:
 
 
 def _fail(message: str, code: int) -> int:
-    with contextlib.suppress(ModelmillError):  # what went wrong first is what is told
+    with contextlib.suppress(ModelmillError):  # only the first error is reported
         sys.stdout.flush()
     print(f"modelmill: {' '.join(message.split())}", file=sys.stderr)
     return code

@@ -1,4 +1,4 @@
-"""From what was given (command line, environment, --config file) to a verb's ``Args``."""
+"""Collects a verb's ``Args`` from the command line, the environment and the --config file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from modelmill.core.registry import closest_name
 T = TypeVar("T")
 TYPE_NAMES = {
     bool: "true or false",
-    int: "a whole number",
+    int: "an integer",
     float: "a number",
     str: "text",
     Path: "a path",
@@ -28,12 +28,16 @@ TYPE_NAMES = {
 def gather_args(
     args: type[T], command_line: Mapping[str, Any], usage: Callable[[], str] | None = None
 ) -> T:
-    """An ``args`` from typer's values (None: not given), the --config file and the defaults.
+    """Make an ``args`` from typer's values, the --config file and the defaults.
 
-    usage: how the verb is called, for who left something out.
+    Args:
+        args: the verb's dataclass.
+        command_line: typer's values; None: not set.
+        usage: returns the usage of the verb, for an error about a missing flag.
 
-    Raises UsageError, in one line, for a value of the wrong kind, an unknown key in the file, or a
-    missing flag.
+    Raises:
+        UsageError: if a value has the wrong type, a key of the file is unknown, or a flag is
+            missing.
     """
     flags = collect_flags(args)
     values: dict[str, Any] = {}
@@ -68,10 +72,10 @@ def _build_dataclass(cls: type[T], values: Mapping[str, Any]) -> T:
 
 
 def _from_variable(flag: Flag) -> tuple[Any, str]:
-    """What a repeatable flag's variable holds, and its name: one value, whole, or several as a JSON
-    list.
+    """Return the value and the name of a repeatable flag's variable.
 
-    Numbers and KEY=VALUE, which hold no white space, may stand side by side.
+    The variable holds one value, or several as a JSON list. Numbers and KEY=VALUE pairs, which
+    contain no white space, may also be separated by white space.
     """
     for name in flag.names:
         text, where = env.flag_value(name.replace("-", "_")), flag_variable(name)
@@ -82,7 +86,7 @@ def _from_variable(flag: Flag) -> tuple[Any, str]:
         except ValueError:
             value = None
             if text.lstrip().startswith('["'):
-                why = "begins like a list but is no JSON"
+                why = "begins like a list but is not JSON"
                 raise UsageError(f'{where} {why}: {text}; write it as ["one", "two"]') from None
         if isinstance(value, list):
             return value, where
@@ -105,7 +109,7 @@ def _from_file(flags: list[Flag], path: Path) -> dict[str, Any]:
         raise UsageError(
             f"--config {path} must hold `flag: value` lines, not a {type(raw).__name__}"
         )
-    # what a verb cannot do without stands on its command line
+    # required positional arguments must be on the command line
     known = {
         name: flag
         for flag in flags
@@ -128,7 +132,7 @@ def _from_file(flags: list[Flag], path: Path) -> dict[str, Any]:
 
 
 def _parse_value(flag: Flag, value: Any, source: str) -> Any:
-    """``value`` (of the command line, or of YAML) as the field wants it."""
+    """Convert ``value`` (from the command line or YAML) to the type of the flag's field."""
     if isinstance(value, Enum):
         value = value.value
     if flag.container == "one":
@@ -177,15 +181,15 @@ def _parse_scalar(value_type: type, value: Any, source: str, choices: tuple[Any,
 
 
 def _convert(value_type: type, value: Any) -> Any:
-    """``value`` as ``value_type``; None where it is not one.
+    """Convert ``value`` to ``value_type``; None if that is impossible.
 
-    YAML's own types are taken, text is parsed.
+    YAML's own types are accepted, text is parsed.
     """
     if value_type is bool:
         return value if isinstance(value, bool) else None
     if isinstance(value, (bool, dict, list)) or (value_type is str and not isinstance(value, str)):
-        # YAML reads an unquoted `on` as a bool and `0123` as 83: for a text that would be a silent
-        # change.
+        # YAML reads an unquoted `on` as a bool and `0123` as 83; converting these to text would
+        # change them silently
         return None
     try:
         if value_type is int and isinstance(value, float):

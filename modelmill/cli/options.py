@@ -1,14 +1,13 @@
-"""A dataclass becomes the command line: its fields' metadata are the one source of every flag.
+"""Makes a command line from a dataclass: field metadata are the only source of the flags.
 
-A verb's ``Args`` holds plain fields and whole configs (BuildConfig, RunConfig, SamplingParams); a
-config's fields become flags of the verb, and a name that stands in several configs is one flag that
-sets it in each. A value is
-looked for on the command line, then in MODELMILL_<FLAG>, then in ``--config FILE.yaml``, then in
-the dataclass.
+A verb's ``Args`` holds plain fields and whole configs (BuildConfig, RunConfig, SamplingParams). The
+fields of a config become flags of the verb; a name in several configs is one flag that sets all of
+them. A value comes from the command line, else from MODELMILL_<FLAG>, else from ``--config
+FILE.yaml``, else from the dataclass.
 
 Field metadata: ``help``, ``choices``, ``flags`` (``-x`` adds a short name, the first ``--x``
-replaces the long one, others are further names of it), ``positional``, ``metavar``, ``required``,
-``hidden``, ``python_only`` (no flag).
+replaces the long name, others are aliases), ``positional``, ``metavar``, ``required``, ``hidden``,
+``python_only`` (no flag).
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ SCALARS: tuple[type, ...] = (bool, int, float, str, Path)
 
 @dataclass(frozen=True, kw_only=True)
 class CommonArgs:
-    """What every verb takes."""
+    """Options of every verb."""
 
     json: bool = option(False, "print JSON, and nothing else, on stdout", flags=("--json",))
     config: Path | None = option(
-        None, "YAML file with values for flags that are not given", metavar="FILE.yaml"
+        None, "YAML file with values for flags that are not set", metavar="FILE.yaml"
     )
 
 
@@ -43,9 +42,13 @@ class CommonArgs:
 class Flag:
     """One parameter of a verb.
 
-    container: "one" value, "many" (repeatable), "ints" (comma-separated and repeatable), "pairs"
-    (KEY=VALUE, repeatable) or "two" (two values after one flag). value_type: the type of a value;
-    key_type: that of a pair's key. short: its other names.
+    Attributes:
+        short: its other names.
+        container: "one" value, "many" (repeatable), "ints" (comma-separated and repeatable),
+            "pairs" (KEY=VALUE, repeatable) or "two" (two values after one flag).
+        value_type: the type of a value.
+        key_type: the type of a pair's key.
+        negatable: whether there is a --no-FLAG.
     """
 
     name: str
@@ -66,12 +69,12 @@ class Flag:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its long names, the first one first, without dashes."""
+        """Its long names without dashes; the main name is first."""
         return (self.long, *(name[2:] for name in self.short if name.startswith("--")))
 
     @property
     def repeatable(self) -> bool:
-        """Whether it may be given more than once.
+        """Whether the flag may occur more than once.
 
         click would split such a flag's variable at white space.
         """
@@ -79,7 +82,7 @@ class Flag:
 
     @property
     def label(self) -> str:
-        """How messages call it."""
+        """The flag's name in messages."""
         return self.metavar or self.name.upper() if self.positional else f"--{self.long}"
 
 
@@ -90,37 +93,40 @@ def config(
     helps: Mapping[str, str] | None = None,
     exclude: tuple[str, ...] = (),
 ) -> Any:
-    """A field that holds a whole config.
+    """Make a field that holds a whole config.
 
-    helps: help texts for fields without one; exclude: fields that get no flag.
+    Args:
+        cls: the config.
+        panel: title of its flags on the help page.
+        helps: help texts for fields without one.
+        exclude: fields that get no flag.
     """
     metadata = {"panel": panel, "helps": dict(helps or {}), "exclude": exclude}
     return field(default_factory=cls, metadata=metadata)
 
 
 def inherit_option(cls: type, name: str, **changes: Any) -> Any:
-    """A field with the default, help and choices of ``cls``'s field of that name, but for
-    ``changes``.
-    """
-    for found in fields(cls):
-        if found.name == name:
-            settings = {**found.metadata, **changes}
+    """Make a field like ``cls``'s field of that name, with ``changes`` to its metadata."""
+    for original in fields(cls):
+        if original.name == name:
+            settings = {**original.metadata, **changes}
             return option(
-                settings.pop("default", found.default), settings.pop("help", ""), **settings
+                settings.pop("default", original.default), settings.pop("help", ""), **settings
             )
     raise LookupError(f"{cls.__name__} has no field {name!r}")
 
 
 def collect_flags(args: type) -> list[Flag]:
-    """Every flag of an ``Args`` dataclass, positional ones first; the first of equal names
-    describes it.
+    """Return every flag of an ``Args`` dataclass, positional ones first.
+
+    Of flags with the same name the first one is used.
     """
-    found: dict[str, Flag] = {}
+    flags: dict[str, Flag] = {}
     for flag in _iter_flags(args, None, {}, ()):
-        first = found.setdefault(flag.name, flag)
+        first = flags.setdefault(flag.name, flag)
         if first is not flag and not first.help:
-            found[flag.name] = replace(first, help=flag.help)
-    return sorted(found.values(), key=lambda flag: not flag.positional)
+            flags[flag.name] = replace(first, help=flag.help)
+    return sorted(flags.values(), key=lambda flag: not flag.positional)
 
 
 def _iter_flags(
@@ -141,10 +147,10 @@ def _iter_flags(
 
 
 def _flag(each: Field[Any], hint: Any, panel: str | None, help: str) -> Flag:
-    more = each.metadata
-    shape, kind, key = _analyze_type(hint)
-    named = more.get("flags", ())
-    long = [name[2:] for name in named if name.startswith("--")]
+    metadata = each.metadata
+    container, value_type, key_type = _analyze_type(hint)
+    flag_names = metadata.get("flags", ())
+    long = [name[2:] for name in flag_names if name.startswith("--")]
     default = each.default
     if default is MISSING and each.default_factory is not MISSING:
         default = each.default_factory()
@@ -152,26 +158,26 @@ def _flag(each: Field[Any], hint: Any, panel: str | None, help: str) -> Flag:
         name=each.name,
         long=long[0] if long else each.name.replace("_", "-"),
         short=(
-            *(name for name in named if not name.startswith("--")),
+            *(name for name in flag_names if not name.startswith("--")),
             *(f"--{name}" for name in long[1:]),
         ),
-        container=shape,
-        value_type=kind,
-        key_type=key,
-        choices=tuple(more.get("choices", ())),
+        container=container,
+        value_type=value_type,
+        key_type=key_type,
+        choices=tuple(metadata.get("choices", ())),
         default=None if default is MISSING else default,
-        help=more.get("help") or help,
-        positional=bool(more.get("positional")),
-        required=default is MISSING or bool(more.get("required")),
-        metavar=more.get("metavar"),
-        hidden=bool(more.get("hidden")),
+        help=metadata.get("help") or help,
+        positional=bool(metadata.get("positional")),
+        required=default is MISSING or bool(metadata.get("required")),
+        metavar=metadata.get("metavar"),
+        hidden=bool(metadata.get("hidden")),
         panel=panel,
-        negatable=kind is bool and not long,
+        negatable=value_type is bool and not long,
     )
 
 
 def _analyze_type(hint: Any) -> tuple[str, type, type]:
-    """(shape, kind of a value, kind of a key) of a type hint."""
+    """Return (container, type of a value, type of a key) of a type hint."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         rest = [part for part in typing.get_args(hint) if part is not type(None)]
         return _analyze_type(rest[0])
@@ -188,9 +194,7 @@ def _analyze_type(hint: Any) -> tuple[str, type, type]:
 
 
 def make_signature(flags: list[Flag]) -> inspect.Signature:
-    """The signature that typer reads: every parameter defaults to None, so that "not given" can be
-    told.
-    """
+    """Make the signature for typer; every parameter defaults to None, which means "not set"."""
     return inspect.Signature(
         [
             inspect.Parameter(
@@ -210,7 +214,7 @@ def _annotation(flag: Flag) -> Any:
     if flag.container == "two":
         return tuple[str, str] | None
     if flag.choices:
-        # An enum, because every version of typer understands it.
+        # every version of typer supports an Enum
         return Enum(flag.name, {str(c): str(c) for c in flag.choices}, type=str) | None  # type: ignore[operator]
     return flag.value_type | None
 
@@ -238,7 +242,7 @@ def _parameter(flag: Flag) -> Any:
 
 
 def flag_variable(name: str) -> str:
-    """The environment variable of a flag's long name."""
+    """Return the environment variable of a flag's long name."""
     return "MODELMILL_" + name.replace("-", "_").upper()
 
 
@@ -249,7 +253,7 @@ def _metavar(flag: Flag) -> str | None:
 
 
 def flag_help(flag: Flag) -> str:
-    """A flag's help with its choices and its default."""
+    """Return a flag's help with its choices and its default."""
     text = _default_text(flag)
     return f"{text}; one of {', '.join(map(str, flag.choices))}" if flag.choices else text
 
@@ -266,22 +270,20 @@ def _default_text(flag: Flag) -> str:
 
 
 def make_command(args: type[T], run: Callable[[T], int]) -> Callable[..., int]:
-    """A function with the signature that typer reads; it gathers the values into ``args`` and
-    runs.
-    """
+    """Make the function for typer: it collects the values into ``args`` and runs the verb."""
 
-    def call(**given: Any) -> int:
+    def call(**command_line: Any) -> int:
         from modelmill.cli.help_page import short_usage
         from modelmill.cli.option_sources import gather_args
 
         chosen = gather_args(
             args,
-            given,
+            command_line,
             lambda: short_usage(run.__module__.rpartition(".")[2], sys.modules[run.__module__]),
         )
         try:
             return run(chosen)
-        except BrokenPipeError as error:  # of a process of ours: typer would end without a word
+        except BrokenPipeError as error:  # of a worker: typer would exit without a message
             raise RuntimeError("a pipe to another process broke") from error
 
     signature = make_signature(collect_flags(args))

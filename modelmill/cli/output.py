@@ -1,7 +1,7 @@
-"""What the verbs print: results on stdout, everything said along the way on stderr.
+"""Output of the verbs: results on stdout, messages and progress on stderr.
 
-With ``--json`` stdout is the JSON alone. Progress is drawn only where stderr is a terminal; what
-takes minutes tells of it elsewhere in a line now and then.
+With ``--json`` stdout holds only the JSON. Progress is drawn only if stderr is a terminal;
+otherwise long stages print a line from time to time.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ ProgressCallback = Callable[..., None]
 
 
 def emit_json(value: Any) -> None:
-    """One JSON value on stdout; NaN and infinities become null, so that every reader can read
-    it.
-    """
+    """Print one JSON value on stdout; NaN and infinities, which JSON lacks, become null."""
     print(json.dumps(_replace_non_finite(value), indent=1, ensure_ascii=False))
 
 
@@ -37,19 +35,19 @@ def _replace_non_finite(value: Any) -> Any:
 
 
 def print_note(text: str) -> None:
-    """A remark for people, on stderr."""
+    """Print a note for people on stderr."""
     print(f"modelmill: {text}", file=sys.stderr)
 
 
 def plain_output() -> bool:
-    """Whether output is to be without colours and progress bars."""
+    """Whether output must have no colors and no progress bars."""
     return env.plain_output()
 
 
 def print_table(
     columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str | None = None
 ) -> None:
-    """A table on stdout; numbers stand right. Off a terminal it keeps its full width."""
+    """Print a table on stdout, numbers right-aligned; without a terminal it has full width."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -68,7 +66,7 @@ def print_table(
 
 
 def print_facts(pairs: Sequence[tuple[str, Any]], title: str | None = None) -> None:
-    """Names and values below one another; values that are None are left out."""
+    """Print a name and a value per line; values that are None are omitted."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -93,7 +91,7 @@ def print_facts(pairs: Sequence[tuple[str, Any]], title: str | None = None) -> N
 
 
 def format_cell(value: Any) -> str:
-    """A cell's text: numbers with what can be read of them."""
+    """Format a cell: numbers with a readable number of digits."""
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -124,19 +122,23 @@ def show_progress(
     every: float | None = None,
     delay: float = 0.0,
 ) -> Iterator[ProgressCallback]:
-    """A line that moves on stderr while the block runs, if stderr is a terminal; yields the
-    function that moves it.
+    """Show the progress of the block on stderr; yields the callback that reports it.
 
-    lines: without a terminal (or plain) a line on stderr every ten seconds (or ``every``) and more,
-    and one for each compilation. delay: seconds before a terminal's line is drawn.
+    Args:
+        label: what is shown before the first stage.
+        quiet: show nothing.
+        lines: without a terminal (or with plain output) print a line at least every ten seconds
+            (or ``every``), with growing intervals, and one per compilation.
+        every: seconds between lines.
+        delay: seconds before a terminal's line is drawn.
     """
     if quiet or plain_output() or not sys.stderr.isatty():
         with (
             _progress_in_lines(label, every)
             if lines and not quiet
-            else contextlib.nullcontext(lambda *_: None) as told
+            else contextlib.nullcontext(lambda *_: None) as on_progress
         ):
-            yield told
+            yield on_progress
         return
     display = TerminalLine(label, delay)
     try:
@@ -149,18 +151,18 @@ def show_progress(
 def _progress_in_lines(label: str, every: float | None) -> Iterator[ProgressCallback]:
     from modelmill.cli.log_progress import LogProgress
 
-    told, announcer = (
+    log_progress, announcer = (
         LogProgress(label, print_note, *(() if every is None else (every,))),
         CompileAnnouncer(sys.stderr.write),
     )
 
-    def move(*given: Any) -> None:
-        stage, numbers = parse_report(label, given)
+    def report(*args: Any) -> None:
+        stage, numbers = parse_report(label, args)
         if len(numbers) >= 2:
             announcer.update(stage, *numbers[:2])
-            told.update(stage, *numbers[:2])
+            log_progress.update(stage, *numbers[:2])
 
     try:
-        yield move
+        yield report
     finally:
-        told.close()
+        log_progress.close()

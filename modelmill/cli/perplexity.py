@@ -85,15 +85,19 @@ def run(args: Args) -> int:
         )
     stride = args.stride if args.stride is not None else length
     ids = llm.tokenizer.encode(text, bos=False)[: args.limit_tokens]
-    with show_progress("perplexity", quiet=args.json) as told:
-        found = measure_perplexity(
-            ids, EngineScorer(llm.engine_core), max_length=length, stride=stride, on_progress=told
+    with show_progress("perplexity", quiet=args.json) as on_progress:
+        measured = measure_perplexity(
+            ids,
+            EngineScorer(llm.engine_core),
+            max_length=length,
+            stride=stride,
+            on_progress=on_progress,
         )
-    result: dict[str, Any] = {**asdict(found), "max_length": length, "stride": stride}
+    result: dict[str, Any] = {**asdict(measured), "max_length": length, "stride": stride}
     if args.reference is not None:
         other = _reference(args, ids, length, stride, llm.engine_core.device)
         result["reference"] = {**asdict(other), "dtype": args.reference_dtype}
-        result["relative_difference"] = found.perplexity / other.perplexity - 1.0
+        result["relative_difference"] = measured.perplexity / other.perplexity - 1.0
     emit_json(result) if args.json else _show(result)
     return 0
 
@@ -105,9 +109,9 @@ def _reference(args: Args, ids: list[int], length: int, stride: int, device: str
 
     assert args.reference is not None
     reference = load_reference(open_checkpoint(args.reference), args.reference_dtype, device)
-    with show_progress("transformers", quiet=args.json) as told:
+    with show_progress("transformers", quiet=args.json) as on_progress:
         return measure_perplexity(
-            ids, reference, max_length=length, stride=stride, on_progress=told
+            ids, reference, max_length=length, stride=stride, on_progress=on_progress
         )
 
 

@@ -62,8 +62,8 @@ def run(args: Args) -> int:
     device = pick_device(args.run.device)
     if device == "cpu":
         use_threads(args.run.threads)
-    with show_progress("measuring the device", lines=True) as told:
-        compile_cpu_kernels(args.run.device, told)
+    with show_progress("measuring the device", lines=True) as on_progress:
+        compile_cpu_kernels(args.run.device, on_progress)
         ceilings = measure_roofline(device, [])  # before the engine takes the memory
     loop = open_llm(args.engine, args.build, args.run).engine_core
     ceilings = replace(ceilings, matmul_rates=measure_matmul_rates(device, [loop.dtype]))
@@ -72,12 +72,12 @@ def run(args: Args) -> int:
     about |= {"dtype": build["dtype"], "quantization": build["quantization"]}
     phases = ("prefill", "decode") if args.phase == "both" else (args.phase,)
     found, tracks = [], {}
-    with show_progress("profile", quiet=args.json) as told:
+    with show_progress("profile", quiet=args.json) as on_progress:
         for number, phase in enumerate(phases):
             each, events = profile_case(loop, ProfileCase(phase, args.batch, args.prompt), ceilings)
             found.append(each)
             tracks[f"{phase}, {args.batch} × {args.prompt}"] = events
-            told("profile", number + 1, len(phases))
+            on_progress("profile", number + 1, len(phases))
     if args.trace is not None:
         chrome_trace.write_trace(
             args.trace, chrome_trace.make_trace(tracks, {**about, **ceilings.to_dict()})

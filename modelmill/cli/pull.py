@@ -38,9 +38,9 @@ def run(args: Args) -> int:
     from modelmill.core.env import cache_dir
 
     folder = args.output or cache_dir() / "models"
-    with show_progress(f"pulling {args.name}", lines=True) as told:
+    with show_progress(f"pulling {args.name}", lines=True) as on_progress:
         try:
-            path = pull(args.name, folder, told)
+            path = pull(args.name, folder, on_progress)
         except OSError as error:
             if error.errno not in disk_errors.USER_FIXABLE_ERRNOS:
                 raise

@@ -1,4 +1,4 @@
-"""An engine at the other end of a URL, as ``chat`` talks with one."""
+"""A chat with an engine behind an OpenAI API, for ``modelmill chat --url``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OMITTED_FIELDS = (
 
 
 class RemoteChat:
-    """Any server that speaks OpenAI's API. model: the first that it lists where none is named."""
+    """A server with OpenAI's API; without a ``model`` the first one that it lists is used."""
 
     def __init__(self, remote: OpenAIClient, model: str | None = None) -> None:
         self._client = remote
@@ -35,9 +35,10 @@ class RemoteChat:
     def stream(
         self, messages: Sequence[dict[str, Any]], params: SamplingParams
     ) -> Iterator[OutputDelta]:
-        """Deltas of one answer.
+        """Yield the deltas of one answer; closing the iterator aborts the request.
 
-        Closing it leaves the server, which ends the request. Raises ModelmillError.
+        Raises:
+            ModelmillError: if the server cannot be reached or rejects the request.
         """
         body = {"model": self.model, "messages": list(messages), **explicit_fields(params)}
         events = self._client.stream(
@@ -47,10 +48,10 @@ class RemoteChat:
         answer = RequestOutput("", None, [], [output])
         began = time.perf_counter()
         try:
-            while (found := self._loop.run_until_complete(anext(events, None))) is not None:
-                when, event = found
+            while (received := self._loop.run_until_complete(anext(events, None))) is not None:
+                when, event = received
                 usage = event.get("usage") or {}
-                # only their number is known
+                # only the number of tokens is known, not their ids
                 output.token_ids = [0] * usage.get("completion_tokens", len(output.token_ids))
                 answer.prompt_token_ids = [0] * usage.get(
                     "prompt_tokens", len(answer.prompt_token_ids)
@@ -67,12 +68,12 @@ class RemoteChat:
             self._loop.run_until_complete(events.aclose())  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Leave."""
+        """Close the event loop."""
         self._loop.close()
 
 
 def explicit_fields(params: SamplingParams) -> dict[str, Any]:
-    """What of ``params`` was set, as a server takes it."""
+    """Return the set fields of ``params`` under the API's names."""
     neutral = SamplingParams()
     out: dict[str, Any] = {}
     for each in fields(SamplingParams):

@@ -1,4 +1,4 @@
-"""``modelmill run``: ask an engine once, or with a file of prompts."""
+"""``modelmill run``: generate from one prompt, or from a file of prompts."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from modelmill.llm import LLM
     from modelmill.outputs import RequestOutput
 
-HELP = "Ask an engine: stream the answer to a prompt, or answer a file of prompts in one batch."
-EPILOG = """A prompt goes through the engine's chat template where it has one; --raw continues the text as it stands.
+HELP = "Run an engine: stream the answer to a prompt, or answer a file of prompts in one batch."
+EPILOG = """A prompt goes through the engine's chat template if it has one; --raw continues the text unchanged.
 
 Examples:
 
@@ -38,7 +38,7 @@ Examples:
 """  # noqa: E501
 
 PROMPT_KEYS = ("messages", "prompt_token_ids", "prompt", "text")
-"""What a line of --file may hold, one of them."""
+"""Keys of a line of --file; exactly one is allowed."""
 COMMAND_LINE_KEYS = {each.name for each in fields(SamplingParams)} | {
     "image",
     "images",
@@ -46,18 +46,17 @@ COMMAND_LINE_KEYS = {each.name for each in fields(SamplingParams)} | {
     "cache_salt",
     "max_new_tokens",
 }
-"""Said on the command line for all lines of a file."""
+"""Options that the command line sets for all lines of a file."""
 
 PROGRESS_DELAY_SECONDS = 1.0
-"""Seconds without a token before a terminal shows that one is waited for."""
+"""Seconds without a token before a terminal shows that the first token is pending."""
 DEFAULT_MAX_TOKENS = 512
-"""The longest answer where neither --max-tokens nor the engine's generation_config says otherwise.
-"""
+"""Maximum answer length if neither --max-tokens nor the generation_config sets one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Args(CommonArgs):
-    """One of prompt and file."""
+    """Options of ``run``; exactly one of prompt and file."""
 
     engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
     prompt: str | None = option(None, "the prompt; - reads it from stdin", flags=("-p",))
@@ -70,23 +69,24 @@ class Args(CommonArgs):
         (), "picture before the prompt, for engines that read pictures (repeatable)"
     )
     raw: bool = option(
-        False, "continue the prompt as it stands, without the chat template", flags=("--raw",)
+        False, "continue the prompt unchanged, without the chat template", flags=("--raw",)
     )
     system: str | None = option(None, "system message before the prompt (chat engines)")
     chat_template: str | None = option(
         None, "chat template, or a file with one, instead of the engine's own"
     )
     dump: tuple[str, str] | None = option(
-        None, "write the prompt's intermediate tensors of all modules that match to a safetensors " "file",  # noqa: E501
+        None,
+        "write the prompt's intermediate tensors of all matching modules to a safetensors file",
         metavar="PATTERN FILE",
-    )  # fmt: skip
-    build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint in the engine's place")
+    )
+    build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint instead of an engine")
     sampling: SamplingParams = config(SamplingParams, "Sampling", helps=SAMPLING_HELP)
     run: RunConfig = config(RunConfig, "Engine")
 
 
 def run(args: Args) -> int:
-    """Answer, and tell the speed on stderr as ``N tokens/s``."""
+    """Generate, and print the speed on stderr as ``N tokens/s``."""
     if (args.prompt is None) == (args.file is None):
         raise UsageError("give one of --prompt TEXT (or - for stdin) and --file FILE.jsonl")
     jobs = (
@@ -98,7 +98,7 @@ def run(args: Args) -> int:
     if args.image and (args.raw or not llm.language.reads_images):
         why = "--raw continues a text" if args.raw else f"{args.engine} reads no pictures"
         raise UsageError(
-            f"--image: {why}; pictures are for engines with eyes (minigpt4), in conversations"
+            f"--image: {why}; pictures need a multimodal engine (minigpt4) and a conversation"
         )
     params = with_max_tokens(args.sampling, llm)
     asks = [_job_input(job, args, llm) for job in jobs]
@@ -110,7 +110,7 @@ def run(args: Args) -> int:
 
 
 def with_max_tokens(params: SamplingParams, llm: LLM) -> SamplingParams:
-    """``params`` with an end: an answer must not run on until the context is full."""
+    """Set max_tokens if it is unset: an answer must not continue until the context is full."""
     if params.max_tokens is not None or llm.language.generation_defaults.has_max_length:
         return params
     return replace(params, max_tokens=max(DEFAULT_MAX_TOKENS, params.min_tokens or 0))
@@ -119,7 +119,7 @@ def with_max_tokens(params: SamplingParams, llm: LLM) -> SamplingParams:
 def _read_prompt(source: str) -> str:
     if source == "-":
         return sys.stdin.read().rstrip("\n")
-    # bytes of the command line that are no UTF-8 come as lone surrogates, which no tokenizer reads
+    # command line bytes that are not UTF-8 arrive as lone surrogates, which no tokenizer accepts
     return source.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
@@ -128,17 +128,19 @@ def _read_jobs(path: Path) -> list[dict[str, Any]]:
 
     jobs = []
     for number, value in read_jsonl(path):
-        kinds = [key for key in PROMPT_KEYS if key in value]
-        # what else a data set tells of its lines is left alone, what would change the answer is not
+        prompt_keys = [key for key in PROMPT_KEYS if key in value]
+        # other keys of a data set are ignored; keys that would change the answer are errors
         unread = sorted(set(value) & COMMAND_LINE_KEYS)
-        if not kinds:
+        if not prompt_keys:
             raise UsageError(f"{path}, line {number}: has none of {', '.join(PROMPT_KEYS)}")
-        if len(kinds) > 1:
-            raise UsageError(f"{path}, line {number}: has {' and '.join(kinds)}; give one of them")
+        if len(prompt_keys) > 1:
+            raise UsageError(
+                f"{path}, line {number}: has {' and '.join(prompt_keys)}; give only one of them"
+            )
         if unread:
             raise UsageError(
                 f"{path}, line {number}: nothing reads {', '.join(map(repr, unread))}; "
-                "how answers are made is said on the command line, for all of them"
+                "set these options on the command line, for all lines"
             )
         jobs.append(value)
     if not jobs:
@@ -147,25 +149,26 @@ def _read_jobs(path: Path) -> list[dict[str, Any]]:
 
 
 def _job_input(job: dict[str, Any], args: Args, llm: LLM) -> Any:
-    """What LLM takes for one job: messages for its chat template, or a raw prompt.
+    """Make LLM's input for one job: messages for its chat template, or a raw prompt.
 
-    Raises UsageError.
+    Raises:
+        UsageError: if the job is invalid, or a flag does not apply to it.
     """
-    kind = next(key for key in PROMPT_KEYS if key in job)
-    text = job[kind]
-    if kind == "messages":
+    prompt_key = next(key for key in PROMPT_KEYS if key in job)
+    text = job[prompt_key]
+    if prompt_key == "messages":
         _refuse_chat_flags(args, "messages")
         if not isinstance(text, list):
             raise UsageError('messages must be a list of {"role": …, "content": …}')
         return text
-    if kind == "prompt_token_ids":
+    if prompt_key == "prompt_token_ids":
         _refuse_chat_flags(args, "prompt_token_ids")
         return {"prompt_token_ids": text}
     if not isinstance(text, str):
         raise UsageError(f"a prompt must be text, not {type(text).__name__}")
-    if args.raw or kind != "prompt" or llm.chat_format is None:
+    if args.raw or prompt_key != "prompt" or llm.chat_format is None:
         _refuse_chat_flags(
-            args, "a text that is continued (text, --raw, or an engine without a chat template)"
+            args, "a text to be continued (text, --raw, or an engine without a chat template)"
         )
         return {"prompt": text}
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
@@ -173,18 +176,20 @@ def _job_input(job: dict[str, Any], args: Args, llm: LLM) -> Any:
 
 
 def _refuse_chat_flags(args: Args, what: str) -> None:
-    """--system and --image belong to a prompt that becomes a conversation; what holds its own says
-    its own.
+    """Reject --system and --image for a prompt that is not made into a conversation.
+
+    Raises:
+        UsageError: if one of them is set.
     """
-    for name, given in (("--system", args.system is not None), ("--image", bool(args.image))):
-        if given:
+    for name, is_set in (("--system", args.system is not None), ("--image", bool(args.image))):
+        if is_set:
             raise UsageError(
                 f"{name} goes before a prompt in a conversation, not before {what}; put it there"
             )
 
 
 def with_images(text: str, images: Sequence[Path]) -> Any:
-    """A user's message: the text, with pictures before it where there are any."""
+    """Make the content of a user message: the images, if any, then the text."""
     if not images:
         return text
     return [
@@ -195,10 +200,9 @@ def with_images(text: str, images: Sequence[Path]) -> Any:
 
 @contextlib.contextmanager
 def wait_for_first_token(llm: Any) -> Iterator[Callable[[], None]]:
-    """Show that the first token is being waited for, until the function that it yields is called.
+    """Show progress until the first token; the caller calls the yielded function when it arrives.
 
-    A GPU's kernels are compiled when they are first met, which may take longer than all of an
-    answer.
+    A GPU's kernels are compiled on first use, which may take longer than the whole answer.
     """
     on_gpu = str(getattr(getattr(llm, "engine_core", None), "device", "")).startswith("cuda")
     label = "first token (kernels are compiled at their first use)" if on_gpu else "first token"
@@ -210,7 +214,7 @@ def wait_for_first_token(llm: Any) -> Iterator[Callable[[], None]]:
 def warn_max_tokens(
     llm: Any, explicit_options: SamplingParams, outputs: Sequence[RequestOutput]
 ) -> None:
-    """One line on stderr where an answer cannot be as long as it was asked for."""
+    """Print one line on stderr if the context is too short for the requested length."""
     longest, prompts = (
         llm.engine_core.max_model_len,
         [len(answer.prompt_token_ids) for answer in outputs],
@@ -226,9 +230,8 @@ def warn_max_tokens(
         whose = "the answer ends" if len(prompts) == 1 else f"{short} of {len(prompts)} answers end"
         took = "the prompt takes" if len(prompts) == 1 else "the longest prompt takes"
         print_note(
-            f"{name} {tokens}: {whose} at {room} tokens at the latest, since the engine reads "
-            f"{longest} in all and "
-            f"{took} {max(prompts)}"
+            f"{name} {tokens}: {whose} after at most {room} tokens, since the engine's context is "
+            f"{longest} tokens and {took} {max(prompts)}"
         )
         return
 
@@ -259,7 +262,7 @@ def _stream(llm: LLM, prompt: Any, params: SamplingParams, explicit_options: Sam
 
 
 def _format_ids(llm: LLM, ids: tuple[int, ...]) -> str:
-    """An ids-only engine answers in ids."""
+    """Format ids as text for an ids-only engine; empty for others."""
     return "".join(f"{id} " for id in ids) if llm.tokenizer is None else ""
 
 
@@ -267,21 +270,21 @@ def _batch(args: Args, llm: LLM, asks: list[Any], params: SamplingParams) -> int
     note_sampling_defaults(llm, params)
     began = time.perf_counter()
     answers: dict[int, RequestOutput] = {}
-    # One batch for the raw prompts and one for the conversations: they end at different tokens.
+    # one batch for raw prompts and one for conversations: their stop tokens differ
     for chat in (False, True):
-        places = [place for place, ask in enumerate(asks) if isinstance(ask, list) == chat]
-        if places:
-            ask_all = llm.chat if chat else llm.generate
-            found = ask_all(
-                [asks[place] for place in places], params, progress=False if args.json else None
+        indices = [index for index, ask in enumerate(asks) if isinstance(ask, list) == chat]
+        if indices:
+            generate = llm.chat if chat else llm.generate
+            results = generate(
+                [asks[index] for index in indices], params, progress=False if args.json else None
             )
-            answers.update(zip(places, found, strict=True))
+            answers.update(zip(indices, results, strict=True))
     seconds = time.perf_counter() - began
-    ordered = [answers[place] for place in range(len(asks))]
+    ordered = [answers[index] for index in range(len(asks))]
     warn_max_tokens(llm, args.sampling, ordered)
     if args.json:
-        told = [output_to_json(answer, seconds) for answer in ordered]
-        emit_json(told if args.file is not None else told[0])
+        replies = [output_to_json(answer, seconds) for answer in ordered]
+        emit_json(replies if args.file is not None else replies[0])
     else:
         for answer in ordered:
             for output in answer.outputs:
@@ -292,26 +295,24 @@ def _batch(args: Args, llm: LLM, asks: list[Any], params: SamplingParams) -> int
 
 
 def output_to_json(request_output: RequestOutput, seconds: float) -> dict[str, Any]:
-    """An answer as ``--json`` prints it; ``seconds`` of the whole batch where the answer has no
-    own.
-    """
+    """Convert an answer for ``--json``; ``seconds``: the batch's time, if it has none itself."""
     outputs = []
     for output in request_output.outputs:
-        told: dict[str, Any] = {
+        completion: dict[str, Any] = {
             "text": output.text,
             "token_ids": list(output.token_ids),
             "finish_reason": output.finish_reason,
         }
         if output.stop_reason is not None:
-            told["stop_reason"] = output.stop_reason
+            completion["stop_reason"] = output.stop_reason
         if output.score is not None:
-            told["score"] = output.score
+            completion["score"] = output.score
         if output.logprobs is not None:
-            told["logprobs"] = [_logprobs(each) for each in output.logprobs]
-        outputs.append(told)
+            completion["logprobs"] = [_logprobs(each) for each in output.logprobs]
+        outputs.append(completion)
     count = sum(len(output.token_ids) for output in request_output.outputs)
     total = request_output.seconds or seconds
-    told = {
+    reply: dict[str, Any] = {
         "outputs": outputs,
         "prompt_token_ids": list(request_output.prompt_token_ids),
         "timing": {
@@ -326,10 +327,10 @@ def output_to_json(request_output: RequestOutput, seconds: float) -> dict[str, A
         },
     }
     if request_output.prompt_logprobs is not None:
-        told["prompt_logprobs"] = [
+        reply["prompt_logprobs"] = [
             None if each is None else _logprobs(each) for each in request_output.prompt_logprobs
         ]
-    return told
+    return reply
 
 
 def _logprobs(entry: Any) -> dict[str, Any]:
@@ -337,14 +338,12 @@ def _logprobs(entry: Any) -> dict[str, Any]:
 
 
 def _first_token_time(output: RequestOutput) -> float | None:
-    """When the first token came; None for beams, whose tokens are all known at the end."""
+    """Return the time to first token; None for beam search, whose tokens arrive at the end."""
     return None if output.outputs[0].score is not None else output.first_token_seconds
 
 
 def _decode_rate(outputs: Sequence[RequestOutput], seconds: float, first: float | None) -> float:
-    """Tokens per second after the first ones, of which each of a prompt's answers has one; else of
-    all tokens.
-    """
+    """Return tokens per second without each answer's first token, if ``first`` is known."""
     counts = [len(output.token_ids) for answer in outputs for output in answer.outputs]
     later = sum(max(count - 1, 0) for count in counts)
     if first is not None and later and seconds > first:
@@ -353,13 +352,13 @@ def _decode_rate(outputs: Sequence[RequestOutput], seconds: float, first: float 
 
 
 def note_sampling_defaults(llm: LLM, params: SamplingParams) -> None:
-    """One line on stderr where the engine's own defaults decide how an answer is drawn."""
+    """Print the engine's sampling defaults on stderr if they apply."""
     if params.temperature is None and params.num_beams == 1:
         print_note(f"sampling: {llm.language.generation_defaults.summary()}")
 
 
 def note_speed(outputs: list[RequestOutput], seconds: float) -> None:
-    """One line on stderr, with ``N tokens/s``."""
+    """Print one line on stderr, with ``N tokens/s``."""
     count = sum(len(output.token_ids) for answer in outputs for output in answer.outputs)
     first = _first_token_time(outputs[0]) if len(outputs) == 1 else None
     prompt = sum(len(answer.prompt_token_ids) for answer in outputs)
@@ -392,8 +391,10 @@ def _prompt_ids(llm: LLM, ask: Any) -> list[int]:
 
 
 class InterruptHandler:
-    """While it is entered, the first Ctrl-C sets ``requested`` (a step is never cut in the middle);
-    the second raises."""
+    """Within the context the first Ctrl-C sets ``requested``, the second raises.
+
+    So a step is never interrupted.
+    """
 
     def __init__(self) -> None:
         self.requested = False

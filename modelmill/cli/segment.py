@@ -50,7 +50,7 @@ MASK_OPTION_NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Args(CommonArgs):
-    """One kind of question: prompts, or everything."""
+    """Options of ``segment``: prompts, or everything."""
 
     engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
     images: tuple[Path, ...] = option(
@@ -107,19 +107,21 @@ def run(args: Args) -> int:
     several = len(paths) > 1
     rough = () if args.mask is None else (args.mask,)
     drawings = SegmentOutputs(args.output, args.masks, (*paths, *rough), several)
-    with show_progress(f"opening {args.engine.name}", lines=True) as told:
+    with show_progress(f"opening {args.engine.name}", lines=True) as on_progress:
         from modelmill.segmenter import Segmenter  # inside, since torch takes seconds to import
 
         segmenter = Segmenter(
             args.engine,
             device=args.device,
             threads=args.threads,
-            progress=told,
+            progress=on_progress,
             **non_default_fields(args.build),
         )
     results = []
-    with show_progress("segmenting", quiet=not several and not args.everything, lines=True) as told:
-        for result in segment_images(args, segmenter, paths, question, drawings, told):
+    with show_progress(
+        "segmenting", quiet=not several and not args.everything, lines=True
+    ) as on_progress:
+        for result in segment_images(args, segmenter, paths, question, drawings, on_progress):
             if not several and "error" in result:
                 raise RequestError(result["error"])
             results.append(result)
@@ -166,9 +168,7 @@ def _glob(path: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class SegmentQuery:
-    """What is asked of each picture: prompts, in which ``mask`` has no logits yet, or
-    everything.
-    """
+    """Return the prompts for each picture (``mask`` has no logits yet), or everything."""
 
     prompts: tuple[Prompt, ...] = ()
     mask: Image | None = None
@@ -177,13 +177,13 @@ class SegmentQuery:
 
 def _make_query(args: Args) -> SegmentQuery:
     """Raises UsageError, RequestError, before anything is built or loaded."""
-    asked = bool(args.point or args.box) or args.mask is not None
+    has_prompt = bool(args.point or args.box) or args.mask is not None
     if args.rle and not args.json:
         raise UsageError("--rle writes into the JSON: add --json")
     if args.batch < 1 or args.batch > 64:
         raise UsageError(f"--batch {args.batch} is outside 1…64")
     if args.everything:
-        if asked or args.label or args.single:
+        if has_prompt or args.label or args.single:
             raise UsageError(
                 "--everything takes no point, label, box, mask or --single; leave one or the "
                 "other out"
@@ -201,7 +201,7 @@ def _make_query(args: Args) -> SegmentQuery:
                 f"--{each.name.replace('_', '-')} belongs to --everything; leave it out, or ask "
                 "for that"
             )
-    if not asked:
+    if not has_prompt:
         raise UsageError(
             "what is to be segmented? give --point X,Y, --box X0,Y0,X1,Y1, --mask FILE or "
             "--everything"
@@ -251,7 +251,7 @@ def segment_images(
     outputs: SegmentOutputs,
     on_progress: Callable[..., None],
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """One result a picture, in order; pictures are read and seen a few at a time."""
+    """Yield one result per picture, in order; pictures are read and encoded in small batches."""
     from modelmill.vision.image import open_image
 
     size = 1 if query.everything is not None else args.batch
@@ -264,7 +264,7 @@ def segment_images(
             except RequestError as error:
                 pictures.append(error)
         good = [p for p in pictures if not isinstance(p, RequestError)]
-        seen = iter(
+        embeddings = iter(
             _embed_images(segmenter, good) if good and query.prompts else [None] * len(good)
         )
         share = (time.perf_counter() - began) / len(part)
@@ -274,7 +274,7 @@ def segment_images(
                 yield {"image": str(path), "error": str(picture)}
             else:
                 try:
-                    embedded = next(seen)
+                    embedded = next(embeddings)
                     if isinstance(embedded, RequestError):
                         raise RequestError(f"{path}: {embedded}")
                     masks = _masks(args, segmenter, picture, query, embedded, on_progress)
@@ -288,9 +288,7 @@ def segment_images(
 
 
 def _embed_images(segmenter: Segmenter, pictures: list[Any]) -> list[ImageEmbedding | RequestError]:
-    """Embeddings of several pictures, together; where they cannot be, one by one, with what is
-    wrong with each.
-    """
+    """Embed several pictures in one batch; if that fails, one by one, with each one's error."""
     found: list[ImageEmbedding | RequestError] = []
     try:
         found += segmenter.embed_images(pictures)

@@ -1,6 +1,4 @@
-"""What ``modelmill segment`` writes and tells of a picture: the overlay, a PNG of each mask, the
-JSON, the table.
-"""
+"""Output of ``modelmill segment``: the overlay, a PNG per mask, the JSON and the table."""
 
 from __future__ import annotations
 
@@ -58,13 +56,13 @@ class SegmentOutputs:
             self._used_paths.add(overlay.resolve())
 
     def overlay_path(self, path: Path) -> Path | None:
-        """Where the overlay of a picture goes; None where none is wanted."""
+        """Return the path of a picture's overlay; None if none is requested."""
         if self.overlay is None or not self.several:
             return self.overlay
         return self._unused_path(self.overlay, path.stem)
 
     def mask_path(self, path: Path, index: int) -> Path | None:
-        """Where a mask of it goes; None where none is wanted."""
+        """Return the path of one of its masks; None if none is requested."""
         return None if self.masks is None else self._unused_path(self.masks, f"{path.stem}-{index}")
 
     def _unused_path(self, folder: Path, stem: str) -> Path:
@@ -102,14 +100,14 @@ def write_result(
     for place, masks in enumerate(answers):
         for mask in masks:
             index = len(found["masks"])
-            told = mask.to_dict(rle)
+            mask_dict = mask.to_dict(rle)
             if len(prompts) > 1:
-                told["prompt"] = place
+                mask_dict["prompt"] = place
             file = outputs.mask_path(path, index)
             if file is not None:
                 _save(mask_to_image(mask), file)
-                told["file"] = str(file)
-            found["masks"].append(told)
+                mask_dict["file"] = str(file)
+            found["masks"].append(mask_dict)
     return found
 
 

@@ -1,4 +1,4 @@
-"""``modelmill serve``: engines behind an HTTP API."""
+"""``modelmill serve``: serves engines over HTTP."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from modelmill.serve.worker_messages import OpenEngine
 
 HELP = "Serve engines over HTTP, for clients of the OpenAI API."
-EPILOG = """Without --api-key only this machine is answered. SIGTERM lets running answers finish; a second one ends them.
+EPILOG = """Without --api-key only requests from this machine are accepted. After SIGTERM running requests finish; a second SIGTERM ends them.
 
 Examples:
 
@@ -41,7 +41,7 @@ LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True, kw_only=True)
 class Args(CommonArgs):
-    """engines: folders or checkpoints."""
+    """Options of ``serve``."""
 
     engines: tuple[Path, ...] = option(
         (),
@@ -49,70 +49,70 @@ class Args(CommonArgs):
         positional=True,
         metavar="ENGINE…",
     )
-    host: str = option("127.0.0.1", "address to listen on; others than this machine's need a key")
-    port: int = option(8000, "port to listen on; 0: any that is free")
+    host: str = option("127.0.0.1", "address to listen on; other than localhost needs an API key")
+    port: int = option(8000, "port to listen on; 0: any free port")
     served_model_name: tuple[str, ...] = option(
         (), "name of each engine in requests (default: its folder's name)"
     )
-    api_key: tuple[str, ...] = option((), "a key that opens the API (repeatable)", metavar="KEY")
-    api_key_file: Path | None = option(None, "file with a key on each line")
+    api_key: tuple[str, ...] = option((), "an accepted API key (repeatable)", metavar="KEY")
+    api_key_file: Path | None = option(None, "file with an API key on each line")
     share_cache_across_keys: bool = option(
         False,
         "let requests of different API keys share cached prefixes and image embeddings "
-        "(cached_tokens tells it)",
+        "(visible in cached_tokens)",
     )
     chat_template: str | None = option(
         None, "chat template, or a file with one, instead of the engines' own"
     )
     max_waiting: int = option(
-        1024, "answers that may wait beyond --max-num-seqs; more are refused with 429"
+        1024, "answers that may wait beyond --max-num-seqs; more are rejected with 429"
     )
-    max_body_bytes: int = option(16 << 20, "largest request, of those that may hold pictures")
-    max_text_body_bytes: int = option(4 << 20, "largest request to a path that takes no pictures")
-    max_image_pixels: int = option(50_000_000, "largest image that is looked at")
+    max_body_bytes: int = option(16 << 20, "largest request body on paths that accept images")
+    max_text_body_bytes: int = option(4 << 20, "largest request body on paths without images")
+    max_image_pixels: int = option(50_000_000, "largest accepted image, in pixels")
     image_cache_bytes: int = option(
-        64 << 20, "kept embeddings of images that were seen, for each such engine"
+        64 << 20, "cache for image embeddings, per multimodal or segmentation engine"
     )
     shutdown_timeout: float = option(
-        30.0, "seconds that running answers may take to finish after SIGTERM"
+        30.0, "seconds after SIGTERM in which running answers may finish"
     )
     watchdog_timeout: float = option(
         120.0,
-        "seconds without a sign of life after which an engine's worker is ended and started "
-        "again; 0: never",
+        "seconds without a heartbeat after which an engine's worker is killed and restarted; "
+        "0: never",
     )
     allowed_origins: tuple[str, ...] = option(
         (), "origins whose web pages may call the API (CORS); * for all"
     )
     allowed_hosts: tuple[str, ...] = option(
-        (), "names beside localhost under which a server without a key answers"
+        (), "accepted Host names beside localhost, for a server without an API key"
     )
     log_level: str = option(
         "warning",
-        "what is logged on stderr, as JSON lines (info: every request)",
+        "log level of the JSON lines on stderr (info: every request)",
         choices=LOG_LEVELS,
     )
     otlp_endpoint: str | None = option(
-        None, "OpenTelemetry traces go there, over HTTP (docs/observability.md)"
+        None, "URL that receives OpenTelemetry traces over HTTP (docs/observability.md)"
     )
-    warm_up: bool = option(True, "record decode graphs before the first request (GPU)")
+    warm_up: bool = option(True, "capture decode graphs before the first request (GPU)")
     ray: bool = option(
         False,
         "serve through Ray Serve: replicas behind this server (docs/cluster.md)",
         flags=("--ray",),
     )
     replicas: int = option(
-        1, "with --ray: servers of the same engines; with GPUs each takes --tp of them"
+        1, "with --ray: number of servers of the same engines; each uses --tp GPUs"
     )
     ray_address: str | None = option(
-        None, "with --ray: a running Ray cluster (auto, HOST:PORT); default: one of our own"
+        None, "with --ray: a running Ray cluster (auto, HOST:PORT); default: start one"
     )
-    build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint in an engine's place")
+    build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint instead of an engine")
     run: RunConfig = config(RunConfig, "Engine")
 
 
 def run(args: Args) -> int:
-    """Serve until SIGTERM or Ctrl-C; 0 after an orderly end."""
+    """Serve until SIGTERM or Ctrl-C; returns 0 after an orderly shutdown."""
     try:
         from modelmill.serve.json_logs import log_to_stderr
         from modelmill.serve.server import Server
@@ -145,9 +145,7 @@ def run(args: Args) -> int:
 
 
 def announce_address(args: Args, url: str, names: Sequence[str], doing: str) -> None:
-    """Tell where it listens; with --json as one line on stdout, for scripts that let it choose a
-    port.
-    """
+    """Print the address; with --json also as one JSON line on stdout, for scripts with --port 0."""
     print_note(f"listening on {url}; {doing}")
     if args.json:
         print(json.dumps({"url": url, "models": list(names)}), flush=True)
@@ -159,7 +157,7 @@ def _server_options(args: Args) -> ServerOptions:
     from modelmill.serve.traces import Traces, collector_url
 
     if not 0 <= args.port < 65536:
-        raise UsageError(f"--port must be in 0…65535, not {args.port}")
+        raise UsageError(f"--port must be between 0 and 65535, not {args.port}")
     if args.shutdown_timeout < 0 or args.max_waiting < 0:
         raise UsageError("--shutdown-timeout and --max-waiting must not be negative")
     for flag, size in (("body", args.max_body_bytes), ("text-body", args.max_text_body_bytes)):
@@ -174,7 +172,7 @@ def _server_options(args: Args) -> ServerOptions:
         )
     if args.max_image_pixels < 1 or args.image_cache_bytes < 0:
         raise UsageError("--max-image-pixels must be at least 1, --image-cache-bytes not negative")
-    # spaces around a key are none of it: of what a client sends they are taken off too
+    # spaces around a key are removed here and in the client's header
     keys = (*map(str.strip, args.api_key), *_read_keys(args.api_key_file))
     if any(not key or not key.isascii() or not key.isprintable() for key in keys):
         raise UsageError("an API key must be printable ASCII and not empty")
@@ -192,10 +190,10 @@ def _server_options(args: Args) -> ServerOptions:
     )
     if args.otlp_endpoint is not None:
         collector_url(args.otlp_endpoint)
-        # another cluster's machines have packages of their own
+        # machines of another cluster have their own packages
         if args.ray and args.ray_address is None:
             require("--otlp-endpoint", "opentelemetry", "otel")
-    # with replicas, they tell the traces
+    # with Ray the replicas export the traces
     traces = (
         None if args.otlp_endpoint is None or args.ray else Traces.export_to(args.otlp_endpoint)
     )
@@ -216,7 +214,7 @@ def _read_keys(file: Path | None) -> list[str]:
 
 
 def _model_names(args: Args) -> list[str]:
-    """A name for each engine."""
+    """Return a name for each engine."""
     if not args.engines:
         raise UsageError(
             "give at least one ENGINE, for example: modelmill serve model.engine --port 8000"
@@ -238,9 +236,7 @@ def _model_names(args: Args) -> list[str]:
 
 
 def served_name(path: Path) -> str:
-    """The name of an engine's folder as it was given: a link's own, not that of what it points
-    to.
-    """
+    """Return the engine's folder name as given: a link's name, not its target's."""
     return Path(os.path.abspath(path)).name.removesuffix(".engine")
 
 
@@ -254,52 +250,54 @@ def _engines(args: Args, names: Sequence[str]) -> list[EngineClient]:
 
 
 def _open_messages(args: Args) -> list[OpenEngine]:
-    """How each engine is opened, with its part of the memory."""
+    """Make the message that opens each engine, with its part of the memory."""
     from modelmill.serve.budget import segment_engine_bytes, split_kv_budget
     from modelmill.serve.worker_messages import OpenEngine
 
     weights = [_engine_bytes(path) for path in args.engines]
-    views = [_is_segmentation_engine(path) for path in args.engines]
-    run = non_default_fields(split_kv_budget(args.run, views.count(False)))
-    orders = []
-    for place, path in enumerate(args.engines):
+    segmenting = [_is_segmentation_engine(path) for path in args.engines]
+    run = non_default_fields(split_kv_budget(args.run, segmenting.count(False)))
+    messages = []
+    for index, path in enumerate(args.engines):
         later = tuple(
-            size for size, view in zip(weights[place + 1 :], views[place + 1 :]) if not view
+            size
+            for size, segments in zip(weights[index + 1 :], segmenting[index + 1 :])
+            if not segments
         )
-        # one that has loaded holds its weights already; what it works with it may have given back
-        aside = sum(
-            segment_engine_bytes(size if at > place else 0, args.image_cache_bytes)
-            for at, (size, view) in enumerate(zip(weights, views))
-            if view and at != place
+        # a loaded engine already occupies its weights, but may have released its workspace
+        other_bytes = sum(
+            segment_engine_bytes(size if other > index else 0, args.image_cache_bytes)
+            for other, (size, segments) in enumerate(zip(weights, segmenting))
+            if segments and other != index
         )
-        order = OpenEngine(
+        message = OpenEngine(
             str(path), _build_overrides(args, path), run, args.warm_up, args.chat_template, later,
-            views[:place].count(False),
-            aside, args.image_cache_bytes, args.max_image_pixels, args.watchdog_timeout,
+            segmenting[:index].count(False),
+            other_bytes, args.image_cache_bytes, args.max_image_pixels, args.watchdog_timeout,
         )  # fmt: skip
-        orders.append(order)
-    return orders
+        messages.append(message)
+    return messages
 
 
 def _is_segmentation_engine(path: Path) -> bool:
-    """Whether it is an engine that segments images; a checkpoint counts as one that writes text."""
+    """Whether it is a segmentation engine; a checkpoint counts as a language engine."""
     try:
         return (
             json.loads((path / "manifest.json").read_text("utf-8")).get("engine_type")
             == "segmentation"
         )
     except (OSError, ValueError, AttributeError):
-        return False  # its worker tells what is wrong with it
+        return False  # its worker reports the error
 
 
 def _build_overrides(args: Args, path: Path) -> dict[str, Any]:
-    """A recipe is for checkpoints; beside them, engines may stand as they are."""
+    """Return the build options of a checkpoint; none for an engine beside other engines."""
     mixed = len(args.engines) > 1 and (path / "manifest.json").is_file()
     return {} if mixed else non_default_fields(args.build)
 
 
 def _engine_bytes(path: Path) -> int:
-    """Bytes of an engine, about."""
+    """Return the approximate bytes of an engine."""
     if path.is_file():
         return path.stat().st_size
     return (

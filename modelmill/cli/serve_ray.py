@@ -69,9 +69,7 @@ def serve_replicas(
 
 
 def _make_portable(message: OpenEngine) -> OpenEngine:
-    """``message`` with an engine, and paths that mean the same in another folder; a checkpoint is
-    built now, once.
-    """
+    """Return ``message`` with absolute paths and an engine; a checkpoint is built now, once."""
     from modelmill.artifact.store import is_engine
     from modelmill.llm import cached_engine
 
@@ -79,8 +77,8 @@ def _make_portable(message: OpenEngine) -> OpenEngine:
     if not path.exists():
         raise UsageError(f"{path} does not exist; give an engine folder or a checkpoint")
     if not is_engine(path):
-        with show_progress("building") as told:
-            path = cached_engine(path, BuildConfig(**message.build), told)
+        with show_progress("building") as on_progress:
+            path = cached_engine(path, BuildConfig(**message.build), on_progress)
         message = replace(message, build={})
     if (
         template is not None

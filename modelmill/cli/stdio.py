@@ -1,8 +1,8 @@
-"""stdout and stderr that outlive their reader: a verb goes on to its own end and its own exit code.
+"""stdout and stderr that survive a closed pipe: a verb finishes with its own exit code.
 
-A reader that leaves (``| head -1``) is no error: what is still said goes nowhere. A disk that is
-full is one, told once and in one line. A stream that was closed before the start (``>&-``) is a
-stream to nowhere.
+If the reader of a pipe exits (``| head -1``), further output is dropped without an error. A full
+disk is an error, reported once in one line. A stream that was closed before the start (``>&-``)
+drops all output.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from modelmill.core.errors import ModelmillError
 
 
 class SafeOutput(io.FileIO):
-    """A descriptor that is written until it fails. reader_gone: nobody reads it any more; all that
-    is written is dropped."""
+    """A file descriptor that is written until a write fails.
+
+    Attributes:
+        reader_gone: the reader is gone or a write failed; all further output is dropped.
+    """
 
     def __init__(self, descriptor: int, name: str) -> None:
         super().__init__(descriptor, "wb", closefd=False)
@@ -27,9 +30,10 @@ class SafeOutput(io.FileIO):
         self._name = name
 
     def write(self, data: Any, /) -> int:
-        """Write or drop all of it.
+        """Write or drop all of ``data``.
 
-        Raises ModelmillError, once, where the descriptor takes none (a full disk).
+        Raises:
+            ModelmillError: once, if the descriptor cannot be written (a full disk).
         """
         rest = memoryview(data).cast("B")
         while rest and not self.reader_gone:
@@ -41,27 +45,27 @@ class SafeOutput(io.FileIO):
                 self.reader_gone = True
                 why = error.strerror or error
                 raise ModelmillError(
-                    f"cannot write to {self._name}: {why}; not all was told"
+                    f"cannot write to {self._name}: {why}; the output is incomplete"
                 ) from None
         return memoryview(data).nbytes
 
 
 @contextlib.contextmanager
 def tolerate_closed_output() -> Iterator[None]:
-    """While it is entered stdout and stderr are ``SafeOutput``s, and no stream is missing.
+    """Replace stdout and stderr by ``SafeOutput``s within the context; no stream is missing.
 
-    Bytes that are no UTF-8, and characters that the terminal has not, become replacement marks, not
-    tracebacks.
+    Bytes that are not UTF-8, and characters that the terminal lacks, become replacement characters
+    instead of tracebacks.
     """
-    with contextlib.ExitStack() as kept:
-        before = sys.stdin
-        kept.callback(setattr, sys, "stdin", before)
-        if before is None:
-            sys.stdin = kept.enter_context(open(os.devnull, encoding="utf-8"))
-        elif isinstance(before, io.TextIOWrapper):
-            before.reconfigure(encoding="utf-8", errors="replace")
-        kept.enter_context(contextlib.redirect_stdout(_safe_stream(sys.stdout, "stdout")))
-        kept.enter_context(contextlib.redirect_stderr(_safe_stream(sys.stderr, "stderr")))
+    with contextlib.ExitStack() as stack:
+        previous_stdin = sys.stdin
+        stack.callback(setattr, sys, "stdin", previous_stdin)
+        if previous_stdin is None:
+            sys.stdin = stack.enter_context(open(os.devnull, encoding="utf-8"))
+        elif isinstance(previous_stdin, io.TextIOWrapper):
+            previous_stdin.reconfigure(encoding="utf-8", errors="replace")
+        stack.enter_context(contextlib.redirect_stdout(_safe_stream(sys.stdout, "stdout")))
+        stack.enter_context(contextlib.redirect_stderr(_safe_stream(sys.stderr, "stderr")))
         try:
             yield
         finally:
@@ -70,17 +74,15 @@ def tolerate_closed_output() -> Iterator[None]:
 
 
 def stdout_reader_gone() -> bool:
-    """Whether what goes to stdout reaches nobody any more."""
+    """Whether the reader of stdout is gone."""
     buffer = getattr(sys.stdout, "buffer", None)
     return bool(getattr(getattr(buffer, "raw", buffer), "reader_gone", False))
 
 
 def _safe_stream(stream: TextIO | None, name: str) -> TextIO:
-    """A stream like this one that outlives its reader; one without a descriptor stays what it
-    is.
-    """
+    """Return a stream that survives its reader; a stream without a descriptor is unchanged."""
     if stream is None:
-        # takes the free descriptor, which no engine's file may get
+        # occupies the free descriptor 1 or 2, so that no engine file gets it
         return open(os.devnull, "w", encoding="utf-8")
     if not isinstance(stream, io.TextIOWrapper):
         return stream

@@ -136,7 +136,7 @@ def _summarize_side(
 
     tokenizer = llm.tokenizer
     assert tokenizer is not None
-    with show_progress(side.name, quiet=args.json) as told:
+    with show_progress(side.name, quiet=args.json) as on_progress:
         store = SummaryStore(args.save)
         return summarize_articles(
             task,
@@ -144,7 +144,7 @@ def _summarize_side(
             lambda ids: tokenizer.decode(ids),
             store=store,
             facts=facts,
-            on_progress=told,
+            on_progress=on_progress,
         )
 
 
@@ -186,30 +186,30 @@ def _show(result: dict[str, Any]) -> None:
         print(f"── {each.pop('id')}")
         for name, text in each.items():
             print(f"{name}: {text}\n")
-    kinds = list(result["engine"]["rouge"])
+    metrics = list(result["engine"]["rouge"])
     rows = []
     for name, key in (("modelmill", "engine"), ("transformers", "reference")):
         if key in result:
             side = result[key]
             speed = [side["seconds_per_item"], side["output_tokens_per_s"], side["items"]]
-            rows.append([name, *[f"{side['rouge'][kind]:.2f}" for kind in kinds], *speed])
+            rows.append([name, *[f"{side['rouge'][metric]:.2f}" for metric in metrics], *speed])
     if "difference" in result:
         rows.append(
             [
                 "difference",
-                *[f"{result['difference'][kind]:+.2f}" for kind in kinds],
+                *[f"{result['difference'][metric]:+.2f}" for metric in metrics],
                 None,
                 None,
                 None,
             ]
         )
-    print_table(("", *kinds, "s per item", "output tokens/s", "items"), rows)
+    print_table(("", *metrics, "s per item", "output tokens/s", "items"), rows)
     if "speedup" in result:
         equal = f"{result['equal_summaries']} of {result['engine']['items']} summaries are equal"
-        ours, theirs = (result[side]["batch_size"] for side in ("engine", "reference"))
+        ours, reference_batch = (result[side]["batch_size"] for side in ("engine", "reference"))
         print(
             f"{equal}; speed-up over transformers {result['speedup']:.2f}×, {ours} at once "
-            f"against {theirs}"
+            f"against {reference_batch}"
         )
     if "passed" in result:
         verdict = "within" if result["passed"] else "NOT within"

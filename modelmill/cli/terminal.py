@@ -1,6 +1,4 @@
-"""A conversation's terminal: answers wrap between words while they stream, and keys wait for the
-next prompt.
-"""
+"""The terminal of a chat: wraps streamed answers between words, hides keys typed meanwhile."""
 
 from __future__ import annotations
 
@@ -14,15 +12,14 @@ TAB_WIDTH = 8
 
 
 class WordWrapper:
-    """Breaks a stream of text between words at the terminal's edge. A word is held back until it
-    ends.
+    """Breaks streamed text between words at the terminal's edge; buffers a word until its end.
 
-    What is wider than the terminal is left to it; wide characters (CJK) may be broken between any
-    two.
+    A word wider than the terminal is wrapped by the terminal; wide characters (CJK) may be broken
+    between any two.
     """
 
     def __init__(self, columns: Callable[[], int]) -> None:
-        """columns: asked anew for each word, since a window may change its size."""
+        """columns: called for each word, since a window may change its size."""
         self._columns = columns
         self._column = 0
         self._gap = ""
@@ -98,10 +95,9 @@ def terminal_width() -> int:
 
 @contextlib.contextmanager
 def hide_typed_keys() -> Iterator[None]:
-    """While it is entered, the terminal does not show what is typed; it keeps it for who reads
-    next.
+    """Hide typed keys within the context; the terminal keeps them for the next reader.
 
-    Only where stdin is a terminal and we are in its foreground. Ctrl-C is what it was.
+    Only if stdin is a terminal and this process is in its foreground. Ctrl-C works as before.
     """
     try:
         import termios

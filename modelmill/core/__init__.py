@@ -1,0 +1,1 @@
+"""Types, options, errors and helpers that every other package may import."""

@@ -1,5 +1,6 @@
-"""Bytes out of base64, in pieces: a picture of many MB would keep the interpreter to itself for a
-tenth of a second.
+"""Decodes base64 in chunks.
+
+One call for an image of many MB would hold the GIL for a tenth of a second.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ _WHITESPACE = b" \t\n\r\f\v"
 
 
 def decode_base64(text: str, start: int = 0) -> bytes:
-    """What ``text`` from ``start`` on stands for; white space is left out.
+    """Decode ``text[start:]``, ignoring white space.
 
-    Raises ValueError where it is no base64.
+    Raises:
+        ValueError: if it is not valid base64.
     """
     out = bytearray()
     left = b""

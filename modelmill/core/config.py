@@ -1,10 +1,8 @@
-"""The options, frozen once parsed.
+"""The options: frozen dataclasses.
 
-What changes the artifact is in BuildConfig (written to the manifest), what may change per start is
-in
-RunConfig, what may change per request is in SamplingParams. Field metadata carries the help text,
-so that
-the command line and the docs are made from here.
+BuildConfig: what changes the engine; written to the manifest. RunConfig: what may change each time
+an engine is started. SamplingParams (core.types): what may change per request. Field metadata holds
+the help text, from which the command line and the docs are generated.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ T = TypeVar("T")
 def option(
     default: Any = MISSING, help: str = "", *, factory: Any = MISSING, **extra_metadata: Any
 ) -> Any:
-    """A dataclass field with its help text (and ``choices``, ``flags``) for the command line."""
+    """Make a dataclass field with its help text (and ``choices``, ``flags``) for the CLI."""
     metadata = {"help": help, **extra_metadata}
     if factory is not MISSING:
         return field(default_factory=factory, metadata=metadata)
@@ -43,7 +41,7 @@ def option(
 
 @dataclass(frozen=True, kw_only=True)
 class BuildConfig:
-    """Everything that decides what an engine contains.
+    """All options that decide what an engine contains.
 
     "auto" is resolved by ``builder.plan`` into a new object.
     """
@@ -58,80 +56,79 @@ class BuildConfig:
     )
     method: str = option(
         "auto",
-        "how the recipe rounds; auto: the best measured",
+        "rounding method of the recipe; auto: the most accurate one measured for it",
         choices=("auto", *ROUNDING_METHODS),
     )
     group_size: int = option(
         128,
-        "columns that share a scale (int4); -1: a whole row, for comparison",
+        "columns that share a scale (int4); -1: the whole row, for comparison",
         choices=GROUP_SIZES,
     )
     symmetric: bool = option(False, "scales without zero-points (int4)")
     max_kl: float | None = option(
-        None, "mean KL to the whole model, nats a token, that auto keeps below"
+        None, "limit for auto: mean KL divergence from the unquantized model, in nats per token"
     )
     max_ppl_increase: float | None = option(
-        None, "rise of the perplexity in per cent that auto keeps below"
+        None, "limit for auto: increase of the perplexity in per cent"
     )
     layer_recipes: Mapping[str, str] = option(
         factory=dict,
-        help="LAYER=FORM: int4-g128, int4-g64, int4-g32, int8 or none, in place of auto's search",
+        help="LAYER=FORM: int4-g128, int4-g64, int4-g32, int8 or none, instead of auto's search",
         flags=("--layer-recipe",),
     )
-    bits: str = option("w8a8", "of weights and activations (rptq)", choices=RPTQ_BITS)
+    bits: str = option("w8a8", "bits of weights and activations (rptq)", choices=RPTQ_BITS)
     mode: str = option(
-        "exact", "where the steps of activations are applied (rptq)", choices=RPTQ_MODES
+        "exact", "where the scales of activations are applied (rptq)", choices=RPTQ_MODES
     )
     splits_per_channel: int | None = option(
-        None, "columns that a channel of SwiGLU's output takes, each for a part of its range, 1 "
-        "to 4 (rptq): fewer "
-        "values are clipped, down_proj is as many times as wide; default: 1 for w8a8, 2 for w4a8, " "3 for w4a4",  # noqa: E501
+        None,
+        "columns per channel of SwiGLU's output, each for a part of its range, 1 to 4 (rptq): "
+        "fewer values are clipped, but down_proj is that many times wider; default: 1 for w8a8, "
+        "2 for w4a8, 3 for w4a4",
         flags=("--splits-per-channel", "--copies"),
-    )  # fmt: skip
+    )
     activation_scales: str = option(
         "token",
-        "8-bit activations scaled by token, or with one static scale (smoothquant, fp8); none: "
-        "kept as they are (fp8)",
+        "8-bit activations with a scale per token, or one static scale per tensor (smoothquant, "
+        "fp8); none: not quantized (fp8)",
         choices=ACTIVATION_SCALES,
     )
     weight_scales: str = option(
         "channel",
-        "a scale for each output channel, or one for a matrix (smoothquant, fp8)",
+        "one scale per output channel, or one per matrix (smoothquant, fp8)",
         choices=WEIGHT_SCALES,
     )
     alpha: str = option(
         "auto",
-        "share of the activations' range that moves into the weights, 0 to 1; auto: searched",
+        "share of the activations' range that is moved into the weights, 0 to 1; auto: searched",
     )
     max_layer_error: float | None = option(
         0.05,
-        "error of a layer's output beyond which some of its activations stay as they are "
+        "error of a layer's output above which some of its activations are not quantized "
         "(smoothquant)",
     )
     calibration: str | None = option(
         None,
-        "jsonl (`text`, `article`, `prompt` or `messages`) that a recipe takes statistics on; "
-        "default: our own",
+        "jsonl (`text`, `article`, `prompt` or `messages`) with the calibration texts; default: "
+        "the built-in ones",
     )
     calibration_samples: int = option(96, "sequences of calibration tokens")
-    calibration_length: int = option(512, "tokens of each")
+    calibration_length: int = option(512, "tokens per calibration sequence")
     max_model_len: int | None = option(
-        None, "longest prompt + answer in tokens; default: what the model allows"
+        None, "maximum length of prompt + answer in tokens; default: the model's maximum"
     )
     kv_cache_dtype: str = option(
         "auto",
-        "what run and serve keep keys and values in unless told; auto: as the activations",
+        "default KV cache dtype of run and serve; auto: the dtype of the activations",
         choices=KV_DTYPES,
     )
     target: str = option(
-        "auto", "device the engine is laid out for", choices=("auto", *TARGET_DEVICES)
+        "auto", "device for which the engine is built", choices=("auto", *TARGET_DEVICES)
     )
     kernels: Mapping[str, str] = option(
         factory=dict, help="OP=VARIANT switches one kernel", flags=("--kernel",)
     )
-    seed: int = option(
-        0, "seed of the random ids that a checkpoint without a tokenizer is calibrated on"
-    )
+    seed: int = option(0, "seed of the random calibration ids of a checkpoint without a tokenizer")
 
     def __post_init__(self) -> None:
         _check_choice(self, "dtype", ("auto", *DTYPES))
@@ -169,24 +166,23 @@ class BuildConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What may differ from one start of an engine to the next."""
+    """All options that may change each time an engine is started."""
 
     device: str = option("auto", "cpu, cuda or cuda:N")
     tp: int = option(
         1,
-        "GPUs that compute the model together, from the device on (on a CPU: processes)",
+        "tensor parallelism: number of GPUs, starting at the device (on a CPU: processes)",
         flags=("--tp", "-tp", "--tensor-parallel-size"),
     )
-    max_model_len: int | None = option(None, "lower the engine's longest sequence")
-    max_num_seqs: int = option(256, "most sequences computed in one step")
+    max_model_len: int | None = option(None, "lower the engine's maximum sequence length")
+    max_num_seqs: int = option(256, "maximum number of sequences in one step")
     max_num_batched_tokens: int = option(
-        8192, "most tokens computed in one step (longer prompts go in chunks)"
+        8192, "maximum number of tokens in one step (longer prompts are prefilled in chunks)"
     )
     max_mixed_tokens: int | None = option(
         None,
-        "most tokens in a step that also continues running answers; default: in serve by what "
-        "steps take, else on "
-        "a GPU by the model's size",
+        "maximum number of tokens in a step that prefills and decodes; default: in serve from "
+        "measured step times, else on a GPU from the model's size",
     )
     gpu_memory_utilization: float = option(
         0.9, "share of the GPU's memory that weights and KV cache may take"
@@ -196,25 +192,25 @@ class RunConfig:
     )
     prefix_cache_bytes: int | None = option(
         None,
-        "of them, bytes beyond which kept prompt beginnings take no new memory; default: a third, "
-        "at least 1 GiB, "
-        "where a CPU's KV cache follows from the memory that is free, else all",
+        "bytes of the KV cache beyond which cached prefixes take no new memory; default: a third, "
+        "at least 1 GiB, if the size of a CPU's KV cache follows from the memory that is free, "
+        "else all",
     )
     kv_cache_dtype: str = option(
         "auto",
-        "keys and values in 8 bits, or as the activations; auto: as the engine was built",
+        "KV cache in 8 bits, or in the dtype of the activations; auto: as the engine was built",
         choices=BUILD_KV_DTYPES,
     )
-    page_size: int = option(16, "tokens in a page of the KV cache", choices=(8, 16, 32, 64))
-    enable_prefix_caching: bool = option(True, "reuse the KV pages of equal prompt beginnings")
+    page_size: int = option(16, "tokens per KV page", choices=(8, 16, 32, 64))
+    enable_prefix_caching: bool = option(True, "reuse the KV pages of equal prompt prefixes")
     cuda_graphs: bool = option(True, "replay decode steps and short prompts as CUDA graphs")
     threads: int | None = option(
-        None, "CPU threads; default: the physical cores this process may use"
+        None, "CPU threads; default: the physical cores that this process may use"
     )
     kernels: Mapping[str, str] = option(
         factory=dict, help="OP=VARIANT switches one kernel", flags=("--kernel",)
     )
-    seed: int = option(0, "seed for requests that bring none")
+    seed: int = option(0, "seed of requests that set none")
 
     def __post_init__(self) -> None:
         counts = (
@@ -232,9 +228,7 @@ class RunConfig:
             if value is None and name not in ("max_num_seqs", "max_num_batched_tokens", "tp"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
-                raise UsageError(
-                    f"--{name.replace('_', '-')} must be a whole number, not {value!r}"
-                )
+                raise UsageError(f"--{name.replace('_', '-')} must be an integer, not {value!r}")
             if value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
         _check_types(self)
@@ -248,7 +242,11 @@ class RunConfig:
 
 
 def from_dict(cls: type[T], raw: Mapping[str, Any], source: str) -> T:
-    """``cls(**raw)``; an unknown key is a UsageError that names it and ``source`` it stood."""
+    """Make ``cls(**raw)``.
+
+    Raises:
+        UsageError: if a key is unknown; the message names it and ``source``.
+    """
     known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(set(raw) - known)
     if unknown:
@@ -259,47 +257,47 @@ def from_dict(cls: type[T], raw: Mapping[str, Any], source: str) -> T:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A JSON-able dict of a config, keys in field order."""
+    """Convert a config to a dict that JSON can hold, keys in field order."""
     return asdict(config)
 
 
 def _check_types(config: RunConfig) -> None:
-    """What the command line parses may come from Python as anything."""
-    kinds: dict[str, tuple[Any, str]] = {
+    """Check the types: a caller from Python may pass anything, the command line parses them."""
+    expected_types: dict[str, tuple[Any, str]] = {
         "device": (str, "cpu, cuda or cuda:N"),
-        "page_size": (int, "a whole number"),
-        "seed": (int, "a whole number"),
+        "page_size": (int, "an integer"),
+        "seed": (int, "an integer"),
         "gpu_memory_utilization": ((int, float), "a number"),
         "enable_prefix_caching": (bool, "true or false"),
         "cuda_graphs": (bool, "true or false"),
         "kernels": (Mapping, "OP=VARIANT pairs, a dict"),
     }
-    for name, (kind, told) in kinds.items():
+    for name, (cls, description) in expected_types.items():
         value = getattr(config, name)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        if not isinstance(value, cls) or (isinstance(value, bool) and cls is not bool):
             flag = "kernel" if name == "kernels" else name.replace("_", "-")
-            raise UsageError(f"--{flag} must be {told}, not {value!r}")
-    odd = [
-        item for item in config.kernels.items() if not all(isinstance(each, str) for each in item)
+            raise UsageError(f"--{flag} must be {description}, not {value!r}")
+    invalid = [
+        item for item in config.kernels.items() if not all(isinstance(part, str) for part in item)
     ]
-    if odd:
-        raise UsageError(f"--kernel takes OP=VARIANT, both texts, not {odd[0]!r}")
+    if invalid:
+        raise UsageError(f"--kernel takes OP=VARIANT, both strings, not {invalid[0]!r}")
 
 
 def _check_smoothing(config: BuildConfig) -> None:
-    """α, the limit, and what only one recipe has."""
+    """Check alpha, max_layer_error and the scales that only one recipe has."""
     try:
-        known = config.alpha == "auto" or 0.0 <= float(config.alpha) <= 1.0
+        valid = config.alpha == "auto" or 0.0 <= float(config.alpha) <= 1.0
     except ValueError:
-        known = False
-    if not known:
+        valid = False
+    if not valid:
         raise UsageError(f"--alpha must be auto or a number from 0 to 1, not {config.alpha!r}")
     if config.max_layer_error is not None and not config.max_layer_error > 0:
         raise UsageError(f"--max-layer-error must be above 0, not {config.max_layer_error}")
     if config.quantization == "smoothquant" and config.activation_scales == "none":
         raise UsageError(
-            "--activation-scales none is for fp8; int8 weights with activations as they are: -q "
-            "int8"
+            "--activation-scales none is for fp8; for int8 weights with unquantized activations "
+            "use -q int8"
         )
 
 

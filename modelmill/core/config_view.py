@@ -1,6 +1,4 @@
-"""A foreign config that remembers which of its keys were read, so that none is ignored in
-silence.
-"""
+"""A config.json that records which of its keys were read, so that none is ignored silently."""
 
 from __future__ import annotations
 
@@ -10,11 +8,13 @@ from typing import Any
 
 
 class ConfigView(Mapping[str, Any]):
-    """The values of a config.json; every look-up of a key counts as reading it.
+    """The values of a config.json; each lookup of a key marks it as read.
 
-    remarks: what those who read it have to say of its values, for the build's report. Walking over
-    the view (``dict(view)``, ``{**view}``) reads every key: take ``overlay`` to put defaults below
-    or values above.
+    Iterating over the view (``dict(view)``, ``{**view}``) reads every key: use ``overlay`` to add
+    defaults or overrides.
+
+    Attributes:
+        remarks: notes on its values from the code that reads them, for the build report.
     """
 
     def __init__(self, values: Mapping[str, Any], prefix: str = "") -> None:
@@ -38,41 +38,46 @@ class ConfigView(Mapping[str, Any]):
         return len(self._values)
 
     def overlay(self, defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> ConfigView:
-        """The same config over defaults and under values that win; what ``overrides`` hides is not
-        read by reading that."""
+        """Return this config with defaults for missing keys and overrides that take precedence.
+
+        Reading a key of ``overrides`` does not mark the config's own key as read.
+        """
         view = copy.copy(self)  # what was read is shared
         view._values = {**defaults, **self._values, **overrides}
         view._overridden = self._overridden | overrides.keys()
         return view
 
     def sub_view(self, values: Mapping[str, Any], prefix: str = "") -> ConfigView:
-        """A view of an object within the config; prefix: what makes its keys' full names
-        ("vision_config.").
+        """Return a view of an object within the config.
+
+        Args:
+            values: the object.
+            prefix: prefix of its keys' full names ("vision_config.").
         """
-        found = ConfigView(values, self._prefix + prefix)
-        found.remarks = self.remarks
-        self._sub_views.append(found)
-        return found
+        view = ConfigView(values, self._prefix + prefix)
+        view.remarks = self.remarks
+        self._sub_views.append(view)
+        return view
 
     def ignore(self, values: Mapping[str, Any]) -> None:
-        """Say that nobody reads these: values, by their full names, of an object that was read."""
+        """Count these values as unread: by full name, values of an object that was read."""
         self._ignored.update(values)
 
     def unread(self) -> dict[str, Any]:
-        """Every key with a value that nobody read, parts included."""
+        """Return every key with a value that was not read, sub-views included."""
         own = {
             key: value for key, value in self._values.items() if key not in self._read
         } | self._ignored
-        found = {f"{self._prefix}{key}": value for key, value in own.items() if value is not None}
-        for part in self._sub_views:
-            found |= part.unread()
-        return found
+        result = {f"{self._prefix}{key}": value for key, value in own.items() if value is not None}
+        for view in self._sub_views:
+            result |= view.unread()
+        return result
 
 
 def overlay_config(
     raw: Mapping[str, Any], defaults: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
 ) -> Mapping[str, Any]:
-    """A config over defaults and under values that win; a view keeps track, whoever reads it."""
+    """Apply defaults and overrides to a config; a ConfigView still records what is read."""
     if isinstance(raw, ConfigView):
         return raw.overlay(defaults, overrides or {})
     return {**defaults, **raw, **(overrides or {})}

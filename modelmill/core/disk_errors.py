@@ -1,6 +1,4 @@
-"""What a disk, a folder or a file may have against being written or read: the user's to mend, and
-one line.
-"""
+"""File system errors that the user can fix, described in one line."""
 
 from __future__ import annotations
 
@@ -20,11 +18,11 @@ USER_FIXABLE_ERRNOS = frozenset(
         *(errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST, errno.ESTALE),
     }
 )
-"""Errors that are no fault of ours wherever they come up."""
+"""Errors that are never a bug of modelmill, wherever they occur."""
 
 
 def describe_os_error(error: OSError) -> str | None:
-    """One line for an error of the file system; None for one that may be a fault of ours."""
+    """Describe a file system error in one line; None for one that may be a bug of modelmill."""
     if isinstance(error, FileNotFoundError):
         if "temporary directory" in str(error):
             return (
@@ -40,12 +38,12 @@ def describe_os_error(error: OSError) -> str | None:
         return None
     where = f"{error.filename}: " if error.filename is not None else ""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    way = (
+    remedy = (
         "free some space, or choose another place"
         if full
-        else "see to its permissions, or choose another place"
+        else "check its permissions, or choose another place"
     )
     return (
-        f"{where}{error.strerror}; {way} (the cache is MODELMILL_CACHE, temporary files are in "
+        f"{where}{error.strerror}; {remedy} (the cache is MODELMILL_CACHE, temporary files are in "
         "TMPDIR)"
     )

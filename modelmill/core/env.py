@@ -3,13 +3,13 @@
 ======================  ==========================================================================
 MODELMILL_CACHE         folder for pulled models, built engines and compiled kernels (~/.cache/modelmill)
 MODELMILL_<FLAG>        any command line flag, e.g. MODELMILL_MAX_MODEL_LEN (read by the command line)
-MODELMILL_CPU_KERNELS   auto (default): the compiled CPU kernels of the package, else compiled here; prebuilt: the
-                        first alone; native: the second alone; none: torch computes
+MODELMILL_CPU_KERNELS   auto (default): the compiled CPU kernels of the package, else compiled on this machine;
+                        prebuilt: only those of the package; native: only compiled here; none: torch computes
 TRITON_INTERPRET        1: Triton kernels run in its interpreter on the CPU (for tests)
-OMP_WAIT_POLICY         how threads of torch's OpenMP wait: PASSIVE is ours where the user has set none of this line and
-GOMP_SPINCOUNT          the next two, in processes of ours (the command line, workers); read when torch is imported
+OMP_WAIT_POLICY         how threads of torch's OpenMP wait: modelmill's own processes (the command line, workers) set
+GOMP_SPINCOUNT          PASSIVE if the user has set none of these three; read when torch is imported
 KMP_BLOCKTIME           the same for LLVM's and Intel's OpenMP
-MALLOC_*, GLIBC_TUNABLES  glibc's own: where one speaks of malloc's thresholds, ours are not set
+MALLOC_*, GLIBC_TUNABLES  glibc's own: if one sets malloc's thresholds, modelmill does not set them
 NO_COLOR, CI, TERM=dumb plain output without colours and progress bars
 ======================  ==========================================================================
 """  # noqa: E501
@@ -23,17 +23,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 OPENMP_WAIT_VARS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-"""Variables that say how threads of OpenMP wait for each other; its runtime reads them when torch
-is imported.
-"""
+"""Variables for how OpenMP's threads wait; its runtime reads them when torch is imported."""
 _PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
-_values_read: dict[str, str] = {}  # what was set for an import alone
+_values_read: dict[str, str] = {}  # variables that were set only during an import
 
 
 def cache_dir() -> Path:
-    """Folder for everything that can be made again; created on first use by whoever writes
-    there.
-    """
+    """Return the folder for all that can be recreated; its first writer creates it."""
     named = os.environ.get("MODELMILL_CACHE")
     if named:
         return Path(named).expanduser()
@@ -42,9 +38,9 @@ def cache_dir() -> Path:
 
 
 def flag_value(name: str) -> str | None:
-    """Value of a command line flag's variable, e.g.
+    """Return the value of a command line flag's variable.
 
-    ``flag("max_model_len")`` reads MODELMILL_MAX_MODEL_LEN.
+    ``flag_value("max_model_len")`` reads MODELMILL_MAX_MODEL_LEN.
     """
     return os.environ.get("MODELMILL_" + name.upper())
 
@@ -65,7 +61,7 @@ def cxx_compiler() -> str | None:
 
 
 def set_defaults(**values: str) -> None:
-    """Set variables that a library reads when it is imported, where the user has not set them."""
+    """Set variables that a library reads on import, unless the user has set them."""
     for name, value in values.items():
         os.environ.setdefault(name, value)
 
@@ -76,9 +72,7 @@ def child_env() -> dict[str, str]:
 
 
 def openmp_wait_settings() -> dict[str, str]:
-    """The variables in force that say how OpenMP's threads wait; empty where its runtime does as it
-    likes.
-    """
+    """Return the variables set for how OpenMP's threads wait; empty: its runtime's defaults."""
     return {
         **_values_read,
         **{name: os.environ[name] for name in OPENMP_WAIT_VARS if name in os.environ},
@@ -86,12 +80,12 @@ def openmp_wait_settings() -> dict[str, str]:
 
 
 def set_passive_waiting() -> None:
-    """Have OpenMP's threads sleep while they wait, in this process and its children; for processes
-    of ours.
+    """Make OpenMP's threads sleep while they wait, in this process and its children.
 
-    By default they spin for up to 20 ms at each barrier, and where somebody else has one of the
-    cores, that is the core on which the last of them could have come. Nothing is done where the
-    user has decided, or where torch is there.
+    For modelmill's own processes. By default the threads spin for up to 20 ms at each barrier; if
+    another process uses one of the cores, a spinning thread may occupy the core that the last
+    thread needs. Does nothing if the user has set one of the variables, or if torch is imported
+    already.
     """
     if not openmp_wait_settings() and "torch" not in sys.modules:
         os.environ.update(_PASSIVE)
@@ -99,8 +93,10 @@ def set_passive_waiting() -> None:
 
 @contextlib.contextmanager
 def passive_wait_imports() -> Iterator[None]:
-    """As ``set_passive_waiting``, for what is imported inside: a user's program and its children
-    keep their environment."""
+    """As ``set_passive_waiting``, but only for imports within the context.
+
+    A user's program and its child processes keep their environment.
+    """
     if openmp_wait_settings() or "torch" in sys.modules:
         yield
         return
@@ -115,19 +111,19 @@ def passive_wait_imports() -> Iterator[None]:
 
 
 def user_set_malloc() -> bool:
-    """Whether the user has told glibc's malloc how it keeps memory."""
+    """Whether the user has set thresholds of glibc's malloc."""
     return "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(
         n.startswith("MALLOC_") for n in os.environ
     )
 
 
 def worker_env() -> dict[str, str]:
-    """The environment of a process of ours that computes."""
+    """Return the environment for a worker process."""
     named = {name for name in OPENMP_WAIT_VARS if name in os.environ}
     return child_env() if named else {**child_env(), **_PASSIVE}
 
 
 def plain_output() -> bool:
-    """Whether output is to be without colours and progress bars."""
+    """Whether output must have no colors and no progress bars."""
     dumb = os.environ.get("TERM") == "dumb"  # it cannot move its cursor
     return dumb or bool(os.environ.get("NO_COLOR") or os.environ.get("CI"))

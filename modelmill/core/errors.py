@@ -1,28 +1,27 @@
-"""Every error a user can meet, drawn as a tree.
+"""The tree of all errors that a user can see.
 
 ::
 
     ModelmillError                 one line: what was wrong, what to do
     ├── UsageError                 a flag, an argument or a combination that makes no sense (a ValueError)
-    │   ├── RequestError           one request asks for something impossible; the engine goes on
-    │   └── UnknownOption          a keyword that a class of ours does not know (a TypeError as well)
+    │   ├── RequestError           one request is invalid or impossible; the engine continues
+    │   └── UnknownOption          a keyword that a modelmill class does not have (also a TypeError)
     ├── CheckpointError            a checkpoint cannot be used
-    │   ├── CorruptCheckpoint      a file lies about itself, is truncated, or holds NaN/Inf
+    │   ├── CorruptCheckpoint      a file contradicts itself, is truncated, or holds NaN/Inf
     │   ├── TensorMismatch         tensors missing or left over, or of the wrong shape or dtype
-    │   └── UnknownArchitecture    no family of ours computes this
+    │   └── UnknownArchitecture    no model family of modelmill computes this
     ├── TokenizerError             tokenizer missing, broken, or not matching the model
-    │   └── TemplateError          a chat template fails, loops or writes without end
+    │   └── TemplateError          a chat template fails, loops or exceeds its limits
     ├── ArtifactError              an engine folder cannot be used
     │   ├── CorruptArtifact        a file is missing or its sha256 differs
     │   └── IncompatibleArtifact   another schema or packing; rebuild
     ├── AcceptanceError            the built engine does not compute what the checkpoint computes
     ├── CapacityError              it does not fit: memory, length, batch
-    ├── RankError                  one of several ranks has ended; the engine is over
+    ├── RankError                  one of several ranks has ended; the engine must be opened again
     └── MissingDependency          a package, compiler or device is absent
 
 A user's mistake raises one of these and the command line prints its single line. Anything else is a
-bug
-of ours and keeps its traceback.
+bug of modelmill and keeps its traceback.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ class UsageError(ModelmillError, ValueError):
 
 
 class RequestError(UsageError):
-    """A single request is impossible; the engine is unharmed."""
+    """A single request is invalid or impossible; the engine continues."""
 
 
 class UnknownOption(UsageError, TypeError):
-    """A keyword argument that a class for Python does not know."""
+    """A keyword argument that a class of the Python API does not have."""
 
 
 GRAMMAR_LOST = (
@@ -62,7 +61,7 @@ class TensorMismatch(CheckpointError):
 
 
 class UnknownArchitecture(CheckpointError):
-    """No model family of ours computes what this checkpoint describes."""
+    """No model family of modelmill computes what this checkpoint describes."""
 
 
 class TokenizerError(ModelmillError):
@@ -94,10 +93,8 @@ class CapacityError(ModelmillError):
 
 
 class RankError(ModelmillError):
-    """One of the processes that compute a model together has ended: the engine must be opened
-    again.
-    """
+    """A rank of a tensor-parallel engine has ended: the engine must be opened again."""
 
 
 class MissingDependency(ModelmillError):
-    """A package, compiler or device that is needed here is absent."""
+    """A required package, compiler or device is missing."""

@@ -1,9 +1,9 @@
-"""How answers are drawn where a request does not say: the one place that decides.
+"""Sampling defaults for requests that set none; the only place that decides them.
 
-What the checkpoint's generation_config says is taken by every door, with the meaning that
-transformers gives it: without ``do_sample: true`` the likeliest token is taken. Where it says
-nothing (a GGUF, as a rule) people and Python get ``OWN``, clients of the HTTP API and of Triton get
-OpenAI's temperature 1 and top_p 1, which is what their requests were written against.
+The checkpoint's generation_config applies to the command line, Python, the HTTP API and Triton,
+with the meaning that transformers gives it: without ``do_sample: true`` decoding is greedy. Without
+a generation_config (usual for a GGUF) the command line and Python use ``MODELMILL_DEFAULTS``;
+clients of the HTTP API and of Triton get OpenAI's temperature 1 and top_p 1, which they expect.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ MODELMILL_DEFAULTS: Mapping[str, Any] = {
     "top_k": 40,
     "min_p": 0.05,
 }
-"""llama.cpp's filters at the temperature that Llama 3, Qwen3 and DeepSeek-R1 ask for: at 1 small
-models write gibberish, at llama.cpp's 0.8 SmolLM2-135M had 31 of 60 facts right, at 0.6 42. For a
-request that sets none of them."""
+"""For a request that sets none of them.
+
+llama.cpp's filters at the temperature that Llama 3, Qwen3 and DeepSeek-R1 recommend: at 1 small
+models write gibberish, at llama.cpp's 0.8 SmolLM2-135M had 31 of 60 facts right, at 0.6 42.
+"""
 OPENAI_DEFAULTS: Mapping[str, Any] = {"temperature": 1.0, "top_p": 1.0}
 CHECKPOINT_SOURCE, MODELMILL_SOURCE, OPENAI_SOURCE = "checkpoint", "modelmill", "openai"
 MAX_KEYS_SHOWN = 20
-"""Keys that one line names."""
+"""Maximum number of keys that a warning lists."""
 _NEUTRAL_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": (0, 50), "min_p": 0.0}
-"""What changes a draw alone, and values of transformers' own that say nothing."""
+"""Keys that matter only for sampling, and transformers' own defaults, which say nothing."""
 _LENGTH_KEYS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
 _USED_KEYS = {
     *DEFAULTED_FIELDS,
@@ -41,7 +43,7 @@ _USED_KEYS = {
     "stop_strings",
     "eos_token_id",
 }
-# ids of other uses, Qwen v1's chat format, and what makes transformers faster or lets it tell more
+# ids of other uses, Qwen v1's chat format, and options for the speed and outputs of transformers
 _IGNORED_KEYS = frozenset((
     "bos_token_id", "pad_token_id", "decoder_start_token_id", "chat_format", "max_window_size",
     "use_cache",
@@ -55,9 +57,9 @@ _IGNORED_KEYS = frozenset((
     "assistant_ensemble_weight", "speculation_type", "use_mtp", "compile_config", "disable_compile",
     "continuous_batching_config", "low_memory", "prefill_chunk_size", "use_model_defaults",
 ))  # fmt: skip
-_ON_REQUEST = "is for a request that asks for it"
+_ON_REQUEST = "applies only if a request sets it"
 _NOT_OFFERED = "is not offered"
-# key → (values that change nothing, why it is not taken)
+# key → (values without effect, why it is not applied)
 _UNSUPPORTED_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_beams": ((1,), _ON_REQUEST),
     "num_return_sequences": ((1,), f"{_ON_REQUEST} (n)"),
@@ -84,10 +86,15 @@ _UNSUPPORTED_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
 class GenerationDefaults:
     """The defaults of an engine's requests.
 
-    sampling: SamplingParams fields that describe a draw, and the repetition penalty. greedy:
-    nothing is drawn unless a request asks for it. max_length, min_length: in tokens, the prompt's
-    included; max_tokens, min_tokens: of the answer. unused: keys of generation_config without
-    effect here, and why. source: who says so, for people.
+    Attributes:
+        sampling: SamplingParams fields that configure sampling, and the repetition penalty.
+        greedy: decoding is greedy unless a request sets sampling parameters.
+        max_tokens: of the answer.
+        max_length: in tokens, prompt included.
+        min_tokens: of the answer.
+        min_length: in tokens, prompt included.
+        unused: keys of generation_config without effect here, and why.
+        source: where the defaults come from, one of the ``*_SOURCE`` constants.
     """
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -103,51 +110,54 @@ class GenerationDefaults:
 
     @property
     def values(self) -> dict[str, Any]:
-        """SamplingParams fields of a request that sets none, but for what depends on the prompt's
-        length.
-        """
-        found = dict(self.sampling)
+        """SamplingParams fields that do not depend on the prompt's length."""
+        result = dict(self.sampling)
         if self.greedy:
-            found["temperature"] = 0.0
+            result["temperature"] = 0.0
         for name in ("max_tokens", "min_tokens", "stop"):
             if getattr(self, name):
-                found[name] = getattr(self, name)
+                result[name] = getattr(self, name)
         if self.processors:
-            found["logits_processors"] = self.processors
-        return found
+            result["logits_processors"] = self.processors
+        return result
 
     @property
     def has_max_length(self) -> bool:
-        """Whether answers have a longest length where a request sets none."""
+        """Whether answers have a maximum length if a request sets none."""
         return self.max_tokens is not None or self.max_length is not None
 
     def resolve(self, params: SamplingParams, prompt_length: int) -> SamplingParams:
-        """``params`` with every unset field filled. prompt_length: of its prompt in tokens.
+        """Return ``params`` with every unset field set.
 
-        A prompt that reaches the checkpoint's max_length is bounded by the context alone.
+        An answer to a prompt that reaches the checkpoint's max_length is limited only by the
+        context.
+
+        Args:
+            params: of the request.
+            prompt_length: of its prompt in tokens.
         """
-        found = self.values
+        filled = self.values
         if self.source == MODELMILL_SOURCE and any(
             getattr(params, name) is not None for name in MODELMILL_DEFAULTS
         ):
-            # who says how to draw gets just that, not filters that nobody spoke of
-            found = {name: value for name, value in found.items() if name not in MODELMILL_DEFAULTS}
+            # a request with its own sampling parameters does not also get our filters
+            filled = {
+                name: value for name, value in filled.items() if name not in MODELMILL_DEFAULTS
+            }
         if self.greedy and requests_sampling(params):
-            found["temperature"] = self.sampling.get("temperature", 1.0)
+            filled["temperature"] = self.sampling.get("temperature", 1.0)
         bounded = (
             self.max_length is not None and self.max_tokens is None and params.max_tokens is None
         )
-        # Llama 3's is half its context: a longer prompt is answered, as far as the context goes
+        # Llama 3's max_length is half its context: a longer prompt may use the whole context
         if bounded and self.max_length is not None and prompt_length < self.max_length:
-            found["max_tokens"] = self.max_length - prompt_length
+            filled["max_tokens"] = self.max_length - prompt_length
         if self.min_length is not None and self.min_tokens is None:
-            found["min_tokens"] = max(self.min_length - prompt_length, 0)
-        return params.with_defaults(found)
+            filled["min_tokens"] = max(self.min_length - prompt_length, 0)
+        return params.with_defaults(filled)
 
     def to_dict(self) -> dict[str, Any]:
-        """The defaults as JSON has them: ``values``, the same as ``text``, who says so, and what is
-        not used.
-        """
+        """Return the defaults for JSON: values, one line of text, their source, unused keys."""
         return {
             "values": self._display_values(),
             "text": self.summary(),
@@ -156,35 +166,33 @@ class GenerationDefaults:
         }
 
     def _display_values(self) -> dict[str, Any]:
-        found = {name: value for name, value in self.values.items() if name != "logits_processors"}
-        found |= {
+        shown = {name: value for name, value in self.values.items() if name != "logits_processors"}
+        shown |= {
             name: getattr(self, name)
             for name in ("max_length", "min_length")
             if getattr(self, name)
         }
-        return found | self.processors.non_default()
+        return shown | self.processors.non_default()
 
     def summary(self) -> str:
-        """How an answer is drawn, in one line for people."""
-        told = self._display_values()
+        """Describe the defaults in one line for people."""
+        shown = self._display_values()
         if self.greedy:
-            told = {name: value for name, value in told.items() if name not in _NEUTRAL_SAMPLING}
-            told = {"greedy": "", **told}
-        said = (
-            ", ".join(f"{name} {_abbreviate(value)}".strip() for name, value in told.items())
+            shown = {name: value for name, value in shown.items() if name not in _NEUTRAL_SAMPLING}
+            shown = {"greedy": "", **shown}
+        text = (
+            ", ".join(f"{name} {_abbreviate(value)}".strip() for name, value in shown.items())
             or "temperature 1.0"
         )
-        why = {
-            CHECKPOINT_SOURCE: "of the checkpoint's generation_config",
-            MODELMILL_SOURCE: "modelmill's own: the checkpoint says nothing",
-            OPENAI_SOURCE: "OpenAI's: the checkpoint says nothing",
+        origins = {
+            CHECKPOINT_SOURCE: "from the checkpoint's generation_config",
+            MODELMILL_SOURCE: "modelmill's own: the checkpoint sets none",
+            OPENAI_SOURCE: "OpenAI's: the checkpoint sets none",
         }
-        return f"{said} ({why[self.source]})"
+        return f"{text} ({origins[self.source]})"
 
     def warning(self) -> str | None:
-        """One line on what of the checkpoint's generation_config has no effect; None where all
-        has.
-        """
+        """Name the generation_config keys without effect in one line; None if there are none."""
         if not self.unused:
             return None
         listed = [f"{name} {why}" for name, why in self.unused.items()]
@@ -193,12 +201,12 @@ class GenerationDefaults:
 
 
 def _abbreviate(value: Any) -> str:
-    """A value for people; of lists and texts their length is no matter for a line."""
+    """Format a number; a list or string is left out, since one line would not hold it."""
     return str(value) if isinstance(value, int | float) else ""
 
 
 def requests_sampling(params: SamplingParams) -> bool:
-    """Whether a request that sets no temperature asks for a draw all the same."""
+    """Whether a request without a temperature still needs sampling (top_p, top_k, min_p, n)."""
     if params.num_beams > 1 or params.temperature is not None:
         return False
     filtered = (
@@ -212,12 +220,16 @@ def requests_sampling(params: SamplingParams) -> bool:
 def read_generation(
     raw: Mapping[str, Any], container: str = "", *, openai: bool = False
 ) -> GenerationDefaults:
-    """What a checkpoint's generation_config asks for. Raises RequestError naming a key with a
-    senseless value.
+    """Read a checkpoint's generation_config.
 
-    container: of the checkpoint; a GGUF's generation_config is made of its keys, and holds the ids
-    in any case.
-    openai: for clients of an API.
+    Args:
+        raw: the generation_config.
+        container: of the checkpoint; a GGUF's generation_config is made from its keys and always
+            holds the ids.
+        openai: use OPENAI_DEFAULTS if the checkpoint sets none, for clients of an API.
+
+    Raises:
+        RequestError: if a value is invalid; the message names the key.
     """
     processors = LogitsProcessors.from_config(raw)
     lengths = {name: _check_count(name, raw.get(name)) for name in _LENGTH_KEYS}
@@ -243,27 +255,23 @@ def read_generation(
 
 
 def _is_absent(raw: Mapping[str, Any], container: str) -> bool:
-    """Whether the checkpoint has no generation_config of its own, or one that was made of a GGUF's
-    ids.
-    """
+    """Whether the checkpoint has no generation_config, or one made only from a GGUF's ids."""
     return not raw or (container.rpartition("/")[2].startswith("gguf") and "do_sample" not in raw)
 
 
 def _unused(raw: Mapping[str, Any], greedy: bool) -> dict[str, str]:
-    """Keys that change an answer in transformers, or are not known there, and have no effect
-    here.
-    """
-    found: dict[str, str] = {}
+    """Return keys without effect here that transformers applies or does not know, and why."""
+    unused: dict[str, str] = {}
     for name, value in raw.items():
         if value is None or name in _IGNORED_KEYS:
             continue
         if greedy and name in _NEUTRAL_SAMPLING and not _is_neutral(value, _NEUTRAL_SAMPLING[name]):
-            found[name] = "counts where a request asks for a draw (do_sample is not true)"
+            unused[name] = "applies only if a request samples (do_sample is not true)"
         elif name in _UNSUPPORTED_KEYS and not _is_neutral(value, _UNSUPPORTED_KEYS[name][0]):
-            found[name] = _UNSUPPORTED_KEYS[name][1]
+            unused[name] = _UNSUPPORTED_KEYS[name][1]
         elif name not in _USED_KEYS and name not in _UNSUPPORTED_KEYS:
-            found[quote(name, 60).strip("'\"")] = "is not known"
-    return found
+            unused[quote(name, 60).strip("'\"")] = "is not known"
+    return unused
 
 
 def _is_neutral(value: Any, neutral: Any) -> bool:
@@ -286,5 +294,5 @@ def _check_strings(value: Any) -> tuple[str, ...]:
         return SamplingParams(stop=value).stop
     except RequestError:
         raise RequestError(
-            f"stop_strings must be a text or a list of texts, not {quote(value, 60)}"
+            f"stop_strings must be a string or a list of strings, not {quote(value, 60)}"
         ) from None

@@ -1,4 +1,4 @@
-"""Logging: one logger tree, quiet unless asked; prompts and keys are never logged."""
+"""Logging: one logger tree, silent by default; prompts and keys are never logged."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import logging
 
 
 def get_logger(name: str) -> logging.Logger:
-    """A logger below ``modelmill``."""
+    """Return a logger below ``modelmill``."""
     return logging.getLogger(name if name.startswith("modelmill") else f"modelmill.{name}")

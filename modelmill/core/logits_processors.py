@@ -1,7 +1,6 @@
-"""What transformers' ``generate`` does to logits beyond the fields of SamplingParams, as plain
-data.
+"""Settings of transformers' logits processors beyond the fields of SamplingParams.
 
-A checkpoint asks for it in its generation_config; ``runtime.logits_processors`` computes it.
+A checkpoint sets them in its generation_config; ``runtime.logits_processors`` applies them.
 """
 
 from __future__ import annotations
@@ -15,20 +14,24 @@ from modelmill.core.errors import RequestError
 from modelmill.core.quoting import quote
 
 MAX_IDS = 1 << 16
-"""Token ids in one list, those of all words together. Real lists have up to a few hundred."""
+"""Maximum number of token ids in one list, over all words. Real lists have up to a few hundred."""
 MAX_ID = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsProcessors:
-    """Fields are named and mean as in transformers' GenerationConfig; the neutral object changes
-    nothing.
+    """Logits processors of one request; the default object changes nothing.
 
-    sequence_bias: (token ids, what is added to the last one's logit where the others stand before
-    it).
-    encoder_*: of the prompt. forced_eos_token_id: at the longest length.
-    exponential_decay_length_penalty: (tokens
-    of the answer before it begins, factor). renormalize_logits concerns beams alone.
+    Fields have the names and meaning of transformers' GenerationConfig.
+
+    Attributes:
+        sequence_bias: (token ids, number added to the logit of the last id if the other ids
+            precede it).
+        encoder_repetition_penalty: for tokens of the prompt.
+        encoder_no_repeat_ngram_size: for n-grams of the prompt.
+        forced_eos_token_id: at the maximum length.
+        exponential_decay_length_penalty: (tokens of the answer before it starts, factor).
+        renormalize_logits: only for beam search.
     """
 
     sequence_bias: tuple[tuple[tuple[int, ...], float], ...] = ()
@@ -48,15 +51,13 @@ class LogitsProcessors:
 
     @property
     def depends_on_tokens(self) -> bool:
-        """Whether the next token's logits depend on which tokens stand before it, not on their
-        number alone.
-        """
+        """Whether the next logits depend on the preceding tokens, not only on their number."""
         words = (*self.bad_words_ids, *(ids for ids, _ in self.sequence_bias))
         sizes = (self.no_repeat_ngram_size, self.encoder_no_repeat_ngram_size)
         return any(sizes) or any(len(word) > 1 for word in words)
 
     def token_ids(self) -> Iterator[int]:
-        """Every token id that is named."""
+        """Yield every token id of the settings."""
         for word in (*self.bad_words_ids, *(ids for ids, _ in self.sequence_bias)):
             yield from word
         yield from (*self.suppress_tokens, *self.begin_suppress_tokens, *self.forced_eos_token_id)
@@ -64,33 +65,34 @@ class LogitsProcessors:
             yield self.forced_bos_token_id
 
     def non_default(self) -> dict[str, Any]:
-        """The fields that are not neutral, as JSON has them."""
+        """Return the fields that differ from the default, for JSON."""
         return {
             name: value for name, value in asdict(self).items() if value != getattr(_NEUTRAL, name)
         }
 
     @staticmethod
     def from_config(raw: Mapping[str, Any]) -> LogitsProcessors:
-        """From a generation_config (other keys and null are left alone).
+        """Read a generation_config; other keys and null are ignored.
 
-        Raises RequestError naming the key.
+        Raises:
+            RequestError: if a value is invalid; the message names the key.
         """
-        given = {
+        values = {
             name: _PARSERS[name](name, raw[name])
             for name in PROCESSOR_FIELDS
             if raw.get(name) is not None
         }
-        found = LogitsProcessors(**given)
-        first = () if found.forced_bos_token_id is None else (found.forced_bos_token_id,)
+        processors = LogitsProcessors(**values)
+        forced_bos = processors.forced_bos_token_id
         for name, ids in (
-            ("forced_bos_token_id", first),
-            ("forced_eos_token_id", found.forced_eos_token_id),
+            ("forced_bos_token_id", () if forced_bos is None else (forced_bos,)),
+            ("forced_eos_token_id", processors.forced_eos_token_id),
         ):
-            if ids and set(ids) <= set(found.suppress_tokens):
+            if ids and set(ids) <= set(processors.suppress_tokens):
                 raise RequestError(
                     f"{name} names only tokens that suppress_tokens forbids; leave one of them out"
                 )
-        return found
+        return processors
 
 
 PROCESSOR_FIELDS = tuple(each.name for each in fields(LogitsProcessors))
@@ -126,7 +128,7 @@ def _positive(name: str, value: Any) -> float:
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """Of a list of token ids; transformers takes one alone as well."""
+    """Read a list of token ids; a single id is accepted, as in transformers."""
     listed = value if isinstance(value, list | tuple) else [value]
     if len(listed) > MAX_IDS:
         raise RequestError(f"{name} names more than {MAX_IDS} token ids")
@@ -151,7 +153,7 @@ def _biases(name: str, value: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
     if not good:
         raise RequestError(f"{name} must be a list of [token ids, number], not {quote(value, 60)}")
     words = _token_sequences(name, [pair[0] for pair in value])
-    # as in transformers, where a later entry of the same ids takes an earlier one's place
+    # as in transformers, a later entry with the same ids replaces an earlier one
     return tuple(
         {word: _number(name, pair[1]) for word, pair in zip(words, value, strict=True)}.items()
     )

@@ -1,5 +1,6 @@
-"""Memory that has been freed, kept for the next tensor: glibc's thresholds, in processes of our
-own.
+"""Sets glibc's malloc thresholds so that freed memory is reused for the next tensor.
+
+Only in modelmill's own processes.
 """
 
 from __future__ import annotations
@@ -9,20 +10,19 @@ import ctypes
 from modelmill.core import env
 
 MMAP_THRESHOLD = 64 << 20
-"""Bytes from which malloc maps a block of its own, whose pages are all new and go back when it is
-freed.
-"""
+"""Bytes from which malloc maps a separate block: all pages are new and are returned by free."""
 TRIM_THRESHOLD = 256 << 20
-"""Bytes free at the end of the heap from which they go back to the system."""
+"""Free bytes at the end of the heap from which malloc returns them to the system."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def set_malloc_thresholds() -> bool:
-    """Have malloc give tensors the memory of those before; whether it does now.
+    """Make malloc reuse the memory of freed tensors; returns whether it does now.
 
-    By default glibc maps each block of more than 32 MB anew and returns what lies free at the
-    heap's end: a fault for every 4 KiB that is written. Nothing is done with another C library, or
-    where the user has set malloc's variables."""
+    By default glibc maps new pages for each block of more than 32 MB and returns free memory at the
+    end of the heap: a page fault for every 4 KiB written. Does nothing with another C library, or
+    if the user has set malloc's variables.
+    """
     libc = _glibc()
     if libc is None or env.user_set_malloc():
         return False
@@ -33,7 +33,7 @@ def set_malloc_thresholds() -> bool:
 
 
 def trim_heap() -> None:
-    """Return what is free to the system; for a process that lives on after work that took much."""
+    """Return free memory to the system, for a process that continues after memory-heavy work."""
     libc = _glibc()
     if libc is not None:
         libc.malloc_trim(0)

@@ -1,6 +1,4 @@
-"""Memory and processors that this process may use: the machine's, or what a container or a
-service's limit leaves.
-"""
+"""Memory and CPUs that this process may use, with the limits of control groups (containers)."""
 
 from __future__ import annotations
 
@@ -16,16 +14,14 @@ PROC_CGROUP, CGROUP_MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 class MemoryInfo(NamedTuple):
-    """Bytes in all, and those that may still be taken."""
+    """Total bytes, and bytes that are still free."""
 
     total: int
     free: int
 
 
 class _CgroupFiles(NamedTuple):
-    """What a control group calls its limit, its use, and the parts of its use that are pages of
-    files.
-    """
+    """A control group's files for limit and usage, and the memory.stat keys of its page cache."""
 
     limit: str
     used: str
@@ -39,11 +35,11 @@ _CGROUP_V2 = _CgroupFiles("memory.max", "memory.current", ("inactive_file", "act
 
 
 def available_memory(groups: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> MemoryInfo:
-    """Of the machine, or of the tightest control group that this process is in (Linux, both
-    versions).
+    """Return the memory of the machine, or of this process's tightest control group.
 
-    The system ends a process whose group takes more than its limit, without a word and however much
-    the machine has."""
+    Linux, control groups version 1 and 2. The kernel kills a process whose group exceeds its limit,
+    without a message, even if the machine has free memory.
+    """
     machine = psutil.virtual_memory()
     total, free = machine.total, machine.available
     for limit, used in cgroup_limits(groups, mount):
@@ -52,12 +48,10 @@ def available_memory(groups: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> 
 
 
 def prefix_cache_bytes(kv_bytes: int) -> int:
-    """What kept prefixes may take of a KV cache in RAM whose size follows from the memory that is
-    free.
+    """Return the bytes that cached prefixes may take of a KV cache in RAM sized by free memory.
 
-    Pages in RAM take memory when they are first written. Kept to the last one, prefixes would take
-    all of it in time, however few answers run; so they are given a part, enough for the
-    conversations that are being had.
+    Pages in RAM take memory when they are first written. Without a limit, cached prefixes would
+    fill all of it over time, even with few running requests.
     """
     return min(kv_bytes, max(kv_bytes // 3, MIN_PREFIX_CACHE_BYTES))
 
@@ -65,10 +59,11 @@ def prefix_cache_bytes(kv_bytes: int) -> int:
 def cgroup_limits(
     groups: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT
 ) -> Iterator[tuple[int, int]]:
-    """(limit, used) in bytes of each control group with a limit; a group is bound by those above
-    it, too.
+    """Yield (limit, used) in bytes of each control group with a limit, parent groups included.
 
-    groups: as /proc/self/cgroup. mount: where control groups are seen.
+    Args:
+        groups: a file like /proc/self/cgroup.
+        mount: where the control groups are mounted.
     """
     for line in _read_text(groups).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -86,11 +81,9 @@ def cgroup_limits(
 
 
 def cpu_quota(groups: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> float:
-    """Processors whose time the tightest control group's quota pays for; infinity where there is
-    none.
+    """Return the CPU quota of the tightest control group in CPUs; infinity without a quota.
 
-    A process with more threads than that is stopped, all threads at once, for the rest of each
-    period.
+    If a process runs more threads than that, all of them are stopped for the rest of each period.
     """
     quotas = [math.inf]
     for line in _read_text(groups).splitlines():
@@ -119,16 +112,16 @@ def cpu_quota(groups: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> float:
 
 
 def _parse_quota(text: list[str]) -> float:
-    """Of "quota period" in microseconds; "max" and −1 are none."""
+    """Parse "quota period" in microseconds; "max" and −1 mean no quota."""
     if len(text) == 2 and text[0].isdigit() and text[1].isdigit() and int(text[1]):
         return int(text[0]) / int(text[1])
     return math.inf
 
 
 def _self_and_parents(base: Path, path: str) -> Iterator[Path]:
-    """Folders of a group and of those above it.
+    """Yield the folders of a group and of its parents.
 
-    From within a container the way there may not be seen, its end is.
+    Within a container the full path may be missing while the mount itself is visible.
     """
     parts = PurePosixPath(path).parts[1:]
     parts = () if ".." in parts else parts
@@ -138,13 +131,12 @@ def _self_and_parents(base: Path, path: str) -> Iterator[Path]:
 
 def _inactive_file_bytes(folder: Path, files: _CgroupFiles) -> int:
     stat = dict(line.split(maxsplit=1) for line in _read_text(folder / "memory.stat").splitlines())
-    # also those that were read twice, as a checkpoint is by its build: the system takes them back
-    # before it ends anyone
+    # active pages too (a build reads a checkpoint twice): the kernel frees them before it kills
     return sum(int(stat.get(name, 0)) for name in files.inactive_file_keys)
 
 
 def _read_int(path: Path) -> int | None:
-    """None where there is no such file or no limit ("max")."""
+    """Read an integer; None if there is no such file or no limit ("max")."""
     text = _read_text(path).strip()
     return int(text) if text.isdigit() else None
 

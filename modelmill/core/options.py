@@ -1,9 +1,8 @@
-"""The options of the classes for Python: named, typed and described by the fields of RunConfig and
-BuildConfig.
+"""The keyword options of the Python API: the fields of RunConfig and BuildConfig.
 
 The types below are what editors and mypy see; ``accept_options`` gives the same names to ``help()``
-and to completion. A test keeps both equal to the configs. What is not given is left out, so that a
-default can be told from a wish.
+and to completion. A test keeps both equal to the configs. Options that the caller does not pass are
+absent, so that a default differs from an explicit value.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class RunOptions(TypedDict, total=False):
 
 
 class BuildOptions(TypedDict, total=False):
-    """How a checkpoint is built: the fields of BuildConfig that RunConfig has not."""
+    """How a checkpoint is built: the fields of BuildConfig that RunConfig does not have."""
 
     dtype: str
     quantization: str
@@ -69,11 +68,11 @@ class BuildOptions(TypedDict, total=False):
 
 
 class EngineOptions(RunOptions, BuildOptions, total=False):
-    """Of a start, and of the build where a checkpoint is given."""
+    """Options of starting an engine, and of building one from a checkpoint."""
 
 
 class SegmenterOptions(BuildOptions, total=False):
-    """Of the build where a checkpoint is given; the rest of BuildConfig."""
+    """Options of building a segmentation engine from a checkpoint: all of BuildConfig."""
 
     max_model_len: int | None
     kv_cache_dtype: str
@@ -82,23 +81,24 @@ class SegmenterOptions(BuildOptions, total=False):
 
 RUN_FIELDS = tuple(each.name for each in fields(RunConfig))
 BUILD_FIELDS = tuple(each.name for each in fields(BuildConfig) if each.name not in RUN_FIELDS)
-"""Options that only a build reads."""
+"""Options that only the build uses."""
 
 
 def accept_options(*configs: type, exclude: Iterable[str] = ()) -> Callable[[Init], Init]:
-    """For an ``__init__`` with ``**options``: its signature names the fields of ``configs`` in
-    their place.
+    """Decorate an ``__init__`` with ``**options``: its signature shows the fields of ``configs``.
 
-    exclude: fields that are no options, or have a parameter of their own.
+    Args:
+        configs: dataclasses whose fields are the options.
+        exclude: fields that are not options, or have their own parameter.
     """
-    left = set(exclude)
+    excluded = set(exclude)
 
-    def named(init: Init) -> Init:
+    def set_signature(init: Init) -> Init:
         signature = inspect.signature(init)
         own = [
             p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD
         ]
-        known = {p.name for p in own} | left
+        known = {p.name for p in own} | excluded
         for config in configs:
             hints = typing.get_type_hints(config)
             for each in fields(config):
@@ -119,25 +119,29 @@ def accept_options(*configs: type, exclude: Iterable[str] = ()) -> Callable[[Ini
         init.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
         return init
 
-    return named
+    return set_signature
 
 
 def describe_options(config: type, exclude: Iterable[str] = ()) -> str:
-    """A line for each field of a config, for a docstring: its name, what it is, its default."""
+    """Make a docstring line for each field of a config: its name, its help text, its default."""
     lines = []
     for each in fields(config):
         if each.name not in exclude:
             default = each.default if each.default_factory is MISSING else each.default_factory()
-            about = each.metadata.get("help", "")
+            help_text = each.metadata.get("help", "")
             lines.append(
-                f"    {each.name}: {about}."
-                + ("" if "default:" in about else f" Default: {default!r}.")
+                f"    {each.name}: {help_text}."
+                + ("" if "default:" in help_text else f" Default: {default!r}.")
             )
     return "\n".join(lines)
 
 
 def check_option_names(names: Iterable[str], known: Iterable[str], source: str) -> None:
-    """Raises UnknownOption for a name that is none, with the nearest one that is."""
+    """Check option names.
+
+    Raises:
+        UnknownOption: if a name is unknown; the message suggests the most similar one.
+    """
     listed = sorted(known)
     unknown = sorted(set(names) - set(listed))
     if not unknown:

@@ -1,8 +1,6 @@
-"""Packages beside ours: whether one that is needed is there, and whether its version is one that
-was tested.
+"""Checks that required packages are installed, and in a version that was tested.
 
-The tested ranges stand once, in pyproject.toml; an installed modelmill carries them in its
-metadata.
+The tested ranges are in pyproject.toml only; an installed modelmill has them in its metadata.
 """
 
 from __future__ import annotations
@@ -21,9 +19,10 @@ PYTHON_NAME = "Python"
 
 @dataclass(frozen=True)
 class UntestedVersion:
-    """An installed version that lies outside what was tested.
+    """An installed version outside the tested range.
 
-    tested: the range, as ``>=2.11,<2.16``.
+    Attributes:
+        tested: the range, as ``>=2.11,<2.16``.
     """
 
     name: str
@@ -32,13 +31,15 @@ class UntestedVersion:
 
 
 def require(feature: str, module: str, extra: str) -> None:
-    """To be called before anything is computed. Raises MissingDependency where ``module`` cannot be
-    found.
+    """Check that ``module`` is installed; call this before any computation.
 
     Args:
         feature: what needs it, as the user named it (``--plot``).
         module: the top-level module.
-        extra: which of our extras brings it.
+        extra: the extra of modelmill that installs it.
+
+    Raises:
+        MissingDependency: if the module is not installed.
     """
     if find_spec(module) is None:
         package = module.replace("_", "-")
@@ -48,18 +49,19 @@ def require(feature: str, module: str, extra: str) -> None:
 
 
 def untested_versions() -> list[UntestedVersion]:
-    """What is installed in a version that no test ran with, Python included; empty where our
-    metadata is absent.
+    """Return the packages, and Python, whose version is outside the tested range.
+
+    Empty if modelmill's metadata is not installed.
     """
-    found: dict[str, UntestedVersion] = {}
+    untested: dict[str, UntestedVersion] = {}
     for name, version, tested in _installed_versions():
         if not _in_range(version, tested):
-            found[name] = UntestedVersion(name, version, sort_range(tested))
-    return list(found.values())
+            untested[name] = UntestedVersion(name, version, sort_range(tested))
+    return list(untested.values())
 
 
 def sort_range(tested: str) -> str:
-    """``>=1,<2``: build tools write the parts of a range in any order."""
+    """Sort a range to ``>=1,<2``: build tools write its parts in any order."""
     return ",".join(
         sorted(
             tested.replace(" ", "").split(","), key=lambda part: (not part.startswith(">"), part)
@@ -68,7 +70,7 @@ def sort_range(tested: str) -> str:
 
 
 def _installed_versions() -> Iterator[tuple[str, str, str]]:
-    """(name, version, tested range) of Python and of every package of ours that is installed."""
+    """Yield (name, version, tested range) of Python and of every installed dependency."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:
@@ -94,5 +96,5 @@ def _in_range(version: str, tested: str) -> bool:
         return SpecifierSet(tested).contains(version, prereleases=True)
     except InvalidSpecifier:
         return True
-    except InvalidVersion:  # a build from source may call itself anything
+    except InvalidVersion:  # a build from source may have any version string
         return False

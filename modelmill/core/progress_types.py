@@ -1,4 +1,4 @@
-"""What functions that take long report to: how far they are."""
+"""Types of the callbacks to which long functions report their progress."""
 
 from __future__ import annotations
 

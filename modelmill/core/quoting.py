@@ -1,14 +1,16 @@
-"""Foreign values in error lines."""
+"""Quotes user input in error messages."""
 
 from __future__ import annotations
 
 
 def quote(value: object, max_chars: int = 200) -> str:
-    """``repr(value)`` cut to ``max_chars`` characters: one line, free of what a terminal would
-    obey, whatever it holds."""
+    """Return ``repr(value)`` cut to ``max_chars`` characters.
+
+    The result is one line without terminal control characters, for any value.
+    """
     try:
         text = repr(value)
-    except ValueError:  # a whole number of more digits than Python prints
+    except ValueError:  # an integer of more digits than Python prints
         text = "a number beyond all bounds"
     except RecursionError:
         text = "something nested beyond all bounds"
@@ -16,6 +18,6 @@ def quote(value: object, max_chars: int = 200) -> str:
 
 
 def one_line(text: str, max_chars: int) -> str:
-    """A message of somebody else's without line breaks, cut to ``max_chars`` characters."""
+    """Join the lines of a message of another program and cut it to ``max_chars`` characters."""
     line = " ".join(text.split())
     return line if len(line) <= max_chars else line[: max_chars - 1] + "…"

@@ -1,4 +1,4 @@
-"""The plain messages that travel between text, runtime and server: no tensors, no behaviour."""
+"""Plain data types shared by text, runtime and server: no tensors, no behavior."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_BEAMS = 32
 POOL_MEAN, POOL_LAST = "mean", "last"
 """How the final hidden states of a prompt become one vector."""
 DEFAULTED_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Fields whose defaults a checkpoint's generation_config may give."""
+"""Fields whose defaults a checkpoint's generation_config may set."""
 
 
 class FinishReason(StrEnum):
@@ -30,19 +30,22 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
-    ERROR = "error"  # what the answer was held to cannot be followed any further
+    ERROR = "error"  # the answer cannot continue within its grammar
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled. ``None`` means unset: the engine's own defaults (the checkpoint's
-    generation_config) apply, then the neutral value. A field set here always wins.
+    """How one request is sampled.
 
-    temperature 0 is greedy. ``seed`` gives the same tokens alone and in a batch. ``n`` samples one
-    prompt n
-    times; ``num_beams`` > 1 searches with beams instead of sampling and returns the ``n`` best.
-    ``logits_processors``: ``LogitsProcessors()`` switches off what the checkpoint asks for.
-    Raises RequestError for values outside their range.
+    ``None`` means unset: the engine's defaults (the checkpoint's generation_config) apply, then the
+    neutral value. A field set here always takes precedence.
+
+    Temperature 0 is greedy. ``seed`` gives the same tokens alone and in a batch. ``n`` samples one
+    prompt n times; ``num_beams`` > 1 runs beam search instead of sampling and returns the ``n``
+    best. ``logits_processors``: ``LogitsProcessors()`` switches off those of the checkpoint.
+
+    Raises:
+        RequestError: if a value is outside its range.
     """
 
     n: int = 1
@@ -95,14 +98,13 @@ class SamplingParams:
                     f"{name} must be true or false, not {quote(getattr(self, name), 60)}"
                 )
         if not isinstance(self.logits_processors, LogitsProcessors | None):
-            raise RequestError("logits_processors takes LogitsProcessors")
+            raise RequestError("logits_processors must be a LogitsProcessors")
         if self.num_beams > 1 and self.n > self.num_beams:
-            raise RequestError(
-                f"n={self.n} asks for more than num_beams={self.num_beams} beams; lower n"
-            )
+            raise RequestError(f"n={self.n} must be at most num_beams={self.num_beams}; lower n")
         if self.num_beams > 1 and (self.logprobs is not None or self.prompt_logprobs is not None):
             raise RequestError(
-                "logprobs are not told for beams; use num_beams=1, or the score of each beam"
+                "logprobs are not available with beam search; use num_beams=1, or the score of "
+                "each beam"
             )
         if (
             self.max_tokens is not None
@@ -125,11 +127,10 @@ class SamplingParams:
             _check_number("logit_bias value", bias, -100.0, 100.0)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """A copy in which every unset field has its value: ours, else ``defaults``, else the
-        neutral one.
+        """Return a copy with every unset field set from ``defaults``, else to the neutral value.
 
-        A field set explicitly beats the defaults as a group where they would change its meaning: an
-        explicit temperature 0 stays greedy whatever ``defaults`` say.
+        Defaults do not change the meaning of fields that are set: an explicit temperature 0 stays
+        greedy.
         """
         neutral = {
             "temperature": 1.0,
@@ -146,7 +147,7 @@ class SamplingParams:
         for name, value in {**neutral, **{k: v for k, v in defaults.items() if k in known}}.items():
             if getattr(self, name) is None and value is not None:
                 filled[name] = value
-        # of two that contradict each other, the default is a suggestion, the other was asked for
+        # where a default contradicts a value of the request, the request takes precedence
         if (
             self.min_tokens is not None
             and filled.get("max_tokens", self.min_tokens) < self.min_tokens
@@ -161,16 +162,19 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True where the argmax is taken; call on resolved parameters."""
+        """Whether the argmax is taken; call on resolved parameters."""
         return self.temperature == 0.0 or self.top_k == 1
 
 
 @dataclass(frozen=True)
 class EmbeddingSpan:
-    """A stretch of a prompt whose embeddings come from elsewhere (an image).
+    """A range of a prompt's tokens whose embeddings come from an image.
 
-    position, length: in tokens. digest: identifies the content (and its shape) in the prefix key.
-    handle: opaque to the runtime until the model asks for it.
+    Attributes:
+        position: first token.
+        length: number of tokens.
+        digest: identifies the content (and its shape) in the key of the prefix cache.
+        handle: opaque to the runtime; the model reads it.
     """
 
     position: int
@@ -181,11 +185,12 @@ class EmbeddingSpan:
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer must be. grammar_type: json (text: a JSON schema), regex, choice (a JSON list
-    of texts), lark, or calls.
+    """The grammar that an answer must follow.
 
-    calls: {"functions": [{"name", "arguments": a JSON schema}], "most"}: {"name", "arguments"} of
-    one of the functions; a list of 1 to ``most`` of them where that is no null.
+    grammar_type: json (text: a JSON schema), regex, choice (text: a JSON list of strings), lark, or
+    calls. Text of calls: {"functions": [{"name", "arguments": a JSON schema}], "most"}; the answer
+    is {"name", "arguments"} of one of the functions, or a list of 1 to ``most`` of them if ``most``
+    is not null.
     """
 
     grammar_type: str
@@ -193,30 +198,36 @@ class Grammar:
 
 
 class Guide(Protocol):
-    """Which tokens may come next in one answer.
+    """Masks the tokens that may come next in one answer.
 
-    failed: the grammar could not be followed to its end, and what was written is no text of it.
+    Attributes:
+        failed: the grammar could not be followed to its end; the answer does not match it.
     """
 
     failed: bool
 
     def mask(self) -> Any:
-        """[ceil(V / 8)] uint8 of numpy: bit t % 8 of byte t // 8 is set where token t may come;
-        never all zero.
+        """Return the allowed tokens, never none.
+
+        Returns:
+            numpy [ceil(V / 8)] uint8: bit t % 8 of byte t // 8 is set if token t is allowed.
         """
 
     def accept(self, token: int) -> None:
-        """The token that was taken."""
+        """Advance the grammar by the sampled token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt in ids, to be answered in ids. ``params`` are resolved; ``eos_ids`` end it unless
-    ignored.
+    """One prompt and its options, in token ids.
 
-    pooling: MEAN or LAST: the prompt's embedding is wanted, and no answer (max_tokens 0).
-    penalize_prompt: whether the prompt's tokens count as ids for penalties and processors; they do
-    not where the original gives its prompt to the model as embeddings.
+    ``params`` are resolved. ``eos_ids`` end the answer unless ``params.ignore_eos`` is set.
+
+    Attributes:
+        pooling: POOL_MEAN or POOL_LAST: return the prompt's embedding instead of an answer
+            (max_tokens 0).
+        penalize_prompt: whether penalties and logits processors count the prompt's tokens; False if
+            the original implementation passes the prompt to the model as embeddings.
     """
 
     id: str
@@ -240,13 +251,16 @@ class Logprob:
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """One step's news about one sequence of a request.
+    """One step's output for one sequence of a request.
 
-    index: which of the n sequences. id is None where only the finish is told (abort) or prompt
-    logprobs.
-    logprobs: the sampled token's and the top ones, by id. finish_reason: set on the last event.
-    stop_token_id: the token id that ended it, where it was one (that id is not part of the answer).
-    embedding: of the prompt, H numbers of float32, little endian.
+    Attributes:
+        index: which of the n sequences.
+        token_id: None if the event carries only the finish (abort) or prompt logprobs.
+        logprobs: those of the sampled token and of the top ones, by id.
+        finish_reason: set on the last event.
+        stop_token_id: the token id that ended the sequence, if one did; it is not part of the
+            answer.
+        embedding: of the prompt, [H] float32, little endian.
     """
 
     request_id: str
@@ -281,9 +295,9 @@ _FLOAT_RANGES: dict[str, tuple[float, float]] = {
     "repetition_penalty": (0.0, 100.0),
     "length_penalty": (-100.0, 100.0),
 }
-# these have no default of their own to fall back to, so None is no value for them
+# these have no default of the engine, so None is not allowed
 _NOT_NONE = {"n", "num_beams", "length_penalty"}
-# at zero these would leave no token, or divide by it
+# zero would leave no token (top_p) or divide by zero
 _EXCLUSIVE_MIN = {"top_p", "repetition_penalty"}
 
 
@@ -297,17 +311,17 @@ def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
 
 def _check_int(name: str, value: Any, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} must be a whole number, not {quote(value, 60)}")
+        raise RequestError(f"{name} must be an integer, not {quote(value, 60)}")
     if not low <= value <= high:
-        raise RequestError(f"{name}={quote(value, 60)} is outside {low}…{high}")
+        raise RequestError(f"{name} must be between {low} and {high}, not {quote(value, 60)}")
 
 
 def _check_number(
     name: str, value: Any, low: float, high: float, *, open_low: bool = False
 ) -> None:
-    # a whole number may be too large for a float, so it is compared before it is converted
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole and not (isinstance(value, float) and math.isfinite(value)):
+    # an integer may be too large for a float, so it is compared before it is converted
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int and not (isinstance(value, float) and math.isfinite(value)):
         raise RequestError(f"{name} must be a finite number, not {quote(value, 60)}")
     if value < low or value > high or (open_low and value == low):
         bracket = "(" if open_low else "["

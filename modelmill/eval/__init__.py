@@ -1,0 +1,1 @@
+"""Benchmarks, profiling and comparisons with other implementations."""

@@ -1,1 +1,1 @@
-"""Ways out to other servers."""
+"""Exports engines to other servers."""

@@ -1,9 +1,8 @@
-"""An engine inside Triton Inference Server's Python backend: in-flight batching, streams and
-cancellation.
+"""An engine in Triton Inference Server's Python backend: in-flight batching, streams, cancellation.
 
-``execute`` only takes requests over. The engine's thread steps all of them together; an event loop
-on another thread sends what comes, piece by piece, and looks who has left. Triton's own module is
-handed in, since it exists inside of Triton's process alone.
+``execute`` only queues requests. The engine's thread steps all of them together; an event loop on
+another thread sends the results and checks for cancelled requests. Triton's Python module is passed
+in, because it exists only inside Triton's process.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from modelmill.outputs import OutputDelta
 from modelmill.text_processor import TextProcessor
 
 CANCEL_POLL_SECONDS = 0.02
-"""Seconds between two looks at who has cancelled."""
+"""Seconds between two checks for cancelled requests."""
 
 
 class TritonBackend:
@@ -41,7 +40,14 @@ class TritonBackend:
     def __init__(
         self, triton: Any, async_llm: AsyncLLM, max_waiting: int, metric_labels: Mapping[str, str]
     ) -> None:
-        """triton: Triton's module. max_waiting: requests that may wait beyond those of a step."""
+        """Start the event loop.
+
+        Args:
+            triton: Triton's Python module.
+            async_llm: the engine.
+            max_waiting: requests that may wait beyond those of a step.
+            metric_labels: of every metric.
+        """
         self._triton, self._async_llm = triton, async_llm
         self._metrics = TritonMetrics(triton, metric_labels)
         self._max_requests = max_waiting + async_llm.llm.engine_core.request_limits.max_seqs
@@ -52,7 +58,15 @@ class TritonBackend:
 
     @staticmethod
     def open(triton: Any, args: Mapping[str, str]) -> TritonBackend:
-        """args: what Triton gives ``initialize``. Raises Triton's own exception, in one line."""
+        """Open the engine of a model repository.
+
+        Args:
+            triton: Triton's Python module.
+            args: what Triton passes to ``initialize``.
+
+        Raises:
+            TritonModelException: the engine cannot be opened; one line.
+        """
         try:
             check_one_instance(json.loads(args["model_config"]))
             set_python_executable()
@@ -74,13 +88,13 @@ class TritonBackend:
         return TritonBackend(triton, engine, start.waiting, labels)
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Take requests over. Triton is told of every answer through its request's sender."""
+        """Queue requests; each is answered through its response sender."""
         for request in requests:
-            call = _TritonRequest(self._triton, request)
-            self._event_loop.call_soon_threadsafe(self._start_request, call)
+            triton_request = _TritonRequest(self._triton, request)
+            self._event_loop.call_soon_threadsafe(self._start_request, triton_request)
 
     def close(self) -> None:
-        """End what runs, and the engine."""
+        """Cancel running requests and close the engine."""
         asyncio.run_coroutine_threadsafe(self._cancel_all(), self._event_loop).result()
         self._async_llm.close()
         self._event_loop.call_soon_threadsafe(self._event_loop.stop)
@@ -91,16 +105,16 @@ class TritonBackend:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._event_loop)
-        watch = self._event_loop.create_task(self._poll_cancellations())
+        poll_task = self._event_loop.create_task(self._poll_cancellations())
         self._event_loop.run_forever()
-        watch.cancel()
+        poll_task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            self._event_loop.run_until_complete(watch)
+            self._event_loop.run_until_complete(poll_task)
 
     def _start_request(self, request: _TritonRequest) -> None:
         if len(self._active_requests) >= self._max_requests:
             request.fail(
-                f"the engine has {len(self._active_requests)} requests to answer; try again soon",
+                f"the engine has {len(self._active_requests)} requests queued; try again soon",
                 "UNAVAILABLE",
             )
             return
@@ -110,12 +124,14 @@ class TritonBackend:
 
     async def _run_request(self, request: _TritonRequest) -> None:
         try:
-            asked = parse_request(request.inputs)
-            language = self._async_llm.llm.language
-            check_request(asked, language, self._async_llm.llm.engine_core.request_limits.max_len)
-            # long texts take time, and templates have a process of their own
-            dialogue = await asyncio.to_thread(language.request, asked.prompt, asked.params)
-            async with contextlib.aclosing(self._async_llm.stream_request(dialogue)) as deltas:
+            parsed = parse_request(request.inputs)
+            text_processor = self._async_llm.llm.language
+            check_request(
+                parsed, text_processor, self._async_llm.llm.engine_core.request_limits.max_len
+            )
+            # on a thread: long texts take time, and templates run in another process
+            state = await asyncio.to_thread(text_processor.request, parsed.prompt, parsed.params)
+            async with contextlib.aclosing(self._async_llm.stream_request(state)) as deltas:
                 async for delta in deltas:
                     if delta.finish_reason == "abort":
                         request.fail(
@@ -126,8 +142,8 @@ class TritonBackend:
                     if delta.finish_reason == "error":
                         request.fail(GRAMMAR_LOST, "INVALID_ARG")
                         return
-                    if delta.finish_reason or (asked.stream and (delta.text or delta.token_ids)):
-                        request.send_delta(delta, send_full_output=not asked.stream)
+                    if delta.finish_reason or (parsed.stream and (delta.text or delta.token_ids)):
+                        request.send_delta(delta, send_full_output=not parsed.stream)
         except asyncio.CancelledError:
             request.fail("the request was cancelled", "CANCELLED")
         except UsageError as error:
@@ -135,25 +151,23 @@ class TritonBackend:
         except ModelmillError as error:
             request.fail(str(error), "UNAVAILABLE")
         except Exception as error:
-            # its text may hold anything, a prompt too: kind and place go to the log, nothing to the
-            # client
-            where = traceback.extract_tb(error.__traceback__)[-1]
+            # the text may contain anything, even a prompt: only the class and place are logged
+            frame = traceback.extract_tb(error.__traceback__)[-1]
             self._triton.Logger.log_error(
-                f"modelmill: {type(error).__name__} at {where.filename}:{where.lineno}"
+                f"modelmill: {type(error).__name__} at {frame.filename}:{frame.lineno}"
             )
-            request.fail(
-                "something went wrong in the engine; the server's log says what", "INTERNAL"
-            )
+            request.fail("internal error of the engine; see the server's log", "INTERNAL")
 
     async def _poll_cancellations(self) -> None:
-        """Whoever has left is answered no more; the engine drops the request before its next
-        step.
+        """Cancel the tasks of cancelled requests, and update the metrics.
+
+        The engine drops such a request before its next step.
         """
         while True:
             await asyncio.sleep(CANCEL_POLL_SECONDS)
             self._metrics.update(self._async_llm.llm.engine_core.stats())
-            for call, task in list(self._active_requests.items()):
-                if call.is_cancelled:
+            for request, task in list(self._active_requests.items()):
+                if request.is_cancelled:
                     task.cancel()
 
     async def _cancel_all(self) -> None:
@@ -164,18 +178,18 @@ class TritonBackend:
 
 
 Backend = TritonBackend
-"""The name that the model.py of repositories exported by earlier versions imports."""
+"""Name imported by the model.py of repositories that earlier versions exported."""
 
 
 class _TritonRequest:
-    """One request of Triton's."""
+    """One request of Triton."""
 
     def __init__(self, triton: Any, request: Any) -> None:
         self._triton, self._sender = triton, request.get_response_sender()
         tensors = (
             (field.name, triton.get_input_tensor_by_name(request, field.name)) for field in INPUTS
         )
-        # copies: the memory is Triton's
+        # copy: the memory belongs to Triton
         self.inputs = {
             name: tensor.as_numpy().copy() for name, tensor in tensors if tensor is not None
         }
@@ -183,11 +197,11 @@ class _TritonRequest:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether nobody waits for the answer any more."""
+        """Whether the client has cancelled the request."""
         return self._is_open and bool(self._sender.is_cancelled())
 
     def send_delta(self, delta: OutputDelta, send_full_output: bool) -> None:
-        """A piece of the answer, or all of it; the last one ends the request."""
+        """Send a delta or the full output; the last one ends the request."""
         output = delta.output.outputs[0]
         text, ids = (
             (output.text, output.token_ids) if send_full_output else (delta.text, delta.token_ids)
@@ -207,7 +221,7 @@ class _TritonRequest:
         )
 
     def fail(self, message: str, code: str) -> None:
-        """End the request with an error. code: of TritonError."""
+        """End the request with an error; ``code`` is one of TritonError's."""
         error = self._triton.TritonError(
             " ".join(message.split()), getattr(self._triton.TritonError, code)
         )
@@ -225,15 +239,15 @@ class _TritonRequest:
 def check_request(
     request: ParsedRequest, text_processor: TextProcessor, max_model_len: int
 ) -> None:
-    """Raises RequestError for what this engine cannot read, and for what is too long however it
-    would be split.
+    """Check a request before it is tokenized.
+
+    Raises:
+        RequestError: the engine cannot process its inputs, or it is too long in any tokenization.
     """
     prompt: Any = request.prompt
     if not isinstance(prompt, Mapping):
         if text_processor.chat_format is None:
-            raise RequestError(
-                "messages need a chat template, which this engine has not; give text_input"
-            )
+            raise RequestError("this engine has no chat template for messages; give text_input")
         texts = [each["content"] for each in prompt if isinstance(each.get("content"), str)]
     else:
         if text_processor.tokenizer is None and ("prompt" in prompt or request.params.stop):
@@ -246,39 +260,44 @@ def check_request(
 
 
 def check_one_instance(model_config: Mapping[str, Any]) -> None:
-    """Raises UsageError for a configuration with two instances on one device: they would not share
-    their steps.
+    """Check that there is one instance per device: instances cannot share steps.
+
+    Raises:
+        UsageError: a device has two.
     """
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for group in model_config.get("instance_group", ()):
-        kind, count = group.get("kind", "KIND_AUTO"), group.get("count", 1)
-        for place in group.get("gpus") or [0] if kind == "KIND_GPU" else [0]:
-            found[f"GPU {place}" if kind == "KIND_GPU" else "the host"] += count
-    for place, count in found.items():
+        instance_kind, count = group.get("kind", "KIND_AUTO"), group.get("count", 1)
+        for gpu in group.get("gpus") or [0] if instance_kind == "KIND_GPU" else [0]:
+            counts[f"GPU {gpu}" if instance_kind == "KIND_GPU" else "the host"] += count
+    for gpu, count in counts.items():
         if count > 1:
             raise UsageError(
-                f"{count} instances on {place}: each would hold an engine of its own, while "
-                "requests share the steps "
-                "of one; set count to 1 in config.pbtxt"
+                f"{count} instances on {gpu}: each would load its own engine, but only requests "
+                "of one engine share steps; set count to 1 in config.pbtxt"
             )
 
 
 def with_triton_device(run: RunConfig, args: Mapping[str, str]) -> RunConfig:
-    """``run`` on the device that Triton gave the instance, where it gives one."""
-    kind = args.get("model_instance_kind")
-    if kind == "GPU":
+    """``run`` on the device that Triton assigned to the instance, if any."""
+    instance_kind = args.get("model_instance_kind")
+    if instance_kind == "GPU":
         return replace(run, device=f"cuda:{args['model_instance_device_id']}")
-    return replace(run, device="cpu") if kind == "CPU" else run
+    return replace(run, device="cpu") if instance_kind == "CPU" else run
 
 
 def set_python_executable() -> None:
-    """Ranks and chat templates start Python by ``sys.executable``, which is Triton's stub here, or
-    nothing.
+    """Point ``sys.executable`` to Python: Triton sets it to its stub or to nothing.
+
+    Ranks and chat templates start Python by it.
+
+    Raises:
+        UsageError: there is no Python in ``sys.prefix``.
     """
     if Path(sys.executable or "stub").name.startswith("python"):
         return
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    found = next(
+    executable = next(
         (
             path
             for name in (version, "python3")
@@ -286,12 +305,12 @@ def set_python_executable() -> None:
         ),
         None,
     )
-    if found is None:
+    if executable is None:
         raise UsageError(
             f"there is no Python in {sys.prefix}/bin; start Triton with the PYTHONHOME of its "
             "interpreter"
         )
-    sys.executable = str(found)
+    sys.executable = str(executable)
 
 
 def _non_default_options(run: RunConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a request to an engine in Triton Inference Server holds, and what its answers hold."""
+"""Input and output tensors of a request to an engine in Triton Inference Server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ VARIABLE_LENGTH = -1
 class TritonField:
     """A tensor of one dimension.
 
-    size: 1, or VARIABLE_LENGTH. is_sampling_param: a field of SamplingParams.
+    Attributes:
+        size: 1, or VARIABLE_LENGTH.
+        is_sampling_param: whether it is a field of SamplingParams.
     """
 
     name: str
@@ -57,8 +59,12 @@ OUTPUTS = (
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request, read: its prompt as ``TextProcessor.request`` takes it, how to answer it, and in
-    pieces or not.
+    """A parsed request.
+
+    Attributes:
+        prompt: as ``TextProcessor.request`` takes it.
+        params: how to sample.
+        stream: whether deltas are sent.
     """
 
     prompt: Prompt | Messages
@@ -67,9 +73,13 @@ class ParsedRequest:
 
 
 def parse_request(tensors: Mapping[str, Any]) -> ParsedRequest:
-    """A request of its tensors' values, by name; a tensor that was not given is absent.
+    """Parse a request.
 
-    tensors: arrays of numpy, of any shape; strings are bytes. Raises RequestError in one line.
+    Args:
+        tensors: numpy arrays by name, of any shape; strings are bytes; optional ones may be absent.
+
+    Raises:
+        RequestError: a value is invalid; one line.
     """
     values = {
         field.name: _parse_tensor(field, tensors[field.name])
@@ -78,8 +88,8 @@ def parse_request(tensors: Mapping[str, Any]) -> ParsedRequest:
     }
     sources = [name for name in ("text_input", "messages", "input_ids") if name in values]
     if len(sources) != 1:
-        told = " and ".join(sources) or "none of them"
-        raise RequestError(f"give one of text_input, messages and input_ids, not {told}")
+        names = " and ".join(sources) or "none of them"
+        raise RequestError(f"give one of text_input, messages and input_ids, not {names}")
     sampling = {
         field.name: values[field.name]
         for field in INPUTS
@@ -102,21 +112,23 @@ def _select_prompt(values: Mapping[str, Any], source: str) -> Prompt | Messages:
 
 def _parse_messages(text: str) -> list[dict[str, Any]]:
     try:
-        found = json.loads(text)
+        messages = json.loads(text)
     except (ValueError, RecursionError):
         raise RequestError("messages must be a JSON list of {role, content}") from None
-    fine = isinstance(found, list) and found and all(isinstance(each, dict) for each in found)
-    if not fine:
+    is_valid = (
+        isinstance(messages, list) and messages and all(isinstance(each, dict) for each in messages)
+    )
+    if not is_valid:
         raise RequestError("messages must be a JSON list of {role, content}, with at least one")
-    return found
+    return messages
 
 
 def _parse_tensor(field: TritonField, array: Any) -> Any:
-    flat = array.reshape(-1)
-    if field.size != VARIABLE_LENGTH and len(flat) != field.size:
-        raise RequestError(f"{field.name} has {len(flat)} values; give one")
-    found = [_parse_element(field, value) for value in flat.tolist()]
-    return found if field.size == VARIABLE_LENGTH else found[0]
+    values = array.reshape(-1)
+    if field.size != VARIABLE_LENGTH and len(values) != field.size:
+        raise RequestError(f"{field.name} has {len(values)} values; give one")
+    elements = [_parse_element(field, value) for value in values.tolist()]
+    return elements if field.size == VARIABLE_LENGTH else elements[0]
 
 
 def _parse_element(field: TritonField, value: Any) -> Any:
@@ -125,7 +137,7 @@ def _parse_element(field: TritonField, value: Any) -> Any:
             return value.decode() if isinstance(value, bytes) else str(value)
         except UnicodeDecodeError:
             raise RequestError(f"{field.name} is not UTF-8: {quote(value, 60)}") from None
-    # 0.7 went through 32 bits: the shortest decimal that means the same there is what was typed
+    # 0.7 was rounded to float32: its shortest decimal is the client's number
     return _shortest_float(value) if field.type == "TYPE_FP32" else value
 
 
@@ -136,10 +148,10 @@ def _shortest_float(value: float) -> float:
 
 
 def format_pbtxt_fields(fields: Sequence[TritonField], optional: bool) -> str:
-    """The fields as config.pbtxt writes them."""
-    more = ", optional: true" if optional else ""
+    """Format fields for config.pbtxt."""
+    suffix = ", optional: true" if optional else ""
     lines = (
-        f'  {{ name: "{field.name}", data_type: {field.type}, dims: [ {field.size} ]{more} }}'
+        f'  {{ name: "{field.name}", data_type: {field.type}, dims: [ {field.size} ]{suffix} }}'
         for field in fields
     )
     return "[\n" + ",\n".join(lines) + "\n]"

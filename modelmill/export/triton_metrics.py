@@ -1,6 +1,4 @@
-"""An engine's counters and gauges on Triton's own metrics page, under the names that
-``modelmill serve`` uses.
-"""
+"""An engine's metrics on Triton's metrics page, under the names of ``modelmill serve``."""
 
 from __future__ import annotations
 
@@ -11,45 +9,53 @@ from modelmill.runtime.stats import Stats
 
 PREFIX = "modelmill:"
 GAUGES: Mapping[str, tuple[str, Callable[[Stats], float]]] = {
-    "num_requests_running": ("Answers that are being computed.", lambda s: s.running),
-    "num_requests_waiting": ("Answers that wait to be computed.", lambda s: s.waiting),
+    "num_requests_running": ("Running sequences.", lambda s: s.running),
+    "num_requests_waiting": ("Waiting sequences.", lambda s: s.waiting),
     "kv_cache_usage_perc": (
-        "Share of the KV pages that are held, 1 is all.",
+        "Share of KV pages in use, 1 is all.",
         lambda s: 1 - s.free_pages / s.pages if s.pages else 0.0,
     ),
 }
 COUNTERS: Mapping[str, tuple[str, Callable[[Stats], float]]] = {
-    "prompt_tokens_total": ("Tokens of prompts that were answered.", lambda s: s.prompt_tokens),
-    "generation_tokens_total": ("Tokens of answers.", lambda s: s.output_tokens),
+    "prompt_tokens_total": ("Prompt tokens of processed requests.", lambda s: s.prompt_tokens),
+    "generation_tokens_total": ("Generated tokens.", lambda s: s.output_tokens),
     "num_preemptions_total": ("Preempted sequences.", lambda s: s.preemptions),
     "prefix_cache_queries_total": (
-        "Tokens of prompts looked up in the prefix cache.",
+        "Prompt tokens looked up in the prefix cache.",
         lambda s: s.prompt_tokens,
     ),
-    "prefix_cache_hits_total": ("Tokens of prompts found there.", lambda s: s.cached_tokens),
+    "prefix_cache_hits_total": (
+        "Prompt tokens found in the prefix cache.",
+        lambda s: s.cached_tokens,
+    ),
 }
 
 
 class TritonMetrics:
-    """Keeps Triton's page at what the engine says; only what has changed is sent."""
+    """Copies an engine's statistics to Triton's metrics; only changes are sent."""
 
     def __init__(self, triton: Any, labels: Mapping[str, str]) -> None:
-        """labels: of every line."""
+        """Create the metrics.
+
+        Args:
+            triton: Triton's Python module.
+            labels: of every metric.
+        """
         family = triton.MetricFamily
         tables = ((GAUGES, family.GAUGE), (COUNTERS, family.COUNTER))
         # a family must live as long as its metrics
         self._families = {
-            name: family(name=PREFIX + name, description=told, kind=kind)
-            for table, kind in tables
-            for name, (told, _) in table.items()
+            name: family(name=PREFIX + name, description=description, kind=metric_kind)
+            for table, metric_kind in tables
+            for name, (description, _) in table.items()
         }
         self._metrics = {
-            name: found.Metric(labels=dict(labels)) for name, found in self._families.items()
+            name: each.Metric(labels=dict(labels)) for name, each in self._families.items()
         }
         self._last_values: dict[str, float] = dict.fromkeys(self._families, 0.0)
 
     def update(self, stats: Stats) -> None:
-        """The state of now."""
+        """Set the metrics to the current statistics."""
         for table in (GAUGES, COUNTERS):
             for name, (_, read) in table.items():
                 value, last = float(read(stats)), self._last_values[name]

@@ -1,12 +1,11 @@
-"""A model repository for Triton Inference Server: an engine, its config.pbtxt and a model.py that
-calls modelmill.
+"""Makes model repositories for Triton Inference Server: engine, config.pbtxt and model.py.
 
 ::
 
     REPOSITORY/NAME/config.pbtxt
     REPOSITORY/NAME/1/model.py
     REPOSITORY/NAME/1/engine          the engine's folder, linked or copied
-    REPOSITORY/NAME/1/start.json      how it is opened: RunConfig's fields, the chat template, the length of the queue
+    REPOSITORY/NAME/1/start.json      how to open it: RunConfig's fields, chat template, length of the queue
 """  # noqa: E501
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from modelmill.export.triton_backend import TritonBackend
 
 
 class TritonPythonModel:
-    """Holds nothing of its own: requests are answered by the engine's own batching, outside of ``execute``."""
+    """Passes requests to the engine, which batches and answers them outside of ``execute``."""
 
     def initialize(self, args):
         self.backend = TritonBackend.open(triton, args)
@@ -49,14 +48,17 @@ class TritonPythonModel:
 
     def finalize(self):
         self.backend.close()
-'''  # noqa: E501
+'''
 
 
 @dataclass(frozen=True)
 class StartOptions:
-    """How the engine is opened.
+    """How to open the engine.
 
-    run: fields of RunConfig that differ from its defaults. waiting: see serve.
+    Attributes:
+        run: fields of RunConfig that differ from its defaults.
+        chat_template: replaces the engine's own.
+        waiting: length of the queue, as in ``modelmill serve``.
     """
 
     run: Mapping[str, Any] = field(default_factory=dict)
@@ -64,7 +66,7 @@ class StartOptions:
     waiting: int = 1024
 
     def to_json(self) -> str:
-        """As start.json."""
+        """The content of start.json."""
         return (
             json.dumps(
                 {
@@ -78,19 +80,23 @@ class StartOptions:
 
     @staticmethod
     def read(path: Path) -> StartOptions:
-        """Raises UsageError where somebody has written something else into it."""
+        """Read start.json.
+
+        Raises:
+            UsageError: the file is missing or invalid.
+        """
         try:
             raw = json.loads(path.read_text("utf-8"))
         except (OSError, ValueError):
             raise UsageError(f"{path} cannot be read; export the engine again") from None
         if not isinstance(raw, dict) or not isinstance(raw.get("run", {}), dict):
             raise UsageError(
-                f"{path} must hold an object with run, chat_template and waiting; export the "
+                f"{path} must be an object with run, chat_template and waiting; export the "
                 "engine again"
             )
-        found = from_dict(StartOptions, raw, str(path))
-        from_dict(RunConfig, found.run, str(path))
-        return found
+        options = from_dict(StartOptions, raw, str(path))
+        from_dict(RunConfig, options.run, str(path))
+        return options
 
 
 def export_triton_repository(
@@ -101,28 +107,37 @@ def export_triton_repository(
     copy: bool = False,
     start_options: StartOptions,
 ) -> Path:
-    """Write REPOSITORY/NAME for an engine folder; returns it. It appears whole or not at all.
+    """Write REPOSITORY/NAME for an engine folder and return it. It is published atomically.
 
-    name: default: the folder's, without .engine. copy: the engine's files; else a link to them.
+    Args:
+        engine: the engine folder.
+        repository: the folder of models.
+        name: None: the folder's name without .engine.
+        copy: copy the engine's files; otherwise link to them.
+        start_options: how to open it.
 
-    Raises UsageError where the name is taken or none, or the folder cannot be written;
-    ArtifactError for the engine."""
+    Raises:
+        UsageError: the name is taken or invalid, or the folder cannot be written.
+        ArtifactError: the engine is invalid.
+    """
     manifest = open_artifact(engine).manifest
     check_engine_type(engine, manifest.engine_type, "language")
-    chosen = name or Path(os.path.abspath(engine)).name.removesuffix(".engine")
-    if not _NAME.fullmatch(chosen):
+    model_name = name or Path(os.path.abspath(engine)).name.removesuffix(".engine")
+    if not _NAME.fullmatch(model_name):
         raise UsageError(
-            f"--name {chosen[:60]!r}: letters, digits, _, - and . only; give another --name"
+            f"--name {model_name[:60]!r}: letters, digits, _, - and . only; give another --name"
         )
     run = from_dict(RunConfig, start_options.run, "run")
-    target = repository / chosen
+    target = repository / model_name
     if target.exists() or target.is_symlink():
         raise UsageError(f"{target} exists already; remove it, or give another --name")
-    staged = repository / f".{chosen}.part"
+    staged = repository / f".{model_name}.part"
     try:
         shutil.rmtree(staged, ignore_errors=True)
         (staged / MODEL_VERSION).mkdir(parents=True)
-        (staged / "config.pbtxt").write_text(_config_pbtxt(chosen, _instance_kind(manifest, run)))
+        (staged / "config.pbtxt").write_text(
+            _config_pbtxt(model_name, _instance_kind(manifest, run))
+        )
         (staged / MODEL_VERSION / "model.py").write_text(MODEL_PY)
         (staged / MODEL_VERSION / START_FILE).write_text(start_options.to_json())
         _link_or_copy(engine, staged / MODEL_VERSION / ENGINE_DIR, copy)
@@ -141,8 +156,9 @@ def _link_or_copy(engine: Path, target: Path, copy: bool) -> None:
 
 
 def _instance_kind(manifest: Manifest, run: RunConfig) -> str:
-    """Whose device an instance is: several GPUs, or one that was named, are the engine's own
-    choice.
+    """Triton's instance kind.
+
+    KIND_MODEL if the engine chooses the device itself: several GPUs, or one given by its number.
     """
     if run.tp > 1 or ":" in run.device:
         return "KIND_MODEL"

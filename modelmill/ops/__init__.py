@@ -1,0 +1,1 @@
+"""Ops: torch references, the registry of backends, and the backends themselves."""

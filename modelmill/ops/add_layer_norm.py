@@ -16,16 +16,24 @@ SHAPES = ((1, 768), (7, 1024), (3, 100), (35, 40))
 def add_layer_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (layer_norm(x + residual), x + residual), the sum rounded to x's dtype first.
+    """Compute layer_norm(x + residual) and the sum; the sum is rounded to x's dtype first.
 
-    x, residual: [..., H], same dtype and shape. weight, bias: [H].
+    Args:
+        x: [..., H].
+        residual: [..., H], x's dtype.
+        weight: [H].
+        bias: [H].
+        eps: added to the variance.
+
+    Returns:
+        (layer_norm(x + residual), x + residual).
     """
     total = x + residual
     return layer_norm(total, weight, bias, eps), total
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Usual and odd widths, few rows and many, with a residual of ten times the branch's scale."""
+    """Usual and odd widths, few and many rows; the residual has ten times the scale of x."""
     yield from cases_for_shapes(
         (*SHAPES, *(() if device == "cpu" else ((4096, 1280),))), device, dtype
     )
@@ -34,7 +42,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 def cases_for_shapes(
     shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype
 ) -> Iterator[Case]:
-    """Of (rows, width)."""
+    """Cases of (rows, width)."""
     for rows, width in shapes:
         x = randn(rows, width, device=device, dtype=dtype, seed=rows * width)
         residual = randn(rows, width, device=device, dtype=dtype, seed=rows + width, scale=10.0)

@@ -18,29 +18,31 @@ def add_layer_norm_quant(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float,
     dtype: torch.dtype, inv_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:  # fmt: skip
-    """(values [..., H] of ``dtype``, scale [...] float32 or None, x + residual) of
-    ``add_layer_norm``'s output.
+    """Quantize the output of ``add_layer_norm``; rounding as in ``rms_norm_quant``.
 
-    inv_scale: [1] float32 or None; rounding as in ``rms_norm_quant``.
+    inv_scale: [1] float32 (static), or None for one scale per token.
+
+    Returns:
+        (values [..., H] of ``dtype``, scale [...] float32 or None, x + residual).
     """
     y, total = plain.add_layer_norm(x, residual, weight, bias, eps)
     return *rms_norm_quant.quantize_rows(y, dtype, inv_scale, None, None, 8), total
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """The cases of add_layer_norm, each kind by token and static."""
-    yield from _narrow(plain.cases(device, dtype), device)
+    """The cases of add_layer_norm, each with scales per token and static."""
+    yield from _with_quant_modes(plain.cases(device, dtype), device)
 
 
 def cases_for_shapes(
     shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype
 ) -> Iterator[Case]:
-    """Of (rows, width), in every form."""
-    yield from _narrow(plain.cases_for_shapes(shapes, device, dtype), device)
+    """Cases of (rows, width) in all quantization modes."""
+    yield from _with_quant_modes(plain.cases_for_shapes(shapes, device, dtype), device)
 
 
-def _narrow(wide: Iterator[Case], device: str) -> Iterator[Case]:
-    for case in wide:
+def _with_quant_modes(base_cases: Iterator[Case], device: str) -> Iterator[Case]:
+    for case in base_cases:
         x = case.args["x"]
-        for name, form in quant_modes(device):
-            yield Case(f"{case.name}-{name}", case.args | form, 3 * nbytes(x) + x.numel())
+        for name, mode in quant_modes(device):
+            yield Case(f"{case.name}-{name}", case.args | mode, 3 * nbytes(x) + x.numel())

@@ -15,17 +15,25 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (rms_norm(x + residual), x + residual), the sum rounded to x's dtype first.
+    """Compute rms_norm(x + residual) and the sum; the sum is rounded to x's dtype first.
 
-    x, residual: [..., H], same dtype. weight: [H]. Variants may reuse the residual's memory for the
-    sum.
+    Implementations may write the sum into the residual's memory.
+
+    Args:
+        x: [..., H].
+        residual: [..., H], x's dtype.
+        weight: [H].
+        eps: added to the mean square.
+
+    Returns:
+        (rms_norm(x + residual), x + residual).
     """
     total = x + residual
     return rms_norm(total, weight, eps), total
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """The shapes of rms_norm, with a residual of ten times the branch's scale."""
+    """The shapes of rms_norm; the residual has ten times the scale of x."""
     for rows, width in SHAPES:
         x = randn(rows, width, device=device, dtype=dtype, seed=rows * width)
         residual = randn(rows, width, device=device, dtype=dtype, seed=rows + width, scale=10.0)

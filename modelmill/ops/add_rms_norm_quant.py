@@ -24,18 +24,20 @@ def add_rms_norm_quant(
     perm: torch.Tensor | None = None,
     bits: int = 8,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(values, scale or None, x + residual): ``rms_norm_quant`` of the sum, which is rounded to x's
-    dtype first.
+    """Apply ``rms_norm_quant`` to x + residual; the sum is rounded to x's dtype first.
 
-    x, residual: [..., H], same dtype; the residual stream keeps its order. Variants may reuse the
-    residual's memory for the sum.
+    x, residual: [..., H], same dtype; the sum is not permuted. Implementations may write it into
+    the residual's memory. Other arguments as in ``rms_norm_quant``.
+
+    Returns:
+        (values, scale or None, x + residual).
     """
     y, total = add_rms_norm(x, residual, weight, eps)
     return *rms_norm_quant.quantize_rows(y, dtype, inv_scale, zero_point, perm, bits), total
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """The cases of rms_norm_quant, with a residual of ten times the branch's scale."""
+    """The cases of rms_norm_quant; the residual has ten times the scale of x."""
     for case in rms_norm_quant.cases(device, dtype):
         x = case.args["x"]
         residual = randn(*x.shape, device=device, dtype=dtype, seed=sum(x.shape), scale=10.0)

@@ -1,4 +1,4 @@
-"""The likeliest token of each row of logits."""
+"""Most likely token of each row of logits."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ TOLERANCE = {torch.float32: 0.0, torch.float16: 0.0, torch.bfloat16: 0.0}
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Ids [B] int64 of rows [B, V] float32, the lowest where several are the largest; NaN counts as
-    −inf.
+    """Token ids [B] int64 of logits [B, V] float32.
+
+    The lowest id wins a tie; NaN counts as −inf.
     """
-    never = float("-inf")
-    return logits.nan_to_num(never, float("inf"), never).argmax(-1)
+    neg_inf = float("-inf")
+    return logits.nan_to_num(neg_inf, float("inf"), neg_inf).argmax(-1)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:  # noqa: ARG001 - logits are float32 in any model

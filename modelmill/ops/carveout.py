@@ -1,11 +1,10 @@
-"""How a multiprocessor divides its memory between shared memory and the L1 cache, for kernels that
-follow each other.
+"""Shared-memory carveout: how an SM divides its on-chip memory between shared memory and L1 cache.
 
-The driver chooses a division for each kernel by its shared memory, and a multiprocessor changes to
-another only when nothing runs on it. A kernel that is placed while the one in front is still
-running (``early``) finds that one's, and stays with it for as long as it keeps the multiprocessors
-busy: fewer of its blocks than were meant run at once. Kernels that follow each other in every layer
-therefore ask for one division (docs/performance.md has what that is worth).
+The driver chooses the division per kernel from its shared-memory size. An SM changes it only while
+idle. A kernel started early by PDL (``pdl``) while the previous kernel is still running inherits
+the previous division, and keeps it as long as it occupies the SMs; fewer of its blocks than
+intended then run at once. Therefore all kernels that follow each other in a layer request the same
+carveout (measured in docs/performance.md).
 """
 
 from __future__ import annotations
@@ -13,18 +12,21 @@ from __future__ import annotations
 import ctypes
 import functools
 
-# Per cent of a multiprocessor's shared memory: 16 KB of 228, which three or four blocks of a decode
-# kernel share (three keep the memory as busy as four). With 32 KB for rope_cache alone it was as
-# slow as without asking.
+# Per cent of an SM's shared memory: 16 KB of 228 KB, for three or four blocks of a decode kernel
+# (three reach the same memory bandwidth as four). With 32 KB for rope_cache alone it was as slow as
+# without a preference.
 DECODE_CARVEOUT_PERCENT = 7
 _CARVEOUT_ATTRIBUTE = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 
 
 def set_carveout(function: int, percent: int) -> None:
-    """Have a loaded kernel (a CUfunction) ask for ``percent`` of a multiprocessor's memory that may
-    be shared.
+    """Set the preferred shared-memory carveout of a loaded kernel.
 
-    It is a wish: a driver that does not follow it is not an error.
+    It is a hint: a driver that ignores it is not an error.
+
+    Args:
+        function: a CUfunction.
+        percent: per cent of the SM's maximum shared memory.
     """
     cuda_driver().cuFuncSetAttribute(ctypes.c_void_p(function), _CARVEOUT_ATTRIBUTE, percent)
 

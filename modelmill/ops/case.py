@@ -1,4 +1,4 @@
-"""A case of an op: named arguments that every variant is tested and timed with."""
+"""A case of an op: named arguments with which every implementation is tested and timed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ import torch
 class Case:
     """Arguments for one call of an op.
 
-    args: keyword arguments. bytes_moved: least device-memory traffic (each input read once, each
-    output written
-    once). flops: arithmetic, for compute-bound ops. writes: names of arguments that the op writes
-    in place.
+    Attributes:
+        name: shown in test ids and benchmark tables.
+        args: keyword arguments of the op.
+        bytes_moved: minimum device-memory traffic (each input read once, each output written once).
+        flops: arithmetic operations, for compute-bound ops.
+        writes: names of arguments that the op writes in place.
+        meta: further data for a test or benchmark.
     """
 
     name: str
@@ -28,19 +31,17 @@ class Case:
 
 
 def nbytes(*tensors: torch.Tensor | None) -> int:
-    """Total size in bytes of the tensors given."""
+    """Total size of the tensors in bytes; None counts as 0."""
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
 def randn(
     *shape: int, device: str, dtype: torch.dtype, seed: int, scale: float = 1.0
 ) -> torch.Tensor:
-    """Seeded normal values, drawn in float32 on the CPU for small and on the device for large
-    tensors.
-    """
-    where = "cpu" if device == "cpu" or _product(shape) < 1 << 22 else device
-    generator = torch.Generator(where).manual_seed(seed)
-    return (torch.randn(*shape, generator=generator, device=where) * scale).to(
+    """Seeded normal values; small tensors are generated on the CPU, large ones on the device."""
+    generator_device = "cpu" if device == "cpu" or _product(shape) < 1 << 22 else device
+    generator = torch.Generator(generator_device).manual_seed(seed)
+    return (torch.randn(*shape, generator=generator, device=generator_device) * scale).to(
         device=device, dtype=dtype
     )
 

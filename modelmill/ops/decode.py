@@ -1,8 +1,7 @@
-"""All layers of a decoder on a few tokens in one call: what the other ops compute one after
-another.
+"""All layers of a decoder on a few tokens in one call (fused op).
 
-It spans the other ops and adds nothing to what they compute; a variant saves the host's work
-between them, which for a small model takes as long as the arithmetic. See ``registry.FUSED_OPS``.
+It computes what the other ops compute one after another. An implementation saves the host's work
+between them, which takes as long as the arithmetic in a small model. See ``registry.FUSED_OPS``.
 """
 
 from __future__ import annotations
@@ -26,16 +25,22 @@ from modelmill.ops.rms_norm import rms_norm
 from modelmill.ops.rope_cache import rope_cache
 from modelmill.ops.silu_mul import silu_mul
 
-# The products' bounds, for a few layers one after another.
+# The bounds of the matrix products, accumulated over a few layers.
 TOLERANCE = {torch.float32: 5e-5, torch.float16: 4e-2, torch.bfloat16: 2.5e-1}
 
 
 @dataclass(frozen=True, eq=False)
 class DecodeLinearWeights:
-    """weight: [N, K] of the activations' dtype, or int8 with scale [N] float32. bias: [N] or None.
+    """Weight of one linear layer.
 
-    group_size: where it is not 0, weight, scale and offset are as int4_linear (uint8) or
-    int8_group_linear (int8) have them, of ``in_features`` columns.
+    Attributes:
+        weight: [N, K] of the activations' dtype, or int8; group-wise as in int4_linear (uint8) or
+            int8_group_linear (int8).
+        scale: [N] float32 for int8; group-wise as in those ops; None for a floating-point weight.
+        bias: [N] or None.
+        offset: group-wise offsets or None.
+        group_size: columns that share a scale; 0 if the weight is not group-wise.
+        in_features: K of a group-wise weight.
     """
 
     weight: torch.Tensor
@@ -47,11 +52,11 @@ class DecodeLinearWeights:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K)."""
+        """Shape (N, K)."""
         return self.weight.shape[0], self.in_features if self.group_size else self.weight.shape[1]
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, K] → [T, N]."""
+        """Multiply [T, K] to [T, N]."""
         if self.scale is None:
             return linear(x, self.weight, self.bias)
         if self.group_size:
@@ -62,8 +67,9 @@ class DecodeLinearWeights:
 
 @dataclass(frozen=True, eq=False)
 class DecodeLayerWeights:
-    """One layer's weights: norms [H] (q_norm, k_norm: [D] or None), matrices, and the attention
-    window or None.
+    """One layer's weights.
+
+    Norms are [H] (q_norm, k_norm: [D] or None). window: tokens of the attention window or None.
     """
 
     attn_norm: torch.Tensor
@@ -79,9 +85,9 @@ class DecodeLayerWeights:
 
 @dataclass(frozen=True, eq=False)
 class DecoderStackWeights:
-    """Layers, the final norm [H] and the head.
+    """Layers, the final norm [H] and the LM head.
 
-    packed: where a variant keeps what it made of the weights.
+    packed: what an implementation derived from the weights (its cache).
     """
 
     layers: tuple[DecodeLayerWeights, ...]
@@ -94,10 +100,10 @@ class DecoderStackWeights:
 
 @dataclass(frozen=True, eq=False)
 class DecodeInputs:
-    """Where the tokens stand, as in ``paged_attention`` and ``rope_cache``; k, v: each layer's
-    pages.
+    """Positions and KV cache of the tokens, as in ``paged_attention`` and ``rope_cache``.
 
-    logit_rows: [R] int64, whose logits are wanted; None: all.
+    k, v: one page tensor per layer. logit_rows: [R] int64, rows whose logits are computed; None:
+    all.
     """
 
     k: tuple[torch.Tensor, ...]
@@ -115,9 +121,15 @@ class DecodeInputs:
 
 
 def decode(x: torch.Tensor, stack: DecoderStackWeights, tokens: DecodeInputs) -> torch.Tensor:
-    """x: [T, H], the tokens' embeddings.
+    """Run all layers and the LM head on a few tokens.
 
-    Writes k and v; returns logits [R, V] float32, rounded to x's dtype before.
+    Args:
+        x: [T, H], the tokens' embeddings.
+        stack: weights of all layers.
+        tokens: positions and KV cache; k and v are written.
+
+    Returns:
+        Logits [R, V] float32, rounded to x's dtype first.
     """
     t, residual = tokens, None
     for layer, k, v in zip(stack.layers, t.k, t.v, strict=True):
@@ -125,25 +137,23 @@ def decode(x: torch.Tensor, stack: DecoderStackWeights, tokens: DecodeInputs) ->
             residual, x = x, rms_norm(x, layer.attn_norm, stack.eps)
         else:
             x, residual = add_rms_norm(x, residual, layer.attn_norm, stack.eps)
-        turn, norms = (t.cos, t.sin, t.q_scale), (layer.q_norm, layer.k_norm)
-        q = rope_cache(layer.qkv.matmul(x), k, v, t.slots, stack.heads, *turn, *norms, stack.eps)
-        scale, around = (
+        rope, norms = (t.cos, t.sin, t.q_scale), (layer.q_norm, layer.k_norm)
+        q = rope_cache(layer.qkv.matmul(x), k, v, t.slots, stack.heads, *rope, *norms, stack.eps)
+        scale, paging = (
             k.shape[3] ** -0.5,
             (t.block_tables, t.query_start, t.context_lens, t.max_query, t.max_context),
         )
-        x = layer.o.matmul(paged_attention(q, k, v, *around, scale, layer.window))
+        x = layer.o.matmul(paged_attention(q, k, v, *paging, scale, layer.window))
         x, residual = add_rms_norm(x, residual, layer.mlp_norm, stack.eps)
         x = layer.down.matmul(silu_mul(layer.gate_up.matmul(x)))
-    assert residual is not None, "a decoder has layers"
+    assert residual is not None, "the decoder has no layers"
     if t.logit_rows is not None:
         x, residual = x[t.logit_rows], residual[t.logit_rows]
     return stack.lm_head.matmul(add_rms_norm(x, residual, stack.norm, stack.eps)[0]).float()
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """One token, a few sequences, a chunk with history, windows, biases, head norms, int8; odd
-    sizes.
-    """
+    """One token, a few sequences, a chunk with history, windows, biases, head norms, int8, int4."""
     shapes: list[tuple[str, list[tuple[int, int]], int, int, str, bool]] = [
         ("one", [(1, 40)], 4, 2, "", False),
         ("int8", [(1, 300)], 4, 1, "int8", False),
@@ -153,9 +163,10 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         ("int4 batch", [(2, 9), (1, 40)], 4, 2, "int4", True),
         ("chunk", [(5, 21), (1, 3)], 6, 2, "", True),
     ]
-    for seed, (name, lengths, heads, kv_heads, held, extras) in enumerate(shapes):
+    for seed, (name, lengths, heads, kv_heads, weight_format, extras) in enumerate(shapes):
         if device == "cpu":
-            yield Case(name, _case(lengths, heads, kv_heads, held, extras, dtype, seed))
+            args = _case(lengths, heads, kv_heads, weight_format, extras, dtype, seed)
+            yield Case(name, args)
 
 
 def _case(
@@ -170,38 +181,40 @@ def _case(
     dim, hidden, inner, vocab, depth, size = 24, 72, 100, 131, 2, 16
     count = sum(n for n, _ in lengths)
 
-    def drawn(*shape: int, kind: torch.dtype = dtype, scale: float = 1.0) -> torch.Tensor:
-        return randn(*shape, device="cpu", dtype=kind, seed=seed + sum(shape), scale=scale)
+    def random(*shape: int, dtype: torch.dtype = dtype, scale: float = 1.0) -> torch.Tensor:
+        return randn(*shape, device="cpu", dtype=dtype, seed=seed + sum(shape), scale=scale)
 
     def matrix(n: int, k: int) -> DecodeLinearWeights:
-        bias = drawn(n) if extras else None
-        wide = drawn(n, k, kind=torch.float32, scale=k**-0.5)
+        bias = random(n) if extras else None
+        weight32 = random(n, k, dtype=torch.float32, scale=k**-0.5)
         if weight_format in ("int4", "int8_group"):
             groupwise = four if weight_format == "int4" else eight
             tensors = groupwise.random_weight(n, k, 32, device="cpu", symmetric=not extras)
             return DecodeLinearWeights(**tensors, bias=bias, group_size=32, in_features=k)
-        values, scale = quantize(wide) if weight_format else (wide.to(dtype), None)
+        values, scale = quantize(weight32) if weight_format else (weight32.to(dtype), None)
         return DecodeLinearWeights(values, scale, bias)
 
     def layer(index: int) -> DecodeLayerWeights:
-        q_norm, k_norm = (drawn(dim) + 1, drawn(dim) + 1) if extras else (None, None)
+        q_norm, k_norm = (random(dim) + 1, random(dim) + 1) if extras else (None, None)
         qkv, o = matrix((heads + 2 * kv_heads) * dim, hidden), matrix(hidden, heads * dim)
         window = 20 if extras and index else None
         gate_up, down = matrix(2 * inner, hidden), matrix(hidden, inner)
         return DecodeLayerWeights(
-            drawn(hidden) + 1, qkv, o, drawn(hidden) + 1, gate_up, down, q_norm, k_norm, window
+            random(hidden) + 1, qkv, o, random(hidden) + 1, gate_up, down, q_norm, k_norm, window
         )
 
     pages = [-(-context // size) for _, context in lengths]
     tables = torch.zeros(len(lengths), max(pages), dtype=torch.int32)
     for b, n in enumerate(pages):
         tables[b, :n] = torch.arange(n) * len(lengths) + b
-    places = [torch.arange(context - n, context) for n, context in lengths]
-    slots = torch.cat([tables[b].long()[p // size] * size + p % size for b, p in enumerate(places)])
+    positions = [torch.arange(context - n, context) for n, context in lengths]
+    slots = torch.cat(
+        [tables[b].long()[p // size] * size + p % size for b, p in enumerate(positions)]
+    )
     angle = randn(count, dim // 2, device="cpu", dtype=torch.float32, seed=seed, scale=3.0)
 
     def caches() -> tuple[torch.Tensor, ...]:
-        return tuple(drawn(max(pages) * len(lengths), kv_heads, size, dim) for _ in range(depth))
+        return tuple(random(max(pages) * len(lengths), kv_heads, size, dim) for _ in range(depth))
 
     query_start = torch.tensor([0, *(n for n, _ in lengths)]).cumsum(0).to(torch.int32)
     context_lens = torch.tensor([context for _, context in lengths], dtype=torch.int32)
@@ -215,5 +228,5 @@ def _case(
         torch.linspace(1.0, 1.5, count) if extras else None,
     )
     layers = tuple(layer(i) for i in range(depth))
-    stack = DecoderStackWeights(layers, drawn(hidden) + 1, matrix(vocab, hidden), heads, 1e-5)
-    return {"x": drawn(count, hidden), "stack": stack, "tokens": tokens}
+    stack = DecoderStackWeights(layers, random(hidden) + 1, matrix(vocab, hidden), heads, 1e-5)
+    return {"x": random(count, hidden), "stack": stack, "tokens": tokens}

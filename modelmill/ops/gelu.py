@@ -1,6 +1,4 @@
-"""GELU by the error function, as vision transformers use it (Hendrycks & Gimpel 2016,
-arXiv:1606.08415).
-"""
+"""Exact GELU (erf), as used by vision transformers (Hendrycks & Gimpel, arXiv:1606.08415)."""
 
 from __future__ import annotations
 
@@ -15,12 +13,12 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
-    """x · Φ(x), Φ the normal distribution; any shape."""
+    """Compute x · Φ(x), Φ the normal distribution function; any shape."""
     return F.gelu(x)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """SAM's inner width and an odd one."""
+    """SAM's MLP width and an odd one."""
     shapes = (
         ((1, 5120), (7, 101), (64, 3072))
         if device == "cpu"
@@ -32,7 +30,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 def cases_for_shapes(
     shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype
 ) -> Iterator[Case]:
-    """Of (rows, width)."""
+    """Cases of (rows, width)."""
     for rows, width in shapes:
         x = randn(rows, width, device=device, dtype=dtype, seed=rows + width, scale=2.0)
         yield Case(f"{rows}x{width}", {"x": x}, 2 * nbytes(x))

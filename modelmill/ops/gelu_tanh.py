@@ -1,4 +1,4 @@
-"""GELU's tanh form ("gelu_new"), as GPT-2 uses it (Hendrycks & Gimpel 2016, arXiv:1606.08415)."""
+"""Tanh approximation of GELU ("gelu_new"), as used by GPT-2 (arXiv:1606.08415)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """0.5·x·(1 + tanh(√(2/π)·(x + 0.044715·x³))), any shape."""
+    """Compute 0.5·x·(1 + tanh(√(2/π)·(x + 0.044715·x³))), any shape."""
     return F.gelu(x, approximate="tanh")
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """GPT-2's inner width and an odd one."""
+    """GPT-2's MLP width and an odd one."""
     yield from cases_for_shapes(((1, 4096), (7, 101), (64, 3072)), device, dtype)

@@ -1,6 +1,4 @@
-"""What references of products with weights in groups along K share, whatever the width of the
-codes.
-"""
+"""Shared by the references of products with group-wise quantized weights."""
 
 from __future__ import annotations
 
@@ -12,31 +10,38 @@ import torch
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.linear import linear
 
-PACK_COLUMNS = 32  # columns that are packed together; groups hold whole runs
+PACK_COLUMNS = 32  # columns that are packed together; a group size is a multiple of it
 
 
 class RandomWeight(Protocol):
-    """A seeded weight [n, k]: weight, scale and offset (None: symmetric) by name."""
+    """A function that makes a seeded weight [n, k]: weight, scale and offset (None: symmetric)."""
 
     def __call__(
         self, n: int, k: int, group: int, *, device: str, symmetric: bool
-    ) -> dict[str, torch.Tensor | None]: ...
+    ) -> dict[str, torch.Tensor | None]:
+        """Make the weight."""
+        ...
 
 
 def matmul_reference(
     x: torch.Tensor, weight_float: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """x [T, K] · wide [N, K]ᵀ + bias [N], summed in wide's dtype, rounded once: [T, N] of x's
-    dtype.
+    """Compute x · weightᵀ + bias.
+
+    Args:
+        x: [T, K].
+        weight_float: [N, K] dequantized; its dtype is the accumulation dtype.
+        bias: [N] or None.
+
+    Returns:
+        [T, N] of x's dtype, rounded once.
     """
     out = linear(x.to(weight_float.dtype), weight_float)
     return (out if bias is None else out + bias).to(x.dtype)
 
 
 def expand_groups(grid: torch.Tensor, group: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """What each group has, [N, ⌈columns/group⌉], as what each column has, [N, columns] of
-    ``dtype``.
-    """
+    """Expand values per group [N, ⌈columns/group⌉] to values per column [N, columns]."""
     return grid.to(dtype).repeat_interleave(group, 1)[:, :columns]
 
 
@@ -46,9 +51,7 @@ def cases_for_shapes(
     device: str,
     dtype: torch.dtype,
 ) -> Iterator[Case]:
-    """A case for each (rows, K, N, group): symmetric where there are 5 rows, with a bias where N is
-    odd.
-    """
+    """Cases of (rows, K, N, group): symmetric where rows is 5, with a bias where N is odd."""
     for rows, k, n, group in shapes:
         x = randn(rows, k, device=device, dtype=dtype, seed=rows + k + n)
         args = {

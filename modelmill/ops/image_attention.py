@@ -1,4 +1,4 @@
-"""Attention over an image's tokens, whole or by windows, with positions added to the scores.
+"""Attention over an image's tokens, global or windowed, with positions added to the scores.
 
 Two kinds of positions: SAM's decomposed relative ones (Li et al. 2022, arXiv:2112.01526), which
 depend on the query, and a table of biases by offset (Graham et al. 2021, LeViT, arXiv:2104.01136),
@@ -26,72 +26,79 @@ def image_attention(
     rel_w: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax(q kᵀ / √D + positions) v inside each window of each image.
+    """Compute softmax(q kᵀ / √D + positions) v inside each window of each image.
 
-    qkv: [B, H, W, 3, heads, D]. window: side of the square windows, which tile the image from its
-    upper left corner; None: the image is one. Where windows reach over the edge, the tokens out
-    there are keys like any other: fill
-    [3, heads, D] is what they hold. rel_h: [2·Sh − 1, D], rel_w: [2·Sw − 1, D], S the window's
-    height and width: a score gets q · rel_h[yq − yk + Sh − 1] + q · rel_w[xq − xk + Sw − 1], of the
-    q that is not scaled. bias:
-    [heads, S·S] float32: a score gets bias[head, |yq − yk| · S + |xq − xk|]. Returns [B, H, W, heads·D].
-    """  # noqa: E501
+    Windows tile the image from its upper left corner. Tokens of a window beyond the edge are keys
+    like any other, with the values of ``fill``. Below, Sh and Sw are a window's height and width, S
+    = Sw for the bias.
+
+    Args:
+        qkv: [B, H, W, 3, heads, D].
+        heads: number of heads.
+        window: side of the square windows; None: one window per image.
+        fill: [3, heads, D], q, k and v of tokens beyond the edge.
+        rel_h: [2·Sh − 1, D]; a score gets q · rel_h[yq − yk + Sh − 1], q not scaled.
+        rel_w: [2·Sw − 1, D]; a score gets q · rel_w[xq − xk + Sw − 1], q not scaled.
+        bias: [heads, S·S] float32; a score gets bias[head, |yq − yk| · S + |xq − xk|].
+
+    Returns:
+        [B, H, W, heads·D].
+    """
     batch, height, width, _, _, dim = qkv.shape
-    tall, wide = (height, width) if window is None else (window, window)
-    down, right = -height % tall, -width % wide
-    if down or right:
-        assert fill is not None, "windows over the edge need a fill"
+    win_h, win_w = (height, width) if window is None else (window, window)
+    pad_h, pad_w = -height % win_h, -width % win_w
+    if pad_h or pad_w:
+        assert fill is not None, "windows that reach beyond the edge need fill"
         padded = (
-            fill.to(qkv.dtype).expand(batch, height + down, width + right, 3, heads, dim).clone()
+            fill.to(qkv.dtype).expand(batch, height + pad_h, width + pad_w, 3, heads, dim).clone()
         )
         padded[:, :height, :width] = qkv
         qkv = padded
-    rows, columns = (height + down) // tall, (width + right) // wide
-    tiles = qkv.view(batch, rows, tall, columns, wide, 3, heads, dim).permute(
+    rows, columns = (height + pad_h) // win_h, (width + pad_w) // win_w
+    tiles = qkv.view(batch, rows, win_h, columns, win_w, 3, heads, dim).permute(
         5, 0, 1, 3, 6, 2, 4, 7
     )
-    q, k, v = tiles.reshape(3, batch * rows * columns, heads, tall * wide, dim)
-    added = None
+    q, k, v = tiles.reshape(3, batch * rows * columns, heads, win_h * win_w, dim)
+    scores_bias = None
     if rel_h is not None and rel_w is not None:
-        added = _relative_scores(q, rel_h, rel_w, tall, wide)
+        scores_bias = _relative_scores(q, rel_h, rel_w, win_h, win_w)
     elif bias is not None:
-        added = bias[:, relative_offsets(tall, wide, bias.device)].to(q.dtype)[None]
-    mixed = F.scaled_dot_product_attention(q, k, v, added)
-    mixed = mixed.view(batch, rows, columns, heads, tall, wide, dim).permute(0, 1, 4, 2, 5, 3, 6)
-    mixed = mixed.reshape(batch, height + down, width + right, heads * dim)
-    return mixed[:, :height, :width].contiguous()
+        scores_bias = bias[:, relative_offsets(win_h, win_w, bias.device)].to(q.dtype)[None]
+    out = F.scaled_dot_product_attention(q, k, v, scores_bias)
+    out = out.view(batch, rows, columns, heads, win_h, win_w, dim).permute(0, 1, 4, 2, 5, 3, 6)
+    out = out.reshape(batch, height + pad_h, width + pad_w, heads * dim)
+    return out[:, :height, :width].contiguous()
 
 
 def relative_offsets(height: int, width: int, device: torch.device) -> torch.Tensor:
-    """[S·S, S·S] int64: |Δy| · wide + |Δx| between the tokens of a window."""
-    place = torch.arange(height * width, device=device)
-    y, x = place // width, place % width
+    """[S·S, S·S] int64: |Δy| · width + |Δx| between the tokens of a window."""
+    index = torch.arange(height * width, device=device)
+    y, x = index // width, index % width
     return (y[:, None] - y).abs() * width + (x[:, None] - x).abs()
 
 
 def _relative_scores(
     q: torch.Tensor, rel_h: torch.Tensor, rel_w: torch.Tensor, height: int, width: int
 ) -> torch.Tensor:
-    """q: [N, heads, tall·wide, D] → what positions add to the scores, [N, heads, tall·wide,
-    tall·wide].
+    """Position terms of the scores.
+
+    q: [N, heads, S, D], S = height·width tokens of a window. Returns [N, heads, S, S].
     """
     n, heads, _, dim = q.shape
-    up = torch.arange(height, device=q.device)
-    across = torch.arange(width, device=q.device)
-    by_row = rel_h.to(q.dtype)[up[:, None] - up + height - 1]
-    by_column = rel_w.to(q.dtype)[across[:, None] - across + width - 1]
-    at = q.view(n, heads, height, width, dim)
-    rows = torch.einsum("nhyxd,ykd->nhyxk", at, by_row)
-    columns = torch.einsum("nhyxd,xkd->nhyxk", at, by_column)
+    y = torch.arange(height, device=q.device)
+    x = torch.arange(width, device=q.device)
+    by_row = rel_h.to(q.dtype)[y[:, None] - y + height - 1]
+    by_column = rel_w.to(q.dtype)[x[:, None] - x + width - 1]
+    grid = q.view(n, heads, height, width, dim)
+    rows = torch.einsum("nhyxd,ykd->nhyxk", grid, by_row)
+    columns = torch.einsum("nhyxd,xkd->nhyxk", grid, by_column)
     return (rows[..., :, None] + columns[..., None, :]).reshape(
         n, heads, height * width, height * width
     )
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Windows that fit, that reach over the edge, one window; both kinds of positions; head sizes
-    16 to 80.
-    """
+    """Windows that fit or overlap the edge, global; all position types; head sizes 16 to 88."""
     shapes: list[tuple[str, int, int, int, int, int, int | None, str]] = [
         ("whole", 1, 6, 6, 2, 32, None, "relative"),
         ("oblong", 2, 5, 7, 2, 16, None, "relative"),

@@ -1,11 +1,10 @@
-"""Matrix product with 4-bit weights in groups along K; activations stay floating point.
+"""Matrix product with group-wise 4-bit weights; activations stay floating point (W4A16).
 
-Layout of a weight [N, K], made for reading 16 bytes at a time: K is filled up to a multiple of 32,
-and in each run of 32 columns byte j (0…15) holds column j in its low half and column j + 16 in its
-high half. A weight is
-scale[n, g] · code + offset[n, g], code 0…15, g = column // group; without offsets −8 · scale is
-meant (symmetric). Hence y[t, n] = Σ_g scale · (x_g · codes_g) + offset · Σ x_g: a kernel multiplies
-with the bare codes.
+Layout of a weight [N, K], made for 16-byte loads: K is padded to a multiple of 32; in each run of
+32 columns, byte j (0…15) holds column j in its low nibble and column j + 16 in its high nibble. A
+weight is scale[n, g] · code + offset[n, g], code 0…15, g = column // group; without offsets the
+offset is −8 · scale (symmetric). Hence y[t, n] = Σ_g scale · (x_g · codes_g) + offset · Σ x_g, so
+that a kernel can multiply with the codes directly.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from modelmill.ops.case import Case
 from modelmill.ops.groupwise import PACK_COLUMNS, cases_for_shapes, expand_groups, matmul_reference
 
 TOLERANCE = {torch.float32: 4e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
-ZERO_POINT = 8  # the code of 0 where there are no offsets
+ZERO_POINT = 8  # the code of 0 in a symmetric weight
 
 
 def int4_linear(
@@ -30,15 +29,24 @@ def int4_linear(
     group: int,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x: [T, K] float; weight: [N, ⌈K/32⌉·16] uint8; scale, offset: [N, ⌈K/group⌉] float16 or
-    float32; bias: [N].
+    """Compute x · weightᵀ + bias with the weight dequantized.
 
-    group: a multiple of 32. Returns [T, N] of x's dtype. Weights and sums are float32 (float64
-    where x is).
+    Weights and sums are float32 (float64 if x is).
+
+    Args:
+        x: [T, K], floating point.
+        weight: [N, ⌈K/32⌉·16] uint8, packed codes.
+        scale: [N, ⌈K/group⌉] float16 or float32.
+        offset: as scale, or None (symmetric).
+        group: columns that share a scale, a multiple of 32.
+        bias: [N] or None.
+
+    Returns:
+        [T, N] of x's dtype.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
+    acc_dtype = torch.promote_types(x.dtype, torch.float32)
     return matmul_reference(
-        x, dequantize_weight(weight, scale, offset, group, x.shape[-1], wide), bias
+        x, dequantize_weight(weight, scale, offset, group, x.shape[-1], acc_dtype), bias
     )
 
 
@@ -50,7 +58,7 @@ def dequantize_weight(
     columns: int,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """The weights [N, columns]; those that are floating point have been unpacked before."""
+    """Dequantize to [N, columns]; a floating-point weight is already dequantized."""
     if weight.is_floating_point():
         return weight.to(dtype)
     values = unpack_codes(weight, columns).to(dtype)
@@ -63,12 +71,12 @@ def dequantize_weight(
 
 
 def packed_bytes(columns: int) -> int:
-    """Bytes of a packed row."""
+    """Bytes of a packed row of ``columns`` 4-bit codes."""
     return -(-columns // PACK_COLUMNS) * (PACK_COLUMNS // 2)
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
-    """[N, K] codes 0…15 → [N, ⌈K/32⌉·16] uint8; what fills up K is 0."""
+    """Pack codes 0…15 [N, K] into [N, ⌈K/32⌉·16] uint8; padding columns are 0."""
     rows, columns = codes.shape
     full = F.pad(codes.to(torch.uint8), (0, -columns % PACK_COLUMNS)).view(
         rows, -1, 2, PACK_COLUMNS // 2
@@ -77,15 +85,13 @@ def pack_codes(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_codes(weight: torch.Tensor, columns: int) -> torch.Tensor:
-    """The inverse of ``pack_codes``: [N, columns] uint8."""
+    """Unpack the result of ``pack_codes`` to [N, columns] uint8."""
     runs = weight.view(weight.shape[0], -1, 1, PACK_COLUMNS // 2)
     return torch.cat([runs & 15, runs >> 4], 2).view(weight.shape[0], -1)[:, :columns]
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Decode and prefill, groups of every size, K that is no multiple of the group, of 32, or
-    odd.
-    """
+    """Decode and prefill; all group sizes; K odd or not a multiple of 32 or of the group."""
     shapes = [
         (1, 576, 1536, 128),
         (5, 100, 33, 32),
@@ -115,14 +121,14 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 def random_weight(
     n: int, k: int, group: int, *, device: str, symmetric: bool
 ) -> dict[str, torch.Tensor | None]:
-    """A seeded weight whose outputs have about unit scale."""
+    """A seeded weight that gives outputs of about unit scale."""
     generator = torch.Generator().manual_seed(n + k)
     codes = torch.randint(0, 16, (n, k), generator=generator)
     scale = (torch.rand(n, -(-k // group), generator=generator) + 0.5) * (0.2 * k**-0.5)
     offset = -scale * (7.5 + torch.randn(scale.shape, generator=generator))
-    held = {
+    tensors = {
         "weight": pack_codes(codes),
         "scale": scale.half(),
         "offset": None if symmetric else offset.half(),
     }
-    return {name: None if t is None else t.to(device) for name, t in held.items()}
+    return {name: None if t is None else t.to(device) for name, t in tensors.items()}

@@ -1,6 +1,4 @@
-"""A gated pair of products with 4-bit weights and SwiGLU's gate in one op: what lies between never
-reaches memory.
-"""
+"""Gate and up projections with 4-bit weights and SwiGLU in one op; no intermediate in memory."""
 
 from __future__ import annotations
 
@@ -23,9 +21,13 @@ def int4_linear_swiglu(
     group: int,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """silu(x Gᵀ) · (x Uᵀ). As int4_linear, with the rows of G above those of U. Returns [T, N / 2].
+    """Compute silu(x Gᵀ) · (x Uᵀ).
 
-    The products are rounded to x's dtype before the gate, as two ops would.
+    The products are rounded to x's dtype before the gate, as two separate ops would do. Arguments
+    as in int4_linear; the weight has 2·I rows, G above U, and so have scale, offset and bias.
+
+    Returns:
+        [T, I] of x's dtype.
     """
     return silu_mul(int4_linear(x, weight, scale, offset, group, bias))
 

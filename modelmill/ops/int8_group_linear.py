@@ -1,8 +1,8 @@
-"""Matrix product with 8-bit weights in groups along K; activations stay floating point.
+"""Matrix product with group-wise 8-bit weights; activations stay floating point.
 
-As int4_linear, with a byte a weight: scale[n, g] · code + offset[n, g], code −128…127, g = column
-// group; without offsets 0 is meant (symmetric). A row is filled up with zeros to a multiple of 32
-columns.
+As int4_linear, with one byte per weight: scale[n, g] · code + offset[n, g], code −128…127, g =
+column // group; without offsets the offset is 0 (symmetric). Rows are padded with zeros to a
+multiple of 32 columns.
 """
 
 from __future__ import annotations
@@ -26,15 +26,24 @@ def int8_group_linear(
     group: int,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x: [T, K] float; weight: [N, ⌈K/32⌉·32] int8; scale, offset: [N, ⌈K/group⌉] float16 or
-    float32; bias: [N].
+    """Compute x · weightᵀ + bias with the weight dequantized.
 
-    group: a multiple of 32. Returns [T, N] of x's dtype. Weights and sums are float32 (float64
-    where x is).
+    Weights and sums are float32 (float64 if x is).
+
+    Args:
+        x: [T, K], floating point.
+        weight: [N, ⌈K/32⌉·32] int8.
+        scale: [N, ⌈K/group⌉] float16 or float32.
+        offset: as scale, or None (symmetric).
+        group: columns that share a scale, a multiple of 32.
+        bias: [N] or None.
+
+    Returns:
+        [T, N] of x's dtype.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
+    acc_dtype = torch.promote_types(x.dtype, torch.float32)
     return matmul_reference(
-        x, dequantize_weight(weight, scale, offset, group, x.shape[-1], wide), bias
+        x, dequantize_weight(weight, scale, offset, group, x.shape[-1], acc_dtype), bias
     )
 
 
@@ -46,7 +55,7 @@ def dequantize_weight(
     columns: int,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """The weights [N, columns]; those that are floating point have been unpacked before."""
+    """Dequantize to [N, columns]; a floating-point weight is already dequantized."""
     if weight.is_floating_point():
         return weight.to(dtype)
     values = weight[:, :columns].to(dtype) * expand_groups(scale, group, columns, dtype)
@@ -54,12 +63,12 @@ def dequantize_weight(
 
 
 def pad_codes(codes: torch.Tensor) -> torch.Tensor:
-    """[N, K] int8 → [N, ⌈K/32⌉·32], zeros behind K."""
+    """Pad int8 codes [N, K] with zeros to [N, ⌈K/32⌉·32]."""
     return F.pad(codes, (0, -codes.shape[1] % PACK_COLUMNS)).contiguous()
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Decode and prefill, K that is no multiple of the group, of 32, or odd."""
+    """Decode and prefill; K odd or not a multiple of 32 or of the group."""
     shapes = [
         (1, 576, 1536, 32),
         (5, 100, 33, 32),
@@ -83,14 +92,14 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 def random_weight(
     n: int, k: int, group: int, *, device: str, symmetric: bool
 ) -> dict[str, torch.Tensor | None]:
-    """A seeded weight whose outputs have about unit scale."""
+    """A seeded weight that gives outputs of about unit scale."""
     generator = torch.Generator().manual_seed(n + k)
     codes = torch.randint(-128, 128, (n, k), generator=generator, dtype=torch.int8)
     scale = (torch.rand(n, -(-k // group), generator=generator) + 0.5) * (k**-0.5 / 74)
     offset = scale * (20 * torch.randn(scale.shape, generator=generator))
-    held = {
+    tensors = {
         "weight": pad_codes(codes),
         "scale": scale.half(),
         "offset": None if symmetric else offset.half(),
     }
-    return {name: None if t is None else t.to(device) for name, t in held.items()}
+    return {name: None if t is None else t.to(device) for name, t in tensors.items()}

@@ -1,5 +1,6 @@
-"""Matrix product with int8 weights, one float scale per output channel; activations stay floating
-point.
+"""Matrix product with int8 weights, one scale per output channel (W8A16).
+
+Activations stay floating point.
 """
 
 from __future__ import annotations
@@ -15,23 +16,29 @@ from modelmill.ops.linear import linear
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
-# Up to so many rows torch's product with packed int8 beats one with widened weights, which are read
-# twice as long.
+# Up to this many rows torch's int8 product is faster than one with weights converted to 16 bits,
+# which takes twice the memory traffic.
 PACKED_ROWS = 4
-# Its vectors take whole runs of columns, and read beyond the end of a row that is none.
+# torch's int8 kernel works on runs of 32 columns and reads beyond the end of a shorter row.
 PACKED_COLUMNS = 32
 
 
 def int8_linear(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x: [T, K] float; weight: [N, K] int8; scale: [N] float32; bias: [N] of x's dtype. Returns [T,
-    N] of x's dtype.
+    """Compute (x · weightᵀ) · scale + bias.
 
-    The product with the integers is taken in x's dtype (small integers are exact in bfloat16 and
-    float16), the
-    scale is applied to the float32 sums, rounded to x's dtype. weight may already be of x's dtype
-    and filled up with zeros (expanded).
+    The product with the integers is computed in x's dtype (small integers are exact in bfloat16 and
+    float16). The scale is applied to the float32 sums, then rounded to x's dtype.
+
+    Args:
+        x: [T, K], floating point.
+        weight: [N, K] int8, or already of x's dtype and padded with zeros along K.
+        scale: [N] float32.
+        bias: [N] of x's dtype, or None.
+
+    Returns:
+        [T, N] of x's dtype.
     """
     if weight.shape[1] > x.shape[-1]:
         x = F.pad(x, (0, weight.shape[1] - x.shape[-1]))
@@ -47,48 +54,51 @@ def int8_linear(
 
 
 def takes_packed(x: torch.Tensor) -> bool:
-    """Whether x [T, K] is multiplied with int8 weights as they are, by torch's own product: a few
-    rows of bfloat16.
+    """Whether x [T, K] is multiplied by torch's own int8 kernel.
+
+    True for a few rows of bfloat16 on a CPU.
     """
     few = x.dim() == 2 and 0 < x.shape[0] <= PACKED_ROWS and x.device.type == "cpu"
     return few and x.dtype is torch.bfloat16 and packable(x.shape[1]) and not x.requires_grad
 
 
 def packable(columns: int) -> bool:
-    """Whether torch has such a product for rows of so many columns on this processor."""
+    """Whether torch has such a kernel for this number of columns on this processor."""
     return columns > 0 and columns % PACKED_COLUMNS == 0 and _multiplies_packed()
 
 
 @functools.cache
 def _multiplies_packed() -> bool:
-    """Whether torch multiplies with packed int8 in vectors here, and rightly: the op is none of its
-    public ones.
-    """
+    """Whether torch's private int8 op exists, is vectorized here and gives exact results."""
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        return False  # number by number, or never measured (arm64)
+        return False  # scalar code, or never measured (arm64)
     x = (torch.arange(64) % 7 - 3).to(torch.bfloat16)[None]
     weight = (torch.arange(192) % 11 - 5).to(torch.int8).view(3, 64)
     try:
         sums = torch._weight_int8pack_mm(x, weight, x.new_ones(3))
     except (AttributeError, RuntimeError, TypeError):
         return False
-    # whole numbers below 256: every order of adding gives the same
+    # integers below 256: the sums do not depend on the order of addition
     return torch.equal(sums, F.linear(x.float(), weight.float()).to(torch.bfloat16))
 
 
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round to nearest, symmetric, per row: (int8 [N, K], float32 [N]). A zero row gets scale 1."""
-    wide = weight.float()
-    peak = wide.abs().amax(-1)
-    # a tensor: by a bare number GPUs divide with its reciprocal, and the last bit would depend on
-    # the machine
-    scale = peak / torch.full_like(peak, 127.0)
+    """Quantize a weight per row: symmetric, round to nearest.
+
+    Returns:
+        Codes [N, K] int8 and scales [N] float32; a row of zeros gets scale 1.
+    """
+    weight32 = weight.float()
+    amax = weight32.abs().amax(-1)
+    # divide by a tensor: GPUs divide by a Python number as a product with its reciprocal, and the
+    # last bit would depend on the device
+    scale = amax / torch.full_like(amax, 127.0)
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-    return torch.round(wide / scale[:, None]).clamp(-127, 127).to(torch.int8), scale
+    return torch.round(weight32 / scale[:, None]).clamp(-127, 127).to(torch.int8), scale
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """As for linear."""
+    """The shapes of linear."""
     shapes = [(1, 576, 1536), (5, 100, 33), (33, 576, 960), (1, 1536, 576), (2, 65, 7)]
     if device != "cpu":
         shapes += [

@@ -1,6 +1,4 @@
-"""A gated pair of products with int8 weights and SwiGLU's gate in one op: what lies between never
-reaches memory.
-"""
+"""Gate and up projections with int8 weights and SwiGLU in one op; no intermediate in memory."""
 
 from __future__ import annotations
 
@@ -18,10 +16,13 @@ TOLERANCE = {torch.float32: 5e-5, torch.float16: 2e-2, torch.bfloat16: 1.5e-1}
 def int8_linear_swiglu(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """silu(x Gᵀ) · (x Uᵀ). As int8_linear, with weight [2·I, K], G above U, scale and bias [2·I].
-    Returns [T, I].
+    """Compute silu(x Gᵀ) · (x Uᵀ).
 
-    The products are rounded to x's dtype before the gate, as two ops would.
+    The products are rounded to x's dtype before the gate, as two separate ops would do. Arguments
+    as in int8_linear; the weight has 2·I rows, G above U, and so have scale and bias.
+
+    Returns:
+        [T, I] of x's dtype.
     """
     return silu_mul(int8_linear(x, weight, scale, bias))
 

@@ -1,8 +1,8 @@
-"""Launch configs chosen for one device, and which of them the kernels here accept.
+"""Autotuned launch configs of one device, filtered by what the kernels accept.
 
-An implementation that can be tuned offers ``candidates(key)``, the configs that it may be launched
-with, and takes ``configs`` in ``run``. They travel as an argument of ``registry.select_backends``;
-nothing is kept in a module.
+An implementation that can be tuned has ``candidates(key)``, the configs that it may be launched
+with, and its ``run`` takes ``configs``. The configs are an argument of
+``registry.select_backends``; no module keeps them as state.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import ModuleType
 
 import torch
 
-GemmKey = tuple[int, int, int, torch.dtype]  # rows that share a choice, N, K, dtype of x
+GemmKey = tuple[int, int, int, torch.dtype]  # row bucket, N, K, dtype of x
 TunedConfigs = Mapping[str, Mapping[GemmKey, tuple[int, ...]]]  # by op
 
 DTYPES = {
@@ -27,46 +27,47 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Tuning:
-    """configs: launch configs by op and key.
-
-    device: the name of the device that they were measured on.
-    """
+    """Launch configs by op and key, and the name of the device that they were measured on."""
 
     device: str
     configs: TunedConfigs
 
     @property
     def count(self) -> int:
-        """How many products have sizes of their own."""
-        return sum(len(each) for each in self.configs.values())
+        """Number of matrix products that have an autotuned config."""
+        return sum(len(by_key) for by_key in self.configs.values())
 
 
 def filter_supported(
     module: ModuleType, configs: Mapping[GemmKey, tuple[int, ...]]
 ) -> dict[GemmKey, tuple[int, ...]]:
-    """What of a choice the variant offers; a file is no reason to launch anything else."""
-    offered = getattr(module, "candidates", None)
-    found = {}
-    for key, sizes in configs.items():
+    """The configs that are among the candidates of ``module``; all others are dropped."""
+    candidates = getattr(module, "candidates", None)
+    supported = {}
+    for key, config in configs.items():
         try:
-            if offered is not None and sizes in offered(key):
-                found[key] = sizes
-        except KeyError:  # a key that no product here has
+            if candidates is not None and config in candidates(key):
+                supported[key] = config
+        except KeyError:  # no kernel uses this key
             continue
-    return found
+    return supported
 
 
 def format_key(key: GemmKey) -> str:
-    """ "8x4096->12288 bfloat16": rows, K and N, dtype."""
+    """Format a key as "8x4096->12288 bfloat16": rows, K and N, dtype."""
     rows, n, k, dtype = key
     return f"{rows}x{k}->{n} {str(dtype).removeprefix('torch.')}"
 
 
 def parse_key(text: str) -> GemmKey:
-    """The inverse of ``format_key``. Raises ValueError for anything else."""
+    """Parse the output of ``format_key``.
+
+    Raises:
+        ValueError: if the text has another format.
+    """
     shape, _, dtype = text.partition(" ")
     sides, arrow, n = shape.partition("->")
     rows, times, k = sides.partition("x")
     if not (arrow and times and dtype in DTYPES):
-        raise ValueError(f"no product is called {text[:60]!r}")
+        raise ValueError(f"not a GEMM key: {text[:60]!r}")
     return int(rows), int(n), int(k), DTYPES[dtype]

@@ -15,7 +15,10 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """x: [..., H]; weight, bias: [H]; statistics in float32. Returns the shape and dtype of x."""
+    """Normalize rows; statistics in float32.
+
+    x: [..., H]; weight, bias: [H]. Returns the shape and dtype of x.
+    """
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
@@ -27,7 +30,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 def cases_for_shapes(
     shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype
 ) -> Iterator[Case]:
-    """Of (rows, width)."""
+    """Cases of (rows, width)."""
     for rows, width in shapes:
         x = randn(rows, width, device=device, dtype=dtype, seed=rows * width) + 0.5
         weight = randn(width, device=device, dtype=dtype, seed=width) + 1

@@ -1,4 +1,4 @@
-"""Dense matrix product with a weight held as rows of outputs."""
+"""Dense matrix product with a weight stored as [N, K]."""
 
 from __future__ import annotations
 
@@ -9,22 +9,30 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 
-# Products of K terms: bounds are for cases whose outputs have unit scale (weights drawn with
-# 1/sqrt(K)).
+# For cases whose outputs have unit scale (weights scaled by 1/sqrt(K)).
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
-AMX_COLUMNS = 32  # of 16 bits
+AMX_COLUMNS = 32  # 16-bit values in an AMX tile row
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x: [T, K]; weight: [N, K]; bias: [N] or None; all of one dtype. Returns [T, N].
+    """Compute x · weightᵀ + bias.
 
-    With AMX oneDNN (torch 2.13) reads 16-bit rows up to a multiple of 32 columns and multiplies
-    what lies beyond K, the next row or a gap, by zero: a NaN there, somebody else's, becomes this
-    row's. Such rows are filled with zeros first."""
-    spare = -x.shape[-1] % AMX_COLUMNS
-    if spare and x.device.type == "cpu" and x.dtype.itemsize == 2:
-        return F.linear(F.pad(x, (0, spare)), F.pad(weight, (0, spare)), bias)
+    With AMX, oneDNN (torch 2.13) reads 16-bit rows up to a multiple of 32 columns and multiplies
+    the values beyond K (the next row or unrelated memory) by zero; a NaN there would make this row
+    NaN. Such rows are therefore padded with zeros first.
+
+    Args:
+        x: [T, K].
+        weight: [N, K], x's dtype.
+        bias: [N], x's dtype, or None.
+
+    Returns:
+        [T, N] of x's dtype.
+    """
+    padding = -x.shape[-1] % AMX_COLUMNS
+    if padding and x.device.type == "cpu" and x.dtype.itemsize == 2:
+        return F.linear(F.pad(x, (0, padding)), F.pad(weight, (0, padding)), bias)
     return F.linear(x, weight, bias)
 
 

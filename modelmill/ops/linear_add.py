@@ -1,4 +1,4 @@
-"""A product added to the residual stream in one op: the branch never reaches memory."""
+"""Matrix product added to the residual stream in one op; no intermediate in memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,19 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 def linear_add(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """residual + x Wᵀ (+ b), the product rounded before it is added, as two ops would; variants may
-    round once.
+    """Compute residual + x Wᵀ (+ bias).
 
-    x: [T, K]; weight: [N, K]; residual: [T, N], written over with the sum and returned; bias: [N]
-    or None.
+    The reference rounds the product before the addition, as two separate ops would do.
+    Implementations may round once.
+
+    Args:
+        x: [T, K].
+        weight: [N, K].
+        residual: [T, N], overwritten with the sum.
+        bias: [N] or None.
+
+    Returns:
+        ``residual``.
     """
     return residual.add_(linear(x, weight, bias))
 

@@ -1,4 +1,4 @@
-"""A product and GELU in one op: what lies between them never reaches memory."""
+"""Matrix product and GELU in one op; no intermediate in memory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,23 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 def linear_gelu(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """gelu(x Wᵀ + b). x: [T, K]; weight: [N, K]; bias: [N] or None. Returns [T, N].
+    """Compute gelu(x Wᵀ + bias).
 
-    In 16 bits a variant may take GELU's tanh form, which is off by less than 5e-4.
+    In 16 bits an implementation may use the tanh approximation, whose error is below 5e-4.
+
+    Args:
+        x: [T, K].
+        weight: [N, K].
+        bias: [N] or None.
+
+    Returns:
+        [T, N].
     """
     return gelu(linear(x, weight, bias))
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """One row, few and many; the shape of SAM's ViT-H only on a GPU."""
+    """One, few and many rows; the shape of SAM's ViT-H only on a GPU."""
     shapes = [(1, 576, 1536), (5, 100, 33), (70, 64, 48)]
     if device != "cpu":
         shapes += [(4096, 1280, 5120)]

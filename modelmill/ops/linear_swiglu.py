@@ -1,6 +1,4 @@
-"""A gated pair of products and SwiGLU's gate in one op: what lies between them never reaches
-memory.
-"""
+"""Gate and up projections and SwiGLU in one op; no intermediate in memory."""
 
 from __future__ import annotations
 
@@ -18,10 +16,17 @@ TOLERANCE = {torch.float32: 5e-5, torch.float16: 2e-2, torch.bfloat16: 1.5e-1}
 def linear_swiglu(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """silu(x Gᵀ) · (x Uᵀ). x: [T, K]; weight: [2·I, K], G above U; bias: [2·I] or None. Returns [T,
-    I].
+    """Compute silu(x Gᵀ) · (x Uᵀ).
 
-    The products are rounded to x's dtype before the gate, as two ops would.
+    The products are rounded to x's dtype before the gate, as two separate ops would do.
+
+    Args:
+        x: [T, K].
+        weight: [2·I, K], G above U.
+        bias: [2·I] or None.
+
+    Returns:
+        [T, I].
     """
     return silu_mul(linear(x, weight, bias))
 

@@ -1,6 +1,6 @@
-"""Causal attention over a paged KV cache (Kwon et al.
+"""Causal attention over a paged KV cache (Kwon et al. 2023, arXiv:2309.06180).
 
-2023, arXiv:2309.06180), prefill and decode in one signature.
+One op serves prefill and decode.
 """
 
 from __future__ import annotations
@@ -22,25 +22,36 @@ def paged_attention(
     block_tables: torch.Tensor,
     query_start: torch.Tensor,
     context_lens: torch.Tensor,
-    max_query: int,  # noqa: ARG001  launch sizes: only the kernels need them
+    max_query: int,  # noqa: ARG001  for launch sizes of kernels
     max_context: int,  # noqa: ARG001
     scale: float,
     window: int | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Each query attends to the keys of its own sequence up to its own position.
+    """Attend from each query to the keys of its own sequence up to its own position.
 
-    q: [T, heads, D], the sequences' new tokens one after another. k_cache, v_cache: [pages,
-    kv_heads, page_size, D], already holding the new tokens. block_tables: [B, P] int32 page
-    numbers. query_start: [B + 1] int32 offsets into T. context_lens: [B] int32, keys of each
-    sequence including the new ones; the last query of a sequence sits at context_len − 1.
-    max_query, max_context: upper bounds of the rows (host integers, for launch sizes). window: a
-    query at p sees keys > p − window. Query heads h share the KV head h // (heads / kv_heads). A
-    sequence with
-    context_len 0 is padding; its output rows are undefined. k_scale, v_scale: [pages, kv_heads,
-    page_size] float32, one a token and head, beside caches of int8 or float8_e4m3fn. Returns [T,
-    heads·D] in q's dtype.
+    Query head h uses KV head h // (heads / kv_heads). A sequence with context_len 0 is padding; its
+    output rows are undefined.
+
+    Args:
+        q: [T, heads, D], the new tokens of all sequences, concatenated.
+        k_cache: [pages, kv_heads, page_size, D]; already contains the new tokens.
+        v_cache: as k_cache.
+        block_tables: [B, P] int32 page numbers.
+        query_start: [B + 1] int32 offsets into T.
+        context_lens: [B] int32, keys of each sequence including the new ones; the last query of a
+            sequence is at position context_len − 1.
+        max_query: upper bound of the new tokens per sequence (host integer, for launch sizes).
+        max_context: upper bound of context_lens (host integer, for launch sizes).
+        scale: factor of the scores.
+        window: a query at position p attends to keys > p − window; None: to all.
+        k_scale: [pages, kv_heads, page_size] float32, one per token and head, for caches of int8 or
+            float8_e4m3fn.
+        v_scale: as k_scale.
+
+    Returns:
+        [T, heads·D] in q's dtype.
     """
     _, kv_heads, page_size, dim = k_cache.shape
     tokens, heads, _ = q.shape
@@ -56,41 +67,40 @@ def paged_attention(
         rows = q[first:last].transpose(0, 1)
         mask = _causal_mask(last - first, length, window, q.device)
         gqa = heads != kv_heads
-        mixed = F.scaled_dot_product_attention(
+        attended = F.scaled_dot_product_attention(
             rows[None], k[None], v[None], mask, scale=scale, enable_gqa=gqa
         )[0]
-        out[first:last] = mixed.transpose(0, 1)
+        out[first:last] = attended.transpose(0, 1)
     return out.view(tokens, heads * dim)
 
 
 def _gather_pages(
     cache: torch.Tensor, scale: torch.Tensor | None, pages: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """[kv_heads, keys, D] of the pages given, as they are or times their scales."""
-    found = cache.index_select(0, pages)  # in long runs; indexing goes number by number
+    """Keys or values [kv_heads, tokens, D] of the pages, dequantized if there are scales."""
+    gathered = cache.index_select(0, pages)  # copies whole pages; indexing copies single values
     if scale is not None:
-        found = found.to(scale.dtype) * scale[pages][..., None]
-    return found.to(dtype).transpose(0, 1).flatten(1, 2)
+        gathered = gathered.to(scale.dtype) * scale[pages][..., None]
+    return gathered.to(dtype).transpose(0, 1).flatten(1, 2)
 
 
 def _causal_mask(
     queries: int, keys: int, window: int | None, device: torch.device
 ) -> torch.Tensor | None:
-    """Which keys each of the last ``queries`` positions sees: [queries, keys] bool; None where all
-    see all.
+    """Mask [queries, keys] of the keys that each of the last ``queries`` positions attends to.
+
+    None if all attend to all keys.
     """
     if queries == 1 and (window is None or keys <= window):
         return None
     row = torch.arange(keys - queries, keys, device=device)[:, None]
     column = torch.arange(keys, device=device)[None]
-    seen = column <= row
-    return seen if window is None else seen & (column > row - window)
+    mask = column <= row
+    return mask if window is None else mask & (column > row - window)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Decode, prefill, chunks with history and mixtures; GQA; windows; odd lengths; head sizes 8 to
-    128.
-    """
+    """Decode, prefill, chunks with history, mixed; GQA; windows; odd lengths; heads of 8 to 128."""
     shapes: list[tuple[str, int, int, int, list[tuple[int, int]], int | None]] = [
         ("decode", 9, 3, 64, [(1, 1), (1, 17), (1, 100)], None),
         ("prefill", 4, 4, 128, [(33, 33), (1, 1)], None),

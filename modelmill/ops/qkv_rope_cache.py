@@ -1,6 +1,4 @@
-"""Queries, keys and values of a prompt in one op: the product, its rotation and the KV-cache write
-(``rope_cache``).
-"""
+"""QKV projection, RoPE and KV-cache write of a prompt in one op (see ``rope_cache``)."""
 
 from __future__ import annotations
 
@@ -33,21 +31,21 @@ def qkv_rope_cache(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``rope_cache`` of x Wᵀ (+ b), the product rounded to x's dtype before it is turned, as two
-    ops would.
+    """Apply ``rope_cache`` to x Wᵀ (+ bias), rounded to x's dtype as two separate ops would do.
 
-    x: [T, K]; weight: [N, K] of N = (heads + 2·kv_heads)·D, q above k above v; bias: [N] or None;
-    the others as in ``rope_cache``. Returns q: [T, heads, D].
+    x: [T, K]; weight: [N, K] with N = (heads + 2·kv_heads)·D rows, q above k above v; bias: [N] or
+    None. Other arguments as in ``rope_cache``.
+
+    Returns:
+        q [T, heads, D].
     """
     qkv = linear(x, weight, bias)
-    turn, norms = (cos, sin, q_scale), (q_norm, k_norm)
-    return rope_cache(qkv, k_cache, v_cache, slots, heads, *turn, *norms, eps, k_scale, v_scale)
+    rope, norms = (cos, sin, q_scale), (q_norm, k_norm)
+    return rope_cache(qkv, k_cache, v_cache, slots, heads, *rope, *norms, eps, k_scale, v_scale)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Prompts with and without biases, angles and logn; heads of 64 and 128; the 7B shape only on a
-    GPU.
-    """
+    """Prompts with and without bias, angles, logn; head sizes 64 and 128; 7B shape on GPUs only."""
     shapes = [(5, 72, 3, 1, 64), (300, 136, 2, 2, 128)]
     if device != "cpu":
         shapes += [
@@ -62,9 +60,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 def cases_for_shapes(
     shapes: list[tuple[int, int, int, int, int]], device: str, dtype: torch.dtype, page: int = 16
 ) -> Iterator[Case]:
-    """Prompts of (tokens, columns of x, heads, KV heads, head size): shuffled slots in pages of
-    ``page`` tokens.
-    """
+    """Cases of (tokens, K, heads, KV heads, head size) with shuffled slots in pages of ``page``."""
     for tokens, k, heads, kv_heads, dim in shapes:
         rows = (heads + 2 * kv_heads) * dim
         pages, angles = random_cache_and_angles(tokens, kv_heads, dim, device, dtype, tokens, page)

@@ -1,6 +1,4 @@
-"""Activations to 8 bits on their own, where no norm does it on the way: scaled by token or by
-calibration.
-"""
+"""Activations quantized to 8 bits where no norm does it: per-token or static scales."""
 
 from __future__ import annotations
 
@@ -22,15 +20,16 @@ def quantize(
     perm: torch.Tensor | None = None,
     bits: int = 8,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(values [..., N] of ``dtype``, scale [...] float32 or None) of x [..., H] float32/16/bf16.
+    """Quantize x [..., H] float32, float16 or bfloat16; arguments as in ``rms_norm_quant``.
 
-    The arguments and what is done with them are those of ``rms_norm_quant``, which does the same to
-    a norm's output."""
+    Returns:
+        (values [..., N] of ``dtype``, scale [...] float32 or None).
+    """
     return rms_norm_quant.quantize_rows(x, dtype, inv_scale, zero_point, perm, bits)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """The cases of rms_norm_quant without their norm."""
+    """The cases of rms_norm_quant without the norm."""
     shapes = rms_norm_quant.SHAPES if device != "cpu" else ((1, 64), (3, 576), (7, 100), (5, 8193))
     for number, (rows, width) in enumerate(shapes):
         x = randn(rows, width, device=device, dtype=dtype, seed=rows * width)

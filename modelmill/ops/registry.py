@@ -1,20 +1,20 @@
-"""The registry of ops: which backend's implementation of each op serves a device.
+"""Registry of ops: selects the backend that implements each op on a device.
 
-An op is a file ``ops/<op>.py`` with a function of its own name, the torch reference: it defines
-what the op
-computes. A backend's implementation is a file of the same name in ``ops/cpu``, ``ops/triton`` or
-``ops/cuda`` with
+An op is a file ``ops/<op>.py`` with a function of the same name, the torch reference. The reference
+defines what the op computes. A backend's implementation is a file of the same name in ``ops/cpu``,
+``ops/triton`` or ``ops/cuda`` with
 
 * ``available(device_type) -> str | None``: None where it can run, else the reason why it cannot;
-* ``run(...)``: the same signature and meaning as the reference;
-* optionally ``supports(...) -> bool``: whether these arguments are served; the next backend in the
-  order of preference serves the others, at last the reference;
-* optionally ``specializations(...)``: arguments with which each of its kernels is met once, where
-  kernels are compiled for sizes that change from step to step (``runtime.warmup``);
+* ``run(...)``: same signature and meaning as the reference;
+* optionally ``supports(...) -> bool``: whether it can handle these arguments; calls that it does
+  not support go to the next backend in order of preference, and finally to the reference;
+* optionally ``specializations(...)``: arguments that reach each compiled variant of its kernels
+  once, for kernels that are compiled for sizes that change between steps (``runtime.warmup``);
 * optionally ``USES_FALLBACK = True``: ``run`` also takes ``fallback``, the next backend's ``run``,
-  for the part of the work that that one serves better.
+  for the part of the work that is faster there.
 
-``select_backends`` picks once, at load; the result is passed in every Step and can be printed.
+``select_backends`` selects once, when an engine is loaded. The result is passed in every Step and
+can be printed.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ OPS = (
     "image_attention",
     "upsample_masks",
 )
-# Fused ops, and the ops that each replaces. Used only where an implementation exists and all that
-# it replaces comes from the same backend (or from another where that backend has none of it), so
-# that a kernel switched by hand is never bypassed. What decode does not do:
+# Fused ops, and the ops that each replaces. A fused op is used only if all ops that it replaces
+# come from its own backend (or from another one where its backend does not implement them), so that
+# a backend chosen by the user for one op is never bypassed. Ops that ``decode`` does not replace:
 _NOT_IN_DECODE = (
     *(
         "rms_norm_quant",
@@ -94,8 +94,8 @@ FUSED_OPS = {
     "linear_add": ("linear", "add_rms_norm"),
     "qkv_rope_cache": ("linear", "rope_cache"),
 }
-# Fused ops that give None for arguments that they do not serve: the ops that they replace are
-# faster than a reference.
+# Fused ops that return None for unsupported arguments: calling the ops that they replace is then
+# faster than running the fused op's reference.
 _OPTIONAL_FUSED_OPS = (
     "int8_linear_swiglu",
     "int4_linear_swiglu",
@@ -109,10 +109,10 @@ BACKEND_PREFERENCE = {"cuda": ("cuda", "triton", "torch"), "cpu": ("cpu", "torch
 
 @dataclass(frozen=True)
 class Ops:
-    """The selected callables, one per op; ``backends`` names the backend of each for printing.
+    """The selected callables, one per op; ``backends`` names the backend of each op.
 
-    Fused ops: None where no backend has one for their ops. Those in ``_OPTIONAL_FUSED_OPS`` give
-    None for arguments that they leave to those.
+    A fused op is None where no backend implements it. Those in ``_OPTIONAL_FUSED_OPS`` return None
+    for unsupported arguments; the caller then calls the ops that they replace.
     """
 
     rms_norm: Callable[..., torch.Tensor]
@@ -155,12 +155,12 @@ class Ops:
 
     @property
     def fuses_norm_quant(self) -> bool:
-        """Whether a norm that puts out 8 bits is faster than the two ops, one after the other."""
+        """Whether the fused norm with 8-bit output is faster than two separate ops."""
         return self.backends["add_rms_norm_quant"] != "torch"
 
     @property
     def fuses_silu_mul_quant(self) -> bool:
-        """The same of SwiGLU's gate."""
+        """Whether the fused SwiGLU with 8-bit output is faster than two separate ops."""
         return self.backends["silu_mul_quant"] != "torch"
 
 
@@ -170,46 +170,52 @@ def reference(op: str) -> Callable[..., Any]:
 
 
 def implementations(op: str, backends: Iterable[str] = BACKENDS) -> dict[str, ModuleType]:
-    """Faster implementations of an op, by backend; those whose packages are absent are left out."""
-    found = {backend: implementation(op, backend) for backend in backends}
-    return {backend: module for backend, module in found.items() if module is not None}
+    """Implementations of an op by backend; backends whose packages are missing are left out."""
+    modules = {backend: implementation(op, backend) for backend in backends}
+    return {backend: module for backend, module in modules.items() if module is not None}
 
 
 def implementation(op: str, backend: str) -> ModuleType | None:
-    """One backend's implementation of an op; None where it has none, or where a package that it
-    needs is absent.
+    """One backend's implementation of an op.
+
+    Returns:
+        The module, or None if the backend does not implement the op or needs a package that is not
+        installed.
     """
     if backend not in BACKENDS:
         return None
     try:
         return find_module(f"modelmill.ops.{backend}", op)
-    except ModuleNotFoundError as absent:
-        # a package that is not installed is no fault; a file of ours that cannot be imported is
-        if (absent.name or "").startswith("modelmill"):
+    except ModuleNotFoundError as error:
+        # a third-party package may be missing; a modelmill module that fails to import is a bug
+        if (error.name or "").startswith("modelmill"):
             raise
         return None
 
 
 def specializations(op: str, backend: str) -> list[Callable[..., Any]]:
-    """``specializations`` of the backend that was selected and of those behind it, where they have
-    any.
-    """
+    """The ``specializations`` functions of the selected backend and of its fallbacks."""
     names = BACKENDS[BACKENDS.index(backend) :] if backend in BACKENDS else ()
-    offered = implementations(op, names)
+    modules = implementations(op, names)
     return [
-        module.specializations for module in offered.values() if hasattr(module, "specializations")
+        module.specializations for module in modules.values() if hasattr(module, "specializations")
     ]
 
 
 def select_backends(
     device: str, overrides: Mapping[str, str] | None = None, tuning: Tuning | None = None
 ) -> Ops:
-    """Select a backend of every op for ``device`` ("cpu", "cuda", "cuda:1").
+    """Select a backend of every op for a device.
 
-    overrides: {op: backend}, backend one of torch, triton, cuda, cpu; for a fused op torch switches
-    it off. tuning: launch configs chosen for this device, where an implementation takes them.
-    Raises UsageError for an unknown op or a backend that does not have it or cannot run on the
-    device.
+    Args:
+        device: "cpu", "cuda" or "cuda:1".
+        overrides: {op: backend}, backend one of torch, triton, cuda, cpu; "torch" disables a fused
+            op.
+        tuning: autotuned launch configs for this device, for implementations that take them.
+
+    Raises:
+        UsageError: if an op is unknown, or its backend does not implement it or cannot run on the
+            device.
     """
     overrides = dict(overrides or {})
     known = (*OPS, *FUSED_OPS)
@@ -217,29 +223,28 @@ def select_backends(
         if op not in known:
             hint = closest_name(op, list(known))
             raise UsageError(
-                f"no op is called {op!r}"
+                f"unknown op {op!r}"
                 + (f"; did you mean {hint}?" if hint else f"; known: {', '.join(known)}")
             )
     device_type = torch.device(device).type
-    picked: dict[str, Any] = {}
+    selected: dict[str, Any] = {}
     backends: dict[str, str] = {}
     for op in OPS:
-        preferred = (overrides[op],) if op in overrides else BACKEND_PREFERENCE[device_type]
-        picked[op], backends[op] = _pick(op, preferred, device_type, tuning, forced=op in overrides)
+        order = (overrides[op],) if op in overrides else BACKEND_PREFERENCE[device_type]
+        selected[op], backends[op] = _pick(op, order, device_type, tuning, forced=op in overrides)
     for op, replaced in FUSED_OPS.items():
         run = _pick_fused(
             op, {o: backends[o] for o in replaced}, device_type, overrides.get(op), tuning
         )
         backends[op] = "torch" if run is None else backends[replaced[0]]
-        picked[op] = run
-    return Ops(**picked, backends=backends)
+        selected[op] = run
+    return Ops(**selected, backends=backends)
 
 
 def with_heartbeat(ops: Ops, on_op: Callable[[], None]) -> Ops:
-    """The same ops; ``on_op`` is called after each call of one, so that who watches a long step
-    sees that it goes on."""
+    """The same ops; ``on_op`` is called after each op call, as a sign of life in long steps."""
 
-    def after(run: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(run)
         def call(*args: Any, **kwargs: Any) -> Any:
             result = run(*args, **kwargs)
@@ -248,8 +253,8 @@ def with_heartbeat(ops: Ops, on_op: Callable[[], None]) -> Ops:
 
         return call
 
-    covered: dict[str, Any] = {name: after(run) for name, run in vars(ops).items() if callable(run)}
-    return replace(ops, **covered)
+    wrapped: dict[str, Any] = {name: wrap(run) for name, run in vars(ops).items() if callable(run)}
+    return replace(ops, **wrapped)
 
 
 def _pick_fused(
@@ -259,24 +264,31 @@ def _pick_fused(
     requested: str | None,
     tuning: Tuning | None,
 ) -> Callable[..., Any] | None:
-    """The implementation of a fused op where all that it replaces comes from its backend; None
-    leaves the work to those.
+    """Select the implementation of a fused op; None means that the replaced ops are called instead.
 
-    replaced: the backends of those ops. requested "torch" switches it off. Raises UsageError where
-    another backend is requested and cannot serve.
+    Args:
+        op: a fused op.
+        replaced: {op: backend} of the ops that it replaces; all must come from its backend.
+        device_type: "cuda" or "cpu".
+        requested: backend requested by the user, "torch" to disable the fused op, None for
+            automatic.
+        tuning: autotuned launch configs or None.
+
+    Raises:
+        UsageError: if the requested backend cannot be used.
     """
     if requested == "torch":
         return None
     backend = _common_backend(replaced)
-    offered = implementation(op, backend or "torch")
-    reason = "no such implementation" if offered is None else offered.available(device_type)
-    if reason is None and offered is not None and requested in (None, backend):
+    module = implementation(op, backend or "torch")
+    reason = "no such implementation" if module is None else module.available(device_type)
+    if reason is None and module is not None and requested in (None, backend):
         fallback = (lambda *_, **__: None) if op in _OPTIONAL_FUSED_OPS else reference(op)
         order = BACKEND_PREFERENCE[device_type]
-        rest = _usable_backends(op, order[order.index(backend) + 1 :], device_type, forced=False)
-        for behind in reversed(rest.values()):
-            fallback = _with_fallback(behind, _with_launch_configs(op, behind, tuning), fallback)
-        return _with_fallback(offered, _with_launch_configs(op, offered, tuning), fallback)
+        usable = _usable_backends(op, order[order.index(backend) + 1 :], device_type, forced=False)
+        for lower in reversed(usable.values()):
+            fallback = _with_fallback(lower, _with_launch_configs(op, lower, tuning), fallback)
+        return _with_fallback(module, _with_launch_configs(op, module, tuning), fallback)
     if requested is not None:
         raise UsageError(
             f"--kernel {op}={requested} cannot be used on {device_type}: "
@@ -286,8 +298,10 @@ def _pick_fused(
 
 
 def _common_backend(replaced: Mapping[str, str]) -> str | None:
-    """The backend that the first of these ops comes from, where the others do, too, or that backend
-    has none of them."""
+    """The backend of the first of these ops, if the others have the same one.
+
+    Another op may come from a different backend only if the common backend does not implement it.
+    """
     backend = next(iter(replaced.values()))
     others = [op for op, other in replaced.items() if other != backend]
     same = all(replaced[op] != "torch" and implementation(op, backend) is None for op in others)
@@ -297,47 +311,51 @@ def _common_backend(replaced: Mapping[str, str]) -> str | None:
 def _pick(
     op: str, preferred: tuple[str, ...], device_type: str, tuning: Tuning | None, *, forced: bool
 ) -> tuple[Callable[..., Any], str]:
-    """The first implementation that can run, and its backend; what it does not serve goes to those
-    behind it.
+    """Select the first implementation that can run.
+
+    Returns:
+        (callable, backend); unsupported arguments go to the lower-preference implementations.
     """
-    serve, backend = reference(op), "torch"
-    behind: Callable[..., Any] | None = None
+    selected, backend = reference(op), "torch"
+    lower: Callable[..., Any] | None = None
     for name, module in reversed(
         _usable_backends(op, preferred, device_type, forced=forced).items()
     ):
         run = _with_launch_configs(op, module, tuning)
-        if behind is not None and getattr(module, "USES_FALLBACK", False):
-            run = functools.partial(run, fallback=behind)
-        serve, backend, behind = _with_fallback(module, run, serve), name, run
-    return serve, backend
+        if lower is not None and getattr(module, "USES_FALLBACK", False):
+            run = functools.partial(run, fallback=lower)
+        selected, backend, lower = _with_fallback(module, run, selected), name, run
+    return selected, backend
 
 
 def _usable_backends(
     op: str, preferred: tuple[str, ...], device_type: str, *, forced: bool
 ) -> dict[str, ModuleType]:
-    """The implementations that can run on ``device_type``, best first; behind a forced one come
-    those less preferred."""
-    found: dict[str, ModuleType] = {}
+    """The implementations that can run on ``device_type``, in order of preference.
+
+    A forced backend is followed by the backends of lower preference.
+    """
+    usable: dict[str, ModuleType] = {}
     for name in preferred:
         if name == "torch":
             break
         module = implementation(op, name)
         reason = "no such implementation" if module is None else module.available(device_type)
         if module is not None and reason is None:
-            found[name] = module
+            usable[name] = module
         elif forced:
             raise UsageError(
                 f"--kernel {op}={name} cannot be used on {device_type}: {reason}; "
-                f"there are torch, {', '.join(implementations(op))}"
+                f"choose one of torch, {', '.join(implementations(op))}"
             )
-    order, best = BACKEND_PREFERENCE[device_type], next(iter(found), None)
-    if forced and best in order:
-        found |= _usable_backends(op, order[order.index(best) + 1 :], device_type, forced=False)
-    return found
+    order, first = BACKEND_PREFERENCE[device_type], next(iter(usable), None)
+    if forced and first in order:
+        usable |= _usable_backends(op, order[order.index(first) + 1 :], device_type, forced=False)
+    return usable
 
 
 def _with_launch_configs(op: str, module: ModuleType, tuning: Tuning | None) -> Callable[..., Any]:
-    """``module.run`` with the launch configs that this device's tuning names."""
+    """``module.run`` with this device's autotuned launch configs bound, if there are any."""
     run: Callable[..., Any] = module.run
     configs = None if tuning is None else filter_supported(module, tuning.configs.get(op, {}))
     return functools.partial(run, configs=configs) if configs else run
@@ -346,7 +364,7 @@ def _with_launch_configs(op: str, module: ModuleType, tuning: Tuning | None) -> 
 def _with_fallback(
     module: ModuleType, run: Callable[..., Any], fallback: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """``run``, and ``fallback`` where the implementation does not support the arguments."""
+    """``run`` where the implementation supports the arguments, else ``fallback``."""
     supports = getattr(module, "supports", None)
     if supports is None:
         return run

@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467), as LLaMA computes it in 16 bit."""
+"""RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467), as LLaMA computes it in 16 bits."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ SHAPES = ((1, 64), (3, 576), (7, 100), (1024, 4096), (5, 8193), (1, 4096))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalise rows in float32, cast to x's dtype, then multiply by the weight.
+    """Normalize rows in float32, cast to x's dtype, then multiply by the weight.
 
-    x: [..., H] float32/16/bf16. weight: [H], x's dtype. Returns the shape and dtype of x.
+    x: [..., H] float32, float16 or bfloat16. weight: [H], x's dtype. Returns the shape and dtype of
+    x.
     """
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale).to(x.dtype) * weight
+    x32 = x.float()
+    scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    return (x32 * scale).to(x.dtype) * weight
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Odd and usual shapes; the last two are the decode and the prefill row counts that are
-    benchmarked.
-    """
+    """Odd and usual shapes, including the prefill and decode row counts of the benchmarks."""
     for rows, width in SHAPES:
         x = randn(rows, width, device=device, dtype=dtype, seed=rows * width)
         weight = randn(width, device=device, dtype=dtype, seed=width) + 1

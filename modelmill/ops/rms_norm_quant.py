@@ -1,6 +1,4 @@
-"""RMSNorm whose output is 8-bit: scaled by token or by calibration, its channels in another order
-if one is given.
-"""
+"""RMSNorm with an 8-bit output: per-token or static scales, optionally permuted channels."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.quant_types import MIN_AMAX, QUANT_MAX
 from modelmill.ops.rms_norm import rms_norm
 
-# In steps of the 8-bit type: a value at the border between two may fall to either.
+# In steps of the 8-bit type: a value halfway between two steps may be rounded to either.
 TOLERANCE = {torch.float32: 1.0, torch.float16: 1.0, torch.bfloat16: 2.0}
 SHAPES = ((1, 64), (3, 576), (7, 100), (130, 96), (1024, 4096), (5, 8193), (1, 4096))
 
@@ -28,19 +26,26 @@ def rms_norm_quant(
     perm: torch.Tensor | None = None,
     bits: int = 8,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(values [..., N] of ``dtype``, scale [...] float32 or None) of y = rms_norm(x, weight, eps),
-    rounded to x's dtype.
+    """Quantize y = rms_norm(x, weight, eps), which is rounded to x's dtype first.
 
-    x: [..., H] float32/16/bf16. weight: [H], x's dtype. dtype: torch.int8 or torch.float8_e4m3fn.
-    perm: [N] int32,
-    N ≤ H or not: column i of the values is y's column perm[i], and zeros (not the zero-point) where
-    that is −1;
-    None: all in their order. inv_scale: what y is multiplied by before it is rounded, 1 / scale,
-    float32: [1] for all, or [N] for each column of the values; None: the token's own, largest /
-    max(amax of its y, 1e-6), and the scale that undoes it, max(amax, 1e-6) / largest, is returned.
-    zero_point: [N] int32 zero-points, added after the rounding; int8 and a static inv_scale only.
-    Rounded half to even and held at the ends: ±448 (fp8), ±(2^(bits − 1) − 1), with zero-points
-    −2^(bits − 1) … 2^(bits − 1) − 1. largest: 448 or 2^(bits − 1) − 1.
+    Values are rounded half to even and clamped to ±448 (fp8), ±(2^(bits − 1) − 1) (int8), or
+    −2^(bits − 1) … 2^(bits − 1) − 1 (int8 with zero-points). Below, max is 448 or 2^(bits − 1) − 1.
+
+    Args:
+        x: [..., H] float32, float16 or bfloat16.
+        weight: [H], x's dtype.
+        eps: added to the mean square.
+        dtype: torch.int8 or torch.float8_e4m3fn.
+        inv_scale: 1 / scale, float32, multiplied with y before rounding: [1] for all or [N] per
+            output column; None: dynamic, each token's max / max(amax, 1e-6), amax of its y.
+        zero_point: [N] int32, added after rounding; only with int8 and a static inv_scale.
+        perm: [N] int32, N may differ from H; column i of the values is y's column perm[i], or zeros
+            (not the zero-point) where that is −1; None: no permutation.
+        bits: 8 or less, for int8.
+
+    Returns:
+        (values [..., N] of ``dtype``, scale [...] float32 = max(amax, 1e-6) / max, or None if
+        static).
     """
     return quantize_rows(rms_norm(x, weight, eps), dtype, inv_scale, zero_point, perm, bits)
 
@@ -53,33 +58,32 @@ def quantize_rows(
     perm: torch.Tensor | None,
     bits: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The 8-bit values of y [..., H] and the scales of its rows, as ``rms_norm_quant`` says."""
-    least, most = quant_range(dtype, bits, has_zero_point=zero_point is not None)
-    wide, scale, by = y.float(), None, inv_scale
-    if by is None:
-        amax = wide.abs().amax(-1).clamp(min=MIN_AMAX)
-        # torch would make a product with the reciprocal of a number over a tensor: two roundings
-        # where kernels have one
-        scale, by = amax / most, (torch.full_like(amax, most) / amax)[..., None]
+    """Quantize y [..., H] as described in ``rms_norm_quant``: (values, scale or None)."""
+    min_value, max_value = quant_range(dtype, bits, has_zero_point=zero_point is not None)
+    y32, scale, factor = y.float(), None, inv_scale
+    if factor is None:
+        amax = y32.abs().amax(-1).clamp(min=MIN_AMAX)
+        # torch computes number / tensor as number · reciprocal: two roundings, kernels have one
+        scale, factor = amax / max_value, (torch.full_like(amax, max_value) / amax)[..., None]
     if perm is not None:
-        wide = wide[..., perm.clamp(min=0).long()]
-    q = wide * by
+        y32 = y32[..., perm.clamp(min=0).long()]
+    q = y32 * factor
     if dtype is torch.int8:
         q = q.round() if zero_point is None else q.round() + zero_point
-    q = q.clamp(least, most)
+    q = q.clamp(min_value, max_value)
     return (q if perm is None else torch.where(perm >= 0, q, 0.0)).to(dtype), scale
 
 
 def quant_range(dtype: torch.dtype, bits: int, *, has_zero_point: bool) -> tuple[float, float]:
-    """(least, most) value; has_zero_point: zero-points make use of the one number more below 0."""
+    """(min, max) value; with zero-points the minimum is one step lower."""
     if dtype is not torch.int8:
         return -QUANT_MAX[dtype], QUANT_MAX[dtype]
-    most = float(2 ** (bits - 1) - 1)
-    return -most - has_zero_point, most
+    max_value = float(2 ** (bits - 1) - 1)
+    return -max_value - has_zero_point, max_value
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Odd and usual shapes, each in one of the forms."""
+    """Odd and usual shapes, each in all quantization modes."""
     for number, (rows, width) in enumerate(SHAPES):
         x = randn(rows, width, device=device, dtype=dtype, seed=rows * width)
         weight = randn(width, device=device, dtype=dtype, seed=width) + 1
@@ -91,7 +95,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def quant_modes(width: int, device: str, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments) of every way to quantize rows of ``width``."""
+    """(name, arguments) of each way to quantize rows of ``width``."""
     int8, fp8 = torch.int8, torch.float8_e4m3fn
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(width, generator=generator).int()

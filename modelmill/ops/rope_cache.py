@@ -1,6 +1,6 @@
-"""Per-head norm of q and k (Qwen3), RoPE (Su et al.
+"""Per-head norm of q and k (Qwen3), RoPE, logn scaling and KV-cache write in one op.
 
-2021, arXiv:2104.09864), logn and the KV-cache write, in one op.
+RoPE: Su et al. 2021, arXiv:2104.09864.
 """
 
 from __future__ import annotations
@@ -33,13 +33,24 @@ def rope_cache(
 ) -> torch.Tensor:
     """Split qkv, norm q and k per head, rotate, scale q, and store k and v.
 
-    qkv: [T, (heads + 2·kv_heads)·D], q | k | v. k_cache, v_cache: [pages, kv_heads, page_size, D],
-    written in place. slots: [T] int64, page·page_size + offset; a negative slot is not written
-    (padding). cos, sin: [T, D/2] float32,
-    or None for models without RoPE. q_scale: [T] float32, multiplies q after the rotation (logn).
-    q_norm, k_norm: [D]. k_scale, v_scale: [pages, kv_heads, page_size] float32, written beside
-    caches of int8 or float8_e4m3fn, whose values are those of ``quant_types.quantize_per_row`` over
-    each token's head. Returns q: [T, heads, D] in qkv's dtype.
+    Args:
+        qkv: [T, (heads + 2·kv_heads)·D], q | k | v.
+        k_cache: [pages, kv_heads, page_size, D], written in place; int8 and float8_e4m3fn values
+            are those of ``quant_types.quantize_per_row`` over each token's head.
+        v_cache: as k_cache.
+        slots: [T] int64, page·page_size + offset; negative slots are not written (padding).
+        heads: number of query heads.
+        cos: [T, D/2] float32, or None for models without RoPE.
+        sin: as cos.
+        q_scale: [T] float32, multiplied with q after the rotation (logn), or None.
+        q_norm: [D] or None.
+        k_norm: [D] or None.
+        eps: of the norms.
+        k_scale: [pages, kv_heads, page_size] float32, written with caches of int8 or float8_e4m3fn.
+        v_scale: as k_scale.
+
+    Returns:
+        q [T, heads, D] in qkv's dtype.
     """
     _, kv_heads, page_size, dim = k_cache.shape
     tokens = qkv.shape[0]
@@ -49,7 +60,7 @@ def rope_cache(
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
         if cos is not None and sin is not None:
             q, k = _apply_rope(q, cos, sin), _apply_rope(k, cos, sin)
-    elif cos is not None and sin is not None:  # side by side, at half the calls
+    elif cos is not None and sin is not None:  # q and k together: half as many calls
         q, k = _apply_rope(parts[:, : heads + kv_heads], cos, sin).split([heads, kv_heads], 1)
     if q_scale is not None:
         q = (q * q_scale[:, None, None]).to(qkv.dtype)
@@ -65,7 +76,7 @@ def rope_cache(
 
 
 def _apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Half-rotation: pairs (i, i + D/2). x: [T, heads, D]."""
+    """Rotate pairs (i, i + D/2) of x [T, heads, D]."""
     first, second = x.float().chunk(2, -1)
     c, s = cos[:, None, :], sin[:, None, :]
     return torch.cat((first * c - second * s, second * c + first * s), -1).to(x.dtype)
@@ -74,9 +85,7 @@ def _apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 def random_cache_and_angles(
     tokens: int, kv_heads: int, dim: int, device: str, dtype: torch.dtype, seed: int, page: int = 16
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """What a case needs beside a projection: pages with room to spare and shuffled slots in them;
-    angles.
-    """
+    """Pages with spare room, shuffled slots in them, and angles, for a case."""
     pages = -(-tokens // page) + 2
     slots = torch.randperm(pages * page, generator=torch.Generator().manual_seed(seed))[:tokens].to(
         device
@@ -89,9 +98,7 @@ def random_cache_and_angles(
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """MHA, GQA, MQA; head sizes 64, 80 and 128; with and without norms, rotation and logn; shuffled
-    slots.
-    """
+    """MHA, GQA, MQA; head sizes 8 to 128; with and without norms, RoPE, logn; shuffled slots."""
     shapes = ((1, 9, 3, 64), (13, 4, 4, 128), (5, 8, 1, 80), (32, 32, 32, 128), (3, 2, 2, 8))
     for number, (tokens, heads, kv_heads, dim) in enumerate(shapes):
         pages, angles = random_cache_and_angles(tokens, kv_heads, dim, device, dtype, number)

@@ -1,6 +1,6 @@
-"""The angles of a step's rotary embeddings (Su et al.
+"""Rotary embedding angles of a step (RoPE, Su et al. 2021, arXiv:2104.09864), and logn factors.
 
-2021, arXiv:2104.09864), and Qwen v1's logn factors.
+The logn factors are those of Qwen v1.
 """
 
 from __future__ import annotations
@@ -23,13 +23,21 @@ def rope_cos_sin(
     logn: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(cos, sin, logn factors) of each token, computed once for all layers.
+    """Compute cos, sin and logn factors of each token, once for all layers.
 
-    positions: [T] int64. keys: [T] int64, which row of ``table`` [K, D/2] float32 holds a token's
-    frequencies; not read where there is one row. factor: on cos and sin. logn: the length from
-    which queries grow by log(position + 1) / log(logn), or None; these factors are rounded to
-    ``dtype``. Returns cos, sin: [T, D/2] float32, and the factors
-    [T] float32 or None. Angles are rounded to float32, as in the original models.
+    Angles are rounded to float32, as in the original models.
+
+    Args:
+        positions: [T] int64.
+        keys: [T] int64, the row of ``table`` with the token's frequencies; not read if there is one
+            row.
+        table: [K, D/2] float32, frequencies.
+        factor: multiplied with cos and sin.
+        logn: length beyond which queries are scaled by log(position + 1) / log(logn), or None.
+        dtype: the logn factors are rounded to it.
+
+    Returns:
+        (cos [T, D/2] float32, sin [T, D/2] float32, factors [T] float32 or None).
     """
     frequencies = table[0] if len(table) == 1 else table[keys]
     angles = (positions[:, None] * frequencies.float()).to(table.dtype)
@@ -38,14 +46,12 @@ def rope_cos_sin(
         cos, sin = cos * factor, sin * factor
     if logn is None:
         return cos, sin, None
-    growth = (torch.log(positions + 1.0) / math.log(logn)).clamp(min=1.0)
-    return cos, sin, growth.to(dtype).float()
+    logn_factors = (torch.log(positions + 1.0) / math.log(logn)).clamp(min=1.0)
+    return cos, sin, logn_factors.to(dtype).float()
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """One row of frequencies and several; with and without a factor and logn; one token, odd
-    numbers, far positions.
-    """
+    """One or several rows of frequencies; with and without factor and logn; far positions."""
     shapes = (
         (1, 64, 1, 5),
         (37, 40, 1, 4096),

@@ -1,16 +1,15 @@
-"""Product of clustered integers (RPTQ, Yuan et al. 2023, arXiv:2304.01089, in true integer
-arithmetic).
+"""Product of clustered integers (RPTQ, Yuan et al. 2023, arXiv:2304.01089), in integer arithmetic.
 
-Columns are those of the reordered input, in groups of ``group``; a cluster of any size fills a
-group up with columns whose q is 0. In group g a weight is scale[n, g] · w + offset[n, g] (offset: 4
-bit alone), an input step[g] · (q − z_g):
+Columns are those of the reordered input, in groups of ``group``; a cluster of any size is padded to
+a whole group with columns whose q is 0. In group g a weight is scale[n, g] · w + offset[n, g]
+(offset: 4 bits only), and an input is step[g] · (q − z_g):
 
-    y[t, n] = Σ_g step · (scale · A_g + offset · Q_g) + constant[n],   A_g = q_g · w_gᵀ and Q_g = Σ q_g in int32
+    y[t, n] = Σ_g step · (scale · A_g + offset · Q_g) + constant[n]
 
-constant: what the zero-points z amount to, −Σ_g step · z_g · (scale · Σ w + offset · K_g), K_g the
-real columns. A is flushed to float32 once a group, because a step that varies along K cannot be
-undone afterwards.
-"""  # noqa: E501
+with A_g = q_g · w_gᵀ and Q_g = Σ q_g in int32. The contribution of the zero-points z is constant =
+−Σ_g step · z_g · (scale · Σ w + offset · K_g), K_g the number of real columns. A is converted to
+float32 once per group, because a step that varies along K cannot be factored out of the sum.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from modelmill.ops.case import Case, nbytes
 from modelmill.ops.int4_linear import pack_codes, unpack_codes
 from modelmill.ops.quant_types import exact_int_matmul
 
-# Sums of about unit size; the parts that cancel (zero-points) are several times larger.
+# Outputs have about unit scale; the terms that cancel (zero-points) are several times larger.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 
@@ -37,35 +36,48 @@ def rptq_linear(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """q: [T, P] int8, P a multiple of group, group one of 32. weight: [N, P] int8 or [N, P/2] uint8
-    (as int4_linear).
+    """Multiply clustered integer activations with integer weights.
 
-    scale, offset: [N, G] float16 or float32, G = P / group; offset with packed weights only. step:
-    [G] or [T, G] float32. constant: [N] float32. bias: [N] of ``dtype``. Returns [T, N] of
-    ``dtype``. weight may be float32
-    [G, group, N] that holds the codes (expanded).
+    G = P / group is the number of groups.
+
+    Args:
+        q: [T, P] int8, P a multiple of group.
+        weight: [N, P] int8, [N, P/2] uint8 (packed as in int4_linear), or the codes as float32 [G,
+            group, N].
+        scale: [N, G] float16 or float32.
+        offset: [N, G] float16 or float32, with packed weights only; or None.
+        group: columns of a group, a multiple of 32.
+        step: [G] or [T, G] float32.
+        constant: [N] float32 or None.
+        bias: [N] of ``dtype`` or None.
+        dtype: dtype of the output.
+
+    Returns:
+        [T, N] of ``dtype``.
     """
-    wide = torch.promote_types(step.dtype, torch.float32)
+    acc_dtype = torch.promote_types(step.dtype, torch.float32)
     columns = q.shape[1]
     if weight.is_floating_point():
         return _batched_group_product(
-            q, weight, scale, offset, group, step, (constant, bias), wide
+            q, weight, scale, offset, group, step, (constant, bias), acc_dtype
         ).to(dtype)
     codes = weight if weight.dtype is torch.int8 else unpack_codes(weight, columns)
-    out = torch.zeros(q.shape[0], codes.shape[0], dtype=wide, device=q.device)
-    # float32 holds every sum of up to 2²⁴; beyond, float64 does
-    most = 128 * (128 if weight.dtype is torch.int8 else 15) * group
-    exact = torch.float32 if most <= 1 << 24 else torch.float64
-    steps = step.to(wide).expand(q.shape[0], -1)
+    out = torch.zeros(q.shape[0], codes.shape[0], dtype=acc_dtype, device=q.device)
+    # float32 represents all integers up to 2²⁴; larger sums need float64
+    max_sum = 128 * (128 if weight.dtype is torch.int8 else 15) * group
+    exact = torch.float32 if max_sum <= 1 << 24 else torch.float64
+    steps = step.to(acc_dtype).expand(q.shape[0], -1)
     for g in range(columns // group):
-        part = slice(g * group, (g + 1) * group)
-        mine = q[:, part].to(exact)
-        product = (mine @ codes[:, part].to(exact).T).to(wide) * scale[:, g].to(wide)
+        columns_of_group = slice(g * group, (g + 1) * group)
+        q_group = q[:, columns_of_group].to(exact)
+        product = (q_group @ codes[:, columns_of_group].to(exact).T).to(acc_dtype) * scale[:, g].to(
+            acc_dtype
+        )
         if offset is not None:
-            product += mine.sum(-1, keepdim=True).to(wide) * offset[:, g].to(wide)
+            product += q_group.sum(-1, keepdim=True).to(acc_dtype) * offset[:, g].to(acc_dtype)
         out += product * steps[:, g, None]
-    for more in (constant, bias):
-        out = out if more is None else out + more.to(wide)
+    for addend in (constant, bias):
+        out = out if addend is None else out + addend.to(acc_dtype)
     return out.to(dtype)
 
 
@@ -76,31 +88,29 @@ def _batched_group_product(
     offset: torch.Tensor | None,
     group: int,
     step: torch.Tensor,
-    more: tuple[torch.Tensor | None, ...],
-    wide: torch.dtype,
+    addends: tuple[torch.Tensor | None, ...],
+    acc_dtype: torch.dtype,
 ) -> torch.Tensor:
     """The same numbers, rounded in the same places, with all groups in one call.
 
-    codes: [G, group, N] float32.
+    codes: [G, group, N] float32. addends: added at the end, None is skipped.
     """
     rows = q.shape[0]
-    mine = q.view(rows, -1, group).transpose(0, 1)
-    product = exact_int_matmul(mine, codes.mT).to(wide) * scale.T.to(wide)[:, None]
+    q_groups = q.view(rows, -1, group).transpose(0, 1)
+    product = exact_int_matmul(q_groups, codes.mT).to(acc_dtype) * scale.T.to(acc_dtype)[:, None]
     if offset is not None:
-        product += mine.sum(-1, keepdim=True).to(wide) * offset.T.to(wide)[:, None]
-    product *= step.to(wide).expand(rows, -1).T[..., None]
-    out = torch.zeros(rows, codes.shape[2], dtype=wide, device=q.device)
-    for part in product:  # one after another: sums are rounded
+        product += q_groups.sum(-1, keepdim=True).to(acc_dtype) * offset.T.to(acc_dtype)[:, None]
+    product *= step.to(acc_dtype).expand(rows, -1).T[..., None]
+    out = torch.zeros(rows, codes.shape[2], dtype=acc_dtype, device=q.device)
+    for part in product:  # in order, because each sum is rounded
         out += part
-    for each in more:
-        out = out if each is None else out + each.to(wide)
+    for addend in addends:
+        out = out if addend is None else out + addend.to(acc_dtype)
     return out
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """8 and 4 bit, static and dynamic steps, groups of 32 to all columns, with clusters of 1
-    channel among them.
-    """
+    """8 and 4 bits, static and dynamic steps, groups of 32 or more, clusters of 1 channel."""
     shapes = [
         (1, 96, 40, 32, 8),
         (7, 320, 33, 64, 4),
@@ -116,7 +126,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 def cases_for_shapes(
     shapes: Sequence[tuple[int, int, int, int, int]], device: str, dtype: torch.dtype
 ) -> Iterator[Case]:
-    """Of (rows, columns, outputs, columns of a group, bits of the weight)."""
+    """Cases of (rows, columns, outputs, columns of a group, bits of the weight)."""
     for rows, columns, n, group, bits in shapes:
         for dynamic in (False, True):
             args = random_inputs(
@@ -141,8 +151,9 @@ def random_inputs(
     device: str,
     dtype: torch.dtype,
 ) -> dict[str, object]:
-    """Seeded arguments whose outputs have about unit scale; the second group holds one channel, the
-    last half.
+    """Seeded arguments for outputs of about unit scale.
+
+    The second group holds one channel, the last group is half full.
     """
     generator = torch.Generator().manual_seed(rows + columns + n)
     groups = columns // group
@@ -150,10 +161,10 @@ def random_inputs(
     real[-1] = max(group // 2, 1)
     if groups > 2:
         real[1] = 1
-    inside = (torch.arange(group) < real[:, None]).reshape(-1)
-    q = torch.randint(-128, 128, (rows, columns), generator=generator) * inside
+    is_real = (torch.arange(group) < real[:, None]).reshape(-1)
+    q = torch.randint(-128, 128, (rows, columns), generator=generator) * is_real
     low, high = (-127, 128) if bits == 8 else (0, 16)
-    w = torch.randint(low, high, (n, columns), generator=generator) * inside
+    w = torch.randint(low, high, (n, columns), generator=generator) * is_real
     size = columns**-0.5 / (73 * (73 if bits == 8 else 5))
     scale = (torch.rand(n, groups, generator=generator) + 0.5) * size * 64
     step = (torch.rand((rows, groups) if dynamic else (groups,), generator=generator) + 0.5) / 64

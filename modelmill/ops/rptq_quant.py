@@ -1,4 +1,4 @@
-"""Activations to 8 (or 4) bits in clustered order: what a product of clustered integers reads."""
+"""Activations quantized to 8 (or 4) bits in clustered order, the input of ``rptq_linear``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.quant_types import MIN_AMAX
 from modelmill.ops.rms_norm_quant import quant_range, quantize_rows
 
-# In steps of the integers: a value at the border between two may fall to either.
+# In integer steps: a value halfway between two integers may be rounded to either.
 TOLERANCE = {torch.float32: 1.0, torch.float16: 1.0, torch.bfloat16: 1.0}
 
 
@@ -24,33 +24,38 @@ def rptq_quant(
     group: int,
     gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(q [T, P] int8, step [T, P / group] float32 or None).
+    """Permute x into clusters and quantize it.
 
-    x: [T, K] float; gated: [T, 2·K], of which silu(first half) · second half, rounded to x's dtype,
-    is taken. perm:
-    [P] int32: column i of q is x's column perm[i], or 0 where that is −1. inv_scale, zero_point:
-    [P] float32 and int32 as in rms_norm_quant (static); None: each token and group has its own step
-    = max(amax, 1e-6) / most, with most = 2^(bits − 1) − 1, and q = x · (most / amax), rounded half
-    to even.
+    Args:
+        x: [T, K] floating point; gated: [T, 2·K].
+        perm: [P] int32; column i of q is x's column perm[i], or 0 where that is −1.
+        inv_scale: [P] float32 (static), as in rms_norm_quant; None: each token and group has its
+            own step = max(amax, 1e-6) / max with max = 2^(bits − 1) − 1, and q = x · (max / amax),
+            rounded half to even.
+        zero_point: [P] int32 (static), as in rms_norm_quant, or None.
+        bits: 8 or 4.
+        group: columns of a group.
+        gated: quantize silu(first half) · second half, rounded to x's dtype, instead of x.
+
+    Returns:
+        (q [T, P] int8, step [T, P / group] float32 or None if static).
     """
     if gated:
         gate, up = x.chunk(2, -1)
         x = F.silu(gate) * up
     if inv_scale is not None:
         return quantize_rows(x, torch.int8, inv_scale, zero_point, perm, bits)[0], None
-    most = quant_range(torch.int8, bits, has_zero_point=False)[1]
-    wide = torch.where(perm >= 0, x.float()[:, perm.clamp(min=0).long()], 0.0).view(
+    max_value = quant_range(torch.int8, bits, has_zero_point=False)[1]
+    clustered = torch.where(perm >= 0, x.float()[:, perm.clamp(min=0).long()], 0.0).view(
         x.shape[0], -1, group
     )
-    amax = wide.abs().amax(-1, keepdim=True).clamp(min=MIN_AMAX)
-    q = (wide * (most / amax)).round().clamp(-most, most)
-    return q.to(torch.int8).view(x.shape[0], -1), (amax / most)[..., 0]
+    amax = clustered.abs().amax(-1, keepdim=True).clamp(min=MIN_AMAX)
+    q = (clustered * (max_value / amax)).round().clamp(-max_value, max_value)
+    return q.to(torch.int8).view(x.shape[0], -1), (amax / max_value)[..., 0]
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Static and dynamic, 8 and 4 bit, after a gate and without, clusters of 1 channel and of every
-    size.
-    """
+    """Static and dynamic, 8 and 4 bits, with and without a gate, clusters of all sizes."""
     sizes = [(1, 96, 32), (7, 100, 32), (3, 300, 128), (18, 612, 256), (21, 260, 64)]
     sizes += (
         []
@@ -63,21 +68,24 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 def cases_for_shapes(
     sizes: Sequence[tuple[int, int, int]], device: str, dtype: torch.dtype, *, full: bool = False
 ) -> Iterator[Case]:
-    """Of (rows, width, most channels of a cluster). full: each has so many, behind a gate."""
+    """Cases of (rows, width, maximum channels of a cluster).
+
+    full: each cluster has the maximum, and the input is gated.
+    """
     for number, (rows, width, group) in enumerate(sizes):
         generator = torch.Generator().manual_seed(width)
         channels = torch.randperm(width, generator=generator)
         parts: list[torch.Tensor] = []
-        at = 0
-        while at < width:
-            drawn = (
+        start = 0
+        while start < width:
+            random_size = (
                 1
                 if len(parts) == 1
                 else int(torch.randint(1, group + 1, (1,), generator=generator))
             )
-            size = min(width - at, group if full else drawn)
-            parts.append(F.pad(channels[at : at + size], (0, group - size), value=-1))
-            at += size
+            size = min(width - start, group if full else random_size)
+            parts.append(F.pad(channels[start : start + size], (0, group - size), value=-1))
+            start += size
         order = torch.cat(parts).int()
         factor = torch.rand(len(order), generator=generator) * 40 + 10
         zero = torch.randint(-90, 90, order.shape, generator=generator).int()
@@ -105,7 +113,7 @@ def cases_for_shapes(
             }
             name = f"{rows}x{width} a{bits}{' gated' if gated else ''}"
             yield Case(f"{name} static", shared | static, nbytes(x) + rows * len(order))
-            steps = 4 * rows * (len(order) // group)  # one a cluster, float32
+            steps = 4 * rows * (len(order) // group)  # one float32 per cluster
             yield Case(
                 f"{name} dynamic",
                 shared | {"inv_scale": None, "zero_point": None},

@@ -1,4 +1,4 @@
-"""SwiGLU's gate (Shazeer 2020, arXiv:2002.05202): silu(gate) · up."""
+"""SwiGLU activation (Shazeer 2020, arXiv:2002.05202): silu(gate) · up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1.5e-1}
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up: [T, 2·I], the gate in the first I columns, up in the last. Returns [T, I]."""
+    """Compute silu(gate) · up.
+
+    gate_up: [T, 2·I], gate in the first I columns, up in the last. Returns [T, I].
+    """
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 
@@ -26,7 +29,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 def cases_for_shapes(
     shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype
 ) -> Iterator[Case]:
-    """Of (rows, outputs)."""
+    """Cases of (rows, outputs)."""
     for rows, inner in shapes:
         x = randn(rows, 2 * inner, device=device, dtype=dtype, seed=rows + inner, scale=2.0)
         yield Case(f"{rows}x{inner}", {"gate_up": x}, nbytes(x) * 3 // 2)

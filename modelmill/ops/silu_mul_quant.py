@@ -1,6 +1,4 @@
-"""SwiGLU's gate with an 8-bit output: what down_proj multiplies with, scaled by token or by
-calibration.
-"""
+"""SwiGLU with an 8-bit output (per-token or static scale), the input of down_proj."""
 
 from __future__ import annotations
 
@@ -19,18 +17,21 @@ TOLERANCE = rms_norm_quant.TOLERANCE
 def silu_mul_quant(
     gate_up: torch.Tensor, dtype: torch.dtype, inv_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(values [T, I] of ``dtype``, scale [T] float32 or None) of y = silu_mul(gate_up), rounded to
-    its dtype.
+    """Quantize silu_mul(gate_up), rounded to its dtype first; as in ``rms_norm_quant``.
 
-    gate_up: [T, 2·I] float. dtype: torch.int8 or torch.float8_e4m3fn. inv_scale: [1] float32, what
-    y is multiplied by before it is rounded (static); None: the token's own, and the scale that
-    undoes it, as rms_norm_quant has them.
+    Args:
+        gate_up: [T, 2·I] floating point.
+        dtype: torch.int8 or torch.float8_e4m3fn.
+        inv_scale: [1] float32 (static), or None for one scale per token.
+
+    Returns:
+        (values [T, I] of ``dtype``, scale [T] float32 or None).
     """
     return rms_norm_quant.quantize_rows(silu_mul(gate_up), dtype, inv_scale, None, None, 8)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Decode and prefill rows of small and 7B widths, odd ones; both types, static and by token."""
+    """Decode and prefill rows of small, 7B and odd widths; both dtypes, static and per token."""
     shapes = [(1, 1536), (5, 101), (3, 8)] + (
         [] if device == "cpu" else [(1, 11008), (64, 11008), (1000, 11008)]
     )
@@ -40,15 +41,16 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 def cases_for_shapes(
     shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype
 ) -> Iterator[Case]:
-    """Of (rows, outputs), in every form."""
+    """Cases of (rows, outputs) in all quantization modes."""
     for rows, inner in shapes:
         x = randn(rows, 2 * inner, device=device, dtype=dtype, seed=rows + inner, scale=2.0)
-        for kind in (torch.int8, torch.float8_e4m3fn):
+        for quant_dtype in (torch.int8, torch.float8_e4m3fn):
             for static in (False, True):
                 factor = torch.full((1,), 9.5, device=device) if static else None
-                name = f"{rows}x{inner}-{'int8' if kind is torch.int8 else 'fp8'}-{'static' if static else 'token'}"  # noqa: E501
+                dtype_name = "int8" if quant_dtype is torch.int8 else "fp8"
+                name = f"{rows}x{inner}-{dtype_name}-{'static' if static else 'token'}"
                 yield Case(
                     name,
-                    {"gate_up": x, "dtype": kind, "inv_scale": factor},
+                    {"gate_up": x, "dtype": quant_dtype, "inv_scale": factor},
                     nbytes(x) + rows * inner,
                 )

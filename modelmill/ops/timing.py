@@ -1,9 +1,8 @@
-"""How long a call takes, and how fast the device is at most: the one clock of tuning, benchmarks
-and profiles.
+"""Timing of calls and of the device's limits, used by autotuning, benchmarks and profiles.
 
-On a GPU calls are timed with events, best as replays of a recorded graph, so that the host is not
-in the figure; on a CPU by the host's clock. What is compared is timed in turn, round by round, so
-that a busy machine slows all alike.
+On a GPU calls are timed with CUDA events, preferably as replays of a captured graph, so that host
+time is not included. On a CPU the host's clock is used. Calls that are compared are timed
+alternately, round by round, so that other load slows all of them equally.
 """
 
 from __future__ import annotations
@@ -19,20 +18,22 @@ import torch
 from modelmill.ops.cpu import build
 
 Call = Callable[[], Any]
-COPY_BYTES = {"cuda": 1 << 30, "cpu": 128 << 20}  # many times the caches, read and written
-# of the square products; large enough that the sides do not matter
+COPY_BYTES = {"cuda": 1 << 30, "cpu": 128 << 20}  # much larger than the caches; read and written
+# side of the square matrices; large enough that edge effects do not matter
 MATMUL_SIDE = {"cuda": 8192, "cpu": 1024}
 EIGHT_BIT_DTYPES = (torch.int8, torch.float8_e4m3fn)
-MIN_MATMUL_SECONDS = 5e-3  # a product that takes this long on a CPU needs not be larger
+MIN_MATMUL_SECONDS = 5e-3  # on a CPU the matrices grow until a product takes this long
 
 
 def capture_graph(call: Call, repeats: int = 1) -> Call:
-    """A replay of ``repeats`` calls, recorded in a CUDA graph. Raises RuntimeError where a call
-    waits for the host.
+    """Capture ``repeats`` calls in a CUDA graph and return its replay.
 
-    The caller has called it before: what compiles or allocates at first must not happen while
-    recording. The replay keeps the call, and with it the tensors at whose addresses the graph
-    reads.
+    The caller must have called ``call`` before: compilation and first allocations must not happen
+    during capture. The replay keeps a reference to ``call``, and so to the tensors whose addresses
+    are in the graph.
+
+    Raises:
+        RuntimeError: if a call synchronizes with the host.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -44,7 +45,7 @@ def capture_graph(call: Call, repeats: int = 1) -> Call:
         for _ in range(repeats):
             call()
 
-    def replay(_kept: Call = call) -> None:
+    def replay(_keep_alive: Call = call) -> None:
         graph.replay()
 
     return replay
@@ -56,23 +57,30 @@ def time_interleaved(
     calls_per_sample: Sequence[int] | int = 1,
     device: str = "cpu",
 ) -> list[list[float]]:
-    """Seconds of one call of each, ``rounds`` times, the calls one after another in every round.
+    """Time calls alternately: in every round, one sample of each call.
 
-    calls_per_sample: calls between two readings of the clock, for all or for each.
+    Args:
+        calls: each is called once before timing.
+        rounds: samples per call.
+        calls_per_sample: calls between two clock readings, one number for all or one per call.
+        device: "cpu" or a CUDA device.
+
+    Returns:
+        For each call, seconds per call in each round.
     """
     counts = (
         [calls_per_sample] * len(calls)
         if isinstance(calls_per_sample, int)
         else list(calls_per_sample)
     )
-    timed = _time_with_events if device.startswith("cuda") else _time_on_host
+    time_sample = _time_with_events if device.startswith("cuda") else _time_on_host
     for call in calls:
         call()
-    found: list[list[float]] = [[] for _ in calls]
+    samples: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
-        for call, count, seconds in zip(calls, counts, found, strict=True):
-            seconds.append(timed(call, count))
-    return found
+        for call, count, seconds in zip(calls, counts, samples, strict=True):
+            seconds.append(time_sample(call, count))
+    return samples
 
 
 def median_time(call: Call, rounds: int, calls_per_sample: int = 1, device: str = "cpu") -> float:
@@ -83,11 +91,13 @@ def median_time(call: Call, rounds: int, calls_per_sample: int = 1, device: str 
 def calls_for_duration(
     call: Call, min_seconds: float, device: str = "cpu", max_calls: int = 1000
 ) -> int:
-    """How many calls take ``min_seconds`` seconds together: what is shorter than the clock's own
-    noise is timed in rows."""
+    """Number of calls that together take about ``min_seconds``, at most ``max_calls``.
+
+    Short calls are timed in such series, because a single one is below the clock's noise.
+    """
     call()
-    once = (_time_with_events if device.startswith("cuda") else _time_on_host)(call, 1)
-    return max(1, min(max_calls, int(min_seconds / max(once, 1e-7))))
+    seconds = (_time_with_events if device.startswith("cuda") else _time_on_host)(call, 1)
+    return max(1, min(max_calls, int(min_seconds / max(seconds, 1e-7))))
 
 
 def copy_bandwidth(device: str = "cuda") -> float:
@@ -100,10 +110,10 @@ def copy_bandwidth(device: str = "cuda") -> float:
 
 
 def memory_read() -> tuple[Call, int]:
-    """A read of a large array by all threads of the CPU, and its bytes: what a product with a
-    weight can hope for.
+    """A read of a large array by all CPU threads, and its size in bytes.
 
-    Writing is dearer there than reading, so that a copy would set the mark too low.
+    This is the upper limit for a product with a weight. Writing is slower than reading, so a copy
+    would give too low a limit.
     """
     data = torch.ones(COPY_BYTES["cpu"] // 8, dtype=torch.int64)
     library = build.load()
@@ -115,9 +125,7 @@ def memory_read() -> tuple[Call, int]:
 
 
 def memory_bandwidth(device: str) -> float:
-    """Bytes per second that the device's memory gives at most: of a copy on a GPU, of reading on a
-    CPU.
-    """
+    """Peak bytes per second of the device's memory: copy; on a CPU the faster of read and copy."""
     if _device_type(device) == "cuda":
         return copy_bandwidth(device)
     read, size = memory_read()
@@ -125,28 +133,30 @@ def memory_bandwidth(device: str) -> float:
 
 
 def square_matmul(device: str, dtype: torch.dtype) -> tuple[Call, int]:
-    """A large square matrix product of random values, as torch computes it, and its operations.
+    """A large square matrix product of random values in torch, and its number of operations.
 
-    On a CPU it grows from a small one: torch has no fast product for every dtype there.
+    On a CPU the size starts small and grows, because torch has no fast product there for some
+    dtypes.
     """
-    most = MATMUL_SIDE[_device_type(device)]
-    side = most if _device_type(device) == "cuda" else min(128, most)
+    max_side = MATMUL_SIDE[_device_type(device)]
+    side = max_side if _device_type(device) == "cuda" else min(128, max_side)
     if dtype in EIGHT_BIT_DTYPES:
         return _square_matmul_8bit(device, dtype, side), 2 * side**3
     while True:
         a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-        if side >= most or time_interleaved([lambda: a @ b], 1)[0][0] > MIN_MATMUL_SECONDS:  # noqa: B023  called at once
-            return (lambda: a @ b), 2 * side**3  # noqa: B023  the last pair
+        if side >= max_side or time_interleaved([lambda: a @ b], 1)[0][0] > MIN_MATMUL_SECONDS:  # noqa: B023  called immediately
+            return (lambda: a @ b), 2 * side**3  # noqa: B023  binds the last pair
         side *= 2
 
 
 def _square_matmul_8bit(device: str, dtype: torch.dtype, side: int) -> Call:
-    """The same in 8 bits: into int32, or with one scale for all into bfloat16."""
-    drawn = [
+    """The same in 8 bits: int8 to int32, or fp8 with one scale to bfloat16."""
+    matrices = [
         torch.randint(-127, 128, (side, side), dtype=torch.int8, device=device).to(dtype)
         for _ in range(2)
     ]
-    a, b = drawn[0], drawn[1].t()  # the second by columns, as the tensor cores want it
+    # the 8-bit tensor-core product requires a column-major second matrix
+    a, b = matrices[0], matrices[1].t()
     if dtype is torch.int8:
         return lambda: torch._int_mm(a, b)
     one = torch.ones((), device=device)
@@ -154,22 +164,22 @@ def _square_matmul_8bit(device: str, dtype: torch.dtype, side: int) -> Call:
 
 
 def matmul_throughput(device: str, dtype: torch.dtype) -> float | None:
-    """Operations per second of such a product; None where torch has none of 8 bits on this
-    device.
+    """Operations per second of a large square matrix product.
+
+    Returns:
+        None where torch has no 8-bit product on this device.
     """
     try:
         multiply, operations = square_matmul(device, dtype)
         return operations / _best_time(multiply, device)
-    except (
-        RuntimeError
-    ) as error:  # what a device lacks is told so; where memory is short that is another matter
+    except RuntimeError as error:  # unsupported dtype; running out of memory is raised
         if dtype not in EIGHT_BIT_DTYPES or isinstance(error, torch.OutOfMemoryError):
             raise
         return None
 
 
 def _best_time(call: Call, device: str) -> float:
-    """A ceiling is the best that was seen; on a GPU, whose readings hardly differ, the median."""
+    """The minimum of ten samples; the median on a GPU, whose samples hardly vary."""
     times = time_interleaved([call], 10, 1, device)[0]
     return statistics.median(times) if device.startswith("cuda") else min(times)
 
@@ -189,7 +199,7 @@ def _time_with_events(call: Call, count: int) -> float:
 
 
 def _time_on_host(call: Call, count: int) -> float:
-    began = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(count):
         call()
-    return (time.perf_counter() - began) / count
+    return (time.perf_counter() - start) / count

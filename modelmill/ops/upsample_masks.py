@@ -1,4 +1,4 @@
-"""Mask logits enlarged to a picture's size and cut at 0; with box, area and stability."""
+"""Mask logits upsampled to an image's size and thresholded at 0; with box, area and stability."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 
-# Pixels, boxes and areas are exact; a share of two areas is rounded once.
+# Pixels, boxes and areas are exact; the ratio of two areas is rounded once.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-6, torch.bfloat16: 1e-6}
 Masks = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
@@ -22,41 +22,55 @@ def upsample_masks(
     offset: float | None = None,
     pixels: bool = True,
 ) -> Masks:
-    """What lies above 0 of logits [N, G, G] float32, enlarged as SAM does it (``enlarged``).
+    """Upsample mask logits as SAM does (``upsample_logits``) and threshold them at 0.
 
-    image: pixels a side of the encoder's square. resized, size: (width, height) inside it and of
-    the picture. Returns (masks [N, height, width] bool, or None where pixels is False; boxes [N, 4]
-    int64, x0, y0, x1, y1 of the outermost pixels, zeros for an empty mask; areas [N] int64;
-    stability [N] float32, or None where offset is None: the IoU of the masks cut at +offset and at
-    −offset).
+    Args:
+        logits: [N, G, G] float32.
+        image: side of the encoder's square input in pixels.
+        resized: (width, height) of the image inside that square.
+        size: (width, height) of the original image.
+        offset: compute the stability, the IoU of the masks thresholded at +offset and −offset.
+        pixels: return the masks themselves.
+
+    Returns:
+        (masks [N, height, width] bool, or None if pixels is False; boxes [N, 4] int64, x0, y0, x1,
+        y1 of the outermost pixels, zeros for an empty mask; areas [N] int64; stability [N] float32,
+        or None if offset is None).
     """
-    big = upsample_logits(logits[:, None], image, resized, size)[:, 0]
-    masks = big > 0
-    steady = None
+    full = upsample_logits(logits[:, None], image, resized, size)[:, 0]
+    masks = full > 0
+    stability_iou = None
     if offset is not None:
-        high = (big > offset).sum((-2, -1), dtype=torch.int32)
-        low = (big > -offset).sum((-2, -1), dtype=torch.int32)
-        steady = high / low.clamp(min=1)
-    return masks if pixels else None, masks_to_boxes(masks), masks.sum((-2, -1)), steady
+        high = (full > offset).sum((-2, -1), dtype=torch.int32)
+        low = (full > -offset).sum((-2, -1), dtype=torch.int32)
+        stability_iou = high / low.clamp(min=1)
+    return masks if pixels else None, masks_to_boxes(masks), masks.sum((-2, -1)), stability_iou
 
 
 def upsample_logits(
     logits: torch.Tensor, image: int, resized: tuple[int, int], size: tuple[int, int]
 ) -> torch.Tensor:
-    """Logits [N, M, G, G] → [N, M, height, width] of the picture: up to the encoder's square,
-    cropped, and up again.
+    """Upsample logits to the encoder's square, crop the padding, and resize to the original image.
 
-    image: pixels a side of that square. resized, size: (width, height) inside it and of the
-    picture.
+    Args:
+        logits: [N, M, G, G].
+        image: side of the encoder's square input in pixels.
+        resized: (width, height) of the image inside that square.
+        size: (width, height) of the original image.
+
+    Returns:
+        [N, M, height, width].
     """
-    big = F.interpolate(logits, (image, image), mode="bilinear", align_corners=False)
-    big = big[..., : resized[1], : resized[0]]
-    return F.interpolate(big, (size[1], size[0]), mode="bilinear", align_corners=False)
+    square = F.interpolate(logits, (image, image), mode="bilinear", align_corners=False)
+    square = square[..., : resized[1], : resized[0]]
+    return F.interpolate(square, (size[1], size[0]), mode="bilinear", align_corners=False)
 
 
 def masks_to_boxes(masks: torch.Tensor) -> torch.Tensor:
-    """[…, H, W] bool → […, 4] int64: x0, y0, x1, y1 of the outermost pixels, inclusive; zeros for
-    an empty mask.
+    """Bounding boxes of masks […, H, W] bool.
+
+    Returns:
+        […, 4] int64: x0, y0, x1, y1 of the outermost pixels, inclusive; zeros for an empty mask.
     """
     height, width = masks.shape[-2:]
     rows, columns = masks.any(-1), masks.any(-2)
@@ -66,16 +80,14 @@ def masks_to_boxes(masks: torch.Tensor) -> torch.Tensor:
     bottom = torch.where(rows, y, -1).amax(-1)
     left = torch.where(columns, x, width).amin(-1)
     right = torch.where(columns, x, -1).amax(-1)
-    found = torch.stack((left, top, right, bottom), -1)
-    return torch.where((right >= 0)[..., None], found, torch.zeros_like(found))
+    boxes = torch.stack((left, top, right, bottom), -1)
+    return torch.where((right >= 0)[..., None], boxes, torch.zeros_like(boxes))
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Wide, tall, thin and tiny pictures, larger and smaller than the square; three masks of a
-    click.
-    """
+    """Wide, tall, thin and tiny images, larger and smaller than the square; several masks."""
     if device == "cpu" and dtype is not torch.float32:
-        return  # they would be the same
+        return  # the logits are always float32
     shapes = [
         (3, 16, 64, (64, 43), (90, 60)),
         (1, 8, 32, (32, 32), (32, 32)),
@@ -90,12 +102,12 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         ]
     for seed, (count, side, image, fitted, size) in enumerate(shapes):
         logits = randn(count, side, side, device=device, dtype=torch.float32, seed=seed, scale=6.0)
-        if side > 100:  # steep edges: no pixel of millions is so near 0 that rounding decides
+        if side > 100:  # steep edges, so that no pixel is so close to 0 that rounding decides
             logits = (
                 F.interpolate(logits[:, None, ::16, ::16].sign() * 7, (side, side))[:, 0]
                 + logits / 30
             )
-        # one whose mask is a small part of the picture
+        # a mask that covers a small part of the image
         logits[0, side // 2 :] = -7.0
         args = {
             "logits": logits,

@@ -1,6 +1,4 @@
-"""Matrix product of int8 activations with int8 weights: exact int32 sums, scaled once in
-float32.
-"""
+"""Matrix product of int8 activations and int8 weights: exact int32 sums, scaled in float32."""
 
 from __future__ import annotations
 
@@ -24,12 +22,21 @@ def w8a8_linear(
     dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x: [T, K] int8; weight: [N, K] int8; scale: [N], x_scale: [T] or [1] float32; bias: [N].
-    Returns [T, N].
+    """Compute (Σ x · w) · x_scale · scale + bias, rounded to ``dtype`` once.
 
-    (Σ x · w) · x_scale · scale + bias, rounded to ``dtype`` once. The sums are whole numbers, exact
-    up to 2³¹; from then on all is float32 (float64 where the scales are). weight may be float32
-    that holds the integers (expanded).
+    The sums are integers, exact up to 2³¹. All further arithmetic is float32 (float64 if the scales
+    are).
+
+    Args:
+        x: [T, K] int8.
+        weight: [N, K] int8, or the same integers as float32.
+        scale: [N] float32.
+        x_scale: [T] or [1] float32.
+        dtype: dtype of the output.
+        bias: [N] or None.
+
+    Returns:
+        [T, N] of ``dtype``.
     """
     out = exact_int_matmul(x, weight).to(scale.dtype) * x_scale[:, None] * scale
     if bias is not None:
@@ -38,9 +45,7 @@ def w8a8_linear(
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Decode and prefill; one scale a token or for all, a row or for all; odd widths; outlier
-    channels.
-    """
+    """Decode and prefill; scales per token, row or tensor; odd widths; outlier channels."""
     shapes = [
         (1, 576, 1536),
         (5, 100, 33),
@@ -84,14 +89,12 @@ def random_inputs(
     per_channel: bool = True,
     outliers: float = 30.0,
 ) -> dict[str, Any]:
-    """x, weight and their scales, seeded; every fortieth channel of x is ``outliers`` times the
-    others.
-    """
+    """Seeded x, weight and their scales; channels 0, 40, 80 … of x are scaled by ``outliers``."""
     x = randn(rows, k, device="cpu", dtype=torch.float32, seed=rows + k)
     x[:, ::40] *= outliers
-    wide = randn(n, k, device="cpu", dtype=torch.float32, seed=n, scale=k**-0.5)
-    weight, scale = quantize(wide) if per_channel else quantize_per_row(wide.flatten(), torch.int8)
+    w32 = randn(n, k, device="cpu", dtype=torch.float32, seed=n, scale=k**-0.5)
+    weight, scale = quantize(w32) if per_channel else quantize_per_row(w32.flatten(), torch.int8)
     values, x_scale = quantize_per_row(x if per_token else x.flatten(), torch.int8)
-    found = {"x": values.view(rows, k), "weight": weight.view(n, k)}
-    found |= {"scale": scale.reshape(-1).expand(n).contiguous(), "x_scale": x_scale.reshape(-1)}
-    return {name: tensor.to(device) for name, tensor in found.items()}
+    tensors = {"x": values.view(rows, k), "weight": weight.view(n, k)}
+    tensors |= {"scale": scale.reshape(-1).expand(n).contiguous(), "x_scale": x_scale.reshape(-1)}
+    return {name: tensor.to(device) for name, tensor in tensors.items()}

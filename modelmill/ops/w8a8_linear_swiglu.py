@@ -1,6 +1,4 @@
-"""A gated pair of products in 8 bits and SwiGLU's gate in one op: what lies between them never
-reaches memory.
-"""
+"""Gate and up projections in 8 bits and SwiGLU in one op; no intermediate in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from modelmill.ops import fp8_linear, w8a8_linear
 from modelmill.ops.case import Case, nbytes
 from modelmill.ops.silu_mul import silu_mul
 
-# of fp8 (fp8_linear); of int8 tests/ops/test_cuda_gemm_8bit.py asks for more
+# for fp8 (see fp8_linear); for int8 tests/ops/test_cuda_gemm_8bit.py has tighter bounds
 TOLERANCE = {torch.float32: 4e-2, torch.float16: 5e-2, torch.bfloat16: 2.5e-1}
 
 
@@ -25,18 +23,28 @@ def w8a8_linear_swiglu(
     dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """silu(x Gᵀ) · (x Uᵀ), [T, I] of ``dtype``. x: [T, K], weight: [2·I, K], G above U, both int8
-    or both e4m3.
+    """Compute silu(x Gᵀ) · (x Uᵀ).
 
-    Scales and bias as w8a8_linear and fp8_linear have them; the products are rounded to ``dtype``
-    before the gate.
+    The products are rounded to ``dtype`` before the gate. Scales and bias as in w8a8_linear and
+    fp8_linear.
+
+    Args:
+        x: [T, K], int8 or e4m3.
+        weight: [2·I, K], x's dtype, G above U.
+        scale: [2·I].
+        x_scale: [T] or [1].
+        dtype: dtype of the output.
+        bias: [2·I] or None.
+
+    Returns:
+        [T, I] of ``dtype``.
     """
     product = w8a8_linear.w8a8_linear if x.dtype is torch.int8 else fp8_linear.fp8_linear
     return silu_mul(product(x, weight, scale, x_scale, dtype, bias))
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Few and many rows, sizes that no tile divides; the 7B shape only on a GPU."""
+    """Few and many rows, sizes not divisible by any tile; the 7B shape only on a GPU."""
     shapes = [(1, 64, 48), (5, 100, 33), (70, 48, 40)]
     if device != "cpu":
         shapes += [(100, 592, 104), (1000, 4096, 1032), (300, 4096, 11008)]
@@ -46,10 +54,15 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 def cases_for_shapes(
     shapes: Sequence[tuple[int, int, int]], device: str, dtype: torch.dtype
 ) -> Iterator[Case]:
-    """Of (rows, K, half of the outputs)."""
+    """Cases of (rows, K, half of the outputs)."""
     for rows, k, inner in shapes:
-        for name, drawn in (("int8", w8a8_linear.random_inputs), ("fp8", fp8_linear.random_inputs)):
-            args: dict[str, Any] = drawn(rows, k, 2 * inner, device=device, per_token=rows != 100)
+        for name, make_inputs in (
+            ("int8", w8a8_linear.random_inputs),
+            ("fp8", fp8_linear.random_inputs),
+        ):
+            args: dict[str, Any] = make_inputs(
+                rows, k, 2 * inner, device=device, per_token=rows != 100
+            )
             generator = torch.Generator().manual_seed(inner)
             bias = (
                 torch.randn(2 * inner, generator=generator).to(device, dtype)

@@ -1,0 +1,1 @@
+"""Tensor parallelism: sharding, rendezvous of the ranks and collectives."""

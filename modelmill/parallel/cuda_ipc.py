@@ -1,6 +1,6 @@
-"""Memory of one GPU that the processes of other GPUs map into their own address space (CUDA's IPC).
+"""CUDA IPC: maps the memory of one GPU into the processes of other GPUs.
 
-The four calls of the CUDA runtime that torch does not offer, made in the library that torch has
+Calls the functions of the CUDA runtime that torch does not expose, in the library that torch has
 loaded.
 """
 
@@ -21,9 +21,9 @@ class _IpcMemHandle(ctypes.Structure):
 
 
 def allocate(size: int) -> int:
-    """Address of ``size`` zeroed bytes on the current device, an allocation of their own.
+    """Allocate ``size`` zeroed bytes on the current device; returns the address.
 
-    Raises RuntimeError.
+    A separate cudaMalloc, since IPC shares whole allocations. Raises RuntimeError.
     """
     address = ctypes.c_void_p()
     _call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(size))
@@ -34,9 +34,9 @@ def allocate(size: int) -> int:
 
 
 def export_handle(address: int) -> bytes:
-    """What another process needs to map an allocation.
+    """The IPC handle with which another process maps an allocation.
 
-    Raises RuntimeError where the system does not share memory.
+    Raises RuntimeError if the system does not support IPC memory.
     """
     handle = _IpcMemHandle()
     _call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(address))
@@ -44,13 +44,13 @@ def export_handle(address: int) -> bytes:
 
 
 def map_handle(handle: bytes) -> int:
-    """Address of another process's allocation.
+    """Map another process's allocation; returns its address here.
 
-    Raises RuntimeError where this GPU cannot reach that one.
+    Raises RuntimeError if this GPU has no peer access to the other one.
     """
     address = ctypes.c_void_p()
-    found = _IpcMemHandle.from_buffer_copy(handle)
-    _call("cudaIpcOpenMemHandle", ctypes.byref(address), found, ctypes.c_uint(_LAZY_PEER_ACCESS))
+    ipc = _IpcMemHandle.from_buffer_copy(handle)
+    _call("cudaIpcOpenMemHandle", ctypes.byref(address), ipc, ctypes.c_uint(_LAZY_PEER_ACCESS))
     assert address.value is not None
     return address.value
 
@@ -68,7 +68,7 @@ def _call(name: str, *arguments: Any) -> None:
     library = _library()
     code = getattr(library, name)(*arguments)
     if code:
-        # taken back, so that the next call of torch does not find it
+        # clear the error, so that the next call of torch does not report it
         library.cudaGetLastError()
         library.cudaGetErrorString.restype = ctypes.c_char_p
         raise RuntimeError(f"{name}: {library.cudaGetErrorString(code).decode()}")

@@ -1,10 +1,10 @@
-"""Memory that every GPU of a host can write, and the exchanges through it that a decode step makes.
+"""GPU memory that all ranks of a host map, and the all-reduces of decode steps through it.
 
-NCCL needs 10 to 15 µs for the 8 KB of one token; a decode step has two such sums a layer. Here a
-sum is one kernel (``ops.triton.custom_all_reduce``) that takes a little more than the way over
-NVLink, and adds the residual and normalises as well. NVLink multicast is not used: it needs the
-host's fabric in an order that many do not have. NCCL stays outside of graphs: its communicator
-cannot be ended while a graph that holds a call of it exists.
+NCCL needs 10 to 15 µs to all-reduce the 8 KB of one token, twice per layer. Here an all-reduce is
+one kernel (``ops.triton.custom_all_reduce``) that takes little longer than the NVLink transfer, and
+that is fused with residual add and RMSNorm. NVLink multicast is not used: it needs a fabric setup
+that many hosts do not have. NCCL calls are kept out of CUDA graphs: a communicator cannot be closed
+while a graph that contains a call of it exists.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from modelmill.core import log
 from modelmill.parallel import cuda_ipc
 from modelmill.parallel.shard import range_starts
 
-# of an exchange: all that a graph of a decode step holds, so that no graph holds a call of NCCL
+# rows of a transfer: as many as the largest decode graph has, so that no graph needs NCCL
 MAX_ROWS = 512
-ROW_WORDS = 4096  # words of 32 bits in a row: 8,192 values of 16 bits, 4,096 of 32
+ROW_WORDS = 4096  # 32-bit words of a row: 8,192 values of 16 bits, 4,096 of 32
 _log = log.get_logger(__name__)
 
 
 class PeerBuffers:
-    """This rank's buffer and the addresses of the others'."""
+    """This rank's buffer and the mapped addresses of the other ranks' buffers."""
 
     def __init__(self, rank: int, addresses: tuple[int, ...], device: torch.device) -> None:
         from modelmill.ops.triton import custom_all_reduce
@@ -40,7 +40,7 @@ class PeerBuffers:
         )
         self._device = device
         others = [address for other, address in enumerate(addresses) if other != rank]
-        # not at the end of the process: the system takes everything back there
+        # not at process exit, where the operating system frees everything
         weakref.finalize(self, cuda_ipc.release, addresses[rank], others).atexit = False
 
     @staticmethod
@@ -51,10 +51,17 @@ class PeerBuffers:
         device: torch.device,
         all_agree: Callable[[bool], bool],
     ) -> PeerBuffers | None:
-        """Collective. None, with a line in the log, where GPUs cannot reach each other's memory or
-        Triton is absent.
+        """Allocate and map the buffers of all ranks (a collective call).
 
-        all_agree: whether all ranks say so.
+        Args:
+            rank: This rank.
+            size: Number of ranks.
+            rendezvous: The store through which IPC handles are exchanged.
+            device: This rank's GPU.
+            all_agree: Collective logical and.
+
+        Returns:
+            None, with a warning in the log, if peer access or Triton is missing on any rank.
         """
         addresses: tuple[int, ...] | None = None
         try:
@@ -69,7 +76,7 @@ class PeerBuffers:
             )
         except (RuntimeError, ImportError) as error:
             rendezvous.set(f"peer {rank}", b"")
-            _log.warning("sums of decode steps go through NCCL: %s", str(error).splitlines()[0])
+            _log.warning("all-reduces of decode steps use NCCL: %s", str(error).splitlines()[0])
         return (
             PeerBuffers(rank, addresses, device)
             if all_agree(addresses is not None) and addresses is not None
@@ -77,39 +84,37 @@ class PeerBuffers:
         )
 
     def supports_all_reduce(self, x: torch.Tensor, *, decode: bool) -> bool:
-        """Whether x [T, H] is small and regular enough; of a prompt, so small that NCCL would be
-        slower.
-        """
+        """Whether ``all_reduce`` takes x [T, H]; for prefill only if it is faster than NCCL."""
         max_rows = MAX_ROWS if decode else self._kernels.MAX_PROGRAMS
         width = x.shape[-1] * x.element_size()
         fits = 0 < x.shape[0] <= max_rows and width <= 4 * ROW_WORDS and width % 4 == 0
         return x.dim() == 2 and fits and x.is_contiguous() and x.element_size() in (2, 4)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """As ``TPGroup.all_reduce``."""
+        """All-reduce; see ``TPGroup.all_reduce``."""
         return self._kernels.all_reduce_rows(x, None, self._buffers)[0]
 
     def all_reduce_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``TPGroup.all_reduce_add_rms_norm``, in one kernel; the residual is overwritten."""
+        """``TPGroup.all_reduce_add_rms_norm`` in one kernel; the residual is overwritten."""
         return self._kernels.all_reduce_rows(x, (residual, weight, eps), self._buffers)
 
     def supports_all_gather(self, x: torch.Tensor, widths: tuple[int, ...]) -> bool:
-        """Whether ``all_gather`` takes them."""
+        """Whether ``all_gather`` takes x with these widths."""
         even = all(width * x.element_size() % 4 == 0 for width in widths)
         return (
             even and 0 < x.shape[0] <= MAX_ROWS and x.is_contiguous() and x.element_size() in (2, 4)
         )
 
     def all_gather(self, x: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
-        """As ``TPGroup.all_gather``."""
+        """All-gather of columns; see ``TPGroup.all_gather``."""
         return self._kernels.all_gather_columns(
             x, _starts(widths, self._device), widths, self._buffers
         )
 
     def abort(self) -> None:
-        """Nobody waits any more; results are worthless from here on."""
+        """End all waits of running kernels; their results are invalid from here on."""
         self._abort_flag.fill_(1)
 
 

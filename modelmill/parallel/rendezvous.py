@@ -1,4 +1,4 @@
-"""Where ranks find each other: torch's store, served by rank 0 to this machine only."""
+"""Rendezvous of the ranks: a torch TCPStore on rank 0, reachable from this machine only."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ LOOPBACK = "127.0.0.1"
 
 
 class RendezvousServer:
-    """Rank 0's side.
+    """Rank 0's side of the rendezvous.
 
-    The port is taken by the system and held from here on: nobody else can get it in between.
+    The socket is bound here and passed to the store, so that no other process can take the port
+    in between.
     """
 
     def __init__(self) -> None:
@@ -22,17 +23,15 @@ class RendezvousServer:
         self.port: int = self._socket.getsockname()[1]
 
     def serve(self) -> Any:
-        """Serve; the server lives as long as what is returned. Called once."""
+        """Start the store, which runs as long as the returned object lives. Call it once."""
         return connect(self.port, self._socket.detach())
 
 
 def connect(port: int, listen_fd: int | None = None) -> Any:
-    """The store at a port; listen_fd: the listening socket's descriptor, where this rank serves
-    it.
-    """
+    """Connect to the store at a port; ``listen_fd``: serve it, on this listening socket."""
     import torch.distributed as dist
 
-    more: dict[str, Any] = {} if listen_fd is None else {"master_listen_fd": listen_fd}
+    options: dict[str, Any] = {} if listen_fd is None else {"master_listen_fd": listen_fd}
     return dist.TCPStore(
         LOOPBACK,
         port,
@@ -40,5 +39,5 @@ def connect(port: int, listen_fd: int | None = None) -> Any:
         listen_fd is not None,
         timedelta(seconds=120),
         wait_for_workers=False,
-        **more,
+        **options,
     )

@@ -1,7 +1,7 @@
-"""Which part of a model each rank holds: pure arithmetic on sizes.
+"""Which shard of a model each rank has: pure arithmetic on sizes.
 
-Parts are consecutive, cover everything, may be uneven, and start at multiples of an *alignment*:
-the rows or columns of a quantized weight that share a scale stay together.
+Shards are consecutive, cover everything, may be uneven, and start at multiples of an *alignment*:
+rows or columns of a quantized weight that share a scale stay together.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Shard:
-    """What a rank holds of a matrix [N, K]: stretches of its rows, one stretch of its columns.
+    """A rank's shard of a matrix [N, K]: ranges of its rows and one range of its columns.
 
-    full_shape: (N, K). has_bias: whether this rank adds the bias; where columns are split one rank
-    does, so that the sum over the ranks holds it once.
+    Attributes:
+        full_shape: (N, K).
+        rows: Ranges of rows.
+        columns: Range of columns.
+        has_bias: Whether this rank adds the bias. If columns are split only one rank does, so that
+            the all-reduced sum contains it once.
     """
 
     full_shape: tuple[int, int]
@@ -31,17 +35,17 @@ class Shard:
 
     @staticmethod
     def from_rows(full_shape: tuple[int, int], *rows: Range) -> Shard:
-        """Some outputs of all inputs."""
+        """Some outputs from all inputs (column-parallel linear)."""
         return Shard(full_shape, rows, (0, full_shape[1]))
 
     @staticmethod
     def from_columns(full_shape: tuple[int, int], columns: Range, rank: int) -> Shard:
-        """All outputs of some inputs: a summand."""
+        """All outputs from some inputs: a partial sum (row-parallel linear)."""
         return Shard(full_shape, ((0, full_shape[0]),), columns, has_bias=rank == 0)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(rows, columns) of the part."""
+        """(rows, columns) of the shard."""
         return sum(b - a for a, b in self.rows), self.columns[1] - self.columns[0]
 
 
@@ -53,17 +57,25 @@ class HeadShard:
     kv: Range
 
     def qkv_rows(self, heads: int, kv_heads: int, dim: int) -> tuple[Range, Range, Range]:
-        """Their rows in a fused projection [q; k; v]."""
+        """Row ranges of these heads in a fused projection [q; k; v]."""
         k, v = heads * dim, (heads + kv_heads) * dim
         a, b = self.kv[0] * dim, self.kv[1] * dim
         return (self.q[0] * dim, self.q[1] * dim), (k + a, k + b), (v + a, v + b)
 
 
 def partition(count: int, size: int, alignment: int = 1, item_name: str = "items") -> list[Range]:
-    """``count`` items over ``size`` ranks, as even as the alignment allows; the first ranks hold
-    the larger parts.
+    """Split ``count`` items over ``size`` ranks as evenly as the alignment allows.
 
-    Raises UsageError where a rank would hold none.
+    The first ranks get the larger ranges.
+
+    Args:
+        count: Number of items.
+        size: Number of ranks.
+        alignment: Ranges start at multiples of it.
+        item_name: For the message.
+
+    Raises:
+        UsageError: A rank would get no items.
     """
     units = -(-count // alignment)
     if units < size:
@@ -71,20 +83,29 @@ def partition(count: int, size: int, alignment: int = 1, item_name: str = "items
             f"--tp {size}: the model's {count} {item_name} split into {units} at most; use --tp "
             f"{units} or less"
         )
-    base, more = divmod(units, size)
-    edges = [min((rank * base + min(rank, more)) * alignment, count) for rank in range(size + 1)]
+    base, extra = divmod(units, size)
+    edges = [min((rank * base + min(rank, extra)) * alignment, count) for rank in range(size + 1)]
     return list(pairwise(edges))
 
 
 def partition_heads(
     heads: int, kv_heads: int, dim: int, size: int, alignment: int = 1
 ) -> list[HeadShard]:
-    """Query heads with the KV heads that they read; ``alignment``: of the columns of the output
-    projection.
+    """Split query heads over ranks, together with the KV heads that they read.
 
-    Up to ``kv_heads`` ranks share out whole groups. More ranks than that hold one KV head each,
-    some of them the same, and share out its query heads: a rank's query heads never read more than
-    it holds, and all KV heads of a rank serve equally many. Raises UsageError where that cannot be.
+    Up to ``kv_heads`` ranks get whole GQA groups. With more ranks, each has one KV head, some of
+    them the same, and the ranks of a KV head split its query heads. So a rank has every KV head
+    that its query heads read, and all its KV heads serve equally many query heads.
+
+    Args:
+        heads: Query heads.
+        kv_heads: KV heads.
+        dim: Head size.
+        size: Number of ranks.
+        alignment: Of the columns of the output projection.
+
+    Raises:
+        UsageError: The heads cannot be split so.
     """
     if size > heads:
         raise UsageError(
@@ -92,27 +113,27 @@ def partition_heads(
         )
     group = heads // kv_heads
     if size <= kv_heads:
-        together = lcm(group * dim, alignment) // (group * dim)
-        parts = partition(kv_heads, size, together, "KV heads")
+        unit = lcm(group * dim, alignment) // (group * dim)
+        parts = partition(kv_heads, size, unit, "KV heads")
         return [HeadShard((a * group, b * group), (a, b)) for a, b in parts]
     if (group * dim) % alignment and kv_heads > 1:
         raise UsageError(
             f"--tp {size}: groups of {alignment} weights cross the model's KV heads; use --tp "
             f"{kv_heads} or less"
         )
-    together = lcm(dim, alignment) // dim
-    found = []
+    unit = lcm(dim, alignment) // dim
+    shards = []
     for kv, (first, last) in enumerate(partition(size, kv_heads)):
-        inside = partition(group, last - first, together, "query heads of a KV head")
-        found += [HeadShard((kv * group + a, kv * group + b), (kv, kv + 1)) for a, b in inside]
-    return found
+        parts = partition(group, last - first, unit, "query heads of a KV head")
+        shards += [HeadShard((kv * group + a, kv * group + b), (kv, kv + 1)) for a, b in parts]
+    return shards
 
 
 def range_lengths(ranges: Sequence[Range]) -> tuple[int, ...]:
-    """How many items each rank holds."""
+    """Number of items of each rank."""
     return tuple(b - a for a, b in ranges)
 
 
 def range_starts(widths: Sequence[int]) -> list[int]:
-    """Where each rank's items begin, and the end."""
+    """First item of each rank, and the end."""
     return [0, *accumulate(widths)]

@@ -1,11 +1,10 @@
-"""The tensor-parallel group: the ranks that compute one model together, as an object that is passed
-along.
+"""The tensor-parallel group: the ranks that run one model together, passed as an object.
 
-``TPGroup`` is a single rank: its all_reduce returns its input, and it imports nothing.
-``DistributedTPGroup`` is one of several processes, each with a GPU of one host (NCCL, and a custom
-all-reduce for the small messages of a decode step) or with the CPU (gloo). Every rank makes the
-same calls in the same order, and all ranks receive identical values, so that norms, logits and
-sampled ids are identical too.
+``TPGroup`` is a single rank: its all_reduce returns its input, and it does not import
+torch.distributed. ``DistributedTPGroup`` is one of several processes, each with a GPU of one host
+(NCCL, and a custom all-reduce for the small messages of a decode step) or with the CPU (gloo).
+Every rank must make the same calls in the same order. All ranks receive identical values, so that
+norms, logits and sampled ids are identical too.
 """
 
 from __future__ import annotations
@@ -22,12 +21,13 @@ from modelmill.parallel.peer_buffers import PeerBuffers
 
 AddRmsNormOp = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 _log = log.get_logger(__name__)
-_NO_TIMEOUT = timedelta(days=30)  # who watches the processes ends a wait, not a clock
+_NO_TIMEOUT = timedelta(days=30)  # waits are ended by the watcher of the processes, not by time
 
 
 class TPGroup:
-    """One rank alone; with another rank and size only to learn what the part of such a rank would
-    be.
+    """A single rank.
+
+    With another rank and size it serves only to compute the shards of such a rank.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -36,7 +36,7 @@ class TPGroup:
     def all_reduce(self, x: torch.Tensor, *, decode: bool = False) -> torch.Tensor:  # noqa: ARG002
         """The sum of x over the ranks, the same on all; x may be overwritten.
 
-        decode: of a step that may be a graph.
+        ``decode``: within a decode step, which may be captured in a graph.
         """
         return x
 
@@ -50,15 +50,15 @@ class TPGroup:
         *,
         decode: bool = False,  # noqa: ARG002
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``op`` (add_rms_norm) of the sum of x [T, H] over the ranks."""
+        """``op`` (add_rms_norm) on the sum of x [T, H] over the ranks."""
         return op(x, residual, weight, eps)
 
     def all_gather(self, x: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:  # noqa: ARG002
-        """x: [T, widths[rank]] → [T, sum(widths)], the columns of all ranks in their order."""
+        """Gather columns: [T, widths[rank]] → [T, sum(widths)], in the order of the ranks."""
         return x
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """x of rank 0; the others give a tensor of its shape, which is overwritten."""
+        """Rank 0's tensor; the others pass one of its shape and dtype, which is overwritten."""
         return x
 
     def all_reduce_min(self, value: int) -> int:
@@ -66,21 +66,30 @@ class TPGroup:
         return value
 
     def abort(self) -> None:
-        """A rank is gone: every exchange that waits, and every later one, ends without a result."""
+        """End all waiting and later collectives without a result, because a rank has ended."""
 
 
 SINGLE_RANK = TPGroup()
 
 
 class DistributedTPGroup(TPGroup):
-    """One of several ranks. ``rendezvous``: a torch store that all ranks reach."""
+    """One of several ranks, each a process."""
 
     def __init__(
         self, rank: int, size: int, rendezvous: Any, device: str, seconds: float = 120.0
     ) -> None:
-        """Meets the others, at most ``seconds`` long.
+        """Connect to the other ranks.
 
-        Raises RuntimeError where they do not come.
+        Args:
+            rank: This rank.
+            size: Number of ranks.
+            rendezvous: A torch store that all ranks reach.
+            device: Of this rank.
+            seconds: How long to wait for the others.
+
+        Raises:
+            RuntimeError: They did not connect in time.
+            MissingDependency: torch was built without NCCL.
         """
         import torch.distributed as dist
 
@@ -100,7 +109,7 @@ class DistributedTPGroup(TPGroup):
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = _NO_TIMEOUT
             self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
-            # the communicator is made at the first use, which must not be in a graph
+            # NCCL creates the communicator at the first use, which must not be in a graph
             self.all_reduce_min(0)
             self.peer_buffers = PeerBuffers.connect(
                 rank, size, rendezvous, self.device, lambda yes: bool(self.all_reduce_min(int(yes)))
@@ -110,6 +119,7 @@ class DistributedTPGroup(TPGroup):
             self._group.set_timeout(_NO_TIMEOUT)
 
     def all_reduce(self, x: torch.Tensor, *, decode: bool = False) -> torch.Tensor:
+        """All-reduce: custom kernel for small messages, else NCCL or gloo."""
         if self.peer_buffers is not None and self.peer_buffers.supports_all_reduce(
             x, decode=decode
         ):
@@ -128,40 +138,45 @@ class DistributedTPGroup(TPGroup):
         *,
         decode: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        alike = residual.is_contiguous() and residual.dtype == weight.dtype == x.dtype
+        """All-reduce, residual add and RMSNorm: one kernel for small messages."""
+        can_fuse = residual.is_contiguous() and residual.dtype == weight.dtype == x.dtype
         if (
             self.peer_buffers is not None
-            and alike
+            and can_fuse
             and self.peer_buffers.supports_all_reduce(x, decode=decode)
         ):
             return self.peer_buffers.all_reduce_add_rms_norm(x, residual, weight, eps)
         return op(self.all_reduce(x, decode=decode), residual, weight, eps)
 
     def all_gather(self, x: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
+        """All-gather of columns: custom kernel for small messages, else NCCL or gloo."""
         if self.peer_buffers is not None and self.peer_buffers.supports_all_gather(x, widths):
             return self.peer_buffers.all_gather(x, widths)
         widest = max(widths)
-        mine = torch.nn.functional.pad(x, (0, widest - x.shape[1])).contiguous()
-        every = torch.empty((self.size, *mine.shape), dtype=x.dtype, device=x.device)
+        padded = torch.nn.functional.pad(x, (0, widest - x.shape[1])).contiguous()
+        gathered = torch.empty((self.size, *padded.shape), dtype=x.dtype, device=x.device)
         if x.is_cuda:
-            self._group._allgather_base(every, mine).wait()
+            self._group._allgather_base(gathered, padded).wait()
         else:
-            self._group.allgather([list(every)], [mine]).wait()
-        return torch.cat([part[:, :width] for part, width in zip(every, widths, strict=True)], 1)
+            self._group.allgather([list(gathered)], [padded]).wait()
+        return torch.cat([part[:, :width] for part, width in zip(gathered, widths, strict=True)], 1)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Broadcast rank 0's tensor; overwrites x on the others."""
         self._group.broadcast(x, 0).wait()
         return x
 
     def all_reduce_min(self, value: int) -> int:
-        found = torch.tensor([value], dtype=torch.int64, device=self.device)
-        self._group.allreduce([found], self._min_options).wait()
-        return int(found.item())
+        """The smallest value of all ranks; waits for the device."""
+        tensor = torch.tensor([value], dtype=torch.int64, device=self.device)
+        self._group.allreduce([tensor], self._min_options).wait()
+        return int(tensor.item())
 
     def abort(self) -> None:
+        """End all waiting and later collectives without a result."""
         if self.peer_buffers is not None:
             self.peer_buffers.abort()
         try:
             self._group.abort()
         except RuntimeError as error:
-            _log.debug("the group could not be ended: %s", error)
+            _log.debug("the process group could not be aborted: %s", error)

@@ -1,12 +1,13 @@
-"""SmoothQuant (Xiao et al. 2022, arXiv:2211.10438): channels with large activations are made small
-before rounding.
+"""SmoothQuant: channels with large activations are scaled down before rounding.
 
-s_j = max|X_j|^α / max|W_j|^(1−α), max|W_j| over all rows that read channel j; inputs are divided by s where they are
-made, the weight's columns multiplied, so that the layer computes the same. Four sites: the norm before qkv, the norm
-before gate/up, the attention output (folded into the v rows), SwiGLU's output (into the up rows: out = up · silu(gate)
-is linear in up). Under GQA the smoother of o is one vector for all q heads of a KV head: both maxima are taken over
-them. GPT-2's activation is linear in nothing, so the input of its second matrix stays as it is.
-"""  # noqa: E501
+Xiao et al. 2022, arXiv:2211.10438. s_j = max|X_j|^α / max|W_j|^(1−α), max|W_j| over all rows that
+read channel j; inputs are divided by s in the op that produces them, the weight's columns
+multiplied, so that the layer computes the same. Four sites: the norm before qkv, the norm before
+gate/up, the attention output (folded into the v rows), SwiGLU's output (into the up rows: out = up
+· silu(gate) is linear in up). Under GQA the smoother of o is one vector for all q heads of a KV
+head: both maxima are taken over them. GPT-2's activation is linear in none of its inputs, so the
+input of its second matrix is not scaled.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +26,16 @@ MIN_SCALE = 1e-5
 FOLD_ORDER = ("o", "down", "qkv", "up")
 ALPHA_GRID = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 ALPHA_STEP = 0.05
-SiteAlphas = dict[str, float | None]  # site → α, None: left alone
+SiteAlphas = dict[str, float | None]  # site → α; None: not smoothed
 
 
 def smoothing_scales(
     block: QuantizableLayer, site: str, max_abs: torch.Tensor, alpha: float
 ) -> torch.Tensor:
-    """s [K] ≥ 1e-5 of a site whose inputs reach ``max_abs`` [K], scaled to a geometric mean of 1.
+    """Return s [K] ≥ 1e-5 of a site whose inputs reach ``max_abs`` [K], with a geometric mean of 1.
 
-    A channel that is never seen, or that nothing reads, keeps its size. The mean is free: per-token
-    and per-tensor scales take up a common factor, and a norm's weight stays of its size.
+    A channel that is always 0, or that no matrix reads, is not scaled. The mean is free: per-token
+    and per-tensor scales absorb a common factor, and a norm's weight keeps its magnitude.
     """
     weight = block.linear(site).weight.dense().abs().amax(0)
     if site == "o":
@@ -50,7 +51,7 @@ def smoothing_scales(
 
 
 def max_over_kv_group(block: QuantizableLayer, vector: torch.Tensor) -> torch.Tensor:
-    """The largest of the q heads of a KV head, for each of them."""
+    """Return, for each q head of a KV head, the maximum over these heads."""
     heads = block.heads
     each = vector.view(heads.num_kv_heads, heads.num_q_heads // heads.num_kv_heads, heads.head_dim)
     return each.amax(1, keepdim=True).expand_as(each).reshape(-1)
@@ -62,9 +63,16 @@ def apply_smoothing(
     alphas: SiteAlphas,
     dtype: torch.dtype,
 ) -> Scales:
-    """Fold every site's smoother in; returns what inputs were divided by.
+    """Fold the smoothers of all sites into the layer.
 
-    dtype: norms and biases are stored so.
+    Args:
+        block: the layer.
+        statistics: input statistics by site.
+        alphas: α by site.
+        dtype: dtype in which norms and biases are stored.
+
+    Returns:
+        What the inputs were divided by, by site.
     """
     folded: Scales = {}
     for site in FOLD_ORDER:
@@ -76,10 +84,9 @@ def apply_smoothing(
 
 
 class SmoothingTrial:
-    """A layer tried out with smoothers and rounded matrices on calibration tokens, and put back as
-    it was.
+    """Evaluates smoothers on a layer with quantized matrices, and restores the layer afterwards.
 
-    round_layer: makes of a layer (dense, folded) the layer as it will be held.
+    round_layer: quantizes the dense, folded layer.
     """
 
     def __init__(
@@ -102,9 +109,7 @@ class SmoothingTrial:
         self._expected = [_residual_stream(batch) for batch in exact.batches]
 
     def output_error(self, alphas: SiteAlphas) -> float:
-        """The root of the mean over tokens of the squared error of the layer's output, as a share
-        of the output.
-        """
+        """Return the relative root mean squared error of the layer's output."""
         with restore_layer_on_exit(self.block):
             apply_smoothing(self.block, self.statistics, alphas, self.dtype)
             tokens = self.calibration.fork()
@@ -119,11 +124,13 @@ class SmoothingTrial:
 
 
 def search_alphas(trial: SmoothingTrial) -> tuple[SiteAlphas, float, float]:
-    """(α of each site, the layer's error with them, without any): one α for the layer, then each
-    site for itself.
+    """Search the α of each site: first one α for the layer, then each site separately.
 
-    A site may also be left alone. What errs least is kept, and what is simpler where nothing is
-    gained.
+    A site may also be left unsmoothed. The α with the smallest error is kept; at equal error, the
+    simpler choice.
+
+    Returns:
+        α by site, the layer's error with them, and the error without smoothing.
     """
     nothing: SiteAlphas = dict.fromkeys(SITES)
     plain = trial.output_error(nothing)
@@ -131,9 +138,9 @@ def search_alphas(trial: SmoothingTrial) -> tuple[SiteAlphas, float, float]:
 
     def tried(alphas: SiteAlphas) -> None:
         nonlocal best, least
-        found = trial.output_error(alphas)
-        if found < least:
-            best, least = alphas, found
+        error = trial.output_error(alphas)
+        if error < least:
+            best, least = alphas, error
 
     for alpha in ALPHA_GRID:
         tried(dict.fromkeys(SITES, alpha))
@@ -153,9 +160,7 @@ def search_alphas(trial: SmoothingTrial) -> tuple[SiteAlphas, float, float]:
 
 @contextmanager
 def restore_layer_on_exit(block: QuantizableLayer) -> Iterator[None]:
-    """The layer's weights, norms and biases come back at the end; what is done in between makes new
-    tensors.
-    """
+    """Restore the layer's weights, norms and biases on exit; changes inside replace the tensors."""
     modules = [block.linear(site) for site in SITES]
     norms = [norm for norm in map(block.norm, SITES) if norm is not None]
     saved = [(linear, linear.weight, linear.bias) for linear in modules]
@@ -176,7 +181,7 @@ def restore_layer_on_exit(block: QuantizableLayer) -> Iterator[None]:
 def smoothing_result(
     block: QuantizableLayer, folded_scales: Scales, alphas: SiteAlphas
 ) -> PrepareResult:
-    """What was done, for the report."""
+    """Return the smoothing of the layer for the report."""
     facts: dict[str, Any] = {}
     for site in SITES:
         facts[site] = {"alpha": alphas.get(site) if site in folded_scales else None}

@@ -1,11 +1,10 @@
-"""AWQ (Lin et al. 2023, arXiv:2306.00978): channels that carry large activations are scaled up
-before rounding.
+"""AWQ: channels that carry large activations are scaled up before rounding.
 
-The inverse of a scale is folded into what makes the input: the norm before qkv and gate/up, the v
-rows before o, the up rows before down (out = up · silu(gate) is linear in up). So the layer
-computes the same and costs the same. Under GQA the scales of o are one vector for all q heads of a
-KV head. Where nothing linear makes the input (GPT-2's activation)
-a site is left alone.
+Lin et al. 2023, arXiv:2306.00978. The inverse of a scale is folded into the op that produces the
+input: the norm before qkv and gate/up, the v rows before o, the up rows before down (out = up ·
+silu(gate) is linear in up). So the layer computes the same and costs the same. Under GQA the scales
+of o are one vector for all q heads of a KV head. A site whose input no linear op produces (GPT-2's
+activation) is not scaled.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from modelmill.weights.dense import DenseWeight as Dense
 
 ALPHA_STEPS = 20
 _MIN_CHANNEL_SHARE = 1e-4  # of the largest channel
-_SEARCH_ROWS = 256  # of a weight, that the search looks at
+_SEARCH_ROWS = 256  # rows of a weight that the search uses
 RoundWeight = Callable[[torch.Tensor, InputStatistics], torch.Tensor]
 
 
@@ -30,10 +29,10 @@ def scale_layer(
     round_weight: RoundWeight,
     dtype: torch.dtype,
 ) -> PrepareResult:
-    """Search the scales of all sites and fold them in. round_weight: a weight as it would be
-    rounded, for the search.
+    """Search the scales of all sites and fold them in.
 
     o and down go first, since folding them changes the weights that read the norms' outputs.
+    round_weight: quantizes and dequantizes a weight, for the search.
     """
     done = PrepareResult()
     for site in ("o", "down", "qkv", "up"):
@@ -54,15 +53,17 @@ def scale_layer(
 
 
 def is_foldable(block: QuantizableLayer, site: str) -> bool:
-    """Whether something linear makes a site's input."""
+    """Return whether a linear op produces a site's input."""
     return site != "down" or block.has_gated_mlp
 
 
 def search_scales(
     weight: torch.Tensor, statistics: InputStatistics, round_weight: RoundWeight
 ) -> tuple[torch.Tensor, float, float]:
-    """(scales [K], α, error as a share of the error without scales): the α whose rounded outputs
-    err least.
+    """Search the α whose rounded outputs have the smallest error.
+
+    Returns:
+        Scales [K], α, and the error relative to the error without scales.
     """
     weight = weight[:: max(1, len(weight) // _SEARCH_ROWS)]
     best, chosen, alpha, first = float("inf"), torch.ones_like(statistics.mean_abs), 0.0, 0.0
@@ -79,7 +80,7 @@ def search_scales(
 
 
 def awq_scales(mean_abs: torch.Tensor, alpha: float) -> torch.Tensor:
-    """mean|X|^α over √(max · min)."""
+    """Return mean|X|^α divided by √(max · min)."""
     scales = mean_abs.clamp(min=_MIN_CHANNEL_SHARE * float(mean_abs.max().clamp(min=1e-30))).pow(
         alpha
     )
@@ -87,7 +88,7 @@ def awq_scales(mean_abs: torch.Tensor, alpha: float) -> torch.Tensor:
 
 
 def scale_statistics(statistics: InputStatistics, scales: torch.Tensor) -> InputStatistics:
-    """The statistics of inputs divided by ``scales``."""
+    """Return the statistics of inputs divided by ``scales``."""
     s = statistics
     hessian = s.hessian / scales[:, None] / scales
     mean, peak, low, high = (
@@ -99,9 +100,7 @@ def scale_statistics(statistics: InputStatistics, scales: torch.Tensor) -> Input
 def average_kv_group_statistics(
     block: QuantizableLayer, site: str, statistics: InputStatistics
 ) -> InputStatistics:
-    """For "o": the mean over the q heads of a KV head, so that the search sees what folding can
-    do.
-    """
+    """For "o", average the statistics over the q heads of a KV head, as folding requires."""
     if site != "o":
         return statistics
     s = statistics
@@ -117,7 +116,7 @@ def average_kv_group_statistics(
 
 
 def average_kv_group(block: QuantizableLayer, site: str, vector: torch.Tensor) -> torch.Tensor:
-    """For "o", a vector over all q heads made the same (by mean) for those that share a KV head."""
+    """For "o", average a vector over the q heads that share a KV head."""
     if site != "o":
         return vector
     heads = block.heads
@@ -128,10 +127,12 @@ def average_kv_group(block: QuantizableLayer, site: str, vector: torch.Tensor) -
 def fold_scales(
     block: QuantizableLayer, site: str, scales: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Divide a site's input by ``scales`` where it is made, multiply its weight's columns; returns
-    what was divided by.
+    """Divide a site's input by ``scales`` in its producer and multiply its weight's columns.
 
-    A norm is stored in ``dtype``: what its rounding makes of the scales is what the columns get.
+    A norm is stored in ``dtype``: the columns are multiplied by the scales after this rounding.
+
+    Returns:
+        What the input was divided by.
     """
     norm = block.norm(site)
     if norm is not None:
@@ -168,7 +169,7 @@ def _per_kv_head(block: QuantizableLayer, scales: torch.Tensor) -> torch.Tensor:
 def _divide_rows(
     block: QuantizableLayer, site: str, first: int, scales: torch.Tensor, dtype: torch.dtype
 ) -> None:
-    """The last rows of a fused weight and its bias, from ``first`` on."""
+    """Divide the last rows of a fused weight and its bias, from ``first`` on."""
     makes = block.linear(site)
     weight = makes.weight.dense().clone()
     weight[first:] /= scales[:, None]

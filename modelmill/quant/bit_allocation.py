@@ -1,10 +1,9 @@
-"""Which layer bears how few bits: choosing the smallest forms whose errors together stay within a
-limit.
+"""Chooses the smallest bit choices whose errors together stay within a limit.
 
-What one rounded layer does to the model's next-token distributions (mean KL, measured with all
-other layers whole) adds up over layers as long as it is small. So the choice is a budget: every
-layer begins in its smallest form, and the step that saves most KL for its bytes is taken until the
-sum fits.
+The effect of one quantized layer on the model's next-token distributions (mean KL, measured with
+all other layers unquantized) adds up over layers as long as it is small. So the limit is a budget:
+every layer begins with its smallest bit choice, and the upgrade that saves most KL per byte is
+taken until the sum is within the budget.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from modelmill.weights.int4 import resolve_group_size
 
 UNQUANTIZED = "none"
 BIT_CHOICES = ("int4-g128", "int4-g64", "int4-g32", "int8")
-"""From the smallest to the largest; behind them a layer stays whole."""
+"""From the smallest to the largest; the last resort is an unquantized layer."""
 
 
 @dataclass(frozen=True)
 class LayerOption:
-    """One form of one layer: its bytes, and the KL that it costs alone."""
+    """One bit choice of one layer: its bytes, and the KL that it alone causes."""
 
     bit_choice: str
     nbytes: int
@@ -38,9 +37,9 @@ class LayerOption:
 def quantize_quickly(
     weight: torch.Tensor, bit_choice: str, importance: torch.Tensor
 ) -> WeightFormat:
-    """A weight [N, K] float32 as ``bit_choice``, quickly: ranges clipped by the inputs' energy [K],
-    rounded to
-    nearest.
+    """Quantize a weight [N, K] float32 fast: clipped ranges, round to nearest.
+
+    importance: [K], mean squares of the inputs, used to clip the ranges.
     """
     if bit_choice == UNQUANTIZED:
         return Dense(weight)
@@ -57,9 +56,9 @@ def quantize_linears(
     importance: Mapping[str, torch.Tensor],
     dense_weights: Mapping[str, WeightFormat],
 ) -> int:
-    """Put a layer's linears into one bit choice; returns their bytes.
+    """Quantize a layer's linears to one bit choice; return their bytes.
 
-    dense_weights: the whole ones, by site.
+    dense_weights: the unquantized weights, by site.
     """
     total = 0
     for site in SITES:
@@ -72,8 +71,9 @@ def quantize_linears(
 def allocate_bits(
     layer_options: Sequence[Sequence[LayerOption]], kl_budget: float
 ) -> list[LayerOption]:
-    """One option a layer, their KL within ``kl_budget``. layer_options: by layer, UNQUANTIZED with
-    a KL of 0 among them.
+    """Choose one option per layer so that the sum of KL is within ``kl_budget``.
+
+    layer_options: by layer; each list contains UNQUANTIZED with a KL of 0.
     """
     ordered = [sorted(each, key=lambda option: option.nbytes) for each in layer_options]
     chosen = [each[0] for each in ordered]
@@ -87,7 +87,7 @@ def allocate_bits(
                 if best is None or worth > best[0]:
                     best = (worth, layer, option)
         if best is None:
-            break  # everything is as good as it gets
+            break  # no upgrade is left
         chosen[best[1]] = best[2]
     return _revert_needless_upgrades(chosen, ordered, kl_budget)
 
@@ -95,9 +95,7 @@ def allocate_bits(
 def _revert_needless_upgrades(
     chosen: list[LayerOption], layer_options: Sequence[Sequence[LayerOption]], kl_budget: float
 ) -> list[LayerOption]:
-    """Steps that turned out not to be needed are taken back, the one that saves most bytes
-    first.
-    """
+    """Undo upgrades that turned out to be unnecessary, the one that saves most bytes first."""
     while True:
         spare = kl_budget - sum(option.kl for option in chosen)
         best: tuple[int, int, LayerOption] | None = None

@@ -1,8 +1,7 @@
-"""Layer by layer through the model: statistics of the inputs, the recipe, and on with what the
-recipe made.
+"""Quantizes a model layer by layer: collects input statistics, applies the recipe, continues.
 
-In memory are one layer, its statistics and the calibration tokens between two layers. A layer sees
-inputs that the quantized layers before it have computed, and inside a layer each site those of the
+In memory are one layer, its statistics and the calibration tokens between two layers. A layer's
+inputs are computed by the quantized layers before it, and inside a layer those of a site by the
 quantized sites before it.
 """
 
@@ -18,34 +17,38 @@ from modelmill.quant.calibration_state import SITES, CalibrationState, Quantizab
 from modelmill.quant.recipe import InputStatistics, PrepareResult, Recipe, Scales
 from modelmill.weights.base import WeightFormat, fake_quantize, pack
 
-SAMPLE_ROWS = 512  # inputs kept as they are, for searches on outputs
-PROBE_BATCHES = 4  # batches that what is prepared before rounding is decided on
-TRIAL_TOKENS = 1024  # that a layer is tried out on, again and again
-NUM_OUTLIERS = 4  # channels told in the report
+SAMPLE_ROWS = 512  # rows of inputs kept unchanged, for searches on outputs
+PROBE_BATCHES = 4  # batches used to choose what is prepared before rounding
+TRIAL_TOKENS = 1024  # tokens on which a layer is tried repeatedly
+NUM_OUTLIERS = 4  # channels listed in the report
 MIN_TOKENS = 128
 
 
 def check_calibration_ids(
     ids: Sequence[Sequence[int]], vocab: int, source_name: str = "the calibration data"
 ) -> None:
-    """Raises UsageError for calibration ids that tell too little or are no tokens of the model;
-    source_name: where from.
+    """Check the number and range of calibration ids.
+
+    source_name: where the ids come from, for messages.
+
+    Raises:
+        UsageError: if there are too few ids, or ids outside the vocabulary.
     """
     total = sum(map(len, ids))
     if not ids or not total:
         raise UsageError(
-            f"{source_name} is empty: no text in it gives a token; give one that has texts, or "
-            "none for our own"
+            f"{source_name} is empty: it contains no tokens; pass a file with texts, or "
+            "none for the built-in texts"
         )
     if total < MIN_TOKENS:
         raise UsageError(
-            f"{source_name} is too short: {total} tokens are read, at least {MIN_TOKENS} are "
-            "needed; give more text, "
+            f"{source_name} is too short: it has {total} tokens, at least {MIN_TOKENS} are "
+            "needed; pass more text, "
             "or a larger --calibration-samples, --calibration-length or --max-model-len"
         )
     if any(not 0 <= i < vocab for one in ids for i in one):
         raise UsageError(
-            f"{source_name} holds token ids outside 0…{vocab - 1}: it is of another tokenizer"
+            f"{source_name} has token ids outside 0…{vocab - 1}: it was made with another tokenizer"
         )
 
 
@@ -57,11 +60,18 @@ def quantize_layer(
     dtype: torch.dtype,
     layer_name: str,
 ) -> tuple[dict[str, Any], Scales]:
-    """Leave a layer of dense float32 weights with held ones; returns the facts by linear module,
-    and what was folded.
+    """Quantize a layer of dense float32 weights in place.
 
-    calibration: the tokens before the layer, afterwards behind it; None for recipes without
-    calibration. dtype: of norms and biases as stored. layer_name: the layer's name, for errors.
+    Args:
+        block: the layer.
+        recipe: the recipe.
+        calibration: the tokens before the layer, advanced past it; None for recipes without
+            calibration.
+        dtype: dtype in which norms and biases are stored.
+        layer_name: the layer's name, for errors.
+
+    Returns:
+        The facts by linear module, and what was folded.
     """
     prepared, needs_hessian = PrepareResult(), getattr(recipe, "needs_hessian", True)
     if calibration is not None and recipe.needs_prepare:
@@ -100,27 +110,29 @@ def quantize_layer(
 def _collect_all_sites(
     block: QuantizableLayer, calibration: CalibrationState, layer_name: str, *, needs_hessian: bool
 ) -> dict[str, InputStatistics]:
-    """Statistics of all sites of a layer as it is."""
-    found = {}
+    """Collect the statistics of all sites of an unquantized layer."""
+    statistics = {}
     for site in SITES:
         calibration.forward_to(block, site)
-        found[site] = collect_statistics(
+        statistics[site] = collect_statistics(
             calibration.site_inputs(),
             f"{layer_name}.{block.linear_paths[site]}",
             needs_hessian=needs_hessian,
         )
-    return found
+    return statistics
 
 
 def collect_statistics(
     inputs: Iterable[torch.Tensor], site_name: str, *, needs_hessian: bool = True
 ) -> InputStatistics:
-    """Statistics of batches of inputs [T, K]; without ``needs_hessian`` the Hessian is left out
-    ([0, 0]): it takes longest.
+    """Collect the statistics of batches of inputs [T, K].
 
-    Raises UsageError where inputs hold NaN or infinity.
+    needs_hessian: False leaves the Hessian out ([0, 0]), which takes most of the time.
+
+    Raises:
+        UsageError: if an input is NaN or infinite.
     """
-    found: InputStatistics | None = None
+    statistics: InputStatistics | None = None
     kept = []
     for x in inputs:
         size = x.abs()
@@ -128,19 +140,21 @@ def collect_statistics(
         now = InputStatistics(
             len(x), products, size.sum(0), size.amax(0), x.amin(0), x.amax(0), x[:0]
         )
-        found = now if found is None else _merge_statistics(found, now)
+        statistics = now if statistics is None else _merge_statistics(statistics, now)
         kept.append(x)
-    assert found is not None, "a flow has batches"
-    found.hessian /= found.num_tokens
-    found.mean_abs /= found.num_tokens
-    every = max(1, found.num_tokens // SAMPLE_ROWS)
-    found.input_samples = torch.cat([x[::every] for x in kept])[:SAMPLE_ROWS]
-    if not bool(torch.isfinite(found.mean_abs).all() & torch.isfinite(found.hessian).all()):
+    assert statistics is not None, "a calibration state has batches"
+    statistics.hessian /= statistics.num_tokens
+    statistics.mean_abs /= statistics.num_tokens
+    every = max(1, statistics.num_tokens // SAMPLE_ROWS)
+    statistics.input_samples = torch.cat([x[::every] for x in kept])[:SAMPLE_ROWS]
+    if not bool(
+        torch.isfinite(statistics.mean_abs).all() & torch.isfinite(statistics.hessian).all()
+    ):
         raise UsageError(
             f"the calibration data makes NaN or infinite inputs at {site_name}: the checkpoint or "
             "the data is damaged"
         )
-    return found
+    return statistics
 
 
 def _merge_statistics(a: InputStatistics, b: InputStatistics) -> InputStatistics:
@@ -162,11 +176,11 @@ def quantization_facts(
     recipe: Recipe,
     statistics: InputStatistics | None,
 ) -> dict[str, Any]:
-    """What rounding did to one weight: errors as shares of the outputs (of the weight where nothing
-    was calibrated).
+    """Return the effect of quantizing one weight as errors relative to the outputs.
 
-    before: plain rounding to nearest; after: what is held. outliers: the input channels that stand
-    out most, and by how many times the median channel.
+    Without calibration the errors are relative to the weight. before: plain rounding to nearest;
+    after: the stored weight. outliers: the input channels with the largest values, and their ratio
+    to the median channel.
     """
     plain = pack(recipe.weight_format, weight, torch.float32, **recipe.pack_options)
     stored = sum(t.numel() * t.element_size() for t in quantized.tensors().values())
@@ -189,14 +203,15 @@ def quantization_facts(
 def output_error(
     weight: torch.Tensor, quantized: WeightFormat, statistics: InputStatistics | None
 ) -> float:
-    """What rounding does to a weight's outputs (to the weight, without statistics), as a share of
-    them.
+    """Return the relative error of the quantized weight's outputs, or of the weight itself.
+
+    Without statistics it is the error of the weight.
     """
     off = weight - quantized.dense()
     if statistics is not None and hasattr(quantized, "fake_quantize"):
         right = statistics.input_samples @ weight.T
-        found = fake_quantize(quantized, statistics.input_samples) @ quantized.dense().T
-        return round_digits(float((found - right).norm() / right.norm().clamp(min=1e-30)))
+        outputs = fake_quantize(quantized, statistics.input_samples) @ quantized.dense().T
+        return round_digits(float((outputs - right).norm() / right.norm().clamp(min=1e-30)))
     if statistics is None:
         return round_digits(float(off.norm() / weight.norm().clamp(min=1e-30)))
     lost, whole = (float(((w @ statistics.hessian) * w).sum()) for w in (off, weight))
@@ -204,5 +219,5 @@ def output_error(
 
 
 def round_digits(value: float) -> float:
-    """Three digits."""
+    """Round to three digits."""
     return float(f"{value:.3g}")

@@ -1,9 +1,9 @@
-"""A decoder layer opened up at its four sites, and the calibration tokens on their way through it.
+"""A decoder layer split at its four sites, and the calibration tokens on their way through it.
 
-A site is an input that one or more matrices share: "qkv" (the norm before attention), "o" (what
-attention mixed), "up" (the norm before the MLP; gate and up, or GPT-2's fc) and "down" (the
-activation). Statistics of inputs are collected under these labels, and a recipe treats what reads
-the same input together.
+A site is an input that one or more matrices share: "qkv" (the norm before attention), "o" (the
+attention output), "up" (the norm before the MLP; gate and up, or GPT-2's fc) and "down" (the
+activation). Statistics of inputs are collected by site, and a recipe treats the matrices of a site
+together.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BATCH_TOKENS = 4096
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """How the rows of qkv and the columns of o are divided: q heads, kv heads, channels a head."""
+    """The division of qkv's rows and o's columns: q heads, kv heads, channels per head."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -38,7 +38,7 @@ class AttentionHeads:
 class QuantizableLayer:
     """One layer of a model, by site.
 
-    ``layer`` has the modules that nn.decoder's and GPT-2's layers have in common.
+    ``layer`` has the modules that the layers of nn.decoder and GPT-2 have in common.
     """
 
     def __init__(self, layer: Any, heads: AttentionHeads) -> None:
@@ -48,26 +48,24 @@ class QuantizableLayer:
 
     @property
     def linear_paths(self) -> dict[str, str]:
-        """Site → the path of the linear module that reads it."""
+        """Return site → path of the linear module that reads it."""
         up = "mlp.gate_up_proj" if self.has_gated_mlp else "mlp.fc_proj"
         return {"qkv": "attn.qkv_proj", "o": "attn.o_proj", "up": up, "down": "mlp.down_proj"}
 
     def linear(self, site: str) -> Linear:
-        """The module that reads a site."""
-        found = self.layer.get_submodule(self.linear_paths[site])
-        assert isinstance(found, Linear)
-        return found
+        """Return the module that reads a site."""
+        module = self.layer.get_submodule(self.linear_paths[site])
+        assert isinstance(module, Linear)
+        return module
 
     def norm(self, site: str) -> nn.Module | None:
-        """The norm whose output a site is; None for "o" and "down"."""
+        """Return the norm whose output a site is; None for "o" and "down"."""
         return {"qkv": self.layer.attn_norm, "up": self.layer.mlp_norm}.get(site)
 
 
 @dataclass
 class CalibrationBatch:
-    """Some calibration sequences between two layers, or at a site: x, residual, site_input are [T,
-    …].
-    """
+    """Some calibration sequences between two layers or at a site; all tensors are [T, …]."""
 
     step: Step
     rope: RopeCosSin
@@ -77,7 +75,7 @@ class CalibrationBatch:
 
 
 class CalibrationState:
-    """Calibration tokens travelling through the layers, some batches of whole sequences."""
+    """The calibration tokens on their way through the layers, in batches of whole sequences."""
 
     def __init__(self, batches: Sequence[CalibrationBatch]) -> None:
         self.batches = list(batches)
@@ -90,10 +88,15 @@ class CalibrationState:
         device: str,
         image_embeddings: Sequence[ImageEmbeddings] | None = None,
     ) -> CalibrationState:
-        """Embed sequences of ids. ``model`` needs its embedding alone; all is computed in float32.
+        """Embed sequences of ids.
 
-        image_embeddings: for each sequence the foreign embeddings (of pictures) [L, H] by the
-        position of their first place; the ids there are −1 afterwards, since no token stands there.
+        Args:
+            model: only its embedding is used.
+            ids: one tensor per sequence.
+            ops: the ops of the device.
+            device: where to compute, in float32.
+            image_embeddings: for each sequence the image embeddings [L, H] by their first position;
+                the ids at these positions are set to −1.
         """
         batches: list[CalibrationBatch] = []
         begun = 0
@@ -115,9 +118,7 @@ class CalibrationState:
         return CalibrationState(batches)
 
     def fork(self, batches: int | None = None) -> CalibrationState:
-        """Another flow from here, of the first ``batches``, with tensors of its own: ops may add
-        into a residual.
-        """
+        """Copy the state of the first ``batches``; ops may add into a residual in place."""
         return CalibrationState(
             [
                 replace(
@@ -130,9 +131,7 @@ class CalibrationState:
         )
 
     def subset(self, max_tokens: int) -> CalibrationState:
-        """Another flow from here, of the first sequences that hold about so many tokens; one at
-        least.
-        """
+        """Copy the first sequences, at least one, with about ``max_tokens`` tokens."""
         batch = self.batches[0]
         ends = batch.step.query_start.tolist()[1:]
         count = max(1, sum(end <= max_tokens for end in ends))
@@ -159,30 +158,30 @@ class CalibrationState:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens under way."""
+        """Return the number of tokens."""
         return sum(len(batch.x) for batch in self.batches)
 
     @torch.inference_mode()
     def forward_to(self, block: QuantizableLayer, site: str) -> None:
-        """Go on from the site before (or the layer's input) to this one."""
+        """Compute from the site before (or the layer's input) up to this site."""
         for batch in self.batches:
             _FORWARD_TO[site](block.layer, batch)
 
     @torch.inference_mode()
     def finish_layer(self, block: QuantizableLayer) -> None:
-        """From the last site out of the layer."""
+        """Compute from the last site to the layer's output."""
         for batch in self.batches:
             batch.x = block.layer.mlp.down_proj(batch.site_input, batch.step)
             batch.site_input = None
 
     def forward_layer(self, block: QuantizableLayer) -> None:
-        """Through a whole layer."""
+        """Compute a whole layer."""
         for site in SITES:
             self.forward_to(block, site)
         self.finish_layer(block)
 
     def site_inputs(self) -> Iterator[torch.Tensor]:
-        """The inputs at the site reached, batch by batch, [T, K] float32."""
+        """Return the inputs at the current site by batch, [T, K] float32."""
         for batch in self.batches:
             assert batch.site_input is not None, "between two layers"
             yield batch.site_input.float()
@@ -219,7 +218,7 @@ _FORWARD_TO = {
 
 
 def _batch_sequences(ids: Sequence[Sequence[int]]) -> Iterator[list[list[int]]]:
-    """Sequences in batches of about BATCH_TOKENS."""
+    """Group sequences into batches of about BATCH_TOKENS."""
     group: list[list[int]] = []
     for one in ids:
         if group and sum(map(len, group)) + len(one) > BATCH_TOKENS:
@@ -231,9 +230,9 @@ def _batch_sequences(ids: Sequence[Sequence[int]]) -> Iterator[list[list[int]]]:
 
 
 def _prefill_step(model: Any, ids: Sequence[Sequence[int]], ops: Any, device: str) -> Step:
-    """A prefill of whole sequences.
+    """Return the metadata of a prefill of whole sequences.
 
-    Its pages are one layer's, since layers are computed one after another.
+    Its pages belong to one layer, since layers are computed one after another.
     """
     shape: KVShape = model.kv
     lengths = [len(one) for one in ids]

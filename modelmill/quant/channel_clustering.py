@@ -1,10 +1,9 @@
-"""Channels in clusters by their (max, min), each cluster in groups of columns that an integer
-kernel can read.
+"""Clusters channels by (max, min) and assigns clusters to groups of columns of one width.
 
-k-means as RPTQ does it (Yuan et al. 2023, arXiv:2304.01089); then clusters are fitted into a fixed
-number of groups of fixed width. A cluster may leave columns of its last group empty; where that
-would take too many groups, the channels
-of such remainders move to other clusters that have room, those first whose error grows least.
+k-means follows RPTQ (Yuan et al. 2023, arXiv:2304.01089); then clusters are fitted into a fixed
+number of groups of fixed width, which an integer kernel requires. A cluster may leave columns of
+its last group empty; if that takes too many groups, the channels of such remainders move to other
+clusters with free columns, those first whose error grows least.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 MAX_CLUSTERS = 32
 KMEANS_RESTARTS = 10
 KMEANS_ITERATIONS = 50
-_MAX_CANDIDATES = 6  # remainders looked at each time one has to go
+_MAX_CANDIDATES = 6  # remainders considered whenever one has to move
 
 
 def cluster_channels(
@@ -27,10 +26,14 @@ def cluster_channels(
     group_width: int,
     num_groups: int,
 ) -> torch.Tensor:
-    """Columns → channels, [num_groups · group_width] int32, −1 where a column stays empty.
+    """Return the channel of each column, [num_groups · group_width] int32; −1 for an empty column.
 
-    low, high: [K], the ends of each channel; importance: [K], what a squared error of the channel
-    costs. K ≤ num_groups · group_width.
+    Args:
+        low: [K], minimum of each channel.
+        high: [K], maximum of each channel.
+        importance: [K], weight of the channel's squared error.
+        group_width: columns of a group.
+        num_groups: groups; K ≤ num_groups · group_width.
     """
     ends = np.stack([high.double().cpu().numpy(), low.double().cpu().numpy()], 1)
     weight = importance.double().cpu().numpy().clip(min=1e-30)
@@ -50,8 +53,9 @@ def cluster_channels(
 def kmeans(
     points: np.ndarray, num_clusters: int, restarts: int = KMEANS_RESTARTS, seed: int = 0
 ) -> np.ndarray:
-    """Labels [K] of points [K, D] in at most ``num_clusters`` clusters: the best of several starts
-    (k-means++).
+    """Cluster points [K, D] into at most ``num_clusters`` clusters; return labels [K].
+
+    The result is the best of several starts (k-means++).
     """
     generator = np.random.default_rng(seed)
     points = points / (np.abs(points).max() or 1.0)
@@ -61,11 +65,11 @@ def kmeans(
         centres = _kmeans_plus_plus(points, num_clusters, generator)
         for _ in range(KMEANS_ITERATIONS):
             away = size - 2 * points @ centres.T + (centres**2).sum(-1)
-            found = away.argmin(1)
-            sizes = np.bincount(found, minlength=num_clusters)
+            nearest = away.argmin(1)
+            sizes = np.bincount(nearest, minlength=num_clusters)
             sums = np.stack(
                 [
-                    np.bincount(found, points[:, d], minlength=num_clusters)
+                    np.bincount(nearest, points[:, d], minlength=num_clusters)
                     for d in range(points.shape[1])
                 ],
                 1,
@@ -76,14 +80,14 @@ def kmeans(
             centres = moved
         total = float(away.min(1).sum())
         if total < best:
-            best, labels = total, found
+            best, labels = total, nearest
     return labels
 
 
 def _kmeans_plus_plus(
     points: np.ndarray, num_clusters: int, generator: np.random.Generator
 ) -> np.ndarray:
-    """Starting centres: each next one drawn by the squared distance to those before."""
+    """Choose starting centres; far points are more probable (squared distance)."""
     chosen = [int(generator.integers(len(points)))]
     away = ((points - points[chosen[0]]) ** 2).sum(-1)
     while len(chosen) < num_clusters:
@@ -101,21 +105,19 @@ def fit_to_groups(
     group_width: int,
     num_groups: int,
 ) -> list[np.ndarray]:
-    """The clusters changed so that together they fill at most ``num_groups`` groups of
-    ``group_width``.
-    """
-    found = [np.asarray(c) for c in clusters]
-    while sum(-(-len(c) // group_width) for c in found) > num_groups:
+    """Change the clusters so that they fill at most ``num_groups`` groups of ``group_width``."""
+    groups = [np.asarray(c) for c in clusters]
+    while sum(-(-len(c) // group_width) for c in groups) > num_groups:
         partial = sorted(
-            (i for i, c in enumerate(found) if len(c) % group_width),
-            key=lambda i: len(found[i]) % group_width,
+            (i for i, c in enumerate(groups) if len(c) % group_width),
+            key=lambda i: len(groups[i]) % group_width,
         )
         tried = [
-            _move_remainder(found, i, ranges, importance, group_width)
+            _move_remainder(groups, i, ranges, importance, group_width)
             for i in partial[:_MAX_CANDIDATES]
         ]
-        found = [c for c in min(tried, key=lambda each: each[0])[1] if len(c)]
-    return found
+        groups = [c for c in min(tried, key=lambda each: each[0])[1] if len(c)]
+    return groups
 
 
 def _move_remainder(
@@ -125,45 +127,52 @@ def _move_remainder(
     importance: np.ndarray,
     group_width: int,
 ) -> tuple[float, list[np.ndarray]]:
-    """(what it costs, the clusters) when the remainder of one cluster moves into the empty columns
-    of the others.
+    """Move the remainder of one cluster into the empty columns of the others.
+
+    Returns:
+        The cost and the changed clusters.
     """
     out = list(clusters)
-    mine = out[index]
-    wide = ranges[mine, 0] - ranges[mine, 1]
-    # those that widen others least
-    leaving = mine[np.argsort(wide, kind="stable")[: len(mine) % group_width]]
-    out[index] = np.setdiff1d(mine, leaving)
+    channels = out[index]
+    wide = ranges[channels, 0] - ranges[channels, 1]
+    # first the channels that widen other clusters least
+    leaving = channels[np.argsort(wide, kind="stable")[: len(channels) % group_width]]
+    out[index] = np.setdiff1d(channels, leaving)
     high, low = (
         np.array([f(ranges[c, i]) if len(c) else f0 for c in out])
         for i, f, f0 in ((0, np.max, -np.inf), (1, np.min, np.inf))
     )
-    held = np.array([importance[c].sum() for c in out])
+    importance_sums = np.array([importance[c].sum() for c in out])
     room = np.array([-len(c) % group_width for c in out])
     room[index] = 0
     before = float(
-        ((ranges[mine, 0].max() - ranges[mine, 1].min()) ** 2) * importance[leaving].sum()
+        ((ranges[channels, 0].max() - ranges[channels, 1].min()) ** 2) * importance[leaving].sum()
     )
     cost = -before
-    for channel in leaving[::-1]:  # the widest first, while there is choice
+    for channel in leaving[
+        ::-1
+    ]:  # the channel with the widest range first, while all clusters have room
         tops, bottoms = np.maximum(high, ranges[channel, 0]), np.minimum(low, ranges[channel, 1])
         grown = (tops - bottoms) ** 2
         was = np.where(np.isfinite(high), (high - low) ** 2, 0.0)
-        extra = np.where(room > 0, held * (grown - was) + importance[channel] * grown, np.inf)
+        extra = np.where(
+            room > 0, importance_sums * (grown - was) + importance[channel] * grown, np.inf
+        )
         to = int(extra.argmin())
         if not np.isfinite(extra[to]):
             return np.inf, out
         cost += float(extra[to])
         out[to] = np.append(out[to], channel)
         high[to], low[to] = tops[to], bottoms[to]
-        held[to] += importance[channel]
+        importance_sums[to] += importance[channel]
         room[to] -= 1
     return cost, out
 
 
 def split_cluster(cluster: np.ndarray, ranges: np.ndarray, group_width: int) -> list[np.ndarray]:
-    """A cluster in groups of at most ``group_width`` channels, the widest in the group that is not
-    full.
+    """Split a cluster into groups of at most ``group_width`` channels.
+
+    The channels with the widest ranges go into the partial group.
     """
     wide = ranges[cluster, 0] - ranges[cluster, 1]
     ranked = cluster[np.argsort(-wide, kind="stable")]

@@ -1,9 +1,9 @@
-"""fp8 (e4m3) weights, their errors carried on as GPTQ does; activations in fp8 by token or with one
-static scale.
+"""fp8 (e4m3) weights rounded with GPTQ's error compensation, for fp8 inputs.
 
-The steps of e4m3 are a sixteenth of a number's binade, so a row's scale decides on nothing but
-where in its binade each weight lies: eight scales an eighth of a binade apart are tried, and what
-errs least on the inputs' energy is kept.
+Inputs have per-token or one static scale. The steps of e4m3 are a sixteenth of a number's binade,
+so a row's scale only decides where in its binade each weight lies: eight scales an eighth of a
+binade apart are tried, and the one with the smallest error, weighted by the inputs' energy, is
+kept.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class Fp8Recipe:
     def __init__(self, config: BuildConfig) -> None:
         self.method = METHODS[0] if config.method == "auto" else config.method
         if self.method not in METHODS:
-            raise UsageError(f"-q fp8 --method {self.method}: it is one of {', '.join(METHODS)}")
+            raise UsageError(f"-q fp8 --method {self.method}: must be one of {', '.join(METHODS)}")
         self.needs_hessian = self.method == "gptq"
         self.static_input_scale = config.activation_scales == "tensor"
         self.needs_calibration = self.static_input_scale or self.needs_hessian
         self.per_channel = config.weight_scales == "channel"
-        given = FLOAT_INPUT if config.activation_scales == "none" else PER_TOKEN_SCALE
+        input_scale = FLOAT_INPUT if config.activation_scales == "none" else PER_TOKEN_SCALE
         self.pack_options: Mapping[str, Any] = {
             "per_channel": self.per_channel,
-            "input_scale": given,
+            "input_scale": input_scale,
         }
 
     def prepare(
@@ -59,9 +59,9 @@ class Fp8Recipe:
         return PrepareResult()
 
     def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> Fp8Weight:
-        """[N, K] float32 → fp8; a static scale is what errs least on the outputs.
+        """Quantize [N, K] float32 to fp8, with nearest rounding if there are no statistics.
 
-        No statistics: nearest.
+        A static scale is the one with the smallest output error.
         """
         quantized = Fp8Weight.pack(weight, torch.float32, **self.pack_options)
         if statistics is None:
@@ -81,9 +81,9 @@ class Fp8Recipe:
 def gptq_to_e4m3(
     weight: torch.Tensor, hessian: torch.Tensor, scale: torch.Tensor, per_channel: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values [N, K] e4m3, scale [N]).
+    """Return values [N, K] e4m3 and scale [N].
 
-    scale: the least that holds each row; hessian: [K, K], damped.
+    scale: the smallest scale that covers each row; hessian: [K, K], damped.
     """
     scale = search_scale_in_binade(weight, hessian.diagonal(), scale, per_channel)
     steps = RoundingGrid(scale[:, None].expand_as(weight).contiguous())
@@ -96,18 +96,19 @@ def gptq_to_e4m3(
 def search_scale_in_binade(
     weight: torch.Tensor, importance: torch.Tensor, scale: torch.Tensor, per_channel: bool
 ) -> torch.Tensor:
-    """[N]: ``scale`` times 2^(i / 8), the i < 8 of each row, or of all, whose rounding errs least;
-    importance: [K].
+    """Return ``scale`` [N] times 2^(i / 8) with the i < 8 of the smallest rounding error.
+
+    importance: [K]. per_channel: choose i per row, otherwise one i for all.
     """
     best = torch.full_like(scale, torch.inf)
-    found = scale
+    best_scale = scale
     for i in range(SCALES_PER_BINADE):
         tried = scale * 2.0 ** (i / SCALES_PER_BINADE)
         off = round_to_dtype(weight / tried[:, None], E4M3).float() * tried[:, None] - weight
         error = (off.square() * importance).sum(-1)
         error = error if per_channel else error.sum().expand_as(error)
-        found, best = torch.where(error < best, tried, found), torch.minimum(error, best)
-    return found
+        best_scale, best = torch.where(error < best, tried, best_scale), torch.minimum(error, best)
+    return best_scale
 
 
 RECIPE = Fp8Recipe

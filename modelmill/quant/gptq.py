@@ -1,11 +1,10 @@
-"""GPTQ (Frantar et al. 2022, arXiv:2210.17323), and what improves on its result.
+"""GPTQ (Frantar et al. 2022, arXiv:2210.17323) and the refinement of its result.
 
-All of it minimises tr((W − Ŵ) H (W − Ŵ)ᵀ), the squared error of a layer's outputs on its
-calibration inputs, with
-H = 2 XᵀX. GPTQ rounds column after column and lets the columns not yet rounded carry the error;
-``refine`` goes on
-from any result: it fits scales and offsets to the codes under H, and then picks each code anew
-given all the others."""
+Both minimise tr((W − Ŵ) H (W − Ŵ)ᵀ), the squared error of a layer's outputs on its calibration
+inputs, with H = 2 XᵀX. GPTQ rounds column after column and compensates the error in the columns not
+yet rounded; ``refine`` starts from any result: it fits scales and offsets to the codes under H, and
+then chooses each code again given all the others.
+"""
 
 from __future__ import annotations
 
@@ -21,27 +20,29 @@ from modelmill.quant.group_grid import (
 from modelmill.quant.rounding_grid import BLOCK_COLUMNS, RoundingGrid
 
 DAMPING = 0.01
-_MIN_FIT_ROWS = 256  # whose grids are fitted at a time, at least
-# as many as this leaves room for, in numbers of their normal equations
+_MIN_FIT_ROWS = 256  # rows whose grids are fitted at a time, at least
+# limit of the rows fitted at a time, in elements of their normal equations
 _FIT_ELEMENTS = {"cpu": 0, "cuda": 1 << 26}
 
 
 def damped(hessian: torch.Tensor, damping: float = DAMPING) -> torch.Tensor:
-    """H [K, K] with ``damping`` · mean diagonal on its diagonal; channels that were never seen get
-    1 there.
+    """Return H [K, K] with ``damping`` · mean diagonal added to its diagonal.
+
+    Channels that are always 0 get 1 there.
     """
     hessian = hessian.clone()
     diagonal = hessian.diagonal()
-    seen = diagonal > 0
-    mean = float(diagonal[seen].mean()) if bool(seen.any()) else 1.0
+    active = diagonal > 0
+    mean = float(diagonal[active].mean()) if bool(active.any()) else 1.0
     diagonal += damping * mean
-    diagonal[~seen] += mean
+    diagonal[~active] += mean
     return hessian
 
 
 def inverse_cholesky(hessian: torch.Tensor) -> torch.Tensor:
-    """The upper Cholesky factor of H⁻¹, float32; more damping where H is not positive definite in
-    float32.
+    """Return the upper Cholesky factor of H⁻¹, float32.
+
+    Damping is added until H is positive definite in float32.
     """
     damping = 0.0
     while True:
@@ -60,10 +61,16 @@ def gptq(
     act_order: bool = True,
     num_levels: int = INT4_LEVELS,
 ) -> torch.Tensor:
-    """Codes [N, K] (float32) on a grid found beforehand. weight: [N, K] float32; hessian: [K, K],
-    damped.
+    """Return the codes [N, K] (float32) on a given grid.
 
-    The grid stays as it is, so groups stay contiguous whatever the order.
+    The grid does not change, so groups stay contiguous in any order.
+
+    Args:
+        weight: [N, K] float32.
+        hessian: [K, K], damped.
+        grid: the grid of the weight.
+        act_order: see ``round_with_compensation``.
+        num_levels: levels of the grid.
     """
     steps = RoundingGrid(*grid.expand(weight.shape[1]), num_levels)
     return steps.quantize(round_with_compensation(weight, hessian, steps, act_order=act_order))
@@ -76,10 +83,13 @@ def round_with_compensation(
     *,
     act_order: bool = True,
 ) -> torch.Tensor:
-    """Rounded values [N, K], columns that are not rounded yet carrying the error of those that are.
+    """Round column by column; columns not yet rounded compensate the error of the rounded ones.
 
-    act_order: round the columns of the largest inputs first, while others can still carry their
-    errors.
+    act_order: round the columns of the largest inputs first, while others can still compensate
+    their errors.
+
+    Returns:
+        Rounded values [N, K].
     """
     columns = weight.shape[1]
     here = torch.arange(columns, device=weight.device)
@@ -105,8 +115,9 @@ def refine(
     symmetric: bool,
     num_sweeps: int,
 ) -> tuple[torch.Tensor, GroupGrid]:
-    """Fit the grid to the codes and choose the codes anew, ``num_sweeps`` times; no sweep makes the
-    error larger.
+    """Fit the grid to the codes and choose the codes again, ``num_sweeps`` times.
+
+    No sweep makes the error larger.
     """
     for _ in range(num_sweeps):
         grid = fit_grid(weight, hessian, codes, grid, symmetric=symmetric)
@@ -117,7 +128,7 @@ def refine(
 def refine_codes(
     weight: torch.Tensor, hessian: torch.Tensor, codes: torch.Tensor, grid: GroupGrid
 ) -> torch.Tensor:
-    """Each column's codes chosen anew given all others; codes [N, K]."""
+    """Choose each column's codes again given all others; return codes [N, K]."""
     steps = RoundingGrid(*grid.expand(weight.shape[1]), INT4_LEVELS)
     return steps.quantize(coordinate_descent_sweep(weight, hessian, grid.dequantize(codes), steps))
 
@@ -125,7 +136,7 @@ def refine_codes(
 def coordinate_descent_sweep(
     weight: torch.Tensor, hessian: torch.Tensor, values: torch.Tensor, rounding_grid: RoundingGrid
 ) -> torch.Tensor:
-    """Each column of ``values`` [N, K] rounded anew to what errs least under H given all others."""
+    """Round each column of ``values`` [N, K] again to the smallest error under H."""
     columns = weight.shape[1]
     values = values.clone()
     pull = (weight - values) @ hessian
@@ -144,13 +155,14 @@ def fit_grid(
     *,
     symmetric: bool,
 ) -> GroupGrid:
-    """Scales and offsets that err least under H for these codes; a row whose error would not fall
-    keeps its own.
+    """Fit the scales and offsets that minimise the error under H for these codes.
+
+    A row whose error would not decrease keeps its scales and offsets.
     """
     columns, group, count = weight.shape[1], grid.group_size, grid.scale.shape[1]
     missing = count * group - columns
     h = F.pad(hessian, (0, missing, 0, missing))
-    summed = h.view(count, group, -1).sum(1)  # [G, K]: what an offset of each group does
+    summed = h.view(count, group, -1).sum(1)  # [G, K]: effect of each group's offset
     scale, offset = grid.scale.clone(), grid.offset.clone()
     together = max(_MIN_FIT_ROWS, _FIT_ELEMENTS[weight.device.type] // (2 * count) ** 2)
     for first in range(0, len(weight), together):
@@ -162,8 +174,8 @@ def fit_grid(
         normal, right = _normal_equations(w, q, h, summed, symmetric)
         ridge = normal.diagonal(dim1=1, dim2=2)
         ridge += 1e-6 * ridge.mean(-1, keepdim=True) + 1e-30
-        found = torch.linalg.solve(normal, right).float()
-        s, o = round_grid_to_fp16(found[:, :count], None if symmetric else found[:, count:])
+        solution = torch.linalg.solve(normal, right).float()
+        s, o = round_grid_to_fp16(solution[:, :count], None if symmetric else solution[:, count:])
         fresh, old = GroupGrid(s, o, group), GroupGrid(scale[part], offset[part], group)
         errors = (
             squared_output_error(weight[part], hessian, each.dequantize(codes[part]))
@@ -184,8 +196,9 @@ def _normal_equations(
     hessian_group_sums: torch.Tensor,
     symmetric: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The normal equations of each row's scales, and of its offsets behind them: [n, m, m] and [n,
-    m], float64.
+    """Return the normal equations of each row's scales, then its offsets, float64.
+
+    Shapes: [n, m, m] and [n, m].
     """
     count = len(hessian_group_sums)
     group = len(h) // count
@@ -209,6 +222,6 @@ def _normal_equations(
 def squared_output_error(
     weight: torch.Tensor, hessian: torch.Tensor, quantized: torch.Tensor
 ) -> torch.Tensor:
-    """The squared error of each row's outputs, [N]."""
+    """Return the squared error of each row's outputs, [N]."""
     off = weight - quantized
     return ((off @ hessian) * off).sum(-1)

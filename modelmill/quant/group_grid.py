@@ -1,9 +1,9 @@
-"""Grids of 16 levels for groups of weights: where they lie, and rounding onto them.
+"""Grids of 16 levels for groups of weights: their scales and offsets, and rounding to them.
 
 A weight in group g of row n becomes scale[n, g] · q + offset[n, g] with q in 0…15. Scales and
-offsets are rounded to float16 before any weight is rounded onto them, so that storing them costs
-nothing. A symmetric grid is the same with offset = −8 · scale. Groups run along K; the last one of
-a row may be shorter.
+offsets are rounded to float16 before any weight is rounded, so that storing them causes no further
+error. A symmetric grid is the same with offset = −8 · scale. Groups run along K; the last one of a
+row may be shorter.
 """
 
 from __future__ import annotations
@@ -13,42 +13,48 @@ from dataclasses import dataclass
 import torch
 
 INT4_LEVELS = 16
-_ROUND_MAGIC = 1.5 * 2**23  # floats of this size have no fraction
+_ROUND_MAGIC = 1.5 * 2**23  # from this size on, floats have no fraction
 SYMMETRIC_ZERO_POINT = 8  # the code of 0 on a symmetric grid
 RangeSearch = tuple[tuple[float, ...], int]
-# Shares of a group's range that are tried, largest first, and how often scale and offset are fitted
-# to each.
+# Fractions of a group's range to try, largest first, and how often scale and offset are fitted to
+# each.
 THOROUGH_SEARCH = (tuple(1.0 - 0.05 * i for i in range(8)), 2)
 QUICK_SEARCH = ((1.0, 0.85, 0.7), 1)
 MIN_MAX_RANGE: RangeSearch = ((), 0)
 _CHUNK_WEIGHTS = {
     "cpu": 1 << 17,
     "cuda": 1 << 24,
-}  # weights whose candidates are tried at a time: they stay in the cache
+}  # weights processed at a time, so that their candidates stay in the CPU cache
 
 
 @dataclass(frozen=True)
 class GroupGrid:
-    """scale, offset: [N, G] float32 holding float16 values; group_size: columns of a group."""
+    """Scale and offset of each group.
+
+    Attributes:
+        scale: [N, G] float32 with float16 values.
+        offset: shaped as scale.
+        group_size: columns of a group.
+    """
 
     scale: torch.Tensor
     offset: torch.Tensor
     group_size: int
 
     def expand(self, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scale and offset of every weight, [N, K] each."""
+        """Return scale and offset of every weight, [N, K] each."""
         return tuple(
             t.repeat_interleave(self.group_size, 1)[:, :num_columns]
             for t in (self.scale, self.offset)
         )  # type: ignore[return-value]
 
     def quantize(self, weight: torch.Tensor) -> torch.Tensor:
-        """Nearest codes of a weight [N, K], float32."""
+        """Return the nearest codes of a weight [N, K], float32."""
         scale, offset = self.expand(weight.shape[1])
         return to_codes(weight, scale, offset)
 
     def dequantize(self, codes: torch.Tensor) -> torch.Tensor:
-        """The weights [N, K] that codes stand for."""
+        """Return the weights [N, K] of the codes."""
         scale, offset = self.expand(codes.shape[1])
         return codes * scale + offset
 
@@ -56,9 +62,9 @@ class GroupGrid:
 def to_codes(
     weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, num_levels: int = INT4_LEVELS
 ) -> torch.Tensor:
-    """The nearest of 16 levels (or of ``num_levels``); halves go to the even code."""
-    # torch.round calls its threads even for a few numbers, which costs twenty times the rounding
-    # where cores are busy
+    """Return the nearest of 16 levels (or of ``num_levels``), rounding half to even."""
+    # torch.round uses its thread pool even for a few numbers, which takes twenty times as long as
+    # the rounding on busy cores
     return (
         ((weight - offset) / scale).clamp_(0, num_levels - 1).add_(_ROUND_MAGIC).sub_(_ROUND_MAGIC)
     )
@@ -72,11 +78,15 @@ def find_grid(
     importance: torch.Tensor | None = None,
     search: RangeSearch = THOROUGH_SEARCH,
 ) -> GroupGrid:
-    """The grid of every group of a weight [N, K] float32.
+    """Return the grid of every group of a weight [N, K] float32.
 
-    importance: [K], the weight of each column's squared error; None: all alike. search: the ranges
-    tried and the fits of each; kept is what errs least. MIN_MAX_RANGE: the grid spans the group's
-    range.
+    Args:
+        weight: [N, K] float32.
+        group_size: columns of a group.
+        symmetric: whether offsets are −8 · scale.
+        importance: [K], weight of each column's squared error; None: all equal.
+        search: the ranges to try and the number of fits of each; the smallest error wins.
+            MIN_MAX_RANGE: the grid spans the group's range.
     """
     rows, columns = weight.shape
     count = -(-columns // group_size)
@@ -95,8 +105,9 @@ def find_grid(
 
 
 def _split_groups(weight: torch.Tensor, group_size: int, num_groups: int) -> torch.Tensor:
-    """[N, K] → [N, G, group]; a short last group is filled up with its first column, or mass with
-    nothing.
+    """Reshape [N, K] to [N, G, group].
+
+    A short last group is padded with its first column, an importance with 0.
     """
     missing = num_groups * group_size - weight.shape[1]
     if missing:
@@ -108,7 +119,7 @@ def _split_groups(weight: torch.Tensor, group_size: int, num_groups: int) -> tor
 def _search_range(
     groups: torch.Tensor, importance: torch.Tensor, symmetric: bool, search: RangeSearch
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[n, G, group] → scale, offset [n, G]."""
+    """Search scale and offset [n, G] of groups [n, G, group]."""
     low, high = groups.amin(-1), groups.amax(-1)
     scale, offset = _grid_for_range(low, high, 1.0, symmetric)
     shrinks, fits = search
@@ -120,9 +131,9 @@ def _search_range(
         for fit in range(fits + 1):
             if fit:
                 tried = _least_squares_fit(groups, importance, *tried, symmetric)
-            found = _weighted_error(groups, importance, *tried)
-            better = found < error
-            error = torch.where(better, found, error)
+            candidate_error = _weighted_error(groups, importance, *tried)
+            better = candidate_error < error
+            error = torch.where(better, candidate_error, error)
             scale, offset = (
                 torch.where(better, tried[0], scale),
                 torch.where(better, tried[1], offset),
@@ -135,7 +146,7 @@ def _grid_for_range(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if symmetric:
         top = torch.maximum(high.abs(), low.abs()) * range_factor
-        # 8 levels below zero and 7 above: the longer side gets the eighth
+        # 8 levels below zero and 7 above: the side with the larger range gets the eighth
         scale = torch.where(
             -low > high, -top / SYMMETRIC_ZERO_POINT, top / SYMMETRIC_ZERO_POINT
         ).neg()
@@ -148,9 +159,9 @@ def _grid_for_range(
 def round_grid_to_fp16(
     scale: torch.Tensor, offset: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounded to float16, held as float32; a scale of 0 becomes 1.
+    """Round to float16 values in float32; a scale of 0 becomes 1.
 
-    offset None: the symmetric one.
+    offset None: symmetric.
     """
     scale = scale.half().float()
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
@@ -172,7 +183,7 @@ def _least_squares_fit(
     offset: torch.Tensor,
     symmetric: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scale and offset that err least for the codes which a grid gives."""
+    """Return the least-squares scale and offset for the codes that a grid gives."""
     q = to_codes(groups, scale[..., None], offset[..., None])
     if symmetric:
         q = q - SYMMETRIC_ZERO_POINT

@@ -1,8 +1,8 @@
 """Weight-only int4 in groups: nearest, GPTQ, AWQ, or AWQ's scales with GPTQ's rounding.
 
-nearest looks at the weights alone. awq scales channels and clips each group's range to what errs
-least on the calibration inputs; gptq rounds column by column, each column's error carried on by the
-others, and then refines.
+nearest uses the weights alone. awq scales channels and clips each group's range to minimise the
+error on the calibration inputs; gptq rounds column by column with error compensation, and then
+refines.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ class Int4Recipe:
     def prepare(
         self, block: QuantizableLayer, statistics: Mapping[str, InputStatistics], dtype: torch.dtype
     ) -> PrepareResult:
-        """AWQ's scales.
+        """Apply AWQ's scales.
 
-        What rounding costs without them is told as "before": seen later, it would count their gain.
+        The report's "before" error is measured here, without the scales; measured later, it would
+        include their gain.
         """
         if not self.needs_prepare:
             return PrepareResult()
@@ -60,7 +61,7 @@ class Int4Recipe:
         return done
 
     def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> WeightFormat:
-        """[N, K] float32 → int4."""
+        """Quantize [N, K] float32 to int4."""
         group = resolve_group_size(self.group_size, weight.shape[1])
         if statistics is None or not self.needs_calibration:
             return Int4Weight.pack(
@@ -85,7 +86,7 @@ class Int4Recipe:
         )
 
     def _round_quickly(self, weight: torch.Tensor, statistics: InputStatistics) -> torch.Tensor:
-        """A weight rounded with ranges searched in haste, for AWQ's search."""
+        """Quantize a weight with a coarse search of ranges, for AWQ's search."""
         group = resolve_group_size(self.group_size, weight.shape[1])
         importance = statistics.hessian.diagonal()
         grid = find_grid(

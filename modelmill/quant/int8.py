@@ -1,6 +1,4 @@
-"""Weight-only int8: symmetric, one scale per output channel, round to nearest; nothing to
-calibrate.
-"""
+"""Weight-only int8: symmetric, one scale per output channel, round to nearest."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from modelmill.weights.base import WeightFormat, pack
 
 
 class Int8Recipe:
-    """Each weight for itself."""
+    """int8 with round to nearest, each weight independently."""
 
     weight_format = "int8"
     needs_calibration = needs_prepare = False

@@ -1,5 +1,6 @@
-"""A recipe for each layer: int4 in some group size, int8, or whole; ``-q auto`` chooses,
-``--layer-recipe`` says it.
+"""A bit choice per layer: int4 of some group size, int8, or unquantized.
+
+``-q auto`` chooses them, ``--layer-recipe`` sets them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from modelmill.weights.dense import DenseWeight as Dense
 
 
 class UnquantizedRecipe:
-    """A layer that stays as it is, rounded to what it is stored in."""
+    """Leaves a layer unquantized, in its storage dtype."""
 
     weight_format = "dense"
     needs_calibration = needs_prepare = False
@@ -41,19 +42,23 @@ class UnquantizedRecipe:
         return PrepareResult()
 
     def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> WeightFormat:  # noqa: ARG002
-        """In float32, as it will be read back."""
+        """Return the weight in float32, rounded to its storage dtype."""
         return Dense(weight.to(self.dtype).float())
 
 
 class MixedPrecisionRecipe:
-    """Layers by number. The head, where it is quantized too, is int8."""
+    """Recipes by layer number; a quantized head is int8."""
 
     weight_format = "int4"
     pack_options: Mapping[str, Any] = {}
     needs_prepare = False
 
     def __init__(self, config: BuildConfig, num_layers: int) -> None:
-        """Raises UsageError for a layer or a bit choice that is not there."""
+        """Check the layers and bit choices.
+
+        Raises:
+            UsageError: if a layer or a bit choice does not exist.
+        """
         forms = {str(i): UNQUANTIZED for i in range(num_layers)} | dict(config.layer_recipes)
         for layer, form in forms.items():
             if not (layer.isdigit() and int(layer) < num_layers):
@@ -74,7 +79,7 @@ class MixedPrecisionRecipe:
         self.method = methods.pop() if methods else "nearest"
 
     def recipe_for(self, module_path: str) -> Recipe:
-        """The recipe of a linear module, by its name in the model."""
+        """Return the recipe of a linear module by its name in the model."""
         parts = module_path.split(".")
         return self._recipes[int(parts[1])] if parts[0] == "layers" else self._head_recipe
 
@@ -84,11 +89,11 @@ class MixedPrecisionRecipe:
         statistics: Mapping[str, InputStatistics],  # noqa: ARG002
         dtype: torch.dtype,  # noqa: ARG002
     ) -> PrepareResult:
-        """Its layers' recipes do it."""
+        """Do nothing; the recipes of the layers have their own ``prepare``."""
         return PrepareResult()
 
     def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> WeightFormat:
-        """Its layers' recipes do it; this is the head's."""
+        """Quantize the head; the recipes of the layers have their own ``quantize``."""
         return self._head_recipe.quantize(weight, statistics)
 
 
@@ -96,7 +101,7 @@ def _recipe_for_bits(bit_choice: str, config: BuildConfig) -> Recipe:
     if bit_choice == UNQUANTIZED:
         return UnquantizedRecipe(
             getattr(torch, config.dtype, torch.float32)
-        )  # "auto" is resolved before anything is held
+        )  # "auto" is resolved before weights are quantized
     if bit_choice == "int8":
         return Int8(config)
     return Int4(replace(config, group_size=int(bit_choice.rpartition("g")[2]), symmetric=False))

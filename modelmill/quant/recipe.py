@@ -1,11 +1,10 @@
-"""The contract of a quantization recipe: the folder is the registry, a recipe is a file with
-``RECIPE``, its class.
+"""The interface of a quantization recipe: a file of this folder with a class ``RECIPE``.
 
-A recipe says what it needs to know about a layer's inputs, may change the layer before it is
-rounded (``prepare``: what is folded from one matrix into another), and turns each weight into a
-quantized one (``quantize``). Layers are handed to it one after another, from the first to the last,
-and inside a layer the sites in the order of computation, so that statistics are those of inputs
-which the quantized part before has computed.
+A recipe declares which statistics of a layer's inputs it uses, may change the layer before it is
+rounded (``prepare``: scales folded from one matrix into another), and quantizes each weight
+(``quantize``). Layers are processed one after another, from the first to the last, and inside a
+layer the sites in the order of computation, so that the statistics are those of inputs computed by
+the quantized part before.
 """
 
 from __future__ import annotations
@@ -23,17 +22,19 @@ from modelmill.quant.calibration_state import QuantizableLayer
 from modelmill.weights.base import WeightFormat
 
 NONE = "none"
-KEEP = "keep"  # no recipe either: what the checkpoint has quantized stays so
-AUTO = "auto"  # one for each layer (mixed_precision)
+KEEP = "keep"  # not a recipe: the checkpoint's own quantized matrices are kept
+AUTO = "auto"  # one recipe per layer (mixed_precision)
 Scales = dict[str, torch.Tensor]
 
 
 @dataclass
 class InputStatistics:
-    """Of the inputs x [T, K] at one site, over all calibration tokens; float32.
+    """Statistics of the inputs x [T, K] at one site over all calibration tokens; float32.
 
-    hessian: [K, K], the mean of xᵀx. mean_abs, max_abs, min_values, max_values: [K]. input_samples:
-    [R, K], every so many of the inputs.
+    Attributes:
+        hessian: [K, K], the mean of xᵀx.
+        mean_abs: [K], as max_abs, min_values and max_values.
+        input_samples: [R, K], evenly spaced rows of the inputs.
     """
 
     num_tokens: int
@@ -47,10 +48,13 @@ class InputStatistics:
 
 @dataclass
 class PrepareResult:
-    """What ``prepare`` did. scales: site → [K], what the inputs at that site were divided by.
-    facts: for the report.
+    """The result of ``prepare``.
 
-    quantize_by_site: site → what quantizes its weight in place of the recipe's own ``quantize``.
+    Attributes:
+        scales: site → [K], what the inputs at that site were divided by.
+        facts: for the report.
+        quantize_by_site: site → function that quantizes its weight instead of the recipe's
+            ``quantize``.
     """
 
     scales: Scales = field(default_factory=dict)
@@ -61,14 +65,17 @@ class PrepareResult:
 
 
 class Recipe(Protocol):
-    """weight_format: how weights are held. pack_options: the format's options
-    (``weights.base.pack``), which decide sizes.
+    """A way to quantize the layers of a model.
 
-    needs_calibration: whether ``quantize`` needs statistics. needs_prepare: whether ``prepare``
-    does, of the layer as it was. A recipe that tries a layer out has ``needs_search`` (True) and
-    ``search_layer(block, statistics, calibration, dtype)``, called in place of ``prepare`` with
-    some calibration tokens before the layer; one that asks for no Hessian says ``needs_hessian``
-    (False).
+    Optional: a recipe that tries out layers has ``needs_search`` (True) and ``search_layer(block,
+    statistics, calibration, dtype)``, called instead of ``prepare`` with some calibration tokens
+    before the layer; a recipe without use for the Hessian has ``needs_hessian`` (False).
+
+    Attributes:
+        weight_format: format of the quantized weights.
+        pack_options: the format's options (``weights.base.pack``), which determine sizes.
+        needs_calibration: whether ``quantize`` needs statistics.
+        needs_prepare: whether ``prepare`` needs statistics of the unchanged layer.
     """
 
     weight_format: str
@@ -79,37 +86,37 @@ class Recipe(Protocol):
     def prepare(
         self, block: QuantizableLayer, statistics: Mapping[str, InputStatistics], dtype: torch.dtype
     ) -> PrepareResult:
-        """Change the layer's dense weights, norms and biases in place, so that it computes the
-        same.
+        """Change the layer's dense weights, norms and biases in place; its function stays the same.
 
-        dtype: what norms and biases are stored in.
+        dtype: dtype in which norms and biases are stored.
         """
 
     def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> WeightFormat:
-        """A weight [N, K] float32 as it will be held.
+        """Quantize a weight [N, K] float32.
 
-        statistics: of its inputs; None where there are none.
+        statistics: of its inputs; None without calibration.
         """
 
 
 def make_recipe(config: BuildConfig) -> Recipe | None:
-    """The recipe of a build; None for "none" and "keep".
+    """Return the recipe of a build; None for "none" and "keep".
 
-    Raises UsageError for one that is not known, or options it has not.
+    Raises:
+        UsageError: if the recipe does not exist or does not support an option.
     """
     if config.quantization in (NONE, KEEP):
         return None
-    made = _recipe_class(config.quantization)
-    if made is None:
+    cls = _recipe_class(config.quantization)
+    if cls is None:
         raise UsageError(
             f"--quantization {config.quantization!r} is not one of {', '.join(recipe_names())}"
         )
-    found: Recipe = made(config)
-    return found
+    recipe: Recipe = cls(config)
+    return recipe
 
 
 def recipe_names() -> list[str]:
-    """Names of all recipes."""
+    """Return the names of all recipes."""
     return [
         NONE,
         KEEP,
@@ -119,6 +126,6 @@ def recipe_names() -> list[str]:
 
 
 def _recipe_class(name: str) -> Any:
-    """The ``RECIPE`` of a file of this folder; None where it has none."""
+    """Return the ``RECIPE`` of a file of this folder, or None."""
     module = None if name == "recipe" else find_module("modelmill.quant", name)
     return getattr(module, "RECIPE", None)

@@ -1,6 +1,4 @@
-"""What weights may be rounded to, and the walk through a block of columns that rounds them one
-after another.
-"""
+"""The values that weights may be rounded to, and the column-by-column rounding of GPTQ."""
 
 from __future__ import annotations
 
@@ -18,19 +16,25 @@ E4M3 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class RoundingGrid:
-    """scale, offset: [N, K] float32, a grid of ``num_levels``; offset None: e4m3 times scale."""
+    """The grid of every weight.
+
+    Attributes:
+        scale: [N, K] float32.
+        offset: [N, K] float32; None: e4m3 times scale.
+        num_levels: levels of the grid.
+    """
 
     scale: torch.Tensor
     offset: torch.Tensor | None = None
     num_levels: int = INT4_LEVELS
 
     def permute_columns(self, perm: torch.Tensor) -> RoundingGrid:
-        """Columns in another order [K]."""
+        """Return the grid with its columns permuted [K]."""
         offset = None if self.offset is None else self.offset[:, perm]
         return replace(self, scale=self.scale[:, perm], offset=offset)
 
     def to(self, device: str) -> RoundingGrid:
-        """The same on a device."""
+        """Return a copy on the device."""
         return replace(
             self,
             scale=self.scale.to(device),
@@ -38,7 +42,7 @@ class RoundingGrid:
         )
 
     def round_column(self, column: torch.Tensor, j: int) -> torch.Tensor:
-        """[N], values at column j, to what they are rounded to."""
+        """Round [N] values at column j."""
         scale = self.scale[:, j]
         if self.offset is None:
             return round_to_dtype(column / scale, E4M3).float() * scale
@@ -47,7 +51,7 @@ class RoundingGrid:
         )
 
     def quantize(self, values: torch.Tensor) -> torch.Tensor:
-        """[N, K], the codes of values that are on the grid."""
+        """Return the codes of values [N, K] that are on the grid."""
         assert self.offset is not None, "a grid of levels"
         return to_codes(values, self.scale, self.offset, self.num_levels)
 
@@ -61,15 +65,17 @@ class RoundingGrid:
         *,
         refine: bool,
     ) -> torch.Tensor:
-        """Round the columns first … last of ``work`` [N, K] into ``values``; returns what each
-        passes on, [N, width].
+        """Round columns first … last of ``work`` [N, K] into ``values``.
 
-        Not ``refine``: ``work`` are weights, matrix [K, K] is the factor of H⁻¹, and a column
-        passes its error on. refine: ``work`` is what pulls at each column of ``values``, matrix is
-        H, and a column that is rounded to where the pull says passes its change on. Both happen
-        inside the block here, behind it by the caller.
+        Without refine, ``work`` are weights, matrix [K, K] is the factor of H⁻¹, and the error of a
+        column is compensated in later ones. With refine, ``work`` is the gradient at each column of
+        ``values``, matrix is H, and the change of a column is propagated. Here both happen inside
+        the block; the caller updates the columns behind it.
+
+        Returns:
+            What each column propagates, [N, width].
         """
-        passed = torch.empty(len(work), last - first, device=work.device)
+        propagated = torch.empty(len(work), last - first, device=work.device)
         kernel = _gptq_columns_kernel(work.device.type)
         if kernel is not None and (self.offset is not None or kernel.supports_fp8(work.device)):
             kernel.run(
@@ -80,28 +86,28 @@ class RoundingGrid:
                 self.offset,
                 self.num_levels,
                 values,
-                passed,
+                propagated,
                 refine,
             )
-            return passed
-        mine, inner = work[:, first:last], matrix[first:last, first:last]
+            return propagated
+        block, inner = work[:, first:last], matrix[first:last, first:last]
         for j in range(last - first):
-            column, by = mine[:, j], inner[j, j]
+            column, diagonal = block[:, j], inner[j, j]
             before = values[:, first + j].clone() if refine else column
             values[:, first + j] = self.round_column(
-                before + column / by if refine else column, first + j
+                before + column / diagonal if refine else column, first + j
             )
-            passed[:, j] = before - values[:, first + j]
+            propagated[:, j] = before - values[:, first + j]
             if refine:
-                mine += passed[:, j, None] * inner[j]
+                block += propagated[:, j, None] * inner[j]
             else:
-                passed[:, j] /= by
-                mine[:, j:] -= passed[:, j, None] * inner[j, j:]
-        return passed
+                propagated[:, j] /= diagonal
+                block[:, j:] -= propagated[:, j, None] * inner[j, j:]
+        return propagated
 
 
 def _gptq_columns_kernel(device_type: str) -> Any:
-    """The module that walks on a GPU; None where there is none."""
+    """Return the module of the GPU kernel, or None without one."""
     if device_type != "cuda":
         return None
     try:

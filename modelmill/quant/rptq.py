@@ -1,13 +1,11 @@
-"""RPTQ (Yuan et al. 2023, arXiv:2304.01089): inputs in integers, their channels reordered into
-clusters.
+"""RPTQ: inputs in integers, their channels reordered into clusters.
 
-Of each site's channels the ends (min, max) are clustered, a cluster has one static step and
-zero-point, and weights
-are rounded by GPTQ in clustered order. What is multiplied is integers (ops/rptq_linear.py). The
-sites are R1 (norm
-→ q, k, v), R3 (attention output → o), R4 (norm → gate, up) and R5 (SwiGLU output, or GPT-2's GELU →
-down). Not R2: q and k are multiplied with each other inside attention, after a rotation that ties
-channels in pairs, and stay as they are; so do the attention probabilities and the KV cache.
+Yuan et al. 2023, arXiv:2304.01089. At each site the channels' ranges (min, max) are clustered, a
+cluster has one static scale and zero-point, and weights are rounded by GPTQ in clustered order. The
+product is an integer GEMM (ops/rptq_linear.py). The sites are R1 (norm → q, k, v), R3 (attention
+output → o), R4 (norm → gate, up) and R5 (SwiGLU output, or GPT-2's GELU → down). Not R2: q and k
+are multiplied with each other inside attention, after RoPE, which combines pairs of channels, and
+are not quantized; nor are the attention probabilities and the KV cache.
 """
 
 from __future__ import annotations
@@ -33,14 +31,14 @@ from modelmill.weights.rptq import RptqWeight
 BIT_WIDTHS = {"w8a8": (8, 8), "w4a8": (4, 8), "w4a4": (4, 4)}
 REFINE_SWEEPS = 3
 INT8_LEVELS = 255
-# What a range of calibration is multiplied with: one of these, by what errs least.
+# Factors for a calibrated range; the one with the smallest error is used.
 RANGE_FACTORS = {8: (1.3,), 4: tuple(1.0 - 0.04 * i for i in range(22))}
-MIN_SIDE_SHARE = 0.25  # of a range, that the side which was seen less has at least
-# By weight bits, how much smaller a channel's step may be than its cluster's: the weight shrinks
-# with it.
+MIN_SIDE_SHARE = 0.25  # smallest fraction of the range on its smaller side
+# By weight bits: how many times smaller a channel's scale may be than its cluster's; the weight
+# shrinks by it.
 MAX_STEP_RATIO = {8: 16.0, 4: 2.0}
-# What keeps SmolLM2's perplexity where it was promised: W8A8 within 2 %, W4A8 within 2 points of
-# its own weights with inputs as they are, W4A4 within twice (docs/quantization.md).
+# Splits that keep SmolLM2's perplexity as documented: W8A8 within 2 %, W4A8 within 2 points of the
+# same weights with float inputs, W4A4 within twice (docs/quantization.md).
 DEFAULT_SPLITS = {"w8a8": 1, "w4a8": 2, "w4a4": 3}
 _MAX_ZERO_POINT = 10_000.0
 _MIN_STEP = 1e-8
@@ -48,10 +46,13 @@ _MIN_STEP = 1e-8
 
 @dataclass(frozen=True)
 class ClusterRanges:
-    """Of a site's columns in clustered order: inverse_step [P] of the channels, zero_point [P],
-    cluster_step [G].
+    """Scales and zero-points of a site's columns in clustered order.
 
-    rounding_noise: [P], the mean square that rounding adds to each column.
+    Attributes:
+        inverse_step: [P], of the channels.
+        zero_point: [P].
+        cluster_step: [G].
+        rounding_noise: [P], mean square of the rounding error of each column.
     """
 
     inverse_step: torch.Tensor
@@ -68,7 +69,9 @@ class RptqRecipe:
     needs_prepare = False
 
     def __init__(self, config: BuildConfig, splits_per_channel: int = 1) -> None:
-        """splits_per_channel: of every channel; those that the options ask for are at R5 alone
+        """Check the options.
+
+        splits_per_channel: for every channel; those of the options apply to R5 alone
         (``recipe_for``).
         """
         self.weight_bits, self.input_bits = BIT_WIDTHS[config.bits]
@@ -79,17 +82,17 @@ class RptqRecipe:
             "bits": self.input_bits,
         }
         self._down_proj_recipe = self
-        asked = resolve_splits(config)
+        splits = resolve_splits(config)
         if splits_per_channel > 1:
             self.pack_options = {**self.pack_options, "splits_per_channel": splits_per_channel}
-        elif asked > 1:
+        elif splits > 1:
             if self.mode != "exact":
                 raise UsageError(
-                    f"--splits-per-channel {asked}: is for --mode exact, not {self.mode}; leave "
+                    f"--splits-per-channel {splits}: is for --mode exact, not {self.mode}; leave "
                     "it out"
                 )
-            self._down_proj_recipe = RptqRecipe(config, asked)
-        # nothing is known of what the head will read: its inputs are scaled as they come
+            self._down_proj_recipe = RptqRecipe(config, splits)
+        # the head's inputs are not calibrated: dynamic scales
         self._head_recipe = (
             self
             if self.mode == "dynamic"
@@ -97,7 +100,7 @@ class RptqRecipe:
         )
 
     def recipe_for(self, module_path: str) -> RptqRecipe:
-        """The recipe of a linear module by its name: R5's inputs have heavy tails."""
+        """Return the recipe of a linear module by its name: R5's inputs have heavy tails."""
         if module_path == "head":
             return self._head_recipe
         return self._down_proj_recipe if module_path.endswith("mlp.down_proj") else self
@@ -112,9 +115,9 @@ class RptqRecipe:
         return PrepareResult()
 
     def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> WeightFormat:
-        """[N, K] float32 → integers.
+        """Quantize [N, K] float32 to integers.
 
-        Without statistics (the head): nearest, inputs scaled as they come.
+        Without statistics (the head): nearest, with dynamic input scales.
         """
         if statistics is None:
             return RptqWeight.pack(
@@ -172,10 +175,9 @@ class RptqRecipe:
         perm: torch.Tensor,
         ranges: ClusterRanges | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the weight to round [N, P], H of what it will be multiplied with [P, P]), both in
-        clustered order.
+        """Return the weight to round [N, P] and H of its inputs [P, P], both in clustered order.
 
-        What rounding the inputs adds to them is noise of a known size, by which H grows.
+        Rounding the inputs adds noise of a known size, by which H grows.
         """
         wide = permute_columns(weight, perm)
         turned = permute_columns(permute_columns(hessian, perm).T.contiguous(), perm)
@@ -192,7 +194,7 @@ class RptqRecipe:
     def _round_weight(
         self, weight: torch.Tensor, hessian: torch.Tensor, group_size: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(codes [N, P], scale [N, G], offset [N, G] or None)."""
+        """Return codes [N, P], scale [N, G], offset [N, G] or None."""
         if self.weight_bits == 4:
             grid = find_grid(weight, group_size, importance=hessian.diagonal())
             codes = gptq(weight, hessian, grid)
@@ -211,9 +213,7 @@ class RptqRecipe:
 
 
 def resolve_splits(config: BuildConfig) -> int:
-    """Columns of each channel at R5: as asked, or what keeps the promised accuracy in the mode that
-    knows splits.
-    """
+    """Return the columns per channel at R5: the option, or the default of the mode."""
     if config.splits_per_channel is not None:
         return config.splits_per_channel
     return DEFAULT_SPLITS[config.bits] if config.mode == "exact" else 1
@@ -228,13 +228,14 @@ def find_ranges(
     max_step_ratio: float,
     splits_per_channel: int = 1,
 ) -> ClusterRanges:
-    """Steps and zero-points: of each cluster a step, of each channel in it a share of that step.
+    """Choose a scale per cluster, and of each channel a fraction of it, and the zero-points.
 
-    A channel's range is what calibration saw of it, times one number a cluster: at 8 bits a margin
-    for what was not seen, at 4 bits what errs least on the inputs that were kept, weighted by
-    ``importance`` [K]. max_step_ratio: the most by which a channel's step is smaller than the
-    largest of its cluster. splits_per_channel: columns that share a channel's range; at 8 bits the
-    margin grows with them.
+    A channel's range is its calibrated range times one factor per cluster: at 8 bits a margin for
+    unseen values, at 4 bits the factor with the smallest error on the sampled inputs, weighted by
+    ``importance`` [K].
+
+    max_step_ratio is the largest ratio of a cluster's largest scale to a channel's.
+    splits_per_channel columns share a channel's range; at 8 bits the margin grows with them.
     """
     s = statistics
     least, levels = -(2.0 ** (bits - 1)), (2.0**bits - 1) * splits_per_channel
@@ -243,7 +244,7 @@ def find_ranges(
         for t in (s.min_values[None], s.max_values[None], s.input_samples, importance[None])
     )
     low, high, cost = low[0], high[0], cost[0]
-    if bits == 8:  # a side that was hardly seen may come yet
+    if bits == 8:  # a side that calibration hardly reached may still occur
         low, high = (
             torch.minimum(low, -MIN_SIDE_SHARE * high),
             torch.maximum(high, -MIN_SIDE_SHARE * low),
@@ -282,11 +283,10 @@ def split_channels(
     splits_per_channel: int,
     bits: int,
 ) -> tuple[torch.Tensor, torch.Tensor, ClusterRanges]:
-    """Codes [N, P], perm and ranges [P] with ``splits_per_channel`` columns a channel, groups
-    filled up to ``group_size`` columns.
+    """Split every channel into ``splits_per_channel`` columns and fill groups up to ``group_size``.
 
-    The first column of a channel covers the lowest stretch of its integers, the next one what
-    follows.
+    codes: [N, P]; perm and ranges: [P]. The first column of a channel covers the lowest part of its
+    integers, the next one the following part.
     """
     groups = len(ranges.cluster_step)
     missing = group_size - len(perm) // groups * splits_per_channel
@@ -314,9 +314,7 @@ def split_channels(
 def compact_clusters(
     perm: torch.Tensor, ranges: ClusterRanges, width: int
 ) -> tuple[torch.Tensor, ClusterRanges]:
-    """The same clusters side by side, columns that stay empty at the end; their steps go into the
-    weight.
-    """
+    """Move the clusters together and the empty columns to the end; scales go into the weight."""
     real = perm >= 0
     missing = width - int(real.sum())
 

@@ -1,9 +1,8 @@
-"""W8A8 with smoothed activations (quant/activation_smoothing.py): int8 weights, int8 inputs scaled
-by token or by calibration.
+"""W8A8 with smoothed activations: int8 weights, int8 inputs with per-token or static scales.
 
-A layer whose output errs by more than the limit with the best smoothers keeps the inputs of some of
-its matrices as they are, the fewest that bring it under the limit; their weights are int8 all the
-same.
+See quant/activation_smoothing.py. If a layer's output error exceeds the limit even with the best
+smoothers, some of its matrices keep float inputs, as few as bring the error under the limit; their
+weights are int8 all the same.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class SmoothQuantRecipe:
     def prepare(
         self, block: QuantizableLayer, statistics: Mapping[str, InputStatistics], dtype: torch.dtype
     ) -> PrepareResult:
-        """One α for all sites, nothing tried."""
+        """Apply one α to all sites, without a search."""
         alphas: activation_smoothing.SiteAlphas = dict.fromkeys(
             SITES, 0.5 if self.alpha is None else self.alpha
         )
@@ -59,9 +58,7 @@ class SmoothQuantRecipe:
         calibration: CalibrationState,
         dtype: torch.dtype,
     ) -> PrepareResult:
-        """The α that err least on the layer's output, and the sites whose inputs stay as they
-        are.
-        """
+        """Search the α with the smallest layer error, and the sites that keep float inputs."""
         before = {site: self._error_before(block, site, statistics[site]) for site in SITES}
         trial = activation_smoothing.SmoothingTrial(
             block, statistics, calibration, dtype, self._quantize_layer
@@ -99,7 +96,7 @@ class SmoothQuantRecipe:
         return done
 
     def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> W8A8Weight:
-        """Rounded to nearest; the static scale of the inputs is what errs least on the outputs."""
+        """Round to nearest; a static input scale is the one with the smallest output error."""
         quantized = W8A8Weight.pack(weight, torch.float32, per_channel=self.per_channel)
         return (
             search_static_scale(weight, quantized, statistics)
@@ -112,7 +109,7 @@ class SmoothQuantRecipe:
         weight: torch.Tensor,
         statistics: InputStatistics | None,  # noqa: ARG002
     ) -> W8A8Weight:
-        """The same weights for inputs as they are."""
+        """Quantize the weight for float inputs."""
         return W8A8Weight.pack(
             weight, torch.float32, per_channel=self.per_channel, input_scale=FLOAT_INPUT
         )
@@ -123,7 +120,7 @@ class SmoothQuantRecipe:
         calibration: CalibrationState,
         weight_only_sites: frozenset[str] = frozenset(),
     ) -> None:
-        """Through a layer, each matrix rounded when its input is there."""
+        """Quantize each matrix of a layer when its input is computed."""
         for site in SITES:
             calibration.forward_to(block, site)
             linear = block.linear(site)
@@ -140,14 +137,15 @@ class SmoothQuantRecipe:
     def _error_before(
         self, block: QuantizableLayer, site: str, statistics: InputStatistics
     ) -> dict[str, float]:
-        """The error of a site's outputs without smoothing."""
+        """Return the error of a site's outputs without smoothing."""
         weight = block.linear(site).weight.dense()
         return {"before": output_error(weight, self.quantize(weight, statistics), statistics)}
 
 
 def search_static_scale(weight: torch.Tensor, quantized: Any, statistics: InputStatistics) -> Any:
-    """``quantized`` with one scale for all inputs: of the shares of the largest one the one whose
-    outputs err least.
+    """Return ``quantized`` with one static input scale.
+
+    The scale is the fraction of the largest one that has the smallest output error.
     """
     rows = statistics.input_samples
     right = rows @ weight.T

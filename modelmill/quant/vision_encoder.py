@@ -1,9 +1,8 @@
-"""Recipes for the encoders of models that read images: 8-bit weights and activations, nothing to
-calibrate.
+"""Recipes for vision encoders: 8-bit weights and activations without calibration.
 
 Weights have a scale for each output channel, activations one for each token (a window's pixel, in
-TinyViT). Here int8 means both: an encoder computes thousands of tokens at a time, and weights alone
-would save nothing.
+TinyViT). Here int8 covers both: an encoder computes thousands of tokens at a time, and weight-only
+int8 would not be faster.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ VISION_QUANTIZATIONS = ("none", "int8", "fp8")
 
 
 class W8A8NearestRecipe:
-    """int8: round to nearest, activations by token. Options of BuildConfig: weight_scales."""
+    """int8: round to nearest, per-token input scales; uses weight_scales of BuildConfig."""
 
     weight_format = "w8a8"
     needs_calibration = needs_prepare = needs_hessian = False
@@ -46,14 +45,14 @@ class W8A8NearestRecipe:
         return PrepareResult()
 
     def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> WeightFormat:  # noqa: ARG002
-        """Rounded to nearest."""
+        """Round to nearest."""
         return pack(self.weight_format, weight, torch.float32, **self.pack_options)
 
 
 def vision_encoder_recipe(config: BuildConfig) -> Recipe | None:
-    """The recipe of a build whose model reads images; None for "none". config: one of
-    ``VISION_QUANTIZATIONS``,
-    checked before.
+    """Return the recipe of a build whose model reads images; None for "none".
+
+    config: its quantization is one of ``VISION_QUANTIZATIONS``.
     """
     if config.quantization == "int8":
         weights_alone = config.activation_scales == "none"
@@ -64,7 +63,7 @@ def vision_encoder_recipe(config: BuildConfig) -> Recipe | None:
 
 
 def describe_vision_recipe(config: BuildConfig) -> str:
-    """What a recipe does to an encoder, for the plan."""
+    """Describe a recipe's effect on an encoder, for the plan."""
     inputs = "as they are" if config.activation_scales == "none" else "too, scaled by token"
     return (
         f"{config.quantization}: weights of the encoder's linear layers in 8 bits, activations "

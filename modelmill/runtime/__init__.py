@@ -1,0 +1,1 @@
+"""The step loop: scheduling, KV pages, model execution, sampling and output processing."""

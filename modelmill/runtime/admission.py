@@ -1,8 +1,7 @@
-"""What is known of how long answers will be: how many pages they need at their worst moment,
-whether they end together.
+"""Predicts page demand from output lengths: peak pages, and whether sequences end together.
 
-An answer that ignores the end of text has as many tokens as its limit says. One that may end
-earlier is taken as it is: what it will need is nobody's knowledge.
+The output length of a sequence is known if only its limit can end it (``ignore_eos``, no stop
+strings). Any other sequence is counted at its current length.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import numpy as np
 from modelmill.runtime.sequence import Sequence
 
 MAX_LENGTH_RATIO = 4 / 3
-"""The longest answer over the shortest, of those that are taken to end together."""
+"""Longest over shortest output limit up to which sequences count as ending together."""
 
 
 def ends_at_limit(seq: Sequence) -> bool:
-    """Whether nothing but its limit ends the answer."""
+    """Whether only its limit can end the sequence."""
     params = seq.request.params
     return (
         params.ignore_eos
@@ -29,30 +28,29 @@ def ends_at_limit(seq: Sequence) -> bool:
 
 
 def similar_lengths(seqs: Iterable[Sequence]) -> bool:
-    """Whether no answer may become much longer than another, by their limits."""
+    """Whether the output limits are within MAX_LENGTH_RATIO of each other."""
     max_outputs = [max(seq.max_length - seq.prompt_len, 1) for seq in seqs]
     return not max_outputs or max(max_outputs) <= MAX_LENGTH_RATIO * min(max_outputs)
 
 
 def peak_pages(seqs: Iterable[Sequence], page_size: int) -> int:
-    """Pages of ``page_size`` tokens that they hold together at most, each growing by a token a step
-    until it ends.
+    """Most pages that the sequences use at once, if each grows by one token per step until it ends.
 
-    Last pages count as half full; pages that two of them share are counted twice. 0 where nothing
-    is known of any.
+    Last pages count as half full; a shared page counts once per sequence. Returns 0 if no output
+    length is known.
     """
-    lengths, left, staying = [], [], 0
+    lengths, tokens_left, unknown_pages = [], [], 0
     for seq in seqs:
         if ends_at_limit(seq):
             lengths.append(seq.length)
-            left.append(max(seq.max_length - seq.length, 0))
+            tokens_left.append(max(seq.max_length - seq.length, 0))
         else:
-            staying += -(-seq.length // page_size)
+            unknown_pages += -(-seq.length // page_size)
     if not lengths:
         return 0
-    by_end = np.argsort(left, kind="stable")
-    now, ahead = np.array(lengths)[by_end], np.array(left)[by_end]
-    # just before the k-th of them ends, it and those behind it are there
-    count = np.arange(len(now), 0, -1)
-    tokens = np.cumsum(now[::-1])[::-1] + count * ahead
-    return staying + int(np.max(tokens / page_size + count / 2)) + 1
+    by_end = np.argsort(tokens_left, kind="stable")
+    current, remaining = np.array(lengths)[by_end], np.array(tokens_left)[by_end]
+    # the maximum is just before some k-th sequence ends, when it and all later ones are running
+    count = np.arange(len(current), 0, -1)
+    tokens = np.cumsum(current[::-1])[::-1] + count * remaining
+    return unknown_pages + int(np.max(tokens / page_size + count / 2)) + 1

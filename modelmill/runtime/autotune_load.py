@@ -1,6 +1,4 @@
-"""Which launch sizes an engine has for this device; without any, the defaults serve, and that is
-said.
-"""
+"""Loads an engine's autotuned launch configs for this device; logs if the defaults are used."""
 
 from __future__ import annotations
 
@@ -19,8 +17,13 @@ _log = log.get_logger(__name__)
 
 @dataclass(frozen=True)
 class TuningLookup:
-    """tuning: None means default launch sizes. message: one line for people. is_warning: whether it
-    may surprise them."""
+    """Result of a lookup.
+
+    Attributes:
+        tuning: None: default launch configs.
+        message: One line for the log.
+        is_warning: Whether the user should know it.
+    """
 
     tuning: Tuning | None
     message: str
@@ -28,28 +31,30 @@ class TuningLookup:
 
 
 def load_tuning(engine: Path, device: str) -> Tuning | None:
-    """The engine's launch sizes for ``device`` ("cuda:0"); on a CPU there is nothing to choose.
+    """Load the engine's launch configs for ``device`` ("cuda:0") and log the result.
 
-    Logs what it found.
+    None: the defaults; always so on a CPU.
     """
     if not device.startswith("cuda"):
         return None
-    found = look_up_tuning(engine, torch.cuda.get_device_name(device))
-    (_log.warning if found.is_warning else _log.info)("%s", found.message)
-    return found.tuning
+    lookup = look_up_tuning(engine, torch.cuda.get_device_name(device))
+    (_log.warning if lookup.is_warning else _log.info)("%s", lookup.message)
+    return lookup.tuning
 
 
 def look_up_tuning(engine: Path, name: str) -> TuningLookup:
-    """What an engine holds for the device of that name."""
-    again = f"modelmill build CHECKPOINT -o {engine} on this device tunes them"
+    """Look up an engine's launch configs for the device of that name."""
+    advice = f"modelmill build CHECKPOINT -o {engine} on this device tunes them"
     try:
         stored = read_record(engine, name)
         choices = (
-            {} if stored is None else {op: _keys(chosen) for op, chosen in stored.choices.items()}
+            {}
+            if stored is None
+            else {op: _parse_configs(configs) for op, configs in stored.choices.items()}
         )
     except ValueError as error:
         damaged = (
-            f"{engine / record_path(name)} is damaged ({error}): default launch sizes; {again}"
+            f"{engine / record_path(name)} is damaged ({error}): default launch sizes; {advice}"
         )
         return TuningLookup(None, damaged, is_warning=True)
     if stored is None:
@@ -57,29 +62,31 @@ def look_up_tuning(engine: Path, name: str) -> TuningLookup:
         elsewhere = f" (it was tuned for {', '.join(others)})" if others else ""
         return TuningLookup(
             None,
-            f"{engine} has no tuning for {name}{elsewhere}: default launch sizes; {again}",
+            f"{engine} has no tuning for {name}{elsewhere}: default launch sizes; {advice}",
             bool(others),
         )
-    supported = {op: _accepted(op, chosen) for op, chosen in choices.items()}
-    tuning = Tuning(name, {op: chosen for op, chosen in supported.items() if chosen})
-    left = sum(map(len, choices.values())) - tuning.count
+    supported = {op: _supported_configs(op, configs) for op, configs in choices.items()}
+    tuning = Tuning(name, {op: configs for op, configs in supported.items() if configs})
+    num_unsupported = sum(map(len, choices.values())) - tuning.count
     message = f"tuned for {name}: {tuning.count} products with launch sizes of their own"
-    if left:
+    if num_unsupported:
         return TuningLookup(
             tuning,
-            f"{message}, {left} that this version does not know left out; {again}",
+            f"{message}, {num_unsupported} that this version does not support left out; {advice}",
             is_warning=True,
         )
     return TuningLookup(tuning, message)
 
 
-def _keys(chosen: object) -> dict[GemmKey, tuple[int, ...]]:
-    assert isinstance(chosen, dict)
-    return {parse_key(text): sizes for text, sizes in chosen.items()}
+def _parse_configs(configs: object) -> dict[GemmKey, tuple[int, ...]]:
+    assert isinstance(configs, dict)
+    return {parse_key(text): sizes for text, sizes in configs.items()}
 
 
-def _accepted(op: str, chosen: dict[GemmKey, tuple[int, ...]]) -> dict[GemmKey, tuple[int, ...]]:
-    found: dict[GemmKey, tuple[int, ...]] = {}
+def _supported_configs(
+    op: str, configs: dict[GemmKey, tuple[int, ...]]
+) -> dict[GemmKey, tuple[int, ...]]:
+    supported: dict[GemmKey, tuple[int, ...]] = {}
     for module in registry.implementations(op).values():
-        found |= filter_supported(module, chosen)
-    return found
+        supported |= filter_supported(module, configs)
+    return supported

@@ -1,8 +1,7 @@
-"""From a schedule to a Step: every integer that a forward pass needs, in one buffer.
+"""Packs a schedule: all integers that a forward pass needs, in one buffer.
 
-The integers are written into one host buffer (pinned for a GPU), go to the device in one
-asynchronous copy, and are seen there through views, at places that follow from their
-``BatchLayout``.
+They are written into one host buffer (pinned for a GPU) and go to the device in one asynchronous
+copy. Tensors there are views of the buffer, at offsets that a ``BatchLayout`` determines.
 """
 
 from __future__ import annotations
@@ -26,10 +25,17 @@ from modelmill.runtime.sequence import Sequence
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A step's integers on the device, and the host's knowledge of them.
+    """A step's integers on the device, and what the host knows about them.
 
-    all_rows: whether all rows' logits are wanted, in the order of the tokens. max_query,
-    max_context: bounds. uses_last_ids: whether some ids come from the tokens sampled last.
+    Attributes:
+        views: The integers on the device.
+        tokens: T, padding included.
+        all_rows: Whether logits are computed for all tokens, in their order.
+        max_query: Bound on the tokens of a sequence in this step.
+        max_context: Bound on the context of a sequence.
+        uses_last_ids: Whether some ids are read from ``ModelRunner.last_ids``.
+        embeds: Image embeddings [T, H].
+        embed_mask: [T] bool: the tokens that have one.
     """
 
     views: BatchViews
@@ -48,7 +54,7 @@ class PackedBatch:
         ids: torch.Tensor,
         tp_group: TPGroup = SINGLE_RANK,
     ) -> Step:
-        """The Step of this batch."""
+        """Make the Step of this batch."""
         v = self.views
         return Step(
             ids=ids,
@@ -71,11 +77,12 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class LogitRows:
-    """Logit rows of a step. rows: index into its tokens. keep_slots: where each sample is kept for
-    the next
-    step (−1: not).
+    """Logit rows of a step.
 
-    sampling_inputs: for each of SAMPLING_FIELDS a value per sample; None where none is drawn.
+    Attributes:
+        rows: Indices into the tokens of the step.
+        keep_slots: Index in ``last_ids`` where each sampled id is stored (−1: not needed).
+        sampling_inputs: For each of SAMPLING_FIELDS one value per sample; None: all greedy.
     """
 
     rows: Seq[int]
@@ -84,9 +91,9 @@ class LogitRows:
 
 
 class Packer:
-    """Builds batches.
+    """Builds packed batches.
 
-    Two host buffers take turns, so that one can be filled while the other is being copied.
+    Two host buffers alternate, so that one can be filled while the other is being copied.
     """
 
     def __init__(self, tables: PageTables, page_size: int, device: str) -> None:
@@ -101,7 +108,7 @@ class Packer:
         self._views: dict[BatchLayout, BatchViews] = {}
 
     def reserve(self, layout: BatchLayout) -> None:
-        """Make the buffers large enough; views made before become void."""
+        """Make the buffers large enough; earlier views become invalid if they grow."""
         words = layout.num_words()
         if self._host_buffers and self._host_buffers[0].numel() >= words:
             return
@@ -120,7 +127,7 @@ class Packer:
         self._views.clear()
 
     def views(self, layout: BatchLayout) -> BatchViews:
-        """Where the sections of a layout stand on the device."""
+        """The sections of a layout on the device."""
         self.reserve(layout)
         views = self._views.get(layout)
         if views is None:
@@ -137,15 +144,21 @@ class Packer:
         decode_pad: tuple[int, int] | None = None,
         prefill_pad: tuple[int, int] | None = None,
     ) -> PackedBatch:
-        """Write and send a step. decode_pad: (sequences, context) that a decode step is filled up
-        to; prefill_pad: (tokens, context) that another step is."""
+        """Pack a step and start its copy to the device.
+
+        Args:
+            work: (sequence, number of tokens).
+            logit_rows: Rows whose logits are computed.
+            decode_pad: (sequences, context) to pad a decode step to, for a graph.
+            prefill_pad: (tokens, context) to pad a step of one prompt to, for a graph.
+        """
         count = sum(count for _, count in work)
         bounds = prefill_pad or decode_pad
         tokens = count if bounds is None else bounds[0]
         seqs = len(work) if decode_pad is None else decode_pad[0]
         samples = len(logit_rows.rows) if decode_pad is None else decode_pad[0]
-        reach = max(s.computed + c for s, c in work) if bounds is None else bounds[1]
-        layout = BatchLayout(tokens, seqs, samples, self._table_columns(reach))
+        max_context = max(s.computed + c for s, c in work) if bounds is None else bounds[1]
+        layout = BatchLayout(tokens, seqs, samples, self._table_columns(max_context))
         views = self.views(layout)
         out = self._host_arrays(layout)
         decode = prefill_pad is None and (tokens == len(work) or decode_pad is not None)
@@ -169,13 +182,17 @@ class Packer:
         max_query = 1 if decode else max(c for _, c in work)
         if prefill_pad is not None:
             max_query = tokens
-        return PackedBatch(views, tokens, all_rows, max_query, reach, uses_last_ids, embeds, mask)
+        return PackedBatch(
+            views, tokens, all_rows, max_query, max_context, uses_last_ids, embeds, mask
+        )
 
     def dummy_batch(self, query: int, seqs: int, max_context: int = 0) -> PackedBatch:
-        """A step of ``seqs`` empty sequences, ``query`` tokens wide, that reads and stores nothing:
-        for warming up.
+        """A step of empty sequences that reads and stores no keys and values, for warm-up.
 
-        max_context: bound on their context; twice ``query`` else.
+        Args:
+            query: Tokens of the step.
+            seqs: Number of sequences.
+            max_context: Bound on their context; 0: twice ``query``.
         """
         max_context = max_context or 2 * query
         layout = BatchLayout(query, seqs, 1, self._table_columns(max_context))
@@ -195,9 +212,7 @@ class Packer:
         return PackedBatch(views, query, False, query, max_context, False)
 
     def receive_buffer(self, layout: BatchLayout) -> tuple[BatchViews, memoryview]:
-        """The place of a step that another process packed: where to put its bytes before
-        ``send``.
-        """
+        """The buffer for a step that another process packed; fill it, then call ``send``."""
         views = self.views(layout)
         return views, self._buffer_bytes(self._next_buffer(), views)
 
@@ -210,11 +225,11 @@ class Packer:
         need = -(-context // self.page_size)
         return min(1 << max(need - 1, 7).bit_length(), max(self.tables.table.shape[1], need))
 
-    def _buffer_bytes(self, turn: int, views: BatchViews) -> memoryview:
-        return self._host_buffers[turn][: views.num_words].numpy().data.cast("B")
+    def _buffer_bytes(self, index: int, views: BatchViews) -> memoryview:
+        return self._host_buffers[index][: views.num_words].numpy().data.cast("B")
 
     def send(self, views: BatchViews) -> None:
-        """Start copying what was written; on the CPU it is there already."""
+        """Start the copy to the device; on the CPU the buffers are the same."""
         if self.cuda:
             assert self._device_buffer is not None
             words = views.num_words
@@ -224,7 +239,7 @@ class Packer:
             self._copy_events[self._buffer_index].record()
 
     def _next_buffer(self) -> int:
-        """The turn of the host buffer that may be written now."""
+        """Index of the next host buffer, once its previous copy is done."""
         self._buffer_index = (self._buffer_index + 1) % len(self._host_buffers)
         if self.cuda:
             self._copy_events[self._buffer_index].synchronize()
@@ -242,9 +257,7 @@ class Packer:
         return arrays
 
     def _pack_single_decode(self, out: HostArrays, seq: Sequence) -> bool:
-        """One token of one sequence: as ``_pack_decode``, without temporary arrays, whose cost
-        would show on a CPU.
-        """
+        """One token of one sequence: ``_pack_decode`` without the cost of temporary arrays."""
         at, size = seq.computed, self.page_size
         uses_last_ids = at >= len(seq.tokens)
         out.ids[0], out.last_id_rows[0] = (
@@ -269,8 +282,9 @@ class Packer:
         last_id_rows = [s.table_row if s.computed >= len(s.tokens) else -1 for s, _ in work]
         out.last_id_rows[:n] = last_id_rows
         at = positions[:n]
-        where = np.array(rows, dtype=np.int64)
-        out.slots[:n] = self.tables.table[where, at // size].astype(np.int64) * size + at % size
+        table_rows = np.array(rows, dtype=np.int64)
+        pages = self.tables.table[table_rows, at // size].astype(np.int64)
+        out.slots[:n] = pages * size + at % size
         rule = work[0][0].rope_rule.rule if work else "fixed"
         if rule == "fixed":
             out.rope_keys[:] = 0
@@ -281,7 +295,7 @@ class Packer:
                 out.rope_keys[i : i + 1] = s.rope_keys(s.computed, s.computed + 1)
         out.context_lens[:n] = at + 1
         columns = out.block_tables.shape[1]
-        out.block_tables[:n] = self.tables.table[where, :columns]
+        out.block_tables[:n] = self.tables.table[table_rows, :columns]
         out.query_start[:] = np.arange(seqs + 1)
         if seqs > n:
             out.ids[n:], out.last_id_rows[n:], positions[n:], out.slots[n:], out.rope_keys[n:] = (
@@ -296,7 +310,7 @@ class Packer:
         return max(last_id_rows, default=-1) >= 0
 
     def _pack_mixed(self, out: HostArrays, work: Seq[tuple[Sequence, int]]) -> bool:
-        """Stretches of any length, one after another."""
+        """Any number of tokens of each sequence, one sequence after another."""
         size, columns = self.page_size, out.block_tables.shape[1]
         start, uses_last_ids = 0, False
         out.last_id_rows[:] = -1
@@ -323,7 +337,7 @@ class Packer:
 
     @staticmethod
     def _pad_tokens(out: HostArrays, count: int) -> None:
-        """Tokens of no sequence behind ``count`` that are real: nothing is stored of them."""
+        """Fill the padding tokens after the first ``count``; slot −1 stores nothing."""
         for section in (out.ids, out.positions, out.rope_keys):
             section[count:] = 0
         out.slots[count:] = -1
@@ -345,40 +359,36 @@ class Packer:
 def _gather_embeds(
     work: Seq[tuple[Sequence, int]], tokens: int, device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Foreign embeddings of the step's tokens, [T, H], and where they stand; (None, None) where
-    there are none.
-    """
+    """Image embeddings of the step's tokens [T, H] and their mask; (None, None) without any."""
     if not any(s.request.embedding_spans for s, _ in work):
         return None, None
-    found: list[torch.Tensor] = []
-    places: list[torch.Tensor] = []
+    parts: list[torch.Tensor] = []
+    indices: list[torch.Tensor] = []
     mask = torch.zeros(tokens, dtype=torch.bool)
     start = 0
     for seq, count in work:
-        for insert in seq.request.embedding_spans:
-            low = max(insert.position, seq.computed)
-            high = min(insert.position + insert.length, seq.computed + count)
+        for span in seq.request.embedding_spans:
+            low = max(span.position, seq.computed)
+            high = min(span.position + span.length, seq.computed + count)
             if low >= high:
                 continue
-            found.append(
-                _span_embeds(insert)[low - insert.position : high - insert.position].to(device)
-            )
+            parts.append(_span_embeds(span)[low - span.position : high - span.position].to(device))
             at = start - seq.computed
-            places.append(torch.arange(at + low, at + high))
+            indices.append(torch.arange(at + low, at + high))
             mask[at + low : at + high] = True
         start += count
-    if not found:
+    if not parts:
         return None, None
-    # what is text needs no way to the device, nor what the eyes have left there
-    rows = torch.cat(found)
+    # scattered on the device: only embeddings that are not there yet were copied
+    rows = torch.cat(parts)
     embeds = torch.zeros(tokens, rows.shape[1], dtype=rows.dtype, device=device)
-    embeds[torch.cat(places).to(device)] = rows
+    embeds[torch.cat(indices).to(device)] = rows
     return embeds, mask.to(device)
 
 
-def _span_embeds(insert: EmbeddingSpan) -> torch.Tensor:
-    """An insert's embeddings [length, H]."""
-    rows = insert.handle
-    assert isinstance(rows, torch.Tensor), "an insert's handle is its embeddings, a tensor"
-    assert rows.ndim == 2, "an insert's embeddings are [length, H]"
+def _span_embeds(span: EmbeddingSpan) -> torch.Tensor:
+    """A span's embeddings [length, H]."""
+    rows = span.handle
+    assert isinstance(rows, torch.Tensor), "the handle of an embedding span must be a tensor here"
+    assert rows.ndim == 2, "the embeddings of a span must be [length, H]"
     return rows

@@ -1,7 +1,7 @@
-"""Where every integer of a step stands in its buffer.
+"""Layout of a step's integers in their buffer.
 
-It follows from four numbers (``BatchLayout``), so that a CUDA graph of a layout finds them at the
-same place every time.
+It depends on four numbers only (``BatchLayout``), so that a CUDA graph captured for a layout reads
+its inputs at fixed addresses.
 """
 
 from __future__ import annotations
@@ -10,16 +10,20 @@ from dataclasses import dataclass
 
 import torch
 
-_ALIGN = 8  # int64 words: sections start at multiples of 64 bytes, as kernels like their pointers
-# what ``ops.sample`` takes for each row
+_ALIGN = 8  # int64 words: sections start at multiples of 64 bytes, for vectorized loads
+# inputs of ``ops.sample`` for each row
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "noise")
 
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """tokens: T.
+    """Sizes that determine the layout.
 
-    seqs: B. num_logit_rows: rows whose logits are wanted. table_columns: of the block tables.
+    Attributes:
+        tokens: T.
+        seqs: B.
+        num_logit_rows: Rows whose logits are computed, R.
+        table_columns: Columns of the block tables.
     """
 
     tokens: int
@@ -28,7 +32,7 @@ class BatchLayout:
     table_columns: int
 
     def sections(self) -> list[tuple[str, int, int]]:
-        """(name, elements, bytes per element) in order."""
+        """The sections in order: (name, elements, bytes per element)."""
         t, b, r = self.tokens, self.seqs, self.num_logit_rows
         wide = [("ids", t), ("last_id_rows", t), ("positions", t), ("slots", t), ("rope_keys", t)]
         wide += [("logit_rows", r), ("keep_slots", r), ("noise", r)]
@@ -41,7 +45,7 @@ class BatchLayout:
         return [(n, c, 8) for n, c in wide] + [(n, c, 4) for n, c in narrow]
 
     def num_words(self) -> int:
-        """int64 words of the buffer."""
+        """Size of the buffer in int64 words."""
         return sum(_words(count, width) for _, count, width in self.sections())
 
 
@@ -80,12 +84,12 @@ class BatchViews:
         self.block_tables = self.block_tables.view(layout.seqs, layout.table_columns)
 
     def sampling_inputs(self, num_rows: int) -> dict[str, torch.Tensor]:
-        """How the first rows are drawn, as ``ops.sample`` takes it."""
+        """Inputs of ``ops.sample`` for the first ``num_rows`` rows."""
         return {name: getattr(self, name)[:num_rows] for name in SAMPLING_FIELDS}
 
 
 class HostArrays:
-    """The same sections of a host buffer as numpy arrays, to be written."""
+    """The same sections of a host buffer as writable numpy arrays."""
 
     def __init__(self, views: BatchViews) -> None:
         self.ids, self.last_id_rows = views.ids.numpy(), views.last_id_rows.numpy()

@@ -1,10 +1,10 @@
-"""Beam search, scored and stopped as transformers does it.
+"""Beam search with the scores and stop conditions of transformers.
 
-Each step the best ``num_candidates`` continuations of all beams are taken; those that end may
-become results if they are among the best ``width``, the best others live on. A result's score is
-its summed log-probability over its length to the power of ``length_penalty``. The search ends when
-no living beam could beat the worst result any more, with ``early_stopping`` as soon as there are
-``width`` results, or when nothing can go on.
+Each step takes the best ``num_candidates`` continuations of all beams. Those that end become
+results if they are among the best ``width``; the best others are the next beams. A result's score
+is its summed log-probability divided by its length to the power of ``length_penalty``. The search
+ends when no beam can beat the worst result any more, with ``early_stopping`` as soon as there are
+``width`` results, or when no beam is left.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ _RowProcessor = Callable[[torch.Tensor, Sequence, LogitsProcessors], None]
 
 @dataclass(frozen=True)
 class BeamResult:
-    """A finished beam: the answer's ids without the one that ended it, its score, and how it
-    ended.
-    """
+    """A finished beam; ``tokens``: the output ids without the stop id."""
 
     score: float
     tokens: tuple[int, ...]
@@ -37,17 +35,14 @@ class BeamResult:
 
 @dataclass(frozen=True)
 class BeamExtension:
-    """A beam of the next step: which beam it continues, with which token."""
+    """A beam of the next step: the index of the beam it extends, and the token."""
 
     parent: int
     token: int
 
 
 class BeamSearch:
-    """The state of one search.
-
-    ``seqs`` are its living beams, best first, their scores in ``scores``.
-    """
+    """State of one search: ``seqs`` are its beams, best first, ``scores`` their sums."""
 
     def __init__(self, leader: Sequence) -> None:
         params = leader.request.params
@@ -61,16 +56,20 @@ class BeamSearch:
         self.num_forks = 0
 
     def advance(self, logits: torch.Tensor) -> list[BeamExtension]:
-        """One step: logits [beams, V] float32, in the order of ``seqs``.
+        """Advance by one token.
 
-        Empty where the search has ended.
+        Args:
+            logits: [beams, V] float32, in the order of ``seqs``.
+
+        Returns:
+            The next beams, best first; empty if the search has ended.
         """
         scores = torch.tensor(self.scores, dtype=torch.float32, device=logits.device)
         total = self._process_logprobs(logits.log_softmax(-1)) + scores[:, None]
         vocab = total.shape[1]
-        values, places = total.view(-1).topk(min(self.num_candidates, total.numel()))
-        flat = list(zip(values.tolist(), places.tolist()))
-        candidates = [(score, place // vocab, place % vocab) for score, place in flat]
+        values, indices = total.view(-1).topk(min(self.num_candidates, total.numel()))
+        flat = list(zip(values.tolist(), indices.tolist()))
+        candidates = [(score, index // vocab, index % vocab) for score, index in flat]
         first = self.seqs[0]
         length = len(first.tokens) + 1 - first.prompt_len
         at_end = len(first.tokens) + 1 >= first.max_length
@@ -86,13 +85,13 @@ class BeamSearch:
         return [BeamExtension(parent, token) for _, parent, token in alive]
 
     def finish_early(self) -> None:
-        """End now: living beams count as results cut short."""
+        """End now: the current beams become results with finish reason LENGTH."""
         for seq, score in zip(self.seqs, self.scores):
-            answer = tuple(seq.tokens[seq.prompt_len :])
+            output = tuple(seq.tokens[seq.prompt_len :])
             self.results.append(
                 BeamResult(
-                    self._normalized_score(score, max(len(answer), 1)),
-                    answer,
+                    self._normalized_score(score, max(len(output), 1)),
+                    output,
                     FinishReason.LENGTH,
                     None,
                 )
@@ -101,16 +100,16 @@ class BeamSearch:
 
     def _finish(self, score: float, length: int, parent: int, token: int) -> None:
         seq = self.seqs[parent]
-        answer = tuple(seq.tokens[seq.prompt_len :])
+        output = tuple(seq.tokens[seq.prompt_len :])
         if token in seq.stop_ids:
             self.results.append(
-                BeamResult(self._normalized_score(score, length), answer, FinishReason.STOP, token)
+                BeamResult(self._normalized_score(score, length), output, FinishReason.STOP, token)
             )
         else:
             self.results.append(
                 BeamResult(
                     self._normalized_score(score, length),
-                    (*answer, token),
+                    (*output, token),
                     FinishReason.LENGTH,
                     None,
                 )
@@ -120,7 +119,7 @@ class BeamSearch:
         return float(np.float32(score) / np.float32(float(length) ** self.length_penalty))
 
     def _is_done(self, best: float, length: int) -> bool:
-        """Whether a living beam with sum ``best`` at ``length`` cannot improve the results."""
+        """Whether a beam with sum ``best`` at ``length`` cannot improve the results."""
         if len(self.results) < self.width:
             return False
         return (
@@ -135,13 +134,13 @@ class BeamSearch:
             processor(row, seq, processors)
 
     def _process_logprobs(self, logs: torch.Tensor) -> torch.Tensor:
-        """Bias, penalties and min_tokens on the log-probabilities, from the beams' own tokens."""
+        """Apply bias, penalties, min_tokens and processors to the beams' log-probabilities."""
         params, first = self.seqs[0].request.params, self.seqs[0]
         for token, bias in params.logit_bias.items():
             logs[:, token] += bias
-        asked = params.logits_processors
-        if asked:
-            self._apply_by_row(logits_processors.apply_before_penalties, logs, asked)
+        settings = params.logits_processors
+        if settings:
+            self._apply_by_row(logits_processors.apply_before_penalties, logs, settings)
         repeated = params.repetition_penalty not in (None, 1.0)
         if repeated or params.presence_penalty or params.frequency_penalty:
             counts = torch.zeros_like(logs)
@@ -153,22 +152,22 @@ class BeamSearch:
                         logits_processors.history_ids(seq), dtype=torch.int64, device=logs.device
                     ),
                 ] = True
-                answer = torch.tensor(
+                output = torch.tensor(
                     seq.tokens[seq.prompt_len :], dtype=torch.int64, device=logs.device
                 )
-                counts[i] = torch.bincount(answer, minlength=logs.shape[1])
+                counts[i] = torch.bincount(output, minlength=logs.shape[1])
             logs = logit_penalties.apply_repetition_penalty(
                 logs, token_mask, logs.new_tensor(params.repetition_penalty or 1.0)
             )
-            once, each = (
+            presence, frequency = (
                 logs.new_tensor(params.presence_penalty or 0.0),
                 logs.new_tensor(params.frequency_penalty or 0.0),
             )
-            logs = logit_penalties.apply_presence_penalties(logs, counts, once, each)
-        if asked:
-            self._apply_by_row(logits_processors.apply_after_penalties, logs, asked)
+            logs = logit_penalties.apply_presence_penalties(logs, counts, presence, frequency)
+        if settings:
+            self._apply_by_row(logits_processors.apply_after_penalties, logs, settings)
         if first.num_outputs < (params.min_tokens or 0) and first.stop_ids:
             logs[:, sorted(t for t in first.stop_ids if t < logs.shape[1])] = float("-inf")
-        if asked:
-            self._apply_by_row(logits_processors.apply_after_min_tokens, logs, asked)
-        return logs.log_softmax(-1) if asked and asked.renormalize_logits else logs
+        if settings:
+            self._apply_by_row(logits_processors.apply_after_min_tokens, logs, settings)
+        return logs.log_softmax(-1) if settings and settings.renormalize_logits else logs

@@ -1,5 +1,4 @@
-"""How an engine core is fitted to its model and device: how long answers may be, what a step may
-hold, graphs and buffers."""
+"""Fits an engine core to its model and device: sequence length, step limits, graphs and buffers."""
 
 from __future__ import annotations
 
@@ -24,9 +23,15 @@ MAX_GRAPH_SEQS = 512
 
 
 def max_sequence_len(model: nn.Module, config: RunConfig, built_max_len: int | None) -> int:
-    """Tokens of a sequence.
+    """Most tokens of a sequence.
 
-    built_max_len: what the engine was built for. Raises UsageError where more is asked for.
+    Args:
+        model: The model.
+        config: Run options.
+        built_max_len: The engine's limit; None: the model's.
+
+    Raises:
+        UsageError: ``config.max_model_len`` exceeds the limit.
     """
     limit = int(model.config.max_len) if built_max_len is None else built_max_len  # type: ignore[union-attr, arg-type]
     if config.max_model_len is None:
@@ -42,7 +47,7 @@ def max_sequence_len(model: nn.Module, config: RunConfig, built_max_len: int | N
 
 
 def scheduler_limits(model: nn.Module, config: RunConfig, *, on_gpu: bool) -> SchedulerLimits:
-    """What a step may hold; on a GPU the weights decide how many tokens join running answers."""
+    """Limits of a step; on a GPU the size of the weights decides ``max_mixed_tokens``."""
     mixed = config.max_mixed_tokens
     if mixed is None and on_gpu:
         mixed = max_mixed_tokens(
@@ -59,21 +64,18 @@ def scheduler_limits(model: nn.Module, config: RunConfig, *, on_gpu: bool) -> Sc
 
 
 def _mostly_8bit_inputs(model: nn.Module) -> bool:
-    """Whether most of the weights take inputs of 8 bits."""
-    share = 0
+    """Whether most of the weights take 8-bit inputs."""
+    balance = 0
     for module in model.modules():
         if isinstance(module, Linear):
-            share += math.prod(module.shape) * (1 if act_quant(module.weight) is not None else -1)
-    return share > 0
+            balance += math.prod(module.shape) * (1 if act_quant(module.weight) is not None else -1)
+    return balance > 0
 
 
 def set_up_gpu(runner: ModelRunner, config: RunConfig, max_pages_per_seq: int) -> None:
-    """Room for the largest step, and graphs where they are wanted.
-
-    max_pages_per_seq: pages of the longest sequence.
-    """
+    """Reserve the buffers of the largest step, and set up CUDA graphs if enabled."""
     packer, tokens = runner.packer, config.max_num_batched_tokens
-    # graphs know the buffer's address: it must never have to grow
+    # graphs contain the buffer's address, so it must never be reallocated
     packer.reserve(
         BatchLayout(
             tokens, config.max_num_seqs, tokens + config.max_num_seqs, 2 * max_pages_per_seq

@@ -1,5 +1,4 @@
-"""Adaptive chunked prefill: how many prompt tokens join a decode step without hurting inter-token
-latency.
+"""Adaptive chunked prefill: how many prompt tokens join a decode step, bounded by its latency.
 
 The chunk size is measured, not computed: the cost of a step depends on the model, on the machine
 and on other load. It follows a quantile of step times: a mixed step that takes too many times as
@@ -18,47 +17,45 @@ import statistics
 from collections import deque
 
 MAX_STEP_TIME_RATIO = 2.3
-"""A step with a piece, over one without.
+"""Limit of a mixed step's time over a decode step's time.
 
-The readers' 99th percentile is to stay below three times their median.
+It keeps the 99th percentile of the inter-token latency below three times the median.
 """
 GROWTH, SHRINK = 1.02, 0.75
-"""The piece after a step within the limit, and after one beyond: it settles where 6 % of the steps
-are beyond.
+"""Factors of the chunk after a step within the limit and after a slow one.
+
+The chunk settles where 6 % of the steps are slow.
 """
 INITIAL_GROWTH = 1.1
-"""The same until the first step beyond."""
+"""Factor within the limit until the first slow step."""
 TIMED_STEPS_WINDOW = 15
+"""Decode steps in the baseline."""
 RETIME_STEPS, MIN_RETIME_STEPS = 64, 8
-"""After so many steps with a piece one goes without, to be timed; sooner where far more or fewer
-answers run.
-"""
+"""Mixed steps after which a decode step is timed again; the second if the batch size changed."""
 MIN_SAMPLES = 3
-"""Times whose median one of them cannot spoil."""
+"""Samples whose median one outlier cannot change."""
 MAX_PREFILL_SECONDS = 1.0
-"""Seconds of a step that prompts may fill: whoever asks meanwhile, or leaves, or has just begun,
-waits for its end.
-"""
+"""Most seconds of a step that prompts may fill: new requests and aborts wait for its end."""
 MIN_PREFILL_TOKENS = 128
-"""Tokens of prompts that may fill a step however long they take; fewer would say little about how
-fast many are.
-"""
+"""Prompt tokens that such a step may always have; a smaller one is no sample of prefill speed."""
 MIN_MIXED_TOKENS, MIN_MIXED_TOKENS_8BIT = 768, 1024
-"""Tokens of a step at which the products of a 7B model run at full speed; the same where their
-inputs have 8 bits.
-"""
+"""Tokens of a step at which the GEMMs of a 7B model reach full speed: 16-bit and 8-bit inputs."""
 
 
 class AdaptiveChunk:
-    """Owns the chunk size.
-
-    min_tokens, max_tokens: its bounds; alignment: it is a multiple of this.
-    """
+    """Adapts the chunk size to measured step times."""
 
     def __init__(
         self, min_tokens: int, max_tokens: int, *, initial: int | None = None, alignment: int = 1
     ) -> None:
-        """initial: the chunk before anything was measured; None: as many tokens as answers run."""
+        """Start without measurements.
+
+        Args:
+            min_tokens: Lower bound of the chunk.
+            max_tokens: Upper bound of the chunk.
+            initial: The first chunk; None: as many tokens as sequences decode.
+            alignment: The chunk is a multiple of this.
+        """
         self.min_tokens, self.max_tokens, self.alignment = min_tokens, max_tokens, alignment
         self._chunk = float(initial) if initial is not None else 0.0
         self._decode_seconds: deque[float] = deque(maxlen=TIMED_STEPS_WINDOW)
@@ -69,8 +66,9 @@ class AdaptiveChunk:
         self._tokens_per_second: deque[float] = deque(maxlen=MIN_SAMPLES)
 
     def size_for(self, rows: int) -> int:
-        """Prompt tokens that may join ``rows`` running answers in the step that is made now; 0: one
-        to be timed.
+        """Prompt tokens that may join the next step, which decodes ``rows`` sequences.
+
+        0 now and then: the step then is a decode step, timed for the baseline.
         """
         if self._chunk == 0.0:
             self._chunk = float(max(self.min_tokens, rows))
@@ -84,12 +82,11 @@ class AdaptiveChunk:
 
     @property
     def size(self) -> int:
-        """The piece as it is now, in tokens."""
+        """The current chunk in tokens."""
         return max(self.min_tokens, int(self._chunk) // self.alignment * self.alignment)
 
     def max_prefill_tokens(self, budget: int) -> int:
-        """Tokens, ``budget`` at most, of a step that prompts may fill: as many as take
-        MAX_PREFILL_SECONDS, once that is known."""
+        """Tokens of a step that prompts may fill: at most ``budget``, and MAX_PREFILL_SECONDS."""
         if not self._tokens_per_second:
             return budget
         return min(
@@ -101,12 +98,12 @@ class AdaptiveChunk:
         )
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """A step that prompts could fill took so long."""
+        """Report the time of a step that prompts could fill."""
         if tokens >= MIN_PREFILL_TOKENS and seconds > 0.0:
             self._tokens_per_second.append(tokens / seconds)
 
     def observe(self, rows: int, prompt_tokens: int, seconds: float) -> None:
-        """A step of ``rows`` answers and ``prompt_tokens`` tokens of prompts took so long."""
+        """Report the time of a step of ``rows`` decodes and ``prompt_tokens`` prompt tokens."""
         if rows == 0:
             return
         if prompt_tokens == 0:
@@ -120,7 +117,7 @@ class AdaptiveChunk:
         ):
             usual = statistics.median(self._decode_seconds)
             if 2 * seconds < usual:
-                # no step is faster for having a piece
+                # a mixed step cannot be that much faster: the baseline is wrong
                 self._decode_seconds.clear()
                 self._steps_since_timed = RETIME_STEPS
                 return
@@ -135,22 +132,23 @@ class AdaptiveChunk:
             )
 
     def _rows_changed(self, rows: int) -> bool:
-        """Whether what was timed says little about so many answers."""
+        """Whether the batch size differs too much from that of the baseline."""
         return not (2 * self._timed_rows <= 3 * rows and 2 * rows <= 3 * self._timed_rows)
 
 
 def max_mixed_tokens(weight_bytes: int, *, inputs_8bit: bool = False) -> int:
-    """Tokens of a step that continues running answers while prompts join, on a GPU.
+    """Default of most tokens of a mixed step (decode and prefill) on a GPU.
 
-    As many as compute for 10 ms at 700 TFLOP/s (two operations a weight, two bytes a weight), so
-    that launching such
-    a step, which is no graph, hides behind the one in front; not more, so that whoever is reading
-    waits little; and
-    at least as many as let the products of a 7B model run at full speed. inputs_8bit: the inputs of
-    most of them.
+    As many as compute for 10 ms at 700 TFLOP/s (two operations and two bytes per weight): enough to
+    hide the launch of the next step, which is not a graph, and no more, for the latency of the
+    decodes. At least as many as the GEMMs of a 7B model need for full speed.
+
+    Args:
+        weight_bytes: Of all weights.
+        inputs_8bit: Whether most weights take 8-bit inputs.
     """
-    each = max(weight_bytes, 1)
+    weight_bytes = max(weight_bytes, 1)
     return max(
         MIN_MIXED_TOKENS_8BIT if inputs_8bit else MIN_MIXED_TOKENS,
-        round(0.010 * 700e12 / each / 128) * 128,
+        round(0.010 * 700e12 / weight_bytes / 128) * 128,
     )

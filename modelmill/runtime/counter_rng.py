@@ -1,6 +1,6 @@
-"""Random numbers by counter: a number follows from (seed, position) alone.
+"""Counter-based random numbers: a number depends on (seed, position) alone.
 
-So a seeded request gets the same numbers alone, in any batch, after a preemption, on any device.
+So a seeded request gets the same numbers in any batch, after a preemption and on any device.
 The mixing function is splitmix64's finaliser (Steele, Lea, Flood 2014).
 """
 
@@ -22,9 +22,11 @@ def splitmix64(x: np.ndarray) -> np.ndarray:
 
 
 def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Numbers in [0, 1), float64 with 53 random bits.
+    """Uniform numbers in [0, 1): [B] float64 with 53 random bits.
 
-    seeds: [B] uint64; positions: [B] whole numbers.
+    Args:
+        seeds: [B] uint64.
+        positions: [B] integers.
     """
     counter = positions.astype(np.uint64) * _GOLDEN
     return (splitmix64(splitmix64(seeds + _GOLDEN) ^ counter) >> np.uint64(11)).astype(
@@ -33,9 +35,7 @@ def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """The seed of stream ``index`` under ``seed``; stream 0 of a seed differs from the seed
-    itself.
-    """
+    """The seed of stream ``index`` of ``seed``; that of stream 0 differs from ``seed``."""
     state = np.array([seed & _MASK], dtype=np.uint64)
     step = np.array([(index + 1) & _MASK], dtype=np.uint64)
     return int(splitmix64(splitmix64(state + _GOLDEN) + step * _GOLDEN)[0])

@@ -1,9 +1,9 @@
-"""CUDA graphs of decode steps: the whole step, from the ids of the last one to the ids of this one.
+"""CUDA graphs of decode steps: the whole step, from the previous step's ids to this step's ids.
 
-A graph is recorded for a number of sequences and a bound on their context, when it is first needed.
-Its inputs stand at fixed places (``batch_layout.BatchLayout``), how each row is drawn among them,
-so that one graph serves every mix of temperature, top-k, top-p and min-p. Smaller batches are
-padded with sequences of context 0 whose slots are −1.
+A graph is captured at first use for a batch size and a bound on the context. Its inputs, sampling
+parameters included, are at fixed addresses (``batch_layout.BatchLayout``), so that one graph serves
+every mix of temperature, top-k, top-p and min-p. Smaller batches are padded with sequences of
+context 0 and slot −1.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ import torch
 from modelmill.runtime.batch import PackedBatch, Packer
 from modelmill.runtime.batch_layout import BatchLayout
 
-# What a graph ends with: ids by argmax, ids drawn as the batch says, or logits for what needs
-# tables of its own.
+# Output of a graph: ids by argmax, sampled ids, or logits (for penalties, grammars, logprobs).
 GREEDY, SAMPLED, LOGITS = "greedy", "sampled", "logits"
 
 
 class NotCapturable(RuntimeError):
-    """The chosen ops cannot run in a graph."""
+    """A selected op cannot be captured in a CUDA graph."""
 
 
 @dataclass
@@ -34,12 +33,7 @@ class _DecodeGraph:
 
 
 class DecodeGraphs:
-    """Recorded decode steps. forward: a batch's logits. select_ids: ids from logits and how they
-    are drawn (None: argmax).
-
-    last_ids: where sampled ids are kept by row. max_seqs: most sequences that a graph serves.
-    max_len: most tokens of one.
-    """
+    """Captured decode steps, by layout, context bound and output."""
 
     def __init__(
         self,
@@ -50,6 +44,16 @@ class DecodeGraphs:
         max_seqs: int,
         max_len: int,
     ) -> None:
+        """Start without graphs.
+
+        Args:
+            forward: Logits of a batch.
+            select_ids: Ids from logits and sampling inputs (None: argmax).
+            last_ids: Sampled ids by page table row, written by the graphs.
+            packer: Makes the batches.
+            max_seqs: Most sequences of a graph.
+            max_len: Most tokens of a sequence.
+        """
         self._forward, self._select_ids, self._last_ids, self._packer = (
             forward,
             select_ids,
@@ -65,26 +69,31 @@ class DecodeGraphs:
         self._dry_run_outputs: set[str] = set()
 
     def padded_size(self, seqs: int, context: int) -> tuple[int, int]:
-        """(sequences, context) of the smallest graph that serves."""
+        """(sequences, context) of the smallest graph that fits."""
         size = next(s for s in self.sizes if s >= seqs)
         return size, min(context_bucket(context), max(self._max_len, context))
 
     def replay(self, batch: PackedBatch, graph_output: str) -> torch.Tensor:
-        """Run a padded batch: its ids, which are kept in ``last_ids`` too, or with ``LOGITS`` its
-        logits.
+        """Run a padded batch by graph; captures the graph if there is none yet.
 
-        Raises NotCapturable where an op waits for the host.
+        Returns:
+            The ids, which are written to ``last_ids`` too; with ``LOGITS`` the logits. The next
+            replay overwrites them.
+
+        Raises:
+            NotCapturable: An op synchronizes with the host.
         """
         key = (batch.views.layout, batch.max_context, graph_output)
-        found = self._graphs.get(key)
-        if found is None:
-            found = self._graphs[key] = self._capture(batch, graph_output)
-        found.graph.replay()
-        return found.out
+        entry = self._graphs.get(key)
+        if entry is None:
+            entry = self._graphs[key] = self._capture(batch, graph_output)
+        entry.graph.replay()
+        return entry.out
 
     def _capture(self, batch: PackedBatch, graph_output: str) -> _DecodeGraph:
-        """The batch's own numbers serve for the dry run: computing a step twice writes the same
-        keys and values.
+        """Capture a graph after running the batch itself for warm-up.
+
+        Running a step twice is harmless: it writes the same keys and values.
         """
         batch = _with_last_ids(batch)
         with on_side_stream(torch.cuda.Stream()):
@@ -92,8 +101,7 @@ class DecodeGraphs:
             if graph_output not in self._dry_run_outputs:
                 self._dry_run(batch, graph_output)
         graph = torch.cuda.CUDAGraph()
-        # other threads (NCCL's watchdog, a second engine) go on meanwhile: only what this one does
-        # is recorded
+        # thread_local: other threads (the NCCL watchdog, a second engine) may use CUDA meanwhile
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             out = self._run(batch, graph_output)
             if graph_output != LOGITS:
@@ -109,12 +117,12 @@ class DecodeGraphs:
         )
 
     def _dry_run(self, batch: PackedBatch, graph_output: str) -> None:
-        """Once."""
+        """Check once per output that all ops can be captured."""
         dry_run(lambda: self._run(batch, graph_output))
         self._dry_run_outputs.add(graph_output)
 
     def _logits_buffer(self, logits: torch.Tensor) -> torch.Tensor:
-        """Where every graph leaves its logits."""
+        """The output buffer of all LOGITS graphs."""
         if self._logits is None:
             shape = (self.sizes[-1], logits.shape[1])
             self._logits = torch.empty(shape, dtype=logits.dtype, device=logits.device)
@@ -123,23 +131,21 @@ class DecodeGraphs:
 
 @contextlib.contextmanager
 def on_side_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Work on ``stream``, between what the current one has and what it gets: what is written over
-    there comes after.
-    """
-    here = torch.cuda.current_stream()
-    stream.wait_stream(here)
+    """Run the block on ``stream``, after earlier and before later work of the current stream."""
+    current = torch.cuda.current_stream()
+    stream.wait_stream(current)
     try:
         with torch.cuda.stream(stream):
             yield
     finally:
-        here.wait_stream(stream)
+        current.wait_stream(stream)
 
 
 def dry_run(call: Callable[[], object]) -> None:
-    """Call what will be recorded: an op that waits for the host (a torch reference with ``tolist``)
-    cannot be.
+    """Call what will be captured, with synchronization as an error.
 
-    Raises NotCapturable.
+    Raises:
+        NotCapturable: An op synchronizes with the host, such as a torch reference with ``tolist``.
     """
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
@@ -157,8 +163,9 @@ def dry_run(call: Callable[[], object]) -> None:
 
 
 def graph_batch_sizes(max_seqs: int) -> list[int]:
-    """1, 2, 4, 8, then steps of 8 to 64, of 16 to 256 and of 32, up to the first that holds
-    ``max_seqs``.
+    """Batch sizes of graphs: 1, 2, 4, 8, then by 8 to 64, by 16 to 256, by 32 to ``max_seqs``.
+
+    The last size is the first that is at least ``max_seqs``.
     """
     sizes = [1, 2, 4, 8]
     while sizes[-1] < max_seqs:
@@ -168,9 +175,9 @@ def graph_batch_sizes(max_seqs: int) -> list[int]:
 
 
 def context_bucket(context: int) -> int:
-    """A bound for the context: 4,096 times a power of four.
+    """A bound on the context: 4,096 times a power of four.
 
-    Few, since kernels divide each sequence's own context.
+    Few bounds are enough, because kernels split each sequence's actual context.
     """
     bound = 4096
     while bound < context:

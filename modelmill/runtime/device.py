@@ -1,4 +1,4 @@
-"""Which device, and how many CPU threads to compute with."""
+"""Selects the device and the number of CPU threads."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from modelmill.ops.cpu import openmp
 
 
 def pick_device(name: str) -> str:
-    """ "auto" is the first GPU where there is one.
+    """Resolve a device name; "auto" is the first GPU, or the CPU if there is none.
 
-    Raises UsageError, MissingDependency where it is absent.
+    Raises:
+        UsageError: The name is not one of auto, cpu, cuda, cuda:N.
+        MissingDependency: There is no such GPU.
     """
     if name == "auto":
         return "cuda:0" if torch.cuda.is_available() else "cpu"
@@ -36,14 +38,13 @@ def pick_device(name: str) -> str:
 
 
 COMPILING_STAGE = "compiling kernels for this machine, once"
-"""The stage that ``compile_cpu_kernels`` reports."""
+"""Stage name that ``compile_cpu_kernels`` reports."""
 
 
 def compile_cpu_kernels(name: str, on_progress: Callable[[str, int, int], None]) -> None:
-    """Have the CPU's kernels compiled where the device is one and this machine has none yet. Raises
-    as pick_device.
+    """Compile the CPU kernels if device ``name`` is a CPU and this machine has none yet.
 
-    on_progress: (stage, done, total), so that who waits knows for what.
+    Raises what ``pick_device`` raises. ``on_progress``: called with (stage, done, total).
     """
     loaded = getattr(kernels.load, "cache_info", None)
     if (
@@ -56,26 +57,27 @@ def compile_cpu_kernels(name: str, on_progress: Callable[[str, int, int], None])
 
 
 def rank_devices(first: str, count: int) -> list[str]:
-    """``count`` devices from ``first`` on, one a rank.
+    """``count`` devices from ``first`` on, one per rank.
 
-    Raises MissingDependency where there are not so many GPUs.
+    Raises MissingDependency if there are fewer GPUs.
     """
     if first == "cpu":
         return ["cpu"] * count
-    start, there = torch.device(first).index or 0, torch.cuda.device_count()
-    if start + count > there:
+    start, num_gpus = torch.device(first).index or 0, torch.cuda.device_count()
+    if start + count > num_gpus:
         raise MissingDependency(
-            f"--tp {count} needs {count} GPUs from {first} on, this torch sees {there - start}; "
+            f"--tp {count} needs {count} GPUs from {first} on, this torch sees {num_gpus - start}; "
             "lower --tp"
         )
     return [f"cuda:{i}" for i in range(start, start + count)]
 
 
 def use_threads(num_threads: int | None, ranks: int = 1) -> int:
-    """Set torch's threads to ``num_threads``, or to the physical cores that this process may use;
-    returns the number.
+    """Set torch's CPU threads and return their number.
 
-    Several ranks on one CPU share them.
+    Args:
+        num_threads: None: the physical cores that this process may use.
+        ranks: Ranks on this CPU, which share the threads.
     """
     count = max((num_threads if num_threads is not None else available_cores()) // ranks, 1)
     torch.set_num_threads(count)
@@ -84,9 +86,7 @@ def use_threads(num_threads: int | None, ranks: int = 1) -> int:
 
 
 def available_cores() -> int:
-    """Physical cores, no more than the process may run on and than its control group's quota pays
-    for.
-    """
+    """Physical cores, limited by the process's CPU affinity and its cgroup quota."""
     allowed = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     )

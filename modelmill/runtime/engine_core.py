@@ -1,9 +1,9 @@
-"""The engine core: requests in, tokens out, one step at a time.
+"""The engine core: queues requests and returns tokens, one step at a time.
 
-On a GPU the next step is launched before the tokens of the last one are read, so that the GPU never
-waits for Python. What the host does not know yet (the last token) stays on the device; what it
-decides (who runs, where pages are) follows from counts alone. A sequence that turns out to have
-ended costs one wasted row.
+On a GPU the next step is launched before the tokens of the current one are read (async scheduling),
+so that the GPU never waits for Python. The last sampled token stays on the device; the schedule
+(which sequences run, which pages they use) depends on token counts alone. If the token that is
+still unread ends a sequence, the step launched ahead has computed one row in vain.
 """
 
 from __future__ import annotations
@@ -71,11 +71,18 @@ class EngineCore:
         tuning: Tuning | None = None,
         tp_group: TPGroup = SINGLE_RANK,
     ) -> None:
-        """An engine core around a loaded model. digest: identifies the weights in prefix keys.
-        overlap: launch steps ahead.
+        """Allocate the KV cache and set up the step loop for a loaded model.
 
-        tuning: launch sizes for this device. tp_group: of which rank this is; above 0 only its
-        model_runner is used."""
+        Args:
+            model: The model, on its device.
+            config: Run options.
+            max_model_len: Of the engine; None: of the model.
+            digest: Identifies the weights in prefix cache keys.
+            artifact: The engine folder that the model was loaded from.
+            overlap: Whether to launch steps ahead; None: on a GPU only.
+            tuning: Launch configs for this device.
+            tp_group: This rank's group; ranks above 0 use only ``model_runner``.
+        """
         self.config = config = config or RunConfig()
         self.artifact = artifact
         self.model = model
@@ -101,7 +108,7 @@ class EngineCore:
             config, self.num_pages, self.page_bytes, self.device
         )
         self.scheduler = Scheduler(limits, PagePool(self.num_pages, max_idle_pages), width)
-        # the last page is scrap: some variants write padding there
+        # one page more than the pool has: kernels write the padding rows' keys and values there
         shape: KVShape = model.kv  # type: ignore[assignment]
         kv = KVCache.allocate(shape, self.num_pages + 1, self.page_size, self.kv_dtype, self.device)
         packer = Packer(self.scheduler.tables, self.page_size, self.device)
@@ -124,17 +131,25 @@ class EngineCore:
         self._pending: PendingStep | None = None
         self._steps_since_oom = self._num_steps = 0
         self._last_output_time = 0.0
-        # seconds that steps take, of which the pieces of prompts follow
+        # times steps for AdaptiveChunk; tests replace it
         self.clock: Callable[[], float] = time.perf_counter
 
     @classmethod
     def open(cls, engine: Path | Artifact, config: RunConfig | None = None) -> EngineCore:
-        """Load an engine; a path's files are checked against their sha256 first
-        (``artifact.verify``).
+        """Load an engine folder, after its files were checked against their sha256.
 
-        Kernels switched at build stay switched, and its default for the KV cache stays, unless
-        ``config`` says otherwise. Raises ArtifactError, CapacityError, MissingDependency,
-        UsageError, RankError.
+        ``config`` overrides the kernels and the KV cache dtype that were set at build time.
+
+        Args:
+            engine: A path, or an open Artifact, whose files are not checked again.
+            config: Run options.
+
+        Raises:
+            ArtifactError: The folder is not an intact engine.
+            CapacityError: Weights or KV cache do not fit.
+            MissingDependency: A package that this engine needs is not installed.
+            UsageError: An option does not apply here.
+            RankError: Another rank has failed.
         """
         config = config or RunConfig()
         artifact = engine if isinstance(engine, Artifact) else open_artifact(Path(engine))
@@ -149,7 +164,7 @@ class EngineCore:
         if config.tp == 1:
             check(artifact)
             return cls.for_rank(artifact, config, device)
-        # before processes are started: whether it can be split so
+        # fails before processes are started if the model cannot be split over this many ranks
         build_rank_model(artifact, TPGroup(size=config.tp))
         workers = TPWorkers(artifact.path, config, rank_devices(device, config.tp))
         try:
@@ -167,7 +182,7 @@ class EngineCore:
     def for_rank(
         cls, artifact: Artifact, config: RunConfig, device: str, tp_group: TPGroup = SINGLE_RANK
     ) -> EngineCore:
-        """The engine core of one rank."""
+        """Load the engine core of one rank."""
         if device == "cpu":
             use_threads(config.threads, tp_group.size)
         model = load_model(artifact, device, tp_group)
@@ -188,105 +203,107 @@ class EngineCore:
         )
 
     def close(self) -> None:
-        """End the other ranks, where there are any; the engine core is of no use then. Called when
-        it is forgotten, too."""
+        """End the other ranks; the engine core cannot be used afterwards.
+
+        A finalizer does the same when the object is garbage-collected.
+        """
         if self._finalizer is not None:
             self._finalizer()
 
     @property
     def page_bytes(self) -> int:
-        """Of one KV page, on this rank."""
+        """Bytes of one KV page on this rank."""
         return int(self.model.kv.page_bytes(self.page_size, self.kv_dtype))  # type: ignore[operator, union-attr]
 
     @property
     def has_work(self) -> bool:
-        """Whether ``step`` has something to do or to return."""
+        """Whether ``step`` has anything to run or to return."""
         return bool(
             self._events or self._pending or self.scheduler.running or self.scheduler.waiting
         )
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError where it can never be served."""
+        """Queue a request. Raises RequestError if it can never be served."""
         self.input_processor.add(request)
 
     def add_all(self, requests: Iterable[Request]) -> None:
-        """Queue requests that were handed in together: those that may get the longest answers are
-        served first.
+        """Queue a batch of requests, those with the largest output limit first.
 
-        All of them are done when the last one is, and a long answer that begins late ends alone, at
-        the price of a whole step for each token. What is drawn at random does not depend on this
-        order. Raises RequestError where one can never be served; those before it in this order stay
-        queued.
+        The batch is done when its last request is, and a long output that starts late runs alone at
+        the end, one step per token. Random numbers do not depend on this order.
+
+        Raises:
+            RequestError: One of them can never be served; those before it in this order stay
+                queued.
         """
         self.input_processor.add_all(requests)
 
     def abort(self, request_id: str) -> None:
-        """End a request now; the next step tells ABORT for each of its sequences.
+        """End a request now; the next step returns ABORT for each of its sequences.
 
         Unknown ids are ignored.
         """
         seqs = list(self.output_processor.live_sequences.get(request_id, ()))
+        # a beam search has width many sequences but n outputs
         beams = bool(seqs) and seqs[0].beam_search is not None
-        ended = (
+        indices = (
             range(seqs[0].request.params.n)
             if beams
             else [s.index for s in seqs if s.finish_reason is None]
         )
         self._events += [
             TokenOutput(request_id, index, None, finish_reason=FinishReason.ABORT)
-            for index in ended
+            for index in indices
         ]
         for seq in seqs:
             self.output_processor.finish_sequence(seq, FinishReason.ABORT)
 
     def finish(self, request_id: str, index: int) -> None:
-        """End one sequence (of a beam search: all of it) quietly: a stop string was found in its
-        text.
+        """End one sequence without an event, because its text contains a stop string.
+
+        Ends all of a beam search.
         """
         for seq in list(self.output_processor.live_sequences.get(request_id, ())):
             if seq.index == index or seq.beam_search is not None:
                 self.output_processor.finish_sequence(seq, FinishReason.STOP)
 
     def step(self) -> list[TokenOutput]:
-        """Schedule, run, sample, and tell what came of it.
+        """Run one step: schedule, forward, sample; return its outputs.
 
-        Raises RankError where another rank has ended.
+        Raises RankError if another rank has ended.
         """
         with self.model_runner.guard_ranks():
             return self._step()
 
     def _step(self) -> list[TokenOutput]:
         events, self._events = self._events, []
-        # what was launched ahead runs since the step before it has been told
-        began = self.clock() if self._pending is None else self._last_output_time
+        # the GPU starts a step launched ahead when the previous step is done, not at its launch
+        started = self.clock() if self._pending is None else self._last_output_time
         pending = self._pending or self._launch(self.scheduler.schedule())
+        # launch step i + 1 first: reading the ids of step i below waits for the GPU
         self._pending = self._launch_ahead(pending)
         if pending is not None:
             events += self.output_processor.process(pending)
             self._last_output_time = self.clock()
-            self.scheduler.observe_step(pending.schedule, self._last_output_time - began)
+            self.scheduler.observe_step(pending.schedule, self._last_output_time - started)
         return events
 
     def ping(self) -> None:
-        """Wait until every other rank has answered that it lives.
-
-        Raises RankError where one has ended.
-        """
+        """Wait until every other rank has replied. Raises RankError if one has ended."""
         if self.model_runner.tp_workers is not None:
             with self.model_runner.guard_ranks():
                 self.model_runner.tp_workers.ping()
 
     def on_heartbeat(self, heartbeat: Callable[[], None]) -> None:
-        """Call ``heartbeat`` after every operation from now on, so that who watches a long step
-        sees that it goes on.
+        """Call ``heartbeat`` after every op from now on, so that a watchdog sees a long step run.
 
-        Replayed graphs have no operations to see.
+        Ops in replayed graphs do not call it.
         """
         self.ops = self.model_runner.ops = self.sampler.ops = with_heartbeat(self.ops, heartbeat)
         self.vision_runner.set_ops(self.ops)
 
     def stats(self) -> Stats:
-        """Counters and gauges of this moment."""
+        """Counters since the start, and current gauges."""
         pool, scheduler = self.scheduler.pool, self.scheduler
         return Stats(
             running=len(scheduler.running),
@@ -301,18 +318,19 @@ class EngineCore:
             preemptions=scheduler.preemptions,
             idle_pages=pool.num_idle,
             kept_pages=pool.max_idle,
-            # a GPU's are there from the start
+            # a GPU cache is allocated as a whole; in RAM a page takes memory when first written
             touched_pages=pool.num_touched if self.device == "cpu" else self.num_pages,
             page_bytes=self.page_bytes * self.model_runner.tp_group.size,
         )
 
     def warm_up(self, max_seqs: int | None = None, *, all_specializations: bool = False) -> None:
-        """Capture the graphs for decoding up to ``max_seqs`` sequences now, not when they are first
-        needed.
+        """Capture the decode graphs now instead of at first use.
 
-        all_specializations: meet every kernel that steps with prompts may take as well
-        (``runtime.warmup``) and capture those of short prompts (``runtime.prefill_graphs``), for
-        who serves people: compiling takes half a minute, once a machine.
+        Args:
+            max_seqs: Up to this many sequences; None: up to ``max_num_seqs``.
+            all_specializations: Also compile every kernel that steps with prompts may use
+                (``runtime.warmup``) and capture the prefill graphs, for interactive serving.
+                Compiling takes half a minute, once per machine.
         """
         self.vision_runner.warm_up()
         if self.model_runner.decode_graphs is not None:
@@ -326,14 +344,20 @@ class EngineCore:
             )
 
     def scorer(self) -> TokenScorer:
-        """Runs given tokens through the engine's own pages, for measuring; see ``TokenScorer``."""
+        """A TokenScorer: runs given token ids through this engine's KV pages, for evaluation."""
         return TokenScorer(
             self.model_runner, self.scheduler, self._rope_rule, self.config.max_num_batched_tokens
         )
 
     def score(self, ids: list[list[int]], decode_from: int | None = None) -> list[torch.Tensor]:
-        """Logits [T, V] float32 on the CPU of each list of ids; from ``decode_from`` on token by
-        token.
+        """Compute the logits after each token of each list of ids.
+
+        Args:
+            ids: Token ids of each text.
+            decode_from: From this position on, run one token per step; None: prefill all.
+
+        Returns:
+            [T, V] float32 on the CPU for each list.
         """
         return self.scorer().logits(ids, decode_from)
 
@@ -346,10 +370,17 @@ class EngineCore:
         before: PreHook | None = None,
         after: PostHook | None = None,
     ) -> dict[str, list[Any]]:
-        """Score ``ids`` and keep the outputs of the modules whose names match ``pattern``, one per
-        step, on the CPU.
+        """Score ``ids`` and record the outputs of the modules whose names match ``pattern``.
 
-        before and after are called for every module, as in ``ModelRunner.forward_hooks``.
+        Args:
+            ids: Token ids of each text.
+            pattern: Glob of module names.
+            decode_from: As for ``score``.
+            before: Called for every module, as in ``ModelRunner.forward_hooks``.
+            after: Called for every module, as in ``ModelRunner.forward_hooks``.
+
+        Returns:
+            By module name, one output per step, on the CPU.
         """
         return self.scorer().trace(ids, pattern, decode_from, before=before, after=after)
 
@@ -360,13 +391,17 @@ class EngineCore:
             pending = self.model_runner.launch(schedule)
         except OUT_OF_MEMORY_ERRORS:
             if self.model_runner.tp_workers is not None:
-                raise  # the other ranks are in this step: it cannot be made smaller
+                raise  # the other ranks already run this step: it cannot be made smaller
             return self._shrink_after_oom(schedule)
         self._count_step(schedule)
         return pending
 
     def _launch_ahead(self, pending: PendingStep | None) -> PendingStep | None:
-        """The next step, before the last one's tokens are read; None where it depends on them."""
+        """Launch the next step before the tokens of ``pending`` are read.
+
+        Returns None if the next step depends on these tokens.
+        """
+        # beams, guides and some processors need the tokens; forks and ends change the batch
         if (
             not self._overlap
             or pending is None
@@ -393,14 +428,18 @@ class EngineCore:
         self._num_steps += 1
         full = self.config.max_num_batched_tokens
         if self.scheduler.step_token_budget < full:
-            # memory was short: try larger steps again after a while
+            # reduced after an out-of-memory error: try larger steps again after a while
             self._steps_since_oom += 1
             if self._steps_since_oom >= _BUDGET_RETRY_STEPS:
                 self._steps_since_oom = 0
                 self.scheduler.step_token_budget = min(2 * self.scheduler.step_token_budget, full)
 
     def _shrink_after_oom(self, schedule: Schedule) -> PendingStep:
-        """A step did not fit: try a smaller one; a sequence that does not fit alone is given up."""
+        """Halve the step size after an out-of-memory error.
+
+        If the step cannot be smaller, its latest request is aborted instead. Returns a step without
+        work, so that the next one is scheduled with the new size.
+        """
         if self.device.startswith("cuda"):
             torch.cuda.empty_cache()
         seqs = [seq for seq, _ in schedule.work]
@@ -415,6 +454,6 @@ class EngineCore:
 
 
 def _close(tp_workers: TPWorkers, runner: ModelRunner) -> None:
-    """Graphs go first: a communicator that one of them has recorded waits for it."""
+    """Free the graphs, then end the ranks: NCCL cannot close while a captured graph uses it."""
     runner.decode_graphs = None
     tp_workers.close()

@@ -1,4 +1,4 @@
-"""Modules watched at work, by their names in the model."""
+"""Forward hooks on all modules of a model, called with the module's name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ PostHook = Callable[[str, tuple[Any, ...], Any], None]
 def attach_forward_hooks(
     model: nn.Module, before: PreHook | None, after: PostHook | None
 ) -> Iterator[None]:
-    """before: (name, args) → other arguments, or None to keep them. after: (name, args, output)."""
+    """Hook every module of ``model`` within the block.
+
+    Args:
+        model: The model.
+        before: (name, args) → other arguments, or None to keep them.
+        after: (name, args, output).
+    """
     handles = []
     for name, module in model.named_modules():
         if not name:

@@ -1,6 +1,4 @@
-"""What a request becomes: sequences with their limit, seed and guide, queued in an order of
-service.
-"""
+"""Turns requests into sequences with limit, seed and guide, and queues them."""
 
 from __future__ import annotations
 
@@ -18,10 +16,12 @@ from modelmill.runtime.vision_runner import VisionEncoderRunner
 
 
 class InputProcessor:
-    """Numbers requests as they come: the order of service and the random numbers follow from that.
+    """Numbers requests in order of arrival, which sets their priority and random numbers.
 
-    guide_factory: what makes a guide of a request's grammar, given by who opens an engine; None: no
-    structured output."""
+    Attributes:
+        guide_factory: Makes the guide of a request with a grammar; set by the owner of the engine
+            core. None: no structured output.
+    """
 
     def __init__(
         self,
@@ -33,7 +33,16 @@ class InputProcessor:
         seed: int,
         digest: str,
     ) -> None:
-        """seed: of requests without one. digest: identifies the weights in prefix keys."""
+        """Store what sequences are made with.
+
+        Args:
+            output_processor: Takes the sequences.
+            vision_runner: Computes image embeddings.
+            rope_rule: Of the model.
+            limits: Requests beyond them are refused.
+            seed: For requests without one.
+            digest: Identifies the weights in prefix cache keys.
+        """
         self._output_processor, self._vision_runner, self._rope_rule, self._limits = (
             output_processor,
             vision_runner,
@@ -45,22 +54,22 @@ class InputProcessor:
         self.guide_factory: Callable[[Request], Guide] | None = None
 
     def add(self, request: Request) -> None:
-        """As ``EngineCore.add``."""
+        """Queue a request; see ``EngineCore.add``."""
         self._enqueue(self._embed_images([request])[0], self._num_arrivals, self._num_arrivals)
         self._num_arrivals += 1
 
     def add_all(self, requests: Iterable[Request]) -> None:
-        """As ``EngineCore.add_all``."""
-        listed = self._embed_images(list(requests))
+        """Queue a batch of requests; see ``EngineCore.add_all``."""
+        batch = self._embed_images(list(requests))
         first = self._num_arrivals
-        self._num_arrivals += len(listed)
-        # stable: answers of the same bound keep the order in which they were given
-        by_length = sorted(range(len(listed)), key=lambda i: -self._max_output_tokens(listed[i]))
-        for place, i in enumerate(by_length):
-            self._enqueue(listed[i], first + place, first + i)
+        self._num_arrivals += len(batch)
+        # a stable sort: requests with equal limits keep their order
+        by_length = sorted(range(len(batch)), key=lambda i: -self._max_output_tokens(batch[i]))
+        for rank, i in enumerate(by_length):
+            self._enqueue(batch[i], first + rank, first + i)
 
     def _embed_images(self, requests: list[Request]) -> list[Request]:
-        """Requests whose pictures have become embeddings."""
+        """Replace the pixels of embedding spans by embeddings."""
         return (
             self._vision_runner.embed_images(requests)
             if any(request.embedding_spans for request in requests)
@@ -68,16 +77,13 @@ class InputProcessor:
         )
 
     def _max_output_tokens(self, request: Request) -> int:
-        """Tokens that the answer may have."""
+        """Most output tokens of a request."""
         left = self._limits.max_len - len(request.prompt)
         allowed = request.params.max_tokens
         return left if allowed is None else min(allowed, left)
 
     def _enqueue(self, request: Request, arrival: int, number: int) -> None:
-        """arrival: its place in the order of service.
-
-        number: what its random numbers follow from.
-        """
+        """Queue one request; ``arrival`` sets its priority, ``number`` its default seed."""
         params = request.params.with_defaults({})
         if params is not request.params:
             request = replace(request, params=params)
@@ -110,11 +116,11 @@ class InputProcessor:
         self._output_processor.add(seqs)
 
     def _attach_guides(self, request: Request, seqs: list[Sequence]) -> None:
-        """A guide for each sequence of a request with a grammar."""
+        """Give each sequence of a request with a grammar its guide."""
         if self.guide_factory is None:
             raise RequestError("this engine was opened without structured output")
         if request.params.num_beams > 1:
-            raise RequestError("structured output is not offered for beams; use num_beams=1")
+            raise RequestError("structured output does not support beam search; use num_beams=1")
         for seq in seqs:
             seq.guide = self.guide_factory(request)
 

@@ -1,4 +1,4 @@
-"""How many KV pages there are."""
+"""Sizes the KV cache: how many pages fit beside the weights and the largest step."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ def num_kv_pages(
     max_model_len: int,
     tp_group: TPGroup = SINGLE_RANK,
 ) -> int:
-    """Pages of the KV cache of a loaded model: what was asked for, or what its device has free.
+    """Pages of the KV cache of a loaded model: as configured, or as free memory allows.
 
-    Raises CapacityError where not even one sequence, or one step, fits, or where more is asked for
-    than there is.
+    Raises:
+        CapacityError: Not even one sequence or one step fits, or the configured size exceeds the
+            memory.
     """
     weights, device = weight_bytes(model), model_device(model)
     if config.kv_cache_bytes is not None:
@@ -67,18 +68,27 @@ def kv_pages_for_bytes(
     weights: int = 0,
     tp_group: TPGroup = SINGLE_RANK,
 ) -> int:
-    """Pages for ``free_bytes`` bytes, or for ``config.kv_cache_bytes``; no more than the limits can
-    ever use.
+    """Pages for ``free_bytes``, or for ``config.kv_cache_bytes``; at most as many as can be used.
 
-    tp_group: the page of a sequence has the same number on every rank, so all have as many as the
-    one with the fewest. Raises CapacityError where not even one sequence of ``max_model_len``
-    tokens fits.
+    All ranks get the smallest number of any rank, since they share page numbers.
+
+    Args:
+        shape: Of the model's cache.
+        dtype: Of the cache.
+        config: Run options.
+        max_model_len: Most tokens of a sequence.
+        free_bytes: Memory for pages.
+        weights: Bytes of the weights, for the message.
+        tp_group: This rank's group.
+
+    Raises:
+        CapacityError: Not even one sequence of ``max_model_len`` tokens fits.
     """
     size = shape.page_bytes(config.page_size, dtype)
     per_seq = -(-max_model_len // config.page_size)
-    given = free_bytes if config.kv_cache_bytes is None else config.kv_cache_bytes
-    # one page is the scrap page that padding is written to
-    pages = min(tp_group.all_reduce_min(given // size) - 1, per_seq * config.max_num_seqs)
+    available = free_bytes if config.kv_cache_bytes is None else config.kv_cache_bytes
+    # one page is reserved: kernels write padding there
+    pages = min(tp_group.all_reduce_min(available // size) - 1, per_seq * config.max_num_seqs)
     if pages < per_seq:
         max_len = max(pages, 0) * config.page_size
         source = "free memory gives" if config.kv_cache_bytes is None else "--kv-cache-bytes gives"
@@ -91,13 +101,13 @@ def kv_pages_for_bytes(
         raise CapacityError(
             f"one sequence of {max_model_len} tokens needs {format_bytes((per_seq + 1) * size)} "
             "of KV cache, "
-            f"{source} {format_bytes(max(given, 0))}{beside_weights}; {advice}"
+            f"{source} {format_bytes(max(available, 0))}{beside_weights}; {advice}"
         )
     return pages
 
 
 def max_idle_pages(config: RunConfig, pages: int, page_bytes: int, device: str) -> int:
-    """Of ``pages``, those that may be taken for kept prefixes before older ones give theirs up."""
+    """``max_idle`` of the page pool: most pages that the prefix cache keeps idle."""
     if not config.enable_prefix_caching:
         return 0
     if config.prefix_cache_bytes is not None:
@@ -108,8 +118,9 @@ def max_idle_pages(config: RunConfig, pages: int, page_bytes: int, device: str) 
 
 
 def _check_fits_in_ram(required_bytes: int) -> None:
-    """Pages in RAM are backed as they are written: too many would end the process in the middle of
-    an answer.
+    """Raise CapacityError if a cache in RAM exceeds the process's memory.
+
+    Pages take memory when first written, so the process would be killed in the middle of a request.
     """
     total = memory_limits.available_memory().total
     if required_bytes > total:
@@ -121,10 +132,11 @@ def _check_fits_in_ram(required_bytes: int) -> None:
 
 
 def free_cpu_bytes(ranks: int = 1, reserved_bytes: int = 0) -> int:
-    """Bytes of RAM that a KV cache may take: a share, since pages are only backed by memory once
-    they are written.
+    """Bytes of RAM for one rank's KV cache: CPU_MEMORY_FRACTION of the free memory.
 
-    reserved_bytes: bytes that are for others.
+    Args:
+        ranks: Ranks on this machine.
+        reserved_bytes: Memory needed for other purposes.
     """
     return (
         int(max(memory_limits.available_memory().free - reserved_bytes, 0) * CPU_MEMORY_FRACTION)
@@ -142,7 +154,7 @@ def free_cuda_bytes(
 ) -> int:
     """Bytes left for KV pages after weights and the largest step, measured by running one.
 
-    max_logit_rows: most rows of logits that a step samples.
+    ``max_logit_rows``: most rows that a step samples.
     """
     index = torch.device(device)
     torch.cuda.synchronize(index)
@@ -154,7 +166,7 @@ def free_cuda_bytes(
     peak = torch.cuda.max_memory_allocated(index) - before
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(index)
-    # graphs of decode steps and of prompts, the sampler's tables and fragmentation
+    # for decode and prefill graphs, the sampler's tables and fragmentation
     reserve = (
         _GIB // 2
         + peak // 8
@@ -176,9 +188,7 @@ def _run_largest_step(
     max_logit_rows: int,
     tp_group: TPGroup,
 ) -> None:
-    """As many tokens as a step may hold, in sequences of one page that all write to the same
-    page.
-    """
+    """Run a step with the most tokens, in sequences of one page that all write to the same page."""
     size, shape = config.page_size, model.kv
     assert isinstance(shape, KVShape)
     dtype = kv_cache_dtype(config.kv_cache_dtype, activation_dtype(model))
@@ -202,28 +212,26 @@ def _run_largest_step(
         tp_group=tp_group,
     )
     logits = model(step)
-    # what a sampling step holds beside the logits
+    # sampling needs a second buffer of this size
     torch.empty_like(logits)
 
 
 def model_device(model: nn.Module) -> str:
-    """Where a model is: its embedding's device."""
+    """The device of a model: that of its embedding."""
     weight = model.embed.weight  # type: ignore[union-attr]
     assert isinstance(weight, torch.Tensor)
     return str(weight.device)
 
 
 def activation_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of a model's activations, and of its KV cache unless that is kept in 8 bits: the
-    embedding's.
-    """
+    """The dtype of activations (and of a KV cache that is not 8-bit): that of the embedding."""
     weight = model.embed.weight  # type: ignore[union-attr]
     assert isinstance(weight, torch.Tensor)
     return weight.dtype
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all weights, shared ones counted once, and of what they were expanded to."""
+    """Bytes of all weights and their unpacked copies; shared tensors are counted once."""
     size_by_address: dict[int, int] = {}
     for module in model.modules():
         tensors = [*module.buffers(recurse=False)]

@@ -1,15 +1,13 @@
 """The pool of KV pages: free list, reference counts and the prefix cache.
 
-A page is free, held by one or more sequences, or idle: unreferenced but still holding the keys and
-values of a known prefix. Idle pages are found again by their sha256 chain key and are evicted,
-least recently used first, when no page
-is free. Pages are only shared when full, or between forks; a fork that writes into a shared page
-gets its own copy.
+A page is free, referenced by one or more sequences, or idle: unreferenced, but with the keys and
+values of a cached prefix. Idle pages are found again by their sha256 chain key and are evicted,
+least recently used first, when no page is free. Pages are only shared when full, or between forks;
+a fork that writes into a shared page gets its own copy.
 
-In RAM a page takes memory from when it is first written. So pages that were given back are taken
-again before any that nobody has had, and once ``max_idle`` pages are idle, they are evicted before
-a new one is taken: a server takes what its answers hold at once and the prefixes that it may keep,
-however many tokens go through it.
+In RAM a page takes memory from its first write on. So released pages are reused before untouched
+ones, and once ``max_idle`` pages are idle, these are evicted before an untouched page is taken: the
+memory of a server follows its concurrent sequences and its prefix cache, not its throughput.
 """
 
 from __future__ import annotations
@@ -23,16 +21,14 @@ import numpy as np
 
 
 def root_key(model: str, cache_salt: str) -> bytes:
-    """The parent key of first pages: which model, and whose cache."""
+    """The parent key of first pages: identifies the model and the request's cache salt."""
     return hashlib.sha256(f"{len(model)}:{model}:{cache_salt}".encode()).digest()
 
 
 def page_key(
     parent: bytes, tokens: Iterable[int], rope_keys: Iterable[int], embedding_key: str = ""
 ) -> bytes:
-    """The key of a full page: its parent's key, its token ids, their rope keys, and foreign content
-    in it.
-    """
+    """The key of a full page: hash of the parent's key, token ids, rope keys and embeddings."""
     state = hashlib.sha256(parent)
     state.update(array("q", tokens).tobytes())
     rope = array("q", rope_keys)
@@ -43,10 +39,16 @@ def page_key(
 
 
 class PagePool:
-    """Who holds which of ``count`` pages."""
+    """Reference counts, free list and prefix cache of ``count`` pages."""
 
     def __init__(self, count: int, max_idle: int | None = None) -> None:
-        """max_idle: idle pages for which pages that nobody has had are taken; None: all."""
+        """Start with all pages free and untouched.
+
+        Args:
+            count: Number of pages.
+            max_idle: From so many idle pages on, one is evicted before an untouched page is taken;
+                None: never.
+        """
         self.count = count
         self.max_idle = count if max_idle is None else min(max_idle, count)
         self.num_touched = 0
@@ -58,28 +60,30 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Pages that could be taken now."""
+        """Pages that can be allocated now: free or idle."""
         return len(self._free) + len(self._idle)
 
     @property
     def num_idle(self) -> int:
-        """Pages that nobody holds, kept for who begins alike."""
+        """Unreferenced pages that are kept for their prefix."""
         return len(self._idle)
 
     @property
     def num_cached(self) -> int:
-        """Pages whose content can be found by key."""
+        """Pages in the prefix cache."""
         return len(self._page_by_key)
 
     def alloc(self) -> int | None:
-        """A page for one holder; None where all are held.
+        """Allocate a page with one reference; None if all pages are referenced.
 
-        Evicts the least recently used idle page if it must.
+        Evicts the least recently used idle page if none is free.
         """
-        new = self.count - self.num_touched
-        # those that nobody has had lie below the others
-        if len(self._free) > new or (new and not (self._idle and len(self._idle) >= self.max_idle)):
-            self.num_touched += len(self._free) == new
+        untouched = self.count - self.num_touched
+        # the free list is a stack with the untouched pages at its bottom
+        if len(self._free) > untouched or (
+            untouched and not (self._idle and len(self._idle) >= self.max_idle)
+        ):
+            self.num_touched += len(self._free) == untouched
             page = self._free.pop()
         elif self._idle:
             page, _ = self._idle.popitem(last=False)
@@ -90,14 +94,14 @@ class PagePool:
         return page
 
     def incref(self, page: int) -> None:
-        """One more holder of a page that is held or idle."""
+        """Add a reference to a page that is referenced or idle."""
         if self.refs[page] == 0:
             del self._idle[page]
         self.refs[page] += 1
 
     def decref(self, page: int) -> None:
-        """One holder less; the last one leaves it idle if its key is known, else free."""
-        assert self.refs[page] > 0, f"page {page} is not held"
+        """Drop a reference; without any, a page with a key becomes idle, another free."""
+        assert self.refs[page] > 0, f"page {page} is not referenced"
         self.refs[page] -= 1
         if self.refs[page] == 0:
             if self._key_by_page[page] is None:
@@ -106,17 +110,17 @@ class PagePool:
                 self._idle[page] = None
 
     def lookup(self, key: bytes) -> int | None:
-        """The page that holds this prefix; not yet held for the caller."""
+        """The page with this prefix key, or None; takes no reference."""
         return self._page_by_key.get(key)
 
     def cache(self, page: int, key: bytes) -> None:
-        """Make a full, computed page findable; the first page with a key keeps it."""
+        """Add a full, computed page to the prefix cache; the first page with a key keeps it."""
         if self._key_by_page[page] is None and key not in self._page_by_key:
             self._page_by_key[key] = page
             self._key_by_page[page] = key
 
     def clear(self) -> None:
-        """Forget every cached prefix; held pages stay held."""
+        """Empty the prefix cache; referenced pages stay referenced."""
         for page in list(self._page_by_key.values()):
             self._evict(page)
         self._free.extend(self._idle)
@@ -130,9 +134,7 @@ class PagePool:
 
 
 class PageTables:
-    """Page numbers of the running sequences: ``table`` is [rows, pages] int32, kept as pages come
-    and go.
-    """
+    """Page tables of the running sequences: ``table`` is [rows, pages] int32."""
 
     def __init__(self, rows: int, width: int) -> None:
         self.table = np.zeros((rows, width), dtype=np.int32)
@@ -140,15 +142,15 @@ class PageTables:
 
     @property
     def num_free_rows(self) -> int:
-        """Rows nobody uses."""
+        """Unused rows."""
         return len(self._rows)
 
     def alloc_row(self, pages: list[int]) -> int:
-        """A row that starts with ``pages``."""
+        """Take a row and write ``pages`` into it."""
         row = self._rows.pop()
         self.table[row, : len(pages)] = pages
         return row
 
     def free_row(self, row: int) -> None:
-        """Give a row back."""
+        """Release a row."""
         self._rows.append(row)

@@ -1,5 +1,6 @@
-"""What changes logits before ``ops.sample`` sees them: pure functions over [B, V] float32, one
-parameter per row.
+"""Penalties and masks on logits before sampling.
+
+Pure functions of logits [B, V] float32, with one parameter per row.
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ import torch
 
 
 def apply_token_mask(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
-    """Only tokens whose bit is set.
+    """Set the logits of tokens whose bit is not set to −inf.
 
-    masks: [B, ceil(V / 8)] uint8, bit t % 8 of byte t // 8 for token t.
+    ``masks``: [B, ceil(V / 8)] uint8, bit t % 8 of byte t // 8 for token t.
     """
     bits = (masks[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=masks.device)) & 1
     return logits.masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, float("-inf"))
@@ -19,10 +20,12 @@ def apply_token_mask(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
 def apply_repetition_penalty(
     logits: torch.Tensor, token_mask: torch.Tensor, penalty: torch.Tensor
 ) -> torch.Tensor:
-    """Tokens seen in prompt or answer: positive logits divided, negative ones multiplied (Keskar et
-    al. 2019).
+    """Divide positive logits and multiply negative ones by the penalty (Keskar et al. 2019).
 
-    token_mask: [B, V] bool. penalty: [B, 1].
+    Args:
+        logits: [B, V].
+        token_mask: [B, V] bool: tokens to penalize (those in prompt or output).
+        penalty: [B, 1].
     """
     return torch.where(
         token_mask, torch.where(logits > 0, logits / penalty, logits * penalty), logits
@@ -35,9 +38,12 @@ def apply_presence_penalties(
     presence_penalty: torch.Tensor,
     frequency_penalty: torch.Tensor,
 ) -> torch.Tensor:
-    """Tokens of the answer: ``presence_penalty`` off where they occur at all, ``frequency_penalty``
-    off per occurrence.
+    """Subtract ``presence_penalty`` once and ``frequency_penalty`` per occurrence.
 
-    counts: [B, V] whole numbers. Both penalties: [B, 1].
+    Args:
+        logits: [B, V].
+        counts: [B, V] integers: occurrences in the output.
+        presence_penalty: [B, 1].
+        frequency_penalty: [B, 1].
     """
     return logits - frequency_penalty * counts - presence_penalty * (counts > 0)

@@ -1,7 +1,6 @@
-"""What a checkpoint's generation_config does to logits before a token is picked, as transformers
-computes it.
+"""Logits processors of a checkpoint's generation_config, with the results of transformers.
 
-Functions over one row, [V] float32 (of beams: their log-probabilities), changed in place.
+Functions on one row, [V] float32 (for beams: log-probabilities), modified in place.
 """
 
 from __future__ import annotations
@@ -18,43 +17,38 @@ _NEG_INF = float("-inf")
 
 
 def active_processors(seq: Sequence) -> LogitsProcessors | None:
-    """What changes the logits of a sequence; None where nothing does.
-
-    A grammar alone says what may come.
-    """
-    found = seq.request.params.logits_processors
-    return found if found and seq.guide is None else None
+    """The logits processors of a sequence; None if it has none, or has a grammar instead."""
+    processors = seq.request.params.logits_processors
+    return processors if processors and seq.guide is None else None
 
 
 def history_ids(seq: Sequence) -> list[int]:
-    """The sequence's tokens that count as ids in the original: without pictures, and of some
-    prompts none.
-    """
+    """The tokens that the original model sees as ids: no image tokens, of some prompts none."""
     if not seq.request.penalize_prompt:
         return seq.tokens[seq.prompt_len :]
     if not seq.request.embedding_spans:
         return seq.tokens
-    foreign = np.zeros(len(seq.tokens), dtype=bool)
-    for insert in seq.request.embedding_spans:
-        foreign[insert.position : insert.position + insert.length] = True
-    return [token for token, skip in zip(seq.tokens, foreign.tolist()) if not skip]
+    in_span = np.zeros(len(seq.tokens), dtype=bool)
+    for span in seq.request.embedding_spans:
+        in_span[span.position : span.position + span.length] = True
+    return [token for token, skip in zip(seq.tokens, in_span.tolist()) if not skip]
 
 
 def apply_before_penalties(row: torch.Tensor, seq: Sequence, processors: LogitsProcessors) -> None:
-    """What transformers computes before the repetition penalty."""
+    """Processors that transformers runs before the repetition penalty."""
     _add_sequence_bias(
         row, history_ids(seq) if processors.depends_on_tokens else [], processors.sequence_bias
     )
     if processors.encoder_repetition_penalty != 1.0:
         ids = _unique_prompt_ids(seq, row)
-        # the opposite of a repetition penalty: what the prompt holds becomes likelier
+        # the inverse of a repetition penalty: tokens of the prompt become more likely
         factor = 1.0 / processors.encoder_repetition_penalty
         values = row[ids]
         row[ids] = torch.where(values < 0, values * factor, values / factor)
 
 
 def apply_after_penalties(row: torch.Tensor, seq: Sequence, processors: LogitsProcessors) -> None:
-    """What transformers computes after the repetition penalty."""
+    """Processors that transformers runs after the repetition penalty."""
     ends = seq.request.eos_ids
     if processors.depends_on_tokens:
         tokens = np.array(history_ids(seq), dtype=np.int64)
@@ -72,7 +66,7 @@ def apply_after_penalties(row: torch.Tensor, seq: Sequence, processors: LogitsPr
 
 
 def apply_after_min_tokens(row: torch.Tensor, seq: Sequence, processors: LogitsProcessors) -> None:
-    """What transformers computes after the minimum lengths."""
+    """Processors that transformers runs after the minimum lengths."""
     if processors.forced_bos_token_id is not None and seq.length - _num_uncounted(seq) == 1:
         _force_ids(row, (processors.forced_bos_token_id,))
     if processors.forced_eos_token_id and seq.length == seq.max_length - 1:
@@ -82,30 +76,29 @@ def apply_after_min_tokens(row: torch.Tensor, seq: Sequence, processors: LogitsP
         ends = [id for id in seq.request.eos_ids if id < len(row)]
         if seq.num_outputs > start and ends:
             values = row[ends]
-            more = values.abs() * (factor ** (seq.num_outputs - start) - 1)
-            row[ends] = values + more.masked_fill(~values.isfinite(), 0.0)
+            bonus = values.abs() * (factor ** (seq.num_outputs - start) - 1)
+            row[ends] = values + bonus.masked_fill(~values.isfinite(), 0.0)
     _ban_ids(row, processors.suppress_tokens)
-    # where one token is the whole prompt and the next one is forced, the answer begins behind that
-    late = processors.forced_bos_token_id is not None and seq.prompt_len - _num_uncounted(seq) <= 1
-    if seq.num_outputs == int(late):
+    # after a prompt of one token with a forced BOS, the output begins after that BOS
+    forced_bos = processors.forced_bos_token_id is not None
+    after_bos = forced_bos and seq.prompt_len - _num_uncounted(seq) <= 1
+    if seq.num_outputs == int(after_bos):
         _ban_ids(row, processors.begin_suppress_tokens)
 
 
 def banned_ngram_ids(source: np.ndarray, tokens: np.ndarray, ngram_size: int) -> np.ndarray:
-    """Tokens [n] int64 that would end an n-gram of ``source`` [S], ``tokens`` [T] being what was
-    written so far.
-    """
+    """Ids [n] int64 that would complete an n-gram of ``source`` [S] after ``tokens`` [T]."""
     if not 0 < ngram_size <= len(source) or len(tokens) + 1 < ngram_size:
         return np.zeros(0, dtype=np.int64)
     ends = source[ngram_size - 1 :]
     same = np.ones(len(ends), dtype=bool)
-    for place in range(ngram_size - 1):
-        same &= source[place : place + len(ends)] == tokens[len(tokens) - ngram_size + 1 + place]
+    for i in range(ngram_size - 1):
+        same &= source[i : i + len(ends)] == tokens[len(tokens) - ngram_size + 1 + i]
     return np.unique(ends[same])
 
 
 def _num_uncounted(seq: Sequence) -> int:
-    """Tokens of the prompt that are no ids in the original."""
+    """Tokens of the prompt that the original model does not see as ids."""
     return (
         seq.prompt_len
         if not seq.request.penalize_prompt
@@ -114,18 +107,18 @@ def _num_uncounted(seq: Sequence) -> int:
 
 
 def _unique_prompt_ids(seq: Sequence, row: torch.Tensor) -> torch.Tensor:
-    """The prompt's ids, each once."""
-    answer = len(seq.tokens) - seq.prompt_len
+    """The distinct ids of the prompt."""
+    num_outputs = len(seq.tokens) - seq.prompt_len
     tokens = history_ids(seq)
     return torch.tensor(
-        sorted(set(tokens[: len(tokens) - answer])), dtype=torch.int64, device=row.device
+        sorted(set(tokens[: len(tokens) - num_outputs])), dtype=torch.int64, device=row.device
     )
 
 
 def _add_sequence_bias(
     row: torch.Tensor, tokens: list[int], words: Iterable[tuple[tuple[int, ...], float]]
 ) -> None:
-    """Add to the logits of words' last tokens where the others stand at the end of ``tokens``."""
+    """Add the bias to a word's last token if ``tokens`` end with the word's other tokens."""
     bias: dict[int, float] = {}
     for word, value in words:
         before = word[:-1]
@@ -136,9 +129,9 @@ def _add_sequence_bias(
 
 
 def _ban_ids(row: torch.Tensor, ids: Iterable[int]) -> None:
-    known = [int(id) for id in ids if id < len(row)]
-    if known:
-        row[known] = _NEG_INF
+    valid = [int(id) for id in ids if id < len(row)]
+    if valid:
+        row[valid] = _NEG_INF
 
 
 def _force_ids(row: torch.Tensor, ids: tuple[int, ...]) -> None:

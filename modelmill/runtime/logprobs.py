@@ -8,15 +8,21 @@ from modelmill.core.types import Logprob
 
 
 def logprob_table(logits: torch.Tensor, chosen: torch.Tensor, top: int) -> torch.Tensor:
-    """Per row: the chosen token's id, log-probability and rank, then the ``top`` most likely ids
-    and their values.
+    """Log-probabilities of the chosen and the most likely tokens, as one table for one copy.
 
-    logits: [R, V] float32. chosen: [R] int64. Returns [R, 3 + 2·top] float64 (ids are exact there),
-    ready for one copy."""
+    Args:
+        logits: [R, V] float32.
+        chosen: Ids [R] int64.
+        top: Number of most likely tokens.
+
+    Returns:
+        [R, 3 + 2·top] float64 (exact for ids): the chosen token's id, log-probability and rank,
+        then the ``top`` most likely ids, then their log-probabilities.
+    """
     logs = logits.log_softmax(-1)
-    mine = logs.gather(1, chosen[:, None])
-    rank = (logs > mine).sum(-1, keepdim=True) + 1
-    columns = [chosen[:, None].double(), mine.double(), rank.double()]
+    chosen_logs = logs.gather(1, chosen[:, None])
+    rank = (logs > chosen_logs).sum(-1, keepdim=True) + 1
+    columns = [chosen[:, None].double(), chosen_logs.double(), rank.double()]
     if top:
         values, ids = logs.topk(top, dim=-1)
         columns += [ids.double(), values.double()]
@@ -24,12 +30,12 @@ def logprob_table(logits: torch.Tensor, chosen: torch.Tensor, top: int) -> torch
 
 
 def read_logprobs(row: list[float], top: int) -> dict[int, Logprob]:
-    """One row of a ``logprob_table``: the ``top`` most likely tokens and the chosen one, by id,
-    most likely first.
+    """Read one row of a ``logprob_table``, whose own ``top`` may be larger.
 
-    ``top`` may be lower than the table's.
+    Returns:
+        By id, the ``top`` most likely tokens, most likely first, and the chosen one.
     """
     width = (len(row) - 3) // 2
-    found = {int(row[3 + i]): Logprob(row[3 + width + i], i + 1) for i in range(min(top, width))}
-    found.setdefault(int(row[0]), Logprob(row[1], int(row[2])))
-    return found
+    by_id = {int(row[3 + i]): Logprob(row[3 + width + i], i + 1) for i in range(min(top, width))}
+    by_id.setdefault(int(row[0]), Logprob(row[1], int(row[2])))
+    return by_id

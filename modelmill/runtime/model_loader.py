@@ -1,4 +1,4 @@
-"""From an artifact to a model: modules are built without memory, then filled tensor by tensor."""
+"""Loads an engine's model: builds the modules on the meta device, then fills in each tensor."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 from modelmill.weights import base
 
 TIED_HEAD_ALIASES = {"head.weight": "embed.weight"}
-"""What an engine with a tied head shares."""
+"""Aliases of an engine with tied embedding and head."""
 
 
 def build_model(model_type: str, config: Mapping[str, object]) -> nn.Module:
-    """The model of a family, its weights without memory.
+    """Build the model of a family, with weights on the meta device.
 
-    Raises IncompatibleArtifact for an unknown family.
+    Raises IncompatibleArtifact if the family is unknown.
     """
     module = find_module("modelmill.models", model_type)
     if module is None:
@@ -36,10 +36,16 @@ def build_model(model_type: str, config: Mapping[str, object]) -> nn.Module:
 
 
 def load_model(artifact: Artifact, device: str, tp_group: TPGroup = SINGLE_RANK) -> nn.Module:
-    """The engine's model with its weights on ``device``; on the CPU they stay views of the files.
+    """Load the engine's model to ``device``; on the CPU the weights are views of the files.
 
-    tp_group: only this rank's part is read. Raises CorruptArtifact where tensors are missing, left
-    over or of a wrong shape, UsageError where the model cannot be split so often.
+    Args:
+        artifact: The open engine folder.
+        device: Where the weights go.
+        tp_group: Only this rank's shards are read.
+
+    Raises:
+        CorruptArtifact: A tensor is missing, unexpected, or has a wrong shape or dtype.
+        UsageError: The model cannot be split over so many ranks.
     """
     model, manifest = build_rank_model(artifact, tp_group), artifact.manifest
     if manifest.aliases not in ({}, TIED_HEAD_ALIASES):
@@ -55,10 +61,9 @@ def load_model(artifact: Artifact, device: str, tp_group: TPGroup = SINGLE_RANK)
 
 
 def _check_dtypes(model: nn.Module, artifact: Artifact, computed: set[str]) -> None:
-    """Raise CorruptArtifact for a tensor of another dtype than the build's: kernels read what they
-    are told to.
+    """Raise CorruptArtifact if a tensor has another dtype than the build's.
 
-    computed: buffers that come from no file.
+    Kernels do not check dtypes. ``computed``: buffers that are not read from files.
     """
     manifest = artifact.manifest
     float32_tensors = getattr(
@@ -78,18 +83,18 @@ def _check_dtypes(model: nn.Module, artifact: Artifact, computed: set[str]) -> N
             else build_dtype
         )
         if tensor.dtype != expected:
-            found = str(tensor.dtype).removeprefix("torch.")
+            actual = str(tensor.dtype).removeprefix("torch.")
             raise CorruptArtifact(
-                f"{artifact.path}: {name} is stored as {found} in an engine of "
+                f"{artifact.path}: {name} is stored as {actual} in an engine of "
                 f"{manifest.build.get('dtype')!r}; "
                 "rebuild the engine"
             )
 
 
 def build_rank_model(artifact: Artifact, tp_group: TPGroup) -> nn.Module:
-    """What a rank computes of the engine's model, without memory.
+    """Build a rank's shard of the engine's model on the meta device.
 
-    Raises UsageError where it cannot be split so.
+    Raises UsageError if the model cannot be split over so many ranks.
     """
     manifest = artifact.manifest
     model = build_model(manifest.model_type, manifest.config)
@@ -98,7 +103,7 @@ def build_rank_model(artifact: Artifact, tp_group: TPGroup) -> nn.Module:
 
 
 def _column_alignment(artifact: Artifact, linear: str) -> int:
-    """At which multiples the columns of a stored weight may be cut."""
+    """Multiple at which the columns of a stored weight may be split."""
     prefix = linear + "."
     suffixes = [
         n.removeprefix(prefix)
@@ -123,11 +128,18 @@ def fill_weights(
     aliases: Mapping[str, str],
     device: str,
 ) -> None:
-    """Put every tensor in its place, one at a time.
+    """Fill all weights and buffers of a model, one tensor at a time.
 
-    read_tensor: tensor by name. names: all that there are. weight_formats: linear module → how its
-    weight is held ("dense" where it is not named). aliases: tensor name → the tensor whose memory
-    it shares.
+    Args:
+        model: On the meta device.
+        read_tensor: Returns a tensor by name.
+        names: All stored tensors.
+        weight_formats: Linear module → weight format (default "dense").
+        aliases: Tensor name → the tensor whose memory it shares.
+        device: Where the tensors go.
+
+    Raises:
+        CorruptArtifact: A tensor is missing, unexpected or of a wrong shape.
     """
     store = _TensorStore(read_tensor, set(names), aliases, device)
     for name, module in model.named_modules():
@@ -135,16 +147,16 @@ def fill_weights(
             _fill_linear(name, module, store, weight_formats.get(name, "dense"))
     for name, buffer in list(model.named_buffers()):
         _fill_buffer(model, name, buffer, store)
-    left = sorted(store.names - store.used)
-    if left:
+    unused = sorted(store.names - store.used)
+    if unused:
         raise CorruptArtifact(
-            f"the engine holds tensors that the model does not know: {_join_first(left)}; rebuild it"  # noqa: E501
+            f"the engine has tensors that the model does not use: {_join_first(unused)}; rebuild it"
         )
     model.eval().requires_grad_(False)
 
 
 class _TensorStore:
-    """Tensors by name on the device; those that others share are kept to be handed out again."""
+    """Tensors by name on the device; caches those that aliases share."""
 
     def __init__(
         self,
@@ -164,14 +176,14 @@ class _TensorStore:
         self._alias_targets = set(aliases.values())
 
     def suffixes(self, module: str) -> list[str]:
-        """What is stored for a module, without its bias."""
+        """Suffixes of the tensors stored for a module, without its bias."""
         prefix = module + "."
         all_names = [*self.names, *(a for a in self.aliases if a not in self.names)]
-        found = [n.removeprefix(prefix) for n in all_names if n.startswith(prefix)]
-        return [s for s in found if s != "bias" and "." not in s]
+        suffixes = [n.removeprefix(prefix) for n in all_names if n.startswith(prefix)]
+        return [s for s in suffixes if s != "bias" and "." not in s]
 
     def get(self, name: str, *, lazy: bool = False) -> torch.Tensor:
-        """lazy: leave a tensor that nobody shares where it is stored."""
+        """A tensor by name; ``lazy``: not copied to the device unless it is shared."""
         source = name if name in self.names else self.aliases.get(name, name)
         if source in self._shared:
             return self._shared[source]

@@ -1,8 +1,8 @@
-"""Runs steps: model, KV pages and ops together, by graph where one serves.
+"""Runs steps: packs a schedule, replays a CUDA graph or runs the modules, and samples.
 
 ``launch`` starts a scheduled step and returns without waiting; its ``PendingStep`` is read later.
-Sampled ids stay on the device as well (``last_ids``), from where the next step may take them before
-the host has seen them.
+Sampled ids also stay on the device (``last_ids``), so that the next step can use them before the
+host has read them.
 """
 
 from __future__ import annotations
@@ -40,29 +40,31 @@ from modelmill.runtime.sequence import Sequence
 from modelmill.runtime.step_commands import COPY, FORWARD, StepCommand
 
 _log = log.get_logger(__name__)
-# widths of chunks and numbers of sequences between which kernels change their tiles
+# chunk sizes and batch sizes that together use every tile size of the kernels
 WARMUP_QUERY_LENS, WARMUP_BATCH_SIZES = (16, 64, 512), (1, 2, 17)
-# and such as prompts beside answers give: kernels may be compiled anew for counts that are no
-# multiple of 16
+# (tokens, sequences) as in mixed steps: Triton specializes kernels on divisibility by 16
 WARMUP_ODD_STEPS = ((37, 9), (137, 9), (501, 17))
 
 
 class TPBroadcaster(Protocol):
-    """The other ranks, as rank 0 reaches them (``tp_workers.TPWorkers``)."""
+    """Rank 0's interface to the other ranks (``tp_workers.TPWorkers``)."""
 
-    def broadcast(self, command: StepCommand, payload: memoryview) -> None: ...
+    def broadcast(self, command: StepCommand, payload: memoryview) -> None:
+        """Send a command and its bytes to every other rank."""
 
-    def ping(self) -> None: ...
+    def ping(self) -> None:
+        """Wait until every other rank has replied."""
 
-    def guard(self) -> contextlib.AbstractContextManager[None]: ...
+    def guard(self) -> contextlib.AbstractContextManager[None]:
+        """Turn errors within the block that another rank caused into RankError."""
 
 
 class ModelRunner:
-    """What is needed to run a step. ``decode_graphs`` and ``prefill_graphs`` are None where there
-    are none (CPU, or switched off; of prompts also where there are several ranks).
+    """Runs the steps of one model on one device.
 
-    Of several ranks, rank 0 launches; through ``tp_workers`` every step reaches the others, where
-    ``tp_worker`` runs it.
+    ``decode_graphs`` and ``prefill_graphs`` are None on a CPU and if CUDA graphs are switched off;
+    there are no prefill graphs with tensor parallelism. With several ranks, rank 0 launches and
+    sends every step through ``tp_workers`` to the other ranks, where ``tp_worker`` runs it.
     """
 
     def __init__(
@@ -80,13 +82,13 @@ class ModelRunner:
         self.model, self.ops, self.kv = model, ops, kv
         self.packer, self.sampler = packer, sampler
         self.device = packer.device
-        # one place more than rows: where padding writes
+        # one more than there are rows: index −1, the last one, takes the ids of padding rows
         self.last_ids = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self.device)
         self.decode_graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
         self.hooked = False
         self.fused_model = fuse(model)
-        # whether a step may take ids that the host has not seen
+        # whether a step may use ids that the host has not read yet
         self.keep_last_ids = False
 
     @property
@@ -96,20 +98,22 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, step: Step) -> torch.Tensor:
-        """Logits [R, V] float32 of one step."""
+        """Run one step; returns logits [R, V] float32."""
         return self.active_model(step)
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> torch.Tensor:
-        """Logits of a packed batch, its ids completed from the device where they are pending."""
+        """Logits of a packed batch; ids that are still pending are read from ``last_ids``."""
         return self.active_model(self._step(batch))
 
     @torch.inference_mode()
     def hidden_states(
         self, batch: PackedBatch, num_state_rows: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logits of the wanted rows but the last ``num_state_rows``, hidden states
-        [num_state_rows, H] of those).
+        """Run a batch whose last ``num_state_rows`` rows return hidden states.
+
+        Returns:
+            Logits of the other rows, and hidden states [num_state_rows, H].
         """
         step = self._step(batch)
         x = self.active_model.hidden_states(step)  # type: ignore[operator]
@@ -125,17 +129,17 @@ class ModelRunner:
         return batch.step(self.kv, self.ops, ids, tp_group=self.tp_group)
 
     def guard_ranks(self) -> contextlib.AbstractContextManager[None]:
-        """Within it, what goes wrong because another rank has ended is a RankError."""
+        """Within the block, an error caused by the end of another rank becomes a RankError."""
         return contextlib.nullcontext() if self.tp_workers is None else self.tp_workers.guard()
 
     def forward_all_ranks(self, batch: PackedBatch) -> torch.Tensor:
-        """Logits of a packed batch, for measuring."""
+        """Run a packed batch on all ranks; returns logits. For evaluation and warm-up."""
         self._broadcast_step(batch, FORWARD)
         return self.forward(batch)
 
     @torch.inference_mode()
     def run_command(self, command: StepCommand, batch: PackedBatch) -> None:
-        """Run what rank 0 runs after it has sent ``command``."""
+        """On ranks above 0: run the step that rank 0 runs after it has sent ``command``."""
         if command.embed_width:
             batch = self._broadcast_embeds(batch, command.embed_width)
         if command.command == FORWARD and command.num_state_rows:
@@ -146,10 +150,11 @@ class ModelRunner:
             try:
                 self.decode_graphs.replay(batch, command.command)
             except NotCapturable as error:
-                # rank 0 meets the same and tells the step again
+                # rank 0 gets the same error and sends the step again, without graphs
                 self._disable_graphs(error)
                 return
         if command.num_kept_ids:
+            # the ids come from rank 0: only that rank samples
             self._store_last_ids(
                 batch, torch.empty(command.num_kept_ids, dtype=torch.int64, device=self.device)
             )
@@ -157,7 +162,7 @@ class ModelRunner:
     def _broadcast_step(
         self, batch: PackedBatch, command: str, num_kept_ids: int = 0, num_state_rows: int = 0
     ) -> None:
-        """Have the other ranks, where there are any, run this batch, which was packed last."""
+        """Send the batch that was packed last to the other ranks, if there are any."""
         if self.tp_workers is None:
             return
         message = StepCommand.from_batch(batch, command, num_kept_ids, num_state_rows)
@@ -166,7 +171,7 @@ class ModelRunner:
             self._broadcast_embeds(batch, message.embed_width)
 
     def _broadcast_embeds(self, batch: PackedBatch, width: int) -> PackedBatch:
-        """Foreign embeddings go from rank 0 to all."""
+        """Send the image embeddings of a batch from rank 0 to all ranks."""
         size = (batch.tokens, width)
         embeds, mask = batch.embeds, batch.embed_mask
         if embeds is None or mask is None:
@@ -177,14 +182,14 @@ class ModelRunner:
         return replace(batch, embeds=embeds, embed_mask=mask.bool())
 
     def _store_last_ids(self, batch: PackedBatch, ids: torch.Tensor) -> torch.Tensor:
-        """Sampled ids stay on the device, by row, on every rank."""
+        """Store sampled ids on the device by page table row, on every rank."""
         ids = self.tp_group.broadcast(ids)
         self.last_ids[batch.views.keep_slots[: len(ids)]] = ids
         return ids
 
     @torch.inference_mode()
     def launch(self, schedule: Schedule) -> PendingStep:
-        """Start a scheduled step."""
+        """Launch a scheduled step without waiting for it."""
         pending = PendingStep(schedule)
         self.copy_pages(schedule.page_copies)
         if not schedule.work:
@@ -195,6 +200,7 @@ class ModelRunner:
         pending.seqs = rows.seqs
         sampling = pending.sampling = self.sampler.prepare(rows.seqs)
         if not (self._can_replay(schedule, rows) and self._replay_graph(pending, sampling)):
+            # the order that _forward_and_sample slices the logits in
             logit_rows = [*rows.sample_rows]
             logit_rows += [row for members in rows.beam_rows.values() for _, row in members]
             logit_rows += [
@@ -206,7 +212,7 @@ class ModelRunner:
             keep_slots = [s.table_row for s in rows.seqs]
             for leader, siblings in schedule.forks.items():
                 at = rows.seqs.index(leader)
-                # forks get their rows only when they join: their first id is read by the host
+                # siblings get a table row only after this launch: the host reads their first id
                 keep_slots[at + 1 : at + 1 + len(siblings)] = [-1] * len(siblings)
             keep_slots += [-1] * (len(logit_rows) - len(keep_slots))
             prefill_pad = self._prefill_pad(schedule, rows)
@@ -223,6 +229,7 @@ class ModelRunner:
                 self.forward if prefill_pad is None else self._forward_prefill,
             )
         if self.packer.cuda:
+            # asynchronous copies; PendingStep.wait_for_ids waits for the event behind them
             pending.ids = None if pending.ids is None else pending.ids.to("cpu", non_blocking=True)
             pending.logprob_table = (
                 None
@@ -237,12 +244,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self, max_seqs: int, max_tokens: int, *, all_specializations: bool = False) -> None:
-        """Record the greedy decode graphs of every size up to ``max_seqs``, for the shortest
-        contexts.
+        """Run steps with prompts, so that kernels are compiled, and capture the decode graphs.
 
-        Before that, steps with prompts of every kind that kernels know apart: some are compiled
-        when first met. all_specializations: attention, and products of up to ``max_tokens`` tokens,
-        in all of their forms, too, and graphs of short prompts.
+        Args:
+            max_seqs: Capture the graphs of every batch size up to this, for the shortest contexts.
+            max_tokens: Most tokens of a step.
+            all_specializations: Also compile all specializations of attention and GEMMs, and
+                capture the prefill graphs.
         """
         for query in WARMUP_QUERY_LENS:
             for seqs in WARMUP_BATCH_SIZES:
@@ -276,7 +284,7 @@ class ModelRunner:
                 return
 
     def _capture_prefill_graphs(self) -> None:
-        """Graphs of prompts of every size."""
+        """Capture the prefill graph of every size."""
         for size, bound in (
             self.prefill_graphs.all_sizes() if self.prefill_graphs is not None else ()
         ):
@@ -288,7 +296,7 @@ class ModelRunner:
         self.decode_graphs = None
 
     def copy_pages(self, page_pairs: list[tuple[int, int]]) -> None:
-        """Copy whole pages, all layers, with their scales."""
+        """Copy pages (from, to) in all layers, with their scales, on all ranks."""
         if not page_pairs:
             return
         pairs = torch.tensor(page_pairs, dtype=torch.int64)
@@ -305,23 +313,26 @@ class ModelRunner:
     def forward_hooks(
         self, before: PreHook | None = None, after: PostHook | None = None
     ) -> Iterator[None]:
-        """See every module at work, by its name in the model; graphs and fused layers are off
-        meanwhile.
+        """Call hooks around every module; CUDA graphs and fused ops are off meanwhile.
 
-        before: (name, args) → other arguments, or None to keep them. after: (name, args, output).
-        Raises UsageError where a module is spread over several ranks, none of which sees the whole
-        of it.
+        Args:
+            before: (name, args) → other arguments, or None to keep them.
+            after: (name, args, output).
+
+        Raises:
+            UsageError: There are several ranks: each holds only a shard of a module.
         """
         if self.tp_group.size > 1:
-            raise UsageError("single modules can be watched on one rank only; use --tp 1")
-        was, self.hooked = self.hooked, True
+            raise UsageError("module hooks need the whole model on one rank; use --tp 1")
+        was_hooked, self.hooked = self.hooked, True
         try:
             with attach_forward_hooks(self.model, before, after):
                 yield
         finally:
-            self.hooked = was
+            self.hooked = was_hooked
 
     def _can_replay(self, schedule: Schedule, rows: StepRows) -> bool:
+        """Whether the step is a plain decode: one sampled token per sequence and nothing else."""
         work = schedule.work
         if (
             self.decode_graphs is None
@@ -336,46 +347,48 @@ class ModelRunner:
         return len(work) <= self.decode_graphs.max_seqs
 
     def _replay_graph(self, pending: PendingStep, sampling: SamplingBatch) -> bool:
-        """False where graphs turn out not to work with the chosen ops; they are given up then."""
+        """Run a decode step by graph; False, and graphs off, if an op cannot be captured."""
         assert self.decode_graphs is not None
         work = pending.schedule.work
         n = len(work)
         pad = self.decode_graphs.padded_size(n, max(s.computed for s, _ in work) + 1)
         rows = [s.table_row for s in pending.seqs]
         batch = self.packer.pack(work, LogitRows(range(n), rows, sampling.sampling_inputs()), pad)
-        inside = sampling.unprocessed and sampling.logprob_rows is None
-        graph_output = (GREEDY if sampling.greedy else SAMPLED) if inside else LOGITS
-        self._broadcast_step(batch, graph_output, 0 if inside else n)
+        # penalties, grammars and logprobs need per-request tables, which no graph holds
+        samples_in_graph = sampling.unprocessed and sampling.logprob_rows is None
+        graph_output = (GREEDY if sampling.greedy else SAMPLED) if samples_in_graph else LOGITS
+        self._broadcast_step(batch, graph_output, 0 if samples_in_graph else n)
         try:
-            found = self.decode_graphs.replay(batch, graph_output)
+            output = self.decode_graphs.replay(batch, graph_output)
         except NotCapturable as error:
             self._disable_graphs(error)
             return False
-        if inside:
-            pending.ids = found[:n]
+        if samples_in_graph:
+            pending.ids = output[:n]
             return True
-        pending.ids = self.sampler.sample(found[:n], sampling, batch.views.sampling_inputs(n))
-        pending.logprob_table = self.sampler.logprob_table(found[:n], sampling, pending.ids)
+        pending.ids = self.sampler.sample(output[:n], sampling, batch.views.sampling_inputs(n))
+        pending.logprob_table = self.sampler.logprob_table(output[:n], sampling, pending.ids)
         self._store_last_ids(batch, pending.ids)
         return True
 
     def _prefill_pad(self, schedule: Schedule, rows: StepRows) -> tuple[int, int] | None:
-        """What a step of one prompt alone is filled up to (``prefill_graphs``); None for all
-        others.
+        """(tokens, context) that a step of a single prompt is padded to, for a prefill graph.
+
+        None for every other step, which is not padded.
         """
         if self.prefill_graphs is None or self.hooked or len(schedule.work) != 1 or schedule.forks:
             return None
         seq, count = schedule.work[0]
-        reach = seq.computed + count
+        context = seq.computed + count
         if (
             rows.beam_rows
             or rows.prompt_rows
             or rows.pooled_rows
             or seq.request.embedding_spans
-            or reach > len(seq.tokens)
+            or context > len(seq.tokens)
         ):
             return None
-        return self.prefill_graphs.padded_size(count, reach)
+        return self.prefill_graphs.padded_size(count, context)
 
     def _forward_prefill(self, batch: PackedBatch) -> torch.Tensor:
         assert self.prefill_graphs is not None
@@ -389,6 +402,7 @@ class ModelRunner:
         batch: PackedBatch,
         forward: Callable[[PackedBatch], torch.Tensor],
     ) -> None:
+        """Run a step without a decode graph and fill ``pending`` with its results."""
         n = len(step_rows.seqs)
         self._broadcast_step(
             batch, FORWARD, n if self.keep_last_ids else 0, step_rows.num_state_rows
@@ -423,7 +437,5 @@ class ModelRunner:
 
 
 def _needs_embeds(seq: Sequence) -> bool:
-    """Whether the next token brings an embedding of its own, which no graph takes."""
-    return any(
-        insert.position + insert.length > seq.computed for insert in seq.request.embedding_spans
-    )
+    """Whether tokens still to be computed have image embeddings, which a graph cannot take."""
+    return any(span.position + span.length > seq.computed for span in seq.request.embedding_spans)

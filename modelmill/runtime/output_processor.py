@@ -1,6 +1,4 @@
-"""What a step's results mean: tokens are appended, sequences end, beams are replaced by their
-children.
-"""
+"""Processes a step's results: appends tokens, ends sequences and advances beam searches."""
 
 from __future__ import annotations
 
@@ -20,10 +18,13 @@ from modelmill.runtime.sequence import Sequence
 
 
 class OutputProcessor:
-    """The sequences of every request that is not over, and the counts of tokens.
+    """The sequences of all unfinished requests, and token counters.
 
-    live_sequences: by request id. num_beam_searches: among them. num_guided: sequences whose next
-    token depends on which the last one was, beyond what the model sees.
+    Attributes:
+        live_sequences: Sequences by request id.
+        num_beam_searches: Unfinished beam searches.
+        num_guided: Sequences whose logits depend on the last token on the host (a grammar, some
+            logits processors), so that no step can be launched ahead of it.
     """
 
     def __init__(self, scheduler: Scheduler, sampler: Sampler) -> None:
@@ -31,10 +32,11 @@ class OutputProcessor:
         self.live_sequences: dict[str, list[Sequence]] = {}
         self.num_beam_searches = self.num_guided = 0
         self.prompt_tokens = self.output_tokens = self.cached_tokens = 0
-        self._cached_tokens: dict[str, int] = {}  # of each live request whose prompt is computed
+        # by request id, from when its prompt is computed
+        self._cached_tokens: dict[str, int] = {}
 
     def add(self, seqs: list[Sequence]) -> None:
-        """A request's sequences; the first is queued and leads the others."""
+        """Add a request's sequences and queue the first, from which the others fork."""
         leader = seqs[0]
         if leader.beam_search is not None:
             self.num_beam_searches += 1
@@ -43,7 +45,7 @@ class OutputProcessor:
         self.scheduler.add(leader)
 
     def process(self, pending: PendingStep) -> list[TokenOutput]:
-        """Read a step's results and move its sequences on."""
+        """Wait for a step, apply its results to the sequences and return the outputs."""
         events: list[TokenOutput] = []
         ids = pending.wait_for_ids()
         top_logprobs = self._read_logprobs(pending)
@@ -54,18 +56,18 @@ class OutputProcessor:
                 logprobs.read_logprobs(row, top) for row in prompt.logprob_table.tolist()
             )
         for i, seq in enumerate(pending.seqs):
-            if seq.finish_reason is None:
+            if seq.finish_reason is None:  # else it ended after this step was launched ahead
                 events.append(self._append_token(seq, ids[i], top_logprobs.get(i)))
         for search, logits in pending.beam_logits:
             events += self._advance_beams(search, logits)  # type: ignore[arg-type]
         for pooled in pending.pooled_states:
             before = 0 if pooled.is_first else pooled.seq.pooled_sum
             pooled.seq.pooled_sum = before + pooled.state_sum
-        for (seq, _), reached in zip(pending.schedule.work, pending.computed_after):
+        for (seq, _), computed in zip(pending.schedule.work, pending.computed_after):
             if seq.finish_reason is None:
                 self.scheduler.cache_full_pages(seq)
-                # the next step may be under way: what it computes has not been read yet
-                if seq.max_length <= seq.prompt_len <= reached:
+                # not seq.computed, which already includes the step launched ahead
+                if seq.max_length <= seq.prompt_len <= computed:
                     events += self._finish_prompt_only(seq)
         for seq in pending.schedule.out_of_pages:
             if seq.finish_reason is None:
@@ -75,38 +77,44 @@ class OutputProcessor:
     def _append_token(
         self, seq: Sequence, token: int, top_logprobs: Mapping[int, Logprob] | None
     ) -> TokenOutput:
-        """One sampled token of one sequence."""
+        """Append a sampled token and end the sequence if this token ends it."""
         cached = self._count_prompt(seq)
         seq.pending -= 1
         self.output_tokens += 1
-        prompt = None
+        prompt_logprobs = None
         if seq.prompt_logprobs is not None and len(seq.tokens) == seq.prompt_len:
-            prompt = seq.prompt_logprobs
+            prompt_logprobs = seq.prompt_logprobs
         seq.tokens.append(token)
         if seq.guide is not None:
             seq.guide.accept(token)
         finish: FinishReason | None = None
         stop: int | None = None
-        shown: int | None = token
+        visible: int | None = token  # a stop token is not part of the text
         if token in seq.stop_ids:
-            lost = seq.guide is not None and seq.guide.failed
-            finish, stop, shown = FinishReason.ERROR if lost else FinishReason.STOP, token, None
+            # a failed guide allows only stop ids
+            failed = seq.guide is not None and seq.guide.failed
+            finish, stop, visible = FinishReason.ERROR if failed else FinishReason.STOP, token, None
         elif len(seq.tokens) >= seq.max_length:
             finish = FinishReason.LENGTH
         if finish is not None:
             self.scheduler.cache_full_pages(seq)
             self.finish_sequence(seq, finish)
-        request = seq.request.id
-        if top_logprobs is None and prompt is None:
-            return TokenOutput(request, seq.index, shown, None, finish, stop, None, cached)
-        return TokenOutput(request, seq.index, shown, top_logprobs, finish, stop, prompt, cached)  # type: ignore[arg-type]
+        return TokenOutput(
+            seq.request.id,
+            seq.index,
+            visible,
+            top_logprobs,
+            finish,
+            stop,
+            prompt_logprobs,  # type: ignore[arg-type]
+            cached,
+        )
 
     def _count_prompt(self, seq: Sequence) -> int:
-        """Count a request's prompt, once however many answers it gets; its tokens that came from
-        the prefix cache.
+        """Count a request's prompt once and return its tokens from the prefix cache.
 
-        Answers that have to compute it again find their own pages there: that saves nothing of what
-        was asked for.
+        Later sequences of the request, and preempted ones, find the request's own pages in the
+        cache: that is not counted as a hit.
         """
         cached = self._cached_tokens.get(seq.request.id)
         if cached is None:
@@ -126,7 +134,7 @@ class OutputProcessor:
         }
 
     def _finish_prompt_only(self, seq: Sequence) -> list[TokenOutput]:
-        """A request for zero tokens: its prompt is computed, that was all."""
+        """Finish a request for zero tokens whose prompt is computed."""
         cached = self._count_prompt(seq)
         events = []
         embedding = _embedding(seq)
@@ -148,7 +156,7 @@ class OutputProcessor:
         return events
 
     def _finish_out_of_pages(self, seq: Sequence) -> list[TokenOutput]:
-        """No page can be found for the only sequence left: it ends here."""
+        """End a sequence that has exhausted the page pool alone."""
         if isinstance(seq.beam_search, BeamSearch):
             seq.beam_search.finish_early()
             return self._finish_beam_search(seq.beam_search)
@@ -165,7 +173,11 @@ class OutputProcessor:
         ]
 
     def _advance_beams(self, search: BeamSearch, logits: torch.Tensor) -> list[TokenOutput]:
-        """One step of a beam search: its beams are replaced by their children."""
+        """Advance a beam search: replace its beams by their extensions.
+
+        The first extension of a beam reuses its sequence, further ones fork it; beams without an
+        extension are removed.
+        """
         if search.seqs[0].finish_reason is not None:
             return []
         parents = search.seqs
@@ -197,32 +209,32 @@ class OutputProcessor:
         return []
 
     def _finish_beam_search(self, search: BeamSearch) -> list[TokenOutput]:
-        """The search has ended: the n best results, best first."""
+        """End a beam search; returns the n best results, best first."""
         request = search.seqs[0].request
         cached = self._count_prompt(search.seqs[0])
         for seq in list(search.seqs):
             self.finish_sequence(seq, FinishReason.STOP)
         events = []
-        for i, found in enumerate(search.results[: request.params.n]):
-            self.output_tokens += len(found.tokens) + (found.stop_id is not None)
+        for i, result in enumerate(search.results[: request.params.n]):
+            self.output_tokens += len(result.tokens) + (result.stop_id is not None)
             events.append(
                 TokenOutput(
                     request.id,
                     i,
                     None,
                     None,
-                    found.finish_reason,
-                    found.stop_id,
+                    result.finish_reason,
+                    result.stop_id,
                     None,
                     cached,
-                    found.tokens,
-                    found.score,
+                    result.tokens,
+                    result.score,
                 )
             )
         return events
 
     def finish_sequence(self, seq: Sequence, finish_reason: FinishReason) -> None:
-        """The sequence has ended: everything it held is given back."""
+        """End a sequence and release its pages, row and sampler state."""
         if seq.finish_reason is not None:
             return
         seq.finish_reason = finish_reason
@@ -230,7 +242,7 @@ class OutputProcessor:
             self.num_guided -= 1
         self.scheduler.remove(seq)
         if seq.beam_search is None and seq.siblings:
-            # they waited for its prompt; now they compute their own
+            # its siblings waited to fork from it; now each computes the prompt itself
             for other in seq.siblings:
                 if other.finish_reason is None:
                     self.scheduler.add(other)
@@ -245,13 +257,13 @@ class OutputProcessor:
 
 
 def _needs_sampled_token(seq: Sequence) -> bool:
-    """Whether the host must know a token before the next one can be picked."""
-    asked = active_processors(seq)
-    return seq.guide is not None or (asked is not None and asked.depends_on_tokens)
+    """Whether the host must read a token before the next one can be sampled."""
+    processors = active_processors(seq)
+    return seq.guide is not None or (processors is not None and processors.depends_on_tokens)
 
 
 def _embedding(seq: Sequence) -> bytes | None:
-    """The pooled state of a prompt, where it was asked for: [H] float32, little endian."""
+    """The pooled state of a prompt, if requested: [H] float32, little endian."""
     if not isinstance(seq.pooled_sum, torch.Tensor):
         return None
     count = seq.prompt_len if seq.request.pooling == POOL_MEAN else 1

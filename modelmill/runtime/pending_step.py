@@ -1,4 +1,4 @@
-"""A step on its way: what each of its rows serves, and what will be read of it."""
+"""A launched step: which rows belong to which sequence, and the results still to be read."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from modelmill.runtime.sequence import Sequence
 
 @dataclass
 class PromptLogprobs:
-    """Log-probabilities of a stretch of a prompt: one table row per token that follows position
-    ``first``.
-    """
+    """Log-probabilities of consecutive prompt tokens, one table row each."""
 
     seq: Sequence
     logprob_table: torch.Tensor
@@ -24,9 +22,9 @@ class PromptLogprobs:
 
 @dataclass
 class PooledStates:
-    """Hidden states of a stretch of a prompt, as their sum [H] in float64.
+    """Sum of the hidden states of consecutive prompt tokens, [H] float64.
 
-    is_first: nothing of it came before.
+    ``is_first``: the prompt had no earlier ones.
     """
 
     seq: Sequence
@@ -36,10 +34,15 @@ class PooledStates:
 
 @dataclass
 class PendingStep:
-    """A launched step. seqs: one per sampled id. logprob_table: their log-probabilities.
-    beam_logits: by search.
+    """A launched step.
 
-    computed_after: how far each sequence of the schedule's work is computed after it.
+    Attributes:
+        seqs: One per sampled id.
+        ids: [len(seqs)] int64.
+        logprob_table: Log-probabilities of the rows that request them.
+        beam_logits: (beam search, logits of its beams).
+        computed_after: ``computed`` of each sequence of the schedule's work after this step.
+        ready_event: Recorded behind the copies to the host.
     """
 
     schedule: Schedule
@@ -54,7 +57,7 @@ class PendingStep:
     ready_event: torch.cuda.Event | None = None
 
     def wait_for_ids(self) -> list[int]:
-        """Wait for the sampled ids."""
+        """Wait for the step and return the sampled ids."""
         if self.ready_event is not None:
             self.ready_event.synchronize()
         return [] if self.ids is None else self.ids.tolist()
@@ -62,8 +65,14 @@ class PendingStep:
 
 @dataclass
 class StepRows:
-    """Which rows of a step serve what, in the order of ``Wanted.rows``: samples, beams, prompts;
-    then hidden states.
+    """The use of each logit row of a step, in order: samples, beams, prompts, hidden states.
+
+    Attributes:
+        seqs: The sequence of each sampled row.
+        sample_rows: Index of the token in the step.
+        beam_rows: By id of the search: (sequence, row).
+        prompt_rows: For prompt log-probabilities: (sequence, first row, rows, position).
+        pooled_rows: For embeddings: (sequence, first row, rows).
     """
 
     seqs: list[Sequence] = field(default_factory=list)
@@ -74,39 +83,39 @@ class StepRows:
 
     @property
     def num_state_rows(self) -> int:
-        """Rows whose hidden state is wanted."""
+        """Rows whose hidden state is returned."""
         return sum(count for _, _, count in self.pooled_rows)
 
 
 def assign_rows(schedule: Schedule) -> StepRows:
-    """What the rows of a scheduled step serve."""
-    found = StepRows()
+    """Assign the logit rows of a scheduled step."""
+    rows = StepRows()
     start = 0
     for seq, count in schedule.work:
-        done = seq.computed + count
-        if done == seq.length:
+        computed = seq.computed + count
+        if computed == seq.length:
             if seq.beam_search is not None:
-                found.beam_rows.setdefault(id(seq.beam_search), []).append((seq, start + count - 1))
+                rows.beam_rows.setdefault(id(seq.beam_search), []).append((seq, start + count - 1))
             elif Scheduler.needs_sampling(seq):
                 for sampled in (seq, *schedule.forks.get(seq, ())):
-                    found.seqs.append(sampled)
-                    found.sample_rows.append(start + count - 1)
+                    rows.seqs.append(sampled)
+                    rows.sample_rows.append(start + count - 1)
         if seq.prompt_logprobs is not None and seq.computed < seq.prompt_len - 1:
-            # the row of a token tells about the token after it
+            # the row of a token holds the log-probabilities of the next one
             known = max(len(seq.prompt_logprobs) - 1, seq.computed)
-            upto = min(done, seq.prompt_len - 1)
-            if known < upto:
-                found.prompt_rows.append((seq, start + known - seq.computed, upto - known, known))
+            end = min(computed, seq.prompt_len - 1)
+            if known < end:
+                rows.prompt_rows.append((seq, start + known - seq.computed, end - known, known))
         if seq.request.pooling == POOL_MEAN:
-            found.pooled_rows.append((seq, start, count))
-        elif seq.request.pooling is not None and done == seq.length:
-            found.pooled_rows.append((seq, start + count - 1, 1))
+            rows.pooled_rows.append((seq, start, count))
+        elif seq.request.pooling is not None and computed == seq.length:
+            rows.pooled_rows.append((seq, start + count - 1, 1))
         start += count
-    return found
+    return rows
 
 
 def pool_states(rows: StepRows, states: torch.Tensor) -> list[PooledStates]:
-    """The sums of each prompt's rows; states: [n, H], theirs one after another."""
+    """Sum the hidden states of each prompt; ``states``: [n, H], those of all prompts in order."""
     out, start = [], 0
     for seq, _, count in rows.pooled_rows:
         total = torch.sum(states[start : start + count], 0, dtype=torch.float64)

@@ -1,10 +1,10 @@
-"""CUDA graphs of a short prompt's step: while its 300 kernels are launched one by one, a GPU waits.
+"""CUDA graphs of the prefill of one short prompt, whose 300 kernel launches take longer than it.
 
-One sequence alone whose prompt, or what is left of it, has up to 1,024 tokens. Its step is filled
-up to one of few sizes, recorded or not, so that the same prompt gives the same numbers each time.
-Steps of several sequences are too many different ones. From some hundred tokens on a GPU computes
-for longer than a host launches, and filling costs time: there a step is recorded only where it
-nearly has such a size.
+They serve steps of a single sequence with up to 1,024 prompt tokens left. Such a step is padded to
+one of twelve sizes whether it is captured yet or not, so that the same prompt always gives the same
+results. Steps of several sequences have too many different sizes. From some hundred tokens on, the
+GPU computes for longer than the host launches and padding costs time: such a step is padded only if
+it nearly has one of the sizes.
 """
 
 from __future__ import annotations
@@ -23,34 +23,28 @@ from modelmill.runtime.decode_graphs import NotCapturable, context_bucket, dry_r
 
 _log = log.get_logger(__name__)
 PREFILL_GRAPH_SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)
-FREE_PAD_TOKENS = 512  # tokens up to which filling costs less than launching
-MAX_PAD_FRACTION = 1 / 64  # of a larger size that may be filling
-# of a kind of step, at the second of which it is recorded: that takes as long as ten steps
+FREE_PAD_TOKENS = 512  # up to this size padding costs less than launching
+MAX_PAD_FRACTION = 1 / 64  # share of padding allowed in a larger size
+# uses of a size until it is captured: a capture takes as long as ten steps
 CAPTURE_AFTER_USES = 2
-MAX_GRAPHS = 16  # graphs; steps of further kinds are launched kernel by kernel
-# that they hold: mostly what cuBLAS asks for in each of them
+MAX_GRAPHS = 16  # steps of further sizes are launched kernel by kernel
+# device memory of all graphs: mostly a cuBLAS workspace in each
 MAX_GRAPH_BYTES = MAX_GRAPHS * 40 << 20
-OOM_RETRY_USES = 100  # meetings after one that found no memory
+OOM_RETRY_USES = 100  # uses of a size between an out-of-memory error and the next capture
 
 
-# tokens, bound on the context: a step's layout and launches follow from them
+# (tokens, bound on the context): they determine a step's layout and launches
 PrefillSize = tuple[int, int]
 CapturedPrefill = tuple[Callable[[], None], torch.Tensor]
 
 
 def prefill_graphs_enabled(config: RunConfig, tp_group: TPGroup) -> bool:
-    """Whether there are such graphs: one rank alone has them."""
+    """Whether prefill graphs are used: only without tensor parallelism."""
     return config.cuda_graphs and tp_group.size == 1
 
 
 class PrefillGraphs:
-    """Logits [1, V] of filled steps, by graph from the second meeting on.
-
-    forward: a batch's logits. capture: a call → (what replays it, the tensor where its result is
-    then). Where it raises NotCapturable, steps go on without graphs; where there is no memory, it
-    is tried again later. max_tokens: of a
-    step. max_len: of a sequence.
-    """
+    """Logits [1, V] of padded steps, by graph from the second use of a size on."""
 
     def __init__(
         self,
@@ -59,6 +53,16 @@ class PrefillGraphs:
         max_tokens: int,
         max_len: int,
     ) -> None:
+        """Start without graphs.
+
+        Args:
+            forward: Logits of a batch.
+            capture: Captures a call and returns (replay function, output tensor). If it raises
+                NotCapturable, graphs are switched off; after an out-of-memory error it is tried
+                again later.
+            max_tokens: Most tokens of a step.
+            max_len: Most tokens of a sequence.
+        """
         self._forward, self._capture = forward, capture
         self._max_len = max_len
         self.sizes = tuple(
@@ -71,19 +75,20 @@ class PrefillGraphs:
         self._enabled = True
 
     def __len__(self) -> int:
-        """How many were recorded."""
+        """Number of captured graphs."""
         return len(self._captured)
 
     def all_sizes(self) -> list[PrefillSize]:
-        """Every size with the bound of sequences that begin with it; the largest first: its memory
-        serves the rest.
+        """Every size with the context bound of a first chunk, largest first.
+
+        The smaller graphs reuse the memory pool of the largest.
         """
         return [
             (size, self._context_bound(min(size, self._max_len))) for size in reversed(self.sizes)
         ]
 
     def padded_size(self, tokens: int, context: int) -> PrefillSize | None:
-        """What a step is filled up to; None where it is left as it is."""
+        """(tokens, context) that a step is padded to; None: it is not padded."""
         size = next((size for size in self.sizes if size >= tokens), None)
         if (
             tokens < 2
@@ -92,7 +97,7 @@ class PrefillGraphs:
         ):
             return None
         padded = (size, self._context_bound(context))
-        # filling alone costs time
+        # without a graph padding only costs time
         return (
             padded
             if padded in self._captured or (self._enabled and len(self._captured) < MAX_GRAPHS)
@@ -103,7 +108,7 @@ class PrefillGraphs:
         return min(context_bucket(context), max(self._max_len, context))
 
     def run(self, batch: PackedBatch) -> torch.Tensor:
-        """The logits, over which a later call may write."""
+        """The logits of a padded batch; a later call may overwrite them."""
         size = (batch.max_query, batch.max_context)
         captured = self._captured.get(size)
         if captured is None:
@@ -125,7 +130,7 @@ class PrefillGraphs:
         try:
             captured = self._captured[size] = self._capture(lambda: self._forward(batch))
         except NotCapturable as error:
-            _log.warning("prompts without CUDA graphs: %s", one_line(str(error), 300))
+            _log.warning("prefill without CUDA graphs: %s", one_line(str(error), 300))
             self._enabled = False
             return None
         except torch.OutOfMemoryError:
@@ -135,9 +140,9 @@ class PrefillGraphs:
 
 
 class PrefillGraphCapturer:
-    """Records calls on a stream of its own.
+    """Captures calls on a separate stream.
 
-    All graphs share their memory, since they follow one another.
+    All graphs share one memory pool, since they never run at the same time.
     """
 
     def __init__(self) -> None:
@@ -146,7 +151,7 @@ class PrefillGraphCapturer:
         self._dry_run_done = False
 
     def __call__(self, call: Callable[[], torch.Tensor]) -> CapturedPrefill:
-        """As ``PrefillGraphs`` wants it."""
+        """Capture a call; see ``capture`` of ``PrefillGraphs``."""
         with on_side_stream(self._stream):
             call()
             if not self._dry_run_done:
@@ -156,14 +161,14 @@ class PrefillGraphCapturer:
 
     def _capture_graph(self, call: Callable[[], torch.Tensor]) -> CapturedPrefill:
         graph = torch.cuda.CUDAGraph()
-        # torch.cuda.graph would collect garbage and empty the cache first, and somebody waits for
-        # this step
+        # not torch.cuda.graph: it collects garbage and empties the cache first, which is too slow
+        # within a request
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             out = call()
             graph.capture_end()
         except RuntimeError as error:
-            # what failed may have left the stream recording, or the recording void
+            # the stream may still be capturing, or the capture may be invalid
             with contextlib.suppress(RuntimeError):
                 graph.capture_end()
             if isinstance(error, torch.OutOfMemoryError):

@@ -1,4 +1,4 @@
-"""Which requests can never be served: refused before they are queued."""
+"""Refuses requests that can never be served, before they are queued."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ from modelmill.core.types import POOL_LAST, POOL_MEAN, Request
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """max_len: tokens of a sequence.
+    """Limits that a request must fit.
 
-    kv_tokens: that all pages hold. max_seqs: sequences of a step.
+    Attributes:
+        vocab_size: Token ids are below it.
+        max_len: Most tokens of a sequence.
+        kv_tokens: Tokens that all KV pages hold.
+        max_seqs: Most sequences of a step.
     """
 
     vocab_size: int
@@ -26,22 +30,25 @@ class RequestLimits:
 
 
 def check_request(request: Request, limits: RequestLimits) -> np.ndarray:
-    """The prompt's ids [T] int64.
+    """Check a request against the limits.
 
-    Raises RequestError, one line, for what is impossible under ``limits``.
+    Returns:
+        The prompt's ids [T] int64.
+
+    Raises:
+        RequestError: It can never be served; one line.
     """
     params, prompt = request.params, request.prompt
     if not prompt:
         raise RequestError("the prompt is empty; give at least one token")
-    known = prompt_ids(prompt)
-    if known is None or known.min() < 0 or known.max() >= limits.vocab_size:
+    ids = prompt_ids(prompt)
+    if ids is None or ids.min() < 0 or ids.max() >= limits.vocab_size:
         raise RequestError(f"the prompt holds token ids outside 0…{limits.vocab_size - 1}")
-    room = limits.max_len - (params.max_tokens != 0)
-    if len(prompt) > room:
+    max_prompt = limits.max_len - (params.max_tokens != 0)
+    if len(prompt) > max_prompt:
         raise RequestError(
-            f"the prompt has {len(prompt)} tokens, this engine takes {room} and an answer within "
-            f"{limits.max_len}; "
-            "shorten it"
+            f"the prompt has {len(prompt)} tokens, this engine takes {max_prompt} and an answer "
+            f"within {limits.max_len}; shorten it"
         )
     if len(prompt) > limits.kv_tokens:
         raise RequestError(
@@ -53,33 +60,28 @@ def check_request(request: Request, limits: RequestLimits) -> np.ndarray:
                 f"pooling must be {POOL_MEAN} or {POOL_LAST}, not {quote(request.pooling, 60)}"
             )
         if params.max_tokens != 0 or params.n != 1 or params.num_beams != 1:
-            raise RequestError(
-                "an embedding is asked for without an answer: max_tokens=0, n=1, num_beams=1"
-            )
+            raise RequestError("an embedding request must have max_tokens=0, n=1 and num_beams=1")
     if params.num_beams > limits.max_seqs:
         raise RequestError(
             f"num_beams={params.num_beams} exceeds the {limits.max_seqs} sequences of a step "
             "(max_num_seqs, "
             "max_num_batched_tokens); lower it"
         )
-    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-        outside = [t for t in ids if t >= limits.vocab_size]
+    id_options = (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids))
+    for name, option_ids in id_options:
+        outside = [t for t in option_ids if t >= limits.vocab_size]
         if outside:
             raise RequestError(
-                f"{name} names a token id outside 0…{limits.vocab_size - 1}: {outside[0]}"
+                f"{name} has a token id outside 0…{limits.vocab_size - 1}: {outside[0]}"
             )
-    for insert in request.embedding_spans:
-        if (
-            insert.position < 0
-            or insert.length < 1
-            or insert.position + insert.length > len(prompt)
-        ):
-            raise RequestError("an insert reaches outside the prompt")
-    return known
+    for span in request.embedding_spans:
+        if span.position < 0 or span.length < 1 or span.position + span.length > len(prompt):
+            raise RequestError("an embedding span exceeds the prompt")
+    return ids
 
 
 def prompt_ids(prompt: Collection[int]) -> np.ndarray | None:
-    """Ids [T] int64; None where one is too large for that."""
+    """Ids as [T] int64; None if one does not fit into int64."""
     try:
         return np.fromiter(prompt, np.int64, len(prompt))
     except OverflowError:

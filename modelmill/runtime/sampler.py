@@ -1,9 +1,9 @@
-"""From logits to token ids, for a whole batch on its device; nothing waits for the host.
+"""Samples token ids from logits, for a whole batch on its device, without waiting for the host.
 
 Order: logit bias, repetition, presence and frequency penalties, min_tokens; then the argmax, or
-``ops.sample``. What a checkpoint's generation_config asks for besides (``logits_processors``)
-stands where transformers has it. What has to be known about the sequences of a batch is gathered
-once in a ``SamplingBatch`` and reused as long as the batch stays the same.
+``ops.sample``. Logits processors of the checkpoint's generation_config (``logits_processors``) run
+between these in the order of transformers. A ``SamplingBatch`` holds the parameters of all rows; it
+is reused as long as the batch stays the same.
 """
 
 from __future__ import annotations
@@ -23,12 +23,22 @@ from modelmill.runtime.sequence import Sequence
 
 @dataclass
 class SamplingBatch:
-    """How the rows of one batch are sampled. Tensors are on the device; ``None`` where no row needs
-    them.
+    """Sampling parameters of the rows of one batch.
 
-    greedy: all rows take the argmax. unprocessed: nothing changes the logits before that.
-    sampling_arrays:
-    what ``ops.sample`` takes for each row, but for the noise.
+    Tensors are on the device; they are None if no row needs them. The ``*_rows`` and ``*_indices``
+    list the rows that a feature applies to.
+
+    Attributes:
+        seqs: The sequence of each row.
+        below_min_tokens: Per row: whether stop ids are still banned.
+        greedy: All rows take the argmax.
+        unprocessed: Nothing changes the logits before sampling.
+        bias: (rows, ids, values).
+        banned: (rows, ids) set to −inf (stop ids before min_tokens).
+        counted_rows: Rows with penalties.
+        count_slots: Their slots in TokenCounts.
+        sampling_arrays: Inputs of ``ops.sample`` for each row, except the noise.
+        seeds: [B] uint64.
     """
 
     seqs: list[Sequence]
@@ -52,19 +62,22 @@ class SamplingBatch:
     seeds: np.ndarray | None = None
 
     def sampling_inputs(self) -> dict[str, np.ndarray] | None:
-        """How each row's next token is drawn; None where no row draws."""
+        """Inputs of ``ops.sample`` for each row; None if all rows are greedy."""
         if self.seeds is None:
             return None
+        # noise depends on (seed, length) only: the same in any batch and after a preemption
         noise = counter_rng.uniform(self.seeds, np.array([s.length for s in self.seqs]))
         return {**self.sampling_arrays, "noise": noise}
 
 
 class TokenCounts:
-    """Which tokens a sequence has seen and how often it wrote them, kept on the device, one slot a
-    sequence.
+    """Token counts for penalties, on the device, one slot per sequence.
 
-    counts: [slots, V] int32, of the answer. token_mask: [slots, V] bool, of the answer and what
-    counts of the prompt."""
+    Attributes:
+        counts: [slots, V] int32: occurrences in the output.
+        token_mask: [slots, V] bool: whether a token occurs in the output, or in the prompt if its
+            tokens are penalized.
+    """
 
     def __init__(self, vocab: int, device: torch.device) -> None:
         self.counts = torch.zeros(0, vocab, dtype=torch.int32, device=device)
@@ -86,38 +99,38 @@ class TokenCounts:
             logits_processors.history_ids(seq), dtype=torch.int64, device=self.counts.device
         )
         self.token_mask[slot, history] = True
-        written = torch.tensor(
+        outputs = torch.tensor(
             seq.tokens[seq.prompt_len :], dtype=torch.int64, device=self.counts.device
         )
-        if len(written):
-            self.counts[slot] += torch.bincount(written, minlength=self.counts.shape[1]).to(
+        if len(outputs):
+            self.counts[slot] += torch.bincount(outputs, minlength=self.counts.shape[1]).to(
                 torch.int32
             )
         return slot
 
     def free(self, seq: Sequence) -> None:
-        """The sequence has ended."""
+        """Free the slot of an ended sequence."""
         slot = self._slot.pop(seq, None)
         if slot is not None:
             self._free.append(slot)
 
     def add(self, slots: torch.Tensor, ids: torch.Tensor) -> None:
-        """One more token of each sequence."""
+        """Count one more token in each slot."""
         self.token_mask[slots, ids] = True
         self.counts[slots, ids] += 1
 
     def _grow(self) -> None:
-        have = self.counts.shape[0]
-        more = max(have, 4)
-        self.counts = torch.cat((self.counts, self.counts.new_zeros(more, self.counts.shape[1])))
+        size = self.counts.shape[0]
+        added = max(size, 4)
+        self.counts = torch.cat((self.counts, self.counts.new_zeros(added, self.counts.shape[1])))
         self.token_mask = torch.cat(
-            (self.token_mask, self.token_mask.new_zeros(more, self.token_mask.shape[1]))
+            (self.token_mask, self.token_mask.new_zeros(added, self.token_mask.shape[1]))
         )
-        self._free = list(range(have + more - 1, have - 1, -1))
+        self._free = list(range(size + added - 1, size - 1, -1))
 
 
 class Sampler:
-    """Holds the last batch and the token counts."""
+    """Samples batches; caches the last SamplingBatch and owns the token counts."""
 
     def __init__(self, vocab: int, device: str, ops: Ops) -> None:
         self.ops = ops
@@ -127,16 +140,16 @@ class Sampler:
         self._batch: SamplingBatch | None = None
 
     def prepare(self, seqs: list[Sequence]) -> SamplingBatch:
-        """How these sequences, one a row, are sampled now."""
-        short = tuple(s.num_outputs < (s.request.params.min_tokens or 0) for s in seqs)
+        """The SamplingBatch of these sequences, one per row; the last one if nothing changed."""
+        below_min_tokens = tuple(s.num_outputs < (s.request.params.min_tokens or 0) for s in seqs)
         last = self._batch
-        if last is not None and last.seqs == seqs and last.below_min_tokens == short:
+        if last is not None and last.seqs == seqs and last.below_min_tokens == below_min_tokens:
             return last
-        self._batch = self._make_batch(seqs, short)
+        self._batch = self._make_batch(seqs, below_min_tokens)
         return self._batch
 
     def forget(self, seq: Sequence) -> None:
-        """The sequence has ended."""
+        """Drop the state of an ended sequence."""
         self.token_counts.free(seq)
         if self._batch is not None and seq in self._batch.seqs:
             self._batch = None
@@ -144,8 +157,16 @@ class Sampler:
     def sample(
         self, logits: torch.Tensor, batch: SamplingBatch, inputs: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """logits: [B, V] float32, not changed. inputs: ``batch.sampling_inputs()`` there, read
-        where a row draws. Returns ids [B]."""
+        """Process the logits and sample.
+
+        Args:
+            logits: [B, V] float32, not modified.
+            batch: From ``prepare``.
+            inputs: ``batch.sampling_inputs()`` on the device; not read if all rows are greedy.
+
+        Returns:
+            Ids [B] int64.
+        """
         ids = self.select_ids(self._process_logits(logits, batch), None if batch.greedy else inputs)
         if batch.count_slots is not None and batch.counted_rows is not None:
             self.token_counts.add(batch.count_slots, ids[batch.counted_rows])
@@ -154,13 +175,13 @@ class Sampler:
     def select_ids(
         self, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor] | None
     ) -> torch.Tensor:
-        """Ids [B] int64 of [B, V]: drawn as ``inputs`` says, None: the argmax."""
+        """Ids [B] int64 from logits [B, V]: sampled with ``inputs``, or the argmax if None."""
         return self.ops.argmax(logits) if inputs is None else self.ops.sample(logits, **inputs)
 
     def logprob_table(
         self, logits: torch.Tensor, batch: SamplingBatch, ids: torch.Tensor
     ) -> torch.Tensor | None:
-        """The table of log-probabilities for the rows that asked; None where none did."""
+        """The log-probability table of the rows that request it; None if none does."""
         if batch.logprob_rows is None:
             return None
         return logprobs.logprob_table(
@@ -174,8 +195,8 @@ class Sampler:
         if batch.bias is not None:
             rows, ids, values = batch.bias
             logits.index_put_((rows, ids), values, accumulate=True)
-        for row, asked in batch.processors:
-            logits_processors.apply_before_penalties(logits[row], batch.seqs[row], asked)
+        for row, settings in batch.processors:
+            logits_processors.apply_before_penalties(logits[row], batch.seqs[row], settings)
         if batch.counted_rows is not None and batch.count_slots is not None:
             part = logits[batch.counted_rows]
             if batch.repetition_penalty is not None:
@@ -190,12 +211,12 @@ class Sampler:
                     batch.frequency_penalty,
                 )
             logits[batch.counted_rows] = part
-        for row, asked in batch.processors:
-            logits_processors.apply_after_penalties(logits[row], batch.seqs[row], asked)
+        for row, settings in batch.processors:
+            logits_processors.apply_after_penalties(logits[row], batch.seqs[row], settings)
         if batch.banned is not None:
             logits[batch.banned] = float("-inf")
-        for row, asked in batch.processors:
-            logits_processors.apply_after_min_tokens(logits[row], batch.seqs[row], asked)
+        for row, settings in batch.processors:
+            logits_processors.apply_after_min_tokens(logits[row], batch.seqs[row], settings)
         if batch.guided_rows is not None:
             masks = self._grammar_masks(batch)
             logits[batch.guided_rows] = logit_penalties.apply_token_mask(
@@ -204,7 +225,7 @@ class Sampler:
         return logits
 
     def _grammar_masks(self, batch: SamplingBatch) -> torch.Tensor:
-        """What each guided row may say now: [G, ceil(V / 8)] uint8 on the device."""
+        """Allowed tokens of each guided row: bit mask [G, ceil(V / 8)] uint8 on the device."""
         guides = (batch.seqs[i].guide for i in batch.guided_indices)
         masks = np.stack([guide.mask() for guide in guides if guide is not None])
         return torch.from_numpy(masks).to(self.device, non_blocking=True)
@@ -225,7 +246,7 @@ class Sampler:
         return batch
 
     def _prepare_processing(self, batch: SamplingBatch, params: list[SamplingParams]) -> None:
-        """Bias, penalties, min_tokens and grammars."""
+        """Fill in what changes logits: bias, penalties, min_tokens, grammars and processors."""
         biased = [(i, t, v) for i, p in enumerate(params) for t, v in p.logit_bias.items()]
         if biased:
             rows, ids, values = zip(*biased)
@@ -250,31 +271,31 @@ class Sampler:
         batch.guided_indices = [i for i, s in enumerate(batch.seqs) if s.guide is not None]
         if batch.guided_indices:
             batch.guided_rows = self._int_tensor(batch.guided_indices)
-        # a grammar says itself where an answer may end
-        short = [
+        # min_tokens does not apply to guided rows: the grammar decides where the output may end
+        too_short = [
             (i, s)
             for i, s in enumerate(batch.seqs)
             if batch.below_min_tokens[i] and s.guide is None
         ]
-        never = [(i, t) for i, s in short for t in sorted(s.stop_ids) if t < self.vocab]
-        if never:
-            rows, ids = zip(*never)
+        banned = [(i, t) for i, s in too_short for t in sorted(s.stop_ids) if t < self.vocab]
+        if banned:
+            rows, ids = zip(*banned)
             batch.banned = self._int_tensor(rows), self._int_tensor(ids)
-        found = ((i, logits_processors.active_processors(seq)) for i, seq in enumerate(batch.seqs))
-        batch.processors = [(i, asked) for i, asked in found if asked is not None]
+        active = ((i, logits_processors.active_processors(seq)) for i, seq in enumerate(batch.seqs))
+        batch.processors = [(i, settings) for i, settings in active if settings is not None]
         batch.unprocessed = not (
-            biased or counted or never or batch.guided_indices or batch.processors
+            biased or counted or banned or batch.guided_indices or batch.processors
         )
 
     def _prepare_sampling(self, batch: SamplingBatch, params: list[SamplingParams]) -> None:
-        """Temperature, filters and seeds."""
-        # a temperature near zero would overflow; the argmax is its limit
-        warm = [
+        """Fill in temperature, top-k, top-p, min-p and seeds."""
+        # 0 means argmax to ops.sample; a temperature near zero would overflow
+        temperatures = [
             0.0 if p.greedy else max(1.0 if p.temperature is None else p.temperature, 1e-5)
             for p in params
         ]
         batch.sampling_arrays = {
-            "temperature": np.array(warm, dtype=np.float32),
+            "temperature": np.array(temperatures, dtype=np.float32),
             "top_k": np.array([max(p.top_k or 0, 0) for p in params], dtype=np.int32),
             "top_p": np.array(
                 [1.0 if p.top_p is None else p.top_p for p in params], dtype=np.float32

@@ -3,7 +3,7 @@
 Requests join and leave at every step. Running sequences come first: decode tokens, then prefill
 chunks. Then waiting sequences are admitted in order of arrival, as long as rows, the token budget
 and KV pages last. If pages run out, the latest arrival is preempted: its pages are freed and it is
-recomputed later. The earliest arrival is never preempted, so that the work always ends; if it
+recomputed later. The earliest arrival is never preempted, so that progress is guaranteed; if it
 exhausts the pool alone, it ends there.
 """
 
@@ -20,25 +20,31 @@ from modelmill.runtime.chunked_prefill import AdaptiveChunk
 from modelmill.runtime.kv_pages import PagePool, PageTables
 from modelmill.runtime.sequence import Sequence
 
-# prompt tokens that may always join a step: an even number of tiles for the products
+# prompt tokens that may always join a step: a multiple of the GEMM tile height
 MIN_CHUNK_TOKENS = 128
-# the same where somebody reads along on a CPU, on which a step costs what its tokens cost
+# the same for interactive serving on a CPU, where the time of a step is proportional to its tokens
 CPU_CHUNK_TOKENS = 8
-GPU_CHUNK_TOKENS = 512  # and on a GPU, to begin with
-FRESH_OUTPUT_TOKENS = 2  # tokens of an answer that has only just begun
+GPU_CHUNK_TOKENS = 512  # initial chunk for interactive serving on a GPU
+FRESH_OUTPUT_TOKENS = 2  # a sequence with at most so many output tokens has just started
 
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """What a step may hold. max_tokens, max_seqs: per step. prefix_caching: whether prefixes are
-    reused.
+    """Limits of a step.
 
-    max_mixed_tokens: most tokens of a step that continues running sequences as well; None: as many
-    as in any other. min_chunk_tokens: prompt tokens that may join it in any case.
-    fresh_output_tokens: sequences with no more tokens than that have only just begun, and wait for
-    the prompts that came with them. reserve_until_finish: whether whoever would make pages run out
-    later waits now. prefill_all_first: prompts that can all run now go first where no answer will
-    be longer than others, whatever ``max_mixed_tokens`` is.
+    Attributes:
+        max_tokens: Per step.
+        max_seqs: Per step.
+        page_size: Tokens of a KV page.
+        prefix_caching: Whether cached prefixes are reused.
+        max_mixed_tokens: Most tokens of a step that also decodes; None: ``max_tokens``.
+        min_chunk_tokens: Prompt tokens that may join such a step in any case.
+        fresh_output_tokens: Sequences with at most so many output tokens have just started: while
+            all decodes are such, prompts may fill the step.
+        reserve_until_finish: Do not admit a sequence that would make the pages run out before the
+            running ones finish (``runtime.admission``).
+        prefill_all_first: Run all waiting prompts first, whatever ``max_mixed_tokens`` is, if all
+            can run now and their outputs end at about the same time.
     """
 
     max_tokens: int
@@ -54,13 +60,15 @@ class SchedulerLimits:
 
 @dataclass
 class Schedule:
-    """One step: how many tokens of which sequences, which of them are sampled, and what happens
-    around it.
+    """One step: which sequences run, with how many tokens each.
 
-    page_copies: (from, to) pages to copy before the step. forks: siblings that share a leader's
-    prompt and are sampled from its last row. out_of_pages: sequences for which no page can ever be
-    found. num_decodes: running answers that are continued by a token each. prefill_unlimited:
-    prompts may fill the step as if none were.
+    Attributes:
+        work: (sequence, number of tokens), in the order of the packed batch.
+        forks: Leader → siblings (n > 1) that share its prompt and are sampled from its last row.
+        page_copies: (from, to) pages to copy before the step (copy on write).
+        out_of_pages: Sequences that exhaust the pool alone; they end with this step.
+        num_decodes: Sequences that decode one token.
+        prefill_unlimited: Prompts may fill the step as if it had no decodes.
     """
 
     work: list[tuple[Sequence, int]] = field(default_factory=list)
@@ -89,21 +97,26 @@ class Scheduler:
         self.step_token_budget = limits.max_tokens
         self.adaptive_chunk: AdaptiveChunk | None = None
         self._num_releases = 0
-        # whom pages would not last for, and after which release
+        # the last sequence that was not admitted, and the number of releases at that time
         self._last_refusal: tuple[Sequence, int] | None = None
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence by its order of service."""
+        """Queue a sequence by its priority (order of arrival)."""
         if not self.waiting or self.waiting[-1].priority < seq.priority:
             self.waiting.append(seq)
         else:
             insort(self.waiting, seq, key=lambda s: s.priority)
 
     def schedule(self, *, overlapped: bool = False) -> Schedule | None:
-        """The next step; empty where there is nothing to do.
+        """Decide the next step; its ``work`` is empty if there is nothing to run.
 
-        overlapped: sampled tokens of the step before are still on the device. None where the
-        decision has to wait for them.
+        Args:
+            overlapped: The sampled tokens of the previous step have not been read yet. Then nothing
+                is preempted, since a sequence of that step may just have ended and freed pages.
+
+        Returns:
+            The schedule; None if ``overlapped`` and pages are short: decide again once the tokens
+            are read.
         """
         schedule = Schedule()
         picked: dict[Sequence, int] = {}
@@ -111,6 +124,7 @@ class Scheduler:
         size = self.limits.page_size
         refs = self.pool.refs
         chunks: list[Sequence] = []
+        # first pass: decode tokens; prefill chunks and beams follow with the budget they leave
         for seq in list(self.running):
             need = len(seq.tokens) + seq.pending - seq.computed
             if need != 1 or seq.beam_search is not None:
@@ -118,18 +132,17 @@ class Scheduler:
                 continue
             if seq.table_row < 0 or left == 0 or (seq.pending and seq.length >= seq.max_length):
                 continue
-            at = seq.computed // size
-            # the common case: the page is there and ours alone
-            if (at < len(seq.pages) and refs[seq.pages[at]] == 1) or self._reserve_pages(
+            page = seq.computed // size
+            # the common case: the page exists and is not shared, so nothing has to be reserved
+            if (page < len(seq.pages) and refs[seq.pages[page]] == 1) or self._reserve_pages(
                 seq, 1, schedule, picked, overlapped
             ):
                 picked[seq] = 1
                 left -= 1
             elif overlapped:
                 return None
-        spent = len(picked)
         budget = self._token_budget(schedule, picked, chunks)
-        left = budget - spent
+        left = budget - len(picked)
         for seq in chunks:
             if left <= 0:
                 break
@@ -142,6 +155,7 @@ class Scheduler:
                 picked[seq] = count
             elif overlapped:
                 return None
+            # summed again, since _reserve_pages may have preempted sequences in ``picked``
             left = budget - sum(picked.values())
         self._admit(schedule, picked, left)
         self._drop_partial_beams(picked)
@@ -152,14 +166,15 @@ class Scheduler:
         return schedule
 
     def set_interactive(self, max_mixed_tokens: int | None, on_gpu: bool) -> None:
-        """Somebody reads along: prompts join running answers in pieces that keep those answers
-        flowing.
+        """Optimize for inter-token latency: prompts join decode steps in small chunks.
 
-        max_mixed_tokens: the most tokens of such a step where that was asked for; otherwise what
-        such steps take decides.
+        Requests are then admitted while there are pages, without a reservation for the long outputs
+        of others.
 
-        Who asks is served while there are pages: an answer of somebody else that will be long does
-        not keep them.
+        Args:
+            max_mixed_tokens: Most tokens of a step that also decodes; None: the chunk size follows
+                measured step times (AdaptiveChunk).
+            on_gpu: Whether the model runs on a GPU.
         """
         chunk = MIN_CHUNK_TOKENS if on_gpu else CPU_CHUNK_TOKENS
         self.limits = replace(
@@ -179,7 +194,7 @@ class Scheduler:
             )
 
     def observe_step(self, schedule: Schedule, seconds: float) -> None:
-        """A step took so long, of which the next ones' pieces follow."""
+        """Report the duration of a step, which the size of the next chunks follows."""
         if self.adaptive_chunk is None:
             return
         if schedule.prefill_unlimited:
@@ -192,13 +207,12 @@ class Scheduler:
     def _token_budget(
         self, schedule: Schedule, decodes: Collection[Sequence], chunks: list[Sequence]
     ) -> int:
-        """Tokens of a step with one token of each of ``decodes``: prompts join in pieces beside
-        them.
+        """Most tokens of a step that decodes one token of each of ``decodes`` and prefills.
 
-        Beams need their whole width at once, so that a search that runs lifts the limit. So do
-        answers that have only just begun: what came together with them goes together, or the last
-        of them would wait for many small steps. Even so a step lasts no longer than somebody who
-        reads along can be asked to wait.
+        There is no limit while a beam search runs, whose beams must run in one step. It is nearly
+        lifted while all decodes have just started: requests that arrived together are prefilled
+        together, or the last of them would wait for many small steps. AdaptiveChunk still bounds
+        the duration of such a step.
         """
         limits, count = self.limits, len(decodes)
         schedule.num_decodes, schedule.prefill_unlimited = count, True
@@ -231,12 +245,11 @@ class Scheduler:
         return min(self.step_token_budget, count + self.adaptive_chunk.size_for(count))
 
     def _prefill_all_first(self) -> bool:
-        """Whether all that waits can run now, with answers that end together: then prompts go
-        first, in whole steps.
+        """Whether to prefill all waiting prompts first, in full steps.
 
-        Prompts in pieces let long answers begin early, so that fewer of them are left alone at the
-        end. Where none is longer than the others that gains nothing, and an answer's tokens cost
-        more in a step that prompts fill.
+        True if all of them can run now and their outputs end at about the same time. Chunks let
+        long outputs start early, so that fewer of them run alone at the end; with equal lengths
+        that gains nothing, and a decode token costs more in a step that prompts fill.
         """
         if (
             not self.limits.prefill_all_first
@@ -247,8 +260,9 @@ class Scheduler:
         return need <= self.pool.num_available and similar_lengths((*self.running, *self.waiting))
 
     def advance(self, schedule: Schedule) -> None:
-        """The step is launched: its tokens count as computed, its samples as pending, its forks
-        run.
+        """Update the sequences after a launch: computed and pending tokens, forks.
+
+        The results are not read yet; the next schedule only needs these counts.
         """
         for seq, count in schedule.work:
             seq.computed += count
@@ -266,11 +280,11 @@ class Scheduler:
 
     @staticmethod
     def needs_sampling(seq: Sequence) -> bool:
-        """Whether the logits after its last token are wanted."""
+        """Whether a token is sampled from the logits of its last token."""
         return seq.beam_search is None and seq.length < seq.max_length
 
     def cache_full_pages(self, seq: Sequence) -> None:
-        """Make the full pages of known, computed tokens findable."""
+        """Publish full pages of known, computed tokens in the prefix cache."""
         size = self.limits.page_size
         full = min(seq.computed, len(seq.tokens)) // size
         if full <= seq.num_cached_pages or not self.limits.prefix_caching or seq.table_row < 0:
@@ -280,7 +294,7 @@ class Scheduler:
         seq.num_cached_pages = full
 
     def remove(self, seq: Sequence) -> None:
-        """The sequence has ended: off the queues, its pages given back."""
+        """Take an ended sequence off the queues and release its pages."""
         if seq.table_row >= 0:
             self.running.remove(seq)
             self._release(seq)
@@ -288,7 +302,7 @@ class Scheduler:
             self.waiting.remove(seq)
 
     def preempt(self, seq: Sequence) -> None:
-        """Give the pages of a running sequence back and queue it for recomputation."""
+        """Release the pages of a running sequence and queue it for recomputation."""
         self.running.remove(seq)
         self._release(seq)
         seq.computed = 0
@@ -314,17 +328,17 @@ class Scheduler:
         seq.table_row = -1
 
     def _runnable_tokens(self, seq: Sequence, left: int) -> int:
-        """Tokens of a running sequence that could go now.
+        """Tokens of a running sequence that the next step may compute.
 
-        Beams wait until all of them are at their last token.
+        The last tokens of all beams of a search must run in one step, which compares their logits.
         """
         need = min(seq.remaining, seq.max_chunk)
         if seq.beam_search is None or len(seq.siblings) <= 1:
             return need
-        if seq.remaining > 1:
+        if seq.remaining > 1:  # recomputed after a preemption: all but the last token
             return min(need, seq.remaining - 1)
-        together = all(s.table_row >= 0 and s.remaining == 1 for s in seq.siblings)
-        return 1 if together and (seq is not seq.siblings[0] or left >= len(seq.siblings)) else 0
+        all_ready = all(s.table_row >= 0 and s.remaining == 1 for s in seq.siblings)
+        return 1 if all_ready and (seq is not seq.siblings[0] or left >= len(seq.siblings)) else 0
 
     def _reserve_pages(
         self,
@@ -334,8 +348,10 @@ class Scheduler:
         picked: dict[Sequence, int],
         overlapped: bool,
     ) -> bool:
-        """Pages for ``count`` more tokens, written by this sequence alone; preempts later arrivals
-        if it must.
+        """Reserve unshared pages for ``count`` more tokens of a sequence.
+
+        A shared page is replaced by a copy (copy on write). Preempts later arrivals if pages run
+        out, unless ``overlapped``. Returns False if no page was found.
         """
         size = self.limits.page_size
         first = seq.computed // size
@@ -359,13 +375,14 @@ class Scheduler:
         return True
 
     def _preempt_for(self, seq: Sequence, schedule: Schedule, picked: dict[Sequence, int]) -> bool:
-        """Preempt the latest arrival; False where that is ``seq`` itself, or ``seq`` is alone and
-        ends.
+        """Preempt the latest arrival to get pages for ``seq``.
+
+        Returns False if ``seq`` is that arrival; if it also runs alone, it ends out of pages.
         """
         victim = max(self.running, key=lambda s: s.priority)
         group = self._beam_group(victim)
         if seq in group:
-            if len(group) == len(self.running):
+            if len(group) == len(self.running):  # recomputing it alone would run out again
                 schedule.out_of_pages.extend(group)
             else:
                 self._preempt_group(group, schedule, picked)
@@ -380,19 +397,19 @@ class Scheduler:
     ) -> None:
         for member in group:
             picked.pop(member, None)
-            # copies into pages that are given back would overwrite their next owner
-            gone = set(member.pages)
-            schedule.page_copies = [(a, b) for a, b in schedule.page_copies if b not in gone]
+            # a copy into a released page would overwrite the data of its next owner
+            released = set(member.pages)
+            schedule.page_copies = [(a, b) for a, b in schedule.page_copies if b not in released]
             self.preempt(member)
 
     def _beam_group(self, seq: Sequence) -> list[Sequence]:
-        """The running sequences that only make sense together: the beams of one search."""
+        """The running sequences that are preempted together: the beams of a search."""
         if seq.beam_search is None:
             return [seq]
         return [s for s in self.running if s.beam_search is seq.beam_search]
 
     def _admit(self, schedule: Schedule, picked: dict[Sequence, int], left: int) -> None:
-        """Let waiting sequences join, earliest first, while everything lasts."""
+        """Admit waiting sequences, earliest first, while rows, tokens and pages last."""
         if schedule.out_of_pages:
             return
         size = self.limits.page_size
@@ -413,7 +430,7 @@ class Scheduler:
             seq.pages = cached
             seq.computed = len(cached) * size
             seq.num_cached_pages = len(cached)
-            if first:  # one that was thrown out finds its own pages again
+            if first:  # a preempted one finds its own pages: no cache hit to report
                 seq.num_cached = min(seq.computed, seq.prompt_len)
             seq.table_row = self.tables.alloc_row(cached)
             self.add_running(seq)
@@ -423,14 +440,14 @@ class Scheduler:
                 left -= count
 
     def _fits_until_finish(self, seq: Sequence, new_pages: int) -> bool:
-        """Whether pages last where ``seq`` joins, which takes ``new_pages`` new ones at first.
+        """Whether the pages last if ``seq`` is admitted, which takes ``new_pages`` at first.
 
-        One page beside for each that runs, so that whoever joins is not thrown out at the next full
-        page; and, where it is known when answers end, as many as they will hold until then: what is
-        thrown out is computed twice.
+        Keeps one page per running sequence free, so that the new one is not preempted at the next
+        full page; and, where the output lengths are known, the pages that all need until they
+        finish, because a preempted sequence is computed twice.
         """
         pool = self.pool
-        # as long as nobody has given pages back, who was refused is refused again
+        # the last refusal stays valid until a sequence releases pages
         if new_pages + len(self.running) > pool.num_available or self._last_refusal == (
             seq,
             self._num_releases,
@@ -442,36 +459,37 @@ class Scheduler:
             or any(s.beam_search is not None for s in self.running)
         ):
             return True
-        twice = max(0, sum(len(s.pages) for s in self.running) - (pool.count - pool.num_available))
-        if peak_pages((*self.running, seq), self.limits.page_size) - twice <= pool.count:
+        # peak_pages counts a shared page once per sequence
+        shared = max(0, sum(len(s.pages) for s in self.running) - (pool.count - pool.num_available))
+        if peak_pages((*self.running, seq), self.limits.page_size) - shared <= pool.count:
             return True
         self._last_refusal = seq, self._num_releases
         return False
 
     def add_running(self, seq: Sequence) -> None:
-        """Among the running ones, in order of service."""
+        """Insert a sequence into ``running`` by its priority."""
         if not self.running or self.running[-1].priority < seq.priority:
             self.running.append(seq)
         else:
             insort(self.running, seq, key=lambda s: s.priority)
 
     def _num_free_rows(self) -> int:
-        """Rows that are neither used nor promised to a beam search."""
-        promised = 0
+        """Rows that are neither used nor reserved for the beams of a running search."""
+        reserved = 0
         counted: set[int] = set()
         for seq in self.running:
             if seq.beam_search is not None and id(seq.beam_search) not in counted:
                 counted.add(id(seq.beam_search))
-                promised += self._num_beams(seq) - sum(
+                reserved += self._num_beams(seq) - sum(
                     1 for s in self.running if s.beam_search is seq.beam_search
                 )
-        return self.tables.num_free_rows - promised
+        return self.tables.num_free_rows - reserved
 
     def _rows_needed(self, seq: Sequence) -> int:
-        """Rows that letting ``seq`` in takes."""
+        """Rows that admitting ``seq`` takes."""
         if seq.beam_search is None:
             return 1
-        # the rows of a search that already runs are promised to its members
+        # the rows of a running search are already reserved for its beams
         return (
             0
             if any(s.beam_search is seq.beam_search for s in self.running)
@@ -483,9 +501,11 @@ class Scheduler:
         return seq.request.params.num_beams
 
     def _match_prefix(self, seq: Sequence) -> list[int]:
-        """Cached pages with the sequence's beginning, held for it; at least one token is left to
-        compute.
+        """Look up the cached pages of the sequence's prefix and take a reference to each.
+
+        At least one token is left to compute, for its logits.
         """
+        # prompt logprobs and mean pooling need every row of the prompt
         if (
             not self.limits.prefix_caching
             or seq.prompt_logprobs is not None
@@ -503,7 +523,7 @@ class Scheduler:
         return pages
 
     def _drop_partial_beams(self, picked: dict[Sequence, int]) -> None:
-        """A beam step needs the logits of all beams: all of them, or none."""
+        """Remove the beams of a search of which not all are scheduled."""
         for seq in list(picked):
             if seq.beam_search is None or len(seq.siblings) <= 1 or seq.remaining > 1:
                 continue
@@ -511,8 +531,9 @@ class Scheduler:
                 picked.pop(seq)
 
     def _schedule_forks(self, schedule: Schedule) -> None:
-        """Siblings (n > 1) start where their leader's prompt ends, as many as there are rows; the
-        rest wait.
+        """Fork the siblings (n > 1) at the end of the leader's prompt, as far as rows last.
+
+        The others are queued by ``advance``.
         """
         for seq, count in schedule.work:
             if (
@@ -523,13 +544,11 @@ class Scheduler:
                 continue
             if not self.needs_sampling(seq):
                 continue
-            room = max(self._num_free_rows() - sum(len(s) for s in schedule.forks.values()), 0)
-            schedule.forks[seq] = [s for s in seq.siblings if s.finish_reason is None][:room]
+            rows = max(self._num_free_rows() - sum(len(s) for s in schedule.forks.values()), 0)
+            schedule.forks[seq] = [s for s in seq.siblings if s.finish_reason is None][:rows]
 
     def _end_stuck_beams(self, schedule: Schedule) -> None:
-        """Beams that hold pages but can never be together again: the search ends with what it
-        has.
-        """
+        """End a search whose beams use pages but can never all run again, with what it has."""
         if any(s.pending for s in self.running):
             return
         stuck = [s for s in self.running if s.beam_search is not None]

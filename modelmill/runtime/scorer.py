@@ -1,5 +1,6 @@
-"""Given tokens through the real pages: the logits that serving would see, for acceptance,
-perplexity and compare.
+"""Scores given token ids through the engine's KV pages, with the logits that serving computes.
+
+Used by acceptance, perplexity and compare.
 """
 
 from __future__ import annotations
@@ -19,15 +20,13 @@ from modelmill.runtime.model_runner import ModelRunner
 from modelmill.runtime.scheduler import Schedule, Scheduler
 from modelmill.runtime.sequence import RopeRule, Sequence
 
-# logits [rows, V] are made for so many elements at a time
+# most elements of the logits [rows, V] of one step
 _MAX_LOGIT_ELEMENTS = 1 << 26
 LogitsCallback = Callable[[int, int, torch.Tensor], None]
 
 
 class TokenScorer:
-    """Prefills in chunks of at most ``max_tokens``, then decodes the given tokens one by one, all
-    in one batch.
-    """
+    """Prefills given ids in chunks of at most ``max_tokens``, then decodes the rest, in batches."""
 
     def __init__(
         self, runner: ModelRunner, scheduler: Scheduler, rope_rule: RopeRule, max_tokens: int
@@ -38,14 +37,14 @@ class TokenScorer:
     def logits(
         self, ids: Seq[Seq[int]], decode_from: int | Seq[int] | None = None
     ) -> list[torch.Tensor]:
-        """[T, V] float32 on the CPU per list."""
+        """Logits [T, V] float32 on the CPU for each list."""
         vocab = self.runner.sampler.vocab
         out = [torch.empty(len(one), vocab) for one in ids]
 
-        def keep(which: int, first: int, logits: torch.Tensor) -> None:
-            out[which][first : first + len(logits)] = logits.cpu()
+        def store(index: int, first: int, logits: torch.Tensor) -> None:
+            out[index][first : first + len(logits)] = logits.cpu()
 
-        self.run(ids, decode_from, keep)
+        self.run(ids, decode_from, store)
         return out
 
     @torch.inference_mode()
@@ -56,13 +55,17 @@ class TokenScorer:
         on_logits: LogitsCallback | None = None,
         row_filter: Callable[[int, int], bool] | None = None,
     ) -> None:
-        """Run the lists; ``on_logits(which, first, logits)`` receives the logits of consecutive
-        positions on the device.
+        """Run the lists of ids and pass the logits to a callback.
 
-        decode_from: length of the prompt (one for all or one per list), None: everything is prompt.
-        It decides the rope keys too. row_filter: (which, position) → whether its logits are wanted;
-        default: all that ``on_logits`` takes. Raises CapacityError where a list does not fit into
-        the free pages alone.
+        Args:
+            ids: Token ids of each text.
+            decode_from: Prompt length, one for all or one per list; it decides the rope keys too.
+                None: all ids are prompt.
+            on_logits: Called with (list index, first position, logits [n, V] on the device).
+            row_filter: (list index, position) → whether to compute its logits; None: all.
+
+        Raises:
+            CapacityError: A list does not fit into the free pages alone.
         """
         starts = (
             [decode_from] * len(ids)
@@ -90,45 +93,43 @@ class TokenScorer:
         before: PreHook | None = None,
         after: PostHook | None = None,
     ) -> dict[str, list[Any]]:
-        """Run the lists and keep the outputs of the modules whose names match ``pattern``, as
-        ``EngineCore.trace``.
-        """
+        """Run the lists and record module outputs; see ``EngineCore.trace``."""
         outputs: dict[str, list[Any]] = {}
 
-        def note(name: str, args: tuple[Any, ...], output: Any) -> None:
+        def record(name: str, args: tuple[Any, ...], output: Any) -> None:
             if fnmatch(name, pattern):
                 outputs.setdefault(name, []).append(_copy_to_cpu(output))
             if after is not None:
                 after(name, args, output)
 
-        with self.runner.forward_hooks(before, note):
+        with self.runner.forward_hooks(before, record):
             self.run(ids, decode_from)
         return outputs
 
     def _start_sequences(
         self, ids: Seq[Seq[int]], starts: Seq[int | None], todo: list[int]
     ) -> tuple[list[Sequence], list[int]]:
-        """As many sequences as pages and rows last, with all their pages."""
+        """Start as many sequences as pages and rows last, with all pages; returns the rest too."""
         size, pool, tables = (
             self.scheduler.limits.page_size,
             self.scheduler.pool,
             self.scheduler.tables,
         )
         seqs: list[Sequence] = []
-        for which in todo:
-            need = -(-len(ids[which]) // size)
-            if need > tables.table.shape[1] or not len(ids[which]):
+        for index in todo:
+            need = -(-len(ids[index]) // size)
+            if need > tables.table.shape[1] or not len(ids[index]):
                 raise CapacityError(
-                    f"{len(ids[which])} tokens are outside 1…{tables.table.shape[1] * size}, the "
+                    f"{len(ids[index])} tokens are outside 1…{tables.table.shape[1] * size}, the "
                     "longest sequence here"
                 )
             if need > pool.num_available or not tables.num_free_rows:
                 break
-            start = starts[which]
-            prompt = tuple(ids[which] if start is None else ids[which][:start])
+            start = starts[index]
+            prompt = tuple(ids[index] if start is None else ids[index][:start])
             seq = Sequence(
                 Request(id="", prompt=prompt, params=SamplingParams()),
-                which,
+                index,
                 -1,
                 self.rope_rule,
                 max_length=1 << 62,
@@ -177,7 +178,7 @@ class TokenScorer:
         on_logits: LogitsCallback | None,
         row_filter: Callable[[int, int], bool] | None,
     ) -> None:
-        """The rest of each list, one token of each sequence a step."""
+        """Run the rest of each list, one token of each sequence per step."""
         while True:
             work = []
             for seq in seqs:
@@ -212,19 +213,19 @@ class TokenScorer:
         for seq, count in work:
             seq.computed += count
         if on_logits is not None:
-            for which, first, at, n in runs:
-                on_logits(which, first, logits[at : at + n])
+            for index, first, at, n in runs:
+                on_logits(index, first, logits[at : at + n])
 
 
 def _selected_runs(
-    which: int, first: int, count: int, row_filter: Callable[[int, int], bool] | None
+    index: int, first: int, count: int, row_filter: Callable[[int, int], bool] | None
 ) -> list[tuple[int, int]]:
-    """Stretches (first, count) of wanted positions."""
+    """Runs (first, count) of consecutive positions whose logits are requested."""
     if row_filter is None:
         return [(first, count)]
     runs: list[tuple[int, int]] = []
     for position in range(first, first + count):
-        if not row_filter(which, position):
+        if not row_filter(index, position):
             continue
         if runs and sum(runs[-1]) == position:
             runs[-1] = (runs[-1][0], runs[-1][1] + 1)

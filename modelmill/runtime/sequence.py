@@ -1,6 +1,4 @@
-"""One sequence of a request: its tokens, its pages, how far it is computed, and which rope keys its
-tokens have.
-"""
+"""One sequence of a request: its tokens, pages, progress and rope keys."""
 
 from __future__ import annotations
 
@@ -16,9 +14,12 @@ from modelmill.runtime.kv_pages import page_key, root_key
 
 @dataclass(frozen=True)
 class RopeRule:
-    """How a token gets its rope key.
+    """How a token gets its rope key (length-dependent RoPE).
 
-    rule: "fixed", "prompt" or "running"; key: the model's ``rope_key``.
+    Attributes:
+        rule: "fixed": 0 for all; "prompt": by the prompt's length; "running": an output token's by
+            the length up to it.
+        key: The model's ``rope_key``: length → key.
     """
 
     rule: str
@@ -31,15 +32,20 @@ class RopeRule:
 
 
 class Sequence:
-    """State of one sequence; ``tokens`` is prompt and answer, ``prompt_ids`` the prompt as an
-    array.
+    """State of one sequence.
 
-    computed: tokens whose keys and values stand in pages (or will, when the launched steps are
-    done). pending: tokens that are sampled on the device but not read yet; length counts them too.
-    max_length: the length at which the sequence ends. stop_ids: token ids that end it. table_row:
-    its row in the page tables while it runs, else −1. seed: of its random numbers. priority: the
-    order of service, arrival and then index. started_at: when it left the queue for its first step,
-    by time.perf_counter.
+    Attributes:
+        tokens: Prompt and output ids that the host knows.
+        prompt_ids: The prompt as an array [T] int64.
+        computed: Tokens whose keys and values are in pages, or will be when the launched steps are
+            done.
+        pending: Tokens sampled on the device but not read yet; ``length`` counts them.
+        max_length: The length at which the sequence ends.
+        stop_ids: Token ids that end it.
+        table_row: Its row in the page tables while it runs, else −1.
+        seed: Of its random numbers.
+        siblings: Of a leader with n > 1: the sequences that fork from it; of a beam: all beams.
+        started_at: When it was first admitted, by time.perf_counter.
     """
 
     __slots__ = (
@@ -84,7 +90,7 @@ class Sequence:
         seed: int = 0,
         model_digest: str = "",
     ) -> None:
-        """ids: the prompt's, [T] int64, where they are known so."""
+        """Start a sequence from its prompt; ``ids``: the prompt as an array, if there is one."""
         self.request, self.index, self.arrival = request, index, arrival
         self.tokens: list[int] = list(request.prompt)
         self.prompt_len = len(self.tokens)
@@ -110,21 +116,21 @@ class Sequence:
         self.stop_ids = frozenset((*eos, *request.params.stop_token_ids))
         self.beam_search: object | None = None
         self.guide: Guide | None = None
-        # what the rows of the prompt that are computed add up to, [H] float64
-        self.pooled_sum: Any = None  # a tensor; this module knows no torch
-        wants_prompt = request.params.prompt_logprobs is not None and index == 0
-        self.prompt_logprobs: list[object] | None = [None] if wants_prompt else None
-        # logits of every prompt row are large: such prompts go in small chunks
-        self.max_chunk = 512 if wants_prompt else 1 << 62
+        # sum of the hidden states of the computed prompt rows, [H] float64
+        self.pooled_sum: Any = None  # a tensor; this module does not import torch
+        needs_logprobs = request.params.prompt_logprobs is not None and index == 0
+        self.prompt_logprobs: list[object] | None = [None] if needs_logprobs else None
+        # the logits of all prompt rows are large, so such prompts run in small chunks
+        self.max_chunk = 512 if needs_logprobs else 1 << 62
 
     @property
     def priority(self) -> tuple[int, int]:
-        """Order of service, earliest first."""
+        """Order of scheduling, lowest first: arrival, then index."""
         return self.arrival, self.index
 
     @property
     def length(self) -> int:
-        """Tokens including those that are sampled but not read."""
+        """Tokens, including those sampled but not read yet."""
         return len(self.tokens) + self.pending
 
     @property
@@ -134,20 +140,21 @@ class Sequence:
 
     @property
     def num_outputs(self) -> int:
-        """Length of the answer, pending tokens included."""
+        """Output tokens, pending ones included."""
         return len(self.tokens) + self.pending - self.prompt_len
 
     def write_ids(self, start: int, out: np.ndarray) -> None:
-        """Known ids from ``start`` on into ``out`` [T] int64: the prompt's need not become numbers
-        once more.
+        """Write the known ids from ``start`` on into ``out`` [T] int64.
+
+        The prompt is copied from its array, which is faster than from the list.
         """
-        there = max(min(self.prompt_len - start, len(out)), 0)
-        out[:there] = self.prompt_ids[start : start + there]
-        if there < len(out):
-            out[there:] = self.tokens[start + there : start + len(out)]
+        num_prompt = max(min(self.prompt_len - start, len(out)), 0)
+        out[:num_prompt] = self.prompt_ids[start : start + num_prompt]
+        if num_prompt < len(out):
+            out[num_prompt:] = self.tokens[start + num_prompt : start + len(out)]
 
     def rope_keys(self, start: int, stop: int) -> list[int] | int:
-        """Keys of positions start … stop − 1; one number where all share it."""
+        """Rope keys of positions start … stop − 1; one integer if all are equal."""
         rule = self.rope_rule.rule
         if rule != "running":
             return self.prompt_key
@@ -157,34 +164,30 @@ class Sequence:
         return [self.prompt_key if p < prompt else key(p + 1) for p in range(start, stop)]
 
     def page_key(self, page: int, page_size: int) -> bytes:
-        """The prefix key of a full page of known tokens: of all tokens, keys and inserts up to its
-        end.
-        """
+        """The prefix key of a full page: of all tokens, rope keys and embeddings up to its end."""
         while len(self.page_keys) <= page:
             index = len(self.page_keys)
             start, stop = index * page_size, (index + 1) * page_size
             keys = self.rope_keys(start, stop)
             parent = self.page_keys[-1] if self.page_keys else self.root_key
             extra = self._embedding_key(start, stop)
-            spread: Iterable[int] = [keys] if isinstance(keys, int) else keys
-            self.page_keys.append(page_key(parent, self.tokens[start:stop], spread, extra))
+            rope_keys: Iterable[int] = [keys] if isinstance(keys, int) else keys
+            self.page_keys.append(page_key(parent, self.tokens[start:stop], rope_keys, extra))
         return self.page_keys[page]
 
     def _embedding_key(self, start: int, stop: int) -> str:
-        """What stretches of foreign embeddings contribute to a page's key."""
-        inserts = self.request.embedding_spans
-        if not inserts:
+        """The part of a page's key for the image embeddings in it."""
+        spans = self.request.embedding_spans
+        if not spans:
             return ""
-        touched = [i for i in inserts if i.position < stop and i.position + i.length > start]
-        # each digest with its length, so that no digest can look like two inserts
+        in_page = [s for s in spans if s.position < stop and s.position + s.length > start]
+        # each digest with its length, so that no digest can be read as two spans
         return "|".join(
-            f"{start - i.position}:{i.length}:{len(i.digest)}:{i.digest}" for i in touched
+            f"{start - s.position}:{s.length}:{len(s.digest)}:{s.digest}" for s in in_page
         )
 
     def fork(self, index: int, seed: int) -> Sequence:
-        """A copy that continues on its own; pages are not shared yet (see
-        ``Scheduler.share_pages``).
-        """
+        """A copy that continues separately; its pages come from ``Scheduler.share_pages``."""
         other = Sequence(
             self.request,
             index,

@@ -1,4 +1,4 @@
-"""Where the engine stands."""
+"""Statistics of an engine core."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Stats:
-    """Counters since the engine was opened, and gauges of this moment. cached_tokens: prompt tokens
-    not recomputed.
+    """Counters since the engine was opened, and current gauges.
 
-    idle_pages: held by nobody, kept for prefixes; kept_pages: how many of them may take memory that
-    nobody has had. touched_pages: that were ever written, which is what a cache in RAM takes.
-    page_bytes: of one page, on all ranks."""
+    Attributes:
+        free_pages: Pages that can be allocated, idle ones included.
+        cached_pages: Pages in the prefix cache.
+        cached_tokens: Prompt tokens taken from the prefix cache.
+        idle_pages: Unreferenced pages, kept for their prefixes.
+        kept_pages: Most idle pages that may be kept while unused pages are available.
+        touched_pages: Pages ever written; a cache in RAM takes memory for these only.
+        page_bytes: Bytes of one page on all ranks together.
+    """
 
     running: int
     waiting: int

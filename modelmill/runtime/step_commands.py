@@ -1,9 +1,8 @@
-"""What rank 0 tells the other ranks: which step to run, in a short header and the step's buffer as
-it stands.
+"""Commands from rank 0 to the other ranks: a fixed-size header, then the step's packed buffer.
 
-Ranks exchange numbers, never objects: a header is HEADER_BYTES of whole numbers, and what follows
-is the int64 buffer of a ``BatchLayout`` (or pairs of pages to copy), read straight into the memory
-from which it goes to the device.
+Ranks exchange integers only, no pickled objects. A header has HEADER_BYTES; the int64 buffer of a
+``BatchLayout`` (or pairs of pages to copy) follows and is read directly into the host buffer from
+which it is copied to the device.
 """
 
 from __future__ import annotations
@@ -24,13 +23,15 @@ _EMPTY_LAYOUT = BatchLayout(0, 0, 0, 0)
 
 @dataclass(frozen=True)
 class StepCommand:
-    """command: FORWARD runs the model, GREEDY, SAMPLED and LOGITS replay such a graph, COPY copies
-    pages, END ends the rank, PING is answered by a line.
+    """A command to the other ranks.
 
-    num_words: of 64 bits that follow. num_kept_ids: so many ids are broadcast after the step, to be
-    kept for the next one. embed_width: of foreign embeddings that are broadcast before it; 0: none.
-    num_state_rows: of how many rows, the last ones that are wanted, the hidden state is read and
-    not the logits.
+    Attributes:
+        command: FORWARD runs the model; GREEDY, SAMPLED and LOGITS replay a graph with that output;
+            COPY copies pages; END ends the rank; PING requests a reply.
+        num_words: 64-bit words that follow.
+        num_kept_ids: Ids that rank 0 broadcasts after the step, stored for the next one.
+        embed_width: Columns of the image embeddings that are broadcast before the step; 0: none.
+        num_state_rows: The last so many logit rows return hidden states instead of logits.
     """
 
     command: str
@@ -51,7 +52,7 @@ class StepCommand:
         """The command that runs this batch."""
         embed_width = 0 if batch.embeds is None else batch.embeds.shape[1]
         views = batch.views
-        more = (
+        fields = (
             batch.all_rows,
             batch.max_query,
             batch.max_context,
@@ -60,10 +61,10 @@ class StepCommand:
             embed_width,
             num_state_rows,
         )
-        return StepCommand(command, views.num_words, views.layout, *more)
+        return StepCommand(command, views.num_words, views.layout, *fields)
 
     def batch(self, views: BatchViews) -> PackedBatch:
-        """The batch of the command, its numbers in ``views``."""
+        """The batch of this command; ``views``: its integers."""
         return PackedBatch(
             views,
             self.layout.tokens,
@@ -74,7 +75,7 @@ class StepCommand:
         )
 
     def pack(self) -> bytes:
-        """HEADER_BYTES bytes."""
+        """The header: HEADER_BYTES bytes."""
         layout = self.layout
         return _HEADER_STRUCT.pack(
             COMMANDS.index(self.command), self.num_words,

@@ -1,6 +1,4 @@
-"""The process of a rank above 0: it loads its part of the engine and runs the steps that rank 0
-tells it to run.
-"""
+"""The process of a rank above 0: loads its shard of the engine and runs rank 0's commands."""
 
 from __future__ import annotations
 
@@ -35,9 +33,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """``argv[1]``: the descriptor of the socket to rank 0.
+    """Entry point; ``argv[1]``: the file descriptor of the socket to rank 0.
 
-    Never returns: what is left of a group is not waited for.
+    Never returns: it exits without waiting for the process group.
     """
     link = socket.socket(fileno=int(sys.argv[1]))
     threading.Thread(
@@ -56,22 +54,20 @@ def main() -> None:
     os._exit(code)
 
 
-def _end_with(parent: int) -> None:
-    """The system ends this process with rank 0's, also while it is stopped and sees nothing of that
-    itself.
-    """
+def _set_parent_death_signal(parent: int) -> None:
+    """Have the kernel kill this process when rank 0's ends, even while this one is stopped."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
-        os._exit(1)  # it went before it was asked for
+        os._exit(1)  # rank 0 ended before the call
 
 
 def run_worker(connection: socket.socket) -> None:
-    """Until rank 0 says END or closes the link."""
+    """Load this rank's engine core and run commands until END or the end of the socket."""
     startup = _receive_startup(connection)
     if startup["bound"]:
-        _end_with(startup["parent"])
+        _set_parent_death_signal(startup["parent"])
     _send(connection, {"ready": True})
     rank, size, device = startup["rank"], startup["size"], startup["device"]
     tp_group = DistributedTPGroup(rank, size, connect(startup["port"]), device)
@@ -83,7 +79,7 @@ def run_worker(connection: socket.socket) -> None:
 
 
 def run_commands(connection: socket.socket, runner: ModelRunner) -> None:
-    """Run commands."""
+    """Run rank 0's commands until END or the end of the socket."""
     header = bytearray(HEADER_BYTES)
     while _receive_into(connection, memoryview(header)):
         command = StepCommand.unpack(bytes(header))
@@ -103,7 +99,7 @@ def run_commands(connection: socket.socket, runner: ModelRunner) -> None:
 def _run_step(
     link: socket.socket, runner: ModelRunner, packer: Packer, command: StepCommand
 ) -> bool:
-    """One step; False where rank 0 is gone."""
+    """Receive and run one step; False if rank 0 has ended."""
     views, buffer = packer.receive_buffer(command.layout)
     if not _receive_into(link, buffer):
         return False
@@ -113,13 +109,13 @@ def _run_step(
 
 
 def _receive_into(link: socket.socket, buffer: memoryview) -> bool:
-    """Read exactly what fits; False at the end of the link."""
-    got = 0
-    while got < len(buffer):
-        count = link.recv_into(buffer[got:])
+    """Fill the buffer from the socket; False at its end."""
+    received = 0
+    while received < len(buffer):
+        count = link.recv_into(buffer[received:])
         if not count:
             return False
-        got += count
+        received += count
     return True
 
 
@@ -141,9 +137,7 @@ def _send(link: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _exit_with_parent(link: int, parent: int) -> None:
-    """End this process when rank 0 is gone, whatever it is waiting for: a GPU may wait for a sum
-    that never comes.
-    """
+    """Exit when rank 0 ends, even if the main thread waits for a collective that cannot end."""
     poll = select.poll()
     poll.register(link, select.POLLHUP)
     while True:

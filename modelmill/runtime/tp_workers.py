@@ -1,10 +1,9 @@
-"""Several ranks, seen from rank 0, which lives in the caller's process: the others are started,
-told, watched, ended.
+"""Rank 0's side of tensor parallelism: starts, commands, watches and ends the other ranks.
 
-Rank 0 schedules and samples as if it were alone; before each step it sends the step's packed
-numbers to the others (``step_commands``), which run the same step. A pair of connected sockets per
-rank carries the commands, and is how
-each side learns that the other is gone: the kernel closes it, however a process ends.
+Rank 0 runs in the caller's process and schedules and samples as a single rank does. Before each
+step it sends the step's packed integers to the other ranks (``step_commands``), which run the same
+step. A socket pair per rank carries the commands. It also shows each side that the other has ended:
+the operating system closes the socket however a process ends.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from modelmill.parallel.tp_group import DistributedTPGroup, TPGroup
 from modelmill.runtime.step_commands import END, PING, StepCommand
 
 START_TIMEOUT_SECONDS = 300.0
-# seconds in which the end of a process becomes known after what it caused
+# seconds between an error caused by the end of a process and the notice of that end
 _EXIT_GRACE_SECONDS = 2.0
-_FAILURE_SETTLE_SECONDS = 0.5  # seconds to see who of several ended first
+_FAILURE_SETTLE_SECONDS = 0.5  # seconds to find out which of several ranks ended first
 _PACKAGE_ROOT = Path(__file__).resolve().parent.parent.parent
 _log = log.get_logger(__name__)
 
@@ -41,10 +40,7 @@ class TPWorkers:
     """The other ranks' processes."""
 
     def __init__(self, engine: Path, config: RunConfig, devices: list[str]) -> None:
-        """Starts a process for each device but the first.
-
-        Raises RankError where one does not come up.
-        """
+        """Start a process for each device but the first; ``connect`` waits for them."""
         self._tp_group: TPGroup | None = None
         self._failed: RankError | None = None
         self._closed = False
@@ -60,8 +56,8 @@ class TPWorkers:
                 "rank": rank, "size": self._size, "port": self._rendezvous.port,
                 "device": devices[rank],
                 "engine": str(engine), "config": to_dict(config), "parent": os.getpid(),
-                # the system would end them with the thread that started them, which may be one that
-                # ends
+                # the parent death signal follows the starting thread, which must live as long as
+                # the process
                 "bound": threading.current_thread() is threading.main_thread(),
             }  # fmt: skip
             self._start(startup)
@@ -69,7 +65,7 @@ class TPWorkers:
         self._watcher.start()
 
     def connect(self) -> TPGroup:
-        """Wait until all ranks are up, and connect them."""
+        """Wait until all ranks are ready and connect them. Raises RankError if one fails."""
         with self._status_changed:
             self._status_changed.wait_for(
                 lambda: self._failed or self._num_ready == self._size - 1, START_TIMEOUT_SECONDS
@@ -87,10 +83,7 @@ class TPWorkers:
         return self._tp_group
 
     def broadcast(self, command: StepCommand, payload: memoryview | bytes = b"") -> None:
-        """Send a command and what belongs to it to every rank.
-
-        Raises RankError where one is gone.
-        """
+        """Send a command and its payload to every rank. Raises RankError if one has ended."""
         self.raise_if_failed()
         header = command.pack()
         try:
@@ -103,10 +96,9 @@ class TPWorkers:
             raise
 
     def ping(self) -> None:
-        """Wait until every rank has answered, however long that takes: who watches this process
-        ends it with them.
+        """Wait until every rank has replied, without a timeout: that is the caller's watchdog.
 
-        Raises RankError where one is gone.
+        Raises RankError if one has ended.
         """
         with self._status_changed:
             self._num_alive = 0
@@ -116,9 +108,7 @@ class TPWorkers:
         self.raise_if_failed()
 
     def raise_if_failed(self, wait_seconds: float = 0.0) -> None:
-        """Raises RankError where a rank has ended; ``wait_seconds``: how long to wait for the news
-        of it.
-        """
+        """Raise RankError if a rank has ended, or ends within ``wait_seconds``."""
         if wait_seconds:
             with self._status_changed:
                 self._status_changed.wait_for(lambda: self._failed is not None, wait_seconds)
@@ -127,7 +117,7 @@ class TPWorkers:
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """What goes wrong inside because a rank has ended is told as that."""
+        """Within the block, an error caused by the end of a rank becomes a RankError."""
         try:
             yield
         except ModelmillError:
@@ -135,8 +125,8 @@ class TPWorkers:
         except BaseException as error:
             if isinstance(error, Exception):
                 self.raise_if_failed(_EXIT_GRACE_SECONDS)
-            # the ranks may stand at different places now
-            self.fail("a step was broken off on rank 0; open the engine again")
+            # the ranks may be at different steps now
+            self.fail("a step was interrupted on rank 0; open the engine again")
             raise
         self.raise_if_failed()
 
@@ -149,7 +139,7 @@ class TPWorkers:
         self._kill_workers()
 
     def close(self) -> None:
-        """End all ranks; closing twice is closing once."""
+        """End all ranks; calling it again does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -163,7 +153,7 @@ class TPWorkers:
         if self._failed is None:
             self._failed = RankError("the engine was closed")
         self._kill_workers()
-        # it ends with the first rank that does
+        # the watcher thread ends with the first rank
         self._watcher.join(_EXIT_GRACE_SECONDS)
         for link in self._sockets:
             link.close()
@@ -172,28 +162,28 @@ class TPWorkers:
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
-        # whoever comes second does not wait: ending a group takes its time where a GPU is busy
+        # a second thread does not wait for the lock: aborting a group is slow while a GPU is busy
         if self._tp_group is not None and self._abort_lock.acquire(blocking=False):
             self._tp_group.abort()
         for process in self._processes:
             process.wait()
 
     def _start(self, startup: dict[str, Any]) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
+        own_end, worker_end = socket.socketpair()
+        with worker_end:
             path = f"import sys; sys.path.insert(0, {str(_PACKAGE_ROOT)!r})"
             code = f"{path}; from modelmill.runtime.tp_worker import main; main()"
             process = subprocess.Popen(
-                [sys.executable, "-c", code, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=env.worker_env(),
+                [sys.executable, "-c", code, str(worker_end.fileno())],
+                stdin=subprocess.DEVNULL, pass_fds=(worker_end.fileno(),), env=env.worker_env(),
                 start_new_session=True,
             )  # fmt: skip
         self._processes.append(process)
-        self._sockets.append(ours)
-        ours.sendall(json.dumps(startup).encode() + b"\n")
+        self._sockets.append(own_end)
+        own_end.sendall(json.dumps(startup).encode() + b"\n")
 
     def _watch(self) -> None:
-        """Hears what ranks say (that they are ready; why they end) until one of them ends."""
+        """Receive the ranks' messages (ready, alive, error) until one of them ends."""
         with selectors.DefaultSelector() as selector:
             for rank, link in enumerate(self._sockets, 1):
                 selector.register(link, selectors.EVENT_READ, rank)
@@ -215,9 +205,9 @@ class TPWorkers:
                         return
 
     def _report_failure(self, rank: int, error: str | None) -> None:
-        """A rank has ended.
+        """Fail because a rank has ended.
 
-        Where one was killed, the others' errors follow from that: it is the one to name.
+        If a rank was killed, errors of others are consequences: the message names the killed one.
         """
         deadline = time.monotonic() + _FAILURE_SETTLE_SECONDS
         code = None
@@ -233,14 +223,14 @@ class TPWorkers:
         if self._closed:
             return
         if error is None:
-            how = (
+            reason = (
                 f"was killed by signal {-code}"
                 if code is not None and code < 0
                 else f"ended with status {code}"
             )
         else:
-            how = f"ended: {error}"
-        self.fail(f"rank {rank} of {self._size} {how}; open the engine again")
+            reason = f"ended: {error}"
+        self.fail(f"rank {rank} of {self._size} {reason}; open the engine again")
 
 
 def _receive(link: socket.socket) -> bytes:

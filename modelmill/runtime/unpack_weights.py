@@ -1,5 +1,6 @@
-"""Weights that torch's references expand in every step, expanded once: on a CPU where no compiled
-kernel serves.
+"""Unpacks quantized weights once, on a CPU without compiled kernels.
+
+The torch reference ops would unpack them in every step.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _log = log.get_logger(__name__)
 
 @dataclass(frozen=True)
 class UnpackReport:
-    """Weights that are expanded now, and those that stay packed because there is no room."""
+    """Weights that were unpacked, and those that stay packed for lack of memory."""
 
     num_unpacked: int = 0
     unpacked_bytes: int = 0
@@ -37,28 +38,32 @@ class UnpackReport:
 
     @property
     def warning(self) -> str | None:
-        """One line for people about what stays packed."""
+        """One line about the weights that stay packed; None if there are none."""
         if not self.num_packed:
             return None
         missing = format_bytes(self.packed_bytes)
         total = self.num_packed + self.num_unpacked
         return (
-            f"{self.num_packed} of {total} weights are unpacked anew in every step, which is slow: "
-            f"keeping them unpacked needs {missing} more memory"
+            f"{self.num_packed} of {total} weights are unpacked again in every step, which is "
+            f"slow: keeping them unpacked needs {missing} more memory"
         )
 
 
 def unpack_cpu_weights(
     model: nn.Module, ops: Ops, dtype: torch.dtype, device: str, tp_group: TPGroup = SINGLE_RANK
 ) -> None:
-    """Expand what would be expanded in every step, and say in the log what makes a CPU slow.
+    """Unpack what would be unpacked in every step, and log what makes inference slow on this CPU.
 
-    dtype: of activations. tp_group: its ranks share this machine's memory, and the first one speaks
-    for all.
+    Args:
+        model: The loaded model; its weights are replaced.
+        ops: The selected ops.
+        dtype: Of activations.
+        device: Nothing is done unless it is "cpu".
+        tp_group: Its ranks share this machine's memory; only rank 0 logs.
     """
     if device != "cpu":
         return
-    done = unpack_weights(
+    report = unpack_weights(
         model,
         ops,
         dtype,
@@ -66,15 +71,13 @@ def unpack_cpu_weights(
     )
     if tp_group.rank:
         return
-    for line in (missing_kernels_reason(ops), done.warning):
+    for line in (missing_kernels_reason(ops), report.warning):
         if line is not None:
             _log.warning("%s", line)
 
 
 def missing_kernels_reason(ops: Ops) -> str | None:
-    """One line where compiled kernels could serve this CPU and cannot be had, with the way out;
-    None: all is well.
-    """
+    """Why this CPU has no compiled kernels and what to do, in one line; None if it has them."""
     reason = kernels.available("cpu")
     if reason is None or ops.backends["linear"] == "cpu":
         return None
@@ -82,15 +85,14 @@ def missing_kernels_reason(ops: Ops) -> str | None:
 
 
 def unpack_weights(model: nn.Module, ops: Ops, dtype: torch.dtype, max_bytes: int) -> UnpackReport:
-    """Expand the weights whose op torch's reference serves, in the order of the model, while
-    ``max_bytes`` bytes last.
+    """Unpack the weights whose op runs as torch reference, in model order, up to ``max_bytes``.
 
-    A tied weight is expanded once. Products are the same to the bit.
+    A tied weight is unpacked once. The results of the ops are bit-identical.
     """
-    work = _Unpacker(ops, dtype, max_bytes)
+    unpacker = _Unpacker(ops, dtype, max_bytes)
     for linear in [m for m in model.modules() if isinstance(m, Linear)]:
-        linear.weight = work.unpack(linear.weight)
-    return work.report
+        linear.weight = unpacker.unpack(linear.weight)
+    return unpacker.report
 
 
 class _Unpacker:
@@ -102,28 +104,28 @@ class _Unpacker:
         self._unpacked_by_address: dict[int, WeightFormat] = {}
 
     def unpack(self, weight: WeightFormat) -> WeightFormat:
-        """The weight, expanded where its op needs that and there is room."""
+        """The weight, unpacked if its op needs that and memory allows."""
         if isinstance(weight, MixedRowsWeight):
             return MixedRowsWeight(tuple(map(self.unpack, weight.parts)))
-        how = unpack_spec(weight)
-        if how is None or self.ops.backends.get(how.op) != "torch":
+        spec = unpack_spec(weight)
+        if spec is None or self.ops.backends.get(spec.op) != "torch":
             return weight
         key = weight.tensors()["weight"].data_ptr()
         if key not in self._unpacked_by_address:
-            self._unpacked_by_address[key] = self._unpack_if_fits(weight, how.dtype or self.dtype)
+            self._unpacked_by_address[key] = self._unpack_if_fits(weight, spec.dtype or self.dtype)
         return self._unpacked_by_address[key]
 
     def _unpack_if_fits(self, weight: WeightFormat, dtype: torch.dtype) -> WeightFormat:
         size = weight.shape[0] * weight.shape[1] * dtype.itemsize
         if self.report.unpacked_bytes + size > self.max_bytes:
-            more = self.report.packed_bytes + size
+            packed_bytes = self.report.packed_bytes + size
             self.report = replace(
-                self.report, num_packed=self.report.num_packed + 1, packed_bytes=more
+                self.report, num_packed=self.report.num_packed + 1, packed_bytes=packed_bytes
             )
             return weight
-        made = UnpackedWeight(weight, weight.unpack(self.dtype))  # type: ignore[attr-defined]
-        taken = self.report.unpacked_bytes + made.unpacked.weight.nbytes
+        unpacked = UnpackedWeight(weight, weight.unpack(self.dtype))  # type: ignore[attr-defined]
+        unpacked_bytes = self.report.unpacked_bytes + unpacked.unpacked.weight.nbytes
         self.report = replace(
-            self.report, num_unpacked=self.report.num_unpacked + 1, unpacked_bytes=taken
+            self.report, num_unpacked=self.report.num_unpacked + 1, unpacked_bytes=unpacked_bytes
         )
-        return made
+        return unpacked

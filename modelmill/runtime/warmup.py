@@ -1,11 +1,9 @@
-"""Meeting every form of a kernel before a request does: each of them is compiled when it is first
-met.
+"""Warm-up: compiles every kernel specialization before a request needs it.
 
-A decode step by graph has few forms, since sizes are rounded up there. A step with prompts beside
-answers is no graph: into how many parts attention divides the contexts follows from how many
-answers run and how long they are, how a product is cut into tiles from how many tokens there are,
-and each is a kernel of its own. Compiled while people read along, it stops all of them for a part
-of a second, or for two.
+Decode graphs need few specializations, since their sizes are rounded up. A mixed step is not a
+graph: the split of attention depends on the number and length of the sequences, the tile shape of a
+GEMM on the number of tokens, and each is a separate kernel. A compilation during serving stops all
+streams for up to two seconds.
 """
 
 from __future__ import annotations
@@ -26,11 +24,10 @@ from modelmill.ops import registry
 from modelmill.ops.registry import Ops
 
 _log = log.get_logger(__name__)
-# Products whose kernel depends on how many rows there are.
+# GEMM ops whose kernel depends on the number of rows.
 GEMM_OPS = ("linear_swiglu", "w8a8_linear", "w8a8_linear_swiglu", "fp8_linear", "qkv_rope_cache")
-# Which of their arguments behind the weight have a row for each of x. Of w8a8_linear and its kin
-# the scales of x, where they are not one for all; of qkv_rope_cache slots, angles and factors of
-# queries.
+# Indices of the arguments after the weight that have one row per row of x: for w8a8_linear and
+# similar ops the scales of x, if per row; for qkv_rope_cache slots, angles and query factors.
 ROW_ARGUMENTS = {
     "w8a8_linear": (1,),
     "w8a8_linear_swiglu": (1,),
@@ -40,7 +37,7 @@ ROW_ARGUMENTS = {
 
 
 class AttentionRecorder:
-    """``paged_attention`` that keeps what it was called with: one call of each kind of layer."""
+    """Wraps ``paged_attention`` and stores the arguments of one call per layer type."""
 
     def __init__(self, run: Callable[..., torch.Tensor]) -> None:
         self._run = run
@@ -49,10 +46,7 @@ class AttentionRecorder:
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
     ) -> torch.Tensor:
-        """As the op.
-
-        rest: tables, starts, lengths, bounds of queries and contexts; scale, window and scales.
-        """
+        """Call the op; ``rest``: its arguments from the page tables on."""
         scale, window, *scales = (*rest[5:], None, None, None)[:4]
         key = (q.shape[1:], q.dtype, k.shape[1:], k.dtype, window)
         self.calls.setdefault(key, (q, k, v, scale, window, *scales))
@@ -63,47 +57,52 @@ class AttentionRecorder:
 def warm_up_attention(
     ops: Ops, recorder: AttentionRecorder, max_seqs: int, max_len: int, table_columns: int
 ) -> int:
-    """Call attention once for every form that single queries may take; how many there were.
+    """Call attention once for every specialization of decode queries.
 
-    The sequences are empty: nothing is read or stored. max_seqs, max_len: sequences of a step,
-    tokens of one. table_columns: of their page tables. Other ranks find what this one compiled
-    where Triton keeps it on the disk.
+    The sequences are empty: nothing is read or stored. Other ranks load the compiled kernels from
+    Triton's disk cache.
+
+    Args:
+        ops: The ops to call.
+        recorder: Calls recorded from a real step.
+        max_seqs: Most sequences of a step.
+        max_len: Most tokens of a sequence.
+        table_columns: Columns of the page tables.
+
+    Returns:
+        The number of calls.
     """
     count = 0
     for q, k, v, scale, *rest in recorder.calls.values():
         starts = torch.arange(max_seqs + 1, dtype=torch.int32, device=q.device)
         empty = torch.zeros((max_seqs, table_columns), dtype=torch.int32, device=q.device)
         queries = q.new_zeros((max_seqs, *q.shape[1:]))
-        for forms in registry.specializations("paged_attention", ops.backends["paged_attention"]):
-            for batch, context in forms(q, k, max_seqs, max_len, rest[0]):
-                where = (empty[:batch], starts[: batch + 1], torch.zeros_like(starts[:batch]))
-                ops.paged_attention(queries[:batch], k, v, *where, 1, context, scale, *rest)
+        for list_cases in registry.specializations(
+            "paged_attention", ops.backends["paged_attention"]
+        ):
+            for batch, context in list_cases(q, k, max_seqs, max_len, rest[0]):
+                tables = (empty[:batch], starts[: batch + 1], torch.zeros_like(starts[:batch]))
+                ops.paged_attention(queries[:batch], k, v, *tables, 1, context, scale, *rest)
                 count += 1
     return count
 
 
 class GemmRecorder:
-    """A product that keeps what it was called with: one call for each kind of weight and of what
-    goes with it.
-    """
+    """Wraps a GEMM op and stores the arguments of one call per weight shape and dtype."""
 
     def __init__(self, run: Callable[..., torch.Tensor | None]) -> None:
         self._run = run
         self.calls: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor | None:
-        """As the op.
-
-        rest: what it takes behind the weight: scales, a bias, the pages of the layer that came
-        first.
-        """
-        key = (x.dtype, weight.shape, weight.dtype, *(each is None for each in rest))
+        """Call the op; ``rest``: its arguments after the weight."""
+        key = (x.dtype, weight.shape, weight.dtype, *(arg is None for arg in rest))
         self.calls.setdefault(key, (x, weight, *rest))
         return self._run(x, weight, *rest)
 
 
 def record_gemms(ops: Ops) -> tuple[Ops, dict[str, GemmRecorder]]:
-    """``ops`` whose products keep their calls, and these by name."""
+    """``ops`` with recording GEMM ops, and their recorders by name."""
     recorders = {
         name: GemmRecorder(run) for name in GEMM_OPS if (run := getattr(ops, name)) is not None
     }
@@ -111,31 +110,31 @@ def record_gemms(ops: Ops) -> tuple[Ops, dict[str, GemmRecorder]]:
 
 
 def warm_up_gemms(ops: Ops, recorders: Mapping[str, GemmRecorder], max_tokens: int) -> int:
-    """Call each product once for every form that steps of up to ``max_tokens`` tokens may take; how
-    many could be met.
+    """Call each GEMM once for every specialization of steps of up to ``max_tokens`` tokens.
 
-    Side by side, as far as there are cores: a compiler takes 2 to 4 s for each of them. What fails
-    here fails whoever needs it, and nobody else: it is logged.
+    Runs in parallel on the CPU cores: each compilation takes 2 to 4 s. A failure is only logged: it
+    will be raised again by a request that needs the kernel.
+
+    Returns:
+        The number of successful calls.
     """
     jobs: list[Callable[[], object]] = []
-    for name, product in recorders.items():
-        for x, weight, *rest in product.calls.values():
-            for forms in registry.specializations(name, ops.backends[name]):
+    for name, recorder in recorders.items():
+        for x, weight, *rest in recorder.calls.values():
+            for list_rows in registry.specializations(name, ops.backends[name]):
                 jobs += [
                     partial(_run_gemm, name, getattr(ops, name), x, weight, rest, rows)
-                    for rows in forms(x, weight, max_tokens)
+                    for rows in list_rows(x, weight, max_tokens)
                 ]
-    met = 0
+    count = 0
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "compile") as pool:
-        for done in [pool.submit(job) for job in jobs]:
+        for future in [pool.submit(job) for job in jobs]:
             try:
-                done.result()
-                met += 1
+                future.result()
+                count += 1
             except Exception as error:
-                _log.warning(
-                    "a product's form could not be met beforehand: %s", one_line(str(error), 300)
-                )
-    return met
+                _log.warning("a GEMM kernel failed in warm-up: %s", one_line(str(error), 300))
+    return count
 
 
 @torch.inference_mode()
@@ -147,13 +146,11 @@ def _run_gemm(
     rest: list[Any],
     rows: int,
 ) -> None:
-    """With so many rows of zeros for x; of what has a row for each of x ones, and slots that store
-    nothing.
-    """
-    given = list(rest)
+    """Run a GEMM op on ``rows`` zero rows; row arguments become ones, and slots −1 (no store)."""
+    args = list(rest)
     for i in ROW_ARGUMENTS.get(name, ()):
-        each = given[i] if i < len(given) else None
-        if each is not None and each.dim() > 0 and len(each) == len(x):
-            given[i] = each.new_full((rows, *each.shape[1:]), 1 if each.is_floating_point() else -1)
+        arg = args[i] if i < len(args) else None
+        if arg is not None and arg.dim() > 0 and len(arg) == len(x):
+            args[i] = arg.new_full((rows, *arg.shape[1:]), 1 if arg.is_floating_point() else -1)
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-        run(x.new_zeros((rows, x.shape[1])), weight, *given)
+        run(x.new_zeros((rows, x.shape[1])), weight, *args)

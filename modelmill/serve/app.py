@@ -1,4 +1,4 @@
-"""The HTTP application: routes, and errors in OpenAI's form."""
+"""The HTTP application: routes, and errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ REQUEST_MODELS: dict[str, type[StrictModel]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
-"""What each path is asked: an error names a field of it."""
+"""The request model of each path; error messages name a field of it."""
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorResponse, "description": "The request is at fault; the message says how"},
+    400: {"model": ErrorResponse, "description": "The request is invalid; the message says why"},
     401: {"model": ErrorResponse, "description": "The key is missing or wrong"},
     403: {
         "model": ErrorResponse,
@@ -66,10 +66,10 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     },
     404: {"model": ErrorResponse, "description": "No such model"},
     405: {"model": ErrorResponse, "description": "The path takes another method"},
-    408: {"model": ErrorResponse, "description": "The body did not come in time"},
+    408: {"model": ErrorResponse, "description": "The body did not arrive in time"},
     413: {"model": ErrorResponse, "description": "The body is too large"},
     429: {"model": ErrorResponse, "description": "Too many requests wait"},
-    500: {"model": ErrorResponse, "description": "A bug"},
+    500: {"model": ErrorResponse, "description": "Internal error"},
     503: {
         "model": ErrorResponse,
         "description": "The engine is loading, restarting or being shut down",
@@ -107,26 +107,27 @@ def make_app(service: Service) -> ASGIApp:
 
 
 async def _document(request: Request) -> Response:
-    """The OpenAPI document; half a second is needed to make it."""
+    """Serve the OpenAPI document; making it takes half a second."""
     return await run_in_threadpool(lambda: Utf8JsonResponse(request.app.openapi()))
 
 
 def _openapi_document(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document: validation is answered with 400 here, never with 422."""
+    """The OpenAPI document; invalid requests get 400 here, never 422."""
     if app.openapi_schema is None:
         app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         for path in app.openapi_schema["paths"].values():
             for operation in path.values():
                 operation["responses"].pop("422", None)
         add_response_schemas(app.openapi_schema)
-        for left in ("HTTPValidationError", "ValidationError"):
-            app.openapi_schema.get("components", {}).get("schemas", {}).pop(left, None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            app.openapi_schema.get("components", {}).get("schemas", {}).pop(name, None)
     return app.openapi_schema
 
 
 class _BugLogger:
-    """Starlette answers a bug with our 500 and raises it again; it is logged here and goes no
-    further.
+    """Logs unexpected exceptions.
+
+    Starlette answers them with our 500 and raises them again; here they are logged and end.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -143,9 +144,11 @@ class _BugLogger:
 
 async def _handle_error(request: Request, error: Exception) -> Response:
     body = REQUEST_MODELS.get(request.url.path)
-    told = errors.to_api_error(error, frozenset() if body is None else frozenset(body.model_fields))
-    if told.status == 500 and isinstance(error, ModelmillError):
-        # it says what this machine or this engine lacks, and nothing of the request; a bug is
+    api_error = errors.to_api_error(
+        error, frozenset() if body is None else frozenset(body.model_fields)
+    )
+    if api_error.status == 500 and isinstance(error, ModelmillError):
+        # the message is about this machine or engine, not the request; other exceptions are
         # logged by _BugLogger
         data = {
             "request_id": request.scope.get("modelmill.request_id"),
@@ -155,22 +158,22 @@ async def _handle_error(request: Request, error: Exception) -> Response:
             "request failed",
             extra={"data": {**data, "reason": one_line(str(error), errors.MAX_MESSAGE_CHARS)}},
         )
-    return error_response(told)
+    return error_response(api_error)
 
 
 async def _handle_disconnect(_: Request, __: Exception) -> Response:
-    # nobody reads it; 499 is what others write into their logs for it
+    # the client is gone; 499 is the usual status in logs
     return Response(status_code=499)
 
 
 async def _handle_http_exception(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    told = {404: "there is nothing at this path", 405: "this path takes another method"}.get(
+    message = {404: "there is nothing at this path", 405: "this path takes another method"}.get(
         error.status_code
     )
     return error_response(
-        ApiError(error.status_code, told or "refused", code=code, headers=error.headers)
+        ApiError(error.status_code, message or "refused", code=code, headers=error.headers)
     )
 
 
@@ -181,5 +184,5 @@ async def _handle_validation_error(request: Request, error: Exception) -> Respon
 
 
 def error_response(error: ApiError) -> Response:
-    """An error as a response."""
+    """Format an error as a response."""
     return Utf8JsonResponse(error.body(), error.status, error.headers)

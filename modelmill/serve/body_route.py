@@ -33,7 +33,7 @@ class BodyRoute(APIRoute):
     """Calls ``endpoint(body, request)``, which returns a Response."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Without FastAPI's own reading and validating."""
+        """Return a handler that replaces FastAPI's reading and validation of bodies."""
         model: type[StrictModel] = get_type_hints(self.endpoint)["body"]
         endpoint = self.endpoint
 
@@ -50,17 +50,21 @@ class BodyRoute(APIRoute):
 
 
 async def read_body(request: Request, model: type[S]) -> S:
-    """The request's body as ``model``. Raises ApiError 400, ClientDisconnect."""
+    """Read and validate the body of a request.
+
+    Raises:
+        ApiError: 400, the body is invalid.
+        ClientDisconnect: the client has disconnected.
+    """
     data = bytearray()
     async for piece in request.stream():
         data += piece
     if not data:
         raise invalid_request("the request's body is empty; send an object")
     if not _is_json(request.headers.get("content-type", "")):
-        # a form: what curl says it sends, and what a page of another origin may send unasked
+        # form types: curl's default, and allowed from pages of other origins without CORS
         raise invalid_request(
-            "the request's body has to be told to be JSON: add the header content-type: "
-            "application/json"
+            "the request's content type is not JSON: add the header content-type: application/json"
         )
     service: Service = request.app.state.service
     if len(data) <= MAX_INLINE_PARSE_BYTES:
@@ -72,16 +76,20 @@ async def read_body(request: Request, model: type[S]) -> S:
 
 
 def _is_json(content_type: str) -> bool:
-    kind = content_type.partition(";")[0].strip().lower()
-    return kind == "application/json" or (
-        kind.startswith("application/") and kind.endswith("+json")
+    media_type = content_type.partition(";")[0].strip().lower()
+    return media_type == "application/json" or (
+        media_type.startswith("application/") and media_type.endswith("+json")
     )
 
 
 def _parse_small_body(data: bytearray) -> Any:
-    """A small body. Raises ApiError."""
+    """Parse a small body.
+
+    Raises:
+        ApiError: 400, it is not valid JSON.
+    """
     try:
-        # JSON is UTF-8 (RFC 8259), however long it is
+        # JSON is always UTF-8 (RFC 8259)
         return json.loads(str(data, "utf-8-sig", "surrogatepass"))
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise invalid_request("the request's body is not JSON") from None
@@ -90,22 +98,30 @@ def _parse_small_body(data: bytearray) -> Any:
 
 
 def _parse_large_body(data: bytearray, model: type[S], limits: JsonLimits) -> S:
-    """A large body, whose bytes are given up. Raises ApiError."""
+    """Parse and validate a large body; ``data`` is cleared to free its memory.
+
+    Raises:
+        ApiError: 400, it is invalid.
+    """
     try:
         raw = parse(data, limits, model.unused)
     except BodyError as error:
         field = error.field if error.field in model.model_fields else None
-        named = f"{field}:" if field else "the request's body"
-        raise invalid_request(f"{named} {error}", field) from None
+        subject = f"{field}:" if field else "the request's body"
+        raise invalid_request(f"{subject} {error}", field) from None
     data.clear()
     return validate_body(raw, model)
 
 
 def validate_body(raw: Any, model: type[S]) -> S:
-    """JSON data as ``model``. Raises ApiError 400 that names the field at fault."""
+    """Validate JSON data.
+
+    Raises:
+        ApiError: 400; the message names the invalid field.
+    """
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_input=False)
-    param, line = summarize_errors(found, model)
+        errors = error.errors(include_url=False, include_input=False)
+    param, line = summarize_errors(errors, model)
     raise invalid_request(line, param)

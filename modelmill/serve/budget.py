@@ -1,5 +1,6 @@
-"""One memory budget for several engines: they load one after another, and each takes its part of
-what is left.
+"""Divides one memory budget between several engines.
+
+Engines load one after another, and each takes its share of what is left.
 """
 
 from __future__ import annotations
@@ -12,46 +13,44 @@ from modelmill.core.config import RunConfig
 from modelmill.core.memory_limits import prefix_cache_bytes
 
 SEGMENT_WORKSPACE_BYTES = 2 << 30
-"""For pictures, activations and masks of a segmentation engine: those of the largest picture that
-is taken.
+"""Memory of a segmentation engine for images, activations and masks of the largest allowed image.
 """
 
 
 def memory_share(free_bytes: int, weight_bytes: int, later_weight_bytes: Sequence[int]) -> int:
-    """Bytes, of ``free_bytes``, for an engine with ``weight_bytes`` bytes of weights that others
-    load after.
+    """Memory for an engine, of ``free_bytes``, when other engines load after it.
 
-    Every engine gets room for its weights; what remains is divided equally.
+    Every engine gets its weights; the rest is divided equally.
     """
     spare = free_bytes - weight_bytes - sum(later_weight_bytes)
     return weight_bytes + spare // (1 + len(later_weight_bytes))
 
 
 def segment_engine_bytes(weight_bytes: int, embedding_cache_bytes: int) -> int:
-    """What a segmentation engine takes: its weights, the embeddings it keeps, and room to work
-    in.
-    """
+    """Memory of a segmentation engine: weights, cached embeddings and workspace."""
     return weight_bytes + embedding_cache_bytes + SEGMENT_WORKSPACE_BYTES
 
 
 def with_cpu_budget(
     config: RunConfig, free_bytes: int, num_other_engines: int, segment_bytes: int = 0
 ) -> RunConfig:
-    """``config`` with this engine's part of the KV bytes. free_bytes: what KV caches may take now,
-    all together.
+    """Return ``config`` with this engine's share of the KV cache memory.
 
-    num_other_engines: with a KV cache, beside it; those that have loaded take memory only as they
-    write.
-    segment_bytes: what of the memory segmentation engines take; it is not in ``free_bytes`` any
-    more.
+    Args:
+        config: of the engine.
+        free_bytes: available to all KV caches together.
+        num_other_engines: other engines with a KV cache; loaded ones take memory as they write.
+        segment_bytes: memory of segmentation engines, already subtracted from ``free_bytes``.
     """
     if config.kv_cache_bytes is not None or not (num_other_engines or segment_bytes):
         return config
-    mine = max(free_bytes // (1 + num_other_engines), 1)
-    kept = (
-        prefix_cache_bytes(mine) if config.prefix_cache_bytes is None else config.prefix_cache_bytes
+    kv_bytes = max(free_bytes // (1 + num_other_engines), 1)
+    prefix_bytes = (
+        prefix_cache_bytes(kv_bytes)
+        if config.prefix_cache_bytes is None
+        else config.prefix_cache_bytes
     )
-    return replace(config, kv_cache_bytes=mine, prefix_cache_bytes=kept)
+    return replace(config, kv_cache_bytes=kv_bytes, prefix_cache_bytes=prefix_bytes)
 
 
 def with_cuda_budget(
@@ -62,43 +61,50 @@ def with_cuda_budget(
     later_weight_bytes: Sequence[int],
     segment_bytes: int = 0,
 ) -> RunConfig:
-    """``config`` with this engine's part of the GPU. free_bytes, total_bytes: of the device; others
-    hold the rest.
+    """Return ``config`` with this engine's share of the GPU.
 
-    gpu_memory_utilization bounds all of them together. segment_bytes: what segmentation engines
-    will take yet.
+    gpu_memory_utilization limits all engines together.
+
+    Args:
+        config: of the engine.
+        free_bytes: of the device.
+        total_bytes: of the device.
+        weight_bytes: weights of this engine.
+        later_weight_bytes: weights of each language engine that loads after it.
+        segment_bytes: memory that segmentation engines will still take.
     """
     if config.kv_cache_bytes is not None or not (later_weight_bytes or segment_bytes):
         return config
     used = total_bytes - free_bytes + segment_bytes
-    mine_now = memory_share(
+    share = memory_share(
         int(total_bytes * config.gpu_memory_utilization) - used, weight_bytes, later_weight_bytes
     )
-    held = total_bytes - free_bytes
+    used_now = total_bytes - free_bytes
     return replace(
-        config, gpu_memory_utilization=min(max((held + mine_now) / total_bytes, 1e-6), 1.0)
+        config, gpu_memory_utilization=min(max((used_now + share) / total_bytes, 1e-6), 1.0)
     )
 
 
 def split_kv_budget(config: RunConfig, num_engines: int) -> RunConfig:
-    """``config`` for one of ``num_engines`` engines: KV bytes that were given are for all of
-    them.
+    """Return ``config`` for one of ``num_engines`` engines.
+
+    Configured KV cache sizes are for all engines together.
     """
     if num_engines < 2:
         return config
-    given = (config.kv_cache_bytes, config.prefix_cache_bytes)
-    kv, kept = (None if each is None else max(each // num_engines, 1) for each in given)
-    return replace(config, kv_cache_bytes=kv, prefix_cache_bytes=kept)
+    sizes = (config.kv_cache_bytes, config.prefix_cache_bytes)
+    kv, prefix = (None if each is None else max(each // num_engines, 1) for each in sizes)
+    return replace(config, kv_cache_bytes=kv, prefix_cache_bytes=prefix)
 
 
 def kv_cache_summary(device: str, num_tokens: int, kv_bytes: int, prefix_cache_bytes: int) -> str:
-    """One line about the KV cache of an engine that is ready. num_tokens: that it holds."""
+    """One line about the KV cache of a ready engine, which holds ``num_tokens`` tokens."""
     line = f"KV cache: {format_bytes(kv_bytes)} for {num_tokens:,} tokens"
     if device != "cpu":
         return line
-    kept = (
-        f"; up to {format_bytes(prefix_cache_bytes)} of it keep prompt beginnings"
+    prefix_note = (
+        f"; up to {format_bytes(prefix_cache_bytes)} of it cache prompt prefixes"
         if prefix_cache_bytes
         else ""
     )
-    return f"{line}, RAM that is taken as they come{kept}"
+    return f"{line}, allocated as they arrive{prefix_note}"

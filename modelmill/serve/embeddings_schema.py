@@ -1,4 +1,4 @@
-"""What /v1/embeddings is asked, and how a pooled state becomes the vector that is sent."""
+"""Requests of /v1/embeddings, and the conversion of pooled states to vectors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from modelmill.serve.schema import MAX_INT32, TextList, TokenIdLists, TokenIds
 from modelmill.serve.strict_models import StrictModel
 
 MAX_INPUTS = 2048
-"""Texts of one request."""
+"""Inputs of one request."""
 MAX_OUTPUT_FLOATS = 1 << 21
-"""Numbers of one answer that are written out, some 40 MB; packed ones may be more."""
+"""Limit of numbers in one response as text, some 40 MB; base64 may have more."""
 
 
 class EmbeddingRequest(StrictModel):
@@ -24,40 +24,51 @@ class EmbeddingRequest(StrictModel):
 
     model: str = Field(max_length=1024)
     input: str | TextList | TokenIds | TokenIdLists = Field(
-        description="a text, a list of texts, token ids, or lists of them; up to 2048"
+        description="a string, a list of strings, token ids, or lists of them; up to 2048"
     )
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1, le=MAX_INT32)
     user: str | None = Field(None, max_length=4096)
-    # ours
+    # extension
     pooling: Literal["mean", "last"] | None = Field(
         None, description="of the final hidden states; default: mean"
     )
     cache_salt: str | None = Field(None, max_length=1024)
 
     def inputs(self) -> list[str | list[int]]:
-        """The inputs, one or many. Raises RequestError for empty ones."""
-        raw = self.input
-        listed: list[Any] = (
-            [raw] if isinstance(raw, str) or (raw and isinstance(raw[0], int)) else list(raw)
+        """The inputs as a list.
+
+        Raises:
+            RequestError: an input is empty, or there are too many.
+        """
+        inputs = self.input
+        input_list: list[Any] = (
+            [inputs]
+            if isinstance(inputs, str) or (inputs and isinstance(inputs[0], int))
+            else list(inputs)
         )
-        if not listed or any(len(each) == 0 for each in listed):
+        if not input_list or any(len(each) == 0 for each in input_list):
             raise RequestError("input is empty; give at least one token")
-        if len(listed) > MAX_INPUTS:
-            raise RequestError(f"input holds {len(listed)} texts; up to {MAX_INPUTS} are taken")
-        return listed
+        if len(input_list) > MAX_INPUTS:
+            raise RequestError(f"input has {len(input_list)} texts; the limit is {MAX_INPUTS}")
+        return input_list
 
     @property
     def pooling_type(self) -> str:
-        """How states are pooled."""
+        """The pooling, or its default."""
         return self.pooling or POOL_MEAN
 
 
 def format_embedding(state: bytes, dimensions: int | None, as_base64: bool) -> list[float] | str:
-    """A pooled state (float32) cut to its first ``dimensions`` and brought to length 1; as_base64:
-    of float32.
+    """Convert a pooled state (float32) to a vector of length 1.
 
-    Raises RequestError where it has fewer dimensions, or no direction.
+    Args:
+        state: float32 values.
+        dimensions: keep only so many.
+        as_base64: encode float32 values as base64.
+
+    Raises:
+        RequestError: the state has fewer dimensions, or is zero.
     """
     unit = unit_vector(state, dimensions)
     return base64.b64encode(unit.tobytes()).decode() if as_base64 else unit.tolist()

@@ -1,4 +1,4 @@
-"""One served engine, seen from the API: its worker is started, supervised and talked to."""
+"""The API process's side of one engine: starts, supervises and restarts its worker process."""
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ MIN_WORKER_SECONDS = 30.0
 """A worker that lived for fewer seconds counts as a failed start."""
 MAX_FAILED_STARTS = 5
 KILL_TIMEOUT = 30.0
-"""Seconds in which the system has to end a process that was killed."""
+"""Seconds to wait for a killed process to exit."""
 READ_CHUNK_BYTES = 16 << 10
-"""Bytes that are read together: five steps of 64 answers.
+"""Bytes per read: about five steps of 64 sequences.
 
-An API that is behind writes them as one piece.
+An API process that falls behind merges their deltas into one event.
 """
 MIN_TOKENIZE_LIMIT = 16384
-"""Tokens of a text that is split or told, of any engine."""
+"""Lower bound of the tokens that /tokenize and /detokenize handle, for any engine."""
 _log = log.get_logger("serve")
 
 
 class EngineState(StrEnum):
-    """Where an engine stands."""
+    """State of an engine."""
 
     LOADING = "loading"
     READY = "ready"
@@ -85,12 +85,12 @@ class ServerShuttingDown(EngineNotReady):
 
 
 class QueueFull(CapacityError):
-    """As many requests wait as may."""
+    """The queue has no room for the request."""
 
 
 @dataclass(frozen=True)
 class LoadProgress:
-    """How far loading has come; done and total in the stage's own unit."""
+    """Progress of loading; ``done`` and ``total`` in the unit of the stage."""
 
     stage: str = "starting"
     done: int = 0
@@ -98,7 +98,7 @@ class LoadProgress:
 
 
 class EngineClient:
-    """A worker and the requests it answers. Belongs to one asyncio event loop."""
+    """A worker and the requests it runs; belongs to one asyncio event loop."""
 
     def __init__(
         self,
@@ -113,10 +113,16 @@ class EngineClient:
         restart_delay: float = 0.2,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        """max_waiting: sequences beyond those of a step. restart_delay: seconds before the first
-        restart.
+        """Describe the engine; ``run`` starts its worker.
 
-        sleep: between two looks at whether the worker lives.
+        Args:
+            name: served name.
+            open_engine: sent to every new worker.
+            max_waiting: sequences that may wait beyond those of a step.
+            launch: starts a worker process.
+            load_text_processor: called with the engine folder and a chat template.
+            restart_delay: seconds before the first restart.
+            sleep: waits between two checks of the watchdog.
         """
         self.name, self.state, self.progress = name, EngineState.LOADING, LoadProgress()
         self.error: str | None = None
@@ -142,19 +148,21 @@ class EngineClient:
         self._previous_stats = _zero_stats(0)
         self._is_closing = False
         self._sleep = sleep
-        self._hang_reason = ""  # how the worker that is ended hung
+        self._hang_reason = ""  # why the current worker was killed as hung
         self.metrics: EngineMetrics | None = None
         self.segment_client = SegmentClient(
             name, self._send, lambda id: self._send(AbortRequest(id))
         )
 
-    # -- asking
+    # -- requests
 
     @property
     def text_processor(self) -> TextProcessor:
-        """The engine's text side.
+        """The engine's tokenizer, chat template and detokenizer.
 
-        Raises EngineNotReady before it is known, RequestError where the engine has none.
+        Raises:
+            EngineNotReady: it is not loaded yet.
+            RequestError: the engine has none.
         """
         self._check_engine_type("language")
         if self._text_processor is None:
@@ -163,32 +171,34 @@ class EngineClient:
 
     @property
     def pid(self) -> int | None:
-        """The worker's process id, while there is one."""
+        """Process id of the worker; None without one."""
         return None if self._worker_process is None else self._worker_process.pid
 
     @property
     def request_limits(self) -> RequestLimits:
-        """What requests are checked against.
+        """The limits that requests are checked against.
 
-        Raises EngineNotReady, RequestError for an engine that writes no text.
+        Raises:
+            EngineNotReady: the engine is not ready.
+            RequestError: the engine does not generate text.
         """
-        facts = self._require_ready()
+        info = self._require_ready()
         self._check_engine_type("language")
         return RequestLimits(
-            facts.vocab_size,
-            facts.max_model_len,
-            facts.num_pages * facts.page_size,
-            facts.max_num_seqs,
+            info.vocab_size,
+            info.max_model_len,
+            info.num_pages * info.page_size,
+            info.max_num_seqs,
         )
 
     @property
     def engine_type(self) -> str | None:
-        """What the engine does; None before that is known."""
+        """Either "language" or "segmentation"; None before the engine is open."""
         return None if self.engine_info is None else self.engine_info.engine_type
 
     @property
     def input_modalities(self) -> list[str]:
-        """What a request may hold; nothing before that is known."""
+        """Input types that a request may contain; empty before they are known."""
         if self.engine_type == SEGMENTATION:
             return ["image"]
         return (
@@ -201,7 +211,7 @@ class EngineClient:
 
     @property
     def has_chat_template(self) -> bool | None:
-        """Whether it has a chat template; None before that is known."""
+        """Whether the engine has a chat template; None before that is known."""
         if self.engine_type == SEGMENTATION:
             return False
         return (
@@ -210,9 +220,7 @@ class EngineClient:
 
     @property
     def sampling_defaults(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """How answers are drawn where a request does not say, and where the page's user does not;
-        None: not known.
-        """
+        """Sampling defaults of API requests, and those of the web page; None: not known yet."""
         if self._text_processor is None:
             return None
         return (
@@ -222,25 +230,34 @@ class EngineClient:
 
     @property
     def _kv_cache_bytes(self) -> tuple[int, int]:
-        """What the KV cache may take on all ranks together, and kept prefixes of it."""
-        facts = self._require_ready()
-        page = facts.page_bytes * self._open_engine.run.get("tp", 1)
-        return facts.num_pages * page, facts.max_prefix_pages * page
+        """Limits over all ranks in bytes: of the KV cache, and of cached prefixes in it."""
+        info = self._require_ready()
+        page = info.page_bytes * self._open_engine.run.get("tp", 1)
+        return info.num_pages * page, info.max_prefix_pages * page
 
     @property
     def kv_cache_summary(self) -> str:
-        """One line about its KV cache; empty for an engine without one. Raises EngineNotReady."""
-        facts = self._require_ready()
+        """One line about the KV cache; empty for an engine without one.
+
+        Raises:
+            EngineNotReady: the engine is not ready.
+        """
+        info = self._require_ready()
         return (
             ""
-            if facts.engine_type == SEGMENTATION
+            if info.engine_type == SEGMENTATION
             else budget.kv_cache_summary(
-                facts.device, facts.num_pages * facts.page_size, *self._kv_cache_bytes
+                info.device, info.num_pages * info.page_size, *self._kv_cache_bytes
             )
         )
 
     def check_segments(self) -> None:
-        """Raises EngineNotReady, RequestError for an engine that does not segment."""
+        """Check that the engine can take a segmentation request now.
+
+        Raises:
+            EngineNotReady: the engine is not ready.
+            RequestError: the engine does not segment.
+        """
         self._require_ready()
         self._check_engine_type(SEGMENTATION)
 
@@ -251,82 +268,96 @@ class EngineClient:
 
     def _check_engine_type(self, expected: str) -> None:
         if self.engine_type not in (None, expected):
-            does = (
-                "segments images: ask it at /v1/segment"
+            capability = (
+                "segments images: send requests to /v1/segment"
                 if self.engine_type == SEGMENTATION
-                else "writes text, it does not segment"
+                else "generates text; it does not segment images"
             )
-            raise RequestError(f"model {self.name} {does}")
+            raise RequestError(f"model {self.name} {capability}")
 
     def segment(self, job: SegmentJob) -> PendingSegment:
-        """Ask a segmentation engine.
+        """Queue a segmentation job.
 
-        Raises RequestError, EngineNotReady, QueueFull where too much waits.
+        Raises:
+            RequestError: the engine does not segment.
+            EngineNotReady: the engine is not ready.
+            QueueFull: too many jobs wait.
         """
         self.check_segments()
         if self.segment_client.is_full(job, self._max_waiting + 1):
             raise QueueFull(
-                f"the engine {self.name} has {len(self.segment_client)} pictures to look at; try "
+                f"the engine {self.name} has {len(self.segment_client)} images in its queue; try "
                 "again soon"
             )
         return self.segment_client.submit(job)
 
     @property
     def capacity(self) -> int:
-        """Sequences that may run and wait."""
+        """Sequences that may run and wait together."""
         return self._max_waiting + (
             self.engine_info.max_num_seqs if self.engine_info is not None else 0
         )
 
     def check_capacity(self, num_sequences: int) -> None:
-        """Whether so many could be queued now, before anything is made of them.
+        """Check whether so many sequences could be queued now, before the prompts are processed.
 
-        Raises RequestError, QueueFull.
+        Raises:
+            RequestError: the server never queues so many.
+            QueueFull: the queue has no room now.
         """
         if num_sequences > self.capacity:
             raise RequestError(
-                f"{num_sequences} answers at once are more than the {self.capacity} this server "
-                "queues"
+                f"{num_sequences} sequences in one request are more than the {self.capacity} that "
+                "this server queues"
             )
         if self._num_sequences + num_sequences > self.capacity:
             raise QueueFull(
-                f"the engine {self.name} has {self._num_sequences} answers to give; try again soon"
+                f"the engine {self.name} has {self._num_sequences} sequences in its queue; try "
+                "again soon"
             )
 
     def encode_requests(self, request_states: Sequence[RequestState]) -> list[bytes]:
-        """What the worker is sent for each request; long prompts take milliseconds: not for the
-        event loop.
+        """Encode requests as frames for the worker.
 
-        Raises RequestError for what can never be served, EngineNotReady without a worker.
+        Long prompts take milliseconds: call it on a thread, not on the event loop.
+
+        Raises:
+            RequestError: a request can never be served.
+            EngineNotReady: the engine is not ready.
         """
-        bounds = self.request_limits
-        for dialogue in request_states:
-            check_request(dialogue.request, bounds)
-        return [encode(AddRequest(dialogue.request)) for dialogue in request_states]
+        limits = self.request_limits
+        for state in request_states:
+            check_request(state.request, limits)
+        return [encode(AddRequest(state.request)) for state in request_states]
 
     def submit(
         self, request_states: Sequence[RequestState], frames: Sequence[bytes] | None = None
     ) -> RequestHandle:
-        """Queue requests, all or none. frames: ``encode_requests`` of them, where they are made
-        already.
+        """Queue requests, all or none.
 
-        Raises as ``encode_requests``, and QueueFull where too many wait.
+        Args:
+            request_states: one per prompt.
+            frames: the result of ``encode_requests``, if already computed.
+
+        Raises:
+            RequestError: a request can never be served.
+            EngineNotReady: the engine is not ready.
+            QueueFull: too many sequences wait.
         """
         self._require_ready()
         frames = self.encode_requests(request_states) if frames is None else frames
-        ticket = RequestHandle(request_states, self._abort_requests)
-        self.check_capacity(ticket.num_sequences)
-        for dialogue, frame in zip(request_states, frames, strict=True):
-            self._active_requests[dialogue.request.id] = dialogue, ticket
-            self._num_sequences += dialogue.request.params.n
+        handle = RequestHandle(request_states, self._abort_requests)
+        self.check_capacity(handle.num_sequences)
+        for state, frame in zip(request_states, frames, strict=True):
+            self._active_requests[state.request.id] = state, handle
+            self._num_sequences += state.request.params.n
             self._write(frame)
-        return ticket
+        return handle
 
     async def stats(self, timeout: float = 1.0) -> Stats | None:
-        """Counters since the server was started and gauges of now; of the last time where the
-        worker is slow to tell.
+        """Return counters since the server started and current gauges; None before any report.
 
-        None before the first.
+        A worker that does not reply within ``timeout`` seconds yields its last report.
         """
         if self._writer is not None and self.state is EngineState.READY:
             number = next(self._stats_ids)
@@ -344,38 +375,41 @@ class EngineClient:
         )
 
     def abort_all(self, reason: str) -> None:
-        """End every request with an error."""
-        for _, ticket in list(self._active_requests.values()):
-            ticket.fail(ServerShuttingDown(reason))
+        """End every request with ServerShuttingDown."""
+        for _, handle in list(self._active_requests.values()):
+            handle.fail(ServerShuttingDown(reason))
         self.segment_client.fail_all(ServerShuttingDown(reason))
 
-    # -- the worker's life
+    # -- worker lifetime
 
     async def run(self) -> None:
-        """Keep a worker alive until ``close``.
+        """Keep a worker running until ``close``.
 
-        Returns as well where none can be started: state FAILED, ``error``.
+        Also returns if no worker can be started: ``state`` is FAILED and ``error`` says why.
         """
-        short = 0
+        num_failed_starts = 0
         try:
             while not self._is_closing:
-                began, code, self._hang_reason = time.monotonic(), None, ""
+                started_at, code, self._hang_reason = time.monotonic(), None, ""
                 try:
                     code = await self._run_worker()
-                    end = self._hang_reason or f"ended with status {code}"
+                    end_reason = self._hang_reason or f"ended with status {code}"
                 except Exception as error:
-                    # a system that has nothing left to start one with, or a bug of ours: this
-                    # worker is lost, no more
-                    end = f"failed: {_safe_error_text(error)}"
+                    # the system has no resources for a process, or a bug: only this worker is lost
+                    end_reason = f"failed: {_safe_error_text(error)}"
                     _log.exception(
                         "worker failed",
                         extra={"data": {"engine": self.name, "reason": _safe_error_text(error)}},
                     )
                 if self._is_closing:
                     break
-                short = short + 1 if time.monotonic() - began < MIN_WORKER_SECONDS else 0
-                if self.engine_info is None or short >= MAX_FAILED_STARTS:
-                    self.error = self.error or f"the worker of {self.name} {end}"
+                num_failed_starts = (
+                    num_failed_starts + 1
+                    if time.monotonic() - started_at < MIN_WORKER_SECONDS
+                    else 0
+                )
+                if self.engine_info is None or num_failed_starts >= MAX_FAILED_STARTS:
+                    self.error = self.error or f"the worker of {self.name} {end_reason}"
                     self.state = EngineState.FAILED
                     return
                 self.restarts += 1
@@ -385,82 +419,83 @@ class EngineClient:
                     "worker ended",
                     extra={"data": {"engine": self.name, "status": code, "restarting": True}},
                 )
-                await asyncio.sleep(self._restart_delay * 2 ** min(short, 6))
+                await asyncio.sleep(self._restart_delay * 2 ** min(num_failed_starts, 6))
             if self.state is not EngineState.FAILED:
                 self.state = EngineState.STOPPED
         finally:
             self.load_finished.set()
 
     async def close(self) -> None:
-        """End the worker; what it answers ends with an error."""
+        """Kill the worker; its requests end with an error."""
         self._is_closing = True
         if self._worker_process is not None:
             self._worker_process.kill()
 
     async def _run_worker(self) -> int:
-        """One worker from start to end; returns its exit code.
+        """Run one worker from start to end; return its exit code.
 
-        Raises OSError where none can be started.
+        Raises:
+            OSError: no process can be started.
         """
         sock, self._worker_process = await self._launch()
         if self._is_closing:
-            # nobody could end it while it was being started
+            # ``close`` was called while the process was being started
             self._worker_process.kill()
-        dog, watch = (
+        watchdog, hang_task = (
             Watchdog(self._open_engine.watchdog_seconds, lambda: self._send(Ping()), self._sleep),
             None,
         )
         try:
             reader, self._writer = await asyncio.open_connection(sock=sock)
             self._send(self._reopen_message())
-            watch = asyncio.create_task(
-                self._watch_for_hang(dog, self._writer, self._worker_process)
+            hang_task = asyncio.create_task(
+                self._watch_for_hang(watchdog, self._writer, self._worker_process)
             )
             async for messages in read_messages(reader):
-                dog.on_message()
+                watchdog.on_message()
                 for message in messages:
                     if isinstance(message, EngineReady):
-                        with dog.paused():
+                        with watchdog.paused():
                             await self._on_ready(message)
                     else:
                         self._handle(message)
-                # who waits for these has his turn before the next
+                # let the tasks that wait for these messages run before the next read
                 await asyncio.sleep(0)
         except ConnectionError:
             pass
         finally:
-            if watch is not None:
-                watch.cancel()
-            child, self._worker_process = self._worker_process, None
-            child.kill()
+            if hang_task is not None:
+                hang_task.cancel()
+            process, self._worker_process = self._worker_process, None
+            process.kill()
             if self._writer is None:
                 sock.close()
             self._on_worker_lost()
-            code = await self._wait_for_exit(child)
+            code = await self._wait_for_exit(process)
         return code
 
     async def _wait_for_exit(self, process: WorkerProcess) -> int:
-        """The exit code of a worker that was killed.
+        """Return the exit code of a killed worker.
 
-        Raises ConnectionAbortedError where none comes, and says why.
+        Raises:
+            ConnectionAbortedError: it does not exit; ``error`` is set.
         """
         try:
             return await asyncio.wait_for(process.wait(), KILL_TIMEOUT)
         except TimeoutError:
-            # a driver or a disk that does not answer: neither a restart nor the server's end may
-            # wait for it
-            why = (
+            # a driver or disk that does not respond: neither a restart nor a shutdown may wait
+            reason = (
                 f"{self._hang_reason or 'ended'}, and the system cannot end its process "
                 f"{process.pid}"
             )
-            self.error = f"the worker of {self.name} {why}"
+            self.error = f"the worker of {self.name} {reason}"
             self.state, self._is_closing = EngineState.FAILED, True
             raise ConnectionAbortedError from None
 
     async def _watch_for_hang(
         self, watchdog: Watchdog, writer: asyncio.StreamWriter, process: WorkerProcess
     ) -> None:
-        """End a worker that hangs; ``run`` then goes on as if it had died."""
+        """Kill a worker that hangs; ``run`` then continues as if it had died."""
         seconds = await watchdog.wait_until_hung()
         self._hang_reason = f"gave no sign of life for {seconds:g} s"
         data = {
@@ -471,11 +506,11 @@ class EngineClient:
         }
         _log.error("worker hung", extra={"data": data})
         process.kill()
-        # one that the system cannot end at once is not waited for: who asked is told now
+        # close the socket now: clients get the error without waiting for the process to exit
         writer.transport.abort()
 
     def _reopen_message(self) -> OpenEngine:
-        """The order for a worker; one that follows another takes the same memory again."""
+        """The OpenEngine message; a restarted worker takes the same memory as the previous one."""
         if self.engine_info is None or self.engine_info.engine_type == SEGMENTATION:
             return self._open_engine
         run = {
@@ -491,15 +526,17 @@ class EngineClient:
     async def _on_ready(self, engine_info: EngineReady) -> None:
         if self._text_processor is None and engine_info.engine_type != SEGMENTATION:
             try:
-                language = await asyncio.to_thread(
+                text_processor = await asyncio.to_thread(
                     self._load_text_processor,
                     Path(engine_info.path),
                     self._open_engine.chat_template,
                 )
-                language.max_image_pixels = self._open_engine.max_pixels
-                if language.tokenizer is not None:
-                    language.tokenizer.max_tokens = max_tokenize_tokens(engine_info.max_model_len)
-                self._text_processor = language
+                text_processor.max_image_pixels = self._open_engine.max_pixels
+                if text_processor.tokenizer is not None:
+                    text_processor.tokenizer.max_tokens = max_tokenize_tokens(
+                        engine_info.max_model_len
+                    )
+                self._text_processor = text_processor
             except ModelmillError as error:
                 self.error, self.is_usage_error, self._is_closing = (
                     str(error),
@@ -508,9 +545,9 @@ class EngineClient:
                 )
                 self.state = EngineState.FAILED
                 raise ConnectionAbortedError from None
-            if (unused := language.generation_defaults.warning()) is not None:
+            if (warning := text_processor.generation_defaults.warning()) is not None:
                 _log.warning(
-                    "generation_config", extra={"data": {"engine": self.name, "reason": unused}}
+                    "generation_config", extra={"data": {"engine": self.name, "reason": warning}}
                 )
         self.engine_info, self.state, self.error = engine_info, EngineState.READY, None
         self.load_finished.set()
@@ -520,32 +557,31 @@ class EngineClient:
         _log.info("ready", extra={"data": data})
 
     def worker_lost_error(self) -> WorkerLost:
-        """What who waits is told when the worker is gone."""
+        """The error that waiting requests get when the worker is gone."""
         return WorkerLost(
             f"the engine {self.name} {self._hang_reason or 'ended'} while it answered; it is "
             "being restarted"
         )
 
     def _on_worker_lost(self) -> None:
-        """The worker is gone: everyone who waits is told."""
+        """Fail all requests of a worker that is gone."""
         if self.state is EngineState.READY:
             self.state = EngineState.RESTARTING
         self.progress = LoadProgress()
         if self._writer is not None:
             self._writer.close()
         self._writer = None
-        lost = self.worker_lost_error()
-        for _, ticket in list(self._active_requests.values()):
-            ticket.fail(lost)
-        self.segment_client.fail_all(lost)
+        error = self.worker_lost_error()
+        for _, handle in list(self._active_requests.values()):
+            handle.fail(error)
+        self.segment_client.fail_all(error)
         self._active_requests.clear()
         self._num_sequences = 0
         for future in self._stats_futures.values():
             if not future.done():
                 future.set_exception(TimeoutError())
         if self._latest_stats is not None:
-            # counters go on where they were; nothing runs and nothing is held until the next worker
-            # tells
+            # counters continue; gauges are zero until the next worker reports
             self._previous_stats, self._latest_stats = (
                 _add_counters(self._latest_stats, self._previous_stats),
                 _stats_between_workers(self._latest_stats),
@@ -572,9 +608,9 @@ class EngineClient:
         elif isinstance(message, RequestStarted):
             if self.metrics is not None:
                 self.metrics.observe_queue_time(message.queue_seconds)
-            running = self._active_requests.get(message.id)
-            if running is not None and running[1].queue_seconds is None:
-                running[1].queue_seconds = message.queue_seconds
+            entry = self._active_requests.get(message.id)
+            if entry is not None and entry[1].queue_seconds is None:
+                entry[1].queue_seconds = message.queue_seconds
         elif isinstance(message, LoadingUpdate):
             self.progress = LoadProgress(message.stage, message.done, message.total)
         elif isinstance(message, RequestRejected):
@@ -594,19 +630,18 @@ class EngineClient:
         entry = self._active_requests.get(token.request_id)
         if entry is None:
             return
-        dialogue, ticket = entry
+        state, handle = entry
         try:
-            self._deliver_token(dialogue, ticket, token)
+            self._deliver_token(state, handle, token)
         except Exception as error:
-            # a bug that one answer meets ends that answer; who waits for it raises it again, which
-            # logs it
-            ticket.fail(error)
+            # a bug ends only this request; its route raises the error again, which logs it
+            handle.fail(error)
 
     def _deliver_token(
         self, request_state: RequestState, handle: RequestHandle, token: TokenOutput
     ) -> None:
         if request_state.output.outputs[token.index].finish_reason is not None:
-            # a stop string has ended it, which the worker did not know yet
+            # a stop string has ended it; the worker had not received FinishSequence yet
             return
         before = request_state.token_counts(token.index)
         delta, stopped = request_state.process(token)
@@ -642,44 +677,47 @@ class EngineClient:
 
 
 def max_tokenize_tokens(max_model_len: int) -> int:
-    """Tokens of one text of a request: twice what the engine takes, for who counts what is too
-    long.
+    """Token limit of a text to tokenize.
+
+    Twice ``max_model_len``, so that clients can count the tokens of a prompt that is too long.
     """
     return max(2 * max_model_len, MIN_TOKENIZE_LIMIT)
 
 
 async def read_messages(reader: asyncio.StreamReader) -> AsyncIterator[list[Message]]:
-    """Messages as they come, those that came together at once; ends with the connection.
+    """Yield messages as they arrive, all complete ones of a read together; end with the connection.
 
-    Raises ConnectionError.
+    Raises:
+        ConnectionError: the connection failed.
     """
-    held = bytearray()
-    while piece := await reader.read(READ_CHUNK_BYTES):
-        held += piece
-        messages = decode_frames(held)
+    buffer = bytearray()
+    while chunk := await reader.read(READ_CHUNK_BYTES):
+        buffer += chunk
+        messages = decode_frames(buffer)
         if messages:
             yield messages
 
 
 def _safe_error_text(error: Exception) -> str:
-    """What may be told of an error: the system's own words for its errors, else no text, which may
-    hold anything.
+    """Text of an error without user data.
+
+    The system's message of an OSError, else the name of the error's class.
     """
     return (isinstance(error, OSError) and error.strerror) or type(error).__name__
 
 
 def _zero_stats(num_pages: int) -> Stats:
-    """Of a loop that has done nothing yet."""
+    """Statistics of an engine that has done nothing yet."""
     return Stats(0, 0, num_pages, num_pages, 0, 0, 0, 0, 0, 0)
 
 
 def _stats_between_workers(last: Stats) -> Stats:
-    """Of an engine between two workers: its limits, and nothing in them."""
+    """Statistics while no worker runs: the limits, and zero otherwise."""
     return replace(_zero_stats(last.pages), kept_pages=last.kept_pages, page_bytes=last.page_bytes)
 
 
 def _add_counters(now: Stats, before: Stats) -> Stats:
-    """Gauges of now, counters of both."""
+    """Gauges of ``now``, and counters of both."""
     return replace(
         now,
         steps=now.steps + before.steps,

@@ -1,4 +1,4 @@
-"""Every way of saying no, in OpenAI's form: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in OpenAI's format: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from modelmill.serve.request_handle import WorkerLost
 INVALID_REQUEST_ERROR = "invalid_request_error"
 SERVER_ERROR = "server_error"
 MAX_MESSAGE_CHARS = 500
-"""Most characters of a message."""
+"""Longest message in characters."""
 _WORD = re.compile(r"[a-z_]+")
 
 
 class ApiError(Exception):
-    """An answer that is an error."""
+    """An error response."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class ApiError(Exception):
         self.param, self.code, self.headers = param, code, dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The JSON that is sent."""
+        """The JSON body."""
         return {
             "error": {
                 "message": self.message,
@@ -47,15 +47,18 @@ class ApiError(Exception):
 
 
 def invalid_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """The request is at fault."""
+    """Error 400: the request is invalid."""
     return ApiError(400, message, INVALID_REQUEST_ERROR, param, code)
 
 
 def to_api_error(error: BaseException, field_names: frozenset[str] = frozenset()) -> ApiError:
-    """The answer for what was raised. field_names: of the request, of which the message may name
-    one.
+    """Convert an exception to an error response.
 
-    What is none of ours tells nothing about itself: its text may hold anything.
+    The text of unexpected exceptions is not sent: it may contain anything.
+
+    Args:
+        error: to convert.
+        field_names: of the request; the message may name one of them.
     """
     if isinstance(error, ApiError):
         return error
@@ -78,8 +81,8 @@ def to_api_error(error: BaseException, field_names: frozenset[str] = frozenset()
             _error_code(text),
         )
     if isinstance(error, ModelmillError):
-        return ApiError(500, "the engine cannot do this; the server's log says why", SERVER_ERROR)
-    return ApiError(500, "something went wrong in the server; its log says what", SERVER_ERROR)
+        return ApiError(500, "the engine failed; see the server's log", SERVER_ERROR)
+    return ApiError(500, "internal server error; see the server's log", SERVER_ERROR)
 
 
 def _field_in_message(text: str, field_names: frozenset[str]) -> str | None:
@@ -87,12 +90,14 @@ def _field_in_message(text: str, field_names: frozenset[str]) -> str | None:
     word = _WORD.match(text)
     if word is not None and word[0] in field_names:
         return word[0]
-    asked = next((name for name in ("input", "messages", "prompt") if name in field_names), None)
-    return asked if text.startswith(("the prompt", "the messages")) else None
+    prompt_field = next(
+        (name for name in ("input", "messages", "prompt") if name in field_names), None
+    )
+    return prompt_field if text.startswith(("the prompt", "the messages")) else None
 
 
 def _error_code(text: str) -> str | None:
-    long = text.startswith(("the prompt has ", "the messages ")) and text.endswith(
+    is_too_long = text.startswith(("the prompt has ", "the messages ")) and text.endswith(
         ("; shorten it", "; shorten them")
     )
-    return "context_length_exceeded" if long else None
+    return "context_length_exceeded" if is_too_long else None

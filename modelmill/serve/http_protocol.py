@@ -1,7 +1,7 @@
-"""HTTP/1.1 on a socket, with patience that ends: uvicorn's protocol, and what it leaves open.
+"""HTTP/1.1 on a socket: uvicorn's protocol, with limits for headers.
 
-A header that grows without end is answered with 431, one that never ends with 408, both in OpenAI's
-form.
+A header that is too large is answered with 431, one that does not end in time with 408, both in
+OpenAI's format.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class HttpProtocol(H11Protocol):
     _header_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A header has to come within HEADER_SECONDS."""
+        """Start the timer: a header must arrive within HEADER_SECONDS."""
         super().connection_made(transport)
         self._start_header_timer()
 
     def data_received(self, data: bytes) -> None:
-        """A request whose header begins after the last one's end is waited for only so long."""
+        """Restart the timer for the next request of the connection."""
         if self._header_timer is None and (self.cycle is None or self.cycle.response_complete):
             self._start_header_timer()
         super().data_received(data)
@@ -38,14 +38,14 @@ class HttpProtocol(H11Protocol):
             self._stop_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The timer goes with the connection."""
+        """Stop the timer."""
         self._stop_header_timer()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002  the name is uvicorn's
-        """What cannot be read as a request."""
-        error = self.conn.their_state is h11.ERROR and self._is_header_too_large()
-        if error:
+        """Answer data that is not a valid request."""
+        is_too_large = self.conn.their_state is h11.ERROR and self._is_header_too_large()
+        if is_too_large:
             self._send_error(
                 ApiError(
                     431, f"the header is larger than {HEADER_BYTES} bytes", code="header_too_large"
@@ -71,13 +71,13 @@ class HttpProtocol(H11Protocol):
             return
         if self.conn.trailing_data[0] or self.conn.their_state is not h11.IDLE:
             self._send_error(
-                ApiError(408, "the header did not come in time", code="request_timeout")
+                ApiError(408, "the header did not arrive in time", code="request_timeout")
             )
         else:
             self.transport.close()
 
     def _send_error(self, error: ApiError) -> None:
-        """Answer and close; h11 writes nothing where a response has begun."""
+        """Send an error and close; h11 writes nothing once a response has begun."""
         body = json.dumps(error.body()).encode()
         headers: list[Any] = [
             (b"content-type", b"application/json"),

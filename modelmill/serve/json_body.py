@@ -1,8 +1,8 @@
-"""JSON of any size that a request may have, read so that other threads go on meanwhile.
+"""Parses JSON of any size without blocking other threads for long.
 
-``json.loads`` keeps the interpreter to itself until it is done: a large text is given to it in
-pieces, each of few values and bytes, along the structure that ``json_scan`` found. What comes out
-is what ``json.loads`` would give.
+``json.loads`` holds the GIL until it is done. A large text is therefore parsed in pieces of few
+values and bytes, along the structure that ``json_scan`` found. The result equals that of
+``json.loads``.
 """
 
 from __future__ import annotations
@@ -29,28 +29,31 @@ from modelmill.serve.json_scan import (
 )
 
 MAX_CHUNK_STRUCTURALS, MAX_CHUNK_BYTES = 4096, 64 << 10
-"""Most brackets, commas and colons, and most bytes, that are read at once: a millisecond or two."""
+"""Limits of one piece: brackets, commas and colons, and bytes; a millisecond or two."""
 MAX_STRING_BYTES = 4 << 20
-"""Of one string that is not ASCII: it takes up to four bytes a character.
+"""Limit of one string that is not ASCII: it takes up to four bytes per character.
 
-A picture's base64 is ASCII.
+The base64 of an image is ASCII.
 """
 YIELD_AFTER_SECONDS, YIELD_SECONDS = 0.001, 5e-5
-"""How long values are decoded before the interpreter is given to other threads, and for how long at
-least.
+"""Seconds of decoding after which the GIL is released, and for how long at least.
 
-Python's own switch (``sys.setswitchinterval``) does not do it: NumPy releases the interpreter for
-moments so short that a waiting thread wakes too late, and each of them starts that thread's waiting
-time anew. It waited 0.2 s.
+Python's own switch (``sys.setswitchinterval``) is not enough: NumPy releases the GIL for so short
+moments that a waiting thread wakes too late, and each release restarts that thread's waiting time.
+It waited 0.2 s.
 """
 _MAX_INTERNED_INTS = 4096
 _MAX_CHAR_BYTES = 12
-"""Bytes of the longest character in a string: two escapes that are one."""
+"""Bytes of the longest character in a string: an escaped surrogate pair."""
 _BOM = b"\xef\xbb\xbf"
 
 
 class BodyError(ValueError):
-    """A text that is not read. field: of the object that it is, where one is at fault."""
+    """The text is not valid JSON or exceeds a limit.
+
+    Attributes:
+        field: key of the outermost object whose value is wrong, if known.
+    """
 
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
@@ -62,10 +65,15 @@ def parse(
     limits: JsonLimits | None = None,
     unused: Mapping[str, int] | None = None,
 ) -> Any:
-    """The value of a JSON text in UTF-8. Raises BodyError: it is none, or has more in it than
-    ``limits`` allow.
+    """Parse a JSON text in UTF-8.
 
-    unused: long lists of such a key, so many levels deep, are read and left empty.
+    Args:
+        data: the text.
+        limits: of its structure.
+        unused: key → depth; long lists under such a key at that depth are checked, but not stored.
+
+    Raises:
+        BodyError: the text is not JSON or exceeds ``limits``.
     """
     try:
         return _JsonDecoder(data, scan(data, limits or JsonLimits()), unused or {}).decode()
@@ -74,28 +82,36 @@ def parse(
     except (InvalidJson, json.JSONDecodeError, UnicodeDecodeError):
         raise BodyError("is not JSON") from None
     except (ValueError, RecursionError) as error:
-        said = str(error) if isinstance(error, _StringTooLong) else "cannot be read as JSON"
-        raise BodyError(said) from None
+        message = str(error) if isinstance(error, _StringTooLong) else "cannot be read as JSON"
+        raise BodyError(message) from None
 
 
 def _field_name(data: bytes | bytearray, key: slice | None) -> str | None:
-    """The key that stands there, if it is a short one."""
+    """The key at ``key``, if it is short and printable."""
     if key is None or key.stop - key.start > 100:
         return None
     try:
-        found = json.loads(bytes(data[key]))
+        name = json.loads(bytes(data[key]))
     except ValueError:
         return None
-    return found if isinstance(found, str) and found.isprintable() else None
+    return name if isinstance(name, str) and name.isprintable() else None
 
 
 class _StringTooLong(ValueError):
-    """A string of more characters than may be."""
+    """A string has too many characters."""
 
 
 @dataclass(frozen=True)
 class _Span:
-    """begin, end: bytes. first, last: of the structure's places. count: of values side by side."""
+    """A part of the text.
+
+    Attributes:
+        begin: first byte.
+        end: byte after the last.
+        first: index of its first structural character in ``Structure``.
+        last: index after its last one.
+        count: number of values, separated by commas.
+    """
 
     begin: int
     end: int
@@ -112,7 +128,7 @@ class _Span:
 
 
 class _JsonDecoder:
-    """Makes values of a text."""
+    """Decodes values of a text."""
 
     def __init__(
         self, data: bytes | bytearray, structure: Structure, unused: Mapping[str, int]
@@ -125,12 +141,12 @@ class _JsonDecoder:
         self._interned_ints: dict[int, int] = {}
 
     def decode(self) -> Any:
-        """The text's value."""
+        """Decode the whole text."""
         begin = len(_BOM) if self._data.startswith(_BOM) else 0
         return self._decode_value(_Span(begin, len(self._data), 0, len(self._positions)))
 
     def _loads(self, text: str) -> Any:
-        """The value of a short text. Other threads run between two of them."""
+        """Decode a short text, and release the GIL from time to time."""
         if time.perf_counter() - self._yielded_at > YIELD_AFTER_SECONDS:
             time.sleep(YIELD_SECONDS)
             self._yielded_at = time.perf_counter()
@@ -155,35 +171,33 @@ class _JsonDecoder:
         )
 
     def _check_brackets(self, span: _Span) -> None:
-        """Raises InvalidJson unless one pair of brackets is around all of it."""
+        """Raise InvalidJson unless one pair of brackets encloses the whole span."""
         first, last = span.first, span.last - 1
         depths, classes = self._depths, self._char_classes
-        around = self._positions[first] == span.begin and self._positions[last] == span.end - 1
-        pair = bytes((self._data[span.begin], self._data[span.end - 1])) in (b"[]", b"{}")
-        if not (around and pair and classes[first] == OPEN and classes[last] == CLOSE):
+        encloses = self._positions[first] == span.begin and self._positions[last] == span.end - 1
+        matches = bytes((self._data[span.begin], self._data[span.end - 1])) in (b"[]", b"{}")
+        if not (encloses and matches and classes[first] == OPEN and classes[last] == CLOSE):
             raise InvalidJson("no brackets")
         if depths[last] != depths[first] - 1 or int(depths[first:last].min()) < depths[first]:
             raise InvalidJson("brackets that close too early")
 
     def _strip(self, span: _Span) -> _Span:
-        """Without the white space around it."""
+        """The span without surrounding white space."""
         begin, end = span.begin, span.end
         while begin < end:
-            piece = self._data[begin : min(begin + MAX_CHUNK_BYTES, end)]
-            begin += len(piece) - len(piece.lstrip(b" \t\n\r"))
-            if piece.strip(b" \t\n\r"):
+            chunk = self._data[begin : min(begin + MAX_CHUNK_BYTES, end)]
+            begin += len(chunk) - len(chunk.lstrip(b" \t\n\r"))
+            if chunk.strip(b" \t\n\r"):
                 break
         while begin < end:
-            piece = self._data[max(end - MAX_CHUNK_BYTES, begin) : end]
-            end -= len(piece) - len(piece.rstrip(b" \t\n\r"))
-            if piece.strip(b" \t\n\r"):
+            chunk = self._data[max(end - MAX_CHUNK_BYTES, begin) : end]
+            end -= len(chunk) - len(chunk.rstrip(b" \t\n\r"))
+            if chunk.strip(b" \t\n\r"):
                 break
         return _Span(begin, end, span.first, span.last)
 
     def _split_chunks(self, span: _Span) -> Iterator[_Span]:
-        """What stands between the commas of a list or an object, as much together as may be read at
-        once.
-        """
+        """Split a list or an object at its commas, into pieces as large as the limits allow."""
         depth = int(self._depths[span.first - 1])
         part = slice(span.first, span.last)
         commas = span.first + np.flatnonzero(
@@ -193,20 +207,20 @@ class _JsonDecoder:
         lasts = np.append(commas, span.last)
         begin, first, done = span.begin, span.first, 0
         while done < len(ends):
-            most = min(
+            limit = min(
                 np.searchsorted(lasts, first + MAX_CHUNK_STRUCTURALS, "right"),
                 np.searchsorted(ends, begin + MAX_CHUNK_BYTES, "right"),
             )
-            upto = max(int(most), done + 1)
-            end, last = int(ends[upto - 1]), int(lasts[upto - 1])
-            yield _Span(begin, end, first, last, upto - done)
-            begin, first, done = end + 1, last + 1, upto
+            end_index = max(int(limit), done + 1)
+            end, last = int(ends[end_index - 1]), int(lasts[end_index - 1])
+            yield _Span(begin, end, first, last, end_index - done)
+            begin, first, done = end + 1, last + 1, end_index
 
     def _decode_list(self, span: _Span) -> list[Any]:
         return list(chain.from_iterable(self._iter_list(span)))
 
     def _iter_list(self, span: _Span) -> Iterator[Iterable[Any]]:
-        """A list's values, as many together as may be read at once."""
+        """Yield the values of a list, in groups."""
         if span.first == span.last and self._is_blank(span):
             return
         for group in self._split_chunks(span):
@@ -215,12 +229,13 @@ class _JsonDecoder:
                 continue
             values = self._loads(f"[{self._decode_utf8(group.begin, group.end)}]")
             if len(values) != group.count:
-                raise InvalidJson("other brackets than were seen")
+                raise InvalidJson("the brackets do not match")
             yield self._intern_integers(values)
 
     def _intern_integers(self, values: list[Any]) -> Iterable[Any]:
-        """The values, equal integers as one object: a list of token ids has many, and each takes 28
-        bytes.
+        """Return the values, with equal integers as one object.
+
+        A list of token ids has many equal ones, and each takes 28 bytes.
         """
         if not set(map(type, values)) <= {int}:
             return values
@@ -247,7 +262,7 @@ class _JsonDecoder:
         return out
 
     def _decode_member(self, key: str, span: _Span) -> Any:
-        """The value of a key."""
+        """Decode the value of a key."""
         if self._unused.get(key) == self._depths[span.first - 1] and not span.is_small:
             span = self._strip(span)
             if self._data[span.begin] == ord("["):
@@ -255,32 +270,35 @@ class _JsonDecoder:
                 for _ in self._iter_list(
                     _Span(span.begin + 1, span.end - 1, span.first + 1, span.last - 1)
                 ):
-                    # objects of all of them would hold up others: who frees them, who collects
-                    # garbage
+                    # not stored: freeing so many objects, and collecting garbage, takes long
                     pass
                 return []
         return self._decode_value(span)
 
     def _is_blank(self, span: _Span) -> bool:
-        found = self._strip(span)
-        return found.begin == found.end
+        stripped = self._strip(span)
+        return stripped.begin == stripped.end
 
     def _decode_string(self, begin: int, end: int) -> str:
-        """A long string, in pieces that end between two characters."""
+        """Decode a long string, in pieces that end between two characters."""
         if self._data[begin] != ord('"') or self._data[end - 1] != ord('"') or end - begin < 2:
-            raise ValueError("a number without end")
+            raise ValueError("a number that is too long")
         parts: list[str] = []
         at, end, wide = begin + 1, end - 1, False
         while at < end:
             part, at = self._decode_string_chunk(at, end)
             wide = wide or not part.isascii()
             if wide and end - begin > MAX_STRING_BYTES:
-                raise _StringTooLong(f"holds a text of more than {MAX_STRING_BYTES} bytes")
+                raise _StringTooLong(f"has a string of more than {MAX_STRING_BYTES} bytes")
             parts.append(part)
         return "".join(parts)
 
     def _decode_string_chunk(self, at: int, end: int) -> tuple[str, int]:
-        """A piece of a string, and where the next one begins. Raises InvalidJson."""
+        """Decode a piece of a string; return it and the start of the next one.
+
+        Raises:
+            InvalidJson: it is not a valid string.
+        """
         stop = min(at + MAX_CHUNK_BYTES, end)
         for cut in range(stop, max(stop - _MAX_CHAR_BYTES, at), -1):
             try:
@@ -296,6 +314,6 @@ class _JsonDecoder:
                 and follows[:3] == b"\\ud"
                 and follows[3:] in b"cdef"
             ):
-                continue  # the other half of a pair
+                continue  # between the halves of a surrogate pair
             return text, cut
         raise InvalidJson("no string")

@@ -1,6 +1,6 @@
-"""Logs of a server: one JSON object a line on stderr.
+"""Server logs: one JSON object per line on stderr.
 
-Prompts, answers and keys are never in them.
+They never contain prompts, outputs or keys.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from datetime import UTC, datetime
 
 
 class JsonLogFormatter(logging.Formatter):
-    """A record as one line; of an exception its kind and where it was raised, not its text, which
-    may hold anything.
+    """Formats a record as one line.
+
+    Of an exception it logs the class and traceback, not the text, which may contain anything.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """JSON without line breaks."""
-        # what asyncio says of a task that nobody waited for quotes its exception
+        """Format as JSON without line breaks."""
+        # asyncio's message about a task that was never awaited quotes its exception
         event = "bug" if record.name == "asyncio" else record.getMessage()
-        told = {
+        entry = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "event": event,
@@ -32,18 +33,18 @@ class JsonLogFormatter(logging.Formatter):
         if record.exc_info and record.exc_info[1] is not None:
             error = record.exc_info[1]
             frames = traceback.extract_tb(error.__traceback__)[-12:]
-            told["error"] = type(error).__name__
-            told["where"] = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
-        return json.dumps(told, ensure_ascii=True)
+            entry["error"] = type(error).__name__
+            entry["where"] = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
+        return json.dumps(entry, ensure_ascii=True)
 
 
 @contextlib.contextmanager
 def log_to_stderr(level: str) -> Iterator[None]:
-    """While it is entered, what modelmill logs goes to stderr from ``level`` on, and errors of
-    uvicorn and asyncio.
+    """Context that logs to stderr: modelmill from ``level``, and errors of uvicorn and asyncio.
 
-    Without a handler of its own, Python would print asyncio's with the texts of exceptions, which
-    may hold anything."""
+    Without a handler, Python would print asyncio's messages with the texts of exceptions, which may
+    contain anything.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLogFormatter())
     levels = {
@@ -51,13 +52,13 @@ def log_to_stderr(level: str) -> Iterator[None]:
         logging.getLogger("uvicorn.error"): "ERROR",
     }
     levels[logging.getLogger("asyncio")] = "ERROR"
-    before = {logger: (logger.handlers, logger.propagate, logger.level) for logger in levels}
-    for logger, wanted in levels.items():
+    saved = {logger: (logger.handlers, logger.propagate, logger.level) for logger in levels}
+    for logger, new_level in levels.items():
         logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(wanted)
+        logger.setLevel(new_level)
     try:
         yield
     finally:
-        for logger, (handlers, propagate, was) in before.items():
+        for logger, (handlers, propagate, old_level) in saved.items():
             logger.handlers, logger.propagate = handlers, propagate
-            logger.setLevel(was)
+            logger.setLevel(old_level)

@@ -1,8 +1,7 @@
-"""Where the structure of a JSON text lies, and how much memory its values would take: known before
-any value is made.
+"""Finds the structure of a JSON text and estimates the memory of its values, before decoding any.
 
-The text is looked at in slices with numpy, which lets other threads go on; nothing is made of it
-but positions of brackets, commas and colons, and no more of them than ``JsonLimits`` allow.
+The text is scanned in slices with numpy, which releases the GIL. Only the positions of brackets,
+commas and colons are stored, and no more of them than ``JsonLimits`` allow.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 SLICE_BYTES = 128 << 10
-"""Bytes that are looked at together."""
+"""Bytes scanned at a time."""
 NONE, OPEN, CLOSE, COMMA, COLON, QUOTE, BACKSLASH = range(7)
 _CLASSES = np.zeros(256, np.uint8)
 for _chars, _class in (
@@ -25,17 +24,20 @@ for _chars, _class in (
 ):
     _CLASSES[list(_chars)] = _class
 OBJECT_BYTES, LIST_BYTES, STRING_BYTES, VALUE_BYTES = 240, 96, 64, 24
-"""What CPython takes for a small one of each, about, with its place in what holds it; equal
-integers are one object.
+"""Approximate memory in CPython of a small object of each type, with its reference in the
+container.
+
+Equal integers are one object.
 """
 SHARED_KEYS, KEY_BYTES = 8, 120
-"""Keys of an object that are taken for names, which objects share; what each further one takes."""
+"""Keys per object that count as field names, shared by objects; memory of each further key."""
 
 
 class JsonLimitExceeded(ValueError):
-    """A text with more structure than may be.
+    """The text exceeds a limit.
 
-    key: where the last key of the outermost object stands.
+    Attributes:
+        key: position of the key of the outermost object whose value is too large.
     """
 
     def __init__(self, message: str, key: slice | None = None) -> None:
@@ -44,12 +46,19 @@ class JsonLimitExceeded(ValueError):
 
 
 class InvalidJson(ValueError):
-    """A text that is none."""
+    """The text is not valid JSON."""
 
 
 @dataclass(frozen=True)
 class JsonLimits:
-    """max_depth: of nesting. Values may take max_growth x the text's bytes, or min_memory_bytes."""
+    """Limits of a JSON text.
+
+    Attributes:
+        max_values: number of values.
+        max_depth: depth of nesting.
+        max_growth: memory of the values, as a multiple of the text's bytes.
+        min_memory_bytes: memory that is always allowed.
+    """
 
     max_values: int = 1 << 18
     max_depth: int = 256
@@ -59,9 +68,12 @@ class JsonLimits:
 
 @dataclass(frozen=True)
 class Structure:
-    """positions [S] uint32: of brackets, commas and colons outside strings; char_classes [S] uint8;
-    depths [S]
-    int16: how deep the text is behind each of them.
+    """Structural characters outside strings: brackets, commas and colons.
+
+    Attributes:
+        positions: [S] uint32, byte offsets.
+        char_classes: [S] uint8.
+        depths: [S] int16, depth of nesting after each.
     """
 
     positions: np.ndarray
@@ -70,60 +82,62 @@ class Structure:
 
 
 def scan(data: bytes | bytearray, limits: JsonLimits) -> Structure:
-    """The structure of a JSON text.
+    """Find the structure of a JSON text.
 
-    Raises JsonLimitExceeded; InvalidJson for some of what cannot be JSON.
+    Raises:
+        JsonLimitExceeded: it exceeds ``limits``.
+        InvalidJson: it is not JSON; not every error is found.
     """
-    found = _Scanner(data, limits)
+    scanner = _Scanner(data, limits)
     for begin in range(0, len(data), SLICE_BYTES):
-        found.scan_slice(begin)
-    return found.finish()
+        scanner.scan_slice(begin)
+    return scanner.finish()
 
 
 class _Scanner:
-    """The state between two slices."""
+    """State between two slices."""
 
     def __init__(self, data: bytes | bytearray, limits: JsonLimits) -> None:
         self._raw = np.frombuffer(data, np.uint8)
         self._limits = limits
         self._max_memory = max(limits.min_memory_bytes, limits.max_growth * len(data))
-        self._in_string = False  # a string
-        self._escaped = False  # the next byte
+        self._in_string = False  # the slice begins inside a string
+        self._escaped = False  # the next byte is escaped
         self._depth = self._values = self._memory = self._num_key_names = 0
-        self._last_position = -1  # the last place of the slices before
+        self._last_position = -1  # last position of the previous slices
         self._key: slice | None = None
         self._slices: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     def scan_slice(self, begin: int) -> None:
-        """One slice."""
+        """Scan one slice."""
         raw = self._raw[begin : begin + SLICE_BYTES]
         classes = _CLASSES[raw]
-        at = np.flatnonzero(classes)
-        kinds = classes[at]
-        quotes = self._find_quotes(at, kinds, len(raw))
-        outside = (kinds >= OPEN) & (kinds <= COLON)
-        at, kinds = at[outside], kinds[outside]
-        # behind an odd number of quotes is inside
-        free = (np.searchsorted(quotes, at) + self._in_string) % 2 == 0
+        positions = np.flatnonzero(classes)
+        classes_at = classes[positions]
+        quotes = self._find_quotes(positions, classes_at, len(raw))
+        outside = (classes_at >= OPEN) & (classes_at <= COLON)
+        positions, classes_at = positions[outside], classes_at[outside]
+        # after an odd number of quotes: inside a string
+        is_structural = (np.searchsorted(quotes, positions) + self._in_string) % 2 == 0
         self._in_string ^= bool(len(quotes) % 2)
-        self._record(begin, raw, at[free], kinds[free], len(quotes))
+        self._record(begin, raw, positions[is_structural], classes_at[is_structural], len(quotes))
 
     def _find_quotes(self, positions: np.ndarray, classes: np.ndarray, length: int) -> np.ndarray:
-        """Places of the quotes that no backslash takes the meaning from."""
+        """Positions of the quotes that are not escaped."""
         quotes, slashes = positions[classes == QUOTE], positions[classes == BACKSLASH]
-        taken = self._escaped
-        if taken and len(quotes) and quotes[0] == 0:
+        starts_escaped = self._escaped
+        if starts_escaped and len(quotes) and quotes[0] == 0:
             quotes = quotes[1:]
-        if taken and len(slashes) and slashes[0] == 0:
+        if starts_escaped and len(slashes) and slashes[0] == 0:
             slashes = slashes[1:]
         self._escaped = False
         if not len(slashes):
             return quotes
-        # a run of backslashes of odd length takes the meaning from what follows it
+        # a run of backslashes of odd length escapes the next character
         breaks = np.flatnonzero(np.diff(slashes) != 1)
         first = slashes[np.concatenate(([0], breaks + 1))]
-        behind = slashes[np.concatenate((breaks, [len(slashes) - 1]))] + 1
-        escaped = behind[(behind - first) % 2 == 1]
+        after = slashes[np.concatenate((breaks, [len(slashes) - 1]))] + 1
+        escaped = after[(after - first) % 2 == 1]
         self._escaped = bool(len(escaped) and escaped[-1] == length)
         return quotes[~np.isin(quotes, escaped, assume_unique=True)]
 
@@ -159,20 +173,20 @@ class _Scanner:
     def _check(
         self, begin: int, positions: np.ndarray, classes: np.ndarray, depths: np.ndarray
     ) -> None:
-        bounds, last = self._limits, len(positions)
+        limits, last = self._limits, len(positions)
         if int(depths.min()) < 0:
             raise InvalidJson("a bracket closes nothing")
         message = None
-        if int(depths.max()) > bounds.max_depth:
-            last = int(np.argmax(depths > bounds.max_depth))
-            message = f"is nested more than {bounds.max_depth} deep"
-        elif self._values > bounds.max_values:
-            message = f"holds more than {bounds.max_values} values"
+        if int(depths.max()) > limits.max_depth:
+            last = int(np.argmax(depths > limits.max_depth))
+            message = f"is nested more than {limits.max_depth} deep"
+        elif self._values > limits.max_values:
+            message = f"has more than {limits.max_values} values"
         elif self._memory + KEY_BYTES * max(-self._num_key_names, 0) > self._max_memory:
-            message = "holds too many small lists, objects and texts for its size"
+            message = "has too many small lists, objects and strings for its size"
         keys = [self._key]
         colons = np.flatnonzero((classes[:last] == COLON) & (depths[:last] == 1))
-        # all of them where one is at fault: it is the one with the most in it, of this slice
+        # on an error, all keys of this slice: the one with the largest value is reported
         for colon in map(int, colons if message else colons[-1:]):
             before = begin + int(positions[colon - 1]) if colon else self._last_position
             keys.append(slice(before + 1, begin + int(positions[colon])))
@@ -182,10 +196,10 @@ class _Scanner:
         self._key, self._last_position = keys[-1], begin + int(positions[-1])
 
     def finish(self) -> Structure:
-        """All of it."""
+        """Check the end and return the whole structure."""
         if self._depth or self._in_string:
             raise InvalidJson("the text ends too early")
         if not self._slices:
             return Structure(np.empty(0, np.uint32), np.empty(0, np.uint8), np.empty(0, np.int16))
-        places, classes, depths = (np.concatenate(parts) for parts in zip(*self._slices))
-        return Structure(places, classes, depths)
+        positions, classes, depths = (np.concatenate(parts) for parts in zip(*self._slices))
+        return Structure(positions, classes, depths)

@@ -1,7 +1,7 @@
-"""Replies as JSON of any size, written so that other threads go on meanwhile.
+"""Serializes JSON of any size without blocking other threads for long.
 
-``json.dumps`` keeps the interpreter to itself until it is done: what holds many values is given to
-it in pieces.
+``json.dumps`` holds the GIL until it is done, so values with many elements are serialized in
+pieces.
 """
 
 from __future__ import annotations
@@ -11,26 +11,27 @@ from collections.abc import Iterator
 from typing import Any
 
 MAX_CHUNK_VALUES = 4096
-"""Values that are written at once: a millisecond or two."""
+"""Values serialized at once: a millisecond or two."""
 _JSON = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 class EncodedJson(bytes):
-    """A value that is JSON already: where many wait to be sent, the collector of garbage has one
-    object to look at.
+    """A value that is already serialized.
+
+    Many that wait to be sent are single objects for the garbage collector.
     """
 
 
 def dump_json(value: Any) -> bytes:
-    """JSON in UTF-8.
+    """Serialize as JSON in UTF-8.
 
-    Halves of a surrogate pair, which a request may bring and UTF-8 cannot write, become ``?``.
+    Unpaired surrogates, which a request may contain and UTF-8 cannot encode, become ``?``.
     """
     return b"".join(_iter_chunks(value))
 
 
 def dump_small_json(value: Any) -> bytes:
-    """The same of a value that is known to be small."""
+    """As ``dump_json``, for a value that is known to be small."""
     return _JSON.encode(value).encode("utf-8", "replace")
 
 
@@ -44,38 +45,38 @@ def _iter_chunks(value: Any) -> Iterator[bytes]:
 
 
 def _iter_object(value: dict[str, Any]) -> Iterator[bytes]:
-    before = b"{"
+    prefix = b"{"
     for key, each in value.items():
-        yield before + dump_small_json(key) + b":"
+        yield prefix + dump_small_json(key) + b":"
         yield from _iter_chunks(each)
-        before = b","
+        prefix = b","
     yield b"}"
 
 
 def _iter_list(value: list[Any] | tuple[Any, ...]) -> Iterator[bytes]:
-    before, begin, gathered = b"[", 0, 0
-    for place, each in enumerate(value):
+    prefix, begin, num_values = b"[", 0, 0
+    for index, each in enumerate(value):
         size = _count_values(each, MAX_CHUNK_VALUES)
-        if gathered + size < MAX_CHUNK_VALUES:
-            gathered += size
+        if num_values + size < MAX_CHUNK_VALUES:
+            num_values += size
             continue
-        if place > begin:
-            yield before + dump_small_json(value[begin:place])[1:-1]
-            before = b","
-        begin, gathered = place, size
+        if index > begin:
+            yield prefix + dump_small_json(value[begin:index])[1:-1]
+            prefix = b","
+        begin, num_values = index, size
         if size >= MAX_CHUNK_VALUES:
-            yield before
+            yield prefix
             yield from _iter_chunks(each)
-            before, begin, gathered = b",", place + 1, 0
+            prefix, begin, num_values = b",", index + 1, 0
     if begin < len(value):
-        yield before + dump_small_json(value[begin:])[1:-1]
+        yield prefix + dump_small_json(value[begin:])[1:-1]
     yield b"]"
 
 
 def _count_values(value: Any, max_values: int) -> int:
-    """How many values it is; of one that has ``max_values`` or more, some number of at least that.
+    """Number of values in ``value``; any number of at least ``max_values`` if it has that many.
 
-    ``EncodedJson`` counts as large: it is to be written by itself.
+    ``EncodedJson`` counts as large, because it is written by itself.
     """
     if isinstance(value, dict):
         inner: Any = value.values()

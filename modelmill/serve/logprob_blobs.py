@@ -1,6 +1,7 @@
-"""Log-probabilities as bytes. A long answer has hundreds of thousands, a long prompt too: an event
-loop that made an object of each would stand still, and so would the collector of garbage that looks
-at all of them again and again.
+"""Log-probabilities as bytes.
+
+Long prompts and outputs have hundreds of thousands. An object for each would block the event loop
+and slow down every garbage collection.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from modelmill.core.types import Logprob
 ENTRY_STRUCT = struct.Struct("<iid")
 """Id, rank, value."""
 BLOBS_PER_PROMPT = 2
-"""Of a prompt."""
+"""Blobs of one prompt."""
 
 
 def encode_logprobs(entries: Mapping[int, Logprob]) -> bytes:
-    """One position's."""
+    """Encode the entries of one position."""
     return b"".join(
         [ENTRY_STRUCT.pack(id, each.rank, each.logprob) for id, each in entries.items()]
     )
 
 
 class LogprobTable(Mapping[int, Logprob]):
-    """What was packed of one position; objects are made when they are asked for."""
+    """The encoded entries of one position, decoded on access."""
 
     __slots__ = ("_data",)
 
@@ -55,8 +56,9 @@ class LogprobTable(Mapping[int, Logprob]):
 
 
 def encode_prompt_logprobs(tables: Sequence[Mapping[int, Logprob] | None]) -> list[bytes]:
-    """A prompt's two blobs: where each position's entries end, int64, and all entries; one without
-    a table has none.
+    """Encode a prompt as two blobs: where each position's entries end (int64), and all entries.
+
+    A position without a table has no entries.
     """
     parts = [b"" if each is None else encode_logprobs(each) for each in tables]
     return [
@@ -66,7 +68,7 @@ def encode_prompt_logprobs(tables: Sequence[Mapping[int, Logprob] | None]) -> li
 
 
 class PromptLogprobTables(Sequence[Mapping[int, Logprob] | None]):
-    """What was packed of a prompt."""
+    """The encoded entries of a prompt."""
 
     def __init__(self, blobs: Sequence[bytes]) -> None:
         self._ends, self._data = np.frombuffer(blobs[0], np.int64), blobs[1]

@@ -1,4 +1,4 @@
-"""Prometheus metrics, under the names that boards for other engines ask for, with our prefix."""
+"""Prometheus metrics, under vLLM's names with our prefix, so that its dashboards can be used."""
 
 from __future__ import annotations
 
@@ -76,18 +76,18 @@ INTER_TOKEN_BUCKETS = (
     2.5,
 )
 TOKEN_COUNTERS = {
-    "prompt_tokens": "Tokens of prompts that were answered, each once.",
-    "generation_tokens": "Tokens of answers, as usage tells them.",
-    "prefix_cache_queries": "Tokens of prompts looked up in the prefix cache.",
-    "prefix_cache_hits": "Tokens of prompts found there.",
+    "prompt_tokens": "Prompt tokens of processed requests, each prompt once.",
+    "generation_tokens": "Generated tokens, as counted in usage.",
+    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+    "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
 }
 EMBEDDING_REASON = "embedding"
-"""How an input that was embedded ended: nothing was written, and nothing was cut."""
+"""finished_reason of an embedded input: nothing was generated or cut."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class ServerMetrics:
-    """All counters of a server; ``for_engine`` gives one engine's."""
+    """All metrics of a server; ``for_engine`` returns those of one engine."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -95,7 +95,7 @@ class ServerMetrics:
             "time_to_first_token_seconds", "From the request to its first token.", LATENCY_BUCKETS
         )
         self._inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Between two tokens of an answer.", INTER_TOKEN_BUCKETS
+            "inter_token_latency_seconds", "Between two tokens of a sequence.", INTER_TOKEN_BUCKETS
         )
         self._e2e_latency = self._histogram(
             "e2e_request_latency_seconds",
@@ -107,7 +107,7 @@ class ServerMetrics:
         )
         self.segment = SegmentMetrics(self.registry)
         self._tokens = {name: self._counter(name, help) for name, help in TOKEN_COUNTERS.items()}
-        self._success = self._counter("request_success", "Answers that ended.", "finished_reason")
+        self._success = self._counter("request_success", "Finished sequences.", "finished_reason")
         self._restarts = self._counter("worker_restarts", "Workers that were replaced.", "reason")
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
@@ -119,7 +119,7 @@ class ServerMetrics:
         return Counter(PREFIX + name, help, ("model_name", *labels), registry=self.registry)
 
     def for_engine(self, model: str) -> EngineMetrics:
-        """One engine's."""
+        """The metrics of one engine."""
         return EngineMetrics(
             self._time_to_first_token.labels(model),
             self._inter_token_latency.labels(model),
@@ -134,7 +134,11 @@ class ServerMetrics:
         )
 
     def render(self, engine_stats: Iterable[tuple[str, Stats]]) -> bytes:
-        """The page that is scraped. engine_stats: of each engine's worker, now."""
+        """Render the page that Prometheus reads.
+
+        Args:
+            engine_stats: (name, current statistics) of each engine.
+        """
         families = _stats_families(engine_stats)
         return generate_latest(self.registry) + b"".join(
             _render_family(family) for family in families
@@ -142,7 +146,7 @@ class ServerMetrics:
 
 
 class EngineMetrics:
-    """What is observed of one engine's requests."""
+    """Metrics of one engine's requests."""
 
     def __init__(
         self,
@@ -171,21 +175,25 @@ class EngineMetrics:
     def record_delta(
         self, request_state: RequestState, delta: OutputDelta, before: tuple[int, int, int]
     ) -> None:
-        """One token of an answer, or its end. before: the request's ``token_counts`` before it.
+        """Record new tokens of a sequence, or its end.
 
-        So these are the tokens that usage tells: what a worker drew behind a stop string is none of
-        the answer's.
+        Tokens count as in ``usage``: those that a worker generated after a stop string do not.
+
+        Args:
+            request_state: of the request.
+            delta: its new output.
+            before: ``request_state.token_counts`` before ``delta``.
         """
-        prompt, written, cached = (
-            now - was for now, was in zip(request_state.token_counts(delta.index), before)
+        prompt, generated, cached = (
+            now - old for now, old in zip(request_state.token_counts(delta.index), before)
         )
         if prompt:
             self._tokens["prompt_tokens"].inc(prompt)
             self._tokens["prefix_cache_queries"].inc(prompt)
         if cached:
             self._tokens["prefix_cache_hits"].inc(cached)
-        if written:
-            self._tokens["generation_tokens"].inc(written)
+        if generated:
+            self._tokens["generation_tokens"].inc(generated)
         key, now = (delta.output.id, delta.index), time.perf_counter()
         if delta.token_ids:
             last = self._last_token_time.get(key)
@@ -196,47 +204,47 @@ class EngineMetrics:
             self._last_token_time[key] = now
         if delta.finish_reason is not None:
             self._last_token_time.pop(key, None)
-            given_up = delta.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
-            embedded = request_state.request.pooling is not None and not given_up
+            aborted = delta.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+            embedded = request_state.request.pooling is not None and not aborted
             self._finished[EMBEDDING_REASON if embedded else delta.finish_reason].inc()
             if delta.output.seconds is not None:
                 self._observe_e2e(delta.output.seconds)
 
     def record_aborted(self, request_state: RequestState, reason: str) -> None:
-        """The answers to a request that have not ended will not. reason: "abort" or "error"."""
+        """Record the unfinished sequences of a request as ``reason``: "abort" or "error"."""
         for output in request_state.output.outputs:
             if output.finish_reason is None:
                 self._last_token_time.pop((request_state.output.id, output.index), None)
                 self._finished[reason].inc()
 
     def record_restart(self, reason: str) -> None:
-        """A worker was replaced. reason: "ended" or "hung"."""
+        """Record a restart of the worker. reason: "ended" or "hung"."""
         self._restarts[reason].inc()
 
 
 def _stats_families(engine_stats: Iterable[tuple[str, Stats]]) -> list[Metric]:
     engine_stats = list(engine_stats)
     gauges = {
-        "num_requests_running": ("Answers that are being computed.", lambda s: s.running),
+        "num_requests_running": ("Running sequences.", lambda s: s.running),
         "num_requests_waiting": (
-            "Prompts that wait to be computed, and preempted sequences.",
+            "Waiting prompts and preempted sequences.",
             lambda s: s.waiting,
         ),
-        "kv_cache_usage_perc": ("Share of the KV pages that are held, 1 is all.", _kv_cache_usage),
+        "kv_cache_usage_perc": ("Share of KV pages in use, 1 is all.", _kv_cache_usage),
         "kv_cache_limit_bytes": (
             "Bytes that the KV cache may take.",
             lambda s: s.pages * s.page_bytes,
         ),
         "kv_cache_resident_bytes": (
-            "Bytes that it has taken; on a CPU it takes them as it is written.",
+            "Bytes of the KV cache in memory; on a CPU it grows as it is written.",
             lambda s: s.touched_pages * s.page_bytes,
         ),
         "prefix_cache_limit_bytes": (
-            "Of them, bytes that may be taken for kept prefixes.",
+            "Bytes of the KV cache that cached prefixes may take.",
             lambda s: s.kept_pages * s.page_bytes,
         ),
         "prefix_cache_resident_bytes": (
-            "Bytes of kept prefixes.",
+            "Bytes of cached prefixes.",
             lambda s: s.idle_pages * s.page_bytes,
         ),
     }
@@ -244,9 +252,9 @@ def _stats_families(engine_stats: Iterable[tuple[str, Stats]]) -> list[Metric]:
         "num_preemptions": ("Preempted sequences.", lambda s: s.preemptions),
     }
     families: list[Metric] = []
-    for kind, table in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+    for family_class, table in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
         for name, (help, read) in table.items():
-            family = kind(PREFIX + name, help, labels=["model_name"])
+            family = family_class(PREFIX + name, help, labels=["model_name"])
             for model, stats in engine_stats:
                 family.add_metric([model], float(read(stats)))
             families.append(family)

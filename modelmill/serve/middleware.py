@@ -1,9 +1,7 @@
-"""What every request passes first: its id, the key, the size of its body, the log. Plain ASGI,
-outermost.
+"""Outermost ASGI layer: request id, API key, body limits, access log.
 
-Everything but /health and the page's files needs a key where there are keys, whatever the path
-looks like: the check
-is made here, on the path as it came, before any routing.
+With keys configured, every path except /health and the page's files needs one. The check uses the
+raw path, before any routing.
 """
 
 from __future__ import annotations
@@ -31,16 +29,16 @@ from modelmill.serve.traces import FinishedRequest, Traces
 
 PUBLIC_PATHS = (b"/health", *PAGE_PATHS)
 IMAGE_PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/segment", "/tokenize")
-"""Paths whose requests may hold pictures."""
+"""Paths whose requests may contain images."""
 PATHS_WHILE_DRAINING = (b"/health", b"/metrics", b"/version")
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._~-]+)?\])(?::([0-9]{0,5}))?")
-"""RFC 9112, 3.2: a name or an address, and perhaps a port; nothing of a URL."""
+"""RFC 9112, 3.2: a name or an address, and an optional port; no other part of a URL."""
 _log = log.get_logger("serve.access")
 
 
 class RequestMiddleware:
-    """Stands before the app."""
+    """Checks, limits and logs every request."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
@@ -48,33 +46,33 @@ class RequestMiddleware:
         self._secret = secrets.token_bytes(32)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request pass, or answer it here."""
+        """Pass a request on to the app, or answer it with an error."""
         if scope["type"] != "http":
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1000})
                 return
             await self._app(scope, receive, send)
             return
-        if INTERNAL_KEY in scope:  # no client can write into a scope
+        if INTERNAL_KEY in scope:  # clients cannot set scope keys
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
         service = self._service
-        visit = _RequestContext(scope, headers, send, service.traces)
+        context = _RequestContext(scope, headers, send, service.traces)
         service.num_active += 1
         try:
             self._check(scope, headers)
-            visit.body = _BodyReader(
+            context.body = _BodyReader(
                 receive, _body_limit(scope, service.limits), service.limits.body_timeout
             )
-            await self._app(scope, visit.body, visit.send)
-            if visit.body.error is not None:
-                raise visit.body.error
+            await self._app(scope, context.body, context.send)
+            if context.body.error is not None:
+                raise context.body.error
         except ApiError as error:
-            await visit.send_error(error)
+            await context.send_error(error)
         finally:
             service.num_active -= 1
-            visit.log_request()
+            context.log_request()
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Raises ApiError for who may not enter."""
@@ -118,15 +116,15 @@ class RequestMiddleware:
 
     def _has_valid_key(self, headers: dict[bytes, bytes]) -> bool:
         scheme = headers.get(b"authorization", b"").partition(b" ")[0]
-        given = _key_digest(headers)
-        # every key is compared, so that the time tells nothing
-        found = [hmac.compare_digest(given, each) for each in self._keys]
-        return scheme.lower() == b"bearer" and any(found)
+        digest = _key_digest(headers)
+        # compare with every key, so that the time reveals nothing
+        matches = [hmac.compare_digest(digest, each) for each in self._keys]
+        return scheme.lower() == b"bearer" and any(matches)
 
     def _set_tenant(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        """Say whose request it is, so that no cache tells one key what another has asked.
+        """Store the tenant of a request, which separates the caches of different keys.
 
-        Nobody can guess a mark.
+        It is an HMAC of the key with a random secret, so it cannot be guessed.
         """
         if not self._service.limits.share_cache:
             scope[TENANT_KEY] = hmac.new(
@@ -134,8 +132,9 @@ class RequestMiddleware:
             ).hexdigest()
 
     def _check_host(self, name: str) -> None:
-        """Without a key, a page of the web must not reach us under a name of its own (DNS
-        rebinding).
+        """Reject unknown Host headers on a server without keys.
+
+        It prevents web pages from reaching this server under their own name (DNS rebinding).
         """
         if name in ("", "localhost", *self._service.limits.allowed_hosts):
             return
@@ -150,67 +149,70 @@ class RequestMiddleware:
 
 
 def _key_digest(headers: dict[bytes, bytes]) -> bytes:
-    """Of the key that was sent."""
+    """SHA-256 of the key in the request."""
     return hashlib.sha256(headers.get(b"authorization", b"").partition(b" ")[2].strip()).digest()
 
 
 def _header_bytes(scope: Scope, path: bytes) -> int:
-    """Bytes of a header.
+    """Size of a header in bytes.
 
-    h11 bounds only those that are not complete yet; this one may have come at once.
+    h11 limits only incomplete headers; this one may have arrived at once.
     """
     fields = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
     return fields + len(path) + len(scope.get("query_string", b""))
 
 
 def _check_framing(headers: dict[bytes, bytes]) -> None:
-    """Raises ApiError for a body with two lengths: who reads the other one takes its rest for a
-    request of its own.
+    """Raise ApiError for a body with two lengths.
+
+    A proxy that reads the other length would take the rest of the body for a new request (request
+    smuggling).
     """
     if b"transfer-encoding" in headers and b"content-length" in headers:
-        told = "the request has Content-Length and Transfer-Encoding; send one of them"
-        raise ApiError(400, told, headers={"Connection": "close"})
+        message = "the request has Content-Length and Transfer-Encoding; send one of them"
+        raise ApiError(400, message, headers={"Connection": "close"})
 
 
 def _host_name(host: str) -> str:
-    """The name or address of a Host header, in lower case; "" where there is none.
+    """The name or address of a Host header, in lower case; "" without one.
 
-    Raises ApiError 400.
+    Raises:
+        ApiError: 400, it is invalid.
     """
     if not host:
         return ""
-    found = _HOST.fullmatch(host)
-    if found is None or int(found[2] or 0) > 65535:
+    match = _HOST.fullmatch(host)
+    if match is None or int(match[2] or 0) > 65535:
         raise ApiError(400, "the Host header must be a name or an address, with or without a port",
                        headers={"Connection": "close"})  # fmt: skip
-    return found[1].strip("[]").lower().removesuffix(".")
+    return match[1].strip("[]").lower().removesuffix(".")
 
 
 @dataclass(frozen=True)
 class _BodyLimit:
-    """Most bytes of a body; flag: what raises it."""
+    """Largest body in bytes, and the flag that sets it."""
 
     max_bytes: int
     flag: str
 
     def too_large_error(self) -> ApiError:
-        """413."""
-        told = (
+        """The error 413."""
+        message = (
             f"the request is larger than {self.max_bytes} bytes, the most that this path takes "
             f"({self.flag})"
         )
-        return ApiError(413, told, code="request_too_large")
+        return ApiError(413, message, code="request_too_large")
 
 
 def _body_limit(scope: Scope, limits: ServiceLimits) -> _BodyLimit:
-    """What a path's requests may have; those that hold no pictures are smaller."""
+    """Body limit of a path; paths without images have a smaller one."""
     if scope["path"] in IMAGE_PATHS or limits.max_body_bytes <= limits.max_text_body_bytes:
         return _BodyLimit(limits.max_body_bytes, "--max-body-bytes")
     return _BodyLimit(limits.max_text_body_bytes, "--max-text-body-bytes")
 
 
 class _BodyReader:
-    """``receive`` that counts the body's bytes and waits for them only so long."""
+    """``receive`` with a size limit and a timeout for the body."""
 
     def __init__(self, receive: Receive, limit: _BodyLimit, timeout: float) -> None:
         self._receive, self._limit, self._received_bytes, self._is_complete = (
@@ -243,13 +245,13 @@ class _BodyReader:
 
 
 class _RequestContext:
-    """One request: its id, its status, its line in the log."""
+    """One request: its id, status and line in the access log."""
 
     def __init__(
         self, scope: Scope, headers: dict[bytes, bytes], send: Send, traces: Traces | None
     ) -> None:
-        asked = headers.get(b"x-request-id", b"").decode("latin-1")
-        self.id = asked if _ID.fullmatch(asked) else secrets.token_hex(16)
+        requested_id = headers.get(b"x-request-id", b"").decode("latin-1")
+        self.id = requested_id if _ID.fullmatch(requested_id) else secrets.token_hex(16)
         scope["modelmill.request_id"] = self.id
         self._scope, self._send, self._started_at = scope, send, time.perf_counter()
         self._status: int | None = None
@@ -257,9 +259,9 @@ class _RequestContext:
         self.body: _BodyReader | None = None
 
     async def send(self, message: Message) -> None:
-        """Adds the request's id to the response's headers."""
+        """Send a message, with the request id in the response headers."""
         if self.body is not None and self.body.error is not None and self._status is None:
-            return  # somebody took our refusal of the body for his own; ours is sent
+            return  # the app answered the body error itself; ``send_error`` sends ours
         if message["type"] == "http.response.start":
             self._status = message["status"]
             message = {
@@ -269,7 +271,7 @@ class _RequestContext:
         await self._send(message)
 
     async def send_error(self, error: ApiError) -> None:
-        """Answer with an error, where no answer has begun."""
+        """Send an error, unless a response has begun."""
         if self._status is not None:
             return
         self.body = None
@@ -287,20 +289,20 @@ class _RequestContext:
         await self._send({"type": "http.response.body", "body": body})
 
     def log_request(self) -> None:
-        """One line: counts and times, nothing of what was said."""
-        told: dict[str, Any] = {
+        """Log one line: counts and times, no text of the request or response."""
+        data: dict[str, Any] = {
             "request_id": self.id,
             "method": self._scope["method"],
             "path": self._scope["path"][:100],
             "status": self._status,
             "ms": round(1000 * (time.perf_counter() - self._started_at), 1),
         }
-        ticket = self._scope.get("modelmill.request_handle")
-        if isinstance(ticket, RequestHandle):
-            told |= ticket.token_counts()
+        handle = self._scope.get("modelmill.request_handle")
+        if isinstance(handle, RequestHandle):
+            data |= handle.token_counts()
         if self._traces is not None:
-            visited = FinishedRequest(
+            finished = FinishedRequest(
                 self._scope, self._headers, self.id, self._status, self._started_at
             )
-            told["trace_id"] = self._traces.record_span(visited)
-        _log.info("request", extra={"data": told})
+            data["trace_id"] = self._traces.record_span(finished)
+        _log.info("request", extra={"data": data})

@@ -1,4 +1,4 @@
-"""From answers to OpenAI's JSON: choices, log-probabilities, usage, chunks."""
+"""Converts outputs to OpenAI's JSON: choices, log-probabilities, usage, chunks."""
 
 from __future__ import annotations
 
@@ -17,46 +17,47 @@ from modelmill.text.detokenizer import Detokenizer
 from modelmill.text.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0
-"""JSON has no minus infinity."""
+"""Smallest value sent: JSON has no minus infinity."""
 DONE = b"data: [DONE]\n\n"
 SEND_CHUNK_BYTES = 1 << 20
-"""Bytes of a response that are sent at once."""
+"""Bytes of a response sent at once."""
 
 
 def sse_event(value: Mapping[str, Any], name: str = "") -> bytes:
-    """One server-sent event, of a name where it has one."""
+    """Format a server-sent event, with a name if given."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + dump_json(value) + b"\n\n"
 
 
 class ChunkTemplate:
-    """Events that differ in their only choice: what they share is written once, not with every
-    token.
-    """
+    """Formats events that differ only in their choice: the rest is serialized once."""
 
     def __init__(self, head: Mapping[str, Any], tail: Mapping[str, Any]) -> None:
-        """head, tail: the keys before and after ``choices``; neither is a key of the other."""
+        """Serialize the shared keys.
+
+        Args:
+            head: keys before ``choices``.
+            tail: keys after ``choices``; none of them in ``head``.
+        """
         self._prefix = sse_event({**head, "choices": []}).removesuffix(b"]}\n\n")
         self._suffix = b"]" + (b"," + dump_json(tail)[1:] if tail else b"}") + b"\n\n"
 
     def render_chunk(self, choice: Mapping[str, Any]) -> bytes:
-        """``sse_event({**head, "choices": [choice], **tail})``."""
-        # nearly all are one token's
-        written = dump_small_json(choice) if choice.get("logprobs") is None else dump_json(choice)
-        return self._prefix + written + self._suffix
+        """Same as ``sse_event({**head, "choices": [choice], **tail})``."""
+        # nearly always one token
+        data = dump_small_json(choice) if choice.get("logprobs") is None else dump_json(choice)
+        return self._prefix + data + self._suffix
 
 
 class Utf8JsonResponse(JSONResponse):
-    """A response that any value of a request may stand in; a large one is sent in parts."""
+    """A JSON response that allows unpaired surrogates; a large one is sent in chunks."""
 
     def render(self, content: Any) -> bytes:
-        """As ``dump_json``; bytes are JSON already."""
+        """As ``dump_json``; bytes are already JSON."""
         return content if isinstance(content, bytes) else dump_json(content)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Each part is copied on its way to the socket: what came meanwhile has its turn between
-        two of them.
-        """
+        """Send the body in chunks; other tasks run between two of them."""
         if len(self.body) <= SEND_CHUNK_BYTES:
             await super().__call__(scope, receive, send)
             return
@@ -76,13 +77,13 @@ class Utf8JsonResponse(JSONResponse):
 
 
 def token_usage(request_states: Iterable[RequestState]) -> dict[str, Any]:
-    """Counts of tokens."""
+    """The usage of the requests of one response."""
     prompt = completion = cached = 0
-    for dialogue in request_states:
-        answer = dialogue.output
-        prompt += len(answer.prompt_token_ids)
-        completion += sum(len(output.token_ids) for output in answer.outputs)
-        cached += answer.cached_tokens
+    for state in request_states:
+        output = state.output
+        prompt += len(output.prompt_token_ids)
+        completion += sum(len(each.token_ids) for each in output.outputs)
+        cached += output.cached_tokens
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -92,13 +93,13 @@ def token_usage(request_states: Iterable[RequestState]) -> dict[str, Any]:
 
 
 class ChatLogprobsFormatter:
-    """logprobs of one choice of a conversation, a piece at a time."""
+    """Formats logprobs of one choice of a chat completion incrementally."""
 
     def __init__(self, tokenizer: Tokenizer | None, num_top: int) -> None:
         self._tokenizer, self._num_top, self._num_formatted = tokenizer, num_top, 0
 
     def format_next(self, output: CompletionOutput, count: int) -> dict[str, Any] | None:
-        """The next ``count`` tokens'; None where none were asked for."""
+        """Format the next ``count`` tokens; None if logprobs are not requested."""
         if output.logprobs is None:
             return None
         begin, self._num_formatted = self._num_formatted, self._num_formatted + count
@@ -113,11 +114,11 @@ class ChatLogprobsFormatter:
 
     def _format_entry(self, id: int, entries: Mapping[int, Logprob]) -> EncodedJson:
         top = list(entries.items())[: self._num_top]
-        told = {
+        entry = {
             **self._format_token(id, entries[id]),
             "top_logprobs": [self._format_token(other, value) for other, value in top],
         }
-        return EncodedJson(dump_small_json(told))
+        return EncodedJson(dump_small_json(entry))
 
     def _format_token(self, id: int, value: Logprob) -> dict[str, Any]:
         data = token_bytes(self._tokenizer, id)
@@ -129,8 +130,9 @@ class ChatLogprobsFormatter:
 
 
 class TextLogprobsFormatter:
-    """logprobs of one choice of a completion in the older shape, a piece at a time; offsets are in
-    characters.
+    """Formats logprobs of one choice of a text completion incrementally.
+
+    Offsets are in characters.
     """
 
     def __init__(
@@ -141,7 +143,14 @@ class TextLogprobsFormatter:
         continues_prompt: bool = False,
         skip_special: bool = True,
     ) -> None:
-        """continues_prompt, skip_special: as of the request."""
+        """Start at the beginning of the text.
+
+        Args:
+            tokenizer: None: token ids are shown as text.
+            num_top: number of top_logprobs.
+            continues_prompt: as in the request.
+            skip_special: as in the request.
+        """
         self._tokenizer, self._num_top, self._num_formatted, self._offset = tokenizer, num_top, 0, 0
         self._detokenizer = (
             None
@@ -152,17 +161,17 @@ class TextLogprobsFormatter:
         )
 
     def format_prompt(self, request_state: RequestState) -> dict[str, Any]:
-        """Those of the prompt; the first token has none."""
-        answer = request_state.output
-        entries = answer.prompt_logprobs or [None] * len(answer.prompt_token_ids)
+        """Format the prompt's tokens; the first one has no logprob."""
+        output = request_state.output
+        entries = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
         return self._format_table(
-            answer.prompt_token_ids,
+            output.prompt_token_ids,
             entries,
             None if self._detokenizer is None else self._detokenizer.push_prompt,
         )
 
     def format_next(self, output: CompletionOutput, count: int) -> dict[str, Any] | None:
-        """The next ``count`` tokens'; None where none were asked for."""
+        """Format the next ``count`` tokens; None if logprobs are not requested."""
         if output.logprobs is None:
             return None
         begin, self._num_formatted = self._num_formatted, self._num_formatted + count
@@ -180,7 +189,7 @@ class TextLogprobsFormatter:
         entries: Sequence[Mapping[int, Logprob] | None],
         text: Callable[[int], str] | None,
     ) -> dict[str, Any]:
-        """text: what an id adds to the text that the offsets count."""
+        """Format tokens; ``text`` returns what an id adds to the text, for the offsets."""
         out: dict[str, list[Any]] = {
             "tokens": [],
             "token_logprobs": [],
@@ -199,9 +208,9 @@ class TextLogprobsFormatter:
         return out
 
     def _top_entries(self, id: int, entry: Mapping[int, Logprob]) -> dict[str, float]:
-        """The most likely ones and the one that was taken.
+        """The most likely tokens and the sampled one.
 
-        Where two read alike the likelier stands.
+        Of tokens with equal text the more likely one counts.
         """
         best: dict[str, float] = {}
         for other, value in [*list(entry.items())[: self._num_top], (id, entry[id])]:
@@ -210,19 +219,17 @@ class TextLogprobsFormatter:
 
 
 def concat_logprobs(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Older-shape tables, one after another."""
+    """Concatenate tables of a text completion."""
     return {key: [value for part in parts for value in part[key]] for key in parts[0]}
 
 
 def token_bytes(tokenizer: Tokenizer | None, id: int) -> bytes:
-    """A token's bytes; of an ids-only engine the id in digits."""
+    """Bytes of a token; without a tokenizer the decimal digits of the id."""
     return str(id).encode() if tokenizer is None else tokenizer.token_bytes(id)
 
 
 def token_text(tokenizer: Tokenizer | None, id: int) -> str:
-    """A token as the older shape writes it: text, or its bytes where it is a part of a
-    character.
-    """
+    """Text of a token in text completions; its bytes if it is a part of a character."""
     data = token_bytes(tokenizer, id)
     try:
         return data.decode("utf-8")
@@ -231,5 +238,5 @@ def token_text(tokenizer: Tokenizer | None, id: int) -> str:
 
 
 def clamp_logprob(value: float) -> float:
-    """``value``, or the least that JSON is given."""
+    """``value``, but at least MIN_LOGPROB."""
     return max(value, MIN_LOGPROB)

@@ -1,8 +1,7 @@
-"""What the API answers, as classes: the OpenAPI document's, and tests hold answers to them. No
-answer is made from one.
+"""Response models: used for the OpenAPI document and to check responses in tests.
 
-Answers are plain dicts on their way out, since nothing is checked twice while tokens are waited
-for. No class allows keys that it does not name.
+Responses themselves are made as plain dicts, which saves validation while tokens are generated. No
+class allows keys that it does not name.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ REF = "#/components/schemas/{model}"
 
 
 class ResponseModel(BaseModel):
-    """Exactly these keys."""
+    """No other keys than these."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -57,10 +56,10 @@ class ModelCard(ResponseModel):
     input_modalities: list[str] = Field(default_factory=list)
     chat: bool | None = None
     default_sampling: dict[str, Any] | None = Field(
-        None, description="where a request does not say"
+        None, description="sampling defaults of API requests"
     )
     suggested_sampling: dict[str, Any] | None = Field(
-        None, description="where the page's user does not say"
+        None, description="sampling defaults of the web page"
     )
 
 
@@ -87,13 +86,13 @@ class DetokenizeResponse(ResponseModel):
 
 
 class PromptTokensDetails(ResponseModel):
-    """Of the prompt's tokens."""
+    """Details of the prompt tokens."""
 
     cached_tokens: int
 
 
 class Usage(ResponseModel):
-    """Counts of tokens."""
+    """Token counts."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -102,7 +101,7 @@ class Usage(ResponseModel):
 
 
 class TopLogprob(ResponseModel):
-    """One token's."""
+    """Log-probability of a token."""
 
     token: str
     logprob: Annotated[float, Field(le=0)]
@@ -110,13 +109,13 @@ class TopLogprob(ResponseModel):
 
 
 class ChatTokenLogprob(TopLogprob):
-    """Of a token that was taken."""
+    """Log-probability of a sampled token."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChoiceLogprobs(ResponseModel):
-    """Of a choice."""
+    """Log-probabilities of a choice."""
 
     content: list[ChatTokenLogprob]
     refusal: None
@@ -339,27 +338,29 @@ SSE_EVENT_SCHEMA = {
     "required": ["data"],
     "additionalProperties": False,
 }
-"""An event of a stream, before its data are read as JSON."""
+"""An event of a stream, before its data are parsed."""
 _NAME_CLASH_PREFIX = "Answer"
 
 
 def add_response_schemas(document: dict[str, Any]) -> None:
-    """Put the answers' schemas into an OpenAPI document."""
+    """Add the response schemas to an OpenAPI document."""
     models = dict.fromkeys(RESPONSE_MODELS.values())
-    found, shared = models_json_schema(
+    schemas_by_model, shared = models_json_schema(
         [(model, "validation") for model in models], ref_template=REF
     )
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
-    taken = {
+    new_names = {
         name: f"{_NAME_CLASH_PREFIX}{name}" if name in schemas else name
         for name in shared.get("$defs", {})
     }
     for name, schema in shared.get("$defs", {}).items():
-        schemas[taken[name]] = _rename_refs(schema, taken)
+        schemas[new_names[name]] = _rename_refs(schema, new_names)
     for path, model in RESPONSE_MODELS.items():
         for operation in document["paths"].get(path, {}).values():
             content = {
-                "application/json": {"schema": _rename_refs(found[model, "validation"], taken)}
+                "application/json": {
+                    "schema": _rename_refs(schemas_by_model[model, "validation"], new_names)
+                }
             }
             if path in STREAMING_PATHS:
                 content["text/event-stream"] = {"schema": SSE_EVENT_SCHEMA}
@@ -367,16 +368,16 @@ def add_response_schemas(document: dict[str, Any]) -> None:
     for operation in document["paths"].get("/metrics", {}).values():
         operation["responses"]["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
     for operation in document["paths"].get("/health", {}).values():
-        # while it loads, the same shape says how far it is
-        refused = operation["responses"]["503"]["content"]["application/json"]
-        told = _rename_refs(found[HealthResponse, "validation"], taken)
+        # while engines load, /health has the same format
+        error_content = operation["responses"]["503"]["content"]["application/json"]
+        health_schema = _rename_refs(schemas_by_model[HealthResponse, "validation"], new_names)
         operation["responses"]["503"]["content"] = {
-            "application/json": {"schema": {"anyOf": [told, refused["schema"]]}}
+            "application/json": {"schema": {"anyOf": [health_schema, error_content["schema"]]}}
         }
 
 
 def _rename_refs(schema: Any, new_names: dict[str, str]) -> Any:
-    """The schema with references to the names that were free."""
+    """The schema with references renamed by ``new_names``."""
     if isinstance(schema, list):
         return [_rename_refs(each, new_names) for each in schema]
     if not isinstance(schema, dict):

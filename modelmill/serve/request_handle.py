@@ -1,7 +1,7 @@
-"""What one HTTP request waits for: the answers to its prompts, as they come.
+"""What one HTTP request waits for: the outputs of its prompts, as they arrive.
 
-News are gathered until they are fetched, so a client that reads slowly costs memory for what it has
-not read yet and nothing else; there is a bound to that too.
+Stream items are buffered until they are fetched. A slow client therefore costs only the memory of
+its unread items, up to a limit.
 """
 
 from __future__ import annotations
@@ -16,51 +16,58 @@ from modelmill.outputs import OutputDelta
 from modelmill.request_state import RequestState
 
 MAX_PENDING_ITEMS = 16384
-"""Most pieces of news that wait for a client; with log-probabilities each counts as many as it
-tells.
-"""
+"""Limit of buffered stream items per request; each logprob entry counts as one more."""
 
 
 class StreamItem(NamedTuple):
-    """A delta, and of which of the request's prompts."""
+    """A delta and the index of its prompt in the request."""
 
     prompt_index: int
     delta: OutputDelta
 
 
 class WorkerLost(ModelmillError):
-    """The engine's process ended while it answered."""
+    """The worker process ended while it processed the request."""
 
 
 class ClientTooSlow(CapacityError):
-    """A client did not fetch its answer."""
+    """A client did not read its response fast enough."""
 
 
 class RequestHandle:
-    """The prompts of one HTTP request. ``close`` gives up what has not ended."""
+    """The prompts of one HTTP request; ``close`` aborts those that have not finished."""
 
     def __init__(
         self, request_states: Sequence[RequestState], abandon: Callable[[Sequence[str]], None]
     ) -> None:
-        """abandon: called with the engine's ids of what is given up."""
+        """Track requests until they finish.
+
+        Args:
+            request_states: one per prompt.
+            abandon: called with the engine's request ids that are aborted.
+        """
         self.request_states = list(request_states)
         self.created_at = time.perf_counter()
         self.queue_seconds: float | None = None
         self.num_sequences = sum(each.request.params.n for each in request_states)
         self._abandon = abandon
-        self._unfinished = {each.request.id: place for place, each in enumerate(request_states)}
+        self._unfinished = {each.request.id: index for index, each in enumerate(request_states)}
         self._pending_items: list[StreamItem] = []
         self._pending_weight = 0
         self._error: BaseException | None = None
         self._wake = asyncio.Event()
 
-    # -- for who asked
+    # -- for the route
 
     async def fetch(self, timeout: float | None = None) -> list[StreamItem]:
-        """What came since the last call, waiting for something; [] once all has ended. Raises what
-        went wrong.
+        """Return the items since the last call; wait for at least one; [] once all have finished.
 
-        TimeoutError where nothing comes for so many seconds.
+        Args:
+            timeout: seconds to wait.
+
+        Raises:
+            TimeoutError: nothing arrived within ``timeout``.
+            BaseException: the error passed to ``fail``.
         """
         while not self._pending_items:
             if self._error is not None:
@@ -70,52 +77,56 @@ class RequestHandle:
             self._wake.clear()
             async with asyncio.timeout(timeout):
                 await self._wake.wait()
-        news, self._pending_items, self._pending_weight = self._pending_items, [], 0
-        return news
+        items, self._pending_items, self._pending_weight = self._pending_items, [], 0
+        return items
 
     async def finish(self) -> None:
-        """Wait until everything has ended."""
+        """Wait until all prompts have finished."""
         while await self.fetch():
             pass
 
     def token_counts(self) -> dict[str, int | float | None]:
-        """Tokens and times, for a log."""
-        answers = [each.output for each in self.request_states]
+        """Token counts and times for the access log."""
+        outputs = [each.output for each in self.request_states]
         first = [
-            each.first_token_seconds for each in answers if each.first_token_seconds is not None
+            each.first_token_seconds for each in outputs if each.first_token_seconds is not None
         ]
         return {
             "prompt_tokens": sum(each.prompt_tokens for each in self.request_states),
             "completion_tokens": sum(
-                len(output.token_ids) for each in answers for output in each.outputs
+                len(output.token_ids) for each in outputs for output in each.outputs
             ),
-            "cached_tokens": sum(each.cached_tokens for each in answers),
+            "cached_tokens": sum(each.cached_tokens for each in outputs),
             "first_token_ms": round(1000 * min(first), 1) if first else None,
         }
 
     @property
     def abort_reason(self) -> str:
-        """Why answers that have not ended will not: "error" where the engine is at fault, else
-        "abort".
-        """
+        """Metric label of aborted outputs: "error" after a lost worker, else "abort"."""
         return "error" if isinstance(self._error, WorkerLost) else "abort"
 
     def close(self) -> None:
-        """Give up what has not ended; closing twice is closing once."""
-        left, self._unfinished = list(self._unfinished), {}
+        """Abort the prompts that have not finished; a second call does nothing."""
+        unfinished, self._unfinished = list(self._unfinished), {}
         self._pending_items = []
-        if left:
-            self._abandon(left)
+        if unfinished:
+            self._abandon(unfinished)
         self._wake.set()
 
     # -- for the engine
 
     def add_delta(self, id: str, delta: OutputDelta, weight: int = 1) -> None:
-        """One more piece of news of the request ``id``."""
-        place = self._unfinished.get(id)
-        if place is None:
+        """Buffer an item of the request ``id``.
+
+        Args:
+            id: the engine's request id; unknown ones are ignored.
+            delta: the new output.
+            weight: how much it counts towards MAX_PENDING_ITEMS.
+        """
+        index = self._unfinished.get(id)
+        if index is None:
             return
-        self._pending_items.append(StreamItem(place, delta))
+        self._pending_items.append(StreamItem(index, delta))
         self._pending_weight += weight
         if delta.output.finished:
             del self._unfinished[id]
@@ -126,10 +137,10 @@ class RequestHandle:
         self._wake.set()
 
     def fail(self, error: BaseException) -> None:
-        """Nothing more will come."""
+        """End the request with an error; no further items follow."""
         if self._error is None:
             self._error = error
-        left, self._unfinished = list(self._unfinished), {}
-        if left:
-            self._abandon(left)
+        unfinished, self._unfinished = list(self._unfinished), {}
+        if unfinished:
+            self._abandon(unfinished)
         self._wake.set()

@@ -1,6 +1,4 @@
-"""The output of a response as it grows: items (messages, calls), and the typed events that tell of
-them.
-"""
+"""The output of a response as it grows: items (messages, calls) and typed events of them."""
 
 from __future__ import annotations
 
@@ -12,36 +10,33 @@ ResponseEvent = dict[str, Any]
 
 
 class ResponseItems:
-    """Takes text and calls in order. ``output`` holds what is complete; events come without their
-    number.
+    """Collects text and calls in order; ``output`` has the complete items.
 
-    hold_spaces: whether spaces are held back until something else follows, since they may stand
-    before a call.
+    Events have no number yet. With ``hold_spaces``, leading spaces are held until other text
+    follows, since they may precede a call.
     """
 
     def __init__(self, hold_spaces: bool) -> None:
         self.output: list[dict[str, Any]] = []
         self._hold_spaces = hold_spaces
         self._held_spaces = ""
-        # the message that is open, by its id, or the call
+        # id of the open message, or the open call
         self._id = ""
         self._call: dict[str, Any] | None = None
         self._texts: list[str] = []
         self._logprobs: list[Any] = []
-        # what the model wrote and is not said yet, with what is to be told of its tokens
+        # generated text that has not been assigned to an item yet, with its logprobs
         self._pending_logprobs: list[tuple[str, list[Any]]] = []
 
     def record_tokens(self, text: str, logprobs: Sequence[Any]) -> None:
-        """What the model wrote, before it is told what of it is said; logprobs: of the tokens that
-        completed it.
-        """
+        """Add generated text, before it is split into items, and the logprobs of its tokens."""
         if self._pending_logprobs and not self._pending_logprobs[-1][0]:
-            # tokens whose text comes with a later one
+            # tokens whose text is completed by a later one
             logprobs = [*self._pending_logprobs.pop()[1], *logprobs]
         self._pending_logprobs.append((text, [*logprobs]))
 
     def add_text(self, text: str) -> Iterator[ResponseEvent]:
-        """More text."""
+        """Add text to the message."""
         text = self._held_spaces + text
         self._held_spaces = ""
         if not self._id and self._hold_spaces and not text.strip():
@@ -51,21 +46,21 @@ class ResponseItems:
             return
         yield from self._close("completed", call_only=True)
         yield from self._open()
-        told = self._take_logprobs(text)
+        logprobs = self._take_logprobs(text)
         self._texts.append(text)
-        self._logprobs += told
+        self._logprobs += logprobs
         yield {
             "type": "response.output_text.delta",
             **self._content_position(),
             "delta": text,
-            "logprobs": told,
+            "logprobs": logprobs,
         }
 
     def start_call(self, id: str, name: str) -> Iterator[ResponseEvent]:
-        """A call begins; what was open ends. Spaces before it are no message."""
+        """Begin a call and end the open item; spaces before it are dropped."""
         self._pending_logprobs = self._pending_logprobs[
             -1:
-        ]  # text may stand behind the call's end, in one piece with it
+        ]  # text after the end of the call may be in the same entry
         yield from self._close("completed")
         self._held_spaces = ""
         self._call = {
@@ -83,42 +78,40 @@ class ResponseItems:
         }
 
     def add_arguments(self, text: str) -> Iterator[ResponseEvent]:
-        """More of the call's arguments."""
+        """Add to the arguments of the call."""
         assert self._call is not None, "arguments belong to a call"
         self._pending_logprobs = self._pending_logprobs[-1:]
         if text:
             self._texts.append(text)
-            place = {"item_id": self._call["id"], "output_index": len(self.output)}
-            yield {"type": "response.function_call_arguments.delta", **place, "delta": text}
+            position = {"item_id": self._call["id"], "output_index": len(self.output)}
+            yield {"type": "response.function_call_arguments.delta", **position, "delta": text}
 
     def finish(self, status: str) -> Iterator[ResponseEvent]:
-        """Nothing more comes: status of what is open. There is at least one item then."""
+        """End the open item with ``status``; there is at least one item afterwards."""
         if not (self.output or self._id or self._call):
             yield from self._open()
             if self._held_spaces:
                 yield from self.add_text("")
         if self._id and not any(item["type"] == "function_call" for item in self.output):
-            # of tokens that have no text
+            # logprobs of tokens without text
             self._logprobs += [one for _, each in self._pending_logprobs for one in each]
         yield from self._close(status)
 
     def _take_logprobs(self, text: str) -> list[Any]:
-        """What is to be told of the tokens that ``text`` consists of; those before it belong to a
-        call.
-        """
-        heard = "".join(each for each, _ in self._pending_logprobs)
-        begin, end = _locate_text(text, heard)
-        place = 0
-        told, left = list[Any](), list[tuple[str, list[Any]]]()
+        """Remove and return the logprobs of ``text``; those before it belong to a call."""
+        pending = "".join(each for each, _ in self._pending_logprobs)
+        begin, end = _locate_text(text, pending)
+        position = 0
+        taken_logprobs, remaining = list[Any](), list[tuple[str, list[Any]]]()
         for piece, logprobs in self._pending_logprobs:
-            first, place = place, place + len(piece)
-            mine = first < end and place > begin
-            if mine:
-                told += logprobs
-            if place > end or not piece:
-                left.append((piece[max(end - first, 0) :], [] if mine else logprobs))
-        self._pending_logprobs = left
-        return told
+            first, position = position, position + len(piece)
+            overlaps = first < end and position > begin
+            if overlaps:
+                taken_logprobs += logprobs
+            if position > end or not piece:
+                remaining.append((piece[max(end - first, 0) :], [] if overlaps else logprobs))
+        self._pending_logprobs = remaining
+        return taken_logprobs
 
     def _open(self) -> Iterator[ResponseEvent]:
         if self._id:
@@ -136,7 +129,7 @@ class ResponseItems:
         }
 
     def _close(self, status: str, *, call_only: bool = False) -> Iterator[ResponseEvent]:
-        """End what is open; the message goes on where only a call is to end."""
+        """End the open item; with ``call_only`` an open message continues."""
         if self._call is not None:
             yield from self._close_call(status)
         elif self._id and not call_only:
@@ -159,9 +152,9 @@ class ResponseItems:
 
     def _close_message(self, status: str) -> Iterator[ResponseEvent]:
         text, logprobs = "".join(self._texts), self._logprobs
-        part, where = _output_text_part(text, logprobs), self._content_position()
-        yield {"type": "response.output_text.done", **where, "text": text, "logprobs": logprobs}
-        yield {"type": "response.content_part.done", **where, "part": part}
+        part, position = _output_text_part(text, logprobs), self._content_position()
+        yield {"type": "response.output_text.done", **position, "text": text, "logprobs": logprobs}
+        yield {"type": "response.content_part.done", **position, "part": part}
         item = self._message(status, [part])
         yield {"type": "response.output_item.done", "output_index": len(self.output), "item": item}
         self.output.append(item)
@@ -181,16 +174,17 @@ class ResponseItems:
 
 
 def _locate_text(text: str, written: str) -> tuple[int, int]:
-    """Where ``text`` stands, the last time, in what was heard; spaces at its head may be from
-    before a call.
+    """Find the last position of ``text`` in what was generated.
+
+    Spaces at its start may come from before a call.
     """
     if written.startswith(text):
         return 0, len(text)
-    kept = text.lstrip()
-    begin = written.rfind(kept)
+    stripped = text.lstrip()
+    begin = written.rfind(stripped)
     if begin < 0:
         return 0, len(written)
-    end, blank = begin + len(kept), len(text) - len(kept)
+    end, blank = begin + len(stripped), len(text) - len(stripped)
     while blank and written[begin - 1 : begin].isspace():
         begin, blank = begin - 1, blank - 1
     return begin, end

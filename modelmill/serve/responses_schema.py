@@ -1,9 +1,9 @@
-"""What /v1/responses is asked, and the conversation that it means: from there on it is a chat
-request like any other.
+"""Requests of /v1/responses and their conversion to chat requests.
 
-Nothing of a response is kept on the server: there is no ``previous_response_id``, and ``store`` is
-always false. A client sends the items of the conversation again; the prefix cache makes that cheap,
-and no memory grows with answers."""
+The server stores no responses: there is no ``previous_response_id``, and ``store`` is always false.
+Clients send the items of the conversation again; the prefix cache makes that cheap, and memory does
+not grow with the number of responses.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class ContentPart(StrictModel):
-    """A piece of a message's content."""
+    """A part of a message's content."""
 
     type: Literal["input_text", "output_text", "text", "refusal", "input_image"]
     text: LongText | None = None
@@ -53,11 +53,15 @@ class ContentPart(StrictModel):
     logprobs: IgnoredList | None = None
 
     def to_chat_part(self) -> dict[str, Any]:
-        """As a part of a chat message. Raises RequestError."""
+        """Convert to a part of a chat message.
+
+        Raises:
+            RequestError: a field is missing.
+        """
         if self.type == "input_image":
             if self.image_url is None:
                 raise RequestError(
-                    "an input_image needs its image_url (a data: URL); files are not kept here"
+                    "an input_image needs its image_url (a data: URL); files are not stored here"
                 )
             detail = {"detail": self.detail} if self.detail else {}
             return {"type": "image_url", "image_url": {"url": self.image_url, **detail}}
@@ -71,7 +75,7 @@ ContentParts = Annotated[list[ContentPart], FAIL_FAST, Field(max_length=MAX_ITEM
 
 
 class MessageItem(StrictModel):
-    """A turn."""
+    """A message."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -82,7 +86,7 @@ class MessageItem(StrictModel):
 
 
 class FunctionCallItem(StrictModel):
-    """A call that the model made."""
+    """A call made by the model."""
 
     type: Literal["function_call"]
     call_id: str = Field(min_length=1, max_length=256)
@@ -93,7 +97,7 @@ class FunctionCallItem(StrictModel):
 
 
 class FunctionCallOutputItem(StrictModel):
-    """What a call returned."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str = Field(min_length=1, max_length=256)
@@ -103,7 +107,7 @@ class FunctionCallOutputItem(StrictModel):
 
 
 class ReasoningItem(StrictModel):
-    """What another model thought: taken, not used."""
+    """Reasoning of another model: accepted and ignored."""
 
     type: Literal["reasoning"]
     summary: IgnoredList
@@ -129,14 +133,14 @@ class FunctionTool(FunctionDefinition):
 
 
 class FunctionToolChoice(StrictModel):
-    """This function."""
+    """Call this function."""
 
     type: Literal["function"]
     name: str
 
 
 class AllowedToolsChoice(StrictModel):
-    """Some of the tools, and whether one of them has to be called."""
+    """Some of the tools, and whether one of them must be called."""
 
     type: Literal["allowed_tools"]
     mode: Literal["none", "auto", "required"] = "auto"
@@ -144,7 +148,7 @@ class AllowedToolsChoice(StrictModel):
 
 
 class TextFormat(StrictModel):
-    """What the text must be."""
+    """Constraint on the text."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = Field(None, min_length=1, max_length=256)
@@ -153,7 +157,11 @@ class TextFormat(StrictModel):
     strict: bool | None = None
 
     def to_response_format(self) -> ResponseFormat:
-        """As a response_format. Raises RequestError."""
+        """Convert to a response_format.
+
+        Raises:
+            RequestError: the fields contradict each other.
+        """
         if self.type != "json_schema":
             if self.name is not None or self.schema_ is not None:
                 raise RequestError(
@@ -172,14 +180,14 @@ class TextFormat(StrictModel):
 
 
 class TextConfig(StrictModel):
-    """verbosity: taken, not used."""
+    """verbosity: accepted and ignored."""
 
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningConfig(StrictModel):
-    """Taken, not used."""
+    """Accepted and ignored."""
 
     effort: str | None = None
     summary: str | None = None
@@ -187,7 +195,7 @@ class ReasoningConfig(StrictModel):
 
 
 class ResponseStreamOptions(StrictModel):
-    """Taken, not used."""
+    """Accepted and ignored."""
 
     include_obfuscation: bool | None = None
 
@@ -195,12 +203,12 @@ class ResponseStreamOptions(StrictModel):
 class ResponsesRequest(SamplingFields):
     """POST /v1/responses."""
 
-    # input[i].content[j].logprobs, as a response told them: of 16,000 tokens with five each, or
+    # input[i].content[j].logprobs, copied from a response: of 16,000 tokens with five each, or
     # 7,000 with twenty
     unused: ClassVar[Mapping[str, int]] = {"logprobs": 5}
 
     input: LongText | JsonObjectList = Field(
-        description="a text, or items: messages, calls and what they returned"
+        description="a string, or items: messages, calls and their outputs"
     )
     instructions: LongText | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
@@ -221,7 +229,7 @@ class ResponsesRequest(SamplingFields):
     previous_response_id: str | None = None
     conversation: str | JsonObject | None = None
     prompt: JsonObject | None = None
-    # taken and not used
+    # accepted and ignored
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = Field(None, ge=1, le=MAX_INT32)
     reasoning: ReasoningConfig | None = None
@@ -229,23 +237,24 @@ class ResponsesRequest(SamplingFields):
     prompt_cache_retention: str | None = None
 
     def check(self) -> None:
-        """Raises RequestError for what is not offered."""
+        """Raise RequestError for fields that are not supported."""
         if not self.input:
-            raise RequestError("input is empty; give a text or at least one item")
+            raise RequestError("input is empty; give a string or at least one item")
         for name in ("previous_response_id", "conversation"):
             if getattr(self, name) is not None:
                 raise RequestError(
-                    f"{name} is not offered: nothing is kept here; send the earlier items in input"
+                    f"{name} is not supported: responses are not stored; send the earlier items "
+                    "in input"
                 )
         if self.prompt is not None:
             raise RequestError(
-                "prompt is not offered: no templates are kept here; send instructions and input"
+                "prompt is not supported: templates are not stored; send instructions and input"
             )
         if self.background:
-            raise RequestError("background is not offered; use stream")
+            raise RequestError("background is not supported; use stream")
         if self.truncation == "auto":
             raise RequestError(
-                "truncation auto is not offered: an input that is too long is refused"
+                "truncation auto is not supported: an input that is too long is rejected"
             )
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only for stream: true")
@@ -256,16 +265,20 @@ class ResponsesRequest(SamplingFields):
         ]
         if unknown:
             raise RequestError(
-                f"include names {unknown[0][:60]!r}, which is not offered; {LOGPROBS} is"
+                f"include has {unknown[0][:60]!r}, which is not supported; use {LOGPROBS}"
             )
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether log-probabilities are wanted."""
+        """Whether log-probabilities are requested."""
         return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
 
     def to_chat_request(self) -> ChatRequest:
-        """The chat request with the same meaning. Raises RequestError."""
+        """Convert to the equivalent chat request.
+
+        Raises:
+            RequestError: a field is not supported or invalid.
+        """
         self.check()
         check_functions(self.tools or ())
         shared = {name: getattr(self, name) for name in SamplingFields.model_fields}
@@ -310,9 +323,10 @@ class ResponsesRequest(SamplingFields):
 def items_to_messages(
     items: str | list[dict[str, Any]], instructions: str | None
 ) -> list[dict[str, Any]]:
-    """Items as chat messages: calls join the turn they belong to.
+    """Convert items to chat messages; calls join the message before them.
 
-    Raises RequestError naming the item at fault.
+    Raises:
+        RequestError: an item is invalid; the message names it.
     """
     messages: list[dict[str, Any]] = []
     if instructions is not None:
@@ -326,7 +340,7 @@ def items_to_messages(
         except RequestError as error:
             raise RequestError(f"input[{index}]: {error}") from None
     if all(message["role"] == "system" for message in messages):
-        raise RequestError("input holds no turn; give at least one message")
+        raise RequestError("input has no user or assistant message; give at least one")
     return messages
 
 
@@ -346,22 +360,22 @@ def _append_item(messages: list[dict[str, Any]], item: InputItem) -> None:
         )
 
 
-def _chat_content(given: str | list[ContentPart]) -> str | list[dict[str, Any]]:
-    return given if isinstance(given, str) else [part.to_chat_part() for part in given]
+def _chat_content(content: str | list[ContentPart]) -> str | list[dict[str, Any]]:
+    return content if isinstance(content, str) else [part.to_chat_part() for part in content]
 
 
-def _parse_item(raw: Mapping[str, Any], where: str) -> InputItem:
-    kind = raw.get("type", "message")
-    shape = _ITEM_TYPES.get(kind) if isinstance(kind, str) else None
-    if shape is None:
+def _parse_item(raw: Mapping[str, Any], path: str) -> InputItem:
+    item_type = raw.get("type", "message")
+    model = _ITEM_TYPES.get(item_type) if isinstance(item_type, str) else None
+    if model is None:
         raise RequestError(
-            f"{where}: items of type {str(kind)[:40]!r} are not offered; there are "
+            f"{path}: items of type {str(item_type)[:40]!r} are not supported; there are "
             f"{', '.join(_ITEM_TYPES)}"
         )
     try:
-        return shape.model_validate(raw)
+        return model.model_validate(raw)
     except ValidationError as error:
-        _, line = summarize_errors(error.errors(include_url=False, include_input=False), shape)
-        whole = "the request's body"  # the item is at fault as a whole
-        told = line.removeprefix(whole) if line.startswith(whole) else f".{line}"
-        raise RequestError(where + told) from None
+        _, line = summarize_errors(error.errors(include_url=False, include_input=False), model)
+        body = "the request's body"  # the item as a whole is invalid
+        detail = line.removeprefix(body) if line.startswith(body) else f".{line}"
+        raise RequestError(path + detail) from None

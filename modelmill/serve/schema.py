@@ -1,8 +1,7 @@
-"""What requests may say, in OpenAI's shapes, strictly: a field we do not know or a value of another
-kind is an error.
+"""Request models in OpenAI's format, validated strictly: unknown fields and wrong types are errors.
 
-Fields that some clients send and that change no answer (metadata, user, …) are taken and not used;
-those that would change it and are not offered are refused by name.
+Fields that some clients send and that do not change the output (metadata, user, …) are accepted and
+ignored; unsupported fields that would change it are rejected by name.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from modelmill.serve.strict_models import (
     StrictModel,
     limit_keys,
 )
-from modelmill.text.grammar import check_grammar as usable
+from modelmill.text.grammar import check_grammar
 from modelmill.text.messages import check_data
 from modelmill.text.tool_grammar import forced_call_grammar
 
@@ -34,7 +33,7 @@ MAX_INT32 = 2**31 - 1
 
 
 class StructuredOutputs(StrictModel):
-    """What an answer must be; one of them."""
+    """Constraint on the output; one of the fields."""
 
     json_: JsonObject | str | None = Field(None, alias="json")
     regex: str | None = None
@@ -42,11 +41,15 @@ class StructuredOutputs(StrictModel):
     grammar: str | None = Field(None, description="in Lark's notation, as llguidance reads it")
 
     def to_grammar(self) -> Grammar:
-        """Raises RequestError unless exactly one is given."""
+        """Return the grammar.
+
+        Raises:
+            RequestError: not exactly one field is set.
+        """
         check_data(self.json_, "structured_outputs: the JSON schema")
-        given = [
-            Grammar(kind, value if isinstance(value, str) else json.dumps(value))
-            for kind, value in (
+        grammars = [
+            Grammar(grammar_type, value if isinstance(value, str) else json.dumps(value))
+            for grammar_type, value in (
                 ("json", self.json_),
                 ("regex", self.regex),
                 ("choice", self.choice),
@@ -54,15 +57,15 @@ class StructuredOutputs(StrictModel):
             )
             if value is not None
         ]
-        if len(given) != 1:
+        if len(grammars) != 1:
             raise RequestError("structured_outputs takes one of json, regex, choice and grammar")
-        return given[0]
+        return grammars[0]
 
 
 class JsonSchema(StrictModel):
     """response_format's json_schema.
 
-    strict and description change nothing: a schema is always kept to.
+    strict and description have no effect: a schema is always enforced.
     """
 
     name: str = Field(min_length=1, max_length=256)
@@ -72,13 +75,17 @@ class JsonSchema(StrictModel):
 
 
 class ResponseFormat(StrictModel):
-    """text, some JSON object, or JSON of a schema."""
+    """Plain text, any JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
     def to_grammar(self) -> Grammar | None:
-        """None for plain text. Raises RequestError."""
+        """Return the grammar; None for plain text.
+
+        Raises:
+            RequestError: the fields contradict each other.
+        """
         if (self.json_schema is not None) != (self.type == "json_schema"):
             needs = "needs" if self.json_schema is None else "takes no"
             raise RequestError(f"response_format of type {self.type} {needs} json_schema")
@@ -90,9 +97,9 @@ class ResponseFormat(StrictModel):
 
 
 class StreamOptions(StrictModel):
-    """include_usage: one more chunk at the end with the counts.
+    """include_usage: one more chunk at the end with the usage.
 
-    include_obfuscation: taken, not used.
+    include_obfuscation: accepted and ignored.
     """
 
     include_usage: bool | None = None
@@ -103,13 +110,13 @@ LogitBias = Annotated[dict[str, float], limit_keys(MAX_BIAS), Field(max_length=M
 
 
 class SamplingFields(StrictModel):
-    """How an answer is drawn: what completions, conversations and responses have in common."""
+    """Sampling fields of completions, chat completions and responses."""
 
     model: str = Field(max_length=1024)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     stop: str | Annotated[list[str], FAIL_FAST] | None = Field(
-        None, max_length=4096, description="a text, or a list of texts"
+        None, max_length=4096, description="a string, or a list of strings"
     )
     stream: bool | None = None
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
@@ -117,7 +124,7 @@ class SamplingFields(StrictModel):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: LogitBias | None = None
     user: str | None = Field(None, max_length=4096)
-    # extras of ours and of the engines that people come from
+    # extensions, also of other engines
     top_k: int | None = Field(None, ge=-1, le=MAX_INT32)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
@@ -128,7 +135,7 @@ class SamplingFields(StrictModel):
     include_stop_str_in_output: bool | None = None
     cache_salt: str | None = Field(None, max_length=1024)
     structured_outputs: StructuredOutputs | None = None
-    # taken and not used
+    # accepted and ignored
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -139,29 +146,33 @@ class SamplingFields(StrictModel):
     def _check_stops(cls, value: str | list[str] | None) -> str | list[str] | None:
         stops = [value] if isinstance(value, str) else value or []
         if len(stops) > MAX_STOPS or not all(stops):
-            raise ValueError(f"takes up to {MAX_STOPS} texts that are not empty")
+            raise ValueError(f"must have up to {MAX_STOPS} strings that are not empty")
         return value
 
 
 class GenerationFields(SamplingFields):
-    """What completions and conversations have in common."""
+    """Fields of completions and chat completions."""
 
     n: int | None = Field(None, ge=1, le=MAX_N)
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
-    metadata: Metadata | None = Field(None, description="taken, not used")
+    metadata: Metadata | None = Field(None, description="accepted and ignored")
 
     def make_sampling_params(self, **more: Any) -> SamplingParams:
-        """As the engine's SamplingParams. Raises RequestError."""
+        """Convert to SamplingParams, with ``more`` fields.
+
+        Raises:
+            RequestError: a value is invalid.
+        """
         names = (
             "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty",
             "frequency_penalty",
             "repetition_penalty",
         )  # fmt: skip
-        given = {name: getattr(self, name) for name in names}
+        values = {name: getattr(self, name) for name in names}
         return SamplingParams(
-            **given,
+            **values,
             n=self.n or 1,
             stop=self.stop or (),  # type: ignore[arg-type]
             stop_token_ids=tuple(self.stop_token_ids or ()),
@@ -174,42 +185,50 @@ class GenerationFields(SamplingFields):
         )
 
     def grammar(self) -> Grammar | None:
-        """What the answer must be. Raises RequestError."""
-        asked = None if self.response_format is None else self.response_format.to_grammar()
+        """Return the constraint on the output, if any.
+
+        Raises:
+            RequestError: the fields contradict each other.
+        """
+        grammar = None if self.response_format is None else self.response_format.to_grammar()
         other = None if self.structured_outputs is None else self.structured_outputs.to_grammar()
-        if asked is not None and other is not None:
+        if grammar is not None and other is not None:
             raise RequestError(
-                "response_format and structured_outputs ask for two things; give one of them"
+                "response_format and structured_outputs exclude each other; give one of them"
             )
-        return other if asked is None else asked
+        return other if grammar is None else grammar
 
     def validated_grammar(self) -> Grammar | None:
-        """``grammar``, of which is known that it can be used. Raises RequestError."""
-        found = self.grammar()
-        if found is None:
+        """Return ``grammar`` after checking that it compiles.
+
+        Raises:
+            RequestError: it does not.
+        """
+        grammar = self.grammar()
+        if grammar is None:
             return None
         if self.ignore_eos:
             raise RequestError(
                 "ignore_eos has no meaning with structured output or a forced call; leave it out"
             )
         try:
-            usable(found)
+            check_grammar(grammar)
         except RequestError as error:
             raise RequestError(f"{self._grammar_field}: {error}") from None
-        return found
+        return grammar
 
     @property
     def _grammar_field(self) -> str:
-        """The field that says what the answer must be."""
+        """The field that constrains the output."""
         return "response_format" if self.structured_outputs is None else "structured_outputs"
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the counts."""
+        """Whether a stream ends with the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def check_stream(self) -> None:
-        """stream_options without stream is a mistake."""
+        """Raise RequestError for stream_options without stream."""
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only for stream: true")
 
@@ -223,7 +242,7 @@ class CompletionRequest(GenerationFields):
     """POST /v1/completions."""
 
     prompt: str | TextList | TokenIds | TokenIdLists = Field(
-        description="a text, a list of texts, token ids, or lists of them"
+        description="a string, a list of strings, token ids, or lists of them"
     )
     max_tokens: int | None = Field(16, ge=0, le=MAX_INT32)
     echo: bool | None = None
@@ -232,38 +251,44 @@ class CompletionRequest(GenerationFields):
     suffix: str | None = None
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, one or many. Raises RequestError for empty ones."""
-        raw = self.prompt
-        listed: list[Any] = (
-            [raw] if isinstance(raw, str) or (raw and isinstance(raw[0], int)) else list(raw)
+        """The prompts as a list.
+
+        Raises:
+            RequestError: a prompt is empty, or there are too many.
+        """
+        prompts = self.prompt
+        prompt_list: list[Any] = (
+            [prompts]
+            if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
+            else list(prompts)
         )
-        if not listed or any(len(each) == 0 for each in listed):
+        if not prompt_list or any(len(each) == 0 for each in prompt_list):
             raise RequestError("prompt is empty; give at least one token")
-        if len(listed) > MAX_PROMPTS:
-            raise RequestError(f"prompt holds {len(listed)} prompts; up to {MAX_PROMPTS} are taken")
-        return listed
+        if len(prompt_list) > MAX_PROMPTS:
+            raise RequestError(f"prompt has {len(prompt_list)} prompts; the limit is {MAX_PROMPTS}")
+        return prompt_list
 
     def check(self) -> None:
-        """Raises RequestError for combinations that are not offered."""
+        """Raise RequestError for combinations that are not supported."""
         self.check_stream()
         if self.suffix is not None:
             raise RequestError(
-                "suffix is not offered: these models continue a text, they do not fill it in"
+                "suffix is not supported: these models continue a text, they do not fill it in"
             )
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise RequestError("best_of must equal n: answers are not ranked")
 
     def sampling_params(self) -> SamplingParams:
-        """As the engine's SamplingParams."""
-        scored = self.logprobs if self.echo else None
+        """Convert to SamplingParams."""
+        prompt_logprobs = self.logprobs if self.echo else None
         limit = 16 if self.max_tokens is None else self.max_tokens
         return self.make_sampling_params(
-            max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=scored
+            max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs
         )
 
 
 class FunctionDefinition(StrictModel):
-    """What a tool is. strict changes nothing: forced calls always keep to the parameters."""
+    """A function. strict has no effect: forced calls always match the parameters."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = Field(None, max_length=65536)
@@ -279,8 +304,10 @@ class Tool(StrictModel):
 
 
 def check_functions(functions: Iterable[FunctionDefinition]) -> None:
-    """Raises RequestError for parameters that JSON cannot express, or that are nested beyond
-    reason.
+    """Check the parameter schemas.
+
+    Raises:
+        RequestError: a schema is not JSON, or is nested too deeply.
     """
     for function in functions:
         check_data(function.parameters, f"tools: the schema of {function.name}")
@@ -293,7 +320,7 @@ class NamedFunction(StrictModel):
 
 
 class NamedToolChoice(StrictModel):
-    """tool_choice: this function."""
+    """tool_choice: call this function."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -318,7 +345,7 @@ class ChatRequest(GenerationFields):
     verbosity: str | None = None
 
     def check(self) -> None:
-        """Raises RequestError for combinations that are not offered."""
+        """Raise RequestError for combinations that are not supported."""
         self.check_stream()
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true")
@@ -326,7 +353,7 @@ class ChatRequest(GenerationFields):
         if self.tool_choice not in (None, "none", "auto") and not names:
             raise RequestError("tool_choice needs tools")
         if len(set(names)) < len(names):
-            raise RequestError("tools hold two functions of one name")
+            raise RequestError("tools has two functions of the same name")
         if (
             isinstance(self.tool_choice, NamedToolChoice)
             and self.tool_choice.function.name not in names
@@ -344,18 +371,19 @@ class ChatRequest(GenerationFields):
 
     @property
     def forces_call(self) -> bool:
-        """Whether the answer has to be a call."""
+        """Whether the output must be a tool call."""
         return bool(self.tools) and self.tool_choice not in (None, "none", "auto")
 
     def grammar(self) -> Grammar | None:
-        """What the answer must be: a call that is forced, or what was asked for.
+        """Return the constraint on the output: of a forced call, or as requested.
 
-        Raises RequestError.
+        Raises:
+            RequestError: the fields contradict each other.
         """
-        found = super().grammar()
+        grammar = super().grammar()
         if not self.forces_call:
-            return found
-        if found is not None:
+            return grammar
+        if grammar is not None:
             raise RequestError(
                 "response_format has no meaning where a call is forced; give one of them"
             )
@@ -373,7 +401,7 @@ class ChatRequest(GenerationFields):
         return "tools" if self.forces_call else super()._grammar_field
 
     def sampling_params(self) -> SamplingParams:
-        """As the engine's SamplingParams."""
+        """Convert to SamplingParams."""
         limit = (
             self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         )
@@ -401,7 +429,7 @@ class DetokenizeRequest(StrictModel):
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
+    """Details of an error."""
 
     message: str
     type: str
@@ -410,14 +438,14 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """Every error."""
+    """Body of every error."""
 
     error: ErrorDetail
 
 
-def _parse_logit_bias(given: Mapping[str, float] | None) -> dict[int, float]:
+def _parse_logit_bias(logit_bias: Mapping[str, float] | None) -> dict[int, float]:
     out: dict[int, float] = {}
-    for key, value in (given or {}).items():
+    for key, value in (logit_bias or {}).items():
         if not (key.isascii() and key.isdigit() and len(key) < 11):
             raise RequestError("logit_bias takes token ids as keys")
         out[int(key)] = value

@@ -1,6 +1,4 @@
-"""The API's side of a segmentation engine: what is asked of its worker, who waits for it, and the
-counters.
-"""
+"""The API process's side of a segmentation engine: pending jobs and metrics."""
 
 from __future__ import annotations
 
@@ -34,15 +32,15 @@ SEGMENT_LATENCY_BUCKETS = (
     80.0,
 )
 MAX_WAITING_BYTES = 256 << 20
-"""Of pictures that wait for one engine."""
+"""Limit of image bytes that wait for one engine."""
 
 
 class UnknownImage(RequestError):
-    """The embedding that an image_id names is not kept (any more)."""
+    """The embedding of an image_id is not cached (any more)."""
 
 
 class FieldError(RequestError):
-    """param: the request's field that is at fault."""
+    """A field of the request, ``param``, is invalid."""
 
     def __init__(self, message: str, param: str) -> None:
         super().__init__(message)
@@ -50,7 +48,7 @@ class FieldError(RequestError):
 
 
 class PendingSegment:
-    """One request that waits; ``close`` gives it up where it has no answer yet."""
+    """One pending job; ``close`` aborts it unless it has finished."""
 
     def __init__(self, job: SegmentJob, abandon: Callable[[str], None]) -> None:
         self.id, self.nbytes = job.id, len(job.image) + sum(map(len, job.masks))
@@ -59,29 +57,33 @@ class PendingSegment:
         self._abandon = abandon
 
     async def finish(self) -> SegmentResult:
-        """The answer. Raises what went wrong."""
+        """Wait for the result.
+
+        Raises:
+            ModelmillError: the job failed.
+        """
         return await asyncio.shield(self._future)
 
     def close(self) -> None:
-        """Give up; nothing happens where the answer is there."""
+        """Abort the job; does nothing if it has finished."""
         if not self._future.done():
             self._future.cancel()
             self._abandon(self.id)
 
     def set_result(self, result: SegmentResult) -> None:
-        """The answer has come."""
+        """Finish with a result."""
         if not self._future.done():
             self._future.set_result(result)
 
     def set_error(self, error: ModelmillError) -> None:
-        """No answer will come."""
+        """Finish with an error."""
         if not self._future.done():
             self._future.set_exception(error)
-            self._future.exception()  # whoever waited may be gone
+            self._future.exception()  # marks it as retrieved: the waiting task may be gone
 
 
 class SegmentMetrics:
-    """Of all segmentation engines of a server."""
+    """Metrics of all segmentation engines of a server."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         label = ("model_name",)
@@ -90,23 +92,29 @@ class SegmentMetrics:
             name, help, label, buckets=SEGMENT_LATENCY_BUCKETS, registry=registry
         )
         self.masks = Counter(
-            PREFIX + "segment_masks", "Masks that were told.", label, registry=registry
+            PREFIX + "segment_masks", "Masks that were returned.", label, registry=registry
         )
         self.queries = Counter(
-            PREFIX + "image_cache_queries", "Pictures looked at.", label, registry=registry
+            PREFIX + "image_cache_queries", "Images requested.", label, registry=registry
         )
         self.hits = Counter(
-            PREFIX + "image_cache_hits", "Of them, embeddings found kept.", label, registry=registry
+            PREFIX + "image_cache_hits", "Images with a cached embedding.", label, registry=registry
         )
 
 
 class SegmentClient:
-    """Who waits for the worker of one engine."""
+    """Pending jobs of one engine."""
 
     def __init__(
         self, name: str, send: Callable[[SegmentJob], None], abandon: Callable[[str], None]
     ) -> None:
-        """send: to the worker. abandon: tell it that nobody waits for this id any more."""
+        """Start without jobs.
+
+        Args:
+            name: of the engine, for metrics.
+            send: sends a job to the worker.
+            abandon: aborts the job of an id at the worker.
+        """
         self.metrics: SegmentMetrics | None = None
         self._name, self._send, self._send_abort = name, send, abandon
         self._waiting: dict[str, PendingSegment] = {}
@@ -116,45 +124,45 @@ class SegmentClient:
         return len(self._waiting)
 
     def is_full(self, job: SegmentJob, max_waiting: int) -> bool:
-        """Whether too much waits for one more."""
-        more = len(job.image) + sum(map(len, job.masks))
+        """Whether there is no room for another job."""
+        nbytes = len(job.image) + sum(map(len, job.masks))
         return len(self._waiting) >= max_waiting or (
-            bool(self._waiting) and self._waiting_bytes + more > MAX_WAITING_BYTES
+            bool(self._waiting) and self._waiting_bytes + nbytes > MAX_WAITING_BYTES
         )
 
     def submit(self, job: SegmentJob) -> PendingSegment:
-        """Send it to the worker."""
-        glance = PendingSegment(job, self._on_abandoned)
-        self._waiting[job.id] = glance
-        self._waiting_bytes += glance.nbytes
+        """Send a job to the worker."""
+        pending = PendingSegment(job, self._on_abandoned)
+        self._waiting[job.id] = pending
+        self._waiting_bytes += pending.nbytes
         self._send(job)
-        return glance
+        return pending
 
     def handle(self, message: SegmentResult | SegmentFailure) -> None:
-        """An answer, or none."""
-        glance = self._remove(message.id)
-        if glance is None:
+        """Finish a job with the worker's message."""
+        pending = self._remove(message.id)
+        if pending is None:
             return
         if isinstance(message, SegmentResult):
-            self._update_metrics(message, glance)
-            glance.set_result(message)
+            self._update_metrics(message, pending)
+            pending.set_result(message)
         elif message.code == "memory":
-            glance.set_error(CapacityError(message.message))
+            pending.set_error(CapacityError(message.message))
         elif message.code == "unknown":
-            glance.set_error(UnknownImage(message.message))
+            pending.set_error(UnknownImage(message.message))
         else:
-            glance.set_error(
+            pending.set_error(
                 FieldError(message.message, message.param)
                 if message.param
                 else RequestError(message.message)
             )
 
     def fail_all(self, error: ModelmillError) -> None:
-        """The worker is gone, or the server is to end."""
+        """Fail all jobs: the worker is gone, or the server is shutting down."""
         for id in list(self._waiting):
-            glance = self._remove(id)
-            if glance is not None:
-                glance.set_error(error)
+            pending = self._remove(id)
+            if pending is not None:
+                pending.set_error(error)
 
     def _update_metrics(self, result: SegmentResult, pending: PendingSegment) -> None:
         if self.metrics is None:
@@ -169,7 +177,7 @@ class SegmentClient:
             self._send_abort(id)
 
     def _remove(self, id: str) -> PendingSegment | None:
-        glance = self._waiting.pop(id, None)
-        if glance is not None:
-            self._waiting_bytes -= glance.nbytes
-        return glance
+        pending = self._waiting.pop(id, None)
+        if pending is not None:
+            self._waiting_bytes -= pending.nbytes
+        return pending

@@ -1,9 +1,8 @@
-"""What the API and the worker of a segmentation engine say to each other: pictures and masks, in
-binary frames.
+"""Messages between the API process and a segmentation worker: images and masks, in binary frames.
 
 The body of such a frame is a zero byte (JSON begins with another), the length of a JSON array in
-four bytes, that array, and the blobs one after another; the array ends with their lengths. Nothing
-is turned into text or pickled.
+four bytes, that array, and the blobs one after another; the array ends with their lengths. Blobs
+are neither encoded as text nor pickled.
 """
 
 from __future__ import annotations
@@ -22,13 +21,15 @@ SegmentErrorCode = Literal["invalid", "unknown", "memory"]
 
 @dataclass(frozen=True)
 class SegmentJob:
-    """Segment a picture. image: a file's bytes; empty where ``image_digest`` names a picture that
-    was seen.
+    """Segment an image.
 
-    prompts: {"points", "labels", "box", "mask"}, the mask's value being the index of its blob in
-    ``masks``: float32 logits (little endian) or a picture's file. automatic_masks: options of a
-    grid of points, in place of prompts. mask_format: "rle" or "png". return_logits: whether each
-    mask's logits are sent, for another prompt.
+    Attributes:
+        image: bytes of a file; empty if ``image_digest`` names a cached embedding.
+        prompts: {"points", "labels", "box", "mask"}; the mask's value is the index of its blob in
+            ``masks``: float32 logits (little endian) or an image file.
+        automatic_masks: options of a grid of points, in place of prompts.
+        mask_format: "rle" or "png".
+        return_logits: whether each mask's logits are returned, for another prompt.
     """
 
     id: str
@@ -45,10 +46,12 @@ class SegmentJob:
 
 @dataclass(frozen=True)
 class SegmentResult:
-    """The answer. payload: {"image": {…}, "masks": [{…}], "milliseconds": {…}}; "png" and "logits"
-    in it are indices.
+    """The result of a job.
 
-    blobs: those PNG files and float32 logits.
+    Attributes:
+        payload: {"image": {…}, "masks": [{…}], "milliseconds": {…}}; "png" and "logits" in a mask
+            are indices of ``blobs``.
+        blobs: PNG files and float32 logits.
     """
 
     id: str
@@ -58,10 +61,11 @@ class SegmentResult:
 
 @dataclass(frozen=True)
 class SegmentFailure:
-    """No answer. code: the request is at fault, its digest is not known (any more), or memory ran
-    out.
+    """The error of a job.
 
-    param: the request's field that is at fault, where one is.
+    Attributes:
+        code: the request is invalid, its digest is not cached (any more), or memory ran out.
+        param: the field of the request that is invalid, if one is.
     """
 
     id: str
@@ -71,7 +75,7 @@ class SegmentFailure:
 
 
 def encode_blob_frame(message: SegmentJob | SegmentResult) -> bytes:
-    """The body of a frame."""
+    """Encode a message as the body of a frame."""
     if isinstance(message, SegmentJob):
         blobs = [message.image, *message.masks]
         content = [getattr(message, each.name) for each in fields(message)[:-2]]
@@ -82,7 +86,7 @@ def encode_blob_frame(message: SegmentJob | SegmentResult) -> bytes:
 
 
 def decode_blob_frame(body: bytes) -> SegmentJob | SegmentResult:
-    """The message of such a body."""
+    """Decode the body of a frame."""
     name, content, blobs = split_blob_frame(body)
     if name == SegmentJob.__name__:
         return SegmentJob(*[*content, blobs[0], tuple(blobs[1:])])
@@ -90,13 +94,13 @@ def decode_blob_frame(body: bytes) -> SegmentJob | SegmentResult:
 
 
 def join_blob_frame(name: str, content: Sequence[Any], blobs: Sequence[bytes]) -> bytes:
-    """The body of a frame with blobs."""
+    """Make the body of a frame with blobs."""
     head = json.dumps([name, *content, [len(b) for b in blobs]], separators=(",", ":")).encode()
     return b"".join((BINARY_FRAME_MARK, _LENGTH.pack(len(head)), head, *blobs))
 
 
 def split_blob_frame(body: bytes) -> tuple[str, list[Any], list[bytes]]:
-    """(the message's name, its other fields, its blobs) of such a body."""
+    """Split a body into (name of the message, its other fields, its blobs)."""
     start = 1 + _LENGTH.size
     end = start + _LENGTH.unpack_from(body, 1)[0]
     name, *content, sizes = json.loads(body[start:end])
@@ -104,5 +108,5 @@ def split_blob_frame(body: bytes) -> tuple[str, list[Any], list[bytes]]:
     for size in sizes:
         blobs.append(body[end : end + size])
         end += size
-    assert end == len(body), "a frame of other lengths than it tells"
+    assert end == len(body), "the frame's length does not match its header"
     return name, content, blobs

@@ -1,4 +1,4 @@
-"""What POST /v1/segment takes and answers, as strictly as the rest."""
+"""Requests and responses of /v1/segment, validated strictly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_POINTS = 256
 MAX_SEGMENT_PROMPTS = 64
 MAX_COORDINATE = 1e6
 MAX_DATA_URL_HEADER = 1024
-"""Characters in which a data: URL says what it is."""
+"""Longest header of a data: URL in characters."""
 _URL = re.compile(r"data:([a-z]+/[a-z0-9.+-]+)?((?:;[a-z0-9=._+-]+)*?)(;base64)?,", re.IGNORECASE)
 
 Coordinate = Annotated[float, Field(ge=-MAX_COORDINATE, le=MAX_COORDINATE)]
@@ -28,9 +28,7 @@ UnitInterval = Annotated[float, Field(ge=0, le=1)]
 
 
 class SegmentPrompt(StrictModel):
-    """One prompt, in the upright picture's pixels: points, a box, a mask, or several of them
-    together.
-    """
+    """One prompt in pixels of the upright image: points, a box, a mask, or several of them."""
 
     points: Annotated[list[Point], FAIL_FAST] | None = Field(
         None, max_length=MAX_POINTS, description="[x, y] of each point"
@@ -44,19 +42,17 @@ class SegmentPrompt(StrictModel):
     mask: str | None = Field(
         None,
         min_length=1,
-        description="a data: URL: a picture, white is the object; or a former answer's logits",
+        description="a data: URL: an image, white is the object; or logits of an earlier response",
     )
 
     @property
     def has_prompt(self) -> bool:
-        """Whether it asks for anything."""
+        """Whether it has points, a box or a mask."""
         return bool(self.points) or self.box is not None or self.mask is not None
 
 
 class AutomaticMaskSettings(StrictModel):
-    """How all of a picture is segmented; what is not given is as in SAM's automatic mask
-    generator.
-    """
+    """Settings for segmenting all objects; defaults as in SAM's automatic mask generator."""
 
     points_per_side: int | None = Field(None, ge=1, le=64)
     pred_iou_thresh: UnitInterval | None = None
@@ -65,8 +61,9 @@ class AutomaticMaskSettings(StrictModel):
 
 
 class SegmentRequest(SegmentPrompt):
-    """A picture, and prompts or everything; with neither, its embedding is only made ready for
-    later prompts.
+    """An image, and prompts or ``everything``.
+
+    Without both, only its embedding is computed, for later prompts.
     """
 
     model: str | None = Field(
@@ -78,7 +75,7 @@ class SegmentRequest(SegmentPrompt):
     image_id: str | None = Field(
         None,
         pattern=r"^[0-9a-f]{64}$",
-        description="a former answer's image.id, in place of the image",
+        description="image.id of an earlier response, in place of the image",
     )
     boxes: Annotated[list[BoxCorners], FAIL_FAST] | None = Field(
         None, min_length=1, max_length=MAX_SEGMENT_PROMPTS, description="a prompt each"
@@ -96,22 +93,26 @@ class SegmentRequest(SegmentPrompt):
         None, description="of the masks: COCO's run lengths (default), or PNG"
     )
     logits: bool | None = Field(
-        None, description="tell each mask's logits, for another prompt's mask"
+        None, description="return each mask's logits, for another prompt's mask"
     )
     cache_salt: str | None = Field(
         None, max_length=1024, description="embeddings of other salts are never shared"
     )
-    user: str | None = Field(None, max_length=4096, description="taken, not used")
+    user: str | None = Field(None, max_length=4096, description="accepted and ignored")
 
     def to_job(self, id: str) -> SegmentJob:
-        """As the worker's message: base64 becomes bytes. Raises FieldError."""
+        """Convert to a job for the worker: base64 is decoded.
+
+        Raises:
+            FieldError: a field is invalid.
+        """
         if (self.image is None) == (self.image_id is None):
             raise FieldError("image or image_id: give one of them", "image")
-        asked = self._collect_prompts()
+        named_prompts = self._collect_prompts()
         masks: list[bytes] = []
-        told = [_encode_prompt(prompt, name, masks) for name, prompt in asked]
+        prompts = [_encode_prompt(prompt, name, masks) for name, prompt in named_prompts]
         everything = self._automatic_mask_options()
-        if everything is not None and told:
+        if everything is not None and prompts:
             raise FieldError("everything takes no prompts: leave them out", "everything")
         for name in ("multimask", "logits") if everything is not None else ():
             if getattr(self, name):
@@ -120,7 +121,7 @@ class SegmentRequest(SegmentPrompt):
             id,
             image_digest=self.image_id or "",
             cache_salt=self.cache_salt or "",
-            prompts=told,
+            prompts=prompts,
             automatic_masks=everything,
             multimask=self.multimask is not False,
             mask_format=self.format or "rle",
@@ -130,22 +131,22 @@ class SegmentRequest(SegmentPrompt):
         )
 
     def _collect_prompts(self) -> list[tuple[str, SegmentPrompt]]:
-        """Each with the field that it came in."""
-        own = SegmentPrompt(points=self.points, labels=self.labels, box=self.box, mask=self.mask)
-        ways: list[list[tuple[str, SegmentPrompt]]] = [
-            [("points", own)] if own.has_prompt or own.labels else [],
+        """The prompts, each with the name of its field."""
+        direct_prompt = SegmentPrompt(
+            points=self.points, labels=self.labels, box=self.box, mask=self.mask
+        )
+        all_groups: list[list[tuple[str, SegmentPrompt]]] = [
+            [("points", direct_prompt)] if direct_prompt.has_prompt or direct_prompt.labels else [],
             [
                 ("boxes", SegmentPrompt(points=None, labels=None, box=box, mask=None))
                 for box in self.boxes or ()
             ],
             [("prompts", prompt) for prompt in self.prompts or ()],
         ]
-        given = [way for way in ways if way]
-        if len(given) > 1:
-            raise FieldError(
-                "prompts come one way: as points, box and mask, as boxes, or as prompts", "prompts"
-            )
-        return given[0] if given else []
+        groups = [group for group in all_groups if group]
+        if len(groups) > 1:
+            raise FieldError("give either points, box and mask, or boxes, or prompts", "prompts")
+        return groups[0] if groups else []
 
     def _automatic_mask_options(self) -> dict[str, Any] | None:
         if self.everything is None or self.everything is False:
@@ -168,29 +169,31 @@ def _encode_prompt(prompt: SegmentPrompt, field: str, masks: list[bytes]) -> dic
             "a box is x0, y0, x1, y1 with x0 <= x1 and y0 <= y1",
             "box" if field == "points" else field,
         )
-    place = None
+    mask_index = None
     if prompt.mask is not None:
-        place = len(masks)
+        mask_index = len(masks)
         masks.append(decode_base64_field(prompt.mask, "mask"))
-    return {"points": points, "labels": prompt.labels, "box": box, "mask": place}
+    return {"points": points, "labels": prompt.labels, "box": box, "mask": mask_index}
 
 
 def decode_base64_field(text: str, field: str) -> bytes:
-    """What base64, bare or in a data: URL, stands for.
+    """Decode base64, bare or in a data: URL. URLs are never fetched.
 
-    Raises FieldError; nothing is ever fetched.
+    Raises:
+        FieldError: it is not base64, or empty.
     """
-    begin, found = 0, _URL.match(text[:MAX_DATA_URL_HEADER])
-    if found is not None:
-        if not found[3]:
+    begin, match = 0, _URL.match(text[:MAX_DATA_URL_HEADER])
+    if match is not None:
+        if not match[3]:
             raise FieldError(f"{field}: a data: URL has to be in base64", field)
-        begin = found.end()
+        begin = match.end()
     elif text[:16].lstrip()[:5].lower() in ("http:", "https", "file:", "data:", "ftp:/"):
         raise FieldError(
-            f"{field}: nothing is fetched; send the file itself as base64 or as a data: URL", field
+            f"{field}: URLs are not fetched; send the file itself as base64 or as a data: URL",
+            field,
         )
     try:
-        # tools break lines; everything else has to be right
+        # line breaks are allowed, as many tools insert them; other characters are not
         data = decode_base64(text, begin)
     except ValueError:
         raise FieldError(f"{field}: this is not base64", field) from None
@@ -200,7 +203,7 @@ def decode_base64_field(text: str, field: str) -> bytes:
 
 
 class ImageResult(BaseModel):
-    """id: for image_id. cached: the embedding was there already."""
+    """id: for image_id. cached: whether the embedding was cached."""
 
     id: str
     width: int
@@ -216,7 +219,7 @@ class RunLengthMask(BaseModel):
 
 
 class MaskResult(BaseModel):
-    """prompt: its index. box: outermost pixels. stability, point, crop: of everything."""
+    """prompt: its index. box: outermost pixels. stability, point, crop: of ``everything``."""
 
     prompt: int
     score: float
@@ -243,19 +246,19 @@ class SegmentResponse(BaseModel):
 
 
 def to_data_url(blob: bytes, mime_type: str) -> str:
-    """A data: URL."""
+    """Make a data: URL."""
     return f"data:{mime_type};base64,{base64.b64encode(blob).decode()}"
 
 
 def inline_blobs(masks: Sequence[dict[str, Any]], blobs: Sequence[bytes]) -> list[dict[str, Any]]:
-    """The worker's masks with the blobs that they name, as data: URLs."""
-    kinds = {"png": "image/png", "logits": "application/octet-stream"}
+    """The worker's masks, with their blobs as data: URLs."""
+    mime_types = {"png": "image/png", "logits": "application/octet-stream"}
     return [
         {
             **mask,
             **{
-                name: to_data_url(blobs[mask[name]], kind)
-                for name, kind in kinds.items()
+                name: to_data_url(blobs[mask[name]], mime_type)
+                for name, mime_type in mime_types.items()
                 if name in mask
             },
         }

@@ -1,8 +1,7 @@
-"""The worker's side of a segmentation engine: pictures come in over the channel, masks go out over
-it.
+"""The worker of a segmentation engine: images arrive over the channel, masks leave over it.
 
-One thing is done at a time. While all of a picture is segmented, which takes long, what came
-meanwhile is answered between two batches of points, and who left is no longer worked for.
+It runs one job at a time. Segmenting all objects takes long, so other jobs run between two batches
+of its points, and an aborted one is stopped there.
 """
 
 from __future__ import annotations
@@ -40,46 +39,56 @@ from modelmill.vision.prompts import Prompt, check_inside, make_prompt
 from modelmill.vision.sam_model import Mask, SamModel
 
 MAX_MASK_PIXELS = 1 << 28
-"""Pixels of all masks of one answer."""
+"""Limit of pixels in all masks of one response."""
 MAX_AUTOMATIC_MASK_PIXELS = 1 << 22
-"""Pixels of a picture of which everything is segmented: some hundred masks of it are held."""
+"""Limit of pixels to segment all objects: some hundred masks of that size are in memory."""
 MAX_EMBED_BATCH = 8
-"""Most pictures embedded together, on a GPU."""
+"""Most images embedded together, on a GPU."""
 
 
 class _UnknownImageId(Exception):
-    """No picture of that digest is kept."""
+    """No embedding of that digest is cached."""
 
 
 class _RequestAborted(Exception):
-    """Nobody waits for this answer any more."""
+    """The request was aborted."""
 
 
 def load_sam(open_engine: OpenEngine, artifact: Any) -> SamModel:
-    """The engine's model on its device, having seen one picture: what it needs is taken before
-    others measure.
+    """Load the engine's model on its device.
+
+    It runs one image, so that all memory is allocated before other engines measure what is free.
     """
     config = from_dict(RunConfig, open_engine.run, "run")
     device = pick_device(config.device)
     if device == "cpu":
         use_threads(config.threads)
-    eye = open_sam_model(artifact, device, config.kernels, open_engine.image_cache_bytes)
+    model = open_sam_model(artifact, device, config.kernels, open_engine.image_cache_bytes)
     if open_engine.warm_up:
-        eye.predict(eye.embed_image(np.zeros((64, 64, 3), np.uint8)), Prompt(((1.0, 1.0),), (1,)))
-        eye.embedding_cache.clear()
-    return eye
+        model.predict(
+            model.embed_image(np.zeros((64, 64, 3), np.uint8)), Prompt(((1.0, 1.0),), (1,))
+        )
+        model.embedding_cache.clear()
+    return model
 
 
 def ready_message(sam: SamModel, path: str) -> EngineReady:
-    """What the server has to know of it."""
+    """Describe the open model to the server."""
     return EngineReady(path, str(sam.device), 0, 0, 0, 0, 0, 1, SEGMENTATION)
 
 
 class SegmentWorker:
-    """Answers for as long as its server is there."""
+    """Runs jobs until its server is gone."""
 
     def __init__(self, sam: SamModel, channel: Any, inbox: Any, max_pixels: int) -> None:
-        """channel, inbox: the worker's. max_pixels: of one image."""
+        """Prepare the loop.
+
+        Args:
+            sam: the model.
+            channel: of the worker.
+            inbox: of the worker.
+            max_pixels: limit of one image.
+        """
         self.sam, self._channel, self._inbox, self._max_pixels = (
             sam,
             channel,
@@ -89,11 +98,11 @@ class SegmentWorker:
         self._waiting_jobs: deque[SegmentJob] = deque()
         self._current_job: SegmentJob | None = None
         self._num_answered = 0
-        # digests embedded in a batch, whose turn has not come
+        # digests embedded in a batch, whose jobs have not run yet
         self._batch_embedded: set[str] = set()
 
     def run(self) -> None:
-        """Until the server is gone."""
+        """Run jobs until the server is gone."""
         try:
             while self._receive(wait=True):
                 while self._waiting_jobs:
@@ -104,7 +113,7 @@ class SegmentWorker:
             return
 
     def _receive(self, wait: bool) -> bool:
-        """Take in what has come; False once the server is gone."""
+        """Process pending messages; False once the server is gone."""
         while wait or not self._inbox.empty():
             message = self._inbox.get()
             wait = False
@@ -116,7 +125,7 @@ class SegmentWorker:
                 self._drop(message.id)
             elif isinstance(message, GetStats):
                 running = int(self._current_job is not None)
-                told = Stats(
+                stats = Stats(
                     running,
                     len(self._waiting_jobs),
                     0,
@@ -128,142 +137,151 @@ class SegmentWorker:
                     0,
                     0,
                 )
-                self._channel.send(StatsReply(message.number, asdict(told)))
+                self._channel.send(StatsReply(message.number, asdict(stats)))
             elif isinstance(message, Ping):
                 self._channel.send(Heartbeat())
         return True
 
     def _drop(self, id: str) -> None:
-        self._waiting_jobs = deque(look for look in self._waiting_jobs if look.id != id)
+        self._waiting_jobs = deque(job for job in self._waiting_jobs if job.id != id)
         if self._current_job is not None and self._current_job.id == id:
             self._current_job = None
 
     def _embed_batch(self) -> None:
-        """On a GPU several pictures that wait are embedded together; the answers then find them in
-        the cache.
-        """
-        new = [look for look in list(self._waiting_jobs)[:MAX_EMBED_BATCH] if look.image]
-        if len(new) < 2 or self.sam.device.type == "cpu":
+        """On a GPU, embed the images of several waiting jobs together, into the cache."""
+        jobs = [job for job in list(self._waiting_jobs)[:MAX_EMBED_BATCH] if job.image]
+        if len(jobs) < 2 or self.sam.device.type == "cpu":
             return
-        pictures, salts = [], []
-        for look in new:
+        images, salts = [], []
+        for job in jobs:
             try:
-                pictures.append(open_image(look.image, max_pixels=self._max_pixels))
+                images.append(open_image(job.image, max_pixels=self._max_pixels))
             except RequestError:
-                continue  # told when its turn comes
-            salts.append(look.cache_salt)
+                continue  # reported when its job runs
+            salts.append(job.cache_salt)
         try:
             before = self.sam.num_embedded
-            seen = self.sam.embed_images(pictures, salts)
+            embeddings = self.sam.embed_images(images, salts)
             self._batch_embedded = (
-                {each.digest for each in seen} if self.sam.num_embedded > before else set()
+                {each.digest for each in embeddings} if self.sam.num_embedded > before else set()
             )
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
 
     def _process(self, job: SegmentJob) -> None:
         try:
-            found: SegmentResult | SegmentFailure = self._segment(job)
+            result: SegmentResult | SegmentFailure = self._segment(job)
         except _RequestAborted:
             return
         except _UnknownImageId:
-            found = SegmentFailure(
+            result = SegmentFailure(
                 job.id,
                 "unknown",
-                "no picture of this image_id is kept here; send the image",
+                "the image of this image_id is not cached; send the image",
                 "image_id",
             )
-        except _InvalidField as wrong:
-            found = SegmentFailure(job.id, "invalid", str(wrong), wrong.param)
+        except _InvalidField as error:
+            result = SegmentFailure(job.id, "invalid", str(error), error.param)
         except RequestError as error:
-            found = SegmentFailure(job.id, "invalid", str(error))
+            result = SegmentFailure(job.id, "invalid", str(error))
         except (torch.OutOfMemoryError, MemoryError):
             if self.sam.device.type == "cuda":
                 torch.cuda.empty_cache()
-            found = SegmentFailure(
+            result = SegmentFailure(
                 job.id,
                 "memory",
                 "the engine has no memory left for this request; send a smaller image",
             )
         self._num_answered += 1
-        self._channel.send(found)
+        self._channel.send(result)
 
     def _segment(self, job: SegmentJob) -> SegmentResult:
-        began = time.perf_counter()
-        seen, cached = self._embed_image(job)
-        saw = time.perf_counter()
+        started_at = time.perf_counter()
+        embedding, cached = self._embed_image(job)
+        embedded_at = time.perf_counter()
         if job.automatic_masks is not None:
-            masks = [(0, mask) for mask in self._automatic_masks(job, seen)]
+            masks = [(0, mask) for mask in self._automatic_masks(job, embedding)]
         else:
-            masks = self._prompted_masks(job, seen)
-        asked = time.perf_counter()
-        told, blobs = _encode_masks(masks, job)
-        image = {"id": seen.digest, "width": seen.size[0], "height": seen.size[1], "cached": cached}
+            masks = self._prompted_masks(job, embedding)
+        predicted_at = time.perf_counter()
+        mask_dicts, blobs = _encode_masks(masks, job)
+        image = {
+            "id": embedding.digest,
+            "width": embedding.size[0],
+            "height": embedding.size[1],
+            "cached": cached,
+        }
         times = {
-            "embedding": saw - began,
-            "masks": asked - saw,
-            "encoding": time.perf_counter() - asked,
+            "embedding": embedded_at - started_at,
+            "masks": predicted_at - embedded_at,
+            "encoding": time.perf_counter() - predicted_at,
         }
         milliseconds = {name: round(1000 * seconds, 2) for name, seconds in times.items()}
         return SegmentResult(
-            job.id, {"image": image, "masks": told, "milliseconds": milliseconds}, blobs
+            job.id, {"image": image, "masks": mask_dicts, "milliseconds": milliseconds}, blobs
         )
 
     def _embed_image(self, job: SegmentJob) -> tuple[ImageEmbedding, bool]:
-        """The picture, and whether its embedding was there already.
+        """Return the image's embedding, and whether it was cached.
 
-        Raises _UnknownImageId, _InvalidField.
+        Raises:
+            _UnknownImageId: the image_id is not cached for this salt.
+            _InvalidField: the image is invalid.
         """
         if job.image_digest:
-            found = self.sam.embedding_cache.get(job.image_digest)
-            # who knows an id is not yet who may see
-            if found is None or found.salt != job.cache_salt:
+            embedding = self.sam.embedding_cache.get(job.image_digest)
+            # an embedding of another salt must not be used, even if the id is known
+            if embedding is None or embedding.salt != job.cache_salt:
                 raise _UnknownImageId
-            return found, True
+            return embedding, True
         try:
-            picture = open_image(job.image, max_pixels=self._max_pixels)
+            image = open_image(job.image, max_pixels=self._max_pixels)
         except RequestError as error:
             raise _InvalidField(str(error), "image") from None
-        pixels = picture.width * picture.height
+        pixels = image.width * image.height
         if job.automatic_masks is not None and pixels > MAX_AUTOMATIC_MASK_PIXELS:
             raise _too_large(pixels)
         before = self.sam.num_embedded
-        seen = self.sam.embed_images([picture], [job.cache_salt])[0]
-        cached = self.sam.num_embedded == before and seen.digest not in self._batch_embedded
-        self._batch_embedded.discard(seen.digest)
-        return seen, cached
+        embedding = self.sam.embed_images([image], [job.cache_salt])[0]
+        cached = self.sam.num_embedded == before and embedding.digest not in self._batch_embedded
+        self._batch_embedded.discard(embedding.digest)
+        return embedding, cached
 
     def _prompted_masks(
         self, job: SegmentJob, image_embedding: ImageEmbedding
     ) -> list[tuple[int, Mask]]:
-        """Masks with the index of their prompt."""
+        """Masks, each with the index of its prompt."""
         count = len(job.prompts) * (3 if job.multimask else 1)
         width, height = image_embedding.size
         if count * width * height > MAX_MASK_PIXELS:
             raise RequestError(
-                f"{count} masks of {width} × {height} pixels are too much for one answer; "
+                f"{count} masks of {width} × {height} pixels are too many for one response; "
                 "send fewer prompts, a smaller image, or multimask: false"
             )
         prompts = [self._make_prompt(each, job, image_embedding) for each in job.prompts]
         if not prompts:
             return []
-        found = self.sam.predict_all(image_embedding, prompts, job.multimask)
-        return [(place, mask) for place, masks in enumerate(found) for mask in masks]
+        masks_by_prompt = self.sam.predict_all(image_embedding, prompts, job.multimask)
+        return [(index, mask) for index, masks in enumerate(masks_by_prompt) for mask in masks]
 
     def _make_prompt(
-        self, given: Mapping[str, Any], job: SegmentJob, image_embedding: ImageEmbedding
+        self, fields: Mapping[str, Any], job: SegmentJob, image_embedding: ImageEmbedding
     ) -> Prompt:
         mask = (
             None
-            if given["mask"] is None
-            else self._mask_prompt(job.masks[given["mask"]], image_embedding)
+            if fields["mask"] is None
+            else self._mask_prompt(job.masks[fields["mask"]], image_embedding)
         )
-        prompt = make_prompt(given["points"], given["labels"], given["box"], mask)
+        prompt = make_prompt(fields["points"], fields["labels"], fields["box"], mask)
         check_inside(prompt, image_embedding.size)
         return prompt
 
     def _mask_prompt(self, blob: bytes, image_embedding: ImageEmbedding) -> torch.Tensor:
-        """A prompt's logits, of logits as they are or of a picture. Raises _InvalidField."""
+        """Return a prompt's logits, given as logits or as an image.
+
+        Raises:
+            _InvalidField: the mask is invalid.
+        """
         side = image_embedding.embedding.shape[-1] * 4
         if len(blob) == side * side * 4:
             logits = torch.frombuffer(bytearray(blob), dtype=torch.float32).view(side, side)
@@ -271,11 +289,11 @@ class SegmentWorker:
                 return logits
             raise _InvalidField("the mask's logits must be finite", "mask")
         try:
-            drawn = open_image(blob, "the mask", self._max_pixels, BLACK)
+            image = open_image(blob, "the mask", self._max_pixels, BLACK)
         except RequestError as error:
             raise _InvalidField(str(error), "mask") from None
         return mask_prompt_logits(
-            drawn, image_embedding.size, image_embedding.encoder_size, side, self.sam.image_size
+            image, image_embedding.size, image_embedding.encoder_size, side, self.sam.image_size
         )
 
     def _automatic_masks(self, job: SegmentJob, image_embedding: ImageEmbedding) -> list[Mask]:
@@ -289,11 +307,11 @@ class SegmentWorker:
                 raise BrokenPipeError
             if self._current_job is not job:
                 raise _RequestAborted
-            quick = [each for each in self._waiting_jobs if each.automatic_masks is None]
+            quick_jobs = [each for each in self._waiting_jobs if each.automatic_masks is None]
             self._waiting_jobs = deque(
                 each for each in self._waiting_jobs if each.automatic_masks is not None
             )
-            for each in quick:
+            for each in quick_jobs:
                 self._process(each)
 
         try:
@@ -308,7 +326,7 @@ class SegmentWorker:
 
 
 class _InvalidField(RequestError):
-    """A field of the request is at fault."""
+    """A field of the request is invalid."""
 
     def __init__(self, message: str, param: str) -> None:
         super().__init__(message)
@@ -317,28 +335,27 @@ class _InvalidField(RequestError):
 
 def _too_large(pixels: int) -> RequestError:
     return RequestError(
-        f"everything is segmented in pictures of up to {MAX_AUTOMATIC_MASK_PIXELS} pixels, this "
-        f"one has {pixels}; "
-        "make it smaller"
+        f"everything takes images of up to {MAX_AUTOMATIC_MASK_PIXELS} pixels, this one has "
+        f"{pixels}; make it smaller"
     )
 
 
 def _encode_masks(
     masks: list[tuple[int, Mask]], job: SegmentJob
 ) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """The masks for JSON, and their blobs."""
-    told: list[dict[str, Any]] = []
+    """Convert masks for JSON; return them and their blobs."""
+    mask_dicts: list[dict[str, Any]] = []
     blobs: list[bytes] = []
-    for place, mask in masks:
-        one = {
-            "prompt": place,
+    for prompt_index, mask in masks:
+        mask_dict = {
+            "prompt": prompt_index,
             **replace(mask, score=round(mask.score, 6)).to_dict(rle=job.mask_format == "rle"),
         }
         if job.mask_format == "png":
-            one["png"] = len(blobs)
+            mask_dict["png"] = len(blobs)
             blobs.append(mask_to_png(mask))
         if job.return_logits and mask.logits is not None:
-            one["logits"] = len(blobs)
+            mask_dict["logits"] = len(blobs)
             blobs.append(mask.logits.contiguous().numpy().astype("<f4").tobytes())
-        told.append(one)
-    return told, blobs
+        mask_dicts.append(mask_dict)
+    return mask_dicts, blobs

@@ -1,8 +1,7 @@
-"""The process that serves: engines are started, the port is opened, and at a signal what runs is
-brought to its end.
+"""The server process: starts engines, opens the port, and shuts down at a signal.
 
-The first SIGTERM or SIGINT drains: new requests are refused, running ones may finish within the
-time that was given. The second ends them. An engine that cannot be kept alive ends the server with
+The first SIGTERM or SIGINT drains: new requests are refused, running ones may finish within
+``drain_timeout``. The second ends them. If an engine cannot be kept running, the server ends with
 an error.
 """
 
@@ -30,14 +29,19 @@ from modelmill.serve.traces import Traces
 _log = log.get_logger("serve")
 
 MAX_OPEN_FILES = 65_536
-"""Connections and files of one server, where the system allows them."""
+"""Limit of connections and files of one server, if the system allows so many."""
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Where and how long.
+    """Options of a server.
 
-    drain_timeout: seconds for running answers at a shutdown. traces: as in ``Service``.
+    Attributes:
+        host: address to listen on.
+        port: 0: a free one.
+        drain_timeout: seconds for running requests at a shutdown.
+        limits: as in ``Service``.
+        traces: as in ``Service``.
     """
 
     host: str = "127.0.0.1"
@@ -48,16 +52,16 @@ class ServerOptions:
 
 
 class _UvicornServer(uvicorn.Server):
-    """Leaves the signals to us."""
+    """Does not handle signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Nothing is captured."""
+        """Capture nothing."""
         yield
 
 
 class Server:
-    """Everything of one ``modelmill serve``."""
+    """All parts of one ``modelmill serve``."""
 
     def __init__(
         self,
@@ -80,11 +84,15 @@ class Server:
         on_listening: Callable[[str], None] = lambda _: None,
         on_engine_ready: Callable[[EngineClient], None] = lambda _: None,
     ) -> None:
-        """Serve until a signal. on_listening: called with the address; on_engine_ready: with each
-        engine.
+        """Serve until a signal.
 
-        Raises UsageError where the port cannot be had, ModelmillError where an engine cannot be
-        opened or kept.
+        Args:
+            on_listening: called with the address.
+            on_engine_ready: called with each engine once it is ready.
+
+        Raises:
+            UsageError: the port cannot be opened.
+            ModelmillError: an engine cannot be opened or kept running.
         """
         _raise_open_file_limit()
         sock = open_socket(self.options.host, self.options.port)
@@ -110,18 +118,18 @@ class Server:
             await asyncio.gather(*tasks)
             self.service.close()
         if self._failed_engine is not None:
-            kind = UsageError if self._failed_engine.is_usage_error else ModelmillError
-            whose = f"{self._failed_engine.name}: " if len(self.service.unique_engines) > 1 else ""
-            raise kind(whose + (self._failed_engine.error or "an engine ended"))
+            error_type = UsageError if self._failed_engine.is_usage_error else ModelmillError
+            prefix = f"{self._failed_engine.name}: " if len(self.service.unique_engines) > 1 else ""
+            raise error_type(prefix + (self._failed_engine.error or "an engine ended"))
 
     async def _run_engines(self, on_engine_ready: Callable[[EngineClient], None]) -> None:
-        """Load one after another, then watch them."""
-        lives = []
+        """Load the engines one after another, then supervise them."""
+        tasks = []
         document = asyncio.create_task(warmup.warm_up_openapi(self._app))
         for engine in self.service.unique_engines:
             if self._stop_requested.is_set():
                 break
-            lives.append(asyncio.create_task(self._run_engine(engine)))
+            tasks.append(asyncio.create_task(self._run_engine(engine)))
             await engine.load_finished.wait()
             if engine.state is EngineState.READY:
                 await warmup.warm_up_engine(
@@ -131,7 +139,7 @@ class Server:
                 on_engine_ready(engine)
         await document
         warmup.freeze_gc()
-        await asyncio.gather(*lives)
+        await asyncio.gather(*tasks)
 
     async def _run_engine(self, engine: EngineClient) -> None:
         await engine.run()
@@ -147,7 +155,7 @@ class Server:
                 engine.abort_all("the server was stopped")
 
     async def _drain(self) -> None:
-        """Refuse what is new and wait for what runs, as long as it may take."""
+        """Refuse new requests and wait for running ones, up to the timeout."""
         service = self.service
         service.draining = True
         _log.info(
@@ -172,7 +180,7 @@ class Server:
 
 
 def http_server(app: ASGIApp) -> uvicorn.Server:
-    """Serves an application on sockets that it is given; leaves the signals to others."""
+    """Make an HTTP server for given sockets; signals are left to the caller."""
     config = uvicorn.Config(
         app,
         http=HttpProtocol,
@@ -189,24 +197,28 @@ def http_server(app: ASGIApp) -> uvicorn.Server:
 
 
 def _raise_open_file_limit() -> None:
-    """As many open connections as the system allows this process, not the 1,024 that shells begin
-    with.
-    """
+    """Raise the limit of open files from the usual 1,024 to what the system allows."""
     import resource
 
-    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_OPEN_FILES if most == resource.RLIM_INFINITY else min(most, MAX_OPEN_FILES)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= limit:
         return
-    with contextlib.suppress(ValueError, OSError):  # a system may refuse more than it says
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    with contextlib.suppress(ValueError, OSError):  # a system may refuse even its own limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises UsageError where the address cannot be had."""
+    """Open a listening socket.
+
+    Raises:
+        UsageError: the address cannot be used.
+    """
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind, proto)
+        family, socket_type, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
+        sock = socket.socket(family, socket_type, proto)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
         sock.listen(2048)

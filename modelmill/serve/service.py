@@ -1,4 +1,4 @@
-"""What all routes share: the served engines by name, and the limits."""
+"""State shared by all routes: the served engines by name, and the limits."""
 
 from __future__ import annotations
 
@@ -19,26 +19,29 @@ from modelmill.serve.traces import Traces
 
 T = TypeVar("T")
 INTERNAL_KEY = "modelmill.internal"
-"""Marks the scope of a request that the server makes of itself (``warmup``)."""
+"""Scope key that marks a request which the server sends to itself (``warmup``)."""
 TENANT_KEY = "modelmill.tenant"
-"""Where a request's scope says with which key it came: a mark, not the key."""
+"""Scope key of the tenant: an opaque id derived from the API key, never the key."""
 
 
 MAX_UNUSED_VALUES = 1 << 20
 LARGE_BODY_BYTES, MAX_QUEUED_BODIES = 1 << 20, 4
-"""Bytes from which a body waits among the large ones; how many of the largest size may wait."""
+"""Bodies above this size use their own queue; how many of the largest size may wait in a queue."""
 
 
 @dataclass(frozen=True)
 class ServiceLimits:
-    """api_keys: any of them opens the door; none: no door. max_body_bytes: of a request that may
-    hold pictures; max_text_body_bytes: of one that may not. body_timeout: seconds for a body.
+    """Limits and access rules of the HTTP server.
 
-    allowed_origins: whose pages in a browser may ask (CORS). allowed_hosts: names by which the
-    server may be called where it has no key, beside addresses and localhost. share_cache: whether
-    requests of different keys share
-    cached prefixes and embeddings of pictures, which ``cached_tokens`` and the time to an answer
-    tell them.
+    Attributes:
+        api_keys: accepted keys; empty: no authentication.
+        max_body_bytes: of a request that may contain images.
+        max_text_body_bytes: of a request that may not.
+        body_timeout: seconds in which a body must arrive.
+        allowed_origins: origins of browser pages that may send requests (CORS).
+        allowed_hosts: host names accepted by a server without keys, beside addresses and localhost.
+        share_cache: whether requests of different keys share cached prefixes and image embeddings.
+            ``cached_tokens`` and response times reveal cache hits.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -52,9 +55,12 @@ class ServiceLimits:
 
 @dataclass
 class Service:
-    """engines: by every name they are served under, in order. draining: no new requests are taken.
+    """The served engines and everything that routes share.
 
-    traces: where each request's span is told; None: nowhere.
+    Attributes:
+        engines: by every name they are served under, in order.
+        draining: new requests are refused.
+        traces: receives one span per request; None: no tracing.
     """
 
     engines: Mapping[str, EngineClient]
@@ -65,101 +71,110 @@ class Service:
     traces: Traces | None = None
 
     def __post_init__(self) -> None:
-        # tokenizers release the interpreter, templates wait for their process
+        # threads: tokenizers release the GIL, chat templates wait for another process
         for engine in self.unique_engines:
             engine.metrics = self.metrics.for_engine(engine.name)
             engine.segment_client.metrics = self.metrics.segment
         self._text_pool = ThreadPoolExecutor(4, thread_name_prefix="modelmill-text")
-        # one a lane: each may keep the loop from the interpreter for some milliseconds. Large
-        # bodies have a lane of their own, so that somebody's megabytes do not hold up everybody's
-        # prompts
+        # one thread each, because parsing holds the GIL for some milliseconds. Large bodies have
+        # their own queue, so that they do not delay small requests
         self._small_body_pool = ThreadPoolExecutor(1, thread_name_prefix="modelmill-body")
         self._large_body_pool = ThreadPoolExecutor(1, thread_name_prefix="modelmill-large-body")
         self._parsing_bytes = {self._small_body_pool: 0, self._large_body_pool: 0}
 
     @property
     def unique_engines(self) -> list[EngineClient]:
-        """Every engine once."""
+        """Every engine once, in order."""
         return list(dict.fromkeys(self.engines.values()))
 
     @property
     def ready(self) -> bool:
-        """Whether every engine takes requests."""
+        """Whether every engine accepts requests."""
         return not self.draining and all(
             engine.state is EngineState.READY for engine in self.unique_engines
         )
 
     def get_engine(self, name: str | None) -> EngineClient:
-        """The engine of that name; for None the first that writes text, or the first.
+        """Return the engine of that name; for None the first that generates text, or the first.
 
-        Raises ApiError 404.
+        Raises:
+            ApiError: 404, there is no such engine.
         """
         if name is None:
             return next(
-                (engine for engine in self.unique_engines if engine.engine_type != SEGMENTATION),
+                (each for each in self.unique_engines if each.engine_type != SEGMENTATION),
                 self.unique_engines[0],
             )
-        found = self.engines.get(name)
-        if found is None:
+        engine = self.engines.get(name)
+        if engine is None:
             known = ", ".join(self.engines)
             raise ApiError(404, f"there is no model {name[:100]!r} here; there are {known}",
                 param="model",
                            code="model_not_found")  # fmt: skip
-        return found
+        return engine
 
     def get_segment_engine(self, name: str | None) -> EngineClient:
-        """The engine of that name; for None the first that segments, or that may turn out to.
+        """Return the engine of that name; for None the first that segments or is not open yet.
 
-        Raises ApiError.
+        Raises:
+            ApiError: no such engine.
         """
         if name is not None:
             return self.get_engine(name)
-        for kind in (SEGMENTATION, None):
+        for engine_type in (SEGMENTATION, None):
             for engine in self.unique_engines:
-                if engine.engine_type == kind:
+                if engine.engine_type == engine_type:
                     return engine
         raise invalid_request("no engine that segments images is served here", "model")
 
     async def run_in_thread(self, work: Callable[..., T], *args: Any) -> T:
-        """Run text work on a thread, so that streams go on meanwhile."""
+        """Run text processing on a thread, so that the event loop continues."""
         return await asyncio.get_running_loop().run_in_executor(self._text_pool, work, *args)
 
     async def parse_in_thread(self, work: Callable[..., T], data: bytearray, *args: Any) -> T:
-        """Parse a body on a thread, one after another of those of a like size.
+        """Parse a body on the thread of its size class, one body at a time.
 
-        One whose turn has not come is dropped where nobody waits any more (the task is cancelled).
-        Raises ApiError 503 where as many bytes as MAX_QUEUED_BODIES bodies of the largest size wait
-        already in its lane.
+        A body that still waits is dropped when its task is cancelled.
+
+        Args:
+            work: called with ``data`` and ``args``.
+            data: the body.
+            *args: further arguments of ``work``.
+
+        Raises:
+            ApiError: 503, the queue holds as many bytes as MAX_QUEUED_BODIES bodies of the largest
+                size.
         """
-        size, lane = (
+        size, pool = (
             len(data),
             self._small_body_pool if len(data) <= LARGE_BODY_BYTES else self._large_body_pool,
         )
         if (
-            self._parsing_bytes[lane]
-            and self._parsing_bytes[lane] + size > MAX_QUEUED_BODIES * self.limits.max_body_bytes
+            self._parsing_bytes[pool]
+            and self._parsing_bytes[pool] + size > MAX_QUEUED_BODIES * self.limits.max_body_bytes
         ):
             raise ApiError(
                 503, "too many large requests are being read; try again soon",
                 "service_unavailable_error", None,
                 "busy", {"Retry-After": "1"},
             )  # fmt: skip
-        self._parsing_bytes[lane] += size
-        future = lane.submit(work, data, *args)
+        self._parsing_bytes[pool] += size
+        future = pool.submit(work, data, *args)
         loop = asyncio.get_running_loop()
-        # counted until its thread is done with it, also where nobody waits for it any more
+        # its bytes count until the thread has finished, even if the request was cancelled
         future.add_done_callback(
-            lambda _: _call_soon(loop, lambda: self._finish_parsing(lane, size))
+            lambda _: _call_soon(loop, lambda: self._finish_parsing(pool, size))
         )
         return await asyncio.wrap_future(future)
 
-    def _finish_parsing(self, lane: ThreadPoolExecutor, size: int) -> None:
-        self._parsing_bytes[lane] -= size
+    def _finish_parsing(self, pool: ThreadPoolExecutor, size: int) -> None:
+        self._parsing_bytes[pool] -= size
 
     def json_limits(self, unused: bool = False) -> JsonLimits:
-        """What a body may hold: as many values as the longest prompt of ids has, and then some.
+        """Limits of a JSON body: enough values for the longest prompt of token ids, and some more.
 
-        unused: whether there may be many that are left out.
+        Args:
+            unused: whether the body may contain many values that are ignored.
         """
         longest = max(
             (
@@ -174,7 +189,7 @@ class Service:
         )
 
     def close(self) -> None:
-        """Stop the threads."""
+        """Stop the threads and the exporter of traces."""
         for pool in (self._text_pool, self._small_body_pool, self._large_body_pool):
             pool.shutdown(wait=False, cancel_futures=True)
         if self.traces is not None:
@@ -187,9 +202,11 @@ def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> Non
 
 
 def tenant_cache_salt(tenant: str, salt: str | None) -> str | None:
-    """A request's cache_salt, with which its key's caches are kept apart from others'.
+    """Return a request's cache_salt, combined with its tenant so that caches are separate per key.
 
-    tenant: "" without keys.
+    Args:
+        tenant: "" without keys.
+        salt: the ``cache_salt`` of the request.
     """
     if not tenant:
         return salt

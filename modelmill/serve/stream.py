@@ -1,4 +1,4 @@
-"""Server-sent events, and what a client that leaves means."""
+"""Server-sent events, and handling of clients that disconnect."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from modelmill.serve import errors, openai_format
 from modelmill.serve.request_handle import RequestHandle, StreamItem
 
 KEEPALIVE_SECONDS = 15.0
-"""Seconds without news after which a comment tells proxies that the connection lives."""
+"""Seconds without events after which a comment keeps the connection alive in proxies."""
 SEND_TIMEOUT = 60.0
-"""Seconds that a client may take to accept one piece."""
+"""Seconds that a client may take to accept one chunk."""
 KEEPALIVE_COMMENT = b": alive\n\n"
 MAX_BATCHED_ITEMS = 64
-"""Pieces of news that become events at once."""
+"""Stream items that are converted to events together."""
 RunInThread = Callable[..., Awaitable[bytes]]
 """As ``Service.run_in_thread``."""
 T = TypeVar("T", covariant=True)
@@ -28,24 +28,24 @@ R = TypeVar("R")
 
 
 class EventFormatter(Protocol):
-    """How news become events; every piece may hold several events, or none."""
+    """Converts stream items to events; every result may have several events, or none."""
 
     def first_events(self) -> bytes:
-        """Before any news."""
+        """Events before any item."""
 
     def delta_events(self, items: Sequence[StreamItem]) -> bytes:
-        """Of what has come."""
+        """Events of new items."""
 
     def last_events(self) -> bytes:
-        """After the last news."""
+        """Events after the last item."""
 
     def error_events(self, error: errors.ApiError) -> bytes:
-        """In place of what is left."""
+        """Events of an error, in place of the rest."""
         return openai_format.sse_event(error.body())
 
 
 class EventStream(Response):
-    """An ASGI response of server-sent events. Its handle is closed however it ends."""
+    """An ASGI response of server-sent events; its handle is always closed at the end."""
 
     def __init__(
         self,
@@ -53,25 +53,30 @@ class EventStream(Response):
         formatter: EventFormatter,
         run_in_thread: RunInThread | None = None,
     ) -> None:
-        """run_in_thread: runs what makes events on a thread, where they may be large; None: on the
-        loop.
+        """Stream a request.
+
+        Args:
+            handle: of the request.
+            formatter: makes the events.
+            run_in_thread: runs the formatter on a thread, for large events; None: on the event
+                loop.
         """
         super().__init__(media_type="text/event-stream")
         self._handle, self._formatter, self._run_in_thread = handle, formatter, run_in_thread
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
-        """Send everything, or stop when the client is gone or takes nothing."""
-        pump, gone = (
+        """Send everything, or stop when the client disconnects or stalls."""
+        sender, gone = (
             asyncio.create_task(self._send_events(send)),
             asyncio.create_task(_wait_disconnect(receive)),
         )
         try:
-            await asyncio.wait((pump, gone), return_when=asyncio.FIRST_COMPLETED)
-            if pump.done():
-                pump.result()
+            await asyncio.wait((sender, gone), return_when=asyncio.FIRST_COMPLETED)
+            if sender.done():
+                sender.result()
         finally:
             self._handle.close()
-            for task in (pump, gone):
+            for task in (sender, gone):
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError, Exception):
                     await task
@@ -83,33 +88,33 @@ class EventStream(Response):
             (b"x-accel-buffering", b"no"),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        ticket, feed = self._handle, self._formatter
+        handle, formatter = self._handle, self._formatter
         try:
-            await _write(send, await self._make_events(feed.first_events))
+            await _write(send, await self._make_events(formatter.first_events))
             while True:
                 try:
-                    news = await ticket.fetch(KEEPALIVE_SECONDS)
+                    items = await handle.fetch(KEEPALIVE_SECONDS)
                 except TimeoutError:
                     await _write(send, KEEPALIVE_COMMENT)
                     continue
-                if not news:
+                if not items:
                     break
-                for begin in range(0, len(news), MAX_BATCHED_ITEMS):
+                for begin in range(0, len(items), MAX_BATCHED_ITEMS):
                     await _write(
                         send,
                         await self._make_events(
-                            feed.delta_events, news[begin : begin + MAX_BATCHED_ITEMS]
+                            formatter.delta_events, items[begin : begin + MAX_BATCHED_ITEMS]
                         ),
                     )
                     if begin:
-                        await asyncio.sleep(0)  # a client that was slow gets much at once
-            await _write(send, await self._make_events(feed.last_events))
+                        await asyncio.sleep(0)  # a slow client gets many events at once
+            await _write(send, await self._make_events(formatter.last_events))
         except ClientStalled:
             return
         except Exception as error:
-            answer = errors.to_api_error(error)
-            await _write(send, await self._make_events(feed.error_events, answer))
-            if answer.status == 500:
+            api_error = errors.to_api_error(error)
+            await _write(send, await self._make_events(formatter.error_events, api_error))
+            if api_error.status == 500:
                 raise
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -120,19 +125,25 @@ class EventStream(Response):
 
 
 class PendingResponse(Protocol[T]):
-    """What an answer that is sent whole waits for."""
+    """What a response that is not streamed waits for."""
 
     async def finish(self) -> T:
-        """Wait until everything has ended. Raises what went wrong."""
+        """Wait until all outputs have finished.
+
+        Raises:
+            ModelmillError: the request failed.
+        """
 
     def close(self) -> None:
-        """Give up what has not ended."""
+        """Abort what has not finished."""
 
 
 async def wait_or_disconnect(request: Request, pending: PendingResponse[T]) -> T:
-    """Wait for all answers.
+    """Wait for all outputs.
 
-    Raises what went wrong, ClientDisconnect where nobody waits for them any more.
+    Raises:
+        ModelmillError: the request failed.
+        ClientDisconnect: the client has disconnected.
     """
     done, gone = (
         asyncio.create_task(pending.finish()),
@@ -150,27 +161,32 @@ async def wait_or_disconnect(request: Request, pending: PendingResponse[T]) -> T
 
 
 async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, R]) -> R:
-    """What ``work`` returns.
+    """Return the result of ``work``; cancel it if the client disconnects.
 
-    It is cancelled, and ClientDisconnect raised, where its client leaves.
+    Raises:
+        ClientDisconnect: the client has disconnected.
     """
-    doing, gone = asyncio.create_task(work), asyncio.create_task(_wait_disconnect(receive))
+    task, gone = asyncio.create_task(work), asyncio.create_task(_wait_disconnect(receive))
     try:
-        await asyncio.wait((doing, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not doing.done():
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
             raise ClientDisconnect
-        return doing.result()
+        return task.result()
     finally:
-        doing.cancel()
+        task.cancel()
         gone.cancel()
 
 
 class ClientStalled(Exception):
-    """The client takes nothing."""
+    """The client does not read its response."""
 
 
 async def send_with_timeout(send: Send, message: Message) -> None:
-    """Send a message. Raises Stalled where the client takes nothing for so long."""
+    """Send a message.
+
+    Raises:
+        ClientStalled: the client did not accept it within SEND_TIMEOUT seconds.
+    """
     try:
         async with asyncio.timeout(SEND_TIMEOUT):
             await send(message)
@@ -179,16 +195,16 @@ async def send_with_timeout(send: Send, message: Message) -> None:
 
 
 async def _wait_disconnect(receive: Receive) -> None:
-    """Until the client has closed its connection."""
+    """Wait until the client has closed its connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _write(send: Send, piece: bytes) -> None:
-    for begin in range(0, len(piece), openai_format.SEND_CHUNK_BYTES):
-        part = piece[begin : begin + openai_format.SEND_CHUNK_BYTES]
+async def _write(send: Send, data: bytes) -> None:
+    for begin in range(0, len(data), openai_format.SEND_CHUNK_BYTES):
+        chunk = data[begin : begin + openai_format.SEND_CHUNK_BYTES]
         await send_with_timeout(
-            send, {"type": "http.response.body", "body": part, "more_body": True}
+            send, {"type": "http.response.body", "body": chunk, "more_body": True}
         )
         if begin:
             await asyncio.sleep(0)

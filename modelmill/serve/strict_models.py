@@ -1,8 +1,7 @@
-"""Lists and objects of requests, bounded: whatever is in them, few errors are made of one.
+"""Bounded lists and objects of requests: invalid ones produce few errors.
 
-pydantic makes an error of every element that is wrong, and of every element once more for each
-shape that a field may have. A list that ends at its first error, and an object whose length is
-looked at before its values, make few.
+pydantic reports an error for every invalid element, once for each type that a field may have. Lists
+therefore stop at their first error, and objects are checked for size before their values.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_core import PydanticKnownError
 
 MAX_ITEMS = 4096
-"""Of a list that has no smaller bound of its own: messages, items, parts."""
+"""Limit of lists without a smaller limit of their own: messages, items, parts."""
 MAX_KEYS = 65536
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 FAIL_FAST = Field(fail_fast=True)
-"""Beside a list: it is read up to its first error."""
+"""Marks a list: validation stops at its first error."""
 
 
 class StrictModel(BaseModel):
-    """A JSON object of ours: strict kinds, no unknown keys, no NaN.
+    """A JSON object: strict types, no unknown keys, no NaN.
 
-    unused: as of ``json_body.parse``.
+    unused: as in ``json_body.parse``.
     """
 
     unused: ClassVar[Mapping[str, int]] = {}
@@ -34,8 +33,9 @@ class StrictModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _keep_one_unknown_key(cls, raw: Any) -> Any:
-        """Of the keys that are not known one is left, which is refused: a hundred thousand would be
-        an error each.
+        """Keep one of the unknown keys, which is then rejected.
+
+        A hundred thousand would be an error each.
         """
         if not isinstance(raw, dict) or len(raw) <= len(cls.model_fields):
             return raw
@@ -45,7 +45,7 @@ class StrictModel(BaseModel):
 
 
 def limit_keys(max_keys: int) -> BeforeValidator:
-    """An object of up to ``max_keys`` keys that UTF-8 can write."""
+    """Validator of an object: up to ``max_keys`` keys, all of which UTF-8 can encode."""
 
     def check(value: Any) -> Any:
         if not isinstance(value, dict):
@@ -76,7 +76,7 @@ JsonObject = Annotated[dict[str, Any], limit_keys(MAX_KEYS)]
 """Any JSON object."""
 JsonObjectList = Annotated[list[JsonObject], FAIL_FAST, Field(max_length=MAX_ITEMS)]
 IgnoredList = Annotated[list[Any], FAIL_FAST]
-"""What is taken and not used."""
+"""A list that is accepted and ignored."""
 _MetadataKey = Annotated[str, Field(max_length=MAX_METADATA_KEY)]
 _MetadataValue = Annotated[str, Field(max_length=MAX_METADATA_VALUE)]
 Metadata = Annotated[

@@ -1,8 +1,7 @@
-"""OpenTelemetry traces: a span for each request, made when it has ended, so that it costs nothing
-while it runs.
+"""OpenTelemetry traces: one span per request, made when the request has ended.
 
-Ids, counts and times are in a span; prompts, answers and keys are not. The library is imported when
-traces are asked for, and only then.
+A span has ids, counts and times; it has no prompts, outputs or keys. The library is imported only
+if traces are enabled.
 """
 
 from __future__ import annotations
@@ -19,14 +18,19 @@ from modelmill.serve.request_handle import RequestHandle
 
 TRACER_NAME = "modelmill.serve"
 NANOSECONDS_PER_SECOND = 1_000_000_000
-"""In nanoseconds, which are a span's unit."""
+"""Spans are timed in nanoseconds."""
 
 
 @dataclass(frozen=True)
 class FinishedRequest:
     """A request that has ended.
 
-    scope: of ASGI, after routing. started_at: by perf_counter. status: None: cut off.
+    Attributes:
+        scope: of ASGI, after routing.
+        headers: of the request, names in lower case.
+        request_id: as logged.
+        status: HTTP status; None: the connection was lost before a response.
+        started_at: by time.perf_counter.
     """
 
     scope: Mapping[str, Any]
@@ -37,10 +41,14 @@ class FinishedRequest:
 
 
 class Traces:
-    """Makes spans and hands them to an exporter."""
+    """Makes spans and passes them to an exporter."""
 
     def __init__(self, provider: Any) -> None:
-        """provider: a TracerProvider, which is shut down by ``close``."""
+        """Make spans with a provider.
+
+        Args:
+            provider: a TracerProvider, which ``close`` shuts down.
+        """
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._provider = provider
@@ -49,11 +57,13 @@ class Traces:
 
     @staticmethod
     def export_to(endpoint: str) -> Traces:
-        """Spans go to a collector over OTLP and HTTP; a URL without a path means its /v1/traces.
+        """Send spans to a collector over OTLP/HTTP; a URL without a path gets /v1/traces.
 
-        Raises UsageError for what is no URL, MissingDependency without the libraries.
+        Raises:
+            UsageError: the endpoint is not a URL.
+            MissingDependency: the OpenTelemetry libraries are not installed.
         """
-        where = collector_url(endpoint)
+        url = collector_url(endpoint)
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
@@ -66,26 +76,26 @@ class Traces:
             ) from None
         resource = Resource.create({"service.name": "modelmill", "service.version": __version__})
         provider = TracerProvider(resource=resource)
-        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=where, timeout=5)))
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url, timeout=5)))
         return Traces(provider)
 
     def record_span(self, request: FinishedRequest) -> str:
-        """Make the span of a request; returns its trace's id, 32 hexadecimal digits."""
+        """Make the span of a request; return its trace id, 32 hexadecimal digits."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         scope, now, clock = request.scope, time.time_ns(), time.perf_counter()
 
-        def at(moment: float) -> int:
+        def to_nanoseconds(moment: float) -> int:
             return now - int((clock - moment) * NANOSECONDS_PER_SECOND)
 
         route = getattr(scope.get("route"), "path", None)
-        # a path that is none of ours may hold anything
+        # only known routes: an unknown path may contain anything
         name = f"{scope['method']} {route}" if route else str(scope["method"])
         span = self._tracer.start_span(
             name,
             context=self._parent_context(request.headers),
             kind=SpanKind.SERVER,
-            start_time=at(request.started_at),
+            start_time=to_nanoseconds(request.started_at),
         )
         span.set_attributes(
             {"http.request.method": scope["method"], "modelmill.request_id": request.request_id}
@@ -96,20 +106,20 @@ class Traces:
             span.set_attribute("http.response.status_code", request.status)
         if request.status is None or request.status >= 500:
             span.set_status(Status(StatusCode.ERROR))
-        ticket = scope.get("modelmill.request_handle")
-        if isinstance(ticket, RequestHandle):
-            span.set_attributes(_span_attributes(ticket, scope.get("modelmill.engine")))
-            for event, moment in _span_events(ticket):
-                span.add_event(event, timestamp=at(moment))
+        handle = scope.get("modelmill.request_handle")
+        if isinstance(handle, RequestHandle):
+            span.set_attributes(_span_attributes(handle, scope.get("modelmill.engine")))
+            for event, moment in _span_events(handle):
+                span.add_event(event, timestamp=to_nanoseconds(moment))
         span.end(end_time=now)
         return format(span.get_span_context().trace_id, "032x")
 
     def close(self) -> None:
-        """Send what is left."""
+        """Export the remaining spans."""
         self._provider.shutdown()
 
     def _parent_context(self, headers: Mapping[bytes, bytes]) -> Any:
-        """What the caller's traceparent and tracestate (W3C) say."""
+        """Context of the client's traceparent and tracestate headers (W3C)."""
         names = ("traceparent", "tracestate")
         carrier = {
             name: headers[name.encode()].decode("latin-1")
@@ -120,25 +130,29 @@ class Traces:
 
 
 def collector_url(endpoint: str) -> str:
-    """The URL that spans are sent to. Raises UsageError for what is no URL."""
+    """Return the URL that spans are sent to.
+
+    Raises:
+        UsageError: the endpoint is not a URL.
+    """
     try:
         parts = urlsplit(endpoint)
         host, _ = parts.hostname, parts.port
     except ValueError:
         host = None
     if not host or parts.scheme not in ("http", "https"):
-        raise UsageError(f"--otlp-endpoint {endpoint[:100]!r} is no URL; give http://HOST:4318")
+        raise UsageError(f"--otlp-endpoint {endpoint[:100]!r} is not a URL; give http://HOST:4318")
     return endpoint if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/v1/traces"
 
 
 def _span_attributes(handle: RequestHandle, engine: str | None) -> dict[str, Any]:
-    """By OpenTelemetry's conventions for generative AI, where they have a name."""
+    """Span attributes, named by OpenTelemetry's conventions for generative AI where they exist."""
     counts = handle.token_counts()
     request = handle.request_states[0].request
     params, embeds = request.params, request.pooling is not None
     outputs = [output for each in handle.request_states for output in each.output.outputs]
     reasons = {output.finish_reason or handle.abort_reason for output in outputs}
-    found: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "gen_ai.operation.name": "embeddings" if embeds else "text_completion",
         "gen_ai.request.model": engine,
         "gen_ai.request.max_tokens": None if embeds else params.max_tokens,
@@ -151,19 +165,19 @@ def _span_attributes(handle: RequestHandle, engine: str | None) -> dict[str, Any
         "modelmill.cached_tokens": counts["cached_tokens"],
         "modelmill.queue_seconds": handle.queue_seconds,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
 def _span_events(handle: RequestHandle) -> list[tuple[str, float]]:
-    """When the first of its prompts was queued, left the queue, and had its first token; by
-    time.perf_counter.
-    """
-    found = [("queue", handle.created_at)]
+    """Times of queueing, prefill and decode of the first prompt; by time.perf_counter."""
+    events = [("queue", handle.created_at)]
     if handle.queue_seconds is not None:
-        found.append(("prefill", handle.created_at + handle.queue_seconds))
-    answers = [(each.start_time, each.output.first_token_seconds) for each in handle.request_states]
-    first = [started + seconds for started, seconds in answers if seconds is not None]
+        events.append(("prefill", handle.created_at + handle.queue_seconds))
+    first_tokens = [
+        (each.start_time, each.output.first_token_seconds) for each in handle.request_states
+    ]
+    first = [started + seconds for started, seconds in first_tokens if seconds is not None]
     if first:
-        # what queued was counted by the engine's process: its clock may run a little otherwise
-        found.append(("decode", max(found[-1][1], min(first))))
-    return found
+        # queue_seconds was measured by the worker process, whose clock may differ a little
+        events.append(("decode", max(events[-1][1], min(first))))
+    return events

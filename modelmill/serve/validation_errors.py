@@ -1,6 +1,6 @@
-"""Why a request's body was refused, in one line: which field, and what it takes.
+"""Summarizes validation errors in one line: the field, and what is allowed.
 
-pydantic tells one error for each shape that a field may have; who reads it wants one for the field.
+pydantic reports an error for each type that a field may have; clients get one per field.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from modelmill.core.registry import closest_name
 
 PydanticError = Mapping[str, Any]
 TYPE_NAMES = {
-    "string_type": "a text",
+    "string_type": "a string",
     "list_type": "a list",
-    "int_type": "a whole number",
+    "int_type": "an integer",
     "bool_type": "true or false",
     "float_type": "a number",
     "dict_type": "an object",
@@ -29,15 +29,15 @@ ERROR_TEXTS = {
     "greater_than": "must be above {gt}",
     "less_than_equal": "must be at most {le}",
     "less_than": "must be below {lt}",
-    "too_short": "must hold at least {min_length}",
-    "too_long": "must hold at most {max_length}",
+    "too_short": "must have at least {min_length} items",
+    "too_long": "must have at most {max_length} items",
     "string_too_short": "must have at least {min_length} characters",
     "string_too_long": "must have at most {max_length} characters",
     "string_pattern_mismatch": "must match {pattern}",
     "missing": "field required",
     "extra_forbidden": "unknown field",
     "value_error": "{error}",
-    "string_unicode": "holds half of a surrogate pair, which is no character",
+    "string_unicode": "has an unpaired surrogate",
 }
 
 
@@ -54,15 +54,20 @@ FIELD_ALIASES = {
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
 }
-"""Fields of older clients and other servers, and what says it here."""
+"""Fields of older clients and other servers, and the field to use here."""
 
 
 def summarize_errors(
     errors: Sequence[PydanticError], model: type[BaseModel] | None = None
 ) -> tuple[str | None, str]:
-    """(field, line) of what pydantic found wrong.
+    """Summarize pydantic's errors.
 
-    model: the body's, whose descriptions say what a field takes.
+    Args:
+        errors: of pydantic.
+        model: of the body; its field descriptions are used.
+
+    Returns:
+        The field and one line.
     """
     places = [tuple(part for part in error["loc"] if part != "body") for error in errors]
     if not places[0]:
@@ -75,43 +80,45 @@ def summarize_errors(
     branches: dict[tuple[Any, ...], list[tuple[tuple[Any, ...], PydanticError]]] = {}
     for place, error in group:
         branches.setdefault(_branch_tags(place), []).append((place, error))
-    meant = [
-        found for found in branches.values() if max(len(place) for place, _ in found) == deepest
+    candidates = [
+        branch for branch in branches.values() if max(len(place) for place, _ in branch) == deepest
     ]
-    # of several kinds of objects, one whose type fits
-    meant = [found for found in meant if not any(map(_is_type_mismatch, found))] or meant
-    if len(branches) == 1 or len(meant) == 1:
-        place, error = next(filter(_is_type_mismatch, meant[0]), meant[0][0])
+    # of several object types, those whose ``type`` matches
+    candidates = [
+        branch for branch in candidates if not any(map(_is_type_mismatch, branch))
+    ] or candidates
+    if len(branches) == 1 or len(candidates) == 1:
+        place, error = next(filter(_is_type_mismatch, candidates[0]), candidates[0][0])
         hint = _suggestion(place, error, model)
         return param, f"{_field_path(place, error)}: {_error_text(error)}{hint}"[:400]
-    taken = (
+    description = (
         None
         if model is None or name not in model.model_fields
         else model.model_fields[name].description
     )
-    kinds = dict.fromkeys(_expected_type(error) or "of another kind" for _, error in group)
+    expected = dict.fromkeys(_expected_type(error) or "of another type" for _, error in group)
     shared = _common_prefix([place for place, _ in group])
     return (
         param,
         f"{_field_path(shared, {})}: must be "
-        f"{taken if taken and len(shared) == 1 else ' or '.join(kinds)}"[:400],
+        f"{description if description and len(shared) == 1 else ' or '.join(expected)}"[:400],
     )
 
 
 def _suggestion(
     location: Sequence[Any], error: PydanticError, model: type[BaseModel] | None
 ) -> str:
-    """What an unknown field of the body may be meant to be."""
+    """A hint for an unknown field of the body."""
     if error["type"] != "extra_forbidden" or len(location) != 1 or model is None:
         return ""
     name = str(location[0])[:64]
     known = FIELD_ALIASES.get(name, "")
-    found = (
+    suggestion = (
         known
         if known.partition(".")[0] in model.model_fields
         else closest_name(name, list(model.model_fields))
     )
-    return f"; did you mean {found}?" if found else ""
+    return f"; did you mean {suggestion}?" if suggestion else ""
 
 
 def _branch_tags(location: Sequence[Any]) -> tuple[Any, ...]:
@@ -119,9 +126,7 @@ def _branch_tags(location: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _is_tag(part: Any) -> bool:
-    """Whether pydantic named one of several shapes with it: str, list[int], Choice; fields are in
-    lower case.
-    """
+    """Whether pydantic inserted the part for one of several types: str, list[int], Choice."""
     named = isinstance(part, str) and part != ""
     return named and (
         part in ("str", "int", "float", "bool") or part[0].isupper() or "[" in part or "-" in part
@@ -133,7 +138,7 @@ def _is_type_mismatch(located_error: tuple[tuple[Any, ...], PydanticError]) -> b
 
 
 def _common_prefix(locations: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """What all begin with."""
+    """The longest common beginning."""
     size = 0
     while all(len(place) > size and place[size] == locations[0][size] for place in locations):
         size += 1
@@ -141,7 +146,7 @@ def _common_prefix(locations: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
 
 
 def _field_path(location: Sequence[Any], error: PydanticError) -> str:
-    """As it would be written: tools[0].function.name."""
+    """The path in source notation: tools[0].function.name."""
     text = ""
     for index, part in enumerate(location):
         last = index == len(location) - 1 and error.get("type") == "extra_forbidden"
@@ -159,11 +164,11 @@ def _expected_type(error: PydanticError) -> str | None:
 
 
 def _error_text(error: PydanticError) -> str:
-    kind = _expected_type(error)
-    if kind is not None:
-        return f"must be {kind}"
-    told = ERROR_TEXTS.get(error["type"])
-    if told is not None:
-        return told.format(**error.get("ctx", {}))
+    expected = _expected_type(error)
+    if expected is not None:
+        return f"must be {expected}"
+    template = ERROR_TEXTS.get(error["type"])
+    if template is not None:
+        return template.format(**error.get("ctx", {}))
     message = str(error["msg"])
     return message[:1].lower() + message[1:]

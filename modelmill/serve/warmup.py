@@ -1,8 +1,7 @@
-"""What the first requests of a process would wait for, and hold others up with: done before anybody
-asks.
+"""Runs the slow one-time work of a new process before the first client request.
 
-Routes are tried with requests of our own, which pass no middleware: no log, counter or step knows
-of them.
+Routes are called with internal requests that bypass the middleware: they appear in no log, counter
+or step.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _MESSAGES = [{"role": "user", "content": "x"}]
 
 
 async def warm_up_routes(app: ASGIApp, paths: Sequence[str]) -> None:
-    """Imports, validators, the application's own layers, and how an error is told."""
+    """Load imports, validators and middleware, and format an error."""
     await _call(app, "GET", "/health")
     await _call(app, "GET", "/metrics")
     for path in paths:
@@ -29,21 +28,23 @@ async def warm_up_routes(app: ASGIApp, paths: Sequence[str]) -> None:
 
 
 async def warm_up_engine(app: ASGIApp, name: str) -> None:
-    """Its tokenizer and the process of its chat template; an engine that has none refuses, which is
-    as well.
+    """Load an engine's tokenizer and the process of its chat template.
+
+    An engine without them returns an error, which is ignored.
     """
     await _call(app, "POST", "/tokenize", {"model": name, "prompt": "x"})
     await _call(app, "POST", "/tokenize", {"model": name, "messages": _MESSAGES})
 
 
 async def warm_up_openapi(app: ASGIApp) -> None:
-    """The OpenAPI document, which a thread makes meanwhile."""
+    """Make the OpenAPI document, on a thread."""
     await _call(app, "GET", "/openapi.json")
 
 
 def freeze_gc() -> None:
-    """What lives as long as the process is not looked at again and again for garbage: that takes
-    100 ms and more.
+    """Exclude the objects that exist now from garbage collection.
+
+    They live as long as the process, and scanning them takes 100 ms and more.
     """
     gc.collect()
     gc.freeze()

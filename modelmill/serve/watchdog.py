@@ -1,13 +1,12 @@
-"""Notices a worker that hangs: stopped, dead-locked, or in a step that never ends.
+"""Detects a worker that hangs: stopped, deadlocked, or in a step that never ends.
 
-A worker's main thread tells that it lives: it answers a ``Ping`` between two steps or while it has
-nothing to do, and in the middle of a long step on a CPU it sends a ``Heartbeat`` of its own after
-an operation of the model. So a step may take as long as it needs, and one operation of it as long
-as the limit. While an engine is opened (read, built, compiled, warmed up), where minutes without a
-word are right, the thread that reads the socket answers for the process.
+The worker's main thread shows that it is alive: it answers a ``Ping`` between two steps or while
+idle, and during a long step on a CPU it sends a ``Heartbeat`` after an op of the model. So a step
+may take as long as it needs, and one op as long as the timeout. While an engine is opened (read,
+built, compiled, warmed up), which may take minutes, the worker's reader thread answers.
 
-Silence is counted in turns of the API's own event loop. So an API that was stopped or busy itself
-counts none of that time, and reads what came meanwhile before it counts on.
+Silence is counted in polls of the API's own event loop. An API process that was itself stopped or
+busy counts none of that time, and reads pending messages before it counts on.
 """
 
 from __future__ import annotations
@@ -18,23 +17,22 @@ import math
 from collections.abc import Awaitable, Callable, Iterator
 
 DEFAULT_TIMEOUT = 120.0
-"""Seconds without a sign of life after which a worker hangs, by default."""
+"""Seconds without a sign of life after which a worker counts as hung, by default."""
 STARTUP_TIMEOUT = 300.0
-"""Seconds that a process may at least take to its first sign of life: libraries are read from the
-disk before it.
+"""Smallest timeout for the first sign of life of a process: it loads libraries from the disk first.
 """
 MAX_POLL_SECONDS = 5.0
 MIN_POLLS_PER_TIMEOUT = 8
-"""In which the limit is divided, at least."""
+"""The timeout is divided into at least so many polls."""
 
 
 def poll_interval(timeout: float) -> float:
-    """Seconds between two signs of life of a worker that is well."""
+    """Seconds between two signs of life of a healthy worker."""
     return min(timeout / MIN_POLLS_PER_TIMEOUT, MAX_POLL_SECONDS)
 
 
 class Watchdog:
-    """Counts how long nothing has been heard of one worker."""
+    """Counts how long one worker has been silent."""
 
     def __init__(
         self,
@@ -42,7 +40,13 @@ class Watchdog:
         ping: Callable[[], None],
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        """timeout: seconds; 0: a worker never hangs. ping: asks it for a sign of life."""
+        """Start with a silent worker.
+
+        Args:
+            timeout: seconds; 0: a worker never counts as hung.
+            ping: sends a Ping to the worker.
+            sleep: waits for so many seconds.
+        """
         self.timeout = timeout
         self._ping, self._sleep = ping, sleep
         self._silent_polls = 0
@@ -51,28 +55,29 @@ class Watchdog:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Nobody listens inside: what is said meanwhile is heard later, and no turn is silent."""
+        """Do not count silent polls inside: the API process reads no messages meanwhile."""
         self._listening = False
         yield
         self._listening = True
 
     def on_message(self) -> None:
-        """The worker has said something."""
+        """Record that the worker sent a message."""
         self._silent_polls, self._received_any, self._ping_sent = 0, True, False
 
     async def wait_until_hung(self) -> float:
-        """Until the worker hangs: for ever where it does not, or may not.
+        """Wait until the worker hangs, forever if it does not or if ``timeout`` is 0.
 
-        Returns the seconds it was given.
+        Returns:
+            The timeout that was exceeded, in seconds.
         """
         if not self.timeout:
             await asyncio.Event().wait()
-        pause = poll_interval(self.timeout)
-        while self._silent_polls < self._max_silent_polls(pause):
+        interval = poll_interval(self.timeout)
+        while self._silent_polls < self._max_silent_polls(interval):
             if not self._ping_sent:
                 self._ping_sent = True
                 self._ping()
-            await self._sleep(pause)
+            await self._sleep(interval)
             self._silent_polls += self._listening
         return self._current_timeout
 
@@ -81,8 +86,8 @@ class Watchdog:
         return self.timeout if self._received_any else max(self.timeout, STARTUP_TIMEOUT)
 
     def _max_silent_polls(self, interval: float) -> int:
-        """Turns of silence that are too many.
+        """Number of silent polls that count as hung.
 
-        One more than the limit: a ping may have gone out at a turn's end.
+        One more than the timeout, because a ping may have been sent at the end of a poll.
         """
         return math.ceil(self._current_timeout / interval) + 1

@@ -1,8 +1,7 @@
-"""An engine in a process of its own: requests come in over a socket, tokens go out over it.
+"""The worker process of one engine: requests arrive over a socket, tokens leave over it.
 
-Started by ``serve.worker_process``; it ends when the other end of its socket is closed, however
-that came about, so no worker outlives its server. What goes wrong inside a step ends the process;
-the server starts another.
+Started by ``serve.worker_process``. It exits when the other end of its socket is closed, so no
+worker outlives its server. An error inside a step ends the process; the server starts another.
 """
 
 from __future__ import annotations
@@ -69,8 +68,9 @@ OUT_OF_MEMORY_MESSAGE = (
 
 
 class MessageChannel:
-    """The worker's end of the socket: blocking, one thread reads, and messages of any go out
-    whole.
+    """The worker's end of the socket: blocking; one thread reads, any thread may send.
+
+    Messages of several threads are never interleaved.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -81,20 +81,21 @@ class MessageChannel:
         self._lock = threading.Lock()
 
     def send(self, message: Message) -> None:
-        """Blocks while the server does not read: the engine is to run no further ahead than
-        that.
+        """Send a message.
+
+        Blocks while the server does not read, so the engine cannot run far ahead of it.
         """
         data = encode(message)
         with self._lock:
             self._sock.sendall(data)
 
     def receive(self) -> Message | None:
-        """The next message; None when the server is gone."""
+        """Return the next message; None when the server is gone."""
         try:
-            head = self._file.read(LENGTH_PREFIX.size)
+            prefix = self._file.read(LENGTH_PREFIX.size)
             body = (
-                self._file.read(LENGTH_PREFIX.unpack(head)[0])
-                if len(head) == LENGTH_PREFIX.size
+                self._file.read(LENGTH_PREFIX.unpack(prefix)[0])
+                if len(prefix) == LENGTH_PREFIX.size
                 else b""
             )
         except (OSError, ValueError):
@@ -103,27 +104,35 @@ class MessageChannel:
 
 
 class HeartbeatSender:
-    """Called while a long step goes on: sends a Heartbeat now and then, so that it is not taken for
-    one that hangs.
-    """
+    """Sends a Heartbeat at intervals during a long step, which would look like a hang otherwise."""
 
     def __init__(self, send: Callable[[Message], None], interval: float) -> None:
-        """interval: seconds between two of them."""
+        """Remember where to send.
+
+        Args:
+            send: sends a message.
+            interval: seconds between two heartbeats.
+        """
         self._send, self._interval, self._last = send, interval, time.monotonic()
 
     def __call__(self) -> None:
-        """An operation has ended."""
+        """Called after each op: send a Heartbeat if it is due."""
         now = time.monotonic()
         if now - self._last >= self._interval:
             self._last = now
-            with contextlib.suppress(OSError):  # a server that is gone is noticed elsewhere
+            with contextlib.suppress(OSError):  # the reader thread notices a lost server
                 self._send(Heartbeat())
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request and when it came, by time.perf_counter; its grammar is ready, or one line says why
-    it cannot be.
+    """A received request, its guide and its time of arrival (time.perf_counter).
+
+    Attributes:
+        request: as received.
+        arrived_at: seconds.
+        guide: of its grammar; None without one.
+        error: one line saying why the grammar cannot be compiled; empty if it can.
     """
 
     request: Request
@@ -133,18 +142,23 @@ class Arrival:
 
 
 class Inbox:
-    """Reads the channel on a thread of its own, so that a server that is gone is noticed whatever
-    the engine does.
+    """Reads the channel on its own thread, which notices a lost server while the engine is busy.
 
-    Grammars are made ready on another thread, so that they stop no step; ``make_guide`` is set once
-    the engine is open. While it is ``is_opening``, this thread answers for the process that it
-    lives; later the engine's own does.
+    Grammars are compiled on another thread, so that they delay no step; ``make_guide`` is set once
+    the engine is open. While ``is_opening``, the reader thread answers a Ping; later the engine's
+    thread does.
     """
 
     def __init__(
         self, channel: MessageChannel, on_server_gone: Callable[[], None], is_opening: bool = False
     ) -> None:
-        """on_server_gone: called once it is; after that, ``messages`` ends with None."""
+        """Start the reader thread.
+
+        Args:
+            channel: to read from.
+            on_server_gone: called once the server is gone; ``messages`` then ends with None.
+            is_opening: the engine is still being opened.
+        """
         self.messages: queue.SimpleQueue[Message | Arrival | None] = queue.SimpleQueue()
         self.make_guide: Callable[[Request], GrammarGuide] | None = None
         self.is_opening = is_opening
@@ -157,12 +171,12 @@ class Inbox:
     def _listen(self) -> None:
         while (message := self._channel.receive()) is not None:
             if isinstance(message, AddRequest):
-                come = Arrival(message.request, time.perf_counter())
+                arrival = Arrival(message.request, time.perf_counter())
                 if message.request.grammar is None:
-                    self.messages.put(come)
+                    self.messages.put(arrival)
                 else:
                     self._pending.add(message.request.id)
-                    self._pool.submit(self._prepare_guide, come)
+                    self._pool.submit(self._prepare_guide, arrival)
                 continue
             if isinstance(message, Ping) and self.is_opening:
                 with contextlib.suppress(OSError):
@@ -180,41 +194,41 @@ class Inbox:
         request = arrival.request
         if request.id not in self._pending:
             return
-        guide, problem = None, ""
+        guide, message = None, ""
         try:
             if self.make_guide is None:
                 raise RequestError("this engine was opened without structured output")
             guide = self.make_guide(request)
         except ModelmillError as error:
-            problem = str(error)
+            message = str(error)
         except Exception as error:
-            # nobody looks at this thread: its request would wait for ever
-            problem = f"its grammar cannot be made ready: {type(error).__name__}"
+            # an exception would be lost in this thread and the request would wait forever
+            message = f"its grammar cannot be made ready: {type(error).__name__}"
         with self._lock:
-            # an abort that came meanwhile has taken it away
+            # an abort may have removed it meanwhile
             if request.id in self._pending:
                 self._pending.discard(request.id)
-                self.messages.put(replace(arrival, guide=guide, error=problem))
+                self.messages.put(replace(arrival, guide=guide, error=message))
 
 
 class EngineWorker:
-    """Steps an engine core for as long as its server is there."""
+    """Steps an engine core until its server is gone."""
 
     def __init__(self, engine_core: EngineCore, channel: MessageChannel, inbox: Inbox) -> None:
         self.engine_core, self._channel, self._inbox = engine_core, channel, inbox
         self._unstarted: deque[tuple[float, Sequence]] = deque()
 
     def run(self) -> None:
-        """Until the server is gone."""
-        loop, inbox = self.engine_core, self._inbox.messages
+        """Process messages and run steps until the server is gone."""
+        core, inbox = self.engine_core, self._inbox.messages
         try:
             while True:
-                while not (loop.has_work and inbox.empty()):
+                while not (core.has_work and inbox.empty()):
                     message = inbox.get()
                     if message is None:
                         return
                     self._handle(message)
-                tokens = loop.step()
+                tokens = core.step()
                 if self._unstarted:
                     self._report_started()
                 if tokens:
@@ -235,29 +249,32 @@ class EngineWorker:
             self._channel.send(RequestRejected(request.id, str(error)))
             return
         except OUT_OF_MEMORY_ERRORS:
-            # no step was under way: its pictures were read, or its prompt was taken in, and nothing
-            # of it is left
+            # out of memory while images or the prompt were prepared, outside a step: nothing of
+            # the request remains
             self._channel.send(
                 RequestRejected(request.id, OUT_OF_MEMORY_MESSAGE, out_of_memory=True)
             )
             return
-        # the object itself: a request that ends in its first step is live no more once that has
-        # been told
+        # keep the sequence itself: a request that finishes in its first step has already left
+        # ``live_sequences`` when its start is reported
         self._unstarted.append(
             (arrival.arrived_at, self.engine_core.output_processor.live_sequences[request.id][0])
         )
 
     def _report_started(self) -> None:
-        """Tell which requests have left the queue: in order, so the first that waits ends the
-        search.
+        """Send RequestStarted for sequences that have left the queue.
+
+        They start in order, so the first that still waits ends the search.
         """
         while self._unstarted:
-            came, seq = self._unstarted[0]
+            arrived_at, seq = self._unstarted[0]
             if seq.started_at is None and seq.finish_reason is None:
                 return
             self._unstarted.popleft()
             if seq.started_at is not None:
-                self._channel.send(RequestStarted(seq.request.id, round(seq.started_at - came, 6)))
+                self._channel.send(
+                    RequestStarted(seq.request.id, round(seq.started_at - arrived_at, 6))
+                )
 
     def _handle(self, message: Message | Arrival) -> None:
         if isinstance(message, Arrival):
@@ -274,7 +291,7 @@ class EngineWorker:
 
 
 def ready_message(engine_core: EngineCore, path: str) -> EngineReady:
-    """What the server has to know of an open engine core."""
+    """Describe an open engine core to the server."""
     limits = engine_core.request_limits
     return EngineReady(
         path,
@@ -292,9 +309,13 @@ def ready_message(engine_core: EngineCore, path: str) -> EngineReady:
 def open_or_build_artifact(
     open_engine: OpenEngine, on_progress: Callable[[str, int, int], None]
 ) -> Artifact:
-    """The engine, checked; a checkpoint is built into the cache first. Raises ModelmillError."""
+    """Open and verify the engine; a checkpoint is first built into the cache.
+
+    Raises:
+        ModelmillError: the engine cannot be opened or built.
+    """
     path = Path(open_engine.model)
-    # a folder that is called an engine is told what it lacks of one, not of a checkpoint
+    # a folder named *.engine gets the error message of an engine, not of a checkpoint
     if not is_engine(path) and not (path.is_dir() and path.suffix == ".engine"):
         if not path.exists():
             raise UsageError(f"{path} does not exist; give an engine folder or a checkpoint")
@@ -305,8 +326,7 @@ def open_or_build_artifact(
         )
     elif open_engine.build:
         raise UsageError(
-            f"{', '.join(open_engine.build)}: decided when an engine is built, and {path} is one "
-            "already"
+            f"{', '.join(open_engine.build)}: options of a build, and {path} is already built"
         )
     artifact = open_artifact(path)
     verify(artifact, on_progress=lambda done, total: on_progress("checking", done, total))
@@ -316,23 +336,27 @@ def open_or_build_artifact(
 def load_engine_core(
     open_engine: OpenEngine, artifact: Artifact, on_progress: Callable[[str, int, int], None]
 ) -> EngineCore:
-    """The engine core of an engine that writes text. Raises ModelmillError."""
+    """Load the engine core of an engine that generates text.
+
+    Raises:
+        ModelmillError: the engine cannot be loaded.
+    """
     config = _with_memory_budget(
         from_dict(RunConfig, open_engine.run, "run"), artifact.nbytes(), open_engine
     )
-    loop = EngineCore.open(artifact, config)
-    loop.scheduler.set_interactive(config.max_mixed_tokens, on_gpu=loop.device != "cpu")
+    core = EngineCore.open(artifact, config)
+    core.scheduler.set_interactive(config.max_mixed_tokens, on_gpu=core.device != "cpu")
     if open_engine.warm_up:
         on_progress("warming up", 0, 1)
-        loop.warm_up(all_specializations=True)
-    return loop
+        core.warm_up(all_specializations=True)
+    return core
 
 
 def sends_op_heartbeats(open_engine: OpenEngine, device: str) -> bool:
-    """Whether operations of a step are signs of life.
+    """Whether each op of a step sends a heartbeat.
 
-    A GPU's steps are short, and its kernels are only launched here; but where nothing is warmed up
-    the first ones compile, one operation after another.
+    Steps on a GPU are short and only launch kernels. Without warm-up, however, the first steps
+    compile kernels, one op after another.
     """
     return open_engine.watchdog_seconds > 0 and (device == "cpu" or not open_engine.warm_up)
 
@@ -340,21 +364,27 @@ def sends_op_heartbeats(open_engine: OpenEngine, device: str) -> bool:
 def run_segment_worker(
     open_engine: OpenEngine, artifact: Artifact, channel: MessageChannel, inbox: Inbox
 ) -> None:
-    """Answer for an engine that segments, until the server is gone. Raises ModelmillError."""
+    """Run a segmentation engine until the server is gone.
+
+    Raises:
+        ModelmillError: the engine cannot be loaded.
+    """
     from modelmill.serve import segment_worker
 
-    eye = segment_worker.load_sam(open_engine, artifact)
-    if open_engine.watchdog_seconds and eye.device.type == "cpu":
-        eye.on_heartbeat(HeartbeatSender(channel.send, poll_interval(open_engine.watchdog_seconds)))
+    model = segment_worker.load_sam(open_engine, artifact)
+    if open_engine.watchdog_seconds and model.device.type == "cpu":
+        model.on_heartbeat(
+            HeartbeatSender(channel.send, poll_interval(open_engine.watchdog_seconds))
+        )
     inbox.is_opening = False
-    channel.send(segment_worker.ready_message(eye, str(artifact.path)))
-    segment_worker.SegmentWorker(eye, channel, inbox, open_engine.max_pixels).run()
+    channel.send(segment_worker.ready_message(model, str(artifact.path)))
+    segment_worker.SegmentWorker(model, channel, inbox, open_engine.max_pixels).run()
 
 
 class _GuideFactory:
     """Makes guides.
 
-    The vocabulary is read when the first one is asked for: most servers never need it.
+    The vocabulary is read for the first guide only: most servers never need it.
     """
 
     def __init__(self, path: Path, chat_template: str | None, vocab_size: int) -> None:
@@ -368,14 +398,14 @@ class _GuideFactory:
 
 
 def _with_memory_budget(config: RunConfig, weight_bytes: int, open_engine: OpenEngine) -> RunConfig:
-    """``config`` with this engine's part of the memory."""
+    """``config`` with this engine's share of the memory."""
     device = pick_device(config.device)
     if device == "cpu":
-        beside = open_engine.num_loaded_before + len(open_engine.later_weight_bytes)
+        num_other_engines = open_engine.num_loaded_before + len(open_engine.later_weight_bytes)
         return budget.with_cpu_budget(
             config,
             free_cpu_bytes(config.tp, open_engine.segment_bytes),
-            beside,
+            num_other_engines,
             open_engine.segment_bytes,
         )
     import torch
@@ -387,23 +417,23 @@ def _with_memory_budget(config: RunConfig, weight_bytes: int, open_engine: OpenE
 
 
 class _ProgressArtifact(Artifact):
-    """An artifact that tells how many of its bytes have been read."""
+    """An artifact that reports how many of its bytes have been read."""
 
     def __init__(self, artifact: Artifact, on_progress: Callable[[str, int, int], None]) -> None:
         super().__init__(artifact.path, artifact.manifest)
         self._on_progress, self._done_bytes, self._total_bytes = on_progress, 0, artifact.nbytes()
 
     def tensor(self, name: str) -> Any:
-        found = super().tensor(name)
-        self._done_bytes += found.numel() * found.element_size()
+        tensor = super().tensor(name)
+        self._done_bytes += tensor.numel() * tensor.element_size()
         self._on_progress("loading", min(self._done_bytes, self._total_bytes), self._total_bytes)
-        return found
+        return tensor
 
 
 def _loading_reporter(
     channel: MessageChannel, seconds: float = 0.1
 ) -> Callable[[str, int, int], None]:
-    """Sends LoadingUpdate, at most every ``seconds`` for each stage."""
+    """Make a callback that sends LoadingUpdate, at most every ``seconds`` for each stage."""
     last: dict[str, float] = {}
 
     def on_progress(stage: str, done: int, total: int) -> None:
@@ -418,8 +448,9 @@ def _loading_reporter(
 def _announce(
     on_progress: Callable[[str, int, int], None], stage: str, done: int, total: int
 ) -> None:
-    """Tell the server, and who reads the terminal or the log: it takes long and comes before all
-    else.
+    """Report progress to the server and to the terminal.
+
+    Used for a stage that takes long and comes before everything else.
     """
     sys.stderr.write(f"modelmill: {stage}\n")
     on_progress(stage, done, total)
@@ -427,35 +458,39 @@ def _announce(
 
 def main(argv: list[str]) -> int:
     """``python -m modelmill.serve.worker FD``."""
-    # whoever started the server tells the server; it tells us by closing the socket
+    # signals go to the server, which stops this process by closing the socket
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     malloc.set_malloc_thresholds()
-    wire = MessageChannel(socket.socket(fileno=int(argv[0])))
-    order = wire.receive()
-    if not isinstance(order, OpenEngine):
+    channel = MessageChannel(socket.socket(fileno=int(argv[0])))
+    open_engine = channel.receive()
+    if not isinstance(open_engine, OpenEngine):
         return EXIT_SERVER_GONE
-    inbox = Inbox(wire, on_server_gone=lambda: os._exit(EXIT_SERVER_GONE), is_opening=True)
+    inbox = Inbox(channel, on_server_gone=lambda: os._exit(EXIT_SERVER_GONE), is_opening=True)
     try:
-        told = _loading_reporter(wire)
-        compile_cpu_kernels(str(order.run.get("device", "auto")), partial(_announce, told))
-        artifact = open_or_build_artifact(order, told)
+        on_progress = _loading_reporter(channel)
+        compile_cpu_kernels(
+            str(open_engine.run.get("device", "auto")), partial(_announce, on_progress)
+        )
+        artifact = open_or_build_artifact(open_engine, on_progress)
         if artifact.manifest.engine_type == SEGMENTATION:
-            run_segment_worker(order, artifact, wire, inbox)
+            run_segment_worker(open_engine, artifact, channel, inbox)
             return EXIT_SERVER_GONE
-        loop, path = load_engine_core(order, artifact, told), str(artifact.path)
+        core, path = load_engine_core(open_engine, artifact, on_progress), str(artifact.path)
     except ModelmillError as error:
-        wire.send(OpenFailed(str(error), isinstance(error, UsageError)))
+        channel.send(OpenFailed(str(error), isinstance(error, UsageError)))
         return 1
     except BrokenPipeError:
         return EXIT_SERVER_GONE
-    inbox.make_guide = _GuideFactory(Path(path), order.chat_template, loop.vocab)
-    if sends_op_heartbeats(order, loop.device):
-        loop.on_heartbeat(HeartbeatSender(wire.send, poll_interval(order.watchdog_seconds)))
+    inbox.make_guide = _GuideFactory(Path(path), open_engine.chat_template, core.vocab)
+    if sends_op_heartbeats(open_engine, core.device):
+        core.on_heartbeat(
+            HeartbeatSender(channel.send, poll_interval(open_engine.watchdog_seconds))
+        )
     inbox.is_opening = False
-    wire.send(ready_message(loop, path))
-    EngineWorker(loop, wire, inbox).run()
+    channel.send(ready_message(core, path))
+    EngineWorker(core, channel, inbox).run()
     return EXIT_SERVER_GONE
 
 

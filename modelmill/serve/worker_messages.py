@@ -1,9 +1,9 @@
-"""What the API and an engine's worker say to each other: plain dataclasses, as JSON, in frames.
+"""Messages between the API process and a worker: plain dataclasses, as JSON, in frames.
 
-A frame is four bytes (the length, big endian) and a JSON array: the message's name and its fields.
-Only ids and numbers travel, no text of prompts and no tensors; pictures, masks and a prompt's
-log-probabilities in frames with blobs (``segment_messages``, ``logprob_blobs``). Both ends belong
-to one program, so a frame that makes no sense is a bug.
+A frame is four bytes (the length, big endian) and a JSON array: the name of the message and its
+fields. Only ids and numbers are sent, no text of prompts and no tensors; images, masks and prompt
+log-probabilities are in frames with blobs (``segment_messages``, ``logprob_blobs``). Both ends
+belong to one program, so an invalid frame is a bug.
 """
 
 from __future__ import annotations
@@ -50,14 +50,20 @@ LENGTH_PREFIX = struct.Struct(">I")
 
 @dataclass(frozen=True)
 class OpenEngine:
-    """Open an engine. model: engine folder or checkpoint. build: BuildConfig fields for a
-    checkpoint; run: RunConfig's.
+    """Open an engine.
 
-    warm_up: capture decode graphs before the first request. later_weight_bytes: bytes of weights of
-    the language engines that load after it; num_loaded_before: how many loaded before it;
-    segment_bytes: what segmentation engines take beside it. chat_template: in place of the engine's
-    own. image_cache_bytes: for embeddings of images; max_pixels: of an image. watchdog_seconds:
-    without a heartbeat, after which its worker hangs; 0: never.
+    Attributes:
+        model: engine folder or checkpoint.
+        build: BuildConfig fields, for a checkpoint.
+        run: RunConfig fields.
+        warm_up: capture decode graphs before the first request.
+        chat_template: replaces the engine's own.
+        later_weight_bytes: bytes of weights of each language engine that loads after it.
+        num_loaded_before: number of language engines that loaded before it.
+        segment_bytes: memory of segmentation engines beside it.
+        image_cache_bytes: size of the cache of image embeddings.
+        max_pixels: limit of one image.
+        watchdog_seconds: without a sign of life, after which the worker counts as hung; 0: never.
     """
 
     model: str
@@ -89,7 +95,7 @@ class AbortRequest:
 
 @dataclass(frozen=True)
 class FinishSequence:
-    """End one sequence of a request quietly: a stop string was found in its text."""
+    """End one sequence of a request: a stop string was found in its text."""
 
     id: str
     index: int
@@ -97,14 +103,14 @@ class FinishSequence:
 
 @dataclass(frozen=True)
 class GetStats:
-    """Ask for the statistics; the reply carries the same number."""
+    """Request the statistics; the reply carries the same number."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Ping:
-    """Give a sign of life, between two steps; the answer is a ``Heartbeat``."""
+    """Request a sign of life between two steps; the reply is a ``Heartbeat``."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class LoadingUpdate:
-    """How far opening has come. done, total: in the stage's own unit."""
+    """Progress of opening; ``done`` and ``total`` in the unit of the stage."""
 
     stage: str
     done: int
@@ -123,10 +129,11 @@ class LoadingUpdate:
 
 @dataclass(frozen=True)
 class EngineReady:
-    """The engine takes requests. path: its folder. The rest: what requests are checked against, and
-    pages of KV.
+    """The engine accepts requests; its limits and the size of its KV cache.
 
-    max_prefix_pages: of ``num_pages``, those that may be taken for kept prefixes.
+    Attributes:
+        path: the engine folder.
+        max_prefix_pages: KV pages, of ``num_pages``, that may hold cached prefixes.
     """
 
     path: str
@@ -143,14 +150,14 @@ class EngineReady:
 
 @dataclass(frozen=True)
 class StepTokens:
-    """What one step produced."""
+    """The tokens of one step."""
 
     tokens: list[TokenOutput]
 
 
 @dataclass(frozen=True)
 class RequestStarted:
-    """A request's first step has begun, so many seconds after it came."""
+    """The first step of a request has begun, ``queue_seconds`` after its arrival."""
 
     id: str
     queue_seconds: float
@@ -158,9 +165,11 @@ class RequestStarted:
 
 @dataclass(frozen=True)
 class RequestRejected:
-    """A request cannot be served; one line for its sender.
+    """A request cannot be served.
 
-    out_of_memory: no memory was left for it.
+    Attributes:
+        message: one line for the client.
+        out_of_memory: there was not enough memory for it.
     """
 
     id: str
@@ -170,7 +179,7 @@ class RequestRejected:
 
 @dataclass(frozen=True)
 class StatsReply:
-    """Where the engine stands: the fields of runtime.stats.Stats."""
+    """The statistics: the fields of runtime.stats.Stats."""
 
     number: int
     stats: Mapping[str, int]
@@ -178,9 +187,11 @@ class StatsReply:
 
 @dataclass(frozen=True)
 class OpenFailed:
-    """The engine cannot be opened; one line for whoever started it.
+    """The engine cannot be opened.
 
-    is_usage_error: a flag is at fault.
+    Attributes:
+        message: one line for the user.
+        is_usage_error: a flag is wrong.
     """
 
     message: str
@@ -210,7 +221,7 @@ MESSAGE_TYPES: dict[str, type] = {cls.__name__: cls for cls in Message.__args__}
 
 
 def encode(message: Message) -> bytes:
-    """The message as a frame."""
+    """Encode a message as a frame."""
     name = type(message).__name__
     if isinstance(message, (SegmentJob, SegmentResult)):
         body = encode_blob_frame(message)
@@ -241,7 +252,7 @@ def _with_blobs(name: str, content: list[Any], blobs: Sequence[bytes]) -> bytes:
 
 
 def decode(body: bytes) -> Message:
-    """The message of a frame's body."""
+    """Decode the body of a frame."""
     if body.startswith(BINARY_FRAME_MARK):
         name, content, blobs = split_blob_frame(body)
         if name == StepTokens.__name__:
@@ -259,8 +270,8 @@ def decode(body: bytes) -> Message:
 
 
 def decode_frames(buffer: bytearray) -> list[Message]:
-    """The messages of the whole frames in ``buffer``, which are taken out of it."""
-    found: list[Message] = []
+    """Decode and remove the complete frames in ``buffer``."""
+    messages: list[Message] = []
     start = 0
     while len(buffer) - start >= LENGTH_PREFIX.size:
         end = start + LENGTH_PREFIX.size + LENGTH_PREFIX.unpack_from(buffer, start)[0]
@@ -268,20 +279,20 @@ def decode_frames(buffer: bytearray) -> list[Message]:
             break
         with memoryview(buffer) as view:
             body = bytes(view[start + LENGTH_PREFIX.size : end])
-        found.append(decode(body))
+        messages.append(decode(body))
         start = end
     del buffer[:start]
-    return found
+    return messages
 
 
 def _encode_request(request: Request) -> dict[str, Any]:
     params = {each.name: getattr(request.params, each.name) for each in fields(SamplingParams)}
     params = {name: value for name, value in params.items() if value != _DEFAULT_VALUES[name]}
     if "logit_bias" in params:
-        params["logit_bias"] = list(params["logit_bias"].items())  # JSON's keys are texts
+        params["logit_bias"] = list(params["logit_bias"].items())  # JSON keys are strings
     if params.get("logits_processors") is not None:
         params["logits_processors"] = asdict(params["logits_processors"])
-    # text is matched by the API: the engine need not see it
+    # stop strings are matched by the API process
     params.pop("stop", None)
     return {
         "id": request.id,
@@ -294,7 +305,7 @@ def _encode_request(request: Request) -> dict[str, Any]:
         else [request.grammar.grammar_type, request.grammar.text],
         "pooling": request.pooling,
         "penalize_prompt": request.penalize_prompt,
-        # the pixels of pictures, uint8, follow as blobs
+        # the pixels of images, uint8, follow as blobs
         "embedding_spans": [
             [i.position, i.length, i.digest, i.handle.shape] for i in request.embedding_spans
         ],
@@ -326,7 +337,7 @@ def _decode_request(raw: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> Requ
 
 
 def _encode_token(token: TokenOutput) -> list[Any]:
-    """[request, index, id, cached], and the rest where there is one."""
+    """Encode as [request, index, id, cached], and a dict of other fields if there are any."""
     short: list[Any] = [token.request_id, token.index, token.token_id, token.cached_tokens]
     rest: dict[str, Any] = {}
     if token.finish_reason is not None:

@@ -1,4 +1,4 @@
-"""Starting worker processes."""
+"""Starts and kills worker processes."""
 
 from __future__ import annotations
 
@@ -20,23 +20,25 @@ class WorkerProcess(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id."""
 
     def kill(self) -> None:
-        """End it now; nothing happens where it has ended."""
+        """Kill it now; does nothing once it has ended."""
 
     async def wait(self) -> int:
-        """Its exit code, once it has ended; negative: the signal that ended it."""
+        """Return the exit code once it has ended; negative: the signal that killed it."""
 
 
 class WorkerLauncher(Protocol):
-    """Starts a worker: its end of the socket belongs to it, ours is returned."""
+    """Starts a worker process."""
 
-    async def __call__(self) -> tuple[socket.socket, WorkerProcess]: ...
+    async def __call__(self) -> tuple[socket.socket, WorkerProcess]:
+        """Return the API's end of the socket and the process, which has the other end."""
+        ...
 
 
 class WorkerSubprocess:
-    """A worker in a process of its own."""
+    """A worker in its own process."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -50,23 +52,22 @@ class WorkerSubprocess:
         return self._process.pid
 
     def kill(self) -> None:
-        """End it and what it has started (ranks, compilers) now: of these, one that is stopped
-        would not see it go.
+        """Kill it and its child processes (ranks, compilers).
 
-        asyncio's own ``kill`` would look whether it has ended, and take its exit code from
-        ``wait``.
+        A stopped child would not notice that its parent is gone. asyncio's ``kill`` is not used: it
+        polls the process and takes its exit code away from ``wait``.
         """
         if self._process.returncode is not None:
             return
-        started: list[psutil.Process] = []
-        with contextlib.suppress(psutil.Error, OSError):  # no descriptor may be left to look with
+        children: list[psutil.Process] = []
+        with contextlib.suppress(psutil.Error, OSError):  # there may be no file descriptor left
             if self._psutil_process is not None:
                 if not self._psutil_process.is_running():
-                    return  # its id may be another's by now
-                started = self._psutil_process.children(recursive=True)
+                    return  # another process may have its id by now
+                children = self._psutil_process.children(recursive=True)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGKILL)
-        for process in started:
+        for process in children:
             with contextlib.suppress(psutil.Error):
                 process.kill()
 
@@ -76,24 +77,26 @@ class WorkerSubprocess:
 
 
 async def launch_worker() -> tuple[socket.socket, WorkerProcess]:
-    """A worker process that waits for its ``OpenEngine``. It holds no descriptor of ours but its
-    end of the socket.
+    """Start a worker process that waits for its ``OpenEngine``.
 
-    Raises OSError where the system has none left: of processes, memory or descriptors.
+    It inherits no file descriptor but its end of the socket.
+
+    Raises:
+        OSError: the system has no process, memory or file descriptor left.
     """
-    ours, theirs = socket.socketpair()
-    with theirs:
+    api_sock, worker_sock = socket.socketpair()
+    with worker_sock:
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 "modelmill.serve.worker",
-                str(theirs.fileno()),
-                pass_fds=(theirs.fileno(),),
+                str(worker_sock.fileno()),
+                pass_fds=(worker_sock.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
                 env=env.worker_env(),
             )
         except BaseException:
-            ours.close()
+            api_sock.close()
             raise
-    return ours, WorkerSubprocess(process)
+    return api_sock, WorkerSubprocess(process)

@@ -1,6 +1,4 @@
-"""The tokens beside a vocabulary: what tokenizer_config.json says of them, with and against
-tokenizer.json.
-"""
+"""Added tokens: those of tokenizer_config.json, merged with those of tokenizer.json."""
 
 from __future__ import annotations
 
@@ -45,17 +43,17 @@ def add_tokens(core: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
                 "take both files from the same model"
             )
     known = {token.content for token in core.get_added_tokens_decoder().values()}
-    wanted = [*settings.special_tokens.values(), *settings.extra_special_tokens]
+    texts = [*settings.special_tokens.values(), *settings.extra_special_tokens]
     missing = [
         text
-        for text in dict.fromkeys(wanted)
+        for text in dict.fromkeys(texts)
         if text not in known and core.token_to_id(text) is not None
     ]
     core.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in missing])
 
 
 def _token_flags(entry: Mapping[str, Any]) -> dict[str, bool]:
-    """How a token of added_tokens_decoder is found in a text."""
+    """How a token of added_tokens_decoder is matched in a text."""
     special = bool(entry.get("special"))
     flags = {key: bool(entry.get(key)) for key in ("single_word", "lstrip", "rstrip")}
     return {**flags, "normalized": bool(entry.get("normalized", not special)), "special": special}

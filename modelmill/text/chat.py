@@ -125,18 +125,22 @@ def read_templates(files: Mapping[str, bytes]) -> dict[str, str]:
             raise TemplateError(
                 "chat_template.jinja is not UTF-8 text; copy the file again"
             ) from None
-    found: object = read_json(files, "tokenizer_config.json").get("chat_template")
+    template_entry: object = read_json(files, "tokenizer_config.json").get("chat_template")
     file = "tokenizer_config.json"
-    if found is None and "chat_template.json" in files:
+    if template_entry is None and "chat_template.json" in files:
         file = "chat_template.json"
-        found = read_json(files, file).get("chat_template")
-    if found is None and "gguf_vocab.json" in files:
+        template_entry = read_json(files, file).get("chat_template")
+    if template_entry is None and "gguf_vocab.json" in files:
         file = "the GGUF file"
         metadata = read_json(files, "gguf_vocab.json")
-        found = metadata.get("tokenizer.chat_template", metadata.get("chat_template"))
-    if found is None or found == "":
+        template_entry = metadata.get("tokenizer.chat_template", metadata.get("chat_template"))
+    if template_entry is None or template_entry == "":
         return {}
-    entries = found if isinstance(found, list) else [{"name": "default", "template": found}]
+    entries = (
+        template_entry
+        if isinstance(template_entry, list)
+        else [{"name": "default", "template": template_entry}]
+    )
     templates: dict[str, str] = {}
     for entry in entries:
         name, text = (
@@ -220,11 +224,11 @@ class TemplateChat:
         template = self._templates.get(
             "tool_use" if tools else "default", self._templates["default"]
         )
-        told = self._adapt_messages(
+        adapted = self._adapt_messages(
             validate_messages(messages, as_sent=True), template, bool(tools)
         )
         given: dict[str, Any] = {
-            "messages": told,
+            "messages": adapted,
             "tools": _tools_for_template(tools),
             "documents": None,
         }
@@ -244,9 +248,7 @@ class TemplateChat:
     def _adapt_messages(
         self, messages: list[dict[str, Any]], template: str, tools: bool
     ) -> list[dict[str, Any]]:
-        """Messages in the forms that the template reads; small conversations are rendered where
-        that is not known.
-        """
+        """Convert messages to the forms that the template reads; unknown forms are probed."""
         variables = {
             **self._tokenizer.template_names,
             "tools": [_PROBE_TOOL] if tools else None,

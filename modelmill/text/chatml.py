@@ -1,6 +1,4 @@
-"""Qwen v1's own chat format: ChatML put together from token ids, with the history cut to a window;
-tools by ReAct.
-"""
+"""Qwen v1's own chat format: ChatML from token ids, history cut to a window, tools by ReAct."""
 
 from __future__ import annotations
 
@@ -19,8 +17,9 @@ HISTORY_WINDOW_TOKENS = 6144
 
 
 class QwenChat:
-    """Role, newline and content are tokenized apart, as Qwen v1 was trained; user text is always
-    plain.
+    """Role, newline and content are tokenized separately, as in Qwen v1's training.
+
+    User text never becomes control tokens.
     """
 
     def __init__(
@@ -30,9 +29,7 @@ class QwenChat:
         window: int = HISTORY_WINDOW_TOKENS,
         system: str = DEFAULT_SYSTEM,
     ) -> None:
-        """window: history is kept, newest first, while it and the system prompt stay below so many
-        tokens.
-        """
+        """window: newest history is kept while it and the system prompt have fewer tokens."""
         self._tokenizer = tokenizer
         self._window = window
         self._system = system
@@ -51,8 +48,10 @@ class QwenChat:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Prompt ids; raises RequestError for an order of roles that this format has not, and for
-        options.
+        """Return the prompt ids.
+
+        Raises:
+            RequestError: if this format lacks the order of roles or an option.
         """
         blocks, goes_on = self._blocks(messages, tools, options)
         ids = [
@@ -96,9 +95,7 @@ class QwenChat:
         tools: Sequence[Mapping[str, Any]] | None,
         options: object,
     ) -> tuple[list[tuple[str, str]], bool]:
-        """(role and text of each block that is kept, whether the last one is an answer to go on
-        with).
-        """
+        """Return (role and text of each kept block, whether to continue the last answer)."""
         if options:
             raise RequestError("Qwen's chat format has no template options")
         talk = validate_messages(messages)
@@ -109,14 +106,14 @@ class QwenChat:
                 *(pair for turn in self._history_in_window(system, history) for pair in turn),
                 *query,
             ], False
-        told = react.parse_conversation(talk, tools)
-        system = self._system if told.system is None else told.system
-        turns = [[("user", question), ("assistant", answer)] for question, answer in told.turns]
-        if told.question is None:
+        parsed = react.parse_conversation(talk, tools)
+        system = self._system if parsed.system is None else parsed.system
+        turns = [[("user", question), ("assistant", answer)] for question, answer in parsed.turns]
+        if parsed.question is None:
             # as the original: of an answer that goes on, nothing of the history is left out
             return [("system", system), *(pair for turn in turns for pair in turn)], True
         kept = [pair for turn in self._history_in_window(system, turns) for pair in turn]
-        return [("system", system), *kept, ("user", told.question)], False
+        return [("system", system), *kept, ("user", parsed.question)], False
 
     def _split_turns(
         self, messages: Sequence[Mapping[str, Any]]

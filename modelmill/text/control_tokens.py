@@ -49,7 +49,7 @@ class ControlTokenGuard:
         body = text.strip()
         start = text.find(body)
         before, after = text[:start], text[start + len(body) :]
-        marked = self._first.sub(lambda found: found[1] + mark, body)
+        marked = self._first.sub(lambda match: match[1] + mark, body)
         # Half a token at an edge may meet its other half in the next field (and a template may
         # trim).
         sizes = range(1, min(self._longest, len(body) + 1))

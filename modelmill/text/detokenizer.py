@@ -36,10 +36,9 @@ class Detokenizer:
         self._continues_prompt, self._has_text = continues_prompt, False
 
     def push_prompt(self, id: int) -> str:
-        """As ``push``, for an id of what stands before the sequence: control tokens of a prompt are
-        never written.
+        """As ``push``, for a prompt id before the sequence; control tokens are not written.
 
-        A character that such ids leave unfinished is the sequence's first.
+        A character that such ids leave incomplete belongs to the sequence.
         """
         return "" if self._tokenizer.is_skipped(id) else self._text(id, self._has_text)
 
@@ -62,7 +61,5 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """The end of the text: U+FFFD for a character that never got its last bytes, else
-        nothing.
-        """
+        """Return the end of the text: U+FFFD for an incomplete character, else nothing."""
         return self._utf8.flush()

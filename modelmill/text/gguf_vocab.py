@@ -1,6 +1,4 @@
-"""The vocabulary inside a GGUF file (its tokenizer.* metadata as JSON): byte-level BPE or
-SentencePiece.
-"""
+"""The vocabulary of a GGUF file (tokenizer.* metadata as JSON): byte-level or SentencePiece BPE."""
 
 from __future__ import annotations
 
@@ -62,8 +60,10 @@ SPECIAL_TOKEN_ROLES = {
 
 
 def load_gguf(files: Mapping[str, bytes]) -> Tokenizer:
-    """The tokenizer of gguf_vocab.json; raises TokenizerError for broken or unknown
-    vocabularies.
+    """Load the tokenizer of gguf_vocab.json.
+
+    Raises:
+        TokenizerError: if the vocabulary is broken or unknown.
     """
     data = read_vocabulary(files)
     tokens = data.get("tokens")
@@ -90,9 +90,7 @@ def load_gguf(files: Mapping[str, bytes]) -> Tokenizer:
 
 
 def read_vocabulary(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """The metadata with short keys: "tokens" for tokenizer.ggml.tokens, "chat_template" and so
-    on.
-    """
+    """Return the metadata with short keys: "tokens" for tokenizer.ggml.tokens and so on."""
     data = read_json(files, GGUF_VOCAB_FILE)
     short = {
         key.removeprefix("tokenizer.").removeprefix("ggml."): value for key, value in data.items()
@@ -177,14 +175,18 @@ def _sentencepiece(
         raise TokenizerError(
             "the GGUF file's tokenizer.ggml.token_type holds numbers outside 1 to 6"
         )
-    kinds = [NORMAL if type_ == UNKNOWN else type_ for type_ in types]
+    piece_types = [NORMAL if type_ == UNKNOWN else type_ for type_ in types]
     for key, id in ids.items():
-        kinds[id] = (
-            UNKNOWN if key == "unk_token" else kinds[id] if kinds[id] == UNKNOWN else CONTROL
+        piece_types[id] = (
+            UNKNOWN
+            if key == "unk_token"
+            else piece_types[id]
+            if piece_types[id] == UNKNOWN
+            else CONTROL
         )
     pieces = [
-        SpmPiece(text, float(score), kind)
-        for text, score, kind in zip(tokens, scores, kinds, strict=True)
+        SpmPiece(text, float(score), piece_type)
+        for text, score, piece_type in zip(tokens, scores, piece_types, strict=True)
     ]
     model = SpmModel(
         pieces,
@@ -201,8 +203,10 @@ def _sentencepiece(
 def _role_ids(
     data: Mapping[str, Any], size: int, defaults: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """bos_token → id, … for those that the file names; TokenizerError for an id outside the
-    vocabulary.
+    """Return the ids of the special tokens that the file names, by name (bos_token, …).
+
+    Raises:
+        TokenizerError: if an id is outside the vocabulary.
     """
     ids: dict[str, int] = {}
     for name, key in SPECIAL_TOKEN_ROLES.items():
@@ -220,9 +224,7 @@ def _role_ids(
 def _settings(
     data: Mapping[str, Any], files: Mapping[str, bytes], *, add_bos: bool, tokens: list[str]
 ) -> TokenizerSettings:
-    """What tokenizer_config.json would say: whether to add BOS and EOS, and further end-of-turn
-    ids.
-    """
+    """Return tokenizer_config.json's equivalent: add BOS and EOS, further end-of-turn ids."""
     beside = read_settings(files)
     add = data.get("add_bos_token", data.get("add_bos"))
     ends = [

@@ -24,7 +24,7 @@ MAX_GRAMMAR_CHARS = 1 << 18
 """Most characters of a schema, pattern or grammar."""
 MAX_CHOICES = 1024
 MAX_MESSAGE_CHARS = 200
-"""Most characters told of what the library said."""
+"""Maximum characters of the library's message in an error."""
 GRAMMAR_TYPE_NAMES = {
     "json": "JSON schema",
     "regex": "regex",
@@ -101,11 +101,11 @@ class GuideFactory:
                 f"the {GRAMMAR_TYPE_NAMES[grammar.grammar_type]} cannot be used: it has no text, "
                 "or takes too much work"
             )
-        mine = set(ends)
-        if not mine.intersection(self._ends):
+        own_ends = set(ends)
+        if not own_ends.intersection(self._ends):
             raise RequestError("structured output needs an end of the answer; leave ignore_eos out")
         return GrammarGuide(
-            matcher, self._vocab, [id for id in self._ends if id not in mine], sorted(mine)
+            matcher, self._vocab, [id for id in self._ends if id not in own_ends], sorted(own_ends)
         )
 
 
@@ -118,15 +118,17 @@ class GrammarGuide:
         self.failed = False
 
     def mask(self) -> np.ndarray:
-        """[ceil(V / 8)] uint8: bit t % 8 of byte t // 8 is set where token t may come next; never
-        all zero.
+        """Return the mask of the allowed tokens, never all zero.
+
+        Returns:
+            [ceil(V / 8)] uint8: bit t % 8 of byte t // 8 is set if token t is allowed.
         """
         matcher = self._matcher
         bits = np.zeros(-(-self._vocab // 8), dtype=np.uint8)
         if not matcher.is_stopped():
-            found = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-            size = min(len(found), len(bits))
-            bits[:size] = found[:size]
+            mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+            size = min(len(mask), len(bits))
+            bits[:size] = mask[:size]
             _clear_bits(bits, self._foreign)
         if matcher.is_stopped() or matcher.is_error() or not bits.any():
             # the text is complete, or the grammar can say no more: the answer ends
@@ -162,9 +164,7 @@ class _LlguidanceVocab:
         self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Ids of a stretch inside an answer: their bytes are exactly the text's, no space is put
-        before it.
-        """
+        """Tokenize text inside an answer: the ids' bytes are exactly the text's."""
         data = text if isinstance(text, bytes) else text.encode("utf-8", "replace")
         # the empty piece tells the tokenizer that this is no beginning
         ids = self._tokenizer.encode_pieces(["", data.decode("utf-8", "replace")])
@@ -206,7 +206,7 @@ def _grammar_errors(grammar: Grammar) -> Iterator[None]:
 
 
 def _to_llguidance(grammar: Grammar, lib: Any) -> str:
-    """llguidance's own form."""
+    """Return a grammar in llguidance's own form."""
     if len(grammar.text) > MAX_GRAMMAR_CHARS:
         raise RequestError(
             f"the {GRAMMAR_TYPE_NAMES[grammar.grammar_type]} has {len(grammar.text)} characters, "
@@ -248,11 +248,10 @@ def _schema(value: dict[str, Any], lib: Any) -> str:
 
 
 def _tool_call_grammar(value: dict[str, Any], lib: Any) -> str:
-    """Grammars of the library in one: the calls around the arguments, whose schemas stay documents
-    of their own.
+    """Combine the grammars of the calls with the schemas of their arguments.
 
-    So a reference in a schema ("#", "#/properties/x", an $anchor) finds what it finds in the schema
-    alone.
+    Each schema stays a separate document, so that its references ("#", "#/properties/x",
+    an $anchor) resolve within it.
     """
     functions, most = value["functions"], value["most"]
     call = "(" + " | ".join(f"c{place}" for place in range(len(functions))) + ")"

@@ -1,6 +1,4 @@
-"""Hugging Face byte-level and SentencePiece-like BPE: tokenizer.json, or GPT-2's vocab.json +
-merges.txt.
-"""
+"""Hugging Face byte-level and SentencePiece-like BPE: tokenizer.json or vocab.json and merges."""
 
 from __future__ import annotations
 
@@ -31,8 +29,10 @@ ALPHABET = byte_level_alphabet()
 
 
 def load_hf(files: Mapping[str, bytes]) -> Tokenizer:
-    """The tokenizer of tokenizer.json; raises TokenizerError when the file is broken or of another
-    kind.
+    """Load the tokenizer of tokenizer.json.
+
+    Raises:
+        TokenizerError: if the file is broken or has another model type.
     """
     spec = read_json(files, "tokenizer.json")
     check_spec(spec)
@@ -68,8 +68,10 @@ def load_vocab_merges(files: Mapping[str, bytes]) -> Tokenizer:
 def byte_level_core(
     vocab: dict[str, int], merges: list[tuple[str, str]], file: str, ignore_merges: bool = False
 ) -> tokenizers.Tokenizer:
-    """A bare byte-level BPE without pre-tokenizer or added tokens; TokenizerError when merges do
-    not fit.
+    """Make a byte-level BPE without pre-tokenizer or added tokens.
+
+    Raises:
+        TokenizerError: if the merges do not match the vocabulary.
     """
     model = _call_library(
         file,
@@ -134,9 +136,7 @@ def from_core(
 
 
 class HfTokenizer(Tokenizer):
-    """A tokenizers.Tokenizer behind our interface; its normalizer and pre-tokenizer are used as
-    they are.
-    """
+    """A tokenizers.Tokenizer behind our interface, with its own normalizer and pre-tokenizer."""
 
     def __init__(self, core: tokenizers.Tokenizer, traits: VocabInfo) -> None:
         super().__init__(traits)
@@ -223,9 +223,14 @@ def decoders_json(core: tokenizers.Tokenizer) -> str:
     """The decoder as JSON; TokenizerError when it is not one whose bytes we can name."""
     decoder = core.decoder
     text = decoder.__getstate__().decode() if decoder is not None else "null"
-    kinds = set(re.findall(r'"type":\s*"(\w+)"', text)) - {"Sequence", "Fuse", "Strip"}
-    if not kinds or not kinds <= {"ByteLevel", "ByteFallback", "Metaspace", "Replace"}:
-        named = ", ".join(sorted(kinds)) or "none"
+    decoder_types = set(re.findall(r'"type":\s*"(\w+)"', text)) - {"Sequence", "Fuse", "Strip"}
+    if not decoder_types or not decoder_types <= {
+        "ByteLevel",
+        "ByteFallback",
+        "Metaspace",
+        "Replace",
+    }:
+        named = ", ".join(sorted(decoder_types)) or "none"
         raise TokenizerError(
             f"tokenizer.json: cannot decode with {named}; use a byte-level or SentencePiece BPE"
         )
@@ -264,9 +269,7 @@ def _make_no_control_core(
 def _no_control_core_via_json(
     core: tokenizers.Tokenizer, control: frozenset[int]
 ) -> tokenizers.Tokenizer:
-    """_make_no_control_core by way of the whole file, which takes seconds for a large
-    vocabulary.
-    """
+    """As ``_make_no_control_core``, from the whole file; takes seconds for a large vocabulary."""
     spec = json.loads(core.to_str())
     for token in spec["added_tokens"]:
         token["special"] = token["special"] or token["id"] in control
@@ -288,9 +291,7 @@ def _make_no_prefix_core(core: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 def _affixes(
     core: tokenizers.Tokenizer, settings: TokenizerSettings | None, by_id: Mapping[str, int | None]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the library puts before and after a text, unless settings say it with
-    add_bos/add_eos.
-    """
+    """Return the ids that the library adds around a text, unless add_bos/add_eos are set."""
     plain = core.encode("x", add_special_tokens=False).ids
     full = core.encode("x", add_special_tokens=True).ids
     extra = len(full) - len(plain)
@@ -307,9 +308,7 @@ def _affixes(
 
 
 def _call_library(file: str, build: Any) -> Any:
-    """The result of `build`; the library's exceptions (plain Exception, TypeError, …) name the file
-    instead.
-    """
+    """Return ``build()``; the library's exceptions become TokenizerErrors that name the file."""
     try:
         return build()
     except BaseException as error:
@@ -335,7 +334,5 @@ def _encode(core: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
 
 
 def _is_rust_panic(error: BaseException) -> bool:
-    """Whether the library crashed inside, which Python code would otherwise let pass as if it were
-    an interrupt.
-    """
+    """Whether the library panicked, which Python code would otherwise treat as an interrupt."""
     return type(error).__name__ == "PanicException"

@@ -15,13 +15,15 @@ would turn a short prompt into gigabytes."""
 
 
 def check_spec(spec: Mapping[str, Any]) -> None:
-    """Raises TokenizerError where the model, the vocabulary, the added tokens or the normalizer
-    make no sense.
+    """Check the model, the vocabulary, the added tokens and the normalizer.
+
+    Raises:
+        TokenizerError: if one of them is invalid.
     """
     model = spec.get("model")
     if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
-        kind = model.get("type") if isinstance(model, dict) else None
-        raise TokenizerError(f"tokenizer.json: expected a BPE model, found {str(kind)[:40]}")
+        model_type = model.get("type") if isinstance(model, dict) else None
+        raise TokenizerError(f"tokenizer.json: expected a BPE model, found {str(model_type)[:40]}")
     vocab = model.get("vocab")
     check_vocab(vocab, "tokenizer.json")
     assert isinstance(vocab, dict)

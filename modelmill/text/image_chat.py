@@ -1,11 +1,9 @@
-"""MiniGPT-4's conversations: Vicuna's turns between ``###``, with pictures where the prompt says
-``<ImageHere>``;
-and BLIP-2's questions, with the pictures in front.
+"""MiniGPT-4's conversations (Vicuna's turns between ``###``) and BLIP-2's questions.
 
-The prompt is cut at the pictures and every piece is tokenized by itself, BOS in front of the first
-alone; a picture takes as many places as it has embeddings. Facts: Vision-CAIR/MiniGPT-4,
-conversation/conversation.py, first release
-and later.
+MiniGPT-4's pictures are where the prompt has ``<ImageHere>``, BLIP-2's are at the front. The prompt
+is split at the pictures and each piece is tokenized separately, with BOS only before the first; a
+picture takes as many positions as it has embeddings. Facts: Vision-CAIR/MiniGPT-4,
+conversation/conversation.py, first release and later.
 """
 
 from __future__ import annotations
@@ -38,8 +36,13 @@ MINIGPT4, BLIP2 = "minigpt4", "blip-2"
 
 @dataclass(frozen=True)
 class ImagePart:
-    """A picture in a conversation. source: what the caller gave for it; is_url: it is a URL's text.
-    location: for errors."""
+    """A picture in a conversation.
+
+    Attributes:
+        source: what the caller passed.
+        is_url: whether it is a URL.
+        location: for error messages.
+    """
 
     source: Any
     location: str
@@ -169,10 +172,9 @@ class ImageChat:
 
 
 class Blip2Chat(ImageChat):
-    """BLIP-2 was trained on a picture with words behind it, and is asked "Question: … Answer:" (Li
-    et al. 2023, §4).
+    """BLIP-2's format: a picture, then "Question: … Answer:" (Li et al. 2023, §4).
 
-    All pictures stand in front, then BOS and the turns; a picture without words is described.
+    All pictures come first, then BOS and the turns; a picture without text is described.
     """
 
     penalize_prompt = True
@@ -206,10 +208,10 @@ def load_image_chat(files: Mapping[str, bytes], tokenizer: Tokenizer) -> ImageCh
 
     Raises TemplateError where it says nothing that is known.
     """
-    told = read_json(files, IMAGE_CHAT_FILE)
-    tokens, prompt = told.get("tokens"), told.get("prompt")
-    known = told.get("format") == BLIP2 or (
-        told.get("format") == MINIGPT4 and prompt in PROMPT_STYLES
+    settings = read_json(files, IMAGE_CHAT_FILE)
+    tokens, prompt = settings.get("tokens"), settings.get("prompt")
+    known = settings.get("format") == BLIP2 or (
+        settings.get("format") == MINIGPT4 and prompt in PROMPT_STYLES
     )
     if not known or type(tokens) is not int or not 0 < tokens < 65536:
         raise TemplateError(
@@ -218,7 +220,7 @@ def load_image_chat(files: Mapping[str, bytes], tokenizer: Tokenizer) -> ImageCh
         )
     return (
         Blip2Chat(tokenizer, tokens)
-        if told["format"] == BLIP2
+        if settings["format"] == BLIP2
         else ImageChat(tokenizer, tokens, prompt)
     )
 
@@ -228,12 +230,12 @@ def with_prompt_style(files: Mapping[str, bytes], prompt_style: str) -> bytes:
 
     Raises TemplateError where there is only one.
     """
-    told = read_json(files, IMAGE_CHAT_FILE)
-    if told.get("format") != MINIGPT4:
+    settings = read_json(files, IMAGE_CHAT_FILE)
+    if settings.get("format") != MINIGPT4:
         raise TemplateError(
             f"this model is asked in one way only; leave out the template {prompt_style!r}"
         )
-    return json.dumps({**told, "prompt": prompt_style}).encode()
+    return json.dumps({**settings, "prompt": prompt_style}).encode()
 
 
 def _parse_messages(messages: object) -> list[ImageChatMessage]:
@@ -242,7 +244,7 @@ def _parse_messages(messages: object) -> list[ImageChatMessage]:
     Raises RequestError for others.
     """
     contents, plain = _split_parts(messages)
-    told = []
+    settings = []
     for index, (message, parts) in enumerate(zip(validate_messages(plain), contents, strict=True)):
         role = message["role"]
         if role not in ("user", "assistant", "system") or message.get("tool_calls"):
@@ -253,14 +255,12 @@ def _parse_messages(messages: object) -> list[ImageChatMessage]:
             raise RequestError(f"messages[{index}]: the system message comes first")
         if role != "user" and any(isinstance(part, ImagePart) for part in parts):
             raise RequestError(f"messages[{index}]: pictures come from the user")
-        told.append(ImageChatMessage(role, message["content"], parts))
-    return told
+        settings.append(ImageChatMessage(role, message["content"], parts))
+    return settings
 
 
 def _split_parts(messages: object) -> tuple[list[list[str | ImagePart]], Any]:
-    """(each message's parts, the messages with texts alone, for everything else to be checked as
-    usual).
-    """
+    """Return (each message's parts, the messages with only their text, for the usual checks)."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         return [], messages  # which ``checked`` refuses
     contents: list[list[str | ImagePart]] = []
@@ -288,12 +288,12 @@ def _split_parts(messages: object) -> tuple[list[list[str | ImagePart]], Any]:
 
 def _image_part(part: Any, location: str) -> ImagePart | None:
     """The picture that a part of a message is; None for other parts."""
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "image" and part.get("image") is not None and set(part) == {"type", "image"}:
+    part_type = part.get("type") if isinstance(part, Mapping) else None
+    if part_type == "image" and part.get("image") is not None and set(part) == {"type", "image"}:
         return ImagePart(part["image"], location)
-    if kind == "image_url":
-        given = part.get("image_url")
-        url = given.get("url") if isinstance(given, Mapping) else given
+    if part_type == "image_url":
+        image_url = part.get("image_url")
+        url = image_url.get("url") if isinstance(image_url, Mapping) else image_url
         if not isinstance(url, str):
             raise RequestError(
                 f'{location}: image_url must be {{"url": "data:image/png;base64,…"}}'
@@ -309,9 +309,7 @@ def _part_text(part: Any) -> str:
 
 
 def _format_turn(content: Sequence[str | ImagePart], answer: bool) -> list[str | ImagePart]:
-    """A turn's pieces: a picture between its marks, a space between it and its neighbours, a line
-    between texts.
-    """
+    """Return a turn's pieces: pictures between their marks, spaces around them, texts on lines."""
     out: list[str | ImagePart] = []
     before: str | ImagePart | None = None
     for part in content:

@@ -1,6 +1,4 @@
-"""Checks a conversation, and brings it into one form where asked: every content a text, every tool
-call an object.
-"""
+"""Checks a conversation and normalizes it if requested: contents as text, calls as objects."""
 
 from __future__ import annotations
 
@@ -23,8 +21,8 @@ def validate_messages(messages: object, *, as_sent: bool = False) -> list[dict[s
     "developer" becomes "system". Unless as_sent, a list of text parts becomes one text, a line
     each, null beside calls an empty text, and arguments of calls that are JSON text become objects.
     """
-    found = _validate(messages)
-    return found if as_sent else [_normalize(message) for message in found]
+    validated = _validate(messages)
+    return validated if as_sent else [_normalize(message) for message in validated]
 
 
 def _validate(messages: object) -> list[dict[str, Any]]:
@@ -34,16 +32,12 @@ def _validate(messages: object) -> list[dict[str, Any]]:
 
 
 def join_text_parts(parts: Sequence[Mapping[str, Any]]) -> str:
-    """Text parts as one text, a line each, as vLLM and llama.cpp give them to templates that read
-    no lists.
-    """
+    """Join text parts, one per line, as vLLM and llama.cpp do for templates that read no lists."""
     return "\n".join(str(part["text"]) for part in parts)
 
 
 def parse_arguments(arguments: str) -> Any:
-    """The object that the text describes, or the text itself where it is none that JSON allows
-    (models write such).
-    """
+    """Parse a JSON object; return the text itself if it is not valid (models write such text)."""
     try:
         value = json.loads(arguments)
         check_data(value, "arguments")

@@ -1,9 +1,8 @@
-"""Tools in Qwen v1's chat format: ReAct, as the openai_api.py beside Qwen-7B-Chat writes prompts
-and reads answers.
+"""Tools in Qwen v1's chat format: ReAct, as Qwen-7B-Chat's openai_api.py writes and reads it.
 
 Source: github.com/QwenLM/Qwen, openai_api.py (parse_messages, parse_response). The words of the
-prompt are those that the model was trained on. Beyond it: streaming, and results of calls that were
-made at once; calls of unknown tools are text.
+prompt are those of the model's training. Beyond it: streaming, and results of parallel calls; calls
+of unknown tools are text.
 """
 
 from __future__ import annotations
@@ -148,9 +147,7 @@ def _insert_instruction(conversation: ReactConversation, text: str) -> None:
 
 
 class ReactToolParser:
-    """text/calls.Reader for ReAct: a thought before a call is content, a thought before a final
-    answer is not.
-    """
+    """Tool parser for ReAct: a thought before a call is content, before a final answer not."""
 
     def __init__(self, names: Sequence[str], output: ParserOutput, thinking: bool) -> None:
         """thinking: the prompt ended in "Thought:"."""
@@ -198,30 +195,30 @@ class ReactToolParser:
         return True
 
     def _scan_thought(self) -> bool:
-        """All of it is held, until it is known what it leads to."""
+        """Buffer all of it until it is known whether a call follows."""
         action, final = self._buffer.find("\n" + ACTION), self._buffer.find("\n" + FINAL)
         if final >= 0 and not 0 <= action < final:
             return self._end_thought(final)
         if action < 0:
             return False
-        given = self._buffer.find("\n" + INPUT, action)
+        input_start = self._buffer.find("\n" + INPUT, action)
         final = self._buffer.find("\n" + FINAL, action)
-        if final >= 0 and not 0 <= given < final:
+        if final >= 0 and not 0 <= input_start < final:
             return self._end_thought(final)
-        if given < 0:
+        if input_start < 0:
             return False
-        name = self._buffer[action + 1 + len(ACTION) : given].strip()
+        name = self._buffer[action + 1 + len(ACTION) : input_start].strip()
         if name not in self._names:
-            self._output.add_text(self._lead + self._buffer[self._added_chars : given + 1])
+            self._output.add_text(self._lead + self._buffer[self._added_chars : input_start + 1])
             self._lead, self._buffer, self._mode, self._added_chars = (
                 "",
-                self._buffer[given + 1 :],
+                self._buffer[input_start + 1 :],
                 self._scan_content,
                 0,
             )
             return True
         self._output.add_text(self._buffer[:action].strip())
-        self._begin_call(name, given)
+        self._begin_call(name, input_start)
         return True
 
     def _end_thought(self, position: int) -> bool:
@@ -229,10 +226,10 @@ class ReactToolParser:
         self._buffer = self._buffer[position + 1 + len(FINAL) :]
         return True
 
-    def _begin_call(self, name: str, given: int) -> None:
+    def _begin_call(self, name: str, input_start: int) -> None:
         self._output.begin_call(name)
         self._lead, self._mode, self._added_chars = "", self._scan_arguments, 0
-        self._buffer = self._buffer[given + 1 + len(INPUT) :]
+        self._buffer = self._buffer[input_start + 1 + len(INPUT) :]
 
     def _scan_content(self) -> bool:
         """Content, until a call of a tool."""

@@ -7,12 +7,10 @@ from collections.abc import Iterable
 
 
 def regex_union(texts: Iterable[str]) -> str:
-    """A pattern for any of `texts` (not empty), preferring the longest, shared beginnings written
-    once.
+    """Make a pattern for any of `texts` (not empty): prefers the longest, shares common prefixes.
 
     Python tries alternatives in turn; Llama 3 has 256 control tokens, and a megabyte of "<|" would
-    try
-    them all half a million times.
+    try all of them half a million times.
     """
     return _trie_pattern(sorted(set(texts)))
 

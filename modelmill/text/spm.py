@@ -1,6 +1,4 @@
-"""SentencePiece BPE: LLaMA's tokenizer.model, llama2.c's pieces.json, and vocabularies out of a
-GGUF file.
-"""
+"""SentencePiece BPE: LLaMA's tokenizer.model, llama2.c's pieces.json, and GGUF vocabularies."""
 
 from __future__ import annotations
 
@@ -37,8 +35,10 @@ BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def load_spm(files: Mapping[str, bytes]) -> Tokenizer:
-    """tokenizer.model with added_tokens.json and the config files; raises TokenizerError naming the
-    bad one.
+    """Load tokenizer.model with added_tokens.json and the config files.
+
+    Raises:
+        TokenizerError: if a file is invalid; the message names it.
     """
     proto = files["tokenizer.model"]
     model = read_model(proto, "tokenizer.model")
@@ -177,9 +177,7 @@ class SpmTokenizer(Tokenizer):
         return out
 
     def _encode_control_text(self, id: int) -> list[int]:
-        """Ids for the text of a control token, character by character, bytes where there is no
-        piece.
-        """
+        """Return the ids of a control token's text by character; bytes where there is no piece."""
         out: list[int] = []
         for char in self._bytes[id].decode("utf-8"):
             one = self._processor.piece_to_id(char.replace(" ", SPACE))

@@ -75,9 +75,7 @@ def write_model(model: SpmModel) -> bytes:
 
 
 def without_dummy_prefix(proto: bytes) -> bytes:
-    """The same model without the dummy space; a later message field of a protocol buffer amends the
-    earlier.
-    """
+    """Return the model without the dummy space: a later field of a protocol buffer overrides."""
     return proto + _bytes_field(NORMALIZER, _int_field(DUMMY_PREFIX, 0))
 
 
@@ -110,15 +108,17 @@ def read_model(proto: bytes, file: str) -> SpmModel:
 
 
 def check_pieces(pieces: Sequence[SpmPiece], file: str) -> None:
-    """Raises TokenizerError for empty or repeated pieces and for scores that are not finite
-    numbers.
+    """Check the pieces.
+
+    Raises:
+        TokenizerError: if a piece is empty or repeated, or a score is not finite.
     """
-    seen: dict[str, int] = {}
+    ids_by_text: dict[str, int] = {}
     for id, piece in enumerate(pieces):
         if not piece.text:
             raise TokenizerError(f"{file}: token {id} is empty")
-        if seen.setdefault(piece.text, id) != id:
-            raise TokenizerError(f"{file}: tokens {seen[piece.text]} and {id} are the same")
+        if ids_by_text.setdefault(piece.text, id) != id:
+            raise TokenizerError(f"{file}: tokens {ids_by_text[piece.text]} and {id} are the same")
         if not abs(piece.score) < 3.4e38:
             raise TokenizerError(f"{file}: the score of token {id} is not a finite number")
 

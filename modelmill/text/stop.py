@@ -35,9 +35,7 @@ class StopMatcher:
         self._stopped: str | None = None
 
     def push(self, text: str) -> tuple[str, bool, str | None]:
-        """(text to give out, whether a stop string is complete, which); after a stop, nothing comes
-        out.
-        """
+        """Return (stable text, whether a stop string is complete, which); no text after a stop."""
         if self._stopped is not None:
             return "", True, self._stopped
         buffer = self._pending + text
@@ -53,7 +51,7 @@ class StopMatcher:
         return buffer[:keep], False, None
 
     def flush(self) -> str:
-        """What was held back, when the text ends without a stop string; "" after a stop."""
+        """Return the buffered text if the text ends without a stop string; "" after a stop."""
         rest, self._pending, self._state = self._pending, "", 0
         return rest
 

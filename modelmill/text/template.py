@@ -113,10 +113,10 @@ class TemplateProcess:
         if self._worker is not None and self._worker.poll() is None:
             return self._worker
         self._stop()
-        found = importlib.util.find_spec("jinja2")
-        if found is None or found.origin is None:
+        spec = importlib.util.find_spec("jinja2")
+        if spec is None or spec.origin is None:
             raise MissingDependency("chat templates need the package jinja2: pip install jinja2")
-        packages = Path(found.origin).parent.parent
+        packages = Path(spec.origin).parent.parent
         self._worker = subprocess.Popen(
             [
                 sys.executable,
@@ -145,8 +145,11 @@ class TemplateProcess:
             raise _WorkerDied(worker.wait()) from None
 
     def _receive(self, worker: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
-        """The worker's next line; TemplateError when it hangs or writes without end, _Died when it
-        is gone.
+        """Read the worker's next line.
+
+        Raises:
+            TemplateError: if it hangs or writes without end.
+            _Died: if it has ended.
         """
         assert worker.stdout is not None
         descriptor = worker.stdout.fileno()

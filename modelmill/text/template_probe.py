@@ -56,13 +56,18 @@ def accepts_parts(render: Render, role: str) -> bool:
 def probe_call_forms(render: Render) -> CallContentForms:
     """Which forms of a message with calls a template writes whole."""
     found = {
-        (content, kind)
+        (content, argument_form)
         for content in (None, "")
-        for kind, arguments in (("text", _TEXT), ("object", _OBJECT))
+        for argument_form, arguments in (("text", _TEXT), ("object", _OBJECT))
         if _renders_call(render, content, arguments)
     }
-    contents, kinds = {content for content, _ in found}, {kind for _, kind in found}
-    return CallContentForms(None in contents, "" in contents, "text" in kinds, "object" in kinds)
+    contents, argument_forms = (
+        {content for content, _ in found},
+        {argument_form for _, argument_form in found},
+    )
+    return CallContentForms(
+        None in contents, "" in contents, "text" in argument_forms, "object" in argument_forms
+    )
 
 
 def adapt_messages(
@@ -128,9 +133,7 @@ def _call_message(content: str | None, arguments: Any) -> dict[str, Any]:
 
 
 def _renders_call(render: Render, content: str | None, arguments: Any) -> bool:
-    """Whether a call is in the text: its name, its arguments as JSON or in words, and nothing of
-    Python's.
-    """
+    """Whether the text has a call: name and arguments as JSON or text, not as Python's repr."""
     text = _try_render(render, [_USER, _call_message(content, arguments), _RESULT])
     if text is None or _NAME not in text or _KEY not in text:
         return False

@@ -29,9 +29,7 @@ def make_environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationTag(Extension):
-        """{% generation %} marks what the model wrote, for training; rendering just passes it
-        through.
-        """
+        """Render the body of {% generation %}, which only marks the model's text for training."""
 
         tags = {"generation"}  # noqa: RUF012
 

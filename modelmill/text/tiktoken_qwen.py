@@ -1,6 +1,4 @@
-"""Qwen v1's vocabulary: qwen.tiktoken, a line of base64 bytes and a rank each, behind NFC
-normalisation.
-"""
+"""Qwen v1's vocabulary: qwen.tiktoken (base64 bytes and a rank per line), after NFC."""
 
 from __future__ import annotations
 
@@ -81,9 +79,7 @@ class QwenTokenizer(Tokenizer):
 
 
 def normalize_nfc(text: str) -> str:
-    """NFC of `text` in linear time: runs of hundreds of combining marks are normalised part by
-    part.
-    """
+    """Normalize to NFC in linear time: long runs of combining marks are normalized in parts."""
     if text.isascii() or not LONG_MARK_RUN.search(text):
         return unicodedata.normalize("NFC", text)
     parts: list[str] = []

@@ -1,4 +1,4 @@
-"""The door to the vocabularies: looks at the given files and opens the right kind."""
+"""Loads the tokenizer whose type follows from the files."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Tokenizer(ABC):
         bos: True puts bos_id first, False nothing, None what this tokenizer does by default.
         special: True reads control tokens out of the text; otherwise they are split like any other
         text.
-        Raises TokenizerError when bos is asked of a vocabulary that has none.
+        Raises TokenizerError if bos is requested from a vocabulary without one.
         """
         text = replace_surrogates(text)
         pieces = self.split_special(text) if special else [text]
@@ -93,9 +93,7 @@ class Tokenizer(ABC):
         return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
 
     def encode_pieces(self, pieces: Iterable[str | int]) -> list[int]:
-        """Ids of ordinary text (str) and finished token ids (int) in turn; no BOS, no control token
-        from text.
-        """
+        """Encode plain text (str) and ids (int) in turn; no BOS, no control tokens from text."""
         ids: list[int] = []
         at_start = True
         for piece in pieces:
@@ -109,8 +107,10 @@ class Tokenizer(ABC):
         return ids
 
     def _check_length(self, text: str) -> None:
-        """Raises TokenizerError for a text of more than ``most`` tokens; split whole, each would
-        take 500 bytes.
+        """Check the length; a text is split, since tokenizing it whole takes 500 bytes per token.
+
+        Raises:
+            TokenizerError: if the text has more than ``most`` tokens.
         """
         if self.max_tokens is None or len(text) <= self.max_tokens:
             return
@@ -159,14 +159,10 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def token_bytes(self, id: int) -> bytes:
-        """The exact bytes of one token (control tokens: their text); b"" for an id outside the
-        vocabulary.
-        """
+        """Return the exact bytes of a token (control tokens: their text); b"" for an unknown id."""
 
     def first_token_bytes(self, id: int) -> bytes:
-        """token_bytes as the first token of a text, where SentencePiece drops its own leading
-        space.
-        """
+        """As ``token_bytes`` for a text's first token; SentencePiece drops its leading space."""
         return self.token_bytes(id)
 
     def is_skipped(self, id: int) -> bool:
@@ -217,10 +213,10 @@ def _is_word_char(char: str) -> bool:
     """
     if not char:
         return False
-    kind = unicodedata.category(char)
+    category = unicodedata.category(char)
     return (
-        kind[0] in "LM"
-        or kind in ("Nd", "Nl", "Pc")
+        category[0] in "LM"
+        or category in ("Nd", "Nl", "Pc")
         or char in _JOINERS
         or _is_circled_letter(ord(char))
     )

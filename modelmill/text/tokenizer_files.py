@@ -107,15 +107,15 @@ def _added_tokens(config: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
     listed = config.get("added_tokens_decoder") or {}
     if not isinstance(listed, dict):
         raise TokenizerError("tokenizer_config.json: added_tokens_decoder must be an object")
-    found: dict[int, Mapping[str, Any]] = {}
+    entries: dict[int, Mapping[str, Any]] = {}
     for key, entry in listed.items():
         good = key.isdecimal() and len(key) < 10 and isinstance(entry, dict)
         if not good or not isinstance(entry.get("content"), str) or not entry["content"]:
             raise TokenizerError(
                 "tokenizer_config.json: added_tokens_decoder must map ids to {content, …}"
             )
-        found[int(key)] = entry
-    return found
+        entries[int(key)] = entry
+    return entries
 
 
 def _generation_eos(files: Mapping[str, bytes]) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ Schema = Mapping[str, Any]
 MAX_FORCED_CALLS = 16
 """Most calls of one forced answer."""
 MAX_ONEOF_PAIRS = 2048
-"""Most pairs of a schema's kinds (oneOf) that are looked at."""
+"""Maximum pairs of a schema's alternatives (oneOf) that are compared."""
 _COMBINING_KEYS = ("allOf", "if", "not", "dependentSchemas", "unevaluatedProperties", "$dynamicRef")
 _NAMED_SCHEMA_KEYS = ("properties", "patternProperties", "$defs", "definitions")
 """Keys that hold schemas by name; the names may be any text, "properties" too."""
@@ -33,12 +33,12 @@ def forced_call_grammar(
     object.
     """
     functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
-    told = [
+    declared = [
         {"name": function["name"], "arguments": arguments_schema(function)}
         for function in functions
     ]
     return Grammar(
-        "calls", json.dumps({"functions": told, "most": MAX_FORCED_CALLS if several else None})
+        "calls", json.dumps({"functions": declared, "most": MAX_FORCED_CALLS if several else None})
     )
 
 
@@ -52,8 +52,10 @@ def arguments_schema(function: Schema) -> dict[str, Any]:
     parameters = function.get("parameters")
     if parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
-    kind = parameters.get("type", "object")
-    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+    declared_type = parameters.get("type", "object")
+    if declared_type != "object" and not (
+        isinstance(declared_type, list) and "object" in declared_type
+    ):
         raise RequestError(
             f"tools: the parameters of {function['name']} have another type than object, which "
             "arguments always are"
@@ -122,16 +124,16 @@ def _are_disjoint(a: Any, b: Any, root: Schema) -> bool:
         "object"
     } not in (one, other):
         return False
-    mine, theirs = (
+    properties_a, properties_b = (
         each["properties"] if isinstance(each.get("properties"), Mapping) else {} for each in (a, b)
     )
     needed = _required_names(a)
-    if _can_close(a) and not _required_names(b) <= needed | mine.keys():
+    if _can_close(a) and not _required_names(b) <= needed | properties_a.keys():
         return True
     shared = [
-        (_allowed_strings(mine[name]), _allowed_strings(theirs[name]))
+        (_allowed_strings(properties_a[name]), _allowed_strings(properties_b[name]))
         for name in needed
-        if name in mine and name in theirs
+        if name in properties_a and name in properties_b
     ]
     return any(here and there and not here & there for here, there in shared)
 
@@ -148,9 +150,13 @@ def _required_names(schema: Schema) -> set[str]:
 
 def _schema_types(schema: Schema) -> set[str]:
     """The types of its values; none where it tells none."""
-    told = schema.get("type")
-    kinds = {each for each in (told if isinstance(told, list) else [told]) if isinstance(each, str)}
-    return kinds | {"integer"} if "number" in kinds else kinds
+    declared = schema.get("type")
+    type_names = {
+        each
+        for each in (declared if isinstance(declared, list) else [declared])
+        if isinstance(each, str)
+    }
+    return type_names | {"integer"} if "number" in type_names else type_names
 
 
 def _allowed_strings(schema: Any) -> set[str]:
@@ -166,12 +172,14 @@ def _resolve_ref(schema: Any, root: Schema) -> Schema | None:
     if not isinstance(schema, Mapping) or "$ref" not in schema:
         return schema if isinstance(schema, Mapping) else None
     steps = str(schema["$ref"]).split("/")
-    held = (
+    definitions = (
         root.get(steps[1])
         if len(steps) == 3 and steps[0] == "#" and steps[1] in ("$defs", "definitions")
         else None
     )
-    found = held.get(steps[2]) if isinstance(held, Mapping) and len(schema) == 1 else None
+    found = (
+        definitions.get(steps[2]) if isinstance(definitions, Mapping) and len(schema) == 1 else None
+    )
     return found if isinstance(found, Mapping) and "$ref" not in found else None
 
 

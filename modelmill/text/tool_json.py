@@ -12,7 +12,7 @@ ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 class CallSink(Protocol):
-    """Who is told of calls."""
+    """Receives the parsed calls."""
 
     def begin_call(self, name: str) -> None:
         """A call begins."""
@@ -37,7 +37,7 @@ class ToolJsonParser:
         self._reset()
 
     def _reset(self) -> None:
-        self._emitted = False  # this object has been told as a call
+        self._emitted = False  # this object has been reported as a call
         self._name: str | None = None
         self._arguments: str | None = None  # complete before the name was known
         self._key: str | None = None
@@ -64,9 +64,9 @@ class ToolJsonParser:
         return True
 
     def release(self) -> str:
-        """What was held."""
-        held, self._pending = "".join(self._pending), []
-        return held
+        """Return the buffered text and clear the buffer."""
+        pending, self._pending = "".join(self._pending), []
+        return pending
 
     # -- states
 
@@ -175,8 +175,8 @@ class ToolJsonParser:
             self._raw.append(char)
             return True
         self._state = self._scan_next
-        found = self._key != "name" and self._arguments_done("{}", ok="".join(self._raw) == "null")
-        return found and self._scan_next(char)
+        done = self._key != "name" and self._arguments_done("{}", ok="".join(self._raw) == "null")
+        return done and self._scan_next(char)
 
     def _scan_next(self, char: str) -> bool:
         if char == ",":

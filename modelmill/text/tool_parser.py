@@ -66,7 +66,7 @@ class ToolParser(Protocol):
         """Content and pieces of calls that more text makes sure of, in order."""
 
     def flush(self, cut: bool = False) -> list[str | ToolCallDelta]:
-        """What was held back until the end. cut: the answer might have gone on."""
+        """Emit the text buffered at the end; cut: the answer was cut off by a limit."""
 
 
 def make_tool_parser(
@@ -181,7 +181,7 @@ class JsonToolParser:
         }.get(style, (CALL_OPEN, CALL_CLOSE))
         self._buffer = ""
         self._mode: Callable[[], bool] = self._scan_content
-        # small models that are told of marks leave them out
+        # small models omit the marks even if the prompt describes them
         if style in (BARE_STYLE, DESCRIBED_STYLE):
             self._begin_block("")
 
@@ -198,10 +198,12 @@ class JsonToolParser:
         if self._mode == self._scan_content:
             self._output.add_text(rest)
         elif not (self._mode == self._parse_code and self._accept_code_call(rest)):
-            told = self._objects.num_calls
+            num_calls = self._objects.num_calls
             # of a block with a call in it, a closing mark that was cut is no content
             self._output.add_text(
-                self._objects.release() if told else self._opened + self._objects.release() + rest
+                self._objects.release()
+                if num_calls
+                else self._opened + self._objects.release() + rest
             )
         return self._output.finish(cut)
 
@@ -211,8 +213,8 @@ class JsonToolParser:
 
     def _scan_content(self) -> bool:
         """Content, until a mark."""
-        before, found, after = self._buffer.partition(self._mark)
-        if found:
+        before, match, after = self._buffer.partition(self._mark)
+        if match:
             self._output.add_text(before)
             self._buffer = after
             self._begin_block(self._mark)
@@ -267,12 +269,12 @@ class JsonToolParser:
         place = self._buffer.find("{", 0, MAX_CALL_HEAD_CHARS)
         if place < 0 and len(self._buffer) < MAX_CALL_HEAD_CHARS:
             return False
-        found = _CALL_HEAD.fullmatch(self._buffer, 0, place) if place >= 0 else None
-        if found is None or found[1] not in self._names:
+        match = _CALL_HEAD.fullmatch(self._buffer, 0, place) if place >= 0 else None
+        if match is None or match[1] not in self._names:
             self._abandon_block()
             return True
         self._buffer = self._buffer[place:]
-        self._objects.begin(found[1])
+        self._objects.begin(match[1])
         self._mode = self._scan_objects
         return True
 
@@ -282,11 +284,11 @@ class JsonToolParser:
 
     def _accept_code_call(self, code: str) -> bool:
         """Take code that is name.call(key=value, …) or name(key=value, …) of a tool as a call."""
-        found = _parse_python_call(code.strip())
-        if found is None or found[0] not in self._names:
+        match = _parse_python_call(code.strip())
+        if match is None or match[0] not in self._names:
             return False
-        self._output.begin_call(found[0])
-        self._output.add_arguments(found[1])
+        self._output.begin_call(match[0])
+        self._output.add_arguments(match[1])
         return True
 
 

@@ -164,10 +164,10 @@ def split_parallel_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, A
                     "tool_calls": [call],
                 }
             )
-            mine = next((r for r in results if r.get("tool_call_id") == call.get("id")), None)
-            if mine is not None:
-                results.remove(mine)
-                out.append(mine)
+            own_result = next((r for r in results if r.get("tool_call_id") == call.get("id")), None)
+            if own_result is not None:
+                results.remove(own_result)
+                out.append(own_result)
         out += results
     return out
 

@@ -1,1 +1,1 @@
-"""Images in, masks out."""
+"""Image decoding, prompts, masks and the segmentation model (SAM)."""

@@ -1,4 +1,4 @@
-"""Calls of a model as CUDA graphs: hundreds of small kernels launched at once."""
+"""Calls of a model captured as CUDA graphs: one launch for hundreds of small kernels."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from modelmill.runtime.decode_graphs import NotCapturable, dry_run, on_side_stre
 
 _log = log.get_logger(__name__)
 Tensors = tuple[torch.Tensor, ...]
-MAX_GRAPHS = 24  # graphs that are kept; what was replayed longest ago goes first
+MAX_GRAPHS = 24  # graphs in the cache; the least recently replayed is evicted first
 
 
 @dataclass(frozen=True)
 class _CapturedCall:
-    """inputs, outputs: where it reads and writes."""
+    """A graph with the static tensors that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
     inputs: Tensors
@@ -26,25 +26,29 @@ class _CapturedCall:
 
 
 class CapturedCalls:
-    """Calls by name, as graphs for each combination of their arguments' shapes.
+    """A cache of CUDA graphs, keyed by the call's name and the shapes and dtypes of its arguments.
 
-    What is asked for once is called as it is; from the second time on a graph is recorded and
-    replayed. All graphs share one pool of memory, so that what a replay puts out holds until the
-    next one. enabled: False never records.
+    The first call with a key runs eagerly; the second captures a graph, which is replayed from then
+    on. All graphs share one memory pool, so outputs are valid only until the next call.
     """
 
     def __init__(self, *, enabled: bool) -> None:
+        """Start with an empty cache; with enabled=False every call runs eagerly."""
         self.enabled = enabled
         self._graphs: OrderedDict[Hashable, _CapturedCall | None] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle() if enabled else None
 
     def __len__(self) -> int:
-        """Graphs that were recorded and are kept."""
+        """Return the number of captured graphs in the cache."""
         return sum(graph is not None for graph in self._graphs.values())
 
     def __call__(self, name: str, call: Callable[..., Tensors], *inputs: torch.Tensor) -> Tensors:
-        """call(*inputs), tensors of the device in and out; the same name must mean the same
-        call.
+        """Return call(*inputs), from a CUDA graph where one is captured.
+
+        Args:
+            name: identifies the call; the same name must always mean the same function.
+            call: takes and returns tensors on the device.
+            inputs: its arguments.
         """
         if not self.enabled:
             return call(*inputs)
@@ -52,19 +56,19 @@ class CapturedCalls:
         if key not in self._graphs:
             self._store(key, None)
             return call(*inputs)
-        found = self._graphs[key]
-        if found is None:
+        captured = self._graphs[key]
+        if captured is None:
             try:
-                found = self._capture(call, inputs)
+                captured = self._capture(call, inputs)
             except NotCapturable as error:
-                _log.warning("pictures are segmented without CUDA graphs: %s", error)
+                _log.warning("segmentation runs without CUDA graphs: %s", error)
                 self.enabled = False
                 return call(*inputs)
-        self._store(key, found)
-        for place, tensor in zip(found.inputs, inputs, strict=True):
-            place.copy_(tensor)
-        found.graph.replay()
-        return found.outputs
+        self._store(key, captured)
+        for static_input, tensor in zip(captured.inputs, inputs, strict=True):
+            static_input.copy_(tensor)
+        captured.graph.replay()
+        return captured.outputs
 
     def _store(self, key: Hashable, graph: _CapturedCall | None) -> None:
         self._graphs[key] = graph
@@ -73,12 +77,12 @@ class CapturedCalls:
             self._graphs.popitem(last=False)
 
     def _capture(self, call: Callable[..., Tensors], inputs: Tensors) -> _CapturedCall:
-        """Raises NotCapturable where an op waits for the host."""
-        places = tuple(t.clone() for t in inputs)
+        """Capture the call; raise NotCapturable if an op synchronizes with the host."""
+        static_inputs = tuple(t.clone() for t in inputs)
         with on_side_stream(torch.cuda.Stream()):
-            dry_run(lambda: call(*places))
+            dry_run(lambda: call(*static_inputs))
         graph = torch.cuda.CUDAGraph()
-        # other threads (a second engine) go on meanwhile: only what this one does is recorded
+        # thread_local: other threads (a second engine) may launch work during the capture
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            out = call(*places)
-        return _CapturedCall(graph, places, out)
+            outputs = call(*static_inputs)
+        return _CapturedCall(graph, static_inputs, outputs)

@@ -1,4 +1,4 @@
-"""Masks for the eye: drawn over the picture, or as pictures of their own; and back, as prompts."""
+"""Draw masks over a picture, convert masks to images, and drawn masks to prompt logits."""
 
 from __future__ import annotations
 
@@ -16,14 +16,22 @@ from modelmill.vision.prompts import Prompt
 from modelmill.vision.sam_model import Mask
 
 OBJECT_COLOR, BACKGROUND_COLOR, BOX_COLOR = (0, 200, 83), (213, 0, 0), (255, 255, 255)
-MASK_PROMPT_LOGIT = 20.0  # the logit of a mask that a person gives: the model's own reach some 30
+MASK_PROMPT_LOGIT = 20.0  # logit of a hand-drawn mask; the model's own logits reach about 30
 
 
 def overlay(
     picture: Image, masks: Sequence[Mask], prompts: Sequence[Prompt] = (), strength: float = 0.5
 ) -> Image:
-    """The picture with its masks in colours and outlined, small ones on top; and what was asked:
-    points and boxes.
+    """Draw coloured, outlined masks over the picture, smaller ones on top, and the prompts.
+
+    Args:
+        picture: the segmented picture.
+        masks: its masks.
+        prompts: points and boxes to draw on top.
+        strength: opacity of the masks' colours, 0 … 1.
+
+    Returns:
+        A new RGB picture.
     """
     canvas = np.asarray(picture.convert("RGB")).astype(np.float32)
     ordered = sorted(range(len(masks)), key=lambda i: -masks[i].area)
@@ -42,12 +50,12 @@ def overlay(
 
 
 def mask_to_image(mask: Mask) -> Image:
-    """One mask as a picture of one bit a pixel, white inside."""
+    """Convert a mask to a 1-bit image, white inside."""
     return PIL.Image.fromarray(mask.pixels.numpy().astype(np.uint8) * 255).convert("1")
 
 
 def mask_to_png(mask: Mask) -> bytes:
-    """One mask as the bytes of a PNG of one bit a pixel, white inside."""
+    """Convert a mask to the bytes of a 1-bit PNG, white inside."""
     out = io.BytesIO()
     mask_to_image(mask).save(out, "PNG")
     return out.getvalue()
@@ -56,30 +64,34 @@ def mask_to_png(mask: Mask) -> bytes:
 def mask_prompt_logits(
     drawing: Image, size: tuple[int, int], encoder_size: tuple[int, int], side: int, image: int
 ) -> torch.Tensor:
-    """A mask drawn by a person (white is the object) as a prompt's logits [side, side] float32.
+    """Convert a hand-drawn mask (white is the object) to prompt logits [side, side] float32.
 
-    size, encoder_size: (width, height) of the picture that it belongs to, and inside the encoder's
-    square of ``image`` pixels a side; a mask of another size is stretched to it.
+    Args:
+        drawing: the mask; a mask of another size is stretched to ``size``.
+        size: (width, height) of the picture that it belongs to.
+        encoder_size: (width, height) of the picture inside the encoder's square input.
+        side: side of the logits.
+        image: side of the encoder's square input in pixels.
     """
-    inner = (
+    scaled_size = (
         max(1, round(encoder_size[0] * side / image)),
         max(1, round(encoder_size[1] * side / image)),
     )
-    small = drawing.convert("L").resize(size).resize(inner, PIL.Image.Resampling.BILINEAR)
-    values = torch.from_numpy(np.array(small)).float() / 127.5 - 1
+    scaled = drawing.convert("L").resize(size).resize(scaled_size, PIL.Image.Resampling.BILINEAR)
+    values = torch.from_numpy(np.array(scaled)).float() / 127.5 - 1
     logits = torch.full((side, side), -MASK_PROMPT_LOGIT)
-    logits[: inner[1], : inner[0]] = values * MASK_PROMPT_LOGIT
+    logits[: scaled_size[1], : scaled_size[0]] = values * MASK_PROMPT_LOGIT
     return logits
 
 
 def _color_for_index(index: int) -> tuple[int, int, int]:
-    """Hues a golden angle apart, so that neighbours in the list differ."""
+    """Return a colour; hues are a golden angle apart, so that neighbours differ."""
     red, green, blue = colorsys.hsv_to_rgb((0.58 + index * 0.61803) % 1, 0.85, 1.0)
     return int(255 * red), int(255 * green), int(255 * blue)
 
 
 def _outline(inside: np.ndarray, width: int) -> np.ndarray:
-    """[H, W] bool: pixels of the mask within ``width`` of its outside."""
+    """Return [H, W] bool: pixels of the mask within ``width`` pixels of its border."""
     core = inside
     for _ in range(width):
         padded = np.pad(core, 1)

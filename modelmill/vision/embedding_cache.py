@@ -1,4 +1,4 @@
-"""Embeddings of pictures seen before, kept within a bound in bytes."""
+"""An LRU cache of image embeddings with a limit in bytes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ import torch
 from PIL.Image import Image
 
 DEFAULT_CACHE_BYTES = 32 << 20
-"""Eight embeddings [1, 256, 64, 64] in float32."""
+"""Size of eight embeddings [1, 256, 64, 64] in float32."""
 
 
 @dataclass(frozen=True)
 class ImageEmbedding:
-    """A picture's embedding [1, 256, G, G], its (width, height) before and inside the encoder's
-    square, its digest, and the salt in it."""
+    """The vision encoder's output for one picture.
+
+    Attributes:
+        embedding: [1, 256, G, G].
+        size: (width, height) of the picture.
+        encoder_size: (width, height) of the picture inside the encoder's square input.
+        digest: ``image_digest`` of the picture and the salt.
+        salt: separates cache entries of clients that must not share them.
+    """
 
     embedding: torch.Tensor = field(repr=False)
     size: tuple[int, int]
@@ -26,16 +33,18 @@ class ImageEmbedding:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the embedding."""
+        """Size of the embedding in bytes."""
         return self.embedding.numel() * self.embedding.element_size()
 
 
 class EmbeddingCache:
-    """By digest; what was used longest ago goes first."""
+    """Image embeddings by digest; the least recently used is evicted first."""
 
     def __init__(self, max_bytes: int = DEFAULT_CACHE_BYTES) -> None:
-        """max_bytes: what all embeddings together may take; one alone may be larger and is then not
-        kept.
+        """Create an empty cache.
+
+        Args:
+            max_bytes: limit of all embeddings together; a larger embedding is not cached.
         """
         self.max_bytes, self.nbytes = max_bytes, 0
         self._entries: OrderedDict[str, ImageEmbedding] = OrderedDict()
@@ -47,19 +56,19 @@ class EmbeddingCache:
         return digest in self._entries
 
     def get(self, digest: str) -> ImageEmbedding | None:
-        """The picture of that digest, now the one used last."""
-        found = self._entries.get(digest)
-        if found is not None:
+        """Return the embedding with this digest and mark it most recently used; None if absent."""
+        entry = self._entries.get(digest)
+        if entry is not None:
             self._entries.move_to_end(digest)
-        return found
+        return entry
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Remove all entries."""
         self._entries.clear()
         self.nbytes = 0
 
     def put(self, entry: ImageEmbedding) -> None:
-        """Keep it, and let go of others while they are too many."""
+        """Add an embedding and evict the least recently used ones while over the limit."""
         old = self._entries.pop(entry.digest, None)
         self.nbytes += entry.nbytes - (0 if old is None else old.nbytes)
         self._entries[entry.digest] = entry
@@ -68,9 +77,9 @@ class EmbeddingCache:
 
 
 def image_digest(image: Image, salt: str = "") -> str:
-    """sha256 of what is seen, its shape included; a salt parts those who are not to share."""
-    found = hashlib.sha256(
+    """Return the SHA-256 of the pixels, mode and size; different salts give different digests."""
+    digest = hashlib.sha256(
         f"{len(salt.encode())} {salt} {image.mode} {image.size[0]} {image.size[1]} ".encode()
     )
-    found.update(image.tobytes())
-    return found.hexdigest()
+    digest.update(image.tobytes())
+    return digest.hexdigest()

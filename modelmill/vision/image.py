@@ -1,9 +1,8 @@
-"""Images from files and bytes, as the models expect them.
+"""Decode images from files and bytes to upright 8-bit RGB.
 
-Whatever a file holds (a palette, CMYK, 16 bits, transparency, an orientation note, several frames)
-becomes one
-upright RGB picture of 8 bits, or one line that says why not. Limits come before decoding: a few
-bytes can claim gigapixels.
+Palettes, CMYK, 16 bits, transparency, EXIF orientation and several frames are converted; anything
+else is a RequestError of one line. Limits are checked before decoding, since a few bytes can claim
+gigapixels.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ MAX_BYTES = 64 << 20
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 WHITE, BLACK = 255, 0
 _EXIF_ORIENTATION = 0x0112
-# what that note says has been done to the picture, undone
+# EXIF orientation -> the transform that makes the picture upright
 _ORIENTATION_TRANSFORMS = {
     2: PIL.Image.Transpose.FLIP_LEFT_RIGHT,
     3: PIL.Image.Transpose.ROTATE_180,
@@ -47,10 +46,16 @@ def open_image(
     max_pixels: int | None = None,
     background: int = WHITE,
 ) -> Image:
-    """One upright RGB picture. source: a path, or the file's bytes. max_pixels: what it may have,
-    if not MAX_PIXELS.
+    """Open an image as an upright RGB picture.
 
-    background: the grey that transparent parts show. Raises RequestError for what is none.
+    Args:
+        source: a path, or the file's bytes.
+        name: what error messages call it, if ``source`` is bytes.
+        max_pixels: limit of width × height; MAX_PIXELS if None.
+        background: grey level behind transparent parts, 0 … 255.
+
+    Raises:
+        RequestError: if it cannot be read, is too large or is no image of a known format.
     """
     data = source if isinstance(source, bytes) else read_bytes(Path(source))
     if not isinstance(source, bytes):
@@ -65,32 +70,31 @@ def open_image(
 
 
 def _decode(
-    opened: Callable[[], Image], name: str, max_pixels: int | None, background: int = WHITE
+    open_picture: Callable[[], Image], name: str, max_pixels: int | None, background: int = WHITE
 ) -> Image:
-    """``to_upright_rgb`` of what ``opened`` gives.
+    """Apply ``to_upright_rgb`` to the picture that ``open_picture`` returns.
 
-    Raises RequestError for what is too large or cannot be decoded.
+    Raises:
+        RequestError: if it is too large or cannot be decoded.
     """
     max_pixels = MAX_PIXELS if max_pixels is None else max_pixels
     try:
         with warnings.catch_warnings():
-            # PIL warns of large pictures; the limit below is ours
+            # PIL warns about large pictures; max_pixels is checked below
             warnings.simplefilter("ignore")
-            picture = opened()
+            picture = open_picture()
             width, height = picture.size
             if width * height > max_pixels:
                 raise RequestError(
                     f"{name}: {width} × {height} pixels are more than {max_pixels}; make it smaller"
                 )
             if width * height == 0:
-                raise RequestError(f"{name}: {width} × {height} pixels are none")
+                raise RequestError(f"{name}: {width} × {height} pixels: the image is empty")
             return to_upright_rgb(picture, background)
     except (RequestError, MemoryError):
         raise
     except PIL.Image.DecompressionBombError:
-        raise RequestError(
-            f"{name} claims more than {max_pixels} pixels; make it smaller"
-        ) from None
+        raise RequestError(f"{name} has more than {max_pixels} pixels; make it smaller") from None
     except Exception as error:  # decoders raise anything for broken files
         formats = ", ".join(FORMATS)
         problem = (
@@ -102,51 +106,57 @@ def _decode(
 
 
 def to_upright_rgb(picture: Image, background: int = WHITE) -> Image:
-    """RGB of 8 bits, turned as its orientation note says; transparent parts on a grey; of several
-    frames the current.
+    """Convert to 8-bit RGB, turned according to its EXIF orientation; the current frame only.
 
-    background: that grey, 0 … 255. Raises what PIL raises for broken pictures.
+    Args:
+        picture: any PIL image.
+        background: grey level behind transparent parts, 0 … 255.
+
+    Raises:
+        Exception: whatever PIL raises for broken pictures.
     """
     picture.load()
-    turn = _ORIENTATION_TRANSFORMS.get(_orientation(picture))
-    if turn is not None:
-        picture = picture.transpose(turn)
+    transform = _ORIENTATION_TRANSFORMS.get(_orientation(picture))
+    if transform is not None:
+        picture = picture.transpose(transform)
     if picture.mode.startswith(("I", "F")):
         return _to_8_bits(picture)
-    if picture.mode in ("La", "RGBa"):  # colours that the alpha has been multiplied into
+    if picture.mode in ("La", "RGBa"):  # premultiplied alpha
         picture = picture.convert("LA" if picture.mode == "La" else "RGBA")
     if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
-        clear = picture if picture.mode == "RGBA" else picture.convert("RGBA")
-        ground = PIL.Image.new("RGB", clear.size, (background, background, background))
-        ground.paste(clear, mask=clear)
-        return ground
-    plain = picture.convert("RGB")
-    plain.info = {}  # the note has been followed, and is not to be followed again
-    return plain
+        rgba = picture if picture.mode == "RGBA" else picture.convert("RGBA")
+        canvas = PIL.Image.new("RGB", rgba.size, (background, background, background))
+        canvas.paste(rgba, mask=rgba)
+        return canvas
+    rgb = picture.convert("RGB")
+    rgb.info = {}  # the orientation is applied; it must not be applied a second time
+    return rgb
 
 
 def _orientation(picture: Image) -> Any:
-    """EXIF's note on which side is up, if it has one that can be read: a broken note is no broken
-    picture.
-    """
+    """Return the EXIF orientation; None if there is none or the EXIF data is broken."""
     try:
         return picture.getexif().get(_EXIF_ORIENTATION)
-    except Exception:  # its reader raises anything for broken notes
+    except Exception:  # PIL raises anything for broken EXIF data
         return None
 
 
 def as_image(source: Any, name: str = "the image", max_pixels: int | None = None) -> Image:
-    """A picture of ours from whatever a caller holds: path, bytes, PIL image, or array [H, W] or
-    [H, W, 3 or 4] uint8.
+    """Convert an image source to an upright RGB picture.
 
-    name: of bytes and of what has none, in errors. max_pixels: as for ``open_image``. Raises
-    RequestError.
+    Args:
+        source: a path, bytes, a PIL image, or an array or tensor [H, W] or [H, W, 3 or 4] uint8.
+        name: what error messages call a source that is no path.
+        max_pixels: as for ``open_image``.
+
+    Raises:
+        RequestError: if it is no image, or too large.
     """
     if isinstance(source, (str, Path, bytes)):
         return open_image(source, name, max_pixels)
     if isinstance(source, Image):
         return _decode(lambda: source, name, max_pixels)
-    # of torch, which need not be here
+    # a torch tensor; torch need not be installed
     tensor = hasattr(source, "detach") and hasattr(source, "dtype")
     if tensor and str(source.dtype) == "torch.uint8":
         source = source.detach().cpu().numpy()
@@ -154,18 +164,21 @@ def as_image(source: Any, name: str = "the image", max_pixels: int | None = None
         shaped = source.ndim == 2 or (source.ndim == 3 and source.shape[2] in (3, 4))
         if source.dtype != np.uint8 or not shaped or 0 in source.shape:
             raise RequestError(
-                f"an image array is uint8 of [H, W] or [H, W, 3], not {source.dtype} of "
+                f"an image array must be uint8 [H, W], [H, W, 3] or [H, W, 4], not {source.dtype} "
                 f"{list(source.shape)}"
             )
         return _decode(lambda: PIL.Image.fromarray(source), name, max_pixels)
     raise RequestError(
-        f"an image is a path, bytes, a PIL image or an array, not {quote(type(source).__name__)}"
+        f"an image must be a path, bytes, a PIL image or an array, not "
+        f"{quote(type(source).__name__)}"
     )
 
 
 def fit_longest_side(size: tuple[int, int], longest_side: int) -> tuple[int, int]:
-    """(width, height) of a picture whose longer side becomes ``longest_side``; halves are rounded
-    up, nothing vanishes."""
+    """Return (width, height) scaled so that the longer side is ``longest_side``.
+
+    Halves are rounded up; a side is at least 1.
+    """
     scale = longest_side / max(size)
     return max(1, int(size[0] * scale + 0.5)), max(1, int(size[1] * scale + 0.5))
 
@@ -173,8 +186,8 @@ def fit_longest_side(size: tuple[int, int], longest_side: int) -> tuple[int, int
 def resize_pixels(
     picture: Image, size: tuple[int, int], resample: str = "bilinear"
 ) -> torch.Tensor:
-    """Resized to (width, height) with antialiasing, as PIL does it: [3, height, width] uint8."""
-    import torch  # the API's process reads pictures without it
+    """Resize to (width, height) with PIL's antialiasing; returns [3, height, width] uint8."""
+    import torch  # the API process reads pictures without torch
 
     resampling = (
         PIL.Image.Resampling.BICUBIC if resample == "bicubic" else PIL.Image.Resampling.BILINEAR
@@ -185,32 +198,30 @@ def resize_pixels(
 
 
 def read_bytes(path: Path) -> bytes:
-    """A file's bytes, up to MAX_BYTES. Raises RequestError."""
+    """Read a file of at most MAX_BYTES; raise RequestError if it cannot be read or is larger."""
     try:
         with path.open("rb") as file:
-            # a device or a pipe tells no size, and may never end
+            # bounded: a device or a pipe has no size and may never end
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise RequestError(f"{path}: {error.strerror}") from None
-    except ValueError:  # a NUL, or half a surrogate pair
-        raise RequestError(f"{quote(str(path))} is no path; give the name of a file") from None
+    except ValueError:  # a NUL, or a lone surrogate
+        raise RequestError(f"{quote(str(path))} is no path; give the path of a file") from None
     if len(data) > MAX_BYTES:
         raise RequestError(
-            f"{path}: its bytes are more than the {MAX_BYTES} allowed; give a smaller file"
+            f"{path}: its bytes are more than the {MAX_BYTES} allowed; use a smaller file"
         )
     return data
 
 
 def _to_8_bits(picture: Image) -> Image:
-    """16 or 32 bits a pixel: scaled by what the format can hold, not by what this picture happens
-    to hold.
-    """
+    """Convert 16 or 32 bits per pixel, scaled by the format's range, not by this picture's."""
     values = np.array(picture)
     if picture.mode.startswith("F"):
         values = np.nan_to_num(values, nan=0.0, posinf=255.0, neginf=0.0)
         values = np.rint(values * np.float32(255 if values.max() <= 1 else 1))
     else:
-        # whole numbers: a hundred million pixels would be gigabytes in double precision
+        # integer arithmetic: in float64 a hundred million pixels would take gigabytes
         values = (np.clip(values, 0, 65535).astype(np.uint32) + 128) // 257
     grey = np.clip(values, 0, 255).astype(np.uint8)
     return PIL.Image.fromarray(grey).convert("RGB")

@@ -1,6 +1,4 @@
-"""Pictures as a language model's eyes take them: resized to a square without cropping, and known by
-their pixels.
-"""
+"""Image input of a vision-language model: square resize without cropping, digest, data URLs."""
 
 from __future__ import annotations
 
@@ -22,17 +20,27 @@ _DATA_URL = re.compile(
     r"\s*data:image/[a-z0-9.+-]{1,32}(;[a-z0-9=._+-]{1,64}){0,4}?;base64,", re.IGNORECASE
 )
 _MAX_URL_HEAD_CHARS = 1024
-"""Characters in which an address says what it is."""
+"""Characters of a URL in which its media type must end."""
 
 
 def load_square_image(
     source: Any, size: int, location: str = "the image", max_pixels: int | None = None
 ) -> tuple[np.ndarray, str]:
-    """([size, size, 3] uint8, its sha256 with its shape), resized bicubically with antialiasing as
-    PIL does it.
+    """Load an image and resize it to a square with PIL's bicubic filter and antialiasing.
 
-    source: a path, bytes, a PIL image or an array, of at most ``max_pixels`` pixels. Aspect is not
-    kept, as the original does it. Raises RequestError.
+    The aspect ratio is not kept, as in the original model's preprocessing.
+
+    Args:
+        source: a path, bytes, a PIL image or an array.
+        size: side of the square.
+        location: what error messages call a source that is no path.
+        max_pixels: limit of the source's pixels; see ``open_image``.
+
+    Returns:
+        Pixels [size, size, 3] uint8, and their ``pixel_digest``.
+
+    Raises:
+        RequestError: if it is no image, or too large.
     """
     picture = as_image(source, location, max_pixels)
     if picture.size != (size, size):
@@ -42,38 +50,40 @@ def load_square_image(
 
 
 def to_data_url(path: Path) -> str:
-    """A picture's file as a data URL, so that a conversation holds the picture and no path.
+    """Encode an image file as a data URL.
 
-    Raises RequestError.
+    Raises:
+        RequestError: if the file cannot be read or is no image.
     """
     data = read_bytes(path)
-    open_image(data, str(path))  # what is no picture is named now
+    open_image(data, str(path))  # report a file that is no image now
     mime_type = mimetypes.guess_type(path.name)[0] or ""
     mime_type = mime_type if mime_type.startswith("image/") else "image/png"
     return f"data:{mime_type};base64,{base64.b64encode(data).decode()}"
 
 
 def pixel_digest(pixels: np.ndarray) -> str:
-    """sha256 of shape and pixels: pictures of other shapes with the same bytes differ."""
+    """Return the SHA-256 of dtype, shape and pixels."""
     head = f"{pixels.dtype}{list(pixels.shape)}:".encode()
     return hashlib.sha256(head + pixels.tobytes()).hexdigest()
 
 
 def decode_data_url(url: str, location: str) -> bytes:
-    """The bytes of a "data:image/…;base64,…" URL; no other is read or fetched.
+    """Decode a "data:image/…;base64,…" URL to bytes; other URLs are never fetched.
 
-    Raises RequestError.
+    Raises:
+        RequestError: if it is another URL, too large, or no valid base64.
     """
-    found = _DATA_URL.match(url[:_MAX_URL_HEAD_CHARS])
-    if found is None:
+    match = _DATA_URL.match(url[:_MAX_URL_HEAD_CHARS])
+    if match is None:
         raise RequestError(
-            f"{location}: pictures come as data:image/…;base64, addresses are not fetched"
+            f"{location}: send pictures as data:image/…;base64 URLs; addresses are not fetched"
         )
-    size = (len(url) - found.end()) * 3 // 4
+    size = (len(url) - match.end()) * 3 // 4
     if size > MAX_BYTES:
         raise RequestError(f"{location}: {size} bytes are more than the {MAX_BYTES} allowed")
     try:
-        # tools break lines; everything else has to be right
-        return decode_base64(url, found.end())
+        # line breaks are allowed; everything else must be valid
+        return decode_base64(url, match.end())
     except ValueError:
-        raise RequestError(f"{location}: what follows base64, is no base64") from None
+        raise RequestError(f"{location}: the data after base64, is no valid base64") from None

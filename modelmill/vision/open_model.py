@@ -1,4 +1,4 @@
-"""From an engine that segments images to a ``SamModel`` on its device."""
+"""Open a segmentation engine as a ``SamModel``."""
 
 from __future__ import annotations
 
@@ -23,17 +23,24 @@ def open_sam_model(
     kernels: Mapping[str, str] | None = None,
     cache_bytes: int = DEFAULT_CACHE_BYTES,
 ) -> SamModel:
-    """The engine's model, ready to see. device: cpu or cuda:N. kernels: switched for this start.
-    cache_bytes: what the embeddings of pictures seen before may take.
+    """Load a segmentation engine.
 
-    Raises UsageError for an engine of another kind, ArtifactError for a damaged one.
+    Args:
+        artifact: the engine.
+        device: cpu or cuda:N.
+        kernels: backend per op, overriding the engine's choice for this process.
+        cache_bytes: limit of the cache of image embeddings.
+
+    Raises:
+        UsageError: if the engine is of another type.
+        ArtifactError: if it is damaged.
     """
     manifest = artifact.manifest
     check_engine_type(artifact.path, manifest.engine_type, ENGINE_TYPE)
     ops = select_backends(device, {**manifest.build["kernels"], **(kernels or {})})
     model = load_model(artifact, device)
     family = find_module("modelmill.models", manifest.model_type)
-    assert family is not None, "load has found it"
+    assert family is not None, "load_model needs the same module"
     sam_model = SamModel(
         model, VisionContext(ops), family.IMAGE_MEAN, family.IMAGE_STD, cache_bytes
     )

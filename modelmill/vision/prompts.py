@@ -1,4 +1,4 @@
-"""What a person points at, as the prompt encoder reads it."""
+"""Prompts (points, boxes, masks), their checks, and their tensors for the prompt encoder."""
 
 from __future__ import annotations
 
@@ -18,10 +18,16 @@ MAX_POINTS = 256
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt in the picture's pixels. points: (x, y); labels: 1 for the object, 0 for the
-    background.
+    """One prompt, in pixels of the picture.
 
-    box: (x0, y0, x1, y1). mask: [4·grid, 4·grid] logits, as a former answer gave them.
+    Attributes:
+        points: (x, y) each.
+        labels: one per point; 1 for the object, 0 for the background.
+        box: (x0, y0, x1, y1).
+        mask: [4·grid, 4·grid] logits of an earlier result.
+
+    Raises:
+        RequestError: if it is empty or a value is invalid.
     """
 
     points: tuple[tuple[float, float], ...] = ()
@@ -34,7 +40,8 @@ class Prompt:
             raise RequestError("a prompt needs a point, a box or a mask")
         if len(self.points) != len(self.labels):
             raise RequestError(
-                f"{len(self.points)} points have {len(self.labels)} labels; give one label a point"
+                f"{len(self.points)} points have {len(self.labels)} labels; give one label per "
+                "point"
             )
         if len(self.points) > MAX_POINTS:
             raise RequestError(f"{len(self.points)} points are more than {MAX_POINTS}; give fewer")
@@ -48,7 +55,7 @@ class Prompt:
             raise RequestError("coordinates must be finite numbers")
         if self.box is not None and (self.box[0] > self.box[2] or self.box[1] > self.box[3]):
             raise RequestError(
-                f"a box is x0,y0,x1,y1 with x0 <= x1 and y0 <= y1, not {quote(self.box, 80)}"
+                f"a box must be x0,y0,x1,y1 with x0 <= x1 and y0 <= y1, not {quote(self.box, 80)}"
             )
 
 
@@ -58,87 +65,103 @@ def make_prompt(
     box: Sequence[float] | None = None,
     mask: torch.Tensor | None = None,
 ) -> Prompt:
-    """A prompt from loose values; points without labels are the object. Raises RequestError."""
+    """Make a prompt from a caller's values; points without labels mark the object.
+
+    Raises:
+        RequestError: if a value has the wrong type or range.
+    """
     try:
         pairs = [tuple(point) for point in (() if points is None else points)]
-        edges: Any = None if box is None else tuple(box)
-        marks = None if labels is None else tuple(labels)
+        corners: Any = None if box is None else tuple(box)
+        label_values = None if labels is None else tuple(labels)
     except TypeError:
         raise RequestError(
-            "points are a list of x and y, labels a list with one for each, a box four numbers"
+            "points are a list of (x, y), labels a list with one per point, a box four numbers"
         ) from None
     if any(len(pair) != 2 for pair in pairs):
-        raise RequestError("a point is two numbers, x and y")
-    if edges is not None and len(edges) != 4:
-        raise RequestError("a box is four numbers, x0, y0, x1, y1")
+        raise RequestError("a point must be two numbers: x and y")
+    if corners is not None and len(corners) != 4:
+        raise RequestError("a box must be four numbers: x0, y0, x1, y1")
     try:
-        placed = tuple((float(x), float(y)) for x, y in pairs)
-        edges = None if edges is None else tuple(float(v) for v in edges)
+        positions = tuple((float(x), float(y)) for x, y in pairs)
+        corners = None if corners is None else tuple(float(v) for v in corners)
     except (TypeError, ValueError):
         raise RequestError("coordinates must be numbers") from None
-    return Prompt(placed, marks if marks is not None else (1,) * len(placed), edges, mask)
+    if label_values is None:
+        label_values = (1,) * len(positions)
+    return Prompt(positions, label_values, corners, mask)
 
 
 def check_mask(prompt: Prompt, side: int) -> None:
-    """Raise RequestError for a mask that is no logits [side, side]."""
+    """Raise RequestError if the prompt's mask is no logits [side, side]."""
     mask = prompt.mask
     if mask is not None and not (
         isinstance(mask, torch.Tensor) and tuple(mask.shape) == (side, side)
     ):
-        found = list(mask.shape) if hasattr(mask, "shape") else quote(type(mask).__name__)
+        actual = list(mask.shape) if hasattr(mask, "shape") else quote(type(mask).__name__)
         raise RequestError(
-            f"a prompt's mask is logits [{side}, {side}], as a former answer's, not {found}"
+            f"a prompt's mask must be logits [{side}, {side}] of an earlier result, not {actual}"
         )
 
 
 def check_inside(prompt: Prompt, size: tuple[int, int]) -> None:
-    """Raise RequestError for a point or a box's corner outside the picture."""
+    """Raise RequestError if a point or a corner of the box is outside the picture."""
     corners = [] if prompt.box is None else [prompt.box[:2], prompt.box[2:]]
-    for what, places in (("point", prompt.points), ("box corner", corners)):
-        for x, y in places:
+    for name, positions in (("point", prompt.points), ("box corner", corners)):
+        for x, y in positions:
             if not (0 <= x <= size[0] and 0 <= y <= size[1]):
                 raise RequestError(
-                    f"the {what} {x:g},{y:g} is outside the picture of {size[0]} × {size[1]} pixels"
+                    f"the {name} {x:g},{y:g} is outside the picture of {size[0]} × {size[1]} pixels"
                 )
 
 
 def prompt_tensors(
     prompts: Sequence[Prompt], size: tuple[int, int], encoder_size: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Points [N, P, 2] in the encoder's pixels and labels [N, P], of prompts of one shape
-    (``group_by_shape``).
+    """Make the tensors of prompts of one shape (``group_by_shape``).
 
-    size, encoder_size: (width, height) of the picture and of what the encoder saw; each axis has
-    its own scale. Corners of a box come last, as two points; a prompt without a box ends with a
-    point that is not there, as the original pads it.
+    The corners of a box come last, as two points; a prompt without a box ends with a padding point,
+    as in the original.
+
+    Args:
+        prompts: the prompts.
+        size: (width, height) of the picture.
+        encoder_size: (width, height) of the picture inside the encoder's square input; each axis
+            has its own scale.
+
+    Returns:
+        Points [N, P, 2] float32 in the encoder's pixels, and labels [N, P] int64.
     """
     scale = (encoder_size[0] / size[0], encoder_size[1] / size[1])
-    rows, marks = [], []
+    rows, labels = [], []
     for prompt in prompts:
         row = [(x * scale[0], y * scale[1]) for x, y in prompt.points]
-        mark = list(prompt.labels)
+        row_labels = list(prompt.labels)
         if prompt.box is not None:
             x0, y0, x1, y1 = prompt.box
             row += [(x0 * scale[0], y0 * scale[1]), (x1 * scale[0], y1 * scale[1])]
-            mark += BOX_CORNER_LABELS
+            row_labels += BOX_CORNER_LABELS
         elif row:
             row.append((0.0, 0.0))
-            mark.append(PAD_LABEL)
+            row_labels.append(PAD_LABEL)
         rows.append(row)
-        marks.append(mark)
+        labels.append(row_labels)
     shape = (len(rows), len(rows[0]))
     return torch.tensor(rows, dtype=torch.float32).view(*shape, 2), torch.tensor(
-        marks, dtype=torch.int64
+        labels, dtype=torch.int64
     ).view(shape)
 
 
 def group_by_shape(prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Indices of the prompts by their form: only those of one form are decoded together.
+    """Group prompts of one shape, which can be decoded together.
 
-    Filling the shorter ones up with points that are not there would change their masks a little.
+    Padding the shorter ones with more padding points would change their masks slightly.
+
+    Returns:
+        For each group the indices of its prompts.
     """
     groups: dict[tuple[int, bool, bool], list[int]] = {}
     for i, prompt in enumerate(prompts):
-        form = (len(prompt.points), prompt.box is not None, prompt.mask is not None)
-        groups.setdefault(form, []).append(i)
+        shape = (len(prompt.points), prompt.box is not None, prompt.mask is not None)
+        groups.setdefault(shape, []).append(i)
     return list(groups.values())

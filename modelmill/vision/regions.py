@@ -1,6 +1,4 @@
-"""Connected regions of masks: small holes are filled, small islands dropped, as SAM's generator
-does it afterwards.
-"""
+"""Connected regions of masks: fill small holes and drop small islands, as SAM's generator does."""
 
 from __future__ import annotations
 
@@ -8,30 +6,35 @@ import numpy as np
 
 
 def remove_small_regions(mask: np.ndarray, min_pixels: int) -> tuple[np.ndarray, bool]:
-    """mask [H, W] bool without holes, then islands, of fewer than ``min_pixels`` pixels; and
-    whether that changed it.
+    """Fill holes, then drop islands, of fewer than ``min_pixels`` pixels.
 
-    Pixels that touch at a corner belong together. Where all islands are small the largest stays.
+    Regions are 8-connected. If all islands are small, the largest is kept.
+
+    Args:
+        mask: [H, W] bool.
+        min_pixels: size from which a region is kept.
+
+    Returns:
+        The new mask, and whether it differs.
     """
     labels, sizes = label_regions(~mask)
     small = sizes < min_pixels
     filled = mask | np.append(False, small)[labels]
     labels, sizes = label_regions(filled)
     keep = sizes >= min_pixels
-    islands_go = not keep.all()
+    islands_dropped = not keep.all()
     if len(sizes) and not keep.any():
         keep[sizes.argmax()] = True
-    return (np.append(False, keep)[labels] if islands_go else filled), bool(
+    return (np.append(False, keep)[labels] if islands_dropped else filled), bool(
         small.any()
-    ) or islands_go
+    ) or islands_dropped
 
 
 def label_regions(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """([H, W] int64, 0 outside of the mask and 1 … R inside it, by region; pixels of each region
-    [R]).
+    """Label the 8-connected regions of a mask, numbered by their first pixel, row by row.
 
-    Regions are numbered by their first pixel, row by row. Rows are cut into runs, runs that touch
-    are joined.
+    Returns:
+        Labels [H, W] int64 (0 outside of the mask, 1 … R inside it), and sizes [R] in pixels.
     """
     height, width = mask.shape
     padded = np.zeros((height, width + 2), dtype=np.int8)
@@ -52,12 +55,12 @@ def label_regions(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _adjacent_runs(
     rows: np.ndarray, starts: np.ndarray, ends: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs of runs in neighbouring rows that touch: indices of the lower and of the upper one."""
-    wide = int(ends.max()) + 2
-    # places in one long line, so that the runs above are found by bisection; a corner is one pixel
-    # to each side
-    first = np.searchsorted(rows * wide + ends, (rows - 1) * wide + starts, side="left")
-    last = np.searchsorted(rows * wide + starts, (rows - 1) * wide + ends, side="right")
+    """Return pairs of touching runs in neighbouring rows: indices of the lower and the upper."""
+    stride = int(ends.max()) + 2
+    # runs as positions in one line, so that bisection finds those above; corners touch, hence one
+    # pixel more on each side
+    first = np.searchsorted(rows * stride + ends, (rows - 1) * stride + starts, side="left")
+    last = np.searchsorted(rows * stride + starts, (rows - 1) * stride + ends, side="right")
     counts = np.maximum(last - first, 0)
     lower = np.repeat(np.arange(len(rows)), counts)
     upper = (
@@ -69,7 +72,7 @@ def _adjacent_runs(
 
 
 def _merge_runs(count: int, lower: np.ndarray, upper: np.ndarray) -> np.ndarray:
-    """For each of ``count`` runs the first run of its region."""
+    """Return the first run of its region for each of ``count`` runs."""
     root = np.arange(count)
     while True:
         low = np.minimum(root[lower], root[upper])

@@ -1,4 +1,4 @@
-"""Segment pictures: ``embed_image`` once, then ``predict`` as often as you like."""
+"""Segment pictures: one ``embed_image`` per picture, then any number of ``predict`` calls."""
 
 from __future__ import annotations
 
@@ -34,23 +34,32 @@ from modelmill.vision.image import as_image, fit_longest_side, resize_pixels
 from modelmill.vision.prompts import Prompt, check_mask, group_by_shape, prompt_tensors
 from modelmill.vision.regions import remove_small_regions
 
-_MAX_MASK_PIXELS = 1 << 26  # mask pixels enlarged at a time
-_ENCODER_BATCHES = (8, 4, 1)  # pictures that are embedded at once; more gain nothing
-_MAX_SLOW_THREADS = 2  # threads that gain less from torch's loops than they lose at their barriers
-# prompts that a CPU decodes at a time, so that tensors fit into memory that was freed before
+_MAX_MASK_PIXELS = 1 << 26  # mask pixels upsampled per call
+_ENCODER_BATCHES = (8, 4, 1)  # batch sizes of the encoder; larger ones are no faster
+# up to this many threads, torch's loops lose more at their barriers than they gain
+_MAX_SLOW_THREADS = 2
+# prompts per decoder call on a CPU, so that malloc reuses freed memory (see _decode_batches)
 _CPU_DECODE_CHUNK = 8
-_MAX_GRAPHED_PROMPTS = 8  # prompts whose decoding is many small kernels, worth a graph of its own
+_MAX_GRAPHED_PROMPTS = 8  # up to this many, decoding is many small kernels and worth a CUDA graph
 
 
 @dataclass(frozen=True)
 class Mask:
-    """One answer. box: x0, y0, x1, y1 of its outermost pixels; box_pixels: [y1 + 1 − y0, x1 + 1 −
-    x0] bool, what lies inside.
+    """One mask, on the CPU.
 
-    On the CPU. size: (width, height) of the picture. score: the IoU that the model predicts.
-    logits: [4·G, 4·G] float32, to be given back as a prompt. stability, point, crop: where all of a
-    picture was segmented. The box's pixels alone are kept: a hundred whole masks of a 48-megapixel
-    photo would take 4.8 GB.
+    Only the pixels in its box are stored: a hundred whole masks of a 48-megapixel photo would take
+    4.8 GB.
+
+    Attributes:
+        box_pixels: [y1 + 1 − y0, x1 + 1 − x0] bool, the mask inside its box.
+        size: (width, height) of the picture.
+        score: IoU predicted by the model.
+        box: (x0, y0, x1, y1) of its outermost pixels.
+        area: pixels of the mask.
+        logits: [4·G, 4·G] float32, usable as the mask of another prompt.
+        stability: stability score; only from ``generate_masks``, as are the next two.
+        point: (x, y) of the grid point.
+        crop: box of the crop.
     """
 
     box_pixels: torch.Tensor = field(repr=False)
@@ -65,27 +74,27 @@ class Mask:
 
     @property
     def pixels(self) -> torch.Tensor:
-        """[H, W] bool on the CPU, made when it is asked for."""
+        """Return the whole mask [H, W] bool, built on each access."""
         x0, y0, x1, y1 = self.box
         mask = torch.zeros(self.size[1], self.size[0], dtype=torch.bool)
         mask[y0 : y1 + 1, x0 : x1 + 1] = self.box_pixels
         return mask
 
     def to_dict(self, rle: bool = False) -> dict[str, Any]:
-        """JSON-able; rle: with the pixels in COCO's compressed run lengths."""
-        found: dict[str, Any] = {"box": list(self.box), "score": self.score, "area": self.area}
+        """Convert to a JSON-serializable dict; with rle, add COCO's compressed run lengths."""
+        fields: dict[str, Any] = {"box": list(self.box), "score": self.score, "area": self.area}
         if self.stability is not None and self.point is not None and self.crop is not None:
-            found |= {
+            fields |= {
                 "stability": self.stability,
                 "point": list(self.point),
                 "crop": list(self.crop),
             }
         if rle:
             width, height = self.size
-            found["rle"] = shapes.to_coco_rle(
+            fields["rle"] = shapes.to_coco_rle(
                 shapes.encode_rle(self.box_pixels, self.box[:2], (height, width)), height, width
             )
-        return found
+        return fields
 
 
 class SamModel:
@@ -99,7 +108,15 @@ class SamModel:
         std: Sequence[float],
         cache_bytes: int = DEFAULT_CACHE_BYTES,
     ) -> None:
-        """cache_bytes: what the embeddings of pictures seen before may take."""
+        """Wrap a loaded model.
+
+        Args:
+            model: the model, on its device.
+            vision: its ops.
+            mean: per RGB channel, of pixels 0 … 255.
+            std: per RGB channel.
+            cache_bytes: limit of the cache of image embeddings.
+        """
         self.model, self.vision = model, vision
         weight = model.prompt_encoder.no_mask_embed.weight  # type: ignore[union-attr]
         assert isinstance(weight, torch.Tensor)
@@ -114,31 +131,35 @@ class SamModel:
         self.num_embedded = 0  # pictures embedded so far
 
     def on_heartbeat(self, heartbeat: Callable[[], None]) -> None:
-        """Call ``heartbeat`` after every operation from now on, so that who watches a long picture
-        sees that it goes on."""
+        """Call ``heartbeat`` after every op from now on, to show progress on large pictures."""
         self.vision = replace(self.vision, ops=with_heartbeat(self.vision.ops, heartbeat))
 
     def embed_image(self, image: Any) -> ImageEmbedding:
-        """The picture's embedding, from the cache where it was seen before. Raises RequestError."""
+        """Return the picture's embedding, from the cache if present; see ``embed_images``."""
         return self.embed_images([image])[0]
 
     @torch.inference_mode()
     def embed_images(
         self, images: Sequence[Any], salts: Sequence[str] = ()
     ) -> list[ImageEmbedding]:
-        """Several pictures in one batch.
+        """Embed several pictures in one batch.
 
-        salts: one for each; pictures of different salts share nothing.
+        Args:
+            images: as for ``as_image``.
+            salts: one per picture; pictures of different salts share no cache entries.
+
+        Raises:
+            RequestError: if an image is invalid or overflows the engine's float16.
         """
         pictures = [as_image(image) for image in images]
         salts = salts or [""] * len(pictures)
         keys = [image_digest(p, salt) for p, salt in zip(pictures, salts, strict=True)]
-        found = {
+        embeddings = {
             key: embedding
             for key in keys
             if (embedding := self.embedding_cache.get(key)) is not None
         }
-        new = [i for i, key in enumerate(keys) if key not in found and key not in keys[:i]]
+        new = [i for i, key in enumerate(keys) if key not in embeddings and key not in keys[:i]]
         if new:
             sizes = [fit_longest_side(pictures[i].size, self.image_size) for i in new]
             batch = torch.zeros(
@@ -159,62 +180,69 @@ class SamModel:
                 )
             for row, (i, size) in enumerate(zip(new, sizes, strict=True)):
                 embedding = ImageEmbedding(embedded[row], pictures[i].size, size, keys[i], salts[i])
-                found[keys[i]] = embedding
+                embeddings[keys[i]] = embedding
                 self.embedding_cache.put(embedding)
-        return [found[key] for key in keys]
+        return [embeddings[key] for key in keys]
 
     def run_encoder(self, batch: torch.Tensor) -> list[torch.Tensor]:
-        """Normalised, padded pictures [B, 3, S, S] → B embeddings [1, 256, G, G] float32."""
+        """Encode normalised, padded pictures [B, 3, S, S]: B embeddings [1, 256, G, G] float32."""
 
         def embed(part: torch.Tensor) -> tuple[torch.Tensor]:
             return (self.model.encode_image(part, self.vision).float(),)  # type: ignore[operator]
 
-        found: list[torch.Tensor] = []
-        while len(found) < len(batch):
-            size = next(n for n in _ENCODER_BATCHES if n <= len(batch) - len(found))
+        embeddings: list[torch.Tensor] = []
+        while (start := len(embeddings)) < len(batch):
+            size = next(n for n in _ENCODER_BATCHES if n <= len(batch) - start)
             with self._thread_scope():
-                (out,) = self.captured_calls("embed", embed, batch[len(found) : len(found) + size])
-            found += [row.clone() for row in out.split(1)]
-        return found
+                (out,) = self.captured_calls("embed", embed, batch[start : start + size])
+            embeddings += [row.clone() for row in out.split(1)]
+        return embeddings
 
     @torch.inference_mode()
     def decode(
         self, embedding: ImageEmbedding, prompts: Sequence[Prompt]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [N, 4, 4·G, 4·G] and predicted IoUs [N, 4] on the device, float32: the single
-        mask, then the three.
+        """Decode prompts on one picture.
+
+        Returns:
+            Logits [N, 4, 4·G, 4·G] and predicted IoUs [N, 4], float32 on the device: the single
+            mask, then the three of multimask output.
         """
-        found: list[tuple[torch.Tensor, torch.Tensor]] = []
-        places: list[int] = []
+        results: list[tuple[torch.Tensor, torch.Tensor]] = []
+        order: list[int] = []
         for group, few in self._decode_batches(prompts):
             part = [prompts[i] for i in group]
             points, labels = prompt_tensors(part, embedding.size, embedding.encoder_size)
-            given = [embedding.embedding, points.to(self.device), labels.to(self.device)]
+            inputs = [embedding.embedding, points.to(self.device), labels.to(self.device)]
             if part[0].mask is not None:
-                given.append(
+                inputs.append(
                     torch.stack([p.mask for p in part if p.mask is not None])[:, None].to(
                         self.device
                     )
                 )
             with self._thread_scope(few):
                 decoded = (
-                    self.captured_calls("decode", self._run_decoder, *given)
+                    self.captured_calls("decode", self._run_decoder, *inputs)
                     if few
-                    else self._run_decoder(*given)
+                    else self._run_decoder(*inputs)
                 )
-            found.append((decoded[0].clone(), decoded[1].clone()))
-            places += group
-        if len(found) == 1:
-            return found[0]
-        back = torch.tensor(places, device=self.device).argsort()
-        return torch.cat([x for x, _ in found])[back], torch.cat([x for _, x in found])[back]
+            results.append((decoded[0].clone(), decoded[1].clone()))
+            order += group
+        if len(results) == 1:
+            return results[0]
+        inverse = torch.tensor(order, device=self.device).argsort()
+        logits = torch.cat([each for each, _ in results])
+        ious = torch.cat([each for _, each in results])
+        return logits[inverse], ious[inverse]
 
     def _decode_batches(self, prompts: Sequence[Prompt]) -> list[tuple[list[int], bool]]:
-        """Indices of prompts that are decoded in one call, and whether these are few.
+        """Split prompts into batches of one shape, on a CPU into small ones.
 
-        A prompt's keys are [4096, 256] float32: those of 64 are 268 MB, which malloc takes from the
-        system and gives back with each operation. Half of the time went into the faults of their
-        pages.
+        A prompt's keys are [4096, 256] float32: those of 64 prompts are 268 MB, which malloc maps
+        and unmaps for each op. Half of the time was spent in page faults.
+
+        Returns:
+            For each batch the indices of its prompts, and whether the group has few prompts.
         """
         groups = [
             (list(group), len(group) <= _MAX_GRAPHED_PROMPTS) for group in group_by_shape(prompts)
@@ -228,24 +256,28 @@ class SamModel:
         ]
 
     def _thread_scope(self, few: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Torch on one thread of a CPU where its loops are small (few prompts), or where two would
-        wait for each other.
+        """Run torch on one thread of a CPU with few prompts (small loops) or few threads.
 
-        On two cores that others use, too, a cold picture takes MobileSAM 1.4 s so, and 3.0 with two
-        threads of torch's."""
-        alone = self.device.type == "cpu" and (few or torch.get_num_threads() <= _MAX_SLOW_THREADS)
-        return single_thread_torch() if alone else contextlib.nullcontext()
+        On two shared cores MobileSAM takes 1.4 s for an uncached picture this way, and 3.0 s with
+        two torch threads.
+        """
+        single = self.device.type == "cpu" and (few or torch.get_num_threads() <= _MAX_SLOW_THREADS)
+        return single_thread_torch() if single else contextlib.nullcontext()
 
     def _run_decoder(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """inputs: embedding, points, labels, and masks if there are any."""
+        """Decode masks; inputs: embedding, points, labels, and optionally masks."""
         mask = inputs[3] if len(inputs) > 3 else None
         return self.model.decode_masks(*inputs[:3], mask, self.vision)  # type: ignore[operator]
 
     def predict(
         self, embedding: ImageEmbedding, prompt: Prompt, multimask: bool = True
     ) -> list[Mask]:
-        """Masks for one prompt, best first: three, or with multimask off the one for an unambiguous
-        prompt.
+        """Predict the masks of one prompt, best first.
+
+        Args:
+            embedding: the picture's embedding.
+            prompt: points, box or mask.
+            multimask: three masks; if False one, for an unambiguous prompt.
         """
         return self.predict_all(embedding, [prompt], multimask)[0]
 
@@ -253,17 +285,18 @@ class SamModel:
     def predict_all(
         self, embedding: ImageEmbedding, prompts: Sequence[Prompt], multimask: bool = True
     ) -> list[list[Mask]]:
-        """The same for several prompts on one picture, in one call of the decoder.
+        """Predict the masks of several prompts on one picture; see ``predict``.
 
-        Raises RequestError.
+        Raises:
+            RequestError: if a prompt's mask has another shape than the model's.
         """
         for prompt in prompts:
             check_mask(prompt, self.mask_size)
         if not prompts:
             return []
         logits, scores = self.decode(embedding, prompts)
-        chosen = slice(1, None) if multimask else slice(0, 1)
-        logits, scores = logits[:, chosen], scores[:, chosen]
+        selected = slice(1, None) if multimask else slice(0, 1)
+        logits, scores = logits[:, selected], scores[:, selected]
         masks, numbers = [], []
         for low, score in zip(logits, scores, strict=True):
             big, boxes, areas, _ = self.vision.ops.upsample_masks(
@@ -273,16 +306,16 @@ class SamModel:
             numbers.append(
                 torch.cat((score[:, None].double(), boxes.double(), areas[:, None].double()), 1)
             )
-        lows, answers = to_pinned_host(logits), torch.stack(numbers).tolist()
-        found = []
-        for big, low, rows in zip(masks, lows, answers, strict=True):
+        host_logits, results = to_pinned_host(logits), torch.stack(numbers).tolist()
+        predicted = []
+        for big, low, rows in zip(masks, host_logits, results, strict=True):
             pixel_boxes = [_int_box(row[1:5]) for row in rows]
             each = [
                 Mask(_crop_to_box(big[i], box), embedding.size, row[0], box, int(row[5]), low[i])
                 for i, (row, box) in enumerate(zip(rows, pixel_boxes, strict=True))
             ]
-            found.append(sorted(each, key=lambda mask: -mask.score))
-        return found
+            predicted.append(sorted(each, key=lambda mask: -mask.score))
+        return predicted
 
     @torch.inference_mode()
     def generate_masks(
@@ -291,21 +324,26 @@ class SamModel:
         options: AutomaticMaskOptions | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> list[Mask]:
-        """Masks of all that a grid of points finds, best predicted IoU first.
+        """Segment everything in a picture with a grid of points; best predicted IoU first.
 
-        image: as for ``embed_image``, or what that returned, where no crops are asked for.
-        on_progress: called with (points done, of how many) before each batch of points and at the
-        end; what it raises ends the work.
+        Args:
+            image: as for ``embed_image``; or its result, if options.crop_n_layers is 0.
+            options: options of the generator.
+            on_progress: called with (points done, points in total) before each batch of points and
+                at the end; an exception that it raises stops the work.
+
+        Raises:
+            RequestError: if the image is invalid, or crops are requested of an embedding.
         """
         options = options or AutomaticMaskOptions()
         picture = image if isinstance(image, ImageEmbedding) else as_image(image)
         if isinstance(image, ImageEmbedding) and options.crop_n_layers:
             raise RequestError(
-                "crops are cut from the picture: give the image itself with crop_n_layers"
+                "crops need the picture: with crop_n_layers pass the image, not its embedding"
             )
         crops = make_crops(picture.size, options)
         points = [len(point_grid(crop, options)) for crop in crops]
-        found: list[Mask] = []
+        masks: list[Mask] = []
         for number, crop in enumerate(crops):
             before = sum(points[:number])
 
@@ -313,21 +351,21 @@ class SamModel:
                 if on_progress is not None:
                     on_progress(before + done, sum(points))
 
-            found += self._masks_of_crop(picture, crop, options, report)
+            masks += self._masks_of_crop(picture, crop, options, report)
         if on_progress is not None:
             on_progress(sum(points), sum(points))
-        if len(crops) > 1 and found:
-            # masks of smaller crops are finer
+        if len(crops) > 1 and masks:
+            # masks of smaller crops are finer: they win
             areas = torch.tensor(
-                [float((c[2] - c[0]) * (c[3] - c[1])) for c in (m.crop for m in found) if c]
+                [float((c[2] - c[0]) * (c[3] - c[1])) for c in (m.crop for m in masks) if c]
             )
-            boxes = torch.tensor([m.box for m in found]).float()
-            found = [
-                found[i] for i in shapes.nms(boxes, 1 / areas, options.crop_nms_thresh).tolist()
+            boxes = torch.tensor([m.box for m in masks]).float()
+            masks = [
+                masks[i] for i in shapes.nms(boxes, 1 / areas, options.crop_nms_thresh).tolist()
             ]
-        if options.min_mask_region_area and found:
-            found = _remove_small_regions(found, options)
-        return sorted(found, key=lambda m: -m.score)
+        if options.min_mask_region_area and masks:
+            masks = _remove_small_regions(masks, options)
+        return sorted(masks, key=lambda m: -m.score)
 
     def _masks_of_crop(
         self,
@@ -336,24 +374,24 @@ class SamModel:
         options: AutomaticMaskOptions,
         on_progress: Callable[[int], None],
     ) -> list[Mask]:
-        """The masks of one crop, in the whole picture's pixels."""
+        """Segment one crop; the masks are in the whole picture's pixels."""
         embedding = (
             picture
             if isinstance(picture, ImageEmbedding)
             else self.embed_image(picture if crop.layer == 0 else picture.crop(crop.box))
         )
         grid = point_grid(crop, options)
-        low, score, stable, box, point = [], [], [], [], []
+        kept_logits, kept_ious, kept_stability, kept_boxes, kept_points = [], [], [], [], []
         for start in range(0, len(grid), options.points_per_batch):
             on_progress(start)
-            at = grid[start : start + options.points_per_batch]
-            prompts = [Prompt(((float(x), float(y)),), (1,)) for x, y in at]
+            batch = grid[start : start + options.points_per_batch]
+            prompts = [Prompt(((float(x), float(y)),), (1,)) for x, y in batch]
             logits, ious = self.decode(embedding, prompts)
-            # what is thrown away by its score alone need not be enlarged
+            # masks with a low predicted IoU are not upsampled
             good = (ious[:, 1:] > options.pred_iou_thresh).flatten().nonzero()[:, 0]
-            for some in good.split(self._max_masks_per_batch(embedding.size)):
-                candidates = logits[:, 1:].flatten(0, 1)[some]
-                _, boxes, _, steady = self.vision.ops.upsample_masks(
+            for selected in good.split(self._max_masks_per_batch(embedding.size)):
+                candidates = logits[:, 1:].flatten(0, 1)[selected]
+                _, boxes, _, stability = self.vision.ops.upsample_masks(
                     candidates,
                     self.image_size,
                     embedding.encoder_size,
@@ -361,34 +399,36 @@ class SamModel:
                     options.stability_score_offset,
                     pixels=False,
                 )
-                keep = steady >= options.stability_score_thresh
+                keep = stability >= options.stability_score_thresh
                 keep = (keep & ~touches_crop_edge(boxes, crop, picture.size)).nonzero()[:, 0]
-                some = some[keep]
-                low.append(candidates[keep])
-                score.append(ious[:, 1:].flatten()[some])
-                stable.append(steady[keep])
-                box.append(boxes[keep])
-                point.append(at[(some // 3).cpu()])
-        if not low or not sum(map(len, low)):
+                selected = selected[keep]
+                kept_logits.append(candidates[keep])
+                kept_ious.append(ious[:, 1:].flatten()[selected])
+                kept_stability.append(stability[keep])
+                kept_boxes.append(boxes[keep])
+                kept_points.append(batch[(selected // 3).cpu()])
+        if not kept_logits or not sum(map(len, kept_logits)):
             return []
         return self._suppress_duplicates(
             embedding, crop, picture.size, options,
-            (torch.cat(low), torch.cat(score), torch.cat(stable), torch.cat(box)), torch.cat(point),
+            (
+                torch.cat(kept_logits), torch.cat(kept_ious),
+                torch.cat(kept_stability), torch.cat(kept_boxes),
+            ),
+            torch.cat(kept_points),
         )  # fmt: skip
 
     def _max_masks_per_batch(self, size: tuple[int, int]) -> int:
-        """Masks that may be measured at once: where a kernel does it none is ever in memory,
-        enlarged.
-        """
-        measured = self.vision.ops.backends["upsample_masks"] != "torch"
-        return 1 << 20 if measured else max(1, _MAX_MASK_PIXELS // (size[0] * size[1]))
+        """Limit of masks per upsampling; a kernel upsamples without storing the large masks."""
+        fused = self.vision.ops.backends["upsample_masks"] != "torch"
+        return 1 << 20 if fused else max(1, _MAX_MASK_PIXELS // (size[0] * size[1]))
 
     def _suppress_duplicates(
         self, embedding: ImageEmbedding, crop: Crop, size: tuple[int, int],
         options: AutomaticMaskOptions,
         candidates: tuple[torch.Tensor, ...], points: torch.Tensor,
     ) -> list[Mask]:  # fmt: skip
-        """Of the crop's masks those that are not doubles, placed in the picture."""
+        """Drop a crop's duplicate masks and move the others to their position in the picture."""
         logits, scores, steady, boxes = candidates
         keep = shapes.nms(boxes, scores, options.box_nms_thresh)
         left, top = crop.box[:2]
@@ -417,30 +457,30 @@ class SamModel:
 
 
 def _remove_small_regions(masks: list[Mask], options: AutomaticMaskOptions) -> list[Mask]:
-    """Without small holes and islands; of what is double then, a mask that was clean already
-    stays.
-    """
-    found, clean = [], []
+    """Remove small holes and islands, then duplicates; of these an unchanged mask is kept."""
+    cleaned, unchanged = [], []
     for mask in masks:
-        tidy, changed = remove_small_regions(mask.pixels.numpy(), options.min_mask_region_area)
+        new_pixels, changed = remove_small_regions(
+            mask.pixels.numpy(), options.min_mask_region_area
+        )
         if changed:
-            pixels = torch.from_numpy(tidy)
+            pixels = torch.from_numpy(new_pixels)
             box = _int_box(masks_to_boxes(pixels).tolist())
             mask = replace(
                 mask, box_pixels=_crop_to_box(pixels, box), box=box, area=int(pixels.sum())
             )
-        found.append(mask)
-        clean.append(float(not changed))
-    boxes = torch.tensor([mask.box for mask in found]).float()
+        cleaned.append(mask)
+        unchanged.append(float(not changed))
+    boxes = torch.tensor([mask.box for mask in cleaned]).float()
     threshold = max(options.box_nms_thresh, options.crop_nms_thresh)
-    return [found[i] for i in shapes.nms(boxes, torch.tensor(clean), threshold).tolist()]
+    return [cleaned[i] for i in shapes.nms(boxes, torch.tensor(unchanged), threshold).tolist()]
 
 
 def to_pinned_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU, to be read once something behind it on the stream has been waited for.
+    """Copy a tensor to the CPU asynchronously; synchronize the stream before reading it.
 
-    From a GPU it goes to locked memory, which torch keeps for the next: into fresh memory it would
-    take ten times as long.
+    The copy goes to pinned memory, which torch caches: to pageable memory it takes ten times as
+    long. A CPU tensor is returned unchanged.
     """
     if tensor.device.type != "cuda":
         return tensor
@@ -449,7 +489,7 @@ def to_pinned_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _crop_to_box(mask: torch.Tensor, box: tuple[int, int, int, int]) -> torch.Tensor:
-    """A copy of what lies in a box of a mask [H, W]."""
+    """Return a copy of a mask [H, W] inside a box."""
     x0, y0, x1, y1 = box
     return mask[y0 : y1 + 1, x0 : x1 + 1].clone()
 

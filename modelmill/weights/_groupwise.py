@@ -1,6 +1,4 @@
-"""What weights in groups of columns have in common: codes, and a scale and an offset for every row
-and group.
-"""
+"""Base class of weights quantized in groups of columns."""
 
 from __future__ import annotations
 
@@ -21,12 +19,17 @@ PackedInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True)
 class GroupwiseWeight(ABC):
-    """scale, offset: [N, ⌈K/group⌉] float16 (float32 where imported); offset None: the format's own
-    meaning.
+    """Codes with a scale and an offset for every row and group.
 
-    columns: K. perm: [K] int32, the inputs' columns in the order in which the weight has them;
-    None: as they come.
-    A format says how wide a stored row is, how it multiplies and what its codes are worth.
+    A subclass defines the width of a stored row, the product and the dequantization of its codes.
+
+    Attributes:
+        weight: stored codes, [N, row_width(K)].
+        scale: [N, ⌈K/group⌉] float16 (float32 where imported).
+        offset: shaped as scale; None means the format's default offset.
+        columns: K.
+        group_size: columns that share a scale.
+        perm: [K] int32, input column of each stored column; None if the columns are not permuted.
     """
 
     weight: torch.Tensor
@@ -40,7 +43,7 @@ class GroupwiseWeight(ABC):
     LAYOUT: ClassVar[TensorLayout]
 
     def __init_subclass__(cls) -> None:
-        """The layout of a format, which says by itself how codes are stored."""
+        """Set LAYOUT from the subclass's CODE_DTYPE."""
         super().__init_subclass__()
         grid = (torch.float16, torch.float32)
         shared = {"perm": (1, (torch.int32,)), "sizes": (1, (torch.int32,))}
@@ -54,11 +57,11 @@ class GroupwiseWeight(ABC):
     @staticmethod
     @abstractmethod
     def row_width(columns: int) -> int:
-        """Elements of a stored row of so many columns."""
+        """Return the number of stored elements in a row of this many columns."""
 
     @abstractmethod
     def _dequantize(self) -> torch.Tensor:
-        """The weights [N, K] float32, columns as held."""
+        """Return the weights [N, K] float32, columns in stored order."""
 
     @classmethod
     def stored_info(
@@ -70,8 +73,14 @@ class GroupwiseWeight(ABC):
         has_offset: bool,
         has_perm: bool,
     ) -> PackedInfo:
-        """Shapes and dtypes of ``tensors()`` for codes that a checkpoint brings; scale_dtype: of
-        scales and offsets.
+        """Return shapes and dtypes of ``tensors()`` for codes that come from a checkpoint.
+
+        Args:
+            shape: (N, K).
+            group_size: columns that share a scale.
+            scale_dtype: dtype of scales and offsets.
+            has_offset: whether offsets are stored.
+            has_perm: whether a column permutation is stored.
         """
         rows, columns = shape
         grids = (rows, -(-columns // group_size))
@@ -87,8 +96,9 @@ class GroupwiseWeight(ABC):
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> Self:
+        """Build the weight from its stored tensors by suffix."""
         if tensors["sizes"].shape != (2,):
-            raise CorruptArtifact("a weight in groups has lost its sizes; rebuild the engine")
+            raise CorruptArtifact("a group-wise weight has no valid sizes; rebuild the engine")
         columns, group = (int(n) for n in tensors["sizes"].tolist())
         out = cls(
             tensors["weight"],
@@ -111,25 +121,31 @@ class GroupwiseWeight(ABC):
         if not fits or any(tuple(t.shape) != (rows, -(-columns // group)) for t in grids):
             bits = "int4" if cls.CODE_DTYPE is torch.uint8 else "int8"
             raise CorruptArtifact(
-                f"an {bits} weight of {columns} columns in groups of {group} is damaged; rebuild it"
+                f"an {bits} weight of {columns} columns in groups of {group} is damaged; "
+                "rebuild the engine"
             )
         return out
 
     @property
     def shape(self) -> tuple[int, int]:
+        """Return the shape of the tensor; [N, K] for a weight."""
         return self.weight.shape[0], self.columns
 
     @property
     def alignment(self) -> int:
+        """Return the multiple at which columns may be cut."""
         return self.group_size if self.perm is None else self.columns
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        found = {"weight": self.weight, "scale": self.scale}
+        """Return the stored tensors by suffix."""
+        tensors_by_suffix = {"weight": self.weight, "scale": self.scale}
         if self.offset is not None:
-            found["offset"] = self.offset
+            tensors_by_suffix["offset"] = self.offset
         if self.perm is not None:
-            found["perm"] = self.perm
-        return found | {"sizes": torch.tensor([self.columns, self.group_size], dtype=torch.int32)}
+            tensors_by_suffix["perm"] = self.perm
+        return tensors_by_suffix | {
+            "sizes": torch.tensor([self.columns, self.group_size], dtype=torch.int32)
+        }
 
     def try_linear_swiglu(
         self,
@@ -137,16 +153,20 @@ class GroupwiseWeight(ABC):
         bias: torch.Tensor | None,  # noqa: ARG002
         ops: Ops,  # noqa: ARG002
     ) -> torch.Tensor | None:
+        """Compute the product and SwiGLU's gate in one op, or return None without such an op."""
         return None
 
     def dense(self) -> torch.Tensor:
+        """Return the dequantized matrix [N, K] float32."""
         wide = self._dequantize()
         return wide if self.perm is None else wide[:, self.perm.argsort()]
 
     def unpack(self, dtype: torch.dtype) -> Self:  # noqa: ARG002
+        """Return the weight with its values expanded for activations of dtype."""
         return replace(self, weight=self._dequantize())
 
     def to(self, device: str) -> Self:
+        """Return a copy on the device."""
         offset = None if self.offset is None else self.offset.to(device)
         perm = None if self.perm is None else self.perm.to(device)
         return replace(
@@ -158,6 +178,7 @@ class GroupwiseWeight(ABC):
         )
 
     def slice(self, rows: Sequence[tuple[int, int]], columns: tuple[int, int]) -> Self:
+        """Return the given row ranges and one column range, for one rank."""
         first, last = columns
         all_columns = columns == (0, self.columns)
         assert all_columns or (self.perm is None and first % self.group_size == 0), (
@@ -182,12 +203,12 @@ class GroupwiseWeight(ABC):
 
 
 def _is_permutation(perm: torch.Tensor, columns: int) -> bool:
-    """Whether each column stands in it once."""
+    """Return whether each column occurs exactly once."""
     return perm.shape == (columns,) and torch.equal(
         perm.sort().values, torch.arange(columns, dtype=perm.dtype, device=perm.device)
     )
 
 
 def apply_perm(x: torch.Tensor, perm: torch.Tensor | None) -> torch.Tensor:
-    """x [T, K] with its columns as a reordered weight has them."""
+    """Return x [T, K] with its columns in the stored order of a permuted weight."""
     return x if perm is None else x.index_select(-1, perm)

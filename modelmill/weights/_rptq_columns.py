@@ -1,7 +1,6 @@
-"""Columns in clustered order: how many there are, which channel each is of, and the way there and
-back.
+"""Column layout of RPTQ weights: number of columns, channel of each column, permutation.
 
-perm: [P], for each column the channel that it is of, −1 where none goes.
+perm: [P], the channel of each column, −1 for an empty column.
 """
 
 from __future__ import annotations
@@ -10,11 +9,15 @@ import torch
 
 
 def rptq_group_layout(columns: int, mode: str, splits_per_channel: int = 1) -> tuple[int, int]:
-    """(columns a group, groups) for K channels: as many groups as they fill, and a few for clusters
-    that are small.
+    """Return (columns per group, groups) for K channels.
 
-    Groups are as wide as the int8 instructions of large matrices like them, and small where
-    channels are few. splits_per_channel: columns that each channel takes, all in one group.
+    There are as many groups as the channels fill, and a few spare ones for small clusters. The
+    width of a group fits the int8 instructions of large matrices and is small for few channels.
+
+    Args:
+        columns: K.
+        mode: "exact", "folded" or "dynamic".
+        splits_per_channel: columns per channel, all in one group.
     """
     if mode == "folded":
         unit = 32 if columns < 2048 else 128
@@ -25,7 +28,7 @@ def rptq_group_layout(columns: int, mode: str, splits_per_channel: int = 1) -> t
 
 
 def repeated_columns(perm: torch.Tensor) -> torch.Tensor:
-    """[P] bool, columns of a channel that has another column before them."""
+    """Return [P] bool, true for columns whose channel already has an earlier column."""
     ranked = torch.sort(perm, stable=True)
     again = torch.zeros_like(perm, dtype=torch.bool)
     again[ranked.indices[1:]] = (ranked.values[1:] == ranked.values[:-1]) & (ranked.values[1:] >= 0)
@@ -33,12 +36,12 @@ def repeated_columns(perm: torch.Tensor) -> torch.Tensor:
 
 
 def permute_columns(weight: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
-    """[N, K] → [N, P] in clustered order, 0 where no channel goes."""
+    """Return [N, K] as [N, P] in clustered order, 0 in empty columns."""
     return torch.where(perm >= 0, weight[:, perm.clamp(min=0).long()], 0.0)
 
 
 def unpermute_columns(weight: torch.Tensor, perm: torch.Tensor, columns: int) -> torch.Tensor:
-    """The inverse of ``permute_columns``: [N, P] → [N, K]."""
+    """Invert ``permute_columns``: [N, P] → [N, K]."""
     out = weight.new_zeros(weight.shape[0], columns)
     real = perm >= 0
     out[:, perm[real].long()] = weight[:, real]
@@ -46,6 +49,6 @@ def unpermute_columns(weight: torch.Tensor, perm: torch.Tensor, columns: int) ->
 
 
 def round_scale_to_fp16(scale: torch.Tensor) -> torch.Tensor:
-    """Rounded to float16, held as float32; a scale of 0 becomes 1."""
+    """Round to float16 values in a float32 tensor; a scale of 0 becomes 1."""
     scale = scale.half().float()
     return torch.where(scale == 0, torch.ones_like(scale), scale)

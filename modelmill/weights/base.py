@@ -1,8 +1,8 @@
-"""How a weight is held: the contract, and the folder as registry.
+"""The interface of a weight format, and the functions that find a format by its name.
 
 A weight format is a file ``weights/<format>.py`` with a class whose ``format`` is the file's name
-and that has the attributes below. ``nn.Linear``
-delegates to it and knows nothing else about quantization.
+and that has the attributes below. ``nn.Linear`` calls only this interface and does not depend on a
+quantization.
 """
 
 from __future__ import annotations
@@ -22,69 +22,76 @@ from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.registry import Ops
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""What activations, and weights that nothing rounds, may be."""
+"""Dtypes of activations and of unquantized weights."""
 
 TensorLayout = dict[str, tuple[int, tuple[torch.dtype, ...]]]
-"""Dimensions and dtypes of what a format stores, by suffix."""
-# Of the memory that is free at load, what expanded weights may take: the rest is for the KV cache
-# and for steps.
+"""Dimensions and dtypes of the tensors that a format stores, by suffix."""
+# Largest fraction of the memory free at load that expanded weights may use; the rest is for the KV
+# cache and for steps.
 UNPACKED_MEMORY_FRACTION = 0.6
 
-# shape and dtype of each stored tensor, by suffix
+# Shape and dtype of each stored tensor, by suffix.
 PackedInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class WeightFormat(Protocol):
-    """A matrix [N, K] in some form.
+    """A matrix [N, K] in one storage format.
 
-    format: the file's name. pack: from a dense float matrix. tensors: what is stored, by suffix.
-    from_tensors: the inverse. matmul: [T, K] → [T, N]. try_linear_swiglu: the same and SwiGLU's
-    gate, where one op does both. dense: the matrix that is really multiplied with, float32. slice:
-    some stretches of its rows and one of its columns, for several ranks; alignment: the multiples
-    at which columns may be cut.
+    Besides the members below, a class has ``pack`` (quantize a dense float matrix),
+    ``from_tensors`` (the inverse of ``tensors``) and ``packed_info`` (shapes and dtypes of what
+    ``pack`` stores).
 
-    Optional, where one op does a product and what stands beside it: ``try_linear_add`` (the
-    residual behind), ``try_swiglu_quant`` (SwiGLU's gate in front), ``try_qkv_rope`` (rotation and
-    the cache's pages); each gives None where there is no such op.
+    Optional fused ops, each of which returns None if no backend has such an op: ``try_linear_add``
+    (product and residual add), ``try_swiglu_quant`` (SwiGLU's gate, quantization and product),
+    ``try_qkv_rope`` (product, RoPE and the store into the KV cache).
 
-    A format that multiplies with activations in 8 bits also has ``act_quant``, what a norm in front
-    may put out at once (``matmul`` then takes that, too), and ``fake_quantize(x)``, the x that is
-    really multiplied with, in x's dtype.
+    A format that quantizes its input to 8 bits also has ``act_quant``, the activation quant spec
+    that a fused norm may produce (``matmul`` then also takes a ``QuantizedInput``), and
+    ``fake_quantize(x)``, x rounded as the product uses it, in x's dtype.
 
-    A format whose torch reference turns its stored numbers into wider ones in every call has
-    ``UNPACKS``, and ``unpack(dtype)``: the same weight with those numbers in the place of the
-    stored ones, for activations of
-    ``dtype``. Its products are the same to the bit; only ``matmul`` may be asked of it (see
+    A format whose torch reference expands the stored numbers in every call has ``UNPACKS`` and
+    ``unpack(dtype)``: the same weight with the expanded numbers stored instead, for activations of
+    ``dtype``. Its products are equal to the bit; only ``matmul`` may be called on it (see
     ``UnpackedWeight``).
     """
 
     @property
-    def format(self) -> str: ...
+    def format(self) -> str:
+        """Return the name of the weight format."""
 
     @property
-    def shape(self) -> tuple[int, int]: ...
+    def shape(self) -> tuple[int, int]:
+        """Return the shape of the tensor; [N, K] for a weight."""
 
     @property
-    def alignment(self) -> int: ...
+    def alignment(self) -> int:
+        """Return the multiple at which columns may be cut."""
 
-    def matmul(self, x: Any, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor: ...
+    def matmul(self, x: Any, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
+        """Multiply [T, K] by the weight and add the bias: [T, N]."""
 
-    def try_linear_swiglu(
-        self, x: Any, bias: torch.Tensor | None, ops: Ops
-    ) -> torch.Tensor | None: ...
+    def try_linear_swiglu(self, x: Any, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor | None:
+        """Compute the product and SwiGLU's gate in one op, or return None without such an op."""
 
-    def tensors(self) -> dict[str, torch.Tensor]: ...
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the stored tensors by suffix."""
 
-    def dense(self) -> torch.Tensor: ...
+    def dense(self) -> torch.Tensor:
+        """Return the dequantized matrix [N, K] float32."""
 
-    def to(self, device: str) -> WeightFormat: ...
+    def to(self, device: str) -> WeightFormat:
+        """Return a copy on the device."""
 
-    def slice(self, rows: Sequence[tuple[int, int]], columns: tuple[int, int]) -> WeightFormat: ...
+    def slice(self, rows: Sequence[tuple[int, int]], columns: tuple[int, int]) -> WeightFormat:
+        """Return the given row ranges and one column range, for one rank."""
 
 
 class UnpackSpec(NamedTuple):
-    """op: whose torch reference expands; dtype: of what it multiplies with, None: the
-    activations'.
+    """Op whose torch reference expands a weight.
+
+    Attributes:
+        op: name of the op.
+        dtype: dtype of the expanded weight; None for the activations' dtype.
     """
 
     op: str
@@ -93,11 +100,13 @@ class UnpackSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class UnpackedWeight:
-    """A weight beside the numbers that its torch reference multiplies with, made once instead of in
-    every call.
+    """A weight together with the expanded form that its torch reference multiplies.
 
-    packed: the weight as it is in the engine, for everything but products. unpacked: what it is
-    multiplied as.
+    The weight is expanded once instead of in each call.
+
+    Attributes:
+        packed: the weight as stored, used for everything but products.
+        unpacked: the expanded weight, used for products.
     """
 
     packed: WeightFormat
@@ -105,89 +114,99 @@ class UnpackedWeight:
 
     @property
     def format(self) -> str:
+        """Return the name of the weight format."""
         return self.packed.format
 
     @property
     def shape(self) -> tuple[int, int]:
+        """Return the shape of the tensor; [N, K] for a weight."""
         return self.packed.shape
 
     @property
     def alignment(self) -> int:
+        """Return the multiple at which columns may be cut."""
         return self.packed.alignment
 
     @property
     def act_quant(self) -> ActQuantSpec | None:
+        """Return how the input is quantized, or None for a float input."""
         return act_quant(self.packed)
 
     def matmul(self, x: Any, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
+        """Multiply [T, K] by the weight and add the bias: [T, N]."""
         return self.unpacked.matmul(x, bias, ops)
 
     def try_swiglu_quant(
         self, gate_up: torch.Tensor, bias: torch.Tensor | None, ops: Ops
     ) -> torch.Tensor | None:
-        joined = getattr(self.unpacked, "try_swiglu_quant", None)
-        return None if joined is None else joined(gate_up, bias, ops)
+        """Compute SwiGLU's gate, quantize and multiply, or return None without a fused op."""
+        fused = getattr(self.unpacked, "try_swiglu_quant", None)
+        return None if fused is None else fused(gate_up, bias, ops)
 
-    def try_linear_swiglu(self, x: Any, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor | None:  # noqa: ARG002  torch has none
+    def try_linear_swiglu(self, x: Any, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor | None:  # noqa: ARG002  the torch reference has no fused op
+        """Compute the product and SwiGLU's gate in one op, or return None without such an op."""
         return None
 
     def fake_quantize(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x rounded as the product uses it, in x's dtype."""
         return fake_quantize(self.packed, x)
 
     def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the stored tensors by suffix."""
         return self.packed.tensors()
 
     def dense(self) -> torch.Tensor:
+        """Return the dequantized matrix [N, K] float32."""
         return self.packed.dense()
 
     def to(self, device: str) -> WeightFormat:
+        """Return a copy on the device."""
         return self.packed.to(device)
 
     def slice(self, rows: Sequence[tuple[int, int]], columns: tuple[int, int]) -> WeightFormat:
+        """Return the given row ranges and one column range, for one rank."""
         return self.packed.slice(rows, columns)
 
 
 def unpack_spec(weight: WeightFormat) -> UnpackSpec | None:
-    """What the weight's torch reference expands in every call; None where it multiplies with what
-    is stored.
-    """
-    how = "UNPACKS_FLOAT_INPUT" if getattr(weight, "float_input", False) else "UNPACKS"
-    found: UnpackSpec | None = getattr(weight, how, None)
-    return None if isinstance(weight, UnpackedWeight) else found
+    """Return the op that expands this weight in every call, or None if no op does."""
+    attribute = "UNPACKS_FLOAT_INPUT" if getattr(weight, "float_input", False) else "UNPACKS"
+    spec: UnpackSpec | None = getattr(weight, attribute, None)
+    return None if isinstance(weight, UnpackedWeight) else spec
 
 
 def unpacked_size(
     weight_format: str, shape: Sequence[int], dtype: torch.dtype
 ) -> tuple[str, int] | None:
-    """(op, bytes) of a weight of this format, as ``unpack_spec`` tells of one that exists; None:
-    nothing is expanded."""
-    found: UnpackSpec | None = getattr(_format_class(weight_format), "UNPACKS", None)
-    return (
-        None if found is None else (found.op, shape[0] * shape[1] * (found.dtype or dtype).itemsize)
-    )
+    """Return (op, bytes) of the expanded form of a weight of this format, or None if there is none.
+
+    It is the counterpart of ``unpack_spec`` for a weight that does not exist yet.
+    """
+    spec: UnpackSpec | None = getattr(_format_class(weight_format), "UNPACKS", None)
+    return None if spec is None else (spec.op, shape[0] * shape[1] * (spec.dtype or dtype).itemsize)
 
 
 def unpacked_tensors(weight: WeightFormat) -> list[torch.Tensor]:
-    """What a weight's expanded parts take beside what is stored."""
+    """Return the tensors that the expanded form holds in addition to the stored ones."""
     if isinstance(weight, UnpackedWeight):
         return [weight.unpacked.weight]
     return [tensor for part in getattr(weight, "parts", ()) for tensor in unpacked_tensors(part)]
 
 
 def pad_columns(weight: torch.Tensor) -> torch.Tensor:
-    """16-bit rows filled up with zeros, as ``ops.linear`` would in every call."""
+    """Pad 16-bit rows with zeros, once instead of in each call of ``ops.linear``."""
     return (
         F.pad(weight, (0, -weight.shape[1] % AMX_COLUMNS)) if weight.dtype.itemsize == 2 else weight
     )
 
 
 def act_quant(weight: WeightFormat) -> ActQuantSpec | None:
-    """The 8-bit input that a norm may make for a weight; None: it takes floating point."""
+    """Return the quant spec of the weight's input, or None if it takes a float input."""
     return getattr(weight, "act_quant", None)
 
 
 def fake_quantize(weight: WeightFormat, x: torch.Tensor) -> torch.Tensor:
-    """x [T, K] as a weight's product takes it: itself, or what rounding to 8 bits leaves of it."""
+    """Return x [T, K] as the weight's product uses it: rounded to 8 bits and back, or unchanged."""
     rounds = getattr(weight, "fake_quantize", None)
     return x if rounds is None else rounds(x)
 
@@ -195,17 +214,24 @@ def fake_quantize(weight: WeightFormat, x: torch.Tensor) -> torch.Tensor:
 def pack(
     weight_format: str, weight: torch.Tensor, dtype: torch.dtype, **layout: Any
 ) -> WeightFormat:
-    """Hold a dense weight [N, K] as ``weight_format``; dtype: of the activations; layout: the
-    format's own options.
+    """Store a dense weight [N, K] as ``weight_format``.
+
+    Args:
+        weight_format: name of the format.
+        weight: [N, K], floating point.
+        dtype: dtype of the activations.
+        **layout: options of the format.
     """
     return _format_class(weight_format).pack(weight, dtype, **layout)
 
 
 def from_tensors(weight_format: str, tensors: Mapping[str, torch.Tensor]) -> WeightFormat:
-    """The weight whose ``tensors()`` were stored.
+    """Build a weight from its stored ``tensors()``.
 
-    Raises CorruptArtifact for tensors of another layout than the format stores (a format's
-    ``LAYOUT``: suffix → dimensions and dtypes), KeyError with the suffix of one that is missing.
+    Raises:
+        CorruptArtifact: if a tensor differs from the format's ``LAYOUT`` (suffix → dimensions and
+            dtypes).
+        KeyError: with the suffix of a missing tensor.
     """
     format_class = _format_class(weight_format)
     layout: Mapping[str, tuple[int, tuple[torch.dtype, ...]]] | None = getattr(
@@ -216,14 +242,14 @@ def from_tensors(weight_format: str, tensors: Mapping[str, torch.Tensor]) -> Wei
             break
         if suffix not in layout:
             raise CorruptArtifact(
-                f"a weight of kind {weight_format} has no part {quote(suffix, 60)}; rebuild the "
+                f"a weight of format {weight_format} has no part {quote(suffix, 60)}; rebuild the "
                 "engine"
             )
         dims, dtypes = layout[suffix]
         if tensor.dim() != dims or tensor.dtype not in dtypes:
             stored = f"{str(tensor.dtype).removeprefix('torch.')} of shape {list(tensor.shape)}"
             raise CorruptArtifact(
-                f"{suffix} of a weight of kind {weight_format} is stored as {stored}: damaged; "
+                f"{suffix} of a weight of format {weight_format} is stored as {stored}: damaged; "
                 "rebuild the engine"
             )
     return format_class.from_tensors(tensors)
@@ -232,18 +258,14 @@ def from_tensors(weight_format: str, tensors: Mapping[str, torch.Tensor]) -> Wei
 def packed_info(
     weight_format: str, shape: tuple[int, int], dtype: torch.dtype, **layout: Any
 ) -> PackedInfo:
-    """Shapes and dtypes of the tensors that ``pack`` of a matrix of this shape stores, by
-    suffix.
-    """
+    """Return shapes and dtypes, by suffix, of the tensors that ``pack`` stores for this shape."""
     return _format_class(weight_format).packed_info(shape, dtype, **layout)
 
 
 def slice_tensor(
     tensor: torch.Tensor, rows: Sequence[tuple[int, int]], columns: tuple[int, int] | None = None
 ) -> torch.Tensor:
-    """Stretches of rows, one after another, of [N, …], and a stretch of columns: a view where it
-    can be.
-    """
+    """Return row ranges of [N, …], concatenated, and one column range; a view where possible."""
     parts = [
         tensor[a:b] if columns is None else tensor[a:b, columns[0] : columns[1]] for a, b in rows
     ]
@@ -251,12 +273,13 @@ def slice_tensor(
 
 
 def _format_class(weight_format: str) -> Any:
-    """The class of ``weights/<weight_format>.py`` that is called so."""
+    """Return the class of ``weights/<weight_format>.py``."""
     module = find_module("modelmill.weights", weight_format)
     for cls in vars(module).values() if module is not None else ():
         if isinstance(cls, type) and vars(cls).get("format") == weight_format:
             return cls
     known = ", ".join(n for n in module_names("modelmill.weights") if n != "base")
     raise IncompatibleArtifact(
-        f"weights of kind {weight_format!r} are not known here (known: {known}); rebuild the engine"
+        f"the weight format {weight_format!r} is not supported (supported: {known}); "
+        "rebuild the engine"
     )

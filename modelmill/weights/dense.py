@@ -1,4 +1,4 @@
-"""A weight held as it is, in the activations' dtype."""
+"""An unquantized weight in the activations' dtype."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from modelmill.weights.base import FLOAT_DTYPES, TensorLayout, slice_tensor
 
 @dataclass(frozen=True)
 class DenseWeight:
-    """weight: [N, K] float32, float16 or bfloat16, rows are outputs."""
+    """An unquantized matrix.
+
+    Attributes:
+        weight: [N, K] float32, float16 or bfloat16; rows are outputs.
+    """
 
     weight: torch.Tensor
     format: str = "dense"
@@ -24,47 +28,60 @@ class DenseWeight:
 
     @staticmethod
     def pack(weight: torch.Tensor, dtype: torch.dtype) -> DenseWeight:
-        """Cast to ``dtype``, round to nearest even."""
+        """Cast to ``dtype``, rounding to nearest even."""
         return DenseWeight(weight.to(dtype).contiguous())
 
     @staticmethod
     def packed_info(
         shape: tuple[int, int], dtype: torch.dtype
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of each stored tensor, by suffix."""
         return {"weight": (shape, dtype)}
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, torch.Tensor]) -> DenseWeight:
+        """Build the weight from its stored tensors by suffix."""
         return DenseWeight(tensors["weight"])
 
     @property
     def shape(self) -> tuple[int, int]:
+        """Return the shape of the tensor; [N, K] for a weight."""
         return self.weight.shape[0], self.weight.shape[1]
 
     def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the stored tensors by suffix."""
         return {"weight": self.weight}
 
     def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
+        """Multiply [T, K] by the weight and add the bias: [T, N]."""
         return ops.linear(x, self.weight, bias)
 
     def try_linear_swiglu(
         self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops
     ) -> torch.Tensor | None:
+        """Compute the product and SwiGLU's gate in one op, or return None without such an op."""
         return None if ops.linear_swiglu is None else ops.linear_swiglu(x, self.weight, bias)
 
     def try_linear_add(
         self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, ops: Ops
     ) -> torch.Tensor | None:
-        """The product and bias added to ``residual``, in its place; None where no op does that
-        here.
-        """
+        """Add the product and bias to ``residual`` in place, or return None without such an op."""
         return None if ops.linear_add is None else ops.linear_add(x, self.weight, residual, bias)
 
     def try_qkv_rope(
         self, x: torch.Tensor, bias: torch.Tensor | None, rope_args: tuple[Any, ...], ops: Ops
     ) -> torch.Tensor | None:
-        """Queries [T, heads, D], keys and values stored (rope_args: what ``rope_cache`` takes);
-        None where no op does that."""
+        """Return queries [T, heads, D] after RoPE, with keys and values stored in the cache.
+
+        Args:
+            x: [T, K].
+            bias: [N] or None.
+            rope_args: the arguments of ``rope_cache``.
+            ops: the ops of the device.
+
+        Returns:
+            The queries, or None if no op computes this.
+        """
         return (
             None
             if ops.qkv_rope_cache is None
@@ -72,10 +89,13 @@ class DenseWeight:
         )
 
     def dense(self) -> torch.Tensor:
+        """Return the dequantized matrix [N, K] float32."""
         return self.weight.float()
 
     def to(self, device: str) -> DenseWeight:
+        """Return a copy on the device."""
         return DenseWeight(self.weight.to(device))
 
     def slice(self, rows: Sequence[tuple[int, int]], columns: tuple[int, int]) -> DenseWeight:
+        """Return the given row ranges and one column range, for one rank."""
         return DenseWeight(slice_tensor(self.weight, rows, columns))

@@ -1,6 +1,4 @@
-"""fp8 (e4m3) weights; activations in fp8 by token or with one static scale, or floating point as
-they are.
-"""
+"""fp8 (e4m3) weights for fp8 inputs (per-token or static scales) or float inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from modelmill.weights.base import UnpackSpec
 
 @dataclass(frozen=True)
 class Fp8Weight(w8a8.W8A8Weight):
-    """As ``W8A8Weight`` with weight [N, K] e4m3."""
+    """The counterpart of ``W8A8Weight`` with weight [N, K] e4m3."""
 
     format: str = "fp8"
 
@@ -28,9 +26,11 @@ class Fp8Weight(w8a8.W8A8Weight):
     def matmul_quantized(
         self, x: QuantizedInput, x_scale: torch.Tensor, bias: torch.Tensor | None, ops: Ops
     ) -> torch.Tensor:
+        """Multiply an already quantized input by the weight."""
         return ops.fp8_linear(x.values, self.weight, self.scale, x_scale, x.dtype, bias)
 
     def matmul_float_input(
         self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops
     ) -> torch.Tensor:
+        """Multiply a float input by the weight."""
         return ops.fp8_linear(x, self.weight, self.scale, None, x.dtype, bias)

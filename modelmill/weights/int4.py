@@ -1,9 +1,9 @@
-"""Weight-only int4: 16 levels a group of columns (128, 64 or 32), activations untouched.
+"""Weight-only int4: 16 levels per group of columns (128, 64 or 32), float activations.
 
 Stored are the packed codes, a float16 scale and (unless symmetric) a float16 offset for every row
-and group, and two numbers that the shapes do not tell: K and the group. ops/int4_linear.py tells
-the layout. Where a checkpoint's groups are of scattered columns, the columns are held group by
-group and their order is stored too.
+and group, and two numbers that the shapes do not determine: K and the group size.
+ops/int4_linear.py describes the layout. If a checkpoint's groups contain scattered columns
+(act-order), the columns are stored group by group together with their permutation.
 """
 
 from __future__ import annotations
@@ -29,15 +29,21 @@ DEFAULT_GROUP_SIZE = 128
 
 
 def resolve_group_size(group_size: int, columns: int) -> int:
-    """The columns that share a scale: ``group_size``, or for −1 (per channel) the whole row in runs
-    of 32.
+    """Return the columns that share a scale.
+
+    That is ``group_size``, or for −1 (per channel) the whole row, rounded up to a multiple of 32.
     """
     return -(-columns // PACK_COLUMNS) * PACK_COLUMNS if group_size == -1 else group_size
 
 
 @dataclass(frozen=True)
 class Int4Weight(GroupwiseWeight):
-    """weight: [N, ⌈K/32⌉·16] uint8; offset None: −8 · scale is meant."""
+    """A matrix of packed 4-bit codes.
+
+    Attributes:
+        weight: [N, ⌈K/32⌉·16] uint8.
+        offset: None means −8 · scale.
+    """
 
     format: str = "int4"
 
@@ -66,8 +72,14 @@ class Int4Weight(GroupwiseWeight):
     def from_codes(
         codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, group_size: int
     ) -> Int4Weight:
-        """codes: [N, K] whole numbers 0…15; scale, offset: [N, G] whose values float16 holds
-        exactly.
+        """Build a weight from unpacked codes.
+
+        Args:
+            codes: [N, K] integers 0…15.
+            scale: [N, G], exact in float16.
+            offset: [N, G], exact in float16, or None.
+            group_size: columns that share a scale.
+            perm: column permutation or None.
         """
         halves = None if offset is None else offset.half()
         return Int4Weight(pack_codes(codes), scale.half(), halves, codes.shape[1], group_size)
@@ -80,6 +92,7 @@ class Int4Weight(GroupwiseWeight):
         group_size: int = DEFAULT_GROUP_SIZE,
         symmetric: bool = False,
     ) -> PackedInfo:
+        """Return shape and dtype of each stored tensor, by suffix."""
         wide = max(resolve_group_size(group_size, shape[1]), 1)
         return Int4Weight.stored_info(
             shape, wide, torch.float16, has_offset=not symmetric, has_perm=False
@@ -87,9 +100,11 @@ class Int4Weight(GroupwiseWeight):
 
     @staticmethod
     def row_width(columns: int) -> int:
+        """Return the number of stored elements in a row of this many columns."""
         return packed_bytes(columns)
 
     def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
+        """Multiply [T, K] by the weight and add the bias: [T, N]."""
         return ops.int4_linear(
             apply_perm(x, self.perm), self.weight, self.scale, self.offset, self.group_size, bias
         )
@@ -97,6 +112,7 @@ class Int4Weight(GroupwiseWeight):
     def try_linear_swiglu(
         self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops
     ) -> torch.Tensor | None:
+        """Compute the product and SwiGLU's gate in one op, or return None without such an op."""
         if ops.int4_linear_swiglu is None:
             return None
         return ops.int4_linear_swiglu(
@@ -104,7 +120,7 @@ class Int4Weight(GroupwiseWeight):
         )
 
     def codes(self) -> torch.Tensor:
-        """[N, K] uint8, columns as held."""
+        """Return the codes [N, K] uint8, columns in stored order."""
         return unpack_codes(self.weight, self.columns)
 
     def _dequantize(self) -> torch.Tensor:
@@ -116,15 +132,15 @@ class Int4Weight(GroupwiseWeight):
 def _minmax_grid(
     weight: torch.Tensor, group_size: int, symmetric: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """scale, offset [N, G] float32 holding float16 values; a scale of 0 becomes 1."""
+    """Return scale and offset [N, G] as float32 with float16 values; a scale of 0 becomes 1."""
     parts = weight.split(group_size, 1)
     low = torch.stack([p.amin(1) for p in parts], 1)
     high = torch.stack([p.amax(1) for p in parts], 1)
-    if symmetric:  # 8 levels below zero and 7 above: the longer side gets the eighth
+    if symmetric:  # 8 levels below zero and 7 above: the side with the larger range gets the eighth
         scale = torch.where(-low > high, -low, -high) / ZERO_POINT
     else:
-        # a tensor: by a bare number GPUs divide with its reciprocal, and the last bit would depend
-        # on the machine
+        # a tensor, because GPUs divide by a scalar with its reciprocal and the last bit would
+        # depend on the device
         scale = (high - low) / torch.full_like(high, 15)
     scale = scale.half().float()
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)

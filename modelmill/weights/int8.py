@@ -1,5 +1,6 @@
-"""Weight-only int8: symmetric, one float32 scale per output channel (row maximum / 127),
-activations untouched.
+"""Weight-only int8: symmetric, one scale per output channel, float activations.
+
+A scale is row maximum / 127, in float32.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from modelmill.weights.base import TensorLayout, UnpackSpec, pad_columns, slice_
 
 @dataclass(frozen=True)
 class Int8Weight:
-    """weight: [N, K] int8 in [−127, 127]; scale: [N] float32.
+    """A matrix of int8 codes with one scale per output channel.
 
-    packed: the former where weight is expanded.
+    Attributes:
+        weight: [N, K] int8 in [−127, 127], or the expanded weight.
+        scale: [N] float32.
+        packed: the int8 codes if weight is expanded.
     """
 
     weight: torch.Tensor
@@ -34,6 +38,7 @@ class Int8Weight:
 
     @staticmethod
     def pack(weight: torch.Tensor, dtype: torch.dtype) -> Int8Weight:  # noqa: ARG004
+        """Quantize a dense float matrix."""
         return Int8Weight(*quantize(weight))
 
     @staticmethod
@@ -41,10 +46,12 @@ class Int8Weight:
         shape: tuple[int, int],
         dtype: torch.dtype,  # noqa: ARG004
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of each stored tensor, by suffix."""
         return {"weight": (shape, torch.int8), "scale": ((shape[0],), torch.float32)}
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, torch.Tensor]) -> Int8Weight:
+        """Build the weight from its stored tensors by suffix."""
         weight, scale = tensors["weight"], tensors["scale"]
         if len(scale) != len(weight):
             raise CorruptArtifact(
@@ -54,18 +61,22 @@ class Int8Weight:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """Return the shape of the tensor; [N, K] for a weight."""
         return self.weight.shape[0], self.weight.shape[1]
 
     def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the stored tensors by suffix."""
         return {"weight": self.weight, "scale": self.scale}
 
     def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
+        """Multiply [T, K] by the weight and add the bias: [T, N]."""
         weight = self.packed if self.packed is not None and takes_packed(x) else self.weight
         return ops.int8_linear(x, weight, self.scale, bias)
 
     def try_linear_swiglu(
         self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops
     ) -> torch.Tensor | None:
+        """Compute the product and SwiGLU's gate in one op, or return None without such an op."""
         return (
             None
             if ops.int8_linear_swiglu is None
@@ -73,14 +84,18 @@ class Int8Weight:
         )
 
     def dense(self) -> torch.Tensor:
+        """Return the dequantized matrix [N, K] float32."""
         return self.weight.float() * self.scale[:, None]
 
     def unpack(self, dtype: torch.dtype) -> Int8Weight:
+        """Return the weight with its values expanded for activations of dtype."""
         packed = self.weight if dtype is torch.bfloat16 and packable(self.shape[1]) else None
         return replace(self, weight=pad_columns(self.weight.to(dtype)), packed=packed)
 
     def to(self, device: str) -> Int8Weight:
+        """Return a copy on the device."""
         return Int8Weight(self.weight.to(device), self.scale.to(device))
 
     def slice(self, rows: Sequence[tuple[int, int]], columns: tuple[int, int]) -> Int8Weight:
+        """Return the given row ranges and one column range, for one rank."""
         return Int8Weight(slice_tensor(self.weight, rows, columns), slice_tensor(self.scale, rows))

@@ -1,8 +1,8 @@
 """Weight-only 8 bits in groups of columns, as GGUF's Q8_0, GPTQ and compressed-tensors store them.
 
-Nothing is rounded into this kind: it holds integers that a checkpoint brings. Stored are the codes,
-a scale and (unless symmetric) an offset for every row and group, K and the group, and where columns
-were reordered their order.
+Weights are never quantized into this format: it stores the integers of a checkpoint. Stored are the
+codes, a scale and (unless symmetric) an offset for every row and group, K and the group size, and
+the permutation if columns were reordered.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ from modelmill.weights.base import UnpackSpec
 
 @dataclass(frozen=True)
 class Int8GroupWeight(GroupwiseWeight):
-    """weight: [N, ⌈K/32⌉·32] int8; offset None: zero."""
+    """A matrix of 8-bit codes in groups.
+
+    Attributes:
+        weight: [N, ⌈K/32⌉·32] int8.
+        offset: None means zero.
+    """
 
     format: str = "int8_group"
 
@@ -36,20 +41,22 @@ class Int8GroupWeight(GroupwiseWeight):
         group_size: int,
         perm: torch.Tensor | None = None,
     ) -> Int8GroupWeight:
-        """codes: [N, K] int8."""
+        """Build a weight from codes [N, K] int8."""
         return Int8GroupWeight(pad_codes(codes), scale, offset, codes.shape[1], group_size, perm)
 
     @staticmethod
     def row_width(columns: int) -> int:
+        """Return the number of stored elements in a row of this many columns."""
         return -(-columns // PACK_COLUMNS) * PACK_COLUMNS
 
     def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
+        """Multiply [T, K] by the weight and add the bias: [T, N]."""
         return ops.int8_group_linear(
             apply_perm(x, self.perm), self.weight, self.scale, self.offset, self.group_size, bias
         )
 
     def codes(self) -> torch.Tensor:
-        """[N, K] int8, columns as held."""
+        """Return the codes [N, K] int8, columns in stored order."""
         return self.weight[:, : self.columns]
 
     def _dequantize(self) -> torch.Tensor:

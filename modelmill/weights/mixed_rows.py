@@ -1,7 +1,6 @@
-"""Rows held in several ways, one above the other: q, k and v of a checkpoint that keeps them in
-different forms.
+"""Row blocks in several weight formats, such as q, k and v that a checkpoint stores differently.
 
-Stored are the parts' own tensors, each suffix with the part's number and format in front:
+Stored are the parts' own tensors; each suffix is prefixed with the part's number and format:
 ``0-int4-scale``.
 """
 
@@ -20,24 +19,30 @@ from modelmill.weights.base import WeightFormat, from_tensors
 
 @dataclass(frozen=True)
 class MixedRowsWeight:
-    """parts: [N_i, K] each, from the first rows on."""
+    """Row blocks concatenated into one matrix.
+
+    Attributes:
+        parts: [N_i, K] each, from the first rows on.
+    """
 
     parts: tuple[WeightFormat, ...]
     format: str = "mixed_rows"
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, torch.Tensor]) -> MixedRowsWeight:
-        found: dict[int, tuple[str, dict[str, torch.Tensor]]] = {}
+        """Build the weight from its stored tensors by suffix."""
+        tensors_by_part: dict[int, tuple[str, dict[str, torch.Tensor]]] = {}
         for suffix, tensor in tensors.items():
             number, _, rest = suffix.partition("-")
             weight_format, _, name = rest.partition("-")
             if not number.isdigit() or not name:
                 raise CorruptArtifact(
-                    f"a mixed_rows weight has a part {suffix!r}; rebuild the engine"
+                    f"a mixed_rows weight has an unknown part {suffix!r}; rebuild the engine"
                 )
-            found.setdefault(int(number), (weight_format, {}))[1][name] = tensor
+            tensors_by_part.setdefault(int(number), (weight_format, {}))[1][name] = tensor
         parts = tuple(
-            from_tensors(weight_format, each) for _, (weight_format, each) in sorted(found.items())
+            from_tensors(weight_format, each)
+            for _, (weight_format, each) in sorted(tensors_by_part.items())
         )
         if not parts or len({part.shape[1] for part in parts}) != 1:
             raise CorruptArtifact(
@@ -47,13 +52,16 @@ class MixedRowsWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """Return the shape of the tensor; [N, K] for a weight."""
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
     @property
     def alignment(self) -> int:
+        """Return the multiple at which columns may be cut."""
         return lcm(*(part.alignment for part in self.parts))
 
     def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the stored tensors by suffix."""
         return {
             f"{number}-{part.format}-{suffix}": tensor
             for number, part in enumerate(self.parts)
@@ -61,12 +69,13 @@ class MixedRowsWeight:
         }
 
     def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
-        found, first = [], 0
+        """Multiply [T, K] by the weight and add the bias: [T, N]."""
+        outputs, first = [], 0
         for part in self.parts:
             last = first + part.shape[0]
-            found.append(part.matmul(x, None if bias is None else bias[first:last], ops))
+            outputs.append(part.matmul(x, None if bias is None else bias[first:last], ops))
             first = last
-        return torch.cat(found, -1)
+        return torch.cat(outputs, -1)
 
     def try_linear_swiglu(
         self,
@@ -74,23 +83,27 @@ class MixedRowsWeight:
         bias: torch.Tensor | None,  # noqa: ARG002
         ops: Ops,  # noqa: ARG002
     ) -> torch.Tensor | None:
+        """Compute the product and SwiGLU's gate in one op, or return None without such an op."""
         return None
 
     def dense(self) -> torch.Tensor:
+        """Return the dequantized matrix [N, K] float32."""
         return torch.cat([part.dense() for part in self.parts])
 
     def to(self, device: str) -> MixedRowsWeight:
+        """Return a copy on the device."""
         return MixedRowsWeight(tuple(part.to(device) for part in self.parts))
 
     def slice(self, rows: Sequence[tuple[int, int]], columns: tuple[int, int]) -> MixedRowsWeight:
+        """Return the given row ranges and one column range, for one rank."""
         edges, first = [], 0
         for part in self.parts:
             edges.append((first, first + part.shape[0]))
             first += part.shape[0]
-        found = []
-        for a, b in rows:  # in the order asked for
+        parts = []
+        for a, b in rows:  # in the order of ``rows``
             for part, (low, high) in zip(self.parts, edges, strict=True):
                 begin, end = max(a, low), min(b, high)
                 if begin < end:
-                    found.append(part.slice([(begin - low, end - low)], columns))
-        return MixedRowsWeight(tuple(found))
+                    parts.append(part.slice([(begin - low, end - low)], columns))
+        return MixedRowsWeight(tuple(parts))

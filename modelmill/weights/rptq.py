@@ -1,13 +1,13 @@
-"""Weights and inputs in integers, the inputs' channels in clusters (RPTQ): int8 or 4-bit weights,
-8- or 4-bit inputs.
+"""RPTQ weights: integer weights and inputs, with the input channels in clusters.
 
-Columns stand in clustered order and in groups of one width; a cluster that does not fill its groups
-leaves columns that no channel goes to (perm −1). A channel may have several columns of one group,
-with the same weights: each holds one stretch of its range, and the first the zero-point, so that
-they add up to a number of more levels. Modes: "exact": a static step and zero-point a group, which
-the kernel applies group by group; "folded": the steps are in the weight, which has one scale a row,
-an ordinary int8 product; "dynamic": a step a token and group, found when the input comes.
-ops/rptq_linear.py and ops/rptq_quant.py tell the arithmetic.
+Weights are int8 or 4-bit, inputs 8- or 4-bit. Columns are in clustered order and in groups of one
+width; a cluster that does not fill its groups leaves empty columns (perm −1). A channel may have
+several columns of one group, with the same weights: each represents a part of the channel's range,
+and the first also the zero-point, so that together they have several times as many levels. Modes:
+"exact": a static scale and zero-point per group, which the kernel applies group by group; "folded":
+the input scales are folded into the weight, which has one scale per row, an ordinary int8 product;
+"dynamic": a scale per token and group, computed at run time. ops/rptq_linear.py and
+ops/rptq_quant.py describe the arithmetic.
 """
 
 from __future__ import annotations
@@ -40,12 +40,20 @@ PackedInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True)
 class RptqWeight:
-    """weight: [N, P] int8 or [N, P/2] uint8 (packed as int4_linear's). scale, offset: [N, G]
-    float16 (folded: float32).
+    """A matrix in clustered column order, with the quantization of its input.
 
-    perm: [P] int32, the channel of each column or −1. inv_input_scales, input_zero_points: [P]
-    float32, int32; input_scales: [G] float32; zero_point_bias: [N] float32; all four of static
-    modes. columns: K. bits: of the inputs."""
+    Attributes:
+        weight: [N, P] int8 or [N, P/2] uint8 (packed as for int4_linear).
+        scale: [N, G] float16 (folded: float32).
+        offset: [N, G] float16, or None for 8 bits.
+        perm: [P] int32, the channel of each column or −1.
+        columns: K.
+        inv_input_scales: [P] float32; static modes only, as the next three.
+        input_zero_points: [P] int32.
+        input_scales: [G] float32.
+        zero_point_bias: [N] float32.
+        bits: of the inputs.
+    """
 
     weight: torch.Tensor
     scale: torch.Tensor
@@ -81,9 +89,7 @@ class RptqWeight:
         bits: int = 8,
         splits_per_channel: int = 1,  # noqa: ARG004
     ) -> RptqWeight:
-        """Round to nearest without statistics: channels in their own order, inputs scaled as they
-        come.
-        """
+        """Round to nearest without statistics: channels in natural order, dynamic input scales."""
         wide = weight.float()
         group, groups = rptq_group_layout(wide.shape[1], "dynamic")
         if mode == "folded":
@@ -112,8 +118,9 @@ class RptqWeight:
         group_size: int,
         bits: int,
     ) -> RptqWeight:
-        """codes: [N, P], −127…127 (8 bit) or 0…15 beside an offset (4 bit); for inputs that are
-        scaled as they come.
+        """Build a weight for inputs with dynamic scales.
+
+        codes: [N, P], −127…127 (8 bits) or 0…15 together with an offset (4 bits).
         """
         packed = codes.to(torch.int8).contiguous() if offset is None else pack_codes(codes)
         small = torch.float16 if codes.shape[1] > group_size else torch.float32
@@ -138,7 +145,7 @@ class RptqWeight:
         input_zero_points: torch.Tensor,
         input_scales: torch.Tensor,
     ) -> RptqWeight:
-        """The same for inputs with steps and zero-points of calibration: [P], [P] and [G]."""
+        """Return the weight with calibrated input scales and zero-points: [P], [P] and [G]."""
         return replace(
             self,
             inv_input_scales=inv_input_scales.float(),
@@ -150,14 +157,16 @@ class RptqWeight:
     def _compute_zero_point_bias(
         self, input_zero_points: torch.Tensor, input_scales: torch.Tensor
     ) -> torch.Tensor:
-        """What the zero-points come to in each output, [N]."""
+        """Return the contribution of the zero-points to each output, [N]."""
         zero_points = self._column_zero_points(input_zero_points).double()
         by = (zero_points.view(-1, self.group_size) * input_scales.double()[:, None]).flatten()
         return -(self._dequantize_columns() @ by).float()
 
     def _column_zero_points(self, input_zero_points: torch.Tensor) -> torch.Tensor:
-        """[P], what is subtracted from each column's integers: a channel's zero-point once, then
-        the least integers.
+        """Return [P], the number subtracted from each column's integers.
+
+        It is the zero-point in a channel's first column and the smallest integer in its other
+        columns.
         """
         min_code = -(2 ** (self.bits - 1))
         return torch.where(
@@ -165,7 +174,7 @@ class RptqWeight:
         )
 
     def _dequantize_columns(self) -> torch.Tensor:
-        """scale · code + offset of every column, [N, P] float64."""
+        """Return scale · code + offset of every column, [N, P] float64."""
         codes = self.codes().double()
         wide = [
             None if t is None else t.double().repeat_interleave(self.group_size, 1)
@@ -184,6 +193,7 @@ class RptqWeight:
         bits: int = 8,  # noqa: ARG004
         splits_per_channel: int = 1,
     ) -> PackedInfo:
+        """Return shape and dtype of each stored tensor, by suffix."""
         rows, columns = shape
         group, groups = rptq_group_layout(columns, mode, splits_per_channel)
         width = group * groups
@@ -206,8 +216,9 @@ class RptqWeight:
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, torch.Tensor]) -> RptqWeight:
+        """Build the weight from its stored tensors by suffix."""
         if tensors["sizes"].shape != (3,):
-            raise CorruptArtifact("an rptq weight has lost its sizes; rebuild the engine")
+            raise CorruptArtifact("an rptq weight has no valid sizes; rebuild the engine")
         columns, group, bits = (int(n) for n in tensors["sizes"].tolist())
         weight, scale, perm = (tensors[name] for name in ("weight", "scale", "perm"))
         offset = tensors.get("offset")
@@ -229,14 +240,13 @@ class RptqWeight:
         )
         if not fits or not out._is_consistent():
             raise CorruptArtifact(
-                f"an rptq weight of {columns} columns in groups of {group} is damaged; rebuild it"
+                f"an rptq weight of {columns} columns in groups of {group} is damaged; "
+                "rebuild the engine"
             )
         return out
 
     def _is_consistent(self) -> bool:
-        """Whether what stands beside the codes fits them: as many as there are, of channels that
-        there are.
-        """
+        """Return whether the shapes match the codes and every perm entry is a valid channel."""
         rows, width = self.weight.shape[0], self.perm.numel()
         static = (
             self.inv_input_scales,
@@ -260,19 +270,22 @@ class RptqWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """Return the shape of the tensor; [N, K] for a weight."""
         return self.weight.shape[0], self.columns
 
     def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the stored tensors by suffix."""
         names = ("weight", "scale", "offset", "perm", *STATIC_SUFFIXES)
-        found = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return found | {
+        stored = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return stored | {
             "sizes": torch.tensor([self.columns, self.group_size, self.bits], dtype=torch.int32)
         }
 
     @property
     def act_quant(self) -> ActQuantSpec | None:
-        """What a norm in front may put out at once: integers in clustered order; None where steps
-        are each token's.
+        """Return the quant spec that a fused norm may produce: integers in clustered order.
+
+        It is None if the scales are dynamic.
         """
         return (
             None
@@ -285,6 +298,7 @@ class RptqWeight:
     def matmul(
         self, x: torch.Tensor | QuantizedInput, bias: torch.Tensor | None, ops: Ops
     ) -> torch.Tensor:
+        """Multiply [T, K] by the weight and add the bias: [T, N]."""
         if isinstance(x, QuantizedInput):
             return self.matmul_quantized(x.values, None, bias, x.dtype, ops)
         q, step = ops.rptq_quant(
@@ -295,7 +309,7 @@ class RptqWeight:
     def try_swiglu_quant(
         self, gate_up: torch.Tensor, bias: torch.Tensor | None, ops: Ops
     ) -> torch.Tensor:
-        """Of silu(first half) · second half of [T, 2·K], rounded to integers in the same pass."""
+        """Multiply silu(first half) · second half of [T, 2·K], quantized in the same pass."""
         q, step = ops.rptq_quant(
             gate_up,
             self.perm,
@@ -315,8 +329,9 @@ class RptqWeight:
         dtype: torch.dtype,
         ops: Ops,
     ) -> torch.Tensor:
-        """Of integers [T, P] in clustered order; input_scales: theirs where they have their own,
-        [T, G].
+        """Multiply integers [T, P] in clustered order.
+
+        input_scales: [T, G], dynamic scales; None for the static ones.
         """
         input_scales = self.input_scales if input_scales is None else input_scales
         grids = (self.weight, self.scale, self.offset, self.group_size)
@@ -324,21 +339,21 @@ class RptqWeight:
 
     def try_linear_swiglu(
         self,
-        x: torch.Tensor | QuantizedInput,  # noqa: ARG002
-        bias: torch.Tensor | None,  # noqa: ARG002
-        ops: Ops,  # noqa: ARG002
+        x: torch.Tensor | QuantizedInput,
+        bias: torch.Tensor | None,
+        ops: Ops,
     ) -> None:
-        return None
+        """Return None: no op computes the product and SwiGLU's gate."""
 
     def codes(self) -> torch.Tensor:
-        """[N, P] int8 or uint8."""
+        """Return the codes [N, P] int8 or uint8."""
         return self.weight if self.offset is None else unpack_codes(self.weight, self.perm.numel())
 
     def dense(self) -> torch.Tensor:
+        """Return the dequantized matrix [N, K] float32."""
         wide = self._dequantize_columns()
         if self.input_scales is not None and self.inv_input_scales is not None:
-            # 1 where the kernel applies the steps; in the folded mode the inputs' steps are in the
-            # weight
+            # 1 where the kernel applies the input scales; in the folded mode they are in the weight
             wide = wide * (
                 self.input_scales.double().repeat_interleave(self.group_size)
                 * self.inv_input_scales.double()
@@ -346,8 +361,9 @@ class RptqWeight:
         return unpermute_columns(wide, self.perm, self.columns).float()
 
     def fake_quantize(self, x: torch.Tensor) -> torch.Tensor:
-        """The input [T, K] that is really multiplied with ``dense()``: rounded to integers and
-        back, x's dtype.
+        """Return the input [T, K] that ``dense()`` is multiplied by, in x's dtype.
+
+        It is x rounded to integers and back.
         """
         if self.inv_input_scales is None:
             return self._fake_quantize_dynamic(x)
@@ -365,22 +381,22 @@ class RptqWeight:
 
     def _fake_quantize_dynamic(self, x: torch.Tensor) -> torch.Tensor:
         q, step = rptq_quant(x, self.perm, None, None, self.bits, self.group_size)
-        assert step is not None, "steps of their own"
+        assert step is not None, "dynamic scales"
         wide = q.double() * step.double().repeat_interleave(self.group_size, 1)
         return unpermute_columns(wide, self.perm, self.columns).to(x.dtype)
 
     def unpack(self, dtype: torch.dtype) -> RptqWeight:  # noqa: ARG002
+        """Return the weight with its values expanded for activations of dtype."""
         groups = self.codes().view(len(self.weight), -1, self.group_size)
         return replace(self, weight=groups.permute(1, 2, 0).float().contiguous())
 
     def to(self, device: str) -> RptqWeight:
+        """Return a copy on the device."""
         moved = {name: t.to(device) for name, t in self.tensors().items() if name != "sizes"}
         return RptqWeight.from_tensors(moved | {"sizes": self.tensors()["sizes"]})
 
     def cluster_stats(self) -> dict[str, int]:
-        """For the report: clusters, those of a single channel, and columns that no channel goes
-        to.
-        """
+        """Count, for the report, clusters, single-channel clusters and empty columns."""
         sizes = (self.perm.view(-1, self.group_size) >= 0).sum(1)
         empty = int((self.perm < 0).sum())
         return {
@@ -390,6 +406,7 @@ class RptqWeight:
         }
 
     def slice(self, rows: Sequence[tuple[int, int]], columns: tuple[int, int]) -> RptqWeight:
+        """Return the given row ranges and one column range, for one rank."""
         first, last = columns
         grids = (
             None if t is None else slice_tensor(t, rows)
@@ -397,8 +414,8 @@ class RptqWeight:
         )
         weight, scale, offset = grids
         assert weight is not None and scale is not None, "there are codes and scales"  # noqa: PT018
-        mine = (self.perm >= first) & (self.perm < last)
-        perm = torch.where(mine, self.perm - first, -1)
+        in_range = (self.perm >= first) & (self.perm < last)
+        perm = torch.where(in_range, self.perm - first, -1)
         part = replace(
             self, weight=weight, scale=scale, offset=offset, perm=perm, columns=last - first
         )
@@ -412,23 +429,23 @@ class RptqWeight:
         return replace(part, zero_point_bias=bias)._drop_empty_groups()
 
     def _drop_empty_groups(self) -> RptqWeight:
-        """Without the groups that no channel goes to."""
-        full = (self.perm.view(-1, self.group_size) >= 0).any(1)
-        if bool(full.all()) or self.scale.shape[1] == 1:
+        """Return the weight without its empty groups."""
+        nonempty = (self.perm.view(-1, self.group_size) >= 0).any(1)
+        if bool(nonempty.all()) or self.scale.shape[1] == 1:
             return self
-        each = full.repeat_interleave(self.group_size)
-        stored = each if self.offset is None else full.repeat_interleave(self.group_size // 2)
+        each = nonempty.repeat_interleave(self.group_size)
+        stored = each if self.offset is None else nonempty.repeat_interleave(self.group_size // 2)
 
-        def kept(t: torch.Tensor | None, where: torch.Tensor) -> torch.Tensor | None:
+        def select(t: torch.Tensor | None, where: torch.Tensor) -> torch.Tensor | None:
             return None if t is None else t[..., where].contiguous()
 
         return replace(
             self,
             weight=self.weight[:, stored].contiguous(),
-            scale=self.scale[:, full].contiguous(),
-            offset=kept(self.offset, full),
+            scale=self.scale[:, nonempty].contiguous(),
+            offset=select(self.offset, nonempty),
             perm=self.perm[each],
-            inv_input_scales=kept(self.inv_input_scales, each),
-            input_zero_points=kept(self.input_zero_points, each),
-            input_scales=kept(self.input_scales, full),
+            inv_input_scales=select(self.inv_input_scales, each),
+            input_zero_points=select(self.input_zero_points, each),
+            input_scales=select(self.input_scales, nonempty),
         )

@@ -1,9 +1,7 @@
-"""int8 weights for int8 activations: one weight scale a row, activations scaled by token or by one
-static number.
+"""int8 weights for int8 inputs: a scale per row, per-token or static input scales.
 
-A layer whose accuracy asks for it keeps its activations as they are: the same weights are then
-multiplied as those of ``int8_operations``. Which of the three it is stands in one stored number,
-``input_scale``.
+A layer that would lose too much accuracy keeps float activations: the same weights are then
+multiplied by ``int8_linear``. One stored number, ``input_scale``, selects among the three.
 """
 
 from __future__ import annotations
@@ -21,16 +19,21 @@ from modelmill.ops.rms_norm_quant import quantize_rows
 from modelmill.weights.base import TensorLayout, UnpackSpec, pad_columns, slice_tensor
 
 PackedInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
-PER_TOKEN_SCALE, FLOAT_INPUT = 0.0, -1.0  # what input_scale holds where it is no scale
+PER_TOKEN_SCALE, FLOAT_INPUT = 0.0, -1.0  # special values of input_scale
 
 
 @dataclass(frozen=True)
 class W8A8Weight:
-    """weight: [N, K] int8; scale: [N] float32, all alike where one was asked for.
+    """A matrix in 8 bits for inputs in 8 bits.
 
-    input_scale: [1] float32, the static scale of the activations; 0: each token has its own; −1:
-    they stay as they are. inv_input_scale: [1] float32, what a norm multiplies with before it
-    rounds; None where nothing is static. float_input: input_scale is −1.
+    Attributes:
+        weight: [N, K] int8.
+        scale: [N] float32, all equal if quantized per tensor.
+        input_scale: [1] float32, the static scale of the activations; 0: dynamic per-token scales;
+            −1: float activations.
+        inv_input_scale: [1] float32, the factor a fused norm applies before it rounds; None without
+            a static scale.
+        float_input: whether input_scale is −1.
     """
 
     weight: torch.Tensor
@@ -59,13 +62,11 @@ class W8A8Weight:
         per_channel: bool = True,
         input_scale: float = PER_TOKEN_SCALE,
     ) -> Self:
-        """Round to nearest: largest magnitude of a row, or of the matrix, on the largest value of
-        the type.
-        """
+        """Round to nearest; the largest magnitude of a row or matrix maps to the largest value."""
         wide = weight.float()
         peak = wide.abs().amax(-1) if per_channel else wide.abs().amax().expand(len(wide))
-        # a tensor: by a bare number GPUs divide with its reciprocal, and the last bit would depend
-        # on the machine
+        # a tensor, because GPUs divide by a scalar with its reciprocal and the last bit would
+        # depend on the device
         scale = peak / torch.full_like(peak, QUANT_MAX[cls.VALUE_DTYPE])
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))
         values = round_to_dtype(wide / scale[:, None], cls.VALUE_DTYPE)
@@ -75,25 +76,27 @@ class W8A8Weight:
     def from_stored(
         cls, values: torch.Tensor, scale: torch.Tensor, input_scale: torch.Tensor
     ) -> Self:
-        """From what is stored."""
-        given = float(input_scale)
-        factor = (1.0 / input_scale.double()).float() if given > 0 else None
-        return cls(values, scale.contiguous(), input_scale, factor, given < 0)
+        """Build a weight from its stored tensors."""
+        static_scale = float(input_scale)
+        factor = (1.0 / input_scale.double()).float() if static_scale > 0 else None
+        return cls(values, scale.contiguous(), input_scale, factor, static_scale < 0)
 
     @classmethod
     def packed_info(
         cls,
         shape: tuple[int, int],
         dtype: torch.dtype,  # noqa: ARG003
-        **layout: object,  # noqa: ARG003  it changes no size
+        **layout: object,  # noqa: ARG003  no option changes a size
     ) -> PackedInfo:
+        """Return shape and dtype of each stored tensor, by suffix."""
         scales = {"scale": ((shape[0],), torch.float32), "input_scale": ((1,), torch.float32)}
         return {"weight": (shape, cls.VALUE_DTYPE), **scales}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> Self:
-        weight, scale, given = tensors["weight"], tensors["scale"], tensors["input_scale"]
-        dtypes = (weight.dtype, scale.dtype, given.dtype) == (
+        """Build the weight from its stored tensors by suffix."""
+        weight, scale, input_scale = tensors["weight"], tensors["scale"], tensors["input_scale"]
+        dtypes = (weight.dtype, scale.dtype, input_scale.dtype) == (
             cls.VALUE_DTYPE,
             torch.float32,
             torch.float32,
@@ -102,29 +105,31 @@ class W8A8Weight:
             not dtypes
             or weight.dim() != 2
             or scale.shape != weight.shape[:1]
-            or given.shape != (1,)
+            or input_scale.shape != (1,)
         ):
             raise CorruptArtifact(
-                f"a weight of shape {list(weight.shape)} with scales in 8 bits is damaged; "
-                "rebuild it"
+                f"an 8-bit weight of shape {list(weight.shape)} is damaged; rebuild it"
             )
-        return cls.from_stored(weight, scale, given)
+        return cls.from_stored(weight, scale, input_scale)
 
     @property
     def shape(self) -> tuple[int, int]:
+        """Return the shape of the tensor; [N, K] for a weight."""
         return self.weight.shape[0], self.weight.shape[1]
 
     @property
     def act_quant(self) -> ActQuantSpec | None:
-        """What a norm in front may put out at once."""
+        """Return the quant spec that a fused norm may produce."""
         return None if self.float_input else ActQuantSpec(self.VALUE_DTYPE, self.inv_input_scale)
 
     def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the stored tensors by suffix."""
         return {"weight": self.weight, "scale": self.scale, "input_scale": self.input_scale}
 
     def matmul(
         self, x: torch.Tensor | QuantizedInput, bias: torch.Tensor | None, ops: Ops
     ) -> torch.Tensor:
+        """Multiply [T, K] by the weight and add the bias: [T, N]."""
         if isinstance(x, torch.Tensor):
             if self.float_input:
                 return self.matmul_float_input(x, bias, ops)
@@ -134,8 +139,10 @@ class W8A8Weight:
     def try_swiglu_quant(
         self, gate_up: torch.Tensor, bias: torch.Tensor | None, ops: Ops
     ) -> torch.Tensor | None:
-        """Of silu(first half) · second half of [T, 2·K], rounded to 8 bits in the same pass; None:
-        not in one.
+        """Multiply silu(first half) · second half of [T, 2·K], quantized in the same pass.
+
+        Returns:
+            The product, or None without a fused op.
         """
         if self.float_input or not ops.fuses_silu_mul_quant:
             return None
@@ -147,25 +154,26 @@ class W8A8Weight:
     def matmul_quantized(
         self, x: QuantizedInput, x_scale: torch.Tensor, bias: torch.Tensor | None, ops: Ops
     ) -> torch.Tensor:
-        """The product with activations in 8 bits."""
+        """Multiply activations in 8 bits."""
         return ops.w8a8_linear(x.values, self.weight, self.scale, x_scale, x.dtype, bias)
 
     def matmul_float_input(
         self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops
     ) -> torch.Tensor:
-        """The product with activations as they are."""
+        """Multiply float activations."""
         return ops.int8_linear(x, self.weight, self.scale, bias)
 
     def try_linear_swiglu(
         self, x: torch.Tensor | QuantizedInput, bias: torch.Tensor | None, ops: Ops
     ) -> torch.Tensor | None:
+        """Compute the product and SwiGLU's gate in one op, or return None without such an op."""
         if isinstance(x, torch.Tensor) or ops.w8a8_linear_swiglu is None:
             return None
         x_scale = self.input_scale if x.scale is None else x.scale
         return ops.w8a8_linear_swiglu(x.values, self.weight, self.scale, x_scale, x.dtype, bias)
 
     def fake_quantize(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, K] as it is multiplied: rounded to 8 bits and back, in x's dtype."""
+        """Return x [T, K] as the product uses it: rounded to 8 bits and back, in x's dtype."""
         if self.float_input:
             return x
         factor = None if self.inv_input_scale is None else self.inv_input_scale.to(x.device)
@@ -174,14 +182,17 @@ class W8A8Weight:
         return (values.to(torch.float32) * by).to(x.dtype)
 
     def dense(self) -> torch.Tensor:
+        """Return the dequantized matrix [N, K] float32."""
         return self.weight.float() * self.scale[:, None]
 
     def unpack(self, dtype: torch.dtype) -> Self:
+        """Return the weight with its values expanded for activations of dtype."""
         how = self.UNPACKS_FLOAT_INPUT if self.float_input else self.UNPACKS
         wide = self.weight.to(how.dtype or dtype)
         return replace(self, weight=pad_columns(wide) if how.dtype is None else wide)
 
     def to(self, device: str) -> Self:
+        """Return a copy on the device."""
         factor = None if self.inv_input_scale is None else self.inv_input_scale.to(device)
         moved = self.weight.to(device), self.scale.to(device), self.input_scale.to(device)
         return replace(
@@ -189,6 +200,7 @@ class W8A8Weight:
         )
 
     def slice(self, rows: Sequence[tuple[int, int]], columns: tuple[int, int]) -> Self:
+        """Return the given row ranges and one column range, for one rank."""
         return replace(
             self,
             weight=slice_tensor(self.weight, rows, columns),

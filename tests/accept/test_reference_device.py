@@ -163,7 +163,7 @@ def test_a_gpu_that_cannot_compute_the_reference_leaves_it_to_the_cpu(
     assert written
     assert report["accepted"]
     assert "float32 on the CPU: on the GPU it failed (Expected all tensors" in report["reference"]
-    assert "it does so on the CPU" in caplog.text
+    assert "it runs on the CPU" in caplog.text
 
 
 def test_what_fails_on_the_cpu_is_told(

@@ -227,7 +227,7 @@ def test_faults_of_a_tower_in_8_bits_are_named(
 
 def test_only_eyes_have_a_tower(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path / "hf")
-    with pytest.raises(UsageError, match=r"--tower int8: .* reads no pictures; leave it out"):
+    with pytest.raises(UsageError, match=r"--tower int8: .* does not read images; remove it"):
         make_plan(open_checkpoint(folder), BuildConfig(tower="int8"))
     with pytest.raises(UsageError, match="tower"):
         BuildConfig(tower="int4")

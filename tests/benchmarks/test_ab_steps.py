@@ -23,16 +23,16 @@ def test_a_name_says_what_changes_besides(monkeypatch: pytest.MonkeyPatch) -> No
     """
     plain = select_backends("cpu")
     chosen = dict.fromkeys(plain.backends, "cuda")
-    taken = chosen | {"linear": "triton", "linear_swiglu": "torch"}
+    backends = chosen | {"linear": "triton", "linear_swiglu": "torch"}
     known = {
         frozenset(): chosen,
-        frozenset({"linear"}): taken,
+        frozenset({"linear"}): backends,
         frozenset({"rope_cos_sin"}): chosen | {"rope_cos_sin": "torch"},
     }
     monkeypatch.setattr(
         ab_steps,
         "select_backends",
-        lambda _, asked=(): replace(plain, backends=known[frozenset(asked)]),
+        lambda _, overrides=(): replace(plain, backends=known[frozenset(overrides)]),
     )
     named = ab_steps.label_states(ab_steps.kernel_choices(["linear=triton", "rope_cos_sin=torch"]))
     assert list(named) == [

@@ -27,9 +27,10 @@ def test_rows_stand_behind_those_of_before(tmp_path: Path) -> None:
 
 
 def test_a_command_names_no_folder_of_this_machine(tmp_path: Path) -> None:
-    told = portable_command(
+    command = portable_command(
         "sam", ["--out", str(tmp_path / "a b.jsonl"), "--works", "click,everything", "benchmarks/x"]
     )
     assert (
-        told == "python benchmarks/sam.py --out 'a b.jsonl' --works click,everything benchmarks/x"
+        command
+        == "python benchmarks/sam.py --out 'a b.jsonl' --works click,everything benchmarks/x"
     )

@@ -115,13 +115,13 @@ def test_the_content_is_the_weights_and_not_the_options(tmp_path: Path) -> None:
             "weights/embedding_and_head.safetensors": {"sha256": weights},
             "quantization/0.json": {"sha256": build},
         }
-        told = {
+        manifest = {
             "config": {"hidden_size": 8},
             "aliases": {},
             "files": files,
             "build": {"method": build},
         }
-        (tmp_path / "manifest.json").write_text(json.dumps(told))
+        (tmp_path / "manifest.json").write_text(json.dumps(manifest))
         return engine_cache.engine_content_digest(tmp_path)
 
     assert content("a", "gptq") == content("a", "awq") != content("b", "gptq")
@@ -130,9 +130,9 @@ def test_the_content_is_the_weights_and_not_the_options(tmp_path: Path) -> None:
 def test_a_refused_engine_is_none_and_a_failed_build_ends(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = SimpleNamespace(returncode=1, stderr="the engine was refused and not written: q_proj")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: told)
+    process = SimpleNamespace(returncode=1, stderr="the engine was refused and not written: q_proj")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: process)
     assert engine_cache.build_or_reuse(checkpoint, BUILD, tmp_path) == (None, None)
-    told.stderr = "no space"
+    process.stderr = "no space"
     with pytest.raises(SystemExit, match="ended with 1"):
         engine_cache.build_or_reuse(checkpoint, BUILD, tmp_path)

@@ -21,7 +21,9 @@ def test_launched_leaves_the_graphs_of_prompts_aside_for_its_own_calls(
     for seed in range(4):
         launched.generate([(30, 1)], seed)
     assert (tape.captured, tape.replayed) == (0, 0)
-    found = measure_in_turn(Workload("first-30", (30,), (1,)), [EngineCoreSide(loop), launched], 3)  # type: ignore[list-item]
-    assert set(found) == {"modelmill", "launched"}
+    figures = measure_in_turn(
+        Workload("first-30", (30,), (1,)), [EngineCoreSide(loop), launched], 3
+    )  # type: ignore[list-item]
+    assert set(figures) == {"modelmill", "launched"}
     assert (tape.captured, tape.replayed) == (1, 3)
     assert loop.model_runner.prefill_graphs is not None

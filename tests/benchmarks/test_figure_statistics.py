@@ -22,9 +22,9 @@ SECONDS = st.floats(1e-4, 1e3)
 
 def test_time_per_token_is_what_the_steps_between_the_calls_took() -> None:
     first, step = 0.25, 0.004
-    found = time_per_token([first + SHORT * step] * 3, [first + LONG * step] * 3)
-    assert found.value == pytest.approx(4.0)
-    assert (found.min, found.max, found.runs) == (pytest.approx(4.0), pytest.approx(4.0), 3)
+    figure = time_per_token([first + SHORT * step] * 3, [first + LONG * step] * 3)
+    assert figure.value == pytest.approx(4.0)
+    assert (figure.min, figure.max, figure.runs) == (pytest.approx(4.0), pytest.approx(4.0), 3)
 
 
 def test_time_per_token_takes_medians_of_the_calls() -> None:
@@ -35,17 +35,17 @@ def test_time_per_token_takes_medians_of_the_calls() -> None:
 
 @given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=9))
 def test_a_figure_lies_within_its_spread(rounds: list[tuple[float, float]]) -> None:
-    found = time_per_token([a for a, _ in rounds], [b for _, b in rounds])
-    assert found.min <= found.value <= found.max
-    assert found.runs == len(rounds)
+    figure = time_per_token([a for a, _ in rounds], [b for _, b in rounds])
+    assert figure.min <= figure.value <= figure.max
+    assert figure.runs == len(rounds)
 
 
 @given(st.lists(SECONDS, min_size=1, max_size=9), st.sampled_from((1.0, 1e3)))
 def test_whole_calls_give_their_median(seconds: list[float], scale: float) -> None:
-    found = whole_call_figure(seconds, scale)
-    assert found.value == pytest.approx(statistics.median(seconds) * scale)
-    assert found.min == min(seconds) * scale
-    assert found.max == max(seconds) * scale
+    figure = whole_call_figure(seconds, scale)
+    assert figure.value == pytest.approx(statistics.median(seconds) * scale)
+    assert figure.min == min(seconds) * scale
+    assert figure.max == max(seconds) * scale
 
 
 def test_rounds_that_do_not_pair_are_refused() -> None:

@@ -37,9 +37,9 @@ def test_a_step_is_timed_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         command, cwd=root, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = re.findall(
+    matches = re.findall(
         r"smoothquant, pages auto, (\S+) tokens: (\S+) ms of CPU at least, (\S+) in the",
         done.stdout,
     )
-    assert [each[0] for each in found] == ["64", "64+3"]
-    assert all(0 < float(least) <= float(median) for _, least, median in found)
+    assert [each[0] for each in matches] == ["64", "64+3"]
+    assert all(0 < float(least) <= float(median) for _, least, median in matches)

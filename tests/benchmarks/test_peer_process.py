@@ -51,7 +51,7 @@ def test_a_side_says_what_it_is_answers_and_ends(side: PeerProcess, tmp_path: Pa
 
 def test_another_number_of_tokens_is_an_error(side: PeerProcess) -> None:
     side.ready()
-    with pytest.raises(PeerError, match="gave 4 tokens where 5 were asked for"):
+    with pytest.raises(PeerError, match="gave 4 tokens, expected 5"):
         side.generate([(7, 5)], seed=1)
 
 

@@ -67,7 +67,7 @@ def test_the_measures_are_those_of_the_formulas(tmp_path: Path) -> None:
     plain, other = FakeLoop(0.0), FakeLoop(0.5)
     right = cached_logits(lambda: plain, windows, tmp_path / "r", lambda *_: None)
     assert torch.equal(right, torch.cat([plain.logits(w) for w in windows]))
-    found = measure_fidelity(other, windows, right, lambda *_: None)
+    fidelity = measure_fidelity(other, windows, right, lambda *_: None)
 
     nats, kl, same, scored = 0.0, [], 0, 0
     for window in windows:
@@ -76,20 +76,20 @@ def test_the_measures_are_those_of_the_formulas(tmp_path: Path) -> None:
         same += sum(int(p[t].argmax()) == int(q[t].argmax()) for t in range(len(window)))
         for t, token in enumerate(window[1:]):
             nats, scored = nats - float(q[t, token].log()), scored + 1
-    assert found["perplexity"] == pytest.approx(
+    assert fidelity["perplexity"] == pytest.approx(
         torch.tensor(nats / scored, dtype=torch.float64).exp().item(), rel=1e-9
     )
-    assert found["mean_kl"] == pytest.approx(sum(kl) / len(kl), rel=1e-9)
-    assert found["max_kl"] == pytest.approx(max(kl), rel=1e-9)
-    assert found["agreement"] == same / len(kl)
+    assert fidelity["mean_kl"] == pytest.approx(sum(kl) / len(kl), rel=1e-9)
+    assert fidelity["max_kl"] == pytest.approx(max(kl), rel=1e-9)
+    assert fidelity["agreement"] == same / len(kl)
 
 
 def test_an_engine_against_itself_differs_by_nothing() -> None:
     loop = FakeLoop(0.0)
     window = [1, 2, 3, 4]
-    found = measure_fidelity(loop, [window], loop.logits(window), lambda *_: None)
-    assert found["mean_kl"] == 0.0
-    assert found["agreement"] == 1.0
+    fidelity = measure_fidelity(loop, [window], loop.logits(window), lambda *_: None)
+    assert fidelity["mean_kl"] == 0.0
+    assert fidelity["agreement"] == 1.0
 
 
 def test_kept_logits_are_not_computed_again(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_rows_of_a_lone_last_token_are_scored_by_no_target() -> None:
 
 
 @pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def base_args(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A command line whose builds are fake."""
     text = tmp_path / "text.txt"
     text.write_text("x" * 90)
@@ -137,9 +137,9 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_row_says_what_was_asked_and_is_written_once(
-    asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    base_args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    command = [*asked, "--", "-q", "int4", "--group-size", "64"]
+    command = [*base_args, "--", "-q", "int4", "--group-size", "64"]
     assert bench.main(command) == 0
     assert bench.main(command) == 0
     (row,) = bench.read_rows(tmp_path / "rows.jsonl")
@@ -150,12 +150,14 @@ def test_a_row_says_what_was_asked_and_is_written_once(
     assert row["excess"] == pytest.approx(row["perplexity"] / row["float32"] - 1)
     assert row["kinds"] == {"int4": 1}
     assert {"device", "versions", "date", "mean_kl", "agreement"} <= set(row)
-    told = capsys.readouterr().err
-    assert "stands already: -q int4" in told
+    message = capsys.readouterr().err
+    assert "stands already: -q int4" in message
     monkeypatch.setattr(bench, "source_digest", lambda: "later")
     assert bench.main(command) == 0
     assert "stands already, of other sources than today's: -q int4" in capsys.readouterr().err
-    bench.main([*asked[:-2], "--again", *asked[-2:], "--", "-q", "int4", "--group-size", "64"])
+    bench.main(
+        [*base_args[:-2], "--again", *base_args[-2:], "--", "-q", "int4", "--group-size", "64"]
+    )
     assert len(bench.read_rows(tmp_path / "rows.jsonl")) == 2
     capsys.readouterr()
     bench.main(["--report", "--results", str(tmp_path / "rows.jsonl")])
@@ -165,7 +167,7 @@ def test_a_row_says_what_was_asked_and_is_written_once(
 
 
 def test_a_refused_engine_is_a_row_too(
-    asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    base_args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     plain = bench.FLOAT32
     monkeypatch.setattr(
@@ -173,33 +175,33 @@ def test_a_refused_engine_is_a_row_too(
         "build_or_reuse",
         lambda _, build, *more: (Path("e") if tuple(build) == plain else None, None),
     )
-    bench.main([*asked, "--", "-q", "int4"])
+    bench.main([*base_args, "--", "-q", "int4"])
     (row,) = bench.read_rows(tmp_path / "rows.jsonl")
     assert row["accepted"] is False
     assert "refused" in capsys.readouterr().out
 
 
-def test_another_kv_type_is_another_row(asked: list[str]) -> None:
-    plain, build = bench.parse_args([*asked, "--", "-q", "int8"])
-    other, same = bench.parse_args([*asked, "--kv-cache-dtype", "int8", "--", "-q", "int8"])
+def test_another_kv_type_is_another_row(base_args: list[str]) -> None:
+    plain, build = bench.parse_args([*base_args, "--", "-q", "int8"])
+    other, same = bench.parse_args([*base_args, "--kv-cache-dtype", "int8", "--", "-q", "int8"])
     assert build == same
     assert result_rows.row_key(plain, build) != result_rows.row_key(other, same)
 
 
 def test_the_text_that_was_calibrated_on_is_refused(
-    asked: list[str], monkeypatch: pytest.MonkeyPatch
+    base_args: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import hashlib
 
     from modelmill.core.errors import UsageError
 
     loop = FakeLoop(0.0)
-    digest = hashlib.sha256(Path(asked[2]).read_bytes()).hexdigest()
+    digest = hashlib.sha256(Path(base_args[2]).read_bytes()).hexdigest()
     facts = {"name": "text.txt", "sha256": digest, "samples": 1, "length": 1}
     loop.artifact.manifest.source = {"calibration": facts}
     monkeypatch.setattr(bench, "open_engine_core", lambda *_: loop)
     with pytest.raises(UsageError, match="calibrated on"):
-        bench.main([*asked, "--", "-q", "int4"])
+        bench.main([*base_args, "--", "-q", "int4"])
 
 
 def test_rows_are_json_lines(tmp_path: Path) -> None:

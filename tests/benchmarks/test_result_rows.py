@@ -39,7 +39,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return here
 
 
-def asked(*more: str) -> argparse.Namespace:
+def parse_options(*more: str) -> argparse.Namespace:
     return bench.parse_args(
         ["model.gguf", "--text", "../shared/data/text/wikitext2_test_a.txt", *more]
     )[0]
@@ -53,10 +53,10 @@ def test_every_kept_row_is_found_by_its_command(
         result_rows, "requested_device", lambda options: without_threads(row["device"])
     )
     options, _ = bench.parse_args(shlex.split(row["command"])[2:])
-    found, stands = matching_rows(ROWS, options, shlex.split(row["options"]))
+    key, stands = matching_rows(ROWS, options, shlex.split(row["options"]))
     assert row in stands
     newest = [each for each in ROWS if each["key"] == row["key"]][-1]
-    assert (found == row["key"]) == (newest in stands), (
+    assert (key == row["key"]) == (newest in stands), (
         "measured again, it stands for what a report shows"
     )
 
@@ -74,16 +74,19 @@ OTHERS: list[tuple[str, ...]] = [
 def test_another_device_or_calibration_is_another_measurement(
     more: tuple[str, ...], repository: Path
 ) -> None:
-    assert row_key(asked(), BUILD) == row_key(asked(), BUILD)
-    assert row_key(asked(), BUILD) != row_key(asked(*more), BUILD)
+    assert row_key(parse_options(), BUILD) == row_key(parse_options(), BUILD)
+    assert row_key(parse_options(), BUILD) != row_key(parse_options(*more), BUILD)
     calibration = {"name": "cnndm_calibration.jsonl", "samples": 1, "length": 1}
     older = {
-        "key": result_rows.option_names(asked(), BUILD),
+        "key": result_rows.option_names(parse_options(), BUILD),
         "calibration": calibration,
         "device": "A CPU, 2 threads",
     }
-    assert matching_rows([older], asked(), BUILD) == (older["key"], [older])
-    assert matching_rows([older], asked(*more), BUILD) == (row_key(asked(*more), BUILD), [])
+    assert matching_rows([older], parse_options(), BUILD) == (older["key"], [older])
+    assert matching_rows([older], parse_options(*more), BUILD) == (
+        row_key(parse_options(*more), BUILD),
+        [],
+    )
 
 
 @pytest.mark.parametrize("file", ["wikitext2_test_a.txt", "cnndm_calibration.jsonl"])
@@ -97,13 +100,16 @@ def test_other_files_under_the_same_names_are_another_measurement(
         for each in ("wikitext2_test_a.txt", "cnndm_calibration.jsonl")
     )
     read = {"name": "cnndm_calibration.jsonl", "sha256": calibration}
-    told = {"calibration": read, "text_sha256": text, "device": "A CPU"}
-    names = result_rows.option_names(asked(), BUILD)
-    rows = [{"key": names, **told}, {"key": row_key(asked(), BUILD), "names": names, **told}]
+    facts = {"calibration": read, "text_sha256": text, "device": "A CPU"}
+    names = result_rows.option_names(parse_options(), BUILD)
+    rows = [
+        {"key": names, **facts},
+        {"key": row_key(parse_options(), BUILD), "names": names, **facts},
+    ]
     for row in rows:
-        assert matching_rows([row], asked(), BUILD) == (row["key"], [row])
+        assert matching_rows([row], parse_options(), BUILD) == (row["key"], [row])
     path.write_text("other") if change == "rewritten" else path.unlink()
-    assert matching_rows(rows, asked(), BUILD)[1] == []
+    assert matching_rows(rows, parse_options(), BUILD)[1] == []
 
 
 @pytest.mark.parametrize(("accepted", "stands"), [(True, True), (False, False)])
@@ -111,36 +117,38 @@ def test_a_recipe_without_statistics_is_the_same_with_any_calibration(
     accepted: bool, stands: bool, repository: Path
 ) -> None:
     row = {
-        "key": row_key(asked(), BUILD),
-        "names": result_rows.option_names(asked(), BUILD),
+        "key": row_key(parse_options(), BUILD),
+        "names": result_rows.option_names(parse_options(), BUILD),
         "accepted": accepted,
     }
     row |= {"calibration": None, "device": "A CPU"}
-    other = asked("--calibration", "../shared/data/text/other.jsonl")
+    other = parse_options("--calibration", "../shared/data/text/other.jsonl")
     assert matching_rows([row], other, BUILD) == (
         (row["key"], [row]) if stands else (row_key(other, BUILD), [])
     )
-    assert matching_rows([row], asked("--device", "cuda"), BUILD)[1] == []
+    assert matching_rows([row], parse_options("--device", "cuda"), BUILD)[1] == []
 
 
 def test_summaries_that_are_wanted_must_be_there(repository: Path) -> None:
-    wanted = ("--summaries", "../shared/data/text/cnndm_eval.jsonl")
-    key = row_key(asked(), BUILD)
+    summary_args = ("--summaries", "../shared/data/text/cnndm_eval.jsonl")
+    key = row_key(parse_options(), BUILD)
     without = {"key": key, "accepted": True, "device": "A CPU"}
     whole = without | {"summaries": 100}
-    digest = result_rows.rouge_articles(asked(*wanted))
-    assert matching_rows([without], asked(*wanted), BUILD) == (key, []), (
+    digest = result_rows.rouge_articles(parse_options(*summary_args))
+    assert matching_rows([without], parse_options(*summary_args), BUILD) == (key, []), (
         "measured with them, it has one line in a report"
     )
-    assert matching_rows([whole], asked(*wanted), BUILD)[1] == [whole]
-    assert matching_rows([whole], asked(), BUILD)[1] == [whole]
-    assert matching_rows([whole], asked(*wanted, "--num", "110"), BUILD)[1] == []
-    assert matching_rows([whole | {"articles": digest}], asked(*wanted), BUILD)[1] != []
+    assert matching_rows([whole], parse_options(*summary_args), BUILD)[1] == [whole]
+    assert matching_rows([whole], parse_options(), BUILD)[1] == [whole]
+    assert matching_rows([whole], parse_options(*summary_args, "--num", "110"), BUILD)[1] == []
+    assert (
+        matching_rows([whole | {"articles": digest}], parse_options(*summary_args), BUILD)[1] != []
+    )
     other = ("--summaries", "../shared/data/text/other.jsonl")
-    assert matching_rows([whole | {"articles": digest}], asked(*other), BUILD)[1] == []
+    assert matching_rows([whole | {"articles": digest}], parse_options(*other), BUILD)[1] == []
     refused = {"key": key, "accepted": False, "device": "A CPU"}
-    assert matching_rows([refused], asked(*wanted), BUILD)[1] == [refused]
-    assert matching_rows([without], asked(*wanted, "--whole-inputs"), BUILD)[1] == []
+    assert matching_rows([refused], parse_options(*summary_args), BUILD)[1] == [refused]
+    assert matching_rows([without], parse_options(*summary_args, "--whole-inputs"), BUILD)[1] == []
 
 
 def test_a_report_tells_two_measurements_of_one_build_apart(
@@ -150,6 +158,6 @@ def test_a_report_tells_two_measurements_of_one_build_apart(
     bench.report([row])
     assert row["device"] not in capsys.readouterr().out
     bench.report([row, row | {"key": "other", "device": "A CPU, 2 threads"}])
-    told = capsys.readouterr().out
-    assert "NVIDIA H200" in told
-    assert "A CPU" in told
+    output = capsys.readouterr().out
+    assert "NVIDIA H200" in output
+    assert "A CPU" in output

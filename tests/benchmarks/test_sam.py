@@ -11,8 +11,8 @@ def test_a_click_and_an_embedding_become_rows() -> None:
     spec = sam.SamVitSpec(width=32, depth=2, heads=2, global_attn_indexes=(1,), inner=32)
     side = sam.modelmill_side("bfloat16", spec, "cpu", {})
     with torch.inference_mode():
-        (told,) = sam.encoder_rows([side], [1], 1, "cpu")
-        assert told["images_per_s"] == round(1e3 / told["value"], 2)
+        (row,) = sam.encoder_rows([side], [1], 1, "cpu")
+        assert row["images_per_s"] == round(1e3 / row["value"], 2)
         click = sam.click_row(side, 2)
     assert click["work"] == "click"
     assert click["spread"]["runs"] == 2

@@ -31,25 +31,25 @@ def each(alone: float, served: float, cpu: float = 1.0) -> dict[str, float]:
 
 def test_ratios_are_of_rounds_and_not_of_medians() -> None:
     """A machine that slows down from round to round changes no ratio."""
-    told = summary(PLAN, [each(1.0, 1.0), each(2.0, 2.5, 0.9), each(4.0, 4.4)], [])
-    assert told["ratio"] == {
+    report = summary(PLAN, [each(1.0, 1.0), each(2.0, 2.5, 0.9), each(4.0, 4.4)], [])
+    assert report["ratio"] == {
         "median": pytest.approx(4 / 4.4),
         "min": pytest.approx(0.8),
         "max": 1.0,
     }
-    assert told["cpu_ratio"]["min"] == pytest.approx(0.9)
-    assert told["alone_tokens_per_s"]["median"] == pytest.approx(20)
-    assert told["api_us_per_token"]["median"] == pytest.approx(100)
-    assert "burst" not in told
+    assert report["cpu_ratio"]["min"] == pytest.approx(0.9)
+    assert report["alone_tokens_per_s"]["median"] == pytest.approx(20)
+    assert report["api_us_per_token"]["median"] == pytest.approx(100)
+    assert "burst" not in report
 
 
 def test_a_burst_is_told_by_its_slowest_gaps_over_the_quiet_median() -> None:
     gaps = {"quiet": [10.0] * 99 + [50.0], "during": [20.0] * 98 + [28.0] * 2, "first": [100.0]}
-    told = summary(PLAN, [each(1.0, 1.0)], [gaps])["burst"]
-    assert told["quiet_median_ms"] == 10.0
-    assert told["during_p99_ms"] == quantile_at(gaps["during"], 0.99) == 28.0
-    assert told["p99_over_quiet_median"] == pytest.approx(2.8)
-    assert told["rounds"] == [pytest.approx(2.8)]
+    report = summary(PLAN, [each(1.0, 1.0)], [gaps])["burst"]
+    assert report["quiet_median_ms"] == 10.0
+    assert report["during_p99_ms"] == quantile_at(gaps["during"], 0.99) == 28.0
+    assert report["p99_over_quiet_median"] == pytest.approx(2.8)
+    assert report["rounds"] == [pytest.approx(2.8)]
 
 
 @pytest.mark.parametrize("tokens", [3, 4])
@@ -92,26 +92,26 @@ def test_each_token_has_its_time(tokens: int) -> None:
 
 def test_steps_of_a_burst_are_told_beside_quiet_ones() -> None:
     quiet = [0.010] * 60
-    told = step_figures(
+    figures = step_figures(
         [
             {"quiet": quiet, "during": [0.020] * 98 + [0.025, 0.030]},
             {"quiet": quiet, "during": [0.030]},
         ]
     )
-    assert told["quiet_median_ms"] == pytest.approx(10)
-    assert told["during_median_ms"] == pytest.approx(20)
-    assert told["rounds"] == pytest.approx([2.505, 3.0])
+    assert figures["quiet_median_ms"] == pytest.approx(10)
+    assert figures["during_median_ms"] == pytest.approx(20)
+    assert figures["rounds"] == pytest.approx([2.505, 3.0])
 
 
 def test_a_burst_is_scheduled_as_a_server_does_and_leaves_the_loop_as_it_was() -> None:
     loop = tiny.make_engine(tiny.decoder(max_len=512), max_num_batched_tokens=512)
     before = loop.scheduler.limits
-    found = _burst(
+    step_times = _burst(
         loop, "x", [[5, 6, 7 + i] for i in range(4)], [list(range(5, 60)), list(range(60, 4, -1))]
     )
-    assert len(found["quiet"]) == QUIET_STEPS
+    assert len(step_times["quiet"]) == QUIET_STEPS
     # 111 tokens in pieces: more than a step, far less than one a token
-    assert 2 < len(found["during"]) < 60
-    assert min(found["quiet"] + found["during"]) > 0
+    assert 2 < len(step_times["during"]) < 60
+    assert min(step_times["quiet"] + step_times["during"]) > 0
     assert (loop.scheduler.limits, loop.scheduler.adaptive_chunk) == (before, None)
     tiny.assert_idle(loop)

@@ -24,18 +24,18 @@ from benchmarks.synthetic_shapes import randomize_weights, synthetic_config, wri
 def test_a_peer_has_as_many_weights_as_we_have(shape: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     raw = with_num_layers(shape, 1)
-    told = json.loads((write_synthetic_config(raw, tmp_path) / "config.json").read_text())
+    config = json.loads((write_synthetic_config(raw, tmp_path) / "config.json").read_text())
     with torch.device("meta"):
-        theirs = transformers.AutoModelForCausalLM.from_config(
-            transformers.AutoConfig.for_model(**told)
+        reference = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(**config)
         )
     ours = sum(torch.Size(size).numel() for shard in tensors(raw) for size in shard.values())
-    assert sum(weight.numel() for weight in theirs.parameters()) == ours
+    assert sum(weight.numel() for weight in reference.parameters()) == ours
 
 
 def test_qwen_is_told_as_qwen2() -> None:
-    told = synthetic_config(SHAPES["qwen-7b"])
-    assert (told["model_type"], told["intermediate_size"], told["num_key_value_heads"]) == (
+    config = synthetic_config(SHAPES["qwen-7b"])
+    assert (config["model_type"], config["intermediate_size"], config["num_key_value_heads"]) == (
         "qwen2",
         11008,
         32,

@@ -71,13 +71,13 @@ def rows(bench: table.SpeedTable) -> list[dict[str, object]]:
 
 def test_a_line_gives_a_row_a_side_of_one_run(bench: table.SpeedTable) -> None:
     bench.run_parts(["first"], "qwen-7b")
-    found = rows(bench)
-    assert [(row["work"], row["subject"]) for row in found] == [
+    written = rows(bench)
+    assert [(row["work"], row["subject"]) for row in written] == [
         ("first-1024", "modelmill"), ("first-1024", "vLLM"), ("first-4096", "modelmill"),
         ("first-4096", "vLLM"),
     ]  # fmt: skip
-    assert {row["run"] for row in found} == {bench.run}
-    for row in found:
+    assert {row["run"] for row in written} == {bench.run}
+    for row in written:
         assert {"commit", "host_cpu", "load_1m", "calls_s"} <= set(row), (
             "where it comes from, and every call"
         )
@@ -91,16 +91,16 @@ def test_a_line_gives_a_row_a_side_of_one_run(bench: table.SpeedTable) -> None:
             "statistic",
             "value",
         } <= set(row)
-    assert found[0]["unit"] == "ms"
-    assert found[1]["value"] == 2 * float(str(found[0]["value"]))
+    assert written[0]["unit"] == "ms"
+    assert written[1]["value"] == 2 * float(str(written[0]["value"]))
 
 
 def test_marks_give_rows_that_say_in_which_order_they_were_taken(bench: table.SpeedTable) -> None:
     bench.run_parts(["marks"], "qwen-7b")
-    found = rows(bench)
-    assert len(found) == 2 * (7 + 4), "a line a block, and the first token of one sequence"
-    assert all("3 of 144" in str(row["order"]) for row in found)
-    assert {row["part"] for row in found} == {"marks"}
+    written = rows(bench)
+    assert len(written) == 2 * (7 + 4), "a line a block, and the first token of one sequence"
+    assert all("3 of 144" in str(row["order"]) for row in written)
+    assert {row["part"] for row in written} == {"marks"}
 
 
 def test_rows_say_where_weights_are_drawn_another_way(
@@ -252,8 +252,10 @@ def test_a_cpu_line_has_both_speeds_their_ratio_and_what_must_be_reached() -> No
 
 
 def test_a_recorded_command_names_no_folder_of_this_machine() -> None:
-    told = table.portable_command(["trace", "--peer", "/tmp/some/where/kit", "--out", "rows.jsonl"])
-    assert told == "python benchmarks/table.py trace --peer kit --out rows.jsonl"
+    command = table.portable_command(
+        ["trace", "--peer", "/tmp/some/where/kit", "--out", "rows.jsonl"]
+    )
+    assert command == "python benchmarks/table.py trace --peer kit --out rows.jsonl"
 
 
 def test_the_peer_finds_its_packages(tmp_path: Path) -> None:

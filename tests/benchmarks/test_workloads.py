@@ -40,17 +40,17 @@ def test_every_line_with_turns_has_a_target() -> None:
 
 
 def test_sides_take_turns_on_the_same_ids_and_the_first_round_is_not_counted() -> None:
-    asked: list[tuple[str, int, int]] = []
-    ours, peer = Clocked("ours", 0.004, asked), Clocked("peer", 0.008, asked)
-    found = measure_in_turn(Workload("decode-2x8", (8, 8)), [ours, peer], rounds=2)  # type: ignore[list-item]
-    assert found["ours"].value == pytest.approx(4.0)
-    assert found["peer"].value == pytest.approx(8.0)
-    assert found["ours"].runs == 4
-    firsts = [name for name, output, _ in asked if output == SHORT]
+    calls: list[tuple[str, int, int]] = []
+    ours, peer = Clocked("ours", 0.004, calls), Clocked("peer", 0.008, calls)
+    figures = measure_in_turn(Workload("decode-2x8", (8, 8)), [ours, peer], rounds=2)  # type: ignore[list-item]
+    assert figures["ours"].value == pytest.approx(4.0)
+    assert figures["peer"].value == pytest.approx(8.0)
+    assert figures["ours"].runs == 4
+    firsts = [name for name, output, _ in calls if output == SHORT]
     twice = ["ours", "ours", "peer", "peer", "peer", "peer", "ours", "ours"]
     assert firsts == ["peer", "ours", *twice], "another side begins each round"
-    seeds = [seed for name, _, seed in asked if name == "ours"]
-    assert set(seeds) == {seed for name, _, seed in asked if name == "peer"}
+    seeds = [seed for name, _, seed in calls if name == "ours"]
+    assert set(seeds) == {seed for name, _, seed in calls if name == "peer"}
     assert len(set(seeds)) == len(seeds), "no call repeats a prompt"
 
 
@@ -64,14 +64,14 @@ class Warm(Clocked):
 
 
 def test_neither_length_is_always_called_on_a_warmer_card() -> None:
-    found = measure_in_turn(Workload("decode-2x8", (8, 8)), [Warm("ours", 0.004, [])], rounds=3)  # type: ignore[list-item]
-    assert found["ours"].value == pytest.approx(4.0)
-    assert found["ours"].max > 4.0
+    figures = measure_in_turn(Workload("decode-2x8", (8, 8)), [Warm("ours", 0.004, [])], rounds=3)  # type: ignore[list-item]
+    assert figures["ours"].value == pytest.approx(4.0)
+    assert figures["ours"].max > 4.0
 
 
 def test_the_first_token_is_a_whole_call_in_milliseconds() -> None:
-    found = measure_in_turn(workloads_for("first")[0], [Clocked("ours", 0.0, [])], rounds=3)  # type: ignore[list-item]
-    assert found["ours"].value == pytest.approx(1000.0)
+    figures = measure_in_turn(workloads_for("first")[0], [Clocked("ours", 0.0, [])], rounds=3)  # type: ignore[list-item]
+    assert figures["ours"].value == pytest.approx(1000.0)
 
 
 def test_the_warm_part_is_the_first_token_under_names_of_its_own() -> None:
@@ -85,17 +85,17 @@ def test_the_warm_part_is_the_first_token_under_names_of_its_own() -> None:
 
 
 def test_marks_are_taken_in_blocks_of_one_length_and_sides_take_turns() -> None:
-    asked: list[tuple[str, int, int]] = []
-    ours, peer = Clocked("ours", 0.004, asked), Clocked("peer", 0.008, asked)
+    calls: list[tuple[str, int, int]] = []
+    ours, peer = Clocked("ours", 0.004, calls), Clocked("peer", 0.008, calls)
     (decode, steps), (first, firsts) = measure_in_blocks(1, 1024, [ours, peer], rounds=2)  # type: ignore[list-item]
     assert (decode.name, first.name) == ("decode-1x1024", "first-1024")
     assert [steps[name].value for name in ("ours", "peer")] == pytest.approx([4.0, 8.0])
     assert firsts["ours"].value == pytest.approx(1004.0)
     block = [8, *[SHORT] * CALLS_PER_BLOCK, *[LONG] * CALLS_PER_BLOCK, *[1] * CALLS_PER_BLOCK]
-    assert [output for _, output, _ in asked] == 4 * block
-    assert [name for name, *_ in asked[:: len(block)]] == ["ours", "peer", "peer", "ours"]
-    seeds = [seed for name, _, seed in asked if name == "ours"]
-    assert set(seeds) == {seed for name, _, seed in asked if name == "peer"}
+    assert [output for _, output, _ in calls] == 4 * block
+    assert [name for name, *_ in calls[:: len(block)]] == ["ours", "peer", "peer", "ours"]
+    seeds = [seed for name, _, seed in calls if name == "ours"]
+    assert set(seeds) == {seed for name, _, seed in calls if name == "peer"}
     assert len(set(seeds)) == len(seeds), "no call repeats a prompt"
 
 

@@ -38,9 +38,9 @@ def chromium() -> Iterator[Any]:
     )
     path = next(
         (
-            found
+            browser_path
             for name in ("chromium", "chromium-browser", "google-chrome")
-            if (found := shutil.which(name))
+            if (browser_path := shutil.which(name))
         ),
         "",
     )
@@ -122,8 +122,8 @@ Open = Callable[..., Any]
 
 @pytest.fixture
 def opened(chromium: Any, server: ServerProcess) -> Iterator[Open]:
-    """Opens the page in a fresh window; at the end nothing may have gone wrong in it, and nobody
-    else been asked.
+    """Opens the page in a fresh window; at the end it must have no errors, and no requests to
+    other hosts.
 
     sampling: what the page's settings hold. url: of another server. The rest: Playwright's options
     of a context.
@@ -145,13 +145,15 @@ def opened(chromium: Any, server: ServerProcess) -> Iterator[Open]:
         page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
         page.on(
             "console",
-            lambda said: wrong.append(said.text) if "Content Security" in said.text else None,
+            lambda message: (
+                wrong.append(message.text) if "Content Security" in message.text else None
+            ),
         )
         page.on(
             "request",
-            lambda asked: (
-                wrong.append(asked.url)
-                if not asked.url.startswith((url, "data:", "blob:"))
+            lambda sent_request: (
+                wrong.append(sent_request.url)
+                if not sent_request.url.startswith((url, "data:", "blob:"))
                 else None
             ),
         )

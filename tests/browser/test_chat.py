@@ -24,9 +24,7 @@ LONG = '{"temperature": 0, "max_tokens": 1500}'
 
 
 def endless(page: Any) -> None:
-    """Whatever is asked, the answer goes on until it is stopped: a small model might end it before
-    anybody can.
-    """
+    """Answers continue until they are stopped: a small model might end before the test can."""
 
     def longer(route: Any) -> None:
         route.continue_(post_data={**route.request.post_data_json, "ignore_eos": True})
@@ -44,10 +42,10 @@ def test_a_conversation_typed_and_streamed(opened: Any, shot: Any) -> None:
         lambda each: sent.append(each.post_data_json) if "chat/completions" in each.url else None,
     )
     send_message(page, "Explain how a watermill works, with a list of its parts.")
-    said = page.get_by_role("article", name="Answer").locator(".said")
-    expect(said).to_have_text(re.compile(r"\w"), timeout=WAIT)
+    answer_text = page.get_by_role("article", name="Answer").locator(".said")
+    expect(answer_text).to_have_text(re.compile(r"\w"), timeout=WAIT)
     expect(page.get_by_role("button", name="Stop", exact=True)).to_be_visible()
-    early = len(said.inner_text())
+    early = len(answer_text.inner_text())
     last = last_answer(page)
     assert len(last.locator(".said").inner_text()) > early
     expect(last.locator(".figures")).to_have_text(STATS_PATTERN)
@@ -174,12 +172,14 @@ def test_the_settings_show_how_an_answer_is_drawn_by_default(opened: Any) -> Non
         temperature.fill(typed)
         expect(page.get_by_label("Top-k", exact=True)).to_have_attribute("placeholder", shown)
         page.get_by_role("button", name="Done").click()
-        with page.expect_request("**/v1/chat/completions") as asked:
+        with page.expect_request("**/v1/chat/completions") as request_info:
             send_message(page, "Hello")
-        told = {
-            name: value for name, value in asked.value.post_data_json.items() if name in SUGGESTED
+        placeholders = {
+            name: value
+            for name, value in request_info.value.post_data_json.items()
+            if name in SUGGESTED
         }
-        assert told == sent
+        assert placeholders == sent
         last_answer(page, count)
         page.get_by_role("button", name="Settings", exact=True).click()
 
@@ -199,12 +199,14 @@ def test_settings_reach_the_request(opened: Any, shot: Any) -> None:
         page.get_by_label(label, exact=True).fill(value)
     shot(page, "settings")
     page.get_by_role("button", name="Done").click()
-    with page.expect_request("**/v1/chat/completions") as asked:
+    with page.expect_request("**/v1/chat/completions") as request_info:
         send_message(page, "Hello")
-    body = asked.value.post_data_json
+    body = request_info.value.post_data_json
     assert body["messages"][0] == {"role": "system", "content": "You are a pirate."}
-    told = {name: body[name] for name in ("temperature", "top_p", "top_k", "max_tokens", "seed")}
-    assert told == {"temperature": 0.5, "top_p": 0.9, "top_k": 20, "max_tokens": 5, "seed": 7}
+    sampling = {
+        name: body[name] for name in ("temperature", "top_p", "top_k", "max_tokens", "seed")
+    }
+    assert sampling == {"temperature": 0.5, "top_p": 0.9, "top_k": 20, "max_tokens": 5, "seed": 7}
     last_answer(page)
     page.reload()
     page.get_by_role("button", name="Settings", exact=True).click()
@@ -294,11 +296,11 @@ def test_what_a_model_writes_stays_text(opened: Any, shot: Any) -> None:
     wait_ready(page)
     page.route("**/v1/chat/completions", lambda route: route.fulfill(**stream(*HOSTILE)))
     send_message(page, "x")
-    said = last_answer(page).locator(".said")
+    answer_text = last_answer(page).locator(".said")
     assert page.evaluate("window.hacked") is None
     for tag in ("img", "script", "iframe", "i", "b", "style"):
-        assert said.locator(tag).count() == 0, tag
-    links = said.locator("a").evaluate_all(
+        assert answer_text.locator(tag).count() == 0, tag
+    links = answer_text.locator("a").evaluate_all(
         "all => all.map(a => [a.getAttribute('href'), a.rel, a.target])"
     )
     how = ["noopener noreferrer", "_blank"]
@@ -307,13 +309,13 @@ def test_what_a_model_writes_stays_text(opened: Any, shot: Any) -> None:
         ["https://example.org/a_(b)", *how],
         ["https://example.org/", *how],
     ]
-    assert said.locator("pre code").inner_text() == "<script>window.hacked = 4</script>"
-    assert said.locator("ul ul li").inner_text() == "nested"
-    assert said.locator("ol li").all_inner_texts() == ["first", "second"]
-    assert said.locator("td").all_inner_texts() == ["<i>x</i>", "y"]
-    assert said.locator("blockquote").inner_text() == "quoted\non"
-    assert said.locator("strong code").inner_text() == "code <b>"
-    assert "<script>" in said.locator("h2").inner_text()
+    assert answer_text.locator("pre code").inner_text() == "<script>window.hacked = 4</script>"
+    assert answer_text.locator("ul ul li").inner_text() == "nested"
+    assert answer_text.locator("ol li").all_inner_texts() == ["first", "second"]
+    assert answer_text.locator("td").all_inner_texts() == ["<i>x</i>", "y"]
+    assert answer_text.locator("blockquote").inner_text() == "quoted\non"
+    assert answer_text.locator("strong code").inner_text() == "code <b>"
+    assert "<script>" in answer_text.locator("h2").inner_text()
     shot(page, "markdown")
 
 
@@ -324,10 +326,10 @@ def test_odd_texts_break_nothing(opened: Any) -> None:
         "**a" * 500, "```",
            "1. " * 200, "https://" * 100, "<think>why</think>because", "<think>unended", "\\*",
            "~~" * 99]  # fmt: skip
-    given: list[str] = []
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(**stream(given[-1])))
+    messages: list[str] = []
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(**stream(messages[-1])))
     for count, text in enumerate(odd, 1):
-        given.append(text)
+        messages.append(text)
         send_message(page, "x")
         last_answer(page, count)
     thought = page.get_by_role("article", name="Answer").nth(10)
@@ -336,7 +338,7 @@ def test_odd_texts_break_nothing(opened: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("error", "message"),
     [
         ({"status": 429, "body": "{}"}, "The server is busy. Try again in a moment."),
         ({"status": 500, "body": "<html>"}, "The server made a mistake. Its log says more."),
@@ -353,12 +355,12 @@ def test_odd_texts_break_nothing(opened: Any) -> None:
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "",
 )  # fmt: skip
-def test_errors_are_told_in_plain_words(opened: Any, given: dict[str, Any], told: str) -> None:
+def test_errors_are_told_in_plain_words(opened: Any, error: dict[str, Any], message: str) -> None:
     page = opened()
     wait_ready(page)
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(**given))
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(**error))
     send_message(page, "Hello")
-    expect(last_answer(page).locator(".note.bad")).to_have_text(told)
+    expect(last_answer(page).locator(".note.bad")).to_have_text(message)
     page.unroute("**/v1/chat/completions")
     page.get_by_role("button", name="Regenerate this answer").click()
     expect(last_answer(page).locator(".figures")).to_have_text(STATS_PATTERN, timeout=WAIT)
@@ -419,10 +421,10 @@ def test_an_answer_that_failed_is_nobodys_turn(opened: Any) -> None:
     send_message(page, "Hello")
     expect(last_answer(page).locator(".note.bad")).to_be_visible()
     page.unroute("**/v1/chat/completions")
-    with page.expect_request("**/v1/chat/completions") as asked:
+    with page.expect_request("**/v1/chat/completions") as request_info:
         send_message(page, "Say hi")
-    told = asked.value.post_data_json["messages"]
-    assert [(each["role"], each["content"]) for each in told] == [
+    messages = request_info.value.post_data_json["messages"]
+    assert [(each["role"], each["content"]) for each in messages] == [
         ("user", "Hello"),
         ("user", "Say hi"),
     ]
@@ -434,10 +436,10 @@ def test_a_model_without_a_chat_template_says_so(opened: Any) -> None:
 
     def silent(route: Any) -> None:
         answer = route.fetch()
-        told = answer.json()
+        card = answer.json()
         route.fulfill(
             response=answer,
-            json={**told, "data": [{**each, "chat": False} for each in told["data"]]},
+            json={**card, "data": [{**each, "chat": False} for each in card["data"]]},
         )
 
     page = opened()

@@ -52,10 +52,10 @@ def reader(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Iterator[S
 
 
 def put(
-    page: Any, event: str, data: bytes, name: str = "photo.png", kind: str = "image/png"
+    page: Any, event: str, data: bytes, name: str = "photo.png", media_type: str = "image/png"
 ) -> None:
     """Drop a file onto the chat, or paste it into the message."""
-    moved = page.evaluate_handle(DROP, [name, kind, base64.b64encode(data).decode()])
+    moved = page.evaluate_handle(DROP, [name, media_type, base64.b64encode(data).decode()])
     if event == "drop":
         page.dispatch_event("#chat", "dragover", {"dataTransfer": moved})
         page.dispatch_event("#chat", "drop", {"dataTransfer": moved})
@@ -105,19 +105,20 @@ def test_a_picture_goes_with_the_message(
     ]
     status, answer, _ = reader.request("/v1/chat/completions", {**own, "messages": talk})
     assert status == 200
-    said = answer["choices"][0]["message"]["content"]
-    assert last.locator(".said").inner_text().split() == said.split()
+    content = answer["choices"][0]["message"]["content"]
+    assert last.locator(".said").inner_text().split() == content.split()
     # it is kept, and goes along with the next question
     page.reload()
     expect(page.get_by_alt_text("Picture 1", exact=True)).to_be_visible()
     page.get_by_label("Message", exact=True).fill("And now?")
-    # the page asks the server anew what is served
+    # the page requests the list of models again
     expect(page.get_by_role("button", name="Send", exact=True)).to_be_enabled()
     page.keyboard.press("Enter")
     last_answer(page, 2)
-    kinds = [part["type"] for message in sent[1]["messages"] if isinstance(message["content"], list)
+    part_types = [
+        part["type"] for message in sent[1]["messages"] if isinstance(message["content"], list)
              for part in message["content"]]  # fmt: skip
-    assert kinds == ["image_url", "text"]
+    assert part_types == ["image_url", "text"]
 
 
 def test_pictures_are_taken_back_and_bounded(opened: Any, reader: ServerProcess) -> None:

@@ -36,11 +36,11 @@ def bench(opened: Any, file: Any, **how: Any) -> Any:
     expect(page.locator("#banner")).to_be_hidden(timeout=WAIT)
     page.get_by_role("tab", name="Segment").click()
     page.locator("#photo-file").set_input_files(file)
-    told(page, re.compile("^Ready"))
+    expect_status(page, re.compile("^Ready"))
     return page
 
 
-def told(page: Any, text: Any) -> None:
+def expect_status(page: Any, text: Any) -> None:
     expect(page.locator("#told")).to_have_text(text, timeout=WAIT)
 
 
@@ -57,11 +57,11 @@ def at(page: Any, x: float, y: float) -> tuple[float, float]:
     return box["x"] + (x + 0.5) * scale, box["y"] + (y + 0.5) * scale
 
 
-def downloaded(page: Any, kind: str) -> PIL.Image.Image:
-    page.get_by_label("What to download").select_option(kind)
+def downloaded(page: Any, mask_type: str) -> PIL.Image.Image:
+    page.get_by_label("What to download").select_option(mask_type)
     with page.expect_download() as coming:
         page.get_by_role("button", name="Download PNG").click()
-    assert coming.value.suggested_filename.endswith(f"-{kind}.png")
+    assert coming.value.suggested_filename.endswith(f"-{mask_type}.png")
     return PIL.Image.open(io.BytesIO(Path(coming.value.path()).read_bytes()))
 
 
@@ -73,7 +73,7 @@ def test_a_click_on_the_truck(opened: Any, truck: Path, shot: Any) -> None:
         "request", lambda each: sent.append(each.post_data_json) if "segment" in each.url else None
     )
     click(page, 500, 375)
-    told(page, FOUND)
+    expect_status(page, FOUND)
     expect(page.locator("#told")).to_have_text(re.compile(r"204 × 129 pixels"))
     shot(page, "segment-click")
     # the embedding was made when the photo was dropped: its name is enough
@@ -104,11 +104,11 @@ def test_a_box_is_drawn(opened: Any, truck: Path, shot: Any) -> None:
     page.mouse.move(*at(page, 430, 620))
     page.mouse.down()
     page.mouse.move(*at(page, 600, 800))
-    with page.expect_request("**/v1/segment") as asked:
+    with page.expect_request("**/v1/segment") as request_info:
         page.mouse.move(*at(page, 690, 880))
         page.mouse.up()
-    assert asked.value.post_data_json["box"] == pytest.approx([430, 620, 690, 880], abs=3)
-    told(page, FOUND)
+    assert request_info.value.post_data_json["box"] == pytest.approx([430, 620, 690, 880], abs=3)
+    expect_status(page, FOUND)
     shot(page, "segment-box")
     x0, y0, x1, y1 = downloaded(page, "mask").convert("L").getbbox()
     assert x0 > 380
@@ -129,12 +129,12 @@ def test_everything_is_found_and_one_is_chosen(opened: Any, truck: Path, shot: A
     page.route("**/v1/segment", fewer)
     page.get_by_role("button", name="Everything").click()
     expect(page.get_by_role("button", name="Cancel")).to_be_visible()
-    told(page, re.compile(r"^\d+ masks in"))
+    expect_status(page, re.compile(r"^\d+ masks in"))
     count = int(page.locator("#told").inner_text().split()[0])
     assert count > 2
     shot(page, "segment-everything")
     click(page, 166, 125)
-    told(page, re.compile(rf"^Mask \d+ of {count}"))
+    expect_status(page, re.compile(rf"^Mask \d+ of {count}"))
     assert downloaded(page, "cutout").getchannel("A").getbbox() != (0, 0, 600, 400)
 
 
@@ -162,7 +162,7 @@ def test_everything_is_cancelled(opened: Any, engines: Engines) -> None:
     expect(page.get_by_role("button", name="Cancel")).to_be_hidden()
     expect(page.get_by_role("button", name="Everything")).to_be_enabled()
     click(page, 100, 100)
-    told(page, FOUND)
+    expect_status(page, FOUND)
 
 
 def test_with_the_keyboard_alone(opened: Any, engines: Engines, shot: Any) -> None:
@@ -183,14 +183,14 @@ def test_with_the_keyboard_alone(opened: Any, engines: Engines, shot: Any) -> No
     for key in ("ArrowRight", "Shift+ArrowRight", "ArrowUp"):
         page.keyboard.press(key)
     page.keyboard.press("Enter")
-    told(page, FOUND)
+    expect_status(page, FOUND)
     assert sent[-1]["points"] == [[168, 97]]
     shot(page, "segment-keyboard")
     page.keyboard.press("ArrowDown")
     with page.expect_request("**/v1/segment"):
         page.keyboard.press("x")
     assert (sent[-1]["points"], sent[-1]["labels"]) == ([[168, 97], [168, 100]], [1, 0])
-    told(page, FOUND)
+    expect_status(page, FOUND)
     with page.expect_request("**/v1/segment"):
         page.keyboard.press("z")
     assert sent[-1]["labels"] == [1]
@@ -201,7 +201,7 @@ def test_with_the_keyboard_alone(opened: Any, engines: Engines, shot: Any) -> No
     with page.expect_request("**/v1/segment"):
         page.keyboard.press("b")
     assert sent[-1]["box"] == [168, 100, 213, 145]
-    told(page, FOUND)
+    expect_status(page, FOUND)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -222,7 +222,7 @@ def test_on_a_phone(opened: Any, engines: Engines, shot: Any, scheme: str) -> No
     )
     box = page.locator("#overlay").bounding_box()
     page.touchscreen.tap(box["x"] + 0.35 * box["width"], box["y"] + 0.7 * box["height"])
-    told(page, FOUND)
+    expect_status(page, FOUND)
     shot(page, f"segment-phone-{scheme}")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert box["x"] >= 0
@@ -240,7 +240,7 @@ def test_a_turned_photo_is_upright_for_both(opened: Any, engines: Engines) -> No
         click(page, 150, 250)
     image = answer.value.json()["image"]
     assert (image["width"], image["height"]) == (200, 300)
-    told(page, FOUND)
+    expect_status(page, FOUND)
 
 
 def test_what_is_no_photo_is_told(opened: Any) -> None:
@@ -256,8 +256,8 @@ def test_what_is_no_photo_is_told(opened: Any) -> None:
 
 
 def test_a_forgotten_embedding_is_made_again(opened: Any, engines: Engines) -> None:
-    """Where the server does not know the picture any more, it is sent once more and nobody
-    notices.
+    """Where the server does not know the picture any more, it is sent once more, and the
+    user does not notice.
     """
     page = bench(
         opened,
@@ -277,5 +277,5 @@ def test_a_forgotten_embedding_is_made_again(opened: Any, engines: Engines) -> N
 
     page.route("**/v1/segment", forget)
     click(page, 100, 100)
-    told(page, FOUND)
+    expect_status(page, FOUND)
     expect(page.get_by_role("alert")).to_be_hidden()

@@ -61,7 +61,7 @@ def test_no_build_fails_for_want_of_tuning(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     assert autotune_measure.autotune(plan(folder, target="cpu")) is None
     assert [record.message for record in caplog.records] == [
-        "nothing was tuned: 'no such kind of weight'"
+        "autotuning failed: 'no such kind of weight'"
     ]
 
 

@@ -158,7 +158,7 @@ def test_published_files_say_nothing(name: str) -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("qwen2.5", {"is_causal": False}, r"is_causal=False asks for attention to later tokens"),
+    ("qwen2.5", {"is_causal": False}, r"is_causal=False enables attention to later tokens"),
     ("llama-2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True asks"),
     ("llama-2", {"causal": False}, "causal=False asks"),
     ("llama-2", {"attn_type": "bidirectional"}, "attn_type='bidirectional' asks"),
@@ -304,7 +304,7 @@ def test_a_ggufs_keys(tmp_path: Path) -> None:
     causal = open_checkpoint(gguf(tmp_path / "c.gguf", attention__causal=("add_bool", False)))
     with pytest.raises(
         CheckpointError,
-        match=r"c\.gguf: llama\.attention\.causal=False asks for attention to later",
+        match=r"c\.gguf: llama\.attention\.causal=False enables attention to later",
     ):
         make_plan(causal, FLOAT)
     with pytest.raises(UnknownArchitecture, match="later tokens"):

@@ -267,7 +267,7 @@ def test_int8_of_compressed_tensors_runs_as_int8(tmp_path: Path) -> None:
     assert artifact.manifest.weight_formats["layers.0.mlp.down_proj"] == "int8"
     plan = make_plan(open_checkpoint(folder), BuildConfig(target="cpu"))
     assert (
-        "activations of 8 bits, per token are asked for and stay whole"
+        "activations of 8 bits, per token are ignored, activations stay floating point"
         in plan.reasons["quantization"]
     )
 

@@ -144,7 +144,7 @@ def test_no_sequence_ends_inside_a_picture(tmp_path: Path, files: dict[str, byte
         assert sorted(cut.images) == [at for at in places if at + PLACES <= len(cut.ids)]
         assert not any(at < len(cut.ids) < at + PLACES for at in places)
     with pytest.raises(
-        UsageError, match=r"line 1: a picture takes 8 tokens .* raise --calibration-length"
+        UsageError, match=r"line 1: an image takes 8 tokens .* raise --calibration-length"
     ):
         load_samples(source_of(path, places[0] + PLACES - 1), files, SIDE)
 
@@ -169,8 +169,8 @@ BAD: list[tuple[Any, str]] = [
     ({"image": "gone.png", "text": "What?"}, r"line 2: .*gone.png: there is no such file"),
     ({"image": "words.png", "text": "What?"}, r"line 2: .*words.png cannot be read as an image"),
     ({"image": "half.png", "text": "What?"}, r"line 2: .*half.png is a broken image"),
-    ({"image": "ok.png"}, r"line 2: shows a picture and says nothing"),
-    ({"image": "ok.png", "text": "  "}, r"line 2: shows a picture and says nothing"),
+    ({"image": "ok.png"}, r"line 2: has an image and no text"),
+    ({"image": "ok.png", "text": "  "}, r"line 2: has an image and no text"),
     ({"image": 5, "text": "What?"}, r"line 2: image is a path"),
     ({"images": ["ok.png", ""], "text": "What?"}, r"line 2: image is a path"),
     ({"text": "  "}, r"line 2: is empty"),
@@ -200,8 +200,8 @@ BAD: list[tuple[Any, str]] = [
         },
         "line 2: messages",
     ),
-    ({"image": "a\0b", "text": "What?"}, r"line 2: .*is no path"),
-    ({"image": "\ud800.png", "text": "What?"}, r"line 2: .*is no path"),
+    ({"image": "a\0b", "text": "What?"}, r"line 2: .*is not a valid path"),
+    ({"image": "\ud800.png", "text": "What?"}, r"line 2: .*is not a valid path"),
     (
         {
             "messages": [
@@ -242,7 +242,7 @@ def test_another_picture_under_the_same_name_is_another_source(tmp_path: Path) -
 
 def test_a_model_without_eyes_says_so(tmp_path: Path) -> None:
     path = written(tmp_path / "l.jsonl", {"text": "Fine."}, {"image": "a.png", "text": "What?"})
-    with pytest.raises(UsageError, match="line 2: shows a picture, which this model does not read"):
+    with pytest.raises(UsageError, match="line 2: has an image, which this model does not support"):
         list(read_texts(path))
 
 

@@ -39,7 +39,7 @@ def test_inspect_and_doctor_name_the_tuned_device(cli: Cli, tuned: Path, engine:
     assert told["tuning"]["devices"] == [H200]
     assert told["packing"] == "rows/2"
     assert H200 in cli("doctor", tuned)[1]
-    assert "default launch sizes" in cli("doctor", engine)[1] or torch.cuda.is_available()
+    assert "default launch configs" in cli("doctor", engine)[1] or torch.cuda.is_available()
 
 
 def test_another_gpu_is_told_that_it_runs_with_defaults(

@@ -192,7 +192,7 @@ def test_numbers_and_pairs_of_a_variable(
     [
         ("STOP", '["a", "b]', "MODELMILL_STOP begins like a list"),
         ("STOP", "[1]", "MODELMILL_STOP must be text, not 1"),
-        ("SIZES", "one", "MODELMILL_SIZES must be a whole number"),
+        ("SIZES", "one", "MODELMILL_SIZES must be an integer"),
         ("KERNEL", "linear", "MODELMILL_KERNEL takes KEY=VALUE"),
     ],
 )
@@ -221,8 +221,8 @@ def test_required_flags_may_stand_in_the_file(probe: Probe, tmp_path: Path) -> N
         ("max_num_seq: 3", "did you mean max_num_seqs"),
         ("config: other.yaml", "unknown option 'config'\n"),
         ("engine: x", "unknown option"),
-        ("max_num_seqs: many", "must be a whole number"),
-        ("max_num_seqs: 1.5", "must be a whole number"),
+        ("max_num_seqs: many", "must be an integer"),
+        ("max_num_seqs: 1.5", "must be an integer"),
         ("cuda_graphs: 1", "must be true or false"),
         ("dtype: float8", "is not one of"),
         ("stop: {a: b}", "must be text"),
@@ -255,7 +255,7 @@ def test_a_missing_file(probe: Probe, capsys: pytest.CaptureFixture[str]) -> Non
         (["e", "--data", "d", "--kernel", "linear"], "--kernel takes KEY=VALUE"),
         (["e", "--data", "d", "--max-num-seqs", "0"], "--max-num-seqs must be at least 1"),
         (["e", "--data", "d", "--temperature", "-1"], "temperature"),
-        (["e", "--data", "d", "--logit-bias", "x=1"], "must be a whole number"),
+        (["e", "--data", "d", "--logit-bias", "x=1"], "must be an integer"),
         (["e", "--data", "d", "extra"], "unexpected"),
     ],
 )

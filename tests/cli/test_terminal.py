@@ -266,14 +266,14 @@ def test_an_answer_that_cannot_be_so_long_is_told_once(
         "--prompt",
         "Once upon a time",
     )
-    told = (
-        "--max-tokens 100000: the answer ends at 27 tokens at the latest, since the engine "
-        "reads 32 in all and the"
+    warning = (
+        "--max-tokens 100000: the answer ends after at most 27 tokens, since the engine's "
+        "context is 32 tokens and the"
     )
     for more in ((), ("--json",)):
         code, _, err = cli(*words, "--max-tokens", 100000, *more)
         assert code == 0
-        assert err.count(f"modelmill: {told} prompt takes 5\n") == 1
+        assert err.count(f"modelmill: {warning} prompt takes 5\n") == 1
     assert "at the latest" not in cli(*words)[2], "nobody asked for 512"
     assert "at the latest" not in cli(*words, "--max-tokens", 27)[2]
     assert "--max-tokens 28: the answer ends at 27" in cli(*words, "--max-tokens", 28)[2]

@@ -184,7 +184,7 @@ def test_neutral_values_and_null_say_nothing() -> None:
 
 def test_a_key_that_nobody_knows_and_a_draw_that_never_happens_are_named() -> None:
     said = read_generation({"temperature": 0.6, "odd\nkey": 3}).warning() or ""
-    assert "temperature counts where a request asks for a draw" in said
+    assert "temperature applies only if a request samples" in said
     assert "is not known" in said
     assert "\n" not in said
     many = (

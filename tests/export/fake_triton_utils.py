@@ -123,6 +123,6 @@ def _array(value: Any) -> Any:
         return numpy.array(
             [v.encode() if isinstance(v, str) else v for v in value], dtype=numpy.object_
         )
-    kind = {bool: numpy.bool_, int: numpy.int64, float: numpy.float32}
+    dtypes = {bool: numpy.bool_, int: numpy.int64, float: numpy.float32}
     listed = value if isinstance(value, list) else [value]
-    return numpy.array(listed, dtype=kind[type(listed[0])] if listed else numpy.int32)
+    return numpy.array(listed, dtype=dtypes[type(listed[0])] if listed else numpy.int32)

@@ -1,4 +1,4 @@
-"""An exported engine in a real Triton Inference Server, asked by Triton's own client.
+"""An exported engine in a real Triton Inference Server, called by Triton's own client.
 
 ``make test-triton`` runs it.
 """
@@ -52,14 +52,14 @@ def llm(stories: Path) -> LLM:
     return LLM(stories, chat_template="chatml", **RUN)
 
 
-def inputs(**given: Any) -> list[Any]:
+def inputs(**fields: Any) -> list[Any]:
     """Tensors of a request."""
     import numpy
     from tritonclient.grpc import InferInput
 
     from modelmill.export.triton_fields import INPUTS
 
-    kinds = {
+    dtypes = {
         "STRING": numpy.object_,
         "INT32": numpy.int32,
         "INT64": numpy.int64,
@@ -67,15 +67,17 @@ def inputs(**given: Any) -> list[Any]:
     }
     made = []
     for field in INPUTS:
-        if field.name not in given:
+        if field.name not in fields:
             continue
-        value = given[field.name]
+        value = fields[field.name]
         listed = value if isinstance(value, list) else [value]
-        kind = field.type.removeprefix("TYPE_")
-        if kind == "STRING":
+        data_type = field.type.removeprefix("TYPE_")
+        if data_type == "STRING":
             listed = [each.encode() for each in listed]
-        array = numpy.array(listed, dtype=kinds.get(kind, numpy.bool_))
-        tensor = InferInput(field.name, list(array.shape), {"STRING": "BYTES"}.get(kind, kind))
+        array = numpy.array(listed, dtype=dtypes.get(data_type, numpy.bool_))
+        tensor = InferInput(
+            field.name, list(array.shape), {"STRING": "BYTES"}.get(data_type, data_type)
+        )
         tensor.set_data_from_numpy(array)
         made.append(tensor)
     return made
@@ -94,13 +96,13 @@ class Answer:
         self.pieces += 1
 
 
-async def asked(client: Any, most: int | None = None, **given: Any) -> Answer:
+async def generate(client: Any, most: int | None = None, **fields: Any) -> Answer:
     """Ask over a stream of its own, to the end; most: cancel after so many pieces."""
 
     async def one() -> AsyncIterator[dict[str, Any]]:
         yield {
             "model_name": "stories",
-            "inputs": inputs(**given),
+            "inputs": inputs(**fields),
             "enable_empty_final_response": True,
         }
 
@@ -125,7 +127,7 @@ def together(server: Server, *requests: dict[str, Any]) -> list[Answer]:
         from tritonclient.grpc.aio import InferenceServerClient
 
         async with InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
-            return await asyncio.gather(*(asked(client, **request) for request in requests))
+            return await asyncio.gather(*(generate(client, **request) for request in requests))
 
     return asyncio.run(main())
 
@@ -134,20 +136,22 @@ def test_thirty_two_streams_give_the_text_of_the_class(server: Server, llm: LLM)
     prompts = [f"{start} {word}" for start in STARTS for word in ("was", "had", "and", "saw")]
     expected = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=64), progress=False)
     before = server.gauge("generation_tokens_total")
-    told = together(
+    replies = together(
         server,
         *(
             {"text_input": text, "stream": True, "temperature": 0.0, "max_tokens": 64}
             for text in prompts
         ),
     )
-    assert [(each.text, each.ids, each.finish) for each in told] == [
+    assert [(each.text, each.ids, each.finish) for each in replies] == [
         (answer.outputs[0].text, answer.outputs[0].token_ids, answer.outputs[0].finish_reason)
         for answer in expected
     ]
-    assert all(each.pieces == len(each.ids) for each in told)
+    assert all(each.pieces == len(each.ids) for each in replies)
     server.wait_idle()
-    assert server.gauge("generation_tokens_total") - before == sum(len(each.ids) for each in told)
+    assert server.gauge("generation_tokens_total") - before == sum(
+        len(each.ids) for each in replies
+    )
 
 
 def test_seeds_conversations_ids_and_whole_answers(server: Server, llm: LLM) -> None:
@@ -167,45 +171,45 @@ def test_seeds_conversations_ids_and_whole_answers(server: Server, llm: LLM) -> 
         llm.generate("One day", params)[0],
         llm.chat(talk, params)[0],
     ]
-    told = together(
+    replies = together(
         server,
         {"input_ids": ids, **how},
         {"text_input": "One day", "stream": True, **how},
         {"messages": json.dumps(talk), **how},
     )
-    assert [each.text for each in told] == [answer.outputs[0].text for answer in expected]
-    assert [each.finish for each in told] == [
+    assert [each.text for each in replies] == [answer.outputs[0].text for answer in expected]
+    assert [each.finish for each in replies] == [
         answer.outputs[0].finish_reason for answer in expected
     ]
-    assert [told[0].pieces, told[2].pieces] == [1, 1]
+    assert [replies[0].pieces, replies[2].pieces] == [1, 1]
 
 
 def test_cancelling_in_the_middle_frees_the_pages(server: Server) -> None:
     long = {"text_input": "Once upon a time", "stream": True, "ignore_eos": True, "max_tokens": 450}
     before = server.gauge("generation_tokens_total")
-    told = together(server, *({**long, "most": 3} for _ in range(32)))
-    assert [each.pieces for each in told] == [3] * 32
+    replies = together(server, *({**long, "most": 3} for _ in range(32)))
+    assert [each.pieces for each in replies] == [3] * 32
     server.wait_idle()
     # all of them, had it gone on; how many come before the cancelling does depends on how busy the
     # machine is
     assert server.gauge("generation_tokens_total") - before < 32 * 450 * 0.8, (
-        "the engine went on for nobody"
+        "the engine continued without a client"
     )
 
 
 def test_mistakes_are_errors_of_one_line(server: Server) -> None:
     from tritonclient.utils import InferenceServerException
 
-    for given, said in (
+    for fields, expected in (
         ({"text_input": "a", "temperature": -1.0}, "temperature=-1.0 is outside [0, 100]"),
         ({"text_input": "a", "input_ids": [1]}, "give one of text_input, messages and input_ids"),
         ({"input_ids": [10**6]}, "outside"),
         ({"text_input": "a " * 200_000}, "shorten it"),
     ):
         with pytest.raises(InferenceServerException) as refused:
-            together(server, given)
+            together(server, fields)
         message = refused.value.message()
-        assert said in message
+        assert expected in message
         assert "\n" not in message
     server.wait_idle()
 

@@ -80,12 +80,12 @@ def go_on(backend: TritonBackend, monkeypatch: pytest.MonkeyPatch) -> threading.
     """
     advance, steps, event = backend._async_llm.llm.step, itertools.count(), threading.Event()
 
-    def held(running: Any) -> Any:
+    def blocked(running: Any) -> Any:
         if next(steps) >= 10:
             event.wait(TIMEOUT_SECONDS)
         return advance(running)
 
-    monkeypatch.setattr(backend._async_llm.llm, "step", held)
+    monkeypatch.setattr(backend._async_llm.llm, "step", blocked)
     return event
 
 
@@ -149,7 +149,7 @@ def test_every_source_and_seeded_sampling(backend: TritonBackend, llm: LLM) -> N
     how = {"temperature": 0.7, "top_p": 0.9, "seed": 5, "max_tokens": 20, "repetition_penalty": 1.1}
     expected = llm.generate("Once upon", SamplingParams(**how), progress=False)[0].outputs[0].text  # type: ignore[arg-type]
     talk = [{"role": "user", "content": "Tell me a story"}]
-    said = (
+    texts = (
         llm.chat(talk, SamplingParams(temperature=0, max_tokens=20), progress=False)[0]
         .outputs[0]
         .text
@@ -161,12 +161,12 @@ def test_every_source_and_seeded_sampling(backend: TritonBackend, llm: LLM) -> N
         Request(text_input="Once upon a time", stop=["was"], stream=True, **GREEDY),
     ]
     backend.execute(requests)
-    assert [request.answer()[0] for request in requests[:3]] == [expected, expected, said]
+    assert [request.answer()[0] for request in requests[:3]] == [expected, expected, texts]
     assert requests[3].answer()[::2] == (", there ", "stop")
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("fields", "expected"),
     [
         ({}, "give one of text_input, messages and input_ids, not none of them"),
         ({"text_input": "a", "input_ids": [1]}, "not text_input and input_ids"),
@@ -187,14 +187,14 @@ def test_every_source_and_seeded_sampling(backend: TritonBackend, llm: LLM) -> N
     ],
 )
 def test_mistakes_are_one_clear_line(
-    backend: TritonBackend, given: dict[str, Any], said: str
+    backend: TritonBackend, fields: dict[str, Any], expected: str
 ) -> None:
-    request = Request(**given)
+    request = Request(**fields)
     backend.execute([request])
     with pytest.raises(Refused) as refused:
         request.answer()
     message, code = refused.value.args
-    assert said in message
+    assert expected in message
     assert "\n" not in message
     assert "/" not in message, "a path of the server"
     assert code == TritonError.INVALID_ARG
@@ -318,10 +318,10 @@ def test_ranks_are_started_with_python(monkeypatch: pytest.MonkeyPatch, name: st
 def test_numbers_of_32_bits_mean_what_was_typed() -> None:
     import numpy
 
-    given = {
+    tensors = {
         "text_input": numpy.array([b"a"], dtype=object),
         "temperature": numpy.array([0.7], dtype=numpy.float32),
     }
-    assert parse_request(given).params.temperature == 0.7
+    assert parse_request(tensors).params.temperature == 0.7
     with pytest.raises(RequestError):
-        parse_request({**given, "top_p": numpy.array([1.5], dtype=numpy.float32)})
+        parse_request({**tensors, "top_p": numpy.array([1.5], dtype=numpy.float32)})

@@ -39,9 +39,9 @@ def test_a_repository(stories: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         "cpu",
     ]
     assert execute([*words, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     made = tmp_path / "repo" / "stories"
-    assert told == {"model": "stories", "path": str(made), "engine": "link"}
+    assert report == {"model": "stories", "path": str(made), "engine": "link"}
     assert sorted(str(p.relative_to(made)) for p in made.rglob("*")) == [
         "1", "1/engine", "1/model.py", "1/start.json", "config.pbtxt",
     ]  # fmt: skip
@@ -108,7 +108,7 @@ def test_devices(stories: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("onnx", "{engine}"), "export knows triton"),
         (("triton", "{engine}", "--link", "--copy"), "exclude each other"),
@@ -128,12 +128,12 @@ def test_mistakes(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     words: tuple[str, ...],
-    said: str,
+    message: str,
 ) -> None:
     line = [word.format(engine=stories) for word in words]
     assert execute(["export", *line, "-o", str(tmp_path / "repo")]) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert message in error
     assert error.count("\n") == 1
     assert not (tmp_path / "repo").exists() or not list((tmp_path / "repo").iterdir())
 

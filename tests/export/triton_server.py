@@ -59,9 +59,14 @@ def server_environment(package: Path) -> dict[str, str]:
     on PATH.
     """
     libraries = (sysconfig.get_config_var("LIBDIR"), str(package.parent / "nvidia_pytriton.libs"))
-    given = env.child_env()
-    path = f"{Path(sys.prefix) / 'bin'}:{given['PATH']}"
-    return {**given, "PATH": path, "LD_LIBRARY_PATH": ":".join(libraries), "OMP_NUM_THREADS": "1"}
+    environment = env.child_env()
+    path = f"{Path(sys.prefix) / 'bin'}:{environment['PATH']}"
+    return {
+        **environment,
+        "PATH": path,
+        "LD_LIBRARY_PATH": ":".join(libraries),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def free_port() -> int:

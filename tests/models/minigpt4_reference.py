@@ -31,8 +31,8 @@ class MiniGpt4Reference:
 
     def __init__(self, folder: Path) -> None:
         def load(name: str) -> dict[str, Any]:
-            found = torch.load(folder / name, weights_only=True)
-            return found.get("model", found)
+            checkpoint = torch.load(folder / name, weights_only=True)
+            return checkpoint.get("model", checkpoint)
 
         eva, blip, ours = (
             load(f)
@@ -78,11 +78,11 @@ class MiniGpt4Reference:
         mean = torch.tensor([0.48145466, 0.4578275, 0.40821073])
         std = torch.tensor([0.26862954, 0.26130258, 0.27577711])
         x = ((torch.from_numpy(small.copy()).float() / 255 - mean) / std).permute(2, 0, 1)[None]
-        seen = self.vision(x).last_hidden_state
-        asked = self.qformer(
-            query_embeds=self.queries, encoder_hidden_states=seen
+        image_features = self.vision(x).last_hidden_state
+        query_output = self.qformer(
+            query_embeds=self.queries, encoder_hidden_states=image_features
         ).last_hidden_state
-        return self.projection(asked)[0]
+        return self.projection(query_output)[0]
 
     @torch.inference_mode()
     def answer(
@@ -101,11 +101,11 @@ class MiniGpt4Reference:
             parts.append(embed(torch.tensor([ids])))
             if index < len(pictures):
                 parts.append(self.embed(pictures[index])[None])
-        given = torch.cat(parts, 1)
-        mask = torch.ones(given.shape[:2], dtype=torch.long)
+        embeddings = torch.cat(parts, 1)
+        mask = torch.ones(embeddings.shape[:2], dtype=torch.long)
         out = self.llama.generate(
-            inputs_embeds=given, attention_mask=mask, max_new_tokens=count, min_new_tokens=count,
-            do_sample=False,
+            inputs_embeds=embeddings, attention_mask=mask,
+            max_new_tokens=count, min_new_tokens=count, do_sample=False,
             pad_token_id=0, **how,
         )  # fmt: skip
         return out[0].tolist()
@@ -121,21 +121,21 @@ def _vision(eva: dict[str, torch.Tensor], blip: dict[str, torch.Tensor]) -> dict
         "post_layernorm.bias": blip["ln_vision.bias"],
     }
     for i in range(VISION_ENCODER["depth"]):
-        ours, theirs = f"blocks.{i}.", f"encoder.layers.{i}."
+        ours, reference = f"blocks.{i}.", f"encoder.layers.{i}."
         zeros = torch.zeros_like(eva[ours + "attn.q_bias"])
-        out[theirs + "self_attn.qkv.weight"] = eva[ours + "attn.qkv.weight"]
-        out[theirs + "self_attn.qkv.bias"] = torch.cat(
+        out[reference + "self_attn.qkv.weight"] = eva[ours + "attn.qkv.weight"]
+        out[reference + "self_attn.qkv.bias"] = torch.cat(
             (eva[ours + "attn.q_bias"], zeros, eva[ours + "attn.v_bias"])
         )
         for end in ("weight", "bias"):
-            out[f"{theirs}self_attn.projection.{end}"] = eva[f"{ours}attn.proj.{end}"]
+            out[f"{reference}self_attn.projection.{end}"] = eva[f"{ours}attn.proj.{end}"]
             for one, other in (
                 ("norm1", "layer_norm1"),
                 ("norm2", "layer_norm2"),
                 ("mlp.fc1", "mlp.fc1"),
                 ("mlp.fc2", "mlp.fc2"),
             ):
-                out[f"{theirs}{other}.{end}"] = eva[f"{ours}{one}.{end}"]
+                out[f"{reference}{other}.{end}"] = eva[f"{ours}{one}.{end}"]
     return out
 
 

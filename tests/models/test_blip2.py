@@ -120,10 +120,10 @@ def plain_answer(
     mean = torch.tensor([0.48145466, 0.4578275, 0.40821073])
     std = torch.tensor([0.26862954, 0.26130258, 0.27577711])
     values = ((torch.from_numpy(small).float() / 255 - mean) / std).permute(2, 0, 1)[None]
-    given = torch.tensor([[IMAGE] * QUERIES + ids])
+    input_ids = torch.tensor([[IMAGE] * QUERIES + ids])
     assert text
     out = model.generate(
-        pixel_values=values, input_ids=given, attention_mask=torch.ones_like(given),
+        pixel_values=values, input_ids=input_ids, attention_mask=torch.ones_like(input_ids),
         max_new_tokens=10,
         min_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0, **how,
     )  # fmt: skip
@@ -134,15 +134,15 @@ def test_the_same_tokens_as_transformers(folder: Path, llm: LLM) -> None:
     assert llm.tokenizer is not None
     text = "Question: What is this? Answer:"
     ids = llm.tokenizer.encode(text, bos=True)
-    found = []
+    actual = []
     for seed in (1, 2):
         [answer] = llm.chat([user(picture(seed), "What is this?")], GREEDY)
         assert answer.prompt_token_ids == [0] * QUERIES + ids
-        found.append(answer.outputs[0].token_ids)
-        wanted = plain_answer(folder, picture(seed), text, ids)
-        assert found[-1] == wanted[: len(found[-1])]
-        assert len(found[-1]) == 10 or answer.outputs[0].stop_reason == "\n"
-    assert found[0] != found[1], "the pictures make a difference"
+        actual.append(answer.outputs[0].token_ids)
+        expected = plain_answer(folder, picture(seed), text, ids)
+        assert actual[-1] == expected[: len(actual[-1])]
+        assert len(actual[-1]) == 10 or answer.outputs[0].stop_reason == "\n"
+    assert actual[0] != actual[1], "the pictures make a difference"
 
 
 @pytest.mark.parametrize("penalty", [1.5, 6.0])
@@ -154,15 +154,15 @@ def test_penalties_count_the_prompts_words_as_transformers_does(
     """
     assert llm.tokenizer is not None
     text = "Question: What is this? Answer:"
-    wanted = plain_answer(
+    expected = plain_answer(
         folder, picture(1), text, llm.tokenizer.encode(text, bos=True), repetition_penalty=penalty
     )
     [answer] = llm.chat(
         [user(picture(1), "What is this?")], replace(GREEDY, repetition_penalty=penalty)
     )
-    found = answer.outputs[0].token_ids
-    assert found == wanted[: len(found)]
-    assert len(found) == 10 or answer.outputs[0].stop_reason == "\n"
+    actual = answer.outputs[0].token_ids
+    assert actual == expected[: len(actual)]
+    assert len(actual) == 10 or answer.outputs[0].stop_reason == "\n"
 
 
 def test_questions(llm: LLM) -> None:
@@ -173,8 +173,8 @@ def test_questions(llm: LLM) -> None:
         {"role": "assistant", "content": " In a garden. "},
         user("Why?"),
     ]
-    told = "<ImageHere>Question: Where is it? Answer: In a garden. Question: Why? Answer:"
-    assert chat.render(talk) == told
+    expected = "<ImageHere>Question: Where is it? Answer: In a garden. Question: Why? Answer:"
+    assert chat.render(talk) == expected
     assert chat.render([user(picture(1))]) == "<ImageHere>", "a picture alone is described"
     ids, places = chat.encode_with_images([user(picture(1)), user(picture(2), "Both?")])  # type: ignore[attr-defined]
     assert [at for at, _ in places] == [0, QUERIES]

@@ -35,7 +35,7 @@ RAW: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def theirs() -> dict[str, torch.nn.Module]:
+def hf_modules() -> dict[str, torch.nn.Module]:
     transformers = pytest.importorskip("transformers")
     generator = torch.Generator().manual_seed(0)
     vision = transformers.Blip2VisionModel(
@@ -58,13 +58,13 @@ def theirs() -> dict[str, torch.nn.Module]:
     return {"vision_model": vision, "qformer": qformer, "language_projection": projection}
 
 
-def state(theirs: dict[str, torch.nn.Module]) -> dict[str, torch.Tensor]:
-    found = {
+def state(hf_modules: dict[str, torch.nn.Module]) -> dict[str, torch.Tensor]:
+    tensors = {
         f"{part}.{name}": t
-        for part, model in theirs.items()
+        for part, model in hf_modules.items()
         for name, t in model.state_dict().items()
     }
-    return found | {
+    return tensors | {
         "query_tokens": torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(1))
     }
 
@@ -126,23 +126,25 @@ def made(spec: Blip2VisionSpec, tensors: dict[str, torch.Tensor]) -> Blip2ImageE
 
 
 @torch.inference_mode()
-def test_equal_to_transformers(theirs) -> None:
-    embedder = made(spec_of(RAW), published(state(theirs)))
+def test_equal_to_transformers(hf_modules) -> None:
+    embedder = made(spec_of(RAW), published(state(hf_modules)))
     images = torch.randn(3, 3, 56, 56, generator=torch.Generator().manual_seed(2))
     vision = VisionContext(select_backends("cpu"))
-    seen = theirs["vision_model"](images).last_hidden_state
-    queries = state(theirs)["query_tokens"].expand(3, -1, -1)
-    wanted = theirs["language_projection"](
-        theirs["qformer"](query_embeds=queries, encoder_hidden_states=seen).last_hidden_state
+    image_features = hf_modules["vision_model"](images).last_hidden_state
+    queries = state(hf_modules)["query_tokens"].expand(3, -1, -1)
+    expected = hf_modules["language_projection"](
+        hf_modules["qformer"](
+            query_embeds=queries, encoder_hidden_states=image_features
+        ).last_hidden_state
     )
-    found = embedder(images, vision)
-    assert found.shape == (3, 8, 40)
-    assert (found - wanted).norm() <= 1e-5 * wanted.norm()
+    actual = embedder(images, vision)
+    assert actual.shape == (3, 8, 40)
+    assert (actual - expected).norm() <= 1e-5 * expected.norm()
 
 
 @torch.inference_mode()
-def test_files_with_more_than_is_used_give_the_same(theirs) -> None:
-    spec, tensors = spec_of(RAW), published(state(theirs))
+def test_files_with_more_than_is_used_give_the_same(hf_modules) -> None:
+    spec, tensors = spec_of(RAW), published(state(hf_modules))
     # the tower's own file has no prefix, and holds a block that nobody wants
     more = {name.removeprefix("visual_encoder."): t for name, t in tensors.items()}
     more["blocks.3.norm1.weight"] = torch.zeros(48)
@@ -159,9 +161,9 @@ def test_positions_for_another_size() -> None:
     assert larger.shape == (1, 37, 6)
     assert torch.equal(larger[:, 0], table[:, 0])
     square = table[:, 1:].view(1, 4, 4, 6).permute(0, 3, 1, 2)
-    wanted = (
+    expected = (
         torch.nn.functional.interpolate(square, (6, 6), mode="bicubic")
         .permute(0, 2, 3, 1)
         .reshape(1, 36, 6)
     )
-    assert torch.allclose(larger[:, 1:], wanted)
+    assert torch.allclose(larger[:, 1:], expected)

@@ -178,13 +178,15 @@ def configured(raw: dict[str, Any]) -> list[str]:
 def equal_or_named(raw: dict[str, Any], key: str, folder: Path) -> str:
     """ "equal", "refused", or what is wrong."""
     try:
-        said = configured(raw)
+        warnings = configured(raw)
     except CheckpointError as error:
         text = check_one_line(error)
         return "refused" if key in text else f"refused without its name: {text}"
     model = their_model(raw, folder)
     if model is None:
-        return "warned" if any(key in line for line in said) else "taken, but not by the original"
+        return (
+            "warned" if any(key in line for line in warnings) else "taken, but not by the original"
+        )
     loop = engine(save_raw(folder, _cloned(model), raw), folder / "e")
     ids = torch.randint(0, 60, (LENGTH,), generator=torch.Generator().manual_seed(4)).tolist()
     with torch.no_grad():
@@ -222,7 +224,12 @@ def test_other_values_are_computed_or_refused_by_name(kind: str, tmp_path: Path)
     tried = {**FOREIGN, **{key: values for key, values in TOLD.items() if key in here}}
     for key, values in tried.items():
         for number, value in enumerate(values):
-            found = equal_or_named(raw_of(kind, **{key: value}), key, tmp_path / f"{key}-{number}")
-            if found not in ("equal", "refused", "warned") and (kind, f"{key}={value}") not in MORE:
-                wrong[f"{key}={value}"] = found
+            outcome = equal_or_named(
+                raw_of(kind, **{key: value}), key, tmp_path / f"{key}-{number}"
+            )
+            if (
+                outcome not in ("equal", "refused", "warned")
+                and (kind, f"{key}={value}") not in MORE
+            ):
+                wrong[f"{key}={value}"] = outcome
     assert not wrong

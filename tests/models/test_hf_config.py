@@ -69,7 +69,7 @@ RESOLVED: dict[str, dict[str, Any]] = {
 }
 
 
-def theirs(raw: dict[str, Any]) -> Any:
+def hf_config(raw: dict[str, Any]) -> Any:
     """The configuration object transformers makes of it."""
     sizes = copy.deepcopy({key: value for key, value in raw.items() if key != "model_type"})
     return transformers.AutoConfig.for_model(raw["model_type"], **sizes)
@@ -80,7 +80,7 @@ def ours(raw: dict[str, Any]) -> Any:
 
 
 def same_rotation(raw: dict[str, Any]) -> None:
-    model = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs(raw))
+    model = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(hf_config(raw))
     rotary = Rotary(ours(raw).rope)
     torch.testing.assert_close(rotary.inv_freq, model.inv_freq, rtol=1e-6, atol=0)
     assert rotary.factor == pytest.approx(model.attention_scaling, rel=1e-12)
@@ -97,7 +97,7 @@ def test_a_length_that_is_absent_is_the_familys(kind: str) -> None:
     raw = {key: value for key, value in SIZES.items() if key != "max_position_embeddings"} | {
         "model_type": kind
     }
-    assert ours(raw).max_len == theirs(raw).max_position_embeddings
+    assert ours(raw).max_len == hf_config(raw).max_position_embeddings
     same_rotation(raw | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
 
 
@@ -105,7 +105,7 @@ def test_a_length_that_is_absent_is_the_familys(kind: str) -> None:
 def test_key_value_heads_that_are_absent_are_the_familys_and_null_means_all(kind: str) -> None:
     raw = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
     raw |= {"model_type": kind, "num_attention_heads": 64}
-    assert ours(raw).kv_heads == theirs(raw).num_key_value_heads
+    assert ours(raw).kv_heads == hf_config(raw).num_key_value_heads
     assert ours(raw | {"num_key_value_heads": None}).kv_heads == 64
 
 
@@ -129,9 +129,11 @@ WINDOWS: dict[str, dict[str, Any]] = {
 def test_windows_are_those_of_the_original_classes(kind: str, case: str) -> None:
     raw = SIZES | WINDOWS[case] | {"model_type": kind}
     listed = kind == "mistral" and "layer_types" in raw
-    config = theirs(raw | {"model_type": "ministral"} if listed else raw)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * 3
-    expected = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+    config = hf_config(raw | {"model_type": "ministral"} if listed else raw)
+    layer_types = getattr(config, "layer_types", None) or ["sliding_attention"] * 3
+    expected = [
+        config.sliding_window if kind == "sliding_attention" else None for kind in layer_types
+    ]
     assert list(ours(raw).windows or [None] * 3) == expected
 
 

@@ -56,12 +56,12 @@ def user(*parts: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def check(llm: LLM, answer: Any, wanted: list[int]) -> None:
+def check(llm: LLM, answer: Any, expected: list[int]) -> None:
     """The same ids, up to the first ### of their text."""
     output = answer.outputs[0]
-    assert output.token_ids == wanted[: len(output.token_ids)]
+    assert output.token_ids == expected[: len(output.token_ids)]
     assert llm.tokenizer is not None
-    if len(output.token_ids) < len(wanted):
+    if len(output.token_ids) < len(expected):
         assert output.stop_reason == "###"
         assert "###" in llm.tokenizer.decode(output.token_ids)
     assert "###" not in llm.tokenizer.decode(output.token_ids[:-1])
@@ -78,10 +78,10 @@ def test_embeddings(llm: LLM, plain: Any) -> None:
         pixels, _ = load_square_image(picture, 56)
         batch = torch.from_numpy(pixels).permute(2, 0, 1)[None]
         with torch.inference_mode():
-            found = llm.engine_core.model.encode_images(batch, llm.engine_core.ops)[0]  # type: ignore[operator]
-        wanted = plain.embed(picture)
-        assert found.shape == wanted.shape == (8, 64)
-        assert (found - wanted).norm() <= 1e-4 * wanted.norm()
+            actual = llm.engine_core.model.encode_images(batch, llm.engine_core.ops)[0]  # type: ignore[operator]
+        expected = plain.embed(picture)
+        assert actual.shape == expected.shape == (8, 64)
+        assert (actual - expected).norm() <= 1e-4 * expected.norm()
 
 
 def test_one_picture(llm: LLM, plain: Any) -> None:
@@ -115,10 +115,10 @@ def test_three_pictures_and_three_turns(llm: LLM, plain: Any) -> None:
 
 
 def test_another_picture_in_the_same_words(llm: LLM, plain: Any) -> None:
-    found = pictures(3)
-    answers = [llm.chat([user(picture, "Look.")], GREEDY)[0] for picture in found]
+    two_pictures = pictures(3)
+    answers = [llm.chat([user(picture, "Look.")], GREEDY)[0] for picture in two_pictures]
     prompt = prompt_of("Human: <Img><ImageHere></Img> Look.###")
-    for picture, answer in zip(found, answers, strict=True):
+    for picture, answer in zip(two_pictures, answers, strict=True):
         check(llm, answer, plain.answer(prompt, [picture], 12))
     assert len({tuple(a.prompt_token_ids) for a in answers}) == 1, (
         "the prompts' ids tell nothing of the pictures"
@@ -132,10 +132,12 @@ def test_penalties_count_the_answer_alone(llm: LLM, plain: Any, penalty: float) 
     """
     [picture] = pictures(1)
     how = replace(GREEDY, repetition_penalty=penalty)
-    for parts, seen in (((picture, "What is this?"), [picture]), (("Only words.",), [])):
-        said = "Human: " + ("<Img><ImageHere></Img> What is this?###" if seen else "Only words.###")
+    for parts, images in (((picture, "What is this?"), [picture]), (("Only words.",), [])):
+        turn = "Human: " + (
+            "<Img><ImageHere></Img> What is this?###" if images else "Only words.###"
+        )
         [answer] = llm.chat([user(*parts)], how)
-        check(llm, answer, plain.answer(prompt_of(said), seen, 12, repetition_penalty=penalty))
+        check(llm, answer, plain.answer(prompt_of(turn), images, 12, repetition_penalty=penalty))
 
 
 def test_a_batch_of_eight_with_texts_between(llm: LLM, plain: Any) -> None:
@@ -159,8 +161,8 @@ def test_a_batch_of_eight_with_texts_between(llm: LLM, plain: Any) -> None:
         ("Human: h###", []),
     ]
     answers = llm.chat(talks, GREEDY)
-    for answer, (turn, seen) in zip(answers, prompts, strict=True):
-        check(llm, answer, plain.answer(prompt_of(turn), seen, 12))
+    for answer, (turn, images) in zip(answers, prompts, strict=True):
+        check(llm, answer, plain.answer(prompt_of(turn), images, 12))
 
 
 def test_upstreams_later_prompt_has_a_space_more(folder: Path, llm: LLM) -> None:

@@ -48,26 +48,26 @@ def still() -> VisionContext:
 
 
 @pytest.fixture(scope="module")
-def theirs() -> Any:
+def hf_model() -> Any:
     return hf_sam_model(SMALL)
 
 
-def close(found: torch.Tensor, wanted: torch.Tensor, bound: float = 1e-4) -> None:
-    assert found.shape == wanted.shape
-    assert (found - wanted).abs().max() <= bound * wanted.abs().max()
+def close(actual: torch.Tensor, expected: torch.Tensor, bound: float = 1e-4) -> None:
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= bound * expected.abs().max()
 
 
 @torch.inference_mode()
-def test_embedding_equals_transformers(theirs) -> None:
-    model = made(theirs.state_dict(), {"model_type": "sam", "vision_config": SMALL})
+def test_embedding_equals_transformers(hf_model) -> None:
+    model = made(hf_model.state_dict(), {"model_type": "sam", "vision_config": SMALL})
     pixels = torch.randn(2, 3, 160, 160, generator=torch.Generator().manual_seed(2))
-    close(model.encode_image(pixels, still()), theirs.vision_encoder(pixels)[0])
+    close(model.encode_image(pixels, still()), hf_model.vision_encoder(pixels)[0])
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("prompt", ["points", "boxes", "both", "mask"])
-def test_masks_equal_transformers(theirs, prompt: str) -> None:
-    model = made(theirs.state_dict(), {"model_type": "sam", "vision_config": SMALL})
+def test_masks_equal_transformers(hf_model, prompt: str) -> None:
+    model = made(hf_model.state_dict(), {"model_type": "sam", "vision_config": SMALL})
     generator = torch.Generator().manual_seed(3)
     embedding = torch.randn(1, 256, 10, 10, generator=generator)
     points = torch.rand(1, 2, 3, 2, generator=generator) * 150
@@ -75,15 +75,15 @@ def test_masks_equal_transformers(theirs, prompt: str) -> None:
     boxes = torch.tensor([[[10.0, 20.0, 90.0, 80.0], [0.0, 5.0, 150.0, 140.0]]])
     masks = torch.randn(2, 1, 40, 40, generator=generator) if prompt == "mask" else None
     with_points, with_boxes = prompt in ("points", "both", "mask"), prompt in ("boxes", "both")
-    sparse, dense = theirs.prompt_encoder(
+    sparse, dense = hf_model.prompt_encoder(
         points if with_points else None,
         labels if with_points else None,
         boxes if with_boxes else None,
         masks[:1] if masks is not None else None,
     )
-    wanted, scores, *_ = theirs.mask_decoder(
+    expected, scores, *_ = hf_model.mask_decoder(
         image_embeddings=embedding,
-        image_positional_embeddings=theirs.get_image_wide_positional_embeddings(),
+        image_positional_embeddings=hf_model.get_image_wide_positional_embeddings(),
         sparse_prompt_embeddings=sparse,
         dense_prompt_embeddings=dense,
         multimask_output=True,
@@ -98,27 +98,27 @@ def test_masks_equal_transformers(theirs, prompt: str) -> None:
     elif with_points:
         ours_points.append(torch.zeros(2, 1, 2))
         ours_labels.append(torch.full((2, 1), -1))
-    given = None if masks is None else masks[:1].expand(2, -1, -1, -1)
-    found, own = model.decode_masks(
-        embedding, torch.cat(ours_points, 1), torch.cat(ours_labels, 1), given, still()
+    mask_prompts = None if masks is None else masks[:1].expand(2, -1, -1, -1)
+    actual, own = model.decode_masks(
+        embedding, torch.cat(ours_points, 1), torch.cat(ours_labels, 1), mask_prompts, still()
     )
-    close(found[:, 1:], wanted[0])
+    close(actual[:, 1:], expected[0])
     close(own[:, 1:], scores[0])
 
 
 @torch.inference_mode()
-def test_the_original_layout_is_recognised_and_gives_the_same(theirs) -> None:
+def test_the_original_layout_is_recognised_and_gives_the_same(hf_model) -> None:
     config = sam.config_from_hf({"model_type": "sam", "vision_config": SMALL})
-    state = theirs.state_dict()
+    state = hf_model.state_dict()
     original = {f"{r.target}": state[r.sources[0]] for r in sam.rules(config)}
     raw = sam.config_from_shapes({name: tuple(t.shape) for name, t in original.items()})
     assert raw is not None
-    found = sam.config_from_hf(raw)
-    assert found.encoder == config.encoder
-    assert found.checkpoint_layout == "original"
+    parsed = sam.config_from_hf(raw)
+    assert parsed.encoder == config.encoder
+    assert parsed.checkpoint_layout == "original"
     pixels = torch.randn(1, 3, 160, 160, generator=torch.Generator().manual_seed(4))
     wrapped = {f"module.{name}": t for name, t in original.items()}
-    close(made(wrapped).encode_image(pixels, still()), theirs.vision_encoder(pixels)[0])
+    close(made(wrapped).encode_image(pixels, still()), hf_model.vision_encoder(pixels)[0])
 
 
 def test_heads_of_the_published_sizes() -> None:
@@ -217,9 +217,9 @@ def test_what_would_change_the_arithmetic_is_refused(part: str, key: str, value:
     ],
 )
 def test_sizes_that_are_none_are_named(key: str, value: object) -> None:
-    with pytest.raises(CheckpointError, match=r"config\.json: ") as told:
+    with pytest.raises(CheckpointError, match=r"config\.json: ") as caught:
         sam.config_from_hf({"model_type": "sam", "vision_config": SMALL | {key: value}})
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("part", ["prompt_encoder_config", "mask_decoder_config"])
@@ -258,9 +258,9 @@ ORIGINAL = {
 def test_an_original_file_that_is_not_whole_is_named(
     name: str, shape: tuple[int, ...] | None
 ) -> None:
-    found = sam.config_from_shapes(ORIGINAL)
-    assert found is not None
-    assert sam.config_from_hf(found).encoder == sam.SamVitSpec(
+    parsed = sam.config_from_shapes(ORIGINAL)
+    assert parsed is not None
+    assert sam.config_from_hf(parsed).encoder == sam.SamVitSpec(
         32, 1, 2, (0,), 64, image=64, patch=16
     )
     shapes = {n: s for n, s in ORIGINAL.items() if n != f"image_encoder.{name}"}
@@ -270,22 +270,22 @@ def test_an_original_file_that_is_not_whole_is_named(
         shapes = {n: s for n, s in shapes.items() if ".blocks.0." not in n} | {
             "image_encoder.blocks.3.attn.qkv.weight": (1,)
         }
-    with pytest.raises(CheckpointError) as told:
+    with pytest.raises(CheckpointError) as caught:
         sam.config_from_hf(sam.config_from_shapes(shapes) or {})
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_relative_positions_stretch_as_torch_does() -> None:
     table = torch.randn(7, 5)
     assert resize_rel_pos(table, 7) is table
-    wanted = torch.nn.functional.interpolate(table[None].transpose(1, 2), size=13, mode="linear")[
+    expected = torch.nn.functional.interpolate(table[None].transpose(1, 2), size=13, mode="linear")[
         0
     ].t()
-    assert torch.equal(resize_rel_pos(table, 13), wanted)
+    assert torch.equal(resize_rel_pos(table, 13), expected)
 
 
-def test_missing_and_left_over_tensors_are_named(theirs) -> None:
-    state = dict(theirs.state_dict())
+def test_missing_and_left_over_tensors_are_named(hf_model) -> None:
+    state = dict(hf_model.state_dict())
     state["vision_encoder.extra"] = state.pop("vision_encoder.neck.conv1.weight")
     with pytest.raises(TensorMismatch, match=re.escape("vision_encoder.neck.conv1.weight")):
         made(state, {"model_type": "sam", "vision_config": SMALL})

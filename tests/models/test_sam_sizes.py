@@ -33,15 +33,15 @@ def original(model: Any, vision: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {rule.target: state[rule.sources[0]] for rule in rules}
 
 
-def judge(theirs: Any, ours: sam.Model, side: int) -> None:
+def judge(reference: Any, ours: sam.Model, side: int) -> None:
     """Two pictures; points, boxes, both, a mask, one alone; two prompts at a time; three masks and
     one.
     """
     generator = torch.Generator().manual_seed(5)
     pixels = torch.randn(2, 3, side, side, generator=generator)
-    wanted = theirs.vision_encoder(pixels)[0]
-    found = ours.encode_image(pixels, still())
-    assert (found - wanted).abs().max() <= 1e-3 * wanted.abs().max()
+    expected = reference.vision_encoder(pixels)[0]
+    actual = ours.encode_image(pixels, still())
+    assert (actual - expected).abs().max() <= 1e-3 * expected.abs().max()
     points = torch.rand(2, 2, 3, 2, generator=generator) * (side - 1)
     labels = torch.tensor([[[1, 0, 1], [1, 1, 0]]] * 2)
     low, high = (
@@ -50,19 +50,19 @@ def judge(theirs: Any, ours: sam.Model, side: int) -> None:
     )
     boxes = torch.cat((low, low + high), -1)
     mask = torch.randn(2, 1, side // 4, side // 4, generator=generator) * 5
-    asked: list[dict[str, Any]] = [
+    prompts: list[dict[str, Any]] = [
         {"input_points": points, "input_labels": labels},
         {"input_boxes": boxes},
         {"input_points": points, "input_labels": labels, "input_boxes": boxes},
         {"input_points": points, "input_labels": labels, "input_masks": mask},
         {"input_masks": mask},
     ]
-    for prompt in asked:
+    for prompt in prompts:
         for several in (True, False):
-            told = theirs(image_embeddings=wanted, **prompt, multimask_output=several)
+            output = reference(image_embeddings=expected, **prompt, multimask_output=several)
             for number in range(2):
-                right = told.pred_masks[number], told.iou_scores[number]
-                compare(ours, found[number : number + 1], prompt, number, right, several, side)
+                right = output.pred_masks[number], output.iou_scores[number]
+                compare(ours, actual[number : number + 1], prompt, number, right, several, side)
 
 
 def compare(
@@ -88,10 +88,14 @@ def compare(
     else:  # a mask alone: one prompt, no points, not even one that is not there
         places.append(torch.zeros(1, 0, 2))
         marks.append(torch.zeros(1, 0, dtype=torch.int64))
-    given = prompt.get("input_masks")
-    given = None if given is None else given[number][None].expand(len(places[0]), -1, -1, -1)
+    mask_prompt = prompt.get("input_masks")
+    mask_prompt = (
+        None
+        if mask_prompt is None
+        else mask_prompt[number][None].expand(len(places[0]), -1, -1, -1)
+    )
     logits, scores = ours.decode_masks(
-        embedding, torch.cat(places, 1), torch.cat(marks, 1), given, still()
+        embedding, torch.cat(places, 1), torch.cat(marks, 1), mask_prompt, still()
     )
     chosen = slice(1, None) if several else slice(0, 1)
     logits, scores = logits[:, chosen], scores[:, chosen]
@@ -99,40 +103,40 @@ def compare(
     # one alone may be near 0
     assert (scores - right[1]).abs().max() <= 1e-3 * right[1].abs().max().clamp(min=0.01)
     inside = (side, side * 2 // 3)
-    mine, truth = (
+    actual, truth = (
         upsample_logits(x, side, inside, (side * 9 // 7, side * 6 // 7)) > 0
         for x in (logits, right[0])
     )
-    assert (mine == truth).float().mean() >= 0.999
+    assert (actual == truth).float().mean() >= 0.999
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("side", [160, 208])
 def test_a_small_model_answers_every_prompt_as_transformers_does(side: int) -> None:
     vision = SMALL | {"image_size": side, "global_attn_indexes": [1, 2]}
-    theirs = hf_sam_model(vision)
-    judge(theirs, made(original(theirs, vision)), side)
+    reference = hf_sam_model(vision)
+    judge(reference, made(original(reference, vision)), side)
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("rows", [11, 31])
 def test_relative_positions_made_for_another_size_are_stretched(rows: int) -> None:
-    theirs = hf_sam_model(SMALL)
-    attention = theirs.vision_encoder.layers[1].attn
+    reference = hf_sam_model(SMALL)
+    attention = reference.vision_encoder.layers[1].attn
     for name in ("rel_pos_h", "rel_pos_w"):
         table = getattr(attention, name).data
         table = F.interpolate(table.t()[None], size=rows, mode="linear")[0].t() + 0.1 * torch.randn(
             rows, len(table[0])
         )
         setattr(attention, name, torch.nn.Parameter(table.contiguous()))
-    state = original(theirs, SMALL)
+    state = original(reference, SMALL)
     raw = sam.config_from_shapes({name: tuple(t.shape) for name, t in state.items()})
     assert raw is not None
     assert raw["sizes"]["global_attn_indexes"] == [1]
     pixels = torch.randn(1, 3, 160, 160)
-    wanted = theirs.vision_encoder(pixels)[0]
-    found = made(state).encode_image(pixels, still())
-    assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+    expected = reference.vision_encoder(pixels)[0]
+    actual = made(state).encode_image(pixels, still())
+    assert (actual - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
 @pytest.mark.slow
@@ -146,5 +150,5 @@ def test_the_published_sizes_are_transformers(size: str) -> None:
         "image_size": 1024, "patch_size": 16, "mlp_dim": inner, "window_size": 14,
         "output_channels": 256,
     }  # fmt: skip
-    theirs = hf_sam_model(vision)
-    judge(theirs, made(original(theirs, vision)), 1024)
+    reference = hf_sam_model(vision)
+    judge(reference, made(original(reference, vision)), 1024)

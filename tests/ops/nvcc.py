@@ -1,4 +1,4 @@
-"""Compiling a CUDA source as modelmill does, to read what the compiler says about it."""
+"""Compiling a CUDA source as modelmill does, to check the output of the compiler."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ import pytest
 from modelmill.ops.cuda import build
 
 NVCC = build.find_nvcc()
-requires_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc is not here")
+requires_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc not found")
 
 
 def compiles_without_spills(
     source: str, macros: Sequence[str], out: Path, max_spill_bytes: int = 0
 ) -> None:
-    """Registers that spill, or products that the compiler runs one at a time, cost half the speed
-    without a word.
+    """Check that no kernel of a source spills registers or has serialized products.
 
-    Of every kernel in the source. max_spill_bytes: bytes that one may put away, where the machine
-    code was read: outside its loop.
+    Both halve the speed without an error. max_spill_bytes: bytes that a kernel may spill, where the
+    machine code was inspected and the spills are outside its loop.
     """
     assert NVCC is not None
     assert NVCC.path is not None
@@ -34,9 +33,9 @@ def compiles_without_spills(
         *(f"-D{m}" for m in macros),
     ]
     command = [NVCC.path, "-cubin", *target, "-o", str(out), str(build.FOLDER / source)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", result.stderr)
     assert spills
-    assert all(int(number) <= max_spill_bytes for pair in spills for number in pair), done.stderr
-    assert "serialized" not in done.stderr, "products that wait for one another"
+    assert all(int(number) <= max_spill_bytes for pair in spills for number in pair), result.stderr
+    assert "serialized" not in result.stderr, "serialized wgmma products"

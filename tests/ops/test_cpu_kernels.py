@@ -98,7 +98,9 @@ def other_way(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if "avx512_bf16" not in build._cpu():
         pytest.skip("a processor without AVX512_BF16 multiplies floats only")
     flags = (
-        build.FLAGS if "-DMILL_FLOATS" in build.machine_flags() else (*build.FLAGS, "-DMILL_FLOATS")
+        build.FLAGS
+        if "-DMILL_BF16_AS_FP32" in build.machine_flags()
+        else (*build.FLAGS, "-DMILL_BF16_AS_FP32")
     )
     yield from _use(build.open_library(build.compile_library((*flags, "-O1"))), monkeypatch)
 
@@ -240,7 +242,7 @@ def test_who_multiplies_bfloat16_as_floats(
     monkeypatch.setattr(
         build, "_cpu", lambda: f"vendor_id\t: {vendor}\nflags\t\t: avx512f avx512_bf16"
     )
-    assert ("-DMILL_FLOATS" in build.machine_flags()) is floats
+    assert ("-DMILL_BF16_AS_FP32" in build.machine_flags()) is floats
 
 
 @pytest.mark.parametrize(("family", "far"), [("25", True), ("26", False), ("125", False)])
@@ -250,7 +252,7 @@ def test_who_asks_for_weights_far_ahead(
     monkeypatch.setattr(
         build, "_cpu", lambda: f"vendor_id\t: AuthenticAMD\ncpu family\t: {family}\nmodel\t\t: 17"
     )
-    assert ("-DMILL_FAR" in build.machine_flags()) is far
+    assert ("-DMILL_PREFETCH_L2" in build.machine_flags()) is far
 
 
 def _attention(

@@ -197,7 +197,7 @@ def test_few_rows_compile_without_spills(rows: int, gated: bool, tmp_path: Path)
 @pytest.mark.parametrize("wide", gemm.TILE_WIDTHS)
 def test_many_rows_compile_without_spills(wide: int, tmp_path: Path) -> None:
     macros = (
-        f"WIDE={wide}",
+        f"BLOCK_N={wide}",
         "BIAS=1",
         f"BAND={gemm.TILES_PER_BAND}",
         *(("HALF",) if wide == 224 else ()),
@@ -212,8 +212,12 @@ def test_rope_rows_compile_without_spills(dim: int, dtype: torch.dtype, tmp_path
     compiles_without_spills("qkv_rope_cache.cu", macros, tmp_path / "out")
 
 
+PER_TOKEN_MACROS = "PER_TOKEN=1 PER_COLUMN=0 ZERO_POINTS=0 ADD_RESIDUAL=0"
+PER_COLUMN_MACROS = "PER_TOKEN=0 PER_COLUMN=1 ZERO_POINTS=1 ADD_RESIDUAL=1"
+
+
 @requires_nvcc
-@pytest.mark.parametrize("what", ["TOKEN=1 EACH=0 SHIFT=0 ADD=0", "TOKEN=0 EACH=1 SHIFT=1 ADD=1"])
+@pytest.mark.parametrize("what", [PER_TOKEN_MACROS, PER_COLUMN_MACROS])
 def test_norms_in_another_order_compile_without_spills(what: str, tmp_path: Path) -> None:
     form = rmsnorm_quant_permute.config_for(4096, 4096, 4)
     sizes = (f"BLOCKS={form.blocks_per_sm}", f"STAGES={form.stages}")
@@ -225,12 +229,10 @@ def test_norms_in_another_order_compile_without_spills(what: str, tmp_path: Path
 
 
 @requires_nvcc
-@pytest.mark.parametrize(
-    "what", ["TOKEN=1 EACH=0 SHIFT=0 ADD=0 FP8", "TOKEN=0 EACH=1 SHIFT=1 ADD=1"]
-)
+@pytest.mark.parametrize("what", [PER_TOKEN_MACROS + " FP8", PER_COLUMN_MACROS])
 def test_norms_of_a_row_in_another_order_compile_without_spills(what: str, tmp_path: Path) -> None:
     compiles_without_spills(
         "rmsnorm_quant_permute_small_m.cu",
-        ("WIDTH=4096", "COLUMNS=8192", "ALONE=1", *what.split()),
+        ("WIDTH=4096", "COLUMNS=8192", "SINGLE_ROW=1", *what.split()),
         tmp_path / "out",
     )

@@ -1,6 +1,4 @@
-"""The op that runs all layers at once: the reference is the composition, the C++ gives the bits of
-the single ops.
-"""
+"""Fused decode: the reference composes the ops; the C++ gives the bits of the single ops."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ def _copied(value: Any, change: Any) -> Any:
     return value
 
 
-def _wide(args: dict[str, Any]) -> dict[str, Any]:
+def _as_float64(args: dict[str, Any]) -> dict[str, Any]:
     return {
         n: _copied(v, lambda t: t.double() if t.is_floating_point() else t.clone())
         for n, v in args.items()
@@ -52,9 +50,9 @@ def _cases() -> list[Any]:
     return [pytest.param(c, d, id=f"{c.name}-{d}") for d in DTYPES for c in op.cases("cpu", d)]
 
 
-def _near(mine: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype) -> None:
-    error = (mine.double() - truth.double()).abs() / truth.double().abs().clamp(min=1.0)
-    assert mine.shape == truth.shape
+def _near(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    error = (actual.double() - expected.double()).abs() / expected.double().abs().clamp(min=1.0)
+    assert actual.shape == expected.shape
     assert float(error.max()) <= op.TOLERANCE[dtype]
 
 
@@ -63,22 +61,22 @@ def _near(mine: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype) -> None:
 def test_cpu_variant_computes_the_reference_and_writes_the_pages(
     case: Case, dtype: torch.dtype
 ) -> None:
-    wide, args = _wide(case.args), _fresh(case.args)
-    expected = op.decode(**wide)
-    given = args["x"].clone()
+    args64, args = _as_float64(case.args), _fresh(case.args)
+    expected = op.decode(**args64)
+    x_before = args["x"].clone()
     torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
     try:
         got = registry.implementations("decode")["cpu"].run(**args)
     finally:
         torch.use_deterministic_algorithms(False)
     assert got.dtype is torch.float32
-    assert torch.equal(args["x"], given)
+    assert torch.equal(args["x"], x_before)
     assert args["stack"].packed["cpu"].supported
     _near(got, expected, dtype)
-    for mine, truth in zip(
-        args["tokens"].k + args["tokens"].v, wide["tokens"].k + wide["tokens"].v, strict=True
+    for page, expected_page in zip(
+        args["tokens"].k + args["tokens"].v, args64["tokens"].k + args64["tokens"].v, strict=True
     ):
-        _near(mine, truth, dtype)
+        _near(page, expected_page, dtype)
 
 
 @KERNELS
@@ -86,8 +84,8 @@ def test_cpu_variant_computes_the_reference_and_writes_the_pages(
 def test_cpu_variant_gives_the_bits_of_the_single_kernels(
     case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, single = _fresh(case.args), _fresh(case.args)
-    got = registry.implementations("decode")["cpu"].run(**whole)
+    fused, single = _fresh(case.args), _fresh(case.args)
+    got = registry.implementations("decode")["cpu"].run(**fused)
     products = ("linear", "int8_linear", "int4_linear", "int8_group_linear")
     for name in (
         *products,
@@ -99,10 +97,10 @@ def test_cpu_variant_gives_the_bits_of_the_single_kernels(
     ):
         monkeypatch.setattr(op, name, registry.implementations(name)["cpu"].run)
     assert torch.equal(got, op.decode(**single))
-    for mine, other in zip(
-        whole["tokens"].k + whole["tokens"].v, single["tokens"].k + single["tokens"].v, strict=True
+    for page, expected_page in zip(
+        fused["tokens"].k + fused["tokens"].v, single["tokens"].k + single["tokens"].v, strict=True
     ):
-        assert torch.equal(mine, other)
+        assert torch.equal(page, expected_page)
 
 
 LONGER = {
@@ -110,29 +108,31 @@ LONGER = {
     "a piece behind singles": [*((1, 30 + i) for i in range(13)), (9, 40)],
     "a piece of two parts, then singles": [(19, 40), (1, 3), (1, 50)],
     "a whole prompt": [(32, 32)],
-    "pieces and rows not wanted": [(3, 3), (14, 60), (5, 9), (1, 70)],
+    "pieces and rows without logits": [(3, 3), (14, 60), (5, 9), (1, 70)],
 }
 
 
 @KERNELS
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("held", ["", "int8", "int4"])
+@pytest.mark.parametrize("weight_format", ["", "int8", "int4"])
 @pytest.mark.parametrize("lengths", LONGER.values(), ids=LONGER)
 def test_more_tokens_go_in_parts(
-    lengths: list[tuple[int, int]], held: str, dtype: torch.dtype
+    lengths: list[tuple[int, int]], weight_format: str, dtype: torch.dtype
 ) -> None:
     """Logits of some rows and of all are the reference's, and the pages too."""
     assert build.SMALL_M_LIMIT < sum(n for n, _ in lengths) <= MAX_ROWS
     for extras in (False, True):
-        given = op._case(lengths, 4, 2, held, extras, dtype, 7)
-        wide, args = _wide(given), _fresh(given)
-        expected = op.decode(**wide)
+        case_args = op._case(lengths, 4, 2, weight_format, extras, dtype, 7)
+        args64, args = _as_float64(case_args), _fresh(case_args)
+        expected = op.decode(**args64)
         _near(registry.implementations("decode")["cpu"].run(**args), expected, dtype)
         assert args["stack"].packed["cpu"].supported
-        for mine, truth in zip(
-            args["tokens"].k + args["tokens"].v, wide["tokens"].k + wide["tokens"].v, strict=True
+        for page, expected_page in zip(
+            args["tokens"].k + args["tokens"].v,
+            args64["tokens"].k + args64["tokens"].v,
+            strict=True,
         ):
-            _near(mine, truth, dtype)
+            _near(page, expected_page, dtype)
 
 
 @KERNELS
@@ -157,16 +157,16 @@ def test_what_the_kernel_cannot_read_goes_to_the_reference() -> None:
     expected = op.decode(**_fresh(case.args))
     run = registry.implementations("decode")["cpu"].run
     args = _fresh(case.args)
-    gaps = DecodeLinearWeights(torch.stack((args["stack"].lm_head.weight,) * 2, -1)[..., 0])
-    loose = replace(args["stack"], lm_head=gaps, packed={})
-    _near(run(args["x"], loose, args["tokens"]), expected, torch.float32)
+    strided_head = DecodeLinearWeights(torch.stack((args["stack"].lm_head.weight,) * 2, -1)[..., 0])
+    strided_stack = replace(args["stack"], lm_head=strided_head, packed={})
+    _near(run(args["x"], strided_stack, args["tokens"]), expected, torch.float32)
     args = _fresh(case.args)
     tokens: DecodeInputs = replace(args["tokens"], context_lens=args["tokens"].context_lens.long())
     assert torch.equal(run(args["x"], args["stack"], tokens), expected)
 
 
 @KERNELS
-def test_other_pages_are_packed_anew() -> None:
+def test_other_pages_are_packed_again() -> None:
     case = next(iter(op.cases("cpu", torch.float32)))
     run = registry.implementations("decode")["cpu"].run
     args = _fresh(case.args)

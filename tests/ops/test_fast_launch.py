@@ -13,9 +13,7 @@ from modelmill.ops.triton.fast_launch import CachedLauncher
 
 
 class Kernel:
-    """Stands for a triton.jit function: a launch gives a compiled kernel, which can be launched
-    itself.
-    """
+    """Stands for a triton.jit function: a launch returns a compiled kernel."""
 
     def __init__(self, compiled: bool = True) -> None:
         self.log: list[tuple[Any, ...]] = []
@@ -23,7 +21,7 @@ class Kernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, **options: Any) -> Any:
-            self.log.append(("found", grid, args[-1], options))
+            self.log.append(("compiled", grid, args[-1], options))
             return Compiled(self.log) if self.compiled else None
 
         return launch
@@ -36,7 +34,7 @@ class Compiled:
         self.log = log
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args: self.log.append(("kept", grid, args[-1]))
+        return lambda *args: self.log.append(("cached", grid, args[-1]))
 
 
 @pytest.fixture(autouse=True)
@@ -57,13 +55,13 @@ def call(
     launch((rows, 1, 1), (x, x), (rows, width), (width,), (const,), {"num_warps": warps})
 
 
-def test_a_kernel_is_found_once_for_what_it_is_compiled_for() -> None:
+def test_a_kernel_is_compiled_once_per_specialization() -> None:
     kernel = Kernel()
     launch, x = CachedLauncher(kernel), torch.zeros(64)
     call(launch, x)
     call(launch, x)
-    call(launch, x + 1, rows=7)  # another tensor, and a number that no kernel is compiled for
-    assert [each[0] for each in kernel.log] == ["found", "kept", "kept"]
+    call(launch, x + 1, rows=7)  # another tensor, and a number that is not specialized
+    assert [each[0] for each in kernel.log] == ["compiled", "cached", "cached"]
     assert kernel.log[2][1] == (7, 1, 1)
     assert kernel.log[0][3] == {"num_warps": 4}
 
@@ -72,7 +70,7 @@ def test_a_kernel_is_found_once_for_what_it_is_compiled_for() -> None:
     "other",
     [
         {"x": torch.zeros(64, dtype=torch.float16)},
-        {"x": torch.zeros(65)[1:]},  # no address in sixteens
+        {"x": torch.zeros(65)[1:]},  # address not a multiple of 16
         {"width": 9},
         {"const": False},
         {"warps": 8},
@@ -85,15 +83,15 @@ def test_what_decides_the_code_makes_another_kernel(other: dict[str, Any]) -> No
     call(launch, torch.zeros(64))
     call(launch, **({"x": torch.zeros(64)} | other))
     call(launch, torch.zeros(64))
-    assert [each[0] for each in kernel.log] == ["found", "found", "kept"]
+    assert [each[0] for each in kernel.log] == ["compiled", "compiled", "cached"]
 
 
-def test_what_was_not_compiled_is_asked_for_again() -> None:
+def test_a_kernel_that_is_not_compiled_yet_is_tried_again() -> None:
     kernel = Kernel(compiled=False)
     launch = CachedLauncher(kernel)
     for _ in range(2):
         call(launch, torch.zeros(64))
-    assert [each[0] for each in kernel.log] == ["found", "found"]
+    assert [each[0] for each in kernel.log] == ["compiled", "compiled"]
 
 
 class Param:
@@ -101,23 +99,23 @@ class Param:
         self.name, self.do_not_specialize = name, free
 
 
-def test_a_kernel_asks_for_its_division_once_when_it_is_found(
+def test_the_carveout_is_set_once_when_a_kernel_is_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[tuple[int, int]] = []
+    carveouts: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        fast_launch, "set_carveout", lambda function, percent: asked.append((function, percent))
+        fast_launch, "set_carveout", lambda function, percent: carveouts.append((function, percent))
     )
     launch, x = CachedLauncher(Kernel()), torch.zeros(64)
     for _ in range(2):
         call(launch, x)
         launch((3, 1, 1), (x, x), (3, 8), (8,), (False,), {"num_warps": 4}, 7)
-    assert asked == [(Compiled.function, 7)]
+    assert carveouts == [(Compiled.function, 7)]
     launch((3, 1, 1), (x, x), (3, 16), (16,), (False,), {"num_warps": 4}, 7)
-    assert len(asked) == 2
+    assert len(carveouts) == 2
 
 
-def test_a_number_that_triton_compiles_for_must_be_told() -> None:
+def test_a_specialized_number_must_be_in_fixed() -> None:
     kernel = Kernel()
     kernel.params = [Param("x"), Param("y"), Param("rows", free=True), Param("width"), Param("eps")]  # type: ignore[attr-defined]
     launch, x = CachedLauncher(kernel), torch.zeros(64)

@@ -1,5 +1,7 @@
-"""``CachedLauncher`` beside Triton's own way to launch, on a driver that keeps what it is told: the
-same launch, argument by argument. Kernel and launcher are compiled as on a Hopper GPU."""
+"""``CachedLauncher`` compared with Triton's own launch on a fake driver that records its arguments.
+
+Kernel and launcher are compiled as for a Hopper GPU.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def launches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     env = fake_cuda_driver.driver_environment(tmp_path_factory.mktemp("silent"))
     command = [sys.executable, "-m", "tests.ops.fake_cuda_driver.launches"]
     done = subprocess.run(
@@ -35,17 +37,17 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
-def test_the_kernel_is_launched_by_its_own_launcher(told: dict[str, Any]) -> None:
-    assert told["compiled_launches"] == ["direct"]
-    assert [each["launches"] for each in told["cached"]] == [1, 2, 3]
-    assert {each["stream"] for each in told["cached"]} == {told["stream"]}
+def test_the_kernel_is_launched_by_its_own_launcher(launches: dict[str, Any]) -> None:
+    assert launches["compiled_launches"] == ["direct"]
+    assert [each["launches"] for each in launches["cached"]] == [1, 2, 3]
+    assert {each["stream"] for each in launches["cached"]} == {launches["stream"]}
 
 
-def test_addresses_and_numbers_are_those_that_triton_gives(told: dict[str, Any]) -> None:
-    for mine, right in zip(told["cached"], told["triton"], strict=True):
-        assert mine["x"] == mine["words"][0] == right["words"][0]
-        assert mine["values"] == mine["words"][3]
-        assert mine["rows"] == mine["words"][9]
-        assert mine["words"][9:] == right["words"][9:], "numbers, and no memory of its own"
+def test_addresses_and_numbers_are_those_that_triton_gives(launches: dict[str, Any]) -> None:
+    for actual, expected in zip(launches["cached"], launches["triton"], strict=True):
+        assert actual["x"] == actual["words"][0] == expected["words"][0]
+        assert actual["values"] == actual["words"][3]
+        assert actual["rows"] == actual["words"][9]
+        assert actual["words"][9:] == expected["words"][9:], "numbers, and no memory of its own"
         for name in ("function", "stream", "sizes"):
-            assert mine[name] == right[name]
+            assert actual[name] == expected[name]

@@ -76,17 +76,17 @@ OTHER = (
     "lane < CLUSTER) mbarrier_arrive_cluster(shared_address(&barriers.empty[last]), lane)",
     "lane < CLUSTER) mbarrier_arrive_cluster(shared_address(&barriers.empty[last]), cluster_rank())",  # noqa: E501
 )
-DONE = ("        wgmma_wait<1>(); // those of the slab before\n", "")
+DONE = ("        wgmma_wait<1>(); // those of the previous K tile\n", "")
 LAST = (
     "            wgmma_wait<0>();\n            wgmma_fence_operand(d);",
     "            wgmma_fence_operand(d);",
 )
-DESK = ("if (PIECE == 0) staging.clear();", "")
+DESK = ("if (SLICE == 0) staging.acquire();", "")
 SENT = ("        if (staging.thread == 0) tma_store_wait();\n", "")
 HALF = (" + rank * W_HALF, w_map", ", w_map")
-BOTH = ("held, 3);", "held, 1 << rank);")
-EDGE = ("i * BOX < n) tma_store", "i * BOX + BOX < n) tma_store")
-FRONT = ("    pdl_wait();\n    for (int slab", "    for (int slab")
+BOTH = ("w_row, 3);", "w_row, 1 << rank);")
+EDGE = ("i * STORE_BOX < n) tma_store", "i * STORE_BOX + STORE_BOX < n) tma_store")
+FRONT = ("    pdl_wait();\n    for (int k_tile", "    for (int k_tile")
 MADE = ("    cluster_sync_relaxed();\n}\n", "}\n")
 
 

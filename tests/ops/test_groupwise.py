@@ -1,4 +1,4 @@
-"""Products with weights in groups: what the reference means, and what a kernel leaves to it."""
+"""Products with group-wise weights: the meaning of the reference, and what kernels support."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ OPS = {"int4_linear": int4_linear, "int8_group_linear": int8_group_linear}
 
 
 def value_of(
-    op: ModuleType, held: dict[str, torch.Tensor | None], group: int, row: int, column: int
+    op: ModuleType, tensors: dict[str, torch.Tensor | None], group: int, row: int, column: int
 ) -> float:
-    """One weight as the layout is told in words, read from its byte."""
-    weight, scale, offset = held["weight"], held["scale"], held["offset"]
+    """One weight read from its byte, as the layout is documented."""
+    weight, scale, offset = tensors["weight"], tensors["scale"], tensors["offset"]
     assert weight is not None
     assert scale is not None
-    run, place = divmod(column, 32)
+    run, column_in_run = divmod(column, 32)
     if op is int4_linear:
-        byte = int(weight[row, run * 16 + place % 16])
-        code, middle = (byte >> 4 if place >= 16 else byte & 15), 8
+        byte = int(weight[row, run * 16 + column_in_run % 16])
+        code, zero_point = (byte >> 4 if column_in_run >= 16 else byte & 15), 8
     else:
-        code, middle = int(weight[row, column]), 0
+        code, zero_point = int(weight[row, column]), 0
     step = float(scale[row, column // group])
     return (
-        (code - middle) * step
+        (code - zero_point) * step
         if offset is None
         else code * step + float(offset[row, column // group])
     )
@@ -48,24 +48,23 @@ def value_of(
 def test_the_reference_multiplies_with_the_weights_of_its_layout(
     op: ModuleType, rows: int, k: int, n: int, group: int, symmetric: bool
 ) -> None:
-    held = op.random_weight(n, k, group, device="cpu", symmetric=symmetric)
+    tensors = op.random_weight(n, k, group, device="cpu", symmetric=symmetric)
     generator = torch.Generator().manual_seed(k)
     x, bias = (
         torch.randn(size, generator=generator, dtype=torch.float64) for size in ((rows, k), (n,))
     )
-    wide = torch.tensor(
-        [[value_of(op, held, group, i, j) for j in range(k)] for i in range(n)], dtype=torch.float64
+    weight64 = torch.tensor(
+        [[value_of(op, tensors, group, i, j) for j in range(k)] for i in range(n)],
+        dtype=torch.float64,
     )
-    got = getattr(op, op.__name__.split(".")[-1])(x, **held, group=group, bias=bias)
-    assert got.dtype is torch.float64
-    assert torch.allclose(got, x @ wide.T + bias, rtol=1e-12, atol=1e-12)
+    actual = getattr(op, op.__name__.split(".")[-1])(x, **tensors, group=group, bias=bias)
+    assert actual.dtype is torch.float64
+    assert torch.allclose(actual, x @ weight64.T + bias, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("op", [*OPS, "int8_linear", "fp8_linear"])
 def test_float64_is_left_to_the_reference(op: str) -> None:
-    """No GPU kernel of these adds up in float64: they would fail to compile, or round to float32
-    unasked.
-    """
+    """No GPU kernel accumulates in float64: it would fail to compile or silently round."""
     module = registry.implementations(op).get("triton")
     if module is None:
         pytest.skip("triton is not installed")

@@ -1,6 +1,4 @@
-"""One test for every kernel: each implementation in the registry against the op's reference in
-higher precision.
-"""
+"""Each implementation in the registry against the op's reference in float64."""
 
 from __future__ import annotations
 
@@ -17,48 +15,50 @@ from modelmill.ops.case import Case, randn
 from modelmill.ops.quant_types import quantize_per_row
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-INTERPRETED_AT_MOST = 200_000  # elements in and out: the interpreter runs one program after another
-SEEDS = (0, 1)  # the interpreter has time for the first
+INTERPRETED_AT_MOST = (
+    200_000  # input and output elements: the interpreter runs programs one after another
+)
+SEEDS = (0, 1)  # the interpreter runs only the first
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "variant" in metafunc.fixturenames:
-        chosen = []
+    if "backend" in metafunc.fixturenames:
+        params = []
         for op in (*registry.OPS, *(op for op in registry.FUSED_OPS if op != "decode")):
             for name in registry.implementations(op):
                 for device in ("cpu", "cuda"):
                     marks = [pytest.mark.gpu] if device == "cuda" else []
                     for dtype in DTYPES:
                         label = f"{op}-{name}-{device}-{str(dtype).removeprefix('torch.')}"
-                        chosen.append(pytest.param(op, name, device, dtype, id=label, marks=marks))
-        metafunc.parametrize(("op", "variant", "device", "dtype"), chosen)
+                        params.append(pytest.param(op, name, device, dtype, id=label, marks=marks))
+        metafunc.parametrize(("op", "backend", "device", "dtype"), params)
 
 
-# exp(-x) → inf is meant; NumPy warns
+# exp(-x) → inf is expected; NumPy warns
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-def test_variant_computes_what_the_reference_means(
-    op: str, variant: str, device: str, dtype: torch.dtype
+def test_implementation_matches_the_reference(
+    op: str, backend: str, device: str, dtype: torch.dtype
 ) -> None:
-    module = registry.implementations(op)[variant]
+    module = registry.implementations(op)[backend]
     reason = module.available(device)
     if reason is not None:
         pytest.skip(reason)
     tolerance = import_module(f"modelmill.ops.{op}").TOLERANCE[dtype]
     checked = 0
     for case in _all_cases(op, device, dtype):
-        if not quick(case, variant, device):
+        if not quick(case, backend, device):
             continue
         supports = getattr(module, "supports", None)
         if supports is not None and not supports(**case.args):
             continue
-        for seed in SEEDS[:1] if interpreted(variant, device) else SEEDS:
+        for seed in SEEDS[:1] if interpreted(backend, device) else SEEDS:
             args = _fresh(case, seed)
             expected = _oracle(op, args)
-            got = _poisoned(module.run, args)
-            _compare(f"{case.name} seed {seed}", got, expected, tolerance, case)
+            actual = _poisoned(module.run, args)
+            _compare(f"{case.name} seed {seed}", actual, expected, tolerance, case)
         if device == "cuda":
-            got, args = _replayed(module.run, case)
-            _compare(f"{case.name} replayed", got, _oracle(op, args), tolerance, case)
+            actual, args = _replayed(module.run, case)
+            _compare(f"{case.name} replayed", actual, _oracle(op, args), tolerance, case)
         checked += 1
     if not checked:
         pytest.skip(
@@ -71,21 +71,19 @@ def _all_cases(op: str, device: str, dtype: torch.dtype) -> Iterator[Case]:
     yield from EDGES.get(op, lambda *_: iter(()))(device, dtype)
 
 
-def interpreted(variant: str, device: str) -> bool:
-    """Whether a variant runs in Triton's interpreter."""
-    return variant == "triton" and device == "cpu"
+def interpreted(backend: str, device: str) -> bool:
+    """Whether a backend runs in Triton's interpreter."""
+    return backend == "triton" and device == "cpu"
 
 
-def quick(case: Case, variant: str, device: str) -> bool:
-    """Whether the interpreter, where it runs the variant, has time for the case."""
+def quick(case: Case, backend: str, device: str) -> bool:
+    """Whether the case is small enough for the interpreter, if that runs it."""
     size = sum(a.numel() for a in case.args.values() if isinstance(a, torch.Tensor))
-    return not interpreted(variant, device) or size <= INTERPRETED_AT_MOST
+    return not interpreted(backend, device) or size <= INTERPRETED_AT_MOST
 
 
 def _fresh(case: Case, seed: int) -> dict[str, Any]:
-    """The case's arguments with the values of its floating tensors dealt out anew; what is written
-    is NaN.
-    """
+    """The case's arguments with shuffled floating-point values; caches that are written are NaN."""
     generator = torch.Generator().manual_seed(seed)
     args = dict(case.args)
     for name, value in args.items():
@@ -94,10 +92,10 @@ def _fresh(case: Case, seed: int) -> dict[str, Any]:
         if name in ("k_cache", "v_cache") and name in case.writes:
             args[name] = _laid_out_as(value).fill_(float("nan"))
         elif value.numel() > 1 << 20:
-            turn = int(torch.randint(value.numel(), (1,), generator=generator))
+            shift = int(torch.randint(value.numel(), (1,), generator=generator))
             # fp8 cannot be rolled on a GPU
             bits = value.view(torch.uint8) if value.element_size() == 1 else value
-            args[name] = bits.flatten().roll(turn).view(value.dtype).view(value.shape)
+            args[name] = bits.flatten().roll(shift).view(value.dtype).view(value.shape)
         else:
             order = torch.randperm(value.numel(), generator=generator).to(value.device)
             args[name] = _laid_out_as(value).copy_(value.flatten()[order].view(value.shape))
@@ -105,9 +103,9 @@ def _fresh(case: Case, seed: int) -> dict[str, Any]:
 
 
 def _laid_out_as(value: torch.Tensor) -> torch.Tensor:
-    """Room with the same strides: what is no whole tensor stays none.
+    """Memory with the same strides, so that a view stays a view.
 
-    Where values share a place, each gets its own.
+    Elements that share memory get their own.
     """
     if any(step == 0 and n > 1 for step, n in zip(value.stride(), value.shape, strict=True)):
         return torch.empty_like(value)
@@ -117,27 +115,25 @@ def _laid_out_as(value: torch.Tensor) -> torch.Tensor:
 def _oracle(op: str, args: dict[str, Any]) -> Any:
     """The reference on float64 copies; small cases on the CPU.
 
-    Returns (result, caches as written or None).
+    Returns (result, caches as written).
     """
     size = sum(a.numel() for a in args.values() if isinstance(a, torch.Tensor))
-    wide = {}
+    args64 = {}
     for name, value in args.items():
         if isinstance(value, torch.Tensor):
             value = value.cpu() if size < 1 << 20 else value
-            # scale is float32 by contract; where x is float64 the reference needs no more of it
+            # scale is float32 by contract; the reference accepts float64
             value = value.double() if value.is_floating_point() else value.clone()
-        wide[name] = value
-    result = registry.reference(op)(**wide)
-    return result, [wide[n] for n in ("k_cache", "v_cache")] if op in (
+        args64[name] = value
+    result = registry.reference(op)(**args64)
+    return result, [args64[n] for n in ("k_cache", "v_cache")] if op in (
         "rope_cache",
         "qkv_rope_cache",
     ) else []
 
 
 def _poisoned(run: Any, args: dict[str, Any]) -> Any:
-    """The variant's result and the caches it wrote, with every freshly allocated tensor full of
-    NaN.
-    """
+    """The result and the caches written, with newly allocated tensors full of NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
     try:
         assert torch.empty(1).isnan()
@@ -148,12 +144,11 @@ def _poisoned(run: Any, args: dict[str, Any]) -> Any:
 
 
 def _replayed(run: Any, case: Case) -> tuple[Any, dict[str, Any]]:
-    """The result of a CUDA graph captured with one set of values and replayed with another, and
-    those arguments.
+    """Result of a CUDA graph captured with other values, and the arguments of the replay.
 
-    Where the op reads lengths on the device, the replay's are shorter than those of the capture.
+    Where the op reads lengths on the device, those of the replay are shorter.
     """
-    held = {
+    static_args = {
         k: _laid_out_as(v).copy_(v) if isinstance(v, torch.Tensor) else v
         for k, v in _fresh(case, 2).items()
     }
@@ -163,7 +158,7 @@ def _replayed(run: Any, case: Case) -> tuple[Any, dict[str, Any]]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with torch.cuda.graph(graph):
-            result = run(**held)
+            result = run(**static_args)
     finally:
         torch.use_deterministic_algorithms(False)
     args = _fresh(case, 3)
@@ -174,36 +169,39 @@ def _replayed(run: Any, case: Case) -> tuple[Any, dict[str, Any]]:
         ).int()
     for name, value in args.items():
         if isinstance(value, torch.Tensor):
-            held[name].copy_(value)
+            static_args[name].copy_(value)
     graph.replay()
     torch.cuda.synchronize()
-    return (result, [held[n] for n in ("k_cache", "v_cache") if "slots" in held]), args
+    return (
+        result,
+        [static_args[n] for n in ("k_cache", "v_cache") if "slots" in static_args],
+    ), args
 
 
-def _compare(label: str, got: Any, expected: Any, tolerance: float, case: Case) -> None:
-    flat_got = [*(got[0] if isinstance(got[0], tuple) else (got[0],)), *got[1]]
+def _compare(label: str, outputs: Any, expected: Any, tolerance: float, case: Case) -> None:
+    flat_outputs = [*(outputs[0] if isinstance(outputs[0], tuple) else (outputs[0],)), *outputs[1]]
     flat_expected = [
         *(expected[0] if isinstance(expected[0], tuple) else (expected[0],)),
         *expected[1],
     ]
-    assert len(flat_got) == len(flat_expected)
-    for index, (mine, truth) in enumerate(zip(flat_got, flat_expected)):
-        if truth is None:  # a scale that the caller knows
-            assert mine is None, f"{label}, output {index}"
+    assert len(flat_outputs) == len(flat_expected)
+    for index, (actual, reference) in enumerate(zip(flat_outputs, flat_expected)):
+        if reference is None:  # a static scale
+            assert actual is None, f"{label}, output {index}"
             continue
-        assert mine.shape == truth.shape, (
-            f"{label}, output {index}: {tuple(mine.shape)} for {tuple(truth.shape)}"
+        assert actual.shape == reference.shape, (
+            f"{label}, output {index}: {tuple(actual.shape)} for {tuple(reference.shape)}"
         )
-        mine, truth = mine.to(torch.float64), truth.to(mine.device, torch.float64)
-        if "rows" in case.meta:  # rows of no sequence are undefined
-            mine, truth = mine[: case.meta["rows"]], truth[: case.meta["rows"]]
-        # NaN where the reference left a poisoned cache alone, and nowhere else
-        assert torch.equal(mine.isnan(), truth.isnan()), (
+        actual, reference = actual.to(torch.float64), reference.to(actual.device, torch.float64)
+        if "rows" in case.meta:  # rows that belong to no sequence are undefined
+            actual, reference = actual[: case.meta["rows"]], reference[: case.meta["rows"]]
+        # NaN only where the reference did not write the poisoned cache
+        assert torch.equal(actual.isnan(), reference.isnan()), (
             f"{label}, output {index}: unwritten or overwritten values"
         )
         error = (
-            ((mine - truth).abs() / truth.abs().clamp(min=1.0)).nan_to_num().max()
-            if mine.numel()
+            ((actual - reference).abs() / reference.abs().clamp(min=1.0)).nan_to_num().max()
+            if actual.numel()
             else 0.0
         )
         assert float(error) <= tolerance, (
@@ -212,15 +210,13 @@ def _compare(label: str, got: Any, expected: Any, tolerance: float, case: Case) 
 
 
 def _norm_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Columns of a wider tensor, three dimensions, one value a row, tiny values that eps must hold
-    up.
-    """
-    wide = randn(6, 200, device=device, dtype=dtype, seed=3)
+    """Columns of a wider tensor, three dimensions, one value per row, values that need eps."""
+    parent = randn(6, 200, device=device, dtype=dtype, seed=3)
     weight = randn(96, device=device, dtype=dtype, seed=4)
-    yield Case("slice", {"x": wide[:, :96], "weight": weight, "eps": 1e-5})
-    yield Case("3d", {"x": wide[:, :96].reshape(2, 3, 96), "weight": weight, "eps": 1e-6})
-    yield Case("tiny", {"x": wide[:, :96] * 1e-3, "weight": weight, "eps": 1e-5})
-    yield Case("one", {"x": wide[:, :1], "weight": weight[:1], "eps": 1e-5})
+    yield Case("slice", {"x": parent[:, :96], "weight": weight, "eps": 1e-5})
+    yield Case("3d", {"x": parent[:, :96].reshape(2, 3, 96), "weight": weight, "eps": 1e-6})
+    yield Case("tiny", {"x": parent[:, :96] * 1e-3, "weight": weight, "eps": 1e-5})
+    yield Case("one", {"x": parent[:, :1], "weight": weight[:1], "eps": 1e-5})
     many = randn(60 if device == "cpu" else 3000, 33, device=device, dtype=dtype, seed=5)
     yield Case("many", {"x": many, "weight": weight[:33], "eps": 1e-5})
 
@@ -238,9 +234,7 @@ def _layer_norm_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def _rope_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Padding slots, columns of a wider qkv, head size 256, pages of 32, a cache inside a larger
-    one.
-    """
+    """Padding slots, columns of a wider qkv, head size 256, pages of 32, a cache inside another."""
     for number, (tokens, heads, kv_heads, dim, page) in enumerate(
         ((6, 4, 2, 64, 16), (3, 1, 1, 256, 32))
     ):
@@ -248,13 +242,13 @@ def _rope_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
         slots = torch.randperm(3 * page, generator=generator)[:tokens]
         slots[1::2] = -1
         angle = randn(tokens, dim // 2, device=device, dtype=torch.float32, seed=number)
-        wide = randn(
+        parent = randn(
             tokens, (heads + 2 * kv_heads) * dim + 32, device=device, dtype=dtype, seed=number
         )
         caches = torch.zeros(2, 3, kv_heads, page, dim, device=device, dtype=dtype)
         norm = randn(dim, device=device, dtype=dtype, seed=number + 1)
         args = {
-            "qkv": wide[:, 32:] if number else wide[:, :-32].contiguous(),
+            "qkv": parent[:, 32:] if number else parent[:, :-32].contiguous(),
             "slots": slots.to(device),
         }
         args |= {
@@ -269,8 +263,10 @@ def _rope_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def _rope_linear_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Slots of no token, pages inside larger ones, columns of a wider x; small enough for a
-    reference on the CPU, which alone leaves such tokens out."""
+    """Padding slots, pages inside larger ones, columns of a wider x.
+
+    Small enough for a reference on the CPU, which skips padding slots.
+    """
     if device == "cpu":
         return
     for dim, page in ((64, 32), (128, 16)):
@@ -280,22 +276,20 @@ def _rope_linear_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
             slots = case.args["slots"].clone()
             slots[::11] = -1
             x = randn(512, 80, device=device, dtype=dtype, seed=dim)[:, 16:]
-            inside = torch.zeros(
+            pages = torch.zeros(
                 slots.numel() // page + 3, 2, 3, page, dim, device=device, dtype=dtype
             )
-            more = {
+            edge_args = {
                 "slots": slots,
                 "x": x,
-                "k_cache": inside[:, 0, :2],
-                "v_cache": inside[:, 1, :2],
+                "k_cache": pages[:, 0, :2],
+                "v_cache": pages[:, 1, :2],
             }
-            yield replace(case, name=f"padding-{dim}", args=case.args | more)
+            yield replace(case, name=f"padding-{dim}", args=case.args | edge_args)
 
 
 def _attention_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Padding rows, bounds far above the lengths, windows in decode, page sizes, head sizes up to
-    256.
-    """
+    """Padding rows, bounds far above the lengths, windows in decode, page and head sizes."""
     shapes: list[tuple[str, int, int, int, int, list[tuple[int, int]], int | None, int]] = [
         ("decode-padded", 2, 2, 16, 16, [(1, 70), (1, 0), (1, 1), (1, 0)], None, 300),
         ("decode-group", 8, 2, 40, 8, [(1, 129), (1, 0), (1, 5)], None, 1000),
@@ -342,20 +336,22 @@ def _attention_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def _eight_bit_attention(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """The edges over pages of int8 and of fp8; one value in four has a scale of 1e-5 to 1 times its
-    own.
-    """
-    for kind in (torch.int8, torch.float8_e4m3fn):
+    """The edge cases with int8 and fp8 pages; a quarter of the v scales is much smaller."""
+    for cache_dtype in (torch.int8, torch.float8_e4m3fn):
         for number, case in enumerate(_attention_edges(device, dtype)):
-            if device == "cpu" and number % 2 == (kind is torch.int8):
-                continue  # the interpreter is slow: each type takes every second
-            held = {}
+            if device == "cpu" and number % 2 == (cache_dtype is torch.int8):
+                continue  # the interpreter is slow: each dtype takes every second case
+            caches = {}
             for name in ("k", "v"):
-                held[f"{name}_cache"], scale = quantize_per_row(case.args[f"{name}_cache"], kind)
-                held[f"{name}_scale"] = scale
+                caches[f"{name}_cache"], scale = quantize_per_row(
+                    case.args[f"{name}_cache"], cache_dtype
+                )
+                caches[f"{name}_scale"] = scale
             draw = torch.rand(scale.shape, generator=torch.Generator().manual_seed(1)).to(device)
-            held["v_scale"] = torch.where(draw < 0.25, scale * 10 ** (-20 * draw), scale)
-            yield replace(case, name=f"{case.name}-{str(kind)[6:10]}", args=case.args | held)
+            caches["v_scale"] = torch.where(draw < 0.25, scale * 10 ** (-20 * draw), scale)
+            yield replace(
+                case, name=f"{case.name}-{str(cache_dtype)[6:10]}", args=case.args | caches
+            )
 
 
 def _attention(device: str, dtype: torch.dtype) -> Iterator[Case]:
@@ -400,7 +396,7 @@ def _paged(
 
 
 def _linear_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Every few-row count around the tiles' sizes, with odd widths and columns of a wider x."""
+    """Row counts around the tiles' sizes, odd widths, columns of a wider x."""
     for rows, k, n in (
         (1, 48, 50),
         (1, 257, 9),

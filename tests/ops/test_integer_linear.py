@@ -1,6 +1,4 @@
-"""Integer products are what they say: the fake-quantized product in float64, but for the rounding
-of float32.
-"""
+"""Integer products against the fake-quantized product in float64, up to float32 rounding."""
 
 from __future__ import annotations
 
@@ -69,14 +67,16 @@ def check(
     args: dict[str, torch.Tensor],
     bias: torch.Tensor | None = None,
 ) -> None:
-    right = fake_quantized(**args)
-    mine = run(**args, dtype=torch.float32, bias=bias).double()
+    expected = fake_quantized(**args)
+    actual = run(**args, dtype=torch.float32, bias=bias).double()
     # a sum to float32, times two scales: three roundings; a bias: one more, of the whole
-    most = 3.01 * ROUNDING * right.abs() + float64_noise(args)
+    bound = 3.01 * ROUNDING * expected.abs() + float64_noise(args)
     if bias is not None:
-        right = right + bias.double()
-        most = most + 1.01 * ROUNDING * (right.abs() + most)
-    assert bool(((mine - right).abs() <= most).all()), float(((mine - right).abs() - most).max())
+        expected = expected + bias.double()
+        bound = bound + 1.01 * ROUNDING * (expected.abs() + bound)
+    assert bool(((actual - expected).abs() <= bound).all()), float(
+        ((actual - expected).abs() - bound).max()
+    )
 
 
 def float64_noise(args: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -166,9 +166,9 @@ def test_rows_are_rounded_alike_everywhere(dtype: torch.dtype, static: bool) -> 
     for name in ("cpu",):
         module = registry.implementations("quantize")[name]
         if module.available("cpu") is None:
-            mine = module.run(**args)
-            assert torch.equal(mine[0], values)
-            assert (mine[1] is None and scale is None) or torch.equal(mine[1], scale)
+            actual = module.run(**args)
+            assert torch.equal(actual[0], values)
+            assert (actual[1] is None and scale is None) or torch.equal(actual[1], scale)
 
 
 def test_what_is_no_number_stays_none() -> None:

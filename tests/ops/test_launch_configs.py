@@ -1,4 +1,4 @@
-"""Launch sizes: what a file may choose, and that every choice computes the same."""
+"""Launch configs: what an autotune file may choose, and that every choice computes the same."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def test_another_text_is_no_key(text: str) -> None:
 
 @given(st.integers(1, 2000))
 def test_rows_share_the_bucket_that_holds_them(rows: int) -> None:
-    found = launch_configs.row_bucket(rows)
-    assert found >= min(rows, 256)
-    assert found == 1 or found in launch_configs.GEMM_CONFIGS
+    bucket = launch_configs.row_bucket(rows)
+    assert bucket >= min(rows, 256)
+    assert bucket == 1 or bucket in launch_configs.GEMM_CONFIGS
 
 
 @pytest.mark.parametrize("op", TUNABLE)
@@ -79,8 +79,8 @@ def test_every_choice_computes_the_same_in_8_bits(op: str, rows: int) -> None:
     key = module.gemm_key(args["x"], args["weight"])
     assert len(module.candidates(key)) > 1
     for choice in module.candidates(key):
-        found = module.run(**args, configs={key: choice})
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+        actual = module.run(**args, configs={key: choice})
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
     assert module.candidates((256, 70, 96, args["x"].dtype)) == ()
     assert module.candidates((1, 70, 96, torch.bfloat16)) == ()
 
@@ -88,9 +88,7 @@ def test_every_choice_computes_the_same_in_8_bits(op: str, rows: int) -> None:
 @pytest.mark.parametrize("op", TUNABLE)
 @pytest.mark.parametrize("rows", [1, 5, 16])
 def test_every_choice_computes_the_same(op: str, rows: int) -> None:
-    """Compiled on a GPU, interpreted elsewhere: odd sizes, a bias, more weight rows than a program
-    holds.
-    """
+    """Compiled on a GPU, else interpreted: odd sizes, bias, more rows than one program."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     module = import_module(f"modelmill.ops.triton.{op}")
     n, k, dtype = 70, 90, torch.float16
@@ -103,18 +101,20 @@ def test_every_choice_computes_the_same(op: str, rows: int) -> None:
     expected = registry.reference(op)(**args)
     key = (launch_configs.row_bucket(rows), n, k, dtype)
     for choice in module.candidates(key):
-        found = module.run(**args, configs={key: choice})
+        actual = module.run(**args, configs={key: choice})
         torch.testing.assert_close(
-            found, expected, rtol=1e-2, atol=1e-2, msg=lambda m, c=choice: f"{c}: {m}"
+            actual, expected, rtol=1e-2, atol=1e-2, msg=lambda m, c=choice: f"{c}: {m}"
         )
 
 
 def test_the_choice_reaches_the_kernel_and_no_other_product(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen = []
+    requested_configs = []
     module = import_module("modelmill.ops.triton.linear")
-    monkeypatch.setattr(module, "run", lambda *args, configs=None, **more: seen.append(configs))
+    monkeypatch.setattr(
+        module, "run", lambda *args, configs=None, **more: requested_configs.append(configs)
+    )
     monkeypatch.setattr(module, "supports", lambda *args, **more: True)
     monkeypatch.setattr(module, "available", lambda device_type: None)
     key = (1, 4096, 4096, torch.bfloat16)
@@ -124,7 +124,7 @@ def test_the_choice_reaches_the_kernel_and_no_other_product(
     registry.select_backends("cpu", {"linear": "triton"}).linear(
         torch.zeros(1, 1), torch.zeros(1, 1)
     )
-    assert seen == [{key: (4, 1024, 4)}, None]
+    assert requested_configs == [{key: (4, 1024, 4)}, None]
 
 
 def test_a_gpu_with_less_shared_memory_gets_fewer_stages() -> None:

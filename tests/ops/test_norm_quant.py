@@ -1,4 +1,4 @@
-"""Norms with 8-bit outputs: the kernels round what the reference rounds, to the same values."""
+"""Norms with 8-bit outputs: kernels give the values of the reference."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 def _variants(op: str, device: str) -> list[Any]:
     offered = [m for m in registry.implementations(op).values() if m.available(device) is None]
-    found = [registry._with_fallback(m, m.run, registry.reference(op)) for m in offered]
-    if not found:
+    runs = [registry._with_fallback(m, m.run, registry.reference(op)) for m in offered]
+    if not runs:
         pytest.skip("no variant runs here")
-    return found
+    return runs
 
 
 def _rows(rows: int, width: int, dtype: torch.dtype, device: str, seed: int) -> torch.Tensor:
@@ -36,24 +36,28 @@ def _rows(rows: int, width: int, dtype: torch.dtype, device: str, seed: int) -> 
 
 
 def _agree(
-    label: str, mine: tuple[Any, ...], truth: tuple[Any, ...], dtype: torch.dtype, kind: torch.dtype
+    label: str,
+    actual: tuple[Any, ...],
+    reference: tuple[Any, ...],
+    dtype: torch.dtype,
+    quant_dtype: torch.dtype,
 ) -> None:
     """Equal but for values that lie on a border, where the sums' order of operations decides."""
-    got, expected = (t[0].view(torch.int8) for t in (mine, truth))
-    assert got.shape == expected.shape, label
-    apart = got != expected
+    actual_bytes, reference_bytes = (t[0].view(torch.int8) for t in (actual, reference))
+    assert actual_bytes.shape == reference_bytes.shape, label
+    apart = actual_bytes != reference_bytes
     assert float(apart.float().mean()) <= (0.002 if dtype is torch.float32 else 0.02), (
         f"{label}: {apart.sum()} apart"
     )
-    gap = (mine[0].float() - truth[0].float())[apart].abs()
-    assert not len(gap) or float(gap.max()) <= (2.0 if kind is torch.int8 else 32.0), label
-    assert (mine[1] is None) is (truth[1] is None), label
-    if truth[1] is not None:
-        assert torch.allclose(mine[1], truth[1], rtol=1e-5 if dtype is torch.float32 else 1e-2), (
-            label
-        )
-    for more, right in zip(mine[2:], truth[2:], strict=True):
-        assert torch.equal(more, right), label
+    gap = (actual[0].float() - reference[0].float())[apart].abs()
+    assert not len(gap) or float(gap.max()) <= (2.0 if quant_dtype is torch.int8 else 32.0), label
+    assert (actual[1] is None) is (reference[1] is None), label
+    if reference[1] is not None:
+        assert torch.allclose(
+            actual[1], reference[1], rtol=1e-5 if dtype is torch.float32 else 1e-2
+        ), label
+    for more, expected in zip(actual[2:], reference[2:], strict=True):
+        assert torch.equal(more, expected), label
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -72,18 +76,18 @@ def test_every_form_agrees_with_the_reference(
     # fresh tensors are full of NaN, or of 127
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        for name, form in quant_modes(width, device, seed):
-            truth = rms_norm_quant(x, weight, 1e-5, **form)
+        for name, mode in quant_modes(width, device, seed):
+            expected = rms_norm_quant(x, weight, 1e-5, **mode)
             for run in runs:
-                _agree(name, run(x, weight, 1e-5, **form), truth, dtype, form["dtype"])
-            truth = add_rms_norm_quant(x, residual, weight, 1e-5, **form)
+                _agree(name, run(x, weight, 1e-5, **mode), expected, dtype, mode["dtype"])
+            expected = add_rms_norm_quant(x, residual, weight, 1e-5, **mode)
             for run in adds:
                 _agree(
                     name,
-                    run(x, residual.clone(), weight, 1e-5, **form),
-                    truth,
+                    run(x, residual.clone(), weight, 1e-5, **mode),
+                    expected,
                     dtype,
-                    form["dtype"],
+                    mode["dtype"],
                 )
     finally:
         torch.use_deterministic_algorithms(False)
@@ -120,10 +124,10 @@ def test_order_moves_columns_with_their_own_factors(device: str) -> None:
         assert torch.equal(moved, plain[:, order.long()])
 
 
-@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
-def test_the_scale_undoes_the_factor(kind: torch.dtype) -> None:
+@pytest.mark.parametrize("quant_dtype", [torch.int8, torch.float8_e4m3fn])
+def test_the_scale_undoes_the_factor(quant_dtype: torch.dtype) -> None:
     x = _rows(5, 64, torch.float32, "cpu", 0)
-    values, scale = rms_norm_quant(x, torch.ones(64), 1e-5, kind)
+    values, scale = rms_norm_quant(x, torch.ones(64), 1e-5, quant_dtype)
     assert scale is not None
     back, y = (
         values.float() * scale[:, None],
@@ -131,12 +135,12 @@ def test_the_scale_undoes_the_factor(kind: torch.dtype) -> None:
     )
     step = (
         scale[:, None] * 0.5
-        if kind is torch.int8
+        if quant_dtype is torch.int8
         else (y.abs() / 16).clamp(min=scale[:, None] * 2.0**-10)
     )
     assert bool(((back - y).abs() <= step * 1.001).all())
     # the row of zeros
-    assert scale[0] == pytest.approx(1e-6 / quant_range(kind, 8, has_zero_point=False)[1])
+    assert scale[0] == pytest.approx(1e-6 / quant_range(quant_dtype, 8, has_zero_point=False)[1])
 
 
 @pytest.mark.gpu
@@ -158,25 +162,27 @@ def test_a_few_rows_in_another_order_as_many_of_them(sizes: tuple[int, int, int]
     )
     factor = torch.rand(columns, generator=generator, device="cuda") * 40
     zero = torch.randint(-9, 9, (columns,), generator=generator, device="cuda", dtype=torch.int32)
-    for kind, per_column in [
+    for quant_dtype, per_column in [
         (torch.int8, (factor, zero, order)),
         (torch.int8, (factor[:1].clone(), None, order)),
         (torch.float8_e4m3fn, (None, None, order)),
         (torch.int8, (None, None, order)),
     ]:
-        for held in (None, residual):
-            assert rmsnorm_quant_permute.supports_rows(x, weight, kind, per_column)
-            together = (4 if per_column[1] is None else 2) * (1 if held is None else 2)
+        for residual_or_none in (None, residual):
+            assert rmsnorm_quant_permute.supports_rows(x, weight, quant_dtype, per_column)
+            together = (4 if per_column[1] is None else 2) * (1 if residual_or_none is None else 2)
             form = rmsnorm_quant_permute.config_for(width, columns, together, threads_per_sm=512)
-            sums = [None if held is None else held.clone() for _ in range(2)]
+            sums = [
+                None if residual_or_none is None else residual_or_none.clone() for _ in range(2)
+            ]
             few = rmsnorm_quant_permute.rms_norm_quant(
-                x, sums[0], weight, 1e-5, kind, per_column, 8
+                x, sums[0], weight, 1e-5, quant_dtype, per_column, 8
             )
             many = rmsnorm_quant_permute.rms_norm_quant(
-                x, sums[1], weight, 1e-5, kind, per_column, 8, form
+                x, sums[1], weight, 1e-5, quant_dtype, per_column, 8, form
             )
             apart = (few[0].view(torch.int8).int() - many[0].view(torch.int8).int()).abs()
             assert int(apart.max()) <= 1
             assert float(apart.float().mean()) < 2e-3
             assert few[1] is None or torch.allclose(few[1], many[1], rtol=5e-3)  # type: ignore[arg-type]
-            assert held is None or torch.equal(sums[0], sums[1])  # type: ignore[arg-type]
+            assert residual_or_none is None or torch.equal(sums[0], sums[1])  # type: ignore[arg-type]

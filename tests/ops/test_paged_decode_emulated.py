@@ -126,15 +126,21 @@ SEEN_16 = (
     "key >= first && key < length ? score[t][i]",
     "key >= first && key <= length ? score[t][i]",
 )
-SEEN_8 = ("const bool seen = key >= first && key < length;", "const bool seen = key < length;")
+SEEN_8 = (
+    "const bool visible = key >= first && key < length;",
+    "const bool visible = key < length;",
+)
 MEET = (
     "    if (SPLITS > 1)\n        cluster_sync();\n    else\n        __syncthreads();",
     "    __syncthreads();",
 )
-JOIN = ("dsmem_load(&found.whole[head][d], split)", "found.whole[head][d]")
-LEAVE = ("if (SPLITS > 1) cluster_sync(); // a block that ended could not be read", "")
+JOIN = ("dsmem_load(&parts.block_acc[head][d], split)", "parts.block_acc[head][d]")
+LEAVE = (
+    "if (SPLITS > 1) cluster_sync(); // no block may exit while others read its shared memory",
+    "",
+)
 FRONT = ("    pdl_wait();\n", "")
-MASS = ("mass += found.mass[warp][head] * share;", "mass += found.mass[warp][head];")
+MASS = ("row_sum += parts.row_sum[warp][head] * share;", "row_sum += parts.row_sum[warp][head];")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""Kernels that a wheel brings: chosen by what the processor has, keyed to their sources, never
-trusted blindly.
-"""
+"""Prebuilt kernels of a wheel: selected by processor features, identified by source hash."""
 
 from __future__ import annotations
 
@@ -50,10 +48,10 @@ def cpuinfo(
     ],
 )
 def test_the_best_level_that_every_core_can_run(text: str, best: str | None) -> None:
-    found = prebuilt.supported_levels(text, "x86_64")
-    assert next((level.name for level in found), None) == best
+    levels = prebuilt.supported_levels(text, "x86_64")
+    assert next((level.name for level in levels), None) == best
     flags = set(text.replace(":", " ").split())
-    assert all(level.required_features <= flags for level in found)
+    assert all(level.required_features <= flags for level in levels)
     assert prebuilt.supported_levels(text, "riscv64") == []
 
 
@@ -63,7 +61,7 @@ def test_arm_has_one_level() -> None:
     assert prebuilt.supported_levels(text.replace("asimd", ""), "aarch64") == []
 
 
-def test_needs_cover_the_instructions_that_the_compiler_is_told_of() -> None:
+def test_required_features_cover_the_compiler_flags() -> None:
     names = {"-mavx512vnni": "avx512_vnni", "-mavx512bf16": "avx512_bf16"}
     for level in prebuilt.LEVELS:
         extra = [
@@ -137,9 +135,9 @@ def test_what_was_brought_along_needs_no_compiler(
     _choose(monkeypatch, "auto")
     monkeypatch.setattr(build, "open_library", _library)
     monkeypatch.setattr(build, "compile_library", lambda flags: pytest.fail("nothing is compiled"))
-    found = build.load.__wrapped__()
-    assert isinstance(found, build.Library)
-    assert (found.path, found.origin) == (brought, "prebuilt for armv8-a")
+    library = build.load.__wrapped__()
+    assert isinstance(library, build.Library)
+    assert (library.path, library.origin) == (brought, "prebuilt for armv8-a")
     assert not build.needs_compile()
 
 
@@ -158,9 +156,9 @@ def test_a_damaged_file_gives_way_to_a_compiler_and_is_named(
     monkeypatch.setattr(
         build, "open_library", lambda path: _library(path) if path == made else real(path)
     )
-    found = build.load.__wrapped__()
-    assert isinstance(found, build.Library)
-    assert (found.path, found.origin) == (made, build.COMPILED_HERE)
+    library = build.load.__wrapped__()
+    assert isinstance(library, build.Library)
+    assert (library.path, library.origin) == (made, build.COMPILED_HERE)
 
 
 def test_the_choice_is_the_users(
@@ -174,9 +172,9 @@ def test_the_choice_is_the_users(
         ("native", tmp_path / "made.so"),
     ):
         _choose(monkeypatch, choice)
-        found = build.load.__wrapped__()
-        assert isinstance(found, build.Library)
-        assert found.path == path
+        library = build.load.__wrapped__()
+        assert isinstance(library, build.Library)
+        assert library.path == path
     _choose(monkeypatch, "none")
     assert "MODELMILL_CPU_KERNELS=none" in build.load.__wrapped__()
     assert not build.needs_compile()

@@ -104,33 +104,33 @@ def test_queries_keys_and_values(emulator: Emulator, case: Case) -> None:
 
 
 LAID = (
-    "                    if (!laid) "
+    "                    if (!ready) "
     "mbarrier_wait(shared_address(&epilogue_barriers.full[consumer]), parity);\n",
     "",
 )
 TAKEN = (
-    "            mbarrier_wait(shared_address(&epilogue_barriers.read[consumer]), parity ^ 1);\n",
+    "            mbarrier_wait(shared_address(&epilogue_barriers.empty[consumer]), parity ^ 1);\n",
     "",
 )
-TOLD = ("if (lane == 0) mbarrier_arrive(shared_address(&epilogue_barriers.read[consumer]));", "")
+TOLD = ("if (lane == 0) mbarrier_arrive(shared_address(&epilogue_barriers.empty[consumer]));", "")
 BROUGHT = (
-    "        mbarrier_wait(shared_address(&epilogue_barriers.biased[consumer]), biased);\n",
+    "        mbarrier_wait(shared_address(&epilogue_barriers.bias_full[consumer]), bias_parity);\n",
     "",
 )
 OTHERS = ("at += EPILOGUE_WARPS", "at += 2 * EPILOGUE_WARPS")
-PLACE = ("found.offset = slot < 0 ? -1 : page", "found.offset = slot < 0 ? 0 : page")
-EDGE = ("const bool real = row < work", "const bool real = row + 1 < work")
+PLACE = ("inputs.offset = slot < 0 ? -1 : page", "inputs.offset = slot < 0 ? 0 : page")
+EDGE = ("const bool valid = row < work", "const bool valid = row + 1 < work")
 SECOND = ("at / 2 * 16 + part * 8", "at / 2 * 16")
 VALUES = ("if (value < 0 && work.cos", "if (value <= 0 && work.cos")
 SWIZZLE = (
-    "Words a = words_at(from + (across << 4 ^ swizzle))",
-    "Words a = words_at(from + (across << 4))",
+    "Words a = load_words(from + (chunk << 4 ^ swizzle))",
+    "Words a = load_words(from + (chunk << 4))",
 )
-FRONT = ("    pdl_wait(); // which may still read the pages, and write the angles\n", "")
+FRONT = ("    pdl_wait(); // the previous kernel may read the pages and write the angles\n", "")
 MET = ("        named_barrier_sync(1 + consumer, 128);\n", "")
 KEY = (
     "if (head + 1 < work.heads) return;",
-    "found.offset = -1;\n    if (head < work.heads) return;",
+    "inputs.offset = -1;\n    if (head < work.heads) return;",
 )
 
 

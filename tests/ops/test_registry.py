@@ -25,14 +25,14 @@ def test_a_switched_kernel_is_the_reference() -> None:
 
 
 @pytest.mark.parametrize("op", registry.FUSED_OPS)
-def test_a_spanning_op_is_off_where_one_of_its_ops_was_switched(op: str) -> None:
+def test_a_fused_op_is_off_where_one_of_its_ops_was_switched(op: str) -> None:
     ops = registry.select_backends("cpu", {registry.FUSED_OPS[op][0]: "torch"})
     assert getattr(ops, op) is None
     assert ops.backends[op] == "torch"
 
 
 @pytest.mark.parametrize("op", registry.FUSED_OPS)
-def test_a_spanning_op_can_be_switched_off(op: str) -> None:
+def test_a_fused_op_can_be_switched_off(op: str) -> None:
     ops = registry.select_backends("cpu", {op: "torch"})
     assert getattr(ops, op) is None
     assert ops.backends["linear"] == registry.select_backends("cpu").backends["linear"]
@@ -44,9 +44,9 @@ def test_a_spanning_op_can_be_switched_off(op: str) -> None:
     ids=str,
 )
 def test_what_cannot_be_is_one_line(wrong: dict[str, str]) -> None:
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as error:
         registry.select_backends("cpu", wrong)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 def _implementation(
@@ -85,16 +85,16 @@ def test_what_a_variant_does_not_serve_goes_to_the_next(
 
 
 @pytest.mark.parametrize(
-    ("wanted", "served"),
+    ("requested", "served"),
     [("cuda", ["cuda", "triton"]), ("triton", ["triton", "triton"]), ("torch", ["torch"] * 2)],
 )
 def test_behind_a_forced_variant_stand_those_less_preferred(
-    monkeypatch: pytest.MonkeyPatch, wanted: str, served: list[str]
+    monkeypatch: pytest.MonkeyPatch, requested: str, served: list[str]
 ) -> None:
     _offer(
         monkeypatch, cuda=_implementation("cuda", [], 9), triton=_implementation("triton", [], 5)
     )
-    ops = registry.select_backends("cuda", {"paged_attention": wanted})
+    ops = registry.select_backends("cuda", {"paged_attention": requested})
     assert [ops.paged_attention(x) for x in (9, 5)] == served
 
 
@@ -106,7 +106,7 @@ def test_a_variant_that_shares_is_given_the_next_ones_run(monkeypatch: pytest.Mo
     )
     _offer(monkeypatch, cuda=first, triton=second)
     registry.select_backends("cuda").paged_attention(3)
-    _offer(monkeypatch, cuda=first)  # nobody but the reference behind it, which fills nothing in
+    _offer(monkeypatch, cuda=first)  # only the reference follows, which is not passed as fallback
     registry.select_backends("cuda").paged_attention(3)
     assert log == [("cuda", second.run), ("cuda", None)]
 

@@ -111,10 +111,10 @@ def test_values_and_scales(emulator: Emulator, case: Case) -> None:
     "change",
     [
         pytest.param(
-            ("there ? places[i] : WIDTH;", "there ? places[i] : 0;"), id="columns that are none"
+            ("valid ? places[i] : WIDTH;", "valid ? places[i] : 0;"), id="columns that are none"
         ),
         pytest.param(
-            ("if (t < 32) sums[t] = 0.0f, tops[t] = 0;", ""), id="sums of no warp", marks=slow
+            ("if (t < 32) sums[t] = 0.0f, amaxes[t] = 0;", ""), id="sums of no warp", marks=slow
         ),
         pytest.param(
             ("    __syncthreads();\n    sum = 0.0f;", "    sum = 0.0f;"),
@@ -130,7 +130,9 @@ def test_values_and_scales(emulator: Emulator, case: Case) -> None:
             ("    pdl_wait();\n", ""), id="the kernel in front not waited for", marks=slow
         ),
         pytest.param(
-            ("max(top & 0xFFFF, top >> 16)", "top & 0xFFFF"), id="upper halves left out", marks=slow
+            ("max(amax & 0xFFFF, amax >> 16)", "amax & 0xFFFF"),
+            id="upper halves left out",
+            marks=slow,
         ),
         pytest.param(
             ("low(v[i]) + low(o[i])", "low(v[i])"), id="half of the residual left out", marks=slow

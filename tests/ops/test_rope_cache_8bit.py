@@ -14,14 +14,14 @@ from modelmill.ops.quant_types import QUANT_MAX, quantize_per_row
 from modelmill.ops.rope_cache import cases, rope_cache
 from tests.ops.test_implementations import EDGES, quick
 
-# Share of the turned values that may round to a neighbour, and how far their scales may be apart.
-TURNED_APART = {torch.float32: 0.005, torch.float16: 0.02, torch.bfloat16: 0.05}
-SCALES_APART = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+# Share of the rotated values that may round to a neighbour, and tolerance of their scales.
+MAX_DIFFERENT_SHARE = {torch.float32: 0.005, torch.float16: 0.02, torch.bfloat16: 0.05}
+SCALE_RTOL = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def _poisoned(case: Case, kind: torch.dtype, seed: int) -> dict[str, Any]:
-    """The case over an 8-bit cache whose every byte and scale is one that no token would write."""
+def _poisoned(case: Case, cache_dtype: torch.dtype, seed: int) -> dict[str, Any]:
+    """The case with an 8-bit cache filled with bytes and scales that no token would write."""
     args = dict(case.args)
     generator = torch.Generator().manual_seed(seed)
     draw = torch.randn(args["qkv"].shape, generator=generator).to(args["qkv"])
@@ -30,7 +30,9 @@ def _poisoned(case: Case, kind: torch.dtype, seed: int) -> dict[str, Any]:
     args["qkv"] = draw
     for name in ("k", "v"):
         shape, device = args[f"{name}_cache"].shape, args["qkv"].device
-        args[f"{name}_cache"] = torch.full(shape, -128, dtype=torch.int8, device=device).view(kind)
+        args[f"{name}_cache"] = torch.full(shape, -128, dtype=torch.int8, device=device).view(
+            cache_dtype
+        )
         args[f"{name}_scale"] = torch.full(shape[:3], float("nan"), device=device)
     return args
 
@@ -41,10 +43,10 @@ def _cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", list(QUANT_MAX))
+@pytest.mark.parametrize("cache_dtype", list(QUANT_MAX))
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_cache_write_rounds_as_the_reference(
-    device: str, kind: torch.dtype, dtype: torch.dtype
+    device: str, cache_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
     ran = 0
     for name, module in registry.implementations("rope_cache").items():
@@ -53,39 +55,48 @@ def test_the_cache_write_rounds_as_the_reference(
         for number, case in enumerate(_cases(device, dtype)):
             if not quick(case, name, device):
                 continue
-            mine, truth = _poisoned(case, kind, number), _poisoned(case, kind, number)
-            module.run(**mine)
+            actual, reference = (
+                _poisoned(case, cache_dtype, number),
+                _poisoned(case, cache_dtype, number),
+            )
+            module.run(**actual)
             # on the CPU: on a GPU the reference writes padding to the last page
-            truth = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in truth.items()}
-            rope_cache(**truth)
-            mine = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in mine.items()}
+            reference = {
+                k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in reference.items()
+            }
+            rope_cache(**reference)
+            actual = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in actual.items()}
             for part in ("k", "v"):
                 label = f"{name} {case.name} {part}"
-                scale, expected = mine[f"{part}_scale"], truth[f"{part}_scale"]
+                scale, expected = actual[f"{part}_scale"], reference[f"{part}_scale"]
                 assert torch.equal(scale.isnan(), expected.isnan()), label
                 written = ~expected.isnan()
-                assert torch.allclose(
-                    scale[written], expected[written], rtol=SCALES_APART[dtype]
-                ), label
-                got, right = (a[f"{part}_cache"].view(torch.int8) for a in (mine, truth))
-                assert torch.equal(got[~written], right[~written]), label
+                assert torch.allclose(scale[written], expected[written], rtol=SCALE_RTOL[dtype]), (
+                    label
+                )
+                actual_bytes, expected_bytes = (
+                    a[f"{part}_cache"].view(torch.int8) for a in (actual, reference)
+                )
+                assert torch.equal(actual_bytes[~written], expected_bytes[~written]), label
                 # v is stored as it comes: the same bytes. k was turned and rounded, in another
                 # order of operations.
-                apart = float((got[written] != right[written]).float().mean())
-                assert apart <= (0.0 if part == "v" else TURNED_APART[dtype]), f"{label}: {apart}"
-                steps = (mine[f"{part}_cache"].float() - truth[f"{part}_cache"].float())[
+                different = float((actual_bytes[written] != expected_bytes[written]).float().mean())
+                assert different <= (0.0 if part == "v" else MAX_DIFFERENT_SHARE[dtype]), (
+                    f"{label}: {different}"
+                )
+                steps = (actual[f"{part}_cache"].float() - reference[f"{part}_cache"].float())[
                     written
                 ].abs()
-                assert float(steps.max()) <= (1.0 if kind is torch.int8 else 32.0), label
+                assert float(steps.max()) <= (1.0 if cache_dtype is torch.int8 else 32.0), label
             ran += 1
     if not ran:
         pytest.skip("no variant runs here")
 
 
-@pytest.mark.parametrize("kind", list(QUANT_MAX))
-def test_rows_of_any_size_keep_their_largest_value(kind: torch.dtype) -> None:
+@pytest.mark.parametrize("cache_dtype", list(QUANT_MAX))
+def test_rows_of_any_size_keep_their_largest_value(cache_dtype: torch.dtype) -> None:
     size = 10.0 ** torch.arange(-5, 6)
     x = torch.randn(len(size), 80, generator=torch.Generator().manual_seed(0)) * size[:, None]
-    values, scale = quantize_per_row(x, kind)
+    values, scale = quantize_per_row(x, cache_dtype)
     back = values.float() * scale[:, None]
     assert torch.allclose(back.abs().amax(-1), x.abs().amax(-1), rtol=1e-6)

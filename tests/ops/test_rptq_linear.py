@@ -1,6 +1,4 @@
-"""Integers are what they say: every kernel against the fake-quantized product in float64, channel
-by channel.
-"""
+"""RPTQ kernels against the fake-quantized product in float64, channel by channel."""
 
 from __future__ import annotations
 
@@ -44,36 +42,34 @@ def _statistics(x: torch.Tensor) -> InputStatistics:
 
 
 @functools.cache
-def _held(bits: str, mode: str, columns: int, n: int) -> RptqWeight:
+def _weight(bits: str, mode: str, columns: int, n: int) -> RptqWeight:
     generator = torch.Generator().manual_seed(columns)
     weight = torch.randn(n, columns, generator=generator) * columns**-0.5
-    held = RptqRecipe(BuildConfig(quantization="rptq", bits=bits, mode=mode)).quantize(
+    rptq = RptqRecipe(BuildConfig(quantization="rptq", bits=bits, mode=mode)).quantize(
         weight, _statistics(_inputs(256, columns, 1))
     )
-    assert isinstance(held, RptqWeight)
-    return held
+    assert isinstance(rptq, RptqWeight)
+    return rptq
 
 
 def _plain(
-    held: RptqWeight, q: torch.Tensor, step: torch.Tensor | None
+    weight: RptqWeight, q: torch.Tensor, step: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(product, sum of magnitudes) [T, N] float64: Σ s (q − z) · t (w − y) over the channels that
-    there are.
-    """
-    steps = held.input_scales if step is None else step
+    """(product, sum of magnitudes) [T, N] float64: Σ s (q − z) · t (w − y) over real channels."""
+    steps = weight.input_scales if step is None else step
     assert steps is not None
-    assert not bool(q[:, held.perm < 0].any())
-    s = steps.double().repeat_interleave(held.group_size, -1)
-    t = held.scale.double().repeat_interleave(held.group_size, 1)
-    w = t * held.codes().double()
+    assert not bool(q[:, weight.perm < 0].any())
+    s = steps.double().repeat_interleave(weight.group_size, -1)
+    t = weight.scale.double().repeat_interleave(weight.group_size, 1)
+    w = t * weight.codes().double()
     size = (s * q.double()).abs() @ w.abs().T
-    if held.offset is not None:
-        w = w + held.offset.double().repeat_interleave(held.group_size, 1)
-    real = (held.perm >= 0).double()
+    if weight.offset is not None:
+        w = w + weight.offset.double().repeat_interleave(weight.group_size, 1)
+    real = (weight.perm >= 0).double()
     z = (
         torch.zeros(q.shape[1], dtype=torch.float64)
-        if held.input_zero_points is None
-        else held.input_zero_points.double()
+        if weight.input_zero_points is None
+        else weight.input_zero_points.double()
     )
     return (s * real * (q.double() - z)) @ w.T, size + (s * real * z).abs().expand(
         len(q), -1
@@ -84,26 +80,33 @@ def _kernels() -> list[tuple[str, ModuleType]]:
     return [("torch", rptq_linear), *registry.implementations("rptq_linear").items()]
 
 
-def _check(module: ModuleType, name: str, held: RptqWeight, rows: int, device: str) -> bool:
-    """Whether the kernel serves this; its output against the plain product, channel by channel."""
-    columns, n = held.shape[1], held.shape[0]
+def _check(module: ModuleType, name: str, weight: RptqWeight, rows: int, device: str) -> bool:
+    """Compare with the plain product per channel; False if the kernel does not support it."""
+    columns, n = weight.shape[1], weight.shape[0]
     x = _inputs(rows, columns, rows + 2)
     q, step = rptq_quant.rptq_quant(
-        x, held.perm, held.inv_input_scales, held.input_zero_points, held.bits, held.group_size
+        x,
+        weight.perm,
+        weight.inv_input_scales,
+        weight.input_zero_points,
+        weight.bits,
+        weight.group_size,
     )
-    expected, size = _plain(held, q, step)
+    expected, size = _plain(weight, q, step)
     bias = torch.randn(n, generator=torch.Generator().manual_seed(3))
-    there = held.to(device)
-    used = there.input_scales if step is None else step.to(device)
-    grids = (there.weight, there.scale, there.offset, there.group_size)
-    args = (q.to(device), *grids, used, there.zero_point_bias, bias.to(device), torch.float32)
+    on_device = weight.to(device)
+    used = on_device.input_scales if step is None else step.to(device)
+    grids = (on_device.weight, on_device.scale, on_device.offset, on_device.group_size)
+    args = (q.to(device), *grids, used, on_device.zero_point_bias, bias.to(device), torch.float32)
     if name != "torch" and not getattr(module, "supports", lambda *_: True)(*args):
         return False
     got = (module.run if name != "torch" else module.rptq_linear)(*args).cpu().double()
-    off = (got - bias.double() - expected).abs()
+    error = (got - bias.double() - expected).abs()
     # float32: a sum of as many parts as there are groups, each rounded a few times
     bound = 2.0**-23 * (8 * size + expected.abs() + bias.abs() + 1e-6)
-    assert bool((off <= bound).all()), f"{rows} rows: {float((off / bound).max()):.3g} of the bound"
+    assert bool((error <= bound).all()), (
+        f"{rows} rows: {float((error / bound).max()):.3g} of the bound"
+    )
     return True
 
 
@@ -117,7 +120,7 @@ def test_the_product_is_the_fake_quantized_one(
     if name != "torch" and module.available("cpu") is not None:
         pytest.skip(module.available("cpu"))
     for rows in ROWS if name != "triton" else (1, 7):
-        _check(module, name, _held(bits, mode, columns, n), rows, "cpu")
+        _check(module, name, _weight(bits, mode, columns, n), rows, "cpu")
 
 
 @pytest.mark.gpu
@@ -130,61 +133,66 @@ def test_the_product_on_the_gpu_is_the_fake_quantized_one(
     module = dict(_kernels())[name]
     if name != "torch" and module.available("cuda") is not None:
         pytest.skip(module.available("cuda"))
-    held = _held(bits, mode, columns, n)
-    served = [_check(module, name, held, rows, "cuda") for rows in ROWS]
+    weight = _weight(bits, mode, columns, n)
+    served = [_check(module, name, weight, rows, "cuda") for rows in ROWS]
     if not any(served):
         pytest.skip("the kernel leaves these shapes to another")
 
 
 @pytest.mark.parametrize(("bits", "mode"), FORMS)
-def test_what_is_seen_and_dense_multiply_to_the_output(bits: str, mode: str) -> None:
-    held, x = _held(bits, mode, 100, 24), _inputs(33, 100, 8)
-    got = held.matmul(x, None, registry.select_backends("cpu"))
-    expected = held.fake_quantize(x).double() @ held.dense().double().T
+def test_fake_quantize_and_dense_multiply_to_the_output(bits: str, mode: str) -> None:
+    weight, x = _weight(bits, mode, 100, 24), _inputs(33, 100, 8)
+    got = weight.matmul(x, None, registry.select_backends("cpu"))
+    expected = weight.fake_quantize(x).double() @ weight.dense().double().T
     assert torch.allclose(got.double(), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
 def test_the_formula_with_zero_points_on_both_sides() -> None:
     """Σ_g s t (A − z·Wsum − y·Qsum + K·z·y) is what constant and offset come to."""
-    held, x = _held("w4a8", "exact", 100, 24), _inputs(5, 100, 4)
+    weight, x = _weight("w4a8", "exact", 100, 24), _inputs(5, 100, 4)
     assert (  # noqa: PT018
-        held.offset is not None
-        and held.input_zero_points is not None
-        and held.input_scales is not None
+        weight.offset is not None
+        and weight.input_zero_points is not None
+        and weight.input_scales is not None
     )
     # one zero-point and step a cluster, as the formula has them
-    groups = held.input_zero_points.view(-1, held.group_size)
+    groups = weight.input_zero_points.view(-1, weight.group_size)
     zero = groups[:, :1].expand_as(groups).reshape(-1)
-    factor = (1.0 / held.input_scales).repeat_interleave(held.group_size)
-    held = held.with_static_scales(factor, zero, held.input_scales)
+    factor = (1.0 / weight.input_scales).repeat_interleave(weight.group_size)
+    weight = weight.with_static_scales(factor, zero, weight.input_scales)
     q, _ = rptq_quant.rptq_quant(
-        x, held.perm, held.inv_input_scales, held.input_zero_points, 8, held.group_size
+        x, weight.perm, weight.inv_input_scales, weight.input_zero_points, 8, weight.group_size
     )
     out = torch.zeros(5, 24, dtype=torch.float64)
-    for g in range(len(held.input_scales)):
-        part = slice(g * held.group_size, (g + 1) * held.group_size)
-        real = held.perm[part] >= 0
-        w, mine = held.codes()[:, part].double()[:, real], q[:, part].double()[:, real]
-        t, z = held.scale[:, g].double(), float(groups[g, 0])
-        y = -held.offset[:, g].double() / t
-        total = mine @ w.T - z * w.sum(1) - y * mine.sum(1, keepdim=True) + int(real.sum()) * z * y
-        out += float(held.input_scales[g]) * t * total
-    got = held.matmul(x, None, registry.select_backends("cpu", {"rptq_linear": "torch"}))
+    for g in range(len(weight.input_scales)):
+        part = slice(g * weight.group_size, (g + 1) * weight.group_size)
+        real = weight.perm[part] >= 0
+        w, q_group = weight.codes()[:, part].double()[:, real], q[:, part].double()[:, real]
+        t, z = weight.scale[:, g].double(), float(groups[g, 0])
+        y = -weight.offset[:, g].double() / t
+        total = (
+            q_group @ w.T
+            - z * w.sum(1)
+            - y * q_group.sum(1, keepdim=True)
+            + int(real.sum()) * z * y
+        )
+        out += float(weight.input_scales[g]) * t * total
+    got = weight.matmul(x, None, registry.select_backends("cpu", {"rptq_linear": "torch"}))
     assert torch.allclose(got.double(), out, rtol=0, atol=3e-5 * float(out.abs().max()))
 
 
 def test_a_wrong_zero_point_group_or_order_shows() -> None:
     """The comparison above is one that faults fail."""
-    held, x = _held("w8a8", "exact", 100, 24), _inputs(16, 100, 4)
+    weight, x = _weight("w8a8", "exact", 100, 24), _inputs(16, 100, 4)
     ops = registry.select_backends("cpu")
-    right = held.matmul(x, None, ops)
+    right = weight.matmul(x, None, ops)
     scale = float(right.abs().max())
-    assert held.input_zero_points is not None and held.input_scales is not None  # noqa: PT018
+    assert weight.input_zero_points is not None and weight.input_scales is not None  # noqa: PT018
     faults = [
-        replace(held, input_zero_points=held.input_zero_points + 1),
-        replace(held, input_scales=held.input_scales.roll(1)),
-        replace(held, perm=held.perm.flip(0)),
-        replace(held, zero_point_bias=torch.zeros(24)),
+        replace(weight, input_zero_points=weight.input_zero_points + 1),
+        replace(weight, input_scales=weight.input_scales.roll(1)),
+        replace(weight, perm=weight.perm.flip(0)),
+        replace(weight, zero_point_bias=torch.zeros(24)),
     ]
     for wrong in faults:
         assert float((wrong.matmul(x, None, ops) - right).abs().max()) > 1e-3 * scale
@@ -194,11 +202,11 @@ def test_columns_without_a_channel_stay_zero() -> None:
     """Their weight may be anything: a cluster of one channel in a group of 32 is that channel
     alone.
     """
-    held = _held("w4a8", "exact", 100, 24)
-    sizes = (held.perm.view(-1, held.group_size) >= 0).sum(1)
+    weight = _weight("w4a8", "exact", 100, 24)
+    sizes = (weight.perm.view(-1, weight.group_size) >= 0).sum(1)
     assert 1 in sizes.tolist()
     x = _inputs(7, 100, 4)
     q, _ = rptq_quant.rptq_quant(
-        x, held.perm, held.inv_input_scales, held.input_zero_points, 8, held.group_size
+        x, weight.perm, weight.inv_input_scales, weight.input_zero_points, 8, weight.group_size
     )
-    assert not bool(q[:, held.perm < 0].any())
+    assert not bool(q[:, weight.perm < 0].any())

@@ -61,7 +61,7 @@ def test_clustered_integers(
         assert off(emulator, case) <= 1, case.name
 
 
-MET = ("    __syncthreads();\n    if (!OWN)", "    if (!OWN)")
+MET = ("    __syncthreads();\n    if (!DYNAMIC)", "    if (!DYNAMIC)")
 LARGEST = ("most = fmaxf(most, __shfl_xor_sync(~0u, most, by));", "most = most;")
 
 

@@ -1,6 +1,4 @@
-"""Sampling: the distribution, the filters one by one, and every variant's ids against the
-reference's, exactly.
-"""
+"""Sampling: the distribution, each filter, and exact ids of every implementation."""
 
 from __future__ import annotations
 
@@ -21,11 +19,13 @@ VARIANTS = sorted(
 )
 
 
-def asked(rows: int, **how: float) -> dict[str, torch.Tensor]:
-    """The same parameters for every row; the neutral ones where none are given."""
+def sampling_params(rows: int, **how: float) -> dict[str, torch.Tensor]:
+    """The same parameters for every row; neutral values by default."""
     values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **how}
-    kinds = {"top_k": torch.int32}
-    return {n: torch.full((rows,), v, dtype=kinds.get(n, torch.float32)) for n, v in values.items()}
+    dtypes = {"top_k": torch.int32}
+    return {
+        n: torch.full((rows,), v, dtype=dtypes.get(n, torch.float32)) for n, v in values.items()
+    }
 
 
 def noise(count: int) -> torch.Tensor:
@@ -35,12 +35,12 @@ def noise(count: int) -> torch.Tensor:
 
 def test_a_weight_is_the_exponential() -> None:
     logits = torch.linspace(-20, 0, 9001)[None]
-    got = token_weights(logits, **asked(1))[0].double() * 2.0**-FIXED_POINT_BITS
+    got = token_weights(logits, **sampling_params(1))[0].double() * 2.0**-FIXED_POINT_BITS
     want = logits[0].double().exp()
     assert float(((got - want).abs() / want).max()) < 1e-2  # few bits are left at the far end
     near = want > 1e-5
     assert float(((got - want).abs() / want)[near].max()) < 2e-6
-    assert token_weights(torch.tensor([[5.0, 5.0, -math.inf]]), **asked(1)).tolist() == [
+    assert token_weights(torch.tensor([[5.0, 5.0, -math.inf]]), **sampling_params(1)).tolist() == [
         [1 << FIXED_POINT_BITS, 1 << FIXED_POINT_BITS, 0]
     ]
 
@@ -50,7 +50,11 @@ def test_draws_follow_the_distribution(variant: str) -> None:
     run = sample if variant == "torch" else registry.implementations("sample")[variant].run
     count = 60 if variant == "triton" else 20_000
     shares = torch.tensor([0.5, 0.0, 0.3, 0.2, 0.0])
-    drawn = run(torch.log(shares).expand(count, 5).contiguous(), **asked(count), noise=noise(count))
+    drawn = run(
+        torch.log(shares).expand(count, 5).contiguous(),
+        **sampling_params(count),
+        noise=noise(count),
+    )
     counts = torch.bincount(drawn, minlength=5)
     expected = shares * count
     assert counts[1] == counts[4] == 0
@@ -59,12 +63,19 @@ def test_draws_follow_the_distribution(variant: str) -> None:
     if variant != "triton":
         generator = torch.Generator().manual_seed(5)
         random = torch.rand(count, dtype=torch.float64, generator=generator)
-        seen = torch.bincount(
-            run(torch.log(shares).expand(count, 5).contiguous(), **asked(count), noise=random)
+        observed = torch.bincount(
+            run(
+                torch.log(shares).expand(count, 5).contiguous(),
+                **sampling_params(count),
+                noise=random,
+            )
         )
         inside = shares > 0
         chi = float(
-            ((seen - expected[: len(seen)])[inside[: len(seen)]] ** 2 / expected[inside]).sum()
+            (
+                (observed - expected[: len(observed)])[inside[: len(observed)]] ** 2
+                / expected[inside]
+            ).sum()
         )
         assert chi < 13.8  # two degrees of freedom, one in a thousand
 
@@ -74,7 +85,7 @@ def test_each_filter_keeps_what_it_says() -> None:
     logits = shares.log()[None]
 
     def kept(**how: float) -> list[int]:
-        return token_weights(logits, **asked(1, **how))[0].nonzero()[:, 0].tolist()
+        return token_weights(logits, **sampling_params(1, **how))[0].nonzero()[:, 0].tolist()
 
     assert kept() == [0, 1, 2, 3, 4, 5]
     assert kept(top_k=1) == [1]
@@ -113,12 +124,19 @@ def test_values_that_are_no_numbers(variant: str) -> None:
         {"top_k": 3, "top_p": 0.9, "min_p": 0.1},
     ):
         ids = run(
-            logits, **asked(6, **how), noise=torch.full((6,), 0.9, dtype=torch.float64)
+            logits, **sampling_params(6, **how), noise=torch.full((6,), 0.9, dtype=torch.float64)
         ).tolist()
         assert ids[:3] == [1, 0, 0]
         assert ids[3] == (1 if "top_p" in how and "top_k" not in how else 3)
         assert ids[4] == 2
-    assert run(logits, **asked(6, temperature=0.0), noise=noise(6)).tolist() == [1, 0, 0, 1, 2, 1]
+    assert run(logits, **sampling_params(6, temperature=0.0), noise=noise(6)).tolist() == [
+        1,
+        0,
+        0,
+        1,
+        2,
+        1,
+    ]
 
 
 @pytest.mark.skipif("cpu" not in VARIANTS, reason="no C++ compiler is here")
@@ -192,9 +210,7 @@ HARD: dict[str, Any] = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", list(HARD))
 def test_on_a_gpu_the_ids_are_the_references(shape: str) -> None:
-    """The whole vocabulary of a large model; the reference on the CPU, which shares nothing but the
-    definition.
-    """
+    """The vocabulary of a large model, against the reference on the CPU."""
     run = registry.implementations("sample")["triton"].run
     mixes = [
         (0, 1.0),
@@ -213,7 +229,7 @@ def test_on_a_gpu_the_ids_are_the_references(shape: str) -> None:
         )
         for turn in range(9 // rows):
             chosen = [mixes[(i + 3 * turn) % 9] for i in range(rows)]
-            args = asked(rows)
+            args = sampling_params(rows)
             args["temperature"] = torch.tensor([0.9, 1.0, 0.4] * (rows // 3))
             args["top_k"] = torch.tensor([k for k, _ in chosen], dtype=torch.int32)
             args["top_p"] = torch.tensor([p for _, p in chosen])

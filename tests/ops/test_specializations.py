@@ -1,4 +1,4 @@
-"""Kernels whose forms follow from the sizes of a step: warming up meets all that a service can."""
+"""Kernels specialized on the sizes of a step: warm-up compiles all that a server can use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from tests.runtime import tiny
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
-    pytest.skip("kernels are recorded here in place of being interpreted", allow_module_level=True)
+    pytest.skip(
+        "these tests record launches instead of interpreting kernels", allow_module_level=True
+    )
 
 from triton.runtime import interpreter
 
@@ -35,7 +37,7 @@ from modelmill.ops.triton import (
     silu_mul,
 )
 
-KINDS = [
+Q_CACHE_DTYPES = [
     (torch.bfloat16, torch.bfloat16),
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.int8),
@@ -43,7 +45,7 @@ KINDS = [
 
 
 class LaunchRecorder:
-    """A kernel that only notes with which constants it was launched."""
+    """A kernel that only records the constants of its launches."""
 
     def __init__(self, name: str, met: set[Any]) -> None:
         self._name, self._met = name, met
@@ -54,7 +56,7 @@ class LaunchRecorder:
 
 @contextmanager
 def launch_recorder() -> Iterator[set[Any]]:
-    """Decode kernels that are not run, with launch sizes as on an H200."""
+    """Record launches of the decode kernels, with launch sizes as on an H200."""
     met: set[Any] = set()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("decode_heads", "decode_head_groups", "merge_splits"):
@@ -66,36 +68,36 @@ def launch_recorder() -> Iterator[set[Any]]:
 
 @given(
     heads=st.sampled_from([(32, 32), (32, 8), (12, 12), (14, 2), (71, 1)]),
-    kinds=st.sampled_from(KINDS),
+    dtypes=st.sampled_from(Q_CACHE_DTYPES),
     bounds=st.tuples(st.integers(1, 96), st.integers(1, 9000), st.none() | st.integers(1, 5000)),
     steps=st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=20),
 )
 @settings(max_examples=60, deadline=None)
 def test_forms_are_all_that_a_step_can_meet(
-    heads: Any, kinds: Any, bounds: Any, steps: Any
+    heads: Any, dtypes: Any, bounds: Any, steps: Any
 ) -> None:
     most, longest, window = bounds
     q, k = (
-        torch.empty((most, heads[0], 64), dtype=kinds[0]),
-        torch.empty((2, heads[1], 16, 64), dtype=kinds[1]),
+        torch.empty((most, heads[0], 64), dtype=dtypes[0]),
+        torch.empty((2, heads[1], 16, 64), dtype=dtypes[1]),
     )
-    scale = q if kinds[0] == kinds[1] else torch.empty(1)
+    scale = q if dtypes[0] == dtypes[1] else torch.empty(1)
 
     def launched(batch: int, context: int) -> set[Any]:
-        met.clear()
+        launched_variants.clear()
         tables, starts = (
             torch.zeros((batch, 4), dtype=torch.int32),
             torch.zeros(batch + 1, dtype=torch.int32),
         )
-        # whether scales are the queries tells whether there are any
+        # the queries are passed as scales where there are none
         first = q[:batch]
         scales = (first if scale is q else scale,) * 2
         paged_attention._decode(
             (first, k, k, *scales, tables, starts, starts, first), context, 1.0, window
         )
-        return set(met)
+        return set(launched_variants)
 
-    with launch_recorder() as met:
+    with launch_recorder() as launched_variants:
         listed = paged_attention.specializations(q, k, most, longest, window)
         assert all(1 <= batch <= most and 1 <= context <= longest for batch, context in listed)
         known = set().union(*(launched(*form) for form in listed))
@@ -104,7 +106,7 @@ def test_forms_are_all_that_a_step_can_meet(
 
 
 class Eager:
-    """In place of CUDA graphs: what they would replay is run, padded as they pad."""
+    """Stands for CUDA graphs: runs the step, padded as a graph would be."""
 
     def __init__(self, loop: EngineCore, largest: int) -> None:
         self._runner, self.sizes, self.max_seqs = (
@@ -132,17 +134,15 @@ class Eager:
 
 
 def service(patch: pytest.MonkeyPatch, met: set[Any]) -> EngineCore:
-    """A loop that launches Triton's kernels as on a GPU that serves; none of them is run, their
-    forms are noted.
-    """
+    """An engine core that launches Triton's kernels as on a GPU; launches are only recorded."""
 
     def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
         values = dict(zip(kernel.arg_names, args)) | named
-        kinds = kernel.fn.__annotations__
+        annotations = kernel.fn.__annotations__
         constants = {
             n: v
             for n, v in values.items()
-            if "constexpr" in str(kinds.get(n)) or n not in kernel.arg_names
+            if "constexpr" in str(annotations.get(n)) or n not in kernel.arg_names
         }
         met.add(
             (kernel.fn.__module__, kernel.fn.__name__, tuple(sorted(constants.items(), key=str)))
@@ -153,7 +153,7 @@ def service(patch: pytest.MonkeyPatch, met: set[Any]) -> EngineCore:
     for module in (device, norm_quant, paged_attention, silu_mul, launch_configs):
         patch.setattr(module, "sm_count", lambda device: 132)
     patch.setattr(pdl, "supports_pdl", lambda device: True)
-    # what is not run leaves numbers without sense: ids have to be ids
+    # kernels that are not run leave garbage, but ids must be valid
     kernels = {"argmax": "torch", "sample": "torch"}
     loop = tiny.make_engine(
         overlap=True, kernels=kernels, max_num_seqs=24, max_num_batched_tokens=256

@@ -1,4 +1,4 @@
-"""The clock: turns, queues, ceilings, and recordings that keep what they read."""
+"""Timing: alternating calls, series of short calls, device limits, captured graphs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from modelmill.ops import timing
 
 def test_calls_take_turns() -> None:
     order: list[str] = []
-    found = timing.time_interleaved(
+    samples = timing.time_interleaved(
         [lambda: order.append("a"), lambda: order.append("b")], 2, [1, 3]
     )
     assert "".join(order) == "ab" + "abbb" * 2
-    assert [len(each) for each in found] == [2, 2]
-    assert all(seconds >= 0 for each in found for seconds in each)
+    assert [len(each) for each in samples] == [2, 2]
+    assert all(seconds >= 0 for each in samples for seconds in each)
 
 
 def test_short_calls_are_timed_in_rows() -> None:

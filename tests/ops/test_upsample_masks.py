@@ -1,4 +1,4 @@
-"""Enlarged masks: the reference by hand, and the C++ variant against torch, one mask at a time."""
+"""Upsampled masks: the reference by hand, and the C++ implementation against torch."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ GRIDS = st.tuples(SIDES, SIDES).flatmap(
 @settings(deadline=None, max_examples=100)
 @given(GRIDS)
 def test_boxes(mask: torch.Tensor) -> None:
-    found = masks_to_boxes(mask[None])[0].tolist()
+    box = masks_to_boxes(mask[None])[0].tolist()
     ys, xs = np.nonzero(mask.numpy())
-    assert found == ([xs.min(), ys.min(), xs.max(), ys.max()] if len(xs) else [0, 0, 0, 0])
+    assert box == ([xs.min(), ys.min(), xs.max(), ys.max()] if len(xs) else [0, 0, 0, 0])
 
 
 def test_enlarging_crops_before_the_second_step() -> None:
     logits = torch.randn(1, 2, 8, 8, generator=torch.Generator().manual_seed(0))
-    found = upsample_logits(logits, 32, (32, 20), (50, 31))
-    assert found.shape == (1, 2, 31, 50)
+    upsampled = upsample_logits(logits, 32, (32, 20), (50, 31))
+    assert upsampled.shape == (1, 2, 31, 50)
     first = torch.nn.functional.interpolate(logits, (32, 32), mode="bilinear")[..., :20, :]
-    assert torch.equal(found, torch.nn.functional.interpolate(first, (31, 50), mode="bilinear"))
+    assert torch.equal(upsampled, torch.nn.functional.interpolate(first, (31, 50), mode="bilinear"))
 
 
 def test_stability_is_the_overlap_of_a_higher_and_a_lower_cut() -> None:
@@ -70,22 +70,22 @@ def test_compiled_masks_are_torchs(
     logits = (
         torch.randn(count, side, side, generator=torch.Generator().manual_seed(seed)) * 4 + shift
     )
-    given_ = 64, (wide, tall), (width, height), offset
-    wanted = [upsample_masks(each[None], *given_) for each in logits]
-    found = fast.run(logits, *given_)
+    args = 64, (wide, tall), (width, height), offset
+    expected = [upsample_masks(each[None], *args) for each in logits]
+    actual = fast.run(logits, *args)
     big = upsample_logits(logits[:, None], 64, (wide, tall), (width, height))[:, 0]
     clear = big.abs() > 1e-5  # machines without a fused multiply-add round otherwise
-    for i, (masks, boxes, areas, steady) in enumerate(wanted):
+    for i, (masks, boxes, areas, steady) in enumerate(expected):
         assert masks is not None
-        assert found[0] is not None
-        assert not ((found[0][i] ^ masks[0]) & clear[i]).any()
+        assert actual[0] is not None
+        assert not ((actual[0][i] ^ masks[0]) & clear[i]).any()
         if clear[i].all():
-            assert torch.equal(found[1][i], boxes[0])
-            assert int(found[2][i]) == int(areas)
-            assert offset is None or float(found[3][i]) == pytest.approx(float(steady), abs=0.02)  # type: ignore[index, arg-type]
-    nothing = fast.run(logits, *given_, pixels=False)
+            assert torch.equal(actual[1][i], boxes[0])
+            assert int(actual[2][i]) == int(areas)
+            assert offset is None or float(actual[3][i]) == pytest.approx(float(steady), abs=0.02)  # type: ignore[index, arg-type]
+    nothing = fast.run(logits, *args, pixels=False)
     assert nothing[0] is None
-    assert torch.equal(nothing[1], found[1])
+    assert torch.equal(nothing[1], actual[1])
 
 
 def test_no_masks_and_no_numbers() -> None:

@@ -181,13 +181,13 @@ def test_products_of_eight_bits(
 
 
 FILLED = (
-    "            mbarrier_wait(full(), place.parity);\n            LeftOperand left;",
-    "            LeftOperand left;",
+    "            mbarrier_wait(full(), state.parity);\n            AOperand a_operand;",
+    "            AOperand a_operand;",
 )
 READ = (
-    "mbarrier_wait(shared_address(&barriers.empty[place.stage]), place.parity ^ 1);\n            "
-    "weights(",
-    "weights(",
+    "mbarrier_wait(shared_address(&barriers.empty[state.stage]), state.parity ^ 1);\n            "
+    "load_w(",
+    "load_w(",
 )
 DONE = (
     "                wgmma_wait<0>();\n                wgmma_fence_operand(part);",
@@ -198,8 +198,12 @@ FRONT = (
     "        pdl_wait();\n        for (int i = 0; i < ahead",
     "        for (int i = 0; i < ahead",
 )
-LEFT = ("if (SPLIT > 1) cluster_sync_relaxed(); // a block that ended could not be read", "")
-BASE = (" - RAISED * scale;", ";")
+LEFT = (
+    "if (SPLIT > 1) cluster_sync_relaxed(); "
+    "// no block may exit while others read its shared memory",
+    "",
+)
+BASE = (" - MAGIC * scale;", ";")
 SUMS = ("if (column < w.columns) four", "if (column < w.columns - 4) four")
 
 

@@ -163,7 +163,7 @@ def test_clustered_integers(emulator: Emulator, bits: int, k: int) -> None:
             "row_of(int quad) { return quad; }",
         ),
         ("if (++stage == STAGES) stage = 0, parity ^= 1;", "if (++stage == STAGES) stage = 0;"),
-        ("16 * whole[i] - upper", "16 * whole[i]"),
+        ("16 * ints[i] - upper", "16 * ints[i]"),
         ("    pdl_wait();\n", ""),
     ],
     ids=[

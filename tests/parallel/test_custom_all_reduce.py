@@ -67,7 +67,7 @@ def test_sums_are_right_and_the_same(ranks, dtype: torch.dtype) -> None:  # type
     size = len(ranks[0])
     generator = torch.Generator().manual_seed(1)
     limit = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
-    # first of all everything is compiled and loaded, with nobody to wait for
+    # compile and load the kernels first, with the abort flag set so that no rank waits
     ranks[0][0].abort.fill_(1)
     shapes = [(1, 4096), (5, 4096), (1, 96), (3, 768), (1, 2730), (20, 64)]
     # rounds; more programs than run at once would wait for ever
@@ -90,23 +90,23 @@ def test_sums_are_right_and_the_same(ranks, dtype: torch.dtype) -> None:  # type
             ]
             expected = torch.stack([p.double() for p in parts]).sum(0)
             plain = run(ranks, lambda r, b: custom_all_reduce.all_reduce_rows(parts[r], None, b)[0])
-            for found in plain:
-                assert torch.equal(found, plain[0])
-                assert float((found.double() - expected).norm() / expected.norm()) < limit
+            for output in plain:
+                assert torch.equal(output, plain[0])
+                assert float((output.double() - expected).norm() / expected.norm()) < limit
             residual = torch.randn(tokens, width, generator=generator).to(DEVICE, dtype)
             weight = torch.rand(width, generator=generator).to(DEVICE, dtype)
-            held = [residual.clone() for _ in range(size)]
+            residuals = [residual.clone() for _ in range(size)]
             fused = run(
                 ranks,
                 lambda r, b: custom_all_reduce.all_reduce_rows(
-                    parts[r], (held[r], weight, 1e-5), b
+                    parts[r], (residuals[r], weight, 1e-5), b
                 ),
             )
-            wanted = add_rms_norm(expected, residual.double(), weight.double(), 1e-5)
-            for found in fused:
-                for mine, first, target in zip(found, fused[0], wanted, strict=True):
-                    assert torch.equal(mine, first)
-                    assert float((mine.double() - target).norm() / target.norm()) < 2 * limit
+            fused_expected = add_rms_norm(expected, residual.double(), weight.double(), 1e-5)
+            for output in fused:
+                for actual, first, target in zip(output, fused[0], fused_expected, strict=True):
+                    assert torch.equal(actual, first)
+                    assert float((actual.double() - target).norm() / target.norm()) < 2 * limit
 
 
 @pytest.mark.parametrize("ranks", [2, 4], indirect=True)
@@ -119,20 +119,24 @@ def test_gathers_put_columns_side_by_side(ranks, dtype: torch.dtype) -> None:  #
     shapes = [(1, (4096, 4000, 4000, 3980)), (3, (16, 16, 16, 2)), (2, (2064, 2048, 2048, 2048))]
     shapes += [(70, (9000, 8976))] if size == 2 else []
     for tokens, widths in shapes:
-        mine = widths[:size]
-        full = torch.randn(tokens, sum(mine), generator=torch.Generator().manual_seed(tokens)).to(
-            DEVICE, dtype
-        )
-        parts = [p.contiguous() for p in full.split(mine, 1)]
-        starts = torch.tensor(range_starts(mine), dtype=torch.int32, device=DEVICE)
+        rank_widths = widths[:size]
+        full = torch.randn(
+            tokens, sum(rank_widths), generator=torch.Generator().manual_seed(tokens)
+        ).to(DEVICE, dtype)
+        parts = [p.contiguous() for p in full.split(rank_widths, 1)]
+        starts = torch.tensor(range_starts(rank_widths), dtype=torch.int32, device=DEVICE)
         ranks[0][0].abort.fill_(1)
-        run(ranks, lambda r, b: custom_all_reduce.all_gather_columns(parts[r], starts, mine, b))
+        run(
+            ranks,
+            lambda r, b: custom_all_reduce.all_gather_columns(parts[r], starts, rank_widths, b),
+        )
         ranks[0][0].abort.fill_(0)
         for _ in range(3):
-            for found in run(
-                ranks, lambda r, b: custom_all_reduce.all_gather_columns(parts[r], starts, mine, b)
+            for output in run(
+                ranks,
+                lambda r, b: custom_all_reduce.all_gather_columns(parts[r], starts, rank_widths, b),
             ):
-                assert torch.equal(found, full)
+                assert torch.equal(output, full)
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)

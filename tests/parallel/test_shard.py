@@ -49,15 +49,15 @@ def test_heads_cover_and_read_what_they_hold(
     assert [h for part in parts for h in range(*part.q)] == list(range(heads))
     for part in parts:
         assert part.q[0] * dim % alignment == 0
-        mine = range(*part.kv)
+        kv_heads = range(*part.kv)
         # the kernels give each KV head the same number of query heads, in order
-        share = (part.q[1] - part.q[0]) // len(mine)
+        share = (part.q[1] - part.q[0]) // len(kv_heads)
         assert [h // group for h in range(*part.q)] == [
-            mine[i // share] for i in range(share * len(mine))
+            kv_heads[i // share] for i in range(share * len(kv_heads))
         ]
-    held = [h for part in parts for h in range(*part.kv)]
-    assert set(held) == set(range(kv))
-    assert len(held) == max(kv, size)
+    covered = [h for part in parts for h in range(*part.kv)]
+    assert set(covered) == set(range(kv))
+    assert len(covered) == max(kv, size)
 
 
 def test_rows_of_a_fused_projection() -> None:

@@ -96,12 +96,12 @@ def logits(model: nn.Module, tp_group: TPGroup) -> torch.Tensor:
 def test_split_equals_whole(name: str, size: int) -> None:
     weight_format = "int8" if size == 2 else "dense"
     expected = logits(made(name, weight_format, SINGLE_RANK), SINGLE_RANK)
-    found = run_on_ranks(
+    outputs = run_on_ranks(
         size, lambda tp_group: logits(made(name, weight_format, tp_group), tp_group)
     )
-    for mine in found:
-        torch.testing.assert_close(mine, expected, rtol=2e-5, atol=2e-5)
-        assert torch.equal(mine, found[0])
+    for output in outputs:
+        torch.testing.assert_close(output, expected, rtol=2e-5, atol=2e-5)
+        assert torch.equal(output, outputs[0])
 
 
 def test_each_rank_holds_its_share() -> None:
@@ -114,7 +114,7 @@ def test_each_rank_holds_its_share() -> None:
 
 
 def test_shares_follow_the_grain() -> None:
-    """Columns of a product are cut at multiples of what its weight asks for."""
+    """Columns of a linear are split at multiples of its weight's alignment."""
     tp_group = TPGroup(1, 2)
     model = build_model("llama", LLAMA)
     shard_model(model, tp_group, lambda name: 16 if name.endswith("down_proj") else 1)

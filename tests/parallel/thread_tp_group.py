@@ -1,6 +1,4 @@
-"""A tensor-parallel group whose ranks are threads of this process: the arithmetic of splitting
-without processes.
-"""
+"""A tensor-parallel group whose ranks are threads, to test sharding without processes."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from modelmill.parallel.tp_group import TPGroup
 
 
 class ThreadTPGroup(TPGroup):
-    """One rank of several; ``table`` is where all of them put what they exchange."""
+    """One rank of several; ``table``: the values they exchange, by rank."""
 
     def __init__(self, rank: int, size: int, table: list[Any], barrier: threading.Barrier) -> None:
         super().__init__(rank, size)
@@ -23,9 +21,9 @@ class ThreadTPGroup(TPGroup):
     def _exchange(self, value: Any) -> list[Any]:
         self._table[self.rank] = value
         self._barrier.wait()
-        found = list(self._table)
+        values = list(self._table)
         self._barrier.wait()
-        return found
+        return values
 
     def all_reduce(self, x: torch.Tensor, *, decode: bool = False) -> torch.Tensor:
         return torch.stack(self._exchange(x.clone())).sum(0)

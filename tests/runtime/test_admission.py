@@ -1,4 +1,4 @@
-"""Pages of the worst moment ahead, and a scheduler that throws nobody out where it can be known."""
+"""Peak pages, and a scheduler that preempts no sequence if output lengths are known."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ RULE = RopeRule("fixed", lambda _: 0)
 
 
 def sequence(prompt: int, answer: int, arrival: int = 0, **params: Any) -> Sequence:
-    wanted = tiny.params(**({"max_tokens": answer, "ignore_eos": True} | params))
-    request = Request(id=str(arrival), prompt=(5,) * prompt, params=wanted, eos_ids=(2,))
+    sampling = tiny.params(**({"max_tokens": answer, "ignore_eos": True} | params))
+    request = Request(id=str(arrival), prompt=(5,) * prompt, params=sampling, eos_ids=(2,))
     return Sequence(request, 0, arrival, RULE, max_length=prompt + answer)
 
 
-def held(works: list[tuple[int, int]], size: int, step: int) -> int:
+def pages_at(works: list[tuple[int, int]], size: int, step: int) -> int:
     """Pages after so many steps, of those that have not ended."""
     return sum(-(-(prompt + step) // size) for prompt, answer in works if answer >= step)
 
@@ -36,10 +36,12 @@ def held(works: list[tuple[int, int]], size: int, step: int) -> int:
     st.sampled_from([1, 16]),
 )
 def test_the_worst_moment_is_found(works: list[tuple[int, int]], size: int) -> None:
-    exact = max(held(works, size, step) for step in range(1 + max(answer for _, answer in works)))
-    found = peak_pages([sequence(*work) for work in works], size)
+    exact = max(
+        pages_at(works, size, step) for step in range(1 + max(answer for _, answer in works))
+    )
+    estimate = peak_pages([sequence(*work) for work in works], size)
     # last pages count as half full: off by half a page each at most, and by one for rounding
-    assert abs(found - exact) <= len(works) / 2 + 2
+    assert abs(estimate - exact) <= len(works) / 2 + 2
 
 
 def test_answers_that_may_end_are_taken_as_they_are() -> None:

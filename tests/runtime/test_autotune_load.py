@@ -33,28 +33,28 @@ def store(engine: Path, choices: Any, device: str = H200) -> None:
 
 def test_this_device_gets_its_choice(engine: Path) -> None:
     store(engine, CHOICES)
-    found = look_up_tuning(engine, H200)
-    assert found.tuning is not None
-    assert found.tuning.configs["linear"] == {(1, 4096, 4096, torch.bfloat16): (4, 1024, 4)}
-    assert found.tuning.count == 2
-    assert not found.is_warning
+    lookup = look_up_tuning(engine, H200)
+    assert lookup.tuning is not None
+    assert lookup.tuning.configs["linear"] == {(1, 4096, 4096, torch.bfloat16): (4, 1024, 4)}
+    assert lookup.tuning.count == 2
+    assert not lookup.is_warning
 
 
 def test_another_device_gets_defaults_and_is_told(engine: Path) -> None:
     store(engine, CHOICES)
-    found = look_up_tuning(engine, A100)
-    assert found.tuning is None
-    assert found.is_warning
-    assert A100 in found.message
-    assert H200 in found.message
-    assert "modelmill build" in found.message
-    assert "\n" not in found.message
+    lookup = look_up_tuning(engine, A100)
+    assert lookup.tuning is None
+    assert lookup.is_warning
+    assert A100 in lookup.message
+    assert H200 in lookup.message
+    assert "modelmill build" in lookup.message
+    assert "\n" not in lookup.message
 
 
 def test_an_engine_never_tuned_is_nothing_odd(engine: Path) -> None:
-    found = look_up_tuning(engine, H200)
-    assert (found.tuning, found.is_warning) == (None, False)
-    assert "no tuning" in found.message
+    lookup = look_up_tuning(engine, H200)
+    assert (lookup.tuning, lookup.is_warning) == (None, False)
+    assert "no tuning" in lookup.message
 
 
 @pytest.mark.parametrize(
@@ -63,10 +63,10 @@ def test_an_engine_never_tuned_is_nothing_odd(engine: Path) -> None:
 def test_a_damaged_file_means_defaults(engine: Path, content: bytes) -> None:
     store(engine, CHOICES)
     (engine / record_path(H200)).write_bytes(content)
-    found = look_up_tuning(engine, H200)
-    assert found.tuning is None
-    assert found.is_warning
-    assert "damaged" in found.message
+    lookup = look_up_tuning(engine, H200)
+    assert lookup.tuning is None
+    assert lookup.is_warning
+    assert "damaged" in lookup.message
 
 
 def test_sizes_that_no_kernel_offers_are_left_out(engine: Path) -> None:
@@ -75,11 +75,11 @@ def test_sizes_that_no_kernel_offers_are_left_out(engine: Path) -> None:
         "gone": {},
     }
     store(engine, wild)
-    found = look_up_tuning(engine, H200)
-    assert found.tuning is not None
-    assert found.tuning.count == 1
-    assert found.is_warning
-    assert "1 that this version does not know" in found.message
+    lookup = look_up_tuning(engine, H200)
+    assert lookup.tuning is not None
+    assert lookup.tuning.count == 1
+    assert lookup.is_warning
+    assert "1 that this version does not support" in lookup.message
 
 
 def test_a_start_logs_one_line(

@@ -24,7 +24,7 @@ def pair():
     ours = Decoder(config)
     values = tiny.random_tensors(ours, seed=4)
     fill_weights(ours, values.__getitem__, values, {}, {}, "cpu")
-    theirs = transformers.LlamaForCausalLM(
+    reference = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
             num_attention_heads=4,
@@ -47,26 +47,26 @@ def pair():
         state[f"{b}.mlp.down_proj.weight"] = values[f"{a}.mlp.down_proj.weight"]
         state[f"{b}.input_layernorm.weight"] = values[f"{a}.attn_norm.weight"]
         state[f"{b}.post_attention_layernorm.weight"] = values[f"{a}.mlp_norm.weight"]
-    theirs.load_state_dict(state, strict=True)
-    return ours, theirs
+    reference.load_state_dict(state, strict=True)
+    return ours, reference
 
 
 def expected(
-    theirs, prompt, most: int, eos: tuple[int, ...], **options
+    reference, prompt, most: int, eos: tuple[int, ...], **options
 ) -> list[tuple[tuple[int, ...], float]]:
     with torch.inference_mode():
-        out = theirs.generate(
+        out = reference.generate(
             torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
             do_sample=False,
             max_new_tokens=most, eos_token_id=list(eos) or None, pad_token_id=0, output_scores=True,
             return_dict_in_generate=True, **options,
         )  # fmt: skip
-    found = []
+    results = []
     for row, score in zip(out.sequences.tolist(), out.sequences_scores.tolist()):
         answer = row[len(prompt) :]
         cut = next((i for i, t in enumerate(answer) if t in eos), None)
-        found.append((tuple(answer if cut is None else answer[:cut]), score))
-    return found
+        results.append((tuple(answer if cut is None else answer[:cut]), score))
+    return results
 
 
 CASES = [
@@ -82,8 +82,8 @@ CASES = [
 
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_results_and_scores(pair, case: int) -> None:
-    ours, theirs = pair
-    given = CASES[case]
+    ours, reference = pair
+    options = CASES[case]
     eos = [(), (7,), (7, 11, 30, 2, 44)][case % 3]
     names = {"n": "num_return_sequences", "min_tokens": "min_new_tokens"}
     engines = [
@@ -92,11 +92,13 @@ def test_results_and_scores(pair, case: int) -> None:
     ]
     for seed in range(6):
         prompt = tiny.prompts(1, 3, 30, seed=seed, vocab=61)[0]
-        want = expected(theirs, prompt, 14, eos, **{names.get(k, k): v for k, v in given.items()})
+        want = expected(
+            reference, prompt, 14, eos, **{names.get(k, k): v for k, v in options.items()}
+        )
         for engine in engines:
             engine.add(
                 Request(
-                    id="x", prompt=prompt, params=tiny.params(max_tokens=14, **given), eos_ids=eos
+                    id="x", prompt=prompt, params=tiny.params(max_tokens=14, **options), eos_ids=eos
                 )
             )
             events = tiny.drain(engine)
@@ -114,7 +116,7 @@ def test_results_and_scores(pair, case: int) -> None:
 
 def test_among_others_and_preempted(pair) -> None:
     ours, _ = pair
-    given = tiny.prompts(5, 10, 40, vocab=61)
+    prompts = tiny.prompts(5, 10, 40, vocab=61)
     hows = [
         tiny.params(num_beams=3),
         tiny.params(),
@@ -124,7 +126,7 @@ def test_among_others_and_preempted(pair) -> None:
     ]
     todo = [
         Request(id=str(i), prompt=p, params=h, eos_ids=(7,))
-        for i, (p, h) in enumerate(zip(given, hows))
+        for i, (p, h) in enumerate(zip(prompts, hows))
     ]
     expected = tiny.run_one_by_one(tiny.make_engine(ours), todo)
     assert tiny.run(tiny.make_engine(ours), todo) == expected
@@ -135,9 +137,7 @@ def test_among_others_and_preempted(pair) -> None:
 
 
 def test_every_answer_hears_of_its_end() -> None:
-    """Zero tokens asked, or a pool that ends before the search has as many beams as answers were
-    asked for.
-    """
+    """With max_tokens=0, or if the page pool runs out before the search has n beams."""
     nothing = tiny.make_engine()
     for request in tiny.requests(tiny.prompts(1), tiny.params(num_beams=3, n=2, max_tokens=0)):
         nothing.add(request)

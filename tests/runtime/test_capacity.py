@@ -1,4 +1,4 @@
-"""What follows for an engine core from its model, its device and what was asked for."""
+"""How an engine core fits its model, its device and its run options."""
 
 from __future__ import annotations
 
@@ -44,39 +44,39 @@ def test_what_a_step_may_hold() -> None:
     assert capacity.scheduler_limits(
         model, config, on_gpu=True
     ).max_mixed_tokens == max_mixed_tokens(weight_bytes(model))
-    asked = RunConfig(max_mixed_tokens=9)
+    explicit = RunConfig(max_mixed_tokens=9)
     assert [
-        capacity.scheduler_limits(model, asked, on_gpu=gpu).max_mixed_tokens
+        capacity.scheduler_limits(model, explicit, on_gpu=gpu).max_mixed_tokens
         for gpu in (False, True)
     ] == [9, 9]
-    assert not capacity.scheduler_limits(model, asked, on_gpu=True).prefill_all_first, (
-        "what was asked for is kept"
+    assert not capacity.scheduler_limits(model, explicit, on_gpu=True).prefill_all_first, (
+        "an explicit limit is kept"
     )
 
 
 @pytest.mark.parametrize(
-    ("kind", "eight"), [("w8a8", True), ("fp8", True), ("int8", False), ("dense", False)]
+    ("weight_format", "eight"), [("w8a8", True), ("fp8", True), ("int8", False), ("dense", False)]
 )
-def test_steps_are_larger_where_inputs_have_8_bits(kind: str, eight: bool) -> None:
+def test_steps_are_larger_where_inputs_have_8_bits(weight_format: str, eight: bool) -> None:
     model = tiny.decoder()
     for module in model.modules():
         if isinstance(module, Linear) and module is not model.head:
-            module.weight = base.pack(kind, torch.randn(module.shape), torch.float32)
+            module.weight = base.pack(weight_format, torch.randn(module.shape), torch.float32)
     expected = max_mixed_tokens(weight_bytes(model), inputs_8bit=eight)
     assert capacity.scheduler_limits(model, RunConfig(), on_gpu=True).max_mixed_tokens == expected
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
-    ("wanted", "rows", "max_seqs"), [(True, 40, 40), (True, 4000, 512), (False, 40, None)]
+    ("enabled", "rows", "max_seqs"), [(True, 40, 40), (True, 4000, 512), (False, 40, None)]
 )
 def test_graphs_and_the_buffer_whose_address_they_know(
-    monkeypatch: pytest.MonkeyPatch, wanted: bool, rows: int, max_seqs: int | None, ranks: int
+    monkeypatch: pytest.MonkeyPatch, enabled: bool, rows: int, max_seqs: int | None, ranks: int
 ) -> None:
     made: dict[str, tuple[Any, ...]] = {}
     for name in ("DecodeGraphs", "PrefillGraphs"):
         monkeypatch.setattr(
-            capacity, name, lambda *given, name=name: made.update({name: given}) or name
+            capacity, name, lambda *args, name=name: made.update({name: args}) or name
         )
     monkeypatch.setattr(capacity, "PrefillGraphCapturer", lambda: "capturer")
     reserved: list[BatchLayout] = []
@@ -87,12 +87,12 @@ def test_graphs_and_the_buffer_whose_address_they_know(
         decode_graphs=None, prefill_graphs=None, tp_group=TPGroup(size=ranks),
     )  # fmt: skip
     config = RunConfig(
-        cuda_graphs=wanted, max_num_seqs=rows, max_num_batched_tokens=5000, page_size=16
+        cuda_graphs=enabled, max_num_seqs=rows, max_num_batched_tokens=5000, page_size=16
     )
     capacity.set_up_gpu(cast(ModelRunner, runner), config, 7)
     assert reserved == [BatchLayout(5000, rows, 5000 + rows, 14)]
     decode = {"DecodeGraphs": ("forward", "select_ids", "last_ids", packer, max_seqs, 7 * 16)}
     prompts = {"PrefillGraphs": ("forward", "capturer", 5000, 7 * 16)}
-    assert made == ((decode | (prompts if ranks == 1 else {})) if wanted else {})
-    assert runner.decode_graphs == ("DecodeGraphs" if wanted else None)
-    assert runner.prefill_graphs == ("PrefillGraphs" if wanted and ranks == 1 else None)
+    assert made == ((decode | (prompts if ranks == 1 else {})) if enabled else {})
+    assert runner.decode_graphs == ("DecodeGraphs" if enabled else None)
+    assert runner.prefill_graphs == ("PrefillGraphs" if enabled and ranks == 1 else None)

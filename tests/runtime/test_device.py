@@ -12,12 +12,12 @@ from modelmill.runtime.device import COMPILING_STAGE, compile_cpu_kernels
 
 
 def test_who_waits_for_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, made = [], []
+    stages, made = [], []
     monkeypatch.setattr(kernels, "load", lambda: made.append(1))
     for missing in (True, False):
         monkeypatch.setattr(kernels, "needs_compile", lambda: missing)  # noqa: B023
-        compile_cpu_kernels("cpu", lambda *stage: told.append(stage))
-    assert (told, made) == ([(COMPILING_STAGE, 0, 1)], [1])
+        compile_cpu_kernels("cpu", lambda *stage: stages.append(stage))
+    assert (stages, made) == ([(COMPILING_STAGE, 0, 1)], [1])
     with pytest.raises(UsageError, match="--device"):
         compile_cpu_kernels("tpu", lambda *_: None)
 

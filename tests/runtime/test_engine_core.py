@@ -47,9 +47,9 @@ def whole(model, ids: list[int], prompt: int) -> torch.Tensor:
         return model(step)
 
 
-@pytest.mark.parametrize(("kind", "window"), KINDS)
-def test_equal_however_it_is_cut(kind: str, window: int | None) -> None:
-    model = tiny.decoder(kind, window)
+@pytest.mark.parametrize(("rope_rule", "window"), KINDS)
+def test_equal_however_it_is_cut(rope_rule: str, window: int | None) -> None:
+    model = tiny.decoder(rope_rule, window)
     todo = tiny.requests(tiny.prompts(9, 1, 60), tiny.params(max_tokens=20))
     expected = tiny.run_one_by_one(tiny.make_engine(model, enable_prefix_caching=False), todo)
     assert len(set(expected.values())) > 5
@@ -67,14 +67,14 @@ def test_equal_however_it_is_cut(kind: str, window: int | None) -> None:
     )
 
 
-@pytest.mark.parametrize(("kind", "window"), KINDS)
-def test_greedy_is_the_argmax_of_one_whole_pass(kind: str, window: int | None) -> None:
-    model = tiny.decoder(kind, window)
+@pytest.mark.parametrize(("rope_rule", "window"), KINDS)
+def test_greedy_is_the_argmax_of_one_whole_pass(rope_rule: str, window: int | None) -> None:
+    model = tiny.decoder(rope_rule, window)
     for prompt in tiny.prompts(4, 5, 45, seed=3):
         request = tiny.requests([prompt], tiny.params(max_tokens=15, ignore_eos=True))
         answer = tiny.run(tiny.make_engine(model, max_num_batched_tokens=11), request)["0", 0]
         logits = whole(model, [*prompt, *answer], len(prompt))
-        if window is None and kind != "running":
+        if window is None and rope_rule != "running":
             assert tuple(logits[len(prompt) - 1 : -1].argmax(-1).tolist()) == answer
 
 
@@ -88,9 +88,9 @@ def test_running_rule_rotates_a_late_token_by_its_own_position() -> None:
     tiny.assert_idle(engine)
 
 
-@pytest.mark.parametrize("kind", ["fixed", "prompt", "running"])
-def test_score_equals_one_whole_pass(kind: str) -> None:
-    model = tiny.decoder(kind)
+@pytest.mark.parametrize("rope_rule", ["fixed", "prompt", "running"])
+def test_score_equals_one_whole_pass(rope_rule: str) -> None:
+    model = tiny.decoder(rope_rule)
     lists = [list(p) for p in tiny.prompts(5, 20, 60, seed=5)]
     engine = tiny.make_engine(model, max_num_batched_tokens=16)
     for start in (None, 18):
@@ -100,11 +100,11 @@ def test_score_equals_one_whole_pass(kind: str) -> None:
     for ids, logits in zip(lists, few.score([i[:60] for i in lists], 18)):
         assert torch.allclose(logits, whole(model, ids, 18), atol=1e-4)
     tiny.assert_idle(few)
-    seen: list[tuple[int, int, int]] = []
+    runs: list[tuple[int, int, int]] = []
     engine.scorer().run(
-        lists, None, lambda w, f, x: seen.append((w, f, len(x))), lambda w, p: p % 10 == 9
+        lists, None, lambda w, f, x: runs.append((w, f, len(x))), lambda w, p: p % 10 == 9
     )
-    assert {(w, f) for w, f, _ in seen} == {
+    assert {(w, f) for w, f, _ in runs} == {
         (w, p) for w, ids in enumerate(lists) for p in range(9, len(ids), 10)
     }
     with pytest.raises(CapacityError, match="longest sequence"):
@@ -143,10 +143,10 @@ def test_seeded_sampling_is_the_same_alone_and_in_a_batch(overlap: bool) -> None
         tiny.params(frequency_penalty=1.5, max_tokens=15),
         tiny.params(temperature=2.0, max_tokens=5, logit_bias={5: 3.0}, seed=-3),
     ]
-    given = tiny.prompts(len(hows), 3, 30)
+    prompts = tiny.prompts(len(hows), 3, 30)
     todo = [
         Request(id=str(i), prompt=p, params=h, eos_ids=(1,))
-        for i, (p, h) in enumerate(zip(given, hows))
+        for i, (p, h) in enumerate(zip(prompts, hows))
     ]
     expected = tiny.run_one_by_one(tiny.make_engine(model), todo)
     assert tiny.run(tiny.make_engine(model, overlap=overlap), todo) == expected
@@ -249,7 +249,7 @@ def test_what_can_never_be_served_is_refused() -> None:
 def test_alone_in_an_exhausted_pool_ends_with_length() -> None:
     engine = tiny.make_engine(pages=16)
     # the pool shrinks under the loop, as if others held it
-    held = [engine.scheduler.pool.alloc() for _ in range(12)]
+    pages = [engine.scheduler.pool.alloc() for _ in range(12)]
     for overlap in (False, True):
         engine._overlap = overlap
         engine.add(
@@ -258,7 +258,7 @@ def test_alone_in_an_exhausted_pool_ends_with_length() -> None:
         events = tiny.drain(engine)
         assert events[-1].finish_reason == FinishReason.LENGTH
         assert len([e for e in events if e.token_id is not None]) == 32 - 20 + 1
-    for page in held:
+    for page in pages:
         engine.scheduler.pool.decref(page)
     tiny.assert_idle(engine)
 
@@ -292,23 +292,27 @@ def test_logprobs(how: str) -> None:
     engine = tiny.make_engine(
         model, max_num_batched_tokens=64 if how == "all" else 6, overlap=how == "last"
     )
-    given = tiny.params(
+    options = tiny.params(
         temperature=0.8, seed=1, logprobs=3, prompt_logprobs=2, max_tokens=5, ignore_eos=True
     )
     events = [
         e
         for _ in range(2)
-        for e in ([engine.add(Request(id="x", prompt=prompt, params=given))] and tiny.drain(engine))
+        for e in (
+            [engine.add(Request(id="x", prompt=prompt, params=options))] and tiny.drain(engine)
+        )
     ]
     events = events[:5]
     answer = [e.token_id for e in events]
     logs = whole(model, [*prompt, *answer], 25).log_softmax(-1)
-    told = events[0].prompt_logprobs
-    assert told[0] is None
-    assert len(told) == 25
+    prompt_logprobs = events[0].prompt_logprobs
+    assert prompt_logprobs[0] is None
+    assert len(prompt_logprobs) == 25
     for i in range(1, 25):
-        assert told[i][prompt[i]].logprob == pytest.approx(logs[i - 1, prompt[i]].item(), abs=1e-4)
-        assert len(told[i]) in (2, 3)
+        assert prompt_logprobs[i][prompt[i]].logprob == pytest.approx(
+            logs[i - 1, prompt[i]].item(), abs=1e-4
+        )
+        assert len(prompt_logprobs[i]) in (2, 3)
     for i, event in enumerate(events):
         row = logs[24 + i]
         top = row.topk(3).indices.tolist()
@@ -430,7 +434,7 @@ def ends_with_nothing_left(mix, pages, budget, seqs, prefix, overlap) -> None:
         overlap=overlap,
         max_model_len=60,
     )
-    given = tiny.prompts(len(mix), 50, 50)
+    prompts = tiny.prompts(len(mix), 50, 50)
     expected, events, waiting = set(), [], list(enumerate(mix))
     clock = 0
     while waiting or engine.has_work:
@@ -439,7 +443,7 @@ def ends_with_nothing_left(mix, pages, budget, seqs, prefix, overlap) -> None:
             how = SamplingParams(
                 temperature=warm, max_tokens=most, n=n if beams == 1 else 1, num_beams=beams, seed=i
             ).with_defaults({})
-            engine.add(Request(id=str(i), prompt=given[0][:length], params=how, eos_ids=(1,)))
+            engine.add(Request(id=str(i), prompt=prompts[0][:length], params=how, eos_ids=(1,)))
             expected |= {(str(i), k) for k in range(how.n)}
         clock += 1
         events += engine.step()
@@ -465,7 +469,7 @@ MODEL = tiny.decoder()
 
 
 def check(engine) -> None:
-    """Every page's references are its holders; nobody writes into a shared page."""
+    """A page's reference count is the number of its sequences; no shared page is written."""
     scheduler = engine.scheduler
     holders: dict[int, int] = {}
     for seq in scheduler.running:

@@ -41,19 +41,19 @@ def work() -> list[Request]:
         tiny.params(logprobs=2, prompt_logprobs=1),
         *[tiny.params(max_tokens=10 + i) for i in range(8)],
     ]
-    given = tiny.prompts(len(hows), 1, 60)
+    prompts = tiny.prompts(len(hows), 1, 60)
     return [
         Request(id=str(i), prompt=p, params=h, eos_ids=(1,))
-        for i, (p, h) in enumerate(zip(given, hows))
+        for i, (p, h) in enumerate(zip(prompts, hows))
     ]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("kind", "window"), KINDS)
-def test_the_same_tokens_as_the_cpu(kind: str, window: int | None) -> None:
+@pytest.mark.parametrize(("rope_rule", "window"), KINDS)
+def test_the_same_tokens_as_the_cpu(rope_rule: str, window: int | None) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
-    expected = tiny.run(tiny.make_engine(tiny.decoder(kind, window)), work())
-    model = tiny.decoder(kind, window, device="cuda:0")
+    expected = tiny.run(tiny.make_engine(tiny.decoder(rope_rule, window)), work())
+    model = tiny.decoder(rope_rule, window, device="cuda:0")
     for options in (
         {},
         {"cuda_graphs": False},
@@ -73,16 +73,16 @@ def test_the_same_tokens_as_the_cpu(kind: str, window: int | None) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("kind", "window"), KINDS)
+@pytest.mark.parametrize(("rope_rule", "window"), KINDS)
 @pytest.mark.parametrize("cached", [False, True])
 def test_prompts_by_graph_give_the_tokens_of_the_cpu(
-    kind: str, window: int | None, *, cached: bool
+    rope_rule: str, window: int | None, *, cached: bool
 ) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     todo = tiny.requests(tiny.prompts(12, 2, 60, seed=4))
-    expected = tiny.run_one_by_one(tiny.make_engine(tiny.decoder(kind, window)), todo)
+    expected = tiny.run_one_by_one(tiny.make_engine(tiny.decoder(rope_rule, window)), todo)
     engine = tiny.make_engine(
-        tiny.decoder(kind, window, device="cuda:0"), enable_prefix_caching=cached
+        tiny.decoder(rope_rule, window, device="cuda:0"), enable_prefix_caching=cached
     )
     for _ in range(3):
         assert tiny.run_one_by_one(engine, todo) == expected

@@ -15,17 +15,17 @@ class Boom(Exception):
 
 def test_inputs_may_be_changed_and_outputs_are_seen() -> None:
     model = nn.Sequential(nn.Identity(), nn.ReLU())
-    seen = []
+    calls = []
     with attach_forward_hooks(
         model,
         lambda name, args: (args[0] - 3,) if name == "1" else None,
-        lambda *told: seen.append(told),
+        lambda *call: calls.append(call),
     ):
         out = model(torch.tensor([1.0, 5.0]))
     assert out.tolist() == [0.0, 2.0]
-    assert [name for name, _, _ in seen] == ["0", "1"], "the model itself has no name"
-    assert seen[1][1][0].tolist() == [-2.0, 2.0]
-    assert seen[1][2].tolist() == [0.0, 2.0]
+    assert [name for name, _, _ in calls] == ["0", "1"], "the model itself has no name"
+    assert calls[1][1][0].tolist() == [-2.0, 2.0]
+    assert calls[1][2].tolist() == [0.0, 2.0]
     assert model(torch.tensor([1.0, 5.0])).tolist() == [1.0, 5.0]
 
 

@@ -1,6 +1,4 @@
-"""Steps that run all layers as one op give what the modules give, and modules run whenever somebody
-watches them.
-"""
+"""Fused decode gives the results of the modules, and the modules run if hooks are attached."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def _loop(kind: str, window: int | None, weight: str) -> EngineCore:
-    model = tiny.decoder(kind, window)
+def _loop(rope_rule: str, window: int | None, weight: str) -> EngineCore:
+    model = tiny.decoder(rope_rule, window)
     if weight == "int8":
         for module in model.modules():
             if isinstance(module, Linear):
@@ -32,22 +30,22 @@ def _loop(kind: str, window: int | None, weight: str) -> EngineCore:
 
 @pytest.mark.parametrize("weight", ["dense", "int8"])
 @pytest.mark.parametrize(
-    ("kind", "window"), [("fixed", None), ("prompt", None), ("running", None), ("fixed", 8)]
+    ("rope_rule", "window"), [("fixed", None), ("prompt", None), ("running", None), ("fixed", 8)]
 )
-def test_whole_steps_equal_watched_ones(kind: str, window: int | None, weight: str) -> None:
-    loop = _loop(kind, window, weight)
+def test_whole_steps_equal_watched_ones(rope_rule: str, window: int | None, weight: str) -> None:
+    loop = _loop(rope_rule, window, weight)
     assert loop.ops.decode is not None
     ids = [
         torch.randint(tiny.VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist()
         for n in (5, 30, 1)
     ]
     whole = loop.score(ids, decode_from=3)
-    seen = []
-    with loop.model_runner.forward_hooks(after=lambda name, *_: seen.append(name)):
+    visited = []
+    with loop.model_runner.forward_hooks(after=lambda name, *_: visited.append(name)):
         watched = loop.score(ids, decode_from=3)
-    assert "layers.1.mlp.down_proj" in seen
-    for mine, other in zip(whole, watched, strict=True):
-        assert torch.equal(mine, other)
+    assert "layers.1.mlp.down_proj" in visited
+    for fused, other in zip(whole, watched, strict=True):
+        assert torch.equal(fused, other)
 
 
 def test_another_weight_is_noticed() -> None:

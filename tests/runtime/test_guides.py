@@ -1,4 +1,4 @@
-"""Answers that a guide leads: only allowed tokens, on every path, and nobody else notices."""
+"""Guided sequences: only allowed tokens on every path, and no effect on other sequences."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def test_only_what_is_allowed_and_others_are_as_ever(how: dict[str, object], ove
         *guided(prompts[::2], max_tokens=20, **how),
         *tiny.requests(prompts[1::2], tiny.params(max_tokens=20)),
     ]
-    found = tiny.run(
+    outputs = tiny.run(
         engine, [replace(request, id=str(place)) for place, request in enumerate(mixed)]
     )
-    for (id, _), ids in found.items():
+    for (id, _), ids in outputs.items():
         if int(id) < 6:
             assert [token % 2 for token in ids] == [0, 1] * 3, ids
-    assert {key: found[str(int(key[0]) + 6), key[1]] for key in plain} == plain
+    assert {key: outputs[str(int(key[0]) + 6), key[1]] for key in plain} == plain
     assert engine.output_processor.num_guided == 0
 
 
@@ -98,5 +98,5 @@ def test_bits(vocab: int) -> None:
     fine = torch.rand(3, vocab) < 0.5
     packed = np.packbits(fine.numpy(), axis=1, bitorder="little")
     logits = torch.randn(3, vocab)
-    found = logit_penalties.apply_token_mask(logits, torch.from_numpy(packed))
-    assert torch.equal(found, logits.masked_fill(~fine, float("-inf")))
+    masked = logit_penalties.apply_token_mask(logits, torch.from_numpy(packed))
+    assert torch.equal(masked, logits.masked_fill(~fine, float("-inf")))

@@ -65,9 +65,9 @@ def test_a_request_that_cannot_be_served_is_refused_among_others() -> None:
 
 @pytest.mark.parametrize("wrong", [-1, tiny.VOCAB, 1 << 70])
 def test_an_id_outside_the_vocabulary_is_refused_in_one_line(wrong: int) -> None:
-    with pytest.raises(RequestError, match="outside 0…") as told:
+    with pytest.raises(RequestError, match="outside 0…") as caught:
         tiny.make_engine().add(Request(id="r", prompt=(5, wrong), params=tiny.params(max_tokens=2)))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
 
 
 @given(

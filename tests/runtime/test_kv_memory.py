@@ -1,4 +1,4 @@
-"""How many pages, and what is said where they do not suffice."""
+"""The number of KV pages, and the error if there are too few."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def test_counts() -> None:
     config = RunConfig(max_num_seqs=4)
     assert kv_pages_for_bytes(SHAPE, torch.float32, config, 100, 20 * size) == 19
     assert kv_pages_for_bytes(SHAPE, torch.float32, config, 100, 1 << 40) == 4 * 7
-    given = RunConfig(max_num_seqs=4, kv_cache_bytes=10 * size)
-    assert kv_pages_for_bytes(SHAPE, torch.float32, given, 100, 0) == 9
+    run_config = RunConfig(max_num_seqs=4, kv_cache_bytes=10 * size)
+    assert kv_pages_for_bytes(SHAPE, torch.float32, run_config, 100, 0) == 9
 
 
 def test_ranks_have_as_many_pages_as_the_one_with_the_fewest() -> None:
@@ -58,7 +58,7 @@ def test_more_than_there_is_is_refused_before_it_is_written(
     )
     with pytest.raises(CapacityError, match=r"would take 8\.00 MiB, .* may have 64\.00 KiB"):
         EngineCore(tiny.decoder(), RunConfig(kv_cache_bytes=1 << 30))
-    # what the limits can never use is not asked for
+    # the limits bound the number of pages that can be used
     assert (
         EngineCore(
             tiny.decoder(), RunConfig(kv_cache_bytes=1 << 30, max_num_seqs=1, max_model_len=16)

@@ -47,9 +47,7 @@ class PoolMachine(RuleBasedStateMachine):
                 "a prefix was forgotten while another page could be had for it"
             )
         else:
-            assert page in idle, (
-                "a page that nobody has had was taken for more prefixes than are kept"
-            )
+            assert page in idle, "an untouched page was allocated although max_idle pages were idle"
         self.had.add(page)
         self.held[page] = 1
         self.content.pop(page, None)

@@ -61,8 +61,8 @@ CASES = [{key: value} for key, values in KEYS.items() for value in values] + [
 ]
 
 
-def theirs_says(
-    theirs: Any, prompt: tuple[int, ...], raw: dict[str, Any], **more: Any
+def reference_ids(
+    reference: Any, prompt: tuple[int, ...], raw: dict[str, Any], **more: Any
 ) -> list[int]:
     limits = {} if {"max_length", "max_new_tokens"} & set(raw) else {"max_new_tokens": 14}
     config = pytest.importorskip("transformers").GenerationConfig(
@@ -70,13 +70,15 @@ def theirs_says(
     )
     with torch.inference_mode():
         mask = torch.ones(1, len(prompt), dtype=torch.long)
-        out = theirs.generate(torch.tensor([prompt]), attention_mask=mask, generation_config=config)
+        out = reference.generate(
+            torch.tensor([prompt]), attention_mask=mask, generation_config=config
+        )
     answer = out[0].tolist()[len(prompt) :]
     cut = next((i for i, t in enumerate(answer) if t in EOS), None)
     return answer if cut is None else answer[:cut]
 
 
-def ours_says(engine: Any, prompt: tuple[int, ...], raw: dict[str, Any], **more: Any) -> list[int]:
+def our_ids(engine: Any, prompt: tuple[int, ...], raw: dict[str, Any], **more: Any) -> list[int]:
     limits = {} if {"max_length", "max_new_tokens"} & set(raw) else {"max_tokens": 14}
     how = read_generation(raw, "safetensors").resolve(SamplingParams(**limits, **more), len(prompt))
     engine.add(Request(id="x", prompt=prompt, params=how, eos_ids=EOS))
@@ -93,13 +95,13 @@ def prompts() -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("raw", CASES, ids=lambda raw: str(raw)[:50])
 def test_greedy_answers_are_those_of_transformers(pair: Any, raw: dict[str, Any]) -> None:  # noqa: F811
-    ours, theirs = pair
+    ours, reference = pair
     assert read_generation(raw).warning() is None
     engines = [tiny.make_engine(ours), tiny.make_engine(ours, overlap=True)]
     for prompt in prompts():
-        want = theirs_says(theirs, prompt, raw)
+        want = reference_ids(reference, prompt, raw)
         for engine in engines:
-            assert ours_says(engine, prompt, raw) == want
+            assert our_ids(engine, prompt, raw) == want
             tiny.assert_idle(engine)
 
 
@@ -109,38 +111,41 @@ def test_greedy_answers_are_those_of_transformers(pair: Any, raw: dict[str, Any]
     ids=lambda r: str(r)[:50],
 )
 def test_beams_are_those_of_transformers(pair: Any, raw: dict[str, Any]) -> None:  # noqa: F811
-    ours, theirs = pair
+    ours, reference = pair
     engine = tiny.make_engine(ours)
     for prompt in prompts()[1:]:
-        want = theirs_says(theirs, prompt, raw, num_beams=3)
-        assert ours_says(engine, prompt, raw, num_beams=3) == want
+        want = reference_ids(reference, prompt, raw, num_beams=3)
+        assert our_ids(engine, prompt, raw, num_beams=3) == want
 
 
 def test_each_key_changes_an_answer(pair: Any) -> None:  # noqa: F811
     """Otherwise the comparison above would say nothing."""
     ours, _ = pair
     engine = tiny.make_engine(ours)
-    plain = [ours_says(engine, prompt, {"do_sample": False}) for prompt in prompts()]
+    plain = [our_ids(engine, prompt, {"do_sample": False}) for prompt in prompts()]
     for raw in CASES:
-        assert [ours_says(engine, prompt, raw) for prompt in prompts()] != plain, raw
+        assert [our_ids(engine, prompt, raw) for prompt in prompts()] != plain, raw
 
 
 def test_in_one_batch_as_alone_and_switched_off_by_a_request(pair: Any) -> None:  # noqa: F811
     ours, _ = pair
-    given = prompts()
+    prompt_ids = prompts()
     hows = [read_generation(raw).resolve(SamplingParams(max_tokens=12), 3) for raw in CASES[:6]]
     todo = [
         Request(id=str(i), prompt=p, params=h, eos_ids=EOS)
-        for i, (p, h) in enumerate(zip(given, hows))
+        for i, (p, h) in enumerate(zip(prompt_ids, hows))
     ]
     expected = tiny.run_one_by_one(tiny.make_engine(ours), todo)
     assert tiny.run(tiny.make_engine(ours), todo) == expected
     assert tiny.run(tiny.make_engine(ours, pages=14, overlap=True), todo) == expected
     engine = tiny.make_engine(ours)
-    off = ours_says(
-        engine, given[1], {"suppress_tokens": list(range(30))}, logits_processors=LogitsProcessors()
+    off = our_ids(
+        engine,
+        prompt_ids[1],
+        {"suppress_tokens": list(range(30))},
+        logits_processors=LogitsProcessors(),
     )
-    assert off == ours_says(engine, given[1], {"do_sample": False})
+    assert off == our_ids(engine, prompt_ids[1], {"do_sample": False})
 
 
 @settings(deadline=None, max_examples=60)

@@ -51,14 +51,14 @@ def test_held_kinds_and_one_tensor_at_a_time() -> None:
     name = "layers.0.mlp.down_proj"
     packed = base.pack("int8", tensors.pop(f"{name}.weight"), torch.float32)
     tensors |= {f"{name}.{s}": t for s, t in packed.tensors().items()}
-    asked: list[str] = []
+    requested: list[str] = []
 
     def get(name: str) -> torch.Tensor:
-        asked.append(name)
+        requested.append(name)
         return tensors[name]
 
     fill_weights(model, get, tensors, {name: "int8"}, {}, "cpu")
-    assert sorted(asked) == sorted(tensors)
+    assert sorted(requested) == sorted(tensors)
     assert model.get_submodule(name).weight.format == "int8"
     with pytest.raises(CorruptArtifact, match=r"lacks the tensor layers\.0\.mlp\.down_proj\.scale"):
         fill_weights(

@@ -59,7 +59,7 @@ def truth(model: Decoder, ids: tuple[int, ...]) -> torch.Tensor:
     return read[0]
 
 
-def asked(prompts: list[tuple[int, ...]], pooling: str) -> list[Request]:
+def embedding_requests(prompts: list[tuple[int, ...]], pooling: str) -> list[Request]:
     params = tiny.params(max_tokens=0)
     return [
         Request(id=f"{pooling}{i}", prompt=p, params=params, pooling=pooling)
@@ -69,29 +69,29 @@ def asked(prompts: list[tuple[int, ...]], pooling: str) -> list[Request]:
 
 def vectors(events: list[TokenOutput]) -> dict[str, np.ndarray]:
     """By request; each comes once, with the end."""
-    found: dict[str, np.ndarray] = {}
+    by_request: dict[str, np.ndarray] = {}
     for event in events:
         if event.embedding is not None:
             assert event.finish_reason is FinishReason.LENGTH
             assert event.token_id is None
-            assert event.request_id not in found
-            found[event.request_id] = np.frombuffer(event.embedding, dtype="<f4")
-    return found
+            assert event.request_id not in by_request
+            by_request[event.request_id] = np.frombuffer(event.embedding, dtype="<f4")
+    return by_request
 
 
 def run(loop: EngineCore, requests: list[Request]) -> dict[str, np.ndarray]:
     for request in requests:
         loop.add(request)
-    found = vectors(tiny.drain(loop))
+    result = vectors(tiny.drain(loop))
     tiny.assert_idle(loop)
-    return found
+    return result
 
 
-@pytest.mark.parametrize("kind", ["fixed", "prompt", "running"])
-def test_equal_however_it_is_cut(kind: str) -> None:
-    model = tiny.decoder(kind)
+@pytest.mark.parametrize("rope_rule", ["fixed", "prompt", "running"])
+def test_equal_however_it_is_cut(rope_rule: str) -> None:
+    model = tiny.decoder(rope_rule)
     prompts = tiny.prompts(9, 1, 60)
-    todo = [*asked(prompts, POOL_MEAN), *asked(prompts, POOL_LAST)]
+    todo = [*embedding_requests(prompts, POOL_MEAN), *embedding_requests(prompts, POOL_LAST)]
     expected = {}
     for i, prompt in enumerate(prompts):
         states = truth(model, prompt)
@@ -100,10 +100,10 @@ def test_equal_however_it_is_cut(kind: str) -> None:
             f"{POOL_LAST}{i}": states[-1].numpy(),
         }
 
-    def same(found: dict[str, np.ndarray], how: str) -> None:
-        assert found.keys() == expected.keys(), how
+    def same(actual: dict[str, np.ndarray], how: str) -> None:
+        assert actual.keys() == expected.keys(), how
         for name, value in expected.items():
-            np.testing.assert_allclose(found[name], value, **CLOSE, err_msg=f"{how}: {name}")
+            np.testing.assert_allclose(actual[name], value, **CLOSE, err_msg=f"{how}: {name}")
 
     together = tiny.make_engine(model)
     same(run(together, todo), "together")
@@ -119,10 +119,10 @@ def test_equal_however_it_is_cut(kind: str) -> None:
         small.add(request)
     for request in todo:
         small.add(replace(request, id="small " + request.id))
-    found = vectors(tiny.drain(small))
+    actual = vectors(tiny.drain(small))
     assert small.stats().preemptions > 0
     same(
-        {name.removeprefix("small "): value for name, value in found.items()},
+        {name.removeprefix("small "): value for name, value in actual.items()},
         "preempted, beside answers",
     )
 
@@ -141,13 +141,13 @@ def test_answers_beside_it_do_not_change(overlap: bool) -> None:
     ]
     expected = tiny.run(tiny.make_engine(model, max_num_batched_tokens=20, overlap=overlap), todo)
     mixed = tiny.make_engine(model, max_num_batched_tokens=20, overlap=overlap)
-    for request in [*todo, *asked(tiny.prompts(5, 1, 60, seed=2), POOL_MEAN)]:
+    for request in [*todo, *embedding_requests(tiny.prompts(5, 1, 60, seed=2), POOL_MEAN)]:
         mixed.add(request)
     events = tiny.drain(mixed)
-    found = {
+    actual = {
         key: ids for key, ids in tiny.output_ids(events).items() if not key[0].startswith(POOL_MEAN)
     }
-    assert found == expected
+    assert actual == expected
     assert len(vectors(events)) == 5
 
 
@@ -158,21 +158,21 @@ def test_a_prompt_without_an_answer_is_read_to_its_end(overlap: bool) -> None:
     how = tiny.params(max_tokens=0, prompt_logprobs=0)
     loop = tiny.make_engine(max_num_batched_tokens=7, overlap=overlap)
     loop.add(Request(id="x", prompt=prompt, params=how))
-    told = []
+    computed = []
     while loop.has_work:
-        # as it stands when it is told: a server sends it at once
-        told += [
+        # read at this event, as a server does
+        computed += [
             len(event.prompt_logprobs or ())
             for event in loop.step()
             if event.finish_reason is not None
         ]
-    assert told == [60]
+    assert computed == [60]
     tiny.assert_idle(loop)
 
 
 def test_an_abort_in_the_middle_leaves_nothing() -> None:
     loop = tiny.make_engine(max_num_batched_tokens=7)
-    for request in asked(tiny.prompts(3, 40, 60), POOL_MEAN):
+    for request in embedding_requests(tiny.prompts(3, 40, 60), POOL_MEAN):
         loop.add(request)
     loop.step()
     loop.abort(f"{POOL_MEAN}0")

@@ -66,18 +66,18 @@ def filling(
 def test_a_step_is_filled_up_to_the_next_size(
     tokens: int, before: int, most: int, longest: int
 ) -> None:
-    found = PrefillGraphs(lambda _: torch.empty(0), FakeCapturer(), most, longest).padded_size(
+    padded = PrefillGraphs(lambda _: torch.empty(0), FakeCapturer(), most, longest).padded_size(
         tokens, before + tokens
     )
-    held = [
+    sizes = [
         size
         for i, size in enumerate(PREFILL_GRAPH_SIZES)
         if i == 0 or PREFILL_GRAPH_SIZES[i - 1] < longest
     ]
-    holding = [size for size in held if tokens <= size <= most]
+    holding = [size for size in sizes if tokens <= size <= most]
     little = bool(holding) and (holding[0] <= 512 or 64 * (holding[0] - tokens) <= holding[0])
-    assert (found is not None) == little
-    assert found is None or (found[0] == holding[0] and found[1] >= before + tokens)
+    assert (padded is not None) == little
+    assert padded is None or (padded[0] == holding[0] and padded[1] >= before + tokens)
 
 
 def test_a_token_alone_is_no_prompt() -> None:
@@ -86,9 +86,9 @@ def test_a_token_alone_is_no_prompt() -> None:
     )
 
 
-@pytest.mark.parametrize(("kind", "window"), KINDS)
-def test_the_same_tokens_as_without(kind: str, window: int | None) -> None:
-    model = tiny.decoder(kind, window)
+@pytest.mark.parametrize(("rope_rule", "window"), KINDS)
+def test_the_same_tokens_as_without(rope_rule: str, window: int | None) -> None:
+    model = tiny.decoder(rope_rule, window)
     todo = tiny.requests(tiny.prompts(12, 1, 60, seed=4))
     capturer = FakeCapturer()
     assert tiny.run_one_by_one(filling(capturer, model), todo) == tiny.run_one_by_one(
@@ -132,10 +132,10 @@ def test_many_ways_to_ask_beside_it() -> None:
         tiny.params(max_tokens=0),
     ]
     model = tiny.decoder()
-    given = tiny.prompts(len(ways), 20, 20)
+    prompts = tiny.prompts(len(ways), 20, 20)
     todo = [
         Request(id=str(i), prompt=p, params=h, eos_ids=(1,))
-        for i, (p, h) in enumerate(zip(given, ways))
+        for i, (p, h) in enumerate(zip(prompts, ways))
     ]
     engine = filling(FakeCapturer(), model)
     for _ in range(3):
@@ -211,12 +211,12 @@ def test_what_is_recorded_beforehand_is_what_requests_bring(longest: int, most: 
 
 def test_somebody_who_watches_modules_sees_the_prompt_as_it_is() -> None:
     engine = filling(FakeCapturer())
-    seen: list[int] = []
+    lengths: list[int] = []
     with engine.model_runner.forward_hooks(
-        after=lambda name, _, out: seen.append(len(out)) if name == "embed" else None
+        after=lambda name, _, out: lengths.append(len(out)) if name == "embed" else None
     ):
         tiny.run(engine, tiny.requests([(5, 6, 7)], tiny.params(max_tokens=1)))
-    assert seen == [3]
+    assert lengths == [3]
 
 
 def test_nothing_is_written_behind_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,14 +99,14 @@ def test_against_transformers(given_hows: list[SamplingParams], seed: int) -> No
             assert changed[i].argmax() == want.argmax()
             continue
         assert left is not None
-        theirs = want.double().softmax(-1)
+        reference = want.double().softmax(-1)
         # what is less likely than 2^-40 of the likeliest token has no weight
         above = want - want.max() + 40 * math.log(2.0)
-        theirs[above < 0] = 0
+        reference[above < 0] = 0
         assert torch.equal(
-            (left[i] > 0) & (above.abs() > 1e-3), (theirs > 0) & (above.abs() > 1e-3)
+            (left[i] > 0) & (above.abs() > 1e-3), (reference > 0) & (above.abs() > 1e-3)
         )
-        assert torch.allclose(left[i].double() / left[i].sum(), theirs, rtol=2e-5, atol=1e-11)
+        assert torch.allclose(left[i].double() / left[i].sum(), reference, rtol=2e-5, atol=1e-11)
     first = sampler.sample(logits, plan, how)
     assert torch.equal(logits, before)
     for i, seq in enumerate(seqs):
@@ -172,9 +172,9 @@ def test_chance_is_uniform_and_reproducible() -> None:
 def test_logprob_table() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]])
     row = logprobs.logprob_table(logits, torch.tensor([3]), 2).tolist()[0]
-    found = logprobs.read_logprobs(row, 2)
+    by_id = logprobs.read_logprobs(row, 2)
     want = logits.log_softmax(-1)[0]
-    assert list(found) == [1, 2, 3]
-    assert [found[i].rank for i in (1, 2, 3)] == [1, 2, 4]
-    assert found[3].logprob == pytest.approx(want[3].item())
+    assert list(by_id) == [1, 2, 3]
+    assert [by_id[i].rank for i in (1, 2, 3)] == [1, 2, 4]
+    assert by_id[3].logprob == pytest.approx(want[3].item())
     assert list(logprobs.read_logprobs(row, 0)) == [3]

@@ -16,48 +16,46 @@ from tests.runtime import tiny
 
 def plans(engine: EngineCore) -> list[list[int]]:
     """The tokens of each sequence in every step that is launched from now on."""
-    seen: list[list[int]] = []
+    counts: list[list[int]] = []
     launch = engine.model_runner.launch
 
     def noted(plan: Schedule):
-        seen.append([count for _, count in plan.work])
+        counts.append([count for _, count in plan.work])
         return launch(plan)
 
     engine.model_runner.launch = noted  # type: ignore[method-assign]
-    return seen
+    return counts
 
 
 def untimed(engine: EngineCore) -> list[tuple[int, int, bool]]:
-    """Rows, tokens and freedom of each step that is told; pieces stay as they are, however long
-    steps take here.
-    """
-    told: list[tuple[int, int, bool]] = []
+    """Record (decodes, tokens, prefill_unlimited) of each step; chunks do not adapt to its time."""
+    observed: list[tuple[int, int, bool]] = []
 
     def noted(plan: Schedule, seconds: float) -> None:
         assert seconds > 0
-        told.append((plan.num_decodes, plan.num_tokens, plan.prefill_unlimited))
+        observed.append((plan.num_decodes, plan.num_tokens, plan.prefill_unlimited))
 
     engine.scheduler.observe_step = noted  # type: ignore[method-assign]
-    return told
+    return observed
 
 
 def test_prompts_join_running_answers_in_pieces() -> None:
     engine = tiny.make_engine(
         tiny.decoder(max_len=512), max_mixed_tokens=10, max_num_batched_tokens=4096
     )
-    seen = plans(engine)
+    steps = plans(engine)
     engine.add(Request(id="a", prompt=(5, 6), params=tiny.params(max_tokens=30, ignore_eos=True)))
     engine.step()
-    assert seen == [[2]]
+    assert steps == [[2]]
     long = tuple(range(5, 30)) * 8
     engine.add(Request(id="b", prompt=long, params=tiny.params(max_tokens=2, ignore_eos=True)))
     tiny.drain(engine)
-    assert [1, MIN_CHUNK_TOKENS] in seen
-    assert all(sum(counts) <= 1 + MIN_CHUNK_TOKENS for counts in seen)
-    # nobody runs: the whole prompt goes at once
+    assert [1, MIN_CHUNK_TOKENS] in steps
+    assert all(sum(counts) <= 1 + MIN_CHUNK_TOKENS for counts in steps)
+    # nothing runs: the whole prompt is one chunk
     engine.add(Request(id="c", prompt=long[1:], params=tiny.params(max_tokens=1)))
     tiny.drain(engine)
-    assert seen[-1] == [len(long) - 1]
+    assert steps[-1] == [len(long) - 1]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +73,7 @@ def test_answers_that_are_read_flow_on_a_cpu(mixed: int | None, most: Callable[[
     engine = tiny.make_engine(tiny.decoder(max_len=512), max_num_batched_tokens=4096)
     engine.scheduler.set_interactive(mixed, on_gpu=False)
     untimed(engine)
-    seen = plans(engine)
+    steps = plans(engine)
     engine.add(
         Request(
             id="first",
@@ -94,10 +92,10 @@ def test_answers_that_are_read_flow_on_a_cpu(mixed: int | None, most: Callable[[
             )
         )
     engine.step()
-    assert seen == [[20], [1, 100, 100, 100]]
+    assert steps == [[20], [1, 100, 100, 100]]
     for _ in range(4):
         engine.step()
-    del seen[:]
+    del steps[:]
     engine.add(
         Request(
             id="late",
@@ -106,8 +104,8 @@ def test_answers_that_are_read_flow_on_a_cpu(mixed: int | None, most: Callable[[
         )
     )
     tiny.drain(engine)
-    assert seen[0] == [1, 1, 1, 1, most(4) - 4]
-    assert all(sum(counts) <= most(counts.count(1)) for counts in seen)
+    assert steps[0] == [1, 1, 1, 1, most(4) - 4]
+    assert all(sum(counts) <= most(counts.count(1)) for counts in steps)
 
 
 def test_a_step_lasts_no_longer_than_whoever_has_just_begun_can_wait() -> None:
@@ -118,7 +116,7 @@ def test_a_step_lasts_no_longer_than_whoever_has_just_begun_can_wait() -> None:
     engine.scheduler.set_interactive(None, on_gpu=False)
     timed = engine.scheduler.observe_step
     engine.scheduler.observe_step = lambda plan, _: timed(plan, plan.num_tokens / 200)  # type: ignore[method-assign]
-    seen = plans(engine)
+    steps = plans(engine)
     how = tiny.params(max_tokens=40, ignore_eos=True)
     engine.add(Request(id="first", prompt=tuple(range(5, 55)) * 3, params=how))
     engine.step()
@@ -130,9 +128,9 @@ def test_a_step_lasts_no_longer_than_whoever_has_just_begun_can_wait() -> None:
         )
     for _ in range(3):
         engine.step()
-    assert seen[0] == [150]
-    assert seen[1:3] == [[1, 151, 49], [1, 1, 102, 98]]
-    assert all(sum(counts) <= 200 + counts.count(1) for counts in seen)
+    assert steps[0] == [150]
+    assert steps[1:3] == [[1, 151, 49], [1, 1, 102, 98]]
+    assert all(sum(counts) <= 200 + counts.count(1) for counts in steps)
     tiny.drain(engine)
 
 
@@ -146,7 +144,7 @@ def test_one_slow_step_does_not_make_all_that_follow_small() -> None:
     engine.scheduler.observe_step = lambda plan, _: timed(
         plan, slow.pop() if slow else plan.num_tokens / 2000
     )  # type: ignore[method-assign]
-    seen = plans(engine)
+    steps = plans(engine)
     how = tiny.params(max_tokens=40, ignore_eos=True)
     engine.add(Request(id="first", prompt=tuple(range(5, 55)) * 3, params=how))
     engine.step()
@@ -160,8 +158,8 @@ def test_one_slow_step_does_not_make_all_that_follow_small() -> None:
         )
     for _ in range(3):
         engine.step()
-    assert [sum(counts) for counts in seen[:2]] == [150, 1 + 128]
-    assert sum(seen[2]) > 1500, "the second told how fast it is"
+    assert [sum(counts) for counts in steps[:2]] == [150, 1 + 128]
+    assert sum(steps[2]) > 1500, "the second step was a sample of the prefill speed"
     tiny.drain(engine)
 
 
@@ -169,7 +167,7 @@ def test_one_slow_step_does_not_make_all_that_follow_small() -> None:
 def test_steps_are_timed_with_what_was_in_them(ahead: bool) -> None:
     engine = tiny.make_engine(tiny.decoder(max_len=512), max_num_batched_tokens=4096, overlap=ahead)
     engine.scheduler.set_interactive(None, on_gpu=False)
-    told = untimed(engine)
+    observed = untimed(engine)
     engine.add(
         Request(
             id="first",
@@ -179,9 +177,9 @@ def test_steps_are_timed_with_what_was_in_them(ahead: bool) -> None:
     )
     for _ in range(6):
         engine.step()
-    assert told[0] == (0, 20, True)
-    assert set(told[4:]) == {(1, 1, False)}
-    del told[:]
+    assert observed[0] == (0, 20, True)
+    assert set(observed[4:]) == {(1, 1, False)}
+    del observed[:]
     engine.add(
         Request(
             id="late",
@@ -190,8 +188,8 @@ def test_steps_are_timed_with_what_was_in_them(ahead: bool) -> None:
         )
     )
     tiny.drain(engine)
-    assert (1, 1 + CPU_CHUNK_TOKENS, False) in told
-    assert sum(tokens - rows for rows, tokens, _ in told) == 50
+    assert (1, 1 + CPU_CHUNK_TOKENS, False) in observed
+    assert sum(tokens - rows for rows, tokens, _ in observed) == 50
 
 
 def test_pieces_shrink_where_steps_with_them_take_long() -> None:
@@ -235,7 +233,7 @@ def test_pieces_change_no_answer(mixed: int, seed: int) -> None:
 
 def test_the_limit_is_not_for_the_steps_of_searches() -> None:
     engine = tiny.make_engine(max_mixed_tokens=1, max_num_seqs=200, max_num_batched_tokens=400)
-    seen = plans(engine)
+    steps = plans(engine)
     how = tiny.params(num_beams=30, n=1, max_tokens=4, temperature=0.0)
     engine.add(
         Request(id="single", prompt=(5, 9), params=tiny.params(max_tokens=20, ignore_eos=True))
@@ -247,7 +245,7 @@ def test_the_limit_is_not_for_the_steps_of_searches() -> None:
     }
     assert len(ended) == 7
     assert FinishReason.ABORT not in ended.values()
-    assert any(len(counts) == 6 * 30 + 1 for counts in seen)
+    assert any(len(counts) == 6 * 30 + 1 for counts in steps)
     tiny.assert_idle(engine)
 
 
@@ -264,9 +262,7 @@ def test_a_blank_step_reads_and_stores_nothing() -> None:
 
 
 def test_when_a_request_left_the_queue_is_known_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the moment it joins, before its step computes anything; whoever waits, or was thrown out,
-    is as he was.
-    """
+    """started_at is set at admission, before the step runs; waiting or preemption keeps it."""
     moments = iter(range(1000))
     monkeypatch.setattr("modelmill.runtime.scheduler.time.perf_counter", lambda: next(moments))
     engine = tiny.make_engine(tiny.decoder(), max_num_seqs=2, pages=6)
@@ -278,16 +274,16 @@ def test_when_a_request_left_the_queue_is_known_once(monkeypatch: pytest.MonkeyP
     for request in tiny.requests(tiny.prompts(3, 8, 8), params):
         engine.add(request)
     leaders = [engine.output_processor.live_sequences[str(i)][0] for i in range(3)]
-    found: list[list[float | None]] = []
+    start_times: list[list[float | None]] = []
     launch = engine.model_runner.launch
 
     def noted(plan: Schedule):
-        found.append([seq.started_at for seq in leaders])
+        start_times.append([seq.started_at for seq in leaders])
         return launch(plan)
 
     engine.model_runner.launch = noted  # type: ignore[method-assign]
     engine.clock = lambda: 0.0
     tiny.drain(engine)
-    assert found[0] == [0, 1, None]
-    assert found[-1] == [0, 1, 2]
+    assert start_times[0] == [0, 1, None]
+    assert start_times[-1] == [0, 1, 2]
     assert engine.stats().preemptions > 0

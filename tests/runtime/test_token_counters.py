@@ -66,13 +66,11 @@ def counted(engine: EngineCore, requests: Sequence[Request]) -> list[TokenOutput
 def test_a_prompt_counts_once_and_tokens_as_answers_tell_them(
     how: dict[str, Any], overlap: bool
 ) -> None:
-    """Also where more answers are asked for than there are rows, so that some compute their prompt
-    again.
-    """
+    """Also with n larger than the number of rows, so that some sequences recompute the prompt."""
     engine = tiny.make_engine(max_num_seqs=8, overlap=overlap and "num_beams" not in how)
-    given = tiny.prompts(6, 20, 40)
-    counted(engine, tiny.requests(given, tiny.params(**how)))
-    counted(engine, tiny.requests(given, tiny.params(**how)))
+    prompts = tiny.prompts(6, 20, 40)
+    counted(engine, tiny.requests(prompts, tiny.params(**how)))
+    counted(engine, tiny.requests(prompts, tiny.params(**how)))
 
 
 def test_thrown_out_and_computed_again_counts_once() -> None:
@@ -105,13 +103,13 @@ def talks(engine: EngineCore, users: int = 4, turns: int = 5) -> int:
     histories = [(*system, 40 + user) for user in range(users)]
     for turn in range(turns):
         for user, history in enumerate(histories):
-            asked = (*history, *range(50 + turn, 58 + turn))
-            told = tiny.output_ids(
+            prompt = (*history, *range(50 + turn, 58 + turn))
+            outputs = tiny.output_ids(
                 counted(
-                    engine, [Request(id="talk", prompt=asked, params=tiny.params(max_tokens=6))]
+                    engine, [Request(id="talk", prompt=prompt, params=tiny.params(max_tokens=6))]
                 )
             )
-            histories[user] = (*asked, *told["talk", 0])
+            histories[user] = (*prompt, *outputs["talk", 0])
     return engine.stats().cached_tokens
 
 

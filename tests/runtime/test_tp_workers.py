@@ -49,7 +49,7 @@ def _end_what_hangs() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Tiny engines by family, built when first asked for."""
+    """Tiny engines by family, built at first use."""
     made: dict[str, Path] = {}
 
     def engine(name: str) -> Path:
@@ -86,19 +86,19 @@ def work(vocab: int) -> list[Request]:
         tiny.params(repetition_penalty=1.3, max_tokens=10, logprobs=1),
         tiny.params(max_tokens=20),
     ]
-    given = tiny.prompts(len(hows), 1, 60, vocab=vocab)
+    prompts = tiny.prompts(len(hows), 1, 60, vocab=vocab)
     return [
         Request(id=str(i), prompt=p, params=h, eos_ids=(1,))
-        for i, (p, h) in enumerate(zip(given, hows))
+        for i, (p, h) in enumerate(zip(prompts, hows))
     ]
 
 
 def answered(engine_core: EngineCore) -> dict[tuple[str, int], tuple[int, ...]]:
     """Everything at once, then the first request again, from cached pages."""
-    found = tiny.run(engine_core, work(engine_core.vocab))
+    outputs = tiny.run(engine_core, work(engine_core.vocab))
     again = tiny.run(engine_core, [replace(work(engine_core.vocab)[-1], id="again")])
-    assert again["again", 0] == found["5", 0]
-    return found
+    assert again["again", 0] == outputs["5", 0]
+    return outputs
 
 
 @pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("gpt2", 3), ("qwen2-tied-int8", 2)])
@@ -123,7 +123,7 @@ def test_the_same_answers_as_one(engines: Callable[[str], Path], name: str, tp: 
 @pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("gpt2", 3)])
 def test_embeddings_beside_answers(engines: Callable[[str], Path], name: str, tp: int) -> None:
     """Other ranks read the head for the same rows as rank 0, or not at all."""
-    found: list[dict[str, np.ndarray]] = []
+    embeddings: list[dict[str, np.ndarray]] = []
     for ranks in (1, tp):
         engine_core = opened(engines(name), ranks)
         try:
@@ -137,7 +137,7 @@ def test_embeddings_beside_answers(engines: Callable[[str], Path], name: str, tp
             for request in (*todo[:4], *work(engine_core.vocab)[:2], *todo[4:]):
                 engine_core.add(request)
             events = tiny.drain(engine_core)
-            found.append(
+            embeddings.append(
                 {
                     e.request_id: np.frombuffer(e.embedding, "<f4")
                     for e in events
@@ -146,10 +146,10 @@ def test_embeddings_beside_answers(engines: Callable[[str], Path], name: str, tp
             )
         finally:
             engine_core.close()
-    assert len(found[0]) == 8
-    assert found[0].keys() == found[1].keys()
-    for name, value in found[0].items():
-        np.testing.assert_allclose(found[1][name], value, rtol=1e-4, atol=1e-4, err_msg=name)
+    assert len(embeddings[0]) == 8
+    assert embeddings[0].keys() == embeddings[1].keys()
+    for name, value in embeddings[0].items():
+        np.testing.assert_allclose(embeddings[1][name], value, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
 def test_few_pages_are_copied_on_every_rank(engines: Callable[[str], Path]) -> None:
@@ -182,16 +182,16 @@ def test_a_trained_model_on_many_ranks(shared: Path, tmp_path: Path, tp: int) ->
         tune=False,
     )
     greedy = [tiny.params(max_tokens=24)] * 3
-    found = []
+    outputs = []
     for ranks in (1, tp):
         engine_core = opened(tmp_path / "e", ranks)
-        given = tiny.prompts(3, 4, 20, vocab=engine_core.vocab)
+        prompts = tiny.prompts(3, 4, 20, vocab=engine_core.vocab)
         todo = [
-            Request(id=str(i), prompt=p, params=h) for i, (p, h) in enumerate(zip(given, greedy))
+            Request(id=str(i), prompt=p, params=h) for i, (p, h) in enumerate(zip(prompts, greedy))
         ]
-        found.append(tiny.run(engine_core, todo))
+        outputs.append(tiny.run(engine_core, todo))
         engine_core.close()
-    assert found[0] == found[1]
+    assert outputs[0] == outputs[1]
 
 
 def endless(engine_core: EngineCore) -> None:
@@ -259,7 +259,7 @@ while True:
 
 
 def _alive(pid: int) -> bool:
-    """Running: neither gone nor a zombie that nobody has waited for."""
+    """Whether the process runs: it has not ended and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except OSError:

@@ -171,9 +171,9 @@ def test_integer_sums_are_exact() -> None:
     x = torch.full((3, 5 * MAX_EXACT_COLUMNS + 7), -128, dtype=torch.int8)
     w = torch.full((4, x.shape[1]), -128, dtype=torch.int8)
     x[1] = torch.randint(-128, 128, (x.shape[1],), generator=generator)
-    wanted = x.long() @ w.long().T
+    expected = x.long() @ w.long().T
     for weight in (w, w.float()):
-        assert torch.equal(exact_int_matmul(x, weight).long(), wanted)
+        assert torch.equal(exact_int_matmul(x, weight).long(), expected)
     # without the cut at MAX_EXACT_COLUMNS float32 would round these
     odd = torch.ones_like(x)
     odd[:, 0] = 127
@@ -220,7 +220,7 @@ def test_a_loop_without_kernels_says_so_once_and_expands(
     monkeypatch.setattr(build, "load", lambda: "no C++ compiler is here; install g++")
     with monkeypatch.context() as packed:
         packed.setattr(unpack_weights, "UNPACKED_MEMORY_FRACTION", 0.0)
-        wanted = tiny.run(tiny.make_engine(_int8_model()), tiny.requests(tiny.prompts(3)))
+        expected = tiny.run(tiny.make_engine(_int8_model()), tiny.requests(tiny.prompts(3)))
     caplog.clear()
     with caplog.at_level(logging.WARNING, "modelmill"):
         engine_core = tiny.make_engine(_int8_model())
@@ -230,7 +230,7 @@ def test_a_loop_without_kernels_says_so_once_and_expands(
     assert "install g++" in lines[0]
     weights = [m.weight for m in engine_core.model.modules() if isinstance(m, Linear)]
     assert all(isinstance(weight, UnpackedWeight) for weight in weights)
-    assert tiny.run(engine_core, tiny.requests(tiny.prompts(3))) == wanted
+    assert tiny.run(engine_core, tiny.requests(tiny.prompts(3))) == expected
 
 
 def test_a_small_machine_is_told_what_stays_packed(
@@ -240,7 +240,7 @@ def test_a_small_machine_is_told_what_stays_packed(
     monkeypatch.setattr(unpack_weights, "UNPACKED_MEMORY_FRACTION", 0.0)
     with caplog.at_level(logging.WARNING, "modelmill"):
         unpack_weights.unpack_cpu_weights(_int8_model(), TORCH, torch.float32, "cpu")
-    assert [("no compiled" in line, "unpacked anew" in line) for line in caplog.messages] == [
+    assert [("no compiled" in line, "unpacked again" in line) for line in caplog.messages] == [
         (True, False),
         (False, True),
     ]

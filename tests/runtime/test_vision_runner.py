@@ -50,7 +50,7 @@ PUBLISHED: dict[str, dict[str, int]] = {"vision_encoder": {}, "qformer": {}}
 
 
 class FakeVisionModel(nn.Module):
-    """A model whose embeddings tell the picture's mean; it counts what it reads."""
+    """A model whose embeddings are the image's mean; it counts the images."""
 
     image_size, image_tokens = SIDE, QUERIES
 
@@ -65,7 +65,7 @@ class FakeVisionModel(nn.Module):
         return pictures.float().mean((1, 2, 3))[:, None, None].expand(-1, QUERIES, WIDTH)
 
 
-def asked(*pictures: Any, salt: str = "") -> Request:
+def image_request(*pictures: Any, salt: str = "") -> Request:
     inserts = tuple(
         EmbeddingSpan(i * QUERIES, QUERIES, f"digest{p.flat[0]}-{p.flat[1]}", p)
         for i, p in enumerate(pictures)
@@ -84,16 +84,18 @@ def test_every_picture_is_read_once_in_batches() -> None:
     model = FakeVisionModel()
     runner = VisionEncoderRunner(model, select_backends("cpu"), "cpu")
     shown = [picture(i) for i in range(2 * MAX_BATCH + 3)]
-    found = runner.embed_images([asked(*shown[:5]), asked(), asked(*shown)])
+    results = runner.embed_images(
+        [image_request(*shown[:5]), image_request(), image_request(*shown)]
+    )
     assert model.batches == [MAX_BATCH, MAX_BATCH, 3]
-    for request, wanted in zip(found, (shown[:5], [], shown), strict=True):
+    for request, images in zip(results, (shown[:5], [], shown), strict=True):
         assert [float(insert.handle[0, 0]) for insert in request.embedding_spans] == [
-            float(p.mean()) for p in wanted
+            float(p.mean()) for p in images
         ]
-    again = runner.embed_images([asked(shown[7])])
+    again = runner.embed_images([image_request(shown[7])])
     assert len(model.batches) == 3, "the picture was seen lately"
-    assert torch.equal(again[0].embedding_spans[0].handle, found[2].embedding_spans[7].handle)
-    runner.embed_images([asked(shown[7], salt="another tenant")])
+    assert torch.equal(again[0].embedding_spans[0].handle, results[2].embedding_spans[7].handle)
+    runner.embed_images([image_request(shown[7], salt="another tenant")])
     assert model.batches[3:] == [1], "what one tenant has shown is not known to another"
 
 
@@ -103,7 +105,7 @@ def test_only_the_latest_stay() -> None:
         model, select_backends("cpu"), "cpu", cache_bytes=2 * QUERIES * WIDTH * 4
     )
     for value in (1, 2, 3, 2, 3, 1):
-        runner.embed_images([asked(picture(value))])
+        runner.embed_images([image_request(picture(value))])
     assert model.batches == [1, 1, 1, 1], "two have room; 1 was forgotten"
     assert runner.cached_bytes == 2 * QUERIES * WIDTH * 4
 
@@ -173,10 +175,10 @@ def known(
     plain = drawn(config)
     pictures = shown(3, plain.image_size)
     with torch.inference_mode():
-        wanted = plain.encode_images(
+        expected = plain.encode_images(
             torch.stack(pictures).permute(0, 3, 1, 2), select_backends("cpu")
         )
-    return plain, config, pictures, wanted
+    return plain, config, pictures, expected
 
 
 @pytest.mark.gpu
@@ -190,12 +192,12 @@ def test_on_a_gpu_as_in_float32_on_the_cpu(
 ) -> None:
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    plain, config, pictures, wanted = known
+    plain, config, pictures, expected = known
     model, ops = moved(plain, config, dtype), select_backends("cuda")
     for graphs in (True, False):
-        found = VisionEncoderRunner(model, ops, "cuda", graphs=graphs).encode_images(pictures)
-        for ours, theirs in zip(found, wanted, strict=True):
-            off = float((ours.float().cpu() - theirs).norm() / theirs.norm())
+        embeddings = VisionEncoderRunner(model, ops, "cuda", graphs=graphs).encode_images(pictures)
+        for ours, reference in zip(embeddings, expected, strict=True):
+            off = float((ours.float().cpu() - reference).norm() / reference.norm())
             print(f"{dtype}, graphs {graphs}: off by {off:.3g}")
             assert off <= bound
 
@@ -212,8 +214,10 @@ def test_a_graph_serves_every_number_of_pictures() -> None:
     for count in (1, 2, 3, 7, 16, 5, 1):
         pictures = shown(count, 56)
         alone = [plain.encode_images([each])[0] for each in pictures]
-        for ours, theirs in zip(runner.encode_images(pictures), alone, strict=True):
-            assert float((ours.float() - theirs.float()).norm() / theirs.float().norm()) < 2e-2
+        for ours, reference in zip(runner.encode_images(pictures), alone, strict=True):
+            assert (
+                float((ours.float() - reference.float()).norm() / reference.float().norm()) < 2e-2
+            )
 
 
 @pytest.mark.gpu
@@ -222,19 +226,19 @@ def test_an_op_that_waits_for_the_host_is_launched_instead(
 ) -> None:
     config = config_of(TINY)
     model, ops = moved(drawn(config), config, torch.float32), select_backends("cuda")
-    wanted = VisionEncoderRunner(model, ops, "cuda").encode_images(shown(1, 56))
+    expected = VisionEncoderRunner(model, ops, "cuda").encode_images(shown(1, 56))
 
     def waiting(images: torch.Tensor, vision: VisionContext) -> torch.Tensor:
         assert torch.isfinite(images.sum()).item()
-        found: torch.Tensor = type(model.image_embedder).forward(
+        output: torch.Tensor = type(model.image_embedder).forward(
             model.image_embedder, images, vision
         )
-        return found
+        return output
 
     model.image_embedder.forward = waiting
     with caplog.at_level("WARNING"):
-        found = VisionEncoderRunner(model, ops, "cuda", graphs=True).encode_images(shown(1, 56))
-    assert torch.equal(found[0], wanted[0])
+        output = VisionEncoderRunner(model, ops, "cuda", graphs=True).encode_images(shown(1, 56))
+    assert torch.equal(output[0], expected[0])
     assert "without CUDA graphs" in caplog.text
 
 
@@ -259,7 +263,7 @@ def test_an_answer_after_a_picture_is_decoded_by_graphs() -> None:
     with mock.patch.object(
         DecodeGraphs, "replay", autospec=True, side_effect=DecodeGraphs.replay
     ) as replayed:
-        found = answered(graphs=True)
+        ids = answered(graphs=True)
     assert replayed.call_count >= 2 * 11, "all tokens but the first of each answer"
-    assert found == answered(graphs=False)
-    assert len(found) == 24
+    assert ids == answered(graphs=False)
+    assert len(ids) == 24

@@ -19,12 +19,12 @@ FORMS = [(1, 8), (2, 24), (5, 64)]
 def test_every_form_is_called_with_empty_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     engine_core = tiny.make_engine()
     runner = engine_core.model_runner
-    asked: list[tuple[Any, ...]] = []
+    requested: list[tuple[Any, ...]] = []
 
     def forms(
         q: torch.Tensor, k: torch.Tensor, most: int, longest: int, window: int | None
     ) -> list[tuple[int, int]]:
-        asked.append((tuple(q.shape[1:]), tuple(k.shape[1:]), most, longest, window))
+        requested.append((tuple(q.shape[1:]), tuple(k.shape[1:]), most, longest, window))
         return FORMS
 
     monkeypatch.setattr(registry, "specializations", lambda op, chosen: [forms])
@@ -41,40 +41,40 @@ def test_every_form_is_called_with_empty_sequences(monkeypatch: pytest.MonkeyPat
         return plain(q, k, v, tables, *rest)
 
     plain = runner.ops.paged_attention
-    seen = warmup.AttentionRecorder(plain)
-    runner.ops = replace(runner.ops, paged_attention=seen, decode=None)
+    recorder = warmup.AttentionRecorder(plain)
+    runner.ops = replace(runner.ops, paged_attention=recorder, decode=None)
     runner.forward_all_ranks(runner.packer.dummy_batch(9, 3))
     before = [page.clone() for page in runner.kv.tensors]
     assert warmup.warm_up_attention(
-        replace(runner.ops, paged_attention=attend), seen, 16, 128, 16
+        replace(runner.ops, paged_attention=attend), recorder, 16, 128, 16
     ) == len(FORMS)
     assert met == [(seqs, context, 1) for seqs, context in FORMS]
-    assert asked == [((4, 8), (2, 8, 8), 16, 128, None)]
+    assert requested == [((4, 8), (2, 8, 8), 16, 128, None)]
     assert all(torch.equal(a, b) for a, b in zip(before, runner.kv.tensors))
 
 
 def test_each_kind_of_layer_once() -> None:
     """Two layers with different windows are two kinds."""
     engine_core = tiny.make_engine(tiny.decoder(window=16))
-    seen = warmup.AttentionRecorder(engine_core.model_runner.ops.paged_attention)
+    recorder = warmup.AttentionRecorder(engine_core.model_runner.ops.paged_attention)
     engine_core.model_runner.ops = replace(
-        engine_core.model_runner.ops, paged_attention=seen, decode=None
+        engine_core.model_runner.ops, paged_attention=recorder, decode=None
     )
     engine_core.model_runner.forward_all_ranks(engine_core.model_runner.packer.dummy_batch(9, 3))
-    assert [call[4] for call in seen.calls.values()] == [16]
+    assert [call[4] for call in recorder.calls.values()] == [16]
 
 
 def test_without_forms_nothing_is_called() -> None:
     engine_core = tiny.make_engine()
-    seen = warmup.AttentionRecorder(engine_core.model_runner.ops.paged_attention)
+    recorder = warmup.AttentionRecorder(engine_core.model_runner.ops.paged_attention)
     engine_core.model_runner.ops = replace(
-        engine_core.model_runner.ops, paged_attention=seen, decode=None
+        engine_core.model_runner.ops, paged_attention=recorder, decode=None
     )
     engine_core.model_runner.forward_all_ranks(engine_core.model_runner.packer.dummy_batch(9, 3))
     assert (
         warmup.warm_up_attention(
             replace(engine_core.model_runner.ops, backends={"paged_attention": "torch"}),
-            seen,
+            recorder,
             16,
             128,
             16,
@@ -107,15 +107,15 @@ def test_products_are_called_once_a_form_and_kind_of_weight(
         w8a8_linear_swiglu=None,
         qkv_rope_cache=None,
     )
-    watched, seen = warmup.record_gemms(plain)
-    assert set(seen) == {"w8a8_linear", "fp8_linear"}
+    watched, recorders = warmup.record_gemms(plain)
+    assert set(recorders) == {"w8a8_linear", "fp8_linear"}
     x, scale, one = torch.ones(7, 4, dtype=torch.int8), torch.ones(5), torch.ones(1)
     for x_scale in (torch.ones(7), torch.ones(7)):
         watched.w8a8_linear(x, torch.ones(5, 4), scale, x_scale, torch.float32, None)
     watched.w8a8_linear(x, torch.ones(6, 4), scale, one, torch.float32, scale)
     assert len(called) == 3
     called.clear()
-    assert warmup.warm_up_gemms(plain, seen, 300) == 4
+    assert warmup.warm_up_gemms(plain, recorders, 300) == 4
     shapes = {
         (tuple(shape), weight[0], len(x_scale)) for shape, _, weight, _, x_scale, *_ in called
     }
@@ -124,9 +124,7 @@ def test_products_are_called_once_a_form_and_kind_of_weight(
 
 
 def test_a_projection_met_beforehand_stores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has a row for each of x is made anew for more rows, with slots of no token; the pages
-    stay as they are.
-    """
+    """Row arguments are extended with slot −1, so that the KV pages do not change."""
     forms = [lambda x, weight, max_tokens: [max_tokens]]
     monkeypatch.setattr(
         registry, "specializations", lambda op, chosen: forms if op == "qkv_rope_cache" else []
@@ -134,7 +132,7 @@ def test_a_projection_met_beforehand_stores_nothing(monkeypatch: pytest.MonkeyPa
     plain = replace(
         tiny.make_engine().model_runner.ops, qkv_rope_cache=registry.reference("qkv_rope_cache")
     )
-    watched, seen = warmup.record_gemms(plain)
+    watched, recorders = warmup.record_gemms(plain)
     pages = [torch.full((2, 1, 4, 8), 7.0) for _ in range(2)]
     x, weight, bias = torch.ones(3, 16), torch.ones(32, 16), torch.ones(32)
     angles, factors = torch.zeros(3, 4), torch.ones(3)
@@ -144,7 +142,7 @@ def test_a_projection_met_beforehand_stores_nothing(monkeypatch: pytest.MonkeyPa
     )  # type: ignore[misc]
     stored = [page.clone() for page in pages]
     assert not stored[1].eq(7.0).all()
-    assert warmup.warm_up_gemms(plain, {"qkv_rope_cache": seen["qkv_rope_cache"]}, 5) == 1
+    assert warmup.warm_up_gemms(plain, {"qkv_rope_cache": recorders["qkv_rope_cache"]}, 5) == 1
     assert all(torch.equal(page, was) for page, was in zip(pages, stored, strict=True))
 
 
@@ -160,7 +158,7 @@ def test_a_product_that_cannot_be_compiled_is_told(
         registry, "specializations", lambda op, chosen: [lambda x, weight, most: [most, 3]]
     )
     plain = replace(tiny.make_engine().model_runner.ops, fp8_linear=fails)
-    watched, seen = warmup.record_gemms(plain)
+    watched, recorders = warmup.record_gemms(plain)
     watched.fp8_linear(torch.ones(2, 4), torch.ones(3, 4))
-    assert warmup.warm_up_gemms(plain, {"fp8_linear": seen["fp8_linear"]}, 64) == 1
-    assert "could not be met beforehand: the CUDA kernel cannot be compiled" in caplog.text
+    assert warmup.warm_up_gemms(plain, {"fp8_linear": recorders["fp8_linear"]}, 64) == 1
+    assert "a GEMM kernel failed in warm-up: the CUDA kernel cannot be compiled" in caplog.text

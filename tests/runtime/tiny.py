@@ -57,19 +57,19 @@ def decoder(
 def random_tensors(model: Decoder, seed: int = 0) -> dict[str, torch.Tensor]:
     """Seeded values for every tensor of a model; large enough that tokens vary."""
     generator = torch.Generator().manual_seed(seed)
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     shapes = {n: tuple(b.shape) for n, b in model.named_buffers() if b.is_meta}
     shapes |= {f"{n}.weight": m.shape for n, m in model.named_modules() if isinstance(m, Linear)}
     for name in sorted(shapes):
         shape = shapes[name]
         values = torch.randn(shape, generator=generator)
         if name.endswith("norm.weight"):
-            found[name] = 1 + 0.1 * values
+            tensors[name] = 1 + 0.1 * values
         elif len(shape) == 2:
-            found[name] = values * (1.5 if name == "embed.weight" else 1.5 * shape[1] ** -0.5)
+            tensors[name] = values * (1.5 if name == "embed.weight" else 1.5 * shape[1] ** -0.5)
         else:
-            found[name] = 0.1 * values
-    return found
+            tensors[name] = 0.1 * values
+    return tensors
 
 
 def make_engine(
@@ -97,9 +97,9 @@ def prompts(
     return [tuple(torch.randint(2, vocab, (n,), generator=generator).tolist()) for n in lengths]
 
 
-def params(**given: Any) -> SamplingParams:
-    """Greedy unless told otherwise."""
-    return SamplingParams(**{"temperature": 0.0, "max_tokens": 12, **given}).with_defaults({})
+def params(**options: Any) -> SamplingParams:
+    """Greedy by default."""
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 12, **options}).with_defaults({})
 
 
 def requests(
@@ -121,19 +121,19 @@ def drain(engine: EngineCore, max_steps: int = 5000) -> list[TokenOutput]:
         if not engine.has_work:
             return events
         events += engine.step()
-    raise AssertionError("the loop does not end")
+    raise AssertionError("the engine still has work")
 
 
 def output_ids(events: Iterable[TokenOutput]) -> dict[tuple[str, int], tuple[int, ...]]:
     """Answer ids by (request, index)."""
-    found: dict[tuple[str, int], list[int]] = {}
+    ids_by_sequence: dict[tuple[str, int], list[int]] = {}
     for event in events:
-        ids = found.setdefault((event.request_id, event.index), [])
+        ids = ids_by_sequence.setdefault((event.request_id, event.index), [])
         if event.token_id is not None:
             ids.append(event.token_id)
         if event.replayed_ids is not None:
             ids.extend(event.replayed_ids)
-    return {k: tuple(v) for k, v in found.items()}
+    return {k: tuple(v) for k, v in ids_by_sequence.items()}
 
 
 def finish_reasons(events: Iterable[TokenOutput]) -> dict[tuple[str, int], FinishReason]:
@@ -147,19 +147,19 @@ def run(
     """All requests at once; checks that nothing is left behind."""
     for request in requests_to_run:
         engine.add(request)
-    found = output_ids(drain(engine))
+    outputs = output_ids(drain(engine))
     assert_idle(engine)
-    return found
+    return outputs
 
 
 def run_one_by_one(
     engine: EngineCore, requests_to_run: Iterable[Request]
 ) -> dict[tuple[str, int], tuple[int, ...]]:
     """One request after the other."""
-    found: Mapping[tuple[str, int], tuple[int, ...]] = {}
+    outputs: Mapping[tuple[str, int], tuple[int, ...]] = {}
     for request in requests_to_run:
-        found = {**found, **run(engine, [request])}
-    return dict(found)
+        outputs = {**outputs, **run(engine, [request])}
+    return dict(outputs)
 
 
 def assert_idle(engine: EngineCore) -> None:

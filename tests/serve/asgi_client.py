@@ -32,7 +32,7 @@ class Response:
 
 
 def events_of(body: bytes) -> list[Any]:
-    found: list[Any] = []
+    events: list[Any] = []
     assert body.endswith(b"\n\n"), body[-40:]
     for block in body[:-2].split(b"\n\n"):
         if block.startswith(b":"):
@@ -40,8 +40,8 @@ def events_of(body: bytes) -> list[Any]:
         assert block.startswith(b"data: "), block
         assert b"\n" not in block, block
         text = block[6:].decode()
-        found.append(text if text == "[DONE]" else json.loads(text))
-    return found
+        events.append(text if text == "[DONE]" else json.loads(text))
+    return events
 
 
 class Client:
@@ -53,8 +53,8 @@ class Client:
     async def call(self, method: str, path: str, body: Any = None, **options: Any) -> Response:
         """One request, to its end. body: bytes, or what becomes JSON."""
         response = Response()
-        async for kind, value in self.parts(method, path, body, **options):
-            if kind == "start":
+        async for part_type, value in self.parts(method, path, body, **options):
+            if part_type == "start":
                 response.status, response.headers = value
             else:
                 response.body += value
@@ -105,13 +105,13 @@ class Client:
             "client": ("127.0.0.1", 1),
             "state": {},
         }
-        gone, given = asyncio.Event(), False
+        gone, body_sent = asyncio.Event(), False
         out: asyncio.Queue[Any] = asyncio.Queue()
 
         async def receive() -> Any:
-            nonlocal given
-            if not given:
-                given = True
+            nonlocal body_sent
+            if not body_sent:
+                body_sent = True
                 return {"type": "http.request", "body": data, "more_body": False}
             await gone.wait()
             return {"type": "http.disconnect"}
@@ -129,8 +129,10 @@ class Client:
         try:
             while (message := await out.get()) is not None:
                 if message["type"] == "http.response.start":
-                    told = {name.decode(): value.decode() for name, value in message["headers"]}
-                    yield "start", (message["status"], told)
+                    response_headers = {
+                        name.decode(): value.decode() for name, value in message["headers"]
+                    }
+                    yield "start", (message["status"], response_headers)
                 else:
                     yield "body", message.get("body", b"")
         finally:

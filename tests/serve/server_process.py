@@ -35,12 +35,12 @@ class ServerProcess:
         line += ["--chat-template", template] if template else []
         self.process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
-        said = self.process.stderr.readline()
-        skip_if_extra_missing(said)
-        found = re.search(r"listening on http://([^:]+):(\d+);", said)
-        assert found, said + self.process.stderr.read()
-        self.address = found[1], int(found[2])
-        self.url = f"http://{found[1]}:{found[2]}"
+        first_line = self.process.stderr.readline()
+        skip_if_extra_missing(first_line)
+        match = re.search(r"listening on http://([^:]+):(\d+);", first_line)
+        assert match, first_line + self.process.stderr.read()
+        self.address = match[1], int(match[2])
+        self.url = f"http://{match[1]}:{match[2]}"
         try:
             if ready:
                 self.wait(200)
@@ -60,11 +60,11 @@ class ServerProcess:
     def finish(self, seconds: float = TIMEOUT_SECONDS) -> tuple[int, str]:
         """Wait for its end: (exit code, what it said on stderr); no process of it may be left."""
         try:
-            _, said = self.process.communicate(timeout=seconds)
+            _, stderr = self.process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
-        return self.process.returncode, said
+        return self.process.returncode, stderr
 
     @property
     def workers(self) -> list[psutil.Process]:
@@ -84,23 +84,29 @@ class ServerProcess:
         )
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
-                status, content, told = response.status, response.read(), response.headers
+                status, content, response_headers = (
+                    response.status,
+                    response.read(),
+                    response.headers,
+                )
         except urllib.error.HTTPError as error:
             with error:
-                status, content, told = error.code, error.read(), error.headers
-        found = {name.lower(): value for name, value in told.items()}
+                status, content, response_headers = error.code, error.read(), error.headers
+        lower_headers = {name.lower(): value for name, value in response_headers.items()}
         return (
             status,
-            json.loads(content) if "json" in found.get("content-type", "") else content.decode(),
-            found,
+            json.loads(content)
+            if "json" in lower_headers.get("content-type", "")
+            else content.decode(),
+            lower_headers,
         )
 
     def wait(self, status: int, seconds: float = 600) -> Any:
         """Until /health answers so."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            found, body, _ = self.request("/health")
-            if found == status:
+            current, body, _ = self.request("/health")
+            if current == status:
                 return body
             time.sleep(0.05)
         raise AssertionError(f"/health does not become {status}: {body}")
@@ -123,7 +129,7 @@ class ServerProcess:
             re.compile(r"num_requests_waiting{[^}]*} ([0-9.]+)"),
         )
         while (
-            not (found := waiting.findall(self.request("/metrics")[1])) or float(found[0]) < count
+            not (values := waiting.findall(self.request("/metrics")[1])) or float(values[0]) < count
         ):
             assert time.monotonic() < deadline, f"no {count} prompts ever wait"
             time.sleep(0.01)
@@ -131,13 +137,13 @@ class ServerProcess:
     def wait_idle(self, seconds: float = TIMEOUT_SECONDS) -> None:
         """Until nothing runs, nothing waits and every page is free."""
         deadline = time.monotonic() + seconds
-        wanted = [
+        zero_gauges = [
             rf"{name}{{[^}}]*}} 0\.0\n"
             for name in ("num_requests_running", "waiting", "kv_cache_usage_perc")
         ]
         while time.monotonic() < deadline:
             page = self.request("/metrics")[1]
-            if all(re.search(pattern, page) for pattern in wanted):
+            if all(re.search(pattern, page) for pattern in zero_gauges):
                 return
             time.sleep(0.05)
         raise AssertionError(re.findall(r"^modelmill:(?:num|kv).*$", page, re.MULTILINE))

@@ -23,7 +23,7 @@ RUN = {"device": "cpu", "threads": 1, "max_num_seqs": 16, "kv_cache_bytes": 8 <<
 
 
 def with_long_stats_timeout(engine: EngineClient) -> EngineClient:
-    """The same, that waits for its worker's numbers; it would tell the last ones, or none, after a
+    """The same engine, but ``stats`` waits for the worker instead of returning old values after a
     second.
     """
     engine.stats = functools.partial(engine.stats, TIMEOUT_SECONDS)  # type: ignore[method-assign]

@@ -44,17 +44,17 @@ def chat(running: ServiceThread, **body: Any) -> Any:
 def texts_of(events: list[Any], count: int) -> list[str]:
     """What a stream of completions says, by choice; checks the shape of every event."""
     assert events[-1] == "[DONE]"
-    found, ended = [""] * count, [False] * count
+    texts, ended = [""] * count, [False] * count
     for event in events[:-1]:
         for choice in event["choices"]:
             assert not ended[choice["index"]], "a chunk after the last"
-            found[choice["index"]] += (
+            texts[choice["index"]] += (
                 choice["text"] if "text" in choice else choice["delta"].get("content", "")
             )
             ended[choice["index"]] = choice["finish_reason"] is not None
     assert all(ended)
     assert len({event["id"] for event in events[:-1]}) == 1
-    return found
+    return texts
 
 
 @pytest.mark.parametrize(
@@ -99,15 +99,15 @@ def test_conversations_too(running: ServiceThread, llm: LLM, how: Any) -> None:
 
 
 def test_the_shape_of_a_chat_answer(running: ServiceThread) -> None:
-    told = chat(running)
-    assert re.fullmatch(r"chatcmpl-[0-9a-f]{32}", told["id"])
-    assert told["object"] == "chat.completion"
-    assert told["model"] == "stories"
-    (choice,) = told["choices"]
+    reply = chat(running)
+    assert re.fullmatch(r"chatcmpl-[0-9a-f]{32}", reply["id"])
+    assert reply["object"] == "chat.completion"
+    assert reply["model"] == "stories"
+    (choice,) = reply["choices"]
     assert choice["logprobs"] is None
     assert choice["message"]["refusal"] is None
     assert choice["finish_reason"] == "length"
-    usage = told["usage"]
+    usage = reply["usage"]
     assert usage["completion_tokens"] == 24
     assert usage["total_tokens"] == usage["prompt_tokens"] + 24
 
@@ -142,8 +142,8 @@ def test_stop_strings_end_the_text_and_never_show(running: ServiceThread) -> Non
 def test_of_several_answers_each_ends_once_at_a_stop_string(
     running: ServiceThread, tools: bool
 ) -> None:
-    """The worker goes on with one until it hears of its end; what comes until then is no part of a
-    stream.
+    """The worker continues such a sequence until it receives FinishSequence; its tokens until then
+    are not streamed.
     """
     named = {"tools": [{"type": "function", "function": {"name": "now"}}]} if tools else {}
     how = {"n": 4, "temperature": 1.0, "seed": 5, "max_tokens": 60, "stop": [".", "a"]}
@@ -158,7 +158,7 @@ def test_of_several_answers_each_ends_once_at_a_stop_string(
 
 
 def test_logprobs_of_a_completion_with_echo(running: ServiceThread, llm: LLM) -> None:
-    """What a scorer asks: the prompt's tokens and theirs, offsets into the text."""
+    """As used for scoring: logprobs of the prompt's tokens and new ones, with text offsets."""
     (choice,) = complete(running, prompt=START, echo=True, logprobs=3, max_tokens=4)["choices"]
     table = choice["logprobs"]
     assert choice["text"].startswith(START + " ")
@@ -209,12 +209,12 @@ def test_a_completion_goes_on_with_the_text(running: ServiceThread, llm: LLM) ->
 
 
 def test_scoring_alone_writes_nothing(running: ServiceThread) -> None:
-    told = complete(running, prompt=[[1, 403, 407, 261]], echo=True, logprobs=1, max_tokens=0)
-    (choice,) = told["choices"]
+    reply = complete(running, prompt=[[1, 403, 407, 261]], echo=True, logprobs=1, max_tokens=0)
+    (choice,) = reply["choices"]
     assert choice["logprobs"]["tokens"] == ["<s>", " Once", " upon", " a"]
     assert len(choice["logprobs"]["token_logprobs"]) == 4
     assert choice["text"] == "Once upon a"
-    assert told["usage"]["completion_tokens"] == 0
+    assert reply["usage"]["completion_tokens"] == 0
 
 
 def test_logprobs_of_a_conversation(running: ServiceThread) -> None:
@@ -227,10 +227,10 @@ def test_logprobs_of_a_conversation(running: ServiceThread) -> None:
     assert all(len(each["top_logprobs"]) == 2 for each in content)
     assert all(each["logprob"] == each["top_logprobs"][0]["logprob"] <= 0 for each in content)
     events = chat(running, logprobs=True, top_logprobs=2, stream=True)
-    told = [
+    tokens = [
         e["choices"][0]["logprobs"]["content"] for e in events[:-1] if e["choices"][0]["logprobs"]
     ]
-    assert [each for part in told for each in part] == content
+    assert [each for part in tokens for each in part] == content
 
 
 def test_ids_in_and_out(running: ServiceThread, llm: LLM) -> None:
@@ -270,19 +270,19 @@ def test_extras_reach_the_engine(running: ServiceThread, llm: LLM) -> None:
 def test_a_client_that_says_nothing_gets_openais_defaults(running: ServiceThread, llm: LLM) -> None:
     """Of an engine whose checkpoint says nothing; as if temperature 1 and top_p 1 had been sent."""
     for seed in range(3):
-        said = complete(running, prompt=PROMPTS[1], seed=seed, temperature=1.0, top_p=1.0)[
+        reply = complete(running, prompt=PROMPTS[1], seed=seed, temperature=1.0, top_p=1.0)[
             "choices"
         ][0]["text"]
         assert (
             complete(running, prompt=PROMPTS[1], seed=seed, temperature=None)["choices"][0]["text"]
-            == said
+            == reply
         )
     own = (
         llm.generate([PROMPTS[1]], SamplingParams(max_tokens=24, seed=2), progress=False)[0]
         .outputs[0]
         .text
     )
-    assert own != said
+    assert own != reply
 
 
 def test_models_tokenize_version_health(running: ServiceThread, llm: LLM) -> None:
@@ -345,14 +345,14 @@ def test_metrics_count_what_was_done(running: ServiceThread) -> None:
 
 
 def test_every_answer_carries_its_request_id(running: ServiceThread) -> None:
-    given = running.get("/version", headers={"x-request-id": "mine-1"})
-    assert given.headers["x-request-id"] == "mine-1"
+    response = running.get("/version", headers={"x-request-id": "mine-1"})
+    assert response.headers["x-request-id"] == "mine-1"
     made = running.get("/nothing", headers={"x-request-id": "bad\x01" * 100})
     assert re.fullmatch("[0-9a-f]{32}", made.headers["x-request-id"])
 
 
 def test_the_openapi_document_tells_what_is_answered(running: ServiceThread) -> None:
-    told = running.get("/openapi.json").json
+    document = running.get("/openapi.json").json
     assert {
         "/v1/chat/completions",
         "/v1/completions",
@@ -360,13 +360,13 @@ def test_the_openapi_document_tells_what_is_answered(running: ServiceThread) -> 
         "/health",
         "/metrics",
         "/tokenize",
-    } <= set(told["paths"])
-    for path in told["paths"].values():
+    } <= set(document["paths"])
+    for path in document["paths"].values():
         for operation in path.values():
             assert "422" not in operation["responses"]
             content = operation["responses"]["400"]["content"]["application/json"]["schema"]
             assert content == {"$ref": "#/components/schemas/ErrorResponse"}
-    assert not told["components"]["schemas"]["ChatRequest"]["additionalProperties"]
+    assert not document["components"]["schemas"]["ChatRequest"]["additionalProperties"]
 
 
 def test_scoring_counts_on_the_token_that_was_drawn_even_where_it_ends_the_text(
@@ -474,11 +474,11 @@ def test_too_long_is_one_code_however_long_and_wherever(running: ServiceThread, 
 def test_what_this_machine_cannot_do_is_said_in_the_log(
     running: ServiceThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client is told that the log says why; there it stands, with the request's id and nothing
-    of the request.
+    """The client is referred to the log, which has the reason and the request's id, but nothing of
+    the request's content.
     """
-    said = io.StringIO()
-    monkeypatch.setattr("sys.stderr", said)
+    log_stream = io.StringIO()
+    monkeypatch.setattr("sys.stderr", log_stream)
     why = "structured output needs llguidance"
 
     def missing() -> None:
@@ -489,12 +489,12 @@ def test_what_this_machine_cannot_do_is_said_in_the_log(
     with json_logs.log_to_stderr("error"):
         response = running.post("/v1/completions", body, headers={"x-request-id": "mine-2"})
     assert (response.status, response.json["error"]["type"]) == (500, "server_error")
-    (line,) = said.getvalue().splitlines()
-    found = json.loads(line)
-    assert (found["event"], found["error"], found["reason"]) == (
+    (line,) = log_stream.getvalue().splitlines()
+    entry = json.loads(line)
+    assert (entry["event"], entry["error"], entry["reason"]) == (
         "request failed",
         "MissingDependency",
         why,
     )
-    assert found["request_id"] == "mine-2"
+    assert entry["request_id"] == "mine-2"
     assert "secret" not in line

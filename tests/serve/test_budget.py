@@ -18,11 +18,13 @@ def test_engines_that_load_in_turn_fill_the_device_and_no_more() -> None:
     used = GIB // 2
     config = RunConfig(gpu_memory_utilization=0.9)
     kv = []
-    for place, mine in enumerate(weights):
-        own = budget.with_cuda_budget(config, total - used, total, mine, weights[place + 1 :])
-        taken = int(total * own.gpu_memory_utilization) - used
-        kv.append(taken - mine)
-        used += taken
+    for place, weight_bytes in enumerate(weights):
+        own = budget.with_cuda_budget(
+            config, total - used, total, weight_bytes, weights[place + 1 :]
+        )
+        used_after = int(total * own.gpu_memory_utilization) - used
+        kv.append(used_after - weight_bytes)
+        used += used_after
     assert abs(used - 0.9 * total) < 1024
     assert max(kv) - min(kv) < 1024
 
@@ -31,9 +33,9 @@ def test_kv_bytes_that_were_given_are_for_all() -> None:
     assert budget.split_kv_budget(RunConfig(kv_cache_bytes=9000), 3).kv_cache_bytes == 3000
     assert budget.split_kv_budget(RunConfig(kv_cache_bytes=9000), 1).kv_cache_bytes == 9000
     assert budget.split_kv_budget(RunConfig(), 3).kv_cache_bytes is None
-    given = RunConfig(kv_cache_bytes=3000)
-    assert budget.with_cpu_budget(given, 10**9, 2) is given
-    assert budget.with_cuda_budget(given, 10**9, 10**9, 5, [1, 2]) is given
+    config = RunConfig(kv_cache_bytes=3000)
+    assert budget.with_cpu_budget(config, 10**9, 2) is config
+    assert budget.with_cuda_budget(config, 10**9, 10**9, 5, [1, 2]) is config
 
 
 def test_on_a_cpu_the_rest_is_divided() -> None:
@@ -42,13 +44,13 @@ def test_on_a_cpu_the_rest_is_divided() -> None:
 
 
 def test_room_is_left_for_engines_that_segment() -> None:
-    """A language engine that loads first leaves what they will take, to the byte; one beside nobody
+    """A language engine that loads first leaves what they will take, to the byte; a single engine
     takes all.
     """
-    total, mine = 80 * GIB, 14 * GIB
+    total, weight_bytes = 80 * GIB, 14 * GIB
     aside = budget.segment_engine_bytes(3 * GIB, GIB)
     own = budget.with_cuda_budget(
-        RunConfig(gpu_memory_utilization=0.9), total - GIB, total, mine, [], aside
+        RunConfig(gpu_memory_utilization=0.9), total - GIB, total, weight_bytes, [], aside
     )
     assert abs(int(total * own.gpu_memory_utilization) + aside - int(0.9 * total)) < 1024
     assert budget.with_cpu_budget(RunConfig(), 900, 0, aside).kv_cache_bytes == 900

@@ -24,23 +24,23 @@ def test_every_metric_exists(running: ServiceThread) -> None:
         for line in running.get("/metrics").body.decode().splitlines()
         if not line.startswith("#")
     ]
-    found: dict[str, set[str]] = {}
+    metrics: dict[str, set[str]] = {}
     for line in lines:
         name, _, rest = line.partition("{")
-        found.setdefault(name, set()).update(re.findall(r'(\w+)="', rest))
+        metrics.setdefault(name, set()).update(re.findall(r'(\w+)="', rest))
     drawn = [target["expr"] for panel in board()["panels"] for target in panel["targets"]]
-    asked = drawn + [
+    queries = drawn + [
         each["query"] for each in board()["templating"]["list"] if each["type"] == "query"
     ]
-    names = {name for text in asked for name in re.findall(r"modelmill:\w+", text)}
+    names = {name for text in queries for name in re.findall(r"modelmill:\w+", text)}
     assert len(names) >= 12
-    assert names <= set(found)
+    assert names <= set(metrics)
     for text in drawn:
         labels = set(re.findall(r"by \(([^)]*)\)", text)[0].split(", ")) | set(
             re.findall(r'(\w+)=~"', text)
         )
         for name in re.findall(r"modelmill:\w+", text):
-            assert labels <= found[name], text
+            assert labels <= metrics[name], text
 
 
 def test_the_board_is_whole() -> None:

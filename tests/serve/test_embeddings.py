@@ -33,8 +33,8 @@ def states(shared: Path, llm: LLM) -> list[torch.Tensor]:
         return [model.model(each, use_cache=False).last_hidden_state[0] for each in ids]
 
 
-def embed(running: ServiceThread, given: Any, status: int = 200, **more: Any) -> Any:
-    response = running.post("/v1/embeddings", {"model": "stories", "input": given, **more})
+def embed(running: ServiceThread, inputs: Any, status: int = 200, **more: Any) -> Any:
+    response = running.post("/v1/embeddings", {"model": "stories", "input": inputs, **more})
     assert response.status == status, response.body
     return response.json
 
@@ -48,27 +48,27 @@ def test_equal_to_transformers_in_float32(
     running: ServiceThread, states: list[torch.Tensor], pooling: str | None
 ) -> None:
     more = {} if pooling is None else {"pooling": pooling}
-    told = embed(running, TEXTS, **more)
-    assert [each["index"] for each in told["data"]] == [0, 1, 2]
-    for each, state in zip(told["data"], states, strict=True):
+    reply = embed(running, TEXTS, **more)
+    assert [each["index"] for each in reply["data"]] == [0, 1, 2]
+    for each, state in zip(reply["data"], states, strict=True):
         expected = unit(state[-1] if pooling == "last" else state.mean(0))
         np.testing.assert_allclose(
             np.array(each["embedding"], dtype=np.float32), expected, rtol=0, atol=2e-6
         )
     # one after another, in the other form, from the ids
-    for text, each in zip(TEXTS, told["data"]):
+    for text, each in zip(TEXTS, reply["data"]):
         (alone,) = embed(running, text, encoding_format="base64", **more)["data"]
-        found = np.frombuffer(base64.b64decode(alone["embedding"]), dtype="<f4")
-        np.testing.assert_allclose(found, each["embedding"], rtol=0, atol=2e-6)
+        vector = np.frombuffer(base64.b64decode(alone["embedding"]), dtype="<f4")
+        np.testing.assert_allclose(vector, each["embedding"], rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_python_gets_the_same(
     running: ServiceThread, llm: LLM, states: list[torch.Tensor], pooling: str
 ) -> None:
-    found = llm.embed(TEXTS, pooling=pooling)
+    vectors = llm.embed(TEXTS, pooling=pooling)
     expected = [unit(state[-1] if pooling == "last" else state.mean(0)) for state in states]
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(vectors, expected, rtol=0, atol=2e-6)
     served = [
         each["embedding"] for each in embed(running, TEXTS, pooling=pooling, dimensions=16)["data"]
     ]
@@ -87,14 +87,14 @@ def test_ids_are_texts(running: ServiceThread, llm: LLM) -> None:
 
 
 def test_shape(running: ServiceThread, llm: LLM) -> None:
-    told = embed(running, TEXTS[0])
-    assert told.keys() == {"object", "data", "model", "usage"}
-    assert (told["object"], told["model"]) == ("list", "stories")
-    (data,) = told["data"]
+    reply = embed(running, TEXTS[0])
+    assert reply.keys() == {"object", "data", "model", "usage"}
+    assert (reply["object"], reply["model"]) == ("list", "stories")
+    (data,) = reply["data"]
     assert data.keys() == {"object", "index", "embedding"}
     assert data["object"] == "embedding"
     count = len(llm.language.encode_prompt(TEXTS[0]))
-    assert told["usage"] == {"prompt_tokens": count, "total_tokens": count}
+    assert reply["usage"] == {"prompt_tokens": count, "total_tokens": count}
 
 
 def test_fewer_dimensions(running: ServiceThread) -> None:
@@ -108,14 +108,14 @@ def test_fewer_dimensions(running: ServiceThread) -> None:
 def test_answers_are_bounded(running: ServiceThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("modelmill.serve.routes.embeddings.MAX_OUTPUT_FLOATS", 150)
     assert len(embed(running, TEXTS[:2])["data"]) == 2
-    assert "ask for base64" in embed(running, TEXTS, 400)["error"]["message"]
+    assert "use base64" in embed(running, TEXTS, 400)["error"]["message"]
     assert len(embed(running, TEXTS, encoding_format="base64")["data"]) == 3
 
 
 def test_many_and_long_ones(running: ServiceThread, llm: LLM) -> None:
     longest = llm.engine_core.max_model_len
-    told = embed(running, [[5] * longest, *[[i + 3, 7] for i in range(200)]])
-    assert len(told["data"]) == 201
+    reply = embed(running, [[5] * longest, *[[i + 3, 7] for i in range(200)]])
+    assert len(reply["data"]) == 201
     running.post("/v1/completions", {"model": "stories", "prompt": "x", "max_tokens": 1})
     stats = running.run(running.engine.stats())
     assert stats is not None
@@ -144,13 +144,13 @@ WRONG: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("body", "said"), WRONG, ids=lambda value: str(value)[:50])
-def test_refusals(running: ServiceThread, body: Any, said: str) -> None:
+@pytest.mark.parametrize(("body", "message"), WRONG, ids=lambda value: str(value)[:50])
+def test_refusals(running: ServiceThread, body: Any, message: str) -> None:
     response = running.post("/v1/embeddings", {"model": "stories", **body})
     assert response.status == 400, response.body
     error = response.json["error"]
     assert error.keys() == {"message", "type", "param", "code"}
-    assert said in error["message"]
+    assert message in error["message"]
 
 
 def test_other_models(running: ServiceThread) -> None:

@@ -65,8 +65,8 @@ async def idle(engine: EngineClient) -> None:
 
 def test_tokens_are_those_of_the_loop_alone() -> None:
     prompts = tiny.prompts(20)
-    found = tiny.run(tiny.make_engine(), tiny.requests(prompts, eos=()))
-    expected = [found[str(i), 0] for i in range(len(prompts))]
+    outputs = tiny.run(tiny.make_engine(), tiny.requests(prompts, eos=()))
+    expected = [outputs[str(i), 0] for i in range(len(prompts))]
 
     async def main() -> None:
         async with served_engine() as (engine, _):
@@ -103,7 +103,7 @@ def test_too_many_wait() -> None:
             ticket = engine.submit([make_request(engine, (5, 6), n=room)])
             with pytest.raises(QueueFull):
                 engine.submit([make_request(engine, (5,))])
-            with pytest.raises(RequestError, match="at once"):
+            with pytest.raises(RequestError, match="in one request"):
                 engine.submit([make_request(engine, (5,), n=room + 1)])
             ticket.close()
             launcher.children[0].allow_steps.set()
@@ -127,7 +127,7 @@ def test_impossible_prompts_are_refused_before_they_travel(prompt: tuple[int, ..
 def test_a_reader_that_never_reads_is_given_up_and_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # more than the other one is ever told at once
+    # more than one read returns
     monkeypatch.setattr(handle_module, "MAX_PENDING_ITEMS", 200)
 
     async def main() -> None:
@@ -208,10 +208,10 @@ def test_steps_that_came_together_are_heard_together() -> None:
         reader.feed_eof()
         return [messages async for messages in read_messages(reader)]
 
-    found = asyncio.run(main())
-    assert [message for messages in found for message in messages] == steps
+    batches = asyncio.run(main())
+    assert [message for messages in batches for message in messages] == steps
     most = READ_CHUNK_BYTES // len(encode(steps[-1])) + 1
-    assert 1 < max(map(len, found)) <= most < 20
+    assert 1 < max(map(len, batches)) <= most < 20
 
 
 H, E, O = 265, 266, 268
@@ -219,9 +219,7 @@ H, E, O = 265, 266, 268
 
 
 def test_what_comes_behind_a_stop_string_is_no_news() -> None:
-    """The worker hears of the end later than it was: the tokens until then are told nobody, and
-    counted nowhere.
-    """
+    """The worker learns of the end later: its tokens until then are neither sent nor counted."""
     params = SamplingParams(n=2, stop=("e",), max_tokens=9).with_defaults({})
 
     async def main() -> None:
@@ -242,8 +240,8 @@ def test_what_comes_behind_a_stop_string_is_no_news() -> None:
             ):
                 engine._handle(StepTokens([TokenOutput("r", index, id) for index, id in step]))
             deltas = [news.delta for news in await ticket.fetch()]
-            told = [(delta.index, delta.text, delta.finish_reason) for delta in deltas]
-            assert told == [
+            events = [(delta.index, delta.text, delta.finish_reason) for delta in deltas]
+            assert events == [
                 (0, "h", None), (1, "h", None), (0, "", "stop"), (1, "o", None), (1, "o", None),
                 (1, "o", None),
                 (1, "", "stop"),
@@ -297,17 +295,17 @@ class Scarce(ThreadLauncher):
         return await super().__call__()
 
 
-def lines(said: io.StringIO) -> list[dict[str, Any]]:
-    assert "secret" not in said.getvalue()
-    return [json.loads(line) for line in said.getvalue().splitlines()]
+def lines(stream: io.StringIO) -> list[dict[str, Any]]:
+    assert "secret" not in stream.getvalue()
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
 def test_a_worker_that_cannot_be_started_now_is_started_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A system that had nothing left for a while: each try counts, and the next one may succeed."""
-    said = io.StringIO()
-    monkeypatch.setattr("sys.stderr", said)
+    log_stream = io.StringIO()
+    monkeypatch.setattr("sys.stderr", log_stream)
 
     async def main() -> None:
         async with served_engine(Scarce(range(1, 4))) as (engine, launcher):
@@ -321,11 +319,11 @@ def test_a_worker_that_cannot_be_started_now_is_started_later(
 
     with json_logs.log_to_stderr("warning"):
         asyncio.run(main())
-    failed = [line for line in lines(said) if line["event"] == "worker failed"]
+    failed = [line for line in lines(log_stream) if line["event"] == "worker failed"]
     assert [(line["engine"], line["error"], line["reason"]) for line in failed] == [
         ("tiny", "OSError", os.strerror(errno.EMFILE))
     ] * 3
-    assert len([line for line in lines(said) if line["event"] == "worker ended"]) == 4
+    assert len([line for line in lines(log_stream) if line["event"] == "worker ended"]) == 4
 
 
 @pytest.mark.parametrize("fail", [range(1), range(1, 99)], ids=["the first", "every later one"])

@@ -34,7 +34,7 @@ def brief(stories: Path) -> LLM:
     return LLM(stories, device="cpu", threads=1, chat_template=BRIEF, kv_cache_bytes=8 << 20)
 
 
-def said(llm: LLM, text: str, tokens: int) -> str:
+def generate(llm: LLM, text: str, tokens: int) -> str:
     talk = [{"role": "user", "content": text}]
     return (
         llm.chat(talk, SamplingParams(temperature=0, max_tokens=tokens), progress=False)[0]
@@ -53,7 +53,7 @@ def run(name: str, url: str) -> str:
 
 def test_sync(url: str, brief: LLM) -> None:
     printed = run("openai_sync.py", url)
-    assert printed.startswith(said(brief, "Name three fruits.", 40) + "\n[")
+    assert printed.startswith(generate(brief, "Name three fruits.", 40) + "\n[")
     assert printed.endswith(" tokens]\n")
 
 
@@ -72,7 +72,7 @@ def test_async(url: str, brief: LLM) -> None:
 
 def test_stream(url: str, brief: LLM) -> None:
     assert run("openai_stream.py", url).startswith(
-        said(brief, "What is a watermill? One sentence.", 60) + "\n["
+        generate(brief, "What is a watermill? One sentence.", 60) + "\n["
     )
 
 
@@ -85,7 +85,7 @@ def test_functions(url: str) -> None:
 
 
 def test_plain_sse(url: str, brief: LLM) -> None:
-    assert run("plain_sse.py", url) == said(brief, "Say hello.", 30) + "\n"
+    assert run("plain_sse.py", url) == generate(brief, "Say hello.", 30) + "\n"
 
 
 def test_none_is_forgotten() -> None:

@@ -78,22 +78,22 @@ def test_pieces_make_the_same_values(monkeypatch: pytest.MonkeyPatch, seed: int)
 @pytest.mark.parametrize(
     ("data", "message", "field"),
     [
-        (b'{"a":1,"prompt":[' + b"1," * 1000 + b"1]}", "holds more than 500 values", "prompt"),
+        (b'{"a":1,"prompt":[' + b"1," * 1000 + b"1]}", "has more than 500 values", "prompt"),
         (b'{"a":[' + b"[" * 300 + b"]" * 300 + b"]}", "is nested more than 256 deep", "a"),
         (b"[" * 300 + b"]" * 300, "is nested more than 256 deep", None),
         (
             b'{"a":[' + b"{}," * 200 + b"1]}",
-            "holds too many small lists, objects and texts for its size",
+            "has too many small lists, objects and strings for its size",
             "a",
         ),
-        (b'{"' + b"k" * 200 + b'":[' + b"1," * 1000 + b"1]}", "holds more than 500 values", None),
+        (b'{"' + b"k" * 200 + b'":[' + b"1," * 1000 + b"1]}", "has more than 500 values", None),
         (b'{"a":[1,2}', "is not JSON", None),
         (b'{"a":[1,2]', "is not JSON", None),
         (b'{"a":"x', "is not JSON", None),
         (b"]", "is not JSON", None),
         (b'{"a":"\xff"}', "is not JSON", None),
         (b"9" * 5000, "cannot be read as JSON", None),
-        (b'["' + "é".encode() * (3 << 20) + b'"]', "holds a text of more than 4194304 bytes", None),
+        (b'["' + "é".encode() * (3 << 20) + b'"]', "has a string of more than 4194304 bytes", None),
     ],
     ids=range(12),
 )
@@ -106,14 +106,14 @@ def test_bounds_name_the_field(data: bytes, message: str, field: str | None) -> 
 def test_what_is_large_and_fine() -> None:
     ids = [i % 50257 for i in range(100_000)]
     texts = ["é\n" * 100_000, "QUJD" * 100_000]
-    found = parse(json.dumps({"prompt": ids, "texts": texts, "deep": [[[ids[:9000]]]]}).encode())
-    assert found == {"prompt": ids, "texts": texts, "deep": [[[ids[:9000]]]]}
+    value = parse(json.dumps({"prompt": ids, "texts": texts, "deep": [[[ids[:9000]]]]}).encode())
+    assert value == {"prompt": ids, "texts": texts, "deep": [[[ids[:9000]]]]}
     assert parse(b"\xef\xbb\xbf" + b" " * 200_000 + b"[1 ,2 ]" + b" " * 200_000) == [1, 2]
 
 
 def test_equal_integers_are_one_object() -> None:
-    found = parse(json.dumps([257] * 50_000).encode())
-    assert len({id(each) for each in found}) == 1
+    value = parse(json.dumps([257] * 50_000).encode())
+    assert len({id(each) for each in value}) == 1
     mixed = parse(json.dumps([1, True, 1.0] * 9000).encode())
     assert [type(each) for each in mixed[:3]] == [int, bool, float]
 
@@ -131,10 +131,10 @@ def test_long_lists_that_nobody_uses_are_left_empty(count: int, between: str) ->
         + part
         + ',{"logprobs":[1]}]}],"logprobs":[1]}'
     )
-    found, whole = parse(text.encode(), FREE, {"logprobs": 5}), json.loads(text)
+    value, whole = parse(text.encode(), FREE, {"logprobs": 5}), json.loads(text)
     if count > 4096:
         whole["input"][1]["content"][0]["logprobs"] = []
-    assert found == whole
+    assert value == whole
     assert parse(text.encode(), FREE) == json.loads(text)
     assert parse(text.encode(), FREE, {"logprobs": 4}) == json.loads(text)
 

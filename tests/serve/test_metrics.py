@@ -1,4 +1,4 @@
-"""How long requests waited, as a server's metrics tell it."""
+"""How long requests waited, in a server's metrics."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.serve.service_thread import ServiceThread
 def queued(running: ServiceThread) -> tuple[float, float]:
     """Requests that left the queue, and the seconds they waited."""
     lines = running.get("/metrics").body.decode().splitlines()
-    told = dict(line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
+    samples = dict(line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
     name, label = "modelmill:request_queue_time_seconds", '{model_name="stories"}'
-    return float(told[f"{name}_count{label}"]), float(told[f"{name}_sum{label}"])
+    return float(samples[f"{name}_count{label}"]), float(samples[f"{name}_sum{label}"])
 
 
 @pytest.mark.parametrize(

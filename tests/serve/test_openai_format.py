@@ -63,9 +63,9 @@ def test_what_is_written_in_pieces_is_the_same(value: Any, piece: int) -> None:
 @PATIENT
 @given(values=st.lists(NESTED, max_size=6))
 def test_what_is_written_already_is_left_as_it_is(values: list[Any]) -> None:
-    told = {"a": values, "b": [1, *values]}
+    value = {"a": values, "b": [1, *values]}
     written = [EncodedJson(dump_json(each)) for each in values]
-    assert dump_json({"a": written, "b": [1, *written]}) == dump_json(told)
+    assert dump_json({"a": written, "b": [1, *written]}) == dump_json(value)
 
 
 def test_no_piece_is_large() -> None:

@@ -141,7 +141,7 @@ def _references(value: Any) -> set[str]:
         return set().union(*map(_references, value)) if value else set()
     if not isinstance(value, dict):
         return set()
-    found = set().union(*map(_references, value.values())) if value else set()
+    refs = set().union(*map(_references, value.values())) if value else set()
     if isinstance(value.get("$ref"), str):
-        found.add(value["$ref"].rpartition("/")[2])
-    return found
+        refs.add(value["$ref"].rpartition("/")[2])
+    return refs

@@ -1,5 +1,4 @@
-"""A text does not depend on how it is asked for: alone or in a batch, streamed or not, over HTTP or
-from Python.
+"""A text does not depend on how it is requested: alone or batched, streamed, by HTTP or Python.
 
 In float32, greedy or with a seed, whatever the sampling settings are.
 """
@@ -123,7 +122,7 @@ def test_in_a_batch(llm: LLM, alone: list[Found]) -> None:
 
 def test_seeds_matter(alone: list[Found]) -> None:
     """Otherwise all of this would say little."""
-    assert len({str(found) for found in alone}) > 40
+    assert len({str(output) for output in alone}) > 40
 
 
 @pytest.mark.parametrize("ask", [whole, streamed])
@@ -139,8 +138,8 @@ def test_over_http_all_at_once(running: ServiceThread, alone: list[Found]) -> No
         asks = [(whole, streamed)[place % 2](running, *SETTINGS[place]) for place in range(MANY)]
         return await asyncio.gather(*asks)
 
-    for found, expected, (_, how) in zip(running.run(together()), alone, SETTINGS, strict=True):
-        assert found == expected, how
+    for actual, expected, (_, how) in zip(running.run(together()), alone, SETTINGS, strict=True):
+        assert actual == expected, how
 
 
 def test_a_list_of_prompts(running: ServiceThread, llm: LLM) -> None:
@@ -234,13 +233,13 @@ def held_to(place: int) -> dict[str, Any]:
     }
 
 
-def told(choice: dict[str, Any], said: dict[str, Any]) -> tuple[Any, ...]:
+def comparable(choice: dict[str, Any], message: dict[str, Any]) -> tuple[Any, ...]:
     """Of a choice what has to be the same: ids of calls are drawn anew each time."""
     calls = [
         (call["function"]["name"], call["function"]["arguments"])
-        for call in said.get("tool_calls", ())
+        for call in message.get("tool_calls", ())
     ]
-    return said.get("content") or "", calls, choice["token_ids"], choice["finish_reason"]
+    return message.get("content") or "", calls, choice["token_ids"], choice["finish_reason"]
 
 
 async def talked(running: ServiceThread, body: dict[str, Any], stream: bool) -> list[Any]:
@@ -249,26 +248,26 @@ async def talked(running: ServiceThread, body: dict[str, Any], stream: bool) -> 
     )
     assert response.status == 200, response.body
     if not stream:
-        return [told(choice, choice["message"]) for choice in response.json["choices"]]
+        return [comparable(choice, choice["message"]) for choice in response.json["choices"]]
     assert response.events[0]["prompt_token_ids"]
     whole: list[Any] = [
         ({"token_ids": []}, {"content": "", "tool_calls": []}) for _ in range(body.get("n", 1))
     ]
     for event in response.events[:-1]:
         for piece in event["choices"]:
-            choice, said = whole[piece["index"]]
+            choice, message = whole[piece["index"]]
             choice["token_ids"] += piece.get("token_ids", ())
             choice["finish_reason"] = piece["finish_reason"]
-            said["content"] += piece["delta"].get("content", "")
+            message["content"] += piece["delta"].get("content", "")
             for call in piece["delta"].get("tool_calls", ()):
-                if call["index"] == len(said["tool_calls"]):
-                    said["tool_calls"].append(
+                if call["index"] == len(message["tool_calls"]):
+                    message["tool_calls"].append(
                         {"function": {"name": call["function"]["name"], "arguments": ""}}
                     )
-                said["tool_calls"][call["index"]]["function"]["arguments"] += call["function"][
+                message["tool_calls"][call["index"]]["function"]["arguments"] += call["function"][
                     "arguments"
                 ]
-    return [told(*each) for each in whole]
+    return [comparable(*each) for each in whole]
 
 
 def test_answers_that_are_held_to_something(

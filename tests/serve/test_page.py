@@ -51,13 +51,13 @@ def test_each_file_is_sent_with_the_policy_and_without_a_key(
     assert "*" not in policy
     assert "http" not in policy
     assert response.headers["x-content-type-options"] == "nosniff"
-    kind = {
+    content_type = {
         ".js": "text/javascript",
         ".css": "text/css",
         ".svg": "image/svg+xml",
         ".html": "text/html",
     }
-    assert response.headers["content-type"].startswith(kind[FILES[path].suffix])
+    assert response.headers["content-type"].startswith(content_type[FILES[path].suffix])
     again = call(running, path, **{"if-none-match": response.headers["etag"]})
     assert (again.status, again.body) == (304, b"")
 
@@ -131,8 +131,8 @@ def test_a_rate_needs_time_to_be_one(tmp_path: Path) -> None:
         [0, [500, 1]],
     ]
     words = ["node", str(tmp_path / "pace.mjs"), json.dumps(cases)]
-    said = json.loads(subprocess.run(words, capture_output=True, check=True, text=True).stdout)
-    assert said == [
+    result = json.loads(subprocess.run(words, capture_output=True, check=True, text=True).stdout)
+    assert result == [
         "",
         "first token after 2.00 s · 205 tokens",
         "first token after 2.00 s · 205 tokens",
@@ -177,9 +177,9 @@ def test_names_of_buttons_hold_their_text() -> None:
     assert [(name, text) for name, text in pairs if not name.lower().startswith(text.lower())] == []
     # every other button of the scripts with a name: its text is an icon, or it is copied()'s
     others = {
-        (name, said)
+        (name, label)
         for text in scripts.values()
-        for name, said in re.findall(
+        for name, label in re.findall(
             r'h\("button", \{[^}]*?"aria-label": ["`]([^"`]+)["`].*?\} \}?,\s*(.+?)\)',
             text,
             re.DOTALL,

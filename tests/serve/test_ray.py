@@ -1,4 +1,4 @@
-"""Two replicas behind Ray Serve on this machine, asked by OpenAI's client.
+"""Two replicas behind Ray Serve on this machine, called by OpenAI's client.
 
 ``make test-ray`` runs it.
 """
@@ -71,30 +71,30 @@ class Cluster(ServerProcess):
 
     @property
     def replicas(self) -> list[psutil.Process]:
-        found = []
+        replicas = []
         for child in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is one of these, too
                 if " ".join(child.cmdline()).startswith("ray::ServeReplica"):
-                    found.append(child)
-        return found
+                    replicas.append(child)
+        return replicas
 
-    def told(self, name: str) -> dict[str, float]:
+    def counters(self, name: str) -> dict[str, float]:
         """One number of each replica's metrics."""
         page = self.request("/metrics")[1]
-        found = re.findall(
+        samples = re.findall(
             rf'^modelmill:{name}\{{[^}}]*replica="(\w+)"[^}}]*\}} (\S+)$', page, re.MULTILINE
         )
-        return {replica: float(value) for replica, value in found}
+        return {replica: float(value) for replica, value in samples}
 
     def idle(self, seconds: float = TIMEOUT_SECONDS) -> None:
         deadline = time.monotonic() + seconds
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         while time.monotonic() < deadline:
-            told = [self.told(name) for name in names]
-            if all(len(each) == 2 and not any(each.values()) for each in told):
+            counters = [self.counters(name) for name in names]
+            if all(len(each) == 2 and not any(each.values()) for each in counters):
                 return
             time.sleep(0.1)
-        raise AssertionError(told)
+        raise AssertionError(counters)
 
 
 def gone(processes: list[psutil.Process], seconds: float = TIMEOUT_SECONDS) -> None:
@@ -145,9 +145,7 @@ class Load:
         return text, finish
 
     async def run(self, meanwhile: Any, clients: int = 12) -> None:
-        """The clients ask until ``meanwhile`` has returned; everything that was asked is waited
-        for.
-        """
+        """Clients send requests until ``meanwhile`` has returned; all responses are awaited."""
         async with openai.AsyncOpenAI(
             base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=120
         ) as api:
@@ -177,15 +175,15 @@ def test_the_text_of_the_class_from_both(cluster: Cluster, expected: dict[str, s
     asyncio.run(load.run(lambda: wait_until(lambda: load.complete >= 64, 240)))
     assert not load.errors
     assert not load.wrong
-    counts = cluster.told("generation_tokens_total")
+    counts = cluster.counters("generation_tokens_total")
     assert sum(counts.values()) == load.complete * TOKENS
     assert min(counts.values()) >= 0.25 * max(counts.values())
     cluster.idle()
 
 
 def test_requests_of_one_beginning_go_to_the_replica_that_has_it(cluster: Cluster) -> None:
-    before = cluster.told("prefix_cache_hits_total")
-    asked = cluster.told("prompt_tokens_total")
+    before = cluster.counters("prefix_cache_hits_total")
+    prompt_tokens = cluster.counters("prompt_tokens_total")
     for talk in range(2):
         start = f"{talk} said: " + "The miller of the old mill was a big man. " * 8
         for turn in range(6):
@@ -195,10 +193,13 @@ def test_requests_of_one_beginning_go_to_the_replica_that_has_it(cluster: Cluste
             )
             assert (status, headers["x-request-id"]) == (200, f"t{talk}-{turn}")
             cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-            assert bool(cached) == bool(turn), "another replica was asked"
-    hits, prompts = cluster.told("prefix_cache_hits_total"), cluster.told("prompt_tokens_total")
+            assert bool(cached) == bool(turn), "another replica got the request"
+    hits, prompts = (
+        cluster.counters("prefix_cache_hits_total"),
+        cluster.counters("prompt_tokens_total"),
+    )
     # and each of the two beginnings has a replica of its own
-    assert all(hits[name] > before[name] and prompts[name] > asked[name] for name in hits)
+    assert all(hits[name] > before[name] and prompts[name] > prompt_tokens[name] for name in hits)
 
 
 def test_refusals_come_through(cluster: Cluster) -> None:
@@ -229,9 +230,15 @@ def test_who_can_reach_it(cluster: Cluster) -> None:
     ):
         with contextlib.suppress(psutil.NoSuchProcess):
             listening = [
-                found for found in each.net_connections("tcp") if found.status == psutil.CONN_LISTEN
+                connection
+                for connection in each.net_connections("tcp")
+                if connection.status == psutil.CONN_LISTEN
             ]
-            wide += [found.laddr.port for found in listening if "127.0.0.1" not in found.laddr.ip]
+            wide += [
+                connection.laddr.port
+                for connection in listening
+                if "127.0.0.1" not in connection.laddr.ip
+            ]
     assert len(wide) == 2
     for port in wide:
         with (
@@ -245,13 +252,13 @@ def test_who_can_reach_it(cluster: Cluster) -> None:
 
 
 def test_clients_that_leave_free_the_pages(cluster: Cluster) -> None:
-    before = sum(cluster.told("generation_tokens_total").values())
+    before = sum(cluster.counters("generation_tokens_total").values())
     socks = [cluster.start_post("/v1/completions", LONG) for _ in range(16)]
     for sock in socks:
         sock.recv(1)
         sock.close()
     cluster.idle()
-    assert sum(cluster.told("generation_tokens_total").values()) - before < 16 * 450
+    assert sum(cluster.counters("generation_tokens_total").values()) - before < 16 * 450
 
 
 def test_a_replica_is_killed_under_load(cluster: Cluster, expected: dict[str, str]) -> None:
@@ -267,11 +274,11 @@ def test_a_replica_is_killed_under_load(cluster: Cluster, expected: dict[str, st
         heads = [sock.recv(1 << 10) for sock in socks]
         victim.kill()
         for head, sock in zip(heads, socks, strict=True):
-            told = head + read_all(sock)
+            counters = head + read_all(sock)
             sock.close()
-            done, lost = told.count(b"data: [DONE]"), told.count(b'"code":"replica_lost"')
-            assert done + lost == 1, told[-300:]
-            assert lost or told.count(b'"finish_reason":"length"') == 4
+            done, lost = counters.count(b"data: [DONE]"), counters.count(b'"code":"replica_lost"')
+            assert done + lost == 1, counters[-300:]
+            assert lost or counters.count(b'"finish_reason":"length"') == 4
             broken.append(lost)
         gone([victim, *others])
         wait_until(
@@ -319,7 +326,7 @@ def test_an_engine_s_process_is_killed(cluster: Cluster, expected: dict[str, str
 def test_replicas_are_replaced_one_after_another(
     cluster: Cluster, expected: dict[str, str]
 ) -> None:
-    """SIGHUP under load: other processes afterwards, and nobody has noticed."""
+    """SIGHUP under load: new processes afterwards, and no request fails."""
     load = Load(cluster.url, expected)
     before = {each.pid for each in cluster.replicas}
 
@@ -341,12 +348,12 @@ def test_sigterm_lets_answers_finish_and_leaves_nothing(stories: Path) -> None:
     with Cluster(stories) as cluster:
         children = psutil.Process(cluster.process.pid).children(recursive=True)
         sock = cluster.start_post("/v1/completions", LONG)
-        told = sock.recv(1)
+        received = sock.recv(1)
         cluster.process.send_signal(signal.SIGTERM)
         while part := sock.recv(1 << 16):
-            told += part
+            received += part
         sock.close()
-        assert told.count(b"data: [DONE]") == 1
+        assert received.count(b"data: [DONE]") == 1
         assert cluster.finish()[0] == 0
         gone(children)
 

@@ -105,7 +105,7 @@ def test_imbalance_is_bounded(visits: list[tuple[int, bool]], slack: int, count:
     the least busy.
     """
     affinity, loads = PrefixAffinity(slack), {str(name): 0 for name in range(count)}
-    held: list[str] = []
+    routes: list[str] = []
     for talk, ends in visits:
         prefix = prefix_digests(chat(f"{talk} {LONG}"))
         order = affinity.rank_replicas(prefix, loads)
@@ -113,9 +113,9 @@ def test_imbalance_is_bounded(visits: list[tuple[int, bool]], slack: int, count:
         assert loads[order[0]] <= min(loads.values()) + slack
         affinity.record_route(prefix, order[0])
         loads[order[0]] += 1
-        held.append(order[0])
+        routes.append(order[0])
         if ends:
-            loads[held.pop(0)] -= 1
+            loads[routes.pop(0)] -= 1
 
 
 def test_memory_of_beginnings_is_bounded() -> None:
@@ -157,14 +157,14 @@ class FakeReplicas:
     """Replicas that do as they are told: a list of parts, an Exception among them is raised."""
 
     def __init__(self, *answers: Sequence[Any]) -> None:
-        self.answers, self.asked, self.closed = list(answers), list[Any](), 0
+        self.answers, self.calls, self.closed = list(answers), list[Any](), 0
         self.status = "ok"
 
     async def call_replica(
         self, head: dict[str, Any], body: bytes, prefix: Sequence[str], avoid: Sequence[str]
     ) -> AsyncGenerator[Any]:
-        place = len(self.asked)
-        self.asked.append((head, body, tuple(prefix), tuple(avoid)))
+        place = len(self.calls)
+        self.calls.append((head, body, tuple(prefix), tuple(avoid)))
         try:
             yield f"r{place}"
             for part in self.answers[place]:
@@ -202,7 +202,7 @@ def test_an_answer_goes_through() -> None:
     response = ask(fake, headers={"x-request-id": "mine", "authorization": "Bearer secret"})
     assert (response.status, response.body) == (200, b"{}")
     assert response.headers["x-request-id"] == "mine"
-    ((head, body, prefix, avoid),) = fake.asked
+    ((head, body, prefix, avoid),) = fake.calls
     assert json.loads(body)["model"] == "m"
     assert (b"x-request-id", b"mine") in head["headers"]
     assert not [name for name, _ in head["headers"] if name in (b"authorization", b"host")]
@@ -214,7 +214,7 @@ def test_an_answer_goes_through() -> None:
 def test_a_replica_that_is_lost_before_it_answers_is_followed_by_another() -> None:
     fake = FakeReplicas([RuntimeError("actor died")], [(503, JSON), b"{}"], [(200, JSON), b"{}"])
     assert ask(fake).status == 200
-    assert [avoid for *_, avoid in fake.asked] == [(), ("r0",), ("r0", "r1")]
+    assert [avoid for *_, avoid in fake.calls] == [(), ("r0",), ("r0", "r1")]
     assert fake.closed == 3
 
 
@@ -247,7 +247,7 @@ def test_refusals_of_the_engine_are_not_tried_elsewhere() -> None:
     for status in (400, 404, 429):
         fake = FakeReplicas([(status, JSON), b"{}"])
         assert ask(fake).status == status
-        assert len(fake.asked) == 1
+        assert len(fake.calls) == 1
 
 
 def test_the_door_is_the_front_s() -> None:
@@ -283,9 +283,9 @@ def test_who_leaves_takes_his_request_along() -> None:
         fake = FakeReplicas([(200, EVENTS), b"data: {}\n\n", "wait"])
         service = Service({}, ServiceLimits())
         client = Client(with_middleware(ReplicaProxy(fake, service), service))
-        async with aclosing(client.parts("POST", "/v1/completions", {"prompt": "a"})) as told:
-            async for kind, _ in told:
-                if kind == "body":
+        async with aclosing(client.parts("POST", "/v1/completions", {"prompt": "a"})) as parts:
+            async for part_type, _ in parts:
+                if part_type == "body":
                     break
         assert fake.closed == 1
         assert service.num_active == 0
@@ -293,7 +293,7 @@ def test_who_leaves_takes_his_request_along() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("taken", [0, 1, 2])
+@pytest.mark.parametrize("num_chunks", [0, 1, 2])
 @pytest.mark.parametrize(
     "answer",
     [
@@ -304,7 +304,7 @@ def test_who_leaves_takes_his_request_along() -> None:
     ids=("stream", "broken", "whole"),
 )
 def test_who_takes_nothing_is_dropped(
-    monkeypatch: pytest.MonkeyPatch, answer: list[Any], taken: int
+    monkeypatch: pytest.MonkeyPatch, answer: list[Any], num_chunks: int
 ) -> None:
     """However much he took before; and his request is given up."""
     monkeypatch.setattr(stream, "SEND_TIMEOUT", 0.05)
@@ -313,7 +313,7 @@ def test_who_takes_nothing_is_dropped(
     app = with_middleware(ReplicaProxy(fake, service), service)
 
     async def stuck(scope: Scope, receive: Receive, send: Send) -> None:
-        left = taken
+        left = num_chunks
 
         async def full(message: Message) -> None:
             nonlocal left
@@ -338,9 +338,9 @@ def test_metrics_of_all_say_whose_they_are(running: ServiceThread) -> None:
     page = running.get("/metrics").body
     both = merge_metrics([("r0", page), ("r1", page)]).decode()
     lines = [line for line in page.decode().splitlines() if line and not line.startswith("#")]
-    found = [line for line in both.splitlines() if line and not line.startswith("#")]
-    assert len(found) == 2 * len(lines)
-    assert all('replica="r' in line for line in found)
+    metric_lines = [line for line in both.splitlines() if line and not line.startswith("#")]
+    assert len(metric_lines) == 2 * len(lines)
+    assert all('replica="r' in line for line in metric_lines)
     assert both.count("# TYPE modelmill:num_requests_running gauge") == 1
     assert 'modelmill:generation_tokens_total{model_name="stories",replica="r1"}' in both
 
@@ -354,21 +354,21 @@ def test_the_application_called_without_a_socket(running: ServiceThread) -> None
             "headers": [(b"content-type", b"application/json")]}  # fmt: skip
     how = {"model": "stories", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 8}
 
-    async def told(body: dict[str, Any], most: int | None = None) -> list[Any]:
-        found = []
+    async def call_body(body: dict[str, Any], most: int | None = None) -> list[Any]:
+        texts = []
         async with aclosing(
             call_app(running.client.app, head, json.dumps(body).encode())
         ) as pieces:
             async for piece in pieces:
-                found.append(piece)
-                if len(found) == most:
+                texts.append(piece)
+                if len(texts) == most:
                     break
-        return found
+        return texts
 
-    (status, _), whole = running.run(told(how))
+    (status, _), whole = running.run(call_body(how))
     assert status == 200
     text = json.loads(whole)["choices"][0]["text"]
-    start, *pieces = running.run(told({**how, "stream": True}))
+    start, *pieces = running.run(call_body({**how, "stream": True}))
     assert start[0] == 200
     events = [
         json.loads(line[6:])
@@ -379,7 +379,7 @@ def test_the_application_called_without_a_socket(running: ServiceThread) -> None
     assert b"".join(pieces).endswith(b"data: [DONE]\n\n")
     # leaving ends the request in the engine
     long = {**how, "stream": True, "max_tokens": 450, "ignore_eos": True}
-    running.run(told(long, most=2))
+    running.run(call_body(long, most=2))
 
     async def idle() -> None:
         deadline = time.monotonic() + TIMEOUT_SECONDS
@@ -401,7 +401,7 @@ def test_the_application_called_without_a_socket(running: ServiceThread) -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("--replicas", "2"), "--replicas needs --ray"),
         (("--ray-address", "auto"), "--ray-address needs --ray"),
@@ -410,11 +410,11 @@ def test_the_application_called_without_a_socket(running: ServiceThread) -> None
     ],
 )
 def test_flags_that_do_not_go_together(
-    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
 ) -> None:
     assert execute(["serve", "/nowhere/x.engine", *words]) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert message in error
     assert error.count("\n") == 1
 
 

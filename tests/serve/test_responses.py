@@ -51,19 +51,25 @@ def stream(running: ServiceThread, **body: Any) -> list[dict[str, Any]]:
     assert response.status == 200, response.body
     blocks = response.body.decode().removesuffix("\n\n").split("\n\n")
     assert blocks.pop() == "data: [DONE]"
-    found = []
+    events = []
     for number, block in enumerate(blocks):
         name, data = block.split("\n")
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
         assert event["sequence_number"] == number
-        found.append(event)
-    return found
+        events.append(event)
+    return events
 
 
 def chat(running: ServiceThread, messages: list[Any], **body: Any) -> Any:
-    given = {"model": "stories", "messages": messages, "temperature": 0, "max_tokens": 24, **body}
-    response = running.post("/v1/chat/completions", given)
+    request_body = {
+        "model": "stories",
+        "messages": messages,
+        "temperature": 0,
+        "max_tokens": 24,
+        **body,
+    }
+    response = running.post("/v1/chat/completions", request_body)
     assert response.status == 200, response.body
     return response.json["choices"][0]
 
@@ -151,14 +157,14 @@ SAME: list[tuple[Any, Any]] = [
 
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])
-@pytest.mark.parametrize(("given", "messages"), SAME, ids=["text", "instructions", "items"])
+@pytest.mark.parametrize(("input", "messages"), SAME, ids=["text", "instructions", "items"])
 def test_the_text_is_that_of_a_chat_whole_and_streamed(
-    running: ServiceThread, given: Any, messages: Any, how: Any
+    running: ServiceThread, input: Any, messages: Any, how: Any
 ) -> None:
     expected = chat(running, messages, **how)["message"]["content"]
-    whole = ask(running, **given, **how)
+    whole = ask(running, **input, **how)
     assert text_of(whole) == expected
-    events = stream(running, **given, **how)
+    events = stream(running, **input, **how)
     deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
     assert "".join(deltas) == expected
     assert len(deltas) > 1
@@ -167,12 +173,12 @@ def test_the_text_is_that_of_a_chat_whole_and_streamed(
 
 def test_the_order_of_events(running: ServiceThread) -> None:
     events = stream(running, input="Tell me a story")
-    kinds = [event["type"].removeprefix("response.") for event in events]
+    event_types = [event["type"].removeprefix("response.") for event in events]
     head = ["created", "in_progress", "output_item.added", "content_part.added"]
     tail = ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
-    assert kinds[:4] == head
-    assert kinds[-4:] == tail
-    assert set(kinds[4:-4]) == {"output_text.delta"}
+    assert event_types[:4] == head
+    assert event_types[-4:] == tail
+    assert set(event_types[4:-4]) == {"output_text.delta"}
     first, last = events[0]["response"], events[-1]["response"]
     assert (first["status"], first["output"], first["usage"]) == ("in_progress", [], None)
     item = events[-2]["item"]
@@ -183,34 +189,34 @@ def test_the_order_of_events(running: ServiceThread) -> None:
 
 
 def test_the_shape_of_a_response(running: ServiceThread) -> None:
-    told = ask(running, input="Tell me a story", metadata={"a": "b"}, instructions="Be brief")
-    assert told["id"].startswith("resp_")
-    assert told["object"] == "response"
-    assert (told["status"], told["incomplete_details"]) == (
+    reply = ask(running, input="Tell me a story", metadata={"a": "b"}, instructions="Be brief")
+    assert reply["id"].startswith("resp_")
+    assert reply["object"] == "response"
+    assert (reply["status"], reply["incomplete_details"]) == (
         "incomplete",
         {"reason": "max_output_tokens"},
     )
-    assert (told["error"], told["completed_at"], told["store"]) == (None, None, False)
-    assert (told["metadata"], told["instructions"], told["temperature"]) == (
+    assert (reply["error"], reply["completed_at"], reply["store"]) == (None, None, False)
+    assert (reply["metadata"], reply["instructions"], reply["temperature"]) == (
         {"a": "b"},
         "Be brief",
         0,
     )
-    assert told["text"] == {"format": {"type": "text"}}
-    (item,) = told["output"]
+    assert reply["text"] == {"format": {"type": "text"}}
+    (item,) = reply["output"]
     assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "incomplete")
     assert item["content"][0].keys() == {"type", "text", "annotations", "logprobs"}
-    usage = told["usage"]
+    usage = reply["usage"]
     assert usage["output_tokens"] == 24
     assert usage["total_tokens"] == usage["input_tokens"] + 24
 
 
 def test_a_response_that_ends_by_itself_is_completed(running: ServiceThread) -> None:
     choice = {"structured_outputs": {"choice": ["yes", "no"]}}
-    told = ask(running, input="Well?", **choice)
-    assert (told["status"], told["incomplete_details"]) == ("completed", None)
-    assert told["completed_at"] >= told["created_at"]
-    assert told["output"][0]["status"] == "completed"
+    reply = ask(running, input="Well?", **choice)
+    assert (reply["status"], reply["incomplete_details"]) == ("completed", None)
+    assert reply["completed_at"] >= reply["created_at"]
+    assert reply["output"][0]["status"] == "completed"
     assert stream(running, input="Well?", **choice)[-1]["type"] == "response.completed"
 
 
@@ -222,15 +228,15 @@ def test_json_of_a_schema(running: ServiceThread) -> None:
         "additionalProperties": False,
     }
     format = {"type": "json_schema", "name": "it", "schema": schema, "strict": True}
-    told = ask(
+    reply = ask(
         running, input="Well?", text={"format": format, "verbosity": "low"}, max_output_tokens=200
     )
-    assert json.loads(text_of(told))["a"] in (1, 2)
-    assert told["text"] == {"format": {**format, "description": None}, "verbosity": "low"}
-    told = ask(
+    assert json.loads(text_of(reply))["a"] in (1, 2)
+    assert reply["text"] == {"format": {**format, "description": None}, "verbosity": "low"}
+    reply = ask(
         running, input="Well?", text={"format": {"type": "json_object"}}, max_output_tokens=4
     )
-    assert text_of(told).startswith("{")
+    assert text_of(reply).startswith("{")
 
 
 CHOICES: list[Any] = [
@@ -247,25 +253,25 @@ CHOICES: list[Any] = [
 @pytest.mark.parametrize("choice", CHOICES, ids=["required", "named", "allowed"])
 def test_a_call_that_is_forced(running: ServiceThread, choice: Any) -> None:
     other = {"type": "function", "name": "other"}
-    asked = {
+    body = {
         "tools": [WEATHER] if choice == "required" else [WEATHER, other],
         "tool_choice": choice,
     }
-    told = ask(running, input="x", max_output_tokens=280, **asked)
-    (call,) = told["output"]
+    reply = ask(running, input="x", max_output_tokens=280, **body)
+    (call,) = reply["output"]
     assert (call["type"], call["name"], call["status"]) == ("function_call", "weather", "completed")
     assert json.loads(call["arguments"]).keys() == {"city"}
-    assert told["tool_choice"] == choice
-    assert told["tools"][0] == {**WEATHER, "strict": None}
-    events = stream(running, input="x", max_output_tokens=280, **asked)
-    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert reply["tool_choice"] == choice
+    assert reply["tools"][0] == {**WEATHER, "strict": None}
+    events = stream(running, input="x", max_output_tokens=280, **body)
+    event_types = [event["type"].removeprefix("response.") for event in events]
     calls = [
         "output_item.added",
         "function_call_arguments.delta",
         "function_call_arguments.done",
         "output_item.done",
     ]
-    assert list(dict.fromkeys(kinds)) == ["created", "in_progress", *calls, "completed"]
+    assert list(dict.fromkeys(event_types)) == ["created", "in_progress", *calls, "completed"]
     deltas = [event["delta"] for event in events if event["type"].endswith("arguments.delta")]
     assert len(deltas) > 1
     assert "".join(deltas) == call["arguments"]
@@ -279,20 +285,20 @@ def test_a_call_that_is_forced(running: ServiceThread, choice: Any) -> None:
 
 def test_log_probabilities(running: ServiceThread) -> None:
     assert ask(running, input="Hi")["output"][0]["content"][0]["logprobs"] == []
-    asked = {"input": "Hi", "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
-    found = ask(running, **asked)["output"][0]["content"][0]["logprobs"]
+    body = {"input": "Hi", "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
+    entries = ask(running, **body)["output"][0]["content"][0]["logprobs"]
     expected = chat(running, [{"role": "user", "content": "Hi"}], logprobs=True, top_logprobs=2)[
         "logprobs"
     ]["content"]
-    assert found == expected
-    events = stream(running, **asked)
-    told = [
+    assert entries == expected
+    events = stream(running, **body)
+    streamed = [
         one
         for event in events
         if event["type"] == "response.output_text.delta"
         for one in event["logprobs"]
     ]
-    assert told == expected
+    assert streamed == expected
     assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == expected
 
 
@@ -318,22 +324,22 @@ def test_each_token_is_told_beside_the_text_that_it_is_in(
     body["structured_outputs"] = {"choice": [before + CALL + after]}
     whole = ask(running, **body)["output"]
     events = stream(running, **body)
-    found = []
+    pairs = []
     for output in (whole, events[-1]["response"]["output"]):
         assert [item["name"] for item in output if item["type"] == "function_call"] == ["weather"]
         parts = [item["content"][0] for item in output if item["type"] == "message"]
         assert [part["text"].strip() for part in parts] == [each.strip() for each in around if each]
         for part in parts:
             assert "".join(one["token"] for one in part["logprobs"]).strip() == part["text"].strip()
-        found.append([part["logprobs"] for part in parts])
-    assert found[0] == found[1]
-    told = [
+        pairs.append([part["logprobs"] for part in parts])
+    assert pairs[0] == pairs[1]
+    streamed = [
         one
         for event in events
         if event["type"] == "response.output_text.delta"
         for one in event["logprobs"]
     ]
-    assert told == [one for logprobs in found[0] for one in logprobs]
+    assert streamed == [one for logprobs in pairs[0] for one in logprobs]
 
 
 TOKENS = [
@@ -362,24 +368,24 @@ TOKENS = [
 def test_whatever_is_written_the_tokens_of_a_message_hold_its_text(
     style: str, tokens: list[str]
 ) -> None:
-    items, found = ResponseItems(hold_spaces=True), make_tool_parser(style, ["f"])
+    items, parser = ResponseItems(hold_spaces=True), make_tool_parser(style, ["f"])
     for place, token in enumerate(tokens):
         items.record_tokens(token, [place])
-        for piece in found.push(token):
+        for piece in parser.push(token):
             deque(
                 items.add_text(piece) if isinstance(piece, str) else called(items, piece), maxlen=0
             )
-    for piece in found.flush():
+    for piece in parser.flush():
         deque(items.add_text(piece) if isinstance(piece, str) else called(items, piece), maxlen=0)
     deque(items.finish("completed"), maxlen=0)
     parts = [item["content"][0] for item in items.output if item["type"] == "message"]
-    told = [one for part in parts for one in part["logprobs"]]
-    assert told == sorted(set(told))
+    logprobs = [one for part in parts for one in part["logprobs"]]
+    assert logprobs == sorted(set(logprobs))
     for part in parts:
         # blanks at its head may be from before a call, whose tokens belong to no message
         assert part["text"].lstrip() in "".join(tokens[one] for one in part["logprobs"])
     if not any(item["type"] == "function_call" for item in items.output):
-        assert told == [*range(len(tokens))] or style == tool_prompts.REACT_STYLE
+        assert logprobs == [*range(len(tokens))] or style == tool_prompts.REACT_STYLE
 
 
 def called(items: ResponseItems, piece: ToolCallDelta) -> Iterator[Any]:
@@ -396,13 +402,13 @@ WRONG: list[tuple[Any, str, str | None]] = [
     ({"input": ["x"]}, "input", "input"),
     (
         {"input": [{"type": "web_search_call"}]},
-        "items of type 'web_search_call' are not offered",
+        "items of type 'web_search_call' are not supported",
         "input",
     ),
-    ({"input": [{"type": ["message"]}]}, "are not offered", "input"),
+    ({"input": [{"type": ["message"]}]}, "are not supported", "input"),
     (
         {"input": [{"type": "item_reference", "id": "x"}]},
-        "'item_reference' are not offered",
+        "'item_reference' are not supported",
         "input",
     ),
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "input"),
@@ -427,13 +433,13 @@ WRONG: list[tuple[Any, str, str | None]] = [
         "needs its image_url",
         "input",
     ),
-    ({"input": [{"role": "system", "content": "x"}]}, "holds no turn", "input"),
+    ({"input": [{"role": "system", "content": "x"}]}, "no user or assistant message", "input"),
     (
         {"input": [{"role": "user", "content": "x", "\ud800": 1}]},
-        "input[0]: holds half of a surrogate pair",
+        "input[0]: has an unpaired surrogate",
         "input",
     ),
-    ({"input": [{"type": "reasoning", "summary": []}]}, "holds no turn", "input"),
+    ({"input": [{"type": "reasoning", "summary": []}]}, "no user or assistant message", "input"),
     (
         {"input": [{"type": "function_call_output", "call_id": "", "output": "x"}]},
         "call_id",
@@ -441,14 +447,14 @@ WRONG: list[tuple[Any, str, str | None]] = [
     ),
     (
         {"input": "x", "previous_response_id": "resp_1"},
-        "nothing is kept here",
+        "responses are not stored",
         "previous_response_id",
     ),
-    ({"input": "x", "conversation": "conv_1"}, "nothing is kept here", "conversation"),
-    ({"input": "x", "prompt": {"id": "p"}}, "no templates are kept", "prompt"),
+    ({"input": "x", "conversation": "conv_1"}, "responses are not stored", "conversation"),
+    ({"input": "x", "prompt": {"id": "p"}}, "templates are not stored", "prompt"),
     ({"input": "x", "background": True}, "use stream", "background"),
-    ({"input": "x", "truncation": "auto"}, "not offered", "truncation"),
-    ({"input": "x", "include": ["file_search_call.results"]}, "not offered", "include"),
+    ({"input": "x", "truncation": "auto"}, "not supported", "truncation"),
+    ({"input": "x", "include": ["file_search_call.results"]}, "not supported", "include"),
     ({"input": "x", "stream_options": {}}, "only for stream", "stream_options"),
     ({"input": "x", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),
     ({"input": "x", "top_logprobs": 21}, "top_logprobs", "top_logprobs"),
@@ -459,7 +465,7 @@ WRONG: list[tuple[Any, str, str | None]] = [
         "tools[0].type: must be 'function'",
         "tools",
     ),
-    ({"input": "x", "tools": [WEATHER, WEATHER]}, "two functions of one name", "tools"),
+    ({"input": "x", "tools": [WEATHER, WEATHER]}, "two functions of the same name", "tools"),
     ({"input": "x", "tool_choice": "required"}, "tool_choice needs tools", "tool_choice"),
     (
         {"input": "x", "tools": [WEATHER], "tool_choice": {"type": "function", "name": "b"}},
@@ -494,11 +500,11 @@ WRONG: list[tuple[Any, str, str | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("body", "said", "param"), WRONG, ids=lambda value: str(value)[:60])
-def test_refusals(running: ServiceThread, body: Any, said: str, param: str | None) -> None:
+@pytest.mark.parametrize(("body", "message", "param"), WRONG, ids=lambda value: str(value)[:60])
+def test_refusals(running: ServiceThread, body: Any, message: str, param: str | None) -> None:
     error = ask(running, 400, **body)["error"]
     assert error.keys() == {"message", "type", "param", "code"}
-    assert said in error["message"]
+    assert message in error["message"]
     assert "\n" not in error["message"]
     if param is not None:
         assert error["param"] == param
@@ -515,13 +521,13 @@ def test_other_models_and_missing_ones(running: ServiceThread) -> None:
 
 def test_spaces_before_a_call_are_no_message() -> None:
     items = ResponseItems(hold_spaces=True)
-    kinds = [event["type"] for event in items.add_text("\n ")]
-    kinds += [
+    event_types = [event["type"] for event in items.add_text("\n ")]
+    event_types += [
         event["type"] for event in (*items.start_call("call_1", "f"), *items.add_arguments("{}"))
     ]
-    kinds += [event["type"] for event in (*items.add_text("\n"), *items.finish("completed"))]
+    event_types += [event["type"] for event in (*items.add_text("\n"), *items.finish("completed"))]
     assert [item["type"] for item in items.output] == ["function_call"]
-    assert not any("text" in kind for kind in kinds)
+    assert not any("text" in event_type for event_type in event_types)
 
 
 def test_text_around_a_call_keeps_its_spaces_and_order() -> None:

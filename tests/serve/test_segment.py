@@ -52,7 +52,7 @@ def segmenter(sam: Path) -> Segmenter:
     return Segmenter(sam, device="cpu", threads=1)
 
 
-def asked(seeing: SegmentService, **body: Any) -> dict[str, Any]:
+def segment(seeing: SegmentService, **body: Any) -> dict[str, Any]:
     response = seeing.post("/v1/segment", {"model": "sam", **body})
     assert response.status == 200, response.body
     return response.json
@@ -94,37 +94,37 @@ def test_masks_are_the_classes(
 ) -> None:
     segmenter.set_image(PICTURE)
     for multimask in (True, False):
-        told = asked(seeing, image=IMAGE, format=form, multimask=multimask, **prompt)
+        reply = segment(seeing, image=IMAGE, format=form, multimask=multimask, **prompt)
         expected = segmenter.predict(**prompt, multimask=multimask)
-        assert [mask["box"] for mask in told["masks"]] == [list(mask.box) for mask in expected]
-        for mask, one in zip(told["masks"], expected, strict=True):
+        assert [mask["box"] for mask in reply["masks"]] == [list(mask.box) for mask in expected]
+        for mask, one in zip(reply["masks"], expected, strict=True):
             assert mask["score"] == pytest.approx(one.score, abs=1e-5)
             assert mask["area"] == one.area
             assert np.array_equal(pixels(mask), one.pixels.numpy())
             assert mask["prompt"] == 0
             assert ("rle" in mask) != ("png" in mask)
-        assert (told["image"]["width"], told["image"]["height"]) == PICTURE.size
+        assert (reply["image"]["width"], reply["image"]["height"]) == PICTURE.size
 
 
 def test_a_second_click_finds_the_embedding(seeing: SegmentService) -> None:
     fresh = data_url(encode_image(random_photo(7)))
-    first = asked(seeing, image=fresh, points=[[5, 5]])
-    again = asked(seeing, image=fresh, points=[[5, 5]])
-    by_id = asked(seeing, image_id=first["image"]["id"], points=[[5, 5]])
+    first = segment(seeing, image=fresh, points=[[5, 5]])
+    again = segment(seeing, image=fresh, points=[[5, 5]])
+    by_id = segment(seeing, image_id=first["image"]["id"], points=[[5, 5]])
     assert [each["image"]["cached"] for each in (first, again, by_id)] == [False, True, True]
     assert first["masks"] == again["masks"] == by_id["masks"]
     # the same pixels in another file are the same picture; another shape or salt is not
     bmp = base64.b64encode(encode_image(random_photo(7), "BMP")).decode()
-    assert asked(seeing, image=bmp)["image"] == {**first["image"], "cached": True}
-    salted = asked(seeing, image=fresh, cache_salt="mine")
+    assert segment(seeing, image=bmp)["image"] == {**first["image"], "cached": True}
+    salted = segment(seeing, image=fresh, cache_salt="mine")
     assert not salted["image"]["cached"]
     assert salted["image"]["id"] != first["image"]["id"]
     # an id is no key to another salt's embedding
     id = salted["image"]["id"]
-    assert asked(seeing, image_id=id, cache_salt="mine")["image"]["cached"]
+    assert segment(seeing, image_id=id, cache_salt="mine")["image"]["cached"]
     for other in ({}, {"cache_salt": "yours"}):
         assert seeing.post("/v1/segment", {"image_id": id, **other}).status == 404
-    turned = asked(
+    turned = segment(
         seeing,
         image=data_url(
             encode_image(PIL.Image.frombytes("RGB", (80, 120), random_photo(7).tobytes()))
@@ -137,9 +137,9 @@ def test_keys_share_no_embeddings_unless_they_may(seeing: SegmentService) -> Non
     """Else one key could learn whether another has looked at a picture."""
 
     def cached(client: Client, key: str, **body: Any) -> tuple[int, Any]:
-        given = {"authorization": f"Bearer {key}"}
-        told = seeing.run(client.post("/v1/segment", {"model": "sam", **body}, headers=given))
-        return told.status, told.json.get("image")
+        headers = {"authorization": f"Bearer {key}"}
+        reply = seeing.run(client.post("/v1/segment", {"model": "sam", **body}, headers=headers))
+        return reply.status, reply.json.get("image")
 
     def door(**limits: Any) -> Client:
         return Client(
@@ -150,14 +150,14 @@ def test_keys_share_no_embeddings_unless_they_may(seeing: SegmentService) -> Non
 
     apart, shared = door(), door(share_cache=True)
     for salt in ({}, {"cache_salt": "mine"}):
-        told = [
+        replies = [
             cached(apart, key, image=data_url(encode_image(random_photo(21))), **salt)[1]
             for key in ("one", "two", "one", "two")
         ]
-        assert [each["cached"] for each in told] == [False, False, True, True]
-        assert told[0]["id"] != told[1]["id"]
-        assert cached(apart, "one", image_id=told[0]["id"], **salt)[0] == 200
-        assert cached(apart, "two", image_id=told[0]["id"], **salt)[0] == 404
+        assert [each["cached"] for each in replies] == [False, False, True, True]
+        assert replies[0]["id"] != replies[1]["id"]
+        assert cached(apart, "one", image_id=replies[0]["id"], **salt)[0] == 200
+        assert cached(apart, "two", image_id=replies[0]["id"], **salt)[0] == 404
     assert not cached(shared, "one", image=data_url(encode_image(random_photo(22))))[1]["cached"]
     assert cached(shared, "two", image=data_url(encode_image(random_photo(22))))[1]["cached"]
 
@@ -168,45 +168,45 @@ def test_what_is_clear_in_a_drawn_mask_is_no_object(seeing: SegmentService) -> N
     clear = PIL.Image.new("RGB", PICTURE.size, (255, 255, 255))
     clear.putalpha(drawn)
     black, white = (
-        asked(seeing, image=IMAGE, mask=data_url(encode_image(mask)))["masks"]
+        segment(seeing, image=IMAGE, mask=data_url(encode_image(mask)))["masks"]
         for mask in (drawn, clear)
     )
     assert black == white
 
 
 def test_no_prompt_makes_the_embedding_ready(seeing: SegmentService) -> None:
-    told = asked(seeing, image=data_url(encode_image(random_photo(8))))
-    assert told["masks"] == []
-    assert asked(seeing, image_id=told["image"]["id"], box=[1, 1, 9, 9])["image"]["cached"]
+    reply = segment(seeing, image=data_url(encode_image(random_photo(8))))
+    assert reply["masks"] == []
+    assert segment(seeing, image_id=reply["image"]["id"], box=[1, 1, 9, 9])["image"]["cached"]
 
 
 def test_several_prompts_in_one_call(seeing: SegmentService, segmenter: Segmenter) -> None:
     segmenter.set_image(PICTURE)
     boxes = [[1, 1, 40, 40], [30, 20, 110, 70]]
-    told = asked(seeing, image=IMAGE, boxes=boxes)
-    assert [mask["prompt"] for mask in told["masks"]] == [0, 0, 0, 1, 1, 1]
+    reply = segment(seeing, image=IMAGE, boxes=boxes)
+    assert [mask["prompt"] for mask in reply["masks"]] == [0, 0, 0, 1, 1, 1]
     expected = segmenter.predict_all([make_prompt(box=box) for box in boxes])
-    assert [m["box"] for m in told["masks"]] == [list(m.box) for masks in expected for m in masks]
+    assert [m["box"] for m in reply["masks"]] == [list(m.box) for masks in expected for m in masks]
     mixed = [
         {"points": [[5, 5]]},
         {"box": boxes[0]},
         {"points": [[9, 9], [50, 50]], "labels": [0, 1]},
     ]
-    told = asked(seeing, image=IMAGE, prompts=mixed, multimask=False)
-    assert [mask["prompt"] for mask in told["masks"]] == [0, 1, 2]
+    reply = segment(seeing, image=IMAGE, prompts=mixed, multimask=False)
+    assert [mask["prompt"] for mask in reply["masks"]] == [0, 1, 2]
 
 
 def test_logits_and_drawn_masks_are_prompts(seeing: SegmentService, segmenter: Segmenter) -> None:
     segmenter.set_image(PICTURE)
-    first = asked(seeing, image=IMAGE, points=[[50, 40]], logits=True)["masks"][0]
-    told = asked(seeing, image=IMAGE, points=[[50, 40]], mask=first["logits"])
+    first = segment(seeing, image=IMAGE, points=[[50, 40]], logits=True)["masks"][0]
+    reply = segment(seeing, image=IMAGE, points=[[50, 40]], mask=first["logits"])
     own = segmenter.predict([(50, 40)])[0]
-    assert [m["box"] for m in told["masks"]] == [
+    assert [m["box"] for m in reply["masks"]] == [
         list(m.box) for m in segmenter.predict([(50, 40)], mask=own.logits)
     ]
     drawn = PIL.Image.new("L", PICTURE.size)
     drawn.paste(255, (20, 20, 60, 60))
-    assert len(asked(seeing, image=IMAGE, mask=data_url(encode_image(drawn)))["masks"]) == 3
+    assert len(segment(seeing, image=IMAGE, mask=data_url(encode_image(drawn)))["masks"]) == 3
     for wrong in (
         "AAAA",
         data_url(b"\0" * 12, "application/octet-stream"),
@@ -223,17 +223,17 @@ def test_logits_and_drawn_masks_are_prompts(seeing: SegmentService, segmenter: S
 
 
 def test_everything(seeing: SegmentService, segmenter: Segmenter) -> None:
-    told = asked(seeing, image=IMAGE, everything=EVERYTHING)
+    reply = segment(seeing, image=IMAGE, everything=EVERYTHING)
     expected = segmenter.everything(PICTURE, **EVERYTHING)
-    assert len(told["masks"]) == len(expected) > 1
-    for mask, one in zip(told["masks"], expected, strict=True):
+    assert len(reply["masks"]) == len(expected) > 1
+    for mask, one in zip(reply["masks"], expected, strict=True):
         assert np.array_equal(pixels(mask), one.pixels.numpy())
         assert mask["point"] == list(one.point)
         assert mask["stability"] == pytest.approx(one.stability, abs=1e-5)
-    by_id = asked(seeing, image_id=told["image"]["id"], everything=EVERYTHING)
-    assert by_id["masks"] == told["masks"]
+    by_id = segment(seeing, image_id=reply["image"]["id"], everything=EVERYTHING)
+    assert by_id["masks"] == reply["masks"]
     # false is as if it were not there
-    assert asked(seeing, image=IMAGE, everything=False)["masks"] == []
+    assert segment(seeing, image=IMAGE, everything=False)["masks"] == []
 
 
 def test_a_click_does_not_wait_for_everything(
@@ -243,14 +243,14 @@ def test_a_click_does_not_wait_for_everything(
     body = {"model": "sam", "image": IMAGE, "everything": {**EVERYTHING, "points_per_side": 24}}
     click = {"image": IMAGE, "points": [[3, 3]]}
 
-    hear, heard = seeing.segment_engine.segment_client.handle, []
+    hear, results = seeing.segment_engine.segment_client.handle, []
     monkeypatch.setattr(
         seeing.segment_engine.segment_client,
         "handle",
-        lambda message: (heard.append(message.id), hear(message)),
+        lambda message: (results.append(message.id), hear(message)),
     )
 
-    async def taken(count: int) -> str:
+    async def wait_for_jobs(count: int) -> str:
         while len(seeing.segment_engine.segment_client) < count:
             await asyncio.sleep(0.001)
         return list(seeing.segment_engine.segment_client._waiting)[-1]
@@ -258,11 +258,11 @@ def test_a_click_does_not_wait_for_everything(
     async def main() -> tuple[list[str], Response]:
         with still(seeing):
             slow = asyncio.create_task(seeing.client.post("/v1/segment", body))
-            first = await taken(1)
+            first = await wait_for_jobs(1)
             quick = asyncio.create_task(seeing.client.post("/v1/segment", click))
-            second = await taken(2)
+            second = await wait_for_jobs(2)
             left = asyncio.create_task(anext(seeing.client.parts("POST", "/v1/segment", body)))
-            await taken(3)
+            await wait_for_jobs(3)
             left.cancel()
             await asyncio.gather(left, return_exceptions=True)
         assert (await slow).status == 200
@@ -272,8 +272,8 @@ def test_a_click_does_not_wait_for_everything(
 
     order, quick = seeing.run(main())
     assert quick.status == 200
-    assert heard == order
-    assert asked(seeing, image=IMAGE, points=[[3, 3]])["masks"] == quick.json["masks"]
+    assert results == order
+    assert segment(seeing, image=IMAGE, points=[[3, 3]])["masks"] == quick.json["masks"]
 
 
 def test_a_queue_that_is_full(seeing: SegmentService) -> None:
@@ -305,12 +305,12 @@ def test_verbs_of_the_other_kind(seeing: SegmentService) -> None:
     ):
         response = seeing.post(path, {"model": "sam", **body})
         assert (response.status, response.json["error"]["param"]) == (400, "model"), path
-        assert (
-            response.json["error"]["message"] == "model sam segments images: ask it at /v1/segment"
-        )
+        message = response.json["error"]["message"]
+        assert message == "model sam segments images: send requests to /v1/segment"
     response = seeing.post("/v1/segment", {"model": "stories", "image": IMAGE})
     assert response.status == 400
-    assert response.json["error"]["message"] == "model stories writes text, it does not segment"
+    message = response.json["error"]["message"]
+    assert message == "model stories generates text; it does not segment images"
     assert seeing.post("/v1/segment", {"model": "none", "image": IMAGE}).status == 404
     # without a name each verb finds the engine that it is for
     assert seeing.post("/v1/segment", {"image": IMAGE}).json["model"] == "sam"
@@ -331,7 +331,7 @@ def test_no_engine_that_segments(running: Any) -> None:
 
 
 def test_metrics_and_the_document(seeing: SegmentService) -> None:
-    asked(seeing, image=IMAGE, points=[[1, 1]])
+    segment(seeing, image=IMAGE, points=[[1, 1]])
     page = seeing.get("/metrics").body.decode()
     for name in ("segment_latency_seconds_count", "segment_masks_total", "image_cache_hits_total"):
         (line,) = [
@@ -341,9 +341,11 @@ def test_metrics_and_the_document(seeing: SegmentService) -> None:
         ]
         assert float(line.split()[-1]) >= 1
     document = seeing.get("/openapi.json").json
-    told = document["paths"]["/v1/segment"]["post"]["responses"]
-    assert told["200"]["content"]["application/json"]["schema"]["$ref"].endswith("/SegmentResponse")
-    assert "422" not in told
+    responses = document["paths"]["/v1/segment"]["post"]["responses"]
+    assert responses["200"]["content"]["application/json"]["schema"]["$ref"].endswith(
+        "/SegmentResponse"
+    )
+    assert "422" not in responses
     assert "SegmentRequest" in document["components"]["schemas"]
 
 
@@ -367,10 +369,10 @@ def test_a_worker_that_dies_while_it_looks(seeing: SegmentService) -> None:
     answer = seeing.run(main())
     assert (answer.status, answer.json["error"]["code"]) == (503, "engine_restarted")
     assert seeing.segment_engine.restarts == 1
-    # it starts anew: what it had seen is gone, and that is told
+    # the new worker has an empty cache, and the response says so
     gone = seeing.post("/v1/segment", {"image_id": "0" * 64, "points": [[1, 1]]})
     assert (gone.status, gone.json["error"]["code"]) == (404, "image_not_found")
-    assert asked(seeing, image=IMAGE, points=[[1, 1]])["masks"]
+    assert segment(seeing, image=IMAGE, points=[[1, 1]])["masks"]
 
 
 def test_frames_carry_bytes_as_they_are() -> None:

@@ -23,8 +23,8 @@ from tests.wait import TIMEOUT_SECONDS, time_limit
 
 TALK: list[Any] = [{"role": "user", "content": "Tell me a story"}]
 KV = (
-    "KV cache: 7.60 MiB for 6,224 tokens, RAM that is taken as they come; up to 7.60 MiB of it "
-    "keep prompt beginnings"
+    "KV cache: 7.60 MiB for 6,224 tokens, allocated as they arrive; up to 7.60 MiB of it "
+    "cache prompt prefixes"
 )
 LONG = {
     "model": "stories",
@@ -47,18 +47,18 @@ def client(server: ServerProcess) -> openai.OpenAI:
 
 def test_the_openai_client(server: ServerProcess, llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=20)
-    said = llm.chat(TALK, params, progress=False)[0].outputs[0].text
+    answer_text = llm.chat(TALK, params, progress=False)[0].outputs[0].text
     with client(server) as api:
         assert [model.id for model in api.models.list()] == ["stories"]
         how: Any = {"model": "stories", "messages": TALK, "temperature": 0, "max_tokens": 20}
         whole = api.chat.completions.create(**how)
-        assert whole.choices[0].message.content == said
+        assert whole.choices[0].message.content == answer_text
         chunks = list(
             api.chat.completions.create(**how, stream=True, stream_options={"include_usage": True})
         )
         assert (
             "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-            == said
+            == answer_text
         )
         assert (
             chunks[-1].usage == whole.usage
@@ -118,9 +118,9 @@ def test_health_without_a_body_and_more_connections_than_a_shell_allows(
 ) -> None:
     with server.connect() as sock:
         sock.sendall(b"HEAD /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
-        told = read_all(sock)
-    assert told.startswith(b"HTTP/1.1 200")
-    assert told.endswith(b"\r\n\r\n")
+        received = read_all(sock)
+    assert received.startswith(b"HTTP/1.1 200")
+    assert received.endswith(b"\r\n\r\n")
     soft, hard = psutil.Process(server.process.pid).rlimit(psutil.RLIMIT_NOFILE)
     assert soft == (hard if 0 <= hard < MAX_OPEN_FILES else max(soft, MAX_OPEN_FILES))
 
@@ -136,12 +136,12 @@ def test_sigterm_lets_running_answers_finish(stories: Path) -> None:
         status, body, _ = serving.request("/v1/completions", LONG)
         assert (status, body["error"]["code"]) == (503, "draining")
         worker.resume()
-        told = head + read_all(sock)
+        received = head + read_all(sock)
         sock.close()
-        assert b'"finish_reason":"length"' in told
-        assert told.count(b"data: [DONE]") == 1
-        code, said = serving.finish()
-        assert (code, said.splitlines()) == (0, [f"modelmill: stories is ready; {KV}"])
+        assert b'"finish_reason":"length"' in received
+        assert received.count(b"data: [DONE]") == 1
+        code, stderr = serving.finish()
+        assert (code, stderr.splitlines()) == (0, [f"modelmill: stories is ready; {KV}"])
 
 
 @pytest.mark.parametrize("how", ["timeout", "twice"])
@@ -161,27 +161,29 @@ def test_a_shutdown_that_does_not_wait(stories: Path, how: str) -> None:
             serving.process.send_signal(signal.SIGINT)
         # less than the 60 s of its --shutdown-timeout, or than those of the answers it has begun
         with time_limit():
-            told = [read_all(sock) for sock in socks]
+            received = [read_all(sock) for sock in socks]
             assert serving.finish()[0] == 0
         # the last may have come in before the signal or after it: an event that ends it, or a
         # refusal
         assert (
-            json.loads(told[-1][told[-1].index(b"{") : told[-1].rindex(b"}") + 1])["error"]["code"]
+            json.loads(received[-1][received[-1].index(b"{") : received[-1].rindex(b"}") + 1])[
+                "error"
+            ]["code"]
             == "draining"
         )
-        assert b"[DONE]" not in told[-1]
+        assert b"[DONE]" not in received[-1]
         for sock in socks:
             sock.close()
         assert not any(psutil.pid_exists(worker.pid) for worker in workers)
 
 
 def test_a_worker_that_is_killed(server: ServerProcess) -> None:
-    """Running answers end with an error, /health tells, and the next request is served."""
+    """Running requests end with an error, /health is 503, and the next request is served."""
     (worker,) = server.workers
     worker.suspend()
     stream = server.start_post("/v1/completions", {**LONG, "n": 8, "stream": True})
     whole = server.start_post("/v1/completions", {**LONG, "n": 8})
-    told = stream.recv(1 << 12)
+    received = stream.recv(1 << 12)
     worker.kill()
     with time_limit():
         while True:
@@ -190,10 +192,10 @@ def test_a_worker_that_is_killed(server: ServerProcess) -> None:
             if status == 503 or engine["restarts"]:
                 break
     assert engine["restarts"] or engine["state"] == "restarting"
-    told += rest_of_chunked(stream)
-    assert b'data: {"error"' in told
-    assert b"engine_restarted" in told
-    assert b"[DONE]" not in told
+    received += rest_of_chunked(stream)
+    assert b'data: {"error"' in received
+    assert b"engine_restarted" in received
+    assert b"[DONE]" not in received
     assert whole.recv(1 << 16).startswith(b"HTTP/1.1 503")
     body = server.wait(200)
     assert body["engines"][0]["restarts"] == 1
@@ -213,36 +215,36 @@ def test_a_system_without_descriptors_for_a_while(stories: Path) -> None:
         assert server.process.stderr is not None
         failed = next(line for line in server.process.stderr if "worker failed" in line)
         process.rlimit(psutil.RLIMIT_NOFILE, limits)
-        told = json.loads(failed)
-        assert (told["error"], told["reason"]) == ("OSError", "Too many open files")
+        entry = json.loads(failed)
+        assert (entry["error"], entry["reason"]) == ("OSError", "Too many open files")
         assert server.wait(200)["engines"][0]["restarts"] >= 2
         assert server.request("/v1/completions", {**LONG, "max_tokens": 3})[0] == 200
 
 
 def rest_of_chunked(sock: Any) -> bytes:
     """Until the last chunk."""
-    told = b""
-    while not told.endswith(b"0\r\n\r\n"):
-        told += sock.recv(1 << 16)
-    return told
+    received = b""
+    while not received.endswith(b"0\r\n\r\n"):
+        received += sock.recv(1 << 16)
+    return received
 
 
 def test_a_second_server_on_the_port_and_an_engine_that_is_none(
     server: ServerProcess, tmp_path: Path, cli: Any
 ) -> None:
-    code, _, said = cli("serve", tmp_path, "--port", server.address[1])
+    code, _, stderr = cli("serve", tmp_path, "--port", server.address[1])
     assert code == 2
-    assert "--port" in said
-    code, _, said = cli("serve", tmp_path / "none", "--port", 0)
+    assert "--port" in stderr
+    code, _, stderr = cli("serve", tmp_path / "none", "--port", 0)
     assert code == 2
     assert (
-        said
+        stderr
         == f"modelmill: {tmp_path / 'none'} does not exist; give an engine folder or a checkpoint\n"
     )
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["serve"], "ENGINE"),
         (["serve", "a", "--host", "0.0.0.0"], "--api-key"),
@@ -254,19 +256,19 @@ def test_a_second_server_on_the_port_and_an_engine_that_is_none(
     ],
     ids=str,
 )
-def test_command_lines_that_make_no_sense(words: list[str], told: str, cli: Any) -> None:
-    code, out, said = cli(*words)
+def test_command_lines_that_make_no_sense(words: list[str], message: str, cli: Any) -> None:
+    code, out, stderr = cli(*words)
     assert (code, out) == (2, "")
-    assert told in said
-    assert len(said.splitlines()) == 1
+    assert message in stderr
+    assert len(stderr.splitlines()) == 1
 
 
 def test_where_it_listens_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     announce_address(Args(json=True), "http://127.0.0.1:8123", ["a", "b"], "loading a, b")
-    out, said = capsys.readouterr()
+    out, stderr = capsys.readouterr()
     assert json.loads(out) == {"url": "http://127.0.0.1:8123", "models": ["a", "b"]}
     assert out.count("\n") == 1
-    assert said == "modelmill: listening on http://127.0.0.1:8123; loading a, b\n"
+    assert stderr == "modelmill: listening on http://127.0.0.1:8123; loading a, b\n"
     announce_address(Args(), "http://127.0.0.1:8123", ["a"], "loading a")
     assert capsys.readouterr().out == ""
 
@@ -314,10 +316,10 @@ def test_two_engines_from_a_file(stories: Path, tmp_path: Path) -> None:
         body = {**LONG, "model": "two", "max_tokens": 2}
         assert serving.request("/v1/completions", body, **key)[0] == 200
         # four rows and none that wait: five answers are more than it takes
-        status, told, _ = serving.request(
+        status, reply, _ = serving.request(
             "/v1/completions", {**body, "n": 5, "temperature": 1}, **key
         )
-        assert (status, told["error"]["type"]) == (400, "invalid_request_error")
+        assert (status, reply["error"]["type"]) == (400, "invalid_request_error")
         assert len(serving.workers) == 2
 
 
@@ -335,22 +337,22 @@ def test_bench_serve_measures_it(server: ServerProcess, cli: Any) -> None:
         1e6,
         "--json",
     )
-    code, out, said = cli("bench", "serve", "--url", server.url, *words)
-    assert code == 0, said
-    told = json.loads(out)
-    assert (told["requests"], told["failed"], told["output_tokens"], told["model"]) == (
+    code, out, stderr = cli("bench", "serve", "--url", server.url, *words)
+    assert code == 0, stderr
+    report = json.loads(out)
+    assert (report["requests"], report["failed"], report["output_tokens"], report["model"]) == (
         6,
         0,
         30,
         "stories",
     )
-    assert told["good_requests_per_s"] == told["requests_per_s"] > 0
+    assert report["good_requests_per_s"] == report["requests_per_s"] > 0
     assert cli("bench", "serve", "--url", server.url, "--num-prompts", 2, "--output-len", 3)[0] == 0
-    code, _, said = cli(
+    code, _, stderr = cli(
         "bench", "serve", "--url", server.url, "--num-prompts", 1, "--model", "other"
     )
     assert code == 1
-    assert "404" in said
+    assert "404" in stderr
     for wrong in (["bench", "serve"], ["bench", "serve", "x"], ["bench", "ops", "--url", "x"]):
         assert cli(*wrong)[0] == 2
 
@@ -363,14 +365,14 @@ def test_chat_with_a_server(
     words = ("chat", "--url", server.url, "--temperature", 0, "--max-tokens", 12)
     for stream in ("--stream", "--no-stream"):
         monkeypatch.setattr("sys.stdin", io.StringIO(TALK[0]["content"] + "\n/exit\n"))
-        code, out, said = cli(*words, stream)
-        assert code == 0, said
+        code, out, stderr = cli(*words, stream)
+        assert code == 0, stderr
         assert out == answer.outputs[0].text + "\n"
-        assert "12 answer tokens" in said
+        assert "12 answer tokens" in stderr
     monkeypatch.setattr("sys.stdin", io.StringIO("x" * 5000 + "\nshort\n"))
-    code, out, said = cli(*words, "--json")
+    code, out, stderr = cli(*words, "--json")
     assert code == 0
-    assert "400" in said
+    assert "400" in stderr
     assert [message["role"] for message in json.loads(out)["messages"]] == ["user", "assistant"]
     assert cli("chat", "--url", "127.0.0.1:1")[0] == 1
     assert cli("chat")[0] == cli("chat", "x", "--url", "y")[0] == 2

@@ -27,7 +27,7 @@ PERSON = {
 }
 
 
-def said(running: ServiceThread, **body: Any) -> list[str]:
+def texts_of(running: ServiceThread, **body: Any) -> list[str]:
     """What every choice says, whole and streamed, which must be the same."""
     ask = {"model": "stories", "messages": TALK, "max_tokens": 200, "temperature": 0, **body}
     whole = running.post("/v1/chat/completions", ask)
@@ -55,7 +55,7 @@ def schema(value: Any) -> dict[str, Any]:
     "how", [{}, {"temperature": 1.5, "seed": 3, "n": 4}, {"logprobs": True}], ids=str
 )
 def test_a_json_schema(running: ServiceThread, how: Any) -> None:
-    for text in said(running, **schema(PERSON), **how):
+    for text in texts_of(running, **schema(PERSON), **how):
         value = json.loads(text)
         assert value.keys() == {"name", "age"}
         assert len(value["name"]) <= 8
@@ -66,13 +66,15 @@ def test_a_json_schema(running: ServiceThread, how: Any) -> None:
     "how", [{}, {"temperature": 1.2, "seed": 5, "n": 3, "repetition_penalty": 1.2}], ids=str
 )
 def test_patterns_and_choices(running: ServiceThread, how: Any) -> None:
-    for text in said(running, structured_outputs={"regex": r"[A-Z][a-z]{2,5}, [0-9]{3}"}, **how):
+    for text in texts_of(
+        running, structured_outputs={"regex": r"[A-Z][a-z]{2,5}, [0-9]{3}"}, **how
+    ):
         assert re.fullmatch(r"[A-Z][a-z]{2,5}, [0-9]{3}", text)
-    for text in said(
+    for text in texts_of(
         running, structured_outputs={"choice": ["yes", "no", 'may"be', "niño"]}, **how
     ):
         assert text in ("yes", "no", 'may"be', "niño")
-    for text in said(
+    for text in texts_of(
         running, structured_outputs={"grammar": 'start: "a"+ "b"\n'}, logit_bias={"404": 1.0}, **how
     ):
         assert re.fullmatch("a+b", text)
@@ -85,7 +87,7 @@ def test_a_space_that_the_grammar_asks_for_is_said(running: ServiceThread, how: 
     """SentencePiece drops the space before a text of its own; an answer that a grammar counts has
     all its bytes.
     """
-    for text in said(running, structured_outputs=how):
+    for text in texts_of(running, structured_outputs=how):
         assert re.fullmatch(how.get("regex", " yes| no"), text)
     for prompt in ([1], "x"):  # the token that every text begins with, alone
         ask = {
@@ -217,8 +219,8 @@ def test_leaving_while_a_grammar_is_made(running: ServiceThread) -> None:
             **schema(PERSON),
         }
         async with aclosing(running.client.parts("POST", "/v1/chat/completions", ask)) as parts:  # type: ignore[type-var]
-            async for kind, _ in parts:
-                if kind == "body":
+            async for part_type, _ in parts:
+                if part_type == "body":
                     await asyncio.sleep(0.0005 * (place % 7))
                     return
 
@@ -258,11 +260,11 @@ def test_an_answer_whose_grammar_takes_too_much_work_is_an_error_and_not_whole(
         **form,
     }
     for seed in range(3):
-        asked = {**body, "temperature": 1.0, "seed": seed}
-        whole = running.post("/v1/chat/completions", asked)
+        body_with_seed = {**body, "temperature": 1.0, "seed": seed}
+        whole = running.post("/v1/chat/completions", body_with_seed)
         assert whole.status == 400, whole.json["choices"][0]
         assert "held to its grammar" in whole.json["error"]["message"]
-        streamed = running.post("/v1/chat/completions", {**asked, "stream": True})
+        streamed = running.post("/v1/chat/completions", {**body_with_seed, "stream": True})
         assert b"held to its grammar" in streamed.body
         assert b'"finish_reason":"stop"' not in streamed.body
     for nothing in ({"$ref": "#"}, {"anyOf": [{"$ref": "#"}]}):

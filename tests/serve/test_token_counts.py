@@ -1,6 +1,4 @@
-"""Metrics, logs and ``usage`` tell the same: token for token, over many requests of every kind at
-once.
-"""
+"""Metrics, logs and ``usage`` agree to the token, over many concurrent requests of all types."""
 
 from __future__ import annotations
 
@@ -43,17 +41,17 @@ COUNTS = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_
 
 def numbers(running: ServiceThread) -> Counter[str]:
     """Every counter of the page that this is about, by its name and what ended answers ended by."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for line in running.get("/metrics").body.decode().splitlines():
-        told = re.fullmatch(r"modelmill:(\w+)_total\{(.*)\} (.*)", line)
-        if told and told[1] in COUNTS:
-            found[told[1]] = int(float(told[3]))
-        elif told and told[1] == "request_success":
-            found[re.findall(r'finished_reason="(\w+)"', told[2])[0]] = int(float(told[3]))
-    return found
+        match = re.fullmatch(r"modelmill:(\w+)_total\{(.*)\} (.*)", line)
+        if match and match[1] in COUNTS:
+            counts[match[1]] = int(float(match[3]))
+        elif match and match[1] == "request_success":
+            counts[re.findall(r'finished_reason="(\w+)"', match[2])[0]] = int(float(match[3]))
+    return counts
 
 
-def asked(count: int) -> Iterator[tuple[str, Any]]:
+def random_requests(count: int) -> Iterator[tuple[str, Any]]:
     """(path, body) of so many requests."""
     draw = random.Random(7)
     plain = {"model": "stories", "temperature": 0}
@@ -105,10 +103,10 @@ def asked(count: int) -> Iterator[tuple[str, Any]]:
 
 
 class Told:
-    """What clients were told in all, and by the request's id."""
+    """Usage that clients received, in total and by request id."""
 
     def __init__(self) -> None:
-        # of the prompt, written, and cached where that is told
+        # prompt tokens, generated tokens, and cached tokens if reported
         self.usage: dict[str, tuple[int, ...]] = {}
         self.ended: Counter[str] = Counter()
         self.left: list[str] = []
@@ -116,9 +114,9 @@ class Told:
     def add(self, id: str, path: str, body: dict[str, Any], data: bytes) -> None:
         """One answer, whole."""
         if path == "/v1/embeddings":
-            told = json.loads(data)
-            self.ended["embedding"] += len(told["data"])
-            self.usage[id] = told["usage"]["prompt_tokens"], 0
+            event = json.loads(data)
+            self.ended["embedding"] += len(event["data"])
+            self.usage[id] = event["usage"]["prompt_tokens"], 0
             return
         lines = [data]
         if body.get("stream"):
@@ -141,21 +139,21 @@ class Told:
 
 
 async def send(
-    running: ServiceThread, told: Told, id: str, path: str, body: dict[str, Any]
+    running: ServiceThread, usage_counts: Told, id: str, path: str, body: dict[str, Any]
 ) -> None:
     headers = {"x-request-id": id}
     if body.get("cache_salt") != LEAVES:
         response = await running.client.post(path, body, headers=headers)
         if response.status == 200:
-            told.add(id, path, body, response.body)
+            usage_counts.add(id, path, body, response.body)
         return
     async with contextlib.aclosing(
         running.client.parts("POST", path, body, headers=headers)
     ) as parts:
-        async for kind, _ in parts:
-            if kind == "body":
-                told.left.append(id)
-                told.ended["abort"] += body["n"]
+        async for part_type, _ in parts:
+            if part_type == "body":
+                usage_counts.left.append(id)
+                usage_counts.ended["abort"] += body["n"]
                 break
 
 
@@ -177,7 +175,7 @@ def test_all_counts_agree(
     running: ServiceThread, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "modelmill.serve.access")
-    engine, told, requests = running.engine, Told(), list(asked(200))
+    engine, usage_counts, requests = running.engine, Told(), list(random_requests(200))
     push = engine._on_token
 
     def unended(token: TokenOutput) -> None:
@@ -193,7 +191,7 @@ def test_all_counts_agree(
 
     async def all_at_once() -> None:
         await asyncio.gather(
-            *(send(running, told, f"c-{i}", *each) for i, each in enumerate(requests))
+            *(send(running, usage_counts, f"c-{i}", *each) for i, each in enumerate(requests))
         )
 
     running.run(all_at_once())
@@ -201,12 +199,14 @@ def test_all_counts_agree(
     after = numbers(running)
     after.subtract(before)
     lines = {id: counts for id, counts in logged(caplog).items() if id.startswith("c-")}
-    assert {id: lines[id][: len(usage)] for id, usage in told.usage.items()} == told.usage
-    assert lines.keys() == {*told.usage, *told.left}
+    assert {
+        id: lines[id][: len(usage)] for id, usage in usage_counts.usage.items()
+    } == usage_counts.usage
+    assert lines.keys() == {*usage_counts.usage, *usage_counts.left}
     prompt, written, cached = (sum(column) for column in zip(*lines.values()))
     assert [after[name] for name in COUNTS] == [prompt, written, prompt, cached]
     reasons = {name: count for name, count in after.items() if name not in COUNTS and count}
-    assert reasons == dict(told.ended)
+    assert reasons == dict(usage_counts.ended)
     assert set(reasons) == {"stop", "length", "abort", "embedding"}
     assert min(prompt, written, cached) > 100, "nothing here is only zeros"
 
@@ -223,13 +223,13 @@ def test_what_broke_off_with_its_worker_is_an_error(
 
     async def lost() -> int:
         body = {"model": "stories", "prompt": "Once", "n": 3, "max_tokens": 5}
-        asked = asyncio.create_task(running.client.post("/v1/completions", body))
+        random_requests = asyncio.create_task(running.client.post("/v1/completions", body))
         while not engine._active_requests:
             await asyncio.sleep(0)
         engine._active_requests[next(iter(engine._active_requests))][1].fail(
             engine.worker_lost_error()
         )
-        return (await asked).status
+        return (await random_requests).status
 
     assert running.run(lost()) == 503
     monkeypatch.undo()

@@ -59,14 +59,14 @@ def test_a_forced_call(running: ServiceThread, choice: Any) -> None:
     events = running.post("/v1/chat/completions", {**body, "stream": True}).events
     assert events[-1] == "[DONE]"
     deltas = [event["choices"][0] for event in events[:-1]]
-    told = [call for delta in deltas for call in delta["delta"].get("tool_calls", ())]
-    assert len(told) > 2
-    assert told[0]["id"]
-    assert told[0]["function"]["name"] == "weather"
-    assert {piece["index"] for piece in told} == {0}
-    assert not any("id" in piece or "name" in piece["function"] for piece in told[1:])
+    calls = [call for delta in deltas for call in delta["delta"].get("tool_calls", ())]
+    assert len(calls) > 2
+    assert calls[0]["id"]
+    assert calls[0]["function"]["name"] == "weather"
+    assert {piece["index"] for piece in calls} == {0}
+    assert not any("id" in piece or "name" in piece["function"] for piece in calls[1:])
     assert (
-        "".join(piece["function"]["arguments"] for piece in told) == call["function"]["arguments"]
+        "".join(piece["function"]["arguments"] for piece in calls) == call["function"]["arguments"]
     )
     assert deltas[-1]["finish_reason"] == "tool_calls"
     assert not any(delta["delta"].get("content") for delta in deltas)
@@ -92,15 +92,15 @@ def test_one_of_two_tools(running: ServiceThread) -> None:
 def test_a_call_that_the_model_writes_by_itself(
     running: ServiceThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model here cannot write one, so one is put into its mouth."""
-    said = 'Wait. <tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    """The test model cannot generate a call, so its output is replaced by one."""
+    answer = 'Wait. <tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     push = RequestState.process
 
     def instead(self: RequestState, token: Any) -> Any:
         delta, _ = push(self, token)
         output = self.output.outputs[0]
-        text, output.text = said[len(output.token_ids) * 9 - 9 :][:9], said
-        output.finish_reason = "stop" if len(output.token_ids) * 9 >= len(said) else None
+        text, output.text = answer[len(output.token_ids) * 9 - 9 :][:9], answer
+        output.finish_reason = "stop" if len(output.token_ids) * 9 >= len(answer) else None
         return type(delta)(0, text, delta.token_ids, output.finish_reason, self.output), False
 
     monkeypatch.setattr(RequestState, "process", instead)
@@ -112,8 +112,8 @@ def test_a_call_that_the_model_writes_by_itself(
     events = running.post("/v1/chat/completions", {**body, "stream": True}).events
     deltas = [event["choices"][0]["delta"] for event in events[:-1]]
     assert "".join(delta.get("content", "") for delta in deltas) == "Wait."
-    told = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
-    assert [function["name"] for function in told if "name" in function] == ["now"]
+    calls = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
+    assert [function["name"] for function in calls if "name" in function] == ["now"]
     monkeypatch.undo()
     none = running.post("/v1/chat/completions", {**body, "tool_choice": "none"}).json["choices"][0]
     assert "tool_calls" not in none["message"]
@@ -135,7 +135,7 @@ def test_a_conversation_with_calls_goes_on(running: ServiceThread) -> None:
 
 
 def test_several_calls_at_once(running: ServiceThread) -> None:
-    """Only where parallel calls are asked for: a list of them."""
+    """Only if parallel calls are requested: a list of them."""
     body = {
         **ASK,
         "tools": [WEATHER, NOW],
@@ -155,10 +155,11 @@ def test_several_calls_at_once(running: ServiceThread) -> None:
             for piece in event["choices"][0]["delta"].get("tool_calls", ())
         ]
         for place, call in enumerate(calls):
-            mine = [piece["function"] for piece in pieces if piece["index"] == place]
-            assert mine[0]["name"] == call["function"]["name"]
+            call_deltas = [piece["function"] for piece in pieces if piece["index"] == place]
+            assert call_deltas[0]["name"] == call["function"]["name"]
             assert (
-                "".join(function["arguments"] for function in mine) == call["function"]["arguments"]
+                "".join(function["arguments"] for function in call_deltas)
+                == call["function"]["arguments"]
             )
             if choice["finish_reason"] == "tool_calls":
                 json.loads(call["function"]["arguments"])
@@ -216,22 +217,23 @@ def test_a_forced_call_that_is_cut_before_it_is_one_is_no_content(
         delta["delta"].get("content") or delta["delta"].get("tool_calls") for delta in deltas
     )
     assert deltas[-1]["finish_reason"] == "length"
-    asked = {
+    request_body = {
         "input": "x",
         "tools": [{"type": "function", **WEATHER["function"]}],
         "tool_choice": "required",
     }
-    told = running.post(
-        "/v1/responses", {**asked, "model": "stories", "max_output_tokens": count, "temperature": 0}
+    reply = running.post(
+        "/v1/responses",
+        {**request_body, "model": "stories", "max_output_tokens": count, "temperature": 0},
     ).json
-    assert told["status"] == "incomplete"
-    assert not any(part["text"] for item in told["output"] for part in item["content"])
+    assert reply["status"] == "incomplete"
+    assert not any(part["text"] for item in reply["output"] for part in item["content"])
 
 
-def deep(kind: str, depth: int) -> str:
+def deep(container: str, depth: int) -> str:
     return (
         '{"a":' * depth + "{}" + "}" * depth
-        if kind == "object"
+        if container == "object"
         else '{"a":' + "[" * depth + "]" * depth + "}"
     )
 
@@ -267,12 +269,12 @@ def test_parameters_that_cannot_be_told_again_are_refused(
         "tools": [*flat["tools"], {"type": "function", "name": "g"}],
         "tool_choice": some,
     }  # type: ignore[misc]
-    asked = [
+    messages = [
         ("chat/completions", chat),
         ("responses", {**flat, "tool_choice": choice}),
         ("responses", other),
     ]
-    for path, body in asked:
+    for path, body in messages:
         response = running.post(f"/v1/{path}", json.dumps(body).replace('"@"', schema).encode())
         assert response.status == 400, response.body
         assert len(response.json["error"]["message"]) < 300
@@ -364,10 +366,10 @@ REACT = SimpleNamespace(
 
 
 @pytest.mark.parametrize(
-    ("said", "ended", "stop", "reason"),
+    ("generated", "ended", "stop", "reason"),
     [
         ("Paris\n", "Observation:", None, "tool_calls"),  # the format's own
-        # behind the call, whoever asked for it
+        # after the call, also if the request has it
         ("Paris\n", "Observation:", "Observation:", "tool_calls"),
         ("Paris\n", None, None, "tool_calls"),
         ('{"town": "Par', "is", "is", "stop"),
@@ -377,10 +379,10 @@ REACT = SimpleNamespace(
     ],
 )
 def test_only_a_stop_string_of_the_request_cuts_a_call(
-    said: str, ended: Any, stop: Any, reason: str
+    generated: str, ended: Any, stop: Any, reason: str
 ) -> None:
     body = ChatRequest(**{**ASK, "tools": [WEATHER], "stop": stop})
-    text = f"Thought: I need it.\nAction: weather\nAction Input: {said}"
+    text = f"Thought: I need it.\nAction: weather\nAction Input: {generated}"
     output = CompletionOutput(0, text, [1], "stop", ended)
     answer = RequestOutput("r", None, [1], [output])
     whole = ChatResponseBuilder(
@@ -390,7 +392,7 @@ def test_only_a_stop_string_of_the_request_cuts_a_call(
     assert (choice["finish_reason"], choice["stop_reason"]) == (reason, ended)
     assert choice["message"]["tool_calls"][0]["function"] == {
         "name": "weather",
-        "arguments": said.strip(),
+        "arguments": generated.strip(),
     }
     piece = ChatResponseBuilder(
         body, SimpleNamespace(request_states=[SimpleNamespace(output=answer)]), REACT
@@ -400,17 +402,17 @@ def test_only_a_stop_string_of_the_request_cuts_a_call(
     assert json.loads(piece.removeprefix(b"data: "))["choices"][0]["finish_reason"] == reason
 
 
-@pytest.mark.parametrize(("said", "reason"), [('{"x": 1}', "tool_calls"), ('{"x":', "stop")])
-def test_a_forced_call_whose_grammar_has_no_way_on_is_none(said: str, reason: str) -> None:
+@pytest.mark.parametrize(("text", "reason"), [('{"x": 1}', "tool_calls"), ('{"x":', "stop")])
+def test_a_forced_call_whose_grammar_has_no_way_on_is_none(text: str, reason: str) -> None:
     """{"x": {"$ref": "#/properties/x"}}: no value is finite."""
     body = ChatRequest(**{**ASK, "tools": [WEATHER], "tool_choice": "required"})
-    output = CompletionOutput(0, f'{{"name": "weather", "arguments": {said}', [1], "stop")
+    output = CompletionOutput(0, f'{{"name": "weather", "arguments": {text}', [1], "stop")
     answer = SimpleNamespace(
         request_states=[SimpleNamespace(output=RequestOutput("r", None, [1], [output]))]
     )
     choice = ChatResponseBuilder(body, answer, REACT)._choice(output)  # type: ignore[arg-type]
     assert choice["finish_reason"] == reason
-    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == said
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == text
 
 
 @pytest.mark.parametrize("cut", [False, True])
@@ -420,11 +422,11 @@ def test_a_forced_answer_that_is_no_call_is_told_unless_it_was_cut(cut: bool) ->
     """
     for text in ('{"name": "f", "arguments": 10}', '{"name": "f", "ar', "10"):
         for size in (1, 100):
-            found = make_tool_parser(tool_prompts.BARE_STYLE, ["f"], forced=True)
+            parser = make_tool_parser(tool_prompts.BARE_STYLE, ["f"], forced=True)
             pieces = [
                 piece
                 for at in range(0, len(text), size)
-                for piece in found.push(text[at : at + size])
+                for piece in parser.push(text[at : at + size])
             ]
             assert pieces == []
-            assert "".join(map(str, found.flush(cut))) == ("" if cut else text)
+            assert "".join(map(str, parser.flush(cut))) == ("" if cut else text)

@@ -63,12 +63,12 @@ def test_a_request_s_span(running: ServiceThread, spans: Any, stream: bool, toke
     assert span.name == "POST /v1/completions"
     assert format(span.context.trace_id, "032x") == PARENT.split("-")[1]
     assert format(span.parent.span_id, "016x") == PARENT.split("-")[2]
-    told = dict(span.attributes)
-    assert told["gen_ai.usage.output_tokens"] == tokens
-    assert told["gen_ai.response.finish_reasons"] == ("length",)
-    assert told["gen_ai.request.model"] == "stories"
-    assert told["http.response.status_code"] == 200
-    assert told["modelmill.request_id"] == "mine"
+    attributes = dict(span.attributes)
+    assert attributes["gen_ai.usage.output_tokens"] == tokens
+    assert attributes["gen_ai.response.finish_reasons"] == ("length",)
+    assert attributes["gen_ai.request.model"] == "stories"
+    assert attributes["http.response.status_code"] == 200
+    assert attributes["modelmill.request_id"] == "mine"
     names = [event.name for event in span.events]
     assert names == ["queue", "prefill", "decode"]
     moments = [span.start_time, *(event.timestamp for event in span.events), span.end_time]
@@ -84,21 +84,21 @@ def test_a_span_counts_as_usage_does(
 ) -> None:
     body = {"model": "stories", "prompt": SECRET, "max_tokens": 30, **more}
     usage = running.post("/v1/completions", body).json["usage"]
-    told = dict(one(spans).attributes)
-    assert told["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
-    assert told["gen_ai.usage.output_tokens"] == usage["completion_tokens"]
-    assert told["modelmill.cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
+    attributes = dict(one(spans).attributes)
+    assert attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
+    assert attributes["gen_ai.usage.output_tokens"] == usage["completion_tokens"]
+    assert attributes["modelmill.cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
 
 
 def test_an_embedding_s_span_tells_of_no_answer(running: ServiceThread, spans: Any) -> None:
     usage = running.post("/v1/embeddings", {"model": "stories", "input": [SECRET, "b"]}).json[
         "usage"
     ]
-    told = dict(one(spans).attributes)
-    assert told["gen_ai.operation.name"] == "embeddings"
-    assert told["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
-    assert told["gen_ai.usage.output_tokens"] == 0
-    assert not {"gen_ai.response.finish_reasons", "gen_ai.request.max_tokens"} & told.keys()
+    attributes = dict(one(spans).attributes)
+    assert attributes["gen_ai.operation.name"] == "embeddings"
+    assert attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
+    assert attributes["gen_ai.usage.output_tokens"] == 0
+    assert not {"gen_ai.response.finish_reasons", "gen_ai.request.max_tokens"} & attributes.keys()
 
 
 def test_a_first_token_is_where_it_was() -> None:
@@ -182,7 +182,7 @@ def test_a_collector_is_sent_spans(running: ServiceThread) -> None:
     "endpoint", ["", "localhost:4318", "ftp://a", "http://", "http://a:b", "http://[a"]
 )
 def test_an_endpoint_that_is_no_url(endpoint: str) -> None:
-    with pytest.raises(UsageError, match="is no URL"):
+    with pytest.raises(UsageError, match="is not a URL"):
         Traces.export_to(endpoint)
 
 
@@ -195,5 +195,7 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_imported_only_when_asked_for(tmp_path: Path) -> None:
     find = "[n for n in sys.modules if 'opentelemetry.sdk' in n]"
     code = f"import sys, json, modelmill.serve.server; print(json.dumps({find}))"
-    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert json.loads(told.stdout) == []
+    result = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    )
+    assert json.loads(result.stdout) == []

@@ -17,15 +17,19 @@ from tests.serve.service_thread import ServiceThread
 
 TALK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "x"}
-PROMPT = "prompt: must be a text, a list of texts, token ids, or lists of them"
+PROMPT = "prompt: must be a string, a list of strings, token ids, or lists of them"
 CASES: list[tuple[type[StrictModel], dict[str, Any], str]] = [
     *(
         (CompletionRequest, {"model": "m", "prompt": bad}, PROMPT)
         for bad in (5, None, {"a": 1}, [-1], ["a", 1], [True])
     ),
-    (CompletionRequest, {**TEXT, "stop": 5}, "stop: must be a text, or a list of texts"),
-    (CompletionRequest, {**TEXT, "stop": [""]}, "stop: takes up to 64 texts that are not empty"),
-    (CompletionRequest, {**TEXT, "stop": ["a", 3]}, "stop[1]: must be a text"),
+    (CompletionRequest, {**TEXT, "stop": 5}, "stop: must be a string, or a list of strings"),
+    (
+        CompletionRequest,
+        {**TEXT, "stop": [""]},
+        "stop: must have up to 64 strings that are not empty",
+    ),
+    (CompletionRequest, {**TEXT, "stop": ["a", 3]}, "stop[1]: must be a string"),
     (CompletionRequest, {**TEXT, "temperature": 3}, "temperature: must be at most 2.0"),
     (CompletionRequest, {**TEXT, "temperature": float("nan")},
     "temperature: must be a finite " "number"),
@@ -40,13 +44,13 @@ CASES: list[tuple[type[StrictModel], dict[str, Any], str]] = [
      "max_tokens: unknown field; did you mean max_output_tokens?"),
     (CompletionRequest, {**TEXT, "logit_bias": {"5": "x"}}, "logit_bias.5: must be a number"),
     (CompletionRequest, {**TEXT, "structured_outputs": {"json": 5}},
-     "structured_outputs.json: must be an object or a text"),
+     "structured_outputs.json: must be an object or a string"),
     (CompletionRequest, {**TEXT, "user": "a\ud800"},
-    "user: holds half of a surrogate pair, which " "is no character"),
+    "user: has an unpaired surrogate"),
     (CompletionRequest, {**TEXT, "structured_outputs": {"\ud800": 1}},
-     "structured_outputs: holds half of a surrogate pair, which is no character"),
+     "structured_outputs: has an unpaired surrogate"),
     (CompletionRequest, {}, "model: field required"),
-    (ChatRequest, {**TALK, "messages": []}, "messages: must hold at least 1"),
+    (ChatRequest, {**TALK, "messages": []}, "messages: must have at least 1 items"),
     (ChatRequest, {**TALK, "response_format": {"type": "xml"}},
      "response_format.type: must be 'text', 'json_object' or 'json_schema'"),
     (ChatRequest, {**TALK, "tools": [{"type": "function", "function": {"name": "a b"}}]},
@@ -56,19 +60,19 @@ CASES: list[tuple[type[StrictModel], dict[str, Any], str]] = [
     (ChatRequest, {**TALK, "tool_choice": {"type": "function", "name": "f"}},
     "tool_choice.function: field required"),
     (ResponsesRequest, {"model": "m", "input": 5},
-     "input: must be a text, or items: messages, calls and what they returned"),
+     "input: must be a string, or items: messages, calls and their outputs"),
     (ResponsesRequest, {"model": "m", "input": "x", "tools": [{"type": "web_search"}]},
      "tools[0].type: must be 'function'"),
     (ResponsesRequest, {"model": "m", "input": "x",
     "tool_choice": {"type": "allowed_tools", "mode": "auto"}},
      "tool_choice.tools: field required"),
     (EmbeddingRequest, {"model": "m", "input": 5},
-     "input: must be a text, a list of texts, token ids, or lists of them; up to 2048"),
+     "input: must be a string, a list of strings, token ids, or lists of them; up to 2048"),
     (SegmentRequest, {"everything": {"points_per_side": 0}},
     "everything.points_per_side: must be " "at least 1"),
     (SegmentRequest, {"everything": "yes"},
     "everything: must be true or false, or an object of " "settings"),
-    (SegmentRequest, {"points": [[5]]}, "points[0]: must hold at least 2"),
+    (SegmentRequest, {"points": [[5]]}, "points[0]: must have at least 2 items"),
 ]  # fmt: skip
 
 
@@ -80,9 +84,9 @@ def test_one_line_names_the_field_and_what_it_takes(
 ) -> None:
     with pytest.raises(ValidationError) as caught:
         shape.model_validate(body)
-    param, found = summarize_errors(caught.value.errors(), shape)
-    assert found == line
-    assert param == found.split(":")[0].split(".")[0].split("[")[0]
+    param, actual = summarize_errors(caught.value.errors(), shape)
+    assert actual == line
+    assert param == actual.split(":")[0].split(".")[0].split("[")[0]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +95,7 @@ def test_one_line_names_the_field_and_what_it_takes(
         ("chat/completions", b"", "the request's body is empty; send an object", None),
         ("chat/completions", [], "the request's body must be an object", None),
         ("completions", {**TEXT, "\ud800": 1},
-         "the request's body holds half of a surrogate pair, which is no character", None),
+         "the request's body has an unpaired surrogate", None),
         ("completions", {**TEXT, "structured_outputs": {"regex": "a\ud800"}},
          "structured_outputs: the regex holds half of a surrogate pair, which is no character",
          "structured_outputs"),

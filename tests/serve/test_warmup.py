@@ -1,4 +1,4 @@
-"""What is warmed up is warm, and nobody is told of it."""
+"""Warm-up does its work and leaves no trace in logs and metrics."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def test_every_path_is_tried_and_nothing_is_told(
     service = Service(
         running.service.engines, ServiceLimits(api_keys=("secret",)), running.service.metrics
     )
-    mine = make_app(service)
+    service_app = make_app(service)
     monkeypatch.setattr(
         app, "error_response", lambda error: (tried.append(error.message), answer(error))[1]
     )
     monkeypatch.setattr("modelmill.serve.middleware._RequestContext", None)  # what writes the log
-    running.run(warmup.warm_up_routes(mine, tuple(REQUEST_MODELS)))
+    running.run(warmup.warm_up_routes(service_app, tuple(REQUEST_MODELS)))
     assert len(tried) == 2 * len(REQUEST_MODELS)
     service.close()
 
@@ -61,10 +61,10 @@ def test_the_openapi_document_is_made_on_a_thread(
     monkeypatch.setattr(app, "get_openapi", made)
     client = Client(make_app(running.service))
 
-    async def asked() -> tuple[int, int]:
+    async def request_counts() -> tuple[int, int]:
         return (await client.get("/openapi.json")).status, threading.get_ident()
 
-    status, loop = running.run(asked())
+    status, loop = running.run(request_counts())
     assert status == 200
     assert threads
     assert loop not in threads

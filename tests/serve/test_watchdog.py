@@ -1,4 +1,4 @@
-"""Workers that hang: noticed, told, ended with all that they started, and replaced.
+"""Workers that hang: detected, reported, killed with their child processes, and replaced.
 
 A long step does not hang.
 """
@@ -48,22 +48,22 @@ async def hung(dog: Watchdog, turns: ManualClock, count: int) -> bool:
     """Whether the worker is found to hang after so many more turns."""
     watch = asyncio.create_task(dog.wait_until_hung())
     await turns.spend(count)
-    found = watch.done()
+    is_hung = watch.done()
     watch.cancel()
-    return found
+    return is_hung
 
 
 def test_silence_beyond_the_limit_is_a_hang() -> None:
     async def main() -> None:
-        asked: list[None] = []
+        pings: list[None] = []
         turns = ManualClock()
-        dog = Watchdog(LIMIT, lambda: asked.append(None), turns)
+        dog = Watchdog(LIMIT, lambda: pings.append(None), turns)
         dog.on_message()
         assert not await hung(dog, turns, WITHIN)
-        assert len(asked) == 1, "one question at a time"
+        assert len(pings) == 1, "one question at a time"
         dog.on_message()
         assert not await hung(dog, turns, WITHIN)
-        assert len(asked) == 2
+        assert len(pings) == 2
         assert await hung(dog, turns, 1)
 
     asyncio.run(main())
@@ -139,10 +139,10 @@ def test_what_compiles_in_its_first_steps_gives_signs_of_life(
 
 
 def test_answers_are_the_same_with_signs_of_life() -> None:
-    given = tiny.requests(tiny.prompts(8), tiny.params(max_tokens=9))
+    requests = tiny.requests(tiny.prompts(8), tiny.params(max_tokens=9))
     loop, beats = tiny.make_engine(), list[None]()
     loop.on_heartbeat(lambda: beats.append(None))
-    assert tiny.run(loop, given) == tiny.run(tiny.make_engine(), given)
+    assert tiny.run(loop, requests) == tiny.run(tiny.make_engine(), requests)
     assert beats
 
 
@@ -186,18 +186,18 @@ class Watched:
         return ticket.request_states[0].output.outputs[0].text
 
     def counted(self, reason: str) -> float:
-        found = self.metrics.registry.get_sample_value(
+        value = self.metrics.registry.get_sample_value(
             "modelmill:worker_restarts_total", {"model_name": "tiny", "reason": reason}
         )
-        assert found is not None
-        return found
+        assert value is not None
+        return value
 
 
 def test_a_step_that_does_not_end_is_told_and_the_worker_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said = io.StringIO()
-    monkeypatch.setattr("sys.stderr", said)
+    log_stream = io.StringIO()
+    monkeypatch.setattr("sys.stderr", log_stream)
 
     async def main() -> None:
         launcher = ThreadLauncher()
@@ -235,13 +235,17 @@ def test_a_step_that_does_not_end_is_told_and_the_worker_replaced(
 
     with json_logs.log_to_stderr("warning"):
         asyncio.run(main())
-    told = [json.loads(line) for line in said.getvalue().splitlines()]
-    assert [line["event"] for line in told] == ["worker hung", "worker ended"]
-    assert (told[0]["engine"], told[0]["seconds"], told[0]["answers"]) == ("tiny", LIMIT, 1)
+    entries = [json.loads(line) for line in log_stream.getvalue().splitlines()]
+    assert [line["event"] for line in entries] == ["worker hung", "worker ended"]
+    assert (entries[0]["engine"], entries[0]["seconds"], entries[0]["answers"]) == (
+        "tiny",
+        LIMIT,
+        1,
+    )
 
 
 def test_a_long_step_just_under_the_limit_is_left_alone() -> None:
-    """Also again and again: each sign of life begins the count anew."""
+    """Also repeatedly: each sign of life resets the count."""
 
     async def main() -> None:
         launcher = ThreadLauncher()
@@ -279,19 +283,19 @@ def test_an_engine_with_nothing_to_do_is_asked_and_answers() -> None:
                 load_text_processor=ids_only_processor,
             ) as watched,
         ):
-            heard: list[None] = []
+            received: list[None] = []
             hear = watched.engine._handle
 
             def noted(message: Message) -> None:
                 if isinstance(message, Heartbeat):
-                    heard.append(None)
+                    received.append(None)
                 hear(message)
 
             watched.engine._handle = noted  # type: ignore[method-assign]
             for _ in range(3 * WITHIN):
-                before = len(heard)
+                before = len(received)
                 await watched.turns.spend(1)
-                await wait_until(lambda: len(heard) > before)  # noqa: B023
+                await wait_until(lambda: len(received) > before)  # noqa: B023
             assert watched.engine.restarts == 0
 
     asyncio.run(main())
@@ -389,7 +393,7 @@ def test_a_rank_that_is_stopped_while_nothing_runs(stories: Path) -> None:
     not sys.platform.startswith("linux"), reason="needs Linux, which ends a process with its parent"
 )
 def test_a_rank_that_is_stopped_ends_with_a_worker_that_dies_by_itself(stories: Path) -> None:
-    """Nobody is left who knows of it, and it sees nothing itself."""
+    """No process is left that could end it, and it cannot notice the loss itself."""
 
     async def main() -> None:
         order = OpenEngine(str(stories), {}, {**RUN, "tp": 2}, watchdog_seconds=0)
@@ -452,7 +456,7 @@ def test_a_worker_that_is_stopped_while_it_loads_for_the_first_time(stories: Pat
 
 
 def test_a_server_with_a_worker_that_is_stopped(stories: Path) -> None:
-    """By the clock, while nobody asks: 503, a line in the log, and the next request is served by
+    """In real time and without requests: 503, a line in the log, and the next request is served by
     another worker.
     """
     body = {"model": "stories", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 9}
@@ -467,14 +471,14 @@ def test_a_server_with_a_worker_that_is_stopped(stories: Path) -> None:
         assert 'modelmill:worker_restarts_total{model_name="stories",reason="hung"}' in page
         assert not worker.is_running()
         server.process.send_signal(signal.SIGTERM)
-        _, said = server.finish()
-        assert '"event": "worker hung"' in said
+        _, stderr = server.finish()
+        assert '"event": "worker hung"' in stderr
 
 
 @pytest.mark.parametrize("value", ["-1", "nan", "inf", "0.01"])
 def test_a_limit_that_makes_no_sense(value: str, cli: Any) -> None:
-    code, _, said = cli("serve", "a", f"--watchdog-timeout={value}")
+    code, _, stderr = cli("serve", "a", f"--watchdog-timeout={value}")
     assert code == 2
-    assert said.startswith(
+    assert stderr.startswith(
         "modelmill: --watchdog-timeout must be 0 (never) or at least 0.1 seconds, not "
     )

@@ -1,4 +1,4 @@
-"""A worker: what it tells of requests and refuses; and one in a process of its own."""
+"""A worker: what it reports of requests, what it rejects, and its process."""
 
 from __future__ import annotations
 
@@ -67,18 +67,18 @@ class Kept:
         self.send = self.sent.append
 
 
-def worked(loop: EngineCore, *said: Message | Arrival) -> list[Message]:
-    """What a worker tells that is told all of this at once, until nothing is left to do."""
+def worked(loop: EngineCore, *incoming: Message | Arrival) -> list[Message]:
+    """Run a worker with these messages until nothing is left to do; return what it sends."""
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    for each in said:
+    for each in incoming:
         messages.put(each)
     step, wire = loop.step, Kept()
 
     def last() -> list[TokenOutput]:
-        told = step()
+        tokens = step()
         if not loop.has_work:
             messages.put(None)
-        return told
+        return tokens
 
     loop.step = last  # type: ignore[method-assign]
     EngineWorker(
@@ -114,34 +114,34 @@ def test_a_request_waits_until_its_first_step_begins(
     clock = Clock(monkeypatch)
     loop = slow(tiny.make_engine(overlap=overlap), clock, 5.0)
     pooling = POOL_MEAN if tokens == 0 else None
-    told = worked(loop, Arrival(request("a", tokens, pooling=pooling), clock.now - 2.0))
-    assert told[0] == RequestStarted("a", 2.0), "before anything that was computed"
-    assert [each for each in told if isinstance(each, RequestStarted)] == told[:1]
-    last = told[-1]
+    replies = worked(loop, Arrival(request("a", tokens, pooling=pooling), clock.now - 2.0))
+    assert replies[0] == RequestStarted("a", 2.0), "before anything that was computed"
+    assert [each for each in replies if isinstance(each, RequestStarted)] == replies[:1]
+    last = replies[-1]
     assert isinstance(last, StepTokens)
     assert last.tokens[-1].finish_reason is FinishReason.LENGTH
 
 
 def test_who_has_to_wait_for_others_waits_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who leaves meanwhile never began, and those behind him are told all the same."""
+    """An aborted request never starts, and later ones are still reported."""
     clock = Clock(monkeypatch)
     loop = slow(tiny.make_engine(max_num_seqs=1, overlap=False), clock, 5.0)
     came = [Arrival(request(id, 2), clock.now) for id in "abcd"]
-    told = worked(loop, *came, AbortRequest("c"))
-    assert [each for each in told if isinstance(each, RequestStarted)] == [
+    replies = worked(loop, *came, AbortRequest("c"))
+    assert [each for each in replies if isinstance(each, RequestStarted)] == [
         RequestStarted("a", 0.0),
         RequestStarted("b", 10.0),
         RequestStarted("d", 20.0),
     ]
 
 
-def inbox(*said: Message) -> tuple[socket.socket, Inbox]:
+def inbox(*messages: Message) -> tuple[socket.socket, Inbox]:
     """A server's end of the socket, on which this was said, and the worker's inbox."""
-    ours, theirs = socket.socketpair()
-    box = Inbox(MessageChannel(theirs), on_server_gone=lambda: None)
-    for each in said:
-        ours.sendall(encode(each))
-    return ours, box
+    api_sock, worker_sock = socket.socketpair()
+    box = Inbox(MessageChannel(worker_sock), on_server_gone=lambda: None)
+    for each in messages:
+        api_sock.sendall(encode(each))
+    return api_sock, box
 
 
 def test_waiting_begins_where_a_request_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,9 +255,9 @@ def test_text_is_the_classes_and_a_killed_worker_is_replaced(
         assert engine.state is EngineState.READY, engine.error
         first, pages = engine.pid, engine.engine_info.num_pages  # type: ignore[union-attr]
         # however far the worker comes before it is killed, its answer is not heard to the end
-        push, heard = engine._on_token, itertools.count()
+        push, num_tokens = engine._on_token, itertools.count()
         monkeypatch.setattr(
-            engine, "_on_token", lambda token: push(token) if next(heard) < 3 else None
+            engine, "_on_token", lambda token: push(token) if next(num_tokens) < 3 else None
         )
         ticket = engine.submit([engine.text_processor.request("Once upon a time", LONG)])
         await ticket.fetch()

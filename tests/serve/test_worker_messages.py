@@ -90,12 +90,12 @@ def test_frames_come_out_whole_however_they_were_cut(
 ) -> None:
     stream = b"".join(encode(message) for message in messages)
     edges = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
-    held, found = bytearray(), []
+    buffer, received = bytearray(), []
     for begin, end in pairwise(edges):
-        held += stream[begin:end]
-        found += decode_frames(held)
-    assert found == messages
-    assert not held
+        buffer += stream[begin:end]
+        received += decode_frames(buffer)
+    assert received == messages
+    assert not buffer
 
 
 def test_stop_strings_stay_with_the_text_side() -> None:

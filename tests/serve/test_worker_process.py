@@ -12,15 +12,13 @@ from modelmill.serve.worker_process import WorkerSubprocess
 
 
 def test_ending_one_that_has_ended_leaves_its_exit_code_to_who_waits() -> None:
-    """Whoever asks a dead child for its state takes its exit code away: asyncio would warn, and
-    tell 255.
-    """
+    """Polling a dead child takes its exit code away: asyncio would warn and return 255."""
     child = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, nobody was told
-    told: Any = SimpleNamespace(pid=child.pid, returncode=None, kill=child.kill)
-    WorkerSubprocess(told).kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and is not reaped
+    process: Any = SimpleNamespace(pid=child.pid, returncode=None, kill=child.kill)
+    WorkerSubprocess(process).kill()
     _, status = os.waitpid(child.pid, 0)
     assert os.waitstatus_to_exitcode(status) == 7
     child.returncode = 7
-    told.returncode = 7
-    WorkerSubprocess(told).kill()  # the number may be another's now
+    process.returncode = 7
+    WorkerSubprocess(process).kill()  # the number may be another's now

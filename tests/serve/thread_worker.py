@@ -44,11 +44,11 @@ class ThreadWorker:
         wire.send(ready_message(self.engine_core, "tiny"))
         step = self.engine_core.step
 
-        def held() -> Any:
+        def blocked_step() -> Any:
             self.allow_steps.wait()
             return step()
 
-        self.engine_core.step = held  # type: ignore[method-assign]
+        self.engine_core.step = blocked_step  # type: ignore[method-assign]
         EngineWorker(self.engine_core, wire, Inbox(wire, on_server_gone=self.allow_steps.set)).run()
         self._theirs.close()
 
@@ -109,6 +109,6 @@ async def served_engine(launcher: ThreadLauncher | None = None, max_waiting: int
 
 
 def make_request(engine: EngineClient, prompt: tuple[int, ...], **params: Any) -> RequestState:
-    """A request, greedy unless told otherwise."""
+    """A request, greedy by default."""
     how = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, **params})
     return engine.text_processor.request(prompt, how)

@@ -1,4 +1,4 @@
-"""A watchdog's time, which passes when a test says so, and a worker process with a fault in it."""
+"""A watchdog's time, which a test advances, and a worker process with a fault in it."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ async def launch_hanging_worker() -> tuple[socket.socket, WorkerProcess]:
     """A worker process whose step never ends once a request with the salt "hang" has some
     tokens.
     """
-    ours, theirs = socket.socketpair()
-    with theirs:
+    api_sock, worker_sock = socket.socketpair()
+    with worker_sock:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", HANGING_WORKER, str(theirs.fileno())),
-            pass_fds=(theirs.fileno(),),
+            *(sys.executable, "-c", HANGING_WORKER, str(worker_sock.fileno())),
+            pass_fds=(worker_sock.fileno(),),
             stdin=asyncio.subprocess.DEVNULL,
         )
-    return ours, WorkerSubprocess(process)
+    return api_sock, WorkerSubprocess(process)
 
 
 async def wait_until(condition: Any) -> None:

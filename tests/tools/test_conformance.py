@@ -111,9 +111,9 @@ def test_nothing_checked_is_not_green() -> None:
 
 
 def test_the_real_suites_have_what_is_asked_of_them() -> None:
-    found = conformance.find_suites()
-    assert {"openai_client", "llm_comply", "compat_canary", "openapi_schema"} <= found.keys()
-    for module in found.values():
+    suites = conformance.find_suites()
+    assert {"openai_client", "llm_comply", "compat_canary", "openapi_schema"} <= suites.keys()
+    for module in suites.values():
         assert module.TITLE
         assert module.PACKAGE
         assert module.__doc__
@@ -154,35 +154,35 @@ def test_cases_of_a_schemathesis_report() -> None:
         event([good, bad], 500),
         event([good], None),
     ]
-    found = openapi_schema.read(lines)
-    assert found.passed == 1
-    assert [case.name for case in found.failed] == [
+    result = openapi_schema.read(lines)
+    assert result.passed == 1
+    assert [case.name for case in result.failed] == [
         "GET /x: fits",
         "GET /x: an answer",
         "enough cases",
     ]
-    assert "does not" in found.failed[0].reason
-    assert found.facts["statuses"] == "200: 1, 500: 1, None: 1"
+    assert "does not" in result.failed[0].reason
+    assert result.facts["statuses"] == "200: 1, 500: 1, None: 1"
 
 
 @pytest.mark.parametrize(
     ("response", "told"), [({"error": {"code": "not_found"}}, 1), ({"error": None}, 0), ("", 0)]
 )
 def test_a_pass_on_a_path_that_is_not_served_is_told(response: Any, told: int) -> None:
-    found = SuiteResult(0)
+    result = SuiteResult(0)
     each = SimpleNamespace(
         status=SimpleNamespace(value="passed"), response=response, warnings=[], errors=[]
     )
-    llm_comply._collect(found, "open-responses: compact-response", each)
-    assert found.passed == 1
-    assert len(found.notes) == told
+    llm_comply._collect(result, "open-responses: compact-response", each)
+    assert result.passed == 1
+    assert len(result.notes) == told
 
 
 def test_every_way_of_asking_begins_with_no_prefix_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, bool]] = []
+    requests: list[tuple[str, bool]] = []
 
-    def said(_: str, body: dict[str, Any]) -> str:
-        asked.append((body["cache_salt"], body["stream"]))
+    def answer(_: str, body: dict[str, Any]) -> str:
+        requests.append((body["cache_salt"], body["stream"]))
         return (
             "other"
             if body["cache_salt"] == "HTTP, streamed" and body["messages"] == "b"
@@ -193,23 +193,23 @@ def test_every_way_of_asking_begins_with_no_prefix_known(monkeypatch: pytest.Mon
     llm = SimpleNamespace(
         chat=lambda talk, *_, **__: [text] * (len(talk) if isinstance(talk, list) else 1)
     )
-    monkeypatch.setattr(text_equality, "_answer_text", said)
+    monkeypatch.setattr(text_equality, "_answer_text", answer)
     monkeypatch.setattr(
         "modelmill.llm.LLM", lambda *_, **__: SimpleNamespace(chat=llm.chat, close=lambda: None)
     )
-    found = text_equality.measure(
+    equal = text_equality.measure(
         "http://x/v1", "m", Path("e"), [{"messages": "a"}, {"messages": "b"}]
     )
-    assert found == {**dict.fromkeys(text_equality.REQUEST_MODES, 2), "HTTP, streamed": 1}
-    assert dict(asked) == {way: "streamed" in way for way in text_equality.REQUEST_MODES[:4]}
+    assert equal == {**dict.fromkeys(text_equality.REQUEST_MODES, 2), "HTTP, streamed": 1}
+    assert dict(requests) == {way: "streamed" in way for way in text_equality.REQUEST_MODES[:4]}
 
 
 def test_a_canary_that_warns_has_not_passed() -> None:
     results = [
         {"id": str(i), "status": s, "summary": "x"} for i, s in enumerate(("pass", "warn", "fail"))
     ]
-    found = compat_canary.read({"results": results, "score": 50})
-    assert (found.passed, [case.name for case in found.failed]) == (1, ["1", "2"])
+    result = compat_canary.read({"results": results, "score": 50})
+    assert (result.passed, [case.name for case in result.failed]) == (1, ["1", "2"])
 
 
 def test_steering_keeps_what_is_wrong_wrong() -> None:

@@ -34,9 +34,9 @@ def test_every_file_of_the_package_is_in_the_wheel() -> None:
         for glob in globs
         for path in (ROOT / package.replace(".", "/")).glob(glob)
     }
-    found = {path for path in files(ROOT / "modelmill") if path.suffix != ".py"}
-    assert found, "there are such files"
-    assert found - carried == set()
+    data_files = {path for path in files(ROOT / "modelmill") if path.suffix != ".py"}
+    assert data_files, "there are such files"
+    assert data_files - carried == set()
     assert all(
         any(ROOT.joinpath(p.replace(".", "/")).glob(g))
         for p, globs in patterns.items()

@@ -233,8 +233,8 @@ def test_runs_with_other_options_are_other_figures() -> None:
     ],
 )
 def test_each_kind_of_work_finds_its_rows(work: str, row: dict[str, Any]) -> None:
-    found = {name for name in TARGETS if make_target_line(name, [row]).ours is not None}
-    assert found == {work}
+    names = {name for name in TARGETS if make_target_line(name, [row]).ours is not None}
+    assert names == {work}
 
 
 def test_a_speed_line_shows_target_spread_peer_and_ratio() -> None:
@@ -318,13 +318,13 @@ def test_states_are_compared_within_a_run_and_a_work() -> None:
         {**step, "state": "alone", "run": "two", "value": 3.5}, {**step, "value": 9.0},
     ]  # fmt: skip
     assert list(rows_by_state(rows)) == [("one", "decode, batch 1, context 128")]
-    found = plots.code_states(rows)
-    assert [label for label, _ in found] == [
+    groups = plots.code_states(rows)
+    assert [label for label, _ in groups] == [
         "decode, batch 1, context 128",
         "before: 4 ms",
         "after: 3 ms",
     ]
-    assert found[2][1] == {"over the first": 0.75}
+    assert groups[2][1] == {"over the first": 0.75}
 
 
 def test_a_cpu_line_pairs_the_newest_before_and_now() -> None:
@@ -349,10 +349,10 @@ def test_an_unknown_mark_is_an_error() -> None:
 
 
 def test_the_story_keeps_its_text() -> None:
-    told = page.render(
+    rendered = page.render(
         "# A\n\nBraces {{ inside }} a line stay.\n\n{{ plot speed }}\n", {"h200": [], "cpu": []}
     )
-    assert told == (
+    assert rendered == (
         f"{page.NOTE}\n\n# A\n\nBraces {{{{ inside }}}} a line stay.\n\n"
         "![Time over what must be reached](img/performance-speed.svg)\n"
     )
@@ -411,7 +411,7 @@ def test_every_row_says_how_where_with_what_and_when_it_was_measured(device: str
 
 def test_pictures_show_the_newest_run_of_each_work() -> None:
     def row(work: str, subject: str, value: float, date: str, count: int = 1) -> dict[str, Any]:
-        told = {
+        facts = {
             "bench": "minigpt4",
             "work": work,
             "pictures": count,
@@ -423,7 +423,7 @@ def test_pictures_show_the_newest_run_of_each_work() -> None:
         spread = {"min": value - 1, "max": value + 1, "runs": 3}
         versions = {"transformers": "5", "torch": "2"}
         return {
-            **told,
+            **facts,
             **more,
             "spread": spread,
             "command": f"python {date}",

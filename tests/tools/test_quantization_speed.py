@@ -33,9 +33,9 @@ def test_the_newest_plain_row_of_a_line_counts() -> None:
         row(value=9.0, date="2027-01-01", context=4096),
         row(value=9.0, date="2027-01-01", kv="int8"),
     ]  # fmt: skip
-    found = speed.newest([*others, row()], LINE)
-    assert found is not None
-    assert found["value"] == 1.5
+    newest = speed.newest([*others, row()], LINE)
+    assert newest is not None
+    assert newest["value"] == 1.5
     assert speed.newest(others[1:], LINE) is None
 
 

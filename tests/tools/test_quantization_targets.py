@@ -12,11 +12,11 @@ def row(options: str, excess: float, **more: Any) -> dict[str, Any]:
 
 
 def line_of(what: str, *rows: dict[str, Any]) -> str:
-    (found,) = [line for line in marks.targets_table(rows) if line.startswith(f"| {what}")]
+    (line_text,) = [line for line in marks.targets_table(rows) if line.startswith(f"| {what}")]
     return (
-        found.rpartition(" | ")[0].partition(" | ")[2]
+        line_text.rpartition(" | ")[0].partition(" | ")[2]
         + " | "
-        + found.rpartition(" | ")[2].rstrip(" |")
+        + line_text.rpartition(" | ")[2].rstrip(" |")
     )
 
 
@@ -41,15 +41,15 @@ def test_w4a8_is_compared_with_its_own_weights() -> None:
 
 
 def test_the_best_of_int4_and_each_method_against_nearest() -> None:
-    found = [
+    rows = [
         row("", excess, recipe="int4", group=64, method=method)
         for method, excess in (("nearest", 0.42), ("gptq", 0.064), ("awq", 0.5))
     ]
-    assert line_of("int4, groups of 64, the best (gptq)", *found) == "≤ +25 % | +6.40 % | reached"
+    assert line_of("int4, groups of 64, the best (gptq)", *rows) == "≤ +25 % | +6.40 % | reached"
     assert (
-        line_of("int4, groups of 64, gptq", *found)
+        line_of("int4, groups of 64, gptq", *rows)
         == "better than nearest's +42.00 % | +6.40 % | reached"
     )
-    assert line_of("int4, groups of 64, awq", *found).endswith("+50.00 % | missed")
-    same = [{**each, "excess": 0.1} for each in found]
+    assert line_of("int4, groups of 64, awq", *rows).endswith("+50.00 % | missed")
+    same = [{**each, "excess": 0.1} for each in rows]
     assert line_of("int4, groups of 64, awq", *same).endswith("missed"), "as good is not better"

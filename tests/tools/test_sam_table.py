@@ -36,7 +36,7 @@ def test_ratios_are_of_one_run() -> None:
 
 
 def test_what_was_not_measured_has_no_line() -> None:
-    found = sam_table([_row("bfloat16", 3.5, "2026-11-21", "click", None)])
-    assert sum(line.startswith("| ") for line in found) == 2
-    assert "**3.50 (3.40 … 3.60)** missed" in found[2]
-    assert found[-1].startswith("* `python benchmarks/sam.py 2026-11-21`, NVIDIA H200, torch 2.11")
+    lines = sam_table([_row("bfloat16", 3.5, "2026-11-21", "click", None)])
+    assert sum(line.startswith("| ") for line in lines) == 2
+    assert "**3.50 (3.40 … 3.60)** missed" in lines[2]
+    assert lines[-1].startswith("* `python benchmarks/sam.py 2026-11-21`, NVIDIA H200, torch 2.11")

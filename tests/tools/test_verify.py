@@ -102,9 +102,9 @@ def test_an_unknown_item_is_named(
 
 
 def test_the_real_items_are_all_there() -> None:
-    found = verify.find_items()
-    assert set(found) == {"1", "2", "3", "4", "5", "6", "8", "9"}
-    assert all(isinstance(item.TITLE, str) and callable(item.run) for item in found.values())
+    found_items = verify.find_items()
+    assert set(found_items) == {"1", "2", "3", "4", "5", "6", "8", "9"}
+    assert all(isinstance(item.TITLE, str) and callable(item.run) for item in found_items.values())
 
 
 def test_nothing_judged_is_not_good() -> None:

@@ -142,19 +142,19 @@ def test_each_cell_has_a_log_and_every_failure_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A log's name was "3.log" for each cell, and the name of a case ended at its first space."""
-    said = (
+    output = (
         "FAILED tests/a.py::test_b[two words-1] - assert 1 == 2\nERROR tests/a.py::test_c[x - y]\n"
     )
-    said += "1 failed, 7 passed, 1 error in 2 s"
+    output += "1 failed, 7 passed, 1 error in 2 s"
 
     def pytest_says(command: Any, stdout: Any, **rest: Any) -> Any:
-        stdout.write(said)
+        stdout.write(output)
         return SimpleNamespace(returncode=1)
 
     monkeypatch.setattr(matrix.subprocess, "run", pytest_says)
     for cell in ("3.11-oldest", "3.11-newest"):
         result = matrix.run_tests(Path("python"), tmp_path / cell, "abc")
-        assert (tmp_path / f"{cell}.log").read_text() == said
+        assert (tmp_path / f"{cell}.log").read_text() == output
     assert result.failures == ["tests/a.py::test_b[two words-1]", "tests/a.py::test_c[x - y]"]
     assert (result.outcome, result.passed, result.failed) == ("failed", 7, 2)
 

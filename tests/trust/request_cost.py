@@ -1,6 +1,4 @@
-"""How long a request keeps a server's event loop from everybody else, and how much memory it takes
-meanwhile.
-"""
+"""How long a request blocks a server's event loop for others, and how much memory it takes."""
 
 from __future__ import annotations
 
@@ -41,46 +39,46 @@ class RequestCost:
 def measure_request(
     running: ServiceThread, path: str, data: bytes, growth: int | None = MAX_MEMORY_FACTOR
 ) -> RequestCost:
-    """Send a request while /health is asked again and again.
+    """Send a request while /health is polled.
 
     growth: None: memory does not count.
     """
-    held = float("inf")
+    longest_hold = float("inf")
     for _ in range(MAX_TRIES):
         with _memory_growth() as grown:
             response, now = running.run(_post_and_measure(running, path, data))
-        held = min(held, now)
-        if held <= MAX_BLOCKED_SECONDS and (
+        longest_hold = min(longest_hold, now)
+        if longest_hold <= MAX_BLOCKED_SECONDS and (
             growth is None or grown[0] <= growth * len(data) + MEMORY_SLACK_BYTES
         ):
             break
-    return RequestCost(response, held, grown[0])
+    return RequestCost(response, longest_hold, grown[0])
 
 
 async def _post_and_measure(
     running: ServiceThread, path: str, data: bytes
 ) -> tuple[Response, float]:
-    asked = asyncio.create_task(running.client.post(path, data))
-    held = 0.0
+    task = asyncio.create_task(running.client.post(path, data))
+    longest_hold = 0.0
     await running.client.get("/health")
-    while not asked.done():
+    while not task.done():
         began = time.process_time()
         await asyncio.sleep(0.001)
         assert (await running.client.get("/health")).status == 200
-        held = max(held, time.process_time() - began)
-    return await asked, held
+        longest_hold = max(longest_hold, time.process_time() - began)
+    return await task, longest_hold
 
 
 @contextmanager
 def _memory_growth() -> Iterator[list[int]]:
     """Bytes by which this process's resident memory grew at most meanwhile."""
     if not sys.platform.startswith("linux"):
-        pytest.skip("needs Linux: /proc tells the peak of resident memory")
+        pytest.skip("needs Linux: /proc has the peak of resident memory")
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
-    before, told = _peak_resident_bytes(), [0]
-    yield told
-    told[0] = _peak_resident_bytes() - before
+    before, response_bytes = _peak_resident_bytes(), [0]
+    yield response_bytes
+    response_bytes[0] = _peak_resident_bytes() - before
 
 
 def _peak_resident_bytes() -> int:

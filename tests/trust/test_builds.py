@@ -212,9 +212,9 @@ def test_a_disk_that_refuses(
     out = tmp_path / "e"
     with monkeypatch.context() as patch:
         patch.setattr(store.os, call, refuse)
-        with pytest.raises(ArtifactError) as told:
+        with pytest.raises(ArtifactError) as raised:
             make(checkpoint, out)
-    check_one_line(told.value)
+    check_one_line(raised.value)
     assert not out.exists()
     make(checkpoint, out)
     assert contents(out) == expected
@@ -228,13 +228,13 @@ def test_a_folder_that_cannot_be_written(checkpoint: Path, tmp_path: Path) -> No
         Path("/proc/modelmill/e"),
         tmp_path / ("e" * 300),
     ):
-        with pytest.raises((ArtifactError, UsageError)) as told:
+        with pytest.raises((ArtifactError, UsageError)) as raised:
             make(checkpoint, out)
-        check_one_line(told.value)
+        check_one_line(raised.value)
 
 
 def test_two_builders_at_once(checkpoint: Path, expected: dict[str, str], tmp_path: Path) -> None:
-    """One builds, the other is told; whoever comes after finds a free folder."""
+    """One builds, the other gets an error; a later one finds a free folder."""
     out, inside, leave = tmp_path / "e", threading.Event(), threading.Event()
 
     def slow(staged: Path, plan: Any) -> dict[str, Any]:
@@ -246,9 +246,9 @@ def test_two_builders_at_once(checkpoint: Path, expected: dict[str, str], tmp_pa
     first.start()
     assert inside.wait(60)
     for _ in range(3):
-        with pytest.raises(ArtifactError, match="another build") as told:
+        with pytest.raises(ArtifactError, match="another build") as raised:
             make(checkpoint, out)
-        check_one_line(told.value)
+        check_one_line(raised.value)
     leave.set()
     first.join(60)
     assert contents(out) == expected

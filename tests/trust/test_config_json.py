@@ -85,13 +85,16 @@ def test_any_value_of_any_key(folder: Path, family: str, key: str) -> None:
         one_line_or_a_plan(folder, {**LLAMA_CONFIG, "model_type": family, key: value})
 
 
-@pytest.mark.parametrize("kind", SCALINGS)
-def test_any_value_in_a_rope_scaling(folder: Path, kind: str) -> None:
-    for key in SCALINGS[kind]:
+@pytest.mark.parametrize("rope_type", SCALINGS)
+def test_any_value_in_a_rope_scaling(folder: Path, rope_type: str) -> None:
+    for key in SCALINGS[rope_type]:
         for value in HOSTILE:
             one_line_or_a_plan(
                 folder,
-                {**LLAMA_CONFIG, "rope_scaling": {"rope_type": kind, **SCALINGS[kind], key: value}},
+                {
+                    **LLAMA_CONFIG,
+                    "rope_scaling": {"rope_type": rope_type, **SCALINGS[rope_type], key: value},
+                },
             )
 
 

@@ -70,9 +70,9 @@ def test_an_archive_that_lies_about_its_tensors(
     crash.
     """
     lie = rewritten(pth, change)
-    with pytest.raises(CorruptCheckpoint, match=r"changed\.pth") as told:
+    with pytest.raises(CorruptCheckpoint, match=r"changed\.pth") as raised:
         PthFiles([lie])
-    check_one_line(told.value)
+    check_one_line(raised.value)
     assert PthFiles([rewritten(pth, lambda name, data: data)]).get("w").sum() == 16
 
 
@@ -111,9 +111,9 @@ def test_a_pickle_bomb_never_goes_off(tmp_path: Path, how: str) -> None:
         path.write_bytes(pickle.dumps(content))
     else:
         torch.save(content, path, _use_new_zipfile_serialization=how != "legacy")
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin") as told:
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin") as raised:
         open_checkpoint(path.parent)
-    check_one_line(told.value)
+    check_one_line(raised.value)
     assert not Path(__file__).with_name("exploded").exists()
 
 
@@ -146,9 +146,9 @@ def safetensors(path: Path, header: object, body: bytes = b"") -> Path:
 )
 def test_a_header_that_lies(tmp_path: Path, header: object) -> None:
     path = safetensors(tmp_path / "m.safetensors", header, b"\0\0\0\0")
-    with time_limit(), pytest.raises(CheckpointError, match=r"m\.safetensors") as told:
+    with time_limit(), pytest.raises(CheckpointError, match=r"m\.safetensors") as raised:
         read_header(path)
-    check_one_line(told.value)
+    check_one_line(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -159,9 +159,9 @@ def test_an_index_that_points_elsewhere(tmp_path: Path, shard: object) -> None:
     (folder / "model.safetensors").rename(tmp_path / "other.safetensors")
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         (folder / index).write_text(json.dumps({"weight_map": {"lm_head.weight": shard}}))
-        with pytest.raises(CheckpointError, match=index.replace(".", r"\.")) as told:
+        with pytest.raises(CheckpointError, match=index.replace(".", r"\.")) as raised:
             open_checkpoint(folder)
-        check_one_line(told.value)
+        check_one_line(raised.value)
         (folder / index).unlink()
 
 

@@ -72,9 +72,9 @@ def forged(engine: Path, **changes: Any) -> None:
 
 
 def refused(engine: Path) -> str:
-    with pytest.raises(ModelmillError) as told:
+    with pytest.raises(ModelmillError) as raised:
         EngineCore.open(engine, SMALL)
-    return check_one_line(told.value)
+    return check_one_line(raised.value)
 
 
 def test_the_good_one_opens(engine: Path) -> None:
@@ -128,9 +128,9 @@ def test_a_manifest_that_points_outside(engine: Path, name: str) -> None:
     entry = {"sha256": hashlib.sha256(b"secret").hexdigest(), "bytes": 6}
     good = Manifest.from_json((engine / MANIFEST_FILE).read_text(), "e")
     forged(engine, files={**good.files, name: entry})
-    with pytest.raises(CorruptArtifact, match="outside the engine") as told:
+    with pytest.raises(CorruptArtifact, match="outside the engine") as raised:
         open_artifact(engine)
-    check_one_line(told.value)
+    check_one_line(raised.value)
 
 
 def test_missing_extra_and_empty_weight_files(engine: Path) -> None:
@@ -223,17 +223,17 @@ def test_any_flipped_bit_anywhere_is_found(engine: Path) -> None:
 )
 def test_a_manifest_that_is_none(engine: Path, text: bytes) -> None:
     (engine / MANIFEST_FILE).write_bytes(text)
-    with pytest.raises(ArtifactError) as told:
+    with pytest.raises(ArtifactError) as raised:
         open_artifact(engine)
-    check_one_line(told.value)
+    check_one_line(raised.value)
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 10**5])
 def test_a_damaged_report_is_one_line(engine: Path, text: bytes) -> None:
     (engine / "acceptance.json").write_bytes(text)
-    with pytest.raises(CorruptArtifact, match=r"acceptance\.json") as told:
+    with pytest.raises(CorruptArtifact, match=r"acceptance\.json") as raised:
         open_artifact(engine).acceptance()
-    check_one_line(told.value)
+    check_one_line(raised.value)
 
 
 def test_writing_to_a_loaded_weight_never_reaches_the_file(engine: Path) -> None:

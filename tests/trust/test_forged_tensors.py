@@ -50,21 +50,21 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     state = llama_state()
     del state["lm_head.weight"]
     hf = write_folder(folder / "hf", state, {**LLAMA_CONFIG, "tie_word_embeddings": True})
-    found = {}
+    engines = {}
     for name, options in RECIPES.items():
         config = BuildConfig(target="cpu", **{"dtype": "float32", **options})
         build_engine.build(make_plan(open_checkpoint(hf), config), folder / name, None)
-        found[name] = folder / name
-    return found
+        engines[name] = folder / name
+    return engines
 
 
 def headers(engine: Path) -> dict[str, Header]:
     """File → its header."""
-    found = {}
+    headers = {}
     for path in sorted((engine / "weights").glob("*.safetensors")):
         data = path.read_bytes()
-        found[path.name] = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return found
+        headers[path.name] = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return headers
 
 
 def forged(good: Path, out: Path, file: str, header: Header, **changes: Any) -> Path:
@@ -145,14 +145,14 @@ def test_what_was_found_once_is_one_line_that_says_rebuild(
 
 
 @st.composite
-def forgeries(draw: st.DrawFn, found: dict[str, Header]) -> tuple[str, Header]:
-    """A file and its header with one or two tensors told otherwise, in bytes that are there."""
-    file = draw(st.sampled_from(sorted(found)))
-    header = dict(found[file])
+def forgeries(draw: st.DrawFn, headers: dict[str, Header]) -> tuple[str, Header]:
+    """A file and its header with one or two tensors described differently, within the file."""
+    file = draw(st.sampled_from(sorted(headers)))
+    header = dict(headers[file])
     names = sorted(name for name in header if not name.startswith("__"))
     for _ in range(draw(st.integers(1, 2))):
         name = draw(st.sampled_from(names))
-        entry = dict(header.get(name) or found[file][name])
+        entry = dict(header.get(name) or headers[file][name])
         nbytes = math.prod(entry["shape"]) * SIZES[entry["dtype"]]
         match draw(st.sampled_from(["shape", "dtype", "place", "name", "lost"])):
             case "shape":

@@ -30,13 +30,13 @@ def running(stories: Path, sam: Path) -> Iterator[SegmentService]:  # noqa: F811
 
 def hunt(running: ServiceThread, seed: int, count: int) -> None:
     rng = random.Random(seed)
-    asked = [random_request(rng, segment_model="sam") for _ in range(count)]
+    requests = [random_request(rng, segment_model="sam") for _ in range(count)]
 
     async def some(part: list[tuple[str, bytes]]) -> list[Response]:
         return await asyncio.gather(*(running.client.post(path, data) for path, data in part))
 
     for begin in range(0, count, 20):
-        part = asked[begin : begin + 20]
+        part = requests[begin : begin + 20]
         for (_, data), response in zip(part, running.run(some(part))):
             why = response_problem(response.status, response.body)
             assert why is None, (why, data[:2000], response.body[:500])

@@ -67,7 +67,7 @@ def nested(depth: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"),
+    ("grammar_type", "text"),
     [
         ("json", nested(10**4)), ("json", '{"anyOf":[' * 10**4 + "{}" + "]}" * 10**4),
         ("json", "[" * 10**5),
@@ -80,11 +80,11 @@ def nested(depth: int) -> str:
     ],
     ids=range(11),
 )  # fmt: skip
-def test_grammars_without_end(kind: str, text: str) -> None:
+def test_grammars_without_end(grammar_type: str, text: str) -> None:
     """One line within seconds, or a grammar; never a crash of the process."""
     with time_limit():
         try:
-            check_grammar(Grammar(kind, text))
+            check_grammar(Grammar(grammar_type, text))
         except RequestError as error:
             check_one_line(error)
 
@@ -98,9 +98,9 @@ def test_a_schema_that_points_elsewhere_is_refused(address: str) -> None:
         {"$ref": address},
         {"type": "object", "properties": {"a": {"items": {"$ref": address}}}},
     ):
-        with pytest.raises(RequestError) as told:
+        with pytest.raises(RequestError) as raised:
             check_grammar(Grammar("json", json.dumps(text)))
-        check_one_line(told.value)
+        check_one_line(raised.value)
 
 
 def test_a_schema_that_is_too_deep_for_its_body(running: ServiceThread) -> None:

@@ -49,10 +49,10 @@ def _alive_afterwards(seeing: SegmentService) -> Iterator[None]:
     yield
     assert seeing.segment_engine.pid == pid
     assert len(seeing.segment_engine.segment_client) == 0
-    assert len(told(seeing, image=GOOD, points=[[5, 5]])["masks"]) == 3
+    assert len(segment(seeing, image=GOOD, points=[[5, 5]])["masks"]) == 3
 
 
-def told(seeing: SegmentService, **body: Any) -> dict[str, Any]:
+def segment(seeing: SegmentService, **body: Any) -> dict[str, Any]:
     response = seeing.post("/v1/segment", body)
     assert response.status == 200, response.body[:500]
     return response.json
@@ -70,9 +70,12 @@ def refused(seeing: SegmentService, body: Any, status: int = 400) -> dict[str, A
 def claiming(width: int, height: int) -> bytes:
     """A PNG of few bytes that claims so many pixels."""
 
-    def chunk(kind: bytes, data: bytes) -> bytes:
+    def chunk(chunk_type: bytes, data: bytes) -> bytes:
         return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+            struct.pack(">I", len(data))
+            + chunk_type
+            + data
+            + struct.pack(">I", zlib.crc32(chunk_type + data))
         )
 
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
@@ -140,21 +143,21 @@ WRONG = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_odd_pictures_are_seen_as_they_are(seeing: SegmentService, name: str) -> None:
     data, (width, height) = RIGHT[name]
-    found = told(seeing, image=data_url(data), points=[[0, 0]], format="png")
-    assert (found["image"]["width"], found["image"]["height"]) == (width, height)
-    png = PIL.Image.open(io.BytesIO(base64.b64decode(found["masks"][0]["png"].split(",")[1])))
+    reply = segment(seeing, image=data_url(data), points=[[0, 0]], format="png")
+    assert (reply["image"]["width"], reply["image"]["height"]) == (width, height)
+    png = PIL.Image.open(io.BytesIO(base64.b64decode(reply["masks"][0]["png"].split(",")[1])))
     assert png.size == (width, height)
     # everything of it, too
     assert isinstance(
-        told(seeing, image=data_url(data), everything={"points_per_side": 2})["masks"], list
+        segment(seeing, image=data_url(data), everything={"points_per_side": 2})["masks"], list
     )
 
 
 def test_a_turned_picture_is_the_upright_one(seeing: SegmentService) -> None:
     upright = PIL.Image.open(io.BytesIO(rotated())).transpose(PIL.Image.Transpose.ROTATE_270)
     assert (
-        told(seeing, image=data_url(rotated()))["image"]["id"]
-        == told(seeing, image=data_url(encode_image(upright)))["image"]["id"]
+        segment(seeing, image=data_url(rotated()))["image"]["id"]
+        == segment(seeing, image=data_url(encode_image(upright)))["image"]["id"]
     )
 
 
@@ -208,13 +211,13 @@ HOSTILE: list[dict[str, Any]] = [
     "place", range(len(HOSTILE)), ids=lambda place: f"{next(iter(HOSTILE[place]))}-{place}"
 )
 def test_hostile_fields(seeing: SegmentService, place: int) -> None:
-    given = HOSTILE[place]
-    status = 404 if given == {"image_id": "0" * 64} else 400
-    if given in ({"points": []},):
+    field_values = HOSTILE[place]
+    status = 404 if field_values == {"image_id": "0" * 64} else 400
+    if field_values in ({"points": []},):
         # as if there were none
-        assert told(seeing, image=GOOD, **given)["masks"] == []
+        assert segment(seeing, image=GOOD, **field_values)["masks"] == []
         return
-    body = given if "image_id" in given else {"image": GOOD, **given}
+    body = field_values if "image_id" in field_values else {"image": GOOD, **field_values}
     assert refused(seeing, body, status)["type"] == "invalid_request_error"
 
 
@@ -225,8 +228,8 @@ def test_numbers_that_are_none(seeing: SegmentService, number: str) -> None:
 
 
 def test_minus_zero_is_zero(seeing: SegmentService) -> None:
-    zero = told(seeing, image=GOOD, points=[[0, 0]])
-    assert told(seeing, image=GOOD, points=[[-0.0, -0.0]])["masks"] == zero["masks"]
+    zero = segment(seeing, image=GOOD, points=[[0, 0]])
+    assert segment(seeing, image=GOOD, points=[[-0.0, -0.0]])["masks"] == zero["masks"]
 
 
 def test_too_much(seeing: SegmentService) -> None:
@@ -235,22 +238,22 @@ def test_too_much(seeing: SegmentService) -> None:
     big = base64.b64encode(encode_image(PIL.Image.fromarray(noise), "BMP")).decode()
     assert len(big) > 4 << 20
     assert refused(seeing, {"image": big}, 413)["code"] == "request_too_large"
-    large = told(seeing, image=data_url(encode_image(PIL.Image.new("L", (1024, 2048), 9))))[
+    large = segment(seeing, image=data_url(encode_image(PIL.Image.new("L", (1024, 2048), 9))))[
         "image"
     ]["id"]
     error = refused(seeing, {"image_id": large, "boxes": [[1, 1, 9, 9]] * 64})
     assert error["message"].startswith(
-        "192 masks of 1024 × 2048 pixels are too much for one answer"
+        "192 masks of 1024 × 2048 pixels are too many for one response"
     )
     prompts = [{"points": [[1, 1]] * 200}] * 64
-    assert len(told(seeing, image=GOOD, prompts=prompts, multimask=False)["masks"]) == 64
+    assert len(segment(seeing, image=GOOD, prompts=prompts, multimask=False)["masks"]) == 64
 
 
 def test_the_cache_is_bounded_in_bytes(seeing: SegmentService) -> None:
-    """Sixty pictures do not grow it, the oldest is let go and asked for again."""
-    first = told(seeing, image=data_url(encode_image(random_photo(1000))))["image"]["id"]
+    """Sixty images do not grow it: the oldest is evicted and must be sent again."""
+    first = segment(seeing, image=data_url(encode_image(random_photo(1000))))["image"]["id"]
     for seed in range(1001, 1060):
-        told(seeing, image=data_url(encode_image(random_photo(seed, (16, 16)))))
+        segment(seeing, image=data_url(encode_image(random_photo(seed, (16, 16)))))
     refused(seeing, {"image_id": first, "points": [[1, 1]]}, 404)
 
 

@@ -1,4 +1,4 @@
-"""One reply does not stop a server: however much is told, others are answered meanwhile."""
+"""One reply does not block a server: others are answered meanwhile, however large it is."""
 
 from __future__ import annotations
 
@@ -66,17 +66,17 @@ def running(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     service.close()
 
 
-@pytest.mark.parametrize(("path", "asked", "least"), REPLIES, ids=lambda value: str(value)[:20])
+@pytest.mark.parametrize(("path", "body", "least"), REPLIES, ids=lambda value: str(value)[:20])
 def test_a_large_reply_holds_nobody_up(
-    running: ServiceThread, path: str, asked: dict[str, Any], least: int
+    running: ServiceThread, path: str, body: dict[str, Any], least: int
 ) -> None:
-    seen = measure_request(
-        running, path, json.dumps({"model": "stories", **asked}).encode(), growth=None
+    cost = measure_request(
+        running, path, json.dumps({"model": "stories", **body}).encode(), growth=None
     )
-    assert (seen.response.status, len(seen.response.body) > least) == (200, True), len(
-        seen.response.body
+    assert (cost.response.status, len(cost.response.body) > least) == (200, True), len(
+        cost.response.body
     )
-    assert seen.blocked_seconds <= MAX_BLOCKED_SECONDS
+    assert cost.blocked_seconds <= MAX_BLOCKED_SECONDS
     idle(running)
 
 
@@ -95,15 +95,15 @@ def test_a_large_reply_is_whole(running: ServiceThread) -> None:
 
 
 def test_the_log_probabilities_of_one_reply_are_bounded(running: ServiceThread) -> None:
-    asked = {"model": "stories", **SCORED, "prompt": [IDS] * 32}
-    error = running.post("/v1/completions", asked).json["error"]
-    told = (
-        "prompt has more than 2097152 log-probabilities to tell; send it in parts, or ask for "
-        "fewer logprobs"
+    body = {"model": "stories", **SCORED, "prompt": [IDS] * 32}
+    error = running.post("/v1/completions", body).json["error"]
+    message = (
+        "prompt needs more than 2097152 log-probabilities in one response; send it in parts, or "
+        "request fewer logprobs"
     )
-    assert error["message"] == told
+    assert error["message"] == message
     assert (
-        running.post("/v1/completions", {**asked, "prompt": IDS, "n": 32}).json["error"]["message"]
-        == told
+        running.post("/v1/completions", {**body, "prompt": IDS, "n": 32}).json["error"]["message"]
+        == message
     )
     idle(running)

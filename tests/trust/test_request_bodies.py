@@ -65,15 +65,15 @@ def running(stories: Path, sam: Path) -> Iterator[SegmentService]:  # noqa: F811
 
 
 def check(running: SegmentService, path: str, data: bytes) -> None:
-    seen = measure_request(running, path, data)
-    assert seen.response.status in (200, 400, 404, 413), seen.response.body[:300]
-    assert seen.blocked_seconds <= MAX_BLOCKED_SECONDS, (path, data[:80], seen.blocked_seconds)
-    assert seen.memory_growth <= MAX_MEMORY_FACTOR * len(data) + MEMORY_SLACK_BYTES, (
+    cost = measure_request(running, path, data)
+    assert cost.response.status in (200, 400, 404, 413), cost.response.body[:300]
+    assert cost.blocked_seconds <= MAX_BLOCKED_SECONDS, (path, data[:80], cost.blocked_seconds)
+    assert cost.memory_growth <= MAX_MEMORY_FACTOR * len(data) + MEMORY_SLACK_BYTES, (
         path,
         data[:80],
-        seen.memory_growth / len(data),
+        cost.memory_growth / len(data),
     )
-    assert len(seen.response.body) < 1000 or seen.response.status == 200
+    assert len(cost.response.body) < 1000 or cost.response.status == 200
 
 
 @pytest.mark.parametrize(("path", "field", "what", "size"), ISSUE, ids=lambda value: str(value))
@@ -116,13 +116,13 @@ def test_an_answer_with_its_log_probabilities_comes_back(
     ]
     logprobs = [{**drawn[i], "top_logprobs": drawn[i : i + top]} for i in range(tokens)]
     part = {"type": "output_text", "text": "the", "annotations": [], "logprobs": logprobs}
-    said = {"type": "message", "role": "assistant", "content": [part]}
-    asked = {
+    message = {"type": "message", "role": "assistant", "content": [part]}
+    body = {
         "model": "stories",
-        "input": [said, {"role": "user", "content": "x"}],
+        "input": [message, {"role": "user", "content": "x"}],
         "max_output_tokens": 16,
     }
-    data = json.dumps(asked, separators=(",", ":")).encode()
+    data = json.dumps(body, separators=(",", ":")).encode()
     check(running, "/v1/responses", data)
     assert running.run(running.client.post("/v1/responses", data)).status == 200
 
@@ -143,10 +143,10 @@ def test_paths_without_pictures_take_less(running: SegmentService) -> None:
     sizes = {path: 4096 if path in TAKES_PICTURES else 2048 for path in REQUEST_MODELS}
     for path, most in sizes.items():
         flag = "--max-body-bytes" if path in TAKES_PICTURES else "--max-text-body-bytes"
-        told = f"the request is larger than {most} bytes, the most that this path takes ({flag})"
+        message = f"the request is larger than {most} bytes, the most that this path takes ({flag})"
         for headers in ({}, {"content-length": "10"}):
             over = running.run(client.post(path, b" " * (most + 1), headers=headers))
-            assert (over.status, over.json["error"]["message"]) == (413, told)
+            assert (over.status, over.json["error"]["message"]) == (413, message)
         assert running.run(client.post(path, b" " * most)).status == 400
 
 
@@ -191,7 +191,7 @@ def test_lists_end_at_their_first_error_and_objects_are_counted_first(path: str)
 )
 def test_metadata_are_few(running: SegmentService, path: str, metadata: Any) -> None:
     talk = {"messages": [{"role": "user", "content": "x"}]}
-    asked = {
+    body = {
         **(
             {"prompt": "x"}
             if path == "/v1/completions"
@@ -200,10 +200,10 @@ def test_metadata_are_few(running: SegmentService, path: str, metadata: Any) -> 
             else {"input": "x"}
         )
     }
-    error = running.post(path, {"model": "stories", **asked, "metadata": metadata})
+    error = running.post(path, {"model": "stories", **body, "metadata": metadata})
     assert (error.status, error.json["error"]["param"]) == (400, "metadata")
     fine = {str(i): "x" * 512 for i in range(16)}
-    assert running.post(path, {"model": "stories", **asked, "metadata": fine}).status == 200
+    assert running.post(path, {"model": "stories", **body, "metadata": fine}).status == 200
 
 
 def test_what_is_told_of_tokens_is_bounded(running: SegmentService) -> None:
@@ -212,7 +212,7 @@ def test_what_is_told_of_tokens_is_bounded(running: SegmentService) -> None:
 
     assert post("/detokenize", tokens=[403] * 16384).status == 200
     error = post("/detokenize", tokens=[403] * 16385).json["error"]
-    assert error["message"] == "tokens holds 16385 ids, up to 16384 are taken; send them in parts"
+    assert error["message"] == "tokens has 16385 ids; the limit is 16384; send them in parts"
     assert post("/tokenize", prompt="a b " * 1000).json["count"] > 512
     assert running.post("/v1/completions", COMPLETION).status == 200
 

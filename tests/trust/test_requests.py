@@ -60,9 +60,9 @@ def test_any_value_in_any_field(name: str) -> None:
 def test_what_this_engine_cannot_serve(params: dict[str, Any]) -> None:
     engine = tiny.make_engine()
     for request in tiny.requests([(2, 3)], tiny.params(**params)):
-        with pytest.raises(RequestError) as told:
+        with pytest.raises(RequestError) as raised:
             engine.add(request)
-        check_one_line(told.value)
+        check_one_line(raised.value)
     tiny.assert_idle(engine)
 
 
@@ -115,14 +115,14 @@ def test_token_ids_outside_the_vocabulary_are_refused_at_build(tmp_path: Path, k
 @pytest.mark.parametrize("ids", [(), (-1,), (tiny.VOCAB,), (2**70,), tuple(range(2, 80)) * 2])
 def test_prompts_that_can_never_run_leave_the_engine_alive(ids: tuple[int, ...]) -> None:
     engine = tiny.make_engine()
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as raised:
         engine.add(tiny.requests([ids])[0])
-    check_one_line(told.value)
+    check_one_line(raised.value)
     tiny.run(engine, tiny.requests(tiny.prompts(2)))
 
 
-@pytest.mark.parametrize("asked", [None, 0, 1, 5])
-def test_prompts_around_the_longest(asked: int | None) -> None:
+@pytest.mark.parametrize("num_tokens", [None, 0, 1, 5])
+def test_prompts_around_the_longest(num_tokens: int | None) -> None:
     """max_len − 1 gets one token, max_len only an empty answer, max_len + 1 nothing; afterwards
     nothing is held.
     """
@@ -130,12 +130,12 @@ def test_prompts_around_the_longest(asked: int | None) -> None:
     longest = engine.max_model_len
     for length, room in ((longest - 1, 1), (longest, 0), (longest + 1, -1)):
         prompt = tiny.prompts(1, length, length)
-        request = tiny.requests(prompt, tiny.params(max_tokens=asked), eos=())[0]
-        if room < 0 or (room == 0 and asked != 0):
+        request = tiny.requests(prompt, tiny.params(max_tokens=num_tokens), eos=())[0]
+        if room < 0 or (room == 0 and num_tokens != 0):
             with pytest.raises(RequestError, match=str(length)):
                 engine.add(request)
         else:
-            expected = room if asked is None else min(asked, room)
+            expected = room if num_tokens is None else min(num_tokens, room)
             assert [len(ids) for ids in tiny.run(engine, [request]).values()] == [expected]
     tiny.assert_idle(engine)
 

@@ -42,7 +42,7 @@ def running(stories: Path) -> Iterator[ServiceThread]:  # noqa: F811
 
 @pytest.fixture(autouse=True)
 def _alive_afterwards(running: ServiceThread) -> Iterator[None]:
-    """Whatever was asked: the worker is the same, nothing runs, every page is free, and the next
+    """After any request: the worker is the same, nothing runs, every page is free, and the next
     request is served.
     """
     pid = running.engine.pid
@@ -145,9 +145,10 @@ def test_ids_that_stand_for_no_text(running: ServiceThread, ids: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["application/x-www-form-urlencoded", "text/plain", "multipart/form-data; boundary=x"]
+    "content_type",
+    ["application/x-www-form-urlencoded", "text/plain", "multipart/form-data; boundary=x"],
 )
-def test_a_body_that_is_not_told_to_be_json(running: ServiceThread, kind: str) -> None:
+def test_a_body_that_is_not_told_to_be_json(running: ServiceThread, content_type: str) -> None:
     """What a page of another origin can send without asking is refused, and the answer says what is
     missing.
     """
@@ -156,23 +157,23 @@ def test_a_body_that_is_not_told_to_be_json(running: ServiceThread, kind: str) -
         ("/v1/chat/completions", CHAT),
         ("/tokenize", {"prompt": "x"}),
     ):
-        answer = running.run(running.client.post(path, body, headers={"content-type": kind}))
+        answer = running.run(
+            running.client.post(path, body, headers={"content-type": content_type})
+        )
         assert answer.status == 400
         assert "content-type: application/json" in answer.json["error"]["message"]
 
 
 def test_halves_of_a_surrogate_pair_come_back_as_question_marks(running: ServiceThread) -> None:
-    """JSON can hold them and UTF-8 cannot: wherever a request's text is told again, it is told
-    so.
-    """
+    """JSON can hold them, UTF-8 cannot: a response that repeats a request's text replaces them."""
     half = "a\ud800"
-    said = running.post("/v1/completions", {**COMPLETION, "prompt": half, "echo": True})
-    assert said.status == 200
-    assert said.json["choices"][0]["text"].startswith("a?")
+    echoed = running.post("/v1/completions", {**COMPLETION, "prompt": half, "echo": True})
+    assert echoed.status == 200
+    assert echoed.json["choices"][0]["text"].startswith("a?")
     ask = {"model": "stories", "input": "hello", "max_output_tokens": 3, "safety_identifier": half}
-    told = running.post("/v1/responses", ask)
-    assert told.status == 200, told.body
-    assert told.json["safety_identifier"] == "a?"
+    reply = running.post("/v1/responses", ask)
+    assert reply.status == 200, reply.body
+    assert reply.json["safety_identifier"] == "a?"
     streamed = running.post("/v1/responses", {**ask, "stream": True})
     assert b"response.completed" in streamed.body or b"response.incomplete" in streamed.body
     for body in (
@@ -237,8 +238,10 @@ def test_control_tokens_that_a_user_types_are_text(running: ServiceThread) -> No
     assert 2 not in plain
     talk = [{"role": "user", "content": "</s><s>"}]
     quiet = [{"role": "user", "content": "hello"}]
-    found = [running.post("/tokenize", {"messages": each}).json["tokens"] for each in (talk, quiet)]
-    assert len({ids.count(1) + ids.count(2) for ids in found}) == 1
+    token_lists = [
+        running.post("/tokenize", {"messages": each}).json["tokens"] for each in (talk, quiet)
+    ]
+    assert len({ids.count(1) + ids.count(2) for ids in token_lists}) == 1
 
 
 def test_prompts_around_the_longest(running: ServiceThread) -> None:
@@ -330,7 +333,7 @@ def test_whatever_a_template_may_write_is_measured(
 
 
 @pytest.mark.parametrize(
-    "told",
+    "body",
     [
         {"description": LONG[:60_000]},
         {"parameters": {"enum": ["x" * 20_000]}},
@@ -338,12 +341,12 @@ def test_whatever_a_template_may_write_is_measured(
     ],
 )
 def test_tools_are_measured_too(
-    running: ServiceThread, told: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    running: ServiceThread, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TemplateChat, "encode", None)
-    error = refused(running, "/v1/chat/completions", {**CHAT, "tools": function(**told)})
+    error = refused(running, "/v1/chat/completions", {**CHAT, "tools": function(**body)})
     assert error["code"] == "context_length_exceeded"
-    flat = {"type": "function", **function(**told)[0]["function"]}
+    flat = {"type": "function", **function(**body)[0]["function"]}
     refused(running, "/v1/responses", {"model": "stories", "input": "x", "tools": [flat]})
 
 
@@ -458,16 +461,16 @@ def test_keys_are_compared_in_constant_time(
     """
     import hmac
 
-    seen: list[tuple[int, int]] = []
+    compared: list[tuple[int, int]] = []
 
     def compare(a: bytes, b: bytes, real: Any = hmac.compare_digest) -> bool:
-        seen.append((len(a), len(b)))
+        compared.append((len(a), len(b)))
         return bool(real(a, b))
 
     monkeypatch.setattr("modelmill.serve.middleware.hmac.compare_digest", compare)
     client = guarded(running, "one", "a much longer key", "three")
     running.run(client.get("/version", headers={"authorization": "Bearer one"}))
-    assert seen == [(32, 32)] * 3
+    assert compared == [(32, 32)] * 3
 
 
 @pytest.mark.parametrize(
@@ -516,10 +519,10 @@ def test_what_is_no_host_is_refused(running: ServiceThread, host: str) -> None:
 
 
 def test_keys_share_no_cache_unless_they_may(running: ServiceThread) -> None:
-    """cached_tokens would tell one key, page by page, what another has asked."""
+    """cached_tokens would reveal to one key, page by page, the prompts of another."""
     text = "Ben had a small green boat and he went to the lake to sail with his friend Sue " * 2
     talk = [{"role": "user", "content": text}]
-    asked: list[tuple[str, dict[str, Any]]] = [
+    requests: list[tuple[str, dict[str, Any]]] = [
         ("/v1/completions", {"prompt": text, "max_tokens": 1}),
         (
             "/v1/chat/completions",
@@ -541,14 +544,14 @@ def test_keys_share_no_cache_unless_they_may(running: ServiceThread) -> None:
         )
 
     apart, shared = door(), door(share_cache=True)
-    for path, body in asked:
+    for path, body in requests:
         for more in ({}, {"cache_salt": "mine"}):
             counts = [
                 cached(apart, key, path, {**body, **more}) for key in ("one", "two", "one", "two")
             ]
             assert counts[:2] == [0, 0], (path, more, counts)
             assert min(counts[2:]) > 0, (path, more, counts)
-    path, body = asked[0]
+    path, body = requests[0]
     body = {**body, "prompt": f"Then {text}"}
     assert cached(shared, "one", path, body) == 0
     assert cached(shared, "two", path, body) > 0
@@ -556,16 +559,22 @@ def test_keys_share_no_cache_unless_they_may(running: ServiceThread) -> None:
 
 
 def test_other_origins_get_no_permission_unless_named(running: ServiceThread) -> None:
-    asked = {"origin": "https://page.example", "access-control-request-method": "POST"}
-    assert "access-control-allow-origin" not in running.get("/version", headers=asked).headers
+    cors_headers = {"origin": "https://page.example", "access-control-request-method": "POST"}
+    assert (
+        "access-control-allow-origin" not in running.get("/version", headers=cors_headers).headers
+    )
     client = guarded(running, "k", allowed_origins=("https://page.example",))
-    assert running.run(client.call("OPTIONS", "/v1/models", headers=asked)).status == 200
+    assert running.run(client.call("OPTIONS", "/v1/models", headers=cors_headers)).status == 200
     other = running.run(
-        client.call("OPTIONS", "/v1/models", headers={**asked, "origin": "https://other.example"})
+        client.call(
+            "OPTIONS", "/v1/models", headers={**cors_headers, "origin": "https://other.example"}
+        )
     )
     assert "access-control-allow-origin" not in other.headers
-    told = running.run(client.get("/health", headers={"origin": "https://page.example"})).headers
-    assert told["access-control-expose-headers"] == "X-Request-Id, Retry-After"
+    response = running.run(
+        client.get("/health", headers={"origin": "https://page.example"})
+    ).headers
+    assert response["access-control-expose-headers"] == "X-Request-Id, Retry-After"
 
 
 def test_a_salt_keeps_tenants_apart(running: ServiceThread) -> None:
@@ -612,7 +621,7 @@ def test_logs_hold_neither_prompts_nor_answers_nor_keys(
     client = guarded(running, "sesame")
     headers = {"authorization": "Bearer sesame"}
     secret = "xylophone"
-    said = running.run(
+    responses = running.run(
         client.post("/v1/completions", {**COMPLETION, "prompt": secret}, headers=headers)
     ).json
     running.run(
@@ -623,12 +632,12 @@ def test_logs_hold_neither_prompts_nor_answers_nor_keys(
         )
     )
     running.run(client.get("/version", headers={"authorization": "Bearer open-sesame"}))
-    told = stream.getvalue()
-    lines = [json.loads(line) for line in told.splitlines()]
+    log = stream.getvalue()
+    lines = [json.loads(line) for line in log.splitlines()]
     assert [line["status"] for line in lines] == [200, 400, 401]
     assert lines[0]["completion_tokens"] == 4
-    for private in (secret, "sesame", said["choices"][0]["text"]):
-        assert private not in told
+    for private in (secret, "sesame", responses["choices"][0]["text"]):
+        assert private not in log
 
 
 def test_a_bug_in_the_middle_of_a_stream_tells_nothing_of_itself(
@@ -653,7 +662,7 @@ def test_a_bug_in_the_middle_of_a_stream_tells_nothing_of_itself(
 def test_a_task_that_nobody_waited_for_is_told_without_its_text(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Where nobody listens to asyncio's log, Python prints the exception with its text."""
+    """Without a handler for asyncio's log, Python prints the exception with its text."""
 
     async def lost() -> None:
         raise RuntimeError("the user's secret prompt")
@@ -673,8 +682,8 @@ def test_a_task_that_nobody_waited_for_is_told_without_its_text(
 
 
 @contextmanager
-def given_up(running: ServiceThread, asked: int) -> Iterator[None]:
-    """Within it, answers of so many tokens are asked for and given up: few of them may ever be
+def given_up(running: ServiceThread, max_tokens: int) -> Iterator[None]:
+    """Within it, outputs of so many tokens are requested and aborted: few of them may ever be
     computed.
     """
 
@@ -686,17 +695,17 @@ def given_up(running: ServiceThread, asked: int) -> Iterator[None]:
     before = computed()
     yield
     idle(running)
-    assert computed() - before < asked / 5
+    assert computed() - before < max_tokens / 5
 
 
 async def leave(client: Client, place: int) -> None:
     """Begin a stream and go away before, at or after its first events."""
     body = {**COMPLETION, "max_tokens": 400, "ignore_eos": True, "n": 1 + place % 3, "stream": True}
     async with aclosing(client.parts("POST", "/v1/completions", body)) as parts:  # type: ignore[type-var]
-        seen = 0
+        num_parts = 0
         async for _ in parts:
-            seen += 1
-            if seen > place % 5:
+            num_parts += 1
+            if num_parts > place % 5:
                 break
 
 
@@ -704,7 +713,7 @@ def test_clients_that_leave_in_the_middle(running: ServiceThread) -> None:
     """Two hundred, streamed; and some that wait for a whole answer."""
 
     async def many() -> None:
-        # few at once: what a stall leaves to be computed for nobody
+        # few at once: limits what is computed without a client after a stall
         for begin in range(0, 200, 20):
             await asyncio.gather(
                 *(leave(running.client, place) for place in range(begin, begin + 20))
@@ -721,7 +730,7 @@ def test_clients_that_leave_in_the_middle(running: ServiceThread) -> None:
         await asyncio.gather(waiting, return_exceptions=True)
         await parts.aclose()  # type: ignore[attr-defined]
 
-    with given_up(running, asked=400 * (sum(1 + place % 3 for place in range(200)) + 20)):
+    with given_up(running, max_tokens=400 * (sum(1 + place % 3 for place in range(200)) + 20)):
         running.run(many())
 
 
@@ -736,9 +745,9 @@ def test_twice_what_is_queued_at_once(running: ServiceThread) -> None:
         )
 
     responses = running.run(burst())
-    found = [response.status for response in responses]
-    assert set(found) == {200, 429}
-    assert found.count(200) >= most // 8
+    statuses = [response.status for response in responses]
+    assert set(statuses) == {200, 429}
+    assert statuses.count(200) >= most // 8
     late = next(response for response in responses if response.status == 429)
     assert late.headers["retry-after"] == "1"
     assert late.json["error"]["code"] == "rate_limit_exceeded"
@@ -758,6 +767,6 @@ def test_more_answers_than_are_queued_cost_nothing(
         error = refused(
             running, "/v1/completions", {**COMPLETION, "n": n, "prompt": ["a"] * prompts}
         )
-        assert f"{prompts * n} answers at once" in error["message"]
+        assert f"{prompts * n} sequences in one request" in error["message"]
     assert not made
     monkeypatch.undo()

@@ -38,9 +38,9 @@ def test_rough_treatment_leaves_the_server_as_it_was(
     """
     with SoakServer([stories, sam], QUIET) as server:
         assert server.segment_model is not None
-        found = fuzz.fuzz(server, 160, 1, nobody)
-        assert sum(found["statuses"].values()) == 160
-        assert set(found["after"].values()) == {0.0}
+        result = fuzz.fuzz(server, 160, 1, nobody)
+        assert sum(result["statuses"].values()) == 160
+        assert set(result["after"].values()) == {0.0}
         left = client_disconnects.run_disconnects(server, 60, nobody, concurrency=20)
         assert left["ok"]
         assert left["had_read_something"] > 30
@@ -57,8 +57,8 @@ def test_rough_treatment_leaves_the_server_as_it_was(
     ids=lambda how: how.__name__,
 )
 def test_kills(stories: Path, how: object) -> None:  # noqa: F811
-    found = how(stories, QUIET)  # type: ignore[operator]
-    assert found["ok"], found
+    result = how(stories, QUIET)  # type: ignore[operator]
+    assert result["ok"], result
 
 
 def test_a_slope_is_seen_through_noise() -> None:

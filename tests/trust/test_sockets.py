@@ -62,7 +62,7 @@ class Port:
     def send(self, data: bytes) -> socket.socket:
         """A connection whose data is there when the server first looks, unless it fits no buffer:
         then it may have answered and closed before all was sent."""
-        with self.held() if fits(data) else nullcontext():
+        with self.block_server() if fits(data) else nullcontext():
             sock = socket.create_connection(self.address, timeout=TIMEOUT_SECONDS)
             try:
                 sock.sendall(data)
@@ -72,7 +72,7 @@ class Port:
         return sock
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def block_server(self) -> Iterator[None]:
         """The server does nothing meanwhile: it is impatient, and a client may be kept from
         sending.
         """
@@ -110,12 +110,12 @@ def port(running: ServiceThread, monkeypatch: pytest.MonkeyPatch) -> Iterator[Po
     """Impatient, so that the tests need not wait."""
     monkeypatch.setattr(http_protocol, "HEADER_SECONDS", 0.3)
     monkeypatch.setattr(stream, "SEND_TIMEOUT", 0.3)
-    found = Port(running, ServiceLimits(body_timeout=0.3))
-    yield found
+    slow_port = Port(running, ServiceLimits(body_timeout=0.3))
+    yield slow_port
     idle(running)
     assert running.post("/v1/completions", COMPLETION).status == 200
-    wait_until(lambda: found.service.num_active == 0)
-    found.close()
+    wait_until(lambda: slow_port.service.num_active == 0)
+    slow_port.close()
 
 
 def post(body: Any, *headers: str, path: str = "/v1/completions") -> bytes:
@@ -215,8 +215,8 @@ def test_a_client_that_reads_nothing_is_dropped_and_others_go_on(port: Port) -> 
 
 def test_clients_that_go_away_in_the_middle(port: Port) -> None:
     """Two hundred on real sockets: half are closed, half reset."""
-    with given_up(port.running, asked=450 * 300):
-        # few at once: what a server that is away leaves to be computed for nobody
+    with given_up(port.running, max_tokens=450 * 300):
+        # few at once: what a server that is away leaves to be computed without a client
         for begin in range(0, 200, 20):
             socks = [
                 port.send(post({**LONG, "n": 1 + place % 2})) for place in range(begin, begin + 20)
@@ -233,8 +233,8 @@ def test_requests_in_one_packet_are_answered_in_order(port: Port) -> None:
     """Pipelined requests are no way to smuggle one past the gate."""
     short = post({**COMPLETION, "max_tokens": 1})
     with port.send(short * 4 + post(COMPLETION, "connection: close", path="/nothing")) as sock:
-        told = read_all(sock)
-    assert [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+)", told)] == [
+        received = read_all(sock)
+    assert [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+)", received)] == [
         200,
         200,
         200,

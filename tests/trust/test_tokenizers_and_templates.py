@@ -54,9 +54,9 @@ def test_a_chain_of_replacements_is_refused_unread() -> None:
         step,
         {"type": "Sequence", "normalizers": [replace({"String": "a"}, "a" * 9)] * 12},
     ):
-        with pytest.raises(TokenizerError, match="longer") as told:
+        with pytest.raises(TokenizerError, match="longer") as raised:
             load_tokenizer(hf_files(small_hf(normalizer=normalizer)))
-        check_one_line(told.value)
+        check_one_line(raised.value)
     good = {
         "type": "Sequence",
         "normalizers": [{"type": "NFC"}, replace({"String": " "}, "\u2581")] * 3,
@@ -114,9 +114,9 @@ def test_a_tokenizer_that_does_not_fit_is_refused_at_build(
     tmp_path: Path, files: dict[str, bytes]
 ) -> None:
     folder = folder_with(tmp_path, files, vocabulary=20)
-    with pytest.raises(TokenizerError) as told:
+    with pytest.raises(TokenizerError) as raised:
         build(folder)
-    check_one_line(told.value)
+    check_one_line(raised.value)
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
@@ -206,9 +206,9 @@ def test_a_request_brings_no_template_and_no_special_tokens() -> None:
         {"tools": None},
         {"documents": []},
     ):
-        with pytest.raises(RequestError) as told:
+        with pytest.raises(RequestError) as raised:
             chat.encode(talk, options=options)
-        check_one_line(told.value)
+        check_one_line(raised.value)
     with pytest.raises(RequestError):
         chat.encode([{"role": "user", "content": "x", "chat_template": "{{ 7*7 }}"}])
     assert "49" not in chat.render(talk, options={"chat_template": "{{ 7*7 }}"})
@@ -228,8 +228,8 @@ def test_what_is_no_conversation(messages: Any) -> None:
     files = hf_files() | {"chat_template.jinja": b"{{ messages }}"}
     chat = load_chat(files, load_tokenizer(files))
     assert chat is not None
-    with pytest.raises(ModelmillError) as told:
+    with pytest.raises(ModelmillError) as raised:
         chat.encode(messages)
-    assert isinstance(told.value, RequestError)
-    check_one_line(told.value)
+    assert isinstance(raised.value, RequestError)
+    check_one_line(raised.value)
     chat.close()

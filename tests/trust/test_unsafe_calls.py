@@ -60,8 +60,8 @@ def forbidden(module: str) -> bool:
 
 def named(call: ast.Call, name: str) -> object:
     """A keyword's constant; None where it is not given, the node where it is no constant."""
-    found = next((word.value for word in call.keywords if word.arg == name), None)
-    return found.value if isinstance(found, ast.Constant) else found
+    value = next((word.value for word in call.keywords if word.arg == name), None)
+    return value.value if isinstance(value, ast.Constant) else value
 
 
 def of_call(call: ast.Call) -> Iterator[str]:
@@ -84,25 +84,25 @@ def of_call(call: ast.Call) -> Iterator[str]:
 
 def faults(source: str) -> list[str]:
     """What stands in a source that may stand in none of ours."""
-    found: list[str] = []
+    errors: list[str] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names if forbidden(alias.name)]
+            errors += [alias.name for alias in node.names if forbidden(alias.name)]
         elif isinstance(node, ast.ImportFrom):
             whole = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
-            found += [module for module in whole if forbidden(module)]
-            found += [
+            errors += [module for module in whole if forbidden(module)]
+            errors += [
                 alias.name for alias in node.names if alias.name in NAMES or alias.name in CALLS
             ]
         elif isinstance(node, ast.Name) and node.id in NAMES:
-            found.append(node.id)
+            errors.append(node.id)
         elif isinstance(node, ast.Attribute) and (
             node.attr == "ProcessPoolExecutor" or forbidden(ast.unparse(node))
         ):
-            found.append(ast.unparse(node))
+            errors.append(ast.unparse(node))
         elif isinstance(node, ast.Call):
-            found += of_call(node)
-    return found
+            errors += of_call(node)
+    return errors
 
 
 @pytest.mark.parametrize(

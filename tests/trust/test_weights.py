@@ -57,9 +57,9 @@ def test_one_value_that_is_none(tmp_path: Path, container: str, value: float, na
         torch.save(state, path / "pytorch_model.bin")
     elif container == "gguf":
         path = without_vocabulary(write_llama_gguf(tmp_path / "m.gguf", state))
-    with pytest.raises(CorruptCheckpoint, match=name.replace(".", r"\.")) as told:
+    with pytest.raises(CorruptCheckpoint, match=name.replace(".", r"\.")) as raised:
         build(path, tmp_path / "e")
-    check_one_line(told.value)
+    check_one_line(raised.value)
     assert not (tmp_path / "e").exists()
 
 
@@ -81,25 +81,25 @@ def test_a_scale_in_a_block_format(tmp_path: Path, options: dict[str, str]) -> N
 @pytest.mark.parametrize("shape", [(20,), (20, 32, 1), (32, 20), (20, 31), (0, 32), ()], ids=str)
 def test_another_shape_than_the_config_says(tmp_path: Path, shape: tuple[int, ...]) -> None:
     state = llama_state() | {"lm_head.weight": torch.ones(shape)}
-    with pytest.raises(TensorMismatch, match=r"lm_head\.weight") as told:
+    with pytest.raises(TensorMismatch, match=r"lm_head\.weight") as raised:
         build(write_folder(tmp_path / "hf", state), tmp_path / "e")
-    check_one_line(told.value)
+    check_one_line(raised.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool, torch.uint8])
 def test_another_kind_of_number(tmp_path: Path, dtype: torch.dtype) -> None:
     state = llama_state()
     state["model.norm.weight"] = state["model.norm.weight"].to(dtype)
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight") as told:
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight") as raised:
         build(write_folder(tmp_path / "hf", state), tmp_path / "e")
-    check_one_line(told.value)
+    check_one_line(raised.value)
 
 
 def test_a_config_that_names_fewer_or_more_layers_than_there_are(tmp_path: Path) -> None:
-    for layers, said in ((1, "no place for"), (3, "lacks"), (4096, "lacks")):
+    for layers, message in ((1, "no place for"), (3, "lacks"), (4096, "lacks")):
         folder = write_folder(
             tmp_path / str(layers), llama_state(), {**LLAMA_CONFIG, "num_hidden_layers": layers}
         )
-        with pytest.raises(TensorMismatch, match=said) as told:
+        with pytest.raises(TensorMismatch, match=message) as raised:
             build(folder, tmp_path / "e")
-        check_one_line(told.value, 3000)
+        check_one_line(raised.value, 3000)

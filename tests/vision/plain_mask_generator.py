@@ -41,7 +41,7 @@ def generate_masks(
 ) -> list[PlainMask]:  # fmt: skip
     """All masks, best score first."""
     width, height = picture.size
-    found: list[PlainMask] = []
+    masks: list[PlainMask] = []
     for crop, layer in make_crops(width, height, layers, overlap):
         part = picture.crop(crop)
         side = points_per_side // downscale**layer
@@ -70,30 +70,30 @@ def generate_masks(
                 )
         for each in nms(inside, [f.score for f in inside], box_nms):
             each.box = [each.box[k] + crop[k % 2] for k in range(4)]
-            found.append(each)
+            masks.append(each)
     if layers:
-        found = nms(
-            found,
-            [1 / ((f.crop[2] - f.crop[0]) * (f.crop[3] - f.crop[1])) for f in found],
+        masks = nms(
+            masks,
+            [1 / ((f.crop[2] - f.crop[0]) * (f.crop[3] - f.crop[1])) for f in masks],
             crop_nms,
         )
     if min_area:
         untouched = []
-        for each in found:
+        for each in masks:
             mask, holes = remove_small_regions(each.mask, min_area, holes=True)
             mask, islands = remove_small_regions(mask, min_area, holes=False)
             if holes or islands:
                 each.mask, each.box = mask, mask_box(mask)
             untouched.append(0.0 if holes or islands else 1.0)
-        found = nms(found, untouched, max(box_nms, crop_nms))
-    return sorted(found, key=lambda f: -f.score)
+        masks = nms(masks, untouched, max(box_nms, crop_nms))
+    return sorted(masks, key=lambda f: -f.score)
 
 
 def make_crops(
     width: int, height: int, layers: int, overlap: float
 ) -> list[tuple[tuple[int, int, int, int], int]]:
     """The picture, then 4, 16, … boxes that overlap, and their layers."""
-    found = [((0, 0, width, height), 0)]
+    crops = [((0, 0, width, height), 0)]
     for layer in range(1, layers + 1):
         count = 2**layer
         shared = int(overlap * min(width, height) * (2 / count))
@@ -101,8 +101,8 @@ def make_crops(
         for i in range(count):
             for j in range(count):
                 x, y = (wide - shared) * i, (tall - shared) * j
-                found.append(((x, y, min(x + wide, width), min(y + tall, height)), layer))
-    return found
+                crops.append(((x, y, min(x + wide, width), min(y + tall, height)), layer))
+    return crops
 
 
 @torch.inference_mode()
@@ -150,12 +150,12 @@ def touches_crop_edge(
     )
 
 
-def nms(found: list[PlainMask], scores: list[float], threshold: float) -> list[PlainMask]:
+def nms(masks: list[PlainMask], scores: list[float], threshold: float) -> list[PlainMask]:
     """The best first; what overlaps a better one's box by more than the threshold goes."""
     kept: list[PlainMask] = []
-    for i in sorted(range(len(found)), key=lambda i: -np.float32(scores[i])):
-        if all(iou(found[i].box, other.box) <= threshold for other in kept):
-            kept.append(found[i])
+    for i in sorted(range(len(masks)), key=lambda i: -np.float32(scores[i])):
+        if all(iou(masks[i].box, other.box) <= threshold for other in kept):
+            kept.append(masks[i])
     return kept
 
 
@@ -208,11 +208,11 @@ def label_regions(ground: np.ndarray) -> tuple[np.ndarray, list[int]]:
 def encode_rle(mask: np.ndarray) -> list[int]:
     """COCO's run lengths: column by column, the background first."""
     flat = mask.T.reshape(-1)
-    found, current, start = [], False, 0
+    runs, current, start = [], False, 0
     for at in [*(np.flatnonzero(flat[1:] != flat[:-1]) + 1).tolist(), len(flat)]:
         if start == 0 and flat[0]:
-            found.append(0)
+            runs.append(0)
             current = True
-        found.append(at - start)
+        runs.append(at - start)
         start, current = at, not current
-    return found
+    return runs

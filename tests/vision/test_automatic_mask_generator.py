@@ -24,25 +24,25 @@ from tests.vision import plain_mask_generator as plain
 
 
 def same(
-    eye: SamModel, picture: PIL.Image.Image, names: dict[str, str], told: dict[str, Any]
+    eye: SamModel, picture: PIL.Image.Image, names: dict[str, str], options: dict[str, Any]
 ) -> int:
     """Compare; returns how many masks there are. names: our option → the plain one's."""
-    found = eye.generate_masks(picture, AutomaticMaskOptions(**told))
-    wanted = plain.generate_masks(
-        eye, picture, **{names[name]: value for name, value in told.items()}
+    actual = eye.generate_masks(picture, AutomaticMaskOptions(**options))
+    expected = plain.generate_masks(
+        eye, picture, **{names[name]: value for name, value in options.items()}
     )
-    assert len(found) == len(wanted)
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert ours.score == theirs.score
-        assert ours.box == tuple(theirs.box)
-        assert ours.point == pytest.approx(theirs.point, abs=1e-9)
-        assert ours.crop == theirs.crop
-        assert ours.stability == pytest.approx(theirs.stability, rel=1e-6)
-        runs = plain.encode_rle(theirs.mask)
-        assert ours.to_dict(rle=True)["rle"] == to_coco_rle(runs, *theirs.mask.shape)
+    assert len(actual) == len(expected)
+    for ours, reference in zip(actual, expected, strict=True):
+        assert ours.score == reference.score
+        assert ours.box == tuple(reference.box)
+        assert ours.point == pytest.approx(reference.point, abs=1e-9)
+        assert ours.crop == reference.crop
+        assert ours.stability == pytest.approx(reference.stability, rel=1e-6)
+        runs = plain.encode_rle(reference.mask)
+        assert ours.to_dict(rle=True)["rle"] == to_coco_rle(runs, *reference.mask.shape)
         assert from_coco_rle(ours.to_dict(rle=True)["rle"]) == runs
-        assert ours.area == int(theirs.mask.sum())
-    return len(found)
+        assert ours.area == int(reference.mask.sum())
+    return len(actual)
 
 
 NAMES = {
@@ -93,8 +93,8 @@ def test_blots_are_kept_as_plain_loops_keep_them(
     monkeypatch.setattr(eye.model, "decode_masks", blots(eye.image_size // 4))
     values = np.random.default_rng(3).integers(0, 255, (90, 140, 3), dtype=np.uint8)
     picture = PIL.Image.fromarray(values)
-    told = {"pred_iou_thresh": 0.6, "stability_score_thresh": 0.3} | options
-    assert same(eye, picture, NAMES, told) >= least
+    settings = {"pred_iou_thresh": 0.6, "stability_score_thresh": 0.3} | options
+    assert same(eye, picture, NAMES, settings) >= least
 
 
 @pytest.mark.slow

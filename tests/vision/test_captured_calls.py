@@ -51,9 +51,9 @@ def test_replays_are_calls(monkeypatch: pytest.MonkeyPatch) -> None:
             if turn == 0:
                 assert len(on) == 0  # asked for once
     assert len(on) == 2
-    told = len(calls)
+    num_calls = len(calls)
     on("product", call, torch.ones(3, 4, device="cuda"), torch.ones(4, 2, device="cuda"))
-    assert len(calls) == told
+    assert len(calls) == num_calls
     on("other", call, torch.ones(3, 4, device="cuda"), torch.ones(4, 2, device="cuda"))
     assert len(on) == 1  # the one used longest ago went
 
@@ -73,29 +73,31 @@ def test_what_waits_for_the_host_is_called() -> None:
 @pytest.mark.gpu
 def test_an_eye_with_graphs_sees_what_one_without_sees() -> None:
     model = made(small_state(), device="cuda")
-    eyes = [
+    models = [
         SamModel(model, VisionContext(select_backends("cuda")), sam.IMAGE_MEAN, sam.IMAGE_STD)
         for _ in range(2)
     ]
-    eyes[1].captured_calls.enabled = False
+    models[1].captured_calls.enabled = False
     pictures = [torch.randint(0, 256, (100, 160, 3), dtype=torch.uint8) for _ in range(11)]
-    asked = [
+    prompts = [
         make_prompt([(20.0, 30.0)]),
         Prompt(box=(10.0, 10.0, 90.0, 70.0)),
         make_prompt([(50.0, 60.0)]),
         make_prompt([(5.0, 6.0)]),
     ]
     for part in (pictures[:9], pictures[9:], pictures[:1]):
-        for eye in eyes:
+        for eye in models:
             eye.embedding_cache.clear()
-        seen = [eye.embed_images(part) for eye in eyes]
-        for one, other in zip(*seen, strict=True):
+        embeddings = [eye.embed_images(part) for eye in models]
+        for one, other in zip(*embeddings, strict=True):
             assert torch.allclose(one.embedding, other.embedding, atol=1e-4)
-            for first, second in zip(*(eye.predict_all(one, asked) for eye in eyes), strict=True):
+            for first, second in zip(
+                *(eye.predict_all(one, prompts) for eye in models), strict=True
+            ):
                 assert [m.score for m in first] == pytest.approx(
                     [m.score for m in second], abs=1e-4
                 )
                 for ours, plain in zip(first, second, strict=True):
                     assert float((ours.pixels == plain.pixels).float().mean()) > 0.999
-    assert len(eyes[0].captured_calls) >= 3
-    assert len(eyes[1].captured_calls) == 0
+    assert len(models[0].captured_calls) >= 3
+    assert len(models[1].captured_calls) == 0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from modelmill.vision.embedding_cache import EmbeddingCache, ImageEmbedding, image_digest
 
 
-def seen(digest: str, numbers: int) -> ImageEmbedding:
+def make_embedding(digest: str, numbers: int) -> ImageEmbedding:
     return ImageEmbedding(torch.zeros(numbers), (1, 1), (1, 1), digest)
 
 
@@ -22,12 +22,12 @@ def test_never_more_bytes_than_allowed_and_the_last_ones_stay(
     order: list[ImageEmbedding] = []
     for digest, numbers in steps:
         if numbers > 35:
-            found = known.get(digest)
-            assert (found is not None) == (digest in [s.digest for s in order])
+            cached = known.get(digest)
+            assert (cached is not None) == (digest in [s.digest for s in order])
             order.sort(key=lambda s: s.digest == digest)
             continue
-        known.put(seen(digest, numbers))
-        order = [s for s in order if s.digest != digest] + [seen(digest, numbers)]
+        known.put(make_embedding(digest, numbers))
+        order = [s for s in order if s.digest != digest] + [make_embedding(digest, numbers)]
         while sum(s.nbytes for s in order) > most:
             order.pop(0)
         assert known.nbytes == sum(s.nbytes for s in order) <= most
@@ -41,6 +41,6 @@ def test_a_digest_tells_shapes_pixels_and_salts_apart() -> None:
         for size in ((4, 6), (6, 4), (2, 12))
         for colour in (0, 0x010203)
     ]
-    found = {image_digest(p, salt) for p in pictures for salt in ("", "a", "1 a", "RGB 4 6")}
-    assert len(found) == len(pictures) * 4
+    digests = {image_digest(p, salt) for p in pictures for salt in ("", "a", "1 a", "RGB 4 6")}
+    assert len(digests) == len(pictures) * 4
     assert image_digest(pictures[0].copy(), "a") == image_digest(pictures[0], "a")

@@ -19,9 +19,9 @@ from modelmill.vision import image
 RED = (200, 30, 10)
 
 
-def saved(picture: PIL.Image.Image, kind: str, **how) -> bytes:
+def saved(picture: PIL.Image.Image, image_format: str, **how) -> bytes:
     out = io.BytesIO()
-    picture.save(out, kind, **how)
+    picture.save(out, image_format, **how)
     return out.getvalue()
 
 
@@ -52,10 +52,10 @@ def solid(mode: str, colour) -> PIL.Image.Image:
     ],
 )
 def test_every_mode_becomes_rgb(data: bytes, expected: tuple[int, int, int]) -> None:
-    found = image.open_image(data)
-    assert found.mode == "RGB"
-    assert found.size == (6, 4)
-    assert max(abs(a - b) for a, b in zip(found.getpixel((2, 2)), expected, strict=True)) <= 2
+    actual = image.open_image(data)
+    assert actual.mode == "RGB"
+    assert actual.size == (6, 4)
+    assert max(abs(a - b) for a, b in zip(actual.getpixel((2, 2)), expected, strict=True)) <= 2
 
 
 def test_orientation_notes_are_followed() -> None:
@@ -63,11 +63,11 @@ def test_orientation_notes_are_followed() -> None:
     picture.putpixel((0, 0), (255, 255, 255))
     exif = PIL.Image.Exif()
     exif[0x0112] = 6  # turn right
-    found = image.open_image(saved(picture, "PNG", exif=exif))
-    assert found.size == (4, 6)
-    assert found.getpixel((3, 0)) == (255, 255, 255)
+    actual = image.open_image(saved(picture, "PNG", exif=exif))
+    assert actual.size == (4, 6)
+    assert actual.getpixel((3, 0)) == (255, 255, 255)
     # once: what has been turned is turned no more
-    assert np.array_equal(image.as_image(found), found)
+    assert np.array_equal(image.as_image(actual), actual)
 
 
 def test_every_orientation_is_undone() -> None:
@@ -80,8 +80,8 @@ def test_every_orientation_is_undone() -> None:
             exif = PIL.Image.Exif()
             exif[0x0112] = note
             data = saved(picture, form, exif=exif)
-            wanted = ImageOps.exif_transpose(PIL.Image.open(io.BytesIO(data))).convert("RGB")
-            assert np.array_equal(image.open_image(data), wanted), (form, note)
+            expected = ImageOps.exif_transpose(PIL.Image.open(io.BytesIO(data))).convert("RGB")
+            assert np.array_equal(image.open_image(data), expected), (form, note)
 
 
 @pytest.mark.parametrize(
@@ -132,13 +132,13 @@ def test_what_a_caller_holds_is_read_as_carefully_as_a_file(
     closed.close()
     wrong = {
         "is a broken image": PIL.Image.open(io.BytesIO(saved(noise, "PNG")[:2000])),
-        "are none": PIL.Image.new("RGB", (0, 5)),
+        "is empty": PIL.Image.new("RGB", (0, 5)),
         "not 'BytesIO'": io.BytesIO(saved(noise, "PNG")),
         "torch.bfloat16": torch.zeros(4, 6, 3, dtype=torch.bfloat16),
     }
-    for says, given_ in [*wrong.items(), ("broken", closed)]:
+    for says, source in [*wrong.items(), ("broken", closed)]:
         with pytest.raises(RequestError, match=says) as caught:
-            image.as_image(given_)
+            image.as_image(source)
         assert "\n" not in str(caught.value)
     monkeypatch.setattr(image, "MAX_PIXELS", 20)
     for large in (solid("RGB", RED), np.zeros((4, 6), np.uint8)):
@@ -176,8 +176,8 @@ def test_a_broken_orientation_note_is_no_broken_picture() -> None:
         broken = bytearray(note.tobytes())
         for place in chance.integers(6, len(broken), 4):
             broken[place] = chance.integers(256)
-        found = image.open_image(saved(picture, "PNG", exif=bytes(broken)))
-        assert sorted(found.size) == [4, 6]
+        actual = image.open_image(saved(picture, "PNG", exif=bytes(broken)))
+        assert sorted(actual.size) == [4, 6]
 
 
 def test_what_stands_behind_transparency() -> None:
@@ -188,12 +188,12 @@ def test_what_stands_behind_transparency() -> None:
 
 def test_every_depth_is_rounded_to_the_nearest() -> None:
     deep = np.arange(65536, dtype=np.uint16).reshape(256, 256)
-    wanted = np.rint(deep.astype(np.float64) / 257)
-    for found in (
+    expected = np.rint(deep.astype(np.float64) / 257)
+    for actual in (
         image.as_image(PIL.Image.fromarray(deep)),
         image.as_image(PIL.Image.fromarray(deep.astype(np.int32))),
     ):
-        assert np.array_equal(np.asarray(found)[..., 0], wanted)
+        assert np.array_equal(np.asarray(actual)[..., 0], expected)
     beyond = PIL.Image.fromarray(np.array([[-5, 70000]], np.int32))
     assert [image.as_image(beyond).getpixel((x, 0))[0] for x in (0, 1)] == [0, 255]
     shares = PIL.Image.fromarray(np.array([[0.0, 0.5, 1.0, np.nan, -1.0]], np.float32))
@@ -228,21 +228,21 @@ def test_arrays_and_tensors() -> None:
 @settings(deadline=None, max_examples=100)
 @given(st.integers(1, 9000), st.integers(1, 9000))
 def test_the_longer_side_fits(width: int, height: int) -> None:
-    found = image.fit_longest_side((width, height), 1024)
-    assert max(found) == 1024
-    assert min(found) >= 1
+    size = image.fit_longest_side((width, height), 1024)
+    assert max(size) == 1024
+    assert min(size) >= 1
     # halves are rounded up, as the original does
     short, long = sorted((width, height))
-    assert min(found) == max(1, int(short * (1024 / long) + 0.5))
+    assert min(size) == max(1, int(short * (1024 / long) + 0.5))
 
 
 def test_resizing_is_pils_own(shared: Path) -> None:
     photo = image.open_image(shared / "data/images/truck.jpg")
     size = image.fit_longest_side(photo.size, 1024)
-    found = image.resize_pixels(photo, size)
-    wanted = np.array(
+    actual = image.resize_pixels(photo, size)
+    expected = np.array(
         PIL.Image.open(shared / "data/images/truck.jpg")
         .convert("RGB")
         .resize(size, PIL.Image.Resampling.BILINEAR)
     )
-    assert np.array_equal(found.permute(1, 2, 0).numpy(), wanted)
+    assert np.array_equal(actual.permute(1, 2, 0).numpy(), expected)

@@ -58,13 +58,13 @@ def test_a_square_is_pils_bicubic(width: int, height: int, side: int) -> None:
     pixels = np.random.default_rng(width * 1000 + height).integers(
         0, 256, (height, width, 3), dtype=np.uint8
     )
-    found, _ = image_input.load_square_image(pixels, side)
-    wanted = PIL.Image.fromarray(pixels).resize((side, side), PIL.Image.Resampling.BICUBIC)
-    assert np.array_equal(found, wanted)
+    actual, _ = image_input.load_square_image(pixels, side)
+    expected = PIL.Image.fromarray(pixels).resize((side, side), PIL.Image.Resampling.BICUBIC)
+    assert np.array_equal(actual, expected)
 
 
 def test_more_pixels_than_may_be(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(DATA)
-    for given_ in (tmp_path / "a.png", DATA, NOISE):
+    for source in (tmp_path / "a.png", DATA, NOISE):
         with pytest.raises(RequestError, match="120 × 80 pixels are more than 100"):
-            image_input.load_square_image(given_, 56, "here", 100)
+            image_input.load_square_image(source, 56, "here", 100)

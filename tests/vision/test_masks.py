@@ -28,15 +28,15 @@ def test_run_lengths_there_and_back(mask: torch.Tensor) -> None:
     x0, y0, x1, y1 = masks_to_boxes(mask).tolist()
     assert masks.encode_rle(mask[y0 : y1 + 1, x0 : x1 + 1], (x0, y0), (height, width)) == runs
     # by the definition: column by column, alternating, beginning with the background
-    wanted, current, count = [], False, 0
+    expected, current, count = [], False, 0
     for value in mask.t().flatten().tolist():
         if value == current:
             count += 1
         else:
-            wanted.append(count)
+            expected.append(count)
             current, count = value, 1
-    wanted.append(count)
-    assert runs == wanted
+    expected.append(count)
+    assert runs == expected
     assert torch.equal(masks.decode_rle(runs, height, width), mask)
     packed = masks.to_coco_rle(runs, height, width)
     assert packed["size"] == [height, width]

@@ -42,32 +42,32 @@ def flooded(mask: np.ndarray) -> tuple[np.ndarray, list[int]]:
 @given(grids())
 def test_regions_are_those_of_a_flood_fill(mask: np.ndarray) -> None:
     labels, sizes = label_regions(mask)
-    wanted, pixels = flooded(mask)
-    assert np.array_equal(labels, wanted)
+    expected, pixels = flooded(mask)
+    assert np.array_equal(labels, expected)
     assert sizes.tolist() == pixels
 
 
 @settings(deadline=None, max_examples=200)
 @given(grids(), st.integers(0, 12))
 def test_small_regions_go(mask: np.ndarray, least: int) -> None:
-    found, changed = remove_small_regions(mask, least)
+    actual, changed = remove_small_regions(mask, least)
     labels, sizes = flooded(~mask)
     filled = mask | np.isin(labels, [i + 1 for i, size in enumerate(sizes) if size < least])
     labels, islands = flooded(filled)
     kept = [i + 1 for i, size in enumerate(islands) if size >= least]
     if islands and not kept:
         kept = [1 + int(np.argmax(islands))]
-    assert np.array_equal(found, np.isin(labels, kept))
-    told = any(size < least for size in sizes) or any(size < least for size in islands)
-    assert changed == told
+    assert np.array_equal(actual, np.isin(labels, kept))
+    expected_change = any(size < least for size in sizes) or any(size < least for size in islands)
+    assert changed == expected_change
 
 
 def test_a_hole_is_filled_and_an_island_dropped() -> None:
     picture = ["##### ..", "#.#.# #.", "##### ..", "........"]
     mask = np.array([[c == "#" for c in row.ljust(8)] for row in picture])
-    found, changed = remove_small_regions(mask, 3)
+    actual, changed = remove_small_regions(mask, 3)
     assert changed
-    assert ["".join(".#"[int(p)] for p in row) for row in found] == [
+    assert ["".join(".#"[int(p)] for p in row) for row in actual] == [
         "#####...",
         "#####...",
         "#####...",

@@ -36,22 +36,22 @@ def eye(shared: Path) -> SamModel:
 
 def test_the_truck_window(eye: SamModel, shared: Path) -> None:
     # the facts are those of the original pipeline, as published beside the weights
-    seen = eye.embed_image(shared / "data/images/truck.jpg")
-    assert seen.size == (1800, 1200)
-    best = eye.predict(seen, make_prompt([(500, 375)]))[0]
+    embedding = eye.embed_image(shared / "data/images/truck.jpg")
+    assert embedding.size == (1800, 1200)
+    best = eye.predict(embedding, make_prompt([(500, 375)]))[0]
     assert best.box == (424, 318, 627, 446)
     assert best.score == pytest.approx(0.9998, abs=5e-5)
     assert best.pixels.shape == (1200, 1800)
-    single = eye.predict(seen, make_prompt([(500, 375)]), multimask=False)
+    single = eye.predict(embedding, make_prompt([(500, 375)]), multimask=False)
     assert len(single) == 1
     assert single[0].box == (233, 317, 629, 460)
     assert single[0].score == pytest.approx(0.8048, abs=5e-5)
 
 
 def test_prompts_together_are_prompts_alone(eye: SamModel, shared: Path) -> None:
-    seen = eye.embed_image(shared / "data/images/truck.jpg")
-    first = eye.predict(seen, make_prompt([(500, 375)]))
-    asked = [
+    embedding = eye.embed_image(shared / "data/images/truck.jpg")
+    first = eye.predict(embedding, make_prompt([(500, 375)]))
+    prompts = [
         make_prompt([(500, 375)]),
         make_prompt(box=(425, 600, 700, 875)),
         make_prompt([(575, 750)], [0], box=(425, 600, 700, 875)),
@@ -59,12 +59,12 @@ def test_prompts_together_are_prompts_alone(eye: SamModel, shared: Path) -> None
         make_prompt([(500, 375)], mask=first[0].logits),
         make_prompt([(500, 375), (1125, 625)]),
     ]
-    together = eye.predict_all(seen, asked)
-    for prompt, found in zip(asked, together, strict=True):
-        alone = eye.predict(seen, prompt)
-        assert [m.box for m in alone] == [m.box for m in found]
-        assert [m.score for m in alone] == pytest.approx([m.score for m in found], abs=1e-5)
-        assert [m.score for m in found] == sorted((m.score for m in found), reverse=True)
+    together = eye.predict_all(embedding, prompts)
+    for prompt, masks in zip(prompts, together, strict=True):
+        alone = eye.predict(embedding, prompt)
+        assert [m.box for m in alone] == [m.box for m in masks]
+        assert [m.score for m in alone] == pytest.approx([m.score for m in masks], abs=1e-5)
+        assert [m.score for m in masks] == sorted((m.score for m in masks), reverse=True)
 
 
 def test_a_cpu_decodes_many_prompts_a_few_at_a_time(
@@ -73,17 +73,17 @@ def test_a_cpu_decodes_many_prompts_a_few_at_a_time(
     """Intermediate tensors of 64 prompts are 268 MB each, fresh pages of the system's for each
     operation.
     """
-    seen = eye.embed_image(shared / "data/images/truck.jpg")
+    embedding = eye.embed_image(shared / "data/images/truck.jpg")
     prompts = [make_prompt([(100.0 * i, 50.0 * i)]) for i in range(1, 12)]
     calls, decoded = [], eye._run_decoder
     monkeypatch.setattr(
-        eye, "_run_decoder", lambda *given: calls.append(len(given[1])) or decoded(*given)
+        eye, "_run_decoder", lambda *inputs: calls.append(len(inputs[1])) or decoded(*inputs)
     )
-    logits, scores = eye.decode(seen, prompts)
+    logits, scores = eye.decode(embedding, prompts)
     assert max(calls) <= 8
     assert sum(calls) == 11
     for i in (0, 7, 8, 10):
-        alone, score = eye.decode(seen, [prompts[i]])
+        alone, score = eye.decode(embedding, [prompts[i]])
         assert torch.allclose(alone[0], logits[i], atol=1e-3)
         assert torch.allclose(score[0], scores[i], atol=1e-5)
 
@@ -91,9 +91,11 @@ def test_a_cpu_decodes_many_prompts_a_few_at_a_time(
 def test_a_picture_seen_before_is_not_computed_again(
     eye: SamModel, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = eye.embed_image(shared / "data/images/truck.jpg")
+    embedding = eye.embed_image(shared / "data/images/truck.jpg")
     monkeypatch.setattr(eye.model, "encode_image", None)
-    assert torch.equal(eye.embed_image(shared / "data/images/truck.jpg").embedding, seen.embedding)
+    assert torch.equal(
+        eye.embed_image(shared / "data/images/truck.jpg").embedding, embedding.embedding
+    )
 
 
 @pytest.mark.parametrize(

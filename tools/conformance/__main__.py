@@ -1,6 +1,4 @@
-"""``python -m tools.conformance``: run every suite (or those asked for), then write
-docs/conformance.md.
-"""
+"""``python -m tools.conformance``: run the suites, then write docs/conformance.md."""
 
 from __future__ import annotations
 
@@ -41,15 +39,17 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     with contextlib.ExitStack() as stack:
         where = _lazy_server(stack, options)
-        found = {name: _run_suite(name, module, where, options) for name, module in suites.items()}
+        results = {
+            name: _run_suite(name, module, where, options) for name, module in suites.items()
+        }
     DOCUMENT.parent.mkdir(exist_ok=True)
     DOCUMENT.write_text(
-        report.render({n: (suites[n].TITLE, r) for n, r in found.items()}, device()),
+        report.render({n: (suites[n].TITLE, r) for n, r in results.items()}, device()),
         encoding="utf-8",
     )
     _log(f"wrote {DOCUMENT}")
-    bad = [name for name, result in found.items() if result is not None and not result.ok]
-    missing = [name for name, result in found.items() if result is None or result.stale]
+    bad = [name for name, result in results.items() if result is not None and not result.ok]
+    missing = [name for name, result in results.items() if result is None or result.stale]
     if bad:
         _log(f"FAILED: {', '.join(bad)}")
     if missing:
@@ -69,9 +69,7 @@ def find_suites() -> dict[str, ModuleType]:
 def _lazy_server(
     stack: contextlib.ExitStack, options: argparse.Namespace
 ) -> Callable[[], tuple[str, str]]:
-    """Tells (base URL, model); starts the server when it is first asked, since kept results need
-    none.
-    """
+    """Return a function that starts the server on its first call and gives (base URL, model)."""
     started: list[tuple[str, str]] = [(options.url, options.model)] if options.url else []
 
     def where() -> tuple[str, str]:
@@ -92,18 +90,16 @@ def _run_suite(
     server_address: Callable[[], tuple[str, str]],
     options: argparse.Namespace,
 ) -> SuiteResult | None:
-    """The suite's result: kept, if what it depends on is still the same, else new; None where it
-    was not asked for.
-    """
+    """Return the suite's result: stored if unchanged, else new; None if not selected."""
     assert module.__file__ is not None
     current = source_digest(PACKAGE, Path(module.__file__)) + version_of(module.PACKAGE)
     path = options.out / f"{name}.json"
-    asked = not options.only or name in options.only
+    selected = not options.only or name in options.only
     kept = suite.load(path, current)
-    if kept is not None and not (asked and (options.force or not kept.ok)):
+    if kept is not None and not (selected and (options.force or not kept.ok)):
         _log(f"{name}: {_result_line(kept)} (of {kept.date})")
         return kept
-    if not asked:
+    if not selected:
         return _stale_result(path)
     _log(f"{name}: {module.TITLE}")
     began = time.perf_counter()
@@ -111,28 +107,28 @@ def _run_suite(
     folder.mkdir(parents=True, exist_ok=True)
     base_url, model = server_address()
     try:
-        found: SuiteResult = module.run(base_url, model, folder)
+        result: SuiteResult = module.run(base_url, model, folder)
     except Exception as error:
         traceback.print_exc()
         line = f"{type(error).__name__}: {error}".splitlines()[0]
-        found = SuiteResult(0, [FailedCheck("runs to its end", line)])
-    found.seconds, found.digest = time.perf_counter() - began, current
-    found.date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    found.title, found.package = module.TITLE, module.PACKAGE
-    found.version = found.version or version_of(module.PACKAGE)
-    suite.store(found, path)
-    _log(f"{name}: {_result_line(found)} in {found.seconds:.0f} s")
-    for case in found.failed:
+        result = SuiteResult(0, [FailedCheck("runs to its end", line)])
+    result.seconds, result.digest = time.perf_counter() - began, current
+    result.date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    result.title, result.package = module.TITLE, module.PACKAGE
+    result.version = result.version or version_of(module.PACKAGE)
+    suite.store(result, path)
+    _log(f"{name}: {_result_line(result)} in {result.seconds:.0f} s")
+    for case in result.failed:
         _log(f"  FAILED {case.name}: {case.reason}")
-    return found
+    return result
 
 
 def _stale_result(path: Path) -> SuiteResult | None:
-    """The result of older sources, marked so."""
-    found = suite.load(path)
-    if found is not None:
-        found.stale = True
-    return found
+    """Return the result of older sources, marked as stale."""
+    stored = suite.load(path)
+    if stored is not None:
+        stored.stale = True
+    return stored
 
 
 def version_of(package: str) -> str:

@@ -1,7 +1,6 @@
-"""LangChain's standard integration tests, asked of langchain-openai's ChatOpenAI against a served
-SmolLM2.
+"""LangChain's standard integration tests for ChatOpenAI against a served SmolLM2.
 
-Run by tools/conformance/langchain.py, which tells where the server is in MODELMILL_TEST_URL and
+Run by tools/conformance/langchain.py, which sets MODELMILL_TEST_URL and
 MODELMILL_TEST_MODEL. What the class declares as supported is tested by LangChain's own code;
 nothing of it is changed here.
 """
@@ -40,9 +39,7 @@ class TestServedSmolLM2(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        """Drawn with a seed and a slight penalty, since a model of this size repeats itself without
-        end when greedy.
-        """
+        """Use a seed and a slight penalty: greedy, a model of this size repeats itself."""
         return {
             "model": MODEL,
             "base_url": os.environ.get("MODELMILL_TEST_URL", "http://127.0.0.1:8000/v1"),

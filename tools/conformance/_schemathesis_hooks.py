@@ -1,9 +1,9 @@
-"""Hooks of schemathesis: a request that may be computed names the served model and asks for few
-tokens.
+"""Schemathesis hooks: valid requests name the served model and request few tokens.
 
 Left alone, every generated model is one that does not exist and every conversation is nonsense, and
 no case would reach the engine. Only a value that is valid already becomes another valid one, so
-what was made wrong on purpose stays wrong."""
+what was made wrong on purpose stays wrong.
+"""
 
 from __future__ import annotations
 

@@ -50,13 +50,13 @@ def run(base_url: str, model: str, out: Path) -> SuiteResult:
 
 def read(report: dict[str, object]) -> SuiteResult:
     """A report of schema compatcanary.report.v1; a warning counts as a failure."""
-    found = SuiteResult(0, version=VERSION)
+    result = SuiteResult(0, version=VERSION)
     for each in report["results"]:  # type: ignore[attr-defined]
         if each["status"] == "pass":
-            found.passed += 1
+            result.passed += 1
         else:
-            found.failed.append(
+            result.failed.append(
                 FailedCheck(each["id"], f"{each['status']}: {each['summary']}"[:300])
             )
-    found.facts["score"] = f"{report['score']} of 100"
-    return found
+    result.facts["score"] = f"{report['score']} of 100"
+    return result

@@ -26,7 +26,7 @@ REASONS = {
     "none",
 }
 """Why a test is left out that LangChain itself skips for a class that does not declare what it
-asks.
+needs.
 """
 EVENT_LOOP_SCOPE = (
     # langchain-openai keeps its connections from one test to the next, so their loop must stay
@@ -47,7 +47,7 @@ def run(base_url: str, model: str, out: Path) -> SuiteResult:
     ]  # fmt: skip
     where = {"MODELMILL_TEST_URL": base_url, "MODELMILL_TEST_MODEL": model}
     with (out / "pytest.log").open("w") as log:
-        # langsmith would report elsewhere if it were asked to
+        # no reports to langsmith
         environment = {**os.environ, **where, "LANGSMITH_TRACING": "false"}
         done = subprocess.run(command, stdout=log, stderr=log, env=environment, check=False)
     if not report.is_file():
@@ -63,12 +63,12 @@ def run(base_url: str, model: str, out: Path) -> SuiteResult:
 
 
 def read(report: Path) -> SuiteResult:
-    """What a JUnit file tells."""
+    """Read a JUnit file."""
     result = SuiteResult(0)
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         name = case.get("name", "")
         problem = next(
-            (each for kind in ("failure", "error") if (each := case.find(kind)) is not None), None
+            (each for tag in ("failure", "error") if (each := case.find(tag)) is not None), None
         )
         skipped = case.find("skipped")
         if problem is not None:
@@ -76,11 +76,13 @@ def read(report: Path) -> SuiteResult:
                 FailedCheck(name, " ".join((problem.get("message") or "").split())[:300])
             )
         elif skipped is not None:
-            told = " ".join((skipped.get("message") or "").split())
+            message = " ".join((skipped.get("message") or "").split())
             expected = "xfail" in (skipped.get("type") or "")
-            reason = told if expected else REASONS.get(name.split("[")[0])
+            reason = message if expected else REASONS.get(name.split("[")[0])
             if reason is None:
-                result.failed.append(FailedCheck(name, f"skipped without a reason of ours: {told}"))
+                result.failed.append(
+                    FailedCheck(name, f"skipped without a reason of ours: {message}")
+                )
             else:
                 result.excluded.append(FailedCheck(name, reason))
         else:

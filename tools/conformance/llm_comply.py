@@ -1,6 +1,4 @@
-"""llm-comply: answers against the published schemas of OpenAI's chat completions and of Open
-Responses.
-"""
+"""llm-comply: check answers against the published schemas of OpenAI chat and Open Responses."""
 
 from __future__ import annotations
 
@@ -29,24 +27,24 @@ def run(base_url: str, model: str, out: Path) -> SuiteResult:
     config = ComplianceConfig(
         base_url=base_url, api_key="none", model=model, timeout=300.0, verbose=True
     )
-    found = SuiteResult(0)
+    result = SuiteResult(0)
     for name, spec in FORMATS.items():
         loader = SpecLoader(str(Path(cli.__file__).parent / "specs" / spec))
         tests = cli._get_tests(name)
-        asked = [test for test in tests if test.id not in EXCLUDED]
-        found.excluded += [
+        selected = [test for test in tests if test.id not in EXCLUDED]
+        result.excluded += [
             FailedCheck(f"{name}: {test.id}", EXCLUDED[test.id])
             for test in tests
             if test.id in EXCLUDED
         ]
-        results = TestRunner(config, asked, loader).run_all().results
+        results = TestRunner(config, selected, loader).run_all().results
         (out / f"{name}.json").write_text(
             json.dumps([_result_from_log(each) for each in results], indent=1, default=str)
         )
         for each in results:
-            _collect(found, f"{name}: {each.id}", each)
+            _collect(result, f"{name}: {each.id}", each)
     http.close_client()
-    return found
+    return result
 
 
 def _collect(checks: SuiteResult, name: str, result: Any) -> None:

@@ -50,30 +50,28 @@ TASKS = ("modelmill_endings", "modelmill_goes_on")
 
 
 def items(text: str, count: int = ITEMS, seed: int = 1) -> list[dict[str, Any]]:
-    """{"context", "choices", "label"}: a sentence's first half and four second halves, one of them
-    its own.
-    """
+    """Make an item {"context", "choices", "label"}: half a sentence and four endings."""
     drawn = random.Random(seed)
-    sentences = [found.strip() for found in re.split(r" \. |\n", text)]
+    sentences = [sentence.strip() for sentence in re.split(r" \. |\n", text)]
     halves = [each.split() for each in sentences if 16 <= len(each.split()) <= 32]
     pairs = [
         (" ".join(words[: len(words) // 2]), " " + " ".join(words[len(words) // 2 :]))
         for words in halves
     ]
     drawn.shuffle(pairs)
-    found = []
+    sentence = []
     for place in range(count):
         context, right = pairs[place]
         others = [pairs[count + 3 * place + k][1] for k in range(3)]
         label = drawn.randrange(4)
-        found.append(
+        sentence.append(
             {
                 "context": context,
                 "choices": [*others[:label], right, *others[label:]],
                 "label": label,
             }
         )
-    return found
+    return sentence
 
 
 def run(base_url: str, model: str, out: Path) -> SuiteResult:
@@ -105,9 +103,7 @@ def run(base_url: str, model: str, out: Path) -> SuiteResult:
 
 
 def _reference(out: Path) -> tuple[Any, Any]:
-    """transformers' own reading of the GGUF file, in float32; its tokenizer is put into ``out``
-    too.
-    """
+    """Load the GGUF file with transformers in float32; its tokenizer is saved in ``out``, too."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -146,10 +142,10 @@ def compare_results(expected: dict[str, Any], served: dict[str, Any]) -> SuiteRe
             for key in expected["results"][task]
             if key.endswith(",none") and "stderr" not in key
         ):
-            ours, theirs = served["results"][task][metric], expected["results"][task][metric]
+            ours, reference = served["results"][task][metric], expected["results"][task][metric]
             name = f"{task}: {metric.removesuffix(',none')}"
-            result.facts[name] = f"{ours:g} through the server, {theirs:g} with transformers"
-            _collect(result, name, None if ours == theirs else f"{ours:g}, not {theirs:g}")
+            result.facts[name] = f"{ours:g} through the server, {reference:g} with transformers"
+            _collect(result, name, None if ours == reference else f"{ours:g}, not {reference:g}")
     worst, greedy = _likelihood_difference(
         expected["samples"][TASKS[0]], served["samples"][TASKS[0]]
     )
@@ -179,9 +175,7 @@ def compare_results(expected: dict[str, Any], served: dict[str, Any]) -> SuiteRe
 
 
 def _likelihood_difference(expected: Sequence[Any], served: Sequence[Any]) -> tuple[float, int]:
-    """(largest difference, how often one side takes the ending for greedy and the other does
-    not).
-    """
+    """Return the largest difference, and how often only one side calls the ending greedy."""
     worst, greedy = 0.0, 0
     for left, right in zip(_sorted(expected), _sorted(served), strict=True):
         for (a,), (b,) in zip(left["resps"], right["resps"], strict=True):

@@ -1,6 +1,4 @@
-"""OpenAI's own Python client, whose types read every answer: sync, async, streamed, functions,
-structured output.
-"""
+"""OpenAI's Python client, whose types parse every answer: sync, async, streams, tools, schemas."""
 
 from __future__ import annotations
 
@@ -82,8 +80,8 @@ def catch_error(error_type: type[Exception], call: Callable[[], Any]) -> Any:
 
 def chat(client: Any, model: str, **more: Any) -> Any:
     """A greedy chat completion of few tokens."""
-    given = {"messages": MESSAGES, "temperature": 0, "max_tokens": 12, **more}
-    return client.chat.completions.create(model=model, **given)
+    request = {"messages": MESSAGES, "temperature": 0, "max_tokens": 12, **more}
+    return client.chat.completions.create(model=model, **request)
 
 
 def respond(client: Any, model: str, **more: Any) -> Any:
@@ -134,9 +132,11 @@ def _helper(client: Any, model: str) -> None:
     with client.chat.completions.stream(
         model=model, messages=MESSAGES, temperature=0, max_tokens=64
     ) as stream:
-        kinds = {event.type for event in stream}
+        event_types = {event.type for event in stream}
         final = stream.get_final_completion()
-    assert_equal(kinds >= {"chunk", "content.delta", "content.done"}, True, f"events {kinds}")
+    assert_equal(
+        event_types >= {"chunk", "content.delta", "content.done"}, True, f"events {event_types}"
+    )
     assert_equal(
         final.choices[0].message.content,
         chat(client, model, max_tokens=64).choices[0].message.content,
@@ -174,10 +174,12 @@ def _async_streamed(client: Any, model: str) -> None:
 
 @check("chat: log-probabilities")
 def _logprobs(client: Any, model: str) -> None:
-    told = chat(client, model, logprobs=True, top_logprobs=3).choices[0].logprobs.content
-    assert_equal((len(told), {len(each.top_logprobs) for each in told}), (12, {3}), "entries")
+    logprobs = chat(client, model, logprobs=True, top_logprobs=3).choices[0].logprobs.content
     assert_equal(
-        all(each.logprob == each.top_logprobs[0].logprob for each in told),
+        (len(logprobs), {len(each.top_logprobs) for each in logprobs}), (12, {3}), "entries"
+    )
+    assert_equal(
+        all(each.logprob == each.top_logprobs[0].logprob for each in logprobs),
         True,
         "greedy takes the likeliest",
     )
@@ -255,10 +257,10 @@ def _parsed(client: Any, model: str) -> None:
         model=model, messages=MESSAGES, response_format=Place, temperature=0, max_tokens=60
     )
     assert_equal(type(answer.choices[0].message.parsed), Place, "parsed")
-    told = client.responses.parse(
+    parsed = client.responses.parse(
         model=model, input=MESSAGES, text_format=Place, temperature=0, max_output_tokens=60
     )
-    assert_equal(told.output_parsed, answer.choices[0].message.parsed, "the response's")
+    assert_equal(parsed.output_parsed, answer.choices[0].message.parsed, "the response's")
 
 
 @check("completions: whole, streamed, several, echo with log-probabilities")
@@ -295,8 +297,10 @@ def _responses(client: Any, model: str) -> None:
     with client.responses.stream(
         model=model, input=MESSAGES, temperature=0, max_output_tokens=12
     ) as stream:
-        kinds = [event.type for event in stream]
-    assert_equal((kinds[0], kinds[-1]), ("response.created", "response.incomplete"), "events")
+        event_types = [event.type for event in stream]
+    assert_equal(
+        (event_types[0], event_types[-1]), ("response.created", "response.incomplete"), "events"
+    )
     events = list(respond(client, model, stream=True))
     assert_equal(
         "".join(event.delta for event in events if event.type == "response.output_text.delta"),
@@ -345,7 +349,7 @@ def _responses_async(client: Any, model: str) -> None:
 @check("embeddings: one, many, floats and base64, dimensions")
 def _embeddings(client: Any, model: str) -> None:
     texts = ["a cat", "a dog and a much longer sentence about it", "a cat"]
-    # the client asks for base64 by itself
+    # the client requests base64 by default
     packed = client.embeddings.create(model=model, input=texts)
     plain = client.embeddings.create(model=model, input=texts, encoding_format="float")
     assert_equal([each.index for each in plain.data], [0, 1, 2], "index")

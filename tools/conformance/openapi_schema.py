@@ -1,6 +1,4 @@
-"""schemathesis: requests made from our own OpenAPI document, right ones and wrong ones; every
-answer is held to it.
-"""
+"""schemathesis: valid and invalid requests from our OpenAPI document, every answer checked."""
 
 from __future__ import annotations
 
@@ -117,24 +115,24 @@ def run(base_url: str, model: str, out: Path) -> SuiteResult:
 
 def read(lines: list[str]) -> SuiteResult:
     """The result of a report in NDJSON. A case passes where all of its checks do."""
-    found, statuses, answered = (
+    result, statuses, answered = (
         SuiteResult(0, excluded=list(EXCLUDED)),
         Counter[str](),
         Counter[str](),
     )
-    seen: set[str] = set()
+    reported: set[str] = set()
     for case in cases(lines):
         statuses[str(case["status"])] += 1
         if case["status"] == 200:
             answered[case["operation"]] += 1
-        found.passed += not case["problems"]
+        result.passed += not case["problems"]
         for check, problem in case["problems"]:
             name = f"{case['operation']}: {check}"
-            if name not in seen:
-                found.failed.append(FailedCheck(name, re.sub(r"\s+", " ", problem)[:300]))
-            seen.add(name)
+            if name not in reported:
+                result.failed.append(FailedCheck(name, re.sub(r"\s+", " ", problem)[:300]))
+            reported.add(name)
     count = sum(statuses.values())
-    found.facts = {
+    result.facts = {
         "cases": f"{count:,} (at least {MIN_CASES:,} wanted), seed {SEED}",
         "statuses": ", ".join(
             f"{status}: {number:,}" for status, number in sorted(statuses.items())
@@ -143,14 +141,12 @@ def read(lines: list[str]) -> SuiteResult:
         "checks": "; ".join(f"{name} ({what})" for name, what in CHECKS.items()),
     }
     if count < MIN_CASES:
-        found.failed.append(FailedCheck("enough cases", f"{count} of {MIN_CASES}"))
-    return found
+        result.failed.append(FailedCheck("enough cases", f"{count} of {MIN_CASES}"))
+    return result
 
 
 def cases(lines: list[str]) -> Iterator[dict[str, Any]]:
-    """Every request that was sent: operation, status of its answer, and (check, what it saw) that
-    failed.
-    """
+    """Yield each sent request: operation, status, and its failed (check, message) pairs."""
     for line in lines:
         event = json.loads(line)
         recorder = event.get("ScenarioFinished", {}).get("recorder", {})

@@ -22,19 +22,19 @@ def render(suites: Mapping[str, tuple[str, SuiteResult | None]], device: str) ->
         "| suite | what | version | passed | failed | excluded | run |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, (title, found) in suites.items():
-        if found is None:
+    for name, (title, result) in suites.items():
+        if result is None:
             lines.append(f"| {name} | {cell(title)} | | not run | | | |")
             continue
-        failed = f"**{len(found.failed)}**" if found.failed else "0"
-        version = cell(f"{found.package} {found.version}")
-        when = found.date + (" (of older sources)" if found.stale else "")
-        what = f"| [{name}](#{name}) | {cell(title)} | {version} | {found.passed} "
-        lines.append(f"{what}| {failed} | {len(found.excluded)} | {when} |")
+        failed = f"**{len(result.failed)}**" if result.failed else "0"
+        version = cell(f"{result.package} {result.version}")
+        when = result.date + (" (of older sources)" if result.stale else "")
+        what = f"| [{name}](#{name}) | {cell(title)} | {version} | {result.passed} "
+        lines.append(f"{what}| {failed} | {len(result.excluded)} | {when} |")
     lines.append("")
-    for name, (title, found) in suites.items():
-        if found is not None:
-            lines += section(name, title, found, device)
+    for name, (title, result) in suites.items():
+        if result is not None:
+            lines += section(name, title, result, device)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -42,7 +42,7 @@ def section(name: str, title: str, result: SuiteResult, device: str) -> list[str
     """One suite: its facts, what failed, what was left out, how it was made."""
     lines = [f"## {name}", "", f"{title}.", ""]
     if result.facts:
-        lines += [*[f"* {told}: {value}" for told, value in result.facts.items()], ""]
+        lines += [*[f"* {label}: {value}" for label, value in result.facts.items()], ""]
     lines += _table("failed", "seen", result.failed) + _table("excluded", "why", result.excluded)
     lines += [f"* {note}" for note in result.notes]
     command = f"`python -m tools.conformance --only {name}`"

@@ -1,6 +1,4 @@
-"""A server to test: SmolLM2 in float32 on the CPU, behind ``modelmill serve`` in a process of its
-own.
-"""
+"""A test server: SmolLM2 in float32 on the CPU behind ``modelmill serve``, in its own process."""
 
 from __future__ import annotations
 
@@ -77,8 +75,8 @@ def _address(process: subprocess.Popen[bytes], log: Path, deadline: float) -> st
         if process.poll() is not None:
             raise RuntimeError(f"the server ended with {process.returncode}; see {log}")
         if not url:
-            _, found, rest = log.read_text().partition("listening on ")
-            url = rest.split(";")[0].strip() if found and ";" in rest else ""
+            _, separator, rest = log.read_text().partition("listening on ")
+            url = rest.split(";")[0].strip() if separator and ";" in rest else ""
         elif _ready(url):
             return url
         time.sleep(0.2)

@@ -3,7 +3,7 @@
 A suite is a module of this folder that has
 
 * ``TITLE``: one line, what it shows;
-* ``PACKAGE``: whose version the report tells (a Python distribution; a suite of another kind sets
+* ``PACKAGE``: whose version the report gives (a Python distribution; a suite of another type sets
   ``Result.version``);
 * ``run(base_url, model, out) -> Result``: base_url ends in ``/v1``, model is a served name, out is
   a folder of the suite's own for logs. It raises for what keeps it from running; a failed check is
@@ -27,7 +27,7 @@ from typing import Any
 class FailedCheck:
     """One check that did not pass.
 
-    reason: of a failure what was seen; of an exclusion why it was not asked for.
+    reason: what a failure showed; why a check was excluded.
     """
 
     name: str
@@ -36,8 +36,10 @@ class FailedCheck:
 
 @dataclass
 class SuiteResult:
-    """passed: how many checks did. failed, excluded: the others by name. notes: what a reader needs
-    to repeat it.
+    """Result of a suite.
+
+    passed: number of checks. failed, excluded: the others by name. notes: what a reader needs to
+    repeat it.
 
     facts: numbers that were measured, in the reader's words. The rest is filled in by ``__main__``;
     stale: of older sources.
@@ -83,14 +85,12 @@ def store(result: SuiteResult, path: Path) -> None:
 
 
 def load(path: Path, current: str | None = None) -> SuiteResult | None:
-    """The stored result; None where there is none, it cannot be read, or it belongs to another
-    ``current`` digest.
-    """
+    """Return the stored result; None if absent, unreadable, or not of digest ``current``."""
     try:
         raw: dict[str, Any] = json.loads(path.read_text("utf-8"))
         raw["failed"] = [FailedCheck(**each) for each in raw["failed"]]
         raw["excluded"] = [FailedCheck(**each) for each in raw["excluded"]]
-        found = SuiteResult(**raw)
+        result = SuiteResult(**raw)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return found if current is None or found.digest == current else None
+    return result if current is None or result.digest == current else None

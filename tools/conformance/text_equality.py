@@ -1,4 +1,4 @@
-"""One text however it is asked for: alone or in a batch, streamed or not, over HTTP or from Python.
+"""The same text for every request mode: alone, batched, streamed or not, over HTTP or Python.
 
 In float32 every text has to be the same, greedy and seeded; in bfloat16 the share that is equal is
 reported.
@@ -48,11 +48,11 @@ def run(base_url: str, model: str, out: Path) -> SuiteResult:
         )
     asks = _make_requests()
     result = SuiteResult(0)
-    found = measure(base_url, model, server.engine(out.parent), asks)
+    equal_by_mode = measure(base_url, model, server.engine(out.parent), asks)
     result.facts["requests"] = (
         f"{len(asks)}: {COUNT} questions, greedy and three seeded settings, {TOKENS} tokens"
     )
-    for way, equal in found.items():
+    for way, equal in equal_by_mode.items():
         result.facts[f"float32, {way}"] = f"{equal} of {len(asks)} as the class says alone"
         if equal == len(asks):
             result.passed += 1
@@ -96,7 +96,7 @@ def _make_requests() -> list[dict[str, Any]]:
 def measure(
     base_url: str, model: str, engine: Path, asks: Sequence[dict[str, Any]]
 ) -> dict[str, int]:
-    """How many texts are, each way, what the class says when it is asked for them one by one."""
+    """Count, per way, the texts that equal those of ``LLM`` for one request at a time."""
     from modelmill.core.types import SamplingParams
     from modelmill.llm import LLM
 
@@ -113,19 +113,20 @@ def measure(
     batch = [answer.outputs[0].text for answer in llm.chat(talks, params, progress=False)]
     llm.close()
 
-    def said(way: str) -> Callable[[dict[str, Any]], str]:
+    def answer_in_mode(way: str) -> Callable[[dict[str, Any]], str]:
         # each way begins with no prefix in the cache, as the class alone does: in bfloat16 a prompt
         # that is computed
-        # in other pieces may go on otherwise, and that is not what streaming is asked about
+        # in other pieces may go on otherwise, and that is not what this suite checks
         how = {"model": model, "stream": way.endswith("streamed"), "cache_salt": way}
         return lambda ask: _answer_text(base_url, {**how, **ask})
 
     with ThreadPoolExecutor(16) as pool:
-        found = {way: [*map(said(way), asks)] for way in REQUEST_MODES[:2]}
-        found |= {way: [*pool.map(said(way), asks)] for way in REQUEST_MODES[2:4]}
-        found[REQUEST_MODES[4]] = batch
+        answers = {way: [*map(answer_in_mode(way), asks)] for way in REQUEST_MODES[:2]}
+        answers |= {way: [*pool.map(answer_in_mode(way), asks)] for way in REQUEST_MODES[2:4]}
+        answers[REQUEST_MODES[4]] = batch
     return {
-        way: sum(a == b for a, b in zip(alone, texts, strict=True)) for way, texts in found.items()
+        way: sum(a == b for a, b in zip(alone, texts, strict=True))
+        for way, texts in answers.items()
     }
 
 

@@ -1,6 +1,4 @@
-"""``python -m tools.performance``: write docs/performance.md and its plots; ``--check`` only says
-what is stale.
-"""
+"""``python -m tools.performance``: write docs/performance.md and plots, or ``--check``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""First tokens as the targets' marks were taken, on several cards and with weights drawn in either
-way.
-"""
+"""First tokens, measured like the targets' references, on several GPUs and weight draws."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ PEER = "vLLM"
 
 
 def cards_table(rows: Sequence[Row]) -> list[str]:
-    """A line for each first token and draw: ours, vLLM's time and the share that ours takes of it,
-    card by card.
+    """Return a line per first token and weight draw: ours, vLLM's time, and their ratio per GPU.
 
     Rows of ``table.py marks`` that say which ``card`` they are of; a cell has both sides of a
     card's newest run. Code that was tried and dropped is left out.
@@ -34,14 +31,14 @@ def cards_table(rows: Sequence[Row]) -> list[str]:
         "first token",
         "weights",
         "must",
-        "asked of vLLM's time",
+        "required share of vLLM's time",
         *(f"card {card}" for card in places),
         "median",
     ]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for work in WORKLOADS:
         target = TARGETS[work]
-        asked = (
+        required = (
             ""
             if target.reference_mark is None
             else f"{target.required / target.reference_mark:.3f}"
@@ -56,7 +53,7 @@ def cards_table(rows: Sequence[Row]) -> list[str]:
                 card: _newest_by_side([row for row in drawn if row["card"] == card])
                 for card in places
             }
-            ours = [found[OURS] for found in sides.values() if OURS in found]
+            ours = [values[OURS] for values in sides.values() if OURS in values]
             if ours:
                 middle, reached = (
                     median(ours),
@@ -66,7 +63,7 @@ def cards_table(rows: Sequence[Row]) -> list[str]:
                     target.title,
                     named,
                     f"{target.required:g}",
-                    asked,
+                    required,
                     *map(_cell, sides.values()),
                 ]
                 cells.append(f"**{format_against_target(middle, target.required)}** {reached}")
@@ -81,11 +78,11 @@ def _newest_by_side(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def _cell(sides: Mapping[str, float]) -> str:
-    mine, theirs = sides.get(OURS), sides.get(PEER)
-    if mine is None:
+    ours, reference = sides.get(OURS), sides.get(PEER)
+    if ours is None:
         return ""
     return (
-        number(mine)
-        if theirs is None
-        else f"{number(mine)} / {number(theirs)} = {mine / theirs:.3f}"
+        number(ours)
+        if reference is None
+        else f"{number(ours)} / {number(reference)} = {ours / reference:.3f}"
     )

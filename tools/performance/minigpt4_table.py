@@ -1,6 +1,4 @@
-"""The table of MiniGPT-4: each work's newest run beside transformers' pipeline, and a newer one
-without it.
-"""
+"""The table of MiniGPT-4: each work's newest run beside transformers', and a newer run alone."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ def minigpt4_table(rows: Sequence[Row]) -> list[str]:
     version = next((row["versions"][PEER] for row in reversed(known) if row["subject"] == PEER), "")
     head = ["work", *names, f"{PEER} {version}", "× ours, bfloat16"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    told: dict[str, None] = {}
+    conditions: dict[str, None] = {}
     for key, title in WORKLOADS.items():
         these = [row for row in known if (row["work"], row["pictures"]) == key]
         newest = max((row["date"] for row in these), default=None)
@@ -54,8 +52,10 @@ def minigpt4_table(rows: Sequence[Row]) -> list[str]:
                 shown = ", ".join(
                     f"{name} {each}" for name, each in row["versions"].items() if name != "numpy"
                 )
-                told[f"`{row['command']}`, {row['device']}, {shown}, {row['date'][:10]}"] = None
-    return [*lines, "", *(f"* {each}" for each in told)]
+                conditions[f"`{row['command']}`, {row['device']}, {shown}, {row['date'][:10]}"] = (
+                    None
+                )
+    return [*lines, "", *(f"* {each}" for each in conditions)]
 
 
 def _cell(row: Row | None, key: tuple[str, int]) -> str:

@@ -1,6 +1,4 @@
-"""Every op against its ceiling: its largest case bound by memory, and its largest bound by
-products.
-"""
+"""Every op against its roofline: its largest memory-bound and its largest compute-bound case."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ HOST_OPS = ("decode",)
 LAUNCH_BOUND_BYTES = 4e6
 """Bytes, a microsecond of a GPU's memory.
 
-A case that moves fewer is its launch's: it tells nothing of memory.
+A case that moves fewer is its launch's: it says nothing about memory.
 """
 HEADS = (
     "op",
@@ -32,8 +30,7 @@ HEADS = (
 
 
 def ops_table(rows: Sequence[Row]) -> list[str]:
-    """A line or two an op, of what the engine picks, by the rows of ``bench ops``; a dash where
-    there is none.
+    """Return a line or two per op for the selected kernels, from ``bench ops`` rows; else a dash.
 
     In bfloat16; ops that have no row in it, in float32.
     """
@@ -42,27 +39,27 @@ def ops_table(rows: Sequence[Row]) -> list[str]:
     for op in (*OPS, *FUSED_OPS):
         if op in HOST_OPS:
             continue
-        mine = _in_one_dtype([row for row in measured if row["op"] == op])
-        picked = [row for row in mine if row.get("chosen")]
-        plain = {row["case"]: row for row in mine if row["variant"] == "torch"}
-        found = [
+        op_rows = _in_one_dtype([row for row in measured if row["op"] == op])
+        picked = [row for row in op_rows if row.get("chosen")]
+        plain = {row["case"]: row for row in op_rows if row["variant"] == "torch"}
+        dtype_rows = [
             largest
             for bound in ("memory", "products", None)
             if (largest := _largest(picked, bound)) is not None
         ]
         telling = [
             row
-            for row in found
+            for row in dtype_rows
             if row["bound"] != "memory" or row["gbps"] * row["value"] * 1e3 >= LAUNCH_BOUND_BYTES
         ]
-        found = telling or found
-        for place, row in enumerate(found):
+        dtype_rows = telling or dtype_rows
+        for place, row in enumerate(dtype_rows):
             lines.append(
                 "| "
                 + " | ".join([op if place == 0 else "", *_cells(row, plain.get(row["case"]))])
                 + " |"
             )
-        if not found:
+        if not dtype_rows:
             lines.append(f"| {op} |" + " – |" * (len(HEADS) - 1))
     return lines
 
@@ -70,16 +67,14 @@ def ops_table(rows: Sequence[Row]) -> list[str]:
 def _in_one_dtype(rows: Sequence[Row]) -> list[Row]:
     """The newest of each case and variant."""
     for dtype in ("bfloat16", "float32"):
-        found = newest((row for row in rows if row["dtype"] == dtype), "case", "variant")
-        if found:
-            return found
+        selected = newest((row for row in rows if row["dtype"] == dtype), "case", "variant")
+        if selected:
+            return selected
     return []
 
 
 def _largest(rows: Sequence[Row], bound: str | None) -> Row | None:
-    """The case with the most bytes, or the most operations; of several forms of one size the
-    slowest.
-    """
+    """Return the case with the most bytes, or the most operations; of equal sizes the slowest."""
     rate = {"memory": "gbps", "products": "tflops"}.get(bound or "", "")
     bounded = [row for row in rows if row.get("bound") == bound]
     return max(

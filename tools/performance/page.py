@@ -100,11 +100,11 @@ def render(story: str, rows: Mapping[str, Sequence[Row]]) -> str:
     """The page's text. Raises ValueError naming a mark that nothing is known of."""
 
     def replaced(mark: re.Match[str]) -> str:
-        kind, name = mark.groups()
-        if kind == "table" and name in TABLES:
+        item_type, name = mark.groups()
+        if item_type == "table" and name in TABLES:
             device, table = TABLES[name]
             return "\n".join(table(rows[device]))
-        if kind == "plot" and name in PLOTS:
+        if item_type == "plot" and name in PLOTS:
             return f"![{PLOTS[name].title}](img/{plot_path(name).name})"
         raise ValueError(f"{STORY}: nothing is known of {mark.group(0)}")
 
@@ -117,21 +117,25 @@ def plot_path(name: str) -> Path:
 
 
 def _plots(story: str) -> list[str]:
-    return [name for kind, name in _PLACEHOLDER.findall(story) if kind == "plot" and name in PLOTS]
+    return [
+        name
+        for item_type, name in _PLACEHOLDER.findall(story)
+        if item_type == "plot" and name in PLOTS
+    ]
 
 
 def stale_files(root: Path) -> list[str]:
     """Files that are not what rows and story give; a plot is known by the digest of its data."""
     story, rows = (root / STORY).read_text(encoding="utf-8"), read(root)
-    found = []
+    stale = []
     page = root / PAGE
     if not page.exists() or page.read_text(encoding="utf-8") != render(story, rows):
-        found.append(str(PAGE))
+        stale.append(str(PAGE))
     for name in _plots(story):
         plot = PLOTS[name]
         if plots.file_digest(root / plot_path(name)) != plots.digest(plot.data(rows[plot.device])):
-            found.append(str(plot_path(name)))
-    return found
+            stale.append(str(plot_path(name)))
+    return stale
 
 
 def write(root: Path) -> list[str]:

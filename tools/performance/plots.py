@@ -1,6 +1,4 @@
-"""The page's plots: what each shows as plain data first, then as an SVG that carries the data's
-digest.
-"""
+"""The page's plots: as plain data first, then as an SVG that contains the data's digest."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ shown.
 FAST_RATIO = 50
 """TFLOP/s.
 
-Cases that no variant brings here are too small to tell of the tensor cores: not shown.
+Cases that no variant brings here are too small for the tensor cores: not shown.
 """
 DRAWING_VERSION = 4
 """To be raised where this file draws the same data in another way: files drawn before are then
@@ -46,7 +44,7 @@ _COLOURS = {
 
 def speed(rows: Sequence[Row]) -> Bars:
     """Every line of the speed table: floor, ours and the peer over what must be reached."""
-    found = []
+    bars = []
     for work, target in TARGETS.items():
         line = make_target_line(work, rows)
         if line.ours is None:
@@ -69,52 +67,48 @@ def speed(rows: Sequence[Row]) -> Bars:
                 for name, each in line.peers.items()
                 if name in _COLOURS
             }
-        found.append((target.title, values))
-    return found
+        bars.append((target.title, values))
+    return bars
 
 
 def code_states(rows: Sequence[Row]) -> Bars:
-    """Every state of the code that was compared, over the first of its group; the label tells the
-    figure itself.
-    """
-    found: list[tuple[str, Mapping[str, float]]] = []
+    """Return every code state relative to the first of its group; labels give the figure."""
+    groups: list[tuple[str, Mapping[str, float]]] = []
     for (_, work), group in rows_by_state(rows).items():
-        found.append((work, {}))
+        groups.append((work, {}))
         for row in group:
             order = f", order {row['order']}" if "order" in row else ""
-            told = f"{row['state']}{order}: {row['value']:.4g} {row_unit(row)}".rstrip()
-            found.append((told, {"over the first": row["value"] / group[0]["value"]}))
-    return found
+            label = f"{row['state']}{order}: {row['value']:.4g} {row_unit(row)}".rstrip()
+            groups.append((label, {"over the first": row["value"] / group[0]["value"]}))
+    return groups
 
 
 def fractions(rows: Sequence[Row]) -> Bars:
-    """Share of the copy bandwidth of every bfloat16 kernel on the cases that are bound by
-    memory.
-    """
-    found: dict[str, dict[str, float]] = {}
+    """Return the bandwidth share of every bfloat16 kernel on its memory-bound cases."""
+    bars: dict[str, dict[str, float]] = {}
     for row in kernels(rows):
         if (
             row["dtype"] == "bfloat16"
             and row.get("fraction", 0.0) >= BIG_RATIO
             and not _is_compute_bound(row)
         ):
-            found.setdefault(f"{row['op']} {row['case']}", {})[row["variant"]] = row["fraction"]
-    return list(found.items())
+            bars.setdefault(f"{row['op']} {row['case']}", {})[row["variant"]] = row["fraction"]
+    return list(bars.items())
 
 
 def rates(rows: Sequence[Row]) -> Bars:
     """TFLOP/s of the bfloat16 kernels on the cases that are bound by products."""
-    found: dict[str, dict[str, float]] = {}
+    bars: dict[str, dict[str, float]] = {}
     for row in kernels(rows):
         if row["dtype"] == "bfloat16" and _is_compute_bound(row) and row["tflops"] >= FAST_RATIO:
-            found.setdefault(f"{row['op']} {row['case']}", {})[row["variant"]] = row["tflops"]
-    return list(found.items())
+            bars.setdefault(f"{row['op']} {row['case']}", {})[row["variant"]] = row["tflops"]
+    return list(bars.items())
 
 
 def _is_compute_bound(row: Row) -> bool:
     """Whether products set the floor.
 
-    Older rows do not say: there more than 100 TFLOP/s tell it.
+    Older rows do not say: there more than 100 TFLOP/s is the criterion.
     """
     if "bound" in row:
         return bool(row["bound"] == "products")
@@ -131,24 +125,25 @@ def cpu(rows: Sequence[Row]) -> Bars:
 
 
 def digest(bars: Bars) -> str:
-    """What tells whether a drawn file shows this data, drawn as this file does."""
-    told = json.dumps([DRAWING_VERSION, [[label, dict(values)] for label, values in bars]])
-    return hashlib.sha256(told.encode()).hexdigest()
+    """Return a digest of the data and of the drawing code's version."""
+    content = json.dumps([DRAWING_VERSION, [[label, dict(values)] for label, values in bars]])
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def file_digest(path: Path) -> str:
     """The digest that a drawn file carries; empty where there is none."""
     if not path.exists():
         return ""
-    found = re.search(r"data ([0-9a-f]{64})", path.read_text(encoding="utf-8"))
-    return found.group(1) if found else ""
+    match = re.search(r"data ([0-9a-f]{64})", path.read_text(encoding="utf-8"))
+    return match.group(1) if match else ""
 
 
 def draw_svg(
     path: Path, bars: Bars, plot_type: str, title: str, axis: str, target: float | None = None
 ) -> None:
-    """Write an SVG, the same bytes for the same data. plot_type: "dots" or "bars"; target: a line
-    across all.
+    """Write an SVG, byte-identical for the same data.
+
+    plot_type: "dots" or "bars"; target: a line across all.
 
     Raises ImportError without matplotlib (``pip install 'modelmill[report]'``).
     """

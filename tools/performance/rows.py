@@ -37,9 +37,9 @@ def read_rows(path: Path) -> list[Row]:
 
     Raises ValueError naming a line that is none.
     """
-    found: list[Row] = []
+    rows: list[Row] = []
     if not path.exists():
-        return found
+        return rows
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if line.strip():
             try:
@@ -48,8 +48,8 @@ def read_rows(path: Path) -> list[Row]:
                 raise ValueError(f"{path}, line {number} is not JSON") from None
             if row.get("op") in RENAMED_OPS:
                 row["op"] = RENAMED_OPS[row["op"]]
-            found.append(row)
-    return found
+            rows.append(row)
+    return rows
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,12 @@ def make_target_line(workload: str, rows: Sequence[Row]) -> TargetLine:
         for row in rows
         if row.get("bench") == "table" and row["work"] == workload and _is_plain_row(row)
     ]
-    mine = [row for row in tables if row["subject"] == OURS]
+    our_rows = [row for row in tables if row["subject"] == OURS]
     benches = [row for row in rows if _is_bench_row(workload, row)]
-    first = min([*mine, *benches], key=_date, default=None)
-    ours = max(mine or benches, key=_date, default=None)
+    first = min([*our_rows, *benches], key=_date, default=None)
+    ours = max(our_rows or benches, key=_date, default=None)
     others = {row["run"] for row in tables if not str(row["subject"]).startswith(OURS)}
-    beside = max((row for row in mine if row["run"] in others), key=_date, default=None)
+    beside = max((row for row in our_rows if row["run"] in others), key=_date, default=None)
     run = None if beside is None else beside["run"]
     peers = {
         row["subject"]: MeasuredFigure.from_row(row)
@@ -117,9 +117,10 @@ def _date(row: Row) -> str:
 
 
 def _is_plain_row(row: Row) -> bool:
-    """Whether a row of ``table.py`` is of the whole model with the weights that are drawn where
-    nothing is said, and of code that was kept. Those of several cards at once have a table of their
-    own (``cards_table``)."""
+    """Return whether a ``table.py`` row is of the whole model, default weights and kept code.
+
+    Rows of several GPUs have their own table (``cards_table``).
+    """
     return not {"layers", "weights", "tried", "card"} & row.keys()
 
 
@@ -128,25 +129,23 @@ def _measured_or_none(row: Row | None) -> MeasuredFigure | None:
 
 
 def _is_bench_row(work: str, row: Row) -> bool:
-    """Whether a row of ``modelmill bench``, plain options on one GPU, is a measurement of this
-    work.
-    """
+    """Return whether a ``modelmill bench`` row with plain options on one GPU measures this work."""
     if row.get("subject", OURS) != OURS or "engine" not in row:
         return False
     command, figure = str(row.get("command", "")), row.get("figure")
     if any(each in command for each in ("--tp", "--kv", "--kernel", "-q ")):
         return False
     gpt2 = str(row["engine"]).startswith("gpt2")
-    kind, _, size = work.partition("-")
-    if kind == "startup":
+    phase, _, size = work.partition("-")
+    if phase == "startup":
         return figure == "startup.total_s" and not gpt2
-    if kind == "trace":
+    if phase == "trace":
         return (
             figure == "throughput.seconds"
             and "--trace" in command
             and "--num-prompts" not in command
         )
-    if figure != _LATENCIES.get(kind) or gpt2 != (kind == "gpt2"):
+    if figure != _LATENCIES.get(phase) or gpt2 != (phase == "gpt2"):
         return False
     batch, _, prompt = size.rpartition("x")
     shape = row["shape"]
@@ -154,13 +153,11 @@ def _is_bench_row(work: str, row: Row) -> bool:
 
 
 def newest(rows: Iterable[Row], *keys: str) -> list[Row]:
-    """The last row of each combination of keys, in the order in which the combinations first
-    came.
-    """
-    found: dict[str, Row] = {}
+    """Return the last row of each combination of keys, in the order of first appearance."""
+    latest: dict[str, Row] = {}
     for row in rows:
-        found[json.dumps([row.get(key) for key in keys])] = row
-    return list(found.values())
+        latest[json.dumps([row.get(key) for key in keys])] = row
+    return list(latest.values())
 
 
 def kernels(rows: Iterable[Row]) -> list[Row]:
@@ -173,14 +170,12 @@ def kernels(rows: Iterable[Row]) -> list[Row]:
 
 
 def rows_by_state(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
-    """Rows that name a ``state`` of the code, by (run, work), those with something to compare
-    only.
-    """
-    found: dict[tuple[str, str], list[Row]] = {}
+    """Group rows that name a ``state`` of the code by (run, work), where there is a comparison."""
+    groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if "state" in row and "run" in row and "value" in row:
-            found.setdefault((row["run"], workload_text(row)), []).append(row)
-    return {key: group for key, group in found.items() if len(group) > 1}
+            groups.setdefault((row["run"], workload_text(row)), []).append(row)
+    return {key: group for key, group in groups.items() if len(group) > 1}
 
 
 def workload_text(row: Row) -> str:
@@ -203,9 +198,7 @@ def row_unit(row: Row) -> str:
 
 @dataclass(frozen=True)
 class BeforeAfter:
-    """The newest row of a figure, and the newest of those whose note says that they are from before
-    the changes.
-    """
+    """Return the newest row of a figure, and the newest whose note says it predates the changes."""
 
     before: Row | None
     after: Row
@@ -213,15 +206,15 @@ class BeforeAfter:
 
 def cpu_groups(rows: Iterable[Row]) -> dict[str, dict[str, BeforeAfter]]:
     """Rows of ``benchmarks/llamacpp_peer.py`` by engine and work."""
-    found: dict[str, dict[str, dict[bool, Row]]] = {}
+    groups: dict[str, dict[str, dict[bool, Row]]] = {}
     for row in rows:
         if row.get("op") == "llamacpp_peer" and (row["phase"], row["prompt"]) in CPU_WORKLOADS:
             work = CPU_WORKLOADS[row["phase"], row["prompt"]]
             before = str(row.get("note", "")).startswith("before ")
-            found.setdefault(cpu_engine(row), {}).setdefault(work, {})[before] = row
+            groups.setdefault(cpu_engine(row), {}).setdefault(work, {})[before] = row
     ordered = {
         engine: {w: works[w] for w in CPU_WORKLOADS.values() if w in works}
-        for engine, works in found.items()
+        for engine, works in groups.items()
     }
     return {
         engine: {
@@ -244,9 +237,7 @@ DEFAULT_CPU = "AMD EPYC (family 26 model 2)"
 
 
 def cpu_engine(row: Row) -> str:
-    """How the engine of a row was built, on which machine where it is another one than usual, and
-    what else ran.
-    """
+    """Describe how a row's engine was built, on which other machine, and what else ran."""
     engine = row["engine"]
     flags = [f"-q {engine['quantization']}"] if engine["quantization"] != "none" else []
     flags += ["--quantize-head"] if engine["quantize_head"] else []

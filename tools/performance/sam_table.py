@@ -1,6 +1,4 @@
-"""The table of Segment Anything's ViT-H: each work's newest run, ours beside transformers in
-turn.
-"""
+"""The table of Segment Anything's ViT-H: each work's newest run beside transformers in turn."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ def sam_table(rows: Sequence[Row]) -> list[str]:
         "× ours",
     ]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    told: dict[str, None] = {}
+    conditions: dict[str, None] = {}
     for (work, batch), (title, floor, must) in LINES.items():
         these = [row for row in known if (row["work"], row.get("batch")) == (work, batch)]
         plain = _newest([row for row in these if row["subject"] == OURS])
@@ -68,8 +66,8 @@ def sam_table(rows: Sequence[Row]) -> list[str]:
             shown = ", ".join(
                 f"{name} {each}" for name, each in row["versions"].items() if name != "numpy"
             )
-            told[f"`{row['command']}`, {row['device']}, {shown}, {row['date'][:10]}"] = None
-    return [*lines, "", *(f"* {each}" for each in told)]
+            conditions[f"`{row['command']}`, {row['device']}, {shown}, {row['date'][:10]}"] = None
+    return [*lines, "", *(f"* {each}" for each in conditions)]
 
 
 def _newest(rows: Sequence[Row]) -> Row | None:

@@ -18,9 +18,11 @@ from tools.performance.rows import (
 
 
 def speed_table(rows: Sequence[Row]) -> list[str]:
-    """Every line of the speed targets that was measured: floor, must, first, now, a run beside a
-    peer, and the share of the peer's time that is asked for beside the share that ours took in that
-    run."""
+    """Return every measured line of the speed targets.
+
+    Columns: floor, must, first, now, a run beside a peer, the required share of the peer's time,
+    and our share in that run.
+    """
     heads = [
         "work",
         "unit",
@@ -32,7 +34,7 @@ def speed_table(rows: Sequence[Row]) -> list[str]:
         "in one run with a peer",
         "× ours",
     ]
-    heads += ["asked of the peer's time", "ours of it"]
+    heads += ["required share of the peer's time", "our share"]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for work, target in TARGETS.items():
         line = make_target_line(work, rows)
@@ -73,13 +75,11 @@ def _speed_cells(target: SpeedTarget, ours: MeasuredFigure, line: TargetLine) ->
 
 
 def _shares(target: SpeedTarget, ours: MeasuredFigure, peer: MeasuredFigure | None) -> list[str]:
-    """What ``must`` is of the time that vLLM took on the card for which it was set, and ours of
-    vLLM's in one run.
-    """
+    """Return ``must`` over vLLM's reference time, and our time over vLLM's in one run."""
     if target.reference_mark is None or peer is None:
         return ["", ""]
-    asked, found = target.required / target.reference_mark, ours.value / peer.value
-    return [f"{asked:.3f}", f"**{found:.3f}**{'' if found <= asked else ' missed'}"]
+    required, actual = target.required / target.reference_mark, ours.value / peer.value
+    return [f"{required:.3f}", f"**{actual:.3f}**{'' if actual <= required else ' missed'}"]
 
 
 def _named(name: str, measured: MeasuredFigure) -> str:
@@ -107,18 +107,20 @@ def format_against_target(value: float, target: float) -> str:
 
 def conditions_table(rows: Sequence[Row]) -> list[str]:
     """The runs that the speed table's newest figures come from: command, device, versions, date."""
-    found: dict[str, list[str]] = {}
+    titles_by_condition: dict[str, list[str]] = {}
     for work, target in TARGETS.items():
         ours = make_target_line(work, rows).ours
         if ours is not None:
             row = ours.row
-            said = f" ({row['note']})" if "note" in row else ""
+            note = f" ({row['note']})" if "note" in row else ""
             versions = ", ".join(
                 f"{name} {version}" for name, version in row["versions"].items() if name != "numpy"
             )
-            told = f"`{row['command']}`, {row['device']}, {versions}, {row['date'][:10]}"
-            found.setdefault(told, []).append(target.title + said)
-    return [f"* {told}: {'; '.join(titles)}" for told, titles in found.items()]
+            condition = f"`{row['command']}`, {row['device']}, {versions}, {row['date'][:10]}"
+            titles_by_condition.setdefault(condition, []).append(target.title + note)
+    return [
+        f"* {condition}: {'; '.join(titles)}" for condition, titles in titles_by_condition.items()
+    ]
 
 
 def bars_table(bars_data: Bars, heads: tuple[str, str]) -> list[str]:
@@ -169,18 +171,16 @@ _GPU_FIGURES = {
 
 
 def gpus_table(rows: Sequence[Row]) -> list[str]:
-    """Figures of ``benchmarks/tensor_parallel.py`` by the number of GPUs, with what they are of one
-    GPU's.
-    """
-    found: dict[str, dict[int, Row]] = {}
+    """Return ``benchmarks/tensor_parallel.py`` figures per number of GPUs, relative to one GPU."""
+    rows_by_title: dict[str, dict[int, Row]] = {}
     measured = [row for row in rows if "tp" in row]
     for figure, title in _GPU_FIGURES.items():
         for row in (row for row in measured if row["figure"] == figure):
-            found.setdefault(title.format_map(row), {})[row["tp"]] = row
-    counts = sorted({count for each in found.values() for count in each})
+            rows_by_title.setdefault(title.format_map(row), {})[row["tp"]] = row
+    counts = sorted({count for each in rows_by_title.values() for count in each})
     names = ["1 GPU" if count == 1 else f"{count} GPUs" for count in counts]
     lines = ["| work | " + " | ".join(names) + " |", "|---" * (len(counts) + 1) + "|"]
-    for title, each in found.items():
+    for title, each in rows_by_title.items():
         cells = [_gpu_cell(each.get(count), each.get(1)) for count in counts]
         lines.append("| " + " | ".join([title, *cells]) + " |")
     return lines

@@ -1,11 +1,11 @@
 """``python -m tools.soak WHAT ENGINE…``: fuzz, leaving, ends, mixed, or all of them.
 
-Several engines are served together; where one of them segments, fuzz and mixed ask for masks as
-well.
+Several engines are served together; if one of them segments, fuzz and mixed send segmentation
+requests as well.
 
-Flags after ``--`` go to ``modelmill serve``. Prints the figures as JSON, without the series (--json
-FILE keeps it). Exit code 0: what was to be shown has held. --max-model-len bounds answers for which
-a request sets no bound itself.
+Flags after ``--`` go to ``modelmill serve``. Prints the results as JSON, without the time series
+(--json FILE keeps them). Exit code 0: all checks passed. --max-model-len limits outputs of requests
+that set no limit.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ SOAK_TESTS = ("fuzz", "leaving", "ends", "mixed")
 
 
 def make_progress(name: str) -> Callable[[int, int], None]:
-    """A line on stderr, again and again."""
+    """Make a callback that updates a line on stderr."""
 
-    def told(done: int, total: int) -> None:
+    def on_progress(done: int, total: int) -> None:
         print(
             f"\r{name}: {done} of {total}",
             end="\n" if done >= total else "",
@@ -34,27 +34,27 @@ def make_progress(name: str) -> Callable[[int, int], None]:
             flush=True,
         )
 
-    return told
+    return on_progress
 
 
 def run_test(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One of WHAT."""
-    told = make_progress(name)
+    """Run one of WHAT."""
+    on_progress = make_progress(name)
     if name == "ends":
-        return shutdown.run_shutdown_checks(args.engines[0], args.serve, told)
+        return shutdown.run_shutdown_checks(args.engines[0], args.serve, on_progress)
     with SoakServer(args.engines, args.serve) as server:
         try:
             if name == "fuzz":
-                return fuzz.fuzz(server, args.count or 10_000, args.seed, told)
+                return fuzz.fuzz(server, args.count or 10_000, args.seed, on_progress)
             if name == "leaving":
-                return client_disconnects.run_disconnects(server, args.count or 1000, told)
-            return mixed_load.run_mixed_load(server, args.minutes, args.seed, told)
+                return client_disconnects.run_disconnects(server, args.count or 1000, on_progress)
+            return mixed_load.run_mixed_load(server, args.minutes, args.seed, on_progress)
         except SoakFailure as error:
             return {"what": name, "ok": False, "error": str(error)}
 
 
-def parse_args(words: list[str]) -> argparse.Namespace:
-    """The command line."""
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="tools.soak", description=__doc__)
     parser.add_argument("what", choices=(*SOAK_TESTS, "all"))
     parser.add_argument(
@@ -65,17 +65,17 @@ def parse_args(words: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=20.0, help="of mixed")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="keep the figures with the memory over time")
-    parser.add_argument("--plot", type=Path, help="picture of mixed")
-    at = words.index("--") if "--" in words else len(words)
-    args = parser.parse_args(words[:at])
-    args.serve = words[at + 1 :]
+    parser.add_argument("--json", type=Path, help="write the results with the memory over time")
+    parser.add_argument("--plot", type=Path, help="write a plot of mixed")
+    separator = argv.index("--") if "--" in argv else len(argv)
+    args = parser.parse_args(argv[:separator])
+    args.serve = argv[separator + 1 :]
     return args
 
 
-def main(words: list[str]) -> int:
-    """Measure, tell, keep."""
-    args = parse_args(words)
+def main(argv: list[str]) -> int:
+    """Run the tests, print and save the results."""
+    args = parse_args(argv)
     results = [
         run_test(name, args) for name in (SOAK_TESTS if args.what == "all" else (args.what,))
     ]

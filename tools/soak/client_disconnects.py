@@ -1,4 +1,4 @@
-"""Clients that go away in the middle of a stream: then nothing runs, and every KV page is free."""
+"""Clients that disconnect during a stream: afterwards nothing runs, and every KV page is free."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from tools.soak.server import SoakFailure, SoakServer
 def run_disconnects(
     server: SoakServer, count: int, on_progress: Callable[[int, int], None], concurrency: int = 50
 ) -> dict[str, Any]:
-    """``count`` clients; every second one resets its connection, every fifth leaves before anything
-    came.
+    """Run ``count`` clients.
+
+    Every second one resets its connection; every fifth disconnects before it reads anything.
     """
     workers = {each.pid for each in server.workers()}
     body = {
@@ -25,35 +26,35 @@ def run_disconnects(
         "ignore_eos": True,
         "stream": True,
     }
-    got: list[int] = []
+    received: list[int] = []
 
-    async def some(begin: int, end: int) -> None:
-        many = [
+    async def run_batch(begin: int, end: int) -> None:
+        clients = [
             disconnect_mid_stream(
                 server,
                 "/v1/completions",
-                {**body, "n": 1 + place % 2},
-                place % 5,
-                reset=place % 2 == 1,
+                {**body, "n": 1 + index % 2},
+                index % 5,
+                reset=index % 2 == 1,
             )
-            for place in range(begin, end)
+            for index in range(begin, end)
         ]
-        got.extend(await asyncio.gather(*many))
+        received.extend(await asyncio.gather(*clients))
 
-    began = time.monotonic()
+    started_at = time.monotonic()
     for begin in range(0, count, concurrency):
-        asyncio.run(some(begin, min(begin + concurrency, count)))
+        asyncio.run(run_batch(begin, min(begin + concurrency, count)))
         on_progress(min(begin + concurrency, count), count)
     gauges = server.wait_until_idle(120)
     status, _ = asyncio.run(
         send_request(server, "/v1/completions", {**body, "stream": False, "max_tokens": 4})
     )
     if {each.pid for each in server.workers()} != workers or status != 200:
-        raise SoakFailure(f"afterwards the server answers {status}, or a worker is another one")
+        raise SoakFailure(f"afterwards the server answers {status}, or a worker was replaced")
     return {
         "what": f"{count} clients that left in the middle",
         "ok": True,
-        "had_read_something": sum(1 for each in got if each),
-        "seconds": round(time.monotonic() - began, 1),
+        "had_read_something": sum(1 for each in received if each),
+        "seconds": round(time.monotonic() - started_at, 1),
         "after": gauges,
     }

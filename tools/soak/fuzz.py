@@ -1,5 +1,6 @@
-"""Thousands of hostile requests: an answer or a refusal for each, then the same worker, idle and no
-larger.
+"""Thousands of hostile requests.
+
+Each must get a response or an error; afterwards the same worker must be idle and no larger.
 """
 
 from __future__ import annotations
@@ -33,95 +34,105 @@ RAW_REQUESTS: list[bytes] = [
     b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: "
     b"chunked\r\n\r\nZZ\r\n",
 ]  # fmt: skip
-"""Bytes that are no requests, or end none; one in fifty is one of them."""
+"""Invalid or incomplete requests; one request in fifty is one of them."""
 LARGE_FRACTION = 0.02
-"""The part of requests that are long, deep or wide."""
+"""Fraction of requests with long, deep or wide values."""
 
 
 async def send_raw(server: SoakServer, data: bytes) -> int:
-    """The status of what is answered; 0 for a connection that is closed without."""
+    """Send bytes; return the status, or 0 if the connection is closed without a response."""
     try:
         async with asyncio.timeout(60), connect(server) as (reader, writer):
             writer.write(data)
             head = await reader.read(-1)
     except ConnectionError:
-        return 0  # the server closed while we wrote
+        return 0  # the server closed the connection during the write
     return int(head.split(None, 2)[1]) if head.startswith(b"HTTP/") else 0
 
 
-async def send_one(server: SoakServer, seed: int, at: int, counts: Counter[int]) -> None:
-    """Request number ``at``. Raises Failed for an answer that none may get."""
-    rng = random.Random(f"{seed} {at}")
+async def send_one(server: SoakServer, seed: int, index: int, counts: Counter[int]) -> None:
+    """Send request number ``index``.
+
+    Raises:
+        SoakFailure: the response is not allowed.
+    """
+    rng = random.Random(f"{seed} {index}")
     if rng.random() < 0.02:
         status = await send_raw(server, rng.choice(RAW_REQUESTS))
         if status >= 500:
-            raise SoakFailure(f"bytes that are no request got {status}")
+            raise SoakFailure(f"an invalid request got {status}")
     else:
-        wide = rng.random() < LARGE_FRACTION
-        path, data = (large_requests.random_large_request if wide else random_request)(
+        is_large = rng.random() < LARGE_FRACTION
+        path, data = (large_requests.random_large_request if is_large else random_request)(
             rng, server.model, server.segment_model
         )
         try:
             status, body = await send_request(server, path, data)
         except (OSError, TimeoutError) as error:
             raise SoakFailure(
-                f"request {at} of seed {seed} at {path}: {type(error).__name__}"
+                f"request {index} of seed {seed} at {path}: {type(error).__name__}"
             ) from None
-        why = response_problem(status, body)
-        if why is not None:
-            raise SoakFailure(f"request {at} of seed {seed} at {path}: {why}: {data[:300]!r}")
+        problem = response_problem(status, body)
+        if problem is not None:
+            raise SoakFailure(
+                f"request {index} of seed {seed} at {path}: {problem}: {data[:300]!r}"
+            )
     counts[status] += 1
 
 
 async def _poll_health(server: SoakServer, waits: list[float]) -> None:
-    """Ask /health again and again; seconds until each answer."""
+    """Request /health repeatedly; append the seconds of each response to ``waits``."""
     while True:
-        began = time.monotonic()
+        started_at = time.monotonic()
         async with connect(server) as (reader, writer):
             writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
             await reader.read(-1)
-        waits.append(time.monotonic() - began)
+        waits.append(time.monotonic() - started_at)
         await asyncio.sleep(0.02)
 
 
 def fuzz(
     server: SoakServer, count: int, seed: int, on_progress: Callable[[int, int], None]
 ) -> dict[str, Any]:
-    """``count`` requests, AT_ONCE at a time. Raises Failed."""
+    """Send ``count`` requests, CONCURRENCY at a time.
+
+    Raises:
+        SoakFailure: a response is not allowed, or the server is not idle afterwards.
+    """
     workers = {each.pid for each in server.workers()}
-    found: Counter[int] = Counter()
+    statuses: Counter[int] = Counter()
     series: list[tuple[float, float, float]] = []
     waits: list[float] = []
-    began = time.monotonic()
+    started_at = time.monotonic()
 
-    async def part(begin: int, end: int) -> None:
+    async def run_batch(begin: int, end: int) -> None:
         slots = asyncio.Semaphore(CONCURRENCY)
 
-        async def held(at: int) -> None:
+        async def send(index: int) -> None:
             async with slots:
-                await send_one(server, seed, at, found)
+                await send_one(server, seed, index, statuses)
 
-        watch = asyncio.create_task(_poll_health(server, waits))
+        health_task = asyncio.create_task(_poll_health(server, waits))
         try:
-            await asyncio.gather(*(held(at) for at in range(begin, end)))
+            await asyncio.gather(*(send(index) for index in range(begin, end)))
         finally:
-            watch.cancel()
+            health_task.cancel()
 
     size = max(count // 40, CONCURRENCY)
     for begin in range(0, count, size):
-        asyncio.run(part(begin, min(begin + size, count)))
+        asyncio.run(run_batch(begin, min(begin + size, count)))
         memory = server.memory()
-        series.append((time.monotonic() - began, memory["api"], memory["worker"]))
+        series.append((time.monotonic() - started_at, memory["api"], memory["worker"]))
         on_progress(min(begin + size, count), count)
     gauges = server.wait_until_idle()
     if {each.pid for each in server.workers()} != workers:
-        raise SoakFailure("a worker is another one than before")
-    seconds, api, held = (list(column) for column in zip(*series, strict=True))
-    lines = {"api": fit_trend(seconds, api), "worker": fit_trend(seconds, held)}
+        raise SoakFailure("a worker was replaced")
+    seconds, api, worker = (list(column) for column in zip(*series, strict=True))
+    lines = {"api": fit_trend(seconds, api), "worker": fit_trend(seconds, worker)}
     return {
         "what": f"{count} hostile requests",
         "ok": all(line.flat for line in lines.values()),
-        "statuses": dict(sorted(found.items())),
+        "statuses": dict(sorted(statuses.items())),
         "after": gauges,
         "slowest_health_ms": round(1000 * max(waits, default=0.0), 1),
         "memory": {name: asdict(line) for name, line in lines.items()},

@@ -1,6 +1,4 @@
-"""Requests made of hostile parts at random: that would be fine, with fields changed, added or
-cut.
-"""
+"""Random hostile requests: valid ones with fields changed, added or cut."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ KEYS = [
 
 
 def random_value(rng: random.Random, depth: int = 0) -> Any:
-    """Any JSON, mostly small, often wrong."""
+    """Any JSON value, mostly small, often invalid."""
     if depth > 3 or rng.random() < 0.6:
         return rng.choice(PLAIN_VALUES)
     if rng.random() < 0.5:
@@ -64,9 +62,9 @@ def random_value(rng: random.Random, depth: int = 0) -> Any:
 def random_request(
     rng: random.Random, model: str = "stories", segment_model: str | None = None
 ) -> tuple[str, bytes]:
-    """(path, body).
+    """Make a request; return (path, body).
 
-    segment_model: an engine that segments; such requests are made only where there is one.
+    segment_model: an engine that segments; None: no segmentation requests.
     """
     path = rng.choice(PATHS if segment_model is None else list(REQUEST_TYPES))
     body: dict[str, Any] = {"model": model, "max_tokens": 3}
@@ -99,7 +97,7 @@ def random_request(
 
 
 def response_problem(status: int, body: bytes) -> str | None:
-    """Why an answer is none that such a request may get; None where it is."""
+    """Why a response is not allowed for such a request; None if it is allowed."""
     if status not in STATUSES:
         return f"status {status}"
     if status == 200:
@@ -107,7 +105,7 @@ def response_problem(status: int, body: bytes) -> str | None:
     try:
         error = json.loads(body)["error"]
     except (ValueError, KeyError, TypeError):
-        return f"status {status} without an error of OpenAI's form"
+        return f"status {status} without an error in OpenAI's format"
     if error.keys() != {"message", "type", "param", "code"}:
         return f"an error with {sorted(error)}"
-    return "a message without end" if len(error["message"]) >= 1000 else None
+    return "a message that is too long" if len(error["message"]) >= 1000 else None

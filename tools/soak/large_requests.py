@@ -1,6 +1,6 @@
-"""Large requests: long lists, deep ones and wide ones, for every path that takes a body.
+"""Large requests: long, deep and wide values, for every path that takes a body.
 
-Each is made to cost a careless server much more than its size: an error for each element, a list
+Each costs a careless server much more than its size, for example an error per element, or a list
 for three bytes.
 """
 
@@ -10,18 +10,18 @@ import random
 from collections.abc import Callable
 
 Value = Callable[[int], bytes]
-"""JSON of about so many bytes."""
+"""Makes JSON of about so many bytes."""
 
 
 def repeat_element(element: bytes, last: bytes = b"") -> Value:
-    """A list of one element, again and again; the last one may be another."""
+    """A list of the same element; the last one may differ."""
     return lambda size: (
         b"[" + (element + b",") * (size // (len(element) + 1)) + (last or element) + b"]"
     )
 
 
 def object_with_keys(value: bytes) -> Value:
-    """An object of as many keys."""
+    """An object with many keys."""
     return lambda size: (
         b"{" + b",".join(b'"k%d":%b' % (i, value) for i in range(size // (10 + len(value)))) + b"}"
     )
@@ -33,22 +33,22 @@ def object_with_id_keys(size: int) -> bytes:
 
 
 def nested_lists(size: int) -> bytes:
-    """Lists in lists."""
+    """Nested lists."""
     return b"[" * (size // 2) + b"]" * (size // 2)
 
 
 def nested_objects(size: int) -> bytes:
-    """Objects in objects."""
+    """Nested objects."""
     return b'{"a":' * (size // 6) + b"1" + b"}" * (size // 6)
 
 
 def long_string(unit: bytes) -> Value:
-    """A string."""
+    """A long string."""
     return lambda size: b'"' + unit * (size // len(unit)) + b'"'
 
 
 def whitespace_padded(size: int) -> bytes:
-    """One number and much white space."""
+    """A number and much white space."""
     return b"[1," + b" " * size + b"1]"
 
 
@@ -87,7 +87,7 @@ VALUES: dict[str, Value] = {
     "commas": lambda size: b"[" + b"," * size + b"]",
     "no end": lambda size: b'["' + b"a" * size,
 }
-"""By what they hold."""
+"""Large values by their content."""
 FIELDS: dict[str, dict[str, bytes]] = {
     "/v1/completions": {
         "prompt": b'"x"', "stop": b'"x"', "logit_bias": b"{}", "stop_token_ids": b"[]",
@@ -113,41 +113,46 @@ FIELDS: dict[str, dict[str, bytes]] = {
     "/tokenize": {"prompt": b'"x"', "messages": b"null", "model": b"null"},
     "/detokenize": {"tokens": b"[1]", "model": b"null"},
 }  # fmt: skip
-"""What is made large on each path, and what stands there else; a null is left out."""
+"""Fields that are made large on each path, with their normal values; null: left out."""
 
 
 def body(path: str, field: str, value: bytes, model: str) -> bytes:
-    """A request that would be fine but for one field."""
-    given = {"model": b'"%b"' % model.encode(), **FIELDS[path]}
+    """A request that is valid except for one field."""
+    fields = {"model": b'"%b"' % model.encode(), **FIELDS[path]}
     if path.startswith("/v1/") and path.endswith("completions"):
-        given["max_tokens"] = b"1"
+        fields["max_tokens"] = b"1"
     if field == "prompt" and path == "/tokenize":
-        given["messages"] = b"null"
-    given[field] = value
-    left = (
+        fields["messages"] = b"null"
+    fields[field] = value
+    omitted = (
         {"messages": ("prompt",), "image_id": ("image",)}.get(field, ())
         if path in ("/tokenize", "/v1/segment")
         else ()
     )
-    kept = {
-        name: one
-        for name, one in given.items()
-        if one != b"null" and name not in left and name != "unknown"
+    sent = {
+        name: each
+        for name, each in fields.items()
+        if each != b"null" and name not in omitted and name != "unknown"
     }
     if field == "unknown":
-        kept["unknown"] = value
-    return b"{" + b",".join(b'"%b":%b' % (name.encode(), one) for name, one in kept.items()) + b"}"
+        sent["unknown"] = value
+    return (
+        b"{" + b",".join(b'"%b":%b' % (name.encode(), each) for name, each in sent.items()) + b"}"
+    )
 
 
 def unknown_keys(size: int, model: str) -> bytes:
-    """An object of unknown fields."""
+    """An object with unknown fields."""
     return b'{"model":"%b",' % model.encode() + object_with_keys(b"1")(size)[1:]
 
 
 def random_large_request(
     rng: random.Random, model: str, segment_model: str | None
 ) -> tuple[str, bytes]:
-    """(path, body) of one of them, of up to 4 MB; for a viewer only where there is one."""
+    """Make a request of up to 4 MB; return (path, body).
+
+    segment_model: None: no segmentation requests.
+    """
     path = rng.choice(
         [path for path in FIELDS if segment_model is not None or path != "/v1/segment"]
     )

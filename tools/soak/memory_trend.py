@@ -1,4 +1,4 @@
-"""Whether resident memory stays where it is."""
+"""Checks whether resident memory stays constant."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from dataclasses import dataclass
 import numpy as np
 
 MAX_GROWTH_FRACTION, MIN_GROWTH_MB = 0.02, 8.0
-"""What may come: this share of what was held, and at least so many MB (allocators keep arenas of
-that size).
-"""
+"""Allowed growth: this fraction, and at least so many MB (allocators keep arenas of that size)."""
 
 
 @dataclass(frozen=True)
 class MemoryTrend:
-    """A line through MB over time.
+    """A line through memory in MB over time.
 
-    per_minute: its slope; growth: along the line; flat: whether that is nothing.
+    Attributes:
+        per_minute: slope of the line.
+        growth: growth along the line.
+        flat: whether the growth is within the allowed limits.
     """
 
     per_minute: float
@@ -28,9 +29,10 @@ class MemoryTrend:
 def fit_trend(
     seconds: Sequence[float], megabytes: Sequence[float], skip: float = 1 / 3
 ) -> MemoryTrend:
-    """The line through a series without its first part, in which caches fill.
+    """Fit a line to a series without its first part, in which caches fill.
 
-    Raises ValueError for under 3 points.
+    Raises:
+        ValueError: there are fewer than 3 points.
     """
     first = int(len(seconds) * skip)
     x, y = np.asarray(seconds[first:], float), np.asarray(megabytes[first:], float)

@@ -1,5 +1,6 @@
-"""Everything at once for minutes: talks, completions, structures, functions, masks, streams given
-up, nonsense.
+"""Mixed load for minutes: chats, completions, structured output, tool calls, masks, disconnects.
+
+Hostile requests are mixed in.
 """
 
 from __future__ import annotations
@@ -66,12 +67,12 @@ def _random_chat(rng: random.Random) -> dict[str, Any]:
 
 
 def chat(rng: random.Random) -> RequestSpec:
-    """A turn, streamed or whole."""
+    """A chat completion, streamed or not."""
     return "/v1/chat/completions", {**_random_chat(rng), "stream": rng.random() < 0.5}
 
 
 def completion(rng: random.Random) -> RequestSpec:
-    """Several prompts, several answers, log-probabilities, echo."""
+    """Several prompts and choices, log-probabilities, echo."""
     body: dict[str, Any] = {
         "prompt": [_words(rng, rng.randint(1, 40)) for _ in range(rng.choice((1, 1, 3)))]
     }
@@ -89,7 +90,7 @@ def completion(rng: random.Random) -> RequestSpec:
 
 
 def structured_output(rng: random.Random) -> RequestSpec:
-    """A JSON schema: one in three was never seen before."""
+    """A JSON schema; one in three is new."""
     name = rng.choice(("a", "b", f"k{rng.randrange(10**9)}"))
     schema = {
         "type": "object",
@@ -112,7 +113,7 @@ def tool_call(rng: random.Random) -> RequestSpec:
 
 
 def segment(rng: random.Random) -> RequestSpec:
-    """Clicks, boxes and everything of a picture."""
+    """Points, boxes or all objects of an image."""
     return segment_requests.PATH, segment_requests.valid_request(rng)
 
 
@@ -123,41 +124,47 @@ KINDS: dict[str, tuple[int, Callable[[random.Random], RequestSpec]]] = {
     "tools": (1, tool_call),
 }
 SEGMENT_KINDS = {"segment": (2, segment)}
-"""As well, where an engine is served that segments."""
+"""Added if an engine is served that segments."""
 DISCONNECT_WEIGHT, HOSTILE_WEIGHT = 2, 3
 
 
 async def send_one(
     server: SoakServer, rng: random.Random, counts: Counter[str], times: list[float]
 ) -> None:
-    """One request of any kind. Raises Failed for an answer that it may not get."""
-    kinds = KINDS if server.segment_model is None else {**KINDS, **SEGMENT_KINDS}
+    """Send one random request.
+
+    Raises:
+        SoakFailure: the response is not allowed.
+    """
+    request_types = KINDS if server.segment_model is None else {**KINDS, **SEGMENT_KINDS}
     name = rng.choices(
-        [*kinds, "left", "bad"],
-        [weight for weight, _ in kinds.values()] + [DISCONNECT_WEIGHT, HOSTILE_WEIGHT],
+        [*request_types, "left", "bad"],
+        [weight for weight, _ in request_types.values()] + [DISCONNECT_WEIGHT, HOSTILE_WEIGHT],
     )[0]
-    began = time.monotonic()
+    started_at = time.monotonic()
     if name == "bad":
         path, data = random_request(rng, server.model, server.segment_model)
         status, body = await send_request(server, path, data)
-        why = response_problem(status, body)
+        problem = response_problem(status, body)
     elif name == "left":
-        path, made = chat(rng)
-        made |= {"model": server.model, "stream": True, "max_tokens": 200}
-        await disconnect_mid_stream(server, path, made, rng.randrange(4), reset=rng.random() < 0.5)
-        why = None
+        path, spec = chat(rng)
+        spec |= {"model": server.model, "stream": True, "max_tokens": 200}
+        await disconnect_mid_stream(server, path, spec, rng.randrange(4), reset=rng.random() < 0.5)
+        problem = None
     else:
-        path, made = kinds[name][1](rng)
+        path, spec = request_types[name][1](rng)
         data = json.dumps(
-            {**made, "model": server.segment_model if name in SEGMENT_KINDS else server.model}
+            {**spec, "model": server.segment_model if name in SEGMENT_KINDS else server.model}
         ).encode()
         status, body = await send_request(server, path, data)
-        whole = not made.get("stream") or b"data: [DONE]" in body
-        fine = (status == 200 and whole) or status == 429 or b'"context_length_exceeded"' in body
-        why = None if fine else f"status {status}, {body[-200:]!r}"
-        times.append(time.monotonic() - began)
-    if why is not None:
-        raise SoakFailure(f"{name}: {why}: {data[:500]!r}")
+        complete = not spec.get("stream") or b"data: [DONE]" in body
+        valid = (
+            (status == 200 and complete) or status == 429 or b'"context_length_exceeded"' in body
+        )
+        problem = None if valid else f"status {status}, {body[-200:]!r}"
+        times.append(time.monotonic() - started_at)
+    if problem is not None:
+        raise SoakFailure(f"{name}: {problem}: {data[:500]!r}")
     counts[name] += 1
 
 
@@ -168,40 +175,40 @@ def run_mixed_load(
     on_progress: Callable[[int, int], None],
     clients: int = 8,
 ) -> dict[str, Any]:
-    """``clients`` at a time, for so long."""
-    before = {each.pid for each in server.workers()}
-    found: Counter[str] = Counter()
+    """Run ``clients`` in parallel for ``minutes``."""
+    workers_before = {each.pid for each in server.workers()}
+    counts: Counter[str] = Counter()
     times: list[float] = []
     series: list[tuple[float, float, float]] = []
-    began, end = time.monotonic(), time.monotonic() + 60 * minutes
+    started_at, end = time.monotonic(), time.monotonic() + 60 * minutes
 
-    async def client(place: int) -> None:
-        rng = random.Random(f"{seed} {place}")
+    async def client(index: int) -> None:
+        rng = random.Random(f"{seed} {index}")
         while time.monotonic() < end:
-            await send_one(server, rng, found, times)
+            await send_one(server, rng, counts, times)
 
     async def watch() -> None:
         pause = max(0.2, 60 * minutes / 240)
         while time.monotonic() < end:
             memory = server.memory()
-            series.append((time.monotonic() - began, memory["api"], memory["worker"]))
-            on_progress(int(time.monotonic() - began), int(60 * minutes))
+            series.append((time.monotonic() - started_at, memory["api"], memory["worker"]))
+            on_progress(int(time.monotonic() - started_at), int(60 * minutes))
             await asyncio.sleep(pause)
 
     async def everything() -> None:
-        await asyncio.gather(watch(), *(client(place) for place in range(clients)))
+        await asyncio.gather(watch(), *(client(index) for index in range(clients)))
 
     asyncio.run(everything())
     gauges = server.wait_until_idle()
-    if {each.pid for each in server.workers()} != before:
-        raise SoakFailure("a worker is another one than before")
+    if {each.pid for each in server.workers()} != workers_before:
+        raise SoakFailure("a worker was replaced")
     seconds, api, workers = (list(column) for column in zip(*series, strict=True))
     lines = {"api": fit_trend(seconds, api), "worker": fit_trend(seconds, workers)}
     ordered = sorted(times)
     return {
         "what": f"{minutes:g} minutes of mixed load, {clients} clients",
         "ok": all(line.flat for line in lines.values()),
-        "requests": dict(sorted(found.items())),
+        "requests": dict(sorted(counts.items())),
         "seconds_median": round(ordered[len(ordered) // 2], 3),
         "seconds_p99": round(ordered[int(0.99 * len(ordered))], 3),
         "after": gauges,
@@ -211,7 +218,7 @@ def run_mixed_load(
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Resident memory over time, and the lines through it."""
+    """Plot resident memory over time, with the fitted lines."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -219,15 +226,15 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
     seconds, api, worker = (list(column) for column in zip(*result["series"], strict=True))
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3), constrained_layout=True)
-    for place, (name, values) in enumerate({"api": api, "worker": worker}.items()):
+    for index, (name, values) in enumerate({"api": api, "worker": worker}.items()):
         line = result["memory"][name]
-        axes[place].plot([each / 60 for each in seconds], values)
-        axes[place].set_title(
+        axes[index].plot([each / 60 for each in seconds], values)
+        axes[index].set_title(
             f"{name}: {line['per_minute']:+.3f} MB a minute over the last two thirds", fontsize=9
         )
-        axes[place].set_xlabel("minutes")
-        axes[place].set_ylabel("resident MB")
-        axes[place].set_ylim(0, 1.2 * max(values))
+        axes[index].set_xlabel("minutes")
+        axes[index].set_ylabel("resident MB")
+        axes[index].set_ylim(0, 1.2 * max(values))
     figure.suptitle(result["what"], fontsize=10)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

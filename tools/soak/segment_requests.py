@@ -1,4 +1,4 @@
-"""Requests to /v1/segment: fine ones, and such that are not."""
+"""Requests to /v1/segment: valid and invalid ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FAST_OPTIONS = {"points_per_side": 3, "pred_iou_thresh": 0.0, "stability_score_t
 
 
 def random_image(seed: int, file_format: str = "PNG", longest: int = 200) -> bytes:
-    """A file of blurred noise, 8 to ``longest`` pixels a side."""
+    """An image file of blurred noise, 8 to ``longest`` pixels per side."""
     rng = random.Random(seed)
     noise = PIL.Image.frombytes("RGB", (8, 6), rng.randbytes(8 * 6 * 3))
     out = io.BytesIO()
@@ -27,17 +27,17 @@ def random_image(seed: int, file_format: str = "PNG", longest: int = 200) -> byt
 
 
 def decompression_bomb(width: int, height: int) -> bytes:
-    """A PNG whose header promises so many pixels, with next to nothing behind it."""
+    """A PNG whose header claims so many pixels, with almost no data."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return (
             struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
         )
 
-    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
     return (
         b"\x89PNG\r\n\x1a\n"
-        + head
+        + header
         + chunk(b"IDAT", zlib.compress(b"\x00" * 100))
         + chunk(b"IEND", b"")
     )
@@ -49,10 +49,10 @@ def to_data_url(data: bytes, mime_type: str = "image/png") -> str:
 
 
 def valid_request(rng: random.Random) -> dict[str, Any]:
-    """A fine request: one of 24 pictures, so that some are known; points, boxes or everything."""
+    """A valid request: one of 24 images, so that some are cached; points, boxes or all objects."""
     image = to_data_url(random_image(rng.randrange(24)))
-    how = rng.choice(("points", "points", "boxes", "everything"))
-    if how == "points":
+    prompt_type = rng.choice(("points", "points", "boxes", "everything"))
+    if prompt_type == "points":
         count = rng.choice((1, 1, 3))
         points = [[rng.uniform(0, 7), rng.uniform(0, 7)] for _ in range(count)]
         return {
@@ -61,7 +61,7 @@ def valid_request(rng: random.Random) -> dict[str, Any]:
             "labels": [1] * count,
             "multimask": rng.random() < 0.5,
         }
-    if how == "boxes":
+    if prompt_type == "boxes":
         return {
             "image": image,
             "boxes": [[0, 0, rng.randint(1, 7), 7]] * rng.choice((1, 2)),
@@ -71,14 +71,16 @@ def valid_request(rng: random.Random) -> dict[str, Any]:
 
 
 def hostile_request(rng: random.Random) -> dict[str, Any]:
-    """A request to be changed further: its picture or its prompt is often none."""
+    """A request to be changed further: its image or prompt is often invalid."""
     data = random_image(rng.randrange(24), rng.choice(("PNG", "JPEG", "GIF", "WEBP", "BMP")))
-    cut = data[: rng.randrange(len(data))]
-    at = rng.randrange(len(data))
-    flipped = data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
+    truncated = data[: rng.randrange(len(data))]
+    position = rng.randrange(len(data))
+    flipped = (
+        data[:position] + bytes([data[position] ^ (1 << rng.randrange(8))]) + data[position + 1 :]
+    )
     images: list[Any] = [
         to_data_url(data),
-        to_data_url(cut),
+        to_data_url(truncated),
         to_data_url(flipped),
         to_data_url(decompression_bomb(2**31 - 1, 2**31 - 1)),
     ]
@@ -99,7 +101,7 @@ def hostile_request(rng: random.Random) -> dict[str, Any]:
     if rng.random() < 0.2:
         body = {"image_id": rng.choice(("0" * 64, "f" * 64, "../" * 21 + "a", ""))}
     corner = rng.choice((-1e6, 0, 3, 3.5, 1e5, 1e30, float("nan"), float("inf"), "3"))
-    ways: list[dict[str, Any]] = [
+    prompts: list[dict[str, Any]] = [
         {"points": [[corner, 3]] * rng.choice((1, 1, 1, 300))},
         {
             "points": [[3, 3]],
@@ -118,4 +120,4 @@ def hostile_request(rng: random.Random) -> dict[str, Any]:
         {"everything": {**FAST_OPTIONS, "points_per_side": rng.choice((1, 2, 0, 65, 10**9))}},
         {"everything": FAST_OPTIONS, "points": [[3, 3]]},
     ]
-    return body | rng.choice(ways)
+    return body | rng.choice(prompts)

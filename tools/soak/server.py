@@ -1,4 +1,4 @@
-"""``modelmill serve`` as a child: started, asked, measured, ended, and nothing of it left."""
+"""Runs ``modelmill serve`` as a child process, and measures and ends it."""
 
 from __future__ import annotations
 
@@ -23,45 +23,47 @@ GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
 class SoakFailure(RuntimeError):
-    """What was to be shown did not hold; the text says what."""
+    """A check has failed; the message says which."""
 
 
 class SoakServer:
-    """A server process. Leaving the block ends it; ``leftover_processes`` tells which of its
-    processes live on.
+    """A server process; leaving the block ends it.
 
-    model: the name of the first engine that writes; segment_model: of the first that segments, or
-    None.
+    ``leftover_processes`` returns those of its processes that still run.
+
+    Attributes:
+        model: name of the first engine that generates text.
+        segment_model: name of the first engine that segments, or None.
     """
 
     def __init__(
         self, engines: Path | Sequence[Path], flags: Sequence[str] = (), *, ready: bool = True
     ) -> None:
-        given = [engines] if isinstance(engines, Path) else engines
-        words = [
+        paths = [engines] if isinstance(engines, Path) else engines
+        command = [
             sys.executable,
             "-m",
             "modelmill",
             "serve",
-            *map(str, given),
+            *map(str, paths),
             "--port",
             "0",
             *flags,
         ]
-        self.process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
-        said = self.process.stderr.readline()
-        found = re.search(r"listening on http://([^:]+):(\d+);", said)
-        if found is None:
-            raise SoakFailure(said + self.process.stderr.read())
-        self.host, self.port = found[1], int(found[2])
-        self._seen: set[psutil.Process] = {psutil.Process(self.process.pid)}
+        line = self.process.stderr.readline()
+        match = re.search(r"listening on http://([^:]+):(\d+);", line)
+        if match is None:
+            raise SoakFailure(line + self.process.stderr.read())
+        self.host, self.port = match[1], int(match[2])
+        self._processes: set[psutil.Process] = {psutil.Process(self.process.pid)}
         if ready:
             self.wait_for_health(200)
-            told = self.request("/v1/models")[1]["data"]
-            self.model = next(str(each["id"]) for each in told if each["kind"] != SEGMENTATION)
+            models = self.request("/v1/models")[1]["data"]
+            self.model = next(str(each["id"]) for each in models if each["kind"] != SEGMENTATION)
             self.segment_model = next(
-                (str(each["id"]) for each in told if each["kind"] == SEGMENTATION), None
+                (str(each["id"]) for each in models if each["kind"] == SEGMENTATION), None
             )
 
     def __enter__(self) -> SoakServer:
@@ -76,7 +78,7 @@ class SoakServer:
             self.wait_for_exit()
 
     def wait_for_exit(self, seconds: float = 60) -> int:
-        """Wait for its end; the exit code."""
+        """Wait until it ends; return the exit code."""
         try:
             self.process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -85,70 +87,74 @@ class SoakServer:
         return self.process.returncode
 
     def leftover_processes(self, seconds: float = 30) -> list[int]:
-        """Processes of it that still run, so long after they should not."""
+        """Pids of its processes that still run after so many seconds."""
         _, alive = psutil.wait_procs(
-            [each for each in self._seen if each.pid != self.process.pid], seconds
+            [each for each in self._processes if each.pid != self.process.pid], seconds
         )
         return [each.pid for each in alive]
 
     def workers(self) -> list[psutil.Process]:
-        """Its workers."""
+        """Its worker processes."""
         children = psutil.Process(self.process.pid).children(recursive=True)
-        self._seen.update(children)
+        self._processes.update(children)
         return [each for each in children if "modelmill.serve.worker" in _words(each)]
 
     def memory(self) -> dict[str, float]:
-        """Resident MB of the API and of the workers."""
-        own = psutil.Process(self.process.pid).memory_info().rss
+        """Resident MB of the API process and of the workers."""
+        api_bytes = psutil.Process(self.process.pid).memory_info().rss
         return {
-            "api": own / 1e6,
+            "api": api_bytes / 1e6,
             "worker": sum(each.memory_info().rss for each in self.workers()) / 1e6,
         }
 
     def request(self, path: str, body: Any = None, seconds: float = 60) -> tuple[int, Any]:
-        """(status, JSON or text)."""
+        """Send a request; return (status, JSON or text)."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             f"http://{self.host}:{self.port}{path}", data, {"content-type": "application/json"}
         )
         try:
             with urllib.request.urlopen(request, timeout=seconds) as response:
-                status, content, told = response.status, response.read(), response.headers
+                status, content, headers = response.status, response.read(), response.headers
         except urllib.error.HTTPError as error:
             with error:
-                status, content, told = error.code, error.read(), error.headers
-        return status, json.loads(content) if "json" in told.get(
+                status, content, headers = error.code, error.read(), error.headers
+        return status, json.loads(content) if "json" in headers.get(
             "content-type", ""
         ) else content.decode()
 
     def wait_for_health(self, status: int, seconds: float = 300) -> Any:
-        """Until /health answers so; what it tells."""
+        """Wait until /health returns the status; return its body."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            found, body = self.request("/health")
-            if found == status:
+            current, body = self.request("/health")
+            if current == status:
                 return body
             time.sleep(0.02)
         raise SoakFailure(f"/health has not become {status} within {seconds} s: {body}")
 
     def gauges(self) -> dict[str, float]:
-        """Running, waiting, share of KV pages held."""
+        """Running and waiting requests, and the share of KV pages in use."""
         page = self.request("/metrics")[1]
-        found = {
+        samples = {
             name: re.findall(rf"^modelmill:{name}{{[^}}]*}} (\S+)$", page, re.MULTILINE)
             for name in GAUGES
         }
-        return {name: sum(map(float, values)) for name, values in found.items()}
+        return {name: sum(map(float, values)) for name, values in samples.items()}
 
     def wait_until_idle(self, seconds: float = 60) -> dict[str, float]:
-        """Wait until nothing runs, nothing waits and every page is free. Raises Failed."""
+        """Wait until nothing runs or waits and every page is free; return the gauges.
+
+        Raises:
+            SoakFailure: that takes longer than ``seconds``.
+        """
         deadline = time.monotonic() + seconds
         while True:
-            found = self.gauges()
-            if not any(found.values()):
-                return found
+            gauges = self.gauges()
+            if not any(gauges.values()):
+                return gauges
             if time.monotonic() > deadline:
-                raise SoakFailure(f"{seconds} s after the last request: {found}")
+                raise SoakFailure(f"{seconds} s after the last request: {gauges}")
             time.sleep(0.05)
 
 

@@ -1,4 +1,4 @@
-"""How a server ends, and what it does when its worker is killed."""
+"""Checks how a server ends, and how it handles a killed worker."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ BODY = {
 async def streams(
     server: SoakServer, count: int, then: Callable[[], Awaitable[None]]
 ) -> list[bytes]:
-    """``count`` streams; once each has begun, ``then``; all that they brought."""
+    """Run ``count`` streams; call ``then`` once each has begun; return what they received."""
     begun = asyncio.Barrier(count + 1)
 
-    async def one() -> bytes:
+    async def run_stream() -> bytes:
         async with asyncio.timeout(300), connect(server) as (reader, writer):
             writer.write(
                 post("/v1/completions", json.dumps({**BODY, "model": server.model}).encode())
@@ -42,12 +42,12 @@ async def streams(
         await then()
         return []
 
-    *told, _ = await asyncio.gather(*(one() for _ in range(count)), act())
-    return [each for each in told if isinstance(each, bytes)]
+    *results, _ = await asyncio.gather(*(run_stream() for _ in range(count)), act())
+    return [each for each in results if isinstance(each, bytes)]
 
 
 def check_drain(engine: Path, flags: Sequence[str]) -> dict[str, Any]:
-    """SIGTERM: what runs is finished, what is new is refused with 503, then exit code 0."""
+    """SIGTERM: running requests finish, new ones are refused with 503, then exit code 0."""
     with SoakServer(engine, [*flags, "--shutdown-timeout", "120"]) as server:
         refused: list[int] = []
 
@@ -63,60 +63,61 @@ def check_drain(engine: Path, flags: Sequence[str]) -> dict[str, Any]:
             )
 
         server.workers()
-        told = asyncio.run(streams(server, 4, then))
+        bodies = asyncio.run(streams(server, 4, then))
         code = server.wait_for_exit()
-        whole = sum(
-            1 for each in told if b"data: [DONE]" in each and b'"finish_reason":"length"' in each
+        num_finished = sum(
+            1 for each in bodies if b"data: [DONE]" in each and b'"finish_reason":"length"' in each
         )
-        left = server.leftover_processes()
-    found = {
-        "finished": whole,
-        "of": len(told),
+        leftover = server.leftover_processes()
+    result = {
+        "finished": num_finished,
+        "of": len(bodies),
         "new_requests": refused[0],
         "exit_code": code,
-        "left": left,
+        "left": leftover,
     }
     return {
         "what": "SIGTERM",
-        "ok": (whole, refused, code, left) == (len(told), [503], 0, []),
-        **found,
+        "ok": (num_finished, refused, code, leftover) == (len(bodies), [503], 0, []),
+        **result,
     }
 
 
 def check_second_sigterm(engine: Path, flags: Sequence[str]) -> dict[str, Any]:
-    """A second SIGTERM: running answers end with an error event, then exit code 0, at once."""
+    """A second SIGTERM: running requests end with an error event, then exit code 0, at once."""
     with SoakServer(engine, [*flags, "--shutdown-timeout", "120"]) as server:
-        began = 0.0
+        sent_at = 0.0
 
         async def then() -> None:
-            nonlocal began
+            nonlocal sent_at
             server.process.send_signal(signal.SIGTERM)
             await asyncio.to_thread(server.wait_for_health, 503, 10)
-            began = time.monotonic()
+            sent_at = time.monotonic()
             server.process.send_signal(signal.SIGTERM)
 
         server.workers()
-        told = asyncio.run(streams(server, 4, then))
-        code, seconds = server.wait_for_exit(), time.monotonic() - began
-        errors = sum(1 for each in told if b'data: {"error"' in each and b"[DONE]" not in each)
-        left = server.leftover_processes()
-    found = {
+        bodies = asyncio.run(streams(server, 4, then))
+        code, seconds = server.wait_for_exit(), time.monotonic() - sent_at
+        errors = sum(1 for each in bodies if b'data: {"error"' in each and b"[DONE]" not in each)
+        leftover = server.leftover_processes()
+    result = {
         "with_error": errors,
-        "of": len(told),
+        "of": len(bodies),
         "seconds": round(seconds, 2),
         "exit_code": code,
-        "left": left,
+        "left": leftover,
     }
     return {
         "what": "SIGTERM twice",
-        "ok": (errors, code, left) == (len(told), 0, []) and seconds < 15,
-        **found,
+        "ok": (errors, code, leftover) == (len(bodies), 0, []) and seconds < 15,
+        **result,
     }
 
 
 def check_worker_killed(engine: Path, flags: Sequence[str]) -> dict[str, Any]:
-    """kill -9 of a worker that answers: error events, /health 503, another worker, and answers
-    again.
+    """Worker killed with SIGKILL while it answers.
+
+    Expects error events, /health 503, a new worker, and then normal responses.
     """
     with SoakServer(engine, flags) as server:
         (worker,) = server.workers()
@@ -126,35 +127,36 @@ def check_worker_killed(engine: Path, flags: Sequence[str]) -> dict[str, Any]:
             worker.kill()
             health.append(await asyncio.to_thread(server.wait_for_health, 503, 10))
 
-        told = asyncio.run(streams(server, 4, then))
-        errors = sum(1 for each in told if b"engine_restarted" in each and b"[DONE]" not in each)
-        began = time.monotonic()
+        bodies = asyncio.run(streams(server, 4, then))
+        errors = sum(1 for each in bodies if b"engine_restarted" in each and b"[DONE]" not in each)
+        killed_at = time.monotonic()
         body = server.wait_for_health(200)
-        healed = time.monotonic() - began
-        again, _ = server.request(
+        recovery_seconds = time.monotonic() - killed_at
+        status, _ = server.request(
             "/v1/completions", {**BODY, "model": server.model, "stream": False, "max_tokens": 4}
         )
         server.wait_until_idle()
         state = health[0]["engines"][0]["state"]
         server.workers()
-    left = server.leftover_processes()
-    found = {
+    leftover = server.leftover_processes()
+    result = {
         "with_error": errors,
-        "of": len(told),
+        "of": len(bodies),
         "health": state,
         "restarts": body["engines"][0]["restarts"],
     }
-    found |= {"healed_s": round(healed, 2), "asked_again": again, "left": left}
-    ok = (errors, found["restarts"], again, left) == (len(told), 1, 200, []) and state in (
+    result |= {"healed_s": round(recovery_seconds, 2), "asked_again": status, "left": leftover}
+    ok = (errors, result["restarts"], status, leftover) == (len(bodies), 1, 200, []) and state in (
         "restarting",
         "loading",
     )
-    return {"what": "kill -9 of a worker that answers", "ok": ok, **found}
+    return {"what": "kill -9 of a worker that answers", "ok": ok, **result}
 
 
 def check_killed_while_loading(engine: Path, flags: Sequence[str]) -> dict[str, Any]:
-    """kill -9 of a worker that loads for the first time: the server says so and ends with an
-    error.
+    """Worker killed with SIGKILL while it loads for the first time.
+
+    Expects that the server reports it and ends with an error.
     """
     with SoakServer(engine, flags, ready=False) as server:
         deadline = time.monotonic() + 30
@@ -162,29 +164,34 @@ def check_killed_while_loading(engine: Path, flags: Sequence[str]) -> dict[str, 
             if time.monotonic() > deadline:
                 raise SoakFailure("no worker has been started")
             time.sleep(0.005)
-        workers[0].suspend()  # or it may be ready before anybody has asked
+        workers[0].suspend()  # otherwise it may be ready before the request
         status, _ = server.request("/health")
         workers[0].kill()
         code = server.wait_for_exit()
-        left = server.leftover_processes()
-    ok = status == 503 and code != 0 and not left
+        leftover = server.leftover_processes()
+    ok = status == 503 and code != 0 and not leftover
     return {
         "what": "kill -9 of a worker that loads",
         "ok": ok,
         "health": status,
         "exit_code": code,
-        "left": left,
+        "left": leftover,
     }
 
 
 def check_server_killed(engine: Path, flags: Sequence[str]) -> dict[str, Any]:
-    """kill -9 of the server itself: its worker ends with it."""
+    """Server killed with SIGKILL: its worker must end as well."""
     with SoakServer(engine, flags) as server:
         server.workers()
         server.process.kill()
         code = server.wait_for_exit()
-        left = server.leftover_processes(20)
-    return {"what": "kill -9 of the server", "ok": not left, "exit_code": code, "left": left}
+        leftover = server.leftover_processes(20)
+    return {
+        "what": "kill -9 of the server",
+        "ok": not leftover,
+        "exit_code": code,
+        "left": leftover,
+    }
 
 
 CHECKS = (
@@ -199,9 +206,9 @@ CHECKS = (
 def run_shutdown_checks(
     engine: Path, flags: Sequence[str], on_progress: Callable[[int, int], None]
 ) -> dict[str, Any]:
-    """All of them, one after another."""
-    found = []
-    for place, each in enumerate(CHECKS):
-        found.append(each(engine, flags))
-        on_progress(place + 1, len(CHECKS))
-    return {"what": "ends and kills", "ok": all(each["ok"] for each in found), "each": found}
+    """Run all checks, one after another."""
+    results = []
+    for index, each in enumerate(CHECKS):
+        results.append(each(engine, flags))
+        on_progress(index + 1, len(CHECKS))
+    return {"what": "ends and kills", "ok": all(each["ok"] for each in results), "each": results}

@@ -1,3 +1,1 @@
-"""Everything the engine promises that needs no GPU, shown on the real model and real data, one file
-an item.
-"""
+"""Every documented claim that needs no GPU, checked on the real model and data; a file per item."""

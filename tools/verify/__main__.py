@@ -1,6 +1,4 @@
-"""``python -m tools.verify``: run every item (or those asked for), then write
-docs/verification.md.
-"""
+"""``python -m tools.verify``: run the items, then write docs/verification.md."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ DOCUMENT = ROOT / "docs" / "verification.md"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 where every item kept its promises, 1 where one did not, 2 where nothing can
-    run.
-    """
+    """Return the exit code: 0 if every item passed, 1 if one failed, 2 if none can run."""
     options = _parse(argv)
     shared = ROOT.parent / "shared"
     if not (shared / "data").is_dir():
@@ -42,12 +38,12 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     context = VerifyContext(options.out.resolve(), shared, result.source_digest(PACKAGE))
-    found = {number: _run_item(number, item, context, options) for number, item in items.items()}
+    results = {number: _run_item(number, item, context, options) for number, item in items.items()}
     DOCUMENT.parent.mkdir(exist_ok=True)
-    DOCUMENT.write_text(report.render({n: (items[n].TITLE, r) for n, r in found.items()}))
+    DOCUMENT.write_text(report.render({n: (items[n].TITLE, r) for n, r in results.items()}))
     context.log(f"wrote {DOCUMENT.relative_to(ROOT)}")
-    bad = [n for n, r in found.items() if r is not None and not r.ok]
-    missing = [n for n, r in found.items() if r is None]
+    bad = [n for n, r in results.items() if r is not None and not r.ok]
+    missing = [n for n, r in results.items() if r is None]
     if bad:
         context.log(f"FAILED: item {', '.join(bad)}")
     if missing:
@@ -66,38 +62,36 @@ def find_items() -> dict[str, ModuleType]:
 def _run_item(
     number: str, item: ModuleType, context: VerifyContext, options: argparse.Namespace
 ) -> VerifyResult | None:
-    """The item's result: stored, if its sources are still the same, else new; None where it was not
-    asked for.
-    """
+    """Return the item's result: stored if unchanged, else new; None if not selected."""
     assert item.__file__ is not None
     current = result.source_digest(
         PACKAGE, Path(item.__file__), Path(__file__).with_name("context.py")
     )
     path = context.out / f"item_{number}.json"
-    asked = not options.only or number in options.only
+    selected = not options.only or number in options.only
     stored = result.load(path, current)
-    if stored is not None and not (asked and options.force):
+    if stored is not None and not (selected and options.force):
         context.log(
             f"item {number}: {item.TITLE}: {'ok' if stored.ok else 'FAILED'} (of {stored.date})"
         )
         return stored
-    if not asked:
+    if not selected:
         return None
     context.log(f"item {number}: {item.TITLE}")
     began = time.perf_counter()
     try:
-        found: VerifyResult = item.run(context)
+        outcome: VerifyResult = item.run(context)
     except Exception as error:
         traceback.print_exc()
         line = f"{type(error).__name__}: {error}".splitlines()[0]
-        found = VerifyResult(False, [Fact("runs to its end", line, False)])
-    found.seconds, found.digest = time.perf_counter() - began, current
-    found.date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    found.command = found.command or f"python -m tools.verify --only {number}"
-    found.versions, found.device = versions(), device()
-    result.store(found, path)
-    context.log(f"item {number}: {'ok' if found.ok else 'FAILED'} in {found.seconds:.0f} s")
-    return found
+        outcome = VerifyResult(False, [Fact("runs to its end", line, False)])
+    outcome.seconds, outcome.digest = time.perf_counter() - began, current
+    outcome.date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    outcome.command = outcome.command or f"python -m tools.verify --only {number}"
+    outcome.versions, outcome.device = versions(), device()
+    result.store(outcome, path)
+    context.log(f"item {number}: {'ok' if outcome.ok else 'FAILED'} in {outcome.seconds:.0f} s")
+    return outcome
 
 
 def versions() -> dict[str, str]:

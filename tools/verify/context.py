@@ -1,6 +1,4 @@
-"""What the items share: the real model, its engines, the data, and answers of transformers that are
-kept.
-"""
+"""Shared by the items: the real model, its engines, the data, cached answers of transformers."""
 
 from __future__ import annotations
 
@@ -32,12 +30,12 @@ class VerifyContext:
         """A progress callback that logs at most every so many seconds."""
         last = [time.perf_counter()]
 
-        def told(stage: str, done: int, total: int) -> None:
+        def report(stage: str, done: int, total: int) -> None:
             if time.perf_counter() - last[0] > every:
                 last[0] = time.perf_counter()
                 self.log(f"  {what}: {stage} {done}/{total}")
 
-        return told
+        return report
 
     # -- the real model
     # ---------------------------------------------------------------------------
@@ -89,9 +87,7 @@ class VerifyContext:
         return [json.loads(line)["turns"][0] for line in lines[:count]]
 
     def cached_json(self, name: str, key: Any, make: Callable[[], Any]) -> Any:
-        """A JSON value that depends on ``key`` alone (not on our sources): what transformers
-        answered.
-        """
+        """Return a JSON value cached by ``key`` alone, independent of our sources."""
         import torch
         import transformers
 

@@ -1,6 +1,4 @@
-"""SmolLM2 in float32 gives the tokens that transformers gives: alone, in a batch, and with the
-prefix cache warm.
-"""
+"""SmolLM2 float32 gives transformers' tokens: alone, in a batch, with a warm prefix cache."""
 
 from __future__ import annotations
 
@@ -66,20 +64,18 @@ def greedy_ids(llm: Any, prompts: list[list[int]], eos: tuple[int, ...]) -> list
 def reference_answers(
     context: VerifyContext, prompts: list[list[int]], eos: tuple[int, ...]
 ) -> list[dict[str, Any]]:
-    """transformers' answers, and for every answer's place the distance of its two best logits;
-    kept.
-    """
+    """Return transformers' answers and the gaps between their two best logits; cached."""
 
     def make() -> list[dict[str, Any]]:
         reference = context.reference()
-        found = []
+        answers = []
         for number, prompt in enumerate(prompts, 1):
             ids = _cut_at_eos(reference.generate([prompt], TOKENS, eos)[0][0], eos)
             logits = reference.logits([*prompt, *ids])[len(prompt) - 1 :]
             best = logits.topk(2, dim=-1).values
-            found.append({"ids": ids, "margins": (best[:, 0] - best[:, 1]).tolist()})
+            answers.append({"ids": ids, "margins": (best[:, 0] - best[:, 1]).tolist()})
             context.log(f"  transformers {number}/{len(prompts)}")
-        return found
+        return answers
 
     return context.cached_json("tokens", [context.gguf.name, prompts, eos, TOKENS], make)
 
@@ -104,18 +100,18 @@ def _cut_at_eos(ids: list[int], eos: tuple[int, ...]) -> list[int]:
 def _fact(how: str, own: list[list[int]], right: list[dict[str, Any]]) -> Fact:
     """Equal, or where the first difference is and how near the two best logits lie there."""
     wrong = []
-    for number, (mine, other) in enumerate(zip(own, right, strict=True)):
-        if mine != other["ids"]:
+    for number, (actual, other) in enumerate(zip(own, right, strict=True)):
+        if actual != other["ids"]:
             at = next(
-                (i for i, (a, b) in enumerate(zip(mine, other["ids"])) if a != b),
-                min(len(mine), len(other["ids"])),
+                (i for i, (a, b) in enumerate(zip(actual, other["ids"])) if a != b),
+                min(len(actual), len(other["ids"])),
             )
             wrong.append(f"prompt {number} at token {at} (margin there {other['margins'][at]:.2g})")
     tokens = sum(len(other["ids"]) for other in right)
-    told = f"{len(right) - len(wrong)} of {len(right)} answers equal, {tokens} tokens"
+    summary = f"{len(right) - len(wrong)} of {len(right)} answers equal, {tokens} tokens"
     return Fact(
         f"token for token, {how}",
-        told + (f"; differ: {'; '.join(wrong)}" if wrong else ""),
+        summary + (f"; differ: {'; '.join(wrong)}" if wrong else ""),
         not wrong,
     )
 
@@ -123,8 +119,8 @@ def _fact(how: str, own: list[list[int]], right: list[dict[str, Any]]) -> Fact:
 def _margin_fact(right: list[dict[str, Any]]) -> Fact:
     every = sorted(margin for other in right for margin in other["margins"])
     near = sum(margin < 1e-3 for margin in every)
-    told = (
+    summary = (
         f"smallest {every[0]:.2g}, {near} of {len(every)} below 0.001 (float32 noise is about "
         "0.0001)"
     )
-    return Fact("distance of transformers' two best logits", told, None)
+    return Fact("distance of transformers' two best logits", summary, None)

@@ -43,23 +43,27 @@ def _names() -> list[str]:
 
 def _tests(context: VerifyContext) -> Fact:
     context.log(f"  pytest {' '.join(FOLDERS)}")
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *FOLDERS],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    told = [
-        line for line in found.stdout.splitlines() if re.search(r"\d+ (passed|failed|error)", line)
+    summary_lines = [
+        line
+        for line in process.stdout.splitlines()
+        if re.search(r"\d+ (passed|failed|error)", line)
     ]
-    failed = [line for line in found.stdout.splitlines() if line.startswith("FAILED")]
+    failed = [line for line in process.stdout.splitlines() if line.startswith("FAILED")]
     dots = sum(
         line.count(".")
-        for line in found.stdout.splitlines()
+        for line in process.stdout.splitlines()
         if re.fullmatch(r"[.FEsx]+\s+\[ *\d+%\]", line)
     )
-    measured = told[-1] if told else f"{dots} passed, exit code {found.returncode}"
+    measured = (
+        summary_lines[-1] if summary_lines else f"{dots} passed, exit code {process.returncode}"
+    )
     if failed:
         measured += "; " + "; ".join(failed[:5])
-    return Fact(f"the tests in {' and '.join(FOLDERS)} pass", measured, found.returncode == 0)
+    return Fact(f"the tests in {' and '.join(FOLDERS)} pass", measured, process.returncode == 0)
 
 
 def _family(name: str, folder: Path) -> Fact:
@@ -80,7 +84,7 @@ def _family(name: str, folder: Path) -> Fact:
 
 
 def _stepwise_logits(model: Any, ids: list[int]) -> Any:
-    """transformers' logits [T, V]: a prompt, then token by token with its own cache."""
+    """Return transformers' logits [T, V]: a prompt, then token by token with its own cache."""
     import torch
 
     with torch.no_grad():
@@ -95,9 +99,7 @@ def _stepwise_logits(model: Any, ids: list[int]) -> Any:
 
 
 def _qwen(folder: Path) -> list[Fact]:
-    """Qwen v1 at shares of seq_length, each alone and all in one batch, decoding across the
-    boundaries.
-    """
+    """Check Qwen v1 at shares of seq_length, each alone and in one batch, across the boundaries."""
     import torch
 
     from tests.accept.qwen_v1_plain import plain_qwen_logits, seeded_qwen
@@ -140,9 +142,9 @@ def open_engine_core(checkpoint: Path, engine: Path, **options: Any) -> Any:
 
 
 def _fact(name: str, errors: dict[str, float]) -> Fact:
-    told = ", ".join(f"{what} {error:.1e}" for what, error in errors.items())
+    summary = ", ".join(f"{what} {error:.1e}" for what, error in errors.items())
     return Fact(
         f"{name}: largest error ≤ {MAX_ERROR:g}",
-        told,
+        summary,
         all(error <= MAX_ERROR for error in errors.values()),
     )

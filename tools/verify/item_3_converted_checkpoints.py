@@ -30,14 +30,14 @@ def run(context: VerifyContext) -> VerifyResult:
             lay(context.gguf, folder)
         other = context.llm("float32", checkpoint=folder)
         model_type = other.engine_core.artifact.manifest.model_type
-        found = greedy_ids(other, prompts, eos)
-        same = sum(a == b for a, b in zip(found, right, strict=True))
+        actual = greedy_ids(other, prompts, eos)
+        same = sum(a == b for a, b in zip(actual, right, strict=True))
         tokens = sum(map(len, right))
-        told = (
+        summary = (
             f"{same} of {len(right)} answers equal, {tokens} tokens; accepted as model_type "
             f"{model_type}"
         )
-        rows.append(Fact(f"as a {what}: the tokens of the GGUF", told, same == len(right)))
+        rows.append(Fact(f"as a {what}: the tokens of the GGUF", summary, same == len(right)))
     return make_result(
         rows,
         [f"The prompts of item 1 as ids, {TOKENS} greedy tokens each, float32; ids in, ids out."],
@@ -55,7 +55,9 @@ def write_llama_checkpoint(gguf: Path, folder: Path) -> None:
 
 
 def write_qwen_checkpoint(gguf: Path, folder: Path) -> None:
-    """c_attn = q | k | v with each KV head repeated and no bias, w1 = up, w2 = gate, c_proj = down,
+    """Convert to Qwen v1.
+
+    c_attn = q | k | v with each KV head repeated and no bias, w1 = up, w2 = gate, c_proj = down,
     untied head.
     """
     import torch
@@ -84,22 +86,22 @@ def write_qwen_checkpoint(gguf: Path, folder: Path) -> None:
         "lm_head.weight": embed.clone() if tied else get("lm_head.weight"),
     }
     for i in range(raw["num_hidden_layers"]):
-        ours, theirs = f"transformer.h.{i}", f"model.layers.{i}"
-        attn = f"{theirs}.self_attn"
+        ours, llama_layer = f"transformer.h.{i}", f"model.layers.{i}"
+        attn = f"{llama_layer}.self_attn"
         qkv = [
             get(f"{attn}.q_proj.weight"),
             repeated(f"{attn}.k_proj.weight"),
             repeated(f"{attn}.v_proj.weight"),
         ]
         tensors |= {
-            f"{ours}.ln_1.weight": get(f"{theirs}.input_layernorm.weight"),
-            f"{ours}.ln_2.weight": get(f"{theirs}.post_attention_layernorm.weight"),
+            f"{ours}.ln_1.weight": get(f"{llama_layer}.input_layernorm.weight"),
+            f"{ours}.ln_2.weight": get(f"{llama_layer}.post_attention_layernorm.weight"),
             f"{ours}.attn.c_attn.weight": torch.cat(qkv),
             f"{ours}.attn.c_attn.bias": torch.zeros(3 * hidden),
             f"{ours}.attn.c_proj.weight": get(f"{attn}.o_proj.weight"),
-            f"{ours}.mlp.w1.weight": get(f"{theirs}.mlp.up_proj.weight"),
-            f"{ours}.mlp.w2.weight": get(f"{theirs}.mlp.gate_proj.weight"),
-            f"{ours}.mlp.c_proj.weight": get(f"{theirs}.mlp.down_proj.weight"),
+            f"{ours}.mlp.w1.weight": get(f"{llama_layer}.mlp.up_proj.weight"),
+            f"{ours}.mlp.w2.weight": get(f"{llama_layer}.mlp.gate_proj.weight"),
+            f"{ours}.mlp.c_proj.weight": get(f"{llama_layer}.mlp.down_proj.weight"),
         }
     _save(folder, tensors, qwen_config(raw, len(embed)))
 

@@ -30,10 +30,10 @@ def run(context: VerifyContext) -> VerifyResult:
         pairs = vectors(data / "vectors", vector)
         ids = sum(tokenizer.encode(text, bos=False) == right for text, right in pairs)
         texts = sum(tokenizer.decode(right) == text for text, right in pairs)
-        told = (
+        summary = (
             f"{ids} of {len(pairs)} texts give the ids, {texts} of {len(pairs)} ids give the text"
         )
-        rows.append(Fact(f"{name}: {vector}", told, ids == texts == len(pairs) > 0))
+        rows.append(Fact(f"{name}: {vector}", summary, ids == texts == len(pairs) > 0))
     return make_result(
         rows,
         ["The vectors that llama.cpp publishes; without BOS, control tokens in a text are text."],

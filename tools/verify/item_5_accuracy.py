@@ -43,18 +43,22 @@ def _perplexity(context: VerifyContext) -> Fact:
         read_text(context.shared / "data/text/wikitext2_test_a.txt"), bos=False
     )[:LIMIT]
     context.log("  perplexity: modelmill")
-    told = context.progress("perplexity")
+    on_progress = context.progress("perplexity")
     ours = measure_perplexity(
-        ids, EngineScorer(llm.engine_core), max_length=WINDOW, stride=WINDOW, on_progress=told
+        ids,
+        EngineScorer(llm.engine_core),
+        max_length=WINDOW,
+        stride=WINDOW,
+        on_progress=on_progress,
     )
     del llm
 
     def make() -> dict[str, Any]:
         context.log("  perplexity: transformers")
-        found = measure_perplexity(
-            ids, context.reference(), max_length=WINDOW, stride=WINDOW, on_progress=told
+        result = measure_perplexity(
+            ids, context.reference(), max_length=WINDOW, stride=WINDOW, on_progress=on_progress
         )
-        return {"perplexity": found.perplexity, "tokens": found.tokens}
+        return {"perplexity": result.perplexity, "tokens": result.tokens}
 
     right = context.cached_json("perplexity", [context.gguf.name, ids, WINDOW], make)
     off = 100 * (ours.perplexity / right["perplexity"] - 1)
@@ -92,16 +96,16 @@ def _rouge(context: VerifyContext, dtype: str, bound: float) -> list[Fact]:
         return str(llm.tokenizer.decode(ids))
 
     sides["transformers"] = _LazyReference(context, dtype, names["transformers"])
-    found, reports = {}, {}
+    results, reports = {}, {}
     for side, summarizer in sides.items():
         context.log(f"  ROUGE: {side} in {dtype}")
-        told = context.progress(f"{side}, {dtype}")
-        found[side] = eval_summaries.summarize_articles(
-            task, summarizer, decode, store=store, on_progress=told
+        on_progress = context.progress(f"{side}, {dtype}")
+        results[side] = eval_summaries.summarize_articles(
+            task, summarizer, decode, store=store, on_progress=on_progress
         )
-        reports[side] = eval_summaries.score_summaries(found[side], items, RougeScorer())
+        reports[side] = eval_summaries.score_summaries(results[side], items, RougeScorer())
     off = eval_summaries.rouge_differences(reports["modelmill"], reports["transformers"])
-    equal = eval_summaries.count_equal_texts(found["modelmill"], found["transformers"])
+    equal = eval_summaries.count_equal_texts(results["modelmill"], results["transformers"])
     told_kinds = ", ".join(
         f"{k} {reports['modelmill']['rouge'][k]:.3f} ({off[k]:+.3f})" for k in ROUGE_TYPES
     )

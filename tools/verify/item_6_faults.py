@@ -41,9 +41,9 @@ def run(context: VerifyContext) -> VerifyResult:
     rows = []
     with tempfile.TemporaryDirectory(dir=context.out) as folder:
         root = Path(folder)
-        for model, checkpoint, layer, wanted in _models(context, root):
+        for model, checkpoint, layer, fault_names in _models(context, root):
             rows.append(_check_without_fault(context, model, checkpoint, root))
-            rows += _faults(context, model, checkpoint, layer, wanted, root)
+            rows += _faults(context, model, checkpoint, layer, fault_names, root)
         rows.append(_check_unfit_shape(root))
     notes = [
         "Each fault is a patch of modelmill's own code (tests/accept/planted_faults.py), active "
@@ -85,9 +85,11 @@ def _check_without_fault(context: VerifyContext, model: str, checkpoint: Path, r
         shutil.rmtree(root / "e", ignore_errors=True)
         if not written:
             bad.append(f"{dtype} {recipe}: {report.get('reason')}")
-    told = f"{len(settings) - len(bad)} of {len(settings)} accepted"
+    summary = f"{len(settings) - len(bad)} of {len(settings)} accepted"
     return Fact(
-        f"{model}, no fault: accepted in every dtype and recipe", "; ".join([told, *bad]), not bad
+        f"{model}, no fault: accepted in every dtype and recipe",
+        "; ".join([summary, *bad]),
+        not bad,
     )
 
 
@@ -96,7 +98,7 @@ def _faults(
     model: str,
     checkpoint: Path,
     layer: int,
-    wanted: tuple[str, ...] | None,
+    fault_names: tuple[str, ...] | None,
     root: Path,
 ) -> Iterator[Fact]:
     from modelmill.checkpoint.open import open_checkpoint
@@ -105,7 +107,9 @@ def _faults(
     opened = open_checkpoint(checkpoint)
     square = _square(opened.config)
     for fault in faults(opened.model_type, layer=layer):
-        if (fault.needs_square and not square) or (wanted is not None and fault.name not in wanted):
+        if (fault.needs_square and not square) or (
+            fault_names is not None and fault.name not in fault_names
+        ):
             continue
         context.log(f"  {model}: {fault.name}")
         tally = FaultCounts()
@@ -113,11 +117,11 @@ def _faults(
             _try_fault(tally, fault, opened.model_type, checkpoint, root, (dtype, recipe))
         kept = tally.refused == tally.named == tally.compared == tally.tried > 0
         names = ", ".join(f"{name} ({count}×)" for name, count in sorted(tally.names.items()))
-        told = (
+        summary = (
             f"refused {tally.refused} of {tally.tried}, named {tally.named}, by compare "
             f"{tally.compared}: {names}"
         )
-        yield Fact(f"{model}: {fault.name}", "; ".join([told, *tally.wrong]), kept)
+        yield Fact(f"{model}: {fault.name}", "; ".join([summary, *tally.wrong]), kept)
 
 
 def _try_fault(
@@ -178,7 +182,7 @@ def _named_correctly(report: dict[str, Any], fault: Any) -> bool:
 
 
 def _compare(checkpoint: Path, out: Path, dtype: str, recipe: str) -> dict[str, Any]:
-    """What compare says of an engine that nobody judged."""
+    """Return what ``compare`` says of an engine built without acceptance."""
     from modelmill.accept.run import compare_engine, sample_ids
     from modelmill.builder.build_engine import build
     from modelmill.builder.plan import make_plan
@@ -209,9 +213,7 @@ def _square(config: dict[str, Any]) -> bool:
 
 
 def _check_unfit_shape(root: Path) -> Fact:
-    """GPT-2's c_attn is [in, 3·in]: left as stored it does not fit, and is named before a weight is
-    read.
-    """
+    """Check that GPT-2's c_attn [in, 3·in], not transposed, is refused before weights are read."""
     from dataclasses import replace
     from unittest import mock
 

@@ -1,6 +1,4 @@
-"""MobileSAM with its real weights: the original pipeline's facts, masks of engines in fewer bits,
-times on a CPU.
-"""
+"""MobileSAM with its real weights: the original pipeline, masks of quantized engines, CPU times."""
 
 from __future__ import annotations
 
@@ -85,12 +83,13 @@ def _reference_facts(context: VerifyContext, one: Any) -> list[Fact]:
     other = Segmenter(again, device="cpu", threads=CORES)
     photos = [context.shared / "data/images" / name for name in PHOTOS]
     stable = [
-        torch.equal(one.see([p])[0].embedding, other.embed_images([p])[0].embedding) for p in photos
+        torch.equal(one.embed_images([p])[0].embedding, other.embed_images([p])[0].embedding)
+        for p in photos
     ]
     same = []
     for photo in photos:
         picture = open_image(photo)
-        size = fit_longest_side(picture.size, one.eye.image)
+        size = fit_longest_side(picture.size, one.model.image_size)
         right = np.asarray(
             PIL.Image.open(photo).convert("RGB").resize(size, PIL.Image.Resampling.BILINEAR)
         )
@@ -124,63 +123,67 @@ def _fact(promised: str, mask: Any, box: tuple[int, ...], score: float) -> Fact:
 
 
 def _masks(context: VerifyContext, one: Any, others: dict[str, Any], photo: Path) -> list[Fact]:
-    """Mean IoU over the grid on a photo, and how far the scores lie apart, for each of the other
-    engines.
-    """
+    """Return mean IoU over the grid and score differences on a photo, per other engine."""
     context.log(f"  float32: {photo.name}")
     best, logits, scores = _chosen(one, photo, None)
-    size = one.see([photo])[0]
+    size = one.embed_images([photo])[0]
     rows = []
     for (name, other), least in zip(others.items(), MIN_IOU.values(), strict=True):
         context.log(f"  {name}: {photo.name}")
-        _, theirs, their_scores = _chosen(other, photo, best)
-        iou, apart = _mask_ious(one.eye, size, logits, theirs), (scores - their_scores).abs()
-        told = (
+        _, reference_masks, their_scores = _chosen(other, photo, best)
+        iou, apart = (
+            _mask_ious(one.model, size, logits, reference_masks),
+            (scores - their_scores).abs(),
+        )
+        summary = (
             f"mean {iou.mean():.4f}, median {iou.median():.4f}, a tenth below "
             f"{iou.quantile(0.1):.3f}"
         )
-        told += f"; scores differ by {apart.mean():.4f} on average, {apart.max():.4f} at most"
+        summary += f"; scores differ by {apart.mean():.4f} on average, {apart.max():.4f} at most"
         promised = f"{name}, {photo.name}: IoU with float32" + (
             f" ≥ {least}" if least is not None else ""
         )
-        rows.append(Fact(promised, told, None if least is None else bool(iou.mean() >= least)))
+        rows.append(Fact(promised, summary, None if least is None else bool(iou.mean() >= least)))
     return rows
 
 
 def _chosen(segmenter: Any, photo: Path, best: Any) -> tuple[Any, Any, Any]:
-    """For each point of the grid: which of its masks (best; None: of the highest score), its
-    logits, its score.
-    """
+    """Return per grid point the index, logits and score of mask ``best`` (None: best score)."""
     import torch
 
     from modelmill.vision.prompts import make_prompt
 
-    seen = segmenter.see([photo])[0]
-    width, height = seen.size
+    embedding = segmenter.embed_images([photo])[0]
+    width, height = embedding.size
     points = [
         ((x + 0.5) * width / GRID_SIDE, (y + 0.5) * height / GRID_SIDE)
         for y in range(GRID_SIDE)
         for x in range(GRID_SIDE)
     ]
-    found = [
-        segmenter.eye.decode(seen, [make_prompt([at]) for at in points[i : i + GRID_SIDE]])
+    parts = [
+        segmenter.model.decode(embedding, [make_prompt([at]) for at in points[i : i + GRID_SIDE]])
         for i in range(0, GRID_SIDE**2, GRID_SIDE)
     ]
-    logits, scores = (torch.cat(part) for part in zip(*found, strict=True))
+    logits, scores = (torch.cat(part) for part in zip(*parts, strict=True))
     best = scores[:, 1:].argmax(-1) + 1 if best is None else best
     rows = torch.arange(len(points))
     return best, logits[rows, best], scores[rows, best]
 
 
-def _mask_ious(model: Any, embedding: Any, ours: Any, theirs: Any) -> Any:
+def _mask_ious(model: Any, embedding: Any, ours: Any, reference: Any) -> Any:
     """IoU [N] of masks at the photo's size, a few at a time."""
     import torch
 
     from modelmill.vision.masks import mask_iou
 
-    pairs = zip(ours.split(GRID_SIDE), theirs.split(GRID_SIDE), strict=True)
+    pairs = zip(ours.split(GRID_SIDE), reference.split(GRID_SIDE), strict=True)
     sized = (
-        [model.still.ops.enlarge(x, model.image, embedding.fitted, embedding.size)[0] for x in pair]
+        [
+            model.vision.ops.upsample_masks(
+                x, model.image_size, embedding.encoder_size, embedding.size
+            )[0]
+            for x in pair
+        ]
         for pair in pairs
     )
     return torch.cat([mask_iou(*masks) for masks in sized])
@@ -194,7 +197,7 @@ def _times(context: VerifyContext, one: Any) -> list[Fact]:
             mask.to_dict(rle=True)
 
     def cold() -> None:
-        one.eye.known.clear()
+        one.model.embedding_cache.clear()
         one.set_image(photo)
         one.predict([(500, 375)])[0].to_dict(rle=True)
 
@@ -217,12 +220,12 @@ def _times(context: VerifyContext, one: Any) -> list[Fact]:
 def _measure_times(work: Callable[[], None], rounds: int) -> list[tuple[float, float]]:
     """(seconds, seconds of CPU), fastest first, after one that warms up."""
     work()
-    found = []
+    times = []
     for _ in range(rounds):
         began, used = time.perf_counter(), time.process_time()
         work()
-        found.append((time.perf_counter() - began, time.process_time() - used))
-    return sorted(found)
+        times.append((time.perf_counter() - began, time.process_time() - used))
+    return sorted(times)
 
 
 def _format_times(times: list[tuple[float, float]], by: float, unit: str) -> str:
@@ -249,10 +252,10 @@ def _tests(context: VerifyContext, path: str) -> Fact:
         "-rN",
         path,
     ]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     dots = sum(
-        line.count(".") for line in found.stdout.splitlines() if line.rstrip().endswith("%]")
+        line.count(".") for line in process.stdout.splitlines() if line.rstrip().endswith("%]")
     )
     return Fact(
-        f"{path} passes", f"{dots} passed, exit code {found.returncode}", found.returncode == 0
+        f"{path} passes", f"{dots} passed, exit code {process.returncode}", process.returncode == 0
     )

@@ -18,17 +18,19 @@ its GGUF (Q4_1), unless an item says otherwise. What needs a GPU is in `benchmar
 def render(items: Mapping[str, tuple[str, VerifyResult | None]]) -> str:
     """The page. items: number → (title, result or None where it has not run for these sources)."""
     lines = [HEAD, "| item | promise | outcome |", "|---|---|---|"]
-    for number, (title, found) in items.items():
-        lines.append(f"| {number} | {cell(title)} | {outcome(found)} |")
-    failed = [number for number, (_, found) in items.items() if found is not None and not found.ok]
+    for number, (title, result) in items.items():
+        lines.append(f"| {number} | {cell(title)} | {outcome(result)} |")
+    failed = [
+        number for number, (_, result) in items.items() if result is not None and not result.ok
+    ]
     lines.append("")
     if failed:
         lines.append(
             f"**Not kept: item {', '.join(failed)}.** The rows marked FAILED below say by how "
             "much.\n"
         )
-    for number, (title, found) in items.items():
-        lines += section(number, title, found)
+    for number, (title, result) in items.items():
+        lines += section(number, title, result)
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -14,10 +14,9 @@ SOURCES = ("*.py", "*.cpp", "*.h", "*.txt")
 
 @dataclass(frozen=True)
 class Fact:
-    """One line of the report: what was promised, what was measured, and whether that keeps the
-    promise.
+    """One line of the report: the claim, the measurement, and whether it passed.
 
-    ok None: told for information, nothing was promised.
+    ok None: for information, without a claim.
     """
 
     promised: str
@@ -41,9 +40,7 @@ class VerifyResult:
 
 
 def make_result(rows: Sequence[Fact], notes: Sequence[str] = ()) -> VerifyResult:
-    """A result that is good where no fact is bad, and where there is a fact that could have
-    been.
-    """
+    """A result; ok if no fact is False and at least one is True."""
     judged = [row.passed for row in rows if row.passed is not None]
     return VerifyResult(bool(judged) and all(judged), list(rows), notes=list(notes))
 
@@ -72,13 +69,11 @@ def store(result: VerifyResult, path: Path) -> None:
 
 
 def load(path: Path, current: str | None = None) -> VerifyResult | None:
-    """The stored result; None where there is none, it cannot be read, or it belongs to another
-    ``current`` digest.
-    """
+    """Return the stored result; None if absent, unreadable, or not of digest ``current``."""
     try:
         raw: dict[str, Any] = json.loads(path.read_text())
         raw["rows"] = [Fact(**row) for row in raw["rows"]]
-        found = VerifyResult(**raw)
+        result = VerifyResult(**raw)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return found if current is None or found.digest == current else None
+    return result if current is None or result.digest == current else None

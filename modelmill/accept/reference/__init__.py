@@ -1,9 +1,7 @@
-"""The independent reference of the acceptance contract: dense float32, one layer in memory, raw
-names.
+"""The independent reference of the acceptance contract: dense float32, one layer in memory.
 
-Nothing here is shared with the engine's models, nn, ops, weights or rename rules: an error there
-must not
-be able to hide behind the same error here.
+It uses the checkpoint's own names. Nothing is shared with the engine's models, nn, ops, weights or
+rename rules, so that an error there is not repeated here.
 """
 
 from __future__ import annotations
@@ -47,13 +45,16 @@ def open_reference(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> ReferenceModel:
-    """The reference of an opened checkpoint (its ``raw`` container and ``config``), in float32 or
-    float64.
+    """Return the reference of an opened checkpoint, in float32 or float64.
+
+    It reads the checkpoint's ``raw`` container and ``config``.
 
     device: where it computes, with the same plain operations everywhere (see
     ``accept.reference_device``).
-    Raises UnknownArchitecture when no reference computes this family, TensorMismatch when a tensor
-    is absent.
+
+    Raises:
+        UnknownArchitecture: if no reference supports this family.
+        TensorMismatch: if a tensor is missing.
     """
     container: RawContainer = checkpoint.raw
     if "general.architecture" in container.metadata and "token_embd.weight" in container.names():
@@ -81,14 +82,14 @@ def _open_gguf(
     if family is qwen:
         return qwen.QwenReference(source, config)
     if "rope_freqs.weight" in container.names():
-        source.stored_tensor("rope_freqs.weight")  # the rotation is made from it
+        source.stored_tensor("rope_freqs.weight")  # rotary frequencies are computed from it
     return decoder.DecoderReference(source, config, gguf_rope(container, config))
 
 
 def _family(config: Mapping[str, Any]) -> Any:
-    kind = config.get("model_type")
+    model_type = config.get("model_type")
     for family in FAMILIES:
-        if kind in family.MODEL_TYPES:
+        if model_type in family.MODEL_TYPES:
             return family
     known = ", ".join(sorted(name for family in FAMILIES for name in family.MODEL_TYPES))
-    raise UnknownArchitecture(f"no reference computes model_type {kind!r}; known are {known}")
+    raise UnknownArchitecture(f"no reference supports model_type {model_type!r}; known are {known}")

@@ -26,12 +26,12 @@ from torch.nn import functional as F
 from modelmill.accept.reference.tensor_source import TensorSource
 
 HEAD_WEIGHT = "lm_head.weight"
-# Query rows handled at once: bounds the score matrix to QUERY_ROWS × T per head.
+# Query rows computed at a time: bounds the score matrix to QUERY_ROWS × T per head.
 QUERY_ROWS = 512
 
 
 class ModuleIO(NamedTuple):
-    """What went into a module and what came out of it."""
+    """Input and output of a module."""
 
     inputs: tuple[Tensor, ...]
     output: Tensor
@@ -40,8 +40,8 @@ class ModuleIO(NamedTuple):
 class Affine(NamedTuple):
     """The weights of one module: a projection's weight is [out, in], a norm's is [width].
 
-    fake_quantize: what a projection multiplies with in the place of its input (engines whose
-    activations are rounded)."""
+    fake_quantize: rounds a projection's input (engines whose activations are quantized).
+    """
 
     weight: Tensor
     bias: Tensor | None = None
@@ -64,7 +64,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class ReferenceModel(ABC):
-    """One checkpoint, computed plainly. Families fill in the weights and the layer."""
+    """One checkpoint, computed plainly; families define the weights and the layer."""
 
     num_layers: int
     hidden_size: int
@@ -77,48 +77,43 @@ class ReferenceModel(ABC):
         self.config = config
         self._head_name: str | None = None
 
-    # -- what a family fills in
-    # ------------------------------------------------------------------------
     @abstractmethod
     def embed(self, ids: Tensor) -> Tensor:
-        """ids [T] → the residual stream [T, hidden] that enters layer 0."""
+        """Embed ids [T]: the residual stream [T, hidden] that enters layer 0."""
 
     @abstractmethod
     def layer_weights(self, index: int) -> LayerWeights:
-        """Module name → its weights, read now; nothing is kept."""
+        """Read a layer's weights by module name; nothing is cached."""
 
     @abstractmethod
     def run_layer(
         self, index: int, weights: LayerWeights, x: Tensor, prompt_length: int
     ) -> LayerTrace:
-        """One layer on x [T, hidden] with weights read before."""
+        """Run one layer on x [T, hidden] with weights read before."""
 
     @abstractmethod
     def norm_weights(self, index: int | None, name: str) -> Affine:
-        """The weights of one norm: ``source_name`` within layer ``index``, or (None,
-        "final_norm").
-        """
+        """Return the weights of one norm of layer ``index``, or of (None, "final_norm")."""
 
     def norm_eps(self, index: int | None, name: str) -> float:
-        """The epsilon of that norm (today one for all norms of a checkpoint)."""
+        """Return the epsilon of that norm (today one for all norms of a checkpoint)."""
         if (index is None) != (name == "final_norm"):
-            raise KeyError(f"final_norm goes with no layer, the others with one: {index}, {name}")
+            raise KeyError(f"final_norm has no layer index, the others need one: {index}, {name}")
         return self.eps
 
     @abstractmethod
     def apply_norm(self, x: Tensor, weights: Affine, eps: float) -> Tensor:
-        """The family's norm over the last axis."""
+        """Apply the family's norm over the last axis."""
 
     @property
     @abstractmethod
     def is_tied(self) -> bool:
-        """Whether the config says that the embedding makes the logits, too."""
+        """Return whether the config ties the head to the embedding."""
 
     def head_weight_name(self) -> str:
-        """Source name of the matrix that makes logits.
+        """Return the source name of the head's matrix.
 
-        A head that the checkpoint holds makes them whatever the config says, unless it is the
-        embedding once more.
+        A head in the checkpoint is used whatever the config says, unless it equals the embedding.
         """
         if self._head_name is None:
             embedding = self.embedding_tables()["weight"]
@@ -130,13 +125,12 @@ class ReferenceModel(ABC):
 
     @abstractmethod
     def embedding_tables(self) -> dict[str, str]:
-        """What an embedding adds up, by the engine's suffix: the source's names."""
+        """Return the tables that an embedding adds up: engine suffix → source name."""
 
-    # -- what all families share
-    # -----------------------------------------------------------------------
     def run_norm(self, index: int | None, name: str, x: Tensor) -> Tensor:
-        """The reference norm on any input [..., width]; tiny inputs (rms ≈ √eps) bring the epsilon
-        to light.
+        """Run the reference norm on any input [..., width].
+
+        Tiny inputs (rms ≈ √eps) reveal the epsilon.
         """
         return self.apply_norm(
             x.to(self.device, self.dtype),
@@ -145,14 +139,12 @@ class ReferenceModel(ABC):
         )
 
     def norm_and_rope_queries(self, index: int, flat: Tensor) -> Tensor | None:  # noqa: ARG002
-        """Queries [T, heads·dim] after a norm per head and the rotation; None where the family
-        norms no heads.
-        """
+        """Return queries [T, heads·dim] after QK norm and RoPE; None without QK norm."""
         return None
 
     @torch.no_grad()
     def head(self, x: Tensor) -> HeadTrace:
-        """Final norm, then logits [T, vocab]; the vocabulary is walked in blocks of rows."""
+        """Compute final norm and logits [T, vocab], the vocabulary in blocks of rows."""
         x = x.to(self.device, self.dtype)
         normed = self.run_norm(None, "final_norm", x)
         with no_tf32():
@@ -165,7 +157,7 @@ class ReferenceModel(ABC):
 
 @contextmanager
 def no_tf32() -> Iterator[None]:
-    """Products of float32 on a GPU without TF32, which would drop 13 bits of every factor."""
+    """Disable TF32, which drops 13 bits of every factor of a float32 product on a GPU."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
@@ -175,7 +167,7 @@ def no_tf32() -> Iterator[None]:
 
 
 def rms_norm(x: Tensor, weights: Affine, eps: float) -> Tensor:
-    """x / √(mean x² + eps) · weight over the last axis."""
+    """Compute x / √(mean x² + eps) · weight over the last axis."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weights.weight
 
 
@@ -187,7 +179,7 @@ def layer_norm(x: Tensor, weights: Affine, eps: float) -> Tensor:
 
 
 def project(x: Tensor, weights: Affine) -> Tensor:
-    """x [T, in] → [T, out]."""
+    """Compute (x − mean) / √(variance + eps) · weight + bias over the last axis."""
     x = x if weights.fake_quantize is None else weights.fake_quantize(x)
     with no_tf32():
         y = x @ weights.weight.T
@@ -197,10 +189,20 @@ def project(x: Tensor, weights: Affine) -> Tensor:
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
 ) -> Tensor:
-    """Causal softmax attention, dense.
+    """Compute causal softmax attention, dense.
 
-    q [T, heads, dim], k and v [T, kv_heads, dim] → [T, heads·dim]. Query head h reads key head
-    h // (heads / kv_heads). With a window w, position i sees the positions i-w+1 .. i.
+    Query head h reads key head h // (heads / kv_heads). With a window w, position i attends to the
+    positions i-w+1 .. i.
+
+    Args:
+        q: [T, heads, dim].
+        k: [T, kv_heads, dim].
+        v: [T, kv_heads, dim].
+        scale: factor of the scores.
+        window: w, or None.
+
+    Returns:
+        [T, heads·dim].
     """
     count, heads, dim = q.shape
     group = heads // k.shape[1]

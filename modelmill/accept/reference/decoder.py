@@ -1,6 +1,4 @@
-"""llama, mistral, qwen2, qwen3: one plain pre-norm decoder with RMSNorm, rotary attention and a
-gated MLP.
-"""
+"""llama, mistral, qwen2, qwen3: a pre-norm decoder with RMSNorm, RoPE and a gated MLP."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from modelmill.core.errors import UnknownArchitecture
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 NAME_PREFIX = "model."
-# What the original configuration classes assume where config.json is silent.
+# Defaults of the original configuration classes where config.json has no value.
 DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
 DEFAULT_MAX_POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 NORMS = {
@@ -49,7 +47,7 @@ PROJECTIONS = {
 class DecoderReference(ReferenceModel):
     """The plain decoder.
 
-    A bias rule of None means: wherever the container has one (GGUF has no flag).
+    A bias rule of None means: if the container has one (GGUF has no flag).
     """
 
     EMBEDDING = "model.embed_tokens.weight"
@@ -85,9 +83,9 @@ class DecoderReference(ReferenceModel):
         self.sliding_windows = [self._sliding_window(index) for index in range(self.num_layers)]
 
     def _bias_rules(self) -> dict[str, bool | None]:
-        """Module → has a bias.
+        """Return module → has a bias.
 
-        qwen2 has it on q, k, v always; the others where the config says so.
+        qwen2 has it on q, k, v always; the others as the config says.
         """
         attention, mlp = (
             self.config.get("attention_bias", False),
@@ -102,9 +100,9 @@ class DecoderReference(ReferenceModel):
         return {name: rule if rule is None else bool(rule) for name, rule in rules.items()}
 
     def _sliding_window(self, index: int) -> int | None:
-        """Sliding window of a layer in tokens, or None for full attention.
+        """Return the sliding window of a layer in tokens, or None for full attention.
 
-        A mistral that lists its layers is what the originals call ministral: the list decides.
+        A mistral with layer_types is what the originals call ministral: the list decides.
         """
         window = self.config.get("sliding_window", 4096)
         everywhere = self.model_type == "mistral"
@@ -112,32 +110,36 @@ class DecoderReference(ReferenceModel):
             everywhere or self.config.get("use_sliding_window", False)
         ):
             return None
-        kinds = self.config.get("layer_types")
-        if kinds is not None:
-            return window if kinds[index] == "sliding_attention" else None
+        layer_types = self.config.get("layer_types")
+        if layer_types is not None:
+            return window if layer_types[index] == "sliding_attention" else None
         return window if everywhere or index >= self.config.get("max_window_layers", 28) else None
 
-    # -- weights
-    # ---------------------------------------------------------------------------------------
     def embed(self, ids: Tensor) -> Tensor:
+        """Return the embeddings of ids."""
         return self.source.rows(self.EMBEDDING, ids)
 
     @property
     def is_tied(self) -> bool:
+        """Return whether the output head shares the embedding's matrix."""
         return bool(self.config.get("tie_word_embeddings", False))
 
     def embedding_tables(self) -> dict[str, str]:
+        """Return the checkpoint's name of each embedding table."""
         return {"weight": self.EMBEDDING}
 
     def apply_norm(self, x: Tensor, weights: Affine, eps: float) -> Tensor:
+        """Apply the model's norm with these weights."""
         return rms_norm(x, weights, eps)
 
     def norm_weights(self, index: int | None, name: str) -> Affine:
+        """Return weight and bias of a norm; index None: the final norm."""
         if index is None:
             return Affine(self.source.get(self.FINAL_NORM))
         return Affine(self.source.get(f"model.layers.{index}.{NORMS[name]}.weight"))
 
     def layer_weights(self, index: int) -> LayerWeights:
+        """Read the weights of one layer in float32."""
         norms = ["input_norm", "mlp_norm"] + (
             ["q_norm", "k_norm"] if self.model_type == "qwen3" else []
         )
@@ -150,23 +152,19 @@ class DecoderReference(ReferenceModel):
             weights[name] = Affine(self.source.get(f"{stem}.weight"), bias)
         return weights
 
-    # -- one layer
-    # -------------------------------------------------------------------------------------
     def rope_for(self, prompt_length: int) -> ReferenceRope:
-        """The rotation of a request with such a prompt."""
-        # dynamic scaling gets it with the tables; only Qwen v1 changes the rotation itself
+        """Return the rotary embedding for a prompt of this length."""
+        # dynamic scaling is part of the tables; only Qwen v1 changes the rotation itself
         del prompt_length
         return self.rope
 
     def query_scale(self, count: int) -> Tensor:
-        """[count]: what turned queries are multiplied with, position by position."""
+        """Return [count]: factors of the rotated queries, by position."""
         return torch.ones(count, dtype=self.dtype, device=self.device)
 
     @torch.no_grad()
     def norm_and_rope_queries(self, index: int, flat: Tensor) -> Tensor | None:
-        """q [T, heads·dim], any values, after its head norm and rotation; None where heads are not
-        normed.
-        """
+        """Return q [T, heads·dim] after QK norm and RoPE; None without QK norm."""
         if self.model_type != "qwen3":
             return None
         weights = {"q_norm": self.norm_weights(index, "q_norm")}
@@ -177,12 +175,12 @@ class DecoderReference(ReferenceModel):
     def _norm_and_rope(
         self, flat: Tensor, weights: LayerWeights, name: str, prompt_length: int
     ) -> Tensor:
-        """Projection [T, heads·dim] → head norm (where there is one) → turned [T, heads, dim]."""
+        """Apply QK norm (if any) and RoPE to a projection [T, heads·dim]: [T, heads, dim]."""
         x = flat.reshape(flat.shape[0], -1, self.head_dim)
         norm = weights.get(f"{name}_norm")
         if norm is not None:
             x = rms_norm(x, norm, self.eps)
-        # always made on the CPU: the last bit of a frequency is seen in an angle
+        # always computed on the CPU: the last bit of a frequency changes an angle
         cos, sin = self.rope_for(prompt_length).cos_sin(x.shape[0], prompt_length, x.dtype)
         turned = apply_rope(x, cos.to(x.device), sin.to(x.device))
         return turned * self.query_scale(x.shape[0])[:, None, None] if name == "q" else turned
@@ -191,6 +189,7 @@ class DecoderReference(ReferenceModel):
     def run_layer(
         self, index: int, weights: LayerWeights, x: Tensor, prompt_length: int
     ) -> LayerTrace:
+        """Run one decoder layer."""
         trace: LayerTrace = {}
 
         def record(name: str, output: Tensor, *inputs: Tensor) -> Tensor:

@@ -1,5 +1,4 @@
-"""Checkpoints in few bits, expanded plainly in float64 for the reference, from the formats' own
-descriptions.
+"""Expands quantized checkpoints in float64 for the reference, from the formats' descriptions.
 
 GPTQ: word w of qweight [K·b/32, N] holds rows K of code w·(32/b) + i at bit b·i; zeros along N,
 stored less one except in gptq_v2; the group of column k is g_idx[k]. AWQ: word w of qweight [K,
@@ -33,9 +32,7 @@ PACKED_SUFFIXES = (
 
 
 class DequantizedContainer:
-    """A container whose packed matrices appear as "<stem>.weight" [N, K] float64 ([K, N] for
-    GPT-2).
-    """
+    """Shows packed matrices as "<stem>.weight" [N, K] float64 ([K, N] for GPT-2)."""
 
     def __init__(self, raw: RawContainer, config: Mapping[str, Any]) -> None:
         self._raw = raw
@@ -48,19 +45,22 @@ class DequantizedContainer:
         }
 
     def names(self) -> list[str]:
+        """Return the names of all tensors."""
         plain = [
             n for n in self._names if n.rpartition(".")[0] not in self._stems or n.endswith(".bias")
         ]
         return [*plain, *(f"{stem}.weight" for stem in self._stems)]
 
     def info(self, name: str) -> Any:
+        """Return shape and dtype of a tensor without reading it."""
         return self.get(name) if name.rpartition(".")[0] in self._stems else self._raw.info(name)
 
     def files(self) -> list[Path]:
-        """None of its own."""
+        """Return nothing: the container has no files of its own."""
         return []
 
     def get(self, name: str) -> torch.Tensor:
+        """Read a tensor."""
         stem, _, suffix = name.rpartition(".")
         if stem not in self._stems or suffix != "weight":
             return self._raw.get(name)
@@ -131,13 +131,13 @@ class DequantizedContainer:
 
 
 def _unpack_fields(words: NDArray[np.uint32], bits: int) -> NDArray[np.uint32]:
-    """[R, C] → [R, C · 32/bits], the lowest bits of a word first."""
+    """Unpack [R, C] to [R, C · 32/bits], the lowest bits of a word first."""
     parts = [(words >> np.uint32(shift)) & np.uint32(2**bits - 1) for shift in range(0, 32, bits)]
     return np.stack(parts, -1).reshape(len(words), -1)
 
 
 def _unpack_awq(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """[R, N/8] → [R, N]."""
+    """Unpack [R, N/8] to [R, N]."""
     out = np.empty((words.shape[0], words.shape[1] * 8), np.uint32)
     for nibble, place in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
         out[:, place::8] = (words >> np.uint32(4 * nibble)) & np.uint32(15)

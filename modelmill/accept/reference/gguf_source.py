@@ -1,11 +1,8 @@
-"""GGUF containers read raw: blk.N.* names, config out of the metadata, llama's q and k rows put
-back.
+"""Reads GGUF containers raw: blk.N.* names, config from the metadata, q and k rows restored.
 
-A GGUF file of architecture llama stores the rows of q and k so that interleaved rotation fits:
-within a
+A GGUF file of architecture llama stores the rows of q and k so that interleaved RoPE fits: within a
 head, row 2j holds channel j and row 2j+1 holds channel j + dim/2. Everything else keeps its values;
-gpt2's
-projections are stored [out, in], where the original has [in, out].
+gpt2's projections are stored [out, in], where the original has [in, out].
 """
 
 from __future__ import annotations
@@ -58,19 +55,20 @@ ARCHITECTURES = ("gpt2", "llama", "qwen", "qwen2", "qwen3")
 
 
 def gguf_name(name: str) -> str:
-    """The GGUF name of a Hugging Face name: model.layers.3.mlp.up_proj.weight →
-    blk.3.ffn_up.weight.
+    """Return the GGUF name of a Hugging Face name.
+
+    Example: model.layers.3.mlp.up_proj.weight → blk.3.ffn_up.weight.
     """
-    stem, _, kind = name.rpartition(".")
+    stem, _, suffix = name.rpartition(".")
     for top, head, layer in (
         (DECODER_TOP_NAMES, "model.layers.", DECODER_LAYER_NAMES),
         (FUSED_TOP, "transformer.h.", FUSED_LAYER),
     ):
         if stem in top:
-            return f"{top[stem]}.{kind}"
+            return f"{top[stem]}.{suffix}"
         if stem.startswith(head):
             index, _, part = stem[len(head) :].partition(".")
-            return f"blk.{index}.{layer[part]}.{kind}"
+            return f"blk.{index}.{layer[part]}.{suffix}"
     return name
 
 
@@ -89,48 +87,51 @@ class GgufSource(TensorSource):
         self._config = config
 
     def raw_name(self, name: str) -> str:
+        """Return the name that the tensor has in the file."""
         return gguf_name(name)
 
     def stored_tensor(self, name: str) -> Tensor:
+        """Return the tensor dequantized, in the file's layout."""
         tensor = super().stored_tensor(name)
-        kind = self._config["model_type"]
-        if kind == "llama" and ".self_attn.q_proj." in name:
+        model_type = self._config["model_type"]
+        if model_type == "llama" and ".self_attn.q_proj." in name:
             return undo_llama_qk_permutation(tensor, self._config["num_attention_heads"])
-        if kind == "llama" and ".self_attn.k_proj." in name:
+        if model_type == "llama" and ".self_attn.k_proj." in name:
             return undo_llama_qk_permutation(tensor, self._config["num_key_value_heads"])
-        if kind == "gpt2" and tensor.ndim == 2 and ".h." in name:
+        if model_type == "gpt2" and tensor.ndim == 2 and ".h." in name:
             return tensor.T
         return tensor
 
 
 def undo_llama_qk_permutation(rows: Tensor, heads: int) -> Tensor:
-    """Rows (channel j, channel j + d/2) interleaved within each head → first half, then second
-    half.
-    """
+    """Reorder each head's interleaved rows (channel j, j + d/2) to first half, second half."""
     per_head = rows.shape[0] // heads
     place = torch.arange(rows.shape[0]).reshape(heads, per_head)
     return rows[torch.cat((place[:, 0::2], place[:, 1::2]), dim=1).reshape(-1)]
 
 
 def gguf_config(container: RawContainer) -> dict[str, Any]:
-    """A config in Hugging Face keys out of GGUF metadata, with only what the reference reads."""
+    """Return a config in Hugging Face keys from GGUF metadata, as far as the reference reads it."""
     facts = container.metadata
-    kind = str(facts.get("general.architecture"))
-    if kind not in ARCHITECTURES:
+    architecture = str(facts.get("general.architecture"))
+    if architecture not in ARCHITECTURES:
         raise UnknownArchitecture(
-            f"GGUF architecture {kind!r} has no reference; known are {', '.join(ARCHITECTURES)}"
+            f"GGUF architecture {architecture!r} has no reference; "
+            f"known are {', '.join(ARCHITECTURES)}"
         )
 
     def fact(key: str, default: Any = None) -> Any:
-        value = facts.get(f"{kind}.{key}", default)
+        value = facts.get(f"{architecture}.{key}", default)
         if value is None:
-            raise CorruptCheckpoint(f"GGUF metadata lacks {kind}.{key}; convert the model again")
+            raise CorruptCheckpoint(
+                f"GGUF metadata lacks {architecture}.{key}; convert the model again"
+            )
         return value
 
     heads = int(fact("attention.head_count"))
     width = int(fact("embedding_length"))
     config: dict[str, Any] = {
-        "model_type": kind,
+        "model_type": architecture,
         "hidden_size": width,
         "num_hidden_layers": int(fact("block_count")),
         "num_attention_heads": heads,
@@ -141,12 +142,12 @@ def gguf_config(container: RawContainer) -> dict[str, Any]:
         "rope_theta": float(fact("rope.freq_base", 10000.0)),
         "attention_bias": None,
         "mlp_bias": None,
-        "is_causal": bool(facts.get(f"{kind}.attention.causal", True)),
+        "is_causal": bool(facts.get(f"{architecture}.attention.causal", True)),
     }
-    if kind == "gpt2":
+    if architecture == "gpt2":
         return config | {"layer_norm_epsilon": float(fact("attention.layer_norm_epsilon"))}
     eps = float(fact("attention.layer_norm_rms_epsilon"))
-    if kind == "qwen":
+    if architecture == "qwen":
         # The container has no keys for dynamic NTK and logn: they are off, as in every GGUF
         # runtime.
         return config | {
@@ -154,25 +155,24 @@ def gguf_config(container: RawContainer) -> dict[str, Any]:
             "rotary_emb_base": config["rope_theta"],
             "kv_channels": config["head_dim"],
         }
-    # The window that a file may state is read for none of these three: every GGUF runtime gives
-    # them full attention.
+    # A window in the file is ignored for these three, as in every GGUF runtime: full attention.
     return config | {"rms_norm_eps": eps}
 
 
 def gguf_rope(container: RawContainer, config: Mapping[str, Any]) -> ReferenceRope:
-    """The rotation: scaling by metadata (linear, yarn), or one divisor per frequency
-    (rope_freqs.weight).
+    """Return the rotary embedding: scaling by metadata (linear, yarn), or rope_freqs.weight.
 
-    Raises UnknownArchitecture for the keys that scale cos and sin or shift yarn's ramp, unless they
-    change nothing.
+    Raises:
+        UnknownArchitecture: for keys that scale cos and sin or shift yarn's ramp, unless they are
+            neutral.
     """
-    facts, kind = container.metadata, config["model_type"]
-    dim = int(facts.get(f"{kind}.rope.dimension_count", config["head_dim"]))
+    facts, model_type = container.metadata, config["model_type"]
+    dim = int(facts.get(f"{model_type}.rope.dimension_count", config["head_dim"]))
     theta, length = config["rope_theta"], config["max_position_embeddings"]
     stated = {
-        key[len(f"{kind}.rope.scaling.") :]: v
+        key[len(f"{model_type}.rope.scaling.") :]: v
         for key, v in facts.items()
-        if key.startswith(f"{kind}.rope.scaling.")
+        if key.startswith(f"{model_type}.rope.scaling.")
     }
     scaling = str(stated.get("type", "linear"))
     for name, idle in (("attn_factor", 1), ("yarn_attn_factor", 1), ("yarn_log_multiplier", 0)):
@@ -189,7 +189,7 @@ def gguf_rope(container: RawContainer, config: Mapping[str, Any]) -> ReferenceRo
         return ReferenceRope(
             dim, theta, length, "factors", factors=container.get("rope_freqs.weight").float()
         )
-    factor = stated.get("factor") or facts.get(f"{kind}.rope.scale_linear")
+    factor = stated.get("factor") or facts.get(f"{model_type}.rope.scale_linear")
     if scaling == "none" or not factor:
         return ReferenceRope(dim, theta, length)
     options = {

@@ -1,6 +1,4 @@
-"""gpt2: learned positions, LayerNorm with bias, one fused qkv, tanh-GELU; projections stored [in,
-out].
-"""
+"""gpt2: learned positions, LayerNorm, one fused qkv, tanh-GELU; projections stored [in, out]."""
 
 from __future__ import annotations
 
@@ -47,25 +45,31 @@ class Gpt2Reference(ReferenceModel):
         self.activation = ACTIVATIONS[activation]
 
     def embed(self, ids: Tensor) -> Tensor:
+        """Return the embeddings of ids."""
         places = torch.arange(len(ids))
         tokens = self.source.rows("transformer.wte.weight", ids)
         return tokens + self.source.rows("transformer.wpe.weight", places)
 
     @property
     def is_tied(self) -> bool:
+        """Return whether the output head shares the embedding's matrix."""
         return bool(self.config.get("tie_word_embeddings", True))
 
     def embedding_tables(self) -> dict[str, str]:
+        """Return the checkpoint's name of each embedding table."""
         return {"weight": "transformer.wte.weight", "positions": "transformer.wpe.weight"}
 
     def apply_norm(self, x: Tensor, weights: Affine, eps: float) -> Tensor:
+        """Apply the model's norm with these weights."""
         return layer_norm(x, weights, eps)
 
     def norm_weights(self, index: int | None, name: str) -> Affine:
+        """Return weight and bias of a norm; index None: the final norm."""
         stem = "transformer.ln_f" if index is None else f"transformer.h.{index}.{NORMS[name]}"
         return Affine(self.source.get(f"{stem}.weight"), self.source.get(f"{stem}.bias"))
 
     def layer_weights(self, index: int) -> LayerWeights:
+        """Read the weights of one layer in float32."""
         get, stem = self.source.get, f"transformer.h.{index}"
         weights = {name: self.norm_weights(index, name) for name in NORMS}
         fused, bias = get(f"{stem}.attn.c_attn.weight").T, get(f"{stem}.attn.c_attn.bias")
@@ -86,6 +90,7 @@ class Gpt2Reference(ReferenceModel):
     def run_layer(
         self, index: int, weights: LayerWeights, x: Tensor, prompt_length: int
     ) -> LayerTrace:
+        """Run one decoder layer."""
         del prompt_length  # learned positions do not depend on it
         trace: LayerTrace = {}
 

@@ -1,7 +1,7 @@
-"""MiniGPT-4's image half in plain float32: EVA's ViT-g, BLIP-2's norm and Q-Former, the projection.
+"""MiniGPT-4's image part in plain float32: EVA's ViT-g, BLIP-2's norm and Q-Former, projection.
 
-Written from the papers (arXiv:2211.07636, 2301.12597, 2304.10592) and the layout of the published
-files. Shares nothing with models, nn, ops or rename rules.
+It is written from the papers (arXiv:2211.07636, 2301.12597, 2304.10592) and the layout of the
+published files, and shares nothing with models, nn, ops or rename rules.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from modelmill.accept.reference.tensor_source import OpenedCheckpoint, TensorSou
 
 VISION_ENCODER_PREFIX = "visual_encoder"
 QFORMER_PREFIX = "Qformer.bert"
-# of the norm between vision encoder and Q-Former: torch's default, which BLIP-2 leaves
+# of the norm between vision encoder and Q-Former: torch's default, as in BLIP-2
 LN_VISION_EPS = 1e-5
 VISION_ENCODER_EPS, QFORMER_EPS = 1e-6, 1e-12
 
 
 class MiniGpt4VisionReference:
-    """A checkpoint's image half. Raises TensorMismatch where tensors are missing.
+    """The image part of a checkpoint; raises TensorMismatch for missing tensors.
 
-    engine_matrices: matrices by the engine's paths that stand in the place of the checkpoint's
+    engine_matrices: matrices by the engine's paths that replace the checkpoint's
     (accept.quantized_encoder_reference).
     """
 
@@ -37,15 +37,18 @@ class MiniGpt4VisionReference:
     ) -> None:
         self._engine_matrices = engine_matrices or {}
         self.source = TensorSource(checkpoint.raw, torch.float32)
-        told: Mapping[str, Any] = checkpoint.config["image_embedder"]
-        self.vision_config, self.qformer_config = told["vision_encoder"], told["qformer"]
+        embedder_config: Mapping[str, Any] = checkpoint.config["image_embedder"]
+        self.vision_config, self.qformer_config = (
+            embedder_config["vision_encoder"],
+            embedder_config["qformer"],
+        )
         self.patch_size = int(
             self.source.get(f"{VISION_ENCODER_PREFIX}.patch_embed.proj.weight").shape[-1]
         )
         self.image_size = self.patch_size * round(
             (self.source.get(f"{VISION_ENCODER_PREFIX}.pos_embed").shape[1] - 1) ** 0.5
         )
-        eps: Mapping[str, float] = told.get("eps", {})
+        eps: Mapping[str, float] = embedder_config.get("eps", {})
         self.eps = {
             "vision_encoder": VISION_ENCODER_EPS,
             "between": LN_VISION_EPS,
@@ -55,35 +58,39 @@ class MiniGpt4VisionReference:
         self.norms: list[ReferenceNorm] = []
 
     def normalize_image(self, image: Tensor) -> Tensor:
-        """[S, S, 3] uint8 → [1, 3, S, S]."""
+        """Normalize [S, S, 3] uint8 to [1, 3, S, S]."""
         mean = torch.tensor([0.48145466, 0.4578275, 0.40821073])
         std = torch.tensor([0.26862954, 0.26130258, 0.27577711])
         return ((image.float() / 255 - mean) / std).permute(2, 0, 1)[None]
 
     def stages(self, x: Tensor) -> Iterator[ReferenceStage]:
-        """From the normalised picture to its embeddings [1, 32, hidden], which the last stage puts
-        out.
-        """
+        """Yield the stages from the normalized image to its embeddings [1, 32, hidden]."""
         for stage in self._vit_stages(x):
             yield stage
-        seen = stage.expected[0]
+        vision_output = stage.expected[0]
         normed = self._norm(
-            ("image_embedder.ln_vision", "ln_vision"), seen, self.eps["between"], None, "ln_vision"
+            ("image_embedder.ln_vision", "ln_vision"),
+            vision_output,
+            self.eps["between"],
+            None,
+            "ln_vision",
         )
-        yield ReferenceStage("image_embedder.ln_vision", None, "ln_vision", (seen,), (normed,))
-        asked = self._get("query_tokens")
-        for stage in self._qformer_stages(asked, normed):
+        yield ReferenceStage(
+            "image_embedder.ln_vision", None, "ln_vision", (vision_output,), (normed,)
+        )
+        queries = self._get("query_tokens")
+        for stage in self._qformer_stages(queries, normed):
             yield stage
-        told = stage.expected[0]
-        out = self._linear("llama_proj", told)
-        yield _linear_stage("image_embedder.proj", None, "proj", told, out)
+        query_output = stage.expected[0]
+        out = self._linear("llama_proj", query_output)
+        yield _linear_stage("image_embedder.proj", None, "proj", query_output, out)
 
     def _vit_stages(self, x: Tensor) -> Iterator[ReferenceStage]:
         kernel, bias = (
             self._get(f"{VISION_ENCODER_PREFIX}.patch_embed.proj.{end}")
             for end in ("weight", "bias")
         )
-        # each patch's pixels against the kernel, from the definition
+        # each patch's pixels times the kernel, from the definition
         patches = (
             F.unfold(x, self.patch_size, stride=self.patch_size).transpose(1, 2)
             @ kernel.flatten(1).t()
@@ -96,46 +103,54 @@ class MiniGpt4VisionReference:
             (self._get(f"{VISION_ENCODER_PREFIX}.cls_token"), patches), 1
         ) + self._get(f"{VISION_ENCODER_PREFIX}.pos_embed")
         for i in range(int(self.vision_config["depth"])):
-            ours, theirs = (
+            engine_name, file_name = (
                 f"image_embedder.visual_encoder.blocks.{i}",
                 f"{VISION_ENCODER_PREFIX}.blocks.{i}",
             )
             before = stream
             normed = self._norm(
-                (f"{ours}.norm1", f"{theirs}.norm1"),
+                (f"{engine_name}.norm1", f"{file_name}.norm1"),
                 stream,
                 self.eps["vision_encoder"],
                 i,
                 "vision_encoder.norm1",
             )
-            yield ReferenceStage(f"{ours}.norm1", i, "vision_encoder.norm1", (stream,), (normed,))
-            q, k, v = self._linear(f"{theirs}.attn.qkv", normed).chunk(3, -1)
+            yield ReferenceStage(
+                f"{engine_name}.norm1", i, "vision_encoder.norm1", (stream,), (normed,)
+            )
+            q, k, v = self._linear(f"{file_name}.attn.qkv", normed).chunk(3, -1)
             yield _linear_stage(
-                f"{ours}.attn.qkv", i, "vision_encoder.qkv", normed, torch.cat((q, k, v), -1)
+                f"{engine_name}.attn.qkv", i, "vision_encoder.qkv", normed, torch.cat((q, k, v), -1)
             )
             inner = _attention(q, k, v, int(self.vision_config["heads"]))
-            mixed = self._linear(f"{theirs}.attn.proj", inner)
-            yield _linear_stage(f"{ours}.attn.proj", i, "vision_encoder.proj", inner, mixed)
-            yield ReferenceStage(f"{ours}.attn", i, "vision_encoder.attn", (normed,), (mixed,))
+            mixed = self._linear(f"{file_name}.attn.proj", inner)
+            yield _linear_stage(f"{engine_name}.attn.proj", i, "vision_encoder.proj", inner, mixed)
+            yield ReferenceStage(
+                f"{engine_name}.attn", i, "vision_encoder.attn", (normed,), (mixed,)
+            )
             stream = stream + mixed
             normed = self._norm(
-                (f"{ours}.norm2", f"{theirs}.norm2"),
+                (f"{engine_name}.norm2", f"{file_name}.norm2"),
                 stream,
                 self.eps["vision_encoder"],
                 i,
                 "vision_encoder.norm2",
             )
-            yield ReferenceStage(f"{ours}.norm2", i, "vision_encoder.norm2", (stream,), (normed,))
-            inner = self._linear(f"{theirs}.mlp.fc1", normed)
-            yield _linear_stage(f"{ours}.mlp.fc1", i, "vision_encoder.fc1", normed, inner)
-            out = self._linear(f"{theirs}.mlp.fc2", F.gelu(inner))
-            yield _linear_stage(f"{ours}.mlp.fc2", i, "vision_encoder.fc2", F.gelu(inner), out)
-            yield ReferenceStage(f"{ours}.mlp", i, "vision_encoder.mlp", (normed,), (out,))
+            yield ReferenceStage(
+                f"{engine_name}.norm2", i, "vision_encoder.norm2", (stream,), (normed,)
+            )
+            inner = self._linear(f"{file_name}.mlp.fc1", normed)
+            yield _linear_stage(f"{engine_name}.mlp.fc1", i, "vision_encoder.fc1", normed, inner)
+            out = self._linear(f"{file_name}.mlp.fc2", F.gelu(inner))
+            yield _linear_stage(
+                f"{engine_name}.mlp.fc2", i, "vision_encoder.fc2", F.gelu(inner), out
+            )
+            yield ReferenceStage(f"{engine_name}.mlp", i, "vision_encoder.mlp", (normed,), (out,))
             stream = stream + out
-            yield ReferenceStage(ours, i, "vision_encoder.block", (before,), (stream,))
+            yield ReferenceStage(engine_name, i, "vision_encoder.block", (before,), (stream,))
 
     def matrix(self, name: str) -> Affine:
-        """A linear layer of the checkpoint, by its name there; keys have no bias."""
+        """Return a linear layer of the checkpoint by its name there; keys have no bias."""
         weight = self._get(f"{name}.weight")
         if not name.endswith(".attn.qkv"):
             return Affine(weight, self._get(f"{name}.bias"))
@@ -153,7 +168,7 @@ class MiniGpt4VisionReference:
         yield ReferenceStage("image_embedder.qformer.norm", None, "qformer.norm", (x,), (start,))
         x = start
         for i in range(int(self.qformer_config["depth"])):
-            ours, theirs = (
+            engine_name, file_name = (
                 f"image_embedder.qformer.layer.{i}",
                 f"{QFORMER_PREFIX}.encoder.layer.{i}",
             )
@@ -167,17 +182,19 @@ class MiniGpt4VisionReference:
                 ),
             ):
                 for stage in self._qformer_attention_stages(
-                    (f"{ours}.{part}", f"{theirs}.{part}"), x, image_features, i, part
+                    (f"{engine_name}.{part}", f"{file_name}.{part}"), x, image_features, i, part
                 ):
                     yield stage
                 x = stage.expected[0]
-            inner = self._linear(f"{theirs}.intermediate_query.dense", x)
-            yield _linear_stage(f"{ours}.intermediate_query.dense", i, "qformer.up", x, inner)
-            names = (f"{ours}.output_query", f"{theirs}.output_query")
+            inner = self._linear(f"{file_name}.intermediate_query.dense", x)
+            yield _linear_stage(
+                f"{engine_name}.intermediate_query.dense", i, "qformer.up", x, inner
+            )
+            names = (f"{engine_name}.output_query", f"{file_name}.output_query")
             out = self._linear(f"{names[1]}.dense", F.gelu(inner))
             yield _linear_stage(f"{names[0]}.dense", i, "qformer.down", F.gelu(inner), out)
             x = self._output_norm(names, F.gelu(inner), x, i, "feed_forward")
-            yield ReferenceStage(ours, i, "qformer.layer", (before, image_features), (x,))
+            yield ReferenceStage(engine_name, i, "qformer.layer", (before, image_features), (x,))
 
     def _qformer_attention_stages(
         self,
@@ -187,35 +204,44 @@ class MiniGpt4VisionReference:
         layer: int,
         attention_name: str,
     ) -> Iterator[ReferenceStage]:
-        """Attention of the queries, to themselves or to the picture, with residual and norm."""
-        ours, theirs = names
+        """Attention of the queries to themselves or to the image, with residual and norm."""
+        engine_name, file_name = names
         source = x if attention_name == "attention" else image_features
-        given = {"query": x, "key": source, "value": source}
-        made = {name: self._linear(f"{theirs}.self.{name}", value) for name, value in given.items()}
-        for name, value in given.items():
+        inputs = {"query": x, "key": source, "value": source}
+        made = {
+            name: self._linear(f"{file_name}.self.{name}", value) for name, value in inputs.items()
+        }
+        for name, value in inputs.items():
             yield _linear_stage(
-                f"{ours}.self.{name}", layer, f"qformer.{attention_name}.{name}", value, made[name]
+                f"{engine_name}.self.{name}",
+                layer,
+                f"qformer.{attention_name}.{name}",
+                value,
+                made[name],
             )
         mixed = _attention(
             made["query"], made["key"], made["value"], int(self.qformer_config["heads"])
         )
-        dense = self._linear(f"{theirs}.output.dense", mixed)
+        dense = self._linear(f"{file_name}.output.dense", mixed)
         yield _linear_stage(
-            f"{ours}.output.dense", layer, f"qformer.{attention_name}.dense", mixed, dense
+            f"{engine_name}.output.dense", layer, f"qformer.{attention_name}.dense", mixed, dense
         )
         out = self._output_norm(
-            (f"{ours}.output", f"{theirs}.output"), mixed, x, layer, attention_name
+            (f"{engine_name}.output", f"{file_name}.output"), mixed, x, layer, attention_name
         )
-        yield ReferenceStage(ours, layer, f"qformer.{attention_name}", (x, source), (out,))
+        yield ReferenceStage(engine_name, layer, f"qformer.{attention_name}", (x, source), (out,))
 
     def _output_norm(
         self, names: tuple[str, str], x: Tensor, residual: Tensor, layer: int, module: str
     ) -> Tensor:
-        """Projection, residual, norm; names: the engine's and the file's."""
-        ours, theirs = names
-        total = self._linear(f"{theirs}.dense", x) + residual
+        """Projection, residual and norm.
+
+        names: the engine's and the file's.
+        """
+        engine_name, file_name = names
+        total = self._linear(f"{file_name}.dense", x) + residual
         return self._norm(
-            (f"{ours}.LayerNorm", f"{theirs}.LayerNorm"),
+            (f"{engine_name}.LayerNorm", f"{file_name}.LayerNorm"),
             total,
             self.eps["qformer"],
             layer,
@@ -225,23 +251,23 @@ class MiniGpt4VisionReference:
     def _norm(
         self, names: tuple[str, str], x: Tensor, eps: float, layer: int | None, module: str
     ) -> Tensor:
-        """A norm, remembered so that its eps can be judged on small inputs."""
-        ours, theirs = names
+        """Apply a norm and record it, so that its eps can be checked on small inputs."""
+        engine_name, file_name = names
         norm = ReferenceNorm(
-            ours,
-            self._get(f"{theirs}.weight"),
-            self._get(f"{theirs}.bias"),
+            engine_name,
+            self._get(f"{file_name}.weight"),
+            self._get(f"{file_name}.bias"),
             eps,
             layer=layer,
             module=module,
         )
-        if all(known.path != ours for known in self.norms):
+        if all(known.path != engine_name for known in self.norms):
             self.norms.append(norm)
         return norm(x)
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         plain, own = self.matrix(name), self._engine_matrices.get(f"image_embedder.{name}")
-        # biases are never rounded: the checkpoint's judge the engine's
+        # biases are never quantized: compare with the checkpoint's
         return project(x, plain if own is None else own._replace(bias=plain.bias))
 
     def _get(self, name: str) -> Tensor:
@@ -249,7 +275,7 @@ class MiniGpt4VisionReference:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
-    """[1, T, C] each, every query to every key, head by head."""
+    """Full attention of [1, T, C] each, head by head."""
     out = []
     for a, b, c in zip(q.chunk(heads, -1), k.chunk(heads, -1), v.chunk(heads, -1), strict=True):
         weights = torch.softmax(a @ b.transpose(1, 2) / math.sqrt(a.shape[-1]), -1)
@@ -260,5 +286,5 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
 def _linear_stage(
     path: str, layer: int | None, module: str, x: Tensor, expected: Tensor
 ) -> ReferenceStage:
-    """A linear layer by itself: it reads rows."""
+    """Return the stage of a linear layer alone; it reads rows."""
     return ReferenceStage(path, layer, module, (x.flatten(0, -2),), (expected.flatten(0, -2),))

@@ -1,9 +1,7 @@
-"""Qwen v1 (QWenLMHeadModel): the plain decoder with its own names, dynamic NTK per request, and
-logn.
+"""Qwen v1 (QWenLMHeadModel): the plain decoder with its own names, dynamic NTK and logn.
 
-α comes from the length of the prompt and stays through decode; logn stretches the query (after
-rotation)
-at positions beyond the trained length, counted from 1.
+α depends on the length of the prompt and is constant during decode; logn scales the query (after
+RoPE) at positions beyond the trained length, counted from 1.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from modelmill.core.errors import TensorMismatch
 
 MODEL_TYPES = ("qwen",)
 NAME_PREFIX = "transformer."
-# Keys of the first release beside today's.
+# Keys of the first release and the current ones.
 LEGACY_KEYS = {
     "hidden_size": "n_embd",
     "num_attention_heads": "n_head",
@@ -37,7 +35,7 @@ NORMS = {"input_norm": "ln_1", "mlp_norm": "ln_2"}
 
 
 def with_current_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """The config with today's keys filled in from the old ones, where only those are given."""
+    """Return the config with current keys filled in from the old ones if only those are set."""
     filled = dict(config)
     for new, old in LEGACY_KEYS.items():
         if filled.get(new) is None and config.get(old) is not None:
@@ -46,9 +44,7 @@ def with_current_keys(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class QwenReference(DecoderReference):
-    """``prompt_length`` decides α for the whole sequence, so a request keeps it across every
-    boundary.
-    """
+    """Qwen v1; ``prompt_length`` decides α for the whole sequence."""
 
     EMBEDDING = "transformer.wte.weight"
     FINAL_NORM = "transformer.ln_f.weight"
@@ -72,19 +68,20 @@ class QwenReference(DecoderReference):
         super().__init__(source, config, rope)
 
     def ntk_alpha(self, prompt_length: int) -> float:
-        """max(2^(⌈log2(L / seq_length) + 1⌉) − 1, 1)."""
+        """Return max(2^(⌈log2(L / seq_length) + 1⌉) − 1, 1)."""
         if not self.dynamic_ntk:
             return 1.0
         return max(2.0 ** math.ceil(math.log2(prompt_length / self.seq_length) + 1) - 1, 1.0)
 
     def rope_for(self, prompt_length: int) -> ReferenceRope:
+        """Return the rotary embedding for a prompt of this length."""
         d = self.rope.rotary_dim
         return replace(
             self.rope, theta=self.rope.theta * self.ntk_alpha(prompt_length) ** (d / (d - 2))
         )
 
     def query_scale(self, count: int) -> Tensor:
-        """[count]: ln p / ln seq_length at position p > seq_length (counted from 1), else 1."""
+        """Return [count]: ln p / ln seq_length at position p > seq_length (from 1), else 1."""
         if not self.use_logn:
             return super().query_scale(count)
         place = torch.arange(1, count + 1, dtype=torch.float64)
@@ -92,11 +89,13 @@ class QwenReference(DecoderReference):
         return torch.where(place > self.seq_length, stretch, 1.0).to(self.device, self.dtype)
 
     def norm_weights(self, index: int | None, name: str) -> Affine:
+        """Return weight and bias of a norm; index None: the final norm."""
         if index is None:
             return Affine(self.source.get(self.FINAL_NORM))
         return Affine(self.source.get(f"transformer.h.{index}.{NORMS[name]}.weight"))
 
     def layer_weights(self, index: int) -> LayerWeights:
+        """Read the weights of one layer in float32."""
         get, stem = self.source.get, f"transformer.h.{index}"
         weights = {name: self.norm_weights(index, name) for name in NORMS}
         fused, bias = get(f"{stem}.attn.c_attn.weight"), get(f"{stem}.attn.c_attn.bias")

@@ -28,12 +28,13 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "factors")
 
 @dataclass(frozen=True)
 class ReferenceRope:
-    """How positions turn into angles.
+    """How positions become angles.
 
-    ``rotary_dim``: rotated channels per head. ``max_position``: the length the model was trained
-    on.
-    ``options``: the raw scaling dictionary (factor, low_freq_factor, …). ``factors``: [dim/2] or
-    None.
+    Attributes:
+        rotary_dim: rotated channels per head.
+        max_position: the length the model was trained on.
+        options: the raw scaling dictionary (factor, low_freq_factor, …).
+        factors: [dim/2] or None.
     """
 
     rotary_dim: int
@@ -44,12 +45,11 @@ class ReferenceRope:
     factors: Tensor | None = None
 
     def cos_sin(self, count: int, prompt_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos, sin [count, dim/2] for positions 0..count-1; the first ``prompt_length`` came in one
-        prefill.
+        """Return cos and sin [count, dim/2] for positions 0..count-1.
 
-        The angle is the product of position and frequency in ``dtype`` itself: that is how the
-        original
-        models were trained and run, so float32 keeps float32's rounding.
+        The first ``prompt_length`` positions were computed in one prefill. The angle is the product
+        of position and frequency in ``dtype`` itself, as the original models were trained and run,
+        so float32 has float32's rounding.
         """
         positions = torch.arange(count, dtype=dtype)[:, None]
         angles = positions * self.frequencies(count, prompt_length, dtype)
@@ -57,9 +57,7 @@ class ReferenceRope:
         return angles.cos() * temperature, angles.sin() * temperature
 
     def frequencies(self, count: int, prompt_length: int, dtype: torch.dtype) -> Tensor:
-        """Radians per position: [1, dim/2], or [count, dim/2] where they depend on the position
-        (dynamic).
-        """
+        """Return radians per position: [1, dim/2], or [count, dim/2] for dynamic scaling."""
         exponents = (torch.arange(0, self.rotary_dim, 2, dtype=dtype) / self.rotary_dim)[None, :]
         if self.rope_type == "dynamic":
             return 1.0 / self._dynamic_theta(count, prompt_length).to(dtype)[:, None] ** exponents
@@ -79,12 +77,12 @@ class ReferenceRope:
         )
 
     def attention_factor(self) -> float:
-        """What cos and sin are multiplied with: 1, except for yarn."""
+        """Return the factor of cos and sin: 1, except for yarn."""
         if self.rope_type != "yarn":
             return 1.0
-        given = self.options.get("attention_factor")
-        if given is not None:
-            return float(given)
+        attention_factor = self.options.get("attention_factor")
+        if attention_factor is not None:
+            return float(attention_factor)
         over, under = self.options.get("mscale"), self.options.get("mscale_all_dim")
         factor = self._yarn_factor()
         if over and under:
@@ -92,9 +90,10 @@ class ReferenceRope:
         return _yarn_temperature(factor, 1.0)
 
     def _dynamic_theta(self, count: int, prompt_length: int) -> Tensor:
-        """[count] float64: theta for the length that was known when each position was computed.
+        """Return [count] float64: theta for the length known when each position was computed.
 
-        A prompt position knows the whole prompt; a decoded one at position p knows p + 1 tokens.
+        A prompt position uses the length of the whole prompt; a decoded one at position p uses p +
+        1.
         """
         position = torch.arange(count, dtype=torch.float64)
         known = torch.where(position < prompt_length, float(prompt_length), position + 1)
@@ -120,7 +119,7 @@ class ReferenceRope:
 
     def _yarn(self, plain: Tensor) -> Tensor:
         def channel(turns: float) -> float:
-            """The (fractional) frequency index that turns so often within the trained length."""
+            """Return the frequency index with this many turns within the trained length."""
             wavelength = self._original_length() / turns
             return (
                 self.rotary_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(self.theta))
@@ -143,33 +142,33 @@ def _yarn_temperature(factor: float, slope: float) -> float:
 
 
 def rope_from_config(config: Mapping[str, Any], dim: int, max_position: int) -> ReferenceRope:
-    """The Rope of a Hugging Face config: ``rope_theta`` + ``rope_scaling``, or both in
-    ``rope_parameters``.
+    """Return the rotary embedding of a Hugging Face config.
 
-    ``partial_rotary_factor`` is not read by these families' own default rotation, and their scaled
-    ones fail on it.
+    It reads ``rope_theta`` + ``rope_scaling``, or both in ``rope_parameters``.
+    ``partial_rotary_factor`` is not read by these families' default RoPE, and their scaled ones
+    fail on it.
     """
     options = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    kind = str(options.get("rope_type") or options.get("type") or "default")
+    rope_type = str(options.get("rope_type") or options.get("type") or "default")
     theta = options.get("rope_theta") or config.get("rope_theta") or 10000.0
     if config.get("original_max_position_embeddings"):
         options["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     part = options.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
-    if kind != "default" and part != 1:
-        raise UnknownArchitecture(f"RoPE scaling {kind!r} of {part} of each head is not known here")
+    if rope_type != "default" and part != 1:
+        raise UnknownArchitecture(
+            f"RoPE scaling {rope_type!r} of {part} of each head is not known here"
+        )
     if any(isinstance(value, Mapping) for value in options.values()):
         raise UnknownArchitecture("a rotation that differs from layer to layer is not known here")
-    if kind not in ROPE_TYPES[:-1]:
+    if rope_type not in ROPE_TYPES[:-1]:
         raise UnknownArchitecture(
-            f"RoPE scaling {kind!r} is not known here; known are {', '.join(ROPE_TYPES[:-1])}"
+            f"RoPE scaling {rope_type!r} is not known here; known are {', '.join(ROPE_TYPES[:-1])}"
         )
-    return ReferenceRope(dim, float(theta), max_position, kind, options)
+    return ReferenceRope(dim, float(theta), max_position, rope_type, options)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x [T, heads, head_dim] by tables [T, dim/2]; channels beyond dim pass through
-    unturned.
-    """
+    """Rotate x [T, heads, head_dim] by tables [T, dim/2]; channels beyond dim are not rotated."""
     half = cos.shape[-1]
     cos, sin = cos[:, None, :], sin[:, None, :]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]

@@ -1,8 +1,7 @@
-"""SAM in plain float32, written from the papers and the layout of the files (arXiv:2304.02643,
-2306.14289).
+"""SAM in plain float32, written from the papers and the layout of the files.
 
-Shares nothing with models, nn, ops or rename rules. Every stage is told as a ``ReferenceStage``:
-where it stands in the engine, what it reads and what it must put out.
+See arXiv:2304.02643 and 2306.14289. It shares nothing with models, nn, ops or rename rules. Every
+stage is a ``ReferenceStage``: its place in the engine, its inputs and its expected outputs.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ BATCH_NORM_EPS = 1e-5
 
 
 class SamReference:
-    """A checkpoint's three stages. Raises TensorMismatch where tensors are missing.
+    """A checkpoint's three stages; raises TensorMismatch for missing tensors.
 
-    engine_matrices: matrices by the engine's paths that stand in the place of the checkpoint's
+    engine_matrices: matrices by the engine's paths that replace the checkpoint's
     (accept.quantized_encoder_reference).
     """
 
@@ -58,8 +57,7 @@ class SamReference:
         else:
             self.grid, self.image_size, self.eps = 64, 1024, 1e-5
         self.depth = 0 if self.is_mobile_sam else self._depth()
-        # the longer tables are those of layers that see the whole picture, made for its size or for
-        # another
+        # the longer tables belong to layers with global attention, for this image size or another
         rows = [
             int(self.get(f"image_encoder.blocks.{i}.attn.rel_pos_h").shape[0])
             for i in range(self.depth)
@@ -69,7 +67,7 @@ class SamReference:
         )
 
     def get(self, name: str) -> Tensor:
-        """A tensor in float32 by its name in the original files."""
+        """Return a tensor in float32 by its name in the original files."""
         return self.source.get(
             _transformers_name(name) if self.is_transformers_layout else self._prefix + name
         )
@@ -85,19 +83,17 @@ class SamReference:
         return _transformers_name(name) if self.is_transformers_layout else self._prefix + name
 
     def norm(self, path: str, x: Tensor, eps: float, channels: bool = False) -> Tensor:
-        """A norm, remembered so that its eps can be judged on small inputs."""
+        """Apply a norm and record it, so that its eps can be checked on small inputs."""
         layer, module = locate_module(path)
-        found = ReferenceNorm(
+        norm = ReferenceNorm(
             path, self.get(f"{path}.weight"), self.get(f"{path}.bias"), eps, channels, layer, module
         )
         if all(n.path != path for n in self.norms):
-            self.norms.append(found)
-        return found(x)
+            self.norms.append(norm)
+        return norm(x)
 
     def matrix(self, path: str) -> Affine:
-        """A linear layer of the checkpoint: [out, in] and [out]; a convolution of 1×1 with its
-        batch norm is one.
-        """
+        """Return [out, in] and [out] of a linear layer, or of a 1×1 convolution with batch norm."""
         if not self.source.has(self._name(f"{path}.c.weight")):
             return Affine(self.get(f"{path}.weight"), self.get(f"{path}.bias"))
         factor = (
@@ -110,24 +106,21 @@ class SamReference:
         )
 
     def linear(self, path: str, x: Tensor) -> Tensor:
-        """[…, in] → […, out]."""
+        """Apply a linear layer: […, in] → […, out]."""
         plain, own = self.matrix(path), self._engine_matrices.get(path)
-        # biases are never rounded: the checkpoint's judge the engine's
-        weight, bias, seen = plain if own is None else own._replace(bias=plain.bias)
-        y = (x if seen is None else seen(x)) @ weight.t()
+        # biases are never quantized: compare with the checkpoint's
+        weight, bias, fake_quantize = plain if own is None else own._replace(bias=plain.bias)
+        y = (x if fake_quantize is None else fake_quantize(x)) @ weight.t()
         return y if bias is None else y + bias
 
-    # -- encoder
-    # ---------------------------------------------------------------------------
-
     def normalize_image(self, image: Tensor) -> Tensor:
-        """[H, W, 3] uint8 whose longer side is the encoder's → [1, 3, S, S]."""
+        """Normalize [H, W, 3] uint8 whose longer side is the encoder's to [1, 3, S, S]."""
         mean, std = torch.tensor([123.675, 116.28, 103.53]), torch.tensor([58.395, 57.12, 57.375])
         x = ((image.float() - mean) / std).permute(2, 0, 1)
         return F.pad(x, (0, self.image_size - x.shape[2], 0, self.image_size - x.shape[1]))[None]
 
     def encoder_stages(self, x: Tensor) -> Iterator[ReferenceStage]:
-        """Stages from the normalised picture to the embedding, which is what the last puts out."""
+        """Yield the stages from the normalized image to its embedding, the last output."""
         yield from self._tiny_vit_stages(x) if self.is_mobile_sam else self._vit_stages(x)
 
     def _vit_stages(self, x: Tensor) -> Iterator[ReferenceStage]:
@@ -153,16 +146,14 @@ class SamReference:
         yield from self._neck_stages(x.permute(0, 3, 1, 2))
 
     def _relative_attention(self, path: str, x: Tensor) -> Tensor:
-        """[1, H, W, C]: windows, one after the other; the whole picture is one where the tables are
-        that long.
-        """
+        """Attention of [1, H, W, C] by windows, or global if the tables are long enough."""
         _, height, width, channels = x.shape
         high, wide = self.get(f"{path}.rel_pos_h"), self.get(f"{path}.rel_pos_w")
         side = (high.shape[0] + 1) // 2 if high.shape[0] == self._window_table_rows else height
         out = torch.zeros_like(x)
         padded = F.pad(x, (0, 0, 0, -width % side, 0, -height % side))
         offsets = torch.arange(side)[:, None] - torch.arange(side)[None] + side - 1
-        # the tables were made for this size in every published file; for another they are stretched
+        # the tables have this size in every published file; otherwise they are interpolated
         rows, columns = (_resize_table(t, 2 * side - 1)[offsets] for t in (high, wide))
         for top in range(0, padded.shape[1], side):
             for left in range(0, padded.shape[2], side):
@@ -181,7 +172,7 @@ class SamReference:
         dim = channels // heads
         q, k, v = self.linear(f"{path}.qkv", window).view(-1, 3, heads, dim).permute(1, 2, 0, 3)
         mixed = torch.empty(heads, side * side, dim)
-        for head in range(heads):  # one at a time: the whole picture has 4096 tokens
+        for head in range(heads):  # one at a time: the whole image has 4096 tokens
             places = q[head].view(side, side, dim)
             above = torch.einsum("yxd,ykd->yxk", places, rows).reshape(side * side, side, 1)
             beside = torch.einsum("yxd,xkd->yxk", places, columns).reshape(side * side, 1, side)
@@ -202,13 +193,10 @@ class SamReference:
         z = self.norm(f"{path}.3", y, 1e-6, channels=True)
         yield ReferenceStage(f"{path}.3", None, "neck.3", (y,), (z,))
 
-    # -- MobileSAM's encoder
-    # ----------------------------------------------------------------------------------------
-
     def _conv_batch_norm(
         self, path: str, x: Tensor, stride: int = 1, pad: int = 0, groups: int = 1
     ) -> Tensor:
-        """A convolution and the batch norm behind it, each by itself."""
+        """Yield a convolution and its batch norm as two stages."""
         if path in self._engine_matrices:
             return self.linear(path, channels_last(x)).permute(0, 3, 1, 2)
         x = F.conv2d(x, self.get(f"{path}.c.weight"), None, stride, pad, groups=groups)
@@ -267,7 +255,7 @@ class SamReference:
         yield from self._neck_stages(x)
 
     def _bias_table_attention(self, path: str, x: Tensor, heads: int, window: int) -> Tensor:
-        """[1, H, W, C]: the picture is filled up with zeros before the norm."""
+        """Attention of [1, H, W, C]: the image is padded with zeros before the norm."""
         _, height, width, channels = x.shape
         dim = channels // heads
         padded = F.pad(x, (0, 0, 0, -width % window, 0, -height % window))
@@ -291,16 +279,14 @@ class SamReference:
 
 
 def locate_module(path: str) -> tuple[int | None, str]:
-    """The number of the encoder's layer that a module of the engine stands in, None outside; and
-    its name in there.
-    """
+    """Return the encoder layer of a module (None outside) and its name within the layer."""
     parts = path.split(".")
     layer = int(parts[2]) if parts[1] in ("blocks", "layers") else None
     return layer, ".".join(parts[3:] if layer is not None else parts[1:])
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """[B, C, H, W] → [B, H, W, C], as the engine's modules read and put it out."""
+    """Permute [B, C, H, W] to [B, H, W, C], the layout of the engine's modules."""
     return x.permute(0, 2, 3, 1)
 
 
@@ -330,10 +316,10 @@ _TRANSFORMERS_NAMES = {
 
 
 def _transformers_name(name: str) -> str:
-    """An original name as transformers' checkpoints spell it."""
-    for ours, theirs in _TRANSFORMERS_NAMES.items():
-        if name == ours or name.startswith(ours + "."):
-            return theirs + name[len(ours) :]
+    """Return an original name as in transformers' checkpoints."""
+    for original, replacement in _TRANSFORMERS_NAMES.items():
+        if name == original or name.startswith(original + "."):
+            return replacement + name[len(original) :]
     parts = name.split(".")
     if parts[:2] == ["image_encoder", "blocks"]:
         parts[:2] = ["vision_encoder", "layers"]
@@ -350,6 +336,6 @@ def _transformers_name(name: str) -> str:
 
 
 def check_names(reference: SamReference) -> None:
-    """Raise TensorMismatch early where the checkpoint is none of SAM's."""
+    """Raise TensorMismatch early if the checkpoint is not a SAM."""
     if not reference.is_mobile_sam and not reference.depth:
         raise TensorMismatch("the checkpoint holds no image encoder of SAM")

@@ -1,6 +1,4 @@
-"""SAM's prompt encoder and mask decoder in plain float32, stage by stage (arXiv:2304.02643,
-appendix A).
-"""
+"""SAM's prompt encoder and mask decoder in plain float32 (arXiv:2304.02643, appendix A)."""
 
 from __future__ import annotations
 
@@ -19,7 +17,10 @@ EPS = 1e-5
 
 
 class SamDecoderReference:
-    """What stands behind the encoder. grid: tokens a side of the embedding."""
+    """The prompt encoder and the mask decoder.
+
+    grid: tokens per side of the embedding.
+    """
 
     def __init__(self, reference: SamReference) -> None:
         self.reference = reference
@@ -28,10 +29,12 @@ class SamDecoderReference:
     def prompt_stages(
         self, points: Tensor, labels: Tensor, mask: Tensor | None
     ) -> Iterator[ReferenceStage]:
-        """points [N, P, 2] in the encoder's pixels, labels [N, P] (−1 absent, 0, 1, corners 2 and
-        3), mask logits.
+        """Yield the stages of the prompt encoder: sparse, dense and position embeddings.
 
-        Stages: the sparse embeddings, the dense ones, the positions of the image's tokens.
+        Args:
+            points: [N, P, 2] in the encoder's pixels.
+            labels: [N, P] (−1 absent, 0, 1, corners 2 and 3).
+            mask: mask logits.
         """
         reference, matrix = (
             self.reference,
@@ -62,8 +65,9 @@ class SamDecoderReference:
     def decoder_stages(
         self, image_embedding: Tensor, image_positions: Tensor, sparse: Tensor, dense: Tensor
     ) -> Iterator[ReferenceStage]:
-        """image [1, C, G, G] → stages of the transformer, then the logits [N, 4, 4G, 4G] and the
-        scores [N, 4].
+        """Yield the stages of the transformer, then logits [N, 4, 4G, 4G] and scores [N, 4].
+
+        image_embedding: [1, C, G, G].
         """
         root, count = "mask_decoder", len(sparse)
         own = torch.cat(
@@ -76,13 +80,15 @@ class SamDecoderReference:
         )
         first, tokens = pixels, start
         for i in range(2):
-            given = (tokens, pixels, start, at)
-            tokens, pixels = self._two_way_block(f"{root}.transformer.layers.{i}", i == 0, *given)
+            block_inputs = (tokens, pixels, start, at)
+            tokens, pixels = self._two_way_block(
+                f"{root}.transformer.layers.{i}", i == 0, *block_inputs
+            )
             yield ReferenceStage(
                 f"{root}.transformer.layers.{i}",
                 None,
                 f"transformer.layers.{i}",
-                given,
+                block_inputs,
                 (tokens, pixels),
             )
         path = f"{root}.transformer"
@@ -175,10 +181,10 @@ class SamDecoderReference:
             f"{path}.mlp.lin2", self.linear(f"{path}.mlp.lin1", tokens).clamp(min=0)
         )
         tokens = self.norm(f"{path}.norm3", tokens + inner, EPS)
-        told = self._attention(
+        update = self._attention(
             f"{path}.cross_attn_image_to_token",
             pixels + pixel_positions,
             tokens + token_positions,
             tokens,
         )
-        return tokens, self.norm(f"{path}.norm4", pixels + told, EPS)
+        return tokens, self.norm(f"{path}.norm4", pixels + update, EPS)

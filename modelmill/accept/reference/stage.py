@@ -1,4 +1,4 @@
-"""What a reference tells of a model that reads pictures: its stages, and the norms that it used."""
+"""The stages of a vision reference and the norms that it used."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ReferenceStage:
-    """path: the engine's module, or module.method.
+    """One stage of a vision reference.
 
-    layer: its number in the encoder, None outside.
+    Attributes:
+        path: the engine's module, or module.method.
+        layer: its number in the encoder, None outside.
     """
 
     path: str
@@ -24,8 +26,9 @@ class ReferenceStage:
 
 @dataclass(frozen=True)
 class ReferenceNorm:
-    """A normalisation by the engine's path; channels_first: over dimension 1 of an image instead of
-    the last.
+    """A norm by the engine's path.
+
+    channels_first: normalizes dimension 1 of an image instead of the last.
     """
 
     path: str
@@ -37,7 +40,7 @@ class ReferenceNorm:
     module: str = ""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The norm of x, from its definition."""
+        """Return the norm of x, from its definition."""
         dim = 1 if self.channels_first else -1
         mean = x.mean(dim, keepdim=True)
         spread = ((x - mean) ** 2).mean(dim, keepdim=True)

@@ -1,6 +1,4 @@
-"""Where a reference reads its weights: the raw container, under the names of the original model
-code.
-"""
+"""Reads a reference's weights: the raw container, under the names of the original code."""
 
 from __future__ import annotations
 
@@ -12,41 +10,52 @@ from torch import Tensor
 
 from modelmill.core.errors import TensorMismatch
 
-# Rows of a vocabulary matrix that are widened to float at once.
+# Rows of a vocabulary matrix that are converted to float at a time.
 BLOCK_ROWS = 4096
 
 
 class TensorShape(Protocol):
-    """What is known of a tensor before it is read."""
+    """Description of a tensor, known before it is read."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the tensor; [N, K] for a weight."""
 
 
 class RawContainer(Protocol):
     """A checkpoint file or folder with its own names."""
 
     @property
-    def metadata(self) -> Mapping[str, Any]: ...
-    def names(self) -> list[str]: ...
-    def info(self, name: str) -> TensorShape: ...
-    def get(self, name: str) -> Tensor: ...
+    def metadata(self) -> Mapping[str, Any]:
+        """Return the checkpoint's metadata."""
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors."""
+
+    def info(self, name: str) -> TensorShape:
+        """Return shape and dtype of a tensor without reading it."""
+
+    def get(self, name: str) -> Tensor:
+        """Read a tensor."""
 
 
 class OpenedCheckpoint(Protocol):
-    """What the reference needs of an opened checkpoint."""
+    """The parts of an opened checkpoint that the reference uses."""
 
     @property
-    def config(self) -> Mapping[str, Any]: ...
+    def config(self) -> Mapping[str, Any]:
+        """Return the checkpoint's config."""
+
     @property
-    def raw(self) -> Any: ...
+    def raw(self) -> Any:
+        """Return the container below, with tensors as stored."""
 
 
 class TensorSource:
-    """Tensors of a Hugging Face container; ``name_prefix`` is what its names begin with ("model."
-    or "").
+    """Tensors of a Hugging Face container.
 
-    device: where tensors are put; they travel as they are stored and are widened there.
+    name_prefix: prefix of its names ("model." or ""). device: where tensors are placed; they are
+    transferred in the stored dtype and converted there.
     """
 
     def __init__(
@@ -65,14 +74,15 @@ class TensorSource:
         self._read_names: set[str] = set()
 
     def raw_name(self, name: str) -> str:
-        """The container's own name: as given, or without the outer prefix that some files lack."""
+        """Return the container's name, with or without the outer prefix that some files lack."""
         if name not in self._names and self._name_prefix and name.startswith(self._name_prefix):
             return name[len(self._name_prefix) :]
         return name
 
     def stored_tensor(self, name: str) -> Tensor:
-        """The tensor in its stored dtype (quantized ones expanded) and the original model's
-        orientation.
+        """Return the tensor in its stored dtype, in the original model's orientation.
+
+        Quantized tensors are expanded.
         """
         raw = self.raw_name(name)
         if raw not in self._names:
@@ -83,15 +93,15 @@ class TensorSource:
         return self.container.get(raw)
 
     def unread(self) -> list[str]:
-        """The container's tensors whose values nobody has asked for."""
+        """Return the container's tensors that have not been read."""
         return sorted(self._names - self._read_names)
 
     def has(self, name: str) -> bool:
-        """Whether the container holds this tensor."""
+        """Return whether the container has this tensor."""
         return self.raw_name(name) in self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Its shape, without reading it where the container knows."""
+        """Return its shape, without reading it if possible."""
         raw = self.raw_name(name)
         if raw not in self._names:
             raise TensorMismatch(
@@ -100,7 +110,7 @@ class TensorSource:
         return tuple(self.container.info(raw).shape)
 
     def equal_values(self, name: str, other: str) -> bool:
-        """Whether two tensors hold the same numbers; read side by side, in blocks of rows."""
+        """Return whether two tensors have equal values, read in blocks of rows."""
         if self.shape(name) != self.shape(other):
             return False
         return all(
@@ -109,17 +119,15 @@ class TensorSource:
         )
 
     def get(self, name: str) -> Tensor:
-        """The tensor in the reference's dtype."""
+        """Return the tensor in the reference's dtype."""
         return self._to_reference_dtype(self.stored_tensor(name))
 
     def rows(self, name: str, index: Tensor) -> Tensor:
-        """Some rows of a matrix, widened after they were picked."""
+        """Return some rows of a matrix, converted after selection."""
         return self._to_reference_dtype(self.stored_tensor(name)[index])
 
     def row_blocks(self, name: str) -> Iterator[Tensor]:
-        """A matrix in blocks of rows, so that a vocabulary never lies in memory widened as a
-        whole.
-        """
+        """Yield a matrix in blocks of rows, so that a vocabulary is never converted as a whole."""
         matrix = self.stored_tensor(name)
         for start in range(0, matrix.shape[0], BLOCK_ROWS):
             yield self._to_reference_dtype(matrix[start : start + BLOCK_ROWS])

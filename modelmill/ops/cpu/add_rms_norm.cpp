@@ -1,3 +1,5 @@
+// Residual add and RMSNorm of x[M, N] by rows (norm.h); the sum overwrites the residual. Called by
+// the ops add_rms_norm and decode.
 #include "norm.h"
 #include "ops.h"
 #include "parallel_for.h"

@@ -1,5 +1,6 @@
-"""Residual add and RMSNorm by rows in C++ (add_rms_norm.cpp); the sum takes the residual's
-memory.
+"""Residual add and RMSNorm by rows in C++ (add_rms_norm.cpp).
+
+The sum overwrites the residual.
 """
 
 from __future__ import annotations
@@ -20,9 +21,7 @@ _DTYPES = build.DTYPES
 def run(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference; mixed dtypes and a residual with gaps or repeated memory are the
-    reference's.
-    """
+    """As the reference, which also serves mixed dtypes and a strided residual."""
     dtype = x.dtype
     if (
         dtype not in _DTYPES

@@ -1,11 +1,10 @@
-"""Loads the C++ kernels of this folder: those that came with the package (prebuilt.py), or compiled
-for this machine.
+"""Loads the C++ kernels of this folder: prebuilt ones (prebuilt.py), or compiled on this machine.
 
 One shared object holds all of them. Its name in the cache is a digest of everything that decides
 its code: the sources, the flags, the compiler's version and this CPU's instruction sets, so that a
 cache carried to another machine is never run there. Threads are a small team of the library's own
 (thread_pool.cpp), or torch's where torch has just computed a product; how many there may be is what
-torch has been told. Torch's OpenMP is reached through pointers: nothing is linked.
+torch uses. Torch's OpenMP is reached through pointers: nothing is linked.
 """
 
 from __future__ import annotations
@@ -47,8 +46,10 @@ _TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int, "d": cty
 
 @dataclass(frozen=True)
 class Library:
-    """The loaded kernels. Calls through ``with_gil`` keep Python's lock (microseconds);
-    ``without_gil`` releases it.
+    """The loaded kernels.
+
+    Calls through ``with_gil`` keep the GIL (they take microseconds); ``without_gil`` releases
+    it.
 
     origin: for people, "compiled here" or the level that was brought along.
     """
@@ -64,29 +65,29 @@ def available(device_type: str) -> str | None:
     """None where the kernels serve ``device_type``; else the reason, in one line."""
     if device_type != "cpu":
         return "it runs on the CPU only"
-    found = load()
-    return found if isinstance(found, str) else None
+    library = load()
+    return library if isinstance(library, str) else None
 
 
 def function(name: str, signature: str, *, release_gil: bool = False) -> Callable[..., Any]:
-    """The C function ``name`` taking arguments of ``signature``: p pointer, q int64, i int, d
-    double.
+    """Return the C function ``name``.
+
+    signature: its argument types: p pointer, q int64, i int, d double.
 
     Raises MissingDependency where the kernels cannot be built.
     """
     library = load()
     if isinstance(library, str):
         raise MissingDependency(f"the CPU kernels cannot be used: {library}")
-    found = getattr(library.without_gil if release_gil else library.with_gil, name)
-    found.argtypes = [_TYPES[c] for c in signature]
-    found.restype = None
-    return found
+    kernel = getattr(library.without_gil if release_gil else library.with_gil, name)
+    kernel.argtypes = [_TYPES[c] for c in signature]
+    kernel.restype = None
+    return kernel
 
 
 @functools.cache
 def load() -> Library | str:
-    """The library that the package brings for this processor, else one compiled now if this machine
-    has none yet.
+    """Load the prebuilt library for this CPU, else compile one unless it is cached.
 
     A string says why there is none. Raises UsageError where MODELMILL_CPU_KERNELS says something
     unknown.
@@ -122,20 +123,19 @@ def _requested_kernels() -> str:
 
 
 def machine_flags() -> tuple[str, ...]:
-    """What the compiler is told on this machine.
+    """Compiler flags for this machine.
 
-    MILL_FAR: weights are asked for far ahead, and only as far as the second-level cache, on Zen 4
-    (AMD's family 25): one row of activations is decoded half as fast again. Other processors have
-    not been measured with it.
-    MILL_FLOATS: bfloat16 is multiplied as floats. Intel's processors take two cycles for
+    MILL_PREFETCH_L2: weights are prefetched far ahead and only to L2, on Zen 4 (AMD family 25):
+    decode of one row becomes 1.5 times as fast. Not measured on other processors.
+    MILL_BF16_AS_FP32: bfloat16 is multiplied as floats. Intel's processors take two cycles for
     AVX512_BF16's product of 32 numbers, in which they multiply 64 floats, and two more to round 32
     weights of 8 bits to bfloat16; AMD's do not.
     """
     cpu = _cpu()
     if "GenuineIntel" in cpu:
-        return (*FLAGS, "-DMILL_FLOATS")
+        return (*FLAGS, "-DMILL_BF16_AS_FP32")
     far = "AuthenticAMD" in cpu and re.search(r"^cpu family\s*: 25$", cpu, re.MULTILINE)
-    return (*FLAGS, "-DMILL_FAR") if far else FLAGS
+    return (*FLAGS, "-DMILL_PREFETCH_L2") if far else FLAGS
 
 
 @functools.cache
@@ -178,8 +178,10 @@ def _target(flags: tuple[str, ...], compiler: str, version: str) -> Path:
 
 
 def open_library(path: Path) -> Library:
-    """Load a shared object, tell it how many threads it may use, and let it check itself. Raises
-    _KernelsUnavailable."""
+    """Load a shared object, set its thread count and run its self-check.
+
+    Raises _KernelsUnavailable.
+    """
     try:
         library = Library(path, ctypes.PyDLL(str(path)), ctypes.CDLL(str(path)), 0)
     except OSError as problem:
@@ -242,7 +244,7 @@ def _cpu() -> str:
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0]
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
-    wanted = (
+    fields = (
         "vendor_id",
         "cpu family",
         "model",
@@ -252,13 +254,11 @@ def _cpu() -> str:
         "CPU part",
         "CPU implementer",
     )
-    return "\n".join(line for line in first.splitlines() if line.split(":")[0].strip() in wanted)
+    return "\n".join(line for line in first.splitlines() if line.split(":")[0].strip() in fields)
 
 
 def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> None:
-    """Build in a folder of our own and move the result in place, so that two processes may do so at
-    once.
-    """
+    """Build in a temporary folder and move the result in place, so that processes may race."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="building-", dir=target.parent) as folder:
@@ -292,18 +292,16 @@ def _execute(command: list[str]) -> None:
 
 
 def _openmp_symbols() -> tuple[int | None, ...]:
-    """Addresses of what thread_pool.cpp calls in the OpenMP runtime that torch itself uses; None
-    where it has none.
-    """
+    """Addresses of the functions of torch's OpenMP runtime that thread_pool.cpp calls; or None."""
     library = next(Path(torch.__file__).parent.glob("lib/libtorch_cpu.*"), None)
     try:
         # already loaded: a lookup searches it and what it depends on
         torch_cpu = ctypes.CDLL(str(library))
-        found = [
+        symbols = [
             torch_cpu.omp_get_max_threads,
             torch_cpu.GOMP_parallel,
             torch_cpu.omp_get_thread_num,
         ]
     except (OSError, AttributeError):
         return None, None, None
-    return tuple(ctypes.cast(entry, ctypes.c_void_p).value for entry in found)
+    return tuple(ctypes.cast(entry, ctypes.c_void_p).value for entry in symbols)

@@ -1,6 +1,4 @@
-"""All layers on a few tokens in one call of C++ (decode.cpp), with the same bits as this folder's
-other ops.
-"""
+"""All layers for a few tokens in one C++ call (decode.cpp), bit-identical to the separate ops."""
 
 from __future__ import annotations
 
@@ -53,12 +51,12 @@ def run(x: torch.Tensor, stack: DecoderStackWeights, tokens: DecodeInputs) -> to
     starts = t.query_start.tolist()
     for first in range(0, count, build.SMALL_M_LIMIT):
         last = min(first + build.SMALL_M_LIMIT, count)
-        wanted = torch.arange(first, last) if t.logit_rows is None else t.logit_rows
-        inside = (wanted >= first) & (wanted < last)
-        part = replace(_slice_tokens(t, starts, first, last), logit_rows=wanted[inside] - first)
-        told = torch.empty(int(inside.sum()), logits.shape[1])
-        _call(told, residual[first:last], packed, part, stack.eps)
-        logits[slice(first, last) if t.logit_rows is None else inside] = told
+        logit_rows = torch.arange(first, last) if t.logit_rows is None else t.logit_rows
+        inside = (logit_rows >= first) & (logit_rows < last)
+        part = replace(_slice_tokens(t, starts, first, last), logit_rows=logit_rows[inside] - first)
+        part_logits = torch.empty(int(inside.sum()), logits.shape[1])
+        _call(part_logits, residual[first:last], packed, part, stack.eps)
+        logits[slice(first, last) if t.logit_rows is None else inside] = part_logits
     return logits
 
 
@@ -92,7 +90,7 @@ def _call(
     eps: float,
 ) -> None:
     """One pass over the layers. residual: [count, H], the embeddings, written over."""
-    given = np.array(
+    token_words = np.array(
         (
             residual.shape[0],
             t.block_tables.shape[0],
@@ -114,7 +112,7 @@ def _call(
         residual.data_ptr(),
         packed.stack.ctypes.data,
         packed.layers.ctypes.data,
-        given.ctypes.data,
+        token_words.ctypes.data,
         eps,
         _DTYPES[residual.dtype],
     )
@@ -174,12 +172,12 @@ def _is_readable(m: DecodeLinearWeights, dtype: torch.dtype) -> bool:
             and all(t.is_contiguous() for t in (m.weight, *grids))
             and m.group_size % 32 == 0
         )
-    held = m.weight.dtype is (dtype if m.scale is None else torch.int8)
+    dtype_matches = m.weight.dtype is (dtype if m.scale is None else torch.int8)
     plain = m.weight.is_contiguous() and (
         m.bias is None or (m.bias.dtype is dtype and m.bias.is_contiguous())
     )
     return (
-        held
+        dtype_matches
         and plain
         and (m.scale is None or (m.scale.dtype is torch.float32 and m.scale.is_contiguous()))
     )

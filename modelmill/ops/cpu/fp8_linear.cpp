@@ -1,3 +1,6 @@
+// Weight-only or W8A8 fp8 GEMM: out[M, N] = (x[M, K] · weight[N, K]ᵀ) · scale (· x_scale) + bias,
+// weight e4m3, x e4m3 or 16/32 bits, float32 arithmetic (gemm_small_m.h). Called by the op
+// fp8_linear.
 #include "e4m3.h"
 
 namespace mill {
@@ -6,7 +9,7 @@ template <class X, class T>
 inline void fp8_product(T* target, const X* x, const f8* weight, const float* scale, const float* x_scale,
                         const T* added, int64_t rows, int64_t k, int64_t n, int64_t each_x) {
     multiply<FloatDot<f8>>(x, weight, rows, k, n, [=](int64_t m, int64_t j, const float* sums, int count) {
-        each(count, [&](int64_t i, int c) {
+        for_each_vector(count, [&](int64_t i, int c) {
             vf some = mul(take(sums + i, c), take(scale + j + i, c));
             if (x_scale) some = mul(some, set1(x_scale[m * each_x]));
             put(target + m * n + j + i, added ? add(some, take(added + j + i, c)) : some, c);

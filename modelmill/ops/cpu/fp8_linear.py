@@ -1,6 +1,4 @@
-"""Products with fp8 weights in C++ (fp8_linear.cpp): widened to float in registers, so that a byte
-a weight is read.
-"""
+"""Linear with fp8 weights in C++ (fp8_linear.cpp), converted to float in registers."""
 
 from __future__ import annotations
 
@@ -26,10 +24,10 @@ def run(
 ) -> torch.Tensor:
     """As the reference, which also serves other dimensions and memory with gaps."""
     floats = scale.dtype is torch.float32 and (x_scale is None or x_scale.dtype is torch.float32)
-    kinds = x.dtype is (dtype if x_scale is None else FP8) and weight.dtype is FP8
+    dtypes_match = x.dtype is (dtype if x_scale is None else FP8) and weight.dtype is FP8
     packed = all(t is None or t.is_contiguous() for t in (weight, scale, x_scale, bias))
     known = dtype in build.DTYPES and (bias is None or bias.dtype is dtype)
-    if not (floats and kinds and packed and known) or x.dim() != 2:
+    if not (floats and dtypes_match and packed and known) or x.dim() != 2:
         return fp8_linear(x, weight, scale, x_scale, dtype, bias)
     x = x.contiguous()
     (rows, k), n = x.shape, weight.shape[0]

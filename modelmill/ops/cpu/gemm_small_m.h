@@ -1,7 +1,11 @@
-// A few rows of activations times the rows of a weight: the heart of every linear op at decode.
+// Small-M GEMM: out[M, N] = x[M, K] · weight[N, K]ᵀ for weights in float32, bfloat16, float16, int8
+// or e4m3, float32 accumulators; any M, tuned for M ≤ 16. Used by linear.cpp, int8_linear.cpp,
+// fp8_linear.cpp.
 //
-// Each output is one chain of multiply-adds along k and one final reduction, whatever the blocking, so that a row of
-// activations gives the same bits alone and in a batch. The weights stream from memory (prefetch.h).
+// Each output is one chain of multiply-adds along K and one final reduction, whatever the blocking,
+// so that a row gives the same bits alone and in a batch. Register blocking of up to 6 rows of x by
+// 8 weight rows; weights are streamed with software prefetch (prefetch.h). Techniques: AVX-512 or
+// AVX2 FMA, AVX512_BF16 dot products, per-thread scratch for the packed activations.
 #pragma once
 #include "simd.h"
 #include "prefetch.h"
@@ -9,9 +13,10 @@
 
 namespace mill {
 
-constexpr int64_t kInputBlock = 192 << 10;  // bytes of activations kept close
+constexpr int64_t kInputBlock = 192 << 10;  // bytes of activations per block (L2)
 
-// How weights of type T meet activations: both as floats. A step takes kStep columns, in kParts turns of one vector.
+// Dot product traits: weights of type T and activations as floats. A step covers kStep columns in kParts
+// vectors.
 template <class T> struct FloatDot {
     using Weight = T;
     using Input = float;
@@ -20,12 +25,12 @@ template <class T> struct FloatDot {
     static Vector input(const float* p) { return load(p); }
     static Vector weight(const T* p, int n, int) { return take(p, n); }
     static vf accumulate(Vector w, Vector x, vf acc) { return fma(w, x, acc); }
-    template <class X> static void arrange(float* out, const X* x) { store(out, load(x)); }
+    template <class X> static void pack(float* out, const X* x) { store(out, load(x)); }
 };
 
 #if defined(MILL_AVX512)
-// bfloat16 is the upper half of a float: of the 32 columns in a vector first the even ones, which move up, then the odd
-// ones, which stand where they belong. The activations are put into that order once.
+// bfloat16 is the upper half of a float: the even columns of a vector are shifted, the odd ones masked. The
+// activations are packed in that order once.
 struct Bf16SplitDot {
     using Weight = bf16;
     using Input = float;
@@ -37,14 +42,14 @@ struct Bf16SplitDot {
         return _mm512_castsi512_ps(part ? _mm512_and_si512(raw, _mm512_set1_epi32(-65536)) : _mm512_slli_epi32(raw, 16));
     }
     static vf accumulate(Vector w, Vector x, vf acc) { return fma(w, x, acc); }
-    static void arrange(float* out, const bf16* x) {
+    static void pack(float* out, const bf16* x) {
         for (int part = 0; part < kParts; part++) store(out + part * W, weight(x, kStep, part));
     }
 };
 #endif
 
-// Not where floats are faster (MILL_FLOATS; build.py tells where and why).
-#if defined(MILL_BF16) && !defined(MILL_FLOATS)
+// Not if float FMAs are faster (MILL_BF16_AS_FP32: build.machine_flags).
+#if defined(MILL_BF16) && !defined(MILL_BF16_AS_FP32)
 // Pairs of bfloat16, multiplied exactly and summed in float by one instruction.
 struct Bf16PairDot {
     using Weight = bf16;
@@ -55,7 +60,7 @@ struct Bf16PairDot {
     static Vector weight(const bf16* p, int n, int) {
         return n == kStep ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi16((1u << n) - 1u, p);
     }
-    static void arrange(bf16* out, const bf16* x) { std::memcpy(out, x, kStep * sizeof(bf16)); }
+    static void pack(bf16* out, const bf16* x) { std::memcpy(out, x, kStep * sizeof(bf16)); }
     static vf accumulate(Vector w, Vector x, vf acc) {
         return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(w), reinterpret_cast<__m512bh>(x));
     }
@@ -80,26 +85,26 @@ template <class T> using DotTraits = FloatDot<T>;
 template <class T> using Int8DotTraits = FloatDot<int8_t>;
 #endif
 
-// Activations as a kernel wants them: rows padded with zeros to whole steps, each in the kernel's order.
+// Packs activations for the kernel: rows padded with zeros to whole steps, columns in the kernel's order.
 template <class H> inline int64_t padded(int64_t k) { return (k + H::kStep - 1) / H::kStep * H::kStep; }
 
 template <class H, class X>
-inline const typename H::Input* prepare(Scratch& scratch, const X* x, int64_t rows, int64_t k) {
+inline const typename H::Input* pack_inputs(Scratch& scratch, const X* x, int64_t rows, int64_t k) {
     using Input = typename H::Input;
     const int64_t stride = padded<H>(k);
-    if constexpr (std::is_same_v<Input, X>)  // then arrange() copies
+    if constexpr (std::is_same_v<Input, X>)  // then pack() copies
         if (stride == k) return x;
     Input* out = scratch.get<Input>(rows * stride);
     for (int64_t m = 0; m < rows; m++) {
         Input* row = out + m * stride;
-        const X* from = x + m * k;
+        const X* begin = x + m * k;
         int64_t i = 0;
-        for (; i + H::kStep <= k; i += H::kStep) H::arrange(row + i, from + i);
+        for (; i + H::kStep <= k; i += H::kStep) H::pack(row + i, begin + i);
         if (i == k) continue;
         X rest[H::kStep];
         std::memset(static_cast<void*>(rest), 0, sizeof rest);
-        std::memcpy(static_cast<void*>(rest), from + i, static_cast<size_t>(k - i) * sizeof(X));
-        H::arrange(row + i, rest);
+        std::memcpy(static_cast<void*>(rest), begin + i, static_cast<size_t>(k - i) * sizeof(X));
+        H::pack(row + i, rest);
     }
     return out;
 }
@@ -133,62 +138,62 @@ __attribute__((noinline)) void dot_block(float* sums, const typename H::Input* x
     sums_of(sums, &acc[0][0], MB * NB);
 }
 
-template <class H, int MB, int NB, class Put>
+template <class H, int MB, int NB, class StoreOut>
 inline void dot_columns(const typename H::Input* x, const typename H::Weight* w, int64_t k, int64_t m0, int64_t n0,
-                        const Put& put_out) {
+                        const StoreOut& store_out) {
     float sums[MB * NB];
     const int64_t stride = padded<H>(k);
     dot_block<H, MB, NB>(sums, x + m0 * stride, stride, w + n0 * k, k);
-    for (int m = 0; m < MB; m++) put_out(m0 + m, n0, sums + m * NB, NB);
+    for (int m = 0; m < MB; m++) store_out(m0 + m, n0, sums + m * NB, NB);
 }
 
 // Activation rows [m, last) for NB weight rows, six at a time where there are 32 registers, else four.
-template <class H, int NB, class Put>
+template <class H, int NB, class StoreOut>
 inline void dot_rows(const typename H::Input* x, int64_t m, int64_t last, const typename H::Weight* w, int64_t k,
-                     int64_t n0, const Put& put_out) {
+                     int64_t n0, const StoreOut& store_out) {
     if constexpr (W == 16)
-        for (; m + 6 <= last; m += 6) dot_columns<H, 6, NB>(x, w, k, m, n0, put_out);
-    for (; m + 4 <= last; m += 4) dot_columns<H, 4, NB>(x, w, k, m, n0, put_out);
-    if (last - m == 3) dot_columns<H, 3, NB>(x, w, k, m, n0, put_out);
-    else if (last - m == 2) dot_columns<H, 2, NB>(x, w, k, m, n0, put_out);
-    else if (last - m == 1) dot_columns<H, 1, NB>(x, w, k, m, n0, put_out);
+        for (; m + 6 <= last; m += 6) dot_columns<H, 6, NB>(x, w, k, m, n0, store_out);
+    for (; m + 4 <= last; m += 4) dot_columns<H, 4, NB>(x, w, k, m, n0, store_out);
+    if (last - m == 3) dot_columns<H, 3, NB>(x, w, k, m, n0, store_out);
+    else if (last - m == 2) dot_columns<H, 2, NB>(x, w, k, m, n0, store_out);
+    else if (last - m == 1) dot_columns<H, 1, NB>(x, w, k, m, n0, store_out);
 }
 
-// Activation rows that stay in the second-level cache while weight rows pass.
+// Activation rows that stay in L2 while weight rows are streamed.
 template <class H> inline int64_t block_rows(int64_t k) {
     return (kInputBlock / (padded<H>(k + 1) * static_cast<int64_t>(sizeof(typename H::Input))) / 12 + 1) * 12;
 }
 
 // Weight rows [from, to) for activation rows [m, last), at most a block; put_out(m, n, sums, count) receives
 // the results of a row m for columns n to n + count.
-template <class H, class Put>
+template <class H, class StoreOut>
 inline void dot_range(const typename H::Input* x, int64_t m, int64_t last, const typename H::Weight* w, int64_t k,
-                      int64_t from, int64_t to, const Put& put_out) {
-    constexpr int kMany = W == 16 ? 4 : 2;  // accumulators that fit the registers beside the activation rows
+                      int64_t begin, int64_t to, const StoreOut& store_out) {
+    constexpr int kColumns = W == 16 ? 4 : 2;  // accumulators that fit the registers beside the activation rows
     if (last - m == 1) {
-        for (; from + 8 <= to; from += 8) dot_columns<H, 1, 8>(x, w, k, m, from, put_out);
+        for (; begin + 8 <= to; begin += 8) dot_columns<H, 1, 8>(x, w, k, m, begin, store_out);
     }
-    for (; from + kMany <= to; from += kMany) dot_rows<H, kMany>(x, m, last, w, k, from, put_out);
-    for (; from < to; from++) dot_rows<H, 1>(x, m, last, w, k, from, put_out);
+    for (; begin + kColumns <= to; begin += kColumns) dot_rows<H, kColumns>(x, m, last, w, k, begin, store_out);
+    for (; begin < to; begin++) dot_rows<H, 1>(x, m, last, w, k, begin, store_out);
 }
 
-// The whole product over the threads, in patches of some activation rows and some weight rows: neighbours share the
-// activations. X: type of the activations given.
-template <class H, class X, class Put>
-inline void multiply(const X* x, const typename H::Weight* w, int64_t rows, int64_t k, int64_t n, const Put& put_out) {
+// The whole GEMM over all threads, in blocks of activation rows by weight rows; adjacent blocks share the
+// activations. X: type of the activations.
+template <class H, class X, class StoreOut>
+inline void multiply(const X* x, const typename H::Weight* w, int64_t rows, int64_t k, int64_t n, const StoreOut& store_out) {
     thread_local Scratch scratch;
-    const auto* input = prepare<H>(scratch, x, rows, k);
+    const auto* input = pack_inputs<H>(scratch, x, rows, k);
     const int64_t bytes = (k > 0 ? k : 1) * static_cast<int64_t>(sizeof(typename H::Weight));
     const int64_t block = block_rows<H>(k), blocks = (rows + block - 1) / block;
-    int64_t piece = rows > 16 ? 256 << 10 : 64 << 10;
-    const int64_t even = n * bytes * blocks / 16;  // enough patches to even the threads out
-    if (piece > even) piece = even;
-    const int64_t step = (piece / bytes / 8 + 1) * 8, cuts = (n + step - 1) / step;
-    share(blocks * cuts, 1, n * bytes * (rows + 3) / 4, [&](int64_t first, int64_t end) {
+    int64_t chunk_bytes = rows > 16 ? 256 << 10 : 64 << 10;
+    const int64_t max_chunk_bytes = n * bytes * blocks / 16;  // enough blocks for load balancing
+    if (chunk_bytes > max_chunk_bytes) chunk_bytes = max_chunk_bytes;
+    const int64_t step = (chunk_bytes / bytes / 8 + 1) * 8, n_blocks = (n + step - 1) / step;
+    parallel_for(blocks * n_blocks, 1, n * bytes * (rows + 3) / 4, [&](int64_t first, int64_t end) {
         for (int64_t i = first; i < end; i++) {
-            const int64_t m = i / cuts * block, from = i % cuts * step;
-            dot_range<H>(input, m, m + block < rows ? m + block : rows, w, k, from, from + step < n ? from + step : n,
-                         put_out);
+            const int64_t m = i / n_blocks * block, begin = i % n_blocks * step;
+            dot_range<H>(input, m, m + block < rows ? m + block : rows, w, k, begin, begin + step < n ? begin + step : n,
+                         store_out);
         }
     });
 }

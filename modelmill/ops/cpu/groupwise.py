@@ -72,7 +72,7 @@ class GroupwiseLinear:
         group: int,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """x [T, K] times slices of the widened weight."""
+        """X [T, K] times slices of the widened weight."""
         n, k = weight.shape[0], x.shape[1]
         step = min(n, max(256, DEQUANT_SLICE_BYTES // max(k, 1)))
         wide = torch.empty(step, k, dtype=x.dtype)

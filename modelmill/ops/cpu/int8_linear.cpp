@@ -1,3 +1,6 @@
+// Weight-only int8 GEMM: out[M, N] = (x[M, K] · weight[N, K]ᵀ) · scale[N] + bias (gemm_small_m.h);
+// and the dequantization and epilogue for many rows, where torch computes the GEMM. Called by the
+// ops int8_linear and decode.
 #include "gemm_small_m.h"
 #include "ops.h"
 
@@ -10,7 +13,7 @@ extern "C" void int8_linear(void* out, const void* x, const int8_t* weight, cons
         T* target = static_cast<T*>(out);
         const T* added = static_cast<const T*>(bias);
         const auto put_out = [=](int64_t m, int64_t j, const float* sums, int count) {
-            mill::each(count, [&](int64_t i, int c) {
+            mill::for_each_vector(count, [&](int64_t i, int c) {
                 const mill::vf some = mill::mul(mill::take(sums + i, c), mill::take(scale + j + i, c));
                 mill::put(target + m * n + j + i, added ? mill::add(some, mill::take(added + j + i, c)) : some, c);
             });
@@ -24,9 +27,9 @@ extern "C" void int8_dequant(void* out, const int8_t* weight, int64_t count, int
     const mill::UseTorchThreads team(true);
     mill::by_dtype(dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
-        mill::share(count, 16 << 10, count, [&](int64_t from, int64_t to) {
+        mill::parallel_for(count, 16 << 10, count, [&](int64_t from, int64_t to) {
             T* target = static_cast<T*>(out) + from;
-            mill::each(to - from, [&](int64_t i, int c) { mill::put(target + i, mill::take(weight + from + i, c), c); });
+            mill::for_each_vector(to - from, [&](int64_t i, int c) { mill::put(target + i, mill::take(weight + from + i, c), c); });
         });
     });
 }
@@ -40,7 +43,7 @@ extern "C" void int8_epilogue(void* out, const float* scale, const void* bias, i
         mill::parallel_for_rows(rows, n * 2 * sizeof(T), [&](int64_t from, int64_t to) {
             for (int64_t m = from; m < to; m++) {
                 T* row = static_cast<T*>(out) + m * n;
-                mill::each(n, [&](int64_t j, int c) {
+                mill::for_each_vector(n, [&](int64_t j, int c) {
                     const mill::vf wide = mill::mul(mill::take(row + j, c), mill::take(scale + j, c));
                     mill::put(row + j, added ? mill::add(wide, mill::take(added + j, c)) : wide, c);
                 });

@@ -25,9 +25,7 @@ DEQUANT_SLICE_BYTES = 4 << 20
 def run(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """As the reference, but that in 16 bit a few rows keep float sums until the one rounding at the
-    end.
-    """
+    """As the reference, but few rows in 16 bits keep float sums until one final rounding."""
     dtype = x.dtype
     if dtype not in _DTYPES or x.dim() != 2 or not _supports_weight(weight, scale):
         return int8_linear(x, weight, scale, bias)
@@ -67,7 +65,7 @@ def _supports_weight(weight: torch.Tensor, scale: torch.Tensor) -> bool:
 def _dequantized_matmul(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """x [T, K] times slices of the widened weight; the scale is applied in place at the end."""
+    """X [T, K] times slices of the widened weight; the scale is applied in place at the end."""
     n, k = weight.shape
     code = _DTYPES[x.dtype]
     step = min(n, max(256, DEQUANT_SLICE_BYTES // max(k, 1)))

@@ -1,3 +1,4 @@
+// LayerNorm of x[M, N] by rows (norm.h). Called by the op layer_norm.
 #include "norm.h"
 #include "parallel_for.h"
 

@@ -1,3 +1,5 @@
+// Dense GEMM: out[M, N] = x[M, K] · weight[N, K]ᵀ + bias in float32, bfloat16 or float16
+// (gemm_small_m.h). Called by the ops linear and decode.
 #include "gemm_small_m.h"
 #include "ops.h"
 
@@ -9,7 +11,7 @@ extern "C" void linear(void* out, const void* x, const void* weight, const void*
         T* target = static_cast<T*>(out);
         const T* added = static_cast<const T*>(bias);
         const auto put_out = [=](int64_t m, int64_t j, const float* sums, int count) {
-            mill::each(count, [&](int64_t i, int c) {
+            mill::for_each_vector(count, [&](int64_t i, int c) {
                 const mill::vf some = mill::take(sums + i, c);
                 mill::put(target + m * n + j + i, added ? mill::add(some, mill::take(added + j + i, c)) : some, c);
             });

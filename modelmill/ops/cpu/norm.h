@@ -1,4 +1,5 @@
-// Normalisation of one row: inner functions for the norm ops and for anything that fuses them.
+// Row functions of RMSNorm, residual add + RMSNorm and LayerNorm over n columns, float32 arithmetic
+// (simd.h). Used by rms_norm.cpp, add_rms_norm.cpp, layer_norm.cpp and rope.h.
 #pragma once
 #include "simd.h"
 
@@ -26,7 +27,7 @@ template <class F> inline float squares(int64_t n, F&& at) {
 template <class T> inline void rms_norm_row(T* out, const T* x, const T* weight, int64_t n, float eps) {
     const float total = squares(n, [&](int64_t i, int c) { return take(x + i, c); });
     const vf scale = set1(1.0f / std::sqrt(total / static_cast<float>(n) + eps));
-    each(n, [&](int64_t i, int c) {
+    for_each_vector(n, [&](int64_t i, int c) {
         put(out + i, mul(rounded<T>(mul(take(x + i, c), scale)), take(weight + i, c)), c);
     });
 }
@@ -40,7 +41,7 @@ inline void add_rms_norm_row(T* out, T* residual, const T* x, const T* weight, i
         return v;
     });
     const vf scale = set1(1.0f / std::sqrt(total / static_cast<float>(n) + eps));
-    each(n, [&](int64_t i, int c) {
+    for_each_vector(n, [&](int64_t i, int c) {
         put(out + i, mul(rounded<T>(mul(take(residual + i, c), scale)), take(weight + i, c)), c);
     });
 }
@@ -49,12 +50,12 @@ inline void add_rms_norm_row(T* out, T* residual, const T* x, const T* weight, i
 template <class T>
 inline void layer_norm_row(T* out, const T* x, const T* weight, const T* bias, int64_t n, float eps) {
     vf s[2] = {zero(), zero()};
-    each(n, [&](int64_t i, int c) { s[i / W % 2] = add(s[i / W % 2], take(x + i, c)); });
+    for_each_vector(n, [&](int64_t i, int c) { s[i / W % 2] = add(s[i / W % 2], take(x + i, c)); });
     const float mean = sum(add(s[0], s[1])) / static_cast<float>(n);
     const vf shift = set1(mean);
     vf d[2] = {zero(), zero()};
     float tail = 0.0f;
-    each(n, [&](int64_t i, int c) {
+    for_each_vector(n, [&](int64_t i, int c) {
         if (c == W) {
             const vf v = sub(load(x + i), shift);
             d[i / W % 2] = fma(v, v, d[i / W % 2]);
@@ -67,7 +68,7 @@ inline void layer_norm_row(T* out, const T* x, const T* weight, const T* bias, i
     });
     const float variance = (sum(add(d[0], d[1])) + tail) / static_cast<float>(n);
     const vf scale = set1(1.0f / std::sqrt(variance + eps));
-    each(n, [&](int64_t i, int c) {
+    for_each_vector(n, [&](int64_t i, int c) {
         put(out + i, fma(mul(sub(take(x + i, c), shift), scale), take(weight + i, c), take(bias + i, c)), c);
     });
 }

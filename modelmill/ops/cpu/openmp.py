@@ -1,5 +1,4 @@
-"""How the threads of torch's OpenMP wait for each other, where torch was imported before anybody
-could say it.
+"""Limits how long the threads of torch's OpenMP spin, where torch was imported first.
 
 The runtime reads its environment when it is loaded. By default GNU's threads spin 300,000 times at
 a barrier (up to 20 ms), and where another process has one of the cores, they spin on the one that
@@ -24,8 +23,9 @@ _limited_threads: list[threading.Thread] = []
 
 
 def limit_spin_wait() -> None:
-    """Have the threads of GNU's OpenMP spin for microseconds, unless its environment says how long.
-    For good.
+    """Limit the spinning of GNU OpenMP's threads to microseconds, for the life of the process.
+
+    Does nothing if the environment sets a wait policy.
 
     To be called once torch knows how many threads it may use.
     """

@@ -1,5 +1,5 @@
-// Ops that decode.cpp calls one after another. The files that define them read this too, so that the compiler refuses a
-// declaration that is no longer true: names of C carry no types, and the linker would join anything.
+// C declarations of the ops that decode.cpp calls. Their source files include this header too, so
+// that the compiler rejects a declaration that does not match: C linkage has no types.
 #pragma once
 
 #include <cstdint>

@@ -34,9 +34,7 @@ def run(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As the reference, which also serves fp8 pages, caches with gaps and index tensors other than
-    packed int32.
-    """
+    """As the reference, which also serves fp8 pages, strided caches and other index dtypes."""
     dtype = q.dtype
     if (
         dtype not in _DTYPES
@@ -77,9 +75,7 @@ def run(
 
 
 def _supports_pages(dtype: torch.dtype, *scales: torch.Tensor | None) -> bool:
-    """Whether pages are of a dtype that the kernel reads: 16 or 32 bits, or int8 with packed
-    scales.
-    """
+    """Whether the kernel reads pages of this dtype: 16 or 32 bits, or int8 with packed scales."""
     if all(scale is None for scale in scales):
         return dtype in _DTYPES
     return dtype is torch.int8 and all(

@@ -54,10 +54,12 @@ _BF16_FLAGS = (*_VNNI_FLAGS, "-mavx512bf16")
 
 
 class CpuLevel(NamedTuple):
-    """required_features: instructions by /proc/cpuinfo's names. vendor, family: the only processors
-    it is for; None: all.
+    """Instruction set level of a prebuilt library.
 
-    machine: as ``platform.machine`` says it. flags: what its compiler is told beside
+    required_features: instructions by /proc/cpuinfo's names. vendor, family: restricts the
+    level to these processors; None: all.
+
+    machine: as ``platform.machine`` says it. flags: compiler flags beside
     ``COMMON_FLAGS``.
     """
 
@@ -69,9 +71,11 @@ class CpuLevel(NamedTuple):
     family: int | None = None
 
 
-# Best first. build.machine_flags tells what MILL_FAR and MILL_FLOATS are and for whom.
+# Best first. MILL_PREFETCH_L2, MILL_BF16_AS_FP32: build.machine_flags.
 LEVELS = (
-    CpuLevel("x86-64-v4-zen4", "x86_64", _BF16, (*_BF16_FLAGS, "-DMILL_FAR"), "AuthenticAMD", 25),
+    CpuLevel(
+        "x86-64-v4-zen4", "x86_64", _BF16, (*_BF16_FLAGS, "-DMILL_PREFETCH_L2"), "AuthenticAMD", 25
+    ),
     CpuLevel("x86-64-v4-bf16", "x86_64", _BF16, _BF16_FLAGS, "AuthenticAMD"),
     CpuLevel("x86-64-v4-vnni", "x86_64", _VNNI, _VNNI_FLAGS),
     CpuLevel("x86-64-v4", "x86_64", _V4, ("-march=x86-64-v4",)),
@@ -82,7 +86,7 @@ LEVELS = (
 
 
 def compile_flags(level: CpuLevel) -> tuple[str, ...]:
-    """All that the compiler is told for a level."""
+    """All compiler flags of a level."""
     return (*COMMON_FLAGS, *level.flags, *_PORTABLE)
 
 
@@ -110,9 +114,7 @@ def file_name(level: CpuLevel, folder: Path = SOURCES) -> str:
 def compile_commands(
     compiler: str, level: CpuLevel, objects: Path, target: Path, folder: Path = SOURCES
 ) -> tuple[list[list[str]], list[str]]:
-    """(commands that may run at once, the one that links after them) for a level's shared object
-    ``target``.
-    """
+    """Return (compile commands that may run in parallel, the link command) of a level."""
     files = sorted(folder.glob("*.cpp"))
     made = {source: str(objects / f"{level.name}-{source.stem}.o") for source in files}
     flags = compile_flags(level)
@@ -121,9 +123,7 @@ def compile_commands(
 
 
 def glibc_needed(library: bytes) -> tuple[int, int] | None:
-    """The newest version of glibc whose symbols a shared object asks for; None where it names none
-    (another libc).
-    """
+    """The newest glibc version that a shared object requires; None if none (another libc)."""
     versions = [
         (int(major), int(minor)) for major, minor in re.findall(rb"GLIBC_(\d+)\.(\d+)", library)
     ]
@@ -133,9 +133,7 @@ def glibc_needed(library: bytes) -> tuple[int, int] | None:
 def available_levels(
     cpuinfo: str | None = None, machine: str | None = None, folder: Path = FOLDER
 ) -> Iterator[tuple[CpuLevel, Path]]:
-    """The levels that this processor can run and this installation has of these very sources, best
-    first.
-    """
+    """Levels that this processor supports and that are installed for these sources, best first."""
     if not folder.is_dir():
         return
     for level in supported_levels(

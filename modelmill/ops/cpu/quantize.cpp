@@ -1,10 +1,12 @@
+// Activation quantization x[M, N] to int8 by rows: one static factor or dynamic scales amax / 127
+// per row. Called by the op quantize.
 #include "norm.h"
 #include "parallel_for.h"
 
 namespace mill {
 
-// Whole numbers −127 … 127 in v, n of them, as bytes.
-inline void put_bytes(int8_t* p, vf v, int n) {
+// Stores n integers −127 … 127 of v as int8.
+inline void store_int8(int8_t* p, vf v, int n) {
 #if defined(MILL_AVX512)
     _mm512_mask_cvtepi32_storeu_epi8(p, first(n), _mm512_cvtps_epi32(v));
 #else
@@ -14,22 +16,22 @@ inline void put_bytes(int8_t* p, vf v, int n) {
 #endif
 }
 
-// x · by, rounded half to even, held at ±127.
-template <class T> inline void bytes_of(int8_t* out, const T* x, int64_t n, float by) {
+// x · by, rounded half to even, clamped to ±127.
+template <class T> inline void quantize_row(int8_t* out, const T* x, int64_t n, float by) {
     const vf factor = set1(by), most = set1(127.0f), least = set1(-127.0f);
-    each(n, [&](int64_t i, int c) {
-        put_bytes(out + i, max(min(nearest(mul(take(x + i, c), factor)), most), least), c);
+    for_each_vector(n, [&](int64_t i, int c) {
+        store_int8(out + i, max(min(nearest(mul(take(x + i, c), factor)), most), least), c);
     });
 }
 
-template <class T> inline float largest(const T* x, int64_t n) {
-    vf found = zero(), bad = zero();
-    each(n, [&](int64_t i, int c) {
+template <class T> inline float row_amax(const T* x, int64_t n) {
+    vf max_abs = zero(), nan_check = zero();
+    for_each_vector(n, [&](int64_t i, int c) {
         const vf v = take(x + i, c);
-        found = max(max(v, sub(zero(), v)), found);
-        bad = fma(v, zero(), bad);  // 0, or NaN where a value is no number
+        max_abs = max(max(v, sub(zero(), v)), max_abs);
+        nan_check = fma(v, zero(), nan_check);  // 0, or NaN where a value is no number
     });
-    return top(found) + sum(bad);
+    return reduce_max(max_abs) + sum(nan_check);
 }
 
 }  // namespace mill
@@ -46,12 +48,12 @@ extern "C" void quantize_int8(int8_t* out, float* scales, const void* x, const f
                 float by;
                 if (factor) by = *factor;
                 else {
-                    float most = mill::largest(row, n);
+                    float most = mill::row_amax(row, n);
                     if (most < 1e-6f) most = 1e-6f;
                     scales[r] = most / 127.0f;
                     by = 127.0f / most;
                 }
-                mill::bytes_of(out + r * n, row, n, by);
+                mill::quantize_row(out + r * n, row, n, by);
             }
         });
     });

@@ -48,10 +48,16 @@ def run(
     out = torch.empty(x.shape, dtype=torch.int8)
     scale = None if inv_scale is not None else torch.empty(x.shape[:-1], dtype=torch.float32)
     width = x.shape[-1]
-    given = None if inv_scale is None else inv_scale.data_ptr()
-    told = None if scale is None else scale.data_ptr()
+    factor = None if inv_scale is None else inv_scale.data_ptr()
+    scale_out = None if scale is None else scale.data_ptr()
     _kernel()(
-        out.data_ptr(), told, x.data_ptr(), given, x.numel() // width, width, build.DTYPES[x.dtype]
+        out.data_ptr(),
+        scale_out,
+        x.data_ptr(),
+        factor,
+        x.numel() // width,
+        width,
+        build.DTYPES[x.dtype],
     )
     return out, scale
 

@@ -1,3 +1,4 @@
+// RMSNorm of x[M, N] by rows (norm.h). Called by the ops rms_norm and decode.
 #include "norm.h"
 #include "ops.h"
 #include "parallel_for.h"

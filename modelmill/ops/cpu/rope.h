@@ -1,4 +1,5 @@
-// One head of q or k on its way from the projection: norm, rotation, logn.
+// One head row of q or k: RMSNorm (q/k norm), RoPE and logn scale, dim columns. Used by
+// rope_cache.cpp.
 #pragma once
 #include "norm.h"
 
@@ -18,14 +19,14 @@ inline void rope_row(T* out, const T* in, const T* weight, const float* cosine, 
     const auto finish = [&](T* p, vf v, int c) { put(p, scaled ? mul(rounded<T>(v), factor) : v, c); };
     if (cosine) {
         const int64_t half = dim / 2;
-        each(half, [&](int64_t i, int c) {
+        for_each_vector(half, [&](int64_t i, int c) {
             const vf a = take(in + i, c), b = take(in + half + i, c);
             const vf co = take(cosine + i, c), si = take(sine + i, c);
             finish(out + i, sub(mul(a, co), mul(b, si)), c);
             finish(out + half + i, add(mul(b, co), mul(a, si)), c);
         });
     } else if (scaled || out != in) {
-        each(dim, [&](int64_t i, int c) { finish(out + i, take(in + i, c), c); });
+        for_each_vector(dim, [&](int64_t i, int c) { finish(out + i, take(in + i, c), c); });
     }
 }
 

@@ -1,3 +1,5 @@
+// q/k norm, RoPE, logn scale and KV-cache write for qkv[T, (heads + 2 · kv_heads) · dim]. Called by
+// the ops rope_cache and decode.
 #include "ops.h"
 #include "rope.h"
 #include "parallel_for.h"
@@ -30,7 +32,7 @@ void rows(const Rope& r, T* q_out, const T* qkv, C* k_cache, C* v_cache, const T
             const int64_t at = ((page * r.kv_heads + h) * r.page_size + offset) * r.dim;
             mill::rope_row(key, row + (r.heads + h) * r.dim, k_norm, cosine, sine, 1.0f, r.dim, r.eps);
             const T* value = row + (r.heads + r.kv_heads + h) * r.dim;
-            mill::each(r.dim, [&](int64_t i, int c) {
+            mill::for_each_vector(r.dim, [&](int64_t i, int c) {
                 mill::put(k_cache + at + i, mill::take(key + i, c), c);
                 mill::put(v_cache + at + i, mill::take(value + i, c), c);
             });

@@ -30,8 +30,7 @@ def run(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As the reference, which also serves caches with gaps, other index and table dtypes, and one
-    norm without the other."""
+    """As the reference, which also serves strided caches, other dtypes and a single norm."""
     dtype = qkv.dtype
     if (
         dtype not in _DTYPES

@@ -1,6 +1,4 @@
-"""Products of clustered integers in C++ (rptq_linear.cpp): VNNI where the CPU has it, plain
-integers elsewhere.
-"""
+"""RPTQ integer linear in C++ (rptq_linear.cpp): AVX-512 VNNI or portable integers."""
 
 from __future__ import annotations
 
@@ -32,9 +30,9 @@ def run(
     """As the reference."""
     grids = [t for t in (scale, offset) if t is not None]
     packed = weight.dtype is torch.uint8
-    held = (q, weight, step, *grids, *(t for t in (constant, bias) if t is not None))
+    operands = (q, weight, step, *grids, *(t for t in (constant, bias) if t is not None))
     fits = (
-        all(t.is_contiguous() for t in held)
+        all(t.is_contiguous() for t in operands)
         and group % 32 == 0
         and group <= _MAX_GROUP
         and q.dim() == 2

@@ -25,8 +25,8 @@ def run(
     gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As the reference."""
-    kinds = ((perm, torch.int32), (inv_scale, torch.float32), (zero_point, torch.int32))
-    fits = all(t is None or (t.is_contiguous() and t.dtype is kind) for t, kind in kinds)
+    operands = ((perm, torch.int32), (inv_scale, torch.float32), (zero_point, torch.int32))
+    fits = all(t is None or (t.is_contiguous() and t.dtype is dtype) for t, dtype in operands)
     if (
         not fits
         or x.dtype not in _DTYPES

@@ -1,10 +1,11 @@
-// A check that runs once after loading, and the plain read that streaming kernels are held against.
+// Self-check that build.py runs after loading the library, and a plain parallel read: the memory
+// bandwidth against which the weight-streaming kernels are compared.
 #include "simd.h"
 #include "parallel_for.h"
 
 extern "C" int modelmill_vector_width() { return mill::W; }
 
-// 0, or the number of the first check that failed: a compiler or a machine that is not what it claims.
+// Returns 0, or the number of the first failed check (wrong compiler or CPU flags).
 extern "C" int modelmill_self_check() {
     using namespace mill;
     float x[64], y[64];
@@ -20,8 +21,8 @@ extern "C" int modelmill_self_check() {
     store(b, load_n(x + 1, W - 1));
     store(h, load_n(x + 1, W - 1));
     for (int i = 0; i < W; i++) {
-        const float want = i == W - 1 ? 0.0f : x[i + 1];  // quarters are exact in both
-        if (to_float(b[i]) != want || to_float(h[i]) != want) return 3;
+        const float expected = i == W - 1 ? 0.0f : x[i + 1];  // quarters are exact in both
+        if (to_float(b[i]) != expected || to_float(h[i]) != expected) return 3;
     }
     vf square[W];
     for (int i = 0; i < W; i++) square[i] = set1(static_cast<float>(i));
@@ -31,15 +32,15 @@ extern "C" int modelmill_self_check() {
         for (int j = 0; j < W; j++)
             if (y[j] != static_cast<float>(j)) return 4;
     }
-    std::atomic<int64_t> seen{0};
-    share(1000, 7, kMinParallelWork, [&](int64_t from, int64_t to) { seen += to - from; });
-    return seen == 1000 ? 0 : 5;
+    std::atomic<int64_t> covered{0};
+    parallel_for(1000, 7, kMinParallelWork, [&](int64_t from, int64_t to) { covered += to - from; });
+    return covered == 1000 ? 0 : 5;
 }
 
-// Reads `bytes` over all threads and returns a checksum: the bandwidth that the streaming kernels are held against.
+// Reads `bytes` with all threads and returns a checksum; used to measure the memory bandwidth.
 extern "C" int64_t modelmill_read(const int64_t* data, int64_t bytes) {
     std::atomic<int64_t> total{0};
-    mill::share(bytes / 8, 64 << 10, bytes, [&](int64_t from, int64_t to) {
+    mill::parallel_for(bytes / 8, 64 << 10, bytes, [&](int64_t from, int64_t to) {
         int64_t sums[32] = {};
         int64_t i = from;
         for (; i + 32 <= to; i += 32) {

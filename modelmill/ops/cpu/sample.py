@@ -37,9 +37,9 @@ def run(
     """As the reference, to the bit."""
     rows, vocab = logits.shape
     out = torch.empty(rows, dtype=torch.int64)
-    # held until the call has ended
-    given = [t.contiguous() for t in (logits, temperature, top_k, top_p, min_p, noise)]
-    _kernel()(out.data_ptr(), *(t.data_ptr() for t in given), rows, vocab)
+    # kept alive until the call returns
+    inputs = [t.contiguous() for t in (logits, temperature, top_k, top_p, min_p, noise)]
+    _kernel()(out.data_ptr(), *(t.data_ptr() for t in inputs), rows, vocab)
     return out
 
 

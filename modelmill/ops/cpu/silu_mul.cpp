@@ -1,3 +1,5 @@
+// SwiGLU gate: out[M, N] = silu(gate) · up of gate_up[M, 2 N] (activation.h). Called by the ops
+// silu_mul and decode.
 #include "activation.h"
 #include "ops.h"
 #include "parallel_for.h"

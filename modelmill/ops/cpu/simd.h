@@ -1,7 +1,9 @@
-// One vocabulary for vectors of float: AVX-512, AVX2 + FMA + F16C, or plain vectors of four.
+// SIMD wrapper of all CPU kernels: vectors of W floats on AVX-512 (W = 16), AVX2 + FMA + F16C (W =
+// 8) or portable C++ (W = 4). load / load_n and store / store_n convert from and to float32,
+// bfloat16, float16 and int8; exp, horizontal sums and maxima.
 //
-// A kernel is written once with `vf` (W floats), load / load_n (any element type, converted to float), store / store_n
-// and the arithmetic below. The compiler's own ISA macros choose, so -march=native on any machine gives a right kernel.
+// A kernel is written once with these functions. The compiler's ISA macros select the
+// implementation, so that any -march is correct.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -82,23 +84,23 @@ inline vf div(vf a, vf b) { return _mm512_div_ps(a, b); }
 inline vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 inline vf max(vf a, vf b) { return _mm512_max_ps(a, b); }  // a NaN in b comes through
 inline vf min(vf a, vf b) { return _mm512_min_ps(a, b); }
-// Every lane of a quarter: the sum of the quarter.
-inline vf within_quarters(vf a) {
+// Each lane: the sum of its 128-bit quarter.
+inline vf sum_in_128_bits(vf a) {
     const vf pairs = _mm512_add_ps(a, _mm512_permute_ps(a, 0x4e));
     return _mm512_add_ps(pairs, _mm512_permute_ps(pairs, 0xb1));
 }
 inline float sum(vf a) {
     const vf halves = _mm512_add_ps(a, _mm512_shuffle_f32x4(a, a, 0x4e));
-    return _mm512_cvtss_f32(within_quarters(_mm512_add_ps(halves, _mm512_shuffle_f32x4(halves, halves, 0xb1))));
+    return _mm512_cvtss_f32(sum_in_128_bits(_mm512_add_ps(halves, _mm512_shuffle_f32x4(halves, halves, 0xb1))));
 }
-// sum() of four vectors, by the same additions.
+// sum() of four vectors with the same order of additions.
 inline void four_sums(float* out, const vf* a) {
     const vf x = _mm512_add_ps(_mm512_shuffle_f32x4(a[0], a[1], 0x44), _mm512_shuffle_f32x4(a[0], a[1], 0xee));
     const vf y = _mm512_add_ps(_mm512_shuffle_f32x4(a[2], a[3], 0x44), _mm512_shuffle_f32x4(a[2], a[3], 0xee));
-    const vf all = within_quarters(_mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd)));
+    const vf all = sum_in_128_bits(_mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd)));
     _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, all)));
 }
-inline float top(vf a) { return _mm512_reduce_max_ps(a); }
+inline float reduce_max(vf a) { return _mm512_reduce_max_ps(a); }
 
 inline vf load(const float* p) { return _mm512_loadu_ps(p); }
 inline vf load(const bf16* p) {
@@ -185,7 +187,7 @@ inline float sum(vf a) {
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
-inline float top(vf a) {
+inline float reduce_max(vf a) {
     __m128 s = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     s = _mm_max_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
@@ -235,7 +237,7 @@ inline vf fma(vf a, vf b, vf c) { MILL_LANES(a.lane[i] * b.lane[i] + c.lane[i]);
 inline vf max(vf a, vf b) { MILL_LANES(a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]); }
 inline vf min(vf a, vf b) { MILL_LANES(a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]); }
 inline float sum(vf a) { return (a.lane[0] + a.lane[2]) + (a.lane[1] + a.lane[3]); }
-inline float top(vf a) { float t = a.lane[0]; for (float x : a.lane) t = x > t ? x : t; return t; }
+inline float reduce_max(vf a) { float t = a.lane[0]; for (float x : a.lane) t = x > t ? x : t; return t; }
 template <class T> inline vf load(const T* p) { MILL_LANES(to_float(p[i])); }
 template <class T> inline void store(T* p, vf v) { for (int i = 0; i < 4; i++) p[i] = from_float<T>(v.lane[i]); }
 inline vf pow2(vf n) { MILL_LANES(float_of(static_cast<uint32_t>(static_cast<int>(n.lane[i]) + 127) << 23)); }
@@ -287,8 +289,8 @@ template <> inline vf rounded<bf16>(vf v) {
 template <> inline vf rounded<f16>(vf v) { return _mm512_cvtph_ps(narrow(v, f16{})); }
 #endif
 
-// Vectors of a row of n elements: f(offset, count) with count == W but for the last.
-template <class F> inline void each(int64_t n, F&& f) {
+// Calls f(offset, count) for each vector of n elements; count is W except for the last one.
+template <class F> inline void for_each_vector(int64_t n, F&& f) {
     int64_t i = 0;
     for (; i + W <= n; i += W) f(i, W);
     if (i < n) f(i, static_cast<int>(n - i));

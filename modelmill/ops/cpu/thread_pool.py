@@ -1,4 +1,4 @@
-"""Torch beside our kernels: who of the two may use several threads."""
+"""Restricts torch to one thread while our kernels use several."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from modelmill.ops.cpu import build
 
 @contextlib.contextmanager
 def single_thread_torch() -> Iterator[None]:
-    """Inside, torch computes on the caller's thread alone; our kernels may use as many as torch was
-    told.
+    """Run torch on the caller's thread only; our kernels keep torch's number of threads.
 
     For work of many small ops between some large products: OpenMP ends each of torch's with a
     barrier at which threads spin, and on a busy machine all of them wait for the one that has no
-    core. Ours wait for nobody.
+    core. Ours do not wait for workers that have not started.
     """
     count = torch.get_num_threads()
     if count == 1 or build.available("cpu") is not None:

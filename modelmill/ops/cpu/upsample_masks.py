@@ -35,13 +35,13 @@ def run(
     width, height = size
     bands = -(-height // _ROWS_PER_TASK)
     masks = torch.empty(count, height, width, dtype=torch.bool) if pixels else None
-    found = torch.empty(count, bands, 7, dtype=torch.int64)
+    stats = torch.empty(count, bands, 7, dtype=torch.int64)
     _kernel()(
-        None if masks is None else masks.data_ptr(), found.data_ptr(), logits.data_ptr(), count,
+        None if masks is None else masks.data_ptr(), stats.data_ptr(), logits.data_ptr(), count,
         side, image,
         resized[0], resized[1], width, height, _ROWS_PER_TASK, 0.0 if offset is None else offset,
     )  # fmt: skip
-    low, high, sums = found[..., :2].amin(1), found[..., 2:4].amax(1), found[..., 4:].sum(1)
+    low, high, sums = stats[..., :2].amin(1), stats[..., 2:4].amax(1), stats[..., 4:].sum(1)
     boxes = torch.where(
         sums[:, :1] > 0, torch.cat((low, high), 1), torch.zeros(1, dtype=torch.int64)
     )

@@ -1,61 +1,65 @@
-// Products of int8 with int8 in whole numbers. Sums are taken modulo 2³², so that the result is exact wherever it fits
-// into 32 bits, whatever lies between; the same bits for every blocking and instruction set.
+// int8 by int8 GEMM: out[M, N] = (x[M, K] · weight[N, K]ᵀ) · x_scale · scale + bias. Integer sums
+// modulo 2³²: exact wherever the result fits 32 bits, and the same bits for every blocking and
+// instruction set. Called by the op w8a8_linear.
+//
+// Techniques: AVX-512 VNNI (vpdpbusd), AVX-512 or AVX2 multiply-add, portable C++ otherwise;
+// software prefetch.
 #include "simd.h"
 #include "prefetch.h"
 #include "parallel_for.h"
 
 namespace mill {
 
-constexpr int64_t kWhole = 64;           // columns that rows of x are filled up to with zeros
-constexpr int64_t kCloseInput = 96 << 10;  // bytes of x kept close
+constexpr int64_t kColumnAlignment = 64;           // rows of x are zero-padded to a multiple of this
+constexpr int64_t kInputBlock = 96 << 10;  // bytes of x per block (L2)
 
 #if defined(MILL_AVX512) && defined(__AVX512VNNI__)
-// One instruction multiplies bytes without a sign with bytes with one: weights come in as w + 128, and 128 · Σ x is
-// taken off at the end.
-constexpr int kTaken = 64;
-constexpr bool kRaised = true;
+// vpdpbusd multiplies unsigned by signed bytes: weights are loaded as w + 128, and 128 · Σ x is subtracted
+// at the end.
+constexpr int kStepColumns = 64;
+constexpr bool kUnsignedWeights = true;
 using vi = __m512i;
-inline vi no_sum() { return _mm512_setzero_si512(); }
+inline vi zero_sum() { return _mm512_setzero_si512(); }
 inline vi weights(const int8_t* p) { return _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(-128)); }
 inline vi weights_n(const int8_t* p, int n) {
     return _mm512_xor_si512(_mm512_maskz_loadu_epi8((~0ull) >> (64 - n), p), _mm512_set1_epi8(-128));
 }
 inline vi inputs(const int8_t* p) { return _mm512_loadu_si512(p); }
 inline vi dot(vi total, vi w, vi x) { return _mm512_dpbusd_epi32(total, w, x); }
-inline uint32_t whole(vi total) { return static_cast<uint32_t>(_mm512_reduce_add_epi32(total)); }
+inline uint32_t reduce(vi total) { return static_cast<uint32_t>(_mm512_reduce_add_epi32(total)); }
 #elif defined(MILL_AVX512)
-constexpr int kTaken = 32;
-constexpr bool kRaised = false;
+constexpr int kStepColumns = 32;
+constexpr bool kUnsignedWeights = false;
 using vi = __m512i;
-inline vi no_sum() { return _mm512_setzero_si512(); }
+inline vi zero_sum() { return _mm512_setzero_si512(); }
 inline vi weights(const int8_t* p) {
     return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 inline vi weights_n(const int8_t* p, int n) { return _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8((~0u) >> (32 - n), p)); }
 inline vi inputs(const int8_t* p) { return weights(p); }
 inline vi dot(vi total, vi w, vi x) { return _mm512_add_epi32(total, _mm512_madd_epi16(w, x)); }
-inline uint32_t whole(vi total) { return static_cast<uint32_t>(_mm512_reduce_add_epi32(total)); }
+inline uint32_t reduce(vi total) { return static_cast<uint32_t>(_mm512_reduce_add_epi32(total)); }
 #elif defined(MILL_AVX2)
-constexpr int kTaken = 16;
-constexpr bool kRaised = false;
+constexpr int kStepColumns = 16;
+constexpr bool kUnsignedWeights = false;
 using vi = __m256i;
-inline vi no_sum() { return _mm256_setzero_si256(); }
+inline vi zero_sum() { return _mm256_setzero_si256(); }
 inline vi weights(const int8_t* p) {
     return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 inline vi inputs(const int8_t* p) { return weights(p); }
 inline vi dot(vi total, vi w, vi x) { return _mm256_add_epi32(total, _mm256_madd_epi16(w, x)); }
-inline uint32_t whole(vi total) {
+inline uint32_t reduce(vi total) {
     __m128i s = _mm_add_epi32(_mm256_castsi256_si128(total), _mm256_extracti128_si256(total, 1));
     s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
     s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1));
     return static_cast<uint32_t>(_mm_cvtsi128_si32(s));
 }
 #else
-constexpr int kTaken = 16;
-constexpr bool kRaised = false;
+constexpr int kStepColumns = 16;
+constexpr bool kUnsignedWeights = false;
 struct vi { int32_t lane[16]; };
-inline vi no_sum() { return vi{}; }
+inline vi zero_sum() { return vi{}; }
 inline vi weights(const int8_t* p) {
     vi r;
     for (int i = 0; i < 16; i++) r.lane[i] = p[i];
@@ -66,7 +70,7 @@ inline vi dot(vi total, vi w, vi x) {
     for (int i = 0; i < 16; i++) total.lane[i] += w.lane[i] * x.lane[i];
     return total;
 }
-inline uint32_t whole(vi total) {
+inline uint32_t reduce(vi total) {
     uint32_t sum = 0;
     for (int32_t each : total.lane) sum += static_cast<uint32_t>(each);
     return sum;
@@ -74,7 +78,7 @@ inline uint32_t whole(vi total) {
 #endif
 #if !defined(MILL_AVX512)
 inline vi weights_n(const int8_t* p, int n) {
-    int8_t lanes[kTaken];
+    int8_t lanes[kStepColumns];
     std::memset(lanes, 0, sizeof lanes);
     std::memcpy(lanes, p, static_cast<size_t>(n));
     return weights(lanes);
@@ -86,10 +90,10 @@ template <int MB, int NB>
 __attribute__((noinline)) void whole_block(uint32_t* sums, const int8_t* x, int64_t stride, const int8_t* w, int64_t k) {
     vi total[MB][NB];
     for (int m = 0; m < MB; m++)
-        for (int n = 0; n < NB; n++) total[m][n] = no_sum();
+        for (int n = 0; n < NB; n++) total[m][n] = zero_sum();
     const int64_t distance = prefetch_distance<MB>(NB * k);
     int64_t i = 0;
-    for (; i + kTaken <= k; i += kTaken) {
+    for (; i + kStepColumns <= k; i += kStepColumns) {
         if (i % 64 == 0)
             for (int n = 0; n < NB; n++) prefetch_line<MB>(w + n * k + i + distance);
         vi xs[MB];
@@ -106,7 +110,7 @@ __attribute__((noinline)) void whole_block(uint32_t* sums, const int8_t* x, int6
         }
     }
     for (int m = 0; m < MB; m++)
-        for (int n = 0; n < NB; n++) sums[m * NB + n] = whole(total[m][n]);
+        for (int n = 0; n < NB; n++) sums[m * NB + n] = reduce(total[m][n]);
 }
 
 template <int MB, int NB, class Put>
@@ -136,7 +140,7 @@ extern "C" void w8a8_linear(void* out, const int8_t* x, const int8_t* weight, co
                             const void* bias, int64_t rows, int64_t k, int64_t n, int64_t each_x, int dtype) {
     using namespace mill;
     thread_local Scratch scratch, sums;
-    const int64_t stride = (k + kWhole - 1) / kWhole * kWhole;
+    const int64_t stride = (k + kColumnAlignment - 1) / kColumnAlignment * kColumnAlignment;
     const int8_t* input = x;
     if (stride != k) {
         int8_t* filled = scratch.get<int8_t>(rows * stride);
@@ -149,7 +153,7 @@ extern "C" void w8a8_linear(void* out, const int8_t* x, const int8_t* weight, co
     uint32_t* off = sums.get<uint32_t>(rows);
     for (int64_t m = 0; m < rows; m++) {
         uint32_t total = 0;
-        if constexpr (kRaised)
+        if constexpr (kUnsignedWeights)
             for (int64_t i = 0; i < k; i++) total += static_cast<uint32_t>(static_cast<int32_t>(x[m * k + i]));
         off[m] = total * 128u;
     }
@@ -162,15 +166,15 @@ extern "C" void w8a8_linear(void* out, const int8_t* x, const int8_t* weight, co
             if (added) value += to_float(added[j]);
             target[m * n + j] = from_float<T>(value);
         };
-        const int64_t block = (kCloseInput / (stride > 0 ? stride : 1) / 12 + 1) * 12;
+        const int64_t block = (kInputBlock / (stride > 0 ? stride : 1) / 12 + 1) * 12;
         const int64_t blocks = (rows + block - 1) / block, width = k > 0 ? k : 1;
-        int64_t piece = rows > 16 ? 128 << 10 : 64 << 10;
-        const int64_t even = n * width * blocks / 16;  // enough patches to even the threads out
-        if (piece > even) piece = even;
-        const int64_t step = (piece / width / 8 + 1) * 8, cuts = (n + step - 1) / step;
-        share(blocks * cuts, 1, n * width * (rows + 7) / 8, [&](int64_t first, int64_t end) {
+        int64_t chunk_bytes = rows > 16 ? 128 << 10 : 64 << 10;
+        const int64_t max_chunk_bytes = n * width * blocks / 16;  // enough blocks for load balancing
+        if (chunk_bytes > max_chunk_bytes) chunk_bytes = max_chunk_bytes;
+        const int64_t step = (chunk_bytes / width / 8 + 1) * 8, n_blocks = (n + step - 1) / step;
+        parallel_for(blocks * n_blocks, 1, n * width * (rows + 7) / 8, [&](int64_t first, int64_t end) {
             for (int64_t i = first; i < end; i++) {
-                const int64_t m = i / cuts * block, from = i % cuts * step;
+                const int64_t m = i / n_blocks * block, from = i % n_blocks * step;
                 const int64_t m1 = m + block < rows ? m + block : rows, to = from + step < n ? from + step : n;
                 int64_t j = from;
                 if (m1 - m == 1)

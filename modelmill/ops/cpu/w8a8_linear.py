@@ -1,6 +1,4 @@
-"""Products of int8 with int8 in C++ (w8a8_linear.cpp): exact, the same bits on every machine and in
-every batch.
-"""
+"""Int8 by int8 linear in C++ (w8a8_linear.cpp): exact, the same bits on every machine."""
 
 from __future__ import annotations
 

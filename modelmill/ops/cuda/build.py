@@ -42,23 +42,19 @@ class _CompilerUnavailable(Exception):
 
 
 def available(device_type: str) -> str | None:
-    """None where kernels can be compiled and run on devices of this kind ("cuda", "cpu"), else the
-    reason why not.
-    """
+    """None if kernels can be compiled and run on this device type, else the reason."""
     if device_type != "cuda":
         return "CUDA kernels need a GPU"
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     if torch.cuda.get_device_capability() != (9, 0):
         return "the CUDA kernels are written for compute capability 9.0 (H100, H200)"
-    found = find_compiler()
-    return found if isinstance(found, str) else None
+    compiler = find_compiler()
+    return compiler if isinstance(compiler, str) else None
 
 
 def why_unavailable(device_type: str, name: str, macros: tuple[str, ...]) -> str | None:
-    """None where ``<name>.cu`` compiles for devices of this kind, once a machine; else why not, in
-    one line.
-    """
+    """None if ``<name>.cu`` compiles for this device type (cached), else the reason in one line."""
     reason = available(device_type)
     if reason is None:
         try:
@@ -69,18 +65,19 @@ def why_unavailable(device_type: str, name: str, macros: tuple[str, ...]) -> str
 
 
 def compile_cubin(name: str, macros: tuple[str, ...] = ()) -> Path:
-    """Path of the cubin of ``<name>.cu`` with ``macros`` ("DIM=64", …), compiled now if it is not
-    in the cache.
+    """Path of the cubin of ``<name>.cu`` with ``macros``, compiled unless it is cached.
+
+    macros: "DIM=64", …
 
     Raises MissingDependency where there is no compiler, or where it fails.
     """
-    found = find_compiler()
-    if isinstance(found, str):
-        raise MissingDependency(f"the CUDA kernels cannot be compiled: {found}")
-    target = env.cache_dir() / "cuda" / f"{name}-{_key(name, macros, found.version)}.cubin"
+    compiler = find_compiler()
+    if isinstance(compiler, str):
+        raise MissingDependency(f"the CUDA kernels cannot be compiled: {compiler}")
+    target = env.cache_dir() / "cuda" / f"{name}-{_key(name, macros, compiler.version)}.cubin"
     if not target.exists():
         try:
-            _publish(_compile(found, name, macros), target)
+            _publish(_compile(compiler, name, macros), target)
         except _CompilerUnavailable as problem:
             raise MissingDependency(
                 f"the CUDA kernel {name} cannot be compiled: {problem}"
@@ -122,7 +119,7 @@ def find_nvrtc() -> Compiler | None:
 
 
 def find_nvcc() -> Compiler | None:
-    """nvcc as the PATH or the toolkit's usual folder holds it."""
+    """Nvcc as the PATH or the toolkit's usual folder holds it."""
     for name in NVCC_PATHS:
         path = shutil.which(name)
         if path is not None:
@@ -202,9 +199,7 @@ def _first_error(log: str) -> str:
 
 
 def _publish(cubin: bytes, target: Path) -> None:
-    """Write under a name of our own and move it in place, so that two processes may compile at
-    once.
-    """
+    """Write to a temporary file and move it in place, so that processes may race."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(

@@ -1,5 +1,6 @@
-// Clusters: blocks that run at the same time and read one another's shared memory; a box may be brought to several of
-// them at once ("multicast").
+// Thread-block clusters: rank, cluster barriers, arrivals at a remote mbarrier, distributed shared
+// memory (DSMEM) loads and TMA multicast loads. Used by the split-K kernels (int4_gemm_small_m,
+// wq_gemm_pipelined), split-KV decode attention (paged_decode*) and the 16-bit GEMMs (gemm_*).
 #pragma once
 #include "hopper.cuh"
 
@@ -9,19 +10,19 @@ __device__ inline u32 cluster_rank() {
     return rank;
 }
 
-// All threads of all blocks of the cluster meet. A relaxed arrival: of what they stored before, only barriers are seen
-// behind it, made so by ``fence_mbarrier_init``.
+// Cluster barrier with a relaxed arrive: earlier stores are not made visible, except mbarriers that
+// were published with fence_mbarrier_init.
 __device__ inline void cluster_sync_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// The same, and what they stored before is seen behind it.
+// Cluster barrier with release and acquire: stores before it are visible to all blocks after it.
 __device__ inline void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Arrive at the same barrier of another block of the cluster, or of this one. What this thread stored is not thereby
-// seen there, which would cost a fence each time: for stages that products have read, and nobody has written.
+// Arrives at the same mbarrier of block `rank` of the cluster. Has no release semantics, which would
+// cost a fence: only for stages that wgmma has read and no thread has written.
 __device__ inline void mbarrier_arrive_cluster(u32 barrier, u32 rank) {
     asm volatile("{ .reg .b32 there;\n"
                  "mapa.shared::cluster.u32 there, %0, %1;\n"
@@ -30,7 +31,8 @@ __device__ inline void mbarrier_arrive_cluster(u32 barrier, u32 rank) {
                  : "memory");
 }
 
-// The box arrives at the same place in every block of ``blocks`` (a bit each), and at the same barrier of each.
+// Loads a box to the same shared-memory offset of every block in the bit mask `blocks`; each block's
+// own mbarrier counts the bytes.
 __device__ inline void tma_load_multicast(u32 target, const TensorMap &map, u32 barrier, int x, int y, unsigned short blocks) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
                  "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target),
@@ -38,14 +40,14 @@ __device__ inline void tma_load_multicast(u32 target, const TensorMap &map, u32 
                  : "memory");
 }
 
-// A float in the shared memory of another block, at the address that ``mine`` has here.
-__device__ inline float dsmem_load(const float *mine, int rank) {
-    float got;
+// Loads a float of block `rank` at the shared-memory offset of `local`.
+__device__ inline float dsmem_load(const float *local, int rank) {
+    float loaded;
     asm volatile("{ .reg .b32 there;\n"
                  "mapa.shared::cluster.u32 there, %1, %2;\n"
                  "ld.shared::cluster.f32 %0, [there]; }"
-                 : "=f"(got)
-                 : "r"(shared_address(mine)), "r"(rank)
+                 : "=f"(loaded)
+                 : "r"(shared_address(local)), "r"(rank)
                  : "memory");
-    return got;
+    return loaded;
 }

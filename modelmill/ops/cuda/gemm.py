@@ -1,8 +1,9 @@
-"""Products with 16-bit weights by Hopper's copy engine and tensor cores: gemm_small_m.cu for
-decoding, gemm_swiglu_large_m.cu for prompts (``qkv_rope_cache`` has the other kernel of
-gemm_large_m.cuh).
+"""GEMMs with 16-bit weights by TMA and wgmma: gemm_small_m.cu and gemm_swiglu_large_m.cu.
 
-Few rows: as fast as the weights come from memory; a block for each multiprocessor, each weight read
+The former serves decode, the latter prefill; ``qkv_rope_cache`` has the other kernel of
+gemm_large_m.cuh.
+
+Few rows: as fast as the weights come from memory; a block for each SM, each weight read
 once. Many rows: the gate joined to its two products, whose results would otherwise travel through
 memory.
 """
@@ -22,11 +23,11 @@ TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
 TILE_ROWS, DEPTH, STAGES, LARGE_M_THREADS = 128, 64, 4, 384
 TILE_WIDTHS = (256, 224)  # rows of the weight of a tile
 TILES_PER_BAND = 8
-# Of gemm_small_m.cu: columns of the output a block, as (PARTS, WIDE); shared memory that a block
+# Of gemm_small_m.cu: columns of the output a block, as (PARTS, BLOCK_N); shared memory that a block
 # may take.
 WIDTHS = ((1, 32), (1, 64), (1, 96), (1, 128), (2, 96), (2, 128))
 SMALL_M_MAX_ROWS = 64
-# Up to as many rows: columns of the output for each multiprocessor that are served. With few rows
+# Up to as many rows: columns of the output for each SM that are served. With few rows
 # Triton's smaller programs leave room for their neighbours in a step, and win where a block would
 # be wide; from 33 to 47 cuBLAS wins.
 SMALL_M_RANGES = ((1, 0), (16, 32), (32, 256), (47, 0), (SMALL_M_MAX_ROWS, 256))
@@ -42,8 +43,10 @@ MAX_SHARED_BYTES, BARRIER_BYTES = 227 << 10, 16 * 16
 
 @dataclass(frozen=True)
 class GemmSmallMKernelConfig:
-    """Launch sizes of gemm_small_m.cu: its macros. padded_rows: rows of x, padded; slabs_per_stage:
-    slabs of 64 columns a stage."""
+    """Kernel config of gemm_small_m.cu: its macros.
+
+    padded_rows: rows of x, padded; slabs_per_stage: K slabs of 64 columns per stage.
+    """
 
     padded_rows: int
     parts: int
@@ -62,19 +65,19 @@ class GemmSmallMKernelConfig:
         )
 
     def macros(self, dtype: torch.dtype, *, gated: bool) -> tuple[str, ...]:
-        """As the compiler takes them."""
+        """Macros for the compiler."""
         sizes = {
-            "BOX": self.padded_rows,
-            "WIDE": self.width,
+            "BLOCK_M": self.padded_rows,
+            "BLOCK_N": self.width,
             "PARTS": self.parts,
-            "SPAN": self.slabs_per_stage,
+            "SLABS_PER_STAGE": self.slabs_per_stage,
             "STAGES": self.stages,
         }
         words = [f"{name}={value}" for name, value in sizes.items()]
         words += [
             f"CLUSTER={self.cluster}",
             f"GATED={int(gated)}",
-            f"INVITE={int(self.pdl_at_start)}",
+            f"TRIGGER_AT_START={int(self.pdl_at_start)}",
         ]
         return (*words, *TYPES[dtype])
 
@@ -85,11 +88,11 @@ def padded_rows(rows: int) -> int:
 
 
 def small_m_config(rows: int, columns: int, num_sms: int, *, gated: bool) -> GemmSmallMKernelConfig:
-    """Launch sizes for ``columns`` of output: the narrowest blocks of which each multiprocessor
-    needs one at most.
+    """Config for ``columns`` of output: the narrowest blocks that need at most one per SM.
 
     Nearly all shared memory is a ring of weights: what of it is filled while the kernel in front
-    computes is time won."""
+    computes is time won.
+    """
     box = padded_rows(rows)
     widths = [(2, wide) for wide in (32, 64, 96, 128)] if gated else WIDTHS
     each = [wide if gated else parts * wide for parts, wide in widths]
@@ -106,9 +109,7 @@ def small_m_config(rows: int, columns: int, num_sms: int, *, gated: bool) -> Gem
 
 
 def supports_tma(x: torch.Tensor) -> bool:
-    """Whether the copy engine can read or write x [R, C]: packed rows that begin at multiples of 16
-    bytes.
-    """
+    """Whether TMA can access x [R, C]: contiguous rows at multiples of 16 bytes."""
     return (
         x.dim() == 2
         and x.stride(1) == 1
@@ -118,8 +119,9 @@ def supports_tma(x: torch.Tensor) -> bool:
 
 
 def supports_small_m(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether ``few`` takes these and is worth it (``SMALL_M_RANGES``): a matrix that does not live
-    in the cache, one turn.
+    """Whether gemm_small_m serves these and is faster (``SMALL_M_RANGES``).
+
+    The matrix must exceed the cache and need one wave of blocks.
 
     cuBLAS reads matrices that need a second turn of the blocks as fast.
     """
@@ -135,17 +137,14 @@ def supports_small_m(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 
 
 def supports_large_m(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether the kernel for many rows takes these and is worth it: its tiles fill the
-    multiprocessors to the end.
-    """
+    """Whether gemm_swiglu_large_m serves these and is faster: its tiles fill the SMs."""
     if x.dim() != 2 or weight.shape[0] % 16 or not supports_operands(x, weight, bias):
         return False
     return large_m_is_faster(x.shape[0], weight.shape[0], launch.sm_count(x.get_device()))
 
 
 def large_m_specializations(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[int]:
-    """Numbers of rows, up to ``max_rows``, with which every form of ``gemm_swiglu_large_m`` is met:
-    the least that each width serves."""
+    """Numbers of rows up to ``max_rows`` that cover every config of gemm_swiglu_large_m."""
     if weight.shape[0] % 16 or not supports_operands(x.new_empty((1, x.shape[1])), weight, None):
         return []
     sizes = (weight.shape[0], launch.sm_count(x.get_device()))
@@ -157,8 +156,10 @@ def large_m_specializations(x: torch.Tensor, weight: torch.Tensor, max_rows: int
 
 
 def large_m_row_counts(max_rows: int) -> list[int]:
-    """Numbers of rows, up to ``max_rows``, among which each form of a kernel for many rows is met
-    if any number meets it: tiles fill best at the end of a stretch of them."""
+    """Candidate numbers of rows up to ``max_rows`` for warming up the large-M kernels.
+
+    Occupancy is highest at multiples of a tile pair, so these cover every config.
+    """
     return sorted({*range(LARGE_M_MIN_ROWS, max_rows + 1, 2 * TILE_ROWS), max_rows})
 
 
@@ -190,8 +191,7 @@ def pipeline_bytes(width: int) -> int:
 def tile_launch(
     x: torch.Tensor, columns: int, tile_columns: int, up_offset: int
 ) -> tuple[int, tuple[int, ...]]:
-    """Blocks, and the sizes of gemm_large_m.cuh, of an output of ``columns`` in tiles of
-    ``tile_columns``.
+    """Blocks and sizes (gemm_large_m.cuh) for ``columns`` of output in tiles of ``tile_columns``.
 
     up_offset: how far the second half of a tile's rows of the weight lies behind the first.
     """
@@ -208,7 +208,7 @@ def tile_launch(
 
 
 def waves(pairs: int, num_sms: int) -> int:
-    """Pairs of tiles that a pair of multiprocessors computes one after the other."""
+    """Pairs of tiles that a pair of SMs computes one after the other."""
     return -(-pairs // max(1, num_sms // 2))
 
 
@@ -220,15 +220,14 @@ def tile_width(rows: int, outputs: int, num_sms: int, widths: tuple[int, ...] = 
 def occupancy(
     rows: int, outputs: int, num_sms: int, widths: tuple[int, ...] = TILE_WIDTHS
 ) -> float:
-    """The share of the multiprocessors' time in which tiles compute what is there, of ``rows`` of x
-    and a weight of ``outputs`` rows."""
+    """Share of the SM time in which tiles compute valid elements: [rows, outputs]."""
     pairs = tile_pairs(rows, outputs, tile_width(rows, outputs, num_sms, widths))
     there = rows / (-(-rows // (2 * TILE_ROWS)) * 2 * TILE_ROWS)
     return there * pairs / (waves(pairs, num_sms) * max(1, num_sms // 2))
 
 
 def supports_operands(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """16 bits on a GPU, laid out for the copy engine; the bias packed and of the same type."""
+    """16 bits on a GPU, laid out for TMA; the bias packed and of the same type."""
     if (
         not x.is_cuda
         or x.dtype not in TYPES
@@ -246,8 +245,7 @@ def gemm_small_m(
     out: torch.Tensor,
     config: GemmSmallMKernelConfig | None = None,
 ) -> None:
-    """out = x · weightᵀ (+ bias); where out is half as wide as that, silu(first half) · second
-    half.
+    """Compute out = x · weightᵀ (+ bias), or SwiGLU of its halves if out is half as wide.
 
     x: [T, K], weight: [N, K], out: [T, N] or [T, N / 2], N even.
     """
@@ -289,8 +287,9 @@ def gemm_swiglu_large_m(
     width: int | None = None,
     tiles_per_band: int = TILES_PER_BAND,
 ) -> None:
-    """out = silu(first half) · second half of x · weightᵀ (+ bias). x: [T, K], weight: [2 N, K],
-    out: [T, N].
+    """Compute out = silu(gate) · up of x · weightᵀ (+ bias).
+
+    x: [T, K], weight: [2 N, K] (gate, up), out: [T, N].
 
     N is a multiple of 8. width: one of TILE_WIDTHS, by default the one with the least to compute.
     """
@@ -299,7 +298,7 @@ def gemm_swiglu_large_m(
     with torch.cuda.device(x.device):
         width = width or tile_width(tokens, 2 * columns, launch.sm_count(device))
         macros = (
-            f"WIDE={width}",
+            f"BLOCK_N={width}",
             f"BIAS={int(bias is not None)}",
             f"BAND={tiles_per_band}",
             *TYPES[x.dtype],
@@ -329,7 +328,7 @@ def gemm_swiglu_large_m(
 def matrix_tensor_map(
     x: torch.Tensor, rows: int, columns: int = 64, *, swizzled: bool = True
 ) -> bytes:
-    """A matrix as the copy engine sees it: boxes of some rows and columns."""
+    """A matrix as a tensor map: boxes of some rows and columns."""
     size = x.element_size()
     sizes, strides = (x.shape[1], x.shape[0]), (x.stride(0) * size,)
     return launch.tensor_map(x.data_ptr(), x.dtype, sizes, strides, (columns, rows), swizzled)

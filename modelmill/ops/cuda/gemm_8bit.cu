@@ -1,16 +1,17 @@
-// Products of many rows of 8-bit activations with 8-bit weights, scaled where they are stored:
-// out[t, n] = sum_k x[t, k] · w[n, k] · x_scale[t] · scale[n] (+ bias[n]).
+// W8A8 GEMM for many rows (M > 16): out[M, N] = x[M, K] · w[N, K]ᵀ · x_scale[M] · scale[N] (+
+// bias[N]), x and w int8 (int32 accumulators) or e4m3 (float32), K a multiple of 16, N of 8; with
+// GATED w is a gate and then as many up rows, and out[M, N / 2] = silu(gate) · up. Called by the
+// ops w8a8_linear, w8a8_linear_swiglu and fp8_linear (ops/cuda/gemm_8bit.py).
 //
-// A block of threads is three warpgroups, one block a multiprocessor. One thread of the first has the copy engine bring
-// slabs of 128 columns of x and w into a ring in shared memory, tile after tile without a pause; the other two multiply
-// (wgmma) and store. With TAKE_TURNS each of the two has tiles of its own: one stores while the other multiplies. Else
-// they share a tile, each half of its rows.
+// Persistent and warp-specialized, one block per SM: one producer thread fills a pipeline of K
+// tiles of 128 columns by TMA across tile boundaries; two consumer warpgroups run wgmma and store.
+// With PINGPONG each consumer owns whole tiles: one stores while the other computes (CUTLASS:
+// pingpong); otherwise both share a tile, half of its rows each (cooperative). Techniques: TMA,
+// mbarrier pipeline, wgmma, named barriers, setmaxnreg, PDL.
 //
-// With GATED the rows of w are a gate's and then as many of "up": a tile has both halves of its columns, and
-// silu(gate) · up is stored, out [tokens, n / 2].
-//
-// Macros: MT (times 64 rows of x a warpgroup), BN (rows of w a tile: 32, 64, 128, 192, 256), TAKE_TURNS (0, 1), GATED
-// (0, 1), BIAS (0, 1), STAGES, FP8, and the output: HALF (float16), WIDE (float32), else bfloat16.
+// Macros: MT (64 · MT rows of x per consumer), BN (rows of w per tile: 32, 64, 128, 192, 256),
+// PINGPONG (0, 1), GATED (0, 1), BIAS (0, 1), STAGES, FP8, and the output type: HALF (float16),
+// OUT_FP32 (float32), else bfloat16.
 #include "smem_pipeline.cuh"
 #include "wgmma8.cuh"
 
@@ -21,18 +22,18 @@
 #define GATED 0
 #endif
 
-constexpr int THREADS = 384, CONSUMERS = 2, SLAB = 128;
-constexpr int MY_ROWS = 64 * MT, BM = TAKE_TURNS ? MY_ROWS : CONSUMERS * MY_ROWS;
-constexpr u32 X_BYTES = BM * SLAB, STAGE_BYTES = X_BYTES + BN * SLAB;
-constexpr int READERS = TAKE_TURNS ? 4 : 8; // warps that read a stage
-constexpr int TURN = 1;                     // named barriers, one a consumer: whose turn it is
-constexpr int BAND = 2048 / BM;             // tiles of x that are served together, while they lie in the cache
+constexpr int THREADS = 384, CONSUMERS = 2, BLOCK_K = 128;
+constexpr int CONSUMER_ROWS = 64 * MT, BM = PINGPONG ? CONSUMER_ROWS : CONSUMERS * CONSUMER_ROWS;
+constexpr u32 X_BYTES = BM * BLOCK_K, STAGE_BYTES = X_BYTES + BN * BLOCK_K;
+constexpr int READER_WARPS = PINGPONG ? 4 : 8; // consumer warps that release a stage
+constexpr int PINGPONG_BARRIER = 1;                     // first of two named barriers, one per consumer
+constexpr int BAND = 2048 / BM;             // M tiles that are processed together for L2 reuse
 
 struct Work {
     const float *scale, *x_scale;
-    const void *bias; // of the output's type
+    const void *bias; // of the output type
     void *out;
-    int tokens, n, slabs, each; // each: whether x_scale is one a token; else one for all
+    int tokens, n, k_tiles, per_token; // per_token: x_scale is [M], else [1]
 };
 static_assert(sizeof(Work) == 48, "gemm_8bit.py packs 48 bytes");
 
@@ -40,8 +41,8 @@ typedef PipelineBarriers<STAGES> Barriers;
 
 extern __shared__ __align__(1024) unsigned char shared[];
 
-// Where tile number ``index`` begins: bands of rows of x, and in each all of w, a few rows of w after the other.
-__device__ inline void place(const Work &work, int index, int &row, int &column) {
+// First row and column of tile `index`: bands of BAND M tiles; within a band M runs fastest.
+__device__ inline void tile_origin(const Work &work, int index, int &row, int &column) {
     const int down = (work.tokens + BM - 1) / BM, across = (work.n + BN - 1) / BN;
     const int band = index / (BAND * across), left = index - band * BAND * across;
     const int high = down - band * BAND < BAND ? down - band * BAND : BAND;
@@ -51,19 +52,18 @@ __device__ inline void place(const Work &work, int index, int &row, int &column)
 
 __device__ inline int tiles(const Work &work) { return ((work.tokens + BM - 1) / BM) * ((work.n + BN - 1) / BN); }
 
-// Rows of w of a slab into a stage; of a gated tile those of the gate, then as many of up.
-__device__ inline void load_weights(u32 target, const TensorMap &map, u32 full, const Work &work, int slab, int column) {
-    tma_load(target + X_BYTES, map, full, slab * SLAB, column);
-    if (GATED) tma_load(target + X_BYTES + BN / 2 * SLAB, map, full, slab * SLAB, column + work.n / 2);
+// Loads the rows of w of one K tile into a stage; GATED: gate rows, then the matching up rows.
+__device__ inline void load_weights(u32 target, const TensorMap &map, u32 full, const Work &work, int k_tile, int column) {
+    tma_load(target + X_BYTES, map, full, k_tile * BLOCK_K, column);
+    if (GATED) tma_load(target + X_BYTES + BN / 2 * BLOCK_K, map, full, k_tile * BLOCK_K, column + work.n / 2);
 }
 
-// A warp has read a stage.
+// This warp has read a stage.
 __device__ inline void release(u64 &empty) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&empty));
 }
 
-// Placed before the kernel in front has ended: nothing that it writes, and nothing that it may still read, is touched
-// before this returns.
+// PDL: the previous kernel's outputs must not be read, nor its inputs overwritten, before this returns.
 __device__ inline void pdl_enter() {
     pdl_wait();
     pdl_launch_dependents();
@@ -73,39 +73,39 @@ __device__ void load(const TensorMap &x_map, const TensorMap &w_map, const Work 
     const u32 base = shared_address(shared);
     const int count = tiles(work);
     int row, column;
-    place(work, blockIdx.x, row, column);
-    // The first weights are on their way before x may be read.
-    const int ahead = work.slabs < STAGES ? work.slabs : STAGES;
-    for (int slab = 0; slab < ahead; ++slab) {
-        const u32 full = shared_address(&barriers.full[slab]);
+    tile_origin(work, blockIdx.x, row, column);
+    // PDL: the first weights are loaded before x is available.
+    const int ahead = work.k_tiles < STAGES ? work.k_tiles : STAGES;
+    for (int k_tile = 0; k_tile < ahead; ++k_tile) {
+        const u32 full = shared_address(&barriers.full[k_tile]);
         mbarrier_arrive_expect_tx(full, STAGE_BYTES);
-        load_weights(base + slab * STAGE_BYTES, w_map, full, work, slab, column);
+        load_weights(base + k_tile * STAGE_BYTES, w_map, full, work, k_tile, column);
     }
     pdl_enter();
-    for (int slab = 0; slab < ahead; ++slab)
-        tma_load(base + slab * STAGE_BYTES, x_map, shared_address(&barriers.full[slab]), slab * SLAB, row);
+    for (int k_tile = 0; k_tile < ahead; ++k_tile)
+        tma_load(base + k_tile * STAGE_BYTES, x_map, shared_address(&barriers.full[k_tile]), k_tile * BLOCK_K, row);
     int stage = ahead % STAGES, first = ahead;
     u32 parity = ahead == STAGES ? 0 : 1;
     for (int index = blockIdx.x; index < count; index += gridDim.x, first = 0) {
-        place(work, index, row, column);
-        for (int slab = first; slab < work.slabs; ++slab) {
+        tile_origin(work, index, row, column);
+        for (int k_tile = first; k_tile < work.k_tiles; ++k_tile) {
             const u32 target = base + stage * STAGE_BYTES, full = shared_address(&barriers.full[stage]);
             mbarrier_wait(shared_address(&barriers.empty[stage]), parity);
             mbarrier_arrive_expect_tx(full, STAGE_BYTES);
-            tma_load(target, x_map, full, slab * SLAB, row);
-            load_weights(target, w_map, full, work, slab, column);
+            tma_load(target, x_map, full, k_tile * BLOCK_K, row);
+            load_weights(target, w_map, full, work, k_tile, column);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
     }
 }
 
 __device__ inline float2 read_pair(const float *from) {
-    float2 got;
-    asm volatile("ld.global.nc.v2.f32 {%0, %1}, [%2];" : "=f"(got.x), "=f"(got.y) : "l"(from));
-    return got;
+    float2 loaded;
+    asm volatile("ld.global.nc.v2.f32 {%0, %1}, [%2];" : "=f"(loaded.x), "=f"(loaded.y) : "l"(from));
+    return loaded;
 }
 
-// Of four words a lane, word j of lane q becomes word q of lane j, among the four lanes of a quad.
+// 4 x 4 transpose in a quad: word j of lane q becomes word q of lane j.
 __device__ inline void transpose_quad(u32 (&w)[4], int q) {
     u32 a = __shfl_xor_sync(~0u, q & 1 ? w[0] : w[1], 1), b = __shfl_xor_sync(~0u, q & 1 ? w[2] : w[3], 1);
     if (q & 1) w[0] = a, w[2] = b;
@@ -115,71 +115,71 @@ __device__ inline void transpose_quad(u32 (&w)[4], int q) {
     else w[2] = a, w[3] = b;
 }
 
-// As ``low`` and ``high`` of half_types.cuh, but that float16 is taken apart once: the compiler gives other registers else.
-__device__ inline float2 unpacked(u32 both) {
+// low() and high() of half_types.cuh in one asm statement for float16: better register allocation.
+__device__ inline float2 unpack_pair(u32 packed) {
 #ifdef HALF
-    float2 got;
+    float2 loaded;
     asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
-        : "=f"(got.x), "=f"(got.y)
-        : "r"(both));
-    return got;
+        : "=f"(loaded.x), "=f"(loaded.y)
+        : "r"(packed));
+    return loaded;
 #else
-    return {low(both), high(both)};
+    return {low(packed), high(packed)};
 #endif
 }
 
 __device__ inline float2 bias_pair(const Work &work, int column) {
-#ifdef WIDE
+#ifdef OUT_FP32
     return read_pair(static_cast<const float *>(work.bias) + column);
 #else
-    return unpacked(*reinterpret_cast<const u32 *>(static_cast<const unsigned short *>(work.bias) + column));
+    return unpack_pair(*reinterpret_cast<const u32 *>(static_cast<const unsigned short *>(work.bias) + column));
 #endif
 }
 
-// Of two neighbouring sums.
-__device__ inline float2 scaled(Sum a, Sum b, float by, float2 scale) {
-    return {static_cast<float>(a) * by * scale.x, static_cast<float>(b) * by * scale.y};
+// Dequantizes two adjacent accumulators.
+__device__ inline float2 dequantized(Sum a, Sum b, float x_scale, float2 scale) {
+    return {static_cast<float>(a) * x_scale * scale.x, static_cast<float>(b) * x_scale * scale.y};
 }
 
 __device__ inline float2 rounded(float2 v) {
-#ifdef WIDE
+#ifdef OUT_FP32
     return v;
 #else
-    return unpacked(rounded_pair(v.x, v.y));
+    return unpack_pair(rounded_pair(v.x, v.y));
 #endif
 }
 
-// As half_types.cuh's ``gated``, with the fast exponential and the fast division.
-__device__ inline float gated_fast(float gate, float up) {
+// As silu_mul of half_types.cuh, with the fast exponential and division.
+__device__ inline float silu_mul_fast(float gate, float up) {
     return __fdividef(gate, 1.0f + exp2_fast(-LOG2E * gate)) * up;
 }
 
-constexpr int EIGHTS = BN / 8, WIDTH = GATED ? BN / 2 : BN; // of a tile: eights of columns; columns of out
+constexpr int N_CHUNKS = BN / 8, WIDTH = GATED ? BN / 2 : BN; // of a tile: chunks of 8 columns; output columns
 
 __device__ inline int columns_of(const Work &work) { return GATED ? work.n / 2 : work.n; }
 
-// Of this thread's two columns in an eight of the tile at ``column``: their row of w. What lies past the end repeats the
-// last one.
-__device__ inline int row_of(const Work &work, int column, int eight) {
-    const int up = GATED && eight >= EIGHTS / 2, columns = columns_of(work);
-    const int at = column + 8 * (eight - up * (EIGHTS / 2)) + 2 * (threadIdx.x % 4);
+// Row of w of this thread's two columns in a chunk of the tile at `column`; rows past the end repeat the
+// last pair.
+__device__ inline int row_of(const Work &work, int column, int chunk) {
+    const int up = GATED && chunk >= N_CHUNKS / 2, columns = columns_of(work);
+    const int at = column + 8 * (chunk - up * (N_CHUNKS / 2)) + 2 * (threadIdx.x % 4);
     return (at < columns ? at : columns - 2) + up * columns;
 }
 
-// A warpgroup's 64 rows from ``row``; columns of out from ``column``.
-__device__ inline void store(const Work &work, Sum (&d)[BN / 2], const float2 (&scale)[EIGHTS], int row, int column) {
+// Stores a warpgroup's 64 rows from `row`, output columns from `column`.
+__device__ inline void store(const Work &work, Sum (&d)[BN / 2], const float2 (&scale)[N_CHUNKS], int row, int column) {
     const int lane = threadIdx.x % 32, q = lane % 4, columns = columns_of(work);
     const int first = row + threadIdx.x % 128 / 32 * 16 + lane / 4;
-    float by[2];
+    float x_scale[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int token = first + 8 * half;
-        by[half] = work.x_scale[work.each && token < work.tokens ? token : 0];
+        x_scale[half] = work.x_scale[work.per_token && token < work.tokens ? token : 0];
     }
-    auto sums = [&](int eight, int half) {
-        float2 v = scaled(d[4 * eight + 2 * half], d[4 * eight + 2 * half + 1], by[half], scale[eight]);
+    auto sums = [&](int chunk, int half) {
+        float2 v = dequantized(d[4 * chunk + 2 * half], d[4 * chunk + 2 * half + 1], x_scale[half], scale[chunk]);
 #if BIAS
-        const float2 bias = bias_pair(work, row_of(work, column, eight));
+        const float2 bias = bias_pair(work, row_of(work, column, chunk));
         v.x += bias.x, v.y += bias.y;
 #endif
         return v;
@@ -189,17 +189,17 @@ __device__ inline void store(const Work &work, Sum (&d)[BN / 2], const float2 (&
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int token = first + 8 * half;
-#ifndef WIDE
+#ifndef OUT_FP32
             u32 words[4];
 #endif
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 float2 v = sums(4 * four + j, half);
 #if GATED
-                const float2 gate = rounded(v), up = rounded(sums(4 * four + j + EIGHTS / 2, half));
-                v = {gated_fast(gate.x, up.x), gated_fast(gate.y, up.y)};
+                const float2 gate = rounded(v), up = rounded(sums(4 * four + j + N_CHUNKS / 2, half));
+                v = {silu_mul_fast(gate.x, up.x), silu_mul_fast(gate.y, up.y)};
 #endif
-#ifdef WIDE
+#ifdef OUT_FP32
                 const int at = column + 32 * four + 8 * j + 2 * q;
                 if (token < work.tokens && at < columns)
                     *reinterpret_cast<float2 *>(static_cast<float *>(work.out) + u64(token) * columns + at) = v;
@@ -207,58 +207,58 @@ __device__ inline void store(const Work &work, Sum (&d)[BN / 2], const float2 (&
                 words[j] = rounded_pair(v.x, v.y);
 #endif
             }
-#ifndef WIDE
+#ifndef OUT_FP32
             transpose_quad(words, q);
             const int at = column + 32 * four + 8 * q;
-            const uint4 eight = {words[0], words[1], words[2], words[3]};
+            const uint4 chunk = {words[0], words[1], words[2], words[3]};
             if (token < work.tokens && at < columns)
-                *reinterpret_cast<uint4 *>(static_cast<unsigned short *>(work.out) + u64(token) * columns + at) = eight;
+                *reinterpret_cast<uint4 *>(static_cast<unsigned short *>(work.out) + u64(token) * columns + at) = chunk;
 #endif
         }
     }
 }
 
-__device__ void multiply(const Work &work, Barriers &barriers, int consumer) {
-    const u32 base = shared_address(shared) + (TAKE_TURNS ? 0 : consumer * MY_ROWS * SLAB);
+__device__ void consume(const Work &work, Barriers &barriers, int consumer) {
+    const u32 base = shared_address(shared) + (PINGPONG ? 0 : consumer * CONSUMER_ROWS * BLOCK_K);
     const int count = tiles(work);
     Sum d[MT][BN / 2];
-    float2 scale[EIGHTS];
+    float2 scale[N_CHUNKS];
     int turn = 0;
-    // Whoever waits for a stage must have seen it filled the time before: nobody begins before the other has read all
-    // that lies in front.
-    if (TAKE_TURNS && consumer == 1) named_barrier_arrive(TURN, 256);
+    // Parity waits allow a consumer to be at most one phase behind: it starts its tile only after the other
+    // consumer has read all stages of the previous tile.
+    if (PINGPONG && consumer == 1) named_barrier_arrive(PINGPONG_BARRIER, 256);
     for (int index = blockIdx.x; index < count; index += gridDim.x, ++turn) {
-        if (TAKE_TURNS && turn % CONSUMERS != consumer) continue;
-        if (TAKE_TURNS) named_barrier_sync(TURN + consumer, 256);
+        if (PINGPONG && turn % CONSUMERS != consumer) continue;
+        if (PINGPONG) named_barrier_sync(PINGPONG_BARRIER + consumer, 256);
         int row, column;
-        place(work, index, row, column);
-        if (!TAKE_TURNS) row += consumer * MY_ROWS;
-        const int before = turn * work.slabs;
+        tile_origin(work, index, row, column);
+        if (!PINGPONG) row += consumer * CONSUMER_ROWS;
+        const int before = turn * work.k_tiles;
         int stage = before % STAGES, last = 0;
         u32 parity = before / STAGES % 2;
-        for (int slab = 0; slab < work.slabs; ++slab) {
-            const u64 a = k_major_descriptor(base + stage * STAGE_BYTES, EIGHT_ROWS);
-            const u64 b = k_major_descriptor(shared_address(shared) + stage * STAGE_BYTES + X_BYTES, EIGHT_ROWS);
+        for (int k_tile = 0; k_tile < work.k_tiles; ++k_tile) {
+            const u64 a = k_major_descriptor(base + stage * STAGE_BYTES, SWIZZLE_ATOM_BYTES);
+            const u64 b = k_major_descriptor(shared_address(shared) + stage * STAGE_BYTES + X_BYTES, SWIZZLE_ATOM_BYTES);
             mbarrier_wait(shared_address(&barriers.full[stage]), parity);
 #pragma unroll
             for (int m = 0; m < MT; ++m) wgmma_fence_operand(d[m]);
             wgmma_fence();
 #pragma unroll
-            for (int step = 0; step < SLAB / 32; ++step) // descriptors count in 16 bytes
+            for (int step = 0; step < BLOCK_K / 32; ++step) // descriptor addresses count 16 bytes
 #pragma unroll
                 for (int m = 0; m < MT; ++m)
-                    wgmma_8bit(d[m], a + m * (64 * SLAB / 16) + step * 2, b + step * 2, slab + step > 0);
+                    wgmma_8bit(d[m], a + m * (64 * BLOCK_K / 16) + step * 2, b + step * 2, k_tile + step > 0);
             wgmma_commit();
-            if (slab > 0) {
+            if (k_tile > 0) {
                 wgmma_wait<1>();
                 release(barriers.empty[last]);
             }
             last = stage;
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
-        if (TAKE_TURNS && index + gridDim.x < count) named_barrier_arrive(TURN + 1 - consumer, 256);
+        if (PINGPONG && index + gridDim.x < count) named_barrier_arrive(PINGPONG_BARRIER + 1 - consumer, 256);
 #pragma unroll
-        for (int eight = 0; eight < EIGHTS; ++eight) scale[eight] = read_pair(work.scale + row_of(work, column, eight));
+        for (int chunk = 0; chunk < N_CHUNKS; ++chunk) scale[chunk] = read_pair(work.scale + row_of(work, column, chunk));
         wgmma_wait<0>();
 #pragma unroll
         for (int m = 0; m < MT; ++m) wgmma_fence_operand(d[m]);
@@ -273,20 +273,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_8bit(
     const __grid_constant__ Work work) {
     Barriers &barriers = *reinterpret_cast<Barriers *>(shared + STAGES * STAGE_BYTES);
     if (threadIdx.x == 0) {
-        barriers.init(READERS);
+        barriers.init(READER_WARPS);
         fence_mbarrier_init();
         prefetch_tensor_map(x_map);
         prefetch_tensor_map(w_map);
     }
     __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
-    // The producer needs few registers, the others as many as there are: 40 + 2 · 232 = 3 · 168, what the block began with.
+    // Registers move from the producer to the consumers: 40 + 2 · 232 = 3 · 168, the launch's total.
     if (group == 0) {
         setmaxnreg_dec<40>();
         if (threadIdx.x == 0) load(x_map, w_map, work, barriers);
     } else {
         setmaxnreg_inc<232>();
         pdl_enter();
-        multiply(work, barriers, group - 1);
+        consume(work, barriers, group - 1);
     }
 }

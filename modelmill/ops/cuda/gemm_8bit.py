@@ -1,6 +1,4 @@
-"""Products of many rows of 8-bit activations with 8-bit weights, scaled where they are stored
-(gemm_8bit.cu).
-"""
+"""W8A8 GEMM for many rows with scales in the epilogue (gemm_8bit.cu)."""
 
 from __future__ import annotations
 
@@ -12,11 +10,11 @@ import torch
 from modelmill.ops.cuda import build, launch
 
 INPUT_MACROS = {torch.int8: (), torch.float8_e4m3fn: ("FP8",)}
-OUTPUT_MACROS = {torch.bfloat16: (), torch.float16: ("HALF",), torch.float32: ("WIDE",)}
+OUTPUT_MACROS = {torch.bfloat16: (), torch.float16: ("HALF",), torch.float32: ("OUT_FP32",)}
 # Sizes of gemm_8bit.cu.
 THREADS, K_SLAB, BARRIER_BYTES, SHARED_BYTES = 384, 128, 16, 227 << 10
-Gemm8BitKernelConfig = tuple[int, int, int]  # MT, BN, TAKE_TURNS
-# A tile's rows of x and of w, and what a multiprocessor makes of it beside the largest (measured on
+Gemm8BitKernelConfig = tuple[int, int, int]  # MT, BN, PINGPONG
+# A tile's rows of x and of w, and what an SM makes of it beside the largest (measured on
 # an H200).
 KERNEL_CONFIGS: dict[Gemm8BitKernelConfig, tuple[int, int, float]] = {
     (1, 256, 0): (128, 256, 1.0),
@@ -36,9 +34,9 @@ _EPILOGUE_MACROS = {
 
 
 def available(device_type: str) -> str | None:
-    """None where the kernel serves devices of this kind; else why not.
+    """None if the kernel supports this device type; else the reason.
 
-    Compiles the commonest form, once a machine.
+    Compiles the most common config (cached on disk).
     """
     return build.why_unavailable(
         device_type, "gemm_8bit", kernel_macros((1, 256, 0), torch.int8, torch.bfloat16)
@@ -53,8 +51,10 @@ def supports(
     dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> bool:
-    """x [T, K] and weight [N, K] of one 8-bit type and packed, K a multiple of 16 and N of 8; bias
-    of the output's.
+    """Whether the kernel serves these operands.
+
+    x [T, K] and weight [N, K] of one 8-bit type and packed, K a multiple of 16 and N of 8;
+    bias of the output type.
     """
     if (
         x.dtype not in INPUT_MACROS
@@ -134,11 +134,11 @@ def _kernel(
     gated: bool,
     device: int,
 ) -> launch.CudaKernel:
-    told = _EPILOGUE_MACROS[biased, gated]
+    epilogue_macros = _EPILOGUE_MACROS[biased, gated]
     return launch.load_kernel(
         "gemm_8bit",
         "gemm_8bit",
-        kernel_macros(config, in_dtype, dtype, told),
+        kernel_macros(config, in_dtype, dtype, epilogue_macros),
         THREADS,
         _shared_bytes(config),
         device,
@@ -152,9 +152,7 @@ def _blocks(config: Gemm8BitKernelConfig, tokens: int, n: int, device: int) -> i
 
 @functools.lru_cache(4096)
 def best_config(tokens: int, n: int, num_sms: int, gated: bool = False) -> Gemm8BitKernelConfig:
-    """The form whose rounds of tiles take the least time; a gated one stores 32 columns of out at a
-    time, or more.
-    """
+    """The config with the shortest estimated time; with ``gated`` only tiles of 64 rows or more."""
 
     def cost(form: Gemm8BitKernelConfig) -> float:
         down, across, rate = KERNEL_CONFIGS[form]
@@ -166,13 +164,12 @@ def best_config(tokens: int, n: int, num_sms: int, gated: bool = False) -> Gemm8
 def specialization_rows(
     n: int, num_sms: int, small_m_limit: int, max_rows: int, gated: bool = False
 ) -> list[int]:
-    """Numbers of rows above ``small_m_limit`` and up to ``max_rows``, one for each form that is
-    chosen with n rows of the weight."""
-    found: dict[Gemm8BitKernelConfig, int] = {}
+    """Numbers of rows in (``small_m_limit``, ``max_rows``], one per config chosen for N = n."""
+    rows_by_config: dict[Gemm8BitKernelConfig, int] = {}
     for rows in dict.fromkeys((small_m_limit + 1, *range(64, max_rows + 1, 64), max_rows)):
         if small_m_limit < rows <= max_rows:
-            found.setdefault(best_config(rows, n, num_sms, gated), rows)
-    return list(found.values())
+            rows_by_config.setdefault(best_config(rows, n, num_sms, gated), rows)
+    return list(rows_by_config.values())
 
 
 def specializations(
@@ -197,11 +194,12 @@ def kernel_macros(
     dtype: torch.dtype,
     extra_macros: tuple[str, ...] = (),
 ) -> tuple[str, ...]:
-    """Of the kernel for inputs of ``in_dtype`` and outputs of ``dtype``; extra_macros: BIAS=1,
-    GATED=1.
+    """Macros for inputs of ``in_dtype`` and outputs of ``dtype``.
+
+    extra_macros: BIAS=1, GATED=1.
     """
     mt, bn, turns = config
-    sizes = (f"MT={mt}", f"BN={bn}", f"TAKE_TURNS={turns}")
+    sizes = (f"MT={mt}", f"BN={bn}", f"PINGPONG={turns}")
     return (
         *sizes,
         f"STAGES={_stages(config)}",
@@ -223,7 +221,5 @@ def _shared_bytes(config: Gemm8BitKernelConfig) -> int:
 
 @functools.lru_cache(4096)
 def _byte_tensor_map(address: int, rows: int, columns: int, box: int) -> bytes:
-    """A matrix of bytes as the copy engine sees it; it takes 128 columns of ``box`` rows at a
-    time.
-    """
+    """Tensor map of a byte matrix with boxes of 128 columns by ``box`` rows."""
     return launch.tensor_map(address, torch.uint8, (columns, rows), (columns,), (K_SLAB, box))

@@ -1,4 +1,5 @@
-// 16-bit numbers and float32. Compiled with -DHALF the kernel's 16-bit type is float16, else bfloat16.
+// Conversions between 16-bit types and float32, exp2 and SiLU, and the warp sum. With -DHALF the
+// kernel's 16-bit type is float16, else bfloat16. Included by every kernel of this folder.
 #pragma once
 #include "hopper.cuh"
 
@@ -16,16 +17,16 @@ __device__ inline float exp2_fast(float x) {
     return y;
 }
 
-// float16, whatever the kernel's type is.
-__device__ inline float widened(u16 half_bits) {
+// float16 to float32, whatever the kernel's type is.
+__device__ inline float half_to_float(u16 half_bits) {
     float wide;
     asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(half_bits));
     return wide;
 }
 
-__device__ inline float value(u16 bits) {
+__device__ inline float to_float(u16 bits) {
 #ifdef HALF
-    return widened(bits);
+    return half_to_float(bits);
 #else
     return __uint_as_float(static_cast<u32>(bits) << 16);
 #endif
@@ -37,11 +38,11 @@ __device__ inline u16 rounded(float wide) {
     return bits;
 }
 
-// Two values rounded to the kernel's type, the first in the lower half.
+// Two values rounded to the kernel's type and packed, the first in the lower half.
 __device__ inline u32 rounded_pair(float first, float second) {
-    u32 both;
-    asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
-    return both;
+    u32 packed;
+    asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
+    return packed;
 }
 
 // The values in the lower and in the upper half of a pair.
@@ -65,8 +66,8 @@ __device__ inline float high(u32 pair) {
 #endif
 }
 
-// silu(gate) · up of values that were rounded before.
-__device__ inline float gated(float gate, float up) {
+// silu(gate) · up; both inputs were rounded to the output's type before.
+__device__ inline float silu_mul(float gate, float up) {
     return gate / (1.0f + __expf(-gate)) * up;
 }
 

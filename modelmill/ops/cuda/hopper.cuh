@@ -1,16 +1,16 @@
-// What Hopper (sm_90a) offers beyond plain CUDA C++, each instruction under a name: mbarriers, the copy engine (TMA),
-// named barriers, moving registers between warpgroups, programmatic dependent launch. Products are in wgmma.cuh
-// (warpgroups) and mma.cuh (warps), what a cluster adds in cluster.cuh.
+// PTX wrappers for Hopper (sm_90a): mbarriers, TMA loads and stores, named barriers, setmaxnreg and
+// programmatic dependent launch (PDL). Tensor-core instructions are in wgmma.cuh (warpgroup) and
+// mma.cuh (warp), thread-block clusters in cluster.cuh. Included by every kernel of this folder.
 //
-// No header outside this folder is included: NVRTC then needs nothing else. "Warpgroup": 4 consecutive warps, 128
-// threads, which issue a product together.
+// Includes no header outside this folder, so that NVRTC needs no include path. A warpgroup is 4
+// consecutive warps (128 threads) that issue a wgmma together.
 #pragma once
 
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-// A descriptor of a tensor in memory that the copy engine reads, made on the host (cuTensorMapEncodeTiled).
+// A TMA tensor map, encoded on the host by cuTensorMapEncodeTiled (launch.tensor_map).
 struct alignas(64) TensorMap {
     u64 opaque[16];
 };
@@ -19,15 +19,15 @@ __device__ inline u32 shared_address(const void *pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
-// ---- mbarriers. A barrier counts arrivals and, where copies were announced, bytes; a phase ends when nothing is
-// outstanding. Who waits names the parity of the phase whose end it needs: 0 for the first, 1 for the second, 0 …
-// A fresh barrier counts as having ended a phase of parity 1.
+// ---- mbarriers. A barrier counts arrivals and expected transaction bytes; its phase completes when
+// both counts reach zero. A waiter passes the parity of the phase: 0 for the first phase, 1 for the
+// second, 0 for the third … A new barrier behaves as if a phase of parity 1 had completed.
 
 __device__ inline void mbarrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes barriers that this thread initialised visible to the copy engine.
+// Makes barriers initialised by this thread visible to TMA and to the other blocks of the cluster.
 __device__ inline void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -36,7 +36,7 @@ __device__ inline void mbarrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrive, and announce bytes that copies will bring: the phase ends when they have all landed.
+// Arrives and adds `bytes` to the expected transaction count: the phase completes once they landed.
 __device__ inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -53,8 +53,8 @@ __device__ inline void mbarrier_wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
-// ---- The copy engine: one thread asks for a box of a tensor, whose bytes arrive at a barrier. What lies outside the
-// tensor arrives as zeros. The same box may be stored: what lies outside is not written.
+// ---- TMA: one thread issues the copy of one box of the tensor map; its bytes are counted at an
+// mbarrier. Elements outside the tensor are loaded as zeros and are not written by stores.
 
 __device__ inline void tma_load(u32 target, const TensorMap &map, u32 barrier, int x, int y) {
     asm volatile(
@@ -80,14 +80,15 @@ __device__ inline void tma_load(u32 target, const TensorMap &map, u32 barrier, i
         : "memory");
 }
 
-// Bytes that lie side by side, no box; multiples of 16, at addresses of 16.
+// Bulk copy of contiguous bytes without a tensor map; size and addresses are multiples of 16.
 __device__ inline void bulk_load(u32 target, const void *from, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
                  "l"(from), "r"(bytes), "r"(barrier)
                  : "memory");
 }
 
-// The thread that asks closes a group of stores with ``tma_store_commit`` and waits with ``tma_store_wait_read`` or ``tma_store_wait``.
+// The issuing thread commits its stores with tma_store_commit and waits with tma_store_wait_read or
+// tma_store_wait.
 __device__ inline void tma_store(const TensorMap &map, u32 source, int x, int y) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map), "r"(source),
                  "r"(x), "r"(y)
@@ -98,23 +99,23 @@ __device__ inline void tma_store_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Until the copy engine has read everything that this thread's stores were to write: its place may be used again.
+// Waits until TMA has read the shared memory of this thread's stores, which may then be overwritten.
 __device__ inline void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Until they have been written.
+// Waits until this thread's stores have been written to global memory.
 __device__ inline void tma_store_wait() {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// The descriptor itself is read through a cache: before the first box it may as well be there.
+// Prefetches the tensor map into the descriptor cache before the first copy.
 __device__ inline void prefetch_tensor_map(const TensorMap &map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// What this thread stored to shared memory becomes visible to the copy engine and to products: they read it by another
-// way (the "async proxy") than loads and stores do.
+// Makes this thread's shared-memory stores visible to the async proxy, through which TMA and wgmma
+// read shared memory.
 __device__ inline void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -125,12 +126,12 @@ __device__ inline void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Counts at a named barrier without waiting there.
+// Arrives at a named barrier without waiting.
 __device__ inline void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// ---- Registers: a warpgroup gives back what it does not need, another takes it. The file holds 65,536.
+// ---- setmaxnreg: moves registers between warpgroups. An SM has 65,536 registers.
 
 template <int COUNT>
 __device__ inline void setmaxnreg_dec() {
@@ -142,14 +143,14 @@ __device__ inline void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-// ---- Early launch: a kernel may be placed before the one in front has ended (programmatic dependent launch).
+// ---- Programmatic dependent launch (PDL): blocks may start before the previous kernel has ended.
 
-// Until the kernels in front have ended; nothing that they write may be read before.
+// Waits until the previous kernels have completed; their results must not be read earlier.
 __device__ inline void pdl_wait() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// The next kernel may be placed, as soon as all blocks have said so or ended.
+// Lets the next kernel start once every block of this one has executed this or exited.
 __device__ inline void pdl_launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

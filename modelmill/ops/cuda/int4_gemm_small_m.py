@@ -1,6 +1,4 @@
-"""Products of 9 to 64 rows with 4-bit weights by Hopper's copy engine and tensor cores
-(int4_gemm_small_m.cu).
-"""
+"""Weight-only int4 GEMM for 9 to 64 rows by TMA and wgmma (int4_gemm_small_m.cu)."""
 
 from __future__ import annotations
 
@@ -19,22 +17,24 @@ MIN_K_TILES_PER_SPLIT = 4  # pieces of K that a block of a cluster is worth
 
 
 class SplitKConfig(Protocol):
-    """What a form is judged by: warpgroups of 64 rows of the weight a block, blocks that share
-    K.
-    """
+    """Config fields that determine occupancy: consumer warpgroups per block and split-K."""
 
     @property
-    def consumers(self) -> int: ...
+    def consumers(self) -> int:
+        """Consumer warpgroups per block."""
+        ...
+
     @property
-    def split_k(self) -> int: ...
+    def split_k(self) -> int:
+        """Blocks of a cluster that share K."""
+        ...
 
 
 SplitKConfigT = TypeVar("SplitKConfigT", bound=SplitKConfig)
 
 
 class Int4GemmKernelConfig(NamedTuple):
-    """How the kernel is compiled: warpgroups of a block, blocks that share K, pieces of weights on
-    their way, stages of x."""
+    """Kernel config: consumer warpgroups, split-K, K tiles of weights in flight, stages of x."""
 
     consumers: int
     split_k: int
@@ -54,8 +54,9 @@ def padded_rows(tokens: int) -> int:
 
 
 def groups_per_split(k_tiles: int, split_k: int, group_shift: int) -> int:
-    """Groups of which a block of a cluster has at most something; group_shift: pieces of a group,
-    as a power of two.
+    """Most groups that one split of K touches.
+
+    group_shift: log2 of the K tiles per group.
     """
     each = -(-k_tiles // split_k)
     ends = [(begin, min(begin + each, k_tiles)) for begin in range(0, k_tiles, each)]
@@ -76,9 +77,7 @@ def shared_bytes(config: Int4GemmKernelConfig, padded: int, groups: int) -> int:
 def config_for(
     rows: int, columns: int, group: int, padded: int, num_sms: int
 ) -> Int4GemmKernelConfig | None:
-    """The config that keeps ``num_sms`` multiprocessors busiest with a weight of so many rows; None
-    where none fits.
-    """
+    """The config with the best occupancy of ``num_sms`` SMs for ``rows`` weight rows, or None."""
     pieces, by = -(-columns // K_TILE), group_shift(group, columns)
     if by is None:
         return None
@@ -96,12 +95,10 @@ def config_for(
 def best_occupancy(
     configs: Iterable[SplitKConfigT], rows: int, num_sms: int
 ) -> SplitKConfigT | None:
-    """The config that keeps ``num_sms`` multiprocessors busiest with a weight of so many rows; None
-    of none.
-    """
+    """The config with the best occupancy of ``num_sms`` SMs for ``rows`` weight rows, or None."""
 
     def cost(form: SplitKConfigT) -> tuple[float, int]:
-        # clusters of four do not fill every group of multiprocessors
+        # clusters of four do not fill every group of SMs
         places = num_sms if form.split_k <= 2 else num_sms * 9 // 10
         waves = -(-(-(-rows // (64 * form.consumers)) * form.split_k) // places)
         return waves * form.consumers / form.split_k, waves
@@ -120,7 +117,7 @@ def int4_gemm(
     *,
     gated: bool,
 ) -> torch.Tensor:
-    """x [T, K] · weightᵀ → [T, N]; gated: silu(first half) · second half of it, [T, N / 2]."""
+    """X [T, K] · weightᵀ → [T, N]; gated: silu(first half) · second half of it, [T, N / 2]."""
     tokens, columns = x.shape
     rows, groups = weight.shape[0], scale.shape[1]
     out = torch.empty((tokens, rows // 2 if gated else rows), dtype=x.dtype, device=x.device)
@@ -153,10 +150,10 @@ def _kernel_macros(
     dtype: torch.dtype, config: Int4GemmKernelConfig, padded: int, *, offset: bool, gated: bool
 ) -> tuple[str, ...]:
     sizes = {
-        "BOX": padded,
+        "BLOCK_M": padded,
         "CONSUMERS": config.consumers,
         "SPLIT": config.split_k,
-        "DEPTH": config.prefetch_depth,
+        "PREFETCH": config.prefetch_depth,
         "STAGES": config.stages,
     }
     switches = {"GATED": int(gated), "OFFSET": int(offset)}

@@ -1,22 +1,24 @@
-// A warp's piece of weights in int4_gemm_small_m.cu, 128 columns of 16 rows: from memory, as an operand of wgmma, times x.
+// One K tile of a consumer warpgroup in int4_gemm_small_m.cu: 128 columns of 64 weight rows (16 per
+// warp) are loaded to registers, dequantized into wgmma A fragments and multiplied with x. Included
+// by int4_gemm_small_m.cu only.
 #pragma once
 
-// Of four threads that hold four words each: word k of thread p becomes word p of thread k.
-__device__ inline void transpose_quad(u32 (&v)[4], int place) {
+// 4 x 4 transpose in a quad: word k of thread p becomes word p of thread k.
+__device__ inline void transpose_quad(u32 (&v)[4], int quad_lane) {
 #pragma unroll
     for (int bit = 1; bit <= 2; bit *= 2) {
-        const bool upper = place & bit;
+        const bool upper = quad_lane & bit;
 #pragma unroll
         for (int pair = 0; pair < 2; ++pair) {
             const int low = bit == 1 ? 2 * pair : pair, high = low + bit;
-            const u32 got = __shfl_xor_sync(~0u, upper ? v[low] : v[high], bit);
-            v[low] = upper ? got : v[low];
-            v[high] = upper ? v[high] : got;
+            const u32 received = __shfl_xor_sync(~0u, upper ? v[low] : v[high], bit);
+            v[low] = upper ? received : v[low];
+            v[high] = upper ? v[high] : received;
         }
     }
 }
 
-// A run's words, ordered for four threads: thread p's has the bytes of columns 2 p, 2 p + 8, 2 p + 1, 2 p + 9.
+// Byte order for the quad: thread p's word has columns 2 p, 2 p + 8, 2 p + 1, 2 p + 9 of the run.
 __device__ inline void to_operand_order(u32 (&v)[4], const uint4 &run) {
     v[0] = __byte_perm(run.x, run.z, 0x5140);
     v[1] = __byte_perm(run.x, run.z, 0x7362);
@@ -28,24 +30,24 @@ struct KTile {
     uint4 low, high;
 };
 
-struct Place {
+struct WeightPointers {
     const uint4 *low, *high;
-    int whole; // pieces in which this thread has a run
+    int num_tiles; // K tiles in which this thread has a run
 };
 
-__device__ inline void fetch(KTile &piece, const Place &at, int number) {
+__device__ inline void fetch(KTile &tile, const WeightPointers &at, int k_tile) {
     const uint4 zero = {0, 0, 0, 0};
-    piece.low = number < at.whole ? load_once(at.low + 4 * number) : zero;
-    piece.high = number < at.whole ? load_once(at.high + 4 * number) : zero;
+    tile.low = k_tile < at.num_tiles ? load_once(at.low + 4 * k_tile) : zero;
+    tile.high = k_tile < at.num_tiles ? load_once(at.high + 4 * k_tile) : zero;
 }
 
-// part = 64 rows of the weight's piece times x.
-__device__ inline void products(float (&part)[BOX / 2], const KTile &piece, u64 x, u32 full, u32 parity, int place) {
+// part = 64 weight rows times x for one K tile.
+__device__ inline void tile_mma(float (&part)[BLOCK_M / 2], const KTile &tile, u64 x, u32 full, u32 parity, int quad_lane) {
     u32 low[4], high[4];
-    to_operand_order(low, piece.low);
-    to_operand_order(high, piece.high);
-    transpose_quad(low, place);
-    transpose_quad(high, place);
+    to_operand_order(low, tile.low);
+    to_operand_order(high, tile.high);
+    transpose_quad(low, quad_lane);
+    transpose_quad(high, quad_lane);
     u32 a[8][4];
 #pragma unroll
     for (int run = 0; run < 4; ++run) {
@@ -60,25 +62,25 @@ __device__ inline void products(float (&part)[BOX / 2], const KTile &piece, u64 
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        // addresses in a descriptor count 16 bytes
-        const u64 right = x + (i / 4 * SLAB + i % 4 * 32) / 16;
+        // descriptor addresses count 16 bytes
+        const u64 right = x + (i / 4 * SLAB_BYTES + i % 4 * 32) / 16;
         wgmma(part, a[i][0], a[i][1], a[i][2], a[i][3], right, i > 0);
     }
     wgmma_commit();
 #pragma unroll
-    for (int i = 0; i < 8; ++i) wgmma_fence_operand(a[i]); // they are read until the products have ended
+    for (int i = 0; i < 8; ++i) wgmma_fence_operand(a[i]); // wgmma reads these registers until it completes
     wgmma_wait<0>();
     wgmma_fence_operand(part);
 #pragma unroll
     for (int i = 0; i < 8; ++i) wgmma_fence_operand(a[i]);
 }
 
-__device__ inline void flush(float (&total)[BOX / 2], const float (&part)[BOX / 2], float2 low, float2 high,
+__device__ inline void flush(float (&total)[BLOCK_M / 2], const float (&part)[BLOCK_M / 2], float2 low, float2 high,
                              const float2 *sums) {
-    const float base_low = (OFFSET ? low.y : -MIDDLE * low.x) - RAISED * low.x;
-    const float base_high = (OFFSET ? high.y : -MIDDLE * high.x) - RAISED * high.x;
+    const float base_low = (OFFSET ? low.y : -INT4_ZERO_POINT * low.x) - MAGIC * low.x;
+    const float base_high = (OFFSET ? high.y : -INT4_ZERO_POINT * high.x) - MAGIC * high.x;
 #pragma unroll
-    for (int i = 0; i < BOX / 8; ++i) {
+    for (int i = 0; i < BLOCK_M / 8; ++i) {
         const float2 sum = sums[4 * i];
         total[4 * i] = fmaf(low.x, part[4 * i], fmaf(base_low, sum.x, total[4 * i]));
         total[4 * i + 1] = fmaf(low.x, part[4 * i + 1], fmaf(base_low, sum.y, total[4 * i + 1]));

@@ -32,9 +32,9 @@ MMA_MAX_ROWS = 8
 
 
 def available(device_type: str) -> str | None:
-    """None where the kernel serves devices of this kind; else why not.
+    """None if the kernel supports this device type; else the reason.
 
-    Compiles the commonest form, once a machine.
+    Compiles the most common config (cached on disk).
     """
     common = _kernel_macros(torch.bfloat16, config_for(1), K_TILE, offset=True, gated=False)
     return build.why_unavailable(device_type, "int4_linear", common)
@@ -53,8 +53,10 @@ def supports(
     group: int,
     bias: torch.Tensor | None = None,
 ) -> bool:
-    """Up to 64 rows in 16 bits, K a multiple of 32, groups of 32, 64, 128, 256 … columns or of all,
-    float16 scales.
+    """Whether the kernels serve these operands.
+
+    Up to 64 rows in 16 bits, K a multiple of 32, groups of 32, 64, 128, 256 … columns or of
+    all, float16 scales.
     """
     if x.dim() != 2 or not 0 < x.shape[0] <= MAX_ROWS or x.dtype.itemsize != 2 or not x.is_cuda:
         return False
@@ -114,10 +116,10 @@ def int4_gemm(
         )
     if tokens > MMA_MAX_ROWS:
         box, blocks = int4_gemm_small_m.padded_rows(tokens), launch.sm_count(x.get_device())
-        kind = wq_gemm_pipelined.weight_spec(weight, scale, offset, group, columns)
+        spec = wq_gemm_pipelined.weight_spec(weight, scale, offset, group, columns)
         ring = (
-            wq_gemm_pipelined.config_for(rows, kind, box, blocks)
-            if wq_gemm_pipelined.supports_weight(rows, kind, gated=gated)
+            wq_gemm_pipelined.config_for(rows, spec, box, blocks)
+            if wq_gemm_pipelined.supports_weight(rows, spec, gated=gated)
             else None
         )
         if ring is not None:
@@ -157,5 +159,5 @@ def _kernel_macros(
 ) -> tuple[str, ...]:
     if k_tile < K_TILE and config.m_tiles <= 2:  # as many bytes are on their way
         config = config._replace(prefetch_depth=2 * config.prefetch_depth)
-    switches = (f"PIECE={k_tile}", f"OFFSET={int(offset)}", f"GATED={int(gated)}", "WIDE=0")
+    switches = (f"K_TILE={k_tile}", f"OFFSET={int(offset)}", f"GATED={int(gated)}", "SCALE_FP32=0")
     return (*config.macros, *switches, *TYPES[dtype])

@@ -1,6 +1,4 @@
-"""The gated pair of products with 4-bit weights: eight rows of the gate and the same of the other
-half to a warp.
-"""
+"""Fused SwiGLU with int4 weights: a warp has eight gate rows and the matching up rows."""
 
 from __future__ import annotations
 

@@ -54,8 +54,10 @@ def supports_weight(
     grids: tuple[torch.Tensor, torch.Tensor | None, int],
     bias: torch.Tensor | None = None,
 ) -> bool:
-    """Up to 64 rows in 16 bits, K a multiple of 32, groups of 32, 64, 128, 256 … columns or of all;
-    all packed.
+    """Whether the kernels serve these operands.
+
+    Up to 64 rows in 16 bits, K a multiple of 32, groups of 32, 64, 128, 256 … columns or of
+    all; all packed.
     """
     if x.dim() != 2 or not 0 < x.shape[0] <= MAX_ROWS or x.dtype.itemsize != 2 or not x.is_cuda:
         return False
@@ -90,13 +92,13 @@ def _pipelined_config(
 ) -> wq_gemm_pipelined.WqGemmKernelConfig | None:
     """How wq_gemm_pipelined is compiled for these, where it is what serves them."""
     tokens, columns = x.shape
-    kind = wq_gemm_pipelined.weight_spec(weight, *grids, columns)
+    spec = wq_gemm_pipelined.weight_spec(weight, *grids, columns)
     if (
         tokens <= MMA_MAX_ROWS and weight.numel() < PIPELINED_MIN_WEIGHTS
-    ) or not wq_gemm_pipelined.supports_weight(weight.shape[0], kind, gated=gated):
+    ) or not wq_gemm_pipelined.supports_weight(weight.shape[0], spec, gated=gated):
         return None
     return wq_gemm_pipelined.config_for(
-        weight.shape[0], kind, padded_rows(tokens), launch.sm_count(x.get_device())
+        weight.shape[0], spec, padded_rows(tokens), launch.sm_count(x.get_device())
     )
 
 
@@ -108,7 +110,7 @@ def int8_gemm(
     *,
     gated: bool,
 ) -> torch.Tensor:
-    """x [T, K] · weightᵀ → [T, N]; gated: silu(first half) · second half of it, [T, N / 2].
+    """X [T, K] · weightᵀ → [T, N]; gated: silu(first half) · second half of it, [T, N / 2].
 
     grids: scale and offset [N, G], columns of a group.
     """
@@ -153,14 +155,12 @@ def kernel_macros(
     float32_scales: bool,
     gated: bool,
 ) -> tuple[str, ...]:
-    """How the source is compiled; smaller pieces are on their way in larger numbers, so that as
-    many bytes are.
-    """
+    """Macros of the kernel; smaller K tiles get a deeper prefetch, for as many bytes in flight."""
     config = config._replace(prefetch_depth=config.prefetch_depth * K_TILE // k_tile)
-    switches = {"OFFSET": offset, "WIDE": float32_scales, "GATED": gated}
+    switches = {"OFFSET": offset, "SCALE_FP32": float32_scales, "GATED": gated}
     return (
         *config.macros,
-        f"PIECE={k_tile}",
+        f"K_TILE={k_tile}",
         *(f"{name}={int(on)}" for name, on in switches.items()),
         *TYPES[dtype],
     )

@@ -1,6 +1,4 @@
-"""Products of a few rows with 8-bit weights in groups through the tensor cores
-(int8_gemm_small_m.py).
-"""
+"""Groupwise int8 linear of a few rows on tensor cores (int8_gemm_small_m.py)."""
 
 from __future__ import annotations
 
@@ -11,9 +9,9 @@ from modelmill.ops.cuda.weight_only import K_TILE
 
 
 def available(device_type: str) -> str | None:
-    """None where the kernel serves devices of this kind; else why not.
+    """None if the kernel supports this device type; else the reason.
 
-    Compiles the commonest form, once a machine.
+    Compiles the most common config (cached on disk).
     """
     form = int8_gemm_small_m.config_for(1)
     common = int8_gemm_small_m.kernel_macros(
@@ -30,8 +28,10 @@ def supports(
     group: int,
     bias: torch.Tensor | None = None,
 ) -> bool:
-    """Up to 64 rows in 16 bits, K a multiple of 32, groups of 32, 64, 128, 256 … columns or of all;
-    all packed.
+    """Whether the kernels serve these operands.
+
+    Up to 64 rows in 16 bits, K a multiple of 32, groups of 32, 64, 128, 256 … columns or of
+    all; all packed.
     """
     return int8_gemm_small_m.supports_weight(x, weight, (scale, offset, group), bias)
 

@@ -8,9 +8,9 @@ from modelmill.ops.cuda import build, int8_gemm_small_m, wq_gemv
 
 
 def available(device_type: str) -> str | None:
-    """None where the kernel serves devices of this kind; else why not.
+    """None if the kernel supports this device type; else the reason.
 
-    Compiles the commonest form, once a machine.
+    Compiles the most common config (cached on disk).
     """
     common = wq_gemv.WqGemvSpec(8, int8_input=False, offset=False, float32_scales=True)
     plan = wq_gemv.plan_launch(common, (4096, 4096), 4096, 1, torch.bfloat16, gated=False)

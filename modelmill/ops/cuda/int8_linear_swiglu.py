@@ -1,6 +1,4 @@
-"""The gated pair of products of a few rows with int8 weights: a warp has rows of the gate and the
-same of up.
-"""
+"""Fused SwiGLU of a few rows with int8 weights: a warp has gate rows and matching up rows."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _CONFIG, _ATTRIBUTE, _PDL_ATTRIBUTE_ID = "=7I4xQQI4x", "=i4xi60x", 6
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 # to arguments; making such a type takes microseconds
 _POINTERS = [ctypes.c_char_p * count for count in range(9)]
-# Read by the driver at each launch, written by nobody.
+# Read by the driver at each launch, never written.
 _PDL_ATTRIBUTE = ctypes.create_string_buffer(struct.pack(_ATTRIBUTE, _PDL_ATTRIBUTE_ID, 1))
 _MAX_TENSOR_MAPS = 1024  # kept; each is a few hundred bytes, and making one takes microseconds
 
@@ -81,10 +81,11 @@ def load_kernel(
     device: int,
     carveout: int | None = None,
 ) -> CudaKernel:
-    """The kernel ``name`` of ``<source>.cu``, compiled if need be and loaded for ``device``, which
-    is current.
+    """Load the kernel ``name`` of ``<source>.cu`` for the current device ``device``.
 
-    carveout: per cent of a multiprocessor's memory that it asks to be shared (``ops.carveout``).
+    Compiled first unless it is cached.
+
+    carveout: per cent of an SM's memory requested as shared memory (``ops.carveout``).
 
     Raises MissingDependency where it cannot be compiled.
     """
@@ -113,8 +114,7 @@ def tensor_map(
     box: tuple[int, ...],
     swizzled: bool = True,
 ) -> bytes:
-    """What the copy engine needs to know of a tensor: a CUtensorMap, with the 128-byte swizzle or
-    without.
+    """Encode a CUtensorMap for TMA, with or without the 128-byte swizzle.
 
     sizes and box run from the innermost dimension outwards, in elements; strides, in bytes, leave
     out the innermost, whose elements lie side by side. address and strides are multiples of 16
@@ -143,13 +143,13 @@ def tensor_map(
 
 
 def data_pointers(*tensors: torch.Tensor | None) -> list[int]:
-    """Where tensors lie, as kernels are told; 0 of one that is not there."""
+    """Device addresses of tensors; 0 for None."""
     return [0 if t is None else t.data_ptr() for t in tensors]
 
 
 @functools.cache
 def sm_count(device: int) -> int:
-    """Streaming multiprocessors of a GPU."""
+    """Streaming SMs of a GPU."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 

@@ -1,6 +1,4 @@
-"""Products of up to 64 rows by Hopper's copy engine and tensor cores where they win; else Triton's
-or cuBLAS's.
-"""
+"""16-bit linear of up to 64 rows by TMA and wgmma where faster than Triton and cuBLAS."""
 
 from __future__ import annotations
 
@@ -10,9 +8,9 @@ from modelmill.ops.cuda import build, gemm
 
 
 def available(device_type: str) -> str | None:
-    """None where the kernel serves devices of this kind; else why not.
+    """None if the kernel supports this device type; else the reason.
 
-    Compiles one form, once a machine.
+    Compiles one config (cached on disk).
     """
     sizes = gemm.small_m_config(8, 4096, 132, gated=False)
     return build.why_unavailable(

@@ -1,5 +1,4 @@
-"""Products of prompts added to the residual stream where they are stored: cuBLAS's own sum, rounded
-once.
+"""16-bit linear of prompts added to the residual by cuBLAS (addmm), rounded once.
 
 A kernel of our own (gemm_swiglu_large_m.cu with the sum in its store) was no faster than cuBLAS,
 and is not here.

@@ -1,6 +1,4 @@
-"""The gated pair of products by Hopper's copy engine and tensor cores, for a few rows and for
-prompts.
-"""
+"""Fused 16-bit SwiGLU by TMA and wgmma, for a few rows and for prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ specializations = gemm.large_m_specializations
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """16 bits, matrices that the copy engine can read; as many rows as either kernel serves."""
+    """16 bits, matrices that TMA can read; as many rows as either kernel serves."""
     if weight.shape[0] % 4 or x.dim() != 2:
         return False
     return gemm.supports_small_m(x, weight, bias) or gemm.supports_large_m(x, weight, bias)

@@ -1,5 +1,4 @@
-"""Attention over a paged KV cache with Hopper's own instructions: prefill (paged_attention.cu) and
-decoding.
+"""Attention over a paged KV cache on Hopper: prefill (paged_attention.cu) and decode.
 
 A step that mixes prompts and single queries is shared. The prefill kernel takes whole tiles of 128
 queries, of which a single query would fill one row: paged_decode16 has those, or the variant behind
@@ -33,13 +32,13 @@ L2_RESIDENT_BYTES = 32 << 20
 
 
 def available(device_type: str) -> str | None:
-    """None where the kernel serves devices of this kind; else why not.
+    """None if the kernel supports this device type; else the reason.
 
-    Compiles the commonest form, once a machine.
+    Compiles the most common config (cached on disk).
     """
     common = _prefill_macros(torch.bfloat16, 128, 16)
-    found = build.why_unavailable(device_type, "paged_attention", common)
-    return found or paged_decode8.available(device_type) or paged_decode16.available(device_type)
+    reason = build.why_unavailable(device_type, "paged_attention", common)
+    return reason or paged_decode8.available(device_type) or paged_decode16.available(device_type)
 
 
 def supports(
@@ -56,7 +55,9 @@ def supports(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> bool:
-    """Prompts in 16 bits, heads of 64 or 128, packed caches with pages of 8 to 128 tokens, up to
+    """Whether the kernels serve these operands.
+
+    Prompts in 16 bits, heads of 64 or 128, packed caches with pages of 8 to 128 tokens, up to
     1,024 sequences.
 
     Of a step's single queries, alone or among prompts, what paged_decode8 and paged_decode16 serve.
@@ -72,8 +73,7 @@ def supports(
 def specializations(
     q: torch.Tensor, k_cache: torch.Tensor, max_sequences: int, max_context: int, window: int | None
 ) -> list[tuple[int, int]]:
-    """(sequences, bound on their context) of a decode step for each form of the kernels that such
-    steps may take.
+    """Return (sequences, context bound) of decode steps that cover every kernel config.
 
     Each is compiled when a machine first meets it, and that takes a part of a second.
     max_sequences, max_context: sequences of a step, tokens of one. q, k_cache, window: as for
@@ -105,8 +105,9 @@ def run(
     v_scale: torch.Tensor | None = None,
     fallback: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """As the reference; ``fallback``, a run that also takes ``out`` and ``include_decode``, has
-    what this one does not serve.
+    """As the reference; ``fallback`` computes the parts that these kernels do not serve.
+
+    It is a run function that also takes ``out`` and ``include_decode``.
 
     Rows of padding sequences (context_len 0) are zero; rows of no sequence are undefined.
     """
@@ -150,8 +151,9 @@ def _supports_prefill(
     indices: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     max_query: int,
 ) -> bool:
-    """Whether the kernel of paged_attention.cu serves the prompts of a step; indices: page tables,
-    starts, lengths.
+    """Whether paged_attention.cu serves the prompts of a step.
+
+    indices: page tables, starts, lengths.
     """
     page_size, dim = k_cache.shape[2:]
     if (
@@ -198,8 +200,8 @@ def _prefill(
         # by a counter.
         tiles = (tokens // QUERIES + batch) * heads
         blocks = min(launch.sm_count(q.get_device()), tiles)
-        taken = _tile_counters(q.get_device()) if tiles > blocks else None
-        pointers = launch.data_pointers(*indices, out, taken)
+        tile_counter = _tile_counters(q.get_device()) if tiles > blocks else None
+        pointers = launch.data_pointers(*indices, out, tile_counter)
         at_once = (
             _heads_per_pass(kv_heads, max_context * dim * q.element_size() * 2) * heads // kv_heads
         )
@@ -227,8 +229,7 @@ def _prefill(
 
 
 def _tile_counters(device: int) -> torch.Tensor:
-    """Two zeros, which every launch leaves as zeros: of this stream, whose launches follow one
-    another.
+    """Two zeros that every launch resets to zeros, one pair per stream.
 
     In a graph they are the graph's own, which may be replayed on any stream.
     """
@@ -281,14 +282,13 @@ def _prefill_macros(dtype: torch.dtype, dim: int, page_size: int) -> tuple[str, 
 
 
 def _heads_per_pass(kv_heads: int, bytes_per_head: int) -> int:
-    """The largest divisor of ``kv_heads`` whose keys and values, ``bytes_per_head`` bytes a head,
-    stay in the cache together."""
+    """The largest divisor of ``kv_heads`` whose keys and values fit in L2 together."""
     most = max(1, min(kv_heads, L2_RESIDENT_BYTES // max(bytes_per_head, 1)))
     return next(n for n in range(most, 0, -1) if kv_heads % n == 0)
 
 
 def _supports_tma(x: torch.Tensor) -> bool:
-    """Whether the copy engine can read x: 16-byte steps, the last dimension packed."""
+    """Whether TMA can read x: 16-byte steps, the last dimension packed."""
     step = 16 // x.element_size()
     return (
         x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % step == 0 for s in x.stride()[:-1])
@@ -300,9 +300,7 @@ def _supports_pages(cache: torch.Tensor) -> bool:
 
 
 def _query_tensor_map(q: torch.Tensor) -> bytes:
-    """q [T, heads, D] as the copy engine sees it; it takes 64 values of one head in all rows of a
-    tile at a time.
-    """
+    """Tensor map of q [T, heads, D]; box: 64 channels of one head, all rows of a tile."""
     tokens, heads, dim = q.shape
     size = q.element_size()
     strides = (q.stride(1) * size, q.stride(0) * size)
@@ -310,9 +308,7 @@ def _query_tensor_map(q: torch.Tensor) -> bytes:
 
 
 def _page_tensor_map(cache: torch.Tensor) -> bytes:
-    """A cache as the copy engine sees it: [eights of rows, halves of a row, 8 rows, 64]; it takes a
-    page at a time.
-    """
+    """Tensor map of a cache [rows / 8, D / 64, 8, 64]; box: one page."""
     pages, kv_heads, page_size, dim = cache.shape
     row = dim * cache.element_size()
     sizes = (64, 8, dim // 64, pages * kv_heads * page_size // 8)

@@ -1,21 +1,22 @@
-// The producer of paged_attention.cu, one warp: which tile is next, and where its queries, keys and values lie.
+// Producer warp of paged_attention.cu: tile scheduler (which queries of which sequence and head are
+// next) and TMA loads of queries, key pages and value pages into the mbarrier pipelines.
 #pragma once
 
-// Reads the sequences' lengths once and counts the tiles in front of each. Returns how many there are.
+// Reads the sequences' lengths once and computes the prefix sum of their tiles. Returns the total.
 __device__ int make_tile_plan(TilePlan &plan, const Work &work, int lane) {
     int total = 0;
     for (int base = 0; base < work.batch; base += 32) {
         const int b = base + lane;
-        const bool real = b < work.batch;
-        const int start = real ? work.starts[b] : 0, rows = real ? work.starts[b + 1] - start : 0;
+        const bool valid = b < work.batch;
+        const int start = valid ? work.starts[b] : 0, rows = valid ? work.starts[b + 1] - start : 0;
         const int tiles = work.skip_single && rows == 1 ? 0 : (rows + QUERIES - 1) / QUERIES;
         int sum = tiles;
         for (int step = 1; step < 32; step *= 2) {
             const int other = __shfl_up_sync(~0u, sum, step);
             sum += lane >= step ? other : 0;
         }
-        if (real) {
-            plan.before[b] = total + sum - tiles;
+        if (valid) {
+            plan.first_tile[b] = total + sum - tiles;
             plan.start[b] = start;
             plan.start[b + 1] = start + rows;
             plan.length[b] = work.lengths[b];
@@ -26,28 +27,28 @@ __device__ int make_tile_plan(TilePlan &plan, const Work &work, int lane) {
     return total;
 }
 
-// Tile number ``index`` in the order of service: some heads at a time, so that their keys stay in the L2 cache while all
-// tiles of those heads read them; among those, the last queries first, which have the most keys, so that no large tile
-// is left over at the end. Returns the sequence.
+// Tile `index` in scheduling order: heads_per_pass heads at a time, so that their keys stay in L2 while
+// all tiles of those heads run; among them the last queries first (most keys, longest first), to avoid
+// a long tail. Returns the sequence.
 __device__ int find_tile(Tile &tile, const TilePlan &plan, const Work &work, int total, int index) {
-    const int round = index / (total * work.heads_at_once), left = index - round * total * work.heads_at_once;
-    const int number = total - 1 - left / work.heads_at_once;
-    tile.head = round * work.heads_at_once + left % work.heads_at_once;
+    const int round = index / (total * work.heads_per_pass), left = index - round * total * work.heads_per_pass;
+    const int number = total - 1 - left / work.heads_per_pass;
+    tile.head = round * work.heads_per_pass + left % work.heads_per_pass;
     int b = 0; // the last sequence with before[b] <= number
     for (int step = MAX_SEQUENCES; step > 0; step /= 2)
-        if (b + step < work.batch && plan.before[b + step] <= number) b += step;
-    const int offset = (number - plan.before[b]) * QUERIES, rows = plan.start[b + 1] - plan.start[b];
+        if (b + step < work.batch && plan.first_tile[b + step] <= number) b += step;
+    const int offset = (number - plan.first_tile[b]) * QUERIES, rows = plan.start[b + 1] - plan.start[b];
     tile.row = plan.start[b] + offset;
     tile.rows = min(rows - offset, QUERIES);
     tile.context = plan.length[b];
     tile.position = tile.context - rows + offset;
     tile.first = work.window > 0 ? max(tile.position + 1 - work.window, 0) / KEYS : 0;
-    tile.last = tile.context > 0 ? (tile.position + tile.rows - 1) / KEYS : -1; // a context of 0 is padding
+    tile.last = tile.context > 0 ? (tile.position + tile.rows - 1) / KEYS : -1; // context 0: padding sequence
     return b;
 }
 
-// Lane's share of a block of keys or values: one page. A page past the context is asked for by a number that does not
-// exist, and arrives as zeros.
+// Loads a block of keys or values, one page per lane. Pages past the context use an out-of-range row,
+// which TMA fills with zeros.
 __device__ inline void load_block(u32 target, const TensorMap &map, u32 full, u32 empty, u32 parity, int rows, int lane) {
     mbarrier_wait(empty, parity ^ 1);
     if (lane == 0) mbarrier_arrive_expect_tx(full, BLOCK_BYTES);
@@ -61,23 +62,23 @@ __device__ void load(
     Barriers &barriers = plan.barriers;
     pdl_wait();
     const int total = make_tile_plan(plan, work, lane), count = total * work.heads;
-    Place q, k, v;
+    State q, k, v;
     for (int index = blockIdx.x; index < count; q.advance()) {
-        // The tile after this one, asked for now: the answer takes as long as a load.
+        // The atomic for the next tile is issued early to hide its latency.
         int next = count;
-        if (lane == 0 && work.taken != nullptr) next = gridDim.x + atomicAdd(work.taken, 1u);
+        if (lane == 0 && work.tile_counter != nullptr) next = gridDim.x + atomicAdd(work.tile_counter, 1u);
         Tile tile;
         const int b = find_tile(tile, plan, work, total, index);
         const int *table = work.tables + b * static_cast<long long>(work.table_stride);
         const int kv_heads = work.heads / work.group, kv_head = tile.head / work.group;
-        const int reach = min((tile.context + PAGE - 1) / PAGE, work.columns); // pages that exist
-        // Of the lane's page in a block: where its rows begin in the cache, in eights.
+        const int num_pages = min((tile.context + PAGE - 1) / PAGE, work.columns); // pages of the context
+        // First row of the lane's page of a block in the cache, in units of 8 rows.
         auto rows_of = [&](int block) {
             const int column = block * PAGES + lane;
-            const int page = lane < PAGES && block >= tile.first && column < reach ? table[column] : work.pages;
+            const int page = lane < PAGES && block >= tile.first && column < num_pages ? table[column] : work.pages;
             return (page * kv_heads + kv_head) * (PAGE / 8);
         };
-        int rows = rows_of(tile.last), rows_behind = 0;
+        int rows = rows_of(tile.last), prev_rows = 0;
         mbarrier_wait(shared_address(&barriers.q_empty[q.stage]), q.parity ^ 1);
         if (lane == 0) {
             plan.tiles[q.stage] = tile;
@@ -86,9 +87,9 @@ __device__ void load(
             for (int half = 0; half < HALVES; ++half)
                 tma_load(target + half * Q_HALF, q_map, full, half * 64, tile.head, tile.row);
         }
-        // In the order in which they are used: the values of a block after the keys of the next.
+        // In order of use: the values of a block after the keys of the next block.
         for (int block = tile.last; block >= tile.first - 1; --block) {
-            const int rows_ahead = rows_of(block - 1);
+            const int next_rows = rows_of(block - 1);
             if (block >= tile.first) {
                 load_block(base + AT_K + k.stage * BLOCK_BYTES, k_map, shared_address(&barriers.k_full[k.stage]),
                            shared_address(&barriers.k_empty[k.stage]), k.parity, rows, lane);
@@ -96,10 +97,10 @@ __device__ void load(
             }
             if (block < tile.last) {
                 load_block(base + AT_V + v.stage * BLOCK_BYTES, v_map, shared_address(&barriers.v_full[v.stage]),
-                           shared_address(&barriers.v_empty[v.stage]), v.parity, rows_behind, lane);
+                           shared_address(&barriers.v_empty[v.stage]), v.parity, prev_rows, lane);
                 v.advance();
             }
-            rows_behind = rows, rows = rows_ahead;
+            prev_rows = rows, rows = next_rows;
         }
         index = __shfl_sync(~0u, next, 0);
     }
@@ -107,7 +108,7 @@ __device__ void load(
     if (lane == 0) {
         plan.tiles[q.stage].row = -1;
         mbarrier_arrive(shared_address(&barriers.q_full[q.stage]));
-        // The last block to end leaves the counters as they were found; each has its last answer by then.
-        if (work.taken != nullptr && atomicInc(work.taken + 1, gridDim.x - 1) == gridDim.x - 1) work.taken[0] = 0;
+        // The last block to exit resets the counters; no block uses them afterwards.
+        if (work.tile_counter != nullptr && atomicInc(work.tile_counter + 1, gridDim.x - 1) == gridDim.x - 1) work.tile_counter[0] = 0;
     }
 }

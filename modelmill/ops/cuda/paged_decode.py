@@ -1,6 +1,4 @@
-"""What the kernels that decode over pages share (paged_decode8, paged_decode16): what they take,
-and their launches.
-"""
+"""Shared host code of the paged decode kernels (paged_decode8, paged_decode16)."""
 
 from __future__ import annotations
 
@@ -17,8 +15,9 @@ MAX_SPLITS = 8  # blocks of a cluster
 
 
 def supports_cache(caches: tuple[torch.Tensor, ...], indices: tuple[torch.Tensor, ...]) -> bool:
-    """Packed caches (keys first) with pages of 8 to 128 tokens; page tables, starts and lengths in
-    int32.
+    """Whether caches are packed with pages of 8 to 128 tokens and indices are int32.
+
+    Caches: keys first. Indices: page tables, starts and lengths.
     """
     page = caches[0].shape[2]
     packed = all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in caches)
@@ -32,33 +31,32 @@ def supports_cache(caches: tuple[torch.Tensor, ...], indices: tuple[torch.Tensor
 
 
 def supports_indices(indices: tuple[torch.Tensor, ...]) -> bool:
-    """Whether page tables, starts and lengths are in int32, side by side; one number alone is,
-    whatever its stride.
+    """Whether page tables, starts and lengths are contiguous int32.
+
+    The stride of a single element does not matter.
     """
     return all(t.dtype == torch.int32 and (t.stride(-1) == 1 or t.shape[-1] <= 1) for t in indices)
 
 
 def num_splits(pairs: int, keys: int, max_blocks: int, min_keys: int) -> int:
-    """Blocks that share one context: as many as there is ``max_blocks`` for, each with ``min_keys``
-    keys; a power of two."""
-    wanted = min(max_blocks // pairs, -(-keys // min_keys), MAX_SPLITS)
-    return 1 << max(0, wanted.bit_length() - 1)
+    """Split-KV blocks per context: a power of two, limited by ``max_blocks`` and ``min_keys``."""
+    splits = min(max_blocks // pairs, -(-keys // min_keys), MAX_SPLITS)
+    return 1 << max(0, splits.bit_length() - 1)
 
 
 def specializations(
     plan: Callable[[int, int], Hashable], max_sequences: int, max_context: int
 ) -> list[tuple[int, int]]:
-    """(sequences, bound on their context) of decode steps, one for each way to compute them that
-    they may meet.
+    """Return (sequences, context bound) of decode steps that cover every launch plan.
 
     plan: the way for so many sequences and keys. max_sequences, max_context: sequences of a step,
     keys that a query of one sees.
     """
-    found: dict[Hashable, tuple[int, int]] = {}
+    by_plan: dict[Hashable, tuple[int, int]] = {}
     for batch in range(1, max_sequences + 1):
         for keys in sorted({min(1 << n, max_context) for n in range(4, 14)}):
-            found.setdefault(plan(batch, keys), (batch, keys))
-    return list(found.values())
+            by_plan.setdefault(plan(batch, keys), (batch, keys))
+    return list(by_plan.values())
 
 
 def launch_decode(

@@ -1,6 +1,4 @@
-"""Decoding over pages of 16 bits (paged_decode16.cu): the query heads of a KV head together, up to
-eight of them.
-"""
+"""Decode attention over 16-bit pages (paged_decode16.cu): up to eight query heads per KV head."""
 
 from __future__ import annotations
 
@@ -16,8 +14,7 @@ MAX_GROUP_HEADS = 8  # query heads of a KV head: columns of a product
 
 
 class PagedDecodeKernelConfig(NamedTuple):
-    """Warps of a block; blocks whose registers fit a multiprocessor together; 16s of keys that a
-    warp takes at once.
+    """Kernel config: warps per block, blocks per SM, tiles of 16 keys per warp iteration.
 
     reload_query: whether the query is read from shared memory again and again instead of staying in
     registers. l2_prefetch_rounds: how many times those keys are brought to the L2 cache before the
@@ -70,9 +67,9 @@ def plan_launch(
 
 
 def available(device_type: str) -> str | None:
-    """None where the kernel serves devices of this kind; else why not.
+    """None if the kernel supports this device type; else the reason.
 
-    Compiles the commonest form, once a machine.
+    Compiles the most common config (cached on disk).
     """
     return build.why_unavailable(
         device_type,
@@ -87,8 +84,10 @@ def supports_decode(
     v_cache: torch.Tensor,
     indices: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> bool:
-    """16 bits, heads of 64 to 128 in steps of 16 or of 256, up to 8 a KV head; packed caches, pages
-    of 8 to 128 tokens.
+    """Whether the kernel serves these operands.
+
+    16 bits, heads of 64 to 128 in steps of 16 or of 256, up to 8 per KV head; packed caches,
+    pages of 8 to 128 tokens.
 
     indices: page tables, starts, lengths.
     """
@@ -115,8 +114,7 @@ def supports_decode(
 def specializations(
     heads: tuple[int, int], dim: int, max_sequences: int, max_context: int, num_sms: int
 ) -> list[tuple[int, int]]:
-    """(sequences, bound on their context) of decode steps, one for each form of the kernel that
-    they may meet.
+    """Return (sequences, context bound) of decode steps that cover every kernel config.
 
     heads: query heads, KV heads. max_sequences, max_context: sequences of a step, keys that a query
     of one sees.
@@ -173,8 +171,8 @@ def kernel_macros(
     cut = (
         f"WARPS={warps}",
         f"BLOCKS={blocks}",
-        f"TILES={tiles}",
-        f"AGAIN={again}",
-        f"EARLY={early}",
+        f"KEY_TILES={tiles}",
+        f"RELOAD_QUERY={again}",
+        f"L2_PREFETCH={early}",
     )
     return (*sizes, *cut, *TYPES[dtype])

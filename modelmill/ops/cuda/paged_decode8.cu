@@ -1,23 +1,26 @@
-// Decoding over pages of int8: one query a sequence, each head with keys and values of its own, in whole numbers.
+// Decode attention over int8 KV pages with a float32 scale per token and head, in integer
+// arithmetic: one query per sequence, one KV head per query head (no GQA); q[B, heads, DIM] in 16
+// bits, out[B, heads · DIM]. DIM 64 or 128, PAGE 8 … 128. Bound by memory bandwidth. Called by the
+// op paged_attention for decode rows (ops/cuda/paged_decode8.py).
 //
-// Keys go from memory to the tensor cores as they are, 16 of them the rows of an integer product; the query, times 2^22
-// over its largest value, is three columns of it: its digits to the base 256. Values are turned, four keys by four
-// channels at a time, so that channels are rows; the keys' weights, at most 1, are three digits of 8 bits again. Both sums
-// are exact. Nothing is converted but sums: what bounds the kernel is memory alone.
+// QKᵀ: 16 keys are the rows (A) of the int8 mma.m16n8k32 as loaded; the query, scaled to 2^22 /
+// amax, is three columns (its base-256 digits). PV: values are transposed four keys by four
+// channels, so that channels are the rows; the weights (at most 1) are three 8-bit digits. Both
+// integer sums are exact; only sums are converted to float. A value's scale is folded into its
+// weight's exponent, so that no weight exceeds 1; row_sum excludes it.
 //
-// A value's scale is taken into its weight's exponent, so that no weight is above 1; the weights' own sum leaves it out.
+// A block has WARPS warps, each with 32 keys at a time of one sequence and head and its own online
+// softmax. SPLITS blocks of a cluster share a context (split-KV) and merge through DSMEM.
+// Techniques: int8 mma.sync, clusters, PDL.
 //
-// A block is WARPS warps, which take 32 keys of one sequence and head in turns, each with a softmax of its own. SPLITS
-// blocks of a cluster share a context.
-//
-// Macros: DIM (64, 128), PAGE (8 … 128), SPLITS (1, 2, 4, 8), WARPS, BLOCKS (that registers are saved for on a
-// multiprocessor), HALF (of q and out).
+// Macros: DIM (64, 128), PAGE (8 … 128), SPLITS (1, 2, 4, 8), WARPS, BLOCKS (per SM, for
+// __launch_bounds__), HALF (type of q and out).
 #include "mma.cuh"
 #include "paged_decode.cuh"
 
 constexpr int KEYS = 32, WORDS = DIM / 16, CHANNELS = DIM / 8, PAGES = PAGE < KEYS ? KEYS / PAGE : 1;
-static_assert(DIM <= 32 * WARPS, "a thread has one value of the query");
-constexpr float WHOLE = 4194304.0f, ONE = 16777215.0f; // what a query's largest value, and a weight of 1, become
+static_assert(DIM <= 32 * WARPS, "each thread holds at most one channel of the query");
+constexpr float QUERY_SCALE = 4194304.0f, UNIT_WEIGHT = 16777215.0f; // integers for a query's amax and for a weight of 1
 
 struct Work {
     const u16 *q;
@@ -36,30 +39,30 @@ __device__ inline float log2_fast(float x) {
     return y;
 }
 
-// As mma.cuh's product of whole numbers, with B unsigned.
-__device__ inline void values_product(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+// The int8 mma of mma.cuh with unsigned B.
+__device__ inline void mma_s8u8(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-__device__ inline float highest(float x) {
+__device__ inline float warp_max(float x) {
 #pragma unroll
     for (int by = 16; by > 0; by /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, by));
     return x;
 }
 
-// The query's digits, highest first; a fourth row of nothing.
+// The query's base-256 digits, highest first; the fourth row is zero.
 struct Query {
     signed char digits[4][DIM];
     float most[WARPS], poison[WARPS];
 };
 
-// Returns what a sum of whole numbers is to be multiplied with.
+// Splits the query into digits. Returns the factor from integer sums to scores.
 __device__ inline float split_query(Query &to, const u16 *q) {
     const int d = threadIdx.x;
-    const float x = d < DIM ? value(q[d]) : 0.0f;
-    float most = highest(fabsf(x)), poison = x * 0.0f; // what is no number stays none
+    const float x = d < DIM ? to_float(q[d]) : 0.0f;
+    float most = warp_max(fabsf(x)), poison = x * 0.0f; // propagates NaN and infinity
 #pragma unroll
     for (int by = 16; by > 0; by /= 2) poison += __shfl_xor_sync(~0u, poison, by);
     if (d % 32 == 0) to.most[d / 32] = most, to.poison[d / 32] = poison;
@@ -68,22 +71,23 @@ __device__ inline float split_query(Query &to, const u16 *q) {
 #pragma unroll
     for (int warp = 0; warp < WARPS; ++warp) most = fmaxf(most, to.most[warp]), poison += to.poison[warp];
     if (d < DIM) {
-        const int whole = __float2int_rn(x * (WHOLE / most));
+        const int whole = __float2int_rn(x * (QUERY_SCALE / most));
         const int low = static_cast<signed char>(whole), rest = (whole - low) >> 8;
         const int middle = static_cast<signed char>(rest);
         to.digits[0][d] = (rest - middle) >> 8, to.digits[1][d] = middle, to.digits[2][d] = low, to.digits[3][d] = 0;
     }
     __syncthreads();
-    return most / WHOLE + poison;
+    return most / QUERY_SCALE + poison;
 }
 
-// What a lane reads of 32 keys: 16 bytes (or two times 16) of keys g, g + 8, g + 16, g + 24, the scales of key 8 p + g.
+// A lane's registers per 32 keys: 16 bytes (or twice 16) of keys g, g + 8, g + 16, g + 24; the scales of
+// key 8 p + g.
 struct KeyTile {
     u32 rows[4][WORDS / 4][4];
     float scale, v_scale;
 };
 
-// And of the values CHANNELS bytes of keys 4 p … 4 p + 3 and 16 further.
+// Values: CHANNELS bytes of keys 4 p … 4 p + 3 and of those + 16.
 struct Values {
     u32 rows[8][CHANNELS / 4];
 };
@@ -95,27 +99,27 @@ struct Pages {
 struct Reader {
     const Work &w;
     const int *table;
-    int head, last; // column of the table that is the last
+    int head, last; // last column of the table
     int g, p;
 
     __device__ Pages pages(int block) const {
-        Pages found;
+        Pages result;
 #pragma unroll
         for (int i = 0; i < PAGES; ++i) {
             const int column = PAGE < KEYS ? block * PAGES + i : block / (PAGE / KEYS);
-            found.at[i] = table[min(column, last)];
+            result.at[i] = table[min(column, last)];
         }
-        return found;
+        return result;
     }
 
-    // Of the key with this offset in a block, where it lies in the cache, in keys.
+    // Cache position of slot `slot` of a block's page `page`, in units of keys.
     __device__ long long place(const Pages &pages, int block, int page, int slot) const {
         const int inside = PAGE < KEYS ? slot : slot + block % (PAGE > KEYS ? PAGE / KEYS : 1) * KEYS;
         return (static_cast<long long>(pages.at[page]) * w.heads + head) * PAGE + inside;
     }
 
     __device__ void read(KeyTile &to, const Pages &pages, int block) const {
-        // pages.at[] with an index that lanes differ in is a choice between registers
+        // pages.at[] with a lane-dependent index would be spilled; select between registers instead
         long long own;
         if (PAGE >= KEYS)
             own = place(pages, block, 0, 8 * p + g);
@@ -152,8 +156,8 @@ struct Reader {
     }
 };
 
-// The bytes of four words, turned: word b of the result has byte b of each.
-__device__ inline void turned(u32 (&to)[4], u32 a, u32 b, u32 c, u32 d) {
+// 4 x 4 byte transpose: word b of the result has byte b of each word.
+__device__ inline void transpose_bytes(u32 (&to)[4], u32 a, u32 b, u32 c, u32 d) {
     const u32 ab = __byte_perm(a, b, 0x5140), cd = __byte_perm(c, d, 0x5140);
     const u32 above_ab = __byte_perm(a, b, 0x7362), above_cd = __byte_perm(c, d, 0x7362);
     to[0] = __byte_perm(ab, cd, 0x5410), to[1] = __byte_perm(ab, cd, 0x7632);
@@ -161,10 +165,10 @@ __device__ inline void turned(u32 (&to)[4], u32 a, u32 b, u32 c, u32 d) {
 }
 
 struct Softmax {
-    float top = -1e30f, mass = 0.0f; // of the warp; of this lane's keys
-    float mixed[CHANNELS] = {};      // of channels CHANNELS g …: its higher digits (p = 0), its lowest (p = 1)
+    float row_max = -1e30f, row_sum = 0.0f; // over the warp; over this lane's keys
+    float acc[CHANNELS] = {};      // channels CHANNELS g …: higher digits (p = 0), lowest digit (p = 1)
 
-    // Whole scores of the keys: lane 4 g + p gets that of key 8 p + g.
+    // Integer QKᵀ: lane 4 g + p gets the score of key 8 p + g.
     __device__ static float scores(const KeyTile &keys, const u32 (&query)[WORDS], int p) {
         const float high = p == 0 ? 65536.0f : p == 1 ? 1.0f : 0.0f, low = p == 0 ? 256.0f : 0.0f;
         float sum[4];
@@ -173,7 +177,7 @@ struct Softmax {
             int d[4] = {0, 0, 0, 0};
 #pragma unroll
             for (int i = 0; i < WORDS; i += 2)
-                multiply(d, keys.rows[2 * half][i / 4][i % 4], keys.rows[2 * half + 1][i / 4][i % 4],
+                mma(d, keys.rows[2 * half][i / 4][i % 4], keys.rows[2 * half + 1][i / 4][i % 4],
                              keys.rows[2 * half][i / 4][i % 4 + 1], keys.rows[2 * half + 1][i / 4][i % 4 + 1],
                              query[i], query[i + 1]);
             sum[2 * half] = static_cast<float>(d[0]) * high + static_cast<float>(d[1]) * low;
@@ -186,14 +190,14 @@ struct Softmax {
         return p < 2 ? mine : others;
     }
 
-    // score: of this lane's key, −∞ where it is not seen; value_scale then 1.
+    // score: of this lane's key, −∞ if masked (value_scale is then 1).
     __device__ void add(const Values &values, float score, float value_scale, int g, int p) {
         const float weighed = score + log2_fast(value_scale);
-        const float most = fmaxf(top, highest(weighed)), keep = exp2_fast(top - most);
-        top = most;
-        mass = mass * keep + exp2_fast(score - most);
-        const u32 weight = __float2uint_rn(exp2_fast(weighed - most) * ONE);
-        // This lane's share of a right operand: digit g of the weights of keys 4 p …, 16 + 4 p …
+        const float most = fmaxf(row_max, warp_max(weighed)), correction = exp2_fast(row_max - most);
+        row_max = most;
+        row_sum = row_sum * correction + exp2_fast(score - most);
+        const u32 weight = __float2uint_rn(exp2_fast(weighed - most) * UNIT_WEIGHT);
+        // This lane's B fragment: digit g of the weights of keys 4 p …, 16 + 4 p …
         const u32 digit = g < 3 ? 2 - g : 3, pick = digit | (4 + digit) << 4;
         u32 right[2];
 #pragma unroll
@@ -208,29 +212,29 @@ struct Softmax {
 #pragma unroll
         for (int j = 0; j < CHANNELS / 4; ++j) {
             u32 near[4], far[4];
-            turned(near, values.rows[0][j], values.rows[1][j], values.rows[2][j], values.rows[3][j]);
-            turned(far, values.rows[4][j], values.rows[5][j], values.rows[6][j], values.rows[7][j]);
+            transpose_bytes(near, values.rows[0][j], values.rows[1][j], values.rows[2][j], values.rows[3][j]);
+            transpose_bytes(far, values.rows[4][j], values.rows[5][j], values.rows[6][j], values.rows[7][j]);
 #pragma unroll
             for (int i = 0; i < 4; i += 2) {
                 int d[4] = {0, 0, 0, 0};
-                values_product(d, near[i], near[i + 1], far[i], far[i + 1], right[0], right[1]);
-                float &first = mixed[4 * j + i], &second = mixed[4 * j + i + 1];
-                first = fmaf(static_cast<float>(d[0] * above + d[1]), unit, first * keep);
-                second = fmaf(static_cast<float>(d[2] * above + d[3]), unit, second * keep);
+                mma_s8u8(d, near[i], near[i + 1], far[i], far[i + 1], right[0], right[1]);
+                float &first = acc[4 * j + i], &second = acc[4 * j + i + 1];
+                first = fmaf(static_cast<float>(d[0] * above + d[1]), unit, first * correction);
+                second = fmaf(static_cast<float>(d[2] * above + d[3]), unit, second * correction);
             }
         }
     }
 };
 
-__device__ inline void store_warp(Parts<1> &found, Softmax &mine, int warp, int g, int p) {
+__device__ inline void store_warp(Parts<1> &parts, Softmax &softmax, int warp, int g, int p) {
 #pragma unroll
-    for (int by = 16; by > 0; by /= 2) mine.mass += __shfl_xor_sync(~0u, mine.mass, by);
+    for (int by = 16; by > 0; by /= 2) softmax.row_sum += __shfl_xor_sync(~0u, softmax.row_sum, by);
 #pragma unroll
     for (int i = 0; i < CHANNELS; ++i) {
-        mine.mixed[i] += __shfl_xor_sync(~0u, mine.mixed[i], 1);
-        if (p == 0) found.mixed[warp][0][CHANNELS * g + i] = mine.mixed[i];
+        softmax.acc[i] += __shfl_xor_sync(~0u, softmax.acc[i], 1);
+        if (p == 0) parts.acc[warp][0][CHANNELS * g + i] = softmax.acc[i];
     }
-    if (threadIdx.x % 32 == 0) found.top[warp][0] = mine.top, found.mass[warp][0] = mine.mass;
+    if (threadIdx.x % 32 == 0) parts.row_max[warp][0] = softmax.row_max, parts.row_sum[warp][0] = softmax.row_sum;
 }
 
 extern "C" __global__ void
@@ -239,19 +243,19 @@ __cluster_dims__(SPLITS, 1, 1)
 #endif
 __launch_bounds__(32 * WARPS, BLOCKS)
     paged_decode8(const __grid_constant__ Work w) {
-    __shared__ Parts<1> found;
+    __shared__ Parts<1> parts;
     __shared__ __align__(16) Query digits;
     const int split = SPLITS > 1 ? cluster_rank() : 0, pair = blockIdx.x / SPLITS;
     const int sequence = pair / w.heads, head = pair - sequence * w.heads;
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, p = threadIdx.x % 4;
     const int row = w.starts[sequence], rows = w.starts[sequence + 1] - row, length = w.lengths[sequence];
-    const int first = w.window > 0 ? max(length - w.window, 0) : 0; // keys that the query sees: first … length − 1
+    const int first = w.window > 0 ? max(length - w.window, 0) : 0; // visible keys: first … length − 1
     const int begin = first / KEYS, blocks = (length + KEYS - 1) / KEYS - begin, each = (blocks + SPLITS - 1) / SPLITS;
     const int end = begin + min((split + 1) * each, blocks);
     int block = begin + split * each + warp;
     const Reader reader = {w, w.tables + static_cast<long long>(sequence) * w.table_stride, head,
                            min(max(length - 1, 0) / PAGE, w.columns - 1), g, p};
-    Pages pages = reader.pages(block), pages_behind = reader.pages(block + WARPS);
+    Pages pages = reader.pages(block), next_pages = reader.pages(block + WARPS);
     pdl_wait();
     pdl_launch_dependents();
     if (rows != 1) return;
@@ -259,31 +263,31 @@ __launch_bounds__(32 * WARPS, BLOCKS)
     if (block < end) reader.read(keys, pages, block);
     const u16 *q = w.q + static_cast<long long>(row) * w.q_stride + head * w.q_head;
     const float scale = w.scale * split_query(digits, q);
-    u32 query[WORDS]; // this lane's share of a right operand: of channels 64 (i / 4) + 16 p + 4 (i % 4) …, i a word
+    u32 query[WORDS]; // this lane's B fragment: word i has channels 64 (i / 4) + 16 p + 4 (i % 4) …
 #pragma unroll
     for (int i = 0; i < WORDS; ++i)
         query[i] = *reinterpret_cast<const u32 *>(&digits.digits[min(g, 3)][64 * (i / 4) + 16 * p + 4 * (i % 4)]);
-    Softmax mine;
+    Softmax softmax;
     for (; block < end; block += WARPS) {
-        // The next keys are on their way beside these values, in the registers that these keys leave.
+        // The next keys are loaded during PV, into the registers of the current keys.
         Values values;
         reader.read(values, pages, block);
-        pages = pages_behind, pages_behind = reader.pages(block + 2 * WARPS);
+        pages = next_pages, next_pages = reader.pages(block + 2 * WARPS);
         const int key = block * KEYS + 8 * p + g;
-        const bool seen = key >= first && key < length;
-        const float whole = mine.scores(keys, query, p) * scale;
-        const float score = seen ? whole * keys.scale : __int_as_float(0xff800000); // −∞
-        const float value_scale = seen ? keys.v_scale : 1.0f;
+        const bool visible = key >= first && key < length;
+        const float whole = softmax.scores(keys, query, p) * scale;
+        const float score = visible ? whole * keys.scale : __int_as_float(0xff800000); // −∞
+        const float value_scale = visible ? keys.v_scale : 1.0f;
         if (block + WARPS < end) reader.read(keys, pages, block + WARPS);
-        mine.add(values, score, value_scale, g, p);
+        softmax.add(values, score, value_scale, g, p);
     }
-    store_warp(found, mine, warp, g, p);
+    store_warp(parts, softmax, warp, g, p);
     __syncthreads();
-    join_warps(found);
+    join_warps(parts);
     if (SPLITS > 1)
         cluster_sync();
     else
         __syncthreads();
-    finish(found, w.out + (static_cast<long long>(row) * w.heads + head) * DIM, split, ONE);
-    if (SPLITS > 1) cluster_sync(); // a block that ended could not be read
+    finish(parts, w.out + (static_cast<long long>(row) * w.heads + head) * DIM, split, UNIT_WEIGHT);
+    if (SPLITS > 1) cluster_sync(); // no block may exit while others read its shared memory
 }

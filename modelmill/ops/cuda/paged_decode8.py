@@ -1,6 +1,4 @@
-"""Decoding over pages of int8 in whole numbers (paged_decode8.cu): heads with keys and values of
-their own.
-"""
+"""Decode attention over int8 pages in integer arithmetic (paged_decode8.cu), without GQA."""
 
 from __future__ import annotations
 
@@ -11,14 +9,14 @@ import torch
 from modelmill.ops.cuda import build, launch, paged_decode
 from modelmill.ops.cuda.paged_decode import LOG2E, TYPES
 
-# Sizes of paged_decode8.cu; blocks whose registers fit a multiprocessor together.
+# Sizes of paged_decode8.cu; blocks whose registers fit an SM together.
 KEYS, WARPS, BLOCKS_PER_SM = 32, 4, 4
 
 
 def available(device_type: str) -> str | None:
-    """None where the kernel serves devices of this kind; else why not.
+    """None if the kernel supports this device type; else the reason.
 
-    Compiles the commonest form, once a machine.
+    Compiles the most common config (cached on disk).
     """
     return build.why_unavailable(
         device_type, "paged_decode8", _kernel_macros(torch.bfloat16, 128, 16, 1)
@@ -33,8 +31,10 @@ def supports_decode(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> bool:
-    """q in 16 bits, heads of 64 or 128, one KV head each, packed int8 caches with pages of 8 to 128
-    tokens.
+    """Whether the kernel serves these operands.
+
+    q in 16 bits, heads of 64 or 128, one KV head each, packed int8 caches with pages of 8 to
+    128 tokens.
 
     indices: page tables, starts, lengths.
     """
@@ -56,8 +56,7 @@ def supports_decode(
 def specializations(
     heads: int, max_sequences: int, max_context: int, device: int
 ) -> list[tuple[int, int]]:
-    """(sequences, bound on their context) of decode steps, one for each form of the kernel that
-    they may meet.
+    """Return (sequences, context bound) of decode steps that cover every kernel config.
 
     max_sequences, max_context: sequences of a step, keys that a query of one sees.
     """

@@ -1,6 +1,4 @@
-"""Queries, keys and values of prompts by qkv_rope_cache.cu: product, rotation and KV-cache write in
-one kernel.
-"""
+"""Fused QKV projection, RoPE and KV-cache write for prompts (qkv_rope_cache.cu)."""
 
 from __future__ import annotations
 
@@ -19,9 +17,9 @@ _MAX_ELEMENTS = 1 << 31  # slots, and values of the projection: they are counted
 
 
 def available(device_type: str) -> str | None:
-    """None where the kernel serves devices of this kind; else why not.
+    """None if the kernel supports this device type; else the reason.
 
-    Compiles one form, once a machine.
+    Compiles one config (cached on disk).
     """
     return build.why_unavailable(
         device_type, "qkv_rope_cache", kernel_macros(128, biased=True, dtype=torch.bfloat16)
@@ -29,7 +27,7 @@ def available(device_type: str) -> str | None:
 
 
 def kernel_macros(dim: int, *, biased: bool, dtype: torch.dtype) -> tuple[str, ...]:
-    """As the compiler takes them."""
+    """Macros for the compiler."""
     return (f"DIM={dim}", f"BIAS={int(biased)}", f"BAND={gemm.TILES_PER_BAND}", *TYPES[dtype])
 
 
@@ -50,9 +48,12 @@ def supports(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> bool:
-    """16 bits, also of the pages, which have 2^n tokens each; heads of 64 or 128 without norms of
-    their own; prompts that fill the multiprocessors with tiles."""
-    # first what most steps fail by: it is asked in every layer
+    """Whether the kernel serves these operands and is faster.
+
+    16 bits, also of the pages, which have 2^n tokens each; heads of 64 or 128 without q/k
+    norms; prompts whose tiles fill the SMs.
+    """
+    # the most selective check first: this runs in every layer
     if x.dim() != 2 or not is_faster(x.shape[0], weight.shape[0], launch.sm_count(x.get_device())):
         return False
     if not supports_operands(x, weight, bias):
@@ -102,9 +103,7 @@ def is_faster(rows: int, outputs: int, num_sms: int) -> bool:
 
 
 def specializations(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[int]:
-    """A number of rows, up to ``max_rows``, that is served, if any is: each of them is the same
-    kernel's.
-    """
+    """One number of rows up to ``max_rows`` that is served, if any: all use the same config."""
     if not supports_operands(x.new_empty((1, x.shape[1])), weight, None):
         return []
     sizes = (weight.shape[0], launch.sm_count(x.get_device()))

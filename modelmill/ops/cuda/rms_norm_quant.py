@@ -1,5 +1,6 @@
-"""RMSNorm to 8 bits in another order of columns (rmsnorm_quant_permute.cu); all else is
-Triton's.
+"""RMSNorm to permuted 8-bit values (rmsnorm_quant_permute.cu).
+
+All other cases are served by Triton.
 """
 
 from __future__ import annotations

@@ -1,41 +1,44 @@
-// RMSNorm of many rows, of x or of x + residual, rounded to 8 bits with its columns in another order: a row is read and
-// written once. What is exchanged between columns goes through shared memory.
+// Fused (residual add +) RMSNorm + 8-bit quantization + column permutation for many rows (M ≥ 256):
+// x[M, WIDTH] in 16 bits to values[M, COLUMNS] int8 or e4m3, with a dynamic scale per token, one
+// static factor, or a factor and zero-point per column. Each row is read and written once. Called
+// by the ops rms_norm_quant and add_rms_norm_quant (ops/cuda/rmsnorm_quant_permute.py).
 //
-// A column that is gathered costs a shared-memory access wherever it lies, and gathered words collide in their banks.
-// So several rows are exchanged at once: what a column has of them fills one word. With one factor for all columns the
-// values are rounded to bytes first, and a word holds four rows; with a factor or a zero-point a column, which belong to
-// the column as it is written, the word holds two rows in 16 bits, to which they were rounded anyway.
+// The permutation goes through shared memory, where gathered words have bank conflicts. So several
+// rows are exchanged at once and one word holds all rows of a column: four rows in bytes if all
+// columns share a factor (quantized before the exchange), else two rows in 16 bits (quantized after
+// it).
 //
-// A block takes every so-many-th group of rows, which the copy engine brings to shared memory STAGES groups ahead: in
-// registers a group ahead would not fit. Its threads hold 8 columns of each row as they are read and as many as
-// they are written, of which place, factor and zero-point stay in registers from group to group.
+// Persistent: a block processes every gridDim-th group of rows, which bulk copies load STAGES
+// groups ahead. Each thread owns 8 input columns and 8 output columns, whose perm, factor and
+// zero-point stay in registers. Techniques: bulk async copy, mbarrier pipeline, PDL.
 //
-// Macros: WIDTH (of x; a multiple of 16), COLUMNS (of the values; a multiple of 16), ADD, TOKEN (a scale a token), EACH (a
-// factor a column), SHIFT (zero-points), BLOCKS (of a multiprocessor), STAGES, FP8, HALF (float16 for bfloat16).
+// Macros: WIDTH (of x; a multiple of 16), COLUMNS (of the values; a multiple of 16), ADD_RESIDUAL,
+// PER_TOKEN (dynamic scale per token), PER_COLUMN (a factor per column), ZERO_POINTS, BLOCKS (per
+// SM), STAGES, FP8, HALF (float16 instead of bfloat16).
 #include "quantize_8bit.cuh"
 #include "hopper.cuh"
 
-constexpr bool BYTES = !EACH && !SHIFT;
-constexpr int ROWS = BYTES ? 4 : 2;
-constexpr int MINE = 8; // columns of a thread
-constexpr int READERS = WIDTH / MINE, WRITERS = COLUMNS / MINE;
-constexpr int THREADS = READERS > WRITERS ? READERS : WRITERS, PADDED = (THREADS + 31) / 32 * 32, WARPS = PADDED / 32;
-constexpr int SHARE = 32 / ROWS; // lanes that a row gets where warps' results are put together
-constexpr int ROW_BYTES = WIDTH * 2, GROUP_BYTES = ROWS * ROW_BYTES, STAGE_BYTES = (ADD ? 2 : 1) * GROUP_BYTES;
+constexpr bool PACK_BYTES = !PER_COLUMN && !ZERO_POINTS;
+constexpr int ROWS = PACK_BYTES ? 4 : 2;
+constexpr int COLUMNS_PER_THREAD = 8; // columns per thread
+constexpr int READ_THREADS = WIDTH / COLUMNS_PER_THREAD, WRITE_THREADS = COLUMNS / COLUMNS_PER_THREAD;
+constexpr int THREADS = READ_THREADS > WRITE_THREADS ? READ_THREADS : WRITE_THREADS, BLOCK_THREADS = (THREADS + 31) / 32 * 32, WARPS = BLOCK_THREADS / 32;
+constexpr int LANES_PER_ROW = 32 / ROWS; // lanes per row in the reduction across warps
+constexpr int ROW_BYTES = WIDTH * 2, GROUP_BYTES = ROWS * ROW_BYTES, STAGE_BYTES = (ADD_RESIDUAL ? 2 : 1) * GROUP_BYTES;
 
 struct Work {
     const uint4 *x, *weight;
-    uint4 *total; // ADD: the residual, written over with the sum
+    uint4 *residual; // ADD_RESIDUAL: overwritten with the sum
     u32 *values;
-    float *scale;            // TOKEN
-    const float *factor;     // [1], or with EACH [COLUMNS]
-    const int *zero, *order; // [COLUMNS]
+    float *scale;            // PER_TOKEN
+    const float *factor;     // [1], or [COLUMNS] with PER_COLUMN
+    const int *zero, *perm; // [COLUMNS]
     long long rows;
-    float eps, most;
+    float eps, qmax;
 };
 static_assert(sizeof(Work) == 80, "rmsnorm_quant_permute.py packs 80 bytes");
 
-// Four words of four bytes with rows and columns exchanged.
+// 4 x 4 byte transpose.
 __device__ inline void transpose(u32 (&w)[4]) {
     const u32 a = __byte_perm(w[0], w[1], 0x5140), b = __byte_perm(w[2], w[3], 0x5140);
     const u32 c = __byte_perm(w[0], w[1], 0x7362), d = __byte_perm(w[2], w[3], 0x7362);
@@ -43,48 +46,49 @@ __device__ inline void transpose(u32 (&w)[4]) {
     w[2] = __byte_perm(c, d, 0x5410), w[3] = __byte_perm(c, d, 0x7632);
 }
 
-// The warp's sums of each row; lane l ends with that of row l / SHARE. The lanes divide the rows while they add, so that
-// several sums cost little more than one.
-__device__ inline float row_sums(float (&sum)[ROWS], int lane) {
+// Warp reduction of ROWS sums at once; lane l ends with the sum of row l / LANES_PER_ROW. Lanes split the
+// rows between them, so that several sums cost little more than one.
+__device__ inline float reduce_rows(float (&sum)[ROWS], int lane) {
 #pragma unroll
     for (int rows = ROWS, step = 16; rows > 1; rows /= 2, step /= 2)
 #pragma unroll
         for (int i = 0; i < rows / 2; ++i) {
             const bool upper = lane & step;
-            const float given = upper ? sum[i] : sum[i + rows / 2], kept = upper ? sum[i + rows / 2] : sum[i];
-            sum[i] = kept + __shfl_xor_sync(~0u, given, step);
+            const float send = upper ? sum[i] : sum[i + rows / 2], keep = upper ? sum[i + rows / 2] : sum[i];
+            sum[i] = keep + __shfl_xor_sync(~0u, send, step);
         }
     float all = sum[0];
 #pragma unroll
-    for (int step = SHARE / 2; step > 0; step /= 2) all += __shfl_xor_sync(~0u, all, step);
+    for (int step = LANES_PER_ROW / 2; step > 0; step /= 2) all += __shfl_xor_sync(~0u, all, step);
     return all;
 }
 
-// Where a column lies in the exchange, in words: a thread writes four at once, beside its neighbours' four.
-__device__ inline u32 place(int column) {
+// Word index of a column in the exchange buffer: a thread writes four words at once, adjacent to those of
+// its neighbours.
+__device__ inline u32 exchange_index(int column) {
     return column < 0 ? WIDTH : (column % 8 / 4 * (WIDTH / 8) + column / 8) * 4 + column % 4;
 }
 
-extern "C" __global__ void __launch_bounds__(PADDED, BLOCKS) rmsnorm_quant_permute(const __grid_constant__ Work work) {
-    extern __shared__ __align__(128) unsigned char stages[]; // STAGES groups of rows, then the exchange
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS) rmsnorm_quant_permute(const __grid_constant__ Work work) {
+    extern __shared__ __align__(128) unsigned char stages[]; // STAGES groups of rows, then the exchange buffer
     __shared__ __align__(8) u64 arrived[STAGES];
     __shared__ float sums[ROWS][WARPS];
-    __shared__ u32 tops[ROWS][WARPS];
-    u32 *exchange = reinterpret_cast<u32 *>(stages + STAGES * STAGE_BYTES); // behind the columns a zero, for one that is none
+    __shared__ u32 amaxes[ROWS][WARPS];
+    u32 *exchange = reinterpret_cast<u32 *>(stages + STAGES * STAGE_BYTES); // a zero after the columns, for padding columns
     const int t = threadIdx.x, warp = t / 32, lane = t % 32;
-    const bool reads = t < READERS, writes = t < WRITERS;
-    const uint4 nothing = {0, 0, 0, 0};
-    const uint4 weight = reads ? work.weight[t] : nothing;
-    const u32 w[4] = {weight.x, weight.y, weight.z, weight.w}; // of the columns as read
-    u32 places[MINE / 2]; // of two columns each as written, in bytes
-    float factor[EACH ? MINE : 1], zero[SHIFT ? MINE : 1];
+    const bool reads = t < READ_THREADS, writes = t < WRITE_THREADS;
+    const uint4 zeros = {0, 0, 0, 0};
+    const uint4 weight = reads ? work.weight[t] : zeros;
+    const u32 w[4] = {weight.x, weight.y, weight.z, weight.w}; // of the input columns
+    u32 exchange_offsets[COLUMNS_PER_THREAD / 2]; // byte offsets of two output columns per word
+    float factor[PER_COLUMN ? COLUMNS_PER_THREAD : 1], zero[ZERO_POINTS ? COLUMNS_PER_THREAD : 1];
 #pragma unroll
-    for (int i = 0; i < MINE; ++i) {
-        const int from = writes ? work.order[MINE * t + i] : -1;
-        const u32 offset = 4 * place(from);
-        places[i / 2] = i % 2 == 0 ? offset : places[i / 2] | offset << 16;
-        if (EACH) factor[EACH ? i : 0] = from < 0 ? 0.0f : work.factor[MINE * t + i];
-        if (SHIFT) zero[SHIFT ? i : 0] = from < 0 ? 0.0f : static_cast<float>(work.zero[MINE * t + i]);
+    for (int i = 0; i < COLUMNS_PER_THREAD; ++i) {
+        const int from = writes ? work.perm[COLUMNS_PER_THREAD * t + i] : -1;
+        const u32 offset = 4 * exchange_index(from);
+        exchange_offsets[i / 2] = i % 2 == 0 ? offset : exchange_offsets[i / 2] | offset << 16;
+        if (PER_COLUMN) factor[PER_COLUMN ? i : 0] = from < 0 ? 0.0f : work.factor[COLUMNS_PER_THREAD * t + i];
+        if (ZERO_POINTS) zero[ZERO_POINTS ? i : 0] = from < 0 ? 0.0f : static_cast<float>(work.zero[COLUMNS_PER_THREAD * t + i]);
     }
     const long long stride = static_cast<long long>(gridDim.x) * ROWS;
     long long first = static_cast<long long>(blockIdx.x) * ROWS;
@@ -95,14 +99,14 @@ extern "C" __global__ void __launch_bounds__(PADDED, BLOCKS) rmsnorm_quant_permu
     }
     __syncthreads();
     pdl_wait();
-    const float fixed = TOKEN || EACH ? 1.0f : work.factor[0];
+    const float fixed = PER_TOKEN || PER_COLUMN ? 1.0f : work.factor[0];
     auto fetch = [&](long long group, int stage) { // by one thread
         if (group >= work.rows) return;
         const u32 bytes = static_cast<u32>(min(work.rows - group, static_cast<long long>(ROWS))) * ROW_BYTES;
         const u32 barrier = shared_address(arrived + stage), target = shared_address(stages + stage * STAGE_BYTES);
-        mbarrier_arrive_expect_tx(barrier, (ADD ? 2 : 1) * bytes);
+        mbarrier_arrive_expect_tx(barrier, (ADD_RESIDUAL ? 2 : 1) * bytes);
         bulk_load(target, work.x + group * (WIDTH / 8), bytes, barrier);
-        if (ADD) bulk_load(target + GROUP_BYTES, work.total + group * (WIDTH / 8), bytes, barrier);
+        if (ADD_RESIDUAL) bulk_load(target + GROUP_BYTES, work.residual + group * (WIDTH / 8), bytes, barrier);
     };
     if (t == 0)
         for (int i = 0; i < STAGES; ++i) fetch(first + i * stride, i);
@@ -116,94 +120,94 @@ extern "C" __global__ void __launch_bounds__(PADDED, BLOCKS) rmsnorm_quant_permu
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             sum[i] = 0.0f;
-            // rows behind the last are whatever lies there: nothing of them is written
-            const uint4 x = reads ? row[i * READERS + t] : nothing;
+            // rows past the last are undefined and not stored
+            const uint4 x = reads ? row[i * READ_THREADS + t] : zeros;
             u32 *four = v[i];
             four[0] = x.x, four[1] = x.y, four[2] = x.z, four[3] = x.w;
-            if (ADD) {
-                const uint4 other = reads ? row[(ROWS + i) * READERS + t] : nothing;
+            if (ADD_RESIDUAL) {
+                const uint4 other = reads ? row[(ROWS + i) * READ_THREADS + t] : zeros;
                 const u32 o[4] = {other.x, other.y, other.z, other.w};
 #pragma unroll
                 for (int j = 0; j < 4; ++j) four[j] = rounded_pair(low(four[j]) + low(o[j]), high(four[j]) + high(o[j]));
                 if (reads && first + i < work.rows)
-                    work.total[(first + i) * READERS + t] = make_uint4(four[0], four[1], four[2], four[3]);
+                    work.residual[(first + i) * READ_THREADS + t] = make_uint4(four[0], four[1], four[2], four[3]);
             }
 #pragma unroll
             for (int j = 0; j < 4; ++j) sum[i] += low(four[j]) * low(four[j]) + high(four[j]) * high(four[j]);
         }
-        const float own = row_sums(sum, lane);
-        if (lane % SHARE == 0) sums[lane / SHARE][warp] = own;
-        __syncthreads(); // the stage was read by all
+        const float own = reduce_rows(sum, lane);
+        if (lane % LANES_PER_ROW == 0) sums[lane / LANES_PER_ROW][warp] = own;
+        __syncthreads(); // all threads have read the stage
         if (t == 0) fetch(first + STAGES * stride, stage);
         if (++stage == STAGES) stage = 0, parity ^= 1;
         float all = 0.0f;
 #pragma unroll
-        for (int i = 0; i < WARPS; i += SHARE)
-            if (i + lane % SHARE < WARPS) all += sums[lane / SHARE][i + lane % SHARE];
+        for (int i = 0; i < WARPS; i += LANES_PER_ROW)
+            if (i + lane % LANES_PER_ROW < WARPS) all += sums[lane / LANES_PER_ROW][i + lane % LANES_PER_ROW];
 #pragma unroll
-        for (int step = SHARE / 2; step > 0; step /= 2) all += __shfl_xor_sync(~0u, all, step);
-        const float spread = rsqrtf(all / WIDTH + work.eps);
+        for (int step = LANES_PER_ROW / 2; step > 0; step /= 2) all += __shfl_xor_sync(~0u, all, step);
+        const float inv_rms = rsqrtf(all / WIDTH + work.eps);
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            const float by = __shfl_sync(~0u, spread, i * SHARE);
-            u32 top = 0;
+            const float by = __shfl_sync(~0u, inv_rms, i * LANES_PER_ROW);
+            u32 amax = 0;
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                v[i][j] = times(rounded_pair(low(v[i][j]) * by, high(v[i][j]) * by), w[j]);
-                if (TOKEN) top = larger_sizes(top, v[i][j]);
+                v[i][j] = mul_pairs(rounded_pair(low(v[i][j]) * by, high(v[i][j]) * by), w[j]);
+                if (PER_TOKEN) amax = max_abs_pairs(amax, v[i][j]);
             }
-            if (TOKEN) {
-                top = __reduce_max_sync(~0u, max(top & 0xFFFF, top >> 16));
-                if (lane == 0) tops[i][warp] = top;
+            if (PER_TOKEN) {
+                amax = __reduce_max_sync(~0u, max(amax & 0xFFFF, amax >> 16));
+                if (lane == 0) amaxes[i][warp] = amax;
             }
         }
         float by[ROWS];
-        if (TOKEN) {
+        if (PER_TOKEN) {
             __syncthreads();
-            u32 top = 0;
+            u32 amax = 0;
 #pragma unroll
-            for (int i = 0; i < WARPS; i += SHARE)
-                if (i + lane % SHARE < WARPS) top = max(top, tops[lane / SHARE][i + lane % SHARE]);
+            for (int i = 0; i < WARPS; i += LANES_PER_ROW)
+                if (i + lane % LANES_PER_ROW < WARPS) amax = max(amax, amaxes[lane / LANES_PER_ROW][i + lane % LANES_PER_ROW]);
 #pragma unroll
-            for (int step = SHARE / 2; step > 0; step /= 2) top = max(top, __shfl_xor_sync(~0u, top, step));
-            const float size = fmaxf(low(top), 1e-6f), inverse = __fdiv_rn(work.most, size);
-            if (warp == 0 && lane % SHARE == 0 && first + lane / SHARE < work.rows)
-                work.scale[first + lane / SHARE] = __fdiv_rn(size, work.most);
+            for (int step = LANES_PER_ROW / 2; step > 0; step /= 2) amax = max(amax, __shfl_xor_sync(~0u, amax, step));
+            const float size = fmaxf(low(amax), 1e-6f), inverse = __fdiv_rn(work.qmax, size);
+            if (warp == 0 && lane % LANES_PER_ROW == 0 && first + lane / LANES_PER_ROW < work.rows)
+                work.scale[first + lane / LANES_PER_ROW] = __fdiv_rn(size, work.qmax);
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i) by[i] = __shfl_sync(~0u, inverse, i * SHARE);
+            for (int i = 0; i < ROWS; ++i) by[i] = __shfl_sync(~0u, inverse, i * LANES_PER_ROW);
         } else {
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) by[i] = fixed;
         }
-        u32 word[MINE];
+        u32 word[COLUMNS_PER_THREAD];
 #pragma unroll
-        for (int j = 0; j < MINE; ++j) {
-            if constexpr (BYTES) {
+        for (int j = 0; j < COLUMNS_PER_THREAD; ++j) {
+            if constexpr (PACK_BYTES) {
                 float y[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
-                    y[i] = scaled(j % 2 == 0 ? low(v[i % ROWS][j / 2]) : high(v[i % ROWS][j / 2]), by[i % ROWS], 0.0f, work.most);
-                word[j] = bytes(y[0], y[1], y[2], y[3]);
+                    y[i] = scale_to_8bit(j % 2 == 0 ? low(v[i % ROWS][j / 2]) : high(v[i % ROWS][j / 2]), by[i % ROWS], 0.0f, work.qmax);
+                word[j] = pack_bytes(y[0], y[1], y[2], y[3]);
             } else {
                 word[j] = __byte_perm(v[0][j / 2], v[1][j / 2], j % 2 == 0 ? 0x5410 : 0x7632);
             }
         }
         if (reads) {
 #pragma unroll
-            for (int j = 0; j < MINE; j += 4)
-                reinterpret_cast<uint4 *>(exchange)[j / 4 * READERS + t] =
+            for (int j = 0; j < COLUMNS_PER_THREAD; j += 4)
+                reinterpret_cast<uint4 *>(exchange)[j / 4 * READ_THREADS + t] =
                     make_uint4(word[j], word[j + 1], word[j + 2], word[j + 3]);
         }
         __syncthreads();
 #pragma unroll
-        for (int j = 0; j < MINE; ++j) {
-            const u32 offset = j % 2 == 0 ? places[j / 2] & 0xFFFF : places[j / 2] >> 16;
+        for (int j = 0; j < COLUMNS_PER_THREAD; ++j) {
+            const u32 offset = j % 2 == 0 ? exchange_offsets[j / 2] & 0xFFFF : exchange_offsets[j / 2] >> 16;
             word[j] = *reinterpret_cast<const u32 *>(reinterpret_cast<const unsigned char *>(exchange) + offset);
         }
-        u32 out[ROWS][MINE / 4];
+        u32 out[ROWS][COLUMNS_PER_THREAD / 4];
 #pragma unroll
-        for (int four = 0; four < MINE / 4; ++four) {
-            if constexpr (BYTES) {
+        for (int four = 0; four < COLUMNS_PER_THREAD / 4; ++four) {
+            if constexpr (PACK_BYTES) {
                 u32 square[4] = {word[4 * four], word[4 * four + 1], word[4 * four + 2], word[4 * four + 3]};
                 transpose(square);
 #pragma unroll
@@ -216,16 +220,16 @@ extern "C" __global__ void __launch_bounds__(PADDED, BLOCKS) rmsnorm_quant_permu
                     for (int j = 0; j < 4; ++j) {
                         const int column = 4 * four + j;
                         const float value = i == 0 ? low(word[column]) : high(word[column]);
-                        y[j] = scaled(value, EACH ? factor[EACH ? column : 0] : by[i], zero[SHIFT ? column : 0], work.most);
+                        y[j] = scale_to_8bit(value, PER_COLUMN ? factor[PER_COLUMN ? column : 0] : by[i], zero[ZERO_POINTS ? column : 0], work.qmax);
                     }
-                    out[i][four] = bytes(y[0], y[1], y[2], y[3]);
+                    out[i][four] = pack_bytes(y[0], y[1], y[2], y[3]);
                 }
             }
         }
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             if (!writes || first + i >= work.rows) continue;
-            u32 *values = work.values + (first + i) * (COLUMNS / 4) + t * (MINE / 4);
+            u32 *values = work.values + (first + i) * (COLUMNS / 4) + t * (COLUMNS_PER_THREAD / 4);
             *reinterpret_cast<uint2 *>(values) = make_uint2(out[i][0], out[i][1]);
         }
     }

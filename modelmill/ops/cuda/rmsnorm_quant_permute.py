@@ -1,5 +1,7 @@
-"""Norms whose 8-bit values come out in another order of columns: rmsnorm_quant_permute.cu for many
-rows, rmsnorm_quant_permute_small_m.cu for few."""
+"""RMSNorm with 8-bit output in permuted column order.
+
+rmsnorm_quant_permute.cu serves many rows, rmsnorm_quant_permute_small_m.cu few.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
 MAX_WIDTH = 8192
 LARGE_M_MIN_ROWS = 256  # with fewer, what is kept of each column is not used often enough
 
-SM_SHARED_BYTES = 226 * 1024  # bytes of a multiprocessor
+SM_SHARED_BYTES = 226 * 1024  # bytes of an SM
 MAX_STAGES = 2
 
 PerColumn = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -23,8 +25,10 @@ PerColumn = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 def supports_rows(
     x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, per_column: PerColumn
 ) -> bool:
-    """Rows in 16 bits, of x and of the values a multiple of 16 columns up to 8,192, with an
-    order.
+    """Whether the kernels serve these operands.
+
+    Rows in 16 bits; x and the values have a multiple of 16 columns up to 8,192; a permutation
+    is given.
     """
     factor, zero, order = per_column
     if (
@@ -54,8 +58,7 @@ def supports_rows(
 
 @dataclass(frozen=True)
 class RmsNormQuantKernelConfig:
-    """How the kernel is cut: threads a block, blocks a multiprocessor, groups of rows
-    that are brought ahead, bytes of shared memory."""
+    """Kernel config: threads per block, blocks per SM, pipeline stages, shared memory bytes."""
 
     threads: int
     blocks_per_sm: int
@@ -68,7 +71,7 @@ def config_for(
 ) -> RmsNormQuantKernelConfig:
     """For groups of so many rows of ``width`` 16-bit values (with a residual, twice as many).
 
-    stages: groups ahead at most; threads_per_sm: threads that a multiprocessor has room for, or is
+    stages: groups ahead at most; threads_per_sm: threads that an SM has room for, or is
     best left with.
     """
     threads = -(-max(width, columns) // 256) * 32
@@ -91,8 +94,10 @@ def rms_norm_quant(
     bits: int,
     config: RmsNormQuantKernelConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(values, scale or None); the sum is written over the residual. config: how the kernel is cut,
-    else ``config_for``'s."""
+    """Return (values, scale or None); the sum overwrites the residual.
+
+    config: default ``config_for``.
+    """
     factor, zero, order = per_column
     assert order is not None
     width, columns, rows = x.shape[-1], order.numel(), x.numel() // x.shape[-1]
@@ -101,11 +106,11 @@ def rms_norm_quant(
         torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if factor is None else None
     )
     each = factor is not None and factor.numel() > 1
-    macros = [f"WIDTH={width}", f"COLUMNS={columns}", f"ADD={int(residual is not None)}"]
+    macros = [f"WIDTH={width}", f"COLUMNS={columns}", f"ADD_RESIDUAL={int(residual is not None)}"]
     macros += [
-        f"TOKEN={int(factor is None)}",
-        f"EACH={int(each)}",
-        f"SHIFT={int(zero is not None)}",
+        f"PER_TOKEN={int(factor is None)}",
+        f"PER_COLUMN={int(each)}",
+        f"ZERO_POINTS={int(zero is not None)}",
     ]
     macros += [*TYPES[x.dtype], *(() if dtype is torch.int8 else ("FP8",))]
     most = 448.0 if dtype is not torch.int8 else float(2 ** (bits - 1) - 1)
@@ -116,7 +121,7 @@ def rms_norm_quant(
     with torch.cuda.device(x.device):
         if rows < LARGE_M_MIN_ROWS and config is None:
             threads = -(-max(width, columns) // 256) * 32
-            macros.append(f"ALONE={int(rows == 1)}")
+            macros.append(f"SINGLE_ROW={int(rows == 1)}")
             kernel = launch.load_kernel(
                 "rmsnorm_quant_permute_small_m",
                 "rmsnorm_quant_permute_small_m",

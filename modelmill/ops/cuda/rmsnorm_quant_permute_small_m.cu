@@ -1,79 +1,83 @@
-// RMSNorm of a few rows, of x or of x + residual, rounded to 8 bits with its columns in another order: a block a row, all
-// that is kept of a column on its way before the kernel in front has ended. What counts is how long one row takes.
+// Fused (residual add +) RMSNorm + 8-bit quantization + column permutation for few rows (M < 256),
+// one block per row, bound by latency: x[M, WIDTH] in 16 bits to values[M, COLUMNS] int8 or e4m3.
+// Called by the ops rms_norm_quant and add_rms_norm_quant (ops/cuda/rmsnorm_quant_permute.py).
 //
-// Macros: WIDTH (of x; a multiple of 16), COLUMNS (of the values; a multiple of 16), ADD, TOKEN (a scale a token), EACH (a
-// factor a column), SHIFT (zero-points), ALONE (one row: the next kernel may be placed at once), FP8, HALF (float16 for
-// bfloat16).
+// Weights, perm and factors are loaded before griddepcontrol.wait (PDL); the row is permuted
+// through shared memory.
+//
+// Macros: WIDTH (of x; a multiple of 16), COLUMNS (of the values; a multiple of 16), ADD_RESIDUAL,
+// PER_TOKEN (dynamic scale per token), PER_COLUMN (a factor per column), ZERO_POINTS, SINGLE_ROW
+// (one row: PDL trigger at the start), FP8, HALF (float16 instead of bfloat16).
 #include "quantize_8bit.cuh"
 #include "hopper.cuh"
 
-constexpr int READERS = WIDTH / 8, WRITERS = COLUMNS / 8;
-constexpr int THREADS = READERS > WRITERS ? READERS : WRITERS, PADDED = (THREADS + 31) / 32 * 32, WARPS = PADDED / 32;
+constexpr int READ_THREADS = WIDTH / 8, WRITE_THREADS = COLUMNS / 8;
+constexpr int THREADS = READ_THREADS > WRITE_THREADS ? READ_THREADS : WRITE_THREADS, BLOCK_THREADS = (THREADS + 31) / 32 * 32, WARPS = BLOCK_THREADS / 32;
 
 struct Work {
     const uint4 *x, *weight;
-    uint4 *total; // ADD: the residual, written over with the sum
+    uint4 *residual; // ADD_RESIDUAL: overwritten with the sum
     uint2 *values;
     float *scale;             // TOKEN
-    const float *factor;      // [1], or with EACH [COLUMNS]
-    const int4 *zero, *order; // [COLUMNS]
-    float eps, most;
+    const float *factor;      // [1], or [COLUMNS] with PER_COLUMN
+    const int4 *zero, *perm; // [COLUMNS]
+    float eps, qmax;
 };
 static_assert(sizeof(Work) == 72, "rmsnorm_quant_permute.py packs 72 bytes");
 
-// What a thread keeps of its 8 columns of the values.
+// A thread's 8 output columns: source column, factor, zero-point.
 struct Columns {
-    int from[8]; // of a column that is none, that of the zero behind the row
+    int from[8]; // padding columns: index of the zero after the row
     float factor[8], zero[8];
 
     __device__ void read(const Work &work, int t, bool writes) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int4 order = writes ? work.order[2 * t + half] : make_int4(-1, -1, -1, -1);
-            const int4 shift = SHIFT && writes ? work.zero[2 * t + half] : make_int4(0, 0, 0, 0);
+            const int4 perm = writes ? work.perm[2 * t + half] : make_int4(-1, -1, -1, -1);
+            const int4 shift = ZERO_POINTS && writes ? work.zero[2 * t + half] : make_int4(0, 0, 0, 0);
             float4 by = {0.0f, 0.0f, 0.0f, 0.0f};
-            if (EACH && writes) by = reinterpret_cast<const float4 *>(work.factor)[2 * t + half];
-            const int places[4] = {order.x, order.y, order.z, order.w}, shifts[4] = {shift.x, shift.y, shift.z, shift.w};
+            if (PER_COLUMN && writes) by = reinterpret_cast<const float4 *>(work.factor)[2 * t + half];
+            const int places[4] = {perm.x, perm.y, perm.z, perm.w}, shifts[4] = {shift.x, shift.y, shift.z, shift.w};
             const float factors[4] = {by.x, by.y, by.z, by.w};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const bool there = places[i] >= 0;
-                from[4 * half + i] = there ? places[i] : WIDTH;
-                factor[4 * half + i] = there ? factors[i] : 0.0f;
-                zero[4 * half + i] = there ? static_cast<float>(shifts[i]) : 0.0f;
+                const bool valid = places[i] >= 0;
+                from[4 * half + i] = valid ? places[i] : WIDTH;
+                factor[4 * half + i] = valid ? factors[i] : 0.0f;
+                zero[4 * half + i] = valid ? static_cast<float>(shifts[i]) : 0.0f;
             }
         }
     }
 };
 
-extern "C" __global__ void __launch_bounds__(PADDED, 1) rmsnorm_quant_permute_small_m(const __grid_constant__ Work work) {
-    __shared__ __align__(16) u16 row[WIDTH + 8]; // behind the columns a zero
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) rmsnorm_quant_permute_small_m(const __grid_constant__ Work work) {
+    __shared__ __align__(16) u16 row[WIDTH + 8]; // a zero after the columns
     __shared__ __align__(16) float sums[32];
-    __shared__ __align__(16) u32 tops[32];
-    if (ALONE) pdl_launch_dependents();
+    __shared__ __align__(16) u32 amaxes[32];
+    if (SINGLE_ROW) pdl_launch_dependents();
     const int t = threadIdx.x, warp = t / 32, lane = t % 32;
-    const bool reads = t < READERS, writes = t < WRITERS;
-    const uint4 nothing = {0, 0, 0, 0};
-    const uint4 weight = reads ? work.weight[t] : nothing;
-    Columns kept;
-    kept.read(work, t, writes);
+    const bool reads = t < READ_THREADS, writes = t < WRITE_THREADS;
+    const uint4 zeros = {0, 0, 0, 0};
+    const uint4 weight = reads ? work.weight[t] : zeros;
+    Columns columns;
+    columns.read(work, t, writes);
     if (t == 0) row[WIDTH] = 0;
-    if (t < 32) sums[t] = 0.0f, tops[t] = 0; // beside what fewer warps than 32 will store
-    const float fixed = TOKEN || EACH ? 1.0f : work.factor[0];
+    if (t < 32) sums[t] = 0.0f, amaxes[t] = 0; // fewer than 32 warps store below
+    const float fixed = PER_TOKEN || PER_COLUMN ? 1.0f : work.factor[0];
     __syncthreads();
     pdl_wait();
-    if (!ALONE) pdl_launch_dependents();
-    const long long at = static_cast<long long>(blockIdx.x) * READERS + t;
-    const uint4 x = reads ? work.x[at] : nothing, other = ADD && reads ? work.total[at] : nothing;
+    if (!SINGLE_ROW) pdl_launch_dependents();
+    const long long at = static_cast<long long>(blockIdx.x) * READ_THREADS + t;
+    const uint4 x = reads ? work.x[at] : zeros, other = ADD_RESIDUAL && reads ? work.residual[at] : zeros;
     const u32 w[4] = {weight.x, weight.y, weight.z, weight.w}, o[4] = {other.x, other.y, other.z, other.w};
     u32 v[4] = {x.x, x.y, x.z, x.w};
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        if (ADD) v[i] = rounded_pair(low(v[i]) + low(o[i]), high(v[i]) + high(o[i]));
+        if (ADD_RESIDUAL) v[i] = rounded_pair(low(v[i]) + low(o[i]), high(v[i]) + high(o[i]));
         sum += low(v[i]) * low(v[i]) + high(v[i]) * high(v[i]);
     }
-    if (ADD && reads) work.total[at] = make_uint4(v[0], v[1], v[2], v[3]);
+    if (ADD_RESIDUAL && reads) work.residual[at] = make_uint4(v[0], v[1], v[2], v[3]);
     sum = warp_sum(sum);
     if (lane == 0) sums[warp] = sum;
     __syncthreads();
@@ -83,35 +87,35 @@ extern "C" __global__ void __launch_bounds__(PADDED, 1) rmsnorm_quant_permute_sm
         const float4 four = reinterpret_cast<const float4 *>(sums)[i];
         sum += (four.x + four.y) + (four.z + four.w);
     }
-    const float spread = rsqrtf(sum / WIDTH + work.eps);
-    u32 top = 0;
+    const float inv_rms = rsqrtf(sum / WIDTH + work.eps);
+    u32 amax = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        v[i] = times(rounded_pair(low(v[i]) * spread, high(v[i]) * spread), w[i]);
-        top = larger_sizes(top, v[i]);
+        v[i] = mul_pairs(rounded_pair(low(v[i]) * inv_rms, high(v[i]) * inv_rms), w[i]);
+        amax = max_abs_pairs(amax, v[i]);
     }
     if (reads) reinterpret_cast<uint4 *>(row)[t] = make_uint4(v[0], v[1], v[2], v[3]);
-    if (TOKEN) {
-        top = __reduce_max_sync(~0u, max(top & 0xFFFF, top >> 16));
-        if (lane == 0) tops[warp] = top;
+    if (PER_TOKEN) {
+        amax = __reduce_max_sync(~0u, max(amax & 0xFFFF, amax >> 16));
+        if (lane == 0) amaxes[warp] = amax;
     }
     __syncthreads();
     float by = fixed;
-    if (TOKEN) {
-        top = 0;
+    if (PER_TOKEN) {
+        amax = 0;
 #pragma unroll
         for (int i = 0; i < (WARPS + 3) / 4; ++i) {
-            const uint4 four = reinterpret_cast<const uint4 *>(tops)[i];
-            top = max(top, max(max(four.x, four.y), max(four.z, four.w)));
+            const uint4 four = reinterpret_cast<const uint4 *>(amaxes)[i];
+            amax = max(amax, max(max(four.x, four.y), max(four.z, four.w)));
         }
-        const float size = fmaxf(low(top), 1e-6f);
-        by = __fdiv_rn(work.most, size);
-        if (t == 0) work.scale[blockIdx.x] = __fdiv_rn(size, work.most);
+        const float size = fmaxf(low(amax), 1e-6f);
+        by = __fdiv_rn(work.qmax, size);
+        if (t == 0) work.scale[blockIdx.x] = __fdiv_rn(size, work.qmax);
     }
     float y[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i)
-        y[i] = scaled(value(row[kept.from[i]]), EACH ? kept.factor[i] : by, kept.zero[i], work.most);
-    const uint2 out = {bytes(y[0], y[1], y[2], y[3]), bytes(y[4], y[5], y[6], y[7])};
-    if (writes) work.values[static_cast<long long>(blockIdx.x) * WRITERS + t] = out;
+        y[i] = scale_to_8bit(to_float(row[columns.from[i]]), PER_COLUMN ? columns.factor[i] : by, columns.zero[i], work.qmax);
+    const uint2 out = {pack_bytes(y[0], y[1], y[2], y[3]), pack_bytes(y[4], y[5], y[6], y[7])};
+    if (writes) work.values[static_cast<long long>(blockIdx.x) * WRITE_THREADS + t] = out;
 }

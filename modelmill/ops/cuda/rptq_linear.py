@@ -35,9 +35,9 @@ MAX_ROWS = 64
 
 
 def available(device_type: str) -> str | None:
-    """None where the kernel serves devices of this kind; else why not.
+    """None if the kernel supports this device type; else the reason.
 
-    Compiles the commonest form, once a machine.
+    Compiles the most common config (cached on disk).
     """
     form = config_for(1, torch.int8)
     common = _kernel_macros(
@@ -62,8 +62,10 @@ def supports(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> bool:
-    """Up to 64 rows, P a multiple of 128, groups of 128, 256, 512 … columns or of all, everything
-    packed.
+    """Whether the kernels serve these operands.
+
+    Up to 64 rows, K a multiple of 128, groups of 128, 256, 512 … columns or of all,
+    everything packed.
     """
     if q.dim() != 2 or not 0 < q.shape[0] <= MAX_ROWS or not q.is_cuda or dtype not in TYPES:
         return False
@@ -133,7 +135,7 @@ def _kernel_macros(
     switches = {
         "PACKED": packed,
         "OFFSET": offset,
-        "WIDE": float32_scales,
+        "SCALE_FP32": float32_scales,
         "DYNAMIC": dynamic,
         "GATED": False,
     }

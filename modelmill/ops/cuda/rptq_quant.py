@@ -15,9 +15,9 @@ _TOKENS, _THREADS, _MAX_SHARED_BYTES = 4, 512, 224 << 10
 
 
 def available(device_type: str) -> str | None:
-    """None where the kernel serves devices of this kind; else why not.
+    """None if the kernel supports this device type; else the reason.
 
-    Compiles the commonest form, once a machine.
+    Compiles the most common config (cached on disk).
     """
     return build.why_unavailable(
         device_type,
@@ -35,8 +35,10 @@ def supports(
     group: int,
     gated: bool = False,
 ) -> bool:
-    """128 rows of 16 bits or more, widths in fours, packed; where steps are found, groups of 32,
-    64, 128, 256 …
+    """Whether the kernel serves these operands.
+
+    128 rows of 16 bits or more, widths in fours, packed; dynamic steps need groups of 32, 64,
+    128, 256 ….
     """
     if (
         x.dim() != 2
@@ -95,11 +97,11 @@ def run(
 def kernel_macros(
     dtype: torch.dtype, group: int, *, gated: bool, dynamic: bool, has_zero_point: bool
 ) -> tuple[str, ...]:
-    """How the source is compiled."""
+    """Macros of the kernel."""
     sizes = {
         "GATED": gated,
-        "OWN": dynamic,
-        "SHIFT": has_zero_point,
+        "DYNAMIC": dynamic,
+        "ZERO_POINTS": has_zero_point,
         "LANES": min(group, 128) // 4 if dynamic else 32,
     }
     return (*(f"{name}={int(size)}" for name, size in sizes.items()), *TYPES[dtype])

@@ -1,10 +1,11 @@
-// Shared-memory pipeline: a ring of stages between the producer, one thread that issues TMA loads, and the consumers, the
-// warpgroups that compute. Each stage has a full and an empty mbarrier.
+// Shared-memory pipeline: a ring of stages between the producer, one thread that issues TMA loads,
+// and the consumers, the warpgroups that compute. Each stage has a full and an empty mbarrier. Used
+// by the warp-specialized GEMMs and by prefill attention (paged_attention.cu).
 #pragma once
 #include "hopper.cuh"
 
-// The current stage of COUNT, and the parity of the phase in which it is filled. The producer waits for the other parity,
-// which a fresh barrier counts as completed: the first round does not wait.
+// Index of the current stage of COUNT and the parity of its full phase. The producer waits at the
+// empty barrier with the opposite parity, so its first round over the ring does not wait.
 template <int COUNT>
 struct PipelineState {
     int stage = 0;
@@ -14,18 +15,18 @@ struct PipelineState {
     }
 };
 
-// "full" ends a phase when bytes have landed, "empty" when all readers have arrived.
+// full: completes when the stage's bytes have landed; empty: when all consumers have arrived.
 template <int COUNT>
 struct PipelineBarriers {
     u64 full[COUNT], empty[COUNT];
 
-    // By one thread; others may use them after ``fence_mbarrier_init`` and a meeting.
-    __device__ void init(int readers) {
-        for (int stage = 0; stage < COUNT; ++stage) init(stage, readers);
+    // Called by one thread, followed by fence_mbarrier_init and a block or cluster barrier.
+    __device__ void init(int consumers) {
+        for (int stage = 0; stage < COUNT; ++stage) init(stage, consumers);
     }
 
-    __device__ void init(int stage, int readers) {
+    __device__ void init(int stage, int consumers) {
         mbarrier_init(shared_address(&full[stage]), 1);
-        mbarrier_init(shared_address(&empty[stage]), readers);
+        mbarrier_init(shared_address(&empty[stage]), consumers);
     }
 };

@@ -1,5 +1,6 @@
-"""Products of many rows of int8 activations with int8 weights on Hopper (gemm_8bit.cu); few rows
-are Triton's work.
+"""Int8 W8A8 linear for many rows on Hopper (gemm_8bit.cu).
+
+Few rows are served by Triton.
 """
 
 from __future__ import annotations
@@ -26,7 +27,5 @@ def supports(
 
 
 def specializations(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[int]:
-    """Numbers of rows, up to ``max_rows``, with which every form of the kernel is met that such a
-    product may take.
-    """
+    """Numbers of rows up to ``max_rows`` that cover every kernel config of this op."""
     return gemm_8bit.specializations(x, weight, SMALL_M_LIMIT, max_rows)

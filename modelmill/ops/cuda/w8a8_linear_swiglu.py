@@ -39,7 +39,5 @@ def run(
 
 
 def specializations(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[int]:
-    """Numbers of rows, up to ``max_rows``, with which every form of the kernel is met that such a
-    product may take.
-    """
+    """Numbers of rows up to ``max_rows`` that cover every kernel config of this op."""
     return gemm_8bit.specializations(x, weight, SMALL_M_LIMIT, max_rows, gated=True)

@@ -1,6 +1,4 @@
-"""What products of a few rows with 4- and 8-bit weights share on the host: how they are compiled
-and launched.
-"""
+"""Shared host code of the small-M weight-only kernels: kernel configs and sizes."""
 
 from __future__ import annotations
 
@@ -14,14 +12,17 @@ WARPS = THREADS // 32
 TYPES: dict[torch.dtype, tuple[str, ...]] = {
     torch.bfloat16: (),
     torch.float16: ("HALF",),
-    torch.float32: ("FLOAT",),
+    torch.float32: ("OUT_FP32",),
 }
 _MAX_SHARED_BYTES = 200 << 10  # bytes of a block, beside what the kernels take anyway
 
 
 class WqMmaKernelConfig(NamedTuple):
-    """How a product is compiled: tiles of 8 rows of x, warps along N (the others split K), pieces
-    that a warp has on their way, blocks that registers are saved for on a multiprocessor."""
+    """Kernel config of the mma.sync kernels.
+
+    m_tiles: tiles of 8 rows of x; n_warps: warps along N (the others split K);
+    prefetch_depth: K tiles in flight per warp; blocks_per_sm: for __launch_bounds__.
+    """
 
     m_tiles: int
     n_warps: int
@@ -32,9 +33,9 @@ class WqMmaKernelConfig(NamedTuple):
     def macros(self) -> tuple[str, ...]:
         """For the compiler."""
         return (
-            f"NT={self.m_tiles}",
-            f"RW={self.n_warps}",
-            f"DEPTH={self.prefetch_depth}",
+            f"M_TILES={self.m_tiles}",
+            f"WARPS_N={self.n_warps}",
+            f"PREFETCH={self.prefetch_depth}",
             f"BLOCKS={self.blocks_per_sm}",
         )
 

@@ -1,21 +1,27 @@
-// Products of 9 to 64 rows with 4- and 8-bit weights, and of fewer with large 8-bit ones: everything on its way in shared
-// memory, so that a multiplying warp has no load from memory outstanding when its products begin.
+// Weight-only int4/int8 GEMM for 9 to 64 rows (fewer rows for large int8 weights): out[M, N] = x[M,
+// K] · dequant(weight[N, K])ᵀ (+ bias[N]); with GATED SwiGLU of the two halves of N. x and out in
+// 16 bits, group scales and offsets [N, groups]. Called by the ops int4_linear, int8_linear,
+// int8_group_linear and their SwiGLU variants (ops/cuda/wq_gemm_pipelined.py).
 //
-// One thread keeps STAGES pieces of K on their way, each 128 columns of ROWS rows of the weight and of x; the weights of
-// the first leave before the kernel in front has ended. CONSUMERS warpgroups take 64 rows of the weight each, which are the
-// left operand of wgmma, in registers. A thread reads a part of two rows, 8 or 16 bytes at a time, and uses it as it is:
-// slots along K may stand for any columns, as long as x comes in the same order. ``wq_permute_and_sum`` has brought it into that
-// order, a kernel in front that also adds up each group of x.
+// Weights and x both go through shared memory, so that consumer warps have no pending global loads
+// when they issue wgmma. One producer thread keeps STAGES K tiles of 128 columns of weights and x
+// in flight; the first weights are loaded before griddepcontrol.wait (PDL). CONSUMERS warpgroups
+// own 64 weight rows each, dequantized to the A operand of wgmma in registers. A thread uses the
+// bytes of two rows as loaded: K may be permuted if x uses the same permutation. The kernel
+// wq_permute_and_sum, launched before, permutes x accordingly and computes the group sums of x.
 //
-// A 4-bit code c is put under the exponent of 128 and reads as 128 + c; in float16 c alone is the subnormal c / 2^24, which
-// products take exactly. Bytes have signs (dequant_int8.cuh). y = sum over groups of scale * part + base * (sum of x), base =
-// offset - 128 * scale, or the offset. The second term is a product of its own, with groups for columns: base and the sums
-// are three bfloat16 each, the rest of what came before, and six of the nine pairs of them count.
+// Dequantization: a 4-bit code c is combined with the exponent of 128 and reads as 128 + c
+// (bfloat16); in float16 c alone is the subnormal c / 2^24, exact in wgmma. int8: dequant_int8.cuh.
+// out = sum over groups of scale · acc + base · sum(x), base = offset − 128 · scale or the offset.
+// The second term is a wgmma with groups as K: base and sums are split in three bfloat16 each
+// (bf16x3), six of whose nine products are significant.
 //
-// SPLIT blocks of a cluster share K, and add up in the first one's order at the end.
+// SPLIT blocks of a cluster share K (split-K) and reduce through DSMEM in rank order. Techniques:
+// TMA, mbarrier pipeline, wgmma with A in registers, clusters, PDL.
 //
-// Macros: BITS (of a weight), GROUPS (of a piece of 8-bit weights: 1, 2, 4), BOX (rows of x, padded: 32, 64), CONSUMERS, SPLIT,
-// STAGES, GATED (as weight_only.cuh), OFFSET (0: symmetric), WIDE (scales are float32), HALF.
+// Macros: BITS (of a weight), GROUPS (groups per K tile of int8 weights: 1, 2, 4), BLOCK_M (rows of
+// x, padded: 32, 64), CONSUMERS, SPLIT, STAGES, GATED (as weight_only.cuh), OFFSET (0: symmetric),
+// SCALE_FP32 (scales are float32), HALF.
 #include "cluster.cuh"
 #include "weight_only_types.cuh"
 #include "smem_pipeline.cuh"
@@ -23,32 +29,32 @@
 #include "wgmma.cuh"
 
 #if BITS == 8
-constexpr float UNIT = 1.0f, RAISED = 0.0f;
+constexpr float CODE_SCALE = 1.0f, MAGIC = 0.0f;
 #elif defined(HALF)
-constexpr u32 UNDER = 0;
-constexpr float UNIT = 16777216.0f, RAISED = 0.0f;
+constexpr u32 MAGIC_PAIR_4 = 0;
+constexpr float CODE_SCALE = 16777216.0f, MAGIC = 0.0f;
 #else
-constexpr u32 UNDER = RAISED_PAIR;
-constexpr float UNIT = 1.0f, RAISED = 128.0f;
+constexpr u32 MAGIC_PAIR_4 = MAGIC_PAIR;
+constexpr float CODE_SCALE = 1.0f, MAGIC = 128.0f;
 #endif
-constexpr int ROWS = 64 * CONSUMERS, MULTIPLIERS = 128 * CONSUMERS, PITCH = ROWS + 4, COLUMNS = 128, CHUNK = 16;
-// A piece of the weight comes in parts of a few columns, so that a warp reads one from end to end.
-constexpr int BYTES = COLUMNS * BITS / 8, PARTS = BITS == 4 ? 1 : GROUPS == 4 ? 4 : 2, WIDTH = BYTES / PARTS;
-constexpr u32 PART = ROWS * WIDTH, WEIGHTS = PARTS * PART;
-constexpr u32 SLAB = BOX * 128, STAGE = WEIGHTS + 2 * SLAB; // a slab: 64 columns of x
-constexpr int WORDS = BYTES / 16, EACH = WORDS / PARTS; // that a thread has of a row's piece, of a part
-constexpr int PRODUCTS = 8 / GROUPS;                    // of a group
-constexpr bool SUMS = BITS == 4 || OFFSET;
-static_assert(GROUPS == 1 || BITS == 8, "a thread's runs of 4-bit weights are groups of their own");
-static_assert(!WIDE || !SUMS, "scale and offset share a word");
-static_assert(STAGES * STAGE >= BOX * PITCH * 4, "the sums find room where x was");
-static_assert(BOX % SPLIT == 0, "each block of a cluster writes some rows of the output");
+constexpr int ROWS = 64 * CONSUMERS, CONSUMER_THREADS = 128 * CONSUMERS, PITCH = ROWS + 4, COLUMNS = 128, CHUNK = 16;
+// A K tile of the weight is stored in parts of a few columns each: a warp reads one part contiguously.
+constexpr int ROW_BYTES = COLUMNS * BITS / 8, PARTS = BITS == 4 ? 1 : GROUPS == 4 ? 4 : 2, PART_BYTES = ROW_BYTES / PARTS;
+constexpr u32 PART_TILE_BYTES = ROWS * PART_BYTES, W_BYTES = PARTS * PART_TILE_BYTES;
+constexpr u32 SLAB_BYTES = BLOCK_M * 128, STAGE_BYTES = W_BYTES + 2 * SLAB_BYTES; // SLAB_BYTES: 64 columns of x
+constexpr int WORDS = ROW_BYTES / 16, WORDS_PER_PART = WORDS / PARTS; // words of a thread per row of a K tile; per part
+constexpr int MMAS_PER_GROUP = 8 / GROUPS;                    // wgmmas per group
+constexpr bool USES_SUMS = BITS == 4 || OFFSET;
+static_assert(GROUPS == 1 || BITS == 8, "4-bit weights have one group per K tile");
+static_assert(!SCALE_FP32 || !USES_SUMS, "scale and offset are packed in one word");
+static_assert(STAGES * STAGE_BYTES >= BLOCK_M * PITCH * 4, "the results must fit in the pipeline's memory");
+static_assert(BLOCK_M % SPLIT == 0, "each block of a cluster writes BLOCK_M / SPLIT output rows");
 
 struct Work {
     const ScaleT *scale, *offset; // [N, groups]
     const u16 *bias;            // of x's type, or null
     u16 *out;
-    int tokens, rows, pieces, groups, shift, pitch; // shift: pieces of a group, as a power of two; pitch: of the grids
+    int tokens, rows, k_tiles, groups, shift, pitch; // shift: log2 of the K tiles per group; pitch: row pitch of the scales
 };
 static_assert(sizeof(Work) == 56, "wq_gemm_pipelined.py packs 56 bytes");
 
@@ -56,50 +62,50 @@ typedef PipelineBarriers<STAGES> Barriers;
 
 extern __shared__ __align__(1024) unsigned char shared[];
 
-// Two bfloat16, whatever x is.
+// Packs two bfloat16, whatever the type of x is.
 __device__ inline u32 bf16_pair(float low, float high) {
     u32 both;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
 }
 
-// As wgmma.cuh's products with the left operand in registers, in bfloat16 whatever x is, added.
+// D += A · B in bfloat16, whatever the type of x is, with A in registers (as in wgmma.cuh).
 __device__ inline void wgmma_bf16(float (&d)[32], const u32 (&a)[4], u64 b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" NAMES_32
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGS_32
                  "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
-                 : HOLD_32(d, 0)
+                 : ACC_32(d, 0)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 __device__ inline void wgmma_bf16(float (&d)[16], const u32 (&a)[4], u64 b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" NAMES_16
+    asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" REGS_16
                  "}, {%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
-                 : HOLD_16(d, 0)
+                 : ACC_16(d, 0)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 #if BITS == 4
-// (word >> by) & 0x000F000F | UNDER in one instruction behind the shift: the compiler would take two.
-__device__ inline u32 codes(u32 word, int by) {
+// (word >> by) & 0x000F000F | MAGIC_PAIR_4 by one lop3 after the shift; the compiler would emit two.
+__device__ inline u32 biased_int4_codes(u32 word, int by) {
     u32 both;
-    asm("lop3.b32 %0, %1, 0x000F000F, %2, 0xEA;" : "=r"(both) : "r"(word >> by), "r"(UNDER));
+    asm("lop3.b32 %0, %1, 0x000F000F, %2, 0xEA;" : "=r"(both) : "r"(word >> by), "r"(MAGIC_PAIR_4));
     return both;
 }
 #endif
 
-// Four floats of another block's shared memory.
-__device__ inline float4 of_rank(const float *mine, int rank) {
-    float4 got;
+// DSMEM load of four floats of block `rank`.
+__device__ inline float4 dsmem_load_float4(const float *local, int rank) {
+    float4 loaded;
     asm volatile("{ .reg .b32 there;\n"
                  "mapa.shared::cluster.u32 there, %4, %5;\n"
                  "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there]; }"
-                 : "=f"(got.x), "=f"(got.y), "=f"(got.z), "=f"(got.w)
-                 : "r"(shared_address(mine)), "r"(rank)
+                 : "=f"(loaded.x), "=f"(loaded.y), "=f"(loaded.z), "=f"(loaded.w)
+                 : "r"(shared_address(local)), "r"(rank)
                  : "memory");
-    return got;
+    return loaded;
 }
 
-// Of the weight rows in a stage, the one in memory; those past the end repeat the last. GATED: the gate's, then up's.
+// Weight row in memory of a row of the stage; rows past the end repeat the last. GATED: gate rows, then up.
 __device__ inline int row_of(int tile, int mine, int rows) {
     if (GATED) {
         const int half = rows / 2, below = mine >= ROWS / 2;
@@ -108,18 +114,19 @@ __device__ inline int row_of(int tile, int mine, int rows) {
     return min(tile * ROWS + mine, rows - 1);
 }
 
-// What a block has: pieces, the groups that begin there (whose sums it multiplies), and those in chunks of 16.
+// A block's range of K tiles, the groups that begin in it (whose sums it multiplies), and these groups in
+// chunks of 16.
 struct Range {
-    int begin, end, own, owned, chunk, chunks;
+    int begin, end, group_begin, group_end, chunk, chunks;
 };
 
 __device__ inline Range range_of(const Work &w, int rank) {
-    const int each = (w.pieces + SPLIT - 1) / SPLIT, up = (1 << w.shift) - 1;
+    const int each = (w.k_tiles + SPLIT - 1) / SPLIT, up = (1 << w.shift) - 1;
     Range r;
-    r.begin = min(rank * each, w.pieces), r.end = min((rank + 1) * each, w.pieces);
-    r.own = GROUPS > 1 ? min(r.begin * GROUPS, w.groups) : (r.begin + up) >> w.shift;
-    r.owned = GROUPS > 1 ? min(r.end * GROUPS, w.groups) : (r.end + up) >> w.shift;
-    r.chunk = r.own / CHUNK, r.chunks = SUMS && r.owned > r.own ? (r.owned - 1) / CHUNK - r.chunk + 1 : 0;
+    r.begin = min(rank * each, w.k_tiles), r.end = min((rank + 1) * each, w.k_tiles);
+    r.group_begin = GROUPS > 1 ? min(r.begin * GROUPS, w.groups) : (r.begin + up) >> w.shift;
+    r.group_end = GROUPS > 1 ? min(r.end * GROUPS, w.groups) : (r.end + up) >> w.shift;
+    r.chunk = r.group_begin / CHUNK, r.chunks = USES_SUMS && r.group_end > r.group_begin ? (r.group_end - 1) / CHUNK - r.chunk + 1 : 0;
     return r;
 }
 
@@ -132,49 +139,49 @@ struct Producer {
 
     __device__ u32 full(int stage) const { return shared_address(&barriers.full[stage]); }
 
-    __device__ void weights(int stage, int number) const {
-        const u32 target = base + stage * STAGE;
-        mbarrier_arrive_expect_tx(full(stage), STAGE);
+    __device__ void load_w(int stage, int k_tile) const {
+        const u32 target = base + stage * STAGE_BYTES;
+        mbarrier_arrive_expect_tx(full(stage), STAGE_BYTES);
 #pragma unroll
         for (int i = 0; i < PARTS; ++i) {
-            const u32 part = target + i * PART, byte = number * BYTES + i * WIDTH;
+            const u32 part = target + i * PART_TILE_BYTES, byte = k_tile * ROW_BYTES + i * PART_BYTES;
             if (GATED) {
                 tma_load(part, w_map, full(stage), byte, tile * (ROWS / 2));
-                tma_load(part + PART / 2, w_map, full(stage), byte, work.rows / 2 + tile * (ROWS / 2));
+                tma_load(part + PART_TILE_BYTES / 2, w_map, full(stage), byte, work.rows / 2 + tile * (ROWS / 2));
             } else {
                 tma_load(part, w_map, full(stage), byte, tile * ROWS);
             }
         }
     }
 
-    __device__ void columns(int stage, int number) const {
-        const u32 target = base + stage * STAGE + WEIGHTS;
-        tma_load(target, x_map, full(stage), number * COLUMNS, 0);
-        tma_load(target + SLAB, x_map, full(stage), number * COLUMNS + 64, 0);
+    __device__ void load_x(int stage, int k_tile) const {
+        const u32 target = base + stage * STAGE_BYTES + W_BYTES;
+        tma_load(target, x_map, full(stage), k_tile * COLUMNS, 0);
+        tma_load(target + SLAB_BYTES, x_map, full(stage), k_tile * COLUMNS + 64, 0);
     }
 
     __device__ void run(Range range) const {
         const int ahead = min(range.end - range.begin, STAGES);
-        for (int i = 0; i < ahead; ++i) weights(i, range.begin + i);
+        for (int i = 0; i < ahead; ++i) load_w(i, range.begin + i);
         pdl_wait();
-        for (int i = 0; i < ahead; ++i) columns(i, range.begin + i);
-        PipelineState<STAGES> place;
-        for (int i = 0; i < ahead; ++i) place.advance();
-        for (int number = range.begin + ahead; number < range.end; ++number, place.advance()) {
-            mbarrier_wait(shared_address(&barriers.empty[place.stage]), place.parity ^ 1);
-            weights(place.stage, number);
-            columns(place.stage, number);
+        for (int i = 0; i < ahead; ++i) load_x(i, range.begin + i);
+        PipelineState<STAGES> state;
+        for (int i = 0; i < ahead; ++i) state.advance();
+        for (int k_tile = range.begin + ahead; k_tile < range.end; ++k_tile, state.advance()) {
+            mbarrier_wait(shared_address(&barriers.empty[state.stage]), state.parity ^ 1);
+            load_w(state.stage, k_tile);
+            load_x(state.stage, k_tile);
         }
-        for (int chunk = 0; chunk < range.chunks; ++chunk, place.advance()) {
-            mbarrier_wait(shared_address(&barriers.empty[place.stage]), place.parity ^ 1);
-            mbarrier_arrive_expect_tx(full(place.stage), SLAB);
-            tma_load(base + place.stage * STAGE + WEIGHTS, x_map, full(place.stage),
-                     work.pieces * COLUMNS + (range.chunk + chunk) * 64, 0);
+        for (int chunk = 0; chunk < range.chunks; ++chunk, state.advance()) {
+            mbarrier_wait(shared_address(&barriers.empty[state.stage]), state.parity ^ 1);
+            mbarrier_arrive_expect_tx(full(state.stage), SLAB_BYTES);
+            tma_load(base + state.stage * STAGE_BYTES + W_BYTES, x_map, full(state.stage),
+                     work.k_tiles * COLUMNS + (range.chunk + chunk) * 64, 0);
         }
     }
 };
 
-// A scale of a row and group, and its offset: two float16 in a word, or one number where there are none.
+// Scale and offset of a row and group: two float16 in a word, or the scale alone if symmetric.
 #if OFFSET
 typedef u32 ScaleOffset;
 __device__ inline ScaleOffset pack_scale_offset(u16 scale, u16 offset) { return scale | static_cast<u32>(offset) << 16; }
@@ -182,48 +189,48 @@ __device__ inline ScaleOffset pack_scale_offset(u16 scale, u16 offset) { return 
 typedef ScaleT ScaleOffset;
 __device__ inline ScaleOffset pack_scale_offset(ScaleT scale, ScaleT) { return scale; }
 #endif
-__device__ inline float scale_of(u32 both) { return widened(both & 0xFFFF); }
-__device__ inline float scale_of(u16 scale) { return widened(scale); }
+__device__ inline float scale_of(u32 both) { return half_to_float(both & 0xFFFF); }
+__device__ inline float scale_of(u16 scale) { return half_to_float(scale); }
 __device__ inline float scale_of(float scale) { return scale; }
 
-// Those of the block's rows and groups. A warp asks for all its rows' before it stores any: one after the other they took a
-// third of the kernel's time.
+// Copies the scales of the block's rows and groups to shared memory. A warp issues all loads before the
+// first store; one after the other they took a third of the kernel's time.
 __device__ inline void stage_scales(const Work &w, ScaleOffset *grids, int tile, int first, int count) {
-    constexpr int WARPS = MULTIPLIERS / 32, OWN = ROWS / WARPS;
+    constexpr int WARPS = CONSUMER_THREADS / 32, PER_RANK = ROWS / WARPS;
     const int warp = threadIdx.x / 32;
     for (int g = threadIdx.x % 32; g < count; g += 32) {
-        ScaleT scale[OWN], offset[OWN];
+        ScaleT scale[PER_RANK], offset[PER_RANK];
 #pragma unroll
-        for (int i = 0; i < OWN; ++i) {
+        for (int i = 0; i < PER_RANK; ++i) {
             const long long at = static_cast<long long>(row_of(tile, warp + i * WARPS, w.rows)) * w.groups + first + g;
             scale[i] = __ldg(w.scale + at);
             offset[i] = OFFSET ? __ldg(w.offset + at) : ScaleT(0);
         }
 #pragma unroll
-        for (int i = 0; i < OWN; ++i) grids[(warp + i * WARPS) * w.pitch + g] = pack_scale_offset(scale[i], offset[i]);
+        for (int i = 0; i < PER_RANK; ++i) grids[(warp + i * WARPS) * w.pitch + g] = pack_scale_offset(scale[i], offset[i]);
     }
 }
 
-// A thread's words of a row's piece; at: its first one.
+// Reads a thread's words of a row of a K tile, from `at` on.
 __device__ inline void read(u32 (&words)[WORDS], const unsigned char *at) {
 #pragma unroll
     for (int i = 0; i < PARTS; ++i) {
-        u32 *to = words + i * EACH;
-        if (EACH == 4) {
-            const uint4 four = *reinterpret_cast<const uint4 *>(at + i * PART);
+        u32 *to = words + i * WORDS_PER_PART;
+        if (WORDS_PER_PART == 4) {
+            const uint4 four = *reinterpret_cast<const uint4 *>(at + i * PART_TILE_BYTES);
             to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
         } else {
-            const uint2 two = *reinterpret_cast<const uint2 *>(at + i * PART);
+            const uint2 two = *reinterpret_cast<const uint2 *>(at + i * PART_TILE_BYTES);
             to[0] = two.x, to[1] = two.y;
         }
     }
 }
 
-// The left operand of a piece's eight products, from two rows.
-struct LeftOperand {
+// A fragments of a K tile's eight wgmmas, from two weight rows.
+struct AOperand {
     u32 a[8][4];
 
-    __device__ void take(const unsigned char *low_at, const unsigned char *high_at) {
+    __device__ void load(const unsigned char *low_at, const unsigned char *high_at) {
         u32 low[WORDS], high[WORDS];
         read(low, low_at);
         read(high, high_at);
@@ -232,7 +239,7 @@ struct LeftOperand {
             const u32 l = low[i * WORDS / 8], h = high[i * WORDS / 8];
 #if BITS == 4
             const int by = i % 2 * 4;
-            a[i][0] = codes(l, by), a[i][1] = codes(h, by), a[i][2] = codes(l, by + 8), a[i][3] = codes(h, by + 8);
+            a[i][0] = biased_int4_codes(l, by), a[i][1] = biased_int4_codes(h, by), a[i][2] = biased_int4_codes(l, by + 8), a[i][3] = biased_int4_codes(h, by + 8);
 #else
             a[i][0] = dequant_int8_pair(l), a[i][1] = dequant_int8_pair(h);
             a[i][2] = dequant_int8_pair(l >> 8), a[i][3] = dequant_int8_pair(h >> 8);
@@ -240,18 +247,18 @@ struct LeftOperand {
         }
     }
 
-    __device__ void hold() {
+    __device__ void fence() {
 #pragma unroll
         for (int i = 0; i < 8; ++i) wgmma_fence_operand(a[i]);
     }
 
-    // Those of one group of the piece.
-    __device__ void issue(float (&part)[BOX / 2], u64 x, int group) {
+// Issues the wgmmas of one group of the K tile.
+    __device__ void issue(float (&part)[BLOCK_M / 2], u64 x, int group) {
         wgmma_fence();
 #pragma unroll
-        for (int j = 0; j < PRODUCTS; ++j) {
-            const int i = group * PRODUCTS + j;
-            const u64 right = x + (i / 4 * SLAB + i % 4 * 32) / 16; // descriptors count 16 bytes
+        for (int j = 0; j < MMAS_PER_GROUP; ++j) {
+            const int i = group * MMAS_PER_GROUP + j;
+            const u64 right = x + (i / 4 * SLAB_BYTES + i % 4 * 32) / 16; // descriptor addresses count 16 bytes
             wgmma(part, a[i][0], a[i][1], a[i][2], a[i][3], right, j > 0);
         }
         wgmma_commit();
@@ -262,22 +269,22 @@ struct Pair {
     ScaleOffset low, high; // of this thread's two rows
 };
 
-__device__ inline void flush(float (&total)[BOX / 2], const float (&part)[BOX / 2], Pair of) {
-    const float low = scale_of(of.low) * UNIT, high = scale_of(of.high) * UNIT;
+__device__ inline void flush(float (&total)[BLOCK_M / 2], const float (&part)[BLOCK_M / 2], Pair of) {
+    const float low = scale_of(of.low) * CODE_SCALE, high = scale_of(of.high) * CODE_SCALE;
 #pragma unroll
-    for (int i = 0; i < BOX / 2; ++i) total[i] = fmaf(i % 4 < 2 ? low : high, part[i], total[i]);
+    for (int i = 0; i < BLOCK_M / 2; ++i) total[i] = fmaf(i % 4 < 2 ? low : high, part[i], total[i]);
 }
 
 __device__ inline float base_of(ScaleOffset both) {
     const float scale = scale_of(both);
 #if OFFSET
-    return widened(both >> 16) - RAISED * scale;
+    return half_to_float(both >> 16) - MAGIC * scale;
 #else
-    return -8.0f * scale - RAISED * scale; // of 4 bits
+    return -8.0f * scale - MAGIC * scale; // of 4 bits
 #endif
 }
 
-// Of two numbers three pairs of bfloat16 whose sum they are.
+// Splits two floats into three pairs of bfloat16 that sum to them (bf16x3).
 __device__ inline void split_bf16x3(float low, float high, u32 &first, u32 &second, u32 &third) {
     first = bf16_pair(low, high);
     low -= __uint_as_float(first << 16), high -= __uint_as_float(first & 0xFFFF0000u);
@@ -289,55 +296,55 @@ struct Consumer {
     const Work &w;
     Barriers &barriers;
     const ScaleOffset *low_grid, *high_grid; // of this thread's two rows
-    int first, last;                  // groups that lie first and last in them
-    float total[BOX / 2];
-    PipelineState<STAGES> place;
+    int first, last;                  // first and last group in them
+    float total[BLOCK_M / 2];
+    PipelineState<STAGES> state;
 
-    __device__ u32 full() const { return shared_address(&barriers.full[place.stage]); }
+    __device__ u32 full() const { return shared_address(&barriers.full[state.stage]); }
 
     // This warp has read a stage.
     __device__ void release(int stage) const {
         if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&barriers.empty[stage]));
     }
 
-    // Of a piece: read before its products, which then have nothing to wait for behind them.
-    __device__ void grids(Pair (&to)[GROUPS], int number) const {
+    // Scales of a K tile; read before its wgmmas are issued, so that nothing is pending after them.
+    __device__ void grids(Pair (&to)[GROUPS], int k_tile) const {
 #pragma unroll
         for (int i = 0; i < GROUPS; ++i) {
-            const int group = GROUPS > 1 ? min(number * GROUPS + i, last) : number >> w.shift;
+            const int group = GROUPS > 1 ? min(k_tile * GROUPS + i, last) : k_tile >> w.shift;
             to[i] = {low_grid[group - first], high_grid[group - first]};
         }
     }
 
-    __device__ void pieces(Range range, const unsigned char *low_at, const unsigned char *high_at, u64 x) {
-        float part[BOX / 2];
-        for (int number = range.begin; number < range.end; ++number) {
+    __device__ void run_k_tiles(Range range, const unsigned char *low_at, const unsigned char *high_at, u64 x) {
+        float part[BLOCK_M / 2];
+        for (int k_tile = range.begin; k_tile < range.end; ++k_tile) {
             Pair grid[GROUPS];
-            grids(grid, number);
-            mbarrier_wait(full(), place.parity);
-            LeftOperand left;
-            left.take(low_at + place.stage * STAGE, high_at + place.stage * STAGE);
-            const u64 columns = x + place.stage * (STAGE / 16);
+            grids(grid, k_tile);
+            mbarrier_wait(full(), state.parity);
+            AOperand a_operand;
+            a_operand.load(low_at + state.stage * STAGE_BYTES, high_at + state.stage * STAGE_BYTES);
+            const u64 columns = x + state.stage * (STAGE_BYTES / 16);
 #pragma unroll
             for (int i = 0; i < GROUPS; ++i) {
-                left.issue(part, columns, i);
-                left.hold(); // they are read until the products have ended
+                a_operand.issue(part, columns, i);
+                a_operand.fence(); // wgmma reads these registers until it completes
                 wgmma_wait<0>();
                 wgmma_fence_operand(part);
-                left.hold();
+                a_operand.fence();
                 if (i == GROUPS - 1) {
-                    release(place.stage);
-                    place.advance();
+                    release(state.stage);
+                    state.advance();
                 }
                 flush(total, part, grid[i]);
             }
         }
     }
 
-    // What the groups' bases take from the sums of x.
-    __device__ void bases(Range range, u64 x) {
+// Adds base · sum(x) of the groups.
+    __device__ void add_offsets(Range range, u64 x) {
         const int lane = threadIdx.x % 4;
-        for (int chunk = 0; chunk < range.chunks; ++chunk, place.advance()) {
+        for (int chunk = 0; chunk < range.chunks; ++chunk, state.advance()) {
             u32 a[3][4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -346,12 +353,12 @@ struct Consumer {
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
                     const int group = (range.chunk + chunk) * CHUNK + 2 * lane + j + (i >= 2 ? 8 : 0);
-                    pair[j] = group >= range.own && group < range.owned ? base_of(grid[group - first]) : 0.0f;
+                    pair[j] = group >= range.group_begin && group < range.group_end ? base_of(grid[group - first]) : 0.0f;
                 }
                 split_bf16x3(pair[0], pair[1], a[0][i], a[1][i], a[2][i]);
             }
-            mbarrier_wait(full(), place.parity);
-            const u64 sums = x + place.stage * (STAGE / 16);
+            mbarrier_wait(full(), state.parity);
+            const u64 sums = x + state.stage * (STAGE_BYTES / 16);
             wgmma_fence_operand(total);
             wgmma_fence();
 #pragma unroll
@@ -365,7 +372,7 @@ struct Consumer {
             wgmma_fence_operand(total);
 #pragma unroll
             for (int i = 0; i < 3; ++i) wgmma_fence_operand(a[i]);
-            release(place.stage);
+            release(state.stage);
         }
     }
 };
@@ -378,47 +385,47 @@ __device__ inline void consume_tiles(const Work &w, Barriers &barriers, ScaleOff
     stage_scales(w, grids, tile, first, last - first + 1);
     pdl_wait();
     pdl_launch_dependents();
-    named_barrier_sync(1, MULTIPLIERS);
+    named_barrier_sync(1, CONSUMER_THREADS);
     Consumer consumer = {w, barriers, grids + low * w.pitch, grids + high * w.pitch, first, last};
 #pragma unroll
-    for (int i = 0; i < BOX / 2; ++i) consumer.total[i] = 0.0f;
-    const u64 x = k_major_descriptor(shared_address(shared) + WEIGHTS, EIGHT_ROWS);
-    const int mine_of_four = lane % 4 * (WIDTH / 4);
-    const unsigned char *low_at = shared + low * WIDTH + mine_of_four, *high_at = shared + high * WIDTH + mine_of_four;
-    consumer.pieces(range, low_at, high_at, x);
-    if (SUMS) consumer.bases(range, x);
-    named_barrier_sync(1, MULTIPLIERS); // nobody reads x any more
-    float *results = reinterpret_cast<float *>(shared); // [BOX][PITCH]
+    for (int i = 0; i < BLOCK_M / 2; ++i) consumer.total[i] = 0.0f;
+    const u64 x = k_major_descriptor(shared_address(shared) + W_BYTES, SWIZZLE_ATOM_BYTES);
+    const int quad_offset = lane % 4 * (PART_BYTES / 4);
+    const unsigned char *low_at = shared + low * PART_BYTES + quad_offset, *high_at = shared + high * PART_BYTES + quad_offset;
+    consumer.run_k_tiles(range, low_at, high_at, x);
+    if (USES_SUMS) consumer.add_offsets(range, x);
+    named_barrier_sync(1, CONSUMER_THREADS); // all consumers have read x
+    float *results = reinterpret_cast<float *>(shared); // [BLOCK_M][PITCH]
 #pragma unroll
-    for (int i = 0; i < BOX / 2; ++i) {
+    for (int i = 0; i < BLOCK_M / 2; ++i) {
         const int token = i / 4 * 8 + lane % 4 * 2 + i % 2;
         results[token * PITCH + mine + (i % 4 >= 2 ? 8 : 0)] = consumer.total[i];
     }
 }
 
-// Sums of all blocks of the cluster, four of a row.
+// Reduces four adjacent columns over the blocks of the cluster.
 __device__ inline void summed(float (&sum)[4], const float *at, const u16 *bias, int column) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) sum[i] = 0.0f;
 #pragma unroll
     for (int rank = 0; rank < SPLIT; ++rank) {
-        const float4 got = SPLIT > 1 ? of_rank(at, rank) : *reinterpret_cast<const float4 *>(at);
-        sum[0] += got.x, sum[1] += got.y, sum[2] += got.z, sum[3] += got.w;
+        const float4 loaded = SPLIT > 1 ? dsmem_load_float4(at, rank) : *reinterpret_cast<const float4 *>(at);
+        sum[0] += loaded.x, sum[1] += loaded.y, sum[2] += loaded.z, sum[3] += loaded.w;
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-        if (bias) sum[i] += value(bias[column + i]);
+        if (bias) sum[i] += to_float(bias[column + i]);
 }
 
-// This block's rows of the output, all of the tile's columns, which are a multiple of 8.
+// Stores this block's output rows, all columns of the tile (a multiple of 8).
 __device__ inline void finish(const Work &w, int tile, int rank) {
-    constexpr int SPAN = GATED ? ROWS / 2 : ROWS, FOURS = SPAN / 4, OWN = BOX / SPLIT;
+    constexpr int SPAN = GATED ? ROWS / 2 : ROWS, FOURS = SPAN / 4, PER_RANK = BLOCK_M / SPLIT;
     const float *results = reinterpret_cast<const float *>(shared);
     const int columns = GATED ? w.rows / 2 : w.rows;
-    for (int i = threadIdx.x; i < OWN * FOURS; i += MULTIPLIERS) {
-        const int token = rank * OWN + i / FOURS, own = i % FOURS * 4, column = tile * SPAN + own;
+    for (int i = threadIdx.x; i < PER_RANK * FOURS; i += CONSUMER_THREADS) {
+        const int token = rank * PER_RANK + i / FOURS, own_column = i % FOURS * 4, column = tile * SPAN + own_column;
         if (token >= w.tokens || column >= columns) continue;
-        const float *at = results + token * PITCH + (GATED ? own / 8 * 16 + own % 8 : own);
+        const float *at = results + token * PITCH + (GATED ? own_column / 8 * 16 + own_column % 8 : own_column);
         float sum[4];
         summed(sum, at, w.bias, column);
         u16 result[4];
@@ -427,7 +434,7 @@ __device__ inline void finish(const Work &w, int tile, int rank) {
         if (GATED) {
             summed(sum, at + 8, w.bias, column + columns);
 #pragma unroll
-            for (int j = 0; j < 4; ++j) result[j] = rounded(gated(value(result[j]), value(rounded(sum[j]))));
+            for (int j = 0; j < 4; ++j) result[j] = rounded(silu_mul(to_float(result[j]), to_float(rounded(sum[j]))));
         }
         const uint2 four = {result[0] | static_cast<u32>(result[1]) << 16, result[2] | static_cast<u32>(result[3]) << 16};
         *reinterpret_cast<uint2 *>(w.out + static_cast<long long>(token) * columns + column) = four;
@@ -438,12 +445,12 @@ extern "C" __global__ void
 #if SPLIT > 1
 __cluster_dims__(SPLIT, 1, 1)
 #endif
-__launch_bounds__(MULTIPLIERS + 32, 1)
+__launch_bounds__(CONSUMER_THREADS + 32, 1)
     wq_gemm_pipelined(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
                 const __grid_constant__ Work w) {
     const int rank = SPLIT > 1 ? cluster_rank() : 0, tile = blockIdx.x / SPLIT;
-    Barriers &barriers = *reinterpret_cast<Barriers *>(shared + STAGES * STAGE);
-    ScaleOffset *grids = reinterpret_cast<ScaleOffset *>(shared + STAGES * STAGE + sizeof(Barriers)); // [ROWS][pitch]
+    Barriers &barriers = *reinterpret_cast<Barriers *>(shared + STAGES * STAGE_BYTES);
+    ScaleOffset *grids = reinterpret_cast<ScaleOffset *>(shared + STAGES * STAGE_BYTES + sizeof(Barriers)); // [ROWS][pitch]
     if (threadIdx.x == 0) {
         barriers.init(CONSUMERS * 4);
         fence_mbarrier_init();
@@ -452,8 +459,8 @@ __launch_bounds__(MULTIPLIERS + 32, 1)
     }
     __syncthreads();
     const Range range = range_of(w, rank);
-    const bool multiplier = __shfl_sync(~0u, threadIdx.x / 128, 0) < CONSUMERS;
-    if (multiplier) {
+    const bool is_consumer = __shfl_sync(~0u, threadIdx.x / 128, 0) < CONSUMERS;
+    if (is_consumer) {
         consume_tiles(w, barriers, grids, tile, range);
     } else {
         if (threadIdx.x % 32 == 0) Producer{x_map, w_map, w, barriers, shared_address(shared), tile}.run(range);
@@ -461,35 +468,36 @@ __launch_bounds__(MULTIPLIERS + 32, 1)
     }
     if (SPLIT > 1)
         cluster_sync();
-    else if (multiplier)
-        named_barrier_sync(1, MULTIPLIERS);
-    if (multiplier) finish(w, tile, rank);
-    if (SPLIT > 1) cluster_sync_relaxed(); // a block that ended could not be read
+    else if (is_consumer)
+        named_barrier_sync(1, CONSUMER_THREADS);
+    if (is_consumer) finish(w, tile, rank);
+    if (SPLIT > 1) cluster_sync_relaxed(); // no block may exit while others read its shared memory
 }
 
-constexpr bool BY_PIECE = GROUPS > 1 || !SUMS;   // what a warp brings: a piece, or a group
-constexpr int SUMMED = BY_PIECE ? 32 / GROUPS : 32; // lanes of a group's sum
+constexpr bool WARP_PER_TILE = GROUPS > 1 || !USES_SUMS;   // work of a warp: a K tile, or a group
+constexpr int LANES_PER_SUM = WARP_PER_TILE ? 32 / GROUPS : 32; // lanes that reduce one group's sum
 
 struct PermuteWork {
     const u16 *x;
-    u16 *to; // [tokens, pitch]: pieces of 128 columns, then sums in chunks of 64: of 16 groups, in three parts
-    int tokens, columns, stride, pitch, pieces, groups, shift, units; // units: warps for a row
+    u16 *to; // [tokens, pitch]: K tiles of 128 columns, then per 16 groups 64 columns with their sums as bf16x3
+    int tokens, columns, stride, pitch, k_tiles, groups, shift, units; // units: warps for a row
 };
 static_assert(sizeof(PermuteWork) == 48, "wq_gemm_pipelined.py packs 48 bytes");
 
-// Where the first and third of four columns of x that lie side by side, a lane's, are in a piece; the others 8 further on.
+// Position in the permuted K tile of the first and third of a lane's four adjacent columns; the other two
+// are at + 8.
 //
-// Slot 16 s + k is what the thread k % 8 / 2 of a quad has in byte 2 (k % 2) + k / 8 of its word s; of 4-bit weights word
-// s / 2, where s % 2 are the upper halves of the bytes.
+// Slot 16 s + k is byte 2 (k % 2) + k / 8 of word s of the quad's thread k % 8 / 2; for 4-bit weights word
+// s / 2, whose high nibbles are the odd s.
 __device__ inline int slot_of(int lane) {
     if (BITS == 4) return (2 * (lane % 4) + lane / 4 % 2) * 16 + 2 * (lane / 8);
     if (GROUPS == 4) return (lane / 8 * 2 + lane % 2) * 16 + lane % 8 / 2 * 2;
     return (lane / 16 * 4 + lane % 4) * 16 + lane / 4 % 4 * 2;
 }
 
-// Brings x into the order of the products' slots, and adds up its groups.
+// Permutes the columns of x to the order of the weight fragments and computes the group sums of x.
 extern "C" __global__ void __launch_bounds__(256) wq_permute_and_sum(const __grid_constant__ PermuteWork w) {
-    pdl_launch_dependents(); // the products' blocks ask for weights and scales while this waits, too
+    pdl_launch_dependents(); // the GEMM's blocks load weights and scales meanwhile
     pdl_wait();
     const int lane = threadIdx.x % 32, at = blockIdx.x * 8 + threadIdx.x / 32;
     const int token = at / w.units, unit = at - token * w.units;
@@ -498,26 +506,26 @@ extern "C" __global__ void __launch_bounds__(256) wq_permute_and_sum(const __gri
     u16 *to = w.to + static_cast<long long>(token) * w.pitch;
     const int slot = slot_of(lane);
     float sum = 0.0f;
-    if (unit < (BY_PIECE ? w.pieces : w.groups)) {
-        const int begin = BY_PIECE ? unit : unit << w.shift, end = BY_PIECE ? unit + 1 : min(begin + (1 << w.shift), w.pieces);
-        for (int piece = begin; piece < end; ++piece) {
-            const int column = piece * COLUMNS + lane * 4;
+    if (unit < (WARP_PER_TILE ? w.k_tiles : w.groups)) {
+        const int begin = WARP_PER_TILE ? unit : unit << w.shift, end = WARP_PER_TILE ? unit + 1 : min(begin + (1 << w.shift), w.k_tiles);
+        for (int tile_index = begin; tile_index < end; ++tile_index) {
+            const int column = tile_index * COLUMNS + lane * 4;
             uint2 four = {0, 0};
             if (column < w.columns) four = *reinterpret_cast<const uint2 *>(row + column);
-            sum += (value(four.x & 0xFFFF) + value(four.x >> 16)) + (value(four.y & 0xFFFF) + value(four.y >> 16));
-            u32 *piece_to = reinterpret_cast<u32 *>(to + piece * COLUMNS + slot);
+            sum += (to_float(four.x & 0xFFFF) + to_float(four.x >> 16)) + (to_float(four.y & 0xFFFF) + to_float(four.y >> 16));
+            u32 *piece_to = reinterpret_cast<u32 *>(to + tile_index * COLUMNS + slot);
             piece_to[0] = __byte_perm(four.x, four.y, 0x5410);
             piece_to[4] = __byte_perm(four.x, four.y, 0x7632);
         }
     }
-    if (!SUMS) return;
+    if (!USES_SUMS) return;
 #pragma unroll
-    for (int by = SUMMED / 2; by > 0; by /= 2) sum += __shfl_xor_sync(~0u, sum, by);
-    if (lane % SUMMED == 0) {
+    for (int by = LANES_PER_SUM / 2; by > 0; by /= 2) sum += __shfl_xor_sync(~0u, sum, by);
+    if (lane % LANES_PER_SUM == 0) {
         u32 parts[3];
         split_bf16x3(sum, 0.0f, parts[0], parts[1], parts[2]);
-        const int group = unit * (32 / SUMMED) + lane / SUMMED;
-        u16 *sums = to + w.pieces * COLUMNS + group / CHUNK * 64 + group % CHUNK;
+        const int group = unit * (32 / LANES_PER_SUM) + lane / LANES_PER_SUM;
+        u16 *sums = to + w.k_tiles * COLUMNS + group / CHUNK * 64 + group % CHUNK;
 #pragma unroll
         for (int i = 0; i < 3; ++i) sums[i * CHUNK] = parts[i] & 0xFFFF;
     }

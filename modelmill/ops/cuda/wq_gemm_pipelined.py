@@ -1,5 +1,4 @@
-"""Products of 9 to 64 rows with 4- and 8-bit weights, of fewer with large ones, through shared
-memory (wq_gemm_pipelined.cu)."""
+"""Weight-only int4/int8 GEMM for up to 64 rows through shared memory (wq_gemm_pipelined.cu)."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ _GROUPS_PER_MMA = 16  # groups whose sums are multiplied at once
 
 
 class WqSpec(NamedTuple):
-    """What a weight is: its bits and columns, those that share a scale (or as many as there are),
-    whether there are offsets and float32 scales."""
+    """Format of a weight: bits, columns, group size, offsets and scale dtype."""
 
     bits: int
     columns: int
@@ -50,7 +48,7 @@ class WqSpec(NamedTuple):
 
     @property
     def needs_input_sums(self) -> bool:
-        """Whether what is added to each weight asks for sums of x."""
+        """Whether the offsets need group sums of x."""
         return self.bits == 4 or self.offset
 
     def groups_per_split(self, split_k: int) -> int:
@@ -91,8 +89,11 @@ def weight_spec(
 
 
 def supports_weight(rows: int, spec: WqSpec, *, gated: bool) -> bool:
-    """Whether such a weight of so many rows is read: no group smaller than can be told apart,
-    outputs in eights, no float32 scales where sums of x are asked for."""
+    """Whether the kernel serves such a weight.
+
+    The group size must be supported, outputs a multiple of 8, and scales float16 if group
+    sums of x are needed.
+    """
     return (
         spec.group_shift is not None
         and rows % (16 if gated else 8) == 0
@@ -140,11 +141,9 @@ def fits_shared_memory(config: WqGemmKernelConfig, spec: WqSpec, padded: int) ->
     )
 
 
-@functools.lru_cache(1024)  # asked at each launch
+@functools.lru_cache(1024)  # called at each launch
 def config_for(rows: int, spec: WqSpec, padded: int, num_sms: int) -> WqGemmKernelConfig | None:
-    """The config that keeps ``num_sms`` multiprocessors busiest with a weight of so many rows; None
-    where none fits.
-    """
+    """The config with the best occupancy of ``num_sms`` SMs for ``rows`` weight rows, or None."""
     return best_occupancy(
         [form for form in KERNEL_CONFIGS if fits_shared_memory(form, spec, padded)], rows, num_sms
     )
@@ -161,19 +160,19 @@ def wq_gemm(
     *,
     gated: bool,
 ) -> torch.Tensor:
-    """x [T, K] · weightᵀ → [T, N]; gated: silu(first half) · second half of it, [T, N / 2]."""
+    """X [T, K] · weightᵀ → [T, N]; gated: silu(first half) · second half of it, [T, N / 2]."""
     tokens, columns = x.shape
-    rows, kind = weight.shape[0], weight_spec(weight, scale, offset, group, columns)
-    groups, pieces, box = scale.numel() // rows, kind.k_tiles, padded_rows(tokens)
-    assert kind.group_shift is not None
+    rows, spec = weight.shape[0], weight_spec(weight, scale, offset, group, columns)
+    groups, pieces, box = scale.numel() // rows, spec.k_tiles, padded_rows(tokens)
+    assert spec.group_shift is not None
     by, chunks = (
-        (kind.group_shift if kind.groups_per_tile == 1 else 0),
-        (-(-groups // _GROUPS_PER_MMA) if kind.needs_input_sums else 0),
+        (spec.group_shift if spec.groups_per_tile == 1 else 0),
+        (-(-groups // _GROUPS_PER_MMA) if spec.needs_input_sums else 0),
     )
-    # warps that bring a row of x: one for each group whose sum is asked for, or for each piece
+    # warps per row of x: one per group whose sum is needed, or per K tile
     units = (
-        max(pieces, chunks * _GROUPS_PER_MMA // kind.groups_per_tile)
-        if kind.groups_per_tile > 1 or not kind.needs_input_sums
+        max(pieces, chunks * _GROUPS_PER_MMA // spec.groups_per_tile)
+        if spec.groups_per_tile > 1 or not spec.needs_input_sums
         else chunks * _GROUPS_PER_MMA
     )
     out = torch.empty((tokens, rows // 2 if gated else rows), dtype=x.dtype, device=x.device)
@@ -181,12 +180,12 @@ def wq_gemm(
     ready = torch.empty((tokens, pitch), dtype=x.dtype, device=x.device)
     device = x.get_device()
     with torch.cuda.device(x.device):
-        macros = kernel_macros(x.dtype, config, kind, box, gated=gated)
+        macros = kernel_macros(x.dtype, config, spec, box, gated=gated)
         put = launch.load_kernel("wq_gemm_pipelined", "wq_permute_and_sum", macros, 256, 0, device)
         counts = (tokens, columns, x.stride(0), pitch, pieces, groups, by, units)
         work = struct.pack("=2Q8i", x.data_ptr(), ready.data_ptr(), *counts)
         put.launch(-(-tokens * units // 8), work, pdl=True)
-        high, size = 64 * config.consumers, shared_bytes(config, kind, box)
+        high, size = 64 * config.consumers, shared_bytes(config, spec, box)
         kernel = launch.load_kernel(
             "wq_gemm_pipelined", "wq_gemm_pipelined", macros, 2 * high + 32, size, device
         )
@@ -195,7 +194,7 @@ def wq_gemm(
         )
         wide, part = (
             weight.shape[1],
-            (32 if kind.groups_per_tile == 4 else 64, high // 2 if gated else high),
+            (32 if spec.groups_per_tile == 4 else 64, high // 2 if gated else high),
         )
         w_map = launch.tensor_map(
             weight.data_ptr(), weight.dtype, (wide, rows), (wide,), part, False
@@ -209,7 +208,7 @@ def wq_gemm(
             pieces,
             groups,
             by,
-            kind.groups_per_split(config.split_k) | 1,
+            spec.groups_per_split(config.split_k) | 1,
         )
         kernel.launch(config.split_k * -(-rows // high), x_map, w_map, work, pdl=True)
     return out
@@ -219,11 +218,11 @@ def wq_gemm(
 def kernel_macros(
     dtype: torch.dtype, config: WqGemmKernelConfig, spec: WqSpec, padded: int, *, gated: bool
 ) -> tuple[str, ...]:
-    """How the source is compiled."""
+    """Macros of the kernel."""
     sizes = {
         "BITS": spec.bits,
         "GROUPS": spec.groups_per_tile,
-        "BOX": padded,
+        "BLOCK_M": padded,
         "CONSUMERS": config.consumers,
         "SPLIT": config.split_k,
     }
@@ -231,6 +230,6 @@ def kernel_macros(
         "STAGES": num_stages(config, spec, padded),
         "GATED": gated,
         "OFFSET": spec.offset,
-        "WIDE": spec.float32_scales,
+        "SCALE_FP32": spec.float32_scales,
     }
     return (*(f"{name}={int(size)}" for name, size in sizes.items()), *TYPES[dtype])

@@ -1,6 +1,4 @@
-"""Products of one row with 4- and 8-bit weights by Hopper's copy engine and 8-bit tensor cores
-(wq_gemv.cu).
-"""
+"""Weight-only GEMV of one row by TMA and 8-bit tensor cores (wq_gemv.cu)."""
 
 from __future__ import annotations
 
@@ -16,15 +14,13 @@ from modelmill.ops.cuda.weight_only import K_TILE, TYPES, group_shift
 ROWS_PER_TILE, LINE_TILE_BYTES = 16, 2048
 _TILES_IN_FLIGHT = (4, 2, 1)  # tiles whose scales and sums a block holds
 # Bytes of a block: at least more than half of what there is, since two blocks of a kernel on one
-# multiprocessor would leave another without work. Little more where that suffices: what is left
+# SM would leave another without work. Little more where that suffices: what is left
 # lets the small kernels between products in.
 _MIN_SHARED_BYTES, _TARGET_SHARED_BYTES, _MAX_SHARED_BYTES = 116 << 10, 124 << 10, 224 << 10
 
 
 class WqGemvSpec(NamedTuple):
-    """What is multiplied: bits of a weight, whether x is integers, whether there are offsets,
-    float32 scales.
-    """
+    """Operand formats: weight bits, int8 or 16-bit x, offsets, scale dtype, groups per K tile."""
 
     bits: int
     int8_input: bool
@@ -34,16 +30,12 @@ class WqGemvSpec(NamedTuple):
 
     @property
     def max_warps_and_stages(self) -> tuple[int, int]:
-        """Warps of a block and lines that each has on its way: measured on an H200 with the shapes
-        of 7B models.
-        """
+        """Most warps per block and lines in flight per warp, measured on an H200 with 7B shapes."""
         return (22, 2) if self.int8_input else (16, 3)
 
 
 class WqGemvKernelConfig(NamedTuple):
-    """A product's sizes: lines of 128 bytes and groups of a row; warps, stages of their rings,
-    tiles held.
-    """
+    """Kernel config: lines of 128 bytes and groups per row, warps, stages, scale stages."""
 
     lines: int
     groups: int
@@ -53,13 +45,11 @@ class WqGemvKernelConfig(NamedTuple):
 
 
 def config_for(spec: WqGemvSpec, columns: int, groups: int) -> WqGemvKernelConfig | None:
-    """How a row of the weight is dealt out, with as many stages as there is room for; None where
-    two do not fit.
-    """
+    """The config with as many stages as fit in shared memory; None if two do not fit."""
     lines, (warps, most) = -(-columns * spec.bits // 8 // 128), spec.max_warps_and_stages
-    for held in _TILES_IN_FLIGHT:
+    for scale_stages in _TILES_IN_FLIGHT:
         every = [
-            WqGemvKernelConfig(lines, groups, min(warps, lines), stages, held)
+            WqGemvKernelConfig(lines, groups, min(warps, lines), stages, scale_stages)
             for stages in range(most, 1, -1)
         ]
         best = next(
@@ -106,8 +96,10 @@ def supports_weight(
     offset: torch.Tensor | None,
     group: int,
 ) -> bool:
-    """One row, packed, all at addresses of 16 bytes; rows of the weight in sixteens, of multiples
-    of 16 bytes.
+    """Whether the kernel serves one row with this weight.
+
+    All packed and 16-byte aligned; weight rows in multiples of 16, each a multiple of 16
+    bytes.
     """
     columns = x.shape[1]
     if (
@@ -122,17 +114,15 @@ def supports_weight(
         t is not None and t.data_ptr() % 16 for t in (x, weight, scale, offset)
     ):
         return False
-    kind, groups = weight_spec(x, weight, scale, offset, group), scale.numel() // weight.shape[0]
+    spec, groups = weight_spec(x, weight, scale, offset, group), scale.numel() // weight.shape[0]
     return (
-        group_shift(group, columns, K_TILE // kind.groups_per_tile) is not None
-        and config_for(kind, columns, groups) is not None
+        group_shift(group, columns, K_TILE // spec.groups_per_tile) is not None
+        and config_for(spec, columns, groups) is not None
     )
 
 
 class WqGemvLaunch(NamedTuple):
-    """A launch: how it is compiled, threads and bytes of a block, tiles, and what is packed behind
-    the pointers.
-    """
+    """A launch: macros, threads, shared memory, tiles and the packed sizes."""
 
     macros: tuple[str, ...]
     threads: int
@@ -142,9 +132,7 @@ class WqGemvLaunch(NamedTuple):
     gated: bool
 
     def weight_box(self, width: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Sizes, strides and box of the weight's rows of so many bytes, in words: gated, both
-        halves come at once.
-        """
+        """Sizes, strides and box, in words, of the weight's tensor map; GATED loads both halves."""
         rows = self.sizes[0]
         if self.gated:
             return (width // 4, rows // 2, 2), (width, rows // 2 * width), (32, 8, 2)
@@ -160,15 +148,16 @@ def plan_launch(
     *,
     gated: bool,
 ) -> WqGemvLaunch:
-    """For a weight of ``size`` rows and columns; dtype: of the output, and of x where that is no
-    integers.
+    """Plan a launch for a weight of ``size`` rows and columns.
+
+    dtype: of the output, and of x unless it is int8.
     """
     rows, columns = size
     shape, by = (
         config_for(spec, columns, groups),
         group_shift(group, columns, K_TILE // spec.groups_per_tile),
     )
-    assert shape is not None and by is not None  # noqa: PT018  serves() has said so
+    assert shape is not None and by is not None  # noqa: PT018  checked by supports_weight
     slots = 8 // spec.bits * spec.groups_per_tile  # groups of a line, where pieces do not share one
     mixed = spec.bits == 4 and spec.groups_per_tile > 1
     together = (
@@ -176,18 +165,18 @@ def plan_launch(
     )
     sizes = {
         "BITS": spec.bits,
-        "INTEGER": spec.int8_input,
+        "INT8_INPUT": spec.int8_input,
         "OFFSET": spec.offset,
-        "WIDE": spec.float32_scales,
+        "SCALE_FP32": spec.float32_scales,
         "GATED": gated,
     }
     sizes |= {
         "GROUPS": spec.groups_per_tile,
-        "SINGLE": shape.lines <= shape.warps,
-        "TOGETHER": together,
+        "SINGLE_LINE": shape.lines <= shape.warps,
+        "VECTOR_SCALES": together,
         "WARPS": shape.warps,
     }
-    sizes |= {"STAGES": shape.stages, "HELD": shape.tiles_in_flight}
+    sizes |= {"STAGES": shape.stages, "SCALE_STAGES": shape.tiles_in_flight}
     macros = (*(f"{name}={int(size)}" for name, size in sizes.items()), *TYPES[dtype])
     numbers = (rows, columns, groups, by, rows // ROWS_PER_TILE, shape.lines)
     return WqGemvLaunch(
@@ -204,15 +193,14 @@ def wq_gemv(
     *,
     gated: bool = False,
 ) -> torch.Tensor:
-    """x [1, K] · weightᵀ → [1, N] of ``dtype``; gated: silu(first half) · second half of it, [1, N
-    / 2].
+    """Compute x [1, K] · weightᵀ → [1, N] of ``dtype``, or SwiGLU of its halves [1, N / 2].
 
     grids: scale and offset [N, G], columns of a group. epilogue: step [G], constant [N], bias [N].
     """
     scale, offset, group = grids
     rows, columns = weight.shape[0], x.shape[1]
-    kind = weight_spec(x, weight, scale, offset, group)
-    plan = plan_launch(kind, (rows, columns), group, scale.numel() // rows, dtype, gated=gated)
+    spec = weight_spec(x, weight, scale, offset, group)
+    plan = plan_launch(spec, (rows, columns), group, scale.numel() // rows, dtype, gated=gated)
     out = torch.empty((1, rows // 2 if gated else rows), dtype=dtype, device=x.device)
     device = x.get_device()
     with torch.cuda.device(x.device):

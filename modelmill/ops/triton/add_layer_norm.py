@@ -1,4 +1,4 @@
-"""Residual add and LayerNorm: two reads and two writes a value."""
+"""Residual add and LayerNorm: two reads and two writes per value."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from modelmill.ops.triton.layer_norm_quant import layer_norm_quant, supports_row
 def supports(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> bool:
-    """As ``layer_norms.fits``, x and residual alike."""
+    """As ``layer_norm_quant.supports_rows``; x and residual have one shape and dtype."""
     return x.dtype == residual.dtype and x.shape == residual.shape and supports_rows(x)
 
 
 def run(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference."""
+    """Run the op."""
     out, _, total = layer_norm_quant(x, residual, weight, bias, eps)
     return out, total

@@ -1,4 +1,4 @@
-"""Residual add and LayerNorm, rounded to 8 bits at the store."""
+"""Residual add and LayerNorm with an 8-bit output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def supports(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float,
     dtype: torch.dtype, inv_scale: torch.Tensor | None = None,
 ) -> bool:  # fmt: skip
-    """As ``layer_norms.fits``, x and residual alike."""
+    """As ``layer_norm_quant.supports_rows``; x and residual have one shape and dtype."""
     return (
         x.dtype == residual.dtype
         and x.shape == residual.shape
@@ -24,5 +24,5 @@ def run(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float,
     dtype: torch.dtype, inv_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:  # fmt: skip
-    """As the reference."""
+    """Run the op."""
     return layer_norm_quant(x, residual, weight, bias, eps, dtype, inv_scale)

@@ -1,4 +1,4 @@
-"""Residual add and RMSNorm: two reads and two writes a value, the sum stored over the residual."""
+"""Residual add and RMSNorm: two reads and two writes per value; the sum overwrites the residual."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from modelmill.ops.triton.rms_norm import MAX_WIDTH
 
 
 def supports(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> bool:
-    """Rows up to 32,768 wide, all of one dtype and x and residual of one shape."""
+    """Rows up to 32,768 wide; all of one dtype; x and residual of one shape."""
     same = x.dtype == residual.dtype == weight.dtype and x.shape == residual.shape
     return same and x.shape[-1] <= MAX_WIDTH and x.numel() > 0
 
@@ -22,20 +22,23 @@ def supports(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps:
 def run(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference; the sum is written over ``residual`` where that is contiguous."""
-    flat, held = as_rows(x), as_rows(residual)
+    """Run the op; the sum overwrites ``residual`` if that is contiguous."""
+    flat, flat_residual = as_rows(x), as_rows(residual)
     rows, width = flat.shape
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     total = residual if residual.is_contiguous() else torch.empty_like(out).view(x.shape)
-    share, block, warps = row_launch(flat)
-    early, fixed = pdl_launch_options(x.device, rows), (width, flat.stride(0), held.stride(0))
+    rows_per_program, block, warps = row_launch(flat)
+    pdl, fixed = (
+        pdl_launch_options(x.device, rows),
+        (width, flat.stride(0), flat_residual.stride(0)),
+    )
     _launcher(
-        (-(-rows // share), 1, 1),
-        (flat, held, weight, out, total),
+        (-(-rows // rows_per_program), 1, 1),
+        (flat, flat_residual, weight, out, total),
         (rows, *fixed, eps),
         fixed,
-        (share, block, early["PDL"]),
-        {"num_warps": warps, "launch_pdl": early["launch_pdl"]},
+        (rows_per_program, block, pdl["PDL"]),
+        {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},
     )
     return out.view(x.shape), total
 
@@ -52,15 +55,15 @@ def _kernel(
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0)
     pdl_wait(PDL)
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
-    held = tl.load(
+    residual = tl.load(
         residual_ptr + row[:, None] * residual_stride + column[None, :], mask=inside, other=0.0
     )
-    # Rounded to the stream's dtype before the statistics, as the unfused pair of ops would.
-    total = (x.to(tl.float32) + held.to(tl.float32)).to(x.dtype)
+    # Rounded to x's dtype before the statistics, as two separate ops would do.
+    total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
     tl.store(total_ptr + row[:, None] * width + column[None, :], total, mask=inside)
-    wide = total.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / width + eps)
-    normal = (wide * scale[:, None]).to(x.dtype).to(tl.float32)
+    total32 = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(total32 * total32, axis=1) / width + eps)
+    normal = (total32 * scale[:, None]).to(x.dtype).to(tl.float32)
     out = normal * weight.to(tl.float32)[None, :]
     tl.store(out_ptr + row[:, None] * width + column[None, :], out.to(x.dtype), mask=inside)
 

@@ -1,4 +1,4 @@
-"""Residual add and RMSNorm to 8 bits (norm_quant); the sum is stored over the residual."""
+"""Residual add and RMSNorm with an 8-bit output (norm_quant); the sum overwrites the residual."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def supports(
     perm: torch.Tensor | None = None,
     bits: int = 8,
 ) -> bool:
-    """As ``norm_quant.fits``, x and residual of one shape and dtype."""
+    """As ``norm_quant.supports_rows``; x and residual of one shape and dtype."""
     return (
         x.dtype == residual.dtype
         and x.shape == residual.shape
@@ -38,5 +38,5 @@ def run(
     perm: torch.Tensor | None = None,
     bits: int = 8,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """As the reference; the sum is written over ``residual`` where that is contiguous."""
+    """Run the op; the sum overwrites ``residual`` if that is contiguous."""
     return rms_norm_quant(x, residual, weight, eps, dtype, (inv_scale, zero_point, perm), bits)

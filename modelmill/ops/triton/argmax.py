@@ -1,4 +1,4 @@
-"""The likeliest token in two small kernels: each chunk's best, and the best of those."""
+"""Argmax in two small kernels: the best token of each chunk, then the best of those."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.device import power_of_two
 from modelmill.ops.triton.pdl import pdl_launch_options, pdl_wait
 
-_SMALL_BATCH_ROWS = 6  # up to so many, smaller chunks fill the chip
+_SMALL_BATCH_ROWS = 6  # up to this many rows, smaller chunks are needed to use all SMs
 
 
 def supports(logits: torch.Tensor) -> bool:
-    """float32 rows with their columns side by side."""
+    """Rows of float32 with contiguous columns."""
     return logits.dtype is torch.float32 and logits.stride(1) == 1 and logits.numel() > 0
 
 
 def run(logits: torch.Tensor) -> torch.Tensor:
-    """As the reference."""
+    """Run the op."""
     rows, vocab = logits.shape
     chunk = 1024 if rows <= _SMALL_BATCH_ROWS else 8192
     count = -(-vocab // chunk)
     best = torch.empty((rows, count), dtype=torch.int64, device=logits.device)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    how = pdl_launch_options(logits.device, rows)
+    options = pdl_launch_options(logits.device, rows)
     _chunk_best[(count, rows)](
         logits,
         logits.stride(0),
@@ -34,27 +34,28 @@ def run(logits: torch.Tensor) -> torch.Tensor:
         count,
         CHUNK=chunk,
         num_warps=4 if chunk == 1024 else 8,
-        **how,
+        **options,
     )
-    _merge_best[(rows,)](best, out, count, CHUNKS=power_of_two(count), num_warps=1, **how)
+    _merge_best[(rows,)](best, out, count, CHUNKS=power_of_two(count), num_warps=1, **options)
     return out
 
 
 @triton.jit(do_not_specialize=["vocab", "count"])
 def _chunk_best(logits_ptr, stride, vocab, best_ptr, count, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """One whole number a chunk: the value in the order of the floats above, the id below, lower ids
-    larger.
+    """Store one integer key per chunk: the value in float order in the high word, the id below.
+
+    Lower ids give larger keys.
     """
     pdl_wait(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits_ptr + row * stride + at, mask=at < vocab, other=float("-inf"))
     x = tl.where(x == x, x, float("-inf"))
-    most = tl.max(x)
-    place = tl.min(tl.where((x == most) & (at < vocab), at, 2147483647))
-    bits = tl.where(most == 0, 0.0, most).to(tl.int32, bitcast=True)  # −0 equals 0
+    chunk_max = tl.max(x)
+    index = tl.min(tl.where((x == chunk_max) & (at < vocab), at, 2147483647))
+    bits = tl.where(chunk_max == 0, 0.0, chunk_max).to(tl.int32, bitcast=True)  # −0 equals 0
     key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-    tl.store(best_ptr + row * count + chunk, key * 4294967296 + (2147483647 - place))
+    tl.store(best_ptr + row * count + chunk, key * 4294967296 + (2147483647 - index))
 
 
 @triton.jit(do_not_specialize=["count"])

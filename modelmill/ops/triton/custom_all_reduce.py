@@ -1,19 +1,17 @@
-"""Sums and gathers between the GPUs of one host, in one kernel each, over memory that all of them
-can write.
+"""Custom all-reduce and all-gather between GPUs of one host, one kernel each, over peer memory.
 
-Every word of 32 bits travels with the number of its exchange in one store of 64 bits: whoever reads
-the right number has the right word, and neither fences nor signals are needed. A program writes its
-row to every rank (to its own as well, so that all ranks add in one order and hold identical sums),
-then reads what the others wrote to its own memory.
+Every 32-bit word is stored together with the number of its exchange in one 64-bit store. A reader
+that sees the right number has the right word, so neither fences nor signals are needed. A program
+writes its row to every rank (including its own, so that all ranks add in the same order and get
+identical sums), then reads what the other ranks wrote to its own memory.
 
-Program p counts its exchanges in ``count[p]``; odd and even ones use different places. A place is
-written again two exchanges later: by then every rank has answered the one between, so it has read
-this one. What is more than PROGRAMS exchanges goes in rounds; all programs of a kernel must run at
-once, since they wait for their like.
+Program p counts its exchanges in ``counters[p]``; odd and even exchanges use different regions. A
+region is written again two exchanges later: by then every rank has taken part in the exchange
+between, so it has read this one. More than MAX_PROGRAMS exchanges are done in rounds. All programs
+of a kernel must be resident at once, because they wait for the same programs of other ranks.
 
-The buffer of a rank: [2, ranks, PROGRAMS, REGION] words of 64 bits. ``stop``: one word in the
-host's memory; once it
-is not 0 nobody waits any more (a rank is gone, the results are thrown away).
+Buffer of a rank: [2, ranks, MAX_PROGRAMS, region] 64-bit words. ``abort``: one word in host memory;
+once it is not 0, programs stop waiting (a rank has died, the results are discarded).
 """
 
 from __future__ import annotations
@@ -28,20 +26,24 @@ import triton.language as tl
 from modelmill.ops.triton.device import power_of_two
 from modelmill.ops.triton.pdl import pdl_launch_options, pdl_wait
 
-# of a kernel, at most: each exchanges one row of a sum or one block of a gather at a time
+# per kernel; each exchanges one row of a sum or one block of a gather at a time
 MAX_PROGRAMS = 128
-SPINS_PER_ABORT_CHECK = 0x3FFF  # looks at the memory between two looks at ``stop``
-# words of a block of a gather: small while one round does, then large
+SPINS_PER_ABORT_CHECK = 0x3FFF  # polls of the buffer between two polls of ``abort``
+# words per block of a gather: small if one round suffices, else large
 _GATHER_BLOCKS = (1024, 4096)
-_WORDS_PER_WAIT = 4  # words that a thread waits for at a time
+_WORDS_PER_WAIT = 4  # words per thread and wait
 
 
 @dataclass(frozen=True)
 class AllReduceBuffers:
-    """addresses: of every rank's buffer, as this rank sees them. counters: [PROGRAMS] int32. abort:
-    [1] int32, pinned.
+    """Peer buffers of a rank.
 
-    region_words: words of a program's place.
+    Attributes:
+        rank: this rank.
+        addresses: every rank's buffer, as mapped by this rank.
+        counters: [MAX_PROGRAMS] int32.
+        abort: [1] int32, pinned host memory.
+        region_words: 64-bit words of a program's region.
     """
 
     rank: int
@@ -52,7 +54,7 @@ class AllReduceBuffers:
 
     @staticmethod
     def words(ranks: int, region: int) -> int:
-        """Words of 64 bits that a rank's buffer holds."""
+        """Number of 64-bit words in a rank's buffer."""
         return 2 * ranks * MAX_PROGRAMS * region
 
 
@@ -61,9 +63,15 @@ def all_reduce_rows(
     norm: tuple[torch.Tensor, torch.Tensor, float] | None,
     buffers: AllReduceBuffers,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add x [T, H] of all ranks; (sum, sum), or with norm = (residual, weight, eps) what
-    add_rms_norm
-    of the sum returns, the new residual stored over the old one.
+    """Sum x [T, H] over all ranks, optionally followed by residual add and RMSNorm.
+
+    Args:
+        x: this rank's partial sums.
+        norm: (residual, weight, eps) or None; the residual is overwritten with the new one.
+        buffers: peer buffers.
+
+    Returns:
+        (sum, sum), or with ``norm`` what add_rms_norm of the sum returns.
     """
     ranks, region = len(buffers.addresses), buffers.region_words
     rows, width = x.shape
@@ -90,9 +98,13 @@ def all_reduce_rows(
 def all_gather_columns(
     x: torch.Tensor, starts: torch.Tensor, widths: tuple[int, ...], buffers: AllReduceBuffers
 ) -> torch.Tensor:
-    """x: [T, this rank's columns] → [T, sum(widths)] of all ranks side by side.
+    """Gather the columns of all ranks: [T, this rank's columns] → [T, sum(widths)].
 
-    starts: [ranks + 1] int32, the first column of each rank, even numbers for 16-bit types.
+    Args:
+        x: this rank's columns.
+        starts: [ranks + 1] int32, first column of each rank; even for 16-bit types.
+        widths: columns of each rank.
+        buffers: peer buffers.
     """
     ranks, region = len(buffers.addresses), buffers.region_words
     per = 4 // x.element_size()
@@ -126,9 +138,10 @@ def _dtype_code(x: torch.Tensor) -> str:
 def _wait_and_add_asm(ranks: int, word_type: str, pack: int, stride: int) -> tuple[str, str]:
     """PTX that waits for ``pack`` words of every rank and adds them, and its constraints.
 
-    In: addresses (of rank 0; the others follow at ``stride`` bytes), the exchange's number, the
-    address of ``stop``. Out: the sums of the low and of the high half (of 32-bit values, the first
-    is the sum); for "word" the word itself."""
+    Inputs: addresses (of rank 0; the other ranks follow at ``stride`` bytes), number of the
+    exchange, address of ``abort``. Outputs: sums of the low and high halves (for 32-bit values the
+    first is the sum); for word_type "word" the word itself.
+    """
     two = word_type in ("f16", "bf16")
     outs = pack * (2 if two else 1)
     address = [f"${outs + i}" for i in range(pack)]
@@ -172,7 +185,7 @@ def _wait_and_add_asm(ranks: int, word_type: str, pack: int, stride: int) -> tup
 
 
 def _add_word_asm(word_type: str, word: str, low: str, high: str) -> list[str]:
-    """Add a word's values, as float32."""
+    """PTX that adds a word's values as float32."""
     if word_type == "f32":
         return [f"mov.b32 x, {word};", f"add.f32 {low}, {low}, x;"]
     if word_type == "bf16":
@@ -198,7 +211,7 @@ def _all_reduce_kernel(
     program = tl.program_id(0)
     word = tl.arange(0, BLOCK)
     inside = word < words
-    # threads past the end send and await the last word, as the thread that owns it does
+    # threads past the end send and wait for the last word, like the thread that owns it
     at = tl.minimum(word, words - 1)
     x32, out32 = x_ptr.to(tl.pointer_type(tl.int32)), out_ptr.to(tl.pointer_type(tl.int32))
     residual32 = residual_ptr.to(tl.pointer_type(tl.int32))
@@ -209,39 +222,46 @@ def _all_reduce_kernel(
     number = tl.load(count_ptr + program)
     for row in range(program, rows, PROGRAMS):
         number += 1
-        line = row * words + at
-        mine = tl.load(x32 + line)
-        place = _region_offset(number, program, RANKS, REGION, PROGRAMS)
-        _send_words(addresses, place + rank * (PROGRAMS * REGION) + at, mine, number, RANKS)
+        word_index = row * words + at
+        partial = tl.load(x32 + word_index)
+        region = _region_offset(number, program, RANKS, REGION, PROGRAMS)
+        _send_words(addresses, region + rank * (PROGRAMS * REGION) + at, partial, number, RANKS)
         if NORM:
-            held = tl.load(residual32 + line)
-        source = own + 8 * (place + at)
-        waited = number + at * 0
+            residual = tl.load(residual32 + word_index)
+        source = own + 8 * (region + at)
+        expected_number = number + at * 0
         if KIND == "f32":
             low = tl.inline_asm_elementwise(
-                ASM, CONSTRAINTS, [source, waited, stop], dtype=tl.float32, is_pure=False, pack=PACK
+                ASM,
+                CONSTRAINTS,
+                [source, expected_number, stop],
+                dtype=tl.float32,
+                is_pure=False,
+                pack=PACK,
             )
             if NORM:
-                low += held.to(tl.float32, bitcast=True)
-                tl.store(residual32 + line, low.to(tl.int32, bitcast=True), mask=inside)
+                low += residual.to(tl.float32, bitcast=True)
+                tl.store(residual32 + word_index, low.to(tl.int32, bitcast=True), mask=inside)
                 scale = tl.rsqrt(tl.sum(tl.where(inside, low * low, 0.0)) / words + eps)
                 low = low * scale * weight.to(tl.float32, bitcast=True)
-            tl.store(out32 + line, low.to(tl.int32, bitcast=True), mask=inside)
+            tl.store(out32 + word_index, low.to(tl.int32, bitcast=True), mask=inside)
         else:
             low, high = tl.inline_asm_elementwise(
                 ASM,
                 CONSTRAINTS,
-                [source, waited, stop],
+                [source, expected_number, stop],
                 dtype=(tl.float32, tl.float32),
                 is_pure=False,
                 pack=PACK,
             )
             if NORM:
                 total = _pack_halves(
-                    low + _low_half(held, out_ptr), high + _high_half(held, out_ptr), out_ptr
+                    low + _low_half(residual, out_ptr),
+                    high + _high_half(residual, out_ptr),
+                    out_ptr,
                 )
-                tl.store(residual32 + line, total, mask=inside)
-                # rounded to the stream's dtype before the statistics, as add_rms_norm does
+                tl.store(residual32 + word_index, total, mask=inside)
+                # rounded to the residual's dtype before the statistics, as add_rms_norm does
                 low, high = _low_half(total, out_ptr), _high_half(total, out_ptr)
                 scale = tl.rsqrt(
                     tl.sum(tl.where(inside, low * low + high * high, 0.0)) / (2 * words) + eps
@@ -249,8 +269,8 @@ def _all_reduce_kernel(
                 normal = _pack_halves(low * scale, high * scale, out_ptr)
                 low = _low_half(normal, out_ptr) * _low_half(weight, out_ptr)
                 high = _high_half(normal, out_ptr) * _high_half(weight, out_ptr)
-            tl.store(out32 + line, _pack_halves(low, high, out_ptr), mask=inside)
-        # nobody sends the next words before all threads have these
+            tl.store(out32 + word_index, _pack_halves(low, high, out_ptr), mask=inside)
+        # no thread sends the next words before all threads have read these
         tl.debug_barrier()
     tl.store(count_ptr + program, number)
 
@@ -273,17 +293,22 @@ def _all_gather_kernel(
         number += 1
         row = item // blocks
         at = item % blocks * BLOCK + word
-        mine = tl.load(x32 + row * words + at, mask=at < words, other=0)
-        place = _region_offset(number, program, RANKS, REGION, PROGRAMS)
-        _send_words(addresses, place + rank * (PROGRAMS * REGION) + word, mine, number, RANKS)
-        waited = number + word * 0
-        for other in tl.static_range(RANKS):
-            source = own + 8 * (place + other * (PROGRAMS * REGION) + word)
-            found = tl.inline_asm_elementwise(
-                ASM, CONSTRAINTS, [source, waited, stop], dtype=tl.int32, is_pure=False, pack=PACK
+        local = tl.load(x32 + row * words + at, mask=at < words, peer=0)
+        region = _region_offset(number, program, RANKS, REGION, PROGRAMS)
+        _send_words(addresses, region + rank * (PROGRAMS * REGION) + word, local, number, RANKS)
+        expected_number = number + word * 0
+        for peer in tl.static_range(RANKS):
+            source = own + 8 * (region + peer * (PROGRAMS * REGION) + word)
+            received = tl.inline_asm_elementwise(
+                ASM,
+                CONSTRAINTS,
+                [source, expected_number, stop],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=PACK,
             )
-            first, last = tl.load(starts_ptr + other) // PER, tl.load(starts_ptr + other + 1) // PER
-            tl.store(out32 + row * width + first + at, found, mask=at < last - first)
+            first, last = tl.load(starts_ptr + peer) // PER, tl.load(starts_ptr + peer + 1) // PER
+            tl.store(out32 + row * width + first + at, received, mask=at < last - first)
         tl.debug_barrier()
     tl.store(count_ptr + program, number)
 
@@ -292,15 +317,15 @@ def _all_gather_kernel(
 def _region_offset(
     number, program, RANKS: tl.constexpr, REGION: tl.constexpr, PROGRAMS: tl.constexpr
 ):
-    """The first word of a program's place for what rank 0 sends in this exchange."""
+    """First word of the region of a program for the words that rank 0 sends in this exchange."""
     return ((number & 1).to(tl.int64) * (RANKS * PROGRAMS) + program) * REGION
 
 
 @triton.jit
 def _send_words(addresses, at, words, number, RANKS: tl.constexpr):
     """Store words with the exchange's number at word ``at`` of every rank's buffer."""
-    for other in tl.static_range(RANKS):
-        target = addresses[other] + 8 * at
+    for peer in tl.static_range(RANKS):
+        target = addresses[peer] + 8 * at
         tl.inline_asm_elementwise(
             "{ .reg .b64 v; mov.b64 v, {$2, $3}; st.relaxed.sys.global.b64 [$1], v; mov.u32 $0, "
             "0; }",
@@ -314,21 +339,21 @@ def _send_words(addresses, at, words, number, RANKS: tl.constexpr):
 
 @triton.jit
 def _low_half(word, like_ptr):
-    """The value in the lower half of a word, as float32."""
+    """Value in the lower half of a word, as float32."""
     half = (word & 0xFFFF).to(tl.int16)
     return half.to(like_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _high_half(word, like_ptr):
-    """The value in the upper half of a word, as float32."""
+    """Value in the upper half of a word, as float32."""
     half = (word >> 16).to(tl.int16)
     return half.to(like_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _pack_halves(low, high, like_ptr):
-    """Two values rounded to the type of ``like_ptr``, in one word."""
+    """Round two values to the type of ``like_ptr`` and pack them into one word."""
     a = low.to(like_ptr.dtype.element_ty).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     b = high.to(like_ptr.dtype.element_ty).to(tl.int16, bitcast=True).to(tl.int32)
     return (b << 16) | a

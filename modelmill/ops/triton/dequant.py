@@ -1,7 +1,6 @@
-"""8-bit weights written out in x's type, for products with so many rows that the time goes into the
-multiplying.
+"""Dequantize 8-bit weights to x's dtype, for products with so many rows that cuBLAS is fastest.
 
-That is cuBLAS's work then. Each weight is rounded once.
+Each weight is rounded once.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import triton.language as tl
 from modelmill.ops.triton.fast_launch import CachedLauncher
 
 _PACK_COLUMNS = 32  # columns that share a scale, at least
-_BLOCK_N, _PACKS_PER_PROGRAM = 2, 64  # of a program
+_BLOCK_N, _PACKS_PER_PROGRAM = 2, 64  # per program
 
 
 def dequantize(
@@ -25,10 +24,15 @@ def dequantize(
     columns: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """scale · code + offset as [N, columns] of ``dtype``: weight [N, ≥ columns] int8, scale and
-    offset [N, G] or [N].
+    """Dequantize: scale · code + offset as [N, columns] of ``dtype``.
 
-    group: columns that share a scale, a multiple of 32, or as many as there are.
+    Args:
+        weight: [N, ≥ columns] int8.
+        scale: [N, G] or [N].
+        offset: as scale, or None.
+        group: columns that share a scale, a multiple of 32, or all columns.
+        columns: columns of the result.
+        dtype: dtype of the result.
     """
     n = weight.shape[0]
     out = torch.empty((n, columns), dtype=dtype, device=weight.device)
@@ -46,8 +50,9 @@ def dequantize(
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [T, K] · weight [N, K]ᵀ + bias [N], which may be of another type: [T, N] of x's dtype, by
-    cuBLAS.
+    """Compute x [T, K] · weight [N, K]ᵀ + bias [N] with cuBLAS: [T, N] of x's dtype.
+
+    bias may have another dtype.
     """
     if bias is None or bias.dtype == x.dtype:
         return F.linear(x, weight, bias)
@@ -62,15 +67,15 @@ def _dequantize_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     run = tl.program_id(1) * RUNS + tl.arange(0, RUNS)
-    there = (row < n)[:, None] & (run * RUN < k)[None, :]
+    in_range = (row < n)[:, None] & (run * RUN < k)[None, :]
     column = run[None, :, None] * RUN + tl.arange(0, RUN)[None, None, :]
-    inside = there[:, :, None] & (column < k)
+    inside = in_range[:, :, None] & (column < k)
     codes = tl.load(weight_ptr + row[:, None, None] * stride + column, mask=inside, other=0)
     grid = row[:, None] * grid_stride + (run * RUN // GROUP)[None, :]
-    scale = tl.load(scale_ptr + grid, mask=there, other=0.0).to(tl.float32)
+    scale = tl.load(scale_ptr + grid, mask=in_range, other=0.0).to(tl.float32)
     value = codes.to(tl.float32) * scale[:, :, None]
     if OFFSET:
-        value += tl.load(offset_ptr + grid, mask=there, other=0.0).to(tl.float32)[:, :, None]
+        value += tl.load(offset_ptr + grid, mask=in_range, other=0.0).to(tl.float32)[:, :, None]
     tl.store(
         out_ptr + row[:, None, None] * k + column, value.to(out_ptr.dtype.element_ty), mask=inside
     )

@@ -1,4 +1,4 @@
-"""Where Triton kernels can run, and the sizes that their launches are chosen from."""
+"""Where Triton kernels can run, and device properties that determine their launches."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ INTERPRETED = env.triton_interpret()
 
 
 def available(device_type: str) -> str | None:
-    """None where Triton kernels run on a device of this kind ("cuda", "cpu"), else the reason why
-    not.
-    """
+    """None if Triton kernels run on this device type ("cuda", "cpu"), else the reason why not."""
     if device_type == "cpu":
         return None if INTERPRETED else "Triton needs a GPU (its interpreter is for tests)"
     if device_type != "cuda":
@@ -32,9 +30,7 @@ def available(device_type: str) -> str | None:
 
 @functools.lru_cache
 def sm_count(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; a small stand-in for the CPU, so that tests walk the
-    split paths too.
-    """
+    """SMs of a GPU; 2 on the CPU, so that tests also cover the split paths."""
     if device.type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -42,7 +38,7 @@ def sm_count(device: torch.device) -> int:
 
 @functools.lru_cache
 def max_shared_bytes(device: torch.device) -> int:
-    """Shared memory that one program may take; Hopper's where there is no GPU."""
+    """Maximum shared memory per program in bytes; Hopper's if there is no GPU."""
     if device.type != "cuda":
         return 227 << 10
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -51,25 +47,21 @@ def max_shared_bytes(device: torch.device) -> int:
 
 @functools.lru_cache
 def supports_pdl(device: torch.device) -> bool:
-    """Whether a kernel may be launched before the one in front of it has ended (Hopper and
-    later).
-    """
+    """Whether the GPU supports programmatic dependent launch (Hopper and later)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @functools.lru_cache
 def supports_fp8(device: torch.device) -> bool:
-    """Whether kernels can read and write e4m3 (compute capability 8.9 and later, and the
-    interpreter).
-    """
+    """Whether kernels can read and write e4m3 (compute capability ≥ 8.9, interpreter)."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def dequantizes_in_kernel(x: torch.Tensor) -> bool:
-    """Whether a product of x [T, K] widens narrow weights on the way: of 16 bits always, of float32
-    up to 16 rows.
+    """Whether a product of x [T, K] dequantizes the weight inside the GEMM kernel.
 
-    Beyond, cuBLAS makes better use of the float32 units; no kernel adds up in float64.
+    True for 16-bit x, and for float32 up to 16 rows; with more rows cuBLAS uses the float32 units
+    better. No kernel accumulates in float64.
     """
     return x.dtype in (torch.float16, torch.bfloat16) or (
         x.dtype == torch.float32 and x.shape[0] <= 16
@@ -82,16 +74,15 @@ def power_of_two(n: int) -> int:
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """x as [rows, H] with its columns contiguous; a view wherever the layout allows one."""
+    """Reshape x to [rows, H] with contiguous columns; a view where the layout allows it."""
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
 def elementwise_launch(x: torch.Tensor) -> tuple[int, int, int]:
-    """(programs, values of each, warps) for kernels that take the values of x one by one, whatever
-    its shape.
+    """(programs, values per program, warps) of an elementwise kernel on x.
 
-    A few values need small blocks to reach every multiprocessor.
+    Small tensors get small blocks, so that all SMs have work.
     """
     count = x.numel()
     block = 256 if count < 4096 * sm_count(x.device) else 2048
@@ -99,11 +90,10 @@ def elementwise_launch(x: torch.Tensor) -> tuple[int, int, int]:
 
 
 def row_launch(x: torch.Tensor) -> tuple[int, int, int]:
-    """(rows a program, padded width, warps) for x [rows, width] and kernels that hold whole rows in
-    registers.
+    """(rows per program, padded width, warps) for kernels that hold whole rows in registers.
 
-    Narrow rows share a program so that its loads are worth a launch; 16 values a thread keep two
-    16-byte loads of a 16-bit type in flight.
+    x: [rows, width]. Narrow rows share a program, so that it loads enough data. 16 values per
+    thread keep two 16-byte loads of a 16-bit type in flight.
     """
     rows, width = x.shape
     block = power_of_two(width)

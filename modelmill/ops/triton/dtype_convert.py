@@ -1,4 +1,4 @@
-"""8-bit values to wider ones and back, in registers."""
+"""Conversions between 8-bit and wider values in registers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _MIN_AMAX = tl.constexpr(1e-6)
 
 @triton.jit
 def to_float16(x):
-    """int8 or fp8 (e4m3) as float16, exactly; other types as they are.
+    """Convert int8 or fp8 (e4m3) to float16, exactly; other types are returned unchanged.
 
-    An int8 b, its sign bit flipped, put under the exponent of 2¹⁰ reads as the float16 2¹⁰ + 128 +
-    b: less than a quarter of what ptxas makes of the conversion. fp8 has an instruction of its own.
+    An int8 b with its sign bit flipped, combined with the exponent of 2¹⁰, reads as the float16 2¹⁰
+    + 128 + b: less than a quarter of the instructions that ptxas generates. fp8 has its own
+    instruction.
     """
     if x.dtype == tl.int8:
         if _ASSEMBLY:
@@ -36,7 +37,7 @@ def to_float16(x):
                 is_pure=True,
                 pack=4,
             )
-        else:  # noqa: RET505  what stands after a return is compiled as well
+        else:  # noqa: RET505  Triton compiles code after a return too
             return x.to(tl.float16)
     elif x.dtype == tl.float8e4nv:
         return x.to(tl.float16)
@@ -46,9 +47,9 @@ def to_float16(x):
 
 @triton.jit
 def unpack_pair(pair, dtype: tl.constexpr):
-    """int16 that hold two values of an 8-bit type ``dtype`` each → (first, second) as float16.
+    """Unpack int16 that hold two values of an 8-bit ``dtype`` to (first, second) as float16.
 
-    A matrix in shared memory can be read transposed in pieces of 16 bits, not of 8.
+    A matrix in shared memory can be read transposed in units of 16 bits, not of 8.
     """
     if _ASSEMBLY and dtype == tl.int8:
         return tl.inline_asm_elementwise(
@@ -91,7 +92,7 @@ def unpack_pair(pair, dtype: tl.constexpr):
 
 @triton.jit
 def to_float32(x):
-    """Any type as float32; int8 in the manner of ``halves``, under the exponent of 2²³."""
+    """Convert any type to float32; int8 as in ``to_float16``, with the exponent of 2²³."""
     if x.dtype == tl.int8 and _ASSEMBLY:
         return tl.inline_asm_elementwise(
             """{
@@ -118,17 +119,15 @@ def to_float32(x):
 
 @triton.jit
 def normalize_float16(q):
-    """(q as float16 in −1 … 1, the number that makes up for it): no q is too large or small for
-    float16 then.
-    """
+    """Scale q to −1 … 1 as float16, so that it cannot overflow; returns (q, factor)."""
     q = q.to(tl.float32)
-    most = tl.maximum(tl.max(tl.abs(q)), 1.0e-30)
-    return (q / most).to(tl.float16), most
+    amax = tl.maximum(tl.max(tl.abs(q)), 1.0e-30)
+    return (q / amax).to(tl.float16), amax
 
 
 @triton.jit
 def log2(x):
-    """Of positive normal float32, with the error of the hardware's instruction (2⁻²²)."""
+    """Base-2 logarithm of positive normal float32, with the hardware instruction's error (2⁻²²)."""
     if _ASSEMBLY:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", args=[x], dtype=tl.float32, is_pure=True, pack=1
@@ -139,17 +138,13 @@ def log2(x):
 
 @triton.jit
 def amax_to_scale(amax, LARGEST: tl.constexpr):
-    """The scale of values of at most ``amax``, float32: what ``quant_types.quantize_per_row``
-    stores.
-    """
+    """The float32 scale for values up to ``amax``, as in ``quant_types.quantize_per_row``."""
     return tl.div_rn(tl.maximum(amax, _MIN_AMAX), tl.full(amax.shape, LARGEST, tl.float32))
 
 
 @triton.jit
 def round_to_dtype(x, dtype: tl.constexpr, LARGEST: tl.constexpr):
-    """x, float32 and already divided by its scale, in the 8-bit type ``dtype``: half to even, held
-    at the ends.
-    """
+    """Round float32 x, already scaled, to the 8-bit ``dtype``: half to even, clamped."""
     x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
     if dtype == tl.int8:
         # Beyond 2²³ a float32 has no fraction left: adding 1.5 · 2²³ rounds, half to even.

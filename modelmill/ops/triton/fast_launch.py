@@ -1,10 +1,10 @@
-"""Launches with less Python than ``kernel[grid](...)`` takes: for kernels that a prompt's step
-launches by the hundred.
+"""Cached launcher: launches a compiled Triton kernel without Triton's Python dispatch.
 
-Triton finds a compiled kernel by everything that it was given, options and all, in 20 to 40
-microseconds, and asks the driver about each address. Here the caller says what decides the code;
-the compiled kernel is kept under that, and launched by the function that Triton made for it, with
-addresses as numbers.
+It is used for kernels that a prefill step launches hundreds of times. ``kernel[grid](...)`` takes
+20 to 40 microseconds: Triton builds a key of all arguments and options, and queries the driver
+about each pointer. Here the caller passes what the compiled code depends on. The compiled kernel is
+cached under that key and launched through the launcher that Triton generated for it, with addresses
+as integers.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import triton
 from modelmill.ops.carveout import set_carveout
 from modelmill.ops.triton.device import INTERPRETED
 
-POINTER_ALIGNMENT = 16  # bytes; what Triton compiles for where an address is a multiple of it
-# Versions of Triton whose launcher takes what ``_direct_launch`` gives it; with others the compiled
-# kernel launches itself.
+POINTER_ALIGNMENT = 16  # bytes; Triton specializes a kernel on pointers that are multiples of it
+# Versions of Triton whose launcher has the signature that ``_direct_launch`` uses; with others the
+# kernel is launched by ``compiled[grid]``.
 SUPPORTED_TRITON = ("3.6.",)
 LaunchFunction = Callable[
     [tuple[int, int, int], int, list[int], tuple[float, ...], tuple[Any, ...]], Any
@@ -30,7 +30,7 @@ LaunchFunction = Callable[
 
 
 class CachedLauncher:
-    """Of one ``triton.jit`` function, whose constexprs come last."""
+    """Cached launches of one ``triton.jit`` function whose constexprs come last."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -46,10 +46,19 @@ class CachedLauncher:
         options: Mapping[str, Any],
         carveout: int | None = None,
     ) -> None:
-        """Launch. numbers: in the order of the signature, after the pointers; fixed: those of them
-        that Triton compiles for (whole numbers without ``do_not_specialize``). constants: every
-        constexpr. carveout: per cent of a multiprocessor's memory that it asks to be shared
-        (``ops.carveout``); it follows from the constants."""
+        """Launch the kernel.
+
+        Args:
+            grid: programs.
+            pointers: the kernel's tensors, first in its signature.
+            numbers: its numbers, in the order of the signature, after the pointers.
+            fixed: those of ``numbers`` that Triton specializes on (integers without
+                ``do_not_specialize``).
+            constants: all constexprs.
+            options: num_warps, num_stages, launch_pdl, ….
+            carveout: preferred shared-memory carveout in per cent (``ops.carveout``); it must be a
+                function of the constants.
+        """
         if INTERPRETED:
             self.kernel[grid](*pointers, *numbers, *constants, **options)
             return
@@ -72,37 +81,41 @@ class CachedLauncher:
             return
         self._check(len(pointers), numbers, fixed)
         compiled = self.kernel[grid](*pointers, *numbers, *constants, **options)
-        if compiled is not None:  # else it was compiled in the background, and is asked for again
+        if (
+            compiled is not None
+        ):  # None while it is compiled in the background; the next call tries again
             if carveout is not None:
                 set_carveout(compiled.function, carveout)
             self.compiled_launches[key] = _direct_launch(compiled) or _triton_launch(compiled)
 
     def _check(self, pointers: int, numbers: tuple[float, ...], fixed: tuple[int, ...]) -> None:
-        """A number that Triton compiles for and that is not among ``fixed`` would bring another
-        number's kernel.
+        """Check that ``fixed`` contains every number that Triton specializes on.
+
+        Otherwise a launch could use a kernel that was compiled for another number.
         """
-        told = getattr(self.kernel, "params", ())[pointers : pointers + len(numbers)]
-        for param, number in zip(told, numbers, strict=False):
+        params = getattr(self.kernel, "params", ())[pointers : pointers + len(numbers)]
+        for param, number in zip(params, numbers, strict=False):
             if isinstance(number, int) and not param.do_not_specialize and number not in fixed:
                 raise AssertionError(
-                    f"Triton compiles for {param.name} = {number}: it belongs to ``fixed``"
+                    f"Triton compiles for {param.name} = {number}: add it to ``fixed``"
                 )
 
 
 def _direct_launch(compiled: Any) -> LaunchFunction | None:
-    """The launcher that Triton compiled for this kernel's arguments; None where it needs more than
-    we give it.
+    """The launcher that Triton compiled for this kernel's arguments.
 
-    Left out: memory of its own for the kernel, hooks of profilers.
+    Returns:
+        None for an unsupported Triton version, and for kernels that need scratch memory. Profiler
+        hooks are not called.
     """
     run: Any = getattr(compiled, "run", None)
     if not triton.__version__.startswith(SUPPORTED_TRITON) or not hasattr(run, "launch_pdl"):
         return None
     if run.global_scratch_size or run.profile_scratch_size:
         return None
-    launch, function, sizes = run.launch, compiled.function, compiled.packed_metadata
-    together, early = run.launch_cooperative_grid, run.launch_pdl
-    stream_of = torch._C._cuda_getCurrentRawStream
+    launch, function, metadata = run.launch, compiled.function, compiled.packed_metadata
+    cooperative, pdl = run.launch_cooperative_grid, run.launch_pdl
+    current_stream = torch._C._cuda_getCurrentRawStream
 
     def direct(
         grid: tuple[int, int, int],
@@ -112,8 +125,8 @@ def _direct_launch(compiled: Any) -> LaunchFunction | None:
         rest: tuple[Any, ...],
     ) -> None:
         launch(
-            *grid, stream_of(device), function, together, early, None, None, sizes, None, None,
-            None,
+            *grid, current_stream(device), function, cooperative, pdl, None, None, metadata,
+            None, None, None,
             *addresses, *numbers, *rest,
         )  # fmt: skip
 
@@ -121,7 +134,7 @@ def _direct_launch(compiled: Any) -> LaunchFunction | None:
 
 
 def _triton_launch(compiled: Any) -> LaunchFunction:
-    """As ``compiled[grid]`` launches."""
+    """Launch through ``compiled[grid]``."""
 
     def launch(
         grid: tuple[int, int, int],

@@ -1,7 +1,6 @@
-"""Products with fp8 weights: fp8 activations on the tensor cores as they are, others against
-weights widened to them.
+"""Products with fp8 weights: fp8 activations on fp8 tensor cores, others with converted weights.
 
-Many tokens of fp8 are torch's work (rows scaled in its epilogue) where it takes them.
+Many tokens of fp8 use torch's row-scaled product where it supports the shapes.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from modelmill.ops.triton.launch_configs import gemm_key as gemm_key
 from modelmill.ops.triton.linear import gemm_small_m
 
 FP8 = torch.float8_e4m3fn
-SCALED_MM_MIN_ROWS = 256  # tokens from which torch's product is asked
+SCALED_MM_MIN_ROWS = 256  # tokens from which torch's product is used
 
 
 def supports(
@@ -28,9 +27,7 @@ def supports(
     dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> bool:
-    """A device that knows fp8; rows of x and weight contiguous; few tokens where activations are
-    float32.
-    """
+    """Device with fp8; contiguous rows of x and weight; few tokens if activations are float32."""
     if (
         x.dim() != 2
         or not x.numel()
@@ -57,7 +54,7 @@ def supports(
 
 
 def candidates(key: GemmKey) -> tuple[LaunchConfig, ...]:
-    """The launch sizes that may be chosen for a product."""
+    """The launch configs that may be chosen for a product."""
     return launch_configs.candidates_8bit(key)
 
 
@@ -71,13 +68,13 @@ def run(
     *,
     configs: TunedConfigs | None = None,
 ) -> torch.Tensor:
-    """As the reference; sums in float32, of fp8 on tensor cores with what bits they keep."""
+    """Run the op; sums in float32, fp8 sums as precise as the tensor cores accumulate them."""
     if x_scale is not None and _scaled_mm_supports(x, weight, dtype):
-        rows = x_scale.expand(x.shape[0]).reshape(-1, 1).contiguous()
+        row_scale = x_scale.expand(x.shape[0]).reshape(-1, 1).contiguous()
         return torch._scaled_mm(
             x,
             weight.t(),
-            scale_a=rows,
+            scale_a=row_scale,
             scale_b=scale.view(1, -1),
             bias=bias,
             out_dtype=dtype,
@@ -94,7 +91,7 @@ def run(
 
 
 def _scaled_mm_supports(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Its product with scaled rows: Hopper, bfloat16 out, sizes in sixteens."""
+    """Whether torch's row-scaled product can be used: Hopper, bfloat16 output, multiples of 16."""
     if not x.is_cuda or x.shape[0] < SCALED_MM_MIN_ROWS or dtype != torch.bfloat16:
         return False
     packed = (

@@ -1,5 +1,6 @@
-"""GELU by the error function, elementwise in float32; of 16-bit values its tanh form, off by less
-than 5e-4.
+"""Exact GELU (erf), elementwise in float32.
+
+For 16-bit values the tanh approximation is used, whose error is below 5e-4.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ def supports(x: torch.Tensor) -> bool:
 
 
 def run(x: torch.Tensor) -> torch.Tensor:
-    """As the reference, rounded once."""
+    """Run the op, rounding once."""
     out = torch.empty_like(x)
     programs, block, warps = elementwise_launch(x)
     _kernel[(programs,)](
-        x, out, x.numel(), ROUGH=x.dtype.itemsize == 2, ASSEMBLY=not INTERPRETED, BLOCK=block,
+        x, out, x.numel(), APPROXIMATE=x.dtype.itemsize == 2, ASSEMBLY=not INTERPRETED, BLOCK=block,
         num_warps=warps,
         **pdl_launch_options(x.device, x.numel() // x.shape[-1]),
     )  # fmt: skip
@@ -35,7 +36,7 @@ def _kernel(
     x_ptr,
     out_ptr,
     count,
-    ROUGH: tl.constexpr,
+    APPROXIMATE: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -44,28 +45,30 @@ def _kernel(
     inside = at < count
     pdl_wait(PDL)
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
-    tl.store(out_ptr + at, gelu_value(x.to(tl.float32), ROUGH, ASSEMBLY).to(x.dtype), mask=inside)
+    tl.store(
+        out_ptr + at, gelu_value(x.to(tl.float32), APPROXIMATE, ASSEMBLY).to(x.dtype), mask=inside
+    )
 
 
 @triton.jit
-def gelu_value(x, ROUGH: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """x · Φ(x) of float32 values.
+def gelu_value(x, APPROXIMATE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Compute x · Φ(x) of float32 values.
 
-    ROUGH: of values that had 8 or 11 bits, by the tanh form, a quarter of the work.
+    APPROXIMATE: the tanh approximation for values that had 8 or 11 bits, a quarter of the work.
     """
-    if ROUGH:
+    if APPROXIMATE:
         return (
             0.5
             * x
             * (1.0 + _tanh(x * (0.7978845608028654 + 0.035677406412765714 * x * x), ASSEMBLY))
         )
-    else:  # noqa: RET505  what stands after a return is compiled as well
+    else:  # noqa: RET505  Triton compiles code after a return too
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
 
 
 @triton.jit
 def _tanh(x, ASSEMBLY: tl.constexpr):
-    """To 11 bits by one instruction."""
+    """Tanh to 11 bits in one instruction."""
     if ASSEMBLY:
         return tl.inline_asm_elementwise(
             "tanh.approx.f32 $0, $1;", "=r,r", [x], tl.float32, is_pure=True, pack=1

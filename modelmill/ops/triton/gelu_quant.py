@@ -1,4 +1,4 @@
-"""GELU to 8 bits: a row in registers, read and written once."""
+"""GELU with an 8-bit output: a row is held in registers, read and written once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from modelmill.ops.triton.quantize_rows import round_8bit, row_inv_scale
 
 
 def supports(x: torch.Tensor, dtype: torch.dtype, inv_scale: torch.Tensor | None = None) -> bool:
-    """Rows up to 16,384 wide, a device that knows the type, one static factor or none."""
+    """Rows up to 16,384 wide, a device that has the dtype, one static scale or none."""
     return supports_rows(x, dtype, inv_scale)
 
 
@@ -26,7 +26,10 @@ def run(
     *,
     launch_config: tuple[int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As the reference. launch_config: rows a program, warps."""
+    """Run the op.
+
+    launch_config: (rows per program, warps).
+    """
     flat = as_rows(x)
     rows, width = flat.shape
     values = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -40,8 +43,8 @@ def run(
     _kernel[(-(-rows // share),)](
         flat, values, values if scale is None else scale,
         values if inv_scale is None else inv_scale,
-        rows, width, flat.stride(0), WHOLE=dtype is torch.int8, TOKEN=inv_scale is None,
-        ROUGH=x.dtype.itemsize == 2, ASSEMBLY=not INTERPRETED,
+        rows, width, flat.stride(0), IS_INT8=dtype is torch.int8, TOKEN=inv_scale is None,
+        APPROXIMATE=x.dtype.itemsize == 2, ASSEMBLY=not INTERPRETED,
         ROWS=share, MAIN=main, REST=rest, num_warps=warps, **pdl_launch_options(x.device, rows),
     )  # fmt: skip
     return values, scale
@@ -50,37 +53,39 @@ def run(
 @triton.jit(do_not_specialize=["rows"])
 def _kernel(
     x_ptr, values_ptr, scales_ptr, factor_ptr, rows, width, stride,
-    WHOLE: tl.constexpr, TOKEN: tl.constexpr, ROUGH: tl.constexpr, ASSEMBLY: tl.constexpr,
+    IS_INT8: tl.constexpr, TOKEN: tl.constexpr, APPROXIMATE: tl.constexpr, ASSEMBLY: tl.constexpr,
     ROWS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column, spare = tl.arange(0, MAIN), MAIN + tl.arange(0, max(REST, 16))
-    there = row < rows
+    column, rest_column = tl.arange(0, MAIN), MAIN + tl.arange(0, max(REST, 16))
+    row_valid = row < rows
     pdl_wait(PDL)
-    y = _load_gelu(x_ptr + row * stride, there, column, width, ROUGH, ASSEMBLY)
-    beyond = y
+    y = _load_gelu(x_ptr + row * stride, row_valid, column, width, APPROXIMATE, ASSEMBLY)
+    rest = y
     if REST:
-        beyond = _load_gelu(x_ptr + row * stride, there, spare, width, ROUGH, ASSEMBLY)
+        rest = _load_gelu(
+            x_ptr + row * stride, row_valid, rest_column, width, APPROXIMATE, ASSEMBLY
+        )
     if TOKEN:
         amax = tl.max(tl.abs(y), axis=1)
         if REST:
-            amax = tl.maximum(amax, tl.max(tl.abs(beyond), axis=1))
-        factor = row_inv_scale(amax, scales_ptr + row, there, WHOLE)[:, None]
+            amax = tl.maximum(amax, tl.max(tl.abs(rest), axis=1))
+        factor = row_inv_scale(amax, scales_ptr + row, row_valid, IS_INT8)[:, None]
     else:
         factor = tl.load(factor_ptr)
     target = values_ptr + row * width
-    kept: tl.constexpr = values_ptr.dtype.element_ty
-    y = round_8bit(y, factor, WHOLE, TOKEN).to(kept)
-    tl.store(target[:, None] + column, y, mask=there[:, None] & (column < width))
+    out_dtype: tl.constexpr = values_ptr.dtype.element_ty
+    y = round_8bit(y, factor, IS_INT8, TOKEN).to(out_dtype)
+    tl.store(target[:, None] + column, y, mask=row_valid[:, None] & (column < width))
     if REST:
-        beyond = round_8bit(beyond, factor, WHOLE, TOKEN).to(kept)
-        tl.store(target[:, None] + spare, beyond, mask=there[:, None] & (spare < width))
+        rest = round_8bit(rest, factor, IS_INT8, TOKEN).to(out_dtype)
+        tl.store(
+            target[:, None] + rest_column, rest, mask=row_valid[:, None] & (rest_column < width)
+        )
 
 
 @triton.jit
-def _load_gelu(at, there, column, width, ROUGH: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """GELU of a part of the rows, rounded to x's dtype as the two ops one after the other would, in
-    float32.
-    """
-    x = tl.load(at[:, None] + column, mask=there[:, None] & (column < width), other=0.0)
-    return gelu_value(x.to(tl.float32), ROUGH, ASSEMBLY).to(x.dtype).to(tl.float32)
+def _load_gelu(at, row_valid, column, width, APPROXIMATE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """GELU of a part of the rows, rounded to x's dtype as two separate ops would do, as float32."""
+    x = tl.load(at[:, None] + column, mask=row_valid[:, None] & (column < width), other=0.0)
+    return gelu_value(x.to(tl.float32), APPROXIMATE, ASSEMBLY).to(x.dtype).to(tl.float32)

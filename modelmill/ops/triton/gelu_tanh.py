@@ -1,4 +1,4 @@
-"""GELU's tanh form, elementwise in float32."""
+"""Tanh approximation of GELU, elementwise in float32."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from modelmill.ops.triton.pdl import pdl_launch_options, pdl_wait
 
 
 def run(x: torch.Tensor) -> torch.Tensor:
-    """As the reference, rounded once."""
+    """Run the op, rounding once."""
     out = torch.empty_like(x)
     programs, block, warps = elementwise_launch(x)
     _kernel[(programs,)](
@@ -33,8 +33,8 @@ def _kernel(x_ptr, out_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
     inside = at < count
     pdl_wait(PDL)
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
-    wide = x.to(tl.float32)
+    x32 = x.to(tl.float32)
     # (1 + tanh u) / 2 = sigmoid(2u): nothing cancels for small or very negative u.
-    twice = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
-    out = wide / (1.0 + tl.exp(-twice))
+    two_u = 1.5957691216057308 * (x32 + 0.044715 * x32 * x32 * x32)
+    out = x32 / (1.0 + tl.exp(-two_u))
     tl.store(out_ptr + at, out.to(x.dtype), mask=inside)

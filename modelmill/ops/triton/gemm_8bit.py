@@ -1,10 +1,9 @@
-"""Products of 8-bit activations with 8-bit weights: int8 in whole numbers, fp8 with sums in
-float32.
+"""Products of 8-bit activations and 8-bit weights: int8 with integer sums, fp8 with float32 sums.
 
-One token: ``gemv_8bit`` holds a few whole rows of the weight in flight, in words of four values; of
-int8 it multiplies such in one instruction. No tensor core. Otherwise ``gemm_8bit``: tensor cores,
-the weight as the left operand, so that its rows fill an instruction that a few tokens would leave
-empty. Scales and bias come in once, in float32, before the one rounding.
+One token: ``gemv_8bit`` keeps a few whole weight rows in flight, as words of four values; four int8
+products are one instruction (dp4a). It uses no tensor cores. Otherwise ``gemm_8bit`` uses tensor
+cores with the weight as the left operand, whose rows fill an instruction that a few tokens would
+leave mostly empty. Scales and bias are applied once, in float32, before the single rounding.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from modelmill.ops.triton.device import INTERPRETED, max_shared_bytes, power_of_
 from modelmill.ops.triton.launch_configs import LaunchConfig, TunedConfigs
 from modelmill.ops.triton.pdl import pdl_launch_options, pdl_wait
 
-# tokens up to which a block of weights is worth its registers before x is there
+# tokens up to which a block of weights is loaded before x is available
 PREFETCH_MAX_ROWS = 16
 
 
@@ -31,8 +30,9 @@ def gemm_8bit(
     out: torch.Tensor,
     configs: TunedConfigs | None = None,
 ) -> None:
-    """out = (x · weightᵀ) · x_scale · scale (+ bias): x [T, K], weight [N, K] of one 8-bit type;
-    x_scale [T] or [1].
+    """Compute out = (x · weightᵀ) · x_scale · scale (+ bias).
+
+    x: [T, K]; weight: [N, K], the same 8-bit dtype; scale: [N]; x_scale: [T] or [1].
     """
     tokens, k = x.shape
     n = weight.shape[0]
@@ -40,14 +40,14 @@ def gemm_8bit(
     block_t, block_n, block_k, stages, warps = picked or launch_configs.fit_stages(
         _launch_config(tokens, n), x, weight, max_shared_bytes(x.device)
     )
-    # neighbours share a block of the weight: it is read once from memory, the activations stay in
-    # the cache
+    # neighbouring programs share a block of the weight, which is read once from memory; activations
+    # stay in the cache
     blocks = -(-tokens // block_t)
     _gemm_8bit_kernel[(-(-n // block_n) * blocks,)](
         x, weight, scale, x_scale, x if bias is None else bias, out,
         tokens, n, k, x.stride(0), weight.stride(0), out.stride(0), blocks,
-        BIAS=bias is not None, EACH=x_scale.numel() > 1, WHOLE=x.dtype == torch.int8,
-        AHEAD=tokens <= PREFETCH_MAX_ROWS,
+        BIAS=bias is not None, PER_TOKEN=x_scale.numel() > 1, IS_INT8=x.dtype == torch.int8,
+        PREFETCH=tokens <= PREFETCH_MAX_ROWS,
         BLOCK_T=block_t, BLOCK_N=block_n, BLOCK_K=block_k,
         num_stages=stages, num_warps=warps, **pdl_launch_options(x.device, tokens),
     )  # fmt: skip
@@ -67,7 +67,7 @@ def _launch_config(tokens: int, n: int) -> LaunchConfig:
 def _gemm_8bit_kernel(
     x_ptr, weight_ptr, scale_ptr, x_scale_ptr, bias_ptr, out_ptr,
     tokens, n, k, x_stride, stride, out_stride, blocks,
-    BIAS: tl.constexpr, EACH: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr,
+    BIAS: tl.constexpr, PER_TOKEN: tl.constexpr, IS_INT8: tl.constexpr, PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -75,34 +75,34 @@ def _gemm_8bit_kernel(
     row = (program // blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     token = (program % blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = tl.arange(0, BLOCK_K)
-    # what lies past the end repeats the last one: its results are not stored
-    held = tl.minimum(row, n - 1).to(tl.int64)
-    read = tl.minimum(token, tokens - 1).to(tl.int64)
-    weight_at = weight_ptr + held[:, None] * stride + column[None, :]
-    x_at = x_ptr + read[None, :] * x_stride + column[:, None]
-    # The first block is on its way before x may be read, and multiplied last: the loop need not
+    # rows past the end repeat the last one; their results are not stored
+    weight_row = tl.minimum(row, n - 1).to(tl.int64)
+    token_row = tl.minimum(token, tokens - 1).to(tl.int64)
+    weight_at = weight_ptr + weight_row[:, None] * stride + column[None, :]
+    x_at = x_ptr + token_row[None, :] * x_stride + column[:, None]
+    # The first block is loaded before x may be read, and multiplied last, so that the loop does not
     # wait for it.
-    if AHEAD:
-        first = tl.load(weight_at, mask=(column < k)[None, :], other=0 if WHOLE else 0.0)
+    if PREFETCH:
+        first = tl.load(weight_at, mask=(column < k)[None, :], other=0 if IS_INT8 else 0.0)
     pdl_wait(PDL)
-    if AHEAD:
-        first_x = tl.load(x_at, mask=(column < k)[:, None], other=0 if WHOLE else 0.0)
-    total = tl.zeros([BLOCK_N, BLOCK_T], tl.int32 if WHOLE else tl.float32)
-    for start in range(BLOCK_K if AHEAD else 0, k, BLOCK_K):
+    if PREFETCH:
+        first_x = tl.load(x_at, mask=(column < k)[:, None], other=0 if IS_INT8 else 0.0)
+    total = tl.zeros([BLOCK_N, BLOCK_T], tl.int32 if IS_INT8 else tl.float32)
+    for start in range(BLOCK_K if PREFETCH else 0, k, BLOCK_K):
         inside = column < k - start
-        w = tl.load(weight_at + start, mask=inside[None, :], other=0 if WHOLE else 0.0)
-        x = tl.load(x_at + start, mask=inside[:, None], other=0 if WHOLE else 0.0)
-        total = _multiply_add(w, x, total, WHOLE)
-    if AHEAD:
-        total = _multiply_add(first, first_x, total, WHOLE)
+        w = tl.load(weight_at + start, mask=inside[None, :], other=0 if IS_INT8 else 0.0)
+        x = tl.load(x_at + start, mask=inside[:, None], other=0 if IS_INT8 else 0.0)
+        total = _multiply_add(w, x, total, IS_INT8)
+    if PREFETCH:
+        total = _multiply_add(first, first_x, total, IS_INT8)
     out = total.to(tl.float32)
-    if EACH:
-        out *= tl.load(x_scale_ptr + read)[None, :]
+    if PER_TOKEN:
+        out *= tl.load(x_scale_ptr + token_row)[None, :]
     else:
         out *= tl.load(x_scale_ptr)
-    out *= tl.load(scale_ptr + held)[:, None]
+    out *= tl.load(scale_ptr + weight_row)[:, None]
     if BIAS:
-        out += tl.load(bias_ptr + held).to(tl.float32)[:, None]
+        out += tl.load(bias_ptr + weight_row).to(tl.float32)[:, None]
     target = out_ptr + token.to(tl.int64)[None, :] * out_stride + row[:, None]
     tl.store(
         target,
@@ -112,18 +112,16 @@ def _gemm_8bit_kernel(
 
 
 @triton.jit
-def _multiply_add(w, x, total, WHOLE: tl.constexpr):
-    if WHOLE:
+def _multiply_add(w, x, total, IS_INT8: tl.constexpr):
+    if IS_INT8:
         return tl.dot(w, x, total, out_dtype=tl.int32)
-    else:  # noqa: RET505  what stands after a return is compiled as well
-        # Hopper adds fp8's products with few bits: every 128 columns their sum is added in float32
+    else:  # noqa: RET505  Triton compiles code after a return too
+        # Hopper accumulates fp8 with few bits; every 128 columns the sum is added in float32
         return tl.dot(w, x, total, max_num_imprecise_acc=128)
 
 
 def is_word_aligned(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether rows are whole words of four values, at addresses of such: what ``gemv_8bit``
-    reads.
-    """
+    """Whether rows are whole aligned 32-bit words of four values, as ``gemv_8bit`` requires."""
     return (
         x.shape[1] % 4 == 0
         and x.shape[0] == 1
@@ -142,16 +140,16 @@ def gemv_8bit(
     out: torch.Tensor,
     configs: TunedConfigs | None = None,
 ) -> None:
-    """The same for x [1, K], where ``words`` says so."""
+    """The same for x [1, K], if ``is_word_aligned``."""
     n, k = weight.shape[0], weight.shape[1] // 4
-    whole = x.dtype is torch.int8
+    is_int8 = x.dtype is torch.int8
     picked = None if configs is None else configs.get(launch_configs.gemm_key(x, weight))
-    rows, block, warps = picked or gemv_8bit_config(n, weight.shape[1], whole)
+    rows, block, warps = picked or gemv_8bit_config(n, weight.shape[1], is_int8)
     block = min(block, power_of_two(max(k, 8)))
     _gemv_8bit_kernel[(-(-n // rows),)](
         x.view(torch.int32), weight.view(torch.int32), scale, x_scale, x if bias is None else bias,
         out, n, k,
-        BIAS=bias is not None, WHOLE=whole, ASSEMBLY=not INTERPRETED, EVEN=k % block == 0,
+        BIAS=bias is not None, IS_INT8=is_int8, ASSEMBLY=not INTERPRETED, EVEN=k % block == 0,
         ONCE=k <= block,
         BLOCK_N=rows, BLOCK_K=block, num_warps=max(1, min(warps, rows * block // 32)),
         **pdl_launch_options(x.device, 1),
@@ -159,10 +157,8 @@ def gemv_8bit(
 
 
 def gemv_8bit_config(n: int, k: int, is_int8: bool) -> LaunchConfig:
-    """(rows of the weight a program, words at a time, warps) for one token, measured on an H200 in
-    whole steps.
-    """
-    if n < 512:  # too few rows to share programs
+    """(weight rows per program, words per block, warps) for one token, measured on an H200."""
+    if n < 512:  # too few rows for several per program
         return 1, 512, 4
     return (4, 1024, 4) if is_int8 and k <= 4096 else (2, 512, 2)
 
@@ -170,56 +166,59 @@ def gemv_8bit_config(n: int, k: int, is_int8: bool) -> LaunchConfig:
 @triton.jit
 def _gemv_8bit_kernel(
     x_ptr, weight_ptr, scale_ptr, x_scale_ptr, bias_ptr, out_ptr, n, k,
-    BIAS: tl.constexpr, WHOLE: tl.constexpr, ASSEMBLY: tl.constexpr, EVEN: tl.constexpr,
+    BIAS: tl.constexpr, IS_INT8: tl.constexpr, ASSEMBLY: tl.constexpr, EVEN: tl.constexpr,
     ONCE: tl.constexpr,
     PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    held = tl.minimum(row, n - 1)
+    weight_row = tl.minimum(row, n - 1)
     column = tl.arange(0, BLOCK_K)
-    source = weight_ptr + held.to(tl.int64)[:, None] * k + column[None, :]
-    # The weight is used once in a step; its first block, and its scales, are on their way before x
-    # may be read.
+    source = weight_ptr + weight_row.to(tl.int64)[:, None] * k + column[None, :]
+    # The weight is used once per step; its first block and its scales are loaded before x may be
+    # read.
     w = _load_streaming(source, column < k, EVEN)
-    scale = tl.load(scale_ptr + held)
+    scale = tl.load(scale_ptr + weight_row)
     pdl_wait(PDL)
     if ONCE:
-        total = _partial_products(w, x_ptr + column, column < k, WHOLE, ASSEMBLY, EVEN)
+        total = _partial_products(w, x_ptr + column, column < k, IS_INT8, ASSEMBLY, EVEN)
     else:
-        total = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.int32 if WHOLE else tl.float32)
+        total = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.int32 if IS_INT8 else tl.float32)
         for start in range(0, k, BLOCK_K):
-            ahead = _load_streaming(source + (start + BLOCK_K), column < k - start - BLOCK_K, False)
-            total += _partial_products(
-                w, x_ptr + start + column, column < k - start, WHOLE, ASSEMBLY, EVEN
+            next_w = _load_streaming(
+                source + (start + BLOCK_K), column < k - start - BLOCK_K, False
             )
-            w = ahead
+            total += _partial_products(
+                w, x_ptr + start + column, column < k - start, IS_INT8, ASSEMBLY, EVEN
+            )
+            w = next_w
     out = tl.sum(total, axis=1).to(tl.float32) * tl.load(x_scale_ptr) * scale
     if BIAS:
-        out += tl.load(bias_ptr + held).to(tl.float32)
+        out += tl.load(bias_ptr + weight_row).to(tl.float32)
     tl.store(out_ptr + row, out.to(out_ptr.dtype.element_ty), mask=row < n)
 
 
 @triton.jit
 def _load_streaming(source, inside, EVEN: tl.constexpr):
-    """Weights that no other program reads."""
+    """Load weights that no other program reads."""
     if EVEN:
         return tl.load(source, eviction_policy="evict_first")
-    else:  # noqa: RET505  what stands after a return is compiled as well
+    else:  # noqa: RET505  Triton compiles code after a return too
         return tl.load(source, mask=inside[None, :], other=0, eviction_policy="evict_first")
 
 
 @triton.jit
 def _partial_products(
-    w, x_ptr, inside, WHOLE: tl.constexpr, ASSEMBLY: tl.constexpr, EVEN: tl.constexpr
+    w, x_ptr, inside, IS_INT8: tl.constexpr, ASSEMBLY: tl.constexpr, EVEN: tl.constexpr
 ):
-    """w [N, K] times x [K], words of four values; eight neighbours, which one thread holds, added:
-    [N, K / 8].
+    """Products of w [N, K] and x [K], words of four values: [N, K / 8].
+
+    The products of eight neighbouring words, which one thread holds, are added.
     """
     if EVEN:
         x = tl.load(x_ptr)
     else:
         x = tl.load(x_ptr, mask=inside, other=0)
-    if WHOLE:
+    if IS_INT8:
         products = _dot_int8_words(w, tl.broadcast_to(x[None, :], w.shape), ASSEMBLY)
     elif ASSEMBLY:
         first, second = _fp8_to_float16_eighths(x)
@@ -235,7 +234,7 @@ def _partial_products(
 
 @triton.jit
 def _dot_int8_words(w, x, ASSEMBLY: tl.constexpr):
-    """The sum of the products of the four bytes of each int32."""
+    """Sum of the products of the four bytes of each int32."""
     if ASSEMBLY:
         return tl.inline_asm_elementwise(
             "dp4a.s32.s32 $0, $1, $2, 0;",
@@ -254,8 +253,9 @@ def _dot_int8_words(w, x, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def _fp8_to_float16_eighths(x):
-    """Four fp8 of each int32 as two pairs of float16, an eighth of them: sums of two products then
-    fit float16.
+    """Convert the four fp8 of each int32 to two pairs of float16, divided by eight.
+
+    Sums of two products then fit into float16.
     """
     return tl.inline_asm_elementwise(
         """{
@@ -278,8 +278,7 @@ def _fp8_to_float16_eighths(x):
 
 @triton.jit
 def _dot_fp8_words(w, first, second):
-    """The sum of the products of the four fp8 of each int32 with float16 of
-    ``_fp8_to_float16_eighths``.
+    """Sum of the products of the four fp8 of each int32 with ``_fp8_to_float16_eighths``.
 
     A product has 8 bits and is exact in float16; a sum of two keeps 11 bits. All else is added in
     float32.

@@ -1,4 +1,4 @@
-"""What products with weights in groups along K are served, whatever the width of their codes."""
+"""Supported arguments of products with group-wise weights, common to all code widths."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from modelmill.ops.triton.device import dequantizes_in_kernel
 
-PACK_COLUMNS = 32  # columns that are packed together; groups hold whole runs
+PACK_COLUMNS = 32  # columns that are packed together; a group size is a multiple of it
 
 
 def supports(
@@ -17,9 +17,7 @@ def supports(
     group: int,
     bias: torch.Tensor | None = None,
 ) -> bool:
-    """Any number of rows in 16 bit, up to 16 in float32; groups of multiples of 32 columns, rows
-    contiguous.
-    """
+    """Any rows in 16 bits, up to 16 in float32; groups of multiples of 32; contiguous rows."""
     if x.dim() != 2 or not x.numel() or x.stride(1) != 1 or weight.stride(1) != 1:
         return False
     grids = scale.stride(1) == 1 and (offset is None or offset.stride() == scale.stride())

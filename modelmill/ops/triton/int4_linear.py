@@ -1,14 +1,13 @@
-"""Products with 4-bit weights: codes become 16-bit numbers under an exponent, and meet the tensor
-cores.
+"""Products with 4-bit weights: codes are converted to 16 bits and multiplied on tensor cores.
 
-Of 16 bytes the low halves are 16 neighbouring columns and the high halves the next 16: each chunk
-of a group is two products, of all low and of all high halves, with the columns of x that belong to
-them. A code c under the exponent of 128 (bfloat16; 1024 in float16) reads as 128 + c without a
-conversion; what that adds is 128 times the sum of x, which the offsets need anyway: y = Σ_g scale ·
-acc_g + (offset − 128 · scale) · Σ x_g.
+The low nibbles of 16 bytes are 16 neighbouring columns and the high nibbles the next 16: each chunk
+of a group is two products, of all low and of all high nibbles, with the matching columns of x. A
+code c combined with the exponent of 128 (bfloat16; 1024 in float16) reads as 128 + c without a
+conversion. This adds 128 times the sum of x, which the offsets need anyway: y = Σ_g scale · acc_g +
+(offset − 128 · scale) · Σ x_g.
 
-With more rows than MOST the time goes into the products, which cuBLAS does best: the weight is
-written out in x's type, rounded once, and multiplied there.
+With more than MAX_ROWS rows the product is compute-bound and cuBLAS is fastest: the weight is
+dequantized to x's dtype, rounded once, and multiplied there.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from modelmill.ops.triton.fast_launch import CachedLauncher
 from modelmill.ops.triton.groupwise import supports as supports
 from modelmill.ops.triton.pdl import pdl_launch_options, pdl_wait
 
-ZERO_POINT = 8  # the code of 0 where there are no offsets
-# columns of a chunk at most: two products with 64 columns each
+ZERO_POINT = 8  # the code of 0 in a symmetric weight
+# maximum columns of a chunk: two products with 64 columns each
 CHUNK = 128
 EXPONENT_BIAS = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: 0}
-MAX_ROWS = 64  # rows in 16 bits
+MAX_ROWS = 64  # rows of 16-bit x
 
 
 def run(
@@ -40,7 +39,7 @@ def run(
     group: int,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As the reference; sums in float32."""
+    """Run the op; sums in float32."""
     tokens, k = x.shape
     n = weight.shape[0]
     if tokens > MAX_ROWS:
@@ -53,7 +52,7 @@ def run(
         out.stride(0),
         OFFSET=offset is not None, BIAS=bias is not None, ZERO=ZERO_POINT, GROUP=group,
         CHUNK=math.gcd(group, CHUNK),
-        RAISED=EXPONENT_BIAS[x.dtype], BLOCK_T=block_t, BLOCK_N=block_n, num_stages=stages,
+        CODE_BIAS=EXPONENT_BIAS[x.dtype], BLOCK_T=block_t, BLOCK_N=block_n, num_stages=stages,
         num_warps=warps,
         **pdl_launch_options(x.device, tokens),
     )  # fmt: skip
@@ -61,9 +60,9 @@ def run(
 
 
 def _launch_config(tokens: int, n: int) -> tuple[int, int, int, int]:
-    """(tokens, rows) of a program, stages, warps.
+    """(tokens per program, weight rows per program, stages, warps).
 
-    Few tokens: small programs, so that all of memory is busy.
+    Few tokens use small programs, so that the whole memory bandwidth is used.
     """
     if tokens <= 16:
         return 16, 16 if n <= 16384 else 32, 6, 4
@@ -78,7 +77,7 @@ def dequantize_weight(
     columns: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The weights [N, columns] in ``dtype``."""
+    """Dequantize to [N, columns] in ``dtype``."""
     n, width = weight.shape
     out = torch.empty((n, columns), dtype=dtype, device=weight.device)
     rows, runs = 2, 64
@@ -103,15 +102,15 @@ def _dequantize_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     run = tl.program_id(1) * RUNS + tl.arange(0, RUNS)
     byte = tl.arange(0, 16)[None, None, :]
-    there = (row < n)[:, None] & (run * 16 < width)[None, :]
-    inside = there[:, :, None] & (byte < 16)
+    in_range = (row < n)[:, None] & (run * 16 < width)[None, :]
+    inside = in_range[:, :, None] & (byte < 16)
     at = row[:, None, None] * stride + run[None, :, None] * 16 + byte
     codes = tl.load(weight_ptr + at, mask=inside, other=0)
-    # groups hold whole runs of 32 columns
+    # a group size is a multiple of 32
     grid = row[:, None] * grid_stride + (run * 32 // GROUP)[None, :]
-    scale = tl.load(scale_ptr + grid, mask=there, other=0.0).to(tl.float32)
+    scale = tl.load(scale_ptr + grid, mask=in_range, other=0.0).to(tl.float32)
     if OFFSET:
-        offset = tl.load(offset_ptr + grid, mask=there, other=0.0).to(tl.float32)
+        offset = tl.load(offset_ptr + grid, mask=in_range, other=0.0).to(tl.float32)
     else:
         offset = -ZERO * scale
     low = (codes & 15).to(tl.float32) * scale[:, :, None] + offset[:, :, None]
@@ -131,15 +130,15 @@ def _int4_gemm_kernel(
     tokens, n, k, width, x_stride, stride, grid_stride, out_stride,
     OFFSET: tl.constexpr, BIAS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
-    RAISED: tl.constexpr, PDL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    CODE_BIAS: tl.constexpr, PDL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # rows past the end repeat the last one: a load without a mask is cheaper
-    held = tl.minimum(row, n - 1).to(tl.int64)
+    # rows past the end repeat the last one: a load without a mask is faster
+    weight_row = tl.minimum(row, n - 1).to(tl.int64)
     token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     byte = tl.arange(0, CHUNK // 2)
     low = byte // 16 * 32 + byte % 16
-    weight_at = weight_ptr + held[:, None] * stride + byte[None, :]
+    weight_at = weight_ptr + weight_row[:, None] * stride + byte[None, :]
     x_at = x_ptr + token.to(tl.int64)[None, :] * x_stride
     live = (token < tokens)[None, :]
     pdl_wait(PDL)
@@ -151,32 +150,33 @@ def _int4_gemm_kernel(
         x_high = tl.load(
             x_at + (column + 16)[:, None], mask=live & (column + 16 < k)[:, None], other=0.0
         )
-        part = tl.dot(_biased_codes(codes & 15, x_low, RAISED), x_low, input_precision="ieee")
+        part = tl.dot(_biased_codes(codes & 15, x_low, CODE_BIAS), x_low, input_precision="ieee")
         part = tl.dot(
-            _biased_codes(codes >> 4, x_low, RAISED), x_high, part, input_precision="ieee"
+            _biased_codes(codes >> 4, x_low, CODE_BIAS), x_high, part, input_precision="ieee"
         )
         sums = tl.sum(x_low.to(tl.float32), axis=0) + tl.sum(x_high.to(tl.float32), axis=0)
         group = start // GROUP
-        scale = tl.load(scale_ptr + held * grid_stride + group).to(tl.float32)
+        scale = tl.load(scale_ptr + weight_row * grid_stride + group).to(tl.float32)
         if OFFSET:
             offset = (
-                tl.load(offset_ptr + held * grid_stride + group).to(tl.float32) - RAISED * scale
+                tl.load(offset_ptr + weight_row * grid_stride + group).to(tl.float32)
+                - CODE_BIAS * scale
             )
         else:
-            offset = -(ZERO + RAISED) * scale
+            offset = -(ZERO + CODE_BIAS) * scale
         total += part * scale[:, None] + offset[:, None] * sums[None, :]
     if BIAS:
-        total += tl.load(bias_ptr + held).to(tl.float32)[:, None]
+        total += tl.load(bias_ptr + weight_row).to(tl.float32)[:, None]
     target = out_ptr + token.to(tl.int64)[None, :] * out_stride + row[:, None]
     tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(row < n)[:, None] & live)
 
 
 @triton.jit
-def _biased_codes(codes, like, RAISED: tl.constexpr):
-    """Codes 0…15 as numbers of ``like``'s type, RAISED added."""
-    if RAISED == 0:
+def _biased_codes(codes, like, CODE_BIAS: tl.constexpr):
+    """Codes 0…15 as numbers of the dtype of ``like``, with CODE_BIAS added."""
+    if CODE_BIAS == 0:
         return codes.to(like.dtype)
-    elif RAISED == 128:  # noqa: RET505  the compiler wants all branches
+    elif CODE_BIAS == 128:  # noqa: RET505  Triton needs all branches
         return (codes.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
     else:
         return (codes.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)

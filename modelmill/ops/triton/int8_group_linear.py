@@ -1,7 +1,6 @@
-"""Products with 8-bit weights in groups: whole numbers of x's type meet the tensor cores, scaled
-group by group.
+"""Products with group-wise 8-bit weights: integers in x's dtype on tensor cores, scaled per group.
 
-With more rows than MOST the weight is written out in x's type, and cuBLAS multiplies (written.py).
+With more than MAX_ROWS rows the weight is dequantized to x's dtype for cuBLAS (``dequant.py``).
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.groupwise import supports as supports
 from modelmill.ops.triton.pdl import pdl_launch_options, pdl_wait
 
-CHUNK = 128  # columns of a product at most
-# rows of x up to … → those and rows of the weight of a program, stages, warps
+CHUNK = 128  # maximum columns of a product
+# (maximum rows of x, tokens per program, weight rows per program, stages, warps)
 LAUNCH_CONFIGS = ((16, 16, 16, 6, 4), (32, 32, 64, 4, 4), (64, 64, 64, 4, 4))
 MAX_ROWS = LAUNCH_CONFIGS[-1][0]
 
@@ -31,14 +30,14 @@ def run(
     group: int,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As the reference; sums in float32."""
+    """Run the op; sums in float32."""
     tokens, k = x.shape
     n = weight.shape[0]
     if tokens > MAX_ROWS:
         return linear(x, dequantize(weight, scale, offset, group, k, x.dtype), bias)
     out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
     block_t, block_n, stages, warps = next(
-        sizes[1:] for sizes in LAUNCH_CONFIGS if tokens <= sizes[0]
+        config[1:] for config in LAUNCH_CONFIGS if tokens <= config[0]
     )
     _int8_group_gemm_kernel[(-(-n // block_n),)](
         x, weight, scale, scale if offset is None else offset, x if bias is None else bias, out,
@@ -59,11 +58,11 @@ def _int8_group_gemm_kernel(
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # rows past the end repeat the last one: their results are not stored
-    held = tl.minimum(row, n - 1).to(tl.int64)
+    # rows past the end repeat the last one; their results are not stored
+    weight_row = tl.minimum(row, n - 1).to(tl.int64)
     token = tl.arange(0, BLOCK_T)
     column = tl.arange(0, CHUNK)
-    weight_at = weight_ptr + held[:, None] * stride + column[None, :]
+    weight_at = weight_ptr + weight_row[:, None] * stride + column[None, :]
     x_at = x_ptr + token.to(tl.int64)[None, :] * x_stride + column[:, None]
     live = (token < tokens)[None, :]
     pdl_wait(PDL)
@@ -73,12 +72,12 @@ def _int8_group_gemm_kernel(
         w = tl.load(weight_at + start, mask=inside[None, :], other=0)
         x = tl.load(x_at + start, mask=live & inside[:, None], other=0.0)
         part = tl.dot(w.to(x.dtype), x, input_precision="ieee")
-        scale = tl.load(scale_ptr + held * grid_stride + start // GROUP).to(tl.float32)
+        scale = tl.load(scale_ptr + weight_row * grid_stride + start // GROUP).to(tl.float32)
         total += part * scale[:, None]
         if OFFSET:
-            offset = tl.load(offset_ptr + held * grid_stride + start // GROUP).to(tl.float32)
+            offset = tl.load(offset_ptr + weight_row * grid_stride + start // GROUP).to(tl.float32)
             total += offset[:, None] * tl.sum(x.to(tl.float32), axis=0)[None, :]
     if BIAS:
-        total += tl.load(bias_ptr + held).to(tl.float32)[:, None]
+        total += tl.load(bias_ptr + weight_row).to(tl.float32)[:, None]
     target = out_ptr + token.to(tl.int64)[None, :] * n + row[:, None]
     tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(row < n)[:, None] & live)

@@ -1,7 +1,6 @@
-"""Products with int8 weights: converted in registers on the way to the multiply, scaled once at the
-end.
+"""Products with int8 weights: converted in registers, scaled once at the end.
 
-From MANY rows on the weight is written out in x's type, and cuBLAS multiplies (written.py).
+From DEQUANT_MIN_ROWS rows on the weight is dequantized to x's dtype for cuBLAS (``dequant.py``).
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ DEQUANT_MIN_ROWS = 257
 def supports(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> bool:
-    """Any number of rows in 16 bit, up to 16 in float32; rows of x and weight contiguous."""
+    """Any number of rows in 16 bits, up to 16 in float32; contiguous rows of x and weight."""
     if x.dim() != 2 or x.shape[0] == 0 or x.stride(1) != 1 or weight.stride(1) != 1:
         return False
     return dequantizes_in_kernel(x)
 
 
 def candidates(key: GemmKey) -> tuple[LaunchConfig, ...]:
-    """The launch sizes that may be chosen for a product."""
+    """The launch configs that may be chosen for a product."""
     return launch_configs.candidates(key, 1)
 
 
@@ -41,8 +40,10 @@ def run(
     *,
     configs: TunedConfigs | None = None,
 ) -> torch.Tensor:
-    """As the reference, sums in float32: the integers in x's dtype, then scale and bias; of MANY
-    rows scaled first.
+    """Run the op with float32 sums.
+
+    The integers are multiplied in x's dtype, then scale and bias are applied; with many rows the
+    weight is scaled first.
     """
     if x.shape[0] >= DEQUANT_MIN_ROWS:
         return linear(x, dequantize(weight, scale, None, x.shape[1], x.shape[1], x.dtype), bias)

@@ -1,6 +1,4 @@
-"""The gated pair with int8 weights for decoding: a program computes rows of the gate and the same
-of the other half.
-"""
+"""Gate and up projections with int8 weights for decoding, in one kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from modelmill.ops.triton.linear import MAX_ROWS, gemm_small_m, gemv
 def supports(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> bool:
-    """Up to 16 rows in 16 bit, or one row in float32; rows of x and weight contiguous."""
+    """Up to 16 rows in 16 bits, or one row in float32; contiguous rows of x and weight."""
     if x.dim() != 2 or not 0 < x.shape[0] <= MAX_ROWS or x.stride(1) != 1 or weight.stride(1) != 1:
         return False
     return x.dtype != torch.float32 or x.shape[0] == 1
@@ -22,7 +20,7 @@ def supports(
 def run(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """As the reference: the integers in x's dtype, sums, scale and bias in float32."""
+    """Run the op: integers in x's dtype; sums, scale and bias in float32."""
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
     if x.shape[0] == 1:
         gemv(x, weight, scale, bias, out)

@@ -1,8 +1,7 @@
-"""Probabilities as whole numbers, for Triton kernels: the arithmetic of ``ops/sample.py``,
-operation by operation.
+"""Integer probabilities for Triton kernels: the arithmetic of ``ops/sample.py``, step by step.
 
-Kernels are launched without fused multiply-adds (``enable_fp_fusion=False``): those would change
-last bits.
+Kernels must be launched without fused multiply-adds (``enable_fp_fusion=False``), which would
+change the last bits.
 """
 
 from __future__ import annotations
@@ -24,31 +23,33 @@ POS_INF = tl.constexpr(float("inf"))
 
 @triton.jit
 def bits_to_float(word):
+    """Reinterpret int32 bits as float32."""
     return word.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def float_to_bits(real):
+    """Reinterpret float32 as int32 bits."""
     return real.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def scaled_logits(row_ptr, at, vocab, temperature):
-    """Logits times 1 / temperature; NaN and what lies outside are −inf."""
+    """Logits times 1 / temperature; NaN and columns beyond the vocabulary are −inf."""
     x = tl.load(row_ptr + at, mask=at < vocab, other=NEG_INF)
-    warmth = tl.where(temperature > 0, temperature, 1.0)
-    return tl.where(x == x, x, NEG_INF) * tl.math.div_rn(tl.full([], 1.0, tl.float32), warmth)
+    divisor = tl.where(temperature > 0, temperature, 1.0)
+    return tl.where(x == x, x, NEG_INF) * tl.math.div_rn(tl.full([], 1.0, tl.float32), divisor)
 
 
 @triton.jit
 def log2_ratio(x, row_max):
-    """The base-2 logarithm of a token's share of the likeliest one's, from −60."""
+    """Base-2 logarithm of a token's probability relative to the most likely one, at least −60."""
     return tl.maximum(tl.where(x == row_max, 0.0, x - row_max) * _LOG2E, -60.0)
 
 
 @triton.jit
 def token_weight(x, row_max):
-    """As the reference's, operation by operation."""
+    """Weight of a token, with the same operations as the reference."""
     z = log2_ratio(x, row_max)
     whole = tl.floor(z)
     part = z - whole
@@ -59,20 +60,21 @@ def token_weight(x, row_max):
 
 @triton.jit
 def float_to_key(x):
-    """Whole numbers in the order of the floats, −0 as 0."""
+    """Integers in the same order as the floats, −0 equal to 0."""
     bits = float_to_bits(tl.where(x == 0.0, 0.0, x))
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit
 def key_to_float(key):
+    """Inverse of ``float_to_key``."""
     bits = key.to(tl.int32)
     return bits_to_float(bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
 def ceil_fraction(p, total):
-    """ceil(p · total)."""
+    """Compute ceil(p · total)."""
     exact = p.to(tl.float64) * total.to(tl.float64)
     whole = exact.to(tl.int64)
     return whole + (whole.to(tl.float64) < exact).to(tl.int64)

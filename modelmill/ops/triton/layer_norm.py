@@ -1,4 +1,4 @@
-"""LayerNorm with whole rows in registers: the mean first, then the squares around it."""
+"""LayerNorm with whole rows in registers: mean first, then the variance around it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: flo
 
 
 def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    """As the reference; one rounding, at the store."""
+    """Run the op, rounding once."""
     flat = as_rows(x)
     rows, width = flat.shape
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    share, block, warps = row_launch(flat)
-    _kernel[(-(-rows // share),)](
+    rows_per_program, block, warps = row_launch(flat)
+    _kernel[(-(-rows // rows_per_program),)](
         flat, weight, bias, out, rows, width, flat.stride(0), eps,
-        ROWS=share, BLOCK=block, num_warps=warps, **pdl_launch_options(x.device, rows),
+        ROWS=rows_per_program, BLOCK=block, num_warps=warps, **pdl_launch_options(x.device, rows),
     )  # fmt: skip
     return out.view(x.shape)
 
@@ -42,9 +42,9 @@ def _kernel(
     bias = tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)
     pdl_wait(PDL)
     x = tl.load(x_ptr + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
-    wide = x.to(tl.float32)
-    mean = tl.sum(wide, axis=1) / width
-    away = tl.where(inside, wide - mean[:, None], 0.0)
-    scale = tl.rsqrt(tl.sum(away * away, axis=1) / width + eps)
-    out = away * scale[:, None] * weight[None, :] + bias[None, :]
+    x32 = x.to(tl.float32)
+    mean = tl.sum(x32, axis=1) / width
+    centered = tl.where(inside, x32 - mean[:, None], 0.0)
+    scale = tl.rsqrt(tl.sum(centered * centered, axis=1) / width + eps)
+    out = centered * scale[:, None] * weight[None, :] + bias[None, :]
     tl.store(out_ptr + row[:, None] * width + column[None, :], out.to(x.dtype), mask=inside)

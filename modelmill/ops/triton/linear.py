@@ -1,14 +1,13 @@
-"""Matrix products for decoding: each weight is read once, at the speed of memory.
+"""Matrix products for decoding: each weight is read once, at memory bandwidth.
 
-One row of x is a product with a vector (``_vector``: each program holds a few whole rows of the
-weight in flight and reduces once). Up to MOST rows go through the tensor cores with the weight as
-the left operand (``_tile``): its 16 to
-64 rows fill an instruction that the few rows of x would leave empty, and a weight that must be
-converted first
-(int8) reaches it from registers. More rows are cuBLAS's work, through the reference.
+One row of x is a GEMV (``_gemv_kernel``): each program keeps a few whole weight rows in flight and
+reduces once. Up to MAX_ROWS rows use tensor cores with the weight as the left operand
+(``_gemm_kernel``): its 16 to 64 rows fill an instruction that the few rows of x would leave mostly
+empty, and a weight that must be converted first (int8) comes from registers. More rows are computed
+by cuBLAS, through the reference.
 
-Weights do not depend on the kernel in front: while that computes, the first block is already on its
-way.
+Weights do not depend on the previous kernel, so the first block is loaded while that one computes
+(PDL).
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ MAX_ROWS = 16
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """One row in any dtype; up to 16 rows in 16 bit; rows of x and weight contiguous."""
+    """One row of any dtype; up to 16 rows in 16 bits; contiguous rows of x and weight."""
     if x.dim() != 2 or x.stride(1) != 1 or weight.stride(1) != 1 or x.dtype != weight.dtype:
         return False
     return x.shape[0] == 1 or (2 <= x.shape[0] <= MAX_ROWS and x.dtype != torch.float32)
 
 
 def candidates(key: GemmKey) -> tuple[LaunchConfig, ...]:
-    """The launch sizes that may be chosen for a product; none where it is cuBLAS's work."""
+    """The launch configs that may be chosen for a product; none where cuBLAS is used."""
     return launch_configs.candidates(key, key[3].itemsize) if key[0] <= MAX_ROWS else ()
 
 
@@ -46,9 +45,9 @@ def run(
     *,
     configs: TunedConfigs | None = None,
 ) -> torch.Tensor:
-    """As the reference, sums in float32.
+    """Run the op with float32 sums.
 
-    configs: launch sizes for this device; the rest have defaults.
+    configs: autotuned launch configs of this device; others are defaults.
     """
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
     if x.shape[0] == 1:
@@ -66,9 +65,10 @@ def gemv(
     out: torch.Tensor,
     configs: TunedConfigs | None = None,
 ) -> None:
-    """out[0] = x[0] · weightᵀ (· scale) (+ bias): x [1, K], weight [N, K], scale and bias [N].
+    """Compute out[0] = x[0] · weightᵀ (· scale) (+ bias).
 
-    Where out is half as wide as that, it is silu(first half) · second half.
+    x: [1, K]; weight: [N, K]; scale, bias: [N]. If out has N / 2 columns, it is silu(first half) ·
+    second half.
     """
     n, k = weight.shape
     gated = out.shape[1] != n
@@ -90,7 +90,7 @@ def gemm_small_m(
     out: torch.Tensor,
     configs: TunedConfigs | None = None,
 ) -> None:
-    """As ``vector`` for several rows: x [T, K], weight [N, K], scale and bias [N]."""
+    """The same as ``gemv`` for several rows: x [T, K], weight [N, K], scale and bias [N]."""
     tokens, k = x.shape
     n = weight.shape[0]
     block_t, block_n, block_k, stages, warps = launch_configs.gemm_config(x, weight, configs)
@@ -111,12 +111,11 @@ def _gemv_kernel(
     EVEN: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    row, held = _program_rows(tl.program_id(0), n, GATED, BLOCK_N)
+    row, weight_row = _program_rows(tl.program_id(0), n, GATED, BLOCK_N)
     column = tl.arange(0, BLOCK_K)
-    source = weight_ptr + held.to(tl.int64)[:, None] * stride + column[None, :]
-    # The weight is used once in a step: it should not push the activations out of the cache. Its
-    # first block is on
-    # its way before x may be read.
+    source = weight_ptr + weight_row.to(tl.int64)[:, None] * stride + column[None, :]
+    # The weight is used once per step and must not evict activations from the cache. Its first
+    # block is loaded before x may be read.
     if EVEN:
         w = tl.load(source, eviction_policy="evict_first")
     else:
@@ -128,19 +127,19 @@ def _gemv_kernel(
         total = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
         for start in range(0, k, BLOCK_K):
             left = k - start
-            ahead = tl.load(
+            next_w = tl.load(
                 source + (start + BLOCK_K), mask=(column < left - BLOCK_K)[None, :], other=0.0,
                 eviction_policy="evict_first",
             )  # fmt: skip
             total += _partial_products(
                 w, x_ptr + start + column, column < left, SCALE and ASSEMBLY, EVEN
             )
-            w = ahead
+            w = next_w
     out = tl.sum(total, axis=1)
     if SCALE:
-        out *= tl.load(scale_ptr + held)
+        out *= tl.load(scale_ptr + weight_row)
     if BIAS:
-        out += tl.load(bias_ptr + held).to(tl.float32)
+        out += tl.load(bias_ptr + weight_row).to(tl.float32)
     out = out.to(out_ptr.dtype.element_ty)
     if GATED:
         tl.store(out_ptr + row, _swiglu(out[:, None]).reshape(row.shape), mask=row < n // 2)
@@ -150,10 +149,9 @@ def _gemv_kernel(
 
 @triton.jit
 def _program_rows(program, n, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(rows of the output, rows of the weight) of a program: where GATED the latter are of the
-    gate, then of up.
+    """(output rows, weight rows) of a program; if GATED, weight rows of the gate, then of up.
 
-    Rows past the end repeat the last one: a load without a mask is cheaper, and their results are
+    Rows past the end repeat the last one: a load without a mask is faster, and their results are
     not stored.
     """
     i = tl.arange(0, BLOCK_N)
@@ -163,42 +161,41 @@ def _program_rows(program, n, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
         return row, tl.minimum(program * half + i % half, n // 2 - 1) + tl.where(
             i < half, 0, n // 2
         )
-    else:  # noqa: RET505  the compiler wants both branches
+    else:  # noqa: RET505  Triton needs both branches
         row = program * BLOCK_N + i
         return row, tl.minimum(row, n - 1)
 
 
 @triton.jit
 def _swiglu(total):
-    """[2·N, T], gate above up, rounded → silu(gate) · up [N, T]."""
+    """Compute silu(gate) · up [N, T] of [2·N, T], gate above up, already rounded."""
     pair = tl.permute(tl.reshape(total, [2, total.shape[0] // 2, total.shape[1]]), (1, 2, 0))
     gate, up = tl.split(pair)
-    wide = gate.to(tl.float32)
-    return (wide / (1.0 + tl.exp(-wide)) * up.to(tl.float32)).to(total.dtype)
+    gate32 = gate.to(tl.float32)
+    return (gate32 / (1.0 + tl.exp(-gate32)) * up.to(tl.float32)).to(total.dtype)
 
 
 @triton.jit
 def _partial_products(w, x_ptr, inside, WIDEN: tl.constexpr, EVEN: tl.constexpr):
-    """w [N, K] times x [K], the products of eight neighbours, which one thread holds, added: [N, K
-    / 8].
-    """
+    """Products of w [N, K] and x [K], summed over eight columns held by one thread: [N, K / 8]."""
     if EVEN:
         x = tl.load(x_ptr)
     else:
         x = tl.load(x_ptr, mask=inside, other=0.0)
     if WIDEN:
-        wide = _int8_to_float32(w)
+        w32 = _int8_to_float32(w)
     else:
-        wide = w.to(tl.float32)
-    product = wide * x.to(tl.float32)[None, :]
+        w32 = w.to(tl.float32)
+    product = w32 * x.to(tl.float32)[None, :]
     return tl.sum(tl.reshape(product, [w.shape[0], w.shape[1] // 8, 8]), axis=2)
 
 
 @triton.jit
 def _int8_to_float32(w):
-    """int8 to float32 without the slow conversion unit.
+    """Convert int8 to float32 without the slow conversion unit.
 
-    A byte b, its sign bit flipped, put under the exponent of 2²³ reads as the float 2²³ + 128 + b.
+    A byte b with its sign bit flipped, combined with the exponent of 2²³, reads as the float 2²³ +
+    128 + b.
     """
     return tl.inline_asm_elementwise(
         """{
@@ -228,13 +225,13 @@ def _gemm_kernel(
     AHEAD: tl.constexpr,
     PDL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    row, held = _program_rows(tl.program_id(0), n, GATED, BLOCK_N)
-    held = held.to(tl.int64)
+    row, weight_row = _program_rows(tl.program_id(0), n, GATED, BLOCK_N)
+    weight_row = weight_row.to(tl.int64)
     token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = tl.arange(0, BLOCK_K)
-    weight_at = weight_ptr + held[:, None] * stride + column[None, :]
+    weight_at = weight_ptr + weight_row[:, None] * stride + column[None, :]
     x_at = x_ptr + token.to(tl.int64)[None, :] * x_stride + column[:, None]
-    # The first block is on its way before x may be read, and multiplied last: the loop need not
+    # The first block is loaded before x may be read, and multiplied last, so that the loop does not
     # wait for it.
     if AHEAD:
         first_w = tl.load(weight_at, mask=(column < k)[None, :], other=0.0)
@@ -254,9 +251,9 @@ def _gemm_kernel(
     if AHEAD:
         total = tl.dot(first_w.to(first_x.dtype), first_x, total, input_precision="ieee")
     if SCALE:
-        total *= tl.load(scale_ptr + held)[:, None]
+        total *= tl.load(scale_ptr + weight_row)[:, None]
     if BIAS:
-        total += tl.load(bias_ptr + held).to(tl.float32)[:, None]
+        total += tl.load(bias_ptr + weight_row).to(tl.float32)[:, None]
     target = out_ptr + token.to(tl.int64)[None, :] * out_stride + row[:, None]
     total = total.to(out_ptr.dtype.element_ty)
     if GATED:

@@ -1,4 +1,4 @@
-"""Many rows times a weight, GELU in the product's epilogue: cuBLASLt's, through torch."""
+"""Matrix product with many rows and GELU in the epilogue: cuBLASLt's, through torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 
 from modelmill.ops.triton.device import available as available
 
-MIN_ROWS = 64  # rows from which cuBLASLt's epilogue is worth it
+MIN_ROWS = 64  # rows from which cuBLASLt's epilogue is faster
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """16 bits (its GELU is the tanh form), many rows, a bias."""
+    """16 bits (its GELU is the tanh approximation), many rows, with a bias."""
     if (
         not x.is_cuda
         or x.dtype not in (torch.bfloat16, torch.float16)
@@ -27,6 +27,6 @@ def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
 
 
 def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As the reference, of the sum that is not rounded."""
-    assert bias is not None, "supports() asks for one"
+    """Run the op; GELU is applied to the unrounded sum."""
+    assert bias is not None, "linear_gelu needs a bias here (see supports)"
     return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)

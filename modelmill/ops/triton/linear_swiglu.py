@@ -1,6 +1,4 @@
-"""The gated pair for decoding: a program computes rows of the gate and the same rows of the other
-half.
-"""
+"""Gate and up projections for decoding, in one kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from modelmill.ops.triton.linear import MAX_ROWS, gemm_small_m, gemv
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """16 bit, or one row in float32; rows of x and weight contiguous."""
+    """16 bits, or one row in float32; contiguous rows of x and weight."""
     if (
         x.dim() != 2
         or x.shape[0] == 0
@@ -28,7 +26,7 @@ def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
 
 
 def candidates(key: GemmKey) -> tuple[LaunchConfig, ...]:
-    """The launch sizes that may be chosen for a product; none where it is cuBLAS's work."""
+    """The launch configs that may be chosen for a product; none where cuBLAS is used."""
     return launch_configs.candidates(key, key[3].itemsize, gated=True) if key[0] <= MAX_ROWS else ()
 
 
@@ -39,9 +37,7 @@ def run(
     *,
     configs: TunedConfigs | None = None,
 ) -> torch.Tensor:
-    """As the reference, sums in float32; more than a few rows are cuBLAS's work and a kernel for
-    the gate.
-    """
+    """Run the op with float32 sums; many rows use cuBLAS and a separate SwiGLU kernel."""
     if x.shape[0] > MAX_ROWS:
         return silu_mul.run(F.linear(x, weight, bias))
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)

@@ -1,6 +1,4 @@
-"""Prompts over a paged cache: tiles of queries, each over all the keys that it sees, on the tensor
-cores.
-"""
+"""Prefill attention over a paged cache: tiles of queries, on tensor cores."""
 
 from __future__ import annotations
 
@@ -21,19 +19,19 @@ def prefill_tiles(
     WINDOW: tl.constexpr, SCALED: tl.constexpr, MIXED: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    # Tiles are handed out to the programs of a head in turn. The last queries have the most keys:
-    # started first for
-    # all heads, they do not end last.
+    # The last queries have the most keys: their tiles are started first for all heads, so that they
+    # do not finish last.
+    """Compute tiles of queries of one head; programs of a head take tiles in turn."""
     b = tl.arange(0, BLOCK_B)
     counts = tl.load(starts_ptr + b + 1, mask=b < batch, other=0) - tl.load(
         starts_ptr + b, mask=b < batch, other=0
     )
-    each = tl.where(counts > (1 if MIXED else 0), (counts + BLOCK_M - 1) // BLOCK_M, 0)
-    behind, total = tl.cumsum(each, 0), tl.sum(each, 0)
+    tile_counts = tl.where(counts > (1 if MIXED else 0), (counts + BLOCK_M - 1) // BLOCK_M, 0)
+    tile_ends, total = tl.cumsum(tile_counts, 0), tl.sum(tile_counts, 0)
     for turn in range(tl.program_id(1), total, tl.num_programs(1)):
         tile = total - 1 - turn
-        sequence = tl.sum(((behind <= tile) & (b < batch)).to(tl.int32), axis=0)
-        block = tile - tl.sum(tl.where(b < sequence, each, 0), axis=0)
+        sequence = tl.sum(((tile_ends <= tile) & (b < batch)).to(tl.int32), axis=0)
+        block = tile - tl.sum(tl.where(b < sequence, tile_counts, 0), axis=0)
         _prefill_tile(
             q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tables_ptr, starts_ptr, lengths_ptr,
             out_ptr, scale,
@@ -55,18 +53,18 @@ def _prefill_tile(
     WINDOW: tl.constexpr, SCALED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Queries ``block`` · BLOCK_M … of a sequence, one head."""
+    """Compute queries ``block`` · BLOCK_M … of a sequence, for one head."""
     row = tl.load(starts_ptr + sequence)
     count = tl.load(starts_ptr + sequence + 1) - row
     m, n, d = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    # negative for padding: no key is visited then
+    # negative for padding: the loops are then empty
     history = tl.load(lengths_ptr + sequence) - count
     at = (row + m).to(tl.int64)
     mask = (m < count)[:, None] & (d < DIM)[None, :]
     q = tl.load(q_ptr + at[:, None] * q_stride + head * q_head + d[None, :], mask=mask, other=0.0)
     if SCALED and q.dtype != tl.float32:
-        q, most = normalize_float16(q)
-        scale *= most
+        q, q_factor = normalize_float16(q)
+        scale *= q_factor
     kv = (head // GROUP).to(tl.int64) * head_stride
     if SCALED:
         k_scale_ptr += kv // DIM
@@ -74,48 +72,47 @@ def _prefill_tile(
     tables_ptr += sequence * table_stride
     position = history + m
     end = history + tl.minimum((block + 1) * BLOCK_M, count)
-    # keys before this one are seen by every query
-    plain = (history + block * BLOCK_M + 1) // BLOCK_N * BLOCK_N
+    # keys before this one need no causal mask
+    unmasked_end = (history + block * BLOCK_M + 1) // BLOCK_N * BLOCK_N
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(history + block * BLOCK_M + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
-        plain = begin
-    top = tl.full([BLOCK_M], -1.0e30, tl.float32)
-    mass = tl.zeros([BLOCK_M], tl.float32)
-    mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    place = key_offsets(tables_ptr, begin + n, columns, page_stride, token_stride, PAGE, WIDE)
-    for start in range(begin, plain, BLOCK_N):
-        after = key_offsets(
+        unmasked_end = begin
+    row_max = tl.full([BLOCK_M], -1.0e30, tl.float32)
+    exp_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    offsets = key_offsets(tables_ptr, begin + n, columns, page_stride, token_stride, PAGE, WIDE)
+    for start in range(begin, unmasked_end, BLOCK_N):
+        next_offsets = key_offsets(
             tables_ptr, start + BLOCK_N + n, columns, page_stride, token_stride, PAGE, WIDE
         )
-        top, mass, mixed = attend_key_block(
-            q, k_ptr + kv, v_ptr + kv, k_scale_ptr, v_scale_ptr, place, start + n, end, position,
-            top, mass, mixed, scale, False, 0, SCALED, DIM, BLOCK_D,
+        row_max, exp_sum, acc = attend_key_block(
+            q, k_ptr + kv, v_ptr + kv, k_scale_ptr, v_scale_ptr, offsets, start + n, end, position,
+            row_max, exp_sum, acc, scale, False, 0, SCALED, DIM, BLOCK_D,
         )  # fmt: skip
-        place = after
-    for start in range(tl.maximum(plain, begin), end, BLOCK_N):
-        after = key_offsets(
+        offsets = next_offsets
+    for start in range(tl.maximum(unmasked_end, begin), end, BLOCK_N):
+        next_offsets = key_offsets(
             tables_ptr, start + BLOCK_N + n, columns, page_stride, token_stride, PAGE, WIDE
         )
-        top, mass, mixed = attend_key_block(
-            q, k_ptr + kv, v_ptr + kv, k_scale_ptr, v_scale_ptr, place, start + n, end, position,
-            top, mass, mixed, scale, True, WINDOW, SCALED, DIM, BLOCK_D,
+        row_max, exp_sum, acc = attend_key_block(
+            q, k_ptr + kv, v_ptr + kv, k_scale_ptr, v_scale_ptr, offsets, start + n, end, position,
+            row_max, exp_sum, acc, scale, True, WINDOW, SCALED, DIM, BLOCK_D,
         )  # fmt: skip
-        place = after
-    out = mixed / tl.where(mass > 0.0, mass, 1.0)[:, None]
+        offsets = next_offsets
+    out = acc / tl.where(exp_sum > 0.0, exp_sum, 1.0)[:, None]
     target = out_ptr + (at[:, None] * HEADS + head) * DIM + d[None, :]
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def attend_key_block(
-    q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, offsets, key, end, position, top, mass, mixed, scale,
+    q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, offsets, key, end, position, row_max, exp_sum, acc,
+    scale,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr, DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys at ``offsets`` in the cache: the running maximum, sum and mixture after
-    it.
-    """
+    """Process one block of keys at ``offsets`` in the cache: update maximum, sum and output."""
     d = tl.arange(0, BLOCK_D)
     at = offsets[:, None] + d[None, :]
     if MASKED:
@@ -129,14 +126,14 @@ def attend_key_block(
         k = tl.load(k_ptr + at)
         v = tl.load(v_ptr + at)
     if SCALED:
-        # Many queries share a block: here it is the elements that take their scales, two at a time.
-        beside = as_unsigned(offsets) // DIM
+        # Many queries share a block, so the elements are scaled, two at a time.
+        scale_index = as_unsigned(offsets) // DIM
         if MASKED:
-            k_scale = tl.load(k_scale_ptr + beside, mask=key < end, other=0.0)[:, None]
-            v_scale = tl.load(v_scale_ptr + beside, mask=key < end, other=0.0)[:, None]
+            k_scale = tl.load(k_scale_ptr + scale_index, mask=key < end, other=0.0)[:, None]
+            v_scale = tl.load(v_scale_ptr + scale_index, mask=key < end, other=0.0)[:, None]
         else:
-            k_scale = tl.load(k_scale_ptr + beside)[:, None]
-            v_scale = tl.load(v_scale_ptr + beside)[:, None]
+            k_scale = tl.load(k_scale_ptr + scale_index)[:, None]
+            v_scale = tl.load(v_scale_ptr + scale_index)[:, None]
         if q.dtype == tl.float32:
             k, v = to_float32(k) * k_scale, to_float32(v) * v_scale
         else:
@@ -147,8 +144,8 @@ def attend_key_block(
         if WINDOW > 0:
             allowed = allowed & (key[None, :] > position[:, None] - WINDOW)
         score = tl.where(allowed, score, float("-inf"))
-    new = tl.maximum(top, tl.max(score, axis=1) * scale)
-    keep, add = tl.exp2(top - new), tl.exp2(score * scale - new[:, None])
-    mass = mass * keep + tl.sum(add, axis=1)
-    mixed = tl.dot(add.to(v.dtype), v, mixed * keep[:, None], input_precision="ieee")
-    return new, mass, mixed
+    new_max = tl.maximum(row_max, tl.max(score, axis=1) * scale)
+    rescale, weight = tl.exp2(row_max - new_max), tl.exp2(score * scale - new_max[:, None])
+    exp_sum = exp_sum * rescale + tl.sum(weight, axis=1)
+    acc = tl.dot(weight.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+    return new_max, exp_sum, acc

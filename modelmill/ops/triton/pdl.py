@@ -1,11 +1,10 @@
-"""Kernels that start before the one in front of them has ended (programmatic dependent launch,
-Hopper and later).
+"""Programmatic dependent launch (PDL): a kernel starts before the previous one ends (Hopper+).
 
-A kernel launched with ``**launch(device, rows)`` may be placed before the kernel in front has
-ended. Until ``enter`` returns it may touch only what no kernel of the step writes: weights, page
-tables, lengths. A matrix product has its first weights on their way by then, so the memory stays
-busy while a norm or an attention computes. Every program calls ``enter`` before it returns: a
-kernel's end then implies the end of all kernels before it.
+A kernel launched with ``**pdl_launch_options(device, rows)`` may start before the previous kernel
+has ended. Until ``pdl_wait`` returns it may only read what no kernel of the step writes: weights,
+page tables, lengths. A matrix product can thus load its first weights while a norm or attention
+kernel computes. Every program must call ``pdl_wait`` before it returns, so that the end of a kernel
+implies the end of all kernels before it.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from modelmill.ops.triton.device import supports_pdl
 
-TRIGGER_AT_START = 1  # the next kernel is placed as soon as all programs of this one have started
-TRIGGER_AFTER_WAIT = 2  # the same, but not before those in front of this one have ended
+TRIGGER_AT_START = 1  # the next kernel may start once all programs of this one have started
+TRIGGER_AFTER_WAIT = 2  # the same, but only after the previous kernels have ended
 
 
 def pdl_launch_options(device: torch.device, rows: int) -> dict[str, Any]:
-    """Launch options and the kernel's PDL, for ``rows`` tokens.
+    """Launch options, with the kernel's PDL constexpr, for ``rows`` tokens.
 
-    With one row a step is thousands of small programs, which may fill whatever is free. With more
-    rows they are fewer and larger: placed while two kernels in front are still running, they would
-    crowd where the first of those ends.
+    A kernel for one row has thousands of small programs, which can use any free SM resources. With
+    more rows there are fewer and larger programs: started while two earlier kernels are still
+    running, they would crowd the SMs that the first of those frees.
     """
     if not supports_pdl(device):
         return {"PDL": 0, "launch_pdl": False}
@@ -37,9 +36,7 @@ def pdl_launch_options(device: torch.device, rows: int) -> dict[str, Any]:
 
 @triton.jit
 def pdl_wait(PDL: tl.constexpr):
-    """Let the next kernel be placed where PDL says so, and wait for the results of those in
-    front.
-    """
+    """Trigger the launch of the next kernel as PDL requires, and wait for the previous kernels."""
     if PDL == 1:
         gdc_launch_dependents()
     if PDL:

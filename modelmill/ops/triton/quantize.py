@@ -1,4 +1,4 @@
-"""Activations to 8 bits (norm_quant, without its norm)."""
+"""Quantization of activations to 8 bits (norm_quant without a norm)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def supports(
     perm: torch.Tensor | None = None,
     bits: int = 8,
 ) -> bool:
-    """As ``norm_quant.fits``."""
+    """As ``norm_quant.supports_rows``."""
     return supports_rows(x, None, dtype, (inv_scale, zero_point, perm))
 
 
@@ -28,7 +28,7 @@ def run(
     perm: torch.Tensor | None = None,
     bits: int = 8,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As the reference."""
+    """Run the op."""
     values, scale, _ = rms_norm_quant(
         x, None, None, 0.0, dtype, (inv_scale, zero_point, perm), bits
     )

@@ -1,4 +1,4 @@
-"""Rows to 8 bits inside a kernel, with the bits of ``ops.rms_norm_quant.quantized``."""
+"""Quantization of rows to 8 bits in a kernel, bit-identical to ``rms_norm_quant.quantize_rows``."""
 
 from __future__ import annotations
 
@@ -10,30 +10,28 @@ _ROUND_TO_INT = tl.constexpr(12582912.0)  # 1.5 · 2²³
 
 
 @triton.jit
-def row_inv_scale(amax, scale_at, there, WHOLE: tl.constexpr):
-    """What rows of the largest magnitudes amax [R] are multiplied by; their scales are stored where
-    there are rows.
-    """
+def row_inv_scale(amax, scale_at, row_valid, IS_INT8: tl.constexpr):
+    """Factors of rows with maxima amax [R]; stores their scales for valid rows."""
     amax = tl.maximum(amax, _MIN_AMAX)
-    most = amax * 0.0 + (127.0 if WHOLE else 448.0)
-    tl.store(scale_at, tl.div_rn(amax, most), mask=there)
-    return tl.div_rn(most, amax)
+    quant_max = amax * 0.0 + (127.0 if IS_INT8 else 448.0)
+    tl.store(scale_at, tl.div_rn(amax, quant_max), mask=row_valid)
+    return tl.div_rn(quant_max, amax)
 
 
 @triton.jit
-def round_8bit(y, factor, WHOLE: tl.constexpr, TOKEN: tl.constexpr):
-    """y float32 → y · factor as 8-bit values, to be cast to their type at the store.
+def round_8bit(y, factor, IS_INT8: tl.constexpr, DYNAMIC: tl.constexpr):
+    """Compute y · factor (y float32) as 8-bit values, to be cast at the store.
 
-    TOKEN: by the row's own factor.
+    DYNAMIC: factor is the row's own, so that no clamping is needed.
     """
-    most: tl.constexpr = 127.0 if WHOLE else 448.0
+    quant_max: tl.constexpr = 127.0 if IS_INT8 else 448.0
     y *= factor
-    if WHOLE:
-        # from 2²³ to 2²⁴ a float32 is a whole number, with 1 in its last bit: a value put there is
-        # rounded half to even, and the last byte of its bits is the int8
+    if IS_INT8:
+        # from 2²³ to 2²⁴ float32 represents exactly the integers: adding 1.5 · 2²³ rounds half to
+        # even, and the last byte of the bits is the int8
         y += _ROUND_TO_INT
-        if not TOKEN:
-            y = tl.minimum(tl.maximum(y, _ROUND_TO_INT - most), _ROUND_TO_INT + most)
+        if not DYNAMIC:
+            y = tl.minimum(tl.maximum(y, _ROUND_TO_INT - quant_max), _ROUND_TO_INT + quant_max)
         return y.to(tl.int32, bitcast=True)
-    else:  # noqa: RET505  what stands after a return is compiled as well
-        return y if TOKEN else tl.minimum(tl.maximum(y, -most), most)
+    else:  # noqa: RET505  Triton compiles code after a return too
+        return y if DYNAMIC else tl.minimum(tl.maximum(y, -quant_max), quant_max)

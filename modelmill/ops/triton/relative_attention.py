@@ -1,17 +1,17 @@
-"""Attention with decomposed relative positions, one pass over the keys (Li et al. 2022,
-arXiv:2112.01526).
+"""Attention with decomposed relative positions, in one pass over the keys (arXiv:2112.01526).
 
-Heads of 80 channels are multiplied as 64 and 16, so that nothing is padded to 128.
+Heads of 80 channels are multiplied as 64 and 16 channels, so that nothing is padded to 128.
 
-``windowed_attention``: a program holds queries of one window and one head. What positions add to a
-score is, once, a product of the queries with the table of offsets, dealt out by row and column of
-the key; those 14 + 14 numbers a query are then multiplied with ones in the places of the key's row
-and column, as if they were more channels of the queries: the tensor cores add the positions.
-Windows are never copied out of the image; a key beyond the edge is read from ``fill``. Windows over
-the edge have fewer queries, and no program computes one that is not there.
+``windowed_attention``: a program holds queries of one window and one head. The position terms of a
+score are computed once, as a product of the queries with the table of offsets, gathered by row and
+column of the key. These 14 + 14 numbers per query are then multiplied with one-hot vectors of the
+key's row and column, as if they were additional channels, so that the tensor cores add the position
+terms. Windows are never copied out of the image; a key beyond the edge is read from ``fill``.
+Windows at the edge have fewer queries, and no program computes queries outside the image.
 
-``whole``: a block of keys is one row of the image. What its columns add stays in registers for all
-blocks, what its row adds is one number a query, both from tables made before.
+``global_attention``: a block of keys is one row of the image. The terms of its columns stay in
+registers for all blocks, the term of its row is one number per query; both come from precomputed
+tables.
 """
 
 from __future__ import annotations
@@ -24,21 +24,20 @@ from modelmill.ops.triton.device import power_of_two
 from modelmill.ops.triton.pdl import pdl_launch_options, pdl_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
-AttentionLaunchConfig = tuple[
-    int, int, int, int, int
-]  # queries, keys, warps, stages of a program; registers a thread at most, or 0
+# queries, keys, warps, stages of a program; maximum registers per thread, or 0
+AttentionLaunchConfig = tuple[int, int, int, int, int]
 
 
 def split_head_dim(dim: int) -> tuple[int, int]:
-    """Channels of a head as two blocks, powers of two from 16: 80 → (64, 16), 64 → (64, 0)."""
-    whole = power_of_two(max(dim, 16))
-    if dim >= whole:
-        return whole, 0
-    half = whole // 2
+    """Split the channels of a head into two powers of two ≥ 16: 80 → (64, 16), 64 → (64, 0)."""
+    padded = power_of_two(max(dim, 16))
+    if dim >= padded:
+        return padded, 0
+    half = padded // 2
     if half < 16:
         return 16, 0
     rest = max(16, power_of_two(dim - half))
-    return (half, rest) if rest < half else (whole, 0)
+    return (half, rest) if rest < half else (padded, 0)
 
 
 def relative_attention(
@@ -46,7 +45,10 @@ def relative_attention(
     rel_w: torch.Tensor,
     out: torch.Tensor,
 ) -> None:  # fmt: skip
-    """qkv [B, H, W, 3, heads, D] → out [B, H, W, heads·D]; the rest as ``ops.image_attention``."""
+    """Compute attention of qkv [B, H, W, 3, heads, D] into out [B, H, W, heads·D].
+
+    Other arguments as in ``ops.image_attention``.
+    """
     rel_h, rel_w = rel_h.to(qkv.dtype).contiguous(), rel_w.to(qkv.dtype).contiguous()
     if (
         window == (qkv.shape[1], qkv.shape[2])
@@ -63,21 +65,25 @@ def windowed_attention(
     rel_w: torch.Tensor,
     out: torch.Tensor, config: AttentionLaunchConfig | None = None,
 ) -> None:  # fmt: skip
-    """qkv [B, H, W, 3, heads, D] → out [B, H, W, heads·D]; rel_h, rel_w [2·S − 1, D] of qkv's
-    dtype, S the window's height and width."""
+    """Compute windowed attention of qkv [B, H, W, 3, heads, D] into out [B, H, W, heads·D].
+
+    rel_h, rel_w: [2·S − 1, D] of qkv's dtype, S the window's height and width.
+    """
     batch, height, width, _, heads, dim = qkv.shape
-    tall, wide = window
-    tokens = tall * wide
-    rows, columns = -(-height // tall), -(-width // wide)
+    win_h, win_w = window
+    tokens = win_h * win_w
+    rows, columns = -(-height // win_h), -(-width // win_w)
     block_m, block_n, warps, stages, registers = config or _windowed_config(tokens, qkv)
     main, rest = split_head_dim(dim)
-    left = tokens % block_n
-    outside = qkv if fill is None else fill
+    tail_keys = tokens % block_n
+    fill_or_dummy = qkv if fill is None else fill
     grid = (-(-tokens // block_m), heads, batch * rows * columns)
     _windowed_kernel[grid](
-        qkv, outside, rel_h, rel_w, out, dim**-0.5, height, width, rows, columns, *qkv.stride()[:5],
-        HEADS=heads, DIM=dim, TALL=tall, WIDE=wide, PADDED=fill is not None, MAIN=main, REST=rest,
-        BLOCK_M=block_m, BLOCK_N=block_n, TAIL=0 if left == 0 else max(16, power_of_two(left)),
+        qkv, fill_or_dummy, rel_h, rel_w, out, dim**-0.5, height, width, rows, columns,
+        *qkv.stride()[:5],
+        HEADS=heads, DIM=dim, TALL=win_h, WIDE=win_w, PADDED=fill is not None, MAIN=main, REST=rest,
+        BLOCK_M=block_m, BLOCK_N=block_n,
+        TAIL=0 if tail_keys == 0 else max(16, power_of_two(tail_keys)),
         num_warps=warps, num_stages=stages, maxnreg=registers or None,
         **pdl_launch_options(qkv.device, batch * height * width),
     )  # fmt: skip
@@ -86,7 +92,7 @@ def windowed_attention(
 def _windowed_config(tokens: int, qkv: torch.Tensor) -> AttentionLaunchConfig:
     if qkv.dtype == torch.float32:
         return 16, 16, 4, 1, 0
-    # with 128 registers a fourth program fits on a multiprocessor: 48 to 44 µs for ViT-H
+    # with 128 registers a fourth program fits on an SM: 48 to 44 µs for ViT-H
     return (64, 64, 4, 2, 128) if tokens > 64 else (64, 32, 4, 1, 0)
 
 
@@ -110,56 +116,56 @@ def _windowed_kernel(
     batch = tile // (rows * columns)
     top = (tile // columns) % rows * TALL
     left = tile % columns * WIDE
-    # queries are counted inside the image only
-    across = tl.minimum(WIDE, width - left)
-    queries = tl.minimum(TALL, height - top) * across
+    # only queries inside the image are counted
+    valid_width = tl.minimum(WIDE, width - left)
+    queries = tl.minimum(TALL, height - top) * valid_width
     pdl_wait(PDL)
     first = tl.program_id(0) * BLOCK_M
     if first < queries:
         query = first + tl.arange(0, BLOCK_M)
-        there = query < queries
-        qy, qx = query // across, query % across
+        query_valid = query < queries
+        qy, qx = query // valid_width, query % valid_width
         base = qkv_ptr + batch * batch_stride + head * head_stride
         at = (top + qy) * y_stride + (left + qx) * x_stride
-        q, q_rest = _load_rows(base + at, there, DIM, MAIN, REST)
+        q, q_rest = _load_rows(base + at, query_valid, DIM, MAIN, REST)
         by_row = _relative_offsets(q, q_rest, rel_h_ptr, qy, scale, TALL, DIM, MAIN, REST)
         by_column = _relative_offsets(q, q_rest, rel_w_ptr, qx, scale, WIDE, DIM, MAIN, REST)
 
-        best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        mass = tl.zeros([BLOCK_M], tl.float32)
-        mixed = tl.zeros([BLOCK_M, MAIN], tl.float32)
-        mixed_rest = tl.zeros([BLOCK_M, max(REST, 16)], tl.float32)
-        whole: tl.constexpr = TALL * WIDE // BLOCK_N * BLOCK_N
-        outside = fill_ptr + HEADS * DIM + head * DIM
-        for start in range(0, whole, BLOCK_N):
-            best, mass, mixed, mixed_rest = _attend_key_block(
-                q, q_rest, by_row, by_column, best, mass, mixed, mixed_rest, start,
-                base + part_stride, outside,
+        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        exp_sum = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, MAIN], tl.float32)
+        acc_rest = tl.zeros([BLOCK_M, max(REST, 16)], tl.float32)
+        full_keys: tl.constexpr = TALL * WIDE // BLOCK_N * BLOCK_N
+        fill_at = fill_ptr + HEADS * DIM + head * DIM
+        for start in range(0, full_keys, BLOCK_N):
+            row_max, exp_sum, acc, acc_rest = _attend_key_block(
+                q, q_rest, by_row, by_column, row_max, exp_sum, acc, acc_rest, start,
+                base + part_stride, fill_at,
                 top, left, height, width, y_stride, x_stride, part_stride, scale,
                 HEADS, DIM, TALL, WIDE, PADDED, MAIN, REST, BLOCK_N, False,
             )  # fmt: skip
         if TAIL:
-            best, mass, mixed, mixed_rest = _attend_key_block(
-                q, q_rest, by_row, by_column, best, mass, mixed, mixed_rest, whole,
-                base + part_stride, outside,
+            row_max, exp_sum, acc, acc_rest = _attend_key_block(
+                q, q_rest, by_row, by_column, row_max, exp_sum, acc, acc_rest, full_keys,
+                base + part_stride, fill_at,
                 top, left, height, width, y_stride, x_stride, part_stride, scale,
                 HEADS, DIM, TALL, WIDE, PADDED, MAIN, REST, TAIL, True,
             )  # fmt: skip
-        place = ((batch * height + top + qy) * width + left + qx) * HEADS + head
-        _store(out_ptr + place * DIM, there, mixed, mixed_rest, mass, DIM, MAIN, REST)
+        out_row = ((batch * height + top + qy) * width + left + qx) * HEADS + head
+        _store(out_ptr + out_row * DIM, query_valid, acc, acc_rest, exp_sum, DIM, MAIN, REST)
 
 
 @triton.jit
-def _load_rows(at, there, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr):
-    """Rows of DIM channels as [N, MAIN] and [N, REST]; zeros where they are not there, or channels
-    end.
-    """
+def _load_rows(at, row_valid, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr):
+    """Load rows of DIM channels as [N, MAIN] and [N, REST]; zero for invalid rows and channels."""
     channel = tl.arange(0, MAIN)
-    spare = MAIN + tl.arange(0, max(REST, 16))
-    main = tl.load(at[:, None] + channel, mask=there[:, None] & (channel < DIM), other=0.0)
+    rest_channel = MAIN + tl.arange(0, max(REST, 16))
+    main = tl.load(at[:, None] + channel, mask=row_valid[:, None] & (channel < DIM), other=0.0)
     rest = main
     if REST:
-        rest = tl.load(at[:, None] + spare, mask=there[:, None] & (spare < DIM), other=0.0)
+        rest = tl.load(
+            at[:, None] + rest_channel, mask=row_valid[:, None] & (rest_channel < DIM), other=0.0
+        )
     return main, rest
 
 
@@ -168,41 +174,39 @@ def _relative_offsets(
     q, q_rest, table_ptr, at, scale, SIDE: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr,
     REST: tl.constexpr,
 ):  # fmt: skip
-    """What each row (or column) of keys adds to a query's scores, before they are scaled: [M, SIDE]
-    of q's dtype.
-    """
+    """Unscaled position terms of the scores per key row (or column): [M, SIDE] of q's dtype."""
     offsets: tl.constexpr = _padded(2 * SIDE - 1)
     offset = tl.arange(0, offsets)
     table, table_rest = _load_rows(table_ptr + offset * DIM, offset < 2 * SIDE - 1, DIM, MAIN, REST)
-    found = tl.dot(q, tl.trans(table), input_precision="ieee")
+    products = tl.dot(q, tl.trans(table), input_precision="ieee")
     if REST:
-        found = tl.dot(q_rest, tl.trans(table_rest), found, input_precision="ieee")
-    place = tl.arange(0, _padded(SIDE))
-    index = at[:, None] - place[None, :] + (SIDE - 1)
-    return tl.gather(found * (1.0 / scale), tl.minimum(tl.maximum(index, 0), offsets - 1), 1).to(
+        products = tl.dot(q_rest, tl.trans(table_rest), products, input_precision="ieee")
+    key_index = tl.arange(0, _padded(SIDE))
+    index = at[:, None] - key_index[None, :] + (SIDE - 1)
+    return tl.gather(products * (1.0 / scale), tl.minimum(tl.maximum(index, 0), offsets - 1), 1).to(
         q.dtype
     )
 
 
 @triton.jit
 def _attend_key_block(
-    q, q_rest, by_row, by_column, best, mass, mixed, mixed_rest, start, k_ptr, outside,
+    q, q_rest, by_row, by_column, row_max, exp_sum, acc, acc_rest, start, k_ptr, fill_at,
     top, left, height, width, y_stride, x_stride, part_stride, scale,
     HEADS: tl.constexpr, DIM: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
     PADDED: tl.constexpr,
     MAIN: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys of a window."""
+    """Process one block of keys of a window."""
     key = start + tl.arange(0, BLOCK)
     ky, kx = key // WIDE, key % WIDE
-    real = key < TALL * WIDE
+    key_valid = key < TALL * WIDE
     k_at = k_ptr + (top + ky) * y_stride + (left + kx) * x_stride
     v_at = k_at + part_stride
     if PADDED:
         inside = (top + ky < height) & (left + kx < width)
-        k_at = tl.where(inside, k_at, outside)
-        v_at = tl.where(inside, v_at, outside + HEADS * DIM)
-    k, k_rest = _load_rows(k_at, real, DIM, MAIN, REST)
+        k_at = tl.where(inside, k_at, fill_at)
+        v_at = tl.where(inside, v_at, fill_at + HEADS * DIM)
+    k, k_rest = _load_rows(k_at, key_valid, DIM, MAIN, REST)
     row, column = tl.arange(0, _padded(TALL)), tl.arange(0, _padded(WIDE))
     score = tl.dot(q, tl.trans(k), input_precision="ieee")
     if REST:
@@ -213,36 +217,36 @@ def _attend_key_block(
     )
     score *= scale * LOG2E
     if LAST:
-        score = tl.where(real[None, :], score, float("-inf"))
-    new = tl.maximum(best, tl.max(score, 1))
-    weight = tl.exp2(score - new[:, None])
-    keep = tl.exp2(best - new)
-    mass = mass * keep + tl.sum(weight, 1)
-    v, v_rest = _load_rows(v_at, real, DIM, MAIN, REST)
+        score = tl.where(key_valid[None, :], score, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(score, 1))
+    weight = tl.exp2(score - new_max[:, None])
+    rescale = tl.exp2(row_max - new_max)
+    exp_sum = exp_sum * rescale + tl.sum(weight, 1)
+    v, v_rest = _load_rows(v_at, key_valid, DIM, MAIN, REST)
     weight = weight.to(v.dtype)
-    mixed = tl.dot(weight, v, mixed * keep[:, None], input_precision="ieee")
+    acc = tl.dot(weight, v, acc * rescale[:, None], input_precision="ieee")
     if REST:
-        mixed_rest = tl.dot(weight, v_rest, mixed_rest * keep[:, None], input_precision="ieee")
-    return new, mass, mixed, mixed_rest
+        acc_rest = tl.dot(weight, v_rest, acc_rest * rescale[:, None], input_precision="ieee")
+    return new_max, exp_sum, acc, acc_rest
 
 
 @triton.jit
 def _store(
-    at, there, mixed, mixed_rest, mass, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr
+    at, row_valid, acc, acc_rest, exp_sum, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr
 ):
     channel = tl.arange(0, MAIN)
-    spare = MAIN + tl.arange(0, max(REST, 16))
+    rest_channel = MAIN + tl.arange(0, max(REST, 16))
     dtype: tl.constexpr = at.dtype.element_ty
     tl.store(
         at[:, None] + channel,
-        (mixed / mass[:, None]).to(dtype),
-        mask=there[:, None] & (channel < DIM),
+        (acc / exp_sum[:, None]).to(dtype),
+        mask=row_valid[:, None] & (channel < DIM),
     )
     if REST:
         tl.store(
-            at[:, None] + spare,
-            (mixed_rest / mass[:, None]).to(dtype),
-            mask=there[:, None] & (spare < DIM),
+            at[:, None] + rest_channel,
+            (acc_rest / exp_sum[:, None]).to(dtype),
+            mask=row_valid[:, None] & (rest_channel < DIM),
         )
 
 
@@ -281,49 +285,52 @@ def _global_kernel(
     head = tl.program_id(1)
     batch = tl.program_id(2)
     query = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    there = query < TALL * WIDE
+    query_valid = query < TALL * WIDE
     base = qkv_ptr + batch * batch_stride + head * head_stride
     pdl_wait(PDL)
     q, q_rest = _load_rows(
-        base + query // WIDE * y_stride + query % WIDE * x_stride, there, DIM, MAIN, REST
+        base + query // WIDE * y_stride + query % WIDE * x_stride, query_valid, DIM, MAIN, REST
     )
-    across = tl.arange(0, WIDE)
-    place = (batch * TALL * WIDE + query) * HEADS + head
-    beside = tl.load(
-        column_ptr + place[:, None] * WIDE + across, mask=there[:, None], other=0.0
+    key_x = tl.arange(0, WIDE)
+    out_row = (batch * TALL * WIDE + query) * HEADS + head
+    column_term = tl.load(
+        column_ptr + out_row[:, None] * WIDE + key_x, mask=query_valid[:, None], other=0.0
     ).to(tl.float32)
-    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    mass = tl.zeros([BLOCK_M], tl.float32)
-    mixed = tl.zeros([BLOCK_M, MAIN], tl.float32)
-    mixed_rest = tl.zeros([BLOCK_M, max(REST, 16)], tl.float32)
-    every = across >= 0
-    key_at = base + part_stride + across * x_stride
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    exp_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, MAIN], tl.float32)
+    acc_rest = tl.zeros([BLOCK_M, max(REST, 16)], tl.float32)
+    all_valid = key_x >= 0
+    key_at = base + part_stride + key_x * x_stride
     for ky in range(0, TALL):
-        k, k_rest = _load_rows(key_at + ky * y_stride, every, DIM, MAIN, REST)
-        above = tl.load(row_ptr + place * TALL + ky, mask=there, other=0.0).to(tl.float32)
+        k, k_rest = _load_rows(key_at + ky * y_stride, all_valid, DIM, MAIN, REST)
+        row_term = tl.load(row_ptr + out_row * TALL + ky, mask=query_valid, other=0.0).to(
+            tl.float32
+        )
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
         if REST:
             score = tl.dot(q_rest, tl.trans(k_rest), score, input_precision="ieee")
-        score = score * (scale * LOG2E) + beside
-        # what the row of keys adds is the same for all of them
-        new = tl.maximum(best, tl.max(score, 1) + above)
-        weight = tl.exp2(score - (new - above)[:, None])
-        keep = tl.exp2(best - new)
-        mass = mass * keep + tl.sum(weight, 1)
-        v, v_rest = _load_rows(key_at + ky * y_stride + part_stride, every, DIM, MAIN, REST)
+        score = score * (scale * LOG2E) + column_term
+        # the row term is the same for all keys of the row
+        new_max = tl.maximum(row_max, tl.max(score, 1) + row_term)
+        weight = tl.exp2(score - (new_max - row_term)[:, None])
+        rescale = tl.exp2(row_max - new_max)
+        exp_sum = exp_sum * rescale + tl.sum(weight, 1)
+        v, v_rest = _load_rows(key_at + ky * y_stride + part_stride, all_valid, DIM, MAIN, REST)
         weight = weight.to(v.dtype)
-        mixed = tl.dot(weight, v, mixed * keep[:, None], input_precision="ieee")
+        acc = tl.dot(weight, v, acc * rescale[:, None], input_precision="ieee")
         if REST:
-            mixed_rest = tl.dot(weight, v_rest, mixed_rest * keep[:, None], input_precision="ieee")
-        best = new
-    _store(out_ptr + place * DIM, there, mixed, mixed_rest, mass, DIM, MAIN, REST)
+            acc_rest = tl.dot(weight, v_rest, acc_rest * rescale[:, None], input_precision="ieee")
+        row_max = new_max
+    _store(out_ptr + out_row * DIM, query_valid, acc, acc_rest, exp_sum, DIM, MAIN, REST)
 
 
 def relative_score_tables(
     qkv: torch.Tensor, rel_h: torch.Tensor, rel_w: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q · rel_h[yq − yk + H − 1] and q · rel_w[xq − xk + W − 1], times log2 e: [B, H, W, heads, H]
-    and […, W].
+    """Position terms of all queries, times log2 e: [B, H, W, heads, H] and [B, H, W, heads, W].
+
+    They are q · rel_h[yq − yk + H − 1] and q · rel_w[xq − xk + W − 1].
     """
     batch, height, width, _, heads, dim = qkv.shape
     by_row = torch.empty((batch, height, width, heads, height), dtype=qkv.dtype, device=qkv.device)
@@ -332,7 +339,7 @@ def relative_score_tables(
     )
     main, rest = split_head_dim(dim)
     batch_stride, y_stride, x_stride, _, head_stride = qkv.stride()[:5]
-    # a program: all queries of one row with all rows, or of one column with all columns
+    # per program: all queries of one row with all rows, or of one column with all columns
     for table, target, lines, long, line_stride, step in (
         (rel_h, by_row, height, width, y_stride, x_stride),
         (rel_w, by_column, width, height, x_stride, y_stride),
@@ -360,20 +367,28 @@ def _score_table_kernel(
     line = tl.program_id(0) % lines
     head = tl.program_id(1)
     batch = tl.program_id(2)
-    along = tl.program_id(0) // lines * BLOCK + tl.arange(0, BLOCK)
-    place = tl.arange(0, PLACES)
+    query_index = tl.program_id(0) // lines * BLOCK + tl.arange(0, BLOCK)
+    key_index = tl.arange(0, PLACES)
     table, table_rest = _load_rows(
-        table_ptr + (line - place + lines - 1) * DIM, place < lines, DIM, MAIN, REST
+        table_ptr + (line - key_index + lines - 1) * DIM, key_index < lines, DIM, MAIN, REST
     )
     pdl_wait(PDL)
-    at = qkv_ptr + batch * batch_stride + head * head_stride + line * line_stride + along * step
-    q, q_rest = _load_rows(at, along < long, DIM, MAIN, REST)
-    found = tl.dot(q, tl.trans(table), input_precision="ieee")
+    at = (
+        qkv_ptr
+        + batch * batch_stride
+        + head * head_stride
+        + line * line_stride
+        + query_index * step
+    )
+    q, q_rest = _load_rows(at, query_index < long, DIM, MAIN, REST)
+    products = tl.dot(q, tl.trans(table), input_precision="ieee")
     if REST:
-        found = tl.dot(q_rest, tl.trans(table_rest), found, input_precision="ieee")
-    found = found * LOG2E
-    token = (batch * lines * long + line * line_tokens + along * step_tokens) * HEADS + head
-    inside = (along < long)[:, None] & (place < lines)[None, :]
+        products = tl.dot(q_rest, tl.trans(table_rest), products, input_precision="ieee")
+    products = products * LOG2E
+    token = (batch * lines * long + line * line_tokens + query_index * step_tokens) * HEADS + head
+    inside = (query_index < long)[:, None] & (key_index < lines)[None, :]
     tl.store(
-        out_ptr + token[:, None] * lines + place, found.to(out_ptr.dtype.element_ty), mask=inside
+        out_ptr + token[:, None] * lines + key_index,
+        products.to(out_ptr.dtype.element_ty),
+        mask=inside,
     )

@@ -15,24 +15,24 @@ MAX_WIDTH = 32768
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, eps: float) -> bool:
-    """Rows up to 32,768 wide, weight and x of one dtype."""
+    """Rows up to 32,768 wide; weight and x of one dtype."""
     return x.shape[-1] <= MAX_WIDTH and x.dtype == weight.dtype and x.numel() > 0
 
 
 def run(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """As the reference: statistics in float32, cast, then the weight."""
+    """Run the op: statistics in float32, cast, then the weight."""
     flat = as_rows(x)
     rows, width = flat.shape
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    share, block, warps = row_launch(flat)
-    early, fixed = pdl_launch_options(x.device, rows), (width, flat.stride(0))
+    rows_per_program, block, warps = row_launch(flat)
+    pdl, fixed = pdl_launch_options(x.device, rows), (width, flat.stride(0))
     _launcher(
-        (-(-rows // share), 1, 1),
+        (-(-rows // rows_per_program), 1, 1),
         (flat, weight, out),
         (rows, *fixed, eps),
         fixed,
-        (share, block, early["PDL"]),
-        {"num_warps": warps, "launch_pdl": early["launch_pdl"]},
+        (rows_per_program, block, pdl["PDL"]),
+        {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},
     )
     return out.view(x.shape)
 
@@ -48,9 +48,9 @@ def _kernel(
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0)
     pdl_wait(PDL)
     x = tl.load(x_ptr + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
-    wide = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / width + eps)
-    normal = (wide * scale[:, None]).to(x.dtype).to(tl.float32)
+    x32 = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x32 * x32, axis=1) / width + eps)
+    normal = (x32 * scale[:, None]).to(x.dtype).to(tl.float32)
     out = normal * weight.to(tl.float32)[None, :]
     tl.store(out_ptr + row[:, None] * width + column[None, :], out.to(x.dtype), mask=inside)
 

@@ -1,4 +1,4 @@
-"""RMSNorm to 8 bits (norm_quant)."""
+"""RMSNorm with an 8-bit output (norm_quant)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def supports(
     perm: torch.Tensor | None = None,
     bits: int = 8,
 ) -> bool:
-    """As ``norm_quant.fits``."""
+    """As ``norm_quant.supports_rows``."""
     return supports_rows(x, weight, dtype, (inv_scale, zero_point, perm))
 
 
@@ -32,7 +32,7 @@ def run(
     perm: torch.Tensor | None = None,
     bits: int = 8,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As the reference."""
+    """Run the op."""
     values, scale, _ = rms_norm_quant(
         x, None, weight, eps, dtype, (inv_scale, zero_point, perm), bits
     )

@@ -1,6 +1,4 @@
-"""Per-head norm, RoPE, logn and the KV-cache write: qkv is read once, q, k and v are written
-once.
-"""
+"""Per-head norm, RoPE, logn and KV-cache write: qkv is read once, q, k and v are written once."""
 
 from __future__ import annotations
 
@@ -33,19 +31,21 @@ def supports(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> bool:
-    """Even head sizes up to 256, k and v caches of one layout with contiguous heads' channels;
-    packed scales.
+    """Whether the kernel supports the arguments.
+
+    Even head sizes up to 256; k and v caches of one layout with contiguous channels; contiguous
+    scales.
     """
-    same = k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
+    supported = k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
     if k_scale is not None and v_scale is not None:
-        same = (
-            same
+        supported = (
+            supported
             and k_cache.dtype in QUANT_MAX
             and k_scale.is_contiguous()
             and v_scale.is_contiguous()
         )
-        same = same and (k_cache.dtype is torch.int8 or supports_fp8(qkv.device))
-    return same and k_cache.shape[3] % 2 == 0 and k_cache.shape[3] <= 256 and qkv.numel() > 0
+        supported = supported and (k_cache.dtype is torch.int8 or supports_fp8(qkv.device))
+    return supported and k_cache.shape[3] % 2 == 0 and k_cache.shape[3] <= 256 and qkv.numel() > 0
 
 
 def run(
@@ -63,18 +63,18 @@ def run(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As the reference; negative slots are left out on every device."""
+    """Run the op; negative slots are skipped on every device."""
     _, kv_heads, page_size, dim = k_cache.shape
     flat = as_rows(qkv)
     tokens, total = flat.shape[0], heads + 2 * kv_heads
     q = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
     rotate, norm = cos is not None and sin is not None, q_norm is not None and k_norm is not None
     half = power_of_two(dim // 2)
-    # Two or four values a thread: one token alone must still spread over many multiprocessors.
-    share = max(1, min(512 // half, power_of_two(total)))
-    early, strides = pdl_launch_options(qkv.device, tokens), (flat.stride(0), *k_cache.stride()[:3])
+    # Two or four values per thread, so that even one token uses many SMs.
+    heads_per_program = max(1, min(512 // half, power_of_two(total)))
+    pdl, strides = pdl_launch_options(qkv.device, tokens), (flat.stride(0), *k_cache.stride()[:3])
     _launcher(
-        (tokens, -(-total // share), 1),
+        (tokens, -(-total // heads_per_program), 1),
         (
             flat, q, k_cache, v_cache,
             flat if k_scale is None else k_scale, flat if v_scale is None else v_scale, slots,
@@ -87,12 +87,16 @@ def run(
         (*strides, eps),
         strides,
         (
-            heads, kv_heads, page_size, dim, share, half, rotate, norm, q_scale is not None,
-            0.0 if k_scale is None else QUANT_MAX[k_cache.dtype], early["PDL"],
+            heads, kv_heads, page_size, dim, heads_per_program, half, rotate, norm,
+            q_scale is not None,
+            0.0 if k_scale is None else QUANT_MAX[k_cache.dtype], pdl["PDL"],
         ),
-        {"num_warps": max(1, min(4, share * half // 128)), "launch_pdl": early["launch_pdl"]},
-        # as the decode kernel behind asks; where query heads share keys it needs more, and asks for
-        # nothing
+        {
+            "num_warps": max(1, min(4, heads_per_program * half // 128)),
+            "launch_pdl": pdl["launch_pdl"],
+        },
+        # the carveout of the decode kernel that follows; the grouped-head kernel needs more shared
+        # memory and sets none
         DECODE_CARVEOUT_PERCENT if heads == kv_heads else None,
     )  # fmt: skip
     return q
@@ -128,43 +132,47 @@ def _kernel(
         sin = tl.load(sin_ptr + token * (DIM // 2) + d, mask=d < DIM // 2, other=0.0)
         cos = tl.where(is_v, 1.0, cos)
         sin = tl.where(is_v, 0.0, sin)
-        turned = (first * cos - second * sin).to(dtype).to(tl.float32)
+        rotated_first = (first * cos - second * sin).to(dtype).to(tl.float32)
         second = (second * cos + first * sin).to(dtype).to(tl.float32)
-        first = turned
+        first = rotated_first
     if SCALE:
         factor = tl.where(is_q, tl.load(scale_ptr + token), 1.0)
         first, second = first * factor, second * factor
     target = q_ptr + (token * HEADS + head) * DIM + d
     tl.store(target, first.to(dtype), mask=inside & is_q)
     tl.store(target + DIM // 2, second.to(dtype), mask=inside & is_q)
-    # a block: to Triton 3.9's interpreter a mask with a scalar's comparison in it is no boolean
-    stays = slot + tl.zeros([1, 1], tl.int64) >= 0
-    kept = inside & stays
-    place = (slot // PAGE) * page_stride + (slot % PAGE) * token_stride + d
-    k_at = k_ptr + place + (head - HEADS) * head_stride
-    v_at = v_ptr + place + (head - HEADS - KV_HEADS) * head_stride
-    held: tl.constexpr = k_ptr.dtype.element_ty
+    # a block, because Triton 3.9's interpreter does not accept a scalar comparison in a mask
+    slot_valid = slot + tl.zeros([1, 1], tl.int64) >= 0
+    store_valid = inside & slot_valid
+    cache_offset = (slot // PAGE) * page_stride + (slot % PAGE) * token_stride + d
+    k_at = k_ptr + cache_offset + (head - HEADS) * head_stride
+    v_at = v_ptr + cache_offset + (head - HEADS - KV_HEADS) * head_stride
+    cache_dtype: tl.constexpr = k_ptr.dtype.element_ty
     if LARGEST > 0.0:
-        # What is stored is what the reference rounds: the values in the activations' dtype.
-        size = tl.where(inside, tl.maximum(tl.abs(first), tl.abs(second)), 0.0)
-        scale = amax_to_scale(tl.max(size, axis=1, keep_dims=True), LARGEST)
-        first = round_to_dtype(tl.div_rn(first, scale), held, LARGEST)
-        second = round_to_dtype(tl.div_rn(second, scale), held, LARGEST)
-        beside = (slot // PAGE) * KV_HEADS * PAGE + slot % PAGE
-        one = (head < HEADS + 2 * KV_HEADS) & stays
-        tl.store(k_scale_ptr + beside + (head - HEADS) * PAGE, scale, mask=one & is_k)
-        tl.store(v_scale_ptr + beside + (head - HEADS - KV_HEADS) * PAGE, scale, mask=one & is_v)
+        # The reference rounds the values in the activations' dtype; so does this kernel.
+        magnitude = tl.where(inside, tl.maximum(tl.abs(first), tl.abs(second)), 0.0)
+        scale = amax_to_scale(tl.max(magnitude, axis=1, keep_dims=True), LARGEST)
+        first = round_to_dtype(tl.div_rn(first, scale), cache_dtype, LARGEST)
+        second = round_to_dtype(tl.div_rn(second, scale), cache_dtype, LARGEST)
+        scale_offset = (slot // PAGE) * KV_HEADS * PAGE + slot % PAGE
+        head_valid = (head < HEADS + 2 * KV_HEADS) & slot_valid
+        tl.store(k_scale_ptr + scale_offset + (head - HEADS) * PAGE, scale, mask=head_valid & is_k)
+        tl.store(
+            v_scale_ptr + scale_offset + (head - HEADS - KV_HEADS) * PAGE,
+            scale,
+            mask=head_valid & is_v,
+        )
     else:
-        first, second = first.to(held), second.to(held)
-    tl.store(k_at, first, mask=kept & is_k)
-    tl.store(k_at + DIM // 2, second, mask=kept & is_k)
-    tl.store(v_at, first, mask=kept & is_v)
-    tl.store(v_at + DIM // 2, second, mask=kept & is_v)
+        first, second = first.to(cache_dtype), second.to(cache_dtype)
+    tl.store(k_at, first, mask=store_valid & is_k)
+    tl.store(k_at + DIM // 2, second, mask=store_valid & is_k)
+    tl.store(v_at, first, mask=store_valid & is_v)
+    tl.store(v_at + DIM // 2, second, mask=store_valid & is_v)
 
 
 @triton.jit
 def _head_norm(a, b, q_norm_ptr, k_norm_ptr, is_q, is_v, d, eps, DIM: tl.constexpr):
-    """RMSNorm of q's and k's heads, v's unchanged: the halves a and b, in their dtype."""
+    """RMSNorm of the heads of q and k; heads of v are unchanged. a and b: halves of the heads."""
     half = DIM // 2
     dtype = a.dtype
     first, second = a.to(tl.float32), b.to(tl.float32)

@@ -1,5 +1,6 @@
-"""SwiGLU's gate to 8 bits: a row a program, gate and up read once, held in registers until its
-largest is known.
+"""SwiGLU with an 8-bit output, one row per program.
+
+Gate and up are read once and held in registers until the row's maximum is known.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from modelmill.ops.triton.pdl import pdl_launch_options, pdl_wait
 
 MAX_WIDTH = 32768
 _MIN_AMAX = tl.constexpr(1e-6)
-_ROUND_TO_INT = tl.constexpr(12582912.0)  # 1.5 · 2²³: a float32 of this size is a whole number
+_ROUND_TO_INT = tl.constexpr(12582912.0)  # 1.5 · 2²³: float32 of this size are integers
 
 
 def supports(
     gate_up: torch.Tensor, dtype: torch.dtype, inv_scale: torch.Tensor | None = None
 ) -> bool:
-    """A device that knows the type; halves up to 32,768 wide."""
+    """A device that has the dtype; halves up to 32,768 wide."""
     known = dtype is torch.int8 or supports_fp8(gate_up.device)
     return (
         known
@@ -34,7 +35,7 @@ def supports(
 def run(
     gate_up: torch.Tensor, dtype: torch.dtype, inv_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As the reference; the gate is rounded once."""
+    """Run the op; the gate is rounded once."""
     flat = as_rows(gate_up)
     rows, inner = flat.shape[0], flat.shape[1] // 2
     values = torch.empty((rows, inner), dtype=dtype, device=flat.device)
@@ -44,7 +45,7 @@ def run(
         else torch.empty(gate_up.shape[:-1], dtype=torch.float32, device=flat.device)
     )
     block = power_of_two(inner)
-    early, fixed = pdl_launch_options(flat.device, rows), (inner, flat.stride(0))
+    pdl, fixed = pdl_launch_options(flat.device, rows), (inner, flat.stride(0))
     _launcher(
         (rows, 1, 1),
         (flat, values, flat if scale is None else scale, flat if inv_scale is None else inv_scale),
@@ -54,12 +55,12 @@ def run(
             inv_scale is None,
             dtype is torch.int8,
             127.0 if dtype is torch.int8 else 448.0,
-            early["PDL"],
+            pdl["PDL"],
             block,
         ),
         {
             "num_warps": max(1, min(16, block // (512 if rows > 1 else 256))),
-            "launch_pdl": early["launch_pdl"],
+            "launch_pdl": pdl["launch_pdl"],
         },
     )
     return values.view(*gate_up.shape[:-1], inner), scale
@@ -68,7 +69,7 @@ def run(
 @triton.jit
 def _kernel(
     x_ptr, values_ptr, scale_ptr, factor_ptr, inner, stride,
-    TOKEN: tl.constexpr, WHOLE: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
+    DYNAMIC: tl.constexpr, IS_INT8: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -77,18 +78,18 @@ def _kernel(
     pdl_wait(PDL)
     gate = tl.load(x_ptr + row * stride + column, mask=inside, other=0.0)
     up = tl.load(x_ptr + row * stride + inner + column, mask=inside, other=0.0)
-    wide = gate.to(tl.float32)
-    y = (wide / (1.0 + tl.exp(-wide)) * up.to(tl.float32)).to(gate.dtype).to(tl.float32)
-    if TOKEN:
+    gate32 = gate.to(tl.float32)
+    y = (gate32 / (1.0 + tl.exp(-gate32)) * up.to(tl.float32)).to(gate.dtype).to(tl.float32)
+    if DYNAMIC:
         amax = tl.maximum(tl.max(tl.abs(y), axis=0), _MIN_AMAX)
-        most = amax * 0.0 + MOST
-        y *= tl.div_rn(most, amax)
-        tl.store(scale_ptr + row, tl.div_rn(amax, most))
+        quant_max = amax * 0.0 + MOST
+        y *= tl.div_rn(quant_max, amax)
+        tl.store(scale_ptr + row, tl.div_rn(amax, quant_max))
     else:
         y *= tl.load(factor_ptr)
     y = tl.minimum(tl.maximum(y, -MOST), MOST)
-    if WHOLE:
-        # Its last byte is then the value, rounded half to even.
+    if IS_INT8:
+        # The last byte of the bits is then the value, rounded half to even.
         y = (y + _ROUND_TO_INT).to(tl.int32, bitcast=True)
     tl.store(values_ptr + row * inner + column, y.to(values_ptr.dtype.element_ty), mask=inside)
 

@@ -1,9 +1,7 @@
-"""Masks enlarged and measured in one pass: a pixel is 4 × 4 values of the small mask times their
-weights.
+"""Masks upsampled and measured in one pass: a pixel is a weighted sum of 4 × 4 logits.
 
-Both steps of enlarging are products along each axis, so together they are, for a row or a column of
-the picture, four places in the small mask and four weights. Sums are float64, so that no pixel
-falls on the wrong side of 0.
+Both steps of upsampling are separable, so together they are four taps and four weights per row and
+per column of the image. Sums are float64, so that no pixel falls on the wrong side of 0.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import triton.language as tl
 
 from modelmill.ops.triton.device import available as available
 
-ROWS, BLOCK = 32, 512  # of the picture, a program
+ROWS, BLOCK = 32, 512  # pixels per program
 _OUT_OF_RANGE = 1 << 30
 
 
@@ -28,7 +26,7 @@ def supports(
     offset: float | None = None,
     pixels: bool = True,
 ) -> bool:
-    """Packed float32."""
+    """Contiguous float32."""
     return logits.dtype == torch.float32 and logits.is_contiguous() and logits.numel() > 0
 
 
@@ -40,7 +38,7 @@ def run(
     offset: float | None = None,
     pixels: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """As the reference."""
+    """Run the op."""
     count, grid, _ = logits.shape
     width, height = size
     columns, column_weights = _axis_taps(width, resized[0], image, grid, logits.device)
@@ -56,20 +54,18 @@ def run(
     _upsample_kernel[(count, -(-height // ROWS), -(-width // BLOCK))](
         logits, columns, column_weights, rows, row_weights, counts, boxes,
         counts if masks is None else masks.view(torch.int8), grid, width, height, offset or 0.0,
-        STEADY=offset is not None, KEPT=pixels, ROWS=ROWS, BLOCK=BLOCK, num_warps=4,
+        STABILITY=offset is not None, PIXELS=pixels, ROWS=ROWS, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     boxes = torch.where(boxes[:, 2:3] >= 0, boxes, 0).long()
-    steady = None if offset is None else counts[:, 1] / counts[:, 2].clamp(min=1)
-    return masks, boxes, counts[:, 0].long(), steady
+    stability = None if offset is None else counts[:, 1] / counts[:, 2].clamp(min=1)
+    return masks, boxes, counts[:, 0].long(), stability
 
 
 @functools.lru_cache(maxsize=32)
 def _axis_taps(
     out: int, resized: int, image: int, grid: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each of ``out`` pixels along an axis the four places in the small mask [out, 4] and their
-    weights.
-    """
+    """Indices [out, 4] of the four taps of each of ``out`` pixels along an axis, and weights."""
     near, far, far_weight = _bilinear_taps(out, resized)
     low, high, high_weight = _bilinear_taps(image, grid)
     places = torch.stack((low[near], high[near], low[far], high[far]), 1)
@@ -83,20 +79,22 @@ def _axis_taps(
     return places.int().to(device), weights.to(device)
 
 
-def _bilinear_taps(out: int, given: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Bilinear enlarging of one axis, corners not aligned: the two neighbours and the weight of the
-    second.
+def _bilinear_taps(out: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Bilinear upsampling of one axis (align_corners=False).
+
+    Returns:
+        (index of the first neighbour, index of the second, weight of the second).
     """
-    at = ((torch.arange(out, dtype=torch.float64) + 0.5) * (given / out) - 0.5).clamp(min=0)
-    near = at.long().clamp(max=given - 1)
-    return near, (near + 1).clamp(max=given - 1), at - near
+    position = ((torch.arange(out, dtype=torch.float64) + 0.5) * (size / out) - 0.5).clamp(min=0)
+    near = position.long().clamp(max=size - 1)
+    return near, (near + 1).clamp(max=size - 1), position - near
 
 
 @triton.jit(do_not_specialize=["width", "height", "offset"])
 def _upsample_kernel(
     logits_ptr, column_ptr, column_weight_ptr, row_ptr, row_weight_ptr, counts_ptr, boxes_ptr,
     masks_ptr,
-    grid, width, height, offset, STEADY: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr,
+    grid, width, height, offset, STABILITY: tl.constexpr, PIXELS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     mask = tl.program_id(0).to(tl.int64)
@@ -118,24 +116,24 @@ def _upsample_kernel(
         for part in tl.static_range(4):
             row = base + tl.load(row_ptr + y * 4 + part) * grid
             line = (
-                _as_int64(row + a) * wa
-                + _as_int64(row + b) * wb
-                + _as_int64(row + c) * wc
-                + _as_int64(row + d) * wd
+                _load_float64(row + a) * wa
+                + _load_float64(row + b) * wb
+                + _load_float64(row + c) * wc
+                + _load_float64(row + d) * wd
             )
             value += line * tl.load(row_weight_ptr + y * 4 + part)
         hit = inside & (value > 0)
         area += hit.to(tl.int32)
-        if STEADY:
+        if STABILITY:
             high += (inside & (value > offset)).to(tl.int32)
             low += (inside & (value > -offset)).to(tl.int32)
-        if KEPT:
+        if PIXELS:
             tl.store(masks_ptr + (mask * height + y) * width + x, hit.to(tl.int8), mask=inside)
         first = tl.minimum(first, tl.where(hit, y, 1 << 30))
         last = tl.maximum(last, tl.where(hit, y, -1))
     counts_ptr += mask * 3
     tl.atomic_add(counts_ptr, tl.sum(area, 0))
-    if STEADY:
+    if STABILITY:
         tl.atomic_add(counts_ptr + 1, tl.sum(high, 0))
         tl.atomic_add(counts_ptr + 2, tl.sum(low, 0))
     boxes_ptr += mask * 4
@@ -146,7 +144,7 @@ def _upsample_kernel(
 
 
 @triton.jit
-def _as_int64(at):
+def _load_float64(at):
     return tl.load(at).to(tl.float64)
 
 

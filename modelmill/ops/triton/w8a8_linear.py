@@ -1,4 +1,4 @@
-"""Products of int8 with int8 on the tensor cores; one token by four-byte products."""
+"""Products of int8 with int8 on tensor cores; one token with dp4a instructions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def supports(
     dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> bool:
-    """Any number of rows; rows of x and weight contiguous, scales float32 and packed."""
+    """Any number of rows; contiguous rows of x and weight; contiguous float32 scales."""
     if (
         x.dim() != 2
         or not x.numel()
@@ -33,7 +33,7 @@ def supports(
 
 
 def candidates(key: GemmKey) -> tuple[LaunchConfig, ...]:
-    """The launch sizes that may be chosen for a product."""
+    """The launch configs that may be chosen for a product."""
     return launch_configs.candidates_8bit(key)
 
 
@@ -47,7 +47,10 @@ def run(
     *,
     configs: TunedConfigs | None = None,
 ) -> torch.Tensor:
-    """As the reference. configs: launch sizes for this device; the rest have defaults."""
+    """Run the op.
+
+    configs: autotuned launch configs of this device; others are defaults.
+    """
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
     if is_word_aligned(x, weight):
         gemv_8bit(x, weight, scale, x_scale, bias, out, configs)

@@ -1,4 +1,4 @@
-// Everything that is said to the server.
+// All requests to the server.
 import { kept } from "./settings.js";
 
 const PLAIN = {
@@ -42,7 +42,7 @@ export async function call(path, body, signal) {
   throw new Refused(response.status, told);
 }
 
-// The events of a stream, as they come. A stream that ends without [DONE] was cut.
+// Yields the events of a stream. A stream that ends without [DONE] was interrupted.
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

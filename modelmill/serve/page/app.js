@@ -1,4 +1,4 @@
-// What is served, whether it is ready, and which tab is shown.
+// The served models, their state, and the tabs.
 import { $, h, say } from "./dom.js";
 import { call, Refused } from "./api.js";
 import * as chat from "./chat.js";
@@ -7,10 +7,10 @@ import * as settings from "./settings.js";
 
 const STAGES = { starting: "starting", checking: "checking its files", loading: "reading its weights", "warming up": "warming up" };
 
-let cards = []; // of /v1/models
+let cards = []; // models of /v1/models
 let states = new Map(); // engine → state of /health
 let timer = 0;
-const picked = { chat: "", segment: "" }; // the model of each tab
+const picked = { chat: "", segment: "" }; // selected model of each tab
 
 const sees = (card) => card.engine_type === "segmentation";
 const ready = (card) => states.get(card.root) === "ready";

@@ -1,4 +1,4 @@
-// A conversation: typed, streamed, stopped, edited, asked again.
+// A conversation: input, streaming, stop, edit, regenerate.
 import { $, copied, h, say, trouble } from "./dom.js";
 import { call, events, Refused } from "./api.js";
 import { View } from "./markdown.js";
@@ -10,10 +10,10 @@ const IDEAS = ["Explain how a watermill works", "Write a haiku about rain", "Nam
 const MOST_PICTURES = 8;
 
 let talk = []; // {role, content, pictures?, figures?, note?, bad?}
-let running = null; // AbortController of the answer that is being written
-let pictures = []; // data: URLs that go with the next message
-let model = null; // {id, ready, talks, pictures, suggested}: ready only where it talks
-let asked = () => {}; // told when something says that the server is not well
+let running = null; // AbortController of the running request
+let pictures = []; // data: URLs of the next message
+let model = null; // {id, ready, talks, pictures, suggested}: ready only if it can chat
+let asked = () => {}; // called when a request fails: checks /health
 
 const bottom = () => $("talk").scrollHeight - $("talk").scrollTop - $("talk").clientHeight;
 const follow = () => { $("talk").scrollTop = $("talk").scrollHeight; };
@@ -45,7 +45,7 @@ function grow() {
   refresh();
 }
 
-// -- what is on the page
+// -- rendering
 
 function act(name, label, run, asks) {
   return h("button", { type: "button", "aria-label": label, onclick: run, "data-asks": asks || false }, name);
@@ -83,7 +83,7 @@ function foot(index) {
     said.figures ? h("span", { class: "figures" }, said.figures) : null);
 }
 
-// What a model thinks before it answers is folded away.
+// The reasoning before an answer is collapsed.
 class Thoughts {
   constructor(root) {
     this.root = root;
@@ -112,15 +112,15 @@ function draw() {
 }
 
 function remember() {
-  // where pictures do not fit, the words are kept without them
+  // if the pictures exceed the storage, save the text only
   if (!keep("talk", talk)) keep("talk", talk.map((said) => ({ ...said, pictures: undefined })));
 }
 
-// -- asking
+// -- requests
 
 function messages() {
   const system = (kept("system") || "").trim();
-  // an answer that failed, or was stopped before its first word, is nobody's turn
+  // skip answers that failed or were stopped before their first token
   const said = talk.filter(({ role, content, bad }) => role === "user" || (content && !bad));
   const told = said.map(({ role, content, pictures: shown }) => {
     if (!shown?.length) return { role, content };
@@ -255,7 +255,7 @@ function showPictures() {
 async function addPictures(files) {
   trouble("");
   if (!model?.pictures) { trouble("This model does not read pictures."); return; }
-  for (const file of [...files]) { // a copy: the list empties with its input
+  for (const file of [...files]) { // a copy: clearing the input empties the list
     if (!file.type.startsWith("image/")) { trouble("Only pictures can be added."); continue; }
     if (pictures.length >= MOST_PICTURES) { trouble(`A message takes up to ${MOST_PICTURES} pictures.`); break; }
     try { pictures.push((await prepared(file, 1344)).url); } catch (error) { trouble(error.message); }

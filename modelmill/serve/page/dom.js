@@ -1,4 +1,4 @@
-// Elements are made one by one, and text is only ever text: nothing of an answer is parsed as HTML.
+// Creates elements; text is always set as text, so no part of an answer is parsed as HTML.
 export const $ = (id) => document.getElementById(id);
 
 export function h(tag, given = {}, ...children) {
@@ -12,7 +12,7 @@ export function h(tag, given = {}, ...children) {
   return made;
 }
 
-// A button that has copied says so for a moment, to the eye and by its name.
+// A copy button confirms for a moment, by its icon and its accessible name.
 export function copied(button) {
   const name = button.getAttribute("aria-label");
   if (button.textContent === "Copied") return;

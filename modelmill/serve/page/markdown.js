@@ -1,4 +1,4 @@
-// Markdown as elements. A model's text never becomes HTML, links lead to the web only, pictures are not loaded.
+// Renders Markdown as elements. Text of a model is never parsed as HTML, links are http(s) only, images are not loaded.
 import { copied, h } from "./dom.js";
 
 const INLINE = /(`+)([\s\S]*?[^`])\1(?!`)|\*\*(?=\S)([\s\S]*?\S)\*\*|\*(?=[^\s*])([\s\S]*?[^\s*])\*(?!\*)|~~(?=\S)([\s\S]*?\S)~~|!?\[([^\]\n]*)\]\(([^\s()]*(?:\([^\s()]*\)[^\s()]*)*)(?:\s+"[^"]*")?\)|(https?:\/\/[^\s<>"'`]*[^\s<>"'`.,;:!?)\]])|\\([\\`*_{}[\]()#+\-.!~|>])|(?<!\w)_(?=[^\s_])([^_\n]*[^\s_])_(?!\w)/g;
@@ -40,7 +40,7 @@ const ROW = /\|/;
 const DIVIDER = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
 const starts = (line) => FENCE.test(line) || ITEM.test(line) || RULE.test(line) || HEAD.test(line) || QUOTE.test(line);
 
-// Where blocks of the first level begin: [{kind, lines}]; the last one may be unfinished.
+// Top-level blocks: [{kind, lines}]; the last one may be incomplete.
 export function blocks(text) {
   const lines = text.split("\n");
   const found = [];
@@ -62,7 +62,7 @@ export function blocks(text) {
     } else if (ITEM.test(line)) {
       kind = "list";
       const [, indent, mark] = ITEM.exec(line);
-      const another = (each) => { // a list of the other sort begins
+      const another = (each) => { // a list of the other type begins
         const m = ITEM.exec(each);
         return m && m[1].length <= indent.length + 1 && /\d/.test(m[2]) !== /\d/.test(mark);
       };
@@ -145,7 +145,7 @@ export function element({ kind, lines }, depth = 0) {
 
 export const elements = (text, depth = 0) => blocks(text).map((block) => element(block, depth));
 
-// A view that is told the whole text again and again, and touches only the blocks that have changed.
+// A view that is given the whole text at each update, and changes only the blocks that differ.
 export class View {
   constructor(root) {
     this.root = root;

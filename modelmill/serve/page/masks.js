@@ -1,6 +1,6 @@
-// Masks as pixels: COCO's run lengths read, drawn, cut out.
+// Masks as pixels: decodes COCO's run lengths, draws, cuts out.
 
-// Column by column, background first; five bits a character, each run but the first ones told as a difference.
+// Column-major, background first; five bits per character; after the first runs each is stored as a difference.
 export function pixels({ size: [height, width], counts }) {
   const mask = new Uint8Array(width * height);
   const runs = [0, 0];
@@ -36,7 +36,7 @@ export function colour(index) {
   return [part(0), part(8), part(4)];
 }
 
-// Paint masks, the large ones first; the rim is firm, the inside lets the picture through.
+// Paint masks, the large ones first; the border is opaque, the inside is translucent.
 export function paint(canvas, masks, chosen = -1) {
   const { width, height } = canvas;
   const picture = new ImageData(width, height);
@@ -61,7 +61,7 @@ export function paint(canvas, masks, chosen = -1) {
   canvas.getContext("2d").putImageData(picture, 0, 0);
 }
 
-// A canvas of what is downloaded. kind: cutout, mask or overlay.
+// The canvas to download. kind: cutout, mask or overlay.
 export function composed(photo, masks, chosen, kind) {
   const { width, height } = photo;
   const canvas = document.createElement("canvas");

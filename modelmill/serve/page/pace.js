@@ -1,5 +1,5 @@
-// How fast an answer came, by a clock in milliseconds.
-const LEAST_MS = 250; // what came in less time says how it was sent, not how fast it was written
+// Speed of an answer, by a clock in milliseconds.
+const LEAST_MS = 250; // a shorter time measures the transfer, not the generation
 
 export class Pace {
   constructor(now = () => performance.now()) {
@@ -18,7 +18,7 @@ export class Pace {
   told() {
     if (this.first === null) return "";
     const took = this.last - this.first;
-    const after = this.tokens - this.firstTokens; // those of the first piece were written before it came
+    const after = this.tokens - this.firstTokens; // tokens of the first delta were generated before it arrived
     const parts = [`first token after ${((this.first - this.began) / 1000).toFixed(2)} s`];
     if (after > 0 && took >= LEAST_MS) parts.unshift(`${((1000 * after) / took).toFixed(1)} tokens/s`);
     return [...parts, `${this.tokens} token${this.tokens === 1 ? "" : "s"}`].join(" · ");

@@ -1,6 +1,6 @@
-// A file as the server takes it: upright, not too large, as a data: URL.
+// Converts a file for the server: upright, not too large, as a data: URL.
 
-const PLAIN = 9 << 20; // bytes that are sent as they are; base64 makes them 12 MB
+const PLAIN = 9 << 20; // files up to this size are sent unchanged; base64 makes them 12 MB
 
 function url(blob) {
   return new Promise((resolve, reject) => {
@@ -24,12 +24,12 @@ export async function prepared(file, longest) {
   canvas.width = Math.max(1, Math.round(picture.width * scale));
   canvas.height = Math.max(1, Math.round(picture.height * scale));
   const pen = canvas.getContext("2d");
-  pen.fillStyle = "#fff"; // what is transparent is white, as on the server
+  pen.fillStyle = "#fff"; // transparent pixels become white, as on the server
   pen.fillRect(0, 0, canvas.width, canvas.height);
   pen.imageSmoothingQuality = "high";
   pen.drawImage(picture, 0, 0, canvas.width, canvas.height);
   picture.close();
-  // browsers and the server turn JPEGs alike; of others only the drawn pixels are sure to agree
+  // browsers and the server rotate JPEGs alike; for other formats only drawn pixels are sure to match
   let blob = scale === 1 && file.type === "image/jpeg" && file.size <= PLAIN ? file : null;
   if (!blob && scale === 1) blob = await new Promise((done) => canvas.toBlob(done, "image/png"));
   if (!blob || blob.size > PLAIN) blob = await new Promise((done) => canvas.toBlob(done, "image/jpeg", 0.95));

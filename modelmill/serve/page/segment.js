@@ -1,4 +1,4 @@
-// A photo, clicks and boxes, and the masks that the server finds.
+// A photo, points and boxes, and the masks of the server.
 import { $, h, save, trouble } from "./dom.js";
 import { call, Refused } from "./api.js";
 import { composed, paint, pixels } from "./masks.js";
@@ -10,15 +10,15 @@ const overlay = $("overlay");
 
 let model = null;
 let photo = null; // {canvas, url, id, name}
-let marks = []; // {kind: "point", x, y, label} | {kind: "box", box}, in the order they were made
+let marks = []; // {kind: "point", x, y, label} | {kind: "box", box}, in order of creation
 let masks = [];
 let chosen = -1;
-let whole = false; // whether the masks are of everything
-let asking = null; // AbortController
+let whole = false; // whether the masks are of all objects
+let asking = null; // AbortController of the running request
 let aim = null; // the keyboard's crosshair
-let corner = null; // where a box was begun
+let corner = null; // first corner of a box
 let pointer = null;
-let keyed = false; // whether the crosshair was moved by keys
+let keyed = false; // whether the crosshair is moved by keys
 
 export function use(found) {
   model = found;
@@ -36,7 +36,7 @@ function enable() {
 
 const tell = (text) => { $("told").textContent = text; };
 
-// -- asking
+// -- requests
 
 async function request(body) {
   asking?.abort();
@@ -186,7 +186,7 @@ function cross(pen, { x, y }, unit) {
 
 const ordered = (a, b) => [Math.min(a.x, b.x), Math.min(a.y, b.y), Math.max(a.x, b.x), Math.max(a.y, b.y)];
 
-// -- pointing
+// -- pointer and keys
 
 const tool = () => document.querySelector("input[name=tool]:checked").value;
 

@@ -1,4 +1,4 @@
-// What people may set, and what this tab remembers: sampling and looks for good, key and conversation until it is closed.
+// User settings. Sampling and appearance are stored permanently, key and conversation until the tab is closed.
 import { $, h } from "./dom.js";
 
 const KNOBS = [
@@ -23,11 +23,11 @@ export function keep(name, value) {
   try {
     shelf(name).setItem(`modelmill.${name}`, JSON.stringify(value));
     return true;
-  } catch { return false; } // a full or forbidden storage forgets
+  } catch { return false; } // the storage is full or disabled
 }
 
-// How the shown model draws where nothing is set, as the server tells. Where the checkpoint says nothing, an API's client
-// gets OpenAI's defaults and people get these, as a group: for who sets none of them.
+// The model's sampling defaults, from the server. If the checkpoint has none, API clients get OpenAI's defaults, and users
+// of this page get these, as a group, if they set none of them.
 let suggested = null;
 
 export function suggest(told) {
@@ -39,14 +39,14 @@ export function suggest(told) {
   $("default-sampling").textContent = suggested ? `Left empty: ${suggested.text}` : "";
 }
 
-// What is sent for fields that nobody set.
+// Values sent for fields that are not set.
 export function unsaid() {
   if (suggested?.source !== "modelmill") return {};
   const set = sampling();
   return Object.keys(suggested.values).some((name) => name in set) ? {} : suggested.values;
 }
 
-// Only what was set: a model's own defaults are the server's business.
+// Only fields that are set: the server applies a model's own defaults.
 export function sampling() {
   const found = {};
   for (const [name] of KNOBS) {

@@ -1,6 +1,4 @@
-"""Which replica a request goes to: the one that has seen its beginning, unless that one has too
-much to do.
-"""
+"""Chooses a replica: the one with the longest cached prefix, unless it is overloaded."""
 
 from __future__ import annotations
 
@@ -13,15 +11,15 @@ from typing import Any
 from modelmill.serve.json_body import parse
 
 MAX_LOAD_IMBALANCE = 8
-"""Answers that a replica may have in hand beyond the least busy one and still be preferred."""
+"""A preferred replica may have so many more active requests than the least loaded one."""
 MAX_PREFIXES = 1 << 16
-"""Beginnings that are remembered."""
+"""Prefixes that are remembered."""
 PREFIX_LENGTHS = (64, 128, 256, *range(512, 16 * 1024 + 1, 512))
-"""Characters after which a beginning is known; a page of 16 tokens is about 64."""
+"""Lengths of remembered prefixes in characters; a page of 16 tokens is about 64."""
 
 
 class PrefixAffinity:
-    """What each replica has seen. Not for several threads at once."""
+    """Remembers which replica has cached which prefix. Not thread-safe."""
 
     def __init__(
         self, max_imbalance: int = MAX_LOAD_IMBALANCE, max_prefixes: int = MAX_PREFIXES
@@ -32,25 +30,29 @@ class PrefixAffinity:
         self._num_routed = 0
 
     def rank_replicas(self, prefix: Sequence[str], loads: Mapping[str, int]) -> list[str]:
-        """All replicas, the best first. prefix: ``prefix_digests`` of the request. loads: answers
-        in hand, by replica.
+        """Return all replicas, the best first.
 
-        The replica with the longest known beginning comes first while it has at most
-        ``max_imbalance`` answers more than the least busy one. The others follow by load; of
-        equals, whoever has waited longest for a new beginning."""
+        The replica with the longest known prefix comes first while it has at most ``max_imbalance``
+        requests more than the least loaded one. The others follow by load; among equals the one
+        that received a new prefix longest ago.
+
+        Args:
+            prefix: ``prefix_digests`` of the request.
+            loads: active requests by replica.
+        """
         ranked = sorted(loads, key=lambda name: (loads[name], self._last_routed.get(name, 0), name))
         if not ranked:
             return []
-        home = next(
-            (found for key in reversed(prefix) if (found := self._prefix_owner.get(key)) in loads),
+        owner = next(
+            (name for key in reversed(prefix) if (name := self._prefix_owner.get(key)) in loads),
             None,
         )
-        if home is None or loads[home] > loads[ranked[0]] + self._max_imbalance:
+        if owner is None or loads[owner] > loads[ranked[0]] + self._max_imbalance:
             return ranked
-        return [home, *(name for name in ranked if name != home)]
+        return [owner, *(name for name in ranked if name != owner)]
 
     def record_route(self, prefix: Sequence[str], replica: str) -> None:
-        """A request with these beginnings has gone to a replica, which has them from now on."""
+        """Record that a request with these prefixes was sent to a replica, which caches them."""
         if not prefix or self._prefix_owner.get(prefix[0]) != replica:
             self._num_routed += 1
             self._last_routed[replica] = self._num_routed
@@ -61,7 +63,7 @@ class PrefixAffinity:
             self._prefix_owner.popitem(last=False)
 
     def retain(self, living: Sequence[str]) -> None:
-        """Replicas that are no more have seen nothing."""
+        """Forget replicas that are not in ``living``."""
         gone = set(self._last_routed) - set(living)
         if gone:
             self._last_routed = {
@@ -73,46 +75,49 @@ class PrefixAffinity:
 
 
 def prefix_digests(body: bytes, tenant: str = "") -> list[str]:
-    """Digests of a request's beginning at each of ``PREFIX_LENGTHS``, the shortest first; none for
-    what has no prompt.
+    """Digests of a request's prompt at each of ``PREFIX_LENGTHS``, the shortest first.
 
-    Everything that stands before the prompt, or keeps caches apart, is part of them: model,
-    cache_salt, tools, tenant (whose key it came with). Several prompts in one request count as
-    their first. A body that a replica will refuse for what is in it has none.
+    They also depend on everything that precedes the prompt or separates caches: model, cache_salt,
+    tools and tenant. Of several prompts in a request the first counts. A request without a prompt,
+    or one that a replica will reject as invalid, has none.
+
+    Args:
+        body: of the request.
+        tenant: of the request's key.
     """
     try:
-        asked = parse(body)
+        fields = parse(body)
     except ValueError:
         return []
-    if not isinstance(asked, dict):
+    if not isinstance(fields, dict):
         return []
-    text = _prompt_text(asked)
+    text = _prompt_text(fields)
     if not text:
         return []
-    apart = [asked.get(name) for name in ("model", "cache_salt", "tools", "instructions")]
-    digest = hashlib.sha256(json.dumps([*apart, tenant], sort_keys=True).encode())
-    found, begin = [], 0
+    separators = [fields.get(name) for name in ("model", "cache_salt", "tools", "instructions")]
+    digest = hashlib.sha256(json.dumps([*separators, tenant], sort_keys=True).encode())
+    digests, begin = [], 0
     for cut in PREFIX_LENGTHS:
         if cut > len(text):
             break
         digest.update(text[begin:cut].encode("utf-8", "surrogatepass"))
         begin = cut
-        found.append(digest.hexdigest()[:32])
-    return found
+        digests.append(digest.hexdigest()[:32])
+    return digests
 
 
-def _prompt_text(asked: dict[str, Any]) -> str:
-    messages = asked.get("messages")
+def _prompt_text(fields: dict[str, Any]) -> str:
+    messages = fields.get("messages")
     if isinstance(messages, list):
         return "".join(map(_message_text, messages[:64]))
-    prompt = asked.get("prompt", asked.get("input"))
+    prompt = fields.get("prompt", fields.get("input"))
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     return prompt if isinstance(prompt, str) else _message_text(prompt)
 
 
 def _message_text(value: Any) -> str:
-    """JSON of a part, as long as the beginnings can be; what is longer is of no account."""
+    """JSON of a message, cut to the longest prefix length."""
     if isinstance(value, dict) and isinstance(value.get("content"), str):
         return f"{str(value.get('role'))[:32]}\n{value['content'][: PREFIX_LENGTHS[-1]]}\n"
     if isinstance(value, list):
@@ -121,9 +126,7 @@ def _message_text(value: Any) -> str:
 
 
 def _truncate_strings(value: Any) -> Any:
-    """JSON data without the greater part of its long texts: a picture is not written out to be cut
-    off.
-    """
+    """JSON data with long strings cut, so that images are not serialized."""
     if isinstance(value, str):
         return value[: PREFIX_LENGTHS[-1]]
     if isinstance(value, list):

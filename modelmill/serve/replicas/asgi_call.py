@@ -1,6 +1,4 @@
-"""An application called without a socket: what a client sent goes in, what it answers comes out in
-pieces.
-"""
+"""Calls an ASGI application without a socket: a request in, a response in chunks out."""
 
 from __future__ import annotations
 
@@ -14,23 +12,23 @@ from starlette.types import ASGIApp
 from modelmill.serve.service import TENANT_KEY
 
 MAX_QUEUED_CHUNKS = 256
-"""Pieces of a response that may wait to be fetched."""
+"""Chunks of a response that may wait to be fetched."""
 
 
 async def call_app(app: ASGIApp, head: dict[str, Any], body: bytes) -> AsyncGenerator[Any]:
-    """(status, headers), then bytes: what an application answers.
+    """Call an application; yield (status, headers), then bytes.
 
-    Closing it is the client's leaving.
+    Closing the generator has the effect of a client that disconnects.
     """
-    gone, given = asyncio.Event(), False
+    disconnected, body_sent = asyncio.Event(), False
     out: asyncio.Queue[Any] = asyncio.Queue(MAX_QUEUED_CHUNKS)
 
     async def receive() -> dict[str, Any]:
-        nonlocal given
-        if not given:
-            given = True
+        nonlocal body_sent
+        if not body_sent:
+            body_sent = True
             return {"type": "http.request", "body": body, "more_body": False}
-        await gone.wait()
+        await disconnected.wait()
         return {"type": "http.disconnect"}
 
     async def run() -> None:
@@ -45,17 +43,17 @@ async def call_app(app: ASGIApp, head: dict[str, Any], body: bytes) -> AsyncGene
             if message["type"] == "http.response.start":
                 yield message["status"], list(message.get("headers", ()))
                 continue
-            pieces = [message.get("body", b"")]
-            # what has come meanwhile goes along
+            chunks = [message.get("body", b"")]
+            # join the chunks that are already available
             while not out.empty() and (message := out.get_nowait()) is not None:
-                pieces.append(message.get("body", b""))
-            if any(pieces):
-                yield b"".join(pieces)
+                chunks.append(message.get("body", b""))
+            if any(chunks):
+                yield b"".join(chunks)
             if message is None:
                 break
         await task
     finally:
-        gone.set()
+        disconnected.set()
         if not task.done():
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError, Exception):

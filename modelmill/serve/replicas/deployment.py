@@ -1,4 +1,4 @@
-"""What replicas serve, and where: plain data, without Ray."""
+"""Describes replicas and their deployment: plain data, without Ray."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from modelmill.serve.worker_messages import OpenEngine
 
 @dataclass(frozen=True)
 class ReplicaSpec:
-    """What every replica serves. names and open_messages belong together; the rest is as the flags
-    of those names.
+    """What every replica serves; fields not listed are as the flags of the same names.
 
-    generation: another number makes Ray Serve replace the replicas.
+    Attributes:
+        names: served names, one per message of ``open_messages``.
+        open_messages: how to open each engine.
+        generation: a new number makes Ray Serve replace the replicas.
     """
 
     names: tuple[str, ...]
@@ -25,17 +27,18 @@ class ReplicaSpec:
     max_text_body_bytes: int = 4 << 20
 
     def split_for_replicas(self, num_replicas: int) -> ReplicaSpec:
-        """For one of ``num_replicas`` that load at once on one machine: each takes its part of the
-        memory.
+        """The spec for ``num_replicas`` that load at the same time on one machine.
+
+        Each takes its share of the memory.
         """
 
-        def split_memory(order: OpenEngine) -> OpenEngine:
-            engines = 1 + order.num_loaded_before + len(order.later_weight_bytes)
+        def split_memory(message: OpenEngine) -> OpenEngine:
+            num_engines = 1 + message.num_loaded_before + len(message.later_weight_bytes)
             return replace(
-                order,
+                message,
                 later_weight_bytes=(
-                    *order.later_weight_bytes,
-                    *(0,) * (engines * (num_replicas - 1)),
+                    *message.later_weight_bytes,
+                    *(0,) * (num_engines * (num_replicas - 1)),
                 ),
             )
 
@@ -44,8 +47,14 @@ class ReplicaSpec:
 
 @dataclass(frozen=True)
 class DeploymentSpec:
-    """tp, device: as in RunConfig. address: of a Ray cluster; None: one of our own, on this machine
-    alone. drain_timeout: seconds for running answers when a replica is replaced.
+    """How many replicas, and where.
+
+    Attributes:
+        num_replicas: how many.
+        tp: as in RunConfig.
+        device: as in RunConfig.
+        address: of a Ray cluster; None: start one on this machine.
+        drain_timeout: seconds for running requests when a replica is replaced.
     """
 
     num_replicas: int
@@ -55,7 +64,7 @@ class DeploymentSpec:
     drain_timeout: float = 30.0
 
     def gpus_per_replica(self, cluster_gpus: float) -> int:
-        """GPUs for each replica, all on one node, in a cluster that has so many."""
+        """GPUs of each replica, all on one node, in a cluster with ``cluster_gpus``."""
         return (
             self.tp if self.device == "cuda" or (self.device == "auto" and cluster_gpus > 0) else 0
         )

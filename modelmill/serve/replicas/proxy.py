@@ -1,6 +1,4 @@
-"""The application that clients reach: it hands requests to replicas, and answers for those that are
-lost.
-"""
+"""The application that forwards requests to replicas and retries lost ones."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from modelmill.serve.stream import ClientStalled, send_with_timeout
 
 MAX_ATTEMPTS = 3
 REPLICA_TIMEOUT = 60.0
-"""Seconds to wait for a replica that takes a request."""
+"""Seconds to wait for a replica to accept a request."""
 DROPPED_HEADERS = (
     b"host",
     b"authorization",
@@ -44,30 +42,34 @@ class ReplicaSet(Protocol):
     def call_replica(
         self, head: dict[str, Any], body: bytes, prefix: Sequence[str], avoid: Sequence[str]
     ) -> AsyncGenerator[Any]:
-        """A replica's id, (status, headers), then bytes; raises where the replica is lost.
+        """Call a replica; yield its id, (status, headers), then bytes.
 
-        Closing it aborts.
+        Raises if the replica is lost. Closing the generator aborts the request.
         """
 
     async def metrics_pages(self) -> list[tuple[str, bytes]]:
         """The metrics of each replica, by id."""
 
     def state(self) -> dict[str, Any]:
-        """status ("ok", "loading" or "unavailable") and how many replicas run."""
+        """The status ("ok", "loading" or "unavailable") and the number of running replicas."""
 
 
 class ReplicaLost(Exception):
-    """A replica is gone, or none came; what it was is in the log."""
+    """A replica is gone or was not available; the log has the reason."""
 
 
 class ReplicaProxy:
-    """An ASGI application; it stands behind ``RequestMiddleware``."""
+    """An ASGI application, to be used behind ``RequestMiddleware``."""
 
     def __init__(self, replicas: ReplicaSet, service: Service) -> None:
         self._replicas, self._service = replicas, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer here, or let a replica answer. Raises ApiError for what nobody could answer."""
+        """Answer a request here, or forward it to a replica.
+
+        Raises:
+            ApiError: no replica could answer.
+        """
         path = scope["path"]
         if path == "/health":
             await self._health(send)
@@ -80,58 +82,58 @@ class ReplicaProxy:
             await self._relay(scope, receive, send)
 
     async def _health(self, send: Send) -> None:
-        told = self._replicas.state()
+        state = self._replicas.state()
         if self._service.draining:
-            told["status"] = "draining"
-        ok = told["status"] == "ok"
-        await _send_json(send, 200 if ok else 503, told, () if ok else ((b"retry-after", b"2"),))
+            state["status"] = "draining"
+        ok = state["status"] == "ok"
+        await _send_json(send, 200 if ok else 503, state, () if ok else ((b"retry-after", b"2"),))
 
     async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self._replicas.state()
         if state["status"] != "ok":
-            told = f"no replica is ready ({state['status']}); try again soon"
+            message = f"no replica is ready ({state['status']}); try again soon"
             raise ApiError(
-                503, told, "service_unavailable_error", None, "not_ready", {"Retry-After": "2"}
+                503, message, "service_unavailable_error", None, "not_ready", {"Retry-After": "2"}
             )
         body = await _read_body(receive)
         if body is None:
             return
         relay = _ProxiedRequest(self._replicas, _request_head(scope), body, send)
-        work, gone = (
+        work, disconnect = (
             asyncio.create_task(relay.run()),
             asyncio.create_task(_wait_disconnect(receive)),
         )
         try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((work, disconnect), return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 work.result()
         finally:
-            for task in (work, gone):
+            for task in (work, disconnect):
                 task.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
+            await asyncio.gather(work, disconnect, return_exceptions=True)
 
 
 class _ProxiedRequest:
-    """One request on its way through replicas."""
+    """One request on its way to a replica."""
 
     def __init__(self, replicas: ReplicaSet, head: dict[str, Any], body: bytes, send: Send) -> None:
         self._replicas, self._head, self._body, self._send = replicas, head, body, send
         self._started = False
 
     async def run(self) -> None:
-        """Until somebody has answered, or the client takes nothing of it for so long."""
+        """Forward the request until it is answered or the client stalls."""
         with contextlib.suppress(ClientStalled):
             await self._retry_replicas()
 
     async def _retry_replicas(self) -> None:
-        """A replica that is lost before its answer began is followed by another."""
+        """Try another replica if one is lost before its response began."""
         prefix, avoid = (
             await asyncio.to_thread(prefix_digests, self._body, self._head["tenant"]),
             list[str](),
         )
-        for left in reversed(range(MAX_ATTEMPTS)):
+        for attempts_left in reversed(range(MAX_ATTEMPTS)):
             try:
-                await self._try_replica(prefix, avoid, last=left == 0)
+                await self._try_replica(prefix, avoid, last=attempts_left == 0)
                 return
             except ReplicaLost:
                 if self._started:
@@ -142,39 +144,41 @@ class _ProxiedRequest:
                        {"Retry-After": "2"})  # fmt: skip
 
     async def _try_replica(self, prefix: Sequence[str], avoid: list[str], last: bool) -> None:
-        """One replica's answer.
+        """Forward the response of one replica.
 
-        Raises ReplicaLost where it has none: it is gone, or says 503 and may be followed.
+        Raises:
+            ReplicaLost: it has none: it is gone, or answers 503 and is not the last attempt.
         """
         async with contextlib.aclosing(
             self._replicas.call_replica(self._head, self._body, prefix, tuple(avoid))
-        ) as told:
+        ) as response:
             try:
                 async with asyncio.timeout(REPLICA_TIMEOUT):
-                    avoid.append(await anext(told))
-                status, headers = await anext(told)
+                    avoid.append(await anext(response))
+                status, headers = await anext(response)
                 if status == 503 and not last:
                     raise ReplicaLost
-                kept = [(name, value) for name, value in headers if name != b"x-request-id"]
-                start = {"type": "http.response.start", "status": status, "headers": kept}
+                forwarded = [(name, value) for name, value in headers if name != b"x-request-id"]
+                start = {"type": "http.response.start", "status": status, "headers": forwarded}
                 if not any(
-                    name == b"content-type" and b"event-stream" in value for name, value in kept
+                    name == b"content-type" and b"event-stream" in value
+                    for name, value in forwarded
                 ):
-                    # what is no stream is sent when it is whole, so that another replica may still
-                    # answer
-                    body = b"".join([piece async for piece in told])
+                    # a response that is not a stream is sent only when complete, so that another
+                    # replica can still answer
+                    body = b"".join([piece async for piece in response])
                     self._started = True
                     await self._send_message(start)
                     await self._send_message(_body_chunk(body, more=False))
                     return
                 self._started = True
                 await self._send_message(start)
-                async for piece in told:
+                async for piece in response:
                     await self._send_message(_body_chunk(piece))
             except (ReplicaLost, ApiError, ClientStalled):
                 raise
             except Exception as error:
-                # Ray's own errors carry tracebacks of other processes
+                # log the class only: Ray's errors contain tracebacks of other processes
                 _log.warning(
                     "replica lost",
                     extra={"data": {"replica": avoid[-1:], "error": type(error).__name__}},
@@ -183,9 +187,9 @@ class _ProxiedRequest:
         await self._send_message(_body_chunk(b"", more=False))
 
     async def _end_broken_stream(self) -> None:
-        """A stream had begun: it ends with an error and without [DONE]."""
+        """End a stream that had begun with an error and without [DONE]."""
         error = ApiError(
-            503, "the replica ended while it answered", errors.SERVER_ERROR, None, "replica_lost"
+            503, "the replica ended during the response", errors.SERVER_ERROR, None, "replica_lost"
         )
         await self._send_message(_body_chunk(openai_format.sse_event(error.body())))
         await self._send_message(_body_chunk(b"", more=False))
@@ -195,14 +199,15 @@ class _ProxiedRequest:
 
 
 def merge_metrics(pages: Iterable[tuple[str, bytes]]) -> bytes:
-    """The metrics of several replicas as one page; each line says whose it is."""
+    """Merge the metrics of several replicas into one page, with a label ``replica``."""
     families: dict[str, Metric] = {}
     for replica, page in pages:
-        for found in text_string_to_metric_families(page.decode()):
+        for page_family in text_string_to_metric_families(page.decode()):
             family = families.setdefault(
-                found.name, Metric(found.name, found.documentation, found.type)
+                page_family.name,
+                Metric(page_family.name, page_family.documentation, page_family.type),
             )
-            for sample in found.samples:
+            for sample in page_family.samples:
                 family.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
 
     class _MergedCollector:
@@ -215,7 +220,7 @@ def merge_metrics(pages: Iterable[tuple[str, bytes]]) -> bytes:
 
 
 def with_middleware(proxy: ReplicaProxy, service: Service) -> ASGIApp:
-    """The proxy behind ``RequestMiddleware``, and behind CORS where origins are allowed."""
+    """Wrap the proxy in ``RequestMiddleware``, and in CORS if origins are allowed."""
     from starlette.middleware.cors import CORSMiddleware
 
     from modelmill.serve.middleware import RequestMiddleware
@@ -245,15 +250,15 @@ def _request_head(scope: Scope) -> dict[str, Any]:
 
 
 async def _read_body(receive: Receive) -> bytes | None:
-    """The body; None where the client left before its end."""
-    pieces = []
+    """Read the body; None if the client disconnected before its end."""
+    chunks = []
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             return None
-        pieces.append(message.get("body", b""))
+        chunks.append(message.get("body", b""))
         if not message.get("more_body", False):
-            return b"".join(pieces)
+            return b"".join(chunks)
 
 
 async def _wait_disconnect(receive: Receive) -> None:

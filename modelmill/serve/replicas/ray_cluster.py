@@ -1,8 +1,7 @@
-"""Ray and Ray Serve, as far as replicas need them: started, asked, watched, replaced one after
-another, stopped.
+"""Starts, calls, watches, replaces and stops replicas with Ray and Ray Serve.
 
-Ray's calls wait for other processes, so all of them but ``call_replica`` and ``metrics_pages``
-belong on a thread.
+Ray's calls block on other processes, so all methods except ``call_replica`` and ``metrics_pages``
+must run on a thread.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class RayCluster:
 
     def __init__(self, replica_spec: ReplicaSpec, deployment: DeploymentSpec) -> None:
         self._replica_spec, self._deployment = replica_spec, deployment
-        # servers of the same names on one cluster share their replicas; others do not meet
+        # servers with the same names on one cluster share their replicas
         self._app_name = (
             "modelmill-" + hashlib.sha256("\n".join(replica_spec.names).encode()).hexdigest()[:12]
         )
@@ -39,11 +38,12 @@ class RayCluster:
     # -- on a thread
 
     def start(self) -> None:
-        """Join or start Ray, and ask for the replicas.
+        """Join or start Ray, and deploy the replicas.
 
-        Raises ModelmillError where there is no such cluster.
+        Raises:
+            ModelmillError: the cluster cannot be joined, or has too few GPUs.
         """
-        # Ray reads these when it is imported. The first keeps a cluster of our own on the loopback
+        # Ray reads these when it is imported. The first keeps a local cluster on the loopback
         # interface.
         if self._deployment.address is None:
             env.set_defaults(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_AUTH_MODE="token")
@@ -51,41 +51,48 @@ class RayCluster:
         import ray
         from ray import serve
 
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "address": self._deployment.address or "local",
             "logging_level": "ERROR",
         }
         if self._deployment.address is None:
-            how["include_dashboard"] = False
+            options["include_dashboard"] = False
         try:
-            ray.init(**how)
+            ray.init(**options)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            first = (
+            reason = (
                 str(error).strip().splitlines()[0][:200]
                 if str(error).strip()
                 else type(error).__name__
             )
-            raise ModelmillError(f"Ray cannot be joined at {how['address']}: {first}") from None
+            raise ModelmillError(
+                f"Ray cannot be joined at {options['address']}: {reason}"
+            ) from None
         self._assign_gpus(ray.cluster_resources().get("GPU", 0))
         serve.start(proxy_location="Disabled", logging_config=_quiet_logging())
         self._deploy()
 
     def _assign_gpus(self, num_gpus: float) -> None:
-        """num_gpus: of the cluster. Raises ModelmillError where they are too few."""
-        shape = self._deployment
-        self._gpus_per_replica = shape.gpus_per_replica(num_gpus)
-        if self._gpus_per_replica * shape.num_replicas > num_gpus:
-            wanted = f"{shape.num_replicas} replicas of {self._gpus_per_replica} GPUs each"
+        """Choose the GPUs per replica.
+
+        Args:
+            num_gpus: of the cluster.
+
+        Raises:
+            ModelmillError: they are too few.
+        """
+        deployment = self._deployment
+        self._gpus_per_replica = deployment.gpus_per_replica(num_gpus)
+        if self._gpus_per_replica * deployment.num_replicas > num_gpus:
+            requested = f"{deployment.num_replicas} replicas of {self._gpus_per_replica} GPUs each"
             raise ModelmillError(
-                f"{wanted} do not fit: the cluster has {num_gpus:g}; lower --replicas or --tp"
+                f"{requested} do not fit: the cluster has {num_gpus:g}; lower --replicas or --tp"
             )
-        if not self._gpus_per_replica and shape.address is None:
-            self._replica_spec = self._replica_spec.split_for_replicas(shape.num_replicas)
+        if not self._gpus_per_replica and deployment.address is None:
+            self._replica_spec = self._replica_spec.split_for_replicas(deployment.num_replicas)
 
     def restart_replicas(self) -> None:
-        """Replace the replicas one after another; each finishes what it answers, within
-        ``drain_timeout``.
-        """
+        """Replace the replicas one by one; each drains within ``drain_timeout``."""
         self._replica_spec = replace(
             self._replica_spec, generation=self._replica_spec.generation + 1
         )
@@ -96,10 +103,10 @@ class RayCluster:
 
         from modelmill.serve.replicas.replica import Replica
 
-        made = serve.deployment(Replica).options(
+        deployment = serve.deployment(Replica).options(
             name="Replica",
             num_replicas=self._deployment.num_replicas,
-            # how much waits is the engine's to say, with 429
+            # the engine limits its queue itself, with 429
             max_ongoing_requests=1 << 20,
             ray_actor_options={"num_cpus": 0, "num_gpus": self._gpus_per_replica},
             graceful_shutdown_timeout_s=max(self._deployment.drain_timeout, 0.1),
@@ -109,15 +116,16 @@ class RayCluster:
             logging_config=_quiet_logging(),
             request_router_config=_router_config(),
         )
-        wanted = serve.RunTarget(
-            made.bind(self._replica_spec), name=self._app_name, route_prefix=None
+        target = serve.RunTarget(
+            deployment.bind(self._replica_spec), name=self._app_name, route_prefix=None
         )
-        (self._handle,) = serve.run_many([wanted], wait_for_applications_running=False)
+        (self._handle,) = serve.run_many([target], wait_for_applications_running=False)
 
     def refresh_state(self) -> None:
-        """Ask Serve how the replicas are.
+        """Get the state of the replicas from Serve.
 
-        Raises ModelmillError where they cannot be started, or Ray is gone.
+        Raises:
+            ModelmillError: they cannot be started, or Ray is gone.
         """
         from ray import serve
 
@@ -130,7 +138,7 @@ class RayCluster:
         status = "unavailable" if app is None else app.status.value
         if status == "DEPLOY_FAILED" and running == 0:
             raise ModelmillError(f"no replica can be started: {_failure_reason(app)}")
-        told = (
+        server_status = (
             "ok"
             if running
             else "loading"
@@ -138,13 +146,13 @@ class RayCluster:
             else "unavailable"
         )
         self._state = {
-            "status": told,
+            "status": server_status,
             "replicas": {"running": running, "target": self._deployment.num_replicas},
             "serve": status,
         }
 
     def stop(self) -> None:
-        """End the replicas, and Ray where it is ours."""
+        """End the replicas, and Ray if this process started it."""
         import ray
         from ray import serve
 
@@ -158,7 +166,7 @@ class RayCluster:
     # -- on the proxy's event loop
 
     def state(self) -> dict[str, Any]:
-        """As of the last look."""
+        """The state at the last ``refresh_state``."""
         return dict(self._state)
 
     async def call_replica(
@@ -166,17 +174,17 @@ class RayCluster:
     ) -> AsyncGenerator[Any]:
         """See ``Replica.call``."""
         caller = self._handle.options(stream=True, method_name="call")
-        told = caller.remote(head, body, prefix=tuple(prefix), avoid=tuple(avoid))
+        response = caller.remote(head, body, prefix=tuple(prefix), avoid=tuple(avoid))
         try:
-            async for part in told:
+            async for part in response:
                 yield part
         finally:
-            # of one that has ended there is nothing to cancel
+            # a response that has ended cannot be cancelled
             with contextlib.suppress(Exception):
-                told.cancel()
+                response.cancel()
 
     async def metrics_pages(self) -> list[tuple[str, bytes]]:
-        """Of the replicas that answer within two seconds, or none."""
+        """Metrics of all replicas; empty if one does not answer within two seconds."""
         if self._handle is None:
             return []
         try:
@@ -195,12 +203,14 @@ def _router_config() -> Any:
 
 
 def _quiet_logging() -> dict[str, Any]:
-    """What Serve itself says, we say in our own logs."""
+    """Silence Serve's own logs: the server has its own."""
     return {"log_level": "ERROR", "enable_access_log": False}
 
 
 def _failure_reason(app: Any) -> str:
-    """One line of what a replica said when it could not start."""
-    told = " ".join(each.message for each in app.deployments.values()) or app.message
-    lines = [line.strip() for line in told.splitlines() if "Error" in line or "modelmill" in line]
-    return (lines[-1] if lines else " ".join(told.split()))[-300:]
+    """One line saying why a replica could not start."""
+    message = " ".join(each.message for each in app.deployments.values()) or app.message
+    lines = [
+        line.strip() for line in message.splitlines() if "Error" in line or "modelmill" in line
+    ]
+    return (lines[-1] if lines else " ".join(message.split()))[-300:]

@@ -1,6 +1,4 @@
-"""One replica: the whole application of a server, called by the proxy instead of over a port of its
-own.
-"""
+"""One replica: the whole application of a server, called by the proxy without a port."""
 
 from __future__ import annotations
 
@@ -23,26 +21,29 @@ from modelmill.serve.traces import Traces
 
 
 class Replica:
-    """Ray Serve makes these, asks them for their health, and hands them requests."""
+    """Created, checked and called by Ray Serve."""
 
     async def __init__(self, replica_spec: ReplicaSpec) -> None:  # type: ignore[misc]
-        """Opens the engines, one after another.
+        """Open the engines, one after another.
 
-        Raises ModelmillError where one cannot be opened.
+        Raises:
+            ModelmillError: an engine cannot be opened.
         """
         self._logs = contextlib.ExitStack()
         self._logs.enter_context(log_to_stderr(replica_spec.log_level))
         self._id = serve.get_replica_context().replica_id.unique_id
         engines = [
-            EngineClient(name, order, max_waiting=replica_spec.max_waiting)
-            for name, order in zip(replica_spec.names, replica_spec.open_messages, strict=True)
+            EngineClient(name, open_engine, max_waiting=replica_spec.max_waiting)
+            for name, open_engine in zip(
+                replica_spec.names, replica_spec.open_messages, strict=True
+            )
         ]
         traces = (
             None
             if replica_spec.otlp_endpoint is None
             else Traces.export_to(replica_spec.otlp_endpoint)
         )
-        # who may enter, and under which name, the proxy has seen to
+        # keys and host names are checked by the proxy
         self._service = Service(
             {engine.name: engine for engine in engines},
             ServiceLimits(
@@ -69,28 +70,35 @@ class Replica:
         prefix: Sequence[str] = (),  # noqa: ARG002  the router reads it
         avoid: Sequence[str] = (),  # noqa: ARG002
     ) -> AsyncGenerator[Any]:
-        """A request: first this replica's id, then (status, headers), then the body in pieces.
+        """Run a request; yield this replica's id, then (status, headers), then the body in chunks.
 
-        head: method, path, query and headers. prefix and avoid are for the router. Leaving it
-        aborts the request.
+        Closing the generator aborts the request.
+
+        Args:
+            head: method, path, query and headers.
+            body: of the request.
+            prefix: for the router.
+            avoid: for the router.
         """
         yield self._id
-        async with contextlib.aclosing(call_app(self._app, head, body)) as told:
-            async for part in told:
+        async with contextlib.aclosing(call_app(self._app, head, body)) as response:
+            async for part in response:
                 yield part
 
     async def page(self) -> tuple[str, bytes]:
-        """This replica's id and its page of metrics."""
-        told = [
+        """This replica's id and its metrics."""
+        engine_stats = [
             (engine.name, stats)
             for engine in self._service.unique_engines
             if (stats := await engine.stats()) is not None
         ]
-        return self._id, self._service.metrics.render(told)
+        return self._id, self._service.metrics.render(engine_stats)
 
     async def check_health(self) -> None:
-        """Raises where an engine has ended for good; Ray Serve then puts another replica in this
-        one's place.
+        """Check that all engines work; Ray Serve replaces the replica otherwise.
+
+        Raises:
+            ModelmillError: an engine has failed.
         """
         for engine in self._service.unique_engines:
             if engine.state in (EngineState.FAILED, EngineState.STOPPED):

@@ -1,6 +1,4 @@
-"""Ray Serve's way of choosing a replica, by ``PrefixAffinity``, made where requests are sent from:
-the proxy.
-"""
+"""Ray Serve's request router with ``PrefixAffinity``; it runs in the proxy process."""
 
 from __future__ import annotations
 
@@ -14,8 +12,10 @@ from modelmill.serve.replicas.affinity import PrefixAffinity
 
 
 class PrefixAwareRouter(RequestRouter):
-    """Requests bring ``prefix`` (see ``prefix_digests``) and ``avoid`` (replicas that failed them)
-    as arguments.
+    """Routes requests by prefix.
+
+    Requests have the arguments ``prefix`` (see ``prefix_digests``) and ``avoid`` (replicas on which
+    they failed).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -23,7 +23,7 @@ class PrefixAwareRouter(RequestRouter):
         self._affinity = PrefixAffinity()
         self._loads: Counter[str] = Counter()
         self._assignments: dict[str, str] = {}
-        # what has ended is told from another thread
+        # the end of requests is reported by another thread
         self._lock = threading.Lock()
 
     async def choose_replicas(
@@ -31,26 +31,28 @@ class PrefixAwareRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """The candidates in order, each a rank of its own.
+        """Return the candidates in order, each a rank of its own.
 
-        The first counts as taken until something else is told.
+        The first counts as assigned until the actual route is reported.
         """
-        found = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if pending_request is None:
-            return [list(found.values())]
-        given, id = pending_request.kwargs, pending_request.metadata.internal_request_id
+            return [list(replicas.values())]
+        arguments, id = pending_request.kwargs, pending_request.metadata.internal_request_id
         with self._lock:
             self._release(id)
-            self._affinity.retain(list(found))
-            open_ = [name for name in found if name not in given.get("avoid", ())] or list(found)
+            self._affinity.retain(list(replicas))
+            candidates = [
+                name for name in replicas if name not in arguments.get("avoid", ())
+            ] or list(replicas)
             order = self._affinity.rank_replicas(
-                given.get("prefix", ()), {name: self._loads[name] for name in open_}
+                arguments.get("prefix", ()), {name: self._loads[name] for name in candidates}
             )
-            self._assign(id, order[0], given.get("prefix", ()))
+            self._assign(id, order[0], arguments.get("prefix", ()))
         pending_request.future.add_done_callback(
             lambda future: self._on_finished(id) if future.cancelled() else None
         )
-        return [[found[name]] for name in order]
+        return [[replicas[name]] for name in order]
 
     def on_request_routed(
         self,
@@ -58,7 +60,7 @@ class PrefixAwareRouter(RequestRouter):
         replica_id: Any,
         result: Any,  # noqa: ARG002
     ) -> None:
-        """Where it has gone in the end."""
+        """Record which replica received the request."""
         id = pending_request.metadata.internal_request_id
         with self._lock:
             if self._assignments.get(id) != replica_id.unique_id:
@@ -66,7 +68,7 @@ class PrefixAwareRouter(RequestRouter):
                 self._assign(id, replica_id.unique_id, pending_request.kwargs.get("prefix", ()))
 
     def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:  # noqa: ARG002
-        """It has ended, well or not."""
+        """Record that the request has ended, successfully or not."""
         self._on_finished(internal_request_id)
 
     def _on_finished(self, id: str) -> None:

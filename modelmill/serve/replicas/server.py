@@ -1,6 +1,6 @@
-"""The process that clients reach, with replicas behind it. SIGHUP replaces them one after another.
+"""The server process of ``modelmill serve --ray``; SIGHUP replaces its replicas one by one.
 
-SIGTERM and SIGINT drain as in a server without replicas; the second ends what runs.
+SIGTERM and SIGINT drain as in a server without replicas; the second ends running requests.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from modelmill.serve.server import ServerOptions, http_server, open_socket
 from modelmill.serve.service import Service
 
 POLL_SECONDS = 0.5
-"""Seconds between two looks at the replicas."""
+"""Seconds between two checks of the replicas."""
 MAX_FAILED_POLLS = 20
-"""So many looks in vain, and Ray is given up."""
+"""Failed checks in a row after which the server ends."""
 _log = log.get_logger("serve")
 
 
 class ReplicaServer:
-    """Everything of one ``modelmill serve --ray``."""
+    """All parts of one ``modelmill serve --ray``."""
 
     def __init__(self, cluster: RayCluster, options: ServerOptions) -> None:
         self._cluster, self._options = cluster, options
@@ -36,10 +36,14 @@ class ReplicaServer:
         self._restart_requested = asyncio.Event()
 
     async def run(self, on_listening: Callable[[str], None] = lambda _: None) -> None:
-        """Serve until a signal. on_listening: called with the address once the port is open.
+        """Serve until a signal.
 
-        Raises UsageError where the port cannot be had, ModelmillError where no replica can be
-        started.
+        Args:
+            on_listening: called with the address once the port is open.
+
+        Raises:
+            UsageError: the port cannot be opened.
+            ModelmillError: no replica can be started.
         """
         sock = open_socket(self._options.host, self._options.port)
         server = http_server(
@@ -59,19 +63,23 @@ class ReplicaServer:
                 server.force_exit = True
             await serving
             watching.cancel()
-            (ended,) = await asyncio.gather(watching, return_exceptions=True)
+            (result,) = await asyncio.gather(watching, return_exceptions=True)
             await asyncio.to_thread(self._cluster.stop)
             self._service.close()
-        if isinstance(ended, Exception):
-            raise ended
+        if isinstance(result, Exception):
+            raise result
 
     async def _watch_replicas(self) -> None:
-        """Start the replicas, then look after them. Raises ModelmillError where that is over."""
+        """Start the replicas and supervise them.
+
+        Raises:
+            ModelmillError: they cannot be started, or Ray is gone.
+        """
         self._install_signal_handlers()
         await asyncio.to_thread(self._cluster.start)
-        # Ray sets handlers of its own when it starts
+        # Ray installs its own handlers when it starts
         self._install_signal_handlers()
-        missed = 0
+        num_failed = 0
         while True:
             if self._restart_requested.is_set():
                 self._restart_requested.clear()
@@ -79,16 +87,16 @@ class ReplicaServer:
                 await asyncio.to_thread(self._cluster.restart_replicas)
             try:
                 await asyncio.to_thread(self._cluster.refresh_state)
-                missed = 0
+                num_failed = 0
             except ModelmillError:
                 raise
             except Exception as error:
-                missed += 1
+                num_failed += 1
                 _log.error(
                     "Ray does not answer",
-                    extra={"data": {"error": type(error).__name__, "times": missed}},
+                    extra={"data": {"error": type(error).__name__, "times": num_failed}},
                 )
-                if missed >= MAX_FAILED_POLLS:
+                if num_failed >= MAX_FAILED_POLLS:
                     raise ModelmillError(
                         "Ray does not answer any more; start the server again"
                     ) from None

@@ -44,37 +44,41 @@ async def chat_completions(body: ChatRequest, request: Request) -> Any:
     service = get_service(request)
     engine = service.get_engine(body.model)
     body.check()
-    bounds, language = engine.request_limits, engine.text_processor
+    limits, text_processor = engine.request_limits, engine.text_processor
     engine.check_capacity(body.n or 1)
-    _, ticket = await submit_requests(
+    _, handle = await submit_requests(
         request,
         engine,
         chat_request_state,
-        language,
+        text_processor,
         body,
-        bounds.max_len,
+        limits.max_len,
         get_states=lambda one: [one],
     )
-    reply = ChatResponseBuilder(body, ticket, language)
+    builder = ChatResponseBuilder(body, handle, text_processor)
     if body.stream:
-        return EventStream(ticket, reply)
-    await wait_or_disconnect(request, ticket)
+        return EventStream(handle, builder)
+    await wait_or_disconnect(request, handle)
     return await service.run_in_thread(
-        lambda: openai_format.Utf8JsonResponse(reply.full_response())
+        lambda: openai_format.Utf8JsonResponse(builder.full_response())
     )
 
 
 def chat_request_state(
     text_processor: TextProcessor, body: ChatRequest, max_model_len: int
 ) -> RequestState:
-    """The conversation as a request to an engine that takes ``max_model_len`` tokens.
+    """Convert the conversation to a request of an engine.
 
-    Raises RequestError.
+    Args:
+        text_processor: of the engine.
+        body: the HTTP request.
+        max_model_len: tokens that the engine takes.
+
+    Raises:
+        RequestError: the request is invalid.
     """
     if text_processor.chat_format is None:
-        raise RequestError(
-            "messages need a chat template, which this engine has not; use /v1/completions"
-        )
+        raise RequestError("this engine has no chat template for messages; use /v1/completions")
     check_functions(tool.function for tool in body.tools or ())
     check_message_sizes(text_processor, body.messages, max_model_len, body.offered_tools)
     grammar = body.validated_grammar()
@@ -86,38 +90,38 @@ def chat_request_state(
     messages, template = tool_prompts.prepare_tools(
         style, body.messages, offered, writes_calls=text_processor.chat_format.writes_calls
     )
-    reads = bool(offered) and not body.forces_call
-    if reads:
+    parses_calls = bool(offered) and not body.forces_call
+    if parses_calls:
         params = replace(
             params,
             stop=tuple(dict.fromkeys((*params.stop, *tool_prompts.tool_stop_strings(style)))),
         )
     salt = body.cache_salt or ""
     return text_processor.chat_request(
-        messages, params, cache_salt=salt, grammar=grammar, calls=reads, **template
+        messages, params, cache_salt=salt, grammar=grammar, calls=parses_calls, **template
     )
 
 
 def make_chat_tool_parser(body: ChatRequest, text_processor: TextProcessor) -> ToolParser | None:
-    """What reads calls out of an answer; None where no tools may be called."""
+    """Make the parser of tool calls in an output; None if no tools may be called."""
     names = [tool["function"]["name"] for tool in body.offered_tools]
     if not names or text_processor.chat_format is None:
         return None
     style = tool_prompts.BARE_STYLE if body.forces_call else text_processor.chat_format.tool_style
-    most = 1 if body.parallel_tool_calls is False else None
+    max_calls = 1 if body.parallel_tool_calls is False else None
     thinking = body.messages[-1].get("role") == "tool"
     return make_tool_parser(
-        style, names, max_calls=most, thinking=thinking, forced=body.forces_call
+        style, names, max_calls=max_calls, thinking=thinking, forced=body.forces_call
     )
 
 
 def is_truncated(output: CompletionOutput) -> bool:
-    """Whether an answer that ended might have gone on: its length, or a stop string, ended it."""
+    """Whether a finished output was cut: by its length limit or a stop string."""
     return output.finish_reason != "stop" or isinstance(output.stop_reason, str)
 
 
 class ChatResponseBuilder(EventFormatter):
-    """The response, whole or as events."""
+    """Builds the response, whole or as events."""
 
     def __init__(
         self, body: ChatRequest, handle: RequestHandle, text_processor: TextProcessor
@@ -136,13 +140,13 @@ class ChatResponseBuilder(EventFormatter):
         ]
         self._tool_parsers = [make_chat_tool_parser(body, text_processor) for _ in range(self._n)]
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-        ours = (
+        tool_stops = (
             ()
             if text_processor.chat_format is None
             else tool_prompts.tool_stop_strings(text_processor.chat_format.tool_style)
         )
-        # one of the format's own stands behind a whole call
-        self._truncating_stops = frozenset(stops).difference(ours)
+        # the stop strings of the tool format follow a complete call
+        self._truncating_stops = frozenset(stops).difference(tool_stops)
         self._num_calls = [0] * self._n
         self._arguments = [""] * self._n
         self._num_sent_ids = [0] * self._n
@@ -152,50 +156,50 @@ class ChatResponseBuilder(EventFormatter):
     def _parse_calls(
         self, output: CompletionOutput, text: str, ended: bool
     ) -> tuple[str, list[ToolCallDelta]]:
-        """(content, pieces of calls) of a piece of text of one choice."""
+        """Split new text of a choice into (content, deltas of tool calls)."""
         index = output.index
-        found = self._tool_parsers[index]
-        if found is None:
+        parser = self._tool_parsers[index]
+        if parser is None:
             return text, []
-        pieces = [*found.push(text), *(found.flush(is_truncated(output)) if ended else ())]
-        parts = [piece for piece in pieces if isinstance(piece, ToolCallDelta)]
-        for part in parts:
-            self._num_calls[index] += part.name is not None
+        pieces = [*parser.push(text), *(parser.flush(is_truncated(output)) if ended else ())]
+        calls = [piece for piece in pieces if isinstance(piece, ToolCallDelta)]
+        for call in calls:
+            self._num_calls[index] += call.name is not None
             self._arguments[index] = (
-                "" if part.name is not None else self._arguments[index]
-            ) + part.arguments
-        return "".join(piece for piece in pieces if isinstance(piece, str)), parts
+                "" if call.name is not None else self._arguments[index]
+            ) + call.arguments
+        return "".join(piece for piece in pieces if isinstance(piece, str)), calls
 
     def _finish_reason(self, output: CompletionOutput, reason: str | None) -> str | None:
-        found, index = openai_finish_reason(reason), output.index
-        if found != "stop" or not self._num_calls[index]:
-            return found
-        # a stop string of the request may end a call in its middle, and a grammar that has no way
-        # on; it is none then
+        finish_reason, index = openai_finish_reason(reason), output.index
+        if finish_reason != "stop" or not self._num_calls[index]:
+            return finish_reason
+        # a stop string of the request, or a grammar without a next token, may end a call in its
+        # middle; it does not count as a call then
         ended = output.stop_reason in self._truncating_stops or self._body.forces_call
         cut = ended and not _is_valid_json(self._arguments[index])
         return "stop" if cut else "tool_calls"
 
     def full_response(self) -> dict[str, Any]:
-        """Everything at once."""
-        answer = self._handle.request_states[0].output
-        told = {
+        """The whole response."""
+        result = self._handle.request_states[0].output
+        response = {
             **self._head,
-            "choices": [self._choice(output) for output in answer.outputs],
+            "choices": [self._choice(output) for output in result.outputs],
             "usage": openai_format.token_usage(self._handle.request_states),
         }
         return (
-            {**told, "prompt_token_ids": answer.prompt_token_ids}
+            {**response, "prompt_token_ids": result.prompt_token_ids}
             if self._body.return_token_ids
-            else told
+            else response
         )
 
     def _choice(self, output: CompletionOutput) -> dict[str, Any]:
-        # the token that ended it is no part of the text
+        # the stop token is not part of the text
         count = len(output.token_ids) - isinstance(output.stop_reason, int)
-        content, parts = self._parse_calls(output, output.text, ended=True)
+        content, calls = self._parse_calls(output, output.text, ended=True)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if parts:
+        if calls:
             message["content"] = content or None
             message["tool_calls"] = [
                 {
@@ -203,7 +207,7 @@ class ChatResponseBuilder(EventFormatter):
                     "type": "function",
                     "function": {"name": call.name, "arguments": call.arguments},
                 }
-                for call in collect_tool_calls(parts)[1]
+                for call in collect_tool_calls(calls)[1]
             ]
         choice = {
             "index": output.index,
@@ -215,39 +219,43 @@ class ChatResponseBuilder(EventFormatter):
         return {**choice, "token_ids": output.token_ids} if self._body.return_token_ids else choice
 
     def first_events(self) -> bytes:
-        """Whose turn it is, for every choice."""
+        """The event with the role, for every choice."""
         role = {"role": "assistant", "content": "", "refusal": None}
         prompt = self._handle.request_states[0].output.prompt_token_ids
-        told = {"prompt_token_ids": prompt} if self._body.return_token_ids else {}
+        fields = {"prompt_token_ids": prompt} if self._body.return_token_ids else {}
         return b"".join(
-            self._chunk(index, role, None, None, event_fields=told) for index in range(self._n)
+            self._chunk(index, role, None, None, event_fields=fields) for index in range(self._n)
         )
 
     def delta_events(self, items: Sequence[StreamItem]) -> bytes:
-        """An event for each delta that says something."""
+        """An event for each delta that has content."""
         return b"".join(self._delta_event(each.delta) for each in items)
 
     def _delta_event(self, delta: OutputDelta) -> bytes:
         output = delta.output.outputs[delta.index]
-        told = self._logprobs[delta.index].format_next(output, len(delta.token_ids))
+        logprobs = self._logprobs[delta.index].format_next(output, len(delta.token_ids))
         ids = self._new_token_ids(output, delta) if self._body.return_token_ids else None
-        text, parts = self._parse_calls(output, delta.text, ended=delta.finish_reason is not None)
-        if not (text or parts or (told and told["content"]) or delta.finish_reason or ids):
+        text, calls = self._parse_calls(output, delta.text, ended=delta.finish_reason is not None)
+        if not (text or calls or (logprobs and logprobs["content"]) or delta.finish_reason or ids):
             return b""
         content: dict[str, Any] = (
-            {"content": text} if text or not (delta.finish_reason or parts) else {}
+            {"content": text} if text or not (delta.finish_reason or calls) else {}
         )
-        if parts:
-            content["tool_calls"] = [_tool_call_delta(part) for part in parts]
-        more: dict[str, Any] = {} if ids is None else {"token_ids": ids}
+        if calls:
+            content["tool_calls"] = [_tool_call_delta(call) for call in calls]
+        choice_fields: dict[str, Any] = {} if ids is None else {"token_ids": ids}
         if delta.finish_reason:
-            more["stop_reason"] = output.stop_reason
+            choice_fields["stop_reason"] = output.stop_reason
         return self._chunk(
-            delta.index, content, told, self._finish_reason(output, delta.finish_reason), more
+            delta.index,
+            content,
+            logprobs,
+            self._finish_reason(output, delta.finish_reason),
+            choice_fields,
         )
 
     def _new_token_ids(self, output: CompletionOutput, delta: OutputDelta) -> list[int]:
-        """Those that a delta adds; with the last one the token that ended it, which has no text."""
+        """Ids that a delta adds; the last delta includes the stop token, which has no text."""
         begin = self._num_sent_ids[output.index]
         end = len(output.token_ids) if delta.finish_reason else begin + len(delta.token_ids)
         self._num_sent_ids[output.index] = end
@@ -262,7 +270,16 @@ class ChatResponseBuilder(EventFormatter):
         choice_fields: dict[str, Any] | None = None,
         event_fields: dict[str, Any] | None = None,
     ) -> bytes:
-        """choice_fields: more keys of the choice; event_fields: of the event."""
+        """Format one event.
+
+        Args:
+            index: of the choice.
+            delta: of the choice.
+            logprobs: of the choice.
+            finish: finish_reason of the choice.
+            choice_fields: more keys of the choice.
+            event_fields: more keys of the event.
+        """
         choice = {
             "index": index,
             "delta": delta,
@@ -275,17 +292,17 @@ class ChatResponseBuilder(EventFormatter):
         return sse_event({**self._head, "choices": [choice], **event_fields, **self._tail})
 
     def last_events(self) -> bytes:
-        """The counts where they were asked for, and the end."""
-        counts = b""
+        """The usage if requested, and the end of the stream."""
+        usage = b""
         if self._body.wants_usage:
-            counts = sse_event(
+            usage = sse_event(
                 {
                     **self._head,
                     "choices": [],
                     "usage": openai_format.token_usage(self._handle.request_states),
                 }
             )
-        return counts + openai_format.DONE
+        return usage + openai_format.DONE
 
 
 def _is_valid_json(arguments: str) -> bool:
@@ -297,7 +314,7 @@ def _is_valid_json(arguments: str) -> bool:
 
 
 def _tool_call_delta(part: ToolCallDelta) -> dict[str, Any]:
-    """A piece of a call as a stream tells it: the first has its id and its name."""
+    """A delta of a tool call as streamed: the first one has its id and name."""
     if part.name is None:
         return {"index": part.index, "function": {"arguments": part.arguments}}
     function = {"name": part.name, "arguments": part.arguments}

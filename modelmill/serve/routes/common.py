@@ -1,4 +1,4 @@
-"""What the routes need of a request."""
+"""Helpers shared by the routes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ T = TypeVar("T")
 
 def get_service(request: Request) -> Service:
     """The service that the app was made for."""
-    found: Service = request.app.state.service
-    return found
+    service: Service = request.app.state.service
+    return service
 
 
 def random_id(prefix: str, separator: str = "-") -> str:
-    """An id that nobody can guess."""
+    """An id that cannot be guessed."""
     return f"{prefix}{separator}{secrets.token_hex(16)}"
 
 
@@ -37,23 +37,30 @@ async def submit_requests(
     *args: Any,
     get_states: Callable[[T], Sequence[RequestState]],
 ) -> tuple[T, RequestHandle]:
-    """(``make(*args)``, its requests queued). Their counts are logged when the response has ended.
+    """Prepare requests on a thread and queue them; their token counts are logged with the response.
 
-    make: called on a thread, where text becomes ids and ids what the worker is sent. get_states:
-    its requests.
+    Args:
+        request: the HTTP request.
+        engine: to queue at.
+        make: called on a thread with ``args``; tokenizes and validates.
+        *args: of ``make``.
+        get_states: the requests in the result of ``make``.
+
+    Returns:
+        The result of ``make`` and the handle of its requests.
     """
 
-    def prepared() -> tuple[T, list[bytes]]:
-        made = make(*args)
-        return made, engine.encode_requests(get_states(made))
+    def prepare() -> tuple[T, list[bytes]]:
+        result = make(*args)
+        return result, engine.encode_requests(get_states(result))
 
-    made, frames = await get_service(request).run_in_thread(prepared)
-    ticket = engine.submit(get_states(made), frames)
+    result, frames = await get_service(request).run_in_thread(prepare)
+    handle = engine.submit(get_states(result), frames)
     request.scope["modelmill.request_handle"], request.scope["modelmill.engine"] = (
-        ticket,
+        handle,
         engine.name,
     )
-    return made, ticket
+    return result, handle
 
 
 def check_message_sizes(
@@ -62,19 +69,21 @@ def check_message_sizes(
     max_model_len: int,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Raises RequestError for a conversation of more than ``max_model_len`` tokens, whatever
-    becomes of it.
+    """Reject a conversation that has more than ``max_model_len`` tokens however it is tokenized.
 
-    Everything that a template may write counts: texts, calls and their arguments, tools; pictures
-    do not.
+    Everything that a template may insert counts: texts, calls and their arguments, tools. Images do
+    not count.
+
+    Raises:
+        RequestError: the messages are too long.
     """
-    most = max_model_len * text_processor.max_token_bytes
-    written = [part for message in messages for part in _template_values(message)]
-    if _exceeds_chars([*written, *tools], most):
-        what = "the messages and tools" if tools else "the messages"
+    max_chars = max_model_len * text_processor.max_token_bytes
+    parts = [part for message in messages for part in _template_values(message)]
+    if _exceeds_chars([*parts, *tools], max_chars):
+        subject = "the messages and tools" if tools else "the messages"
         raise RequestError(
-            f"{what} have more than {most} characters, this engine takes {max_model_len} tokens; "
-            "shorten them"
+            f"{subject} have more than {max_chars} characters, this engine takes {max_model_len} "
+            "tokens; shorten them"
         )
 
 
@@ -96,24 +105,28 @@ def _is_image_part(part: Mapping[str, Any]) -> bool:
 
 
 def _exceeds_chars(values: Sequence[Any], max_chars: int) -> bool:
-    """Whether JSON data has more characters than that however it is written.
+    """Whether JSON data has more than ``max_chars`` characters in any serialization.
 
-    It may be nested without end.
+    Works without recursion, for any depth of nesting.
     """
-    size, left = 0, list(values)
-    while left and size <= max_chars:
-        value = left.pop()
+    size, remaining = 0, list(values)
+    while remaining and size <= max_chars:
+        value = remaining.pop()
         if isinstance(value, Mapping):
-            left += value.keys()
-            left += value.values()
+            remaining += value.keys()
+            remaining += value.values()
         elif isinstance(value, list):
-            left += value
+            remaining += value
         size += len(value) if isinstance(value, str) else 1
     return size > max_chars
 
 
 def openai_finish_reason(reason: str | None) -> str | None:
-    """OpenAI's finish_reason. Raises ApiError for what the engine gave up."""
+    """Return OpenAI's finish_reason.
+
+    Raises:
+        ApiError: the engine aborted the request.
+    """
     if reason == "abort":
-        raise errors.ApiError(503, "the engine gave the request up; try again", errors.SERVER_ERROR)
+        raise errors.ApiError(503, "the engine aborted the request; try again", errors.SERVER_ERROR)
     return reason

@@ -1,4 +1,4 @@
-"""POST /v1/completions: a text goes on."""
+"""POST /v1/completions: continue a text."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute)
 MAX_PROMPT_LOGPROBS = 1 << 21
-"""Log-probabilities of prompts in one answer, some 50 MB; of one prompt that the engine takes there
-may be more.
+"""Limit of prompt log-probabilities in one response, some 50 MB.
+
+A single prompt of up to ``max_model_len`` tokens may exceed it.
 """
 
 
@@ -40,27 +41,28 @@ async def completions(body: CompletionRequest, request: Request) -> Any:
     service = get_service(request)
     engine = service.get_engine(body.model)
     body.check()
-    bounds, language = engine.request_limits, engine.text_processor
+    limits, text_processor = engine.request_limits, engine.text_processor
     engine.check_capacity(len(body.prompts()) * (body.n or 1))
-    _, ticket = await submit_requests(
-        request, engine, _make_request_states, language, body, bounds, get_states=list
+    _, handle = await submit_requests(
+        request, engine, _make_request_states, text_processor, body, limits, get_states=list
     )
-    reply = CompletionResponseBuilder(body, ticket, language)
+    builder = CompletionResponseBuilder(body, handle, text_processor)
     if body.stream:
         return EventStream(
-            ticket,
-            reply,
+            handle,
+            builder,
             service.run_in_thread if body.echo and body.logprobs is not None else None,
         )
-    await wait_or_disconnect(request, ticket)
-    return openai_format.Utf8JsonResponse(await service.run_in_thread(reply.full_response))
+    await wait_or_disconnect(request, handle)
+    return openai_format.Utf8JsonResponse(await service.run_in_thread(builder.full_response))
 
 
 def _make_request_states(
     text_processor: TextProcessor, body: CompletionRequest, limits: RequestLimits
 ) -> list[RequestState]:
-    """Each is checked before the next is read: one that is impossible ends the work on all of
-    them.
+    """Convert each prompt to a request.
+
+    Each is checked before the next is tokenized, so an invalid one ends the work on all of them.
     """
     prompts = body.prompts()
     if text_processor.tokenizer is None and (
@@ -70,41 +72,43 @@ def _make_request_states(
             "this engine has no tokenizer: give token ids as the prompt, and stop_token_ids"
         )
     params, grammar = body.sampling_params(), body.validated_grammar()
-    dialogues: list[RequestState] = []
+    states: list[RequestState] = []
     for prompt in prompts:
         text_processor.check_length(prompt, limits.max_len)
         key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
-        dialogues.append(
+        states.append(
             text_processor.request(
                 {key: prompt, "cache_salt": body.cache_salt}, params, grammar=grammar
             )
         )
         if body.echo:
-            dialogues[-1].echo()
-        check_request(dialogues[-1].request, limits)
-        _check_num_logprobs(dialogues, body, limits.max_len)
-    return dialogues
+            states[-1].echo()
+        check_request(states[-1].request, limits)
+        _check_num_logprobs(states, body, limits.max_len)
+    return states
 
 
 def _check_num_logprobs(
     request_states: Sequence[RequestState], body: CompletionRequest, max_model_len: int
 ) -> None:
-    """Raises RequestError for prompts that have more to tell than one answer may."""
+    """Raise RequestError for prompts with too many log-probabilities for one response."""
     if not body.echo or body.logprobs is None:
         return
-    most = max(MAX_PROMPT_LOGPROBS, max_model_len * (MAX_TOP_LOGPROBS + 1))
+    max_logprobs = max(MAX_PROMPT_LOGPROBS, max_model_len * (MAX_TOP_LOGPROBS + 1))
     if (
         sum(len(each.request.prompt) for each in request_states)
         * (body.logprobs + 1)
         * (body.n or 1)
-        > most
+        > max_logprobs
     ):
-        what = f"prompt has more than {most} log-probabilities to tell"
-        raise RequestError(f"{what}; send it in parts, or ask for fewer logprobs")
+        raise RequestError(
+            f"prompt needs more than {max_logprobs} log-probabilities in one response; send it in "
+            "parts, or request fewer logprobs"
+        )
 
 
 class CompletionResponseBuilder(EventFormatter):
-    """The response, whole or as events."""
+    """Builds the response, whole or as events."""
 
     def __init__(
         self, body: CompletionRequest, handle: RequestHandle, text_processor: TextProcessor
@@ -135,19 +139,19 @@ class CompletionResponseBuilder(EventFormatter):
         self._num_sent_ids = [0] * count
 
     def full_response(self) -> bytes:
-        """Everything at once, as JSON.
+        """The whole response as JSON.
 
-        Each choice is written before the next is made: they may be large.
+        Each choice is serialized before the next is made, because choices may be large.
         """
         choices = b",".join(
-            dump_json(self._choice(place, output))
-            for place, each in enumerate(self._handle.request_states)
+            dump_json(self._choice(prompt_index, output))
+            for prompt_index, each in enumerate(self._handle.request_states)
             for output in each.output.outputs
         )
-        before = dump_json({**self._head, "choices": []}).removesuffix(b"]}")
+        head = dump_json({**self._head, "choices": []}).removesuffix(b"]}")
         return b"".join(
             (
-                before,
+                head,
                 choices,
                 b"],",
                 dump_json({"usage": openai_format.token_usage(self._handle.request_states)})[1:],
@@ -155,23 +159,23 @@ class CompletionResponseBuilder(EventFormatter):
         )
 
     def _choice(self, prompt_index: int, output: CompletionOutput) -> dict[str, Any]:
-        dialogue, body = self._handle.request_states[prompt_index], self._body
-        at = prompt_index * self._n + output.index
+        state, body = self._handle.request_states[prompt_index], self._body
+        index = prompt_index * self._n + output.index
         text, tables = output.text, []
         if body.echo:
-            text = dialogue.echo_text + text
+            text = state.echo_text + text
             if body.logprobs is not None:
-                tables.append(self._logprobs[at].format_prompt(dialogue))
+                tables.append(self._logprobs[index].format_prompt(state))
         count = (
             len(output.token_ids)
             - isinstance(output.stop_reason, int)
             + self._num_end_tokens(output)
         )
-        told = self._logprobs[at].format_next(output, count)
-        if told is not None:
-            tables.append(told)
+        logprobs = self._logprobs[index].format_next(output, count)
+        if logprobs is not None:
+            tables.append(logprobs)
         choice = {
-            "index": at,
+            "index": index,
             "text": text,
             "logprobs": openai_format.concat_logprobs(tables) if tables else None,
             "finish_reason": openai_finish_reason(output.finish_reason),
@@ -180,7 +184,7 @@ class CompletionResponseBuilder(EventFormatter):
         if body.return_token_ids:
             choice |= {
                 "token_ids": output.token_ids,
-                "prompt_token_ids": dialogue.output.prompt_token_ids,
+                "prompt_token_ids": state.output.prompt_token_ids,
             }
         return choice
 
@@ -189,70 +193,69 @@ class CompletionResponseBuilder(EventFormatter):
         return b""
 
     def delta_events(self, items: Sequence[StreamItem]) -> bytes:
-        """An event for each delta that says something."""
-        return b"".join(self._delta_event(place, delta) for place, delta in items)
+        """An event for each delta that has content."""
+        return b"".join(self._delta_event(prompt_index, delta) for prompt_index, delta in items)
 
     def _delta_event(self, prompt_index: int, delta: Any) -> bytes:
-        dialogue, body = self._handle.request_states[prompt_index], self._body
-        at = prompt_index * self._n + delta.index
-        output = dialogue.output.outputs[delta.index]
+        state, body = self._handle.request_states[prompt_index], self._body
+        index = prompt_index * self._n + delta.index
+        output = state.output.outputs[delta.index]
         text, tables = delta.text, []
-        begins = at not in self._started
-        if begins:
-            self._started.add(at)
+        is_first = index not in self._started
+        if is_first:
+            self._started.add(index)
             if body.echo:
-                text = dialogue.echo_text + text
+                text = state.echo_text + text
                 if body.logprobs is not None:
-                    tables.append(self._logprobs[at].format_prompt(dialogue))
-        told = self._logprobs[at].format_next(
+                    tables.append(self._logprobs[index].format_prompt(state))
+        logprobs = self._logprobs[index].format_next(
             output,
             len(delta.token_ids) + (self._num_end_tokens(output) if delta.finish_reason else 0),
         )
-        if told is not None and told["tokens"]:
-            tables.append(told)
+        if logprobs is not None and logprobs["tokens"]:
+            tables.append(logprobs)
         if not (
             text or tables or delta.finish_reason or (body.return_token_ids and delta.token_ids)
         ):
             return b""
         choice = {
-            "index": at,
+            "index": index,
             "text": text,
             "logprobs": openai_format.concat_logprobs(tables) if tables else None,
             "finish_reason": openai_finish_reason(delta.finish_reason),
             "stop_reason": output.stop_reason if delta.finish_reason else None,
         }
         if body.return_token_ids:
-            # with the last piece comes the token that ended it, which has no text
+            # the last delta includes the stop token, which has no text
             end = (
                 len(output.token_ids)
                 if delta.finish_reason
-                else self._num_sent_ids[at] + len(delta.token_ids)
+                else self._num_sent_ids[index] + len(delta.token_ids)
             )
-            choice["token_ids"], self._num_sent_ids[at] = (
-                output.token_ids[self._num_sent_ids[at] : end],
+            choice["token_ids"], self._num_sent_ids[index] = (
+                output.token_ids[self._num_sent_ids[index] : end],
                 end,
             )
-            if begins:
-                choice["prompt_token_ids"] = dialogue.output.prompt_token_ids
+            if is_first:
+                choice["prompt_token_ids"] = state.output.prompt_token_ids
         return self._chunk_template.render_chunk(choice)
 
     def _num_end_tokens(self, output: CompletionOutput) -> int:
-        """How many tokens that ended it are told besides those of the text.
+        """Number of stop tokens that get log-probabilities although they are not part of the text.
 
-        One is no part of the text; who scores a text (echo) counts on an entry for each token that
-        was drawn.
+        With ``echo``, used for scoring, clients expect an entry for each sampled token.
         """
         return int(bool(self._body.echo) and isinstance(output.stop_reason, int))
 
     def last_events(self) -> bytes:
-        """The counts where they were asked for, and the end."""
-        counts = b""
+        """The usage if requested, and the end of the stream."""
+        usage = b""
         if self._body.wants_usage:
-            counts = sse_event(
+            usage = sse_event(
                 {
                     **self._head,
                     "choices": [],
                     "usage": openai_format.token_usage(self._handle.request_states),
                 }
             )
-        return counts + openai_format.DONE
+        return usage + openai_format.DONE

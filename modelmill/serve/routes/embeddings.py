@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: texts as vectors, from the states that the engine's head reads."""
+"""POST /v1/embeddings: texts as vectors, from the hidden states that enter the LM head."""
 
 from __future__ import annotations
 
@@ -24,61 +24,63 @@ router = APIRouter(route_class=BodyRoute)
 
 @router.post("/v1/embeddings")
 async def embeddings(body: EmbeddingRequest, request: Request) -> Any:
-    """The normed final hidden states of each input, pooled and brought to length 1."""
+    """The normed final hidden states of each input, pooled and scaled to length 1."""
     service = get_service(request)
     engine = service.get_engine(body.model)
-    bounds, language = engine.request_limits, engine.text_processor
+    limits, text_processor = engine.request_limits, engine.text_processor
     engine.check_capacity(len(body.inputs()))
-    dialogues, ticket = await submit_requests(
-        request, engine, _make_request_states, language, body, bounds, get_states=list
+    states, handle = await submit_requests(
+        request, engine, _make_request_states, text_processor, body, limits, get_states=list
     )
-    await wait_or_disconnect(request, ticket)
+    await wait_or_disconnect(request, handle)
     return Response(
-        await service.run_in_thread(_response_body, body, dialogues), media_type="application/json"
+        await service.run_in_thread(_response_body, body, states), media_type="application/json"
     )
 
 
 def _make_request_states(
     text_processor: TextProcessor, body: EmbeddingRequest, limits: RequestLimits
 ) -> list[RequestState]:
-    """Each is checked before the next is read: one that is impossible ends the work on all of
-    them.
+    """Convert each input to a request.
+
+    Each is checked before the next is tokenized, so an invalid one ends the work on all of them.
     """
     inputs = body.inputs()
     if text_processor.tokenizer is None and any(isinstance(each, str) for each in inputs):
         raise RequestError("input must be token ids: this engine has no tokenizer")
     params = SamplingParams(max_tokens=0)
-    out = []
+    states = []
     for each in inputs:
         text_processor.check_length(each, limits.max_len)
         key = "prompt" if isinstance(each, str) else "prompt_token_ids"
-        asked = text_processor.request({key: each, "cache_salt": body.cache_salt}, params).request
-        out.append(RequestState(replace(asked, pooling=body.pooling_type), None, None))
-        check_request(out[-1].request, limits)
-    return out
+        request = text_processor.request({key: each, "cache_salt": body.cache_salt}, params).request
+        states.append(RequestState(replace(request, pooling=body.pooling_type), None, None))
+        check_request(states[-1].request, limits)
+    return states
 
 
 def _response_body(body: EmbeddingRequest, request_states: list[RequestState]) -> bytes:
-    """The answer as JSON, vector by vector: a large one written at once would hold everybody else
-    up.
+    """The response as JSON, serialized vector by vector.
+
+    One large json.dumps call would hold the GIL and delay other requests.
     """
     packed = body.encoding_format == "base64"
-    parts, numbers = [], 0
-    for index, dialogue in enumerate(request_states):
-        state = dialogue.output.embedding
-        assert state is not None, "an embedding was asked for"
-        found = format_embedding(state, body.dimensions, packed)
-        numbers += len(found)
-        if not packed and numbers > MAX_OUTPUT_FLOATS:
+    parts, num_floats = [], 0
+    for index, state in enumerate(request_states):
+        embedding = state.output.embedding
+        assert embedding is not None, "the request has no embedding"
+        vector = format_embedding(embedding, body.dimensions, packed)
+        num_floats += len(vector)
+        if not packed and num_floats > MAX_OUTPUT_FLOATS:
             raise RequestError(
-                f"input has vectors of more than {MAX_OUTPUT_FLOATS} numbers; ask for base64, or "
-                "for fewer"
+                f"the embeddings have more than {MAX_OUTPUT_FLOATS} numbers; use base64, or send "
+                "fewer inputs"
             )
         parts.append(
             json.dumps(
-                {"object": "embedding", "index": index, "embedding": found}, separators=(",", ":")
+                {"object": "embedding", "index": index, "embedding": vector}, separators=(",", ":")
             )
         )
-    count = sum(len(dialogue.output.prompt_token_ids) for dialogue in request_states)
+    count = sum(len(state.output.prompt_token_ids) for state in request_states)
     rest = {"model": body.model, "usage": {"prompt_tokens": count, "total_tokens": count}}
     return f'{{"object":"list","data":[{",".join(parts)}],{json.dumps(rest, separators=(",", ":"))[1:]}'.encode()  # noqa: E501

@@ -1,4 +1,4 @@
-"""Whether the server lives, what it serves, and its counters."""
+"""Health, served models, version and metrics."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ router = APIRouter()
 
 @router.head("/health", include_in_schema=False)
 @router.get(
-    "/health", summary="200 when every engine takes requests, 503 with the reason otherwise"
+    "/health", summary="200 when every engine accepts requests, 503 with the reason otherwise"
 )
 async def health(request: Request) -> JSONResponse:
-    """Loading engines tell how far they are."""
+    """State of every engine, with the progress of those that are loading."""
     service = get_service(request)
     status = "ok" if service.ready else "draining" if service.draining else "unavailable"
     if status == "unavailable" and any(
@@ -44,19 +44,19 @@ async def version() -> dict[str, str]:
 
 @router.get("/metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
-    """For Prometheus."""
+    """Metrics in Prometheus' text format."""
     service = get_service(request)
-    told = [
+    stats_by_name = [
         (engine.name, stats)
         for engine in service.unique_engines
         if (stats := await engine.stats()) is not None
     ]
-    return Response(service.metrics.render(told), media_type=CONTENT_TYPE)
+    return Response(service.metrics.render(stats_by_name), media_type=CONTENT_TYPE)
 
 
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
-    """What is served."""
+    """The served models."""
     service = get_service(request)
     return {
         "object": "list",
@@ -66,20 +66,24 @@ async def models(request: Request) -> dict[str, Any]:
 
 @router.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> dict[str, Any]:
-    """One of them."""
+    """One served model."""
     return _model_card(name, get_service(request).get_engine(name))
 
 
 def _engine_status(engine: EngineClient) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    status: dict[str, Any] = {
         "name": engine.name,
         "state": engine.state.value,
         "restarts": engine.restarts,
     }
     if engine.state is not EngineState.READY:
         progress = engine.progress
-        told["progress"] = {"stage": progress.stage, "done": progress.done, "total": progress.total}
-    return told
+        status["progress"] = {
+            "stage": progress.stage,
+            "done": progress.done,
+            "total": progress.total,
+        }
+    return status
 
 
 def _model_card(name: str, engine: EngineClient) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The page at /, for people without a client: static files of our own, nothing from elsewhere."""
+"""The web page at /: static files of this package, nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONTENT_TYPES = {
     ".js": "text/javascript",
     ".svg": "image/svg+xml",
 }
-# no script but ours, no style but ours, nothing is asked of other hosts, nobody frames it
+# only this server's scripts and styles, no requests to other hosts, no framing
 SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
     "connect-src 'self'; "
@@ -34,14 +34,14 @@ HEADERS = {
 
 
 def _find_files() -> dict[str, Path]:
-    """Path of a request → file. Read once: only these files are ever sent."""
+    """Map request paths to files. Read once: only these files are ever sent."""
     files = sorted(file for file in PAGE_DIR.iterdir() if file.suffix in CONTENT_TYPES)
     return {"/" if file.name == "index.html" else f"/page/{file.name}": file for file in files}
 
 
 FILES = _find_files()
 PAGE_PATHS = tuple(path.encode() for path in FILES)
-"""What is open without a key."""
+"""Paths that need no key."""
 
 
 async def _serve_file(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""POST /v1/responses: the next items of a conversation, in the newer of OpenAI's two shapes."""
+"""POST /v1/responses: the next items of a conversation, in OpenAI's newer format."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ router = APIRouter(route_class=BodyRoute)
 
 @router.post("/v1/responses")
 async def responses(body: ResponsesRequest, request: Request) -> Any:
-    """Answer a conversation: the same text as /v1/chat/completions gives for it."""
+    """Answer a conversation: the same text as /v1/chat/completions returns for it."""
     service = get_service(request)
     engine = service.get_engine(body.model)
-    bounds, language = engine.request_limits, engine.text_processor
+    limits, text_processor = engine.request_limits, engine.text_processor
     engine.check_capacity(1)
-    made = await submit_requests(
+    submitted = await submit_requests(
         request,
         engine,
         _make_chat_request,
-        language,
+        text_processor,
         body,
-        bounds.max_len,
-        get_states=lambda meant: [meant[1]],
+        limits.max_len,
+        get_states=lambda prepared: [prepared[1]],
     )
-    (chat, _), ticket = made
-    reply = ResponsesBuilder(body, chat, ticket, language)
+    (chat, _), handle = submitted
+    builder = ResponsesBuilder(body, chat, handle, text_processor)
     if body.stream:
-        return EventStream(ticket, reply, service.run_in_thread if body.wants_logprobs else None)
-    whole = await wait_or_disconnect(request, _ResponseCollector(ticket, reply))
-    return await service.run_in_thread(openai_format.Utf8JsonResponse, whole)
+        return EventStream(handle, builder, service.run_in_thread if body.wants_logprobs else None)
+    response = await wait_or_disconnect(request, _ResponseCollector(handle, builder))
+    return await service.run_in_thread(openai_format.Utf8JsonResponse, response)
 
 
 def _make_chat_request(
@@ -70,34 +70,42 @@ def _make_chat_request(
 
 
 def _map_field_name(text: str) -> str:
-    """A complaint about the chat request, in terms of the fields that were sent."""
-    for theirs, ours in (("messages[", "input, as messages["), ("response_format", "text.format")):
-        if text.startswith(theirs):
-            return ours + text[len(theirs) :]
+    """Rewrite an error message about the chat request to name the fields of this API."""
+    for chat_field, field in (
+        ("messages[", "input, as messages["),
+        ("response_format", "text.format"),
+    ):
+        if text.startswith(chat_field):
+            return field + text[len(chat_field) :]
     return text
 
 
 class _ResponseCollector:
-    """The response at its end, out of the same pieces of news as its events: what a token belongs
-    to is told once.
+    """Collects the whole response from the same deltas as the events.
+
+    So tokens are assigned to items in one place only.
     """
 
     def __init__(self, handle: RequestHandle, builder: ResponsesBuilder) -> None:
         self._handle, self._builder = handle, builder
 
     async def finish(self) -> dict[str, Any]:
-        """Wait until everything has ended. Raises what went wrong."""
-        while news := await self._handle.fetch():
-            self._builder.consume(news)
+        """Wait until the response has finished.
+
+        Raises:
+            ModelmillError: the request failed.
+        """
+        while items := await self._handle.fetch():
+            self._builder.consume(items)
         return self._builder.response()
 
     def close(self) -> None:
-        """Give up what has not ended."""
+        """Abort the request if it has not finished."""
         self._handle.close()
 
 
 class ResponsesBuilder(EventFormatter):
-    """The response, whole or as events."""
+    """Builds the response, whole or as events."""
 
     def __init__(
         self,
@@ -119,52 +127,57 @@ class ResponsesBuilder(EventFormatter):
         self._status = "in_progress"
 
     def consume(self, items: Sequence[StreamItem]) -> None:
-        """Take what has come, of which no events are wanted."""
+        """Add deltas without making events."""
         for each in items:
             deque(self._delta_events(each), maxlen=0)
 
     def first_events(self) -> bytes:
-        """It has begun."""
+        """The events that the response has begun."""
         response = self.response()
         return self._encode_events(
-            {"type": kind, "response": response}
-            for kind in ("response.created", "response.in_progress")
+            {"type": event_type, "response": response}
+            for event_type in ("response.created", "response.in_progress")
         )
 
     def delta_events(self, items: Sequence[StreamItem]) -> bytes:
-        """Events of what has come."""
+        """Events of new deltas."""
         return b"".join(self._encode_events(self._delta_events(each)) for each in items)
 
     def last_events(self) -> bytes:
-        """The whole response, and the end."""
+        """The whole response, and the end of the stream."""
         return (
             self._encode_events([{"type": f"response.{self._status}", "response": self.response()}])
             + openai_format.DONE
         )
 
     def error_events(self, error: ApiError) -> bytes:
-        """What went wrong, and the response as far as it came."""
-        told = error.body()["error"]
-        flat = {key: told[key] for key in ("code", "message", "param")}
+        """The error, and the response so far."""
+        error_body = error.body()["error"]
+        error_fields = {key: error_body[key] for key in ("code", "message", "param")}
         self._status = "failed"
         response = {**self.response(), "error": {"code": "server_error", "message": error.message}}
         return self._encode_events(
             [
-                {"type": "error", **flat, "error": told},
+                {"type": "error", **error_fields, "error": error_body},
                 {"type": "response.failed", "response": response},
             ]
         )
 
-    def _delta_events(self, items: StreamItem) -> Iterable[ResponseEvent]:
-        delta = items.delta
+    def _delta_events(self, item: StreamItem) -> Iterable[ResponseEvent]:
+        delta = item.delta
         output = delta.output.outputs[0]
-        told = self._logprobs.format_next(output, len(delta.token_ids))
-        if told is not None:
-            self._items.record_tokens(delta.text, told["content"])
+        logprobs = self._logprobs.format_next(output, len(delta.token_ids))
+        if logprobs is not None:
+            self._items.record_tokens(delta.text, logprobs["content"])
         return self._text_events(delta.text, output if delta.finish_reason is not None else None)
 
     def _text_events(self, text: str, ended: CompletionOutput | None) -> Iterable[ResponseEvent]:
-        """Events of a piece of text. ended: the answer, where this is its last piece."""
+        """Events of new text.
+
+        Args:
+            text: to add.
+            ended: the output, if this is its last text.
+        """
         pieces: list[str | ToolCallDelta] = [text]
         if self._tool_parser is not None:
             pieces = [
@@ -189,17 +202,17 @@ class ResponsesBuilder(EventFormatter):
     def _encode_events(self, events: Iterable[ResponseEvent]) -> bytes:
         parts = []
         for each in events:
-            kind = each["type"]
+            event_type = each["type"]
             parts.append(
                 openai_format.sse_event(
-                    {"type": kind, "sequence_number": self._num_events, **each}, kind
+                    {"type": event_type, "sequence_number": self._num_events, **each}, event_type
                 )
             )
             self._num_events += 1
         return b"".join(parts)
 
     def response(self) -> dict[str, Any]:
-        """The response as it stands."""
+        """The response so far."""
         body, params = self._body, self._handle.request_states[0].request.params
         ended = self._status in ("completed", "incomplete")
         return {
@@ -249,20 +262,22 @@ class ResponsesBuilder(EventFormatter):
 
 
 def _tool_json(tool: FunctionTool) -> dict[str, Any]:
-    told = tool.model_dump()
-    return {key: told[key] for key in ("type", "name", "description", "parameters", "strict")}
+    fields = tool.model_dump()
+    return {key: fields[key] for key in ("type", "name", "description", "parameters", "strict")}
 
 
 def _text_config(body: ResponsesRequest) -> dict[str, Any]:
-    """The text options as they were taken; verbosity only where it was given."""
-    given = body.text
+    """The text options as used; verbosity only if the request has it."""
+    options = body.text
     format: dict[str, Any] = {"type": "text"}
-    if given is not None and given.format is not None:
-        format = given.format.model_dump(by_alias=True)
+    if options is not None and options.format is not None:
+        format = options.format.model_dump(by_alias=True)
         if format["type"] != "json_schema":
             format = {"type": format["type"]}
     more = (
-        {"verbosity": given.verbosity} if given is not None and given.verbosity is not None else {}
+        {"verbosity": options.verbosity}
+        if options is not None and options.verbosity is not None
+        else {}
     )
     return {"format": format, **more}
 

@@ -1,4 +1,4 @@
-"""POST /v1/segment: masks of a picture."""
+"""POST /v1/segment: masks of an image."""
 
 from __future__ import annotations
 
@@ -23,25 +23,23 @@ router = APIRouter(route_class=BodyRoute)
 
 @router.post("/v1/segment", response_model=SegmentResponse, response_model_exclude_none=True)
 async def segment(body: SegmentRequest, request: Request) -> Any:
-    """Masks for points, boxes, a mask, several prompts, or everything; a picture seen before is
-    answered at once.
-    """
+    """Masks for points, boxes, masks or several prompts, or of all objects in an image."""
     service = get_service(request)
     engine = service.get_segment_engine(body.model)
     try:
         engine.check_segments()
-        look = await service.run_in_thread(body.to_job, random_id("seg"))
-        found = await wait_or_disconnect(request, engine.segment(look))
+        job = await service.run_in_thread(body.to_job, random_id("seg"))
+        result = await wait_or_disconnect(request, engine.segment(job))
     except UnknownImage as error:
         raise ApiError(404, str(error), param="image_id", code="image_not_found") from None
     except FieldError as error:
         raise invalid_request(str(error), error.param) from None
-    content = await service.run_in_thread(_response_body, body, engine, found)
+    content = await service.run_in_thread(_response_body, body, engine, result)
     return Response(content, media_type="application/json")
 
 
 def _response_body(body: SegmentRequest, engine: EngineClient, result: SegmentResult) -> bytes:
-    told = {
+    response = {
         "id": result.id,
         "object": "segmentation",
         "created": int(time.time()),
@@ -50,4 +48,4 @@ def _response_body(body: SegmentRequest, engine: EngineClient, result: SegmentRe
         "masks": inline_blobs(result.payload["masks"], result.blobs),
         "milliseconds": result.payload["milliseconds"],
     }
-    return dump_json(told)
+    return dump_json(response)

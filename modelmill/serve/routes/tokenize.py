@@ -20,16 +20,16 @@ router = APIRouter(route_class=BodyRoute)
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, request: Request) -> Any:
-    """Ids of a text, or of a conversation through the chat template."""
+    """Token ids of a text, or of a conversation through the chat template."""
     service = get_service(request)
     engine = service.get_engine(body.model)
-    bounds, language = engine.request_limits, engine.text_processor
-    return await service.run_in_thread(_tokenize, language, body, bounds.max_len)
+    limits, text_processor = engine.request_limits, engine.text_processor
+    return await service.run_in_thread(_tokenize, text_processor, body, limits.max_len)
 
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, request: Request) -> Any:
-    """The text of ids."""
+    """The text of token ids."""
     service = get_service(request)
     engine = service.get_engine(body.model)
     return await service.run_in_thread(
@@ -43,26 +43,26 @@ def _tokenize(
     ids = _encode(text_processor, body, max_model_len)
     if len(ids) > max_tokenize_tokens(max_model_len):
         raise RequestError(
-            f"the text has {len(ids)} tokens, up to {max_tokenize_tokens(max_model_len)} are "
-            "told; send it in parts"
+            f"the text has {len(ids)} tokens; the limit is {max_tokenize_tokens(max_model_len)}; "
+            "send it in parts"
         )
-    told: dict[str, Any] = {"count": len(ids), "max_model_len": max_model_len, "tokens": ids}
+    response: dict[str, Any] = {"count": len(ids), "max_model_len": max_model_len, "tokens": ids}
     if body.return_token_strs:
-        told["token_strs"] = [token_text(text_processor.tokenizer, id) for id in ids]
-    return Utf8JsonResponse(told)
+        response["token_strs"] = [token_text(text_processor.tokenizer, id) for id in ids]
+    return Utf8JsonResponse(response)
 
 
 def _detokenize(
     text_processor: TextProcessor, body: DetokenizeRequest, limits: RequestLimits
 ) -> Utf8JsonResponse:
-    tokenizer, most = text_processor.tokenizer, max_tokenize_tokens(limits.max_len)
+    tokenizer, max_tokens = text_processor.tokenizer, max_tokenize_tokens(limits.max_len)
     if tokenizer is None:
         raise TokenizerError("this engine has no tokenizer")
-    if len(body.tokens) > most:
+    if len(body.tokens) > max_tokens:
         raise RequestError(
-            f"tokens holds {len(body.tokens)} ids, up to {most} are taken; send them in parts"
+            f"tokens has {len(body.tokens)} ids; the limit is {max_tokens}; send them in parts"
         )
-    # the model may know more ids than the tokenizer: padding
+    # the model's vocabulary may be padded beyond the tokenizer's
     vocab = max(tokenizer.vocab_size, limits.vocab_size)
     if max(body.tokens, default=0) >= vocab:
         raise RequestError(f"tokens must be ids below {vocab}")
@@ -80,7 +80,7 @@ def _encode(text_processor: TextProcessor, body: TokenizeRequest, max_model_len:
             body.prompt, bos=None if body.add_special_tokens is not False else False
         )
     if text_processor.chat_format is None:
-        raise RequestError("messages need a chat template, which this engine has not")
+        raise RequestError("this engine has no chat template for messages")
     check_message_sizes(text_processor, body.messages or [], max_model_len)
     return text_processor.chat_format.encode(
         body.messages or [], body.add_generation_prompt is not False
