@@ -1,5 +1,4 @@
-"""From images to embeddings that a language model takes as inputs: vision encoder, norm, Q-Former,
-projection.
+"""From images to embeddings that a language model takes: encoder, norm, Q-Former, projection.
 
 MiniGPT-4 keeps them in three files (EVA's ViT-g, BLIP-2's Q-Former, its own projection),
 transformers' BLIP-2 in one under other names (``checkpoint.blip2``).
@@ -107,7 +106,7 @@ def _respell(name: str, spellings: tuple[tuple[str, str], ...]) -> str:
 
 
 def _rule_for(name: str) -> Rule:
-    found = re.fullmatch(r"(visual_encoder\.blocks\.\d+\.attn)\.qkv\.bias", name)
-    if found is not None:
-        return Rule(name, (f"{found[1]}.q_bias", f"{found[1]}.v_bias"), "bias_q0v")
+    match = re.fullmatch(r"(visual_encoder\.blocks\.\d+\.attn)\.qkv\.bias", name)
+    if match is not None:
+        return Rule(name, (f"{match[1]}.q_bias", f"{match[1]}.v_bias"), "bias_q0v")
     return Rule(name, (_respell(name, _CHECKPOINT_SPELLINGS),))

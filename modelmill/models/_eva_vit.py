@@ -1,4 +1,4 @@
-"""EVA-CLIP's ViT-g without its last block, the eyes of BLIP-2 and MiniGPT-4 (Fang et al.
+"""EVA-CLIP's ViT-g without its last block, the vision encoder of BLIP-2 and MiniGPT-4 (Fang et al.
 
 2022, arXiv:2211.07636).
 """
@@ -121,8 +121,9 @@ class EvaVisionEncoder(nn.Module):
 
 
 def interpolate_positions(table: torch.Tensor, num_patches: int) -> torch.Tensor:
-    """Learned positions [1, 1 + G², C] for a square of ``num_patches`` patches, bicubic where it is
-    another size.
+    """Learned positions [1, 1 + G², C] for a square of ``num_patches`` patches.
+
+    Interpolated (bicubic) where the checkpoint's square has another size.
     """
     grid, side = round((table.shape[1] - 1) ** 0.5), round(num_patches**0.5)
     assert side * side == num_patches, "images are square here"

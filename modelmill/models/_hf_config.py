@@ -1,6 +1,4 @@
-"""Reading a foreign config.json: a missing or wrong value is the checkpoint's fault, and is
-named.
-"""
+"""Reads a Hugging Face config.json; a missing or wrong value is an error that names the key."""
 
 from __future__ import annotations
 
@@ -103,9 +101,7 @@ ROPE_KEYS = ("rope_theta", "rope_type", "type")
 
 
 def rope_spec(raw: Mapping[str, Any], dim: int, max_positions: int) -> RopeSpec:
-    """The rotation, from ``rope_theta`` and ``rope_scaling`` or from the newer
-    ``rope_parameters``.
-    """
+    """The rotation, from ``rope_theta`` and ``rope_scaling`` or the newer ``rope_parameters``."""
     name, scaling = _rope_scaling(raw)
     base = positive_float(
         raw if scaling.get("rope_theta") is None else scaling, "rope_theta", default=10000.0
@@ -154,23 +150,24 @@ def rope_spec(raw: Mapping[str, Any], dim: int, max_positions: int) -> RopeSpec:
 
 
 def _rope_scaling(raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Its key and ``rope_scaling``, or ``rope_parameters`` where there is none: never a mixture, as
-    in transformers.
+    """The key and the value of ``rope_scaling``, or of ``rope_parameters`` where that is absent.
+
+    Never a mixture of the two, as in transformers.
     """
     first, second = (raw.get(key) for key in ("rope_scaling", "rope_parameters"))
-    for key, found in (("rope_scaling", first), ("rope_parameters", second)):
-        if found is None:
+    for key, scaling in (("rope_scaling", first), ("rope_parameters", second)):
+        if scaling is None:
             continue
-        if not isinstance(found, Mapping):
-            raise CheckpointError(f"config.json: {key} must be an object, not {quote(found, 60)}")
-        nested = [name for name, value in found.items() if isinstance(value, Mapping)]
+        if not isinstance(scaling, Mapping):
+            raise CheckpointError(f"config.json: {key} must be an object, not {quote(scaling, 60)}")
+        nested = [name for name, value in scaling.items() if isinstance(value, Mapping)]
         if nested:
             raise CheckpointError(
                 f"config.json: {key} has an object of its own for {quote(nested[0], 60)}; "
                 "a rotation that differs by layer is not supported"
             )
-        if found:
-            return key, dict(found)
+        if scaling:
+            return key, dict(scaling)
     return "rope_scaling", {}
 
 

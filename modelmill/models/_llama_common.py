@@ -66,12 +66,13 @@ def config_from_hf(raw: Mapping[str, Any], positions: int = 2048, **switches: An
 
 
 def sliding_windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    """Per layer the sliding window or None, from ``layer_types`` or from Qwen2's
-    ``max_window_layers``.
+    """Per layer the sliding window or None, from ``layer_types`` or Qwen2's ``max_window_layers``.
 
-    A ``sliding_window`` of null means none; one that is absent is the original classes'
-    DEFAULT_WINDOW. Raises CheckpointError for layers of a kind that is not computed, and for
-    windows without a size.
+    A ``sliding_window`` of null means none; an absent one means DEFAULT_WINDOW, as in the original
+    classes.
+
+    Raises:
+        CheckpointError: for a layer type that is not computed, and for windows without a size.
     """
     raw = overlay_config(raw, {"sliding_window": DEFAULT_WINDOW})
     sized = raw["sliding_window"] is not None
@@ -93,7 +94,10 @@ def sliding_windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ..
 
 def layer_types(raw: Mapping[str, Any], layers: int) -> list[str] | None:
     """``layer_types``: FULL_ATTENTION or SLIDING_ATTENTION for each layer; None where it is absent.
-    Raises CheckpointError for others."""
+
+    Raises:
+        CheckpointError: for other types.
+    """
     types = raw.get("layer_types")
     if types is None:
         return None
@@ -125,11 +129,14 @@ def layer_types(raw: Mapping[str, Any], layers: int) -> list[str] | None:
 
 
 def refuse_windows(raw: Mapping[str, Any], config: DecoderConfig) -> DecoderConfig:
-    """The sizes of a family without windows. Raises CheckpointError for a config that asks for
-    some.
+    """Return the sizes of a family without sliding windows.
 
-    Runtimes differ in what they make of these keys (transformers' cache keeps the window, its mask
-    does not know it)."""
+    Runtimes treat these keys differently: transformers' cache keeps the window, its mask ignores
+    it.
+
+    Raises:
+        CheckpointError: for a config with sliding windows.
+    """
     on, size = boolean(raw, "use_sliding_window", True), raw.get("sliding_window")
     types = layer_types(raw, config.layers)
     if types is not None and SLIDING_ATTENTION in types:
@@ -157,28 +164,28 @@ def rules(config: DecoderConfig) -> list[Rule]:
     if not config.tied:
         out.append(Rule("head.weight", ("lm_head.weight",)))
     for i in range(config.layers):
-        ours, theirs = f"layers.{i}", f"model.layers.{i}"
-        attention = f"{theirs}.self_attn"
+        target, source = f"layers.{i}", f"model.layers.{i}"
+        attention = f"{source}.self_attn"
         qkv = tuple(f"{attention}.{n}_proj" for n in "qkv")
-        gate_up = (f"{theirs}.mlp.gate_proj", f"{theirs}.mlp.up_proj")
+        gate_up = (f"{source}.mlp.gate_proj", f"{source}.mlp.up_proj")
         out += [
-            Rule(f"{ours}.attn_norm.weight", (f"{theirs}.input_layernorm.weight",)),
-            Rule(f"{ours}.mlp_norm.weight", (f"{theirs}.post_attention_layernorm.weight",)),
-            *_linear(f"{ours}.attn.qkv_proj", qkv, config.qkv_bias),
-            *_linear(f"{ours}.attn.o_proj", (f"{attention}.o_proj",), config.out_bias),
-            *_linear(f"{ours}.mlp.gate_up_proj", gate_up, config.mlp_bias),
-            *_linear(f"{ours}.mlp.down_proj", (f"{theirs}.mlp.down_proj",), config.mlp_bias),
+            Rule(f"{target}.attn_norm.weight", (f"{source}.input_layernorm.weight",)),
+            Rule(f"{target}.mlp_norm.weight", (f"{source}.post_attention_layernorm.weight",)),
+            *_linear(f"{target}.attn.qkv_proj", qkv, config.qkv_bias),
+            *_linear(f"{target}.attn.o_proj", (f"{attention}.o_proj",), config.out_bias),
+            *_linear(f"{target}.mlp.gate_up_proj", gate_up, config.mlp_bias),
+            *_linear(f"{target}.mlp.down_proj", (f"{source}.mlp.down_proj",), config.mlp_bias),
         ]
         if config.qk_norm:
             out += [
-                Rule(f"{ours}.attn.rope_cache.{n}_norm.weight", (f"{attention}.{n}_norm.weight",))
+                Rule(f"{target}.attn.rope_cache.{n}_norm.weight", (f"{attention}.{n}_norm.weight",))
                 for n in "qk"
             ]
     return out
 
 
 def ignored_tensors(config: DecoderConfig) -> tuple[str, ...]:
-    """Tensors that nobody needs: buffers, and the copy of a tied head."""
+    """Unused tensors: buffers, and the copy of a tied head."""
     return (*IGNORED_BUFFERS, r"lm_head\.weight") if config.tied else IGNORED_BUFFERS
 
 

@@ -55,7 +55,7 @@ class QFormerOutput(nn.Module):
     def forward(
         self, x: torch.Tensor | QuantizedInput, residual: torch.Tensor, vision: VisionContext
     ) -> torch.Tensor:
-        """x [B, T, inner], residual [B, T, C] → [B, T, C]."""
+        """[B, T, inner] and the residual [B, T, C] → [B, T, C]."""
         norm = self.LayerNorm
         normed, _ = vision.ops.add_layer_norm(
             vision.linear(self.dense, x), residual, norm.weight, norm.bias, norm.eps
@@ -75,11 +75,11 @@ class QFormerAttention(nn.Module):
     def forward(
         self, x: torch.Tensor, context: torch.Tensor, vision: VisionContext
     ) -> torch.Tensor:
-        """x [B, T, C], context [B, S, kv_width] → [B, T, C]."""
+        """[B, T, C] and the context [B, S, kv_width] → [B, T, C]."""
         part = self.self
         q, k, v = (
-            vision.linear(layer, given).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for layer, given in ((part.query, x), (part.key, context), (part.value, context))
+            vision.linear(layer, inputs).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for layer, inputs in ((part.query, x), (part.key, context), (part.value, context))
         )
         mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         return self.output(mixed, x, vision)
@@ -110,7 +110,7 @@ class QFormerLayer(nn.Module):
     def forward(
         self, x: torch.Tensor, image_tokens: torch.Tensor, vision: VisionContext
     ) -> torch.Tensor:
-        """x [B, T, C], image_tokens [B, S, image_width] → [B, T, C]."""
+        """[B, T, C] and the image tokens [B, S, image_width] → [B, T, C]."""
         x = self.attention(x, x, vision)
         if self.crossattention is not None:
             x = self.crossattention(x, image_tokens, vision)

@@ -1,5 +1,6 @@
-"""SAM's sizes from a config.json, or from what an original file's tensors tell; what is not
-computed is refused.
+"""SAM's sizes from a config.json or from the tensors of an original file.
+
+Settings that are not computed are refused.
 """
 
 from __future__ import annotations
@@ -70,10 +71,12 @@ def spec_from_hf(raw: Mapping[str, Any]) -> SamVitSpec:
 
 def _section(raw: Mapping[str, Any], section: str) -> Mapping[str, Any]:
     """A part of transformers' config, each key with the part's name in front, as errors name it."""
-    found = raw.get(section)
-    if found is not None and not isinstance(found, Mapping):
-        raise CheckpointError(f"config.json: {section} must be an object, not {quote(found, 60)}")
-    table = {f"{section}.{key}": value for key, value in (found or {}).items()}
+    section_value = raw.get(section)
+    if section_value is not None and not isinstance(section_value, Mapping):
+        raise CheckpointError(
+            f"config.json: {section} must be an object, not {quote(section_value, 60)}"
+        )
+    table = {f"{section}.{key}": value for key, value in (section_value or {}).items()}
     return raw.sub_view(table) if isinstance(raw, ConfigView) else table
 
 
@@ -103,9 +106,9 @@ def _spec_from_vision_config(vision: Mapping[str, Any]) -> SamVitSpec:
 
 
 def spec_from_sizes(raw: Mapping[str, Any]) -> SamVitSpec:
-    """The encoder's sizes as ``sam.config_from_shapes`` tells them."""
+    """The encoder's sizes from the result of ``sam.config_from_shapes``."""
     sizes = _section(raw, "sizes")
-    found = {
+    required = {
         key: positive_int(sizes, f"sizes.{key}")
         for key in ("width", "heads", "inner", "image", "patch", "window")
     }
@@ -116,7 +119,7 @@ def spec_from_sizes(raw: Mapping[str, Any]) -> SamVitSpec:
             depth=num_layers(sizes, "sizes.depth"),
             global_attn_indexes=layers,
             rel_pos_rows=rows,
-            **found,
+            **required,
         )
     )
 

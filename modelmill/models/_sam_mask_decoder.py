@@ -1,6 +1,4 @@
-"""SAM's mask decoder: tokens and image attend to each other twice, then masks are read off the
-enlarged image.
-"""
+"""SAM's mask decoder: two-way attention of tokens and image, then masks of the upsampled image."""
 
 from __future__ import annotations
 
@@ -75,9 +73,7 @@ class SamTokenMLP(nn.Module):
 
 
 class TwoWayAttentionBlock(nn.Module):
-    """One round: tokens among themselves, tokens to image, MLP, image to tokens; a norm after
-    each.
-    """
+    """Self-attention of the tokens, tokens to image, MLP, image to tokens; a norm after each."""
 
     def __init__(self, width: int, heads: int, inner: int, first: bool) -> None:
         super().__init__()
@@ -99,8 +95,14 @@ class TwoWayAttentionBlock(nn.Module):
         image_pe: torch.Tensor,
         vision: VisionContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """tokens [N, T, C], image [N or 1, P, C]; query_pe: the tokens as they came; image_pe: of
-        the image, [P, C].
+        """Attend both ways.
+
+        Args:
+            tokens: [N, T, C].
+            image: [N or 1, P, C].
+            query_pe: The tokens as they entered the decoder, [N, T, C].
+            image_pe: Positions of the image, [P, C].
+            vision: The ops.
         """
         if self.skip_first_residual:  # neither positions nor a residual
             tokens = self.self_attn(tokens, tokens, tokens, vision)
@@ -136,7 +138,7 @@ class TwoWayTransformer(nn.Module):
         query_pe: torch.Tensor,
         vision: VisionContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """image [N or 1, P, C], image_pe [P, C], query_pe [N, T, C] → tokens, image [N, P, C]."""
+        """Image [N or 1, P, C], image_pe [P, C], query_pe [N, T, C] → tokens, image [N, P, C]."""
         tokens = query_pe
         for layer in self.layers:
             tokens, image = layer(tokens, image, query_pe, image_pe, vision)
@@ -190,11 +192,17 @@ class SamMaskDecoder(nn.Module):
         dense: torch.Tensor,
         vision: VisionContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """image: [N or 1, C, G, G]; image_pe: [C, G, G]; sparse: [N, P, C]; dense: [N or 1, C, G,
-        G].
+        """Decode masks of one image for N prompts.
 
-        Returns all four masks' logits [N, 4, 4·G, 4·G] and their predicted IoUs [N, 4], both
-        float32.
+        Args:
+            image: [N or 1, C, G, G].
+            image_pe: [C, G, G].
+            sparse: Point and box embeddings, [N, P, C].
+            dense: Mask embeddings, [N or 1, C, G, G].
+            vision: The ops.
+
+        Returns:
+            All four masks' logits [N, 4, 4·G, 4·G] and their predicted IoUs [N, 4], both float32.
         """
         count, side = len(sparse), dense.shape[-1]
         own = torch.cat((self.iou_token.weight, self.mask_tokens.weight))
@@ -233,8 +241,9 @@ class SamMaskDecoder(nn.Module):
 
 
 def _upsample_2x(x: torch.Tensor, conv: Conv2d, vision: VisionContext) -> torch.Tensor:
-    """[…, C] → […, 4·out] of a transposed convolution of 2 × 2 with stride 2: upper left, upper
-    right, lower left, …
+    """[…, C] → […, 4·out] of a transposed convolution of 2 × 2 with stride 2.
+
+    The four outputs are upper left, upper right, lower left, lower right.
     """
     weight = conv.weight.permute(2, 3, 1, 0).flatten(0, 2)
     assert conv.bias is not None

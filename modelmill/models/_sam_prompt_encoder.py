@@ -39,8 +39,9 @@ class FourierPositionEncoding(nn.Module):
         )
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        """positions: […, 2] x and y in [0, 1] → […, C], in float32: the angles reach hundreds of
-        radians.
+        """Positions […, 2], x and y in [0, 1] → […, C] float32.
+
+        In float32, since the angles reach hundreds of radians.
         """
         angles = (
             2
@@ -75,18 +76,25 @@ class SamPromptEncoder(nn.Module):
         )
 
     def embed_points(self, points: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """points: [N, P, 2] x, y in the encoder's pixels. labels: [N, P]. Returns [N, P, C]
-        float32.
+        """Embed points and the corners of boxes.
 
-        A label −1 is a point that is not there; where a prompt has no box, one of those stands at
-        the end, and the corners of a box are points with the labels 2 and 3: callers arrange them
-        (``vision.prompts``).
+        Label −1 is padding. A prompt without a box ends with one padding point; the corners of a
+        box are points with the labels 2 and 3. Callers arrange them so (``vision.prompts``).
+
+        Args:
+            points: [N, P, 2] x, y in the encoder's pixels.
+            labels: [N, P].
+
+        Returns:
+            [N, P, C] float32.
         """
-        found = self.pe_layer((points.float() + 0.5) / self.image_size)
-        found = torch.where((labels == NOT_A_POINT)[..., None], torch.zeros_like(found), found)
+        embeddings = self.pe_layer((points.float() + 0.5) / self.image_size)
+        embeddings = torch.where(
+            (labels == NOT_A_POINT)[..., None], torch.zeros_like(embeddings), embeddings
+        )
         rows: list[SamEmbedding] = [self.not_a_point_embed, *self.point_embeddings]
         table = torch.cat([row.weight for row in rows]).float()
-        return found + table[labels.long() + 1]
+        return embeddings + table[labels.long() + 1]
 
     def embed_masks(self, masks: torch.Tensor | None, count: int) -> torch.Tensor:
         """masks: [N, 1, 4·G, 4·G] logits, G the grid size, or None. Returns [N, C, G, G]."""

@@ -1,7 +1,7 @@
-"""MobileSAM's encoder (Zhang et al. 2023, arXiv:2306.14289): TinyViT (Wu et al. 2022,
-arXiv:2207.10666).
+"""MobileSAM's encoder, a TinyViT.
 
-Batch norms are folded into their convolutions when the engine is built.
+Zhang et al. 2023, arXiv:2306.14289; Wu et al. 2022, arXiv:2207.10666. Batch norms are folded into
+their convolutions when the engine is built.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from modelmill.nn.vision_context import VisionContext
 
 @dataclass(frozen=True)
 class TinyVitSpec:
-    """Sizes of the four stages; the first is convolutions only, and the last does not halve the
-    image.
+    """Sizes of the four stages.
+
+    The first has convolutions only, and the last does not halve the image.
     """
 
     widths: tuple[int, ...] = (64, 128, 160, 320)
@@ -40,8 +41,9 @@ class TinyVitSpec:
 
 
 class MBConv(nn.Module):
-    """1×1 → 3×3 by channel → 1×1, added to its input; a convolution of 1×1 is a linear layer of
-    each pixel.
+    """1×1 → depthwise 3×3 → 1×1, added to its input.
+
+    A 1×1 convolution is a linear layer of each pixel.
     """
 
     def __init__(self, width: int) -> None:
@@ -192,7 +194,5 @@ class TinyVitEncoder(nn.Module):
 
 
 def conv_channels_last(conv: Conv2d, x: torch.Tensor) -> torch.Tensor:
-    """A convolution on [B, H, W, C]: what lies channels last is a view of what it reads, and of
-    what it puts out.
-    """
+    """A convolution on [B, H, W, C]; the channels-last layout makes both permutations views."""
     return conv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)

@@ -20,11 +20,14 @@ from modelmill.ops.quant_types import QuantizedInput
 
 @dataclass(frozen=True)
 class SamVitSpec:
-    """Sizes. global_attn_indexes: layers that attend to the whole image; the others to windows of
-    ``window`` tokens a side.
+    """Sizes of SAM's ViT.
 
-    rel_pos_rows: rows of those layers' tables of relative positions, where they were made for
-    another size of image."""
+    Attributes:
+        global_attn_indexes: Layers that attend to the whole image; the others attend to windows of
+            ``window`` tokens a side.
+        rel_pos_rows: Rows of those layers' tables of relative positions, where they were made for
+            another image size.
+    """
 
     width: int
     depth: int
@@ -78,8 +81,9 @@ class SamVitAttention(VitBranch):
     def forward(self, x: torch.Tensor | QuantizedInput, vision: VisionContext) -> torch.Tensor:
         """[B, H, W, C], the same shape.
 
-        Windows over the edge hold zeros there, put in after the norm, so that q, k and v of those
-        tokens are the bias."""
+        Windows over the edge are padded with zeros after the norm, so that q, k and v of those
+        tokens are the bias.
+        """
         qkv = vision.linear(self.qkv, x)
         batch, height, width, channels = qkv.shape
         qkv = qkv.view(batch, height, width, 3, self.heads, channels // (3 * self.heads))

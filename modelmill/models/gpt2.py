@@ -75,7 +75,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> Gpt2Config:
         heads=heads,
         vocab=positive_int(raw, "vocab_size"),
         eps=non_negative_float(raw, "layer_norm_epsilon", default=1e-5),
-        # n_ctx is read by nobody today: it only fills in for the others
+        # n_ctx only fills in for the others
         max_len=positive_int(
             raw,
             "n_positions",
@@ -96,14 +96,14 @@ def rules(config: Gpt2Config) -> list[Rule]:
     if not config.tied:
         out.append(Rule("head.weight", ("lm_head.weight",)))
     for i in range(config.layers):
-        ours, theirs = f"layers.{i}", f"transformer.h.{i}"
+        target, source = f"layers.{i}", f"transformer.h.{i}"
         out += [
-            *_affine(f"{ours}.attn_norm", f"{theirs}.ln_1"),
-            *_affine(f"{ours}.mlp_norm", f"{theirs}.ln_2"),
-            *_affine(f"{ours}.attn.qkv_proj", f"{theirs}.attn.c_attn", "transpose"),
-            *_affine(f"{ours}.attn.o_proj", f"{theirs}.attn.c_proj", "transpose"),
-            *_affine(f"{ours}.mlp.fc_proj", f"{theirs}.mlp.c_fc", "transpose"),
-            *_affine(f"{ours}.mlp.down_proj", f"{theirs}.mlp.c_proj", "transpose"),
+            *_affine(f"{target}.attn_norm", f"{source}.ln_1"),
+            *_affine(f"{target}.mlp_norm", f"{source}.ln_2"),
+            *_affine(f"{target}.attn.qkv_proj", f"{source}.attn.c_attn", "transpose"),
+            *_affine(f"{target}.attn.o_proj", f"{source}.attn.c_proj", "transpose"),
+            *_affine(f"{target}.mlp.fc_proj", f"{source}.mlp.c_fc", "transpose"),
+            *_affine(f"{target}.mlp.down_proj", f"{source}.mlp.c_proj", "transpose"),
         ]
     return out
 

@@ -1,4 +1,4 @@
-"""LLaMA and everything of its model_type: LLaMA 1–3, Vicuna, SmolLM2, TinyLlama, …"""
+"""LLaMA and everything of its model_type: LLaMA 1–3, Vicuna, SmolLM2, TinyLlama and others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", 
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Sizes from config.json; biases only where the config asks for them."""
+    """Sizes from config.json; biases only where the config sets them."""
     attention_bias = boolean(raw, "attention_bias", False)
     config = _llama_common.config_from_hf(
         raw,

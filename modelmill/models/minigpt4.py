@@ -1,4 +1,4 @@
-"""MiniGPT-4 (Zhu et al. 2023, arXiv:2304.10592): a LLaMA that reads pictures through BLIP-2's eyes.
+"""MiniGPT-4 (Zhu et al. 2023, arXiv:2304.10592): a LLaMA behind BLIP-2's vision encoder.
 
 The language model is the plain decoder; ``encode_images`` turns pictures into embeddings that stand
 in a prompt like tokens.
@@ -45,14 +45,12 @@ UNUSED_CONFIG_KEYS = (
     "tie_word_embeddings", "projection_dim",
 )  # fmt: skip
 LANGUAGE_MODELS = ("llama", "mistral", "qwen2", "qwen3")
-"""Language models that may stand behind the eyes: the plain decoder in all of them, under the same
-names.
-"""
+"""Language models that may stand behind the vision encoder: all of them the plain decoder."""
 
 
 @dataclass(frozen=True)
 class MiniGpt4Config(DecoderConfig):
-    """The decoder's sizes and the eyes'."""
+    """The sizes of the decoder and of the vision encoder."""
 
     image_embedder: Blip2VisionSpec = field(
         default_factory=lambda: Blip2VisionSpec(EvaSpec(), QFormerSpec(), 4096)
@@ -60,7 +58,7 @@ class MiniGpt4Config(DecoderConfig):
 
 
 class Model(Decoder):
-    """The decoder with eyes. No recipe quantizes the eyes (``unquantized_prefixes``)."""
+    """The decoder with a vision encoder, which no recipe quantizes (``unquantized_prefixes``)."""
 
     unquantized_prefixes = (IMAGE_EMBEDDER_PREFIX,)
     mean: torch.Tensor
@@ -79,10 +77,10 @@ class Model(Decoder):
     def encode_images(self, images: torch.Tensor, ops: Ops) -> torch.Tensor:
         """Pictures [B, 3, S, S] uint8 → embeddings [B, 32, hidden] in the model's type."""
         like = self.image_embedder.visual_encoder.pos_embed
-        found: torch.Tensor = self.image_embedder(
+        embeddings: torch.Tensor = self.image_embedder(
             self.normalize(images).to(like.dtype), VisionContext(ops)
         )
-        return found
+        return embeddings
 
     def normalize(self, images: torch.Tensor) -> torch.Tensor:
         """[B, 3, S, S] uint8 → float32."""
@@ -91,12 +89,16 @@ class Model(Decoder):
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> MiniGpt4Config:
-    """Sizes of both halves. Raises CheckpointError where those of the eyes are missing or do not
-    fit together, UnknownArchitecture where the language model is none of ``LANGUAGE_MODELS``."""
+    """Sizes of the language model and the vision encoder.
+
+    Raises:
+        CheckpointError: where the vision encoder's sizes are missing or do not fit together.
+        UnknownArchitecture: where the language model is none of ``LANGUAGE_MODELS``.
+    """
     sizes = raw.get("image_embedder")
     if not isinstance(sizes, Mapping):
         raise CheckpointError(
-            'config.json: of a minigpt4 lacks "image_embedder", the sizes of its eyes'
+            'config.json: of a minigpt4 lacks "image_embedder", the sizes of its vision encoder'
         )
     model_type = sizes.get("language", "llama")
     family = (
@@ -104,14 +106,13 @@ def config_from_hf(raw: Mapping[str, Any]) -> MiniGpt4Config:
     )
     if family is None:
         raise UnknownArchitecture(
-            f"the language model behind the eyes is of model_type {quote(model_type, 60)}; known "
-            "there are "
+            f"the language model has the model_type {quote(model_type, 60)}; known there are "
             f"{', '.join(LANGUAGE_MODELS)}"
         )
     decoder = family.config_from_hf(raw)
     eps = sizes.get("eps", {})
     if not isinstance(eps, Mapping):
-        raise CheckpointError('config.json: "eps" of the eyes is no table')
+        raise CheckpointError('config.json: "eps" of image_embedder must be an object')
     encoder = EvaSpec(
         **_spec_sizes(sizes.get("vision_encoder"), EvaSpec()),
         eps=positive_float(eps, "vision_encoder", default=EvaSpec.eps),
@@ -137,7 +138,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> MiniGpt4Config:
 
 
 def rules(config: MiniGpt4Config) -> list[Rule]:
-    """The decoder's tensors from behind ``llama_model.``, the eyes' from their own files."""
+    """The decoder's tensors behind ``llama_model.``, the vision encoder's from their own files."""
     decoder = [
         replace(r, sources=tuple(LANGUAGE_MODEL_PREFIX + s for s in r.sources))
         for r in llama.rules(config)
@@ -149,14 +150,14 @@ def rules(config: MiniGpt4Config) -> list[Rule]:
 
 
 def ignored_tensors(config: MiniGpt4Config) -> list[str]:
-    """What the decoder needs not, and the eyes' unused halves."""
+    """Tensors that neither the decoder nor the vision encoder reads."""
     return [
         rf"{LANGUAGE_MODEL_PREFIX}{pattern}" for pattern in llama.ignored_tensors(config)
     ] + _blip2_vision.ignored_tensors(config.image_embedder)
 
 
 def _spec_sizes(sizes: Any, defaults: Any) -> dict[str, int]:
-    """The whole numbers of a spec; what is not told is as published."""
+    """The integers of a spec; a missing one has its published value."""
     if not isinstance(sizes, Mapping):
         raise CheckpointError(
             'config.json: "image_embedder" of a minigpt4 has no vision_encoder or no qformer'
@@ -165,6 +166,6 @@ def _spec_sizes(sizes: Any, defaults: Any) -> dict[str, int]:
     unknown = sorted(set(sizes) - names)
     if unknown:
         raise CheckpointError(
-            f"the eyes have no size {unknown[0]!r}; known are {', '.join(sorted(names))}"
+            f"image_embedder has no size {unknown[0]!r}; known are {', '.join(sorted(names))}"
         )
     return {name: positive_int(sizes, name) for name in sizes}

@@ -24,7 +24,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.rotary import RopeSpec
 
 CHECKPOINT_PREFIXES = ("transformer.",)
-# α grows with the prompt; beyond this multiple of seq_length nobody has measured the original
+# α grows with the prompt; beyond this multiple of seq_length the original was never measured
 MAX_NTK_FACTOR = 16
 SUPPORTED_VALUES = {"activation": ("swiglu",), "pos_emb": ("rotary",)}
 UNUSED_CONFIG_KEYS = (
@@ -83,8 +83,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def rules(config: DecoderConfig) -> list[Rule]:
-    """Every tensor under its QWenLMHeadModel name; the fused gate_up holds w2 (gate) above w1
-    (up).
+    """Every tensor under its QWenLMHeadModel name.
+
+    In gate_up w2 (gate) stands above w1 (up).
     """
     out = [
         Rule("embed.weight", ("transformer.wte.weight",)),
@@ -93,29 +94,29 @@ def rules(config: DecoderConfig) -> list[Rule]:
     if not config.tied:
         out.append(Rule("head.weight", ("lm_head.weight",)))
     for i in range(config.layers):
-        ours, theirs = f"layers.{i}", f"transformer.h.{i}"
+        target, source = f"layers.{i}", f"transformer.h.{i}"
         out += [
-            Rule(f"{ours}.attn_norm.weight", (f"{theirs}.ln_1.weight",)),
-            Rule(f"{ours}.mlp_norm.weight", (f"{theirs}.ln_2.weight",)),
-            Rule(f"{ours}.attn.qkv_proj.weight", (f"{theirs}.attn.c_attn.weight",)),
-            Rule(f"{ours}.attn.qkv_proj.bias", (f"{theirs}.attn.c_attn.bias",)),
-            Rule(f"{ours}.attn.o_proj.weight", (f"{theirs}.attn.c_proj.weight",)),
+            Rule(f"{target}.attn_norm.weight", (f"{source}.ln_1.weight",)),
+            Rule(f"{target}.mlp_norm.weight", (f"{source}.ln_2.weight",)),
+            Rule(f"{target}.attn.qkv_proj.weight", (f"{source}.attn.c_attn.weight",)),
+            Rule(f"{target}.attn.qkv_proj.bias", (f"{source}.attn.c_attn.bias",)),
+            Rule(f"{target}.attn.o_proj.weight", (f"{source}.attn.c_proj.weight",)),
             Rule(
-                f"{ours}.mlp.gate_up_proj.weight",
-                (f"{theirs}.mlp.w2.weight", f"{theirs}.mlp.w1.weight"),
+                f"{target}.mlp.gate_up_proj.weight",
+                (f"{source}.mlp.w2.weight", f"{source}.mlp.w1.weight"),
                 "cat0",
             ),
-            Rule(f"{ours}.mlp.down_proj.weight", (f"{theirs}.mlp.c_proj.weight",)),
+            Rule(f"{target}.mlp.down_proj.weight", (f"{source}.mlp.c_proj.weight",)),
         ]
         if config.out_bias:
             out += [
-                Rule(f"{ours}.attn.o_proj.bias", (f"{theirs}.attn.c_proj.bias",)),
+                Rule(f"{target}.attn.o_proj.bias", (f"{source}.attn.c_proj.bias",)),
                 Rule(
-                    f"{ours}.mlp.gate_up_proj.bias",
-                    (f"{theirs}.mlp.w2.bias", f"{theirs}.mlp.w1.bias"),
+                    f"{target}.mlp.gate_up_proj.bias",
+                    (f"{source}.mlp.w2.bias", f"{source}.mlp.w1.bias"),
                     "cat0",
                 ),
-                Rule(f"{ours}.mlp.down_proj.bias", (f"{theirs}.mlp.c_proj.bias",)),
+                Rule(f"{target}.mlp.down_proj.bias", (f"{source}.mlp.c_proj.bias",)),
             ]
     return out
 

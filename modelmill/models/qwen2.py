@@ -15,9 +15,7 @@ __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", 
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Sizes from config.json; windows only where ``use_sliding_window`` is true (its default is
-    false).
-    """
+    """Sizes from config.json; windows only with ``use_sliding_window``, whose default is false."""
     layers = num_layers(raw, "num_hidden_layers")
     windowed = boolean(raw, "use_sliding_window", False)
     raw = overlay_config(

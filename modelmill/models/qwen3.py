@@ -1,6 +1,4 @@
-"""Qwen3: RMSNorm on each head of q and k before the rotation; head_dim independent of the hidden
-size.
-"""
+"""Qwen3: RMSNorm on each head of q and k before the rotation; head_dim is a size of its own."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Segment Anything (Kirillov et al. 2023, arXiv:2304.02643): ViT-B, -L, -H, and MobileSAM's
-TinyViT.
+"""Segment Anything: ViT-B, -L, -H, and MobileSAM's TinyViT.
 
-Modules are called what the original checkpoints call them; transformers' names are translated.
+Kirillov et al. 2023, arXiv:2304.02643. Modules have the names of the original checkpoints;
+transformers' names are translated.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class SamConfig:
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> SamConfig:
-    """Sizes from transformers' config.json, or from what ``config_from_shapes`` made of the
-    tensors.
+    """Sizes from transformers' config.json or from the result of ``config_from_shapes``.
 
-    Raises CheckpointError for sizes that are none, and for settings that would change the
-    arithmetic and are not computed.
+    Raises:
+        CheckpointError: for invalid sizes, and for settings that would change the arithmetic and
+            are not computed.
     """
     if raw.get("encoder") == "vit_t":
         return SamConfig(TinyVitSpec())
@@ -72,10 +72,14 @@ def config_from_hf(raw: Mapping[str, Any]) -> SamConfig:
 
 
 def config_from_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any] | None:
-    """A raw config from the tensors of an original file, which has none beside it; None where they
-    are not SAM's.
+    """A raw config from the tensors of an original file, which has no config.json.
 
-    Raises TensorMismatch where they are, but one that tells a size is missing or has another shape.
+    Returns:
+        None where the tensors are not SAM's.
+
+    Raises:
+        TensorMismatch: where they are, but a tensor that determines a size is missing or has
+            another shape.
     """
     prefix = next(
         (p for p in CHECKPOINT_PREFIXES if f"{p}mask_decoder.iou_token.weight" in shapes), None
@@ -122,9 +126,9 @@ def _required_shape(shapes: Mapping[str, tuple[int, ...]], name: str, dims: int)
     """A tensor's shape of ``dims`` sizes above 0."""
     shape = shapes.get(name)
     if shape is None or len(shape) != dims or 0 in shape:
-        found = "is missing" if shape is None else f"has shape {list(shape)}"
+        state = "is missing" if shape is None else f"has shape {list(shape)}"
         raise TensorMismatch(
-            f"{name} {found} where {dims} dimensions above 0 are needed; the file is no whole "
+            f"{name} {state} where {dims} dimensions above 0 are needed; the file is no whole "
             "SAM, download it again"
         )
     return shape
@@ -186,9 +190,7 @@ def rules(config: SamConfig) -> list[Rule]:
 
 
 def ignored_tensors(config: SamConfig) -> list[str]:
-    """What nobody reads: MobileSAM's classifier, and transformers' second copy of the Fourier
-    matrix.
-    """
+    """Unused: MobileSAM's classifier and transformers' second copy of the Fourier matrix."""
     if config.checkpoint_layout == "transformers":
         return [r"prompt_encoder\.shared_embedding\..*"]
     return [r"image_encoder\.(norm_head|head)\..*", r".*\.num_batches_tracked", "pixel_mean",
@@ -197,11 +199,11 @@ def ignored_tensors(config: SamConfig) -> list[str]:
 
 
 def _tensor_names(model: Model) -> list[str]:
-    found = [name for name, _ in model.named_buffers()]
-    found += [
+    names = [name for name, _ in model.named_buffers()]
+    names += [
         f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear)
     ]
-    return sorted(found)
+    return sorted(names)
 
 
 _ENCODER = r"image_encoder\.(?:patch_embed\.[02]|layers\.\d+\.(?:blocks\.\d+\.(?:conv[123]|local_conv)|downsample\.conv[123]))"  # noqa: E501
@@ -210,11 +212,11 @@ _CONV = re.compile(rf"({_ENCODER})\.(weight|bias)")
 
 def _folded_rule(name: str) -> Rule:
     """A tensor of MobileSAM: convolutions of the encoder take their batch norm in."""
-    found = _CONV.fullmatch(name)
-    if found is None:
+    match = _CONV.fullmatch(name)
+    if match is None:
         return Rule(name, (name,))
-    stem = re.sub(r"patch_embed\.([02])$", r"patch_embed.seq.\1", found[1])
-    if found[2] == "weight":
+    stem = re.sub(r"patch_embed\.([02])$", r"patch_embed.seq.\1", match[1])
+    if match[2] == "weight":
         how = "fold_weight+pointwise" if re.search(r"\.conv[13]$", stem) else "fold_weight"
         return Rule(name, (f"{stem}.c.weight", f"{stem}.bn.weight", f"{stem}.bn.running_var"), how)
     parts = ("bias", "weight", "running_mean", "running_var")

@@ -64,8 +64,9 @@ class Conv2d(nn.Module):
 
 @contextlib.contextmanager
 def _disable_tf32() -> Iterator[None]:
-    """Inside, cuDNN computes float32 as float32: else it rounds to TF32, whose errors (3e-4)
-    acceptance refuses.
+    """Within the block, cuDNN computes float32 in float32.
+
+    By default it rounds to TF32, whose errors (3e-4) acceptance refuses.
     """
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
@@ -117,8 +118,11 @@ class PlainNorm(nn.Module):
         next_linear: Linear,
         vision: VisionContext,
     ) -> tuple[torch.Tensor | QuantizedInput, torch.Tensor]:
-        """(the norm of x + branch in the form that ``next_linear`` takes, x + branch); branch None:
-        of x.
+        """Add and normalise in one op where there is one.
+
+        Returns:
+            The norm of x + branch in the format that ``next_linear`` takes, and x + branch; a
+                branch of None adds nothing.
         """
         ops, act_quant = vision.ops, vision.act_quant(next_linear)
         if branch is None:

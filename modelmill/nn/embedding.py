@@ -36,8 +36,9 @@ class TokenEmbedding(nn.Module):
 class LMHead(Linear):
     """The projection to the vocabulary, in float32 sums cast to float32 logits.
 
-    Ranks share out the vocabulary, and each of them gets all logits: they sample alike, with
-    nothing more to exchange."""
+    With tensor parallelism each rank computes a part of the vocabulary and gathers all logits, so
+    that every rank samples the same ids.
+    """
 
     shard_widths: tuple[int, ...] = ()
 

@@ -1,6 +1,4 @@
-"""A decoder's modules as the one op that runs all layers: the weights that ``ops.decode`` asks for,
-gathered.
-"""
+"""Gathers a decoder's weights for ``ops.decode``, the op that runs all layers of a small step."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ _SUPPORTED_FORMATS = ("dense", "int8", "int4", "int8_group")
 
 
 class StackedWeights:
-    """The stack of a list of layers; gathered again where a linear layer has come to hold another
-    weight.
-    """
+    """The weights of a list of layers, gathered again where a weight was replaced."""
 
     def __init__(self, layers: nn.ModuleList, norm: RMSNorm, head: Linear) -> None:
         self._modules = (layers, norm, head)
@@ -62,7 +58,7 @@ def run_fused_decode(
     rope: RopeCosSin,
     step: Step,
 ) -> torch.Tensor:
-    """x: [T, H] embeddings → logits [R, V] float32 of the rows that the step asks for."""
+    """x: [T, H] embeddings → logits [R, V] float32 of the rows ``step.logit_rows``."""
     tokens = DecodeInputs(
         step.kv.k,
         step.kv.v,
@@ -81,9 +77,9 @@ def run_fused_decode(
 
 
 def _stack_weights(layers: nn.ModuleList, norm: RMSNorm, head: Linear) -> DecoderStackWeights:
-    found = tuple(_layer_weights(layer) for layer in layers)
+    layer_weights = tuple(_layer_weights(layer) for layer in layers)
     heads = cast(Attention, layers[0].attn).rope_cache.heads
-    return DecoderStackWeights(found, norm.weight, _matrix_weights(head), heads, norm.eps)
+    return DecoderStackWeights(layer_weights, norm.weight, _matrix_weights(head), heads, norm.eps)
 
 
 def _layer_weights(layer: nn.Module) -> DecodeLayerWeights:

@@ -37,9 +37,7 @@ class KVShape:
     head_dim: int
 
     def page_bytes(self, page_size: int, dtype: torch.dtype) -> int:
-        """Bytes of one page over all layers, keys and values, with the scales where ``dtype`` has 8
-        bits.
-        """
+        """Bytes of one page over all layers, keys and values, with the scales of 8-bit pages."""
         each = self.head_dim * dtype.itemsize + (
             _SCALE_DTYPE.itemsize if dtype in QUANTIZED_KV_DTYPES.values() else 0
         )
@@ -64,7 +62,7 @@ class KVCache:
     def allocate(
         shape: KVShape, pages: int, page_size: int, dtype: torch.dtype, device: str
     ) -> KVCache:
-        """Zeroed pages, so that nothing reads what nobody wrote.
+        """Zeroed pages, so that nothing reads uninitialized memory.
 
         In RAM they are backed once they are written.
         """
@@ -103,8 +101,9 @@ class KVCache:
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """``torch.zeros``; on the CPU, where that writes every byte, pages of the system's, which are
-    zero unwritten.
+    """Zeros without writing them.
+
+    On a CPU ``torch.zeros`` may write every byte; fresh pages of the operating system are zero.
     """
     if torch.device(device).type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)

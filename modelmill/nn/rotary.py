@@ -2,7 +2,7 @@
 
 A rotation may depend on a length: Qwen v1's dynamic NTK takes it from the request's prompt and
 keeps it, LLaMA's "dynamic" takes it from the prompt during prefill and from the position
-afterwards. The runtime therefore asks the model for a *rope key* per token (``rule`` says from
+afterwards. The runtime therefore gets from the model a *rope key* per token (``rule`` says from
 which length) and hands the keys back in the Step. Key 0: unscaled.
 """
 
@@ -25,10 +25,15 @@ ROPE_KEY_RULES = ("fixed", "prompt", "running")
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """dim: rotated channels per head. scaling: the raw ``rope_scaling`` dict. trained_len:
-    positions of the training.
+    """What a rotation is made of.
 
-    Raises CheckpointError for a dim that cannot be rotated so.
+    Attributes:
+        dim: Rotated channels per head.
+        scaling: The raw ``rope_scaling`` dict.
+        trained_len: Positions seen in training.
+
+    Raises:
+        CheckpointError: for a dim that cannot be rotated.
     """
 
     dim: int
@@ -57,11 +62,15 @@ class RopeSpec:
 
 
 class Rotary(nn.Module):
-    """A step's positions and keys → (cos, sin), each [T, D/2] float32, and Qwen v1's factors on q
-    [T], or None.
+    """A step's positions and rope keys → (cos, sin), each [T, D/2] float32.
 
-    rule: which length decides the key ("fixed": none). Raises CheckpointError for a scaling it does
-    not know.
+    With them Qwen v1's factors on q, [T], or None.
+
+    Attributes:
+        rule: Which length decides the rope key; "fixed": none.
+
+    Raises:
+        CheckpointError: for an unknown scaling.
     """
 
     inv_freq: torch.Tensor
@@ -111,8 +120,10 @@ class Rotary(nn.Module):
 
 
 def ntk_doublings(length: int, trained_len: int) -> int:
-    """How often ``trained_len`` must double to hold ``length``: Qwen v1's α is 2^(doublings + 1) −
-    1, and 1 for none."""
+    """How often ``trained_len`` must double to hold ``length``.
+
+    Qwen v1's α is 2^(doublings + 1) − 1, and 1 without any.
+    """
     doublings = 0
     while trained_len << doublings < length:
         doublings += 1
@@ -196,9 +207,9 @@ def _yarn(spec: RopeSpec, exponent: torch.Tensor) -> tuple[torch.Tensor, float]:
 
 
 def _yarn_factor(scaling: Mapping[str, Any], factor: float) -> float:
-    given = scaling.get("attention_factor")
-    if given is not None:
-        return float(given)
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is not None:
+        return float(attention_factor)
 
     def temper(mscale: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

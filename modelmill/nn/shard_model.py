@@ -1,9 +1,8 @@
-"""One model over several ranks: every module that can be split keeps its part, before any weight is
-read.
+"""Tensor parallelism: every module keeps its rank's shard, before any weight is read.
 
-A branch (attention, MLP) is split so that it needs nothing from the others: heads, or inner
-channels, with the columns of its last product that they feed. The ranks' outputs add up to the
-branch; the norm that takes them up adds them.
+A branch (attention, MLP) is sharded so that it needs nothing of the other ranks: by heads, or by
+inner channels, with the columns of its last product that read them. The ranks' outputs are partial
+sums of the branch; the norm behind it all-reduces them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A step without an engine around it, for measuring: weights and keys drawn at random, sequences of
-given lengths.
-"""
+"""A step without an engine, for measuring: random weights and keys, sequences of given lengths."""
 
 from __future__ import annotations
 
@@ -62,12 +60,17 @@ def synthetic_step(
     max_context: int | None = None,
     kv: KVCache | None = None,
 ) -> Step:
-    """sequences: (how many, new tokens of each, tokens of each with the new ones), or several of
-    these, for prompts beside answers; their pages in shuffled order.
+    """Make a step over random KV pages, in shuffled order.
 
-    max_context: the launch bound of their lengths, as a graph has one; default: the longest. kv:
-    pages to use, which are overwritten with random values; default: as many as are needed, of the
-    activations' dtype.
+    Args:
+        model: A language model with weights.
+        ops: The ops of the step.
+        sequences: (how many, new tokens of each, tokens of each with the new ones), or several of
+            these, for prompts beside decoding sequences.
+        max_context: The launch bound of their lengths, as a CUDA graph has one; default: the
+            longest.
+        kv: Pages to use, which are overwritten; default: as many as are needed, of the activations'
+            dtype.
     """
     several = not isinstance(sequences[0], int)
     groups = cast(list[tuple[int, int, int]], list(sequences) if several else [sequences])

@@ -1,6 +1,4 @@
-"""What the modules of an image model need to know besides their input: no tokens, no cache, only
-the ops.
-"""
+"""The second argument of an image model's modules: the ops; there are no tokens and no cache."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ class VisionContext:
     ops: Ops = field(repr=False)
 
     def linear(self, layer: Linear, x: torch.Tensor | QuantizedInput) -> torch.Tensor:
-        """[…, K] → […, N], whatever form the weight is held in, from activations in the form that
-        it wants.
-        """
+        """[…, K] → […, N] for every weight format; activations may be quantized already."""
         if isinstance(x, QuantizedInput):
             values = x.values.view(-1, x.values.shape[-1])
             flat = QuantizedInput(values, None if x.scale is None else x.scale.view(-1), x.dtype)
@@ -34,7 +30,7 @@ class VisionContext:
     def gelu(
         self, layer: Linear, x: torch.Tensor | QuantizedInput, next_linear: Linear
     ) -> torch.Tensor | QuantizedInput:
-        """gelu(layer(x)) as ``next_linear`` takes it: […, K] → […, N]."""
+        """GELU of the layer's output in the format that ``next_linear`` takes: […, K] → […, N]."""
         fused = self.act_quant(next_linear)
         if fused is not None:
             inner = self.linear(layer, x)
@@ -49,13 +45,12 @@ class VisionContext:
         return self.ops.gelu(self.linear(layer, x))
 
     def act_quant(self, layer: Linear) -> ActQuantSpec | None:
-        """The 8-bit input that the op in front should make at once; None: floating point, or no op
-        makes it faster.
+        """The 8-bit input that the op in front should put out.
+
+        None: floating point, or no backend has such an op.
         """
-        found = act_quant(layer.weight)
-        if found is None or self.ops.backends["add_layer_norm_quant"] == "torch":
+        spec = act_quant(layer.weight)
+        if spec is None or self.ops.backends["add_layer_norm_quant"] == "torch":
             return None
-        plain = found.zero_point is None and found.perm is None and found.bits == 8
-        return (
-            found if plain and (found.inv_scale is None or found.inv_scale.numel() == 1) else None
-        )
+        plain = spec.zero_point is None and spec.perm is None and spec.bits == 8
+        return spec if plain and (spec.inv_scale is None or spec.inv_scale.numel() == 1) else None

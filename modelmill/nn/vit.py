@@ -1,6 +1,4 @@
-"""What the vision transformers share: patches, blocks of attention and MLP, and the stream that
-runs through them.
-"""
+"""Shared parts of the vision transformers: patches, attention and MLP blocks, the residual."""
 
 from __future__ import annotations
 
@@ -46,10 +44,12 @@ class VitBlock(nn.Module):
     def forward_deferred_add(
         self, x: torch.Tensor, branch: torch.Tensor | None, vision: VisionContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x: what the stream holds, and the branch that is still to be added to it. Returns the
-        next of both.
+        """Run a block whose input is the residual and a branch not yet added to it.
 
-        A norm reads what the addition before it writes, so one op does both.
+        A norm reads what the addition before it writes, so that one op does both.
+
+        Returns:
+            The next residual and branch.
         """
         normed, x = self.norm1.add_norm(x, branch, self.attn.input_proj, vision)
         normed, x = self.norm2.add_norm(x, self.attn(normed, vision), self.mlp.input_proj, vision)
@@ -66,10 +66,10 @@ def run_blocks(blocks: Iterable[nn.Module], x: torch.Tensor, vision: VisionConte
 
 
 def patchify(x: torch.Tensor, patch_size: int) -> torch.Tensor:
-    """[B, 3, H, W] → [B, H / P, W / P, 3 · P²], P the patch size, as the weight of a convolution
-    [C, 3, P, P] lies.
+    """[B, 3, H, W] → [B, H / P, W / P, 3 · P²], P the patch size.
 
-    Where it never reads a pixel twice a convolution is a product of these.
+    The channels are in the order of a convolution's weight [C, 3, P, P]: without overlap the
+    convolution is a GEMM of these rows.
     """
     batch, channels, height, width = x.shape
     parts = x.reshape(
