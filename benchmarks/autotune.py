@@ -109,7 +109,7 @@ def main() -> None:
             replays.append(capture_graph(call))
         times = time_interleaved(replays, ROUNDS, QUEUED_STEPS, "cuda")
         for state, seconds in zip(
-            ("default launch sizes", "launch sizes of a tuned build"), times, strict=True
+            ("default launch configs", "launch configs of a tuned build"), times, strict=True
         ):
             spread = Spread.from_values([each * 1e3 for each in seconds])
             facts = {**about, "batch": batch, "context": context, "state": state, "spread": spread}

@@ -50,16 +50,17 @@ TIMING_ROUNDS, QUEUED_REPLAYS = 9, 4
 def skip_reason(plan: BuildPlan) -> str | None:
     """Return why nothing is tuned, or None if tuning is possible."""
     if plan.config.target != "cuda":
-        return "the kernels of a CPU have no launch sizes to tune"
+        return "the kernels of a CPU have no launch configs to tune"
     if not torch.cuda.is_available():
-        return "no GPU here, so nothing was tuned: the engine runs with default launch sizes"
+        return "no GPU here, so nothing was tuned: the engine runs with default launch configs"
     if plan.weight_bytes < MIN_WEIGHT_BYTES:
-        return f"less than {MIN_WEIGHT_BYTES >> 20} MiB of weights: default launch sizes serve"
+        size = MIN_WEIGHT_BYTES >> 20
+        return f"less than {size} MiB of weights: the engine runs with default launch configs"
     if not any(
         _tunable_implementation(op, variant)
         for op, variant in registry.select_backends("cuda", plan.config.kernels).backends.items()
     ):
-        return "the chosen kernels have no launch sizes to tune"
+        return "the chosen kernels have no launch configs to tune"
     return None
 
 

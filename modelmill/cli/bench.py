@@ -1,4 +1,4 @@
-"""``modelmill bench``: latency, throughput and start-up, measured."""
+"""``modelmill bench``: measure latency, throughput and start-up."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ DEFAULT_RUNS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Args(CommonArgs):
-    """What to measure, with which requests, how often."""
+    """Options of ``bench``."""
 
     what: str = option(
         help="latency, throughput, startup, serve, ops",
@@ -76,7 +76,7 @@ class Args(CommonArgs):
         None, ENGINE_HELP + "; none for serve and ops", positional=True, metavar="ENGINE"
     )
     batch_size: tuple[int, ...] = option(
-        (1,), "latency: batch sizes, measured in turn until memory ends"
+        (1,), "latency: batch sizes, measured one after another until memory is exhausted"
     )
     input_len: int = option(128, "tokens of a prompt; serve: words, each of a token or more")
     output_len: int = option(64, "tokens of an answer (end-of-text is ignored)")
@@ -95,20 +95,20 @@ class Args(CommonArgs):
     warmup: int = option(1, "runs before them that are not counted")
     url: str | None = option(None, "serve: address of the server")
     model: str | None = option(
-        None, "serve: model to ask (default: the first that the server lists)"
+        None, "serve: model of the requests (default: the first that the server lists)"
     )
     api_key: str | None = option(None, "serve: key of the server")
     request_rate: float | None = option(
-        None, "serve: requests a second, arriving by chance (default: all at once)"
+        None, "serve: requests a second, as Poisson arrivals (default: all at once)"
     )
-    concurrency: int | None = option(None, "serve: most requests at a time")
+    concurrency: int | None = option(None, "serve: maximum concurrent requests")
     endpoint: str = option(
         "completions",
         "serve: endpoint to measure, /v1/completions or chat",
         choices=("completions", "chat"),
     )
     ignore_eos: bool = option(
-        True, "serve: ask for answers of full length; not for servers that refuse the field"
+        True, "serve: request answers of full length; not for servers that refuse the field"
     )
     first_ms: float | None = option(
         None, "serve: a good request has its first token within so many ms"
@@ -141,7 +141,7 @@ class Args(CommonArgs):
 
 
 def run(args: Args) -> int:
-    """Measure, print, plot and keep the rows."""
+    """Measure, print, plot and save the rows."""
     _check(args)
     if args.what == "serve":
         return _bench_serve(args)
@@ -174,7 +174,7 @@ def run(args: Args) -> int:
 
 
 def _bench_serve(args: Args) -> int:
-    """Save the measurements, then print them, then plot: a later failure loses nothing."""
+    """Save the measurements before printing and plotting, so that a failure there loses nothing."""
     measured, drawn = measure_serve(args)
     command = _redacted_command(sys.argv[1:])
     rows = make_serve_rows(command, measured, args)
@@ -189,7 +189,7 @@ def _bench_serve(args: Args) -> int:
 
 
 def _redacted_command(words: Sequence[str]) -> str:
-    """The command line as it is kept: without the key of a server."""
+    """Return the command line as it is saved, without the server's API key."""
     kept: list[str] = []
     for word in words:
         name, equals, _ = word.partition("=")
@@ -209,7 +209,7 @@ def _check(args: Args) -> None:
     if args.warmup < 0:
         raise UsageError(f"--warmup must be at least 0, not {args.warmup}")
     if not args.batch_size or any(size < 1 for size in args.batch_size):
-        raise UsageError("--batch-size takes whole numbers from 1 on, at least one")
+        raise UsageError("--batch-size must be one or more integers of at least 1")
     if args.dataset is not None and args.trace is not None:
         raise UsageError("give one of --dataset and --trace")
     if args.what != "throughput" and (args.dataset or (args.trace and args.what != "serve")):
@@ -238,7 +238,7 @@ def _check(args: Args) -> None:
 
 
 def _engine_path(args: Args) -> Path:
-    """The engine, which all but ops need."""
+    """Return the engine's path, which all but serve and ops need."""
     if args.engine is None:
         raise UsageError(
             f"ENGINE is missing: bench {args.what} measures an engine; bench ops needs none"
@@ -279,19 +279,19 @@ def _latency(args: Args) -> dict[str, Any]:
     llm, subjects = _open_targets(args, max_num_seqs=max(args.run.max_num_seqs, *args.batch_size))
     shapes = [LatencyShape(batch, args.input_len, args.output_len) for batch in args.batch_size]
     with show_progress("latency", quiet=args.json) as on_progress:
-        how = {
+        sweep_options = {
             "runs": args.runs or DEFAULT_RUNS,
             "warmup": args.warmup,
             "seed": args.run.seed,
             "on_progress": on_progress,
         }
-        found = sweep_shapes(subjects, shapes, llm.engine_core.vocab, **how)
-    if found.stop_reason is not None:
-        print_note(f"the sweep ended before its last batch size: {found.stop_reason}")
-    results = [each.to_dict() for each in found.results]
+        sweep = sweep_shapes(subjects, shapes, llm.engine_core.vocab, **sweep_options)
+    if sweep.stop_reason is not None:
+        print_note(f"the sweep ended before its last batch size: {sweep.stop_reason}")
+    results = [each.to_dict() for each in sweep.results]
     return {
         **_row_facts(args, llm),
-        "ended": found.stop_reason,
+        "ended": sweep.stop_reason,
         "results": results,
         "speedups": _speedups(results, _latency_facts),
     }
@@ -303,14 +303,14 @@ def _throughput(args: Args) -> dict[str, Any]:
     llm, subjects = _open_targets(args)
     work = _requests(args, llm)
     with show_progress("throughput", quiet=args.json) as on_progress:
-        found = measure_throughput(
+        measurements = measure_throughput(
             subjects,
             work,
             runs=args.runs or DEFAULT_RUNS,
             warmup=args.warmup,
             on_progress=on_progress,
         )
-    results = [each.to_dict() for each in found]
+    results = [each.to_dict() for each in measurements]
     return {
         **_row_facts(args, llm),
         "results": results,
@@ -348,7 +348,7 @@ def _startup(args: Args) -> dict[str, Any]:
     from modelmill.eval.startup import measure_startup
     from modelmill.runtime.device import compile_cpu_kernels, pick_device, use_threads
 
-    # A checkpoint is built first: its build is no part of a start.
+    # a checkpoint is built first; the build is not part of start-up
     path = _engine_path(args)
     engine = path if is_engine(path) else open_llm(path, args.build, args.run).path
     device = pick_device(args.run.device)
@@ -357,8 +357,8 @@ def _startup(args: Args) -> dict[str, Any]:
     with show_progress("startup", quiet=args.json) as on_progress:
         compile_cpu_kernels(
             device, on_progress
-        )  # compiled once per machine, so not part of a start
-        found = measure_startup(
+        )  # compiled once per machine, so not part of start-up
+        measurement = measure_startup(
             engine,
             non_default_fields(args.run),
             input_length=args.input_len,
@@ -368,7 +368,11 @@ def _startup(args: Args) -> dict[str, Any]:
     build = open_artifact(engine).manifest.build
     facts = {"engine": str(args.engine), "device": device_name(device), "dtype": build["dtype"]}
     facts["quantization"] = build["quantization"]
-    return {"what": "startup", **facts, "results": [{"subject": "modelmill", **found.to_dict()}]}
+    return {
+        "what": "startup",
+        **facts,
+        "results": [{"subject": "modelmill", **measurement.to_dict()}],
+    }
 
 
 def _row_facts(args: Args, llm: LLM) -> dict[str, Any]:
@@ -390,14 +394,14 @@ def _latency_facts(result: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _speedups(results: Sequence[Mapping[str, Any]], of: Any) -> list[dict[str, Any]]:
-    """Reference's median over the engine's, for each shape that both were measured at."""
-    found = []
+    """Return the reference's median over the engine's, for each shape with both measurements."""
+    speedups = []
     for ours in results:
-        for theirs in results:
-            same = ours.get("shape") == theirs.get("shape")
-            if same and ours["subject"] == "modelmill" and theirs["subject"] != "modelmill":
-                ratio = of(theirs)["median"] / of(ours)["median"]
-                found.append(
-                    {"over": theirs["subject"], "shape": ours.get("shape"), "speedup": ratio}
+        for reference in results:
+            same = ours.get("shape") == reference.get("shape")
+            if same and ours["subject"] == "modelmill" and reference["subject"] != "modelmill":
+                ratio = of(reference)["median"] / of(ours)["median"]
+                speedups.append(
+                    {"over": reference["subject"], "shape": ours.get("shape"), "speedup": ratio}
                 )
-    return found
+    return speedups

@@ -30,7 +30,11 @@ MIN_SHOWN_FRACTION = 0.05  # of the ceiling: below, a launch takes all the time
 
 
 def check_ops(engine: Path | None, ops: Sequence[str], implementations: Sequence[str]) -> None:
-    """Raises UsageError for what is no op or no variant."""
+    """Check the names of ops and variants.
+
+    Raises:
+        UsageError: if an op or a variant is unknown, or an engine is given.
+    """
     from modelmill.ops import registry
 
     if engine is not None:
@@ -39,8 +43,8 @@ def check_ops(engine: Path | None, ops: Sequence[str], implementations: Sequence
     for op in ops:
         if op not in known:
             hint = closest_name(op, list(known))
-            more = f"did you mean {hint}?" if hint else f"there are {', '.join(known)}"
-            raise UsageError(f"no op is called {op!r}; {more}")
+            more = f"did you mean {hint}?" if hint else f"known: {', '.join(known)}"
+            raise UsageError(f"unknown op {op!r}; {more}")
     for variant in implementations:
         if variant not in ("torch", *registry.BACKENDS):
             raise UsageError(
@@ -127,7 +131,7 @@ def make_op_rows(command: str, results: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def show_ops(results: dict[str, Any]) -> None:
-    """A line a variant and case; ▸ marks what the engine picks."""
+    """Print a line per variant and case; ▸ marks the variant that engines use."""
     from modelmill.eval.roofline import describe_rates
 
     ceilings = results["ceilings"]
@@ -137,8 +141,8 @@ def show_ops(results: dict[str, Any]) -> None:
     )
     print_table(COLUMNS, [_table_row(each) for each in results["results"]], title=title)
     print(
-        "▸ what the shelf picks; the ceiling is the larger of the times for the bytes and for the "
-        "operations"
+        "▸ the variant that engines use; the ceiling is the larger of the times for the bytes and "
+        "for the operations"
     )
 
 

@@ -1,4 +1,4 @@
-"""What ``bench`` measured, as rows, as a table and as a plot."""
+"""Results of ``bench`` as rows, as a table and as a plot."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_rows(command: str, figures: Mapping[str, Any]) -> list[dict[str, Any]]:
         if key in figures
     }
     for result in figures["results"]:
-        asked = {
+        workload = {
             key: result[key]
             for key in ("shape", "requests", "input_tokens", "output_tokens")
             if key in result
@@ -43,7 +43,7 @@ def make_rows(command: str, figures: Mapping[str, Any]) -> list[dict[str, Any]]:
         for figure, unit in UNITS.items():
             spread = result.get(figure)
             if spread is not None:
-                details = {**about, "subject": result["subject"], "spread": spread, **asked}
+                details = {**about, "subject": result["subject"], "spread": spread, **workload}
                 name = f"{figures['what']}.{figure}"
                 rows.append(
                     make_row(command, name, spread["median"], unit, figures["device"], **details)
@@ -52,15 +52,17 @@ def make_rows(command: str, figures: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def show_table(bench_figures: Mapping[str, Any]) -> None:
-    """The table, the speed-ups, and why a sweep ended."""
+    """Print the table, the speed-ups, and why a sweep ended."""
     results = bench_figures["results"]
     figures = [name for name in UNITS if any(result.get(name) for result in results)]
     head = ["", *(["batch × input + output"] if "shape" in results[0] else [])]
     rows = []
     for result in results:
         shape = result.get("shape")
-        asked = [f"{shape['batch']} × {shape['input']} + {shape['output']}"] if shape else []
-        rows.append([result["subject"], *asked, *[_cell(result.get(name)) for name in figures]])
+        shape_cell = [f"{shape['batch']} × {shape['input']} + {shape['output']}"] if shape else []
+        rows.append(
+            [result["subject"], *shape_cell, *[_cell(result.get(name)) for name in figures]]
+        )
     formats = f"{bench_figures['dtype']}, {bench_figures['quantization']}"
     title = f"{bench_figures['what']}: {bench_figures['engine']} ({formats}) on "
     names = [_column_title(name) for name in figures]
@@ -101,7 +103,7 @@ def _short(value: float) -> str:
 
 
 def draw_plot(axes: Any, figures: Mapping[str, Any]) -> None:
-    """latency: output tokens/s by batch size, a line a subject; else a bar a subject."""
+    """Plot output tokens/s by batch size (latency: a line per subject), else a bar per subject."""
     results = figures["results"]
     subjects = list(dict.fromkeys(result["subject"] for result in results))
     if figures["what"] == "latency":

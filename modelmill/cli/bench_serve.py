@@ -1,4 +1,4 @@
-"""``bench serve``: any server that speaks OpenAI's API, under load."""
+"""``bench serve``: load test of a server with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ RATE_ROWS = {
 
 
 def check_serve(args: Any) -> None:
-    """Raises UsageError for what makes no load."""
+    """Check the options.
+
+    Raises:
+        UsageError: if there is no address, or a number is not positive.
+    """
     if args.engine is not None:
         raise UsageError(
             f"bench serve measures a server, not {args.engine}; start one with modelmill serve"
@@ -41,7 +45,7 @@ def check_serve(args: Any) -> None:
 
 
 def measure_serve(args: Any) -> tuple[dict[str, Any], Callable[[Path], None]]:
-    """The figures of one load, and what draws them into a file."""
+    """Run one load; returns its figures and a function that plots them into a file."""
     from modelmill.eval.datasets import read_trace
     from modelmill.eval.openai_client import OpenAIClient
     from modelmill.eval.serving_load import ServingLoad, run_load, summarize_load
@@ -62,14 +66,14 @@ def measure_serve(args: Any) -> tuple[dict[str, Any], Callable[[Path], None]]:
         lengths, args.request_rate, args.concurrency, args.first_ms, args.token_ms, **load_options
     )
 
-    async def all_of_it() -> tuple[str, list[RequestTiming], float]:
+    async def measure() -> tuple[str, list[RequestTiming], float]:
         model = args.model or await remote.first_model()
-        with show_progress("requests", quiet=args.json) as ended:
-            return model, *await run_load(remote, model, load, ended)
+        with show_progress("requests", quiet=args.json) as on_progress:
+            return model, *await run_load(remote, model, load, on_progress)
 
-    model, requests, seconds = asyncio.run(all_of_it())
+    model, requests, seconds = asyncio.run(measure())
 
-    def drawn(path: Path) -> None:
+    def draw(path: Path) -> None:
         from modelmill.eval.report import plot
         from modelmill.eval.serving_plots import GRID_SHAPE, draw_plots
 
@@ -85,14 +89,11 @@ def measure_serve(args: Any) -> tuple[dict[str, Any], Callable[[Path], None]]:
         "url": args.url,
         "model": model,
         **summarize_load(requests, seconds, load),
-    }, drawn
+    }, draw
 
 
 def make_serve_rows(command: str, results: dict[str, Any], args: Any) -> list[dict[str, Any]]:
-    """A row for each figure.
-
-    Another machine may be what is measured: in the device's place stands its address.
-    """
+    """Make a row per figure; its device is the server's address, which may be another machine."""
     from modelmill.eval.report import make_row
 
     about = {
@@ -122,7 +123,7 @@ def make_serve_rows(command: str, results: dict[str, Any], args: Any) -> list[di
 
 
 def show_serve(results: dict[str, Any]) -> None:
-    """A table of times, and one of rates."""
+    """Print a table of times and one of rates."""
     rows = [
         [name, *[results[key][each] for each in ("mean", "median", "p90", "p99")]]
         for key, name in LATENCY_ROWS.items()

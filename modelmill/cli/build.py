@@ -267,7 +267,7 @@ def show_tuning(tuning: AutotuneRecord) -> None:
         if each["default_us"] is not None
     ]
     count = sum(map(len, tuning.choices.values()))
-    print(f"tuned for {tuning.device}: {count} products with launch sizes of their own")
+    print(f"tuned for {tuning.device}: {count} products with tuned launch configs")
     if rows:
         print_table(
             ("sequences", "default, µs", "tuned, µs", "not tried"),

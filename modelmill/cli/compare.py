@@ -32,8 +32,8 @@ SIZE_NAMES = {
     "inner": "inner size",
     "vocab": "vocabulary",
 }
-# what the contract fixes: with chunks, rounded keys or other lengths a good engine would differ
-# from the reference
+# fixed by the acceptance contract: with chunked prefill, a quantized KV cache or other lengths a
+# correct engine would differ from the reference
 EXCLUDED_OPTIONS = (
     *("enable_prefix_caching", "cuda_graphs", "kv_cache_dtype", "tp", "seed"),
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_mixed_tokens"),
@@ -61,7 +61,7 @@ class Args(CommonArgs):
 
 
 def run(args: Args) -> int:
-    """Compare, show, and say by the exit code whether all is within tolerance."""
+    """Compare and print; exit code 0 if everything is within tolerance."""
     from modelmill.accept.run import compare_engine, sample_ids
     from modelmill.artifact.store import open_artifact
     from modelmill.checkpoint.open import open_checkpoint
@@ -112,13 +112,13 @@ def _compare_masks(args: Args, artifact: Artifact, checkpoint: Checkpoint) -> in
 
     if args.plot is not None or args.all:
         raise UsageError(
-            "--plot and --all are for language models; of an encoder --json tells every module"
+            "--plot and --all are for language models; --json lists all modules of an encoder"
         )
     with show_progress("comparing", lines=True) as on_progress:
         compile_cpu_kernels(args.run.device, on_progress)
-        eye = open_sam_model(artifact, pick_device(args.run.device), args.run.kernels)
+        model = open_sam_model(artifact, pick_device(args.run.device), args.run.kernels)
         result = compare_segmentation(
-            artifact, eye, with_config(checkpoint), on_progress=on_progress
+            artifact, model, with_config(checkpoint), on_progress=on_progress
         )
     emit_json(result) if args.json else show_acceptance(result)
     if not args.json and not result["accepted"]:

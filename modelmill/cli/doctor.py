@@ -1,4 +1,4 @@
-"""``modelmill doctor``: the environment, and what is missing in it."""
+"""``modelmill doctor``: the environment, and what it lacks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ COMPILERS = ("c++", "g++", "clang++")
 
 @dataclass(frozen=True, kw_only=True)
 class Args(CommonArgs):
-    """engine: whether it runs here, and how it is tuned."""
+    """Options of ``doctor``."""
 
     engine: Path | None = option(
         None, "an engine: whether it fits this machine", positional=True, metavar="ENGINE"
@@ -51,7 +51,7 @@ class Args(CommonArgs):
 
 
 def run(args: Args) -> int:
-    """Tell the environment; exit code 1 where a needed package is missing."""
+    """Print the environment; exit code 1 if a required package is missing."""
     with show_progress("looking around", lines=True) as on_progress:
         from modelmill.runtime.device import compile_cpu_kernels
 
@@ -65,7 +65,7 @@ def run(args: Args) -> int:
 
 
 def collect_facts() -> dict[str, Any]:
-    """All facts as JSON."""
+    """Return all facts, as JSON data."""
     import psutil
     import torch
 
@@ -121,19 +121,19 @@ def engine_facts(path: Path) -> dict[str, Any]:
 def _gpus(torch: Any) -> list[dict[str, Any]]:
     if not torch.cuda.is_available():
         return []
-    found = []
+    gpus = []
     for index in range(torch.cuda.device_count()):
         facts_of = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         capability = f"{facts_of.major}.{facts_of.minor}"
-        found.append(
+        gpus.append(
             {"name": facts_of.name, "capability": capability, "memory": total, "memory_free": free}
         )
-    return found
+    return gpus
 
 
 def _kernels(torch: Any) -> list[dict[str, Any]]:
-    """For each op and each device here: the variant that is chosen, and why others cannot be."""
+    """Return the chosen variant of each op and device, and why others are unavailable."""
     from modelmill.ops import registry
 
     rows = []
@@ -159,13 +159,13 @@ def _kernels(torch: Any) -> list[dict[str, Any]]:
 
 
 def _cpu_kernels() -> dict[str, str | None]:
-    """Which compiled kernels serve the CPU; where there are none, why not."""
+    """Return the origin and path of the compiled CPU kernels, or why there are none."""
     from modelmill.ops.cpu import build
 
-    found = build.load()
-    if isinstance(found, str):
-        return {"origin": None, "path": None, "reason": found}
-    return {"origin": found.origin, "path": str(found.path), "reason": None}
+    library = build.load()
+    if isinstance(library, str):
+        return {"origin": None, "path": None, "reason": library}
+    return {"origin": library.origin, "path": str(library.path), "reason": None}
 
 
 def _compiler() -> str | None:

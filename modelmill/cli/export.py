@@ -80,7 +80,8 @@ def run(args: Args) -> int:
             engine = cached_engine(engine, BuildConfig(**built), on_progress)
     elif built:
         raise UsageError(
-            f"{', '.join(built)}: decided when an engine is built, and {engine} is one already"
+            f"{', '.join(built)}: decided when an engine is built, and {engine} is already built; "
+            "leave it out, or give the checkpoint"
         )
     start = StartOptions(
         non_default_fields(args.run), _read_template(args.chat_template), args.max_waiting

@@ -34,7 +34,7 @@ MAX_WINDOW_TOKENS = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class Args(CommonArgs):
-    """What to read, and how."""
+    """Options of ``perplexity``."""
 
     engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
     data: Path | None = option(None, "UTF-8 text file", required=True, metavar="FILE")
@@ -60,12 +60,12 @@ def run(args: Args) -> int:
     from modelmill.eval.targets import EngineScorer
 
     assert args.data is not None
-    for name, value, least in (
+    for name, value, minimum in (
         ("--max-length", args.max_length, 2),
         ("--limit-tokens", args.limit_tokens, 1),
     ):
-        if value is not None and value < least:
-            raise UsageError(f"{name} must be at least {least}, not {value}")
+        if value is not None and value < minimum:
+            raise UsageError(f"{name} must be at minimum {minimum}, not {value}")
     if args.reference is not None:
         require("--reference", "transformers", "eval")
     text = read_text(args.data)
@@ -95,9 +95,9 @@ def run(args: Args) -> int:
         )
     result: dict[str, Any] = {**asdict(measured), "max_length": length, "stride": stride}
     if args.reference is not None:
-        other = _reference(args, ids, length, stride, llm.engine_core.device)
-        result["reference"] = {**asdict(other), "dtype": args.reference_dtype}
-        result["relative_difference"] = measured.perplexity / other.perplexity - 1.0
+        reference = _reference(args, ids, length, stride, llm.engine_core.device)
+        result["reference"] = {**asdict(reference), "dtype": args.reference_dtype}
+        result["relative_difference"] = measured.perplexity / reference.perplexity - 1.0
     emit_json(result) if args.json else _show(result)
     return 0
 
@@ -126,13 +126,16 @@ def _show(result: dict[str, Any]) -> None:
             result["seconds"],
         ]
     ]
-    other = result.get("reference")
-    if other is not None:
-        name = f"transformers, {other['dtype']}"
+    reference = result.get("reference")
+    if reference is not None:
+        name = f"transformers, {reference['dtype']}"
         rows.append(
-            [name, *[other[key] for key in ("perplexity", "nll", "tokens", "windows", "seconds")]]
+            [
+                name,
+                *[reference[key] for key in ("perplexity", "nll", "tokens", "windows", "seconds")],
+            ]
         )
     shown = [[name, f"{ppl:.5f}", f"{nll:.6f}", *rest] for name, ppl, nll, *rest in rows]
     print_table(("", "perplexity", "nats per token", "tokens", "windows", "seconds"), shown)
-    if other is not None:
+    if reference is not None:
         print(f"difference: {100 * result['relative_difference']:+.4f} %")

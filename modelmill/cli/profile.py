@@ -32,7 +32,7 @@ PHASES = ("decode", "prefill", "both")
 
 @dataclass(frozen=True, kw_only=True)
 class Args(CommonArgs):
-    """Which step, and where its trace goes."""
+    """Options of ``profile``."""
 
     engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
     phase: str = option("both", "which step", choices=PHASES)
@@ -71,24 +71,24 @@ def run(args: Args) -> int:
     about = {"engine": str(args.engine), "device": device_name(loop.device)}
     about |= {"dtype": build["dtype"], "quantization": build["quantization"]}
     phases = ("prefill", "decode") if args.phase == "both" else (args.phase,)
-    found, tracks = [], {}
+    profiles, tracks = [], {}
     with show_progress("profile", quiet=args.json) as on_progress:
         for number, phase in enumerate(phases):
             each, events = profile_case(loop, ProfileCase(phase, args.batch, args.prompt), ceilings)
-            found.append(each)
+            profiles.append(each)
             tracks[f"{phase}, {args.batch} × {args.prompt}"] = events
             on_progress("profile", number + 1, len(phases))
     if args.trace is not None:
         chrome_trace.write_trace(
             args.trace, chrome_trace.make_trace(tracks, {**about, **ceilings.to_dict()})
         )
-    rows = _make_rows(shlex.join(["modelmill", *sys.argv[1:]]), about, ceilings.to_dict(), found)
+    rows = _make_rows(shlex.join(["modelmill", *sys.argv[1:]]), about, ceilings.to_dict(), profiles)
     if args.save is not None:
         from modelmill.eval.report import append_rows
 
         append_rows(args.save, rows)
     if args.json:
-        phase_dicts = [each.to_dict() for each in found]
+        phase_dicts = [each.to_dict() for each in profiles]
         kernels = dict(loop.ops.backends)
         emit_json(
             {**about, "ceilings": ceilings.to_dict(), "kernels": kernels, "phases": phase_dicts}
@@ -98,9 +98,9 @@ def run(args: Args) -> int:
         f"{args.engine} ({about['dtype']}, {about['quantization']}) on {about['device']}; at most ",
         end="",
     )
-    told_rates = describe_rates({name: rate / 1e12 for name, rate in ceilings.matmul_rates.items()})
-    print(f"{ceilings.memory_bandwidth / 1e9:,.0f} GB/s and {told_rates}")
-    for each in found:
+    rates = describe_rates({name: rate / 1e12 for name, rate in ceilings.matmul_rates.items()})
+    print(f"{ceilings.memory_bandwidth / 1e9:,.0f} GB/s and {rates}")
+    for each in profiles:
         show_profile(each, args.lines)
     if args.trace is not None:
         print_note(f"wrote {args.trace}: open it at ui.perfetto.dev")
@@ -138,7 +138,7 @@ def _make_rows(
 
 
 def show_profile(profile: Profile, max_lines: int) -> None:
-    """The step and its lines for people."""
+    """Print a step and the table of its kernels."""
     step = profile.step_us
     what = f"{profile.phase}, {profile.batch} × {profile.prompt}"
     timed = {"graph": "as a CUDA graph", "launched": "launched by Python", "host": "on the CPU"}[
@@ -212,7 +212,7 @@ def _cells(line: ProfileLine) -> list[Any]:
 
 
 def _shorten_name(kernel: str) -> str:
-    """Names of templates are longer than a screen; the trace has them whole."""
+    """Shorten a kernel's name; template names are longer than a line. The trace has full names."""
     name = kernel.removeprefix("void ").split("<")[0].split("(")[0]
     return name if len(name) <= 48 else f"{name[:47]}…"
 

@@ -1,4 +1,4 @@
-"""``modelmill segment``: masks of what one points at in pictures, or of everything in them."""
+"""``modelmill segment``: masks of prompted objects in pictures, or of everything in them."""
 
 from __future__ import annotations
 
@@ -101,12 +101,12 @@ class Args(CommonArgs):
 
 
 def run(args: Args) -> int:
-    """Segment, draw, tell. 1 where a picture of several could not be read; a single one raises."""
-    question = _make_query(args)
+    """Segment pictures; exit code 1 if one of several could not be read (a single one raises)."""
+    query = _make_query(args)
     paths = expand_paths(args.images)
     several = len(paths) > 1
     rough = () if args.mask is None else (args.mask,)
-    drawings = SegmentOutputs(args.output, args.masks, (*paths, *rough), several)
+    outputs = SegmentOutputs(args.output, args.masks, (*paths, *rough), several)
     with show_progress(f"opening {args.engine.name}", lines=True) as on_progress:
         from modelmill.segmenter import Segmenter  # inside, since torch takes seconds to import
 
@@ -121,7 +121,7 @@ def run(args: Args) -> int:
     with show_progress(
         "segmenting", quiet=not several and not args.everything, lines=True
     ) as on_progress:
-        for result in segment_images(args, segmenter, paths, question, drawings, on_progress):
+        for result in segment_images(args, segmenter, paths, query, outputs, on_progress):
             if not several and "error" in result:
                 raise RequestError(result["error"])
             results.append(result)
@@ -135,11 +135,12 @@ def run(args: Args) -> int:
 
 
 def expand_paths(patterns: tuple[Path, ...]) -> list[Path]:
-    """Files of paths, folders (their pictures, by name) and globs.
+    """Expand paths, folders (their pictures, sorted by name) and globs to files.
 
-    Raises UsageError where there is nothing.
+    Raises:
+        UsageError: if a folder has no pictures or a glob matches no file.
     """
-    found: list[Path] = []
+    paths: list[Path] = []
     for path in patterns:
         if path.is_dir():
             inside = sorted(
@@ -149,15 +150,15 @@ def expand_paths(patterns: tuple[Path, ...]) -> list[Path]:
                 raise UsageError(
                     f"{path}: there are no pictures in this folder ({', '.join(IMAGE_SUFFIXES)})"
                 )
-            found += inside
+            paths += inside
         elif path.exists() or not any(c in str(path) for c in "*?["):
-            found.append(path)
+            paths.append(path)
         else:
             matches = sorted(_glob(path))
             if not matches:
                 raise UsageError(f"{path}: no file matches")
-            found += matches
-    return list(dict.fromkeys(found))
+            paths += matches
+    return list(dict.fromkeys(paths))
 
 
 def _glob(path: Path) -> Iterator[Path]:
@@ -168,7 +169,7 @@ def _glob(path: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class SegmentQuery:
-    """Return the prompts for each picture (``mask`` has no logits yet), or everything."""
+    """The prompts for each picture (``mask`` is not converted to logits yet), or everything."""
 
     prompts: tuple[Prompt, ...] = ()
     mask: Image | None = None
@@ -176,7 +177,12 @@ class SegmentQuery:
 
 
 def _make_query(args: Args) -> SegmentQuery:
-    """Raises UsageError, RequestError, before anything is built or loaded."""
+    """Check the prompts before anything is built or loaded.
+
+    Raises:
+        UsageError: if options exclude each other or there is no prompt.
+        RequestError: if a prompt is invalid.
+    """
     has_prompt = bool(args.point or args.box) or args.mask is not None
     if args.rle and not args.json:
         raise UsageError("--rle writes into the JSON: add --json")
@@ -198,13 +204,12 @@ def _make_query(args: Args) -> SegmentQuery:
     for each in fields(Args):
         if each.name in MASK_OPTION_NAMES and getattr(args, each.name) != each.default:
             raise UsageError(
-                f"--{each.name.replace('_', '-')} belongs to --everything; leave it out, or ask "
-                "for that"
+                f"--{each.name.replace('_', '-')} belongs to --everything; leave it out or "
+                "add --everything"
             )
     if not has_prompt:
         raise UsageError(
-            "what is to be segmented? give --point X,Y, --box X0,Y0,X1,Y1, --mask FILE or "
-            "--everything"
+            "there is no prompt: give --point X,Y, --box X0,Y0,X1,Y1, --mask FILE or --everything"
         )
     return _prompt_query(args)
 
@@ -226,7 +231,7 @@ def _prompt_query(args: Args) -> SegmentQuery:
                 "all but one"
             )
         return SegmentQuery(tuple(make_prompt(box=box) for box in boxes))
-    # what is clear in the file of a mask is no object
+    # transparent pixels of a mask file are not the object
     rough = None if args.mask is None else open_image(args.mask, background=BLACK)
     stand_in = None if rough is None else torch.zeros(1, 1)
     return SegmentQuery(
@@ -235,15 +240,19 @@ def _prompt_query(args: Args) -> SegmentQuery:
 
 
 def parse_numbers(text: str, count: int, flag: str, metavar: str) -> list[float]:
-    """Comma-separated numbers. Raises UsageError that shows the form."""
+    """Parse comma-separated numbers.
+
+    Raises:
+        UsageError: if the text has another form.
+    """
     parts = text.replace(" ", "").split(",")
     try:
-        found = [float(part) for part in parts]
+        numbers = [float(part) for part in parts]
     except ValueError:
-        found = []
-    if len(found) != count:
+        numbers = []
+    if len(numbers) != count:
         raise UsageError(f"{flag} takes {metavar}, not {text[:80]!r}")
-    return found
+    return numbers
 
 
 def segment_images(
@@ -278,7 +287,7 @@ def segment_images(
                     if isinstance(embedded, RequestError):
                         raise RequestError(f"{path}: {embedded}")
                     masks = _masks(args, segmenter, picture, query, embedded, on_progress)
-                    # to the masks; drawing them is not segmenting
+                    # without drawing and writing the masks
                     took = share + time.perf_counter() - began
                     result = write_result(outputs, path, picture, masks, query.prompts, args.rle)
                     yield {**result, "seconds": round(took, 4)}
@@ -289,15 +298,15 @@ def segment_images(
 
 def _embed_images(segmenter: Segmenter, pictures: list[Any]) -> list[ImageEmbedding | RequestError]:
     """Embed several pictures in one batch; if that fails, one by one, with each one's error."""
-    found: list[ImageEmbedding | RequestError] = []
+    embeddings: list[ImageEmbedding | RequestError] = []
     try:
-        found += segmenter.embed_images(pictures)
+        embeddings += segmenter.embed_images(pictures)
     except RequestError as error:
         if len(pictures) == 1:
             return [error]
         for picture in pictures:
-            found += _embed_images(segmenter, [picture])
-    return found
+            embeddings += _embed_images(segmenter, [picture])
+    return embeddings
 
 
 def _masks(
@@ -308,7 +317,7 @@ def _masks(
     embedding: ImageEmbedding | None,
     on_progress: Callable[..., None],
 ) -> list[list[Mask]]:
-    """Of each prompt, or of everything."""
+    """Return the masks of each prompt, or of everything."""
     from dataclasses import replace
 
     from modelmill.vision.draw import mask_prompt_logits

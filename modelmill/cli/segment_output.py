@@ -14,19 +14,26 @@ if TYPE_CHECKING:
     from modelmill.vision.sam_model import Mask
 
 OUTPUT_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
-MAX_MASKS_SHOWN = 20  # masks of a picture in the table for people
+MAX_MASKS_SHOWN = 20  # rows of the printed table per picture
 
 
 class SegmentOutputs:
-    """Files of one run: none over a picture that is read, and none twice.
-
-    overlay: a picture's file, or a folder where there are several; masks: a folder. Raises
-    UsageError.
-    """
+    """Paths of the files that one run writes; none is an input picture, and none is used twice."""
 
     def __init__(
         self, overlay: Path | None, masks: Path | None, read: Sequence[Path], several: bool
     ) -> None:
+        """Check the paths.
+
+        Args:
+            overlay: file of the overlay; a folder if there are several pictures.
+            masks: folder of the masks.
+            read: input files.
+            several: whether there are several pictures.
+
+        Raises:
+            UsageError: if a path cannot be written or is an input.
+        """
         self.overlay, self.masks, self.several = overlay, masks, several
         self._used_paths = {path.resolve() for path in read}
         if masks is not None and masks.exists() and not masks.is_dir():
@@ -44,15 +51,14 @@ class SegmentOutputs:
             )
         elif overlay.suffix.lower() not in OUTPUT_SUFFIXES:
             raise UsageError(
-                f"-o {overlay}: no picture format that is written is called {overlay.suffix!r}; "
-                "take .png"
+                f"-o {overlay}: cannot write the picture format {overlay.suffix!r}; use .png"
             )
         elif overlay.resolve() in self._used_paths:
             raise UsageError(
-                f"-o {overlay} is the picture itself, and would be lost; name another file"
+                f"-o {overlay} is an input picture and would be overwritten; name another file"
             )
         else:
-            # a mask in its folder may come to the same name
+            # a mask in the same folder could have this name
             self._used_paths.add(overlay.resolve())
 
     def overlay_path(self, path: Path) -> Path | None:
@@ -66,13 +72,13 @@ class SegmentOutputs:
         return None if self.masks is None else self._unused_path(self.masks, f"{path.stem}-{index}")
 
     def _unused_path(self, folder: Path, stem: str) -> Path:
-        """A PNG of that name, with a number where pictures of the same name came before."""
+        """Return a PNG path of that stem, with a number if the name is already used."""
         names = (f"{stem}.png", *(f"{stem}_{n}.png" for n in range(2, len(self._used_paths) + 3)))
-        found = next(
+        path = next(
             folder / name for name in names if (folder / name).resolve() not in self._used_paths
         )
-        self._used_paths.add(found.resolve())
-        return found
+        self._used_paths.add(path.resolve())
+        return path
 
 
 def write_result(
@@ -80,13 +86,22 @@ def write_result(
     prompts: Sequence[Prompt],
     rle: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """What is told of a picture; writes what was asked for.
+    """Write the requested files of a picture and return its result as JSON data.
 
-    answers: the masks of each prompt, best first; with no prompts those of everything, alone.
+    Args:
+        outputs: paths of the files.
+        path: the picture's file.
+        picture: the picture.
+        answers: the masks of each prompt, best first; without prompts one list of all masks.
+        prompts: the prompts; empty for everything.
+        rle: whether the JSON has the masks' pixels as run lengths.
+
+    Raises:
+        ArtifactError: if a file cannot be written.
     """
     from modelmill.vision.draw import mask_to_image, overlay
 
-    found: dict[str, Any] = {"image": str(path), "size": list(picture.size)}
+    result: dict[str, Any] = {"image": str(path), "size": list(picture.size)}
     target = outputs.overlay_path(path)
     if target is not None:
         shown = (
@@ -95,11 +110,11 @@ def write_result(
             else [m for masks in answers for m in masks]
         )
         _save(overlay(picture, shown, prompts), target)
-        found["overlay"] = str(target)
-    found["masks"] = []
+        result["overlay"] = str(target)
+    result["masks"] = []
     for place, masks in enumerate(answers):
         for mask in masks:
-            index = len(found["masks"])
+            index = len(result["masks"])
             mask_dict = mask.to_dict(rle)
             if len(prompts) > 1:
                 mask_dict["prompt"] = place
@@ -107,8 +122,8 @@ def write_result(
             if file is not None:
                 _save(mask_to_image(mask), file)
                 mask_dict["file"] = str(file)
-            found["masks"].append(mask_dict)
-    return found
+            result["masks"].append(mask_dict)
+    return result
 
 
 def _save(picture: Any, target: Path) -> None:
@@ -118,13 +133,13 @@ def _save(picture: Any, target: Path) -> None:
     except (
         OSError,
         ValueError,
-    ) as error:  # a format that holds no picture of this size raises the latter
+    ) as error:  # ValueError: the format does not support this size
         why = error.strerror if isinstance(error, OSError) else None
         raise ArtifactError(f"cannot write {target}: {why or error}") from None
 
 
 def show_results(results: Iterable[dict[str, Any]]) -> None:
-    """For people: each mask's box, score and area; of many masks the first twenty."""
+    """Print each mask's box, score and area; at most MAX_MASKS_SHOWN masks per picture."""
     for result in results:
         if "error" in result:
             continue

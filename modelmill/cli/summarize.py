@@ -1,4 +1,4 @@
-"""``modelmill summarize``: ROUGE of an engine's summaries, beside transformers'."""
+"""``modelmill summarize``: ROUGE of summaries of an engine and of transformers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MAX_BATCH_SIZE = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Args(CommonArgs):
-    """What to summarize, how, and beside what."""
+    """Options of ``summarize``."""
 
     engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
     data: Path | None = option(
@@ -73,7 +73,7 @@ class Args(CommonArgs):
 
 
 def run(args: Args) -> int:
-    """Summarize with both sides, score, and check the difference where a threshold is given."""
+    """Summarize with the engine and the reference, score, and check the threshold if given."""
     from modelmill.eval.datasets import read_articles, refuse_calibration_file
     from modelmill.eval.rouge import RougeScorer
     from modelmill.eval.summarize import (
@@ -102,7 +102,7 @@ def run(args: Args) -> int:
     SummaryStore(args.save).check_file()
     settings = args.run if args.reference is None else share_gpu_with_reference(args.run)
     llm = open_llm(args.engine, args.build, settings)
-    assert llm.engine_core.artifact is not None  # the loop of an engine on disk
+    assert llm.engine_core.artifact is not None  # opened from an engine folder
     refuse_calibration_file(args.data, llm.engine_core.artifact.manifest.source)
     task = make_task(llm, items, args.max_new_tokens, args.max_input_tokens)
     sides: dict[str, list[Summary]] = {}
@@ -119,11 +119,11 @@ def run(args: Args) -> int:
 
         checkpoint = open_checkpoint(args.reference)
         reference = load_reference(checkpoint, args.reference_dtype, llm.engine_core.device)
-        other = HfSummarizer(
+        reference_summarizer = HfSummarizer(
             reference, batches["reference"], f"transformers {args.reference_dtype}"
         )
         facts = reference_facts(checkpoint, args.reference_dtype, llm.engine_core.device)
-        sides["transformers"] = _summarize_side(args, llm, task, other, facts)
+        sides["transformers"] = _summarize_side(args, llm, task, reference_summarizer, facts)
     result = _result(args, task, sides, rouge, batches)
     emit_json(result) if args.json else _show(result)
     return 0 if result.get("passed", True) else 1
@@ -165,13 +165,15 @@ def _result(
     result: dict[str, Any] = {"engine": score_summaries(sides["modelmill"], task.articles, rouge)}
     result["engine"]["batch_size"] = batches["engine"]
     if "transformers" in sides:
-        other = score_summaries(sides["transformers"], task.articles, rouge)
-        change = rouge_differences(result["engine"], other)
-        result |= {"reference": {**other, "dtype": args.reference_dtype}, "difference": change}
+        reference = score_summaries(sides["transformers"], task.articles, rouge)
+        change = rouge_differences(result["engine"], reference)
+        result |= {"reference": {**reference, "dtype": args.reference_dtype}, "difference": change}
         result["reference"]["batch_size"] = batches["reference"]
         result["equal_summaries"] = count_equal_texts(sides["modelmill"], sides["transformers"])
         result["speedup"] = (
-            other["seconds"] / result["engine"]["seconds"] if result["engine"]["seconds"] else None
+            reference["seconds"] / result["engine"]["seconds"]
+            if result["engine"]["seconds"]
+            else None
         )
         if args.check_accuracy is not None:
             result["threshold"] = args.check_accuracy

@@ -1,4 +1,4 @@
-"""The terminal of a chat: wraps streamed answers between words, hides keys typed meanwhile."""
+"""The terminal of a chat: wraps streamed answers between words and hides typed keys."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ TAB_WIDTH = 8
 
 
 class WordWrapper:
-    """Breaks streamed text between words at the terminal's edge; buffers a word until its end.
+    """Wraps streamed text between words at the terminal's width; buffers a word until its end.
 
-    A word wider than the terminal is wrapped by the terminal; wide characters (CJK) may be broken
-    between any two.
+    A word wider than the terminal is wrapped by the terminal. Lines may break between any two wide
+    characters (CJK).
     """
 
     def __init__(self, columns: Callable[[], int]) -> None:
-        """columns: called for each word, since a window may change its size."""
+        """columns: returns the width; called for each word, since a window may be resized."""
         self._columns = columns
         self._column = 0
         self._gap = ""
         self._word = ""
-        self._line_started = False  # the word's beginning is written already
+        self._line_started = False  # the beginning of the word is already written
 
     def feed(self, text: str) -> str:
-        """What can be written after so much more text."""
+        """Add text; return what can be written now."""
         return "".join(map(self._take, text))
 
     def flush(self) -> str:
-        """What was held back."""
+        """Return the buffered word."""
         return self._place_word()
 
     def _take(self, char: str) -> str:
@@ -49,7 +49,7 @@ class WordWrapper:
             self._word, self._line_started = char, False
             return out + self._place_word()
         self._word += char
-        # a word that fills a line will have to be broken: its beginning need not wait
+        # a word wider than a line is broken anyway, so its beginning is written at once
         if display_width(self._word) < self._columns():
             return ""
         out = self._place_word()
@@ -57,36 +57,36 @@ class WordWrapper:
         return out
 
     def _place_word(self) -> str:
-        """The word, behind its gap or on a line of its own."""
+        """Return the buffered word after its whitespace, or on a new line."""
         word, self._word = self._word, ""
         if not word:
             return ""
         gap, self._gap = self._gap, ""
         width, size = max(self._columns(), 1), display_width(word)
-        behind = self._column
+        column = self._column
         for char in gap:
-            behind += TAB_WIDTH - behind % TAB_WIDTH if char == "\t" else 1
-        if self._column and behind + size > width and not self._line_started:
+            column += TAB_WIDTH - column % TAB_WIDTH if char == "\t" else 1
+        if self._column and column + size > width and not self._line_started:
             self._column = (size - 1) % width + 1
             return "\n" + word
-        self._column = (behind + size - 1) % width + 1  # what is wider is broken by the terminal
+        self._column = (column + size - 1) % width + 1  # the terminal breaks a wider word
         return gap + word
 
 
 def display_width(text: str) -> int:
-    """Columns that a text takes on a terminal."""
+    """Return the columns of a text on a terminal."""
     from rich.cells import cell_len
 
     return cell_len(text)
 
 
 def make_wrapper() -> WordWrapper | None:
-    """For stdout; None where it is no terminal."""
+    """Make the wrapper of stdout; None if stdout is not a terminal."""
     return WordWrapper(terminal_width) if sys.stdout.isatty() else None
 
 
 def terminal_width() -> int:
-    """How wide the terminal is now."""
+    """Return the current width of the terminal."""
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns or 80
     except (OSError, ValueError):
@@ -108,7 +108,7 @@ def hide_typed_keys() -> Iterator[None]:
     except (ImportError, AttributeError, OSError, ValueError, termios.error):
         yield
         return
-    if not foreground:  # to change a terminal from behind stops the process
+    if not foreground:  # a background process that changes the terminal is stopped
         yield
         return
     now = termios.tcgetattr(descriptor)

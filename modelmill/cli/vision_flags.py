@@ -30,9 +30,13 @@ class MiniGPT4Files:
     )
 
     def split_checkpoint(self, checkpoint: Path) -> tuple[Path, tuple[Path, ...]]:
-        """(the language model, or the one checkpoint that there is; the eyes' files).
+        """Split a checkpoint into the language model's path and the vision files.
 
-        Raises UsageError.
+        Returns:
+            The language model, or the only checkpoint; and the vision encoder's files.
+
+        Raises:
+            UsageError: if a part is missing or given twice.
         """
         files = tuple(
             each for each in (self.vit, self.qformer, self.projection) if each is not None

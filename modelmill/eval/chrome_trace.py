@@ -1,4 +1,4 @@
-"""A trace in Chrome's format, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+"""Traces in Chrome's format, for Perfetto (ui.perfetto.dev) and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TRACE_START = b'{"traceEvents"'
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """One slice: microseconds from the beginning of its track. args: what a click on it shows."""
+    """One slice, in microseconds from the start of its track; ``args`` are its details."""
 
     name: str
     start_us: float
@@ -26,17 +26,16 @@ class TraceEvent:
 def make_trace(
     tracks: Mapping[str, Mapping[str, Sequence[TraceEvent]]], about: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """JSON-able. tracks: process → track → events. Events of a track that overlap are spread over
-    lanes.
+    """Make a JSON-serializable trace of process → track → events.
 
-    On one lane slices must lie beside or inside one another; two kernels of which the second begins
-    before the first ends are neither.
+    Slices of one lane must be disjoint or nested, so overlapping events of a track, such as two
+    overlapping kernels, go to separate lanes.
     """
     events: list[dict[str, Any]] = []
-    for pid, (process, named) in enumerate(tracks.items(), 1):
+    for pid, (process, process_tracks) in enumerate(tracks.items(), 1):
         events.append(_metadata_event("process_name", pid, 0, process))
         tid = 0
-        for name, content in named.items():
+        for name, content in process_tracks.items():
             for number, lane in enumerate(assign_lanes(content)):
                 tid += 1
                 events.append(
@@ -53,42 +52,43 @@ def make_trace(
 
 
 def assign_lanes(events: Sequence[TraceEvent]) -> list[list[TraceEvent]]:
-    """The events on as few lanes as needed for no two to cross; one inside another shares its
-    lane.
-    """
-    found: list[list[TraceEvent]] = []
-    # of each lane the ends of the slices that are still open, outermost first
-    open_: list[list[float]] = []
+    """Distribute events over as few lanes as possible; nested events share a lane."""
+    lanes: list[list[TraceEvent]] = []
+    # for each lane the ends of its open slices, outermost first
+    open_ends: list[list[float]] = []
     for event in sorted(events, key=lambda each: (each.start_us, -each.duration_us)):
-        ends = event.start_us + event.duration_us
-        for lane, ending in zip(found, open_, strict=True):
-            while ending and ending[-1] <= event.start_us:
-                ending.pop()
-            if not ending or ends <= ending[-1]:
+        end = event.start_us + event.duration_us
+        for lane, lane_ends in zip(lanes, open_ends, strict=True):
+            while lane_ends and lane_ends[-1] <= event.start_us:
+                lane_ends.pop()
+            if not lane_ends or end <= lane_ends[-1]:
                 lane.append(event)
-                ending.append(ends)
+                lane_ends.append(end)
                 break
         else:
-            found.append([event])
-            open_.append([ends])
-    return found
+            lanes.append([event])
+            open_ends.append([end])
+    return lanes
 
 
 def check_output_file(path: Path) -> None:
-    """Raises UsageError where a file stands that is no trace; a former one is replaced."""
+    """Raise UsageError if the file exists and is not a trace; a trace is replaced."""
     if not path.is_file():
         return
     try:
         with path.open("rb") as file:
-            former = file.read(len(_TRACE_START)) == _TRACE_START
+            is_trace = file.read(len(_TRACE_START)) == _TRACE_START
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}; choose another file") from None
-    if not former:
-        raise UsageError(f"{path} exists and is no trace; choose another file, or remove it")
+    if not is_trace:
+        raise UsageError(f"{path} exists and is not a trace; choose another file or remove it")
 
 
 def write_trace(path: Path, trace: Mapping[str, Any]) -> None:
-    """Raises UsageError where the file cannot be written, or another file stands there."""
+    """Write the trace to ``path``.
+
+    Raises UsageError if the file cannot be written, or exists and is not a trace.
+    """
     check_output_file(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

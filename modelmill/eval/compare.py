@@ -1,4 +1,4 @@
-"""An engine against its checkpoint: template and tokens first, then layer by layer."""
+"""Compare an engine with its checkpoint: chat template and tokens first, then layer by layer."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ MARKERS = "osD^v"
 
 @dataclass(frozen=True)
 class TextCheck:
-    """One text or conversation on both sides. equal None: the other side cannot tell, ``note`` says
-    why.
+    """Comparison of one text or conversation between the engine and a reference.
 
-    place: index of the first token (or character) that differs; ours, theirs: what stands there.
+    equal: None if the reference cannot process it; ``note`` has the reason. place: index of the
+    first token (or character) that differs. ours, theirs: the engine's and the reference's value
+    there.
     """
 
     what: str
@@ -51,15 +52,15 @@ class TextCheck:
     note: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return a JSON-serializable dict."""
         return asdict(self)
 
 
 def check_text(llm: Any, checkpoint: Checkpoint) -> list[TextCheck]:
-    """Chat rendering and tokens of a few texts: the engine's against transformers', else the
-    checkpoint's own files.
+    """Compare chat rendering and tokens of sample texts with a reference.
 
-    Empty where the checkpoint has no tokenizer.
+    The reference is the transformers tokenizer if it can be loaded, else the checkpoint's own
+    files. The list is empty if the checkpoint has no tokenizer.
     """
     if not checkpoint.tokenizer_files():
         return []
@@ -73,15 +74,15 @@ def check_text(llm: Any, checkpoint: Checkpoint) -> list[TextCheck]:
                 note="the checkpoint has a tokenizer, the engine has none",
             )
         ]
-    judge = _transformers_reference(checkpoint) or _checkpoint_reference(checkpoint)
-    return [*_check_templates(llm, judge), *_check_tokens(llm, judge)]
+    reference = _transformers_reference(checkpoint) or _checkpoint_reference(checkpoint)
+    return [*_check_templates(llm, reference), *_check_tokens(llm, reference)]
 
 
 @dataclass(frozen=True)
 class TextReference:
-    """The other side.
+    """Tokenizer and chat template that the engine is compared with.
 
-    encode: a text's ids; render: a conversation as text, None where it has no template.
+    encode: text to token ids. render: conversation to text; None if there is no chat template.
     """
 
     name: str
@@ -90,8 +91,9 @@ class TextReference:
 
 
 def _transformers_reference(checkpoint: Checkpoint) -> TextReference | None:
-    """transformers' tokenizer of a Hugging Face folder; None where it is absent or cannot read this
-    one.
+    """Load the transformers tokenizer of a Hugging Face folder.
+
+    None if transformers is not installed or cannot load this tokenizer.
     """
     path = Path(checkpoint.path)
     if not path.is_dir() or not (path / "tokenizer.json").is_file():
@@ -99,19 +101,23 @@ def _transformers_reference(checkpoint: Checkpoint) -> TextReference | None:
     try:
         from transformers import AutoTokenizer
 
-        theirs = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
     except Exception:
-        # Whatever it stumbles over, the checkpoint's own files can still be compared.
+        # After any failure the checkpoint's own files can still be compared.
         return None
 
-    def render(talk: list[dict[str, str]]) -> str:
-        return str(theirs.apply_chat_template(talk, tokenize=False, add_generation_prompt=True))
+    def render(messages: list[dict[str, str]]) -> str:
+        return str(
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        )
 
-    # Control tokens in a user's text are text for us; transformers reads them unless told so.
+    # Control tokens in user text are plain text for us; transformers parses them by default.
     return TextReference(
         "transformers",
-        lambda text: list(theirs(text, split_special_tokens=True)["input_ids"]),
-        render if getattr(theirs, "chat_template", None) else None,
+        lambda text: list(tokenizer(text, split_special_tokens=True)["input_ids"]),
+        render if getattr(tokenizer, "chat_template", None) else None,
     )
 
 
@@ -136,10 +142,10 @@ def _check_templates(llm: Any, reference: TextReference) -> Iterable[TextCheck]:
             "template", "", reference.name, False, note=f"only {side} has no chat template"
         )
         return
-    for number, talk in enumerate(SAMPLE_CHATS, 1):
+    for number, messages in enumerate(SAMPLE_CHATS, 1):
         subject = f"conversation {number}"
         try:
-            theirs = reference.render([dict(turn) for turn in talk])
+            expected = reference.render([dict(message) for message in messages])
         except Exception as error:
             yield TextCheck(
                 "template",
@@ -150,7 +156,9 @@ def _check_templates(llm: Any, reference: TextReference) -> Iterable[TextCheck]:
             )
             continue
         try:
-            ours = llm.chat_format.render([dict(turn) for turn in talk], add_generation_prompt=True)
+            actual = llm.chat_format.render(
+                [dict(message) for message in messages], add_generation_prompt=True
+            )
         except ModelmillError as error:
             yield TextCheck(
                 "template",
@@ -160,7 +168,7 @@ def _check_templates(llm: Any, reference: TextReference) -> Iterable[TextCheck]:
                 note=f"the engine cannot render it: {error}",
             )
             continue
-        yield _make_check("template", subject, reference.name, ours, theirs)
+        yield _make_check("template", subject, reference.name, actual, expected)
 
 
 def _check_tokens(llm: Any, reference: TextReference) -> Iterable[TextCheck]:
@@ -171,30 +179,30 @@ def _check_tokens(llm: Any, reference: TextReference) -> Iterable[TextCheck]:
 
 
 def _make_check(
-    what: str, subject: str, against: str, ours: Sequence[Any], theirs: Sequence[Any]
+    what: str, subject: str, against: str, actual: Sequence[Any], expected: Sequence[Any]
 ) -> TextCheck:
-    """Equal, or the first place where they are not."""
-    if list(ours) == list(theirs):
+    """Compare two sequences and describe the first difference."""
+    if list(actual) == list(expected):
         return TextCheck(what, subject, against, True)
-    pairs = zip(ours, theirs, strict=False)
-    place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
-    step = 20 if isinstance(ours, str) else 1
+    pairs = zip(actual, expected, strict=False)
+    place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(actual), len(expected)))
+    excerpt_len = 20 if isinstance(actual, str) else 1
     return TextCheck(
         what,
         subject,
         against,
         False,
         place,
-        _excerpt(ours, place, step),
-        _excerpt(theirs, place, step),
+        _excerpt(actual, place, excerpt_len),
+        _excerpt(expected, place, excerpt_len),
     )
 
 
-def _excerpt(values: Sequence[Any], position: int, step: int) -> str:
+def _excerpt(values: Sequence[Any], position: int, length: int) -> str:
     return (
         "(ended)"
         if position >= len(values)
-        else str(values[position : position + step] if step > 1 else values[position])
+        else str(values[position : position + length] if length > 1 else values[position])
     )
 
 
@@ -204,63 +212,59 @@ def compare_to_checkpoint(
     compare_layers: Callable[[], dict[str, Any]],
     checks: Sequence[TextCheck] | None = None,
 ) -> dict[str, Any]:
-    """The whole comparison; ``compare()`` gives the layers' part: verdict, layer, module, layers,
-    accepted.
+    """Run the whole comparison: text checks, then layers.
 
-    Adds ``text``, the checks of template and tokens, and ``passed``. Tokens that differ are the
-    first thing to mend; where the layers are right they take the verdict, else they stand beside
-    it.
+    ``compare_layers`` returns verdict, layer, module, layers and accepted; the result adds ``text``
+    (the template and token checks) and ``passed``. If the layers are accepted, a failed text check
+    replaces the verdict.
     """
     checks = check_text(llm, checkpoint) if checks is None else checks
-    found = compare_layers()
-    result = {**found, "text": [check.to_dict() for check in checks]}
-    wrong = next((check for check in checks if check.equal is False), None)
-    result["passed"] = wrong is None and bool(found["accepted"])
-    if wrong is not None and found["accepted"]:
-        module = "tokenizer" if wrong.what == "tokens" else "chat template"
-        subject = json.dumps(wrong.subject, ensure_ascii=False) if wrong.subject else wrong.note
+    layer_result = compare_layers()
+    result = {**layer_result, "text": [check.to_dict() for check in checks]}
+    failed = next((check for check in checks if check.equal is False), None)
+    result["passed"] = failed is None and bool(layer_result["accepted"])
+    if failed is not None and layer_result["accepted"]:
+        module = "tokenizer" if failed.what == "tokens" else "chat template"
+        subject = json.dumps(failed.subject, ensure_ascii=False) if failed.subject else failed.note
         result |= {"verdict": f"the {module} differs: {subject}", "layer": None, "module": module}
     return result
 
 
 def draw_errors(axes: Any, layers: Sequence[dict[str, Any]]) -> None:
-    """Largest error by layer over the largest value, log scale, a line a module; what is out of
-    tolerance is crossed.
+    """Draw the largest relative error by layer on a log scale, one line per module.
 
-    Errors of exactly 0 and infinite ones have no place on the scale; infinite ones are crossed at
-    its top.
+    Values out of tolerance are marked with a cross. Errors of exactly 0 are left out; infinite
+    errors are marked at the top of the scale.
     """
     depth = max((layer["layer"] for layer in layers if layer.get("layer") is not None), default=0)
     modules: dict[str, list[tuple[int, float, bool]]] = {}
     for layer in layers:
-        place = layer.get("layer")
-        if place is None:
-            place = -1 if layer["module"] == "embed" else depth + 1
+        x = layer.get("layer")
+        if x is None:
+            x = -1 if layer["module"] == "embed" else depth + 1
         error = float(layer["max_rel"])
-        modules.setdefault(str(layer["module"]), []).append(
-            (place, error, bool(layer.get("ok", True)))
-        )
+        modules.setdefault(str(layer["module"]), []).append((x, error, bool(layer.get("ok", True))))
     finite = [
         error for points in modules.values() for _, error, _ in points if 0.0 < error < math.inf
     ]
     top = 10.0 * max(finite, default=1.0)
     for number, (module, points) in enumerate(sorted(modules.items())):
-        shown = [(place, error) for place, error, _ in points if 0.0 < error < math.inf]
-        wrong = [(place, min(error, top)) for place, error, ok in points if not ok]
-        look = {
+        drawn = [(x, error) for x, error, _ in points if 0.0 < error < math.inf]
+        wrong = [(x, min(error, top)) for x, error, ok in points if not ok]
+        style = {
             "color": f"C{number % 10}",
             "marker": MARKERS[number // 10 % len(MARKERS)],
             "linewidth": 0.9,
         }
         axes.plot(
-            [place for place, _ in shown],
-            [error for _, error in shown],
+            [x for x, _ in drawn],
+            [error for _, error in drawn],
             markersize=4,
             label=module,
-            **look,
+            **style,
         )
         axes.scatter(
-            [place for place, _ in wrong],
+            [x for x, _ in wrong],
             [error for _, error in wrong],
             marker="x",
             color="red",

@@ -1,4 +1,4 @@
-"""Reading the data that evaluations run on: jsonl, ShareGPT conversations, traces of lengths."""
+"""Readers for evaluation data: jsonl, ShareGPT conversations, traces of request lengths."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from typing import Any
 from modelmill.core.errors import UsageError
 
 MAX_TRACE_TOKENS = 4096
-"""Longest prompt + answer that the trace's selection keeps."""
+"""Most prompt + output tokens of a request that ``read_trace`` keeps."""
 
 Encode = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """One request of a benchmark: prompt ids and the number of tokens to generate."""
+    """One benchmark request: prompt ids and the number of tokens to generate."""
 
     prompt: tuple[int, ...]
     output: int
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 text file, line ends untouched. Raises UsageError where it cannot be read."""
+    """Read a UTF-8 text file without changing its line ends.
+
+    Raises UsageError if it cannot be read.
+    """
     try:
         return path.read_bytes().decode("utf-8")
     except OSError as error:
@@ -38,9 +41,16 @@ def read_text(path: Path) -> str:
 
 
 def refuse_calibration_file(path: Path, source: Mapping[str, Any]) -> None:
-    """Raise UsageError where an engine was calibrated on this very file; source: its manifest's.
+    """Reject evaluation on the file that the engine was calibrated on.
 
-    What a recipe has seen, it answers better than what it has not.
+    A quantization recipe gives better results on its own calibration data.
+
+    Args:
+        path: the evaluation file.
+        source: ``source`` of the engine's manifest.
+
+    Raises:
+        UsageError: if the file has the SHA-256 of the calibration file.
     """
     calibration = source.get("calibration")
     if not isinstance(calibration, Mapping) or not path.is_file():
@@ -48,21 +58,19 @@ def refuse_calibration_file(path: Path, source: Mapping[str, Any]) -> None:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest == calibration.get("sha256"):
-        raise UsageError(
-            f"{path} is what this engine was calibrated on; evaluate it on another file"
-        )
+        raise UsageError(f"{path} is the file that this engine was calibrated on; use another file")
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, object) of each line that is not blank.
+    """Yield (line number, object) of each line that is not blank.
 
-    Raises UsageError naming the line that is none.
+    Raises UsageError with the number of a line that is not a JSON object.
     """
     return parse_jsonl(read_text(path), path)
 
 
 def parse_jsonl(text: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """``read_jsonl`` of a text that was read already from ``path``."""
+    """Like ``read_jsonl``, of text that was already read from ``path``."""
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
         if not line.strip():
             continue
@@ -85,7 +93,7 @@ class Article:
 
 
 def read_articles(path: Path, count: int | None) -> list[Article]:
-    """The first ``count`` items of a jsonl with ``article`` and ``highlights``."""
+    """Read the first ``count`` items of a jsonl file with ``article`` and ``highlights``."""
     items: list[Article] = []
     for number, value in read_jsonl(path):
         if count is not None and len(items) >= count:
@@ -102,35 +110,33 @@ def read_articles(path: Path, count: int | None) -> list[Article]:
 def read_dataset(
     path: Path, count: int | None, encode: Encode, limit: int, default_output: int
 ) -> list[BenchRequest]:
-    """Requests from a ShareGPT json or a jsonl, those that fit ``limit`` tokens, the first
-    ``count`` of them.
+    """Read the first ``count`` requests of at most ``limit`` tokens from ShareGPT json or jsonl.
 
-    An object gives its prompt as ``conversations`` or ``messages`` (the first turn asks, the second
-    answers), ``prompt``, ``text``, ``article`` or ``turns``; its output length from the answer's
-    tokens, or ``output_len``
-    or ``max_tokens``, else ``default_output``.
+    The prompt is in ``conversations`` or ``messages`` (first turn: prompt, second turn: answer),
+    ``prompt``, ``text``, ``article`` or ``turns``. The output length is ``output_len`` or
+    ``max_tokens``, else the tokens of the answer, else ``default_output``.
     """
-    work: list[BenchRequest] = []
+    requests: list[BenchRequest] = []
     for value in _read_objects(path):
-        if count is not None and len(work) >= count:
+        if count is not None and len(requests) >= count:
             break
         pair = _prompt_and_answer(value)
         if pair is None:
             continue
         prompt = encode(pair[0])
-        told = value.get("output_len") or value.get("max_tokens")
+        length = value.get("output_len") or value.get("max_tokens")
         output = (
-            int(told)
-            if isinstance(told, int)
+            int(length)
+            if isinstance(length, int)
             else len(encode(pair[1]))
             if pair[1]
             else default_output
         )
         if len(prompt) >= 1 and output >= 1 and len(prompt) + output <= limit:
-            work.append(BenchRequest(tuple(prompt), output))
-    if not work:
+            requests.append(BenchRequest(tuple(prompt), output))
+    if not requests:
         raise UsageError(f"{path} holds no conversation or prompt of at most {limit} tokens")
-    return work
+    return requests
 
 
 def _read_objects(path: Path) -> Iterator[dict[str, Any]]:
@@ -148,18 +154,18 @@ def _read_objects(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _prompt_and_answer(value: dict[str, Any]) -> tuple[str, str] | None:
-    """(prompt, answer or "") of one object; None where it holds none."""
+    """Return (prompt, answer or "") of one object; None if it has no prompt."""
     turns = value.get("conversations") or value.get("messages") or value.get("turns")
     if isinstance(turns, list) and turns:
         texts = [_turn_text(turn) for turn in turns]
         if texts[0] is None:
             return None
-        asks_only = isinstance(turns[0], str)
-        return texts[0], (texts[1] or "") if len(texts) > 1 and not asks_only else ""
+        prompts_only = isinstance(turns[0], str)
+        return texts[0], (texts[1] or "") if len(texts) > 1 and not prompts_only else ""
     for key, answer in (("prompt", "completion"), ("text", ""), ("article", "highlights")):
         if isinstance(value.get(key), str):
-            told = value.get(answer)
-            return value[key], told if isinstance(told, str) else ""
+            reply = value.get(answer)
+            return value[key], reply if isinstance(reply, str) else ""
     return None
 
 
@@ -170,12 +176,11 @@ def _turn_text(turn: Any) -> str | None:
 
 
 def read_trace(path: Path, count: int, limit: int = MAX_TRACE_TOKENS) -> list[tuple[int, int]]:
-    """(prompt length, output length) of ``count`` requests of a trace with ContextTokens and
-    GeneratedTokens.
+    """Read the prompt and output lengths of ``count`` requests from a csv trace.
 
-    Kept are rows with a context of at least 4 tokens, at least 1 generated token and a sum of at
-    most ``limit``;
-    they are shuffled with seed 0, and the first ``count`` are taken.
+    The columns are ContextTokens and GeneratedTokens. Rows with at least 4 context tokens, at least
+    1 generated token and a sum of at most ``limit`` are kept, shuffled with seed 0, and the first
+    ``count`` of them are returned.
     """
     rows = csv.DictReader(read_text(path).splitlines())
     if not {"ContextTokens", "GeneratedTokens"} <= set(rows.fieldnames or ()):
@@ -185,7 +190,7 @@ def read_trace(path: Path, count: int, limit: int = MAX_TRACE_TOKENS) -> list[tu
         try:
             context, output = int(line["ContextTokens"]), int(line["GeneratedTokens"])
         except (TypeError, ValueError):
-            raise UsageError(f"{path}, line {number}: the lengths are no whole numbers") from None
+            raise UsageError(f"{path}, line {number}: the lengths must be integers") from None
         if context >= 4 and output >= 1 and context + output <= limit:
             lengths.append((context, output))
     if not lengths:
@@ -197,9 +202,9 @@ def read_trace(path: Path, count: int, limit: int = MAX_TRACE_TOKENS) -> list[tu
 def random_requests(
     lengths: Sequence[tuple[int, int]], vocab: int, seed: int
 ) -> list[BenchRequest]:
-    """Requests of these (prompt, output) lengths with seeded token ids below ``vocab_size``."""
-    source = random.Random(seed)
+    """Make requests of these (prompt, output) lengths with seeded token ids below ``vocab``."""
+    rng = random.Random(seed)
     return [
-        BenchRequest(tuple(source.randrange(vocab) for _ in range(prompt)), output)
+        BenchRequest(tuple(rng.randrange(vocab) for _ in range(prompt)), output)
         for prompt, output in lengths
     ]

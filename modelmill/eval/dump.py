@@ -1,4 +1,4 @@
-"""Intermediate tensors of one prompt, written to a safetensors file by module name."""
+"""Write intermediate tensors of one prompt to a safetensors file, by module name."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from modelmill.core.registry import closest_name
 def dump_module_outputs(
     engine_core: Any, ids: Sequence[int], pattern: str, path: Path
 ) -> dict[str, Tensor]:
-    """Run ``ids`` as a prompt and write the outputs of all modules whose names match the glob
-    ``pattern``.
+    """Run ``ids`` as a prompt and write the outputs of modules that match the glob ``pattern``.
 
-    A module's output has a row for each token; where it gives several tensors they are NAME.0,
-    NAME.1, … . ids themselves are written as ``ids`` [T] int64. A former dump is replaced. Raises
-    UsageError where nothing matches, the file cannot be written, or another file stands there.
+    Each output has one row per token; several tensors of a module are named NAME.0, NAME.1, …. The
+    ids are written as ``ids`` [T] int64. An existing dump is replaced.
+
+    Raises:
+        UsageError: if no module matches, or the file cannot be written or is not a dump.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -40,7 +41,7 @@ def dump_module_outputs(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, str(path))
-    except (OSError, SafetensorError) as error:  # the latter of a folder, for one
+    except (OSError, SafetensorError) as error:  # SafetensorError: such as for a folder
         raise UsageError(
             f"cannot write {path}: {getattr(error, 'strerror', None) or error}"
         ) from None
@@ -48,32 +49,30 @@ def dump_module_outputs(
 
 
 def check_output_file(path: Path) -> None:
-    """Raises UsageError where a file stands that is no dump: a checkpoint is as well a safetensors
-    file.
-    """
+    """Raise UsageError if the file exists and is not a dump, such as a checkpoint."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
         return
     try:
         with safe_open(str(path), "pt") as file:
-            former = "ids" in file.keys()  # noqa: SIM118 -- it is no dict
+            is_dump = "ids" in file.keys()  # noqa: SIM118 -- not a dict
     except (OSError, SafetensorError):
-        former = False
-    if not former:
-        raise UsageError(f"{path} exists and is no dump; choose another file, or remove it")
+        is_dump = False
+    if not is_dump:
+        raise UsageError(f"{path} exists and is not a dump; choose another file or remove it")
 
 
 def _concat_chunks(chunks: dict[str, list[Any]]) -> dict[str, Tensor]:
-    """The steps of a prompt that went in chunks, put together again along the tokens."""
+    """Concatenate the steps of a chunked prompt along the tokens."""
     tensors: dict[str, Tensor] = {}
     for name, steps in chunks.items():
         if isinstance(steps[0], Tensor):
             tensors[name] = torch.cat(steps).contiguous()
             continue
         if isinstance(steps[0], tuple):
-            for place in range(len(steps[0])):
-                parts = [step[place] for step in steps]
+            for index in range(len(steps[0])):
+                parts = [step[index] for step in steps]
                 if all(isinstance(part, Tensor) for part in parts):
-                    tensors[f"{name}.{place}"] = torch.cat(parts).contiguous()
+                    tensors[f"{name}.{index}"] = torch.cat(parts).contiguous()
     return tensors

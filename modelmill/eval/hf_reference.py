@@ -1,6 +1,4 @@
-"""transformers as the independent reference: any checkpoint of ours in the class that transformers
-has for it.
-"""
+"""Hugging Face transformers as an independent reference for any supported checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ WEIGHT_FILES = (
 
 
 class HfReference:
-    """A transformers model: scores and generates greedily. Ids in, ids out."""
+    """A transformers model that scores and generates greedily: token ids in, token ids out."""
 
     def __init__(self, model: Any, device: str) -> None:
         self.model = model.eval().to(device)
@@ -34,7 +32,7 @@ class HfReference:
 
     @torch.inference_mode()
     def logits(self, ids: Sequence[int]) -> Tensor:
-        """float32 logits [T, vocab] of one sequence."""
+        """Return the float32 logits [T, vocab] of one sequence."""
         return (
             self.model(torch.tensor([list(ids)], device=self.device), use_cache=False)
             .logits[0]
@@ -42,8 +40,9 @@ class HfReference:
         )
 
     def score(self, windows: Sequence[Sequence[int]]) -> Iterator[list[float]]:
-        """For each window of T ids the T - 1 natural-log probabilities of ids[1:], each given those
-        before it.
+        """Yield log probabilities (natural) in window order.
+
+        A window of T ids has T - 1 values: those of ids[1:], each given the ids before it.
         """
         for window in windows:
             targets = torch.tensor(list(window[1:]), device=self.device)
@@ -56,11 +55,15 @@ class HfReference:
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_ids: Sequence[int] = ()
     ) -> tuple[list[list[int]], list[float]]:
-        """Greedy answers in one batch padded on the left, and the times of its steps.
+        """Generate greedily in one left-padded batch.
 
-        An answer holds the token that ended it; without ``eos_ids`` it has max_new_tokens. Times
-        are seconds since
-        the call, one for each step of the batch.
+        Args:
+            prompts: token ids of each prompt.
+            max_new_tokens: length of every answer if there are no ``eos_ids``.
+            eos_ids: tokens that end an answer; the answer includes them.
+
+        Returns:
+            The answers, and for each step of the batch its time in seconds since the call.
         """
         from transformers import GenerationConfig
 
@@ -77,49 +80,51 @@ class HfReference:
             eos_token_id=list(eos_ids) or None,
             pad_token_id=eos_ids[0] if eos_ids else 0,
         )
-        clock = _StepTimer()
-        found = self.model.generate(
-            ids, attention_mask=mask, generation_config=config, streamer=clock
+        timer = _StepTimer()
+        outputs = self.model.generate(
+            ids, attention_mask=mask, generation_config=config, streamer=timer
         )
-        return [_cut_at_eos(row[longest:].tolist(), eos_ids) for row in found], clock.times
+        return [_cut_at_eos(row[longest:].tolist(), eos_ids) for row in outputs], timer.times
 
 
 class _StepTimer:
-    """Stands where transformers would stream to; notes when each step's tokens came."""
+    """A transformers streamer that records when each step's tokens arrive."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
-        self._prompt_seen = False
+        self._prompt_received = False
         self.times: list[float] = []
 
     def put(self, _tokens: Tensor) -> None:
-        # The first call brings the prompt back.
-        if self._prompt_seen:
+        # The first call passes the prompt.
+        if self._prompt_received:
             self.times.append(time.perf_counter() - self._began)
-        self._prompt_seen = True
+        self._prompt_received = True
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Nothing to flush."""
 
 
 def _cut_at_eos(ids: list[int], eos_ids: Sequence[int]) -> list[int]:
-    """``ids`` up to and with the first that ends an answer; what follows is padding."""
-    for place, each in enumerate(ids):
-        if each in eos_ids:
-            return ids[: place + 1]
+    """Cut ``ids`` after the first end token; the rest is padding."""
+    for index, token in enumerate(ids):
+        if token in eos_ids:
+            return ids[: index + 1]
     return ids
 
 
 def load_reference(
     checkpoint: Checkpoint, dtype: str = "float32", device: str = "cpu"
 ) -> HfReference:
-    """The checkpoint in transformers' class for its model_type; no code of the checkpoint is run.
+    """Load a checkpoint in the transformers class for its model_type; never run its code.
 
-    A Hugging Face folder is loaded by transformers itself; of every other container the tensors are
-    copied, under
-    their Hugging Face names, into a model made from the config. Raises MissingDependency without
-    transformers, UnknownArchitecture where it has no such class, TensorMismatch where names or
-    shapes do not fit.
+    transformers itself loads a Hugging Face folder. The tensors of any other container are copied,
+    under their Hugging Face names, into a model made from the config.
+
+    Raises:
+        MissingDependency: if transformers is not installed.
+        UnknownArchitecture: if transformers has no class for the model_type.
+        TensorMismatch: if names or shapes do not fit.
     """
     try:
         import transformers
@@ -129,20 +134,19 @@ def load_reference(
         ) from None
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    kind = getattr(torch, dtype)
+    torch_dtype = getattr(torch, dtype)
     model = (
-        _load_folder(checkpoint, kind)
+        _load_folder(checkpoint, torch_dtype)
         if _is_folder(checkpoint)
-        else _load_from_tensors(checkpoint, kind)
+        else _load_from_tensors(checkpoint, torch_dtype)
     )
-    # What the checkpoint's generation_config asks for (sampling, penalties, stops) must not leak
-    # into greedy runs.
+    # The checkpoint's generation_config (sampling, penalties, stops) must not change greedy runs.
     model.generation_config = transformers.GenerationConfig()
     return HfReference(model, device)
 
 
 def _is_folder(checkpoint: Checkpoint) -> bool:
-    """Whether transformers can open the checkpoint's path by itself (a delta cannot be)."""
+    """Whether transformers can open the checkpoint's path itself (not for a delta)."""
     path = Path(checkpoint.path)
     plain = checkpoint.raw is checkpoint.view and hasattr(checkpoint.raw, "files")
     whole = plain and not type(checkpoint.raw).__name__.startswith("Delta")
@@ -164,21 +168,21 @@ def _load_from_tensors(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     with _without_init():
         model = AutoModelForCausalLM.from_config(_config(checkpoint), dtype=dtype)
     model.tie_weights()
-    places = model.state_dict(keep_vars=True)
+    parameters = model.state_dict(keep_vars=True)
     filled = set()
     for name in checkpoint.names():
-        place = _match_tensor_name(name, places, model.base_model_prefix)
-        if place is None:
+        target = _match_tensor_name(name, parameters, model.base_model_prefix)
+        if target is None:
             continue
         value = checkpoint.get(name)
-        if places[place].shape != value.shape:
+        if parameters[target].shape != value.shape:
             raise TensorMismatch(
                 f"{name} has shape {list(value.shape)}, transformers expects "
-                f"{list(places[place].shape)}"
+                f"{list(parameters[target].shape)}"
             )
         with torch.no_grad():
-            places[place].copy_(value)
-        filled.add(places[place].data_ptr())
+            parameters[target].copy_(value)
+        filled.add(parameters[target].data_ptr())
     missing = [
         name for name, parameter in model.named_parameters() if parameter.data_ptr() not in filled
     ]
@@ -193,27 +197,25 @@ def _config(checkpoint: Checkpoint) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    kind = checkpoint.model_type
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    model_type = checkpoint.model_type
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UnknownArchitecture(
-            f"transformers has no model for model_type {kind!r}; leave the reference out"
+            f"transformers has no model for model_type {model_type!r}; run without the reference"
         )
-    return AutoConfig.for_model(**{**checkpoint.config, "model_type": kind})
+    return AutoConfig.for_model(**{**checkpoint.config, "model_type": model_type})
 
 
-def _match_tensor_name(name: str, places: dict[str, Any], prefix: str) -> str | None:
-    """Where a tensor goes: gpt2's names occur with and without their prefix."""
+def _match_tensor_name(name: str, parameters: dict[str, Any], prefix: str) -> str | None:
+    """Return a tensor's name in the model; GPT-2's occur with and without the prefix."""
     for candidate in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
-        if candidate in places:
+        if candidate in parameters:
             return candidate
     return None
 
 
 @contextlib.contextmanager
 def _without_init() -> Iterator[None]:
-    """Leave out transformers' random initialisation, where this version can: every value is
-    overwritten.
-    """
+    """Skip the random initialization of transformers if its version allows it."""
     try:
         from transformers.initialization import no_init_weights
     except ImportError:

@@ -1,8 +1,7 @@
-"""What ``bench ops`` times on a GPU beyond each op's own cases: sizes at which its memory or its
-tensor cores decide.
+"""Large GPU cases of ``bench ops``, at which memory bandwidth or tensor cores are the limit.
 
-Prompts of a 7B decoder and pictures of ViT-H; smaller cases stay in the caches or take no longer
-than their launch.
+Sizes are those of prompts of a 7B decoder and of images in ViT-H; smaller cases fit in the caches
+or are dominated by launch time.
 """
 
 from __future__ import annotations
@@ -31,14 +30,16 @@ from modelmill.ops import (
     w8a8_linear_swiglu,
 )
 from modelmill.ops.case import Case, nbytes, randn
-from modelmill.ops.groupwise import cases_for_shapes as grouped
+from modelmill.ops.groupwise import cases_for_shapes as groupwise_cases
 
 CaseMaker = Callable[[str, torch.dtype], Iterator[Case]]
 
 
 def permuted_quant_args(width: int, device: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Ways to quantize rows beyond ``rms_norm_quant.quant_modes``: a column order with one scale
-    for all, and in fp8."""
+    """Yield quantization modes with a permutation, in addition to ``quant_modes``.
+
+    These are int8 with one static scale, and fp8 with a scale per token.
+    """
     perm = torch.randperm(width, generator=torch.Generator().manual_seed(width)).int().to(device)
     inv_scale = torch.full((1,), 20.0, device=device)
     yield "int8-static-order", {"dtype": torch.int8, "inv_scale": inv_scale, "perm": perm}
@@ -46,31 +47,31 @@ def permuted_quant_args(width: int, device: str) -> Iterator[tuple[str, dict[str
 
 
 def quantize_cases(rows: int, width: int, device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Rows to 8 bits, in every way."""
+    """Cases of quantizing rows to 8 bits, in every mode."""
     x = randn(rows, width, device=device, dtype=dtype, seed=1)
-    for name, form in (
+    for name, mode in (
         *rms_norm_quant.quant_modes(width, device, 0),
         *permuted_quant_args(width, device),
     ):
-        stored = form["perm"].numel() if "perm" in form else width
-        yield Case(f"{rows}x{width}-{name}", {"x": x, **form}, nbytes(x) + rows * stored)
+        stored = mode["perm"].numel() if "perm" in mode else width
+        yield Case(f"{rows}x{width}-{name}", {"x": x, **mode}, nbytes(x) + rows * stored)
 
 
 def rope_cases(
     tokens: int, heads: int, dim: int, device: str, dtype: torch.dtype
 ) -> Iterator[Case]:
-    """A prompt's queries and keys rotated, keys and values stored in shuffled slots."""
-    pages, turns = rope_cache.random_cache_and_angles(tokens, heads, dim, device, dtype, seed=1)
+    """Cases of a prompt: rotate queries and keys, store keys and values in shuffled slots."""
+    pages, angles = rope_cache.random_cache_and_angles(tokens, heads, dim, device, dtype, seed=1)
     qkv = randn(tokens, 3 * heads * dim, device=device, dtype=dtype, seed=2)
-    args = {"qkv": qkv, "heads": heads, **pages, **turns}
+    args = {"qkv": qkv, "heads": heads, **pages, **angles}
     yield Case(
         f"{tokens}x{heads}/{heads}x{dim}", args, 2 * nbytes(qkv), writes=("k_cache", "v_cache")
     )
 
 
 def angle_cases(tokens: int, half: int, device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """A step's angles, one row of frequencies."""
-    # far ones take longer: sines of large numbers
+    """Cases of the rotary angles of a step, with one row of frequencies."""
+    # large positions take longer: range reduction of the sine
     positions = torch.arange(tokens, device=device) % 65536
     table = (1e4 ** -(torch.arange(half, device=device) / half))[None]
     args = {
@@ -103,8 +104,10 @@ LARGE_CASES: dict[str, CaseMaker] = {
     "gelu": partial(gelu.cases_for_shapes, [(16384, 5120)]),
     "gelu_tanh": partial(gelu_tanh.cases_for_shapes, [(16384, 4096)]),
     "gelu_quant": partial(gelu_quant.cases_for_shapes, [(16384, 5120)]),
-    "int4_linear": partial(grouped, INT4_SHAPES, int4_linear.random_weight),
-    "int8_group_linear": partial(grouped, INT8_GROUP_SHAPES, int8_group_linear.random_weight),
+    "int4_linear": partial(groupwise_cases, INT4_SHAPES, int4_linear.random_weight),
+    "int8_group_linear": partial(
+        groupwise_cases, INT8_GROUP_SHAPES, int8_group_linear.random_weight
+    ),
     "rptq_quant": partial(rptq_quant.cases_for_shapes, [(4096, 11008, 128)], full=True),
     "rptq_linear": partial(rptq_linear.cases_for_shapes, RPTQ_SHAPES),
     "w8a8_linear_swiglu": partial(

@@ -1,4 +1,4 @@
-"""First token and time per output token at one batch size, for several subjects in turn."""
+"""Time to first token and time per output token at one batch size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from modelmill.eval.targets import BenchTarget, ProgressCallback, TargetRun
 
 @dataclass(frozen=True)
 class LatencyShape:
-    """What is asked: ``batch`` prompts of ``input`` seeded ids, ``output`` tokens each."""
+    """Workload: ``batch`` prompts of ``input`` random ids, ``output`` tokens each."""
 
     batch: int
     input: int
@@ -24,13 +24,13 @@ class LatencyShape:
 
 @dataclass(frozen=True)
 class Latency:
-    """One subject at one shape. Milliseconds, and tokens per second of the whole batch; output
-    apart from input.
+    """Latency of one target at one shape: milliseconds, and tokens per second of the whole batch.
 
-    per_token_ms: of a run, the mean over its answers of the time from an answer's first token to
-    its last by the tokens between. output_tokens_per_s: the tokens that came after every answer had
-    its first, over the time they took. Where prompts need several steps, early answers go on while
-    late ones wait: none of that counts as speed after the first."""
+    per_token_ms: mean time per token after the first, averaged over the answers of a run.
+    output_tokens_per_s: the tokens that came after every answer had its first token, over the time
+    they took. If prompts need several steps, early answers decode while late ones wait; those
+    tokens are not counted.
+    """
 
     subject: str
     shape: LatencyShape
@@ -41,7 +41,7 @@ class Latency:
     output_tokens_per_s: Spread | None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return a JSON-serializable dict."""
         return asdict(self)
 
 
@@ -55,34 +55,36 @@ def measure_latency(
     seed: int = 0,
     on_progress: ProgressCallback | None = None,
 ) -> list[Latency]:
-    """Measure each subject at one shape, taking turns run by run, all on the same ids.
+    """Measure every target at one shape, in turn, on the same ids.
 
-    Every run has fresh ids, so that no prefix cache answers. Raises CapacityError where the shape
-    does not fit.
+    Every run has new ids, so that the prefix cache has no hits.
+
+    Raises:
+        CapacityError: if the shape does not fit in memory.
     """
-    passes: dict[str, list[TargetRun]] = {subject.name: [] for subject in targets}
-    for subject in targets:
-        reason = subject.capacity_problem(shape.batch, shape.input + shape.output)
+    passes: dict[str, list[TargetRun]] = {target.name: [] for target in targets}
+    for target in targets:
+        reason = target.capacity_problem(shape.batch, shape.input + shape.output)
         if reason is not None:
             raise CapacityError(reason)
     for number in range(-warmup, runs):
-        work = random_requests(
+        requests = random_requests(
             [(shape.input, shape.output)] * shape.batch, vocab, seed + 1000 + number
         )
-        for subject in targets:
-            found = _timed_run(subject, work, shape)
+        for target in targets:
+            result = _timed_run(target, requests, shape)
             if number >= 0:
-                passes[subject.name].append(found)
+                passes[target.name].append(result)
         if on_progress is not None:
             on_progress(f"batch {shape.batch}", number + warmup + 1, runs + warmup)
-    return [_summary(name, shape, found) for name, found in passes.items()]
+    return [_summary(name, shape, results) for name, results in passes.items()]
 
 
-def _timed_run(target: BenchTarget, work: Any, shape: LatencyShape) -> TargetRun:
+def _timed_run(target: BenchTarget, requests: Any, shape: LatencyShape) -> TargetRun:
     import torch
 
     try:
-        return target.run(work)
+        return target.run(requests)
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
     except MemoryError:
@@ -115,23 +117,23 @@ def _summary(name: str, shape: LatencyShape, passes: Sequence[TargetRun]) -> Lat
 
 @dataclass(frozen=True)
 class LatencySweep:
-    """Batch sizes that were measured, and why the next one was not."""
+    """Latencies of the measured batch sizes, and why the next size was not measured."""
 
     results: list[Latency]
     stop_reason: str | None
 
 
 def sweep_shapes(
-    targets: Sequence[BenchTarget], shapes: Sequence[LatencyShape], vocab: int, **how: Any
+    targets: Sequence[BenchTarget], shapes: Sequence[LatencyShape], vocab: int, **options: Any
 ) -> LatencySweep:
-    """``measure`` at each shape until memory ends.
+    """Run ``measure_latency`` at each shape until memory is exhausted.
 
-    Raises the first shape's error: then nothing was measured.
+    Raises the error if the first shape fails.
     """
     results: list[Latency] = []
     for shape in shapes:
         try:
-            results.extend(measure_latency(targets, shape, vocab, **how))
+            results.extend(measure_latency(targets, shape, vocab, **options))
         except ModelmillError as error:
             if not isinstance(error, CapacityError) or not results:
                 raise

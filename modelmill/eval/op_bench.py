@@ -1,10 +1,10 @@
-"""Times every variant of every op against the ceilings of the device, on the op's own cases.
+"""Time every implementation of every op against the device's roofline, on the op's own cases.
 
-Argument sets that are larger together than the caches take turns, as layers do. On a GPU the calls
-are replays of a recorded graph; what cannot be recorded (a reference that reads lengths on the
-host) is timed call by call with events and says so. On a CPU the variants, a plain read of the
-memory and a large product take turns round by round; the fraction is that of the best round, since
-on a busy machine only that tells of the kernel.
+The calls cycle through argument sets that together exceed the caches, as the layers of a model do.
+On a GPU the calls are replays of a CUDA graph; a call that cannot be captured (a reference that
+reads lengths on the host) is timed alone with CUDA events, and ``how`` is then "events". On a CPU
+the implementations, a plain memory read and a large matrix product are interleaved round by round;
+the fraction is of the best round, because other load of the machine slows the others.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from modelmill.ops.case import Case, nbytes
 CACHE_FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 192 << 20}  # several times the caches
 MAX_ARGUMENT_SETS = {"cuda": 24, "cpu": 256}
 ROUNDS, MIN_ROUNDS = 15, 5
-CASE_SECONDS = 0.8  # of one case on a CPU, beyond the least rounds
-# of calls in one graph: enough that its start does not count, little enough to end soon
+CASE_SECONDS = 0.8  # per case on a CPU, but at least MIN_ROUNDS rounds
+# duration of one graph: long beside its launch, short enough for many rounds
 GRAPH_SECONDS = 4e-3
 GRAPH_CALLS = 48
-# replays between two events: the start of the first is the only one that the host delays
+# replays between two events: the host delays only the launch of the first
 QUEUED_CALLS = 4
 
 
 @dataclass(frozen=True)
 class OpTiming:
-    """One variant on one case. us: microseconds a call. tflops: None where the case counts no
-    operations.
+    """Time of one implementation (``variant``) on one case.
 
-    bound: what sets the floor, "memory" or "products". fraction: the floor over the time; None
-    where the case counts no bytes. chosen: whether the engine picks it for this case. how: graph,
-    events or host. failed: why there is no time."""
+    us: microseconds per call. tflops: None if the case counts no operations. bound: what limits the
+    roofline, "memory" or "products". fraction: roofline time over measured time; None if the case
+    counts no bytes. chosen: whether the engine selects this implementation for the case. how:
+    "graph", "events" or "host". failed: error message if there is no time.
+    """
 
     op: str
     case: str
@@ -57,15 +58,13 @@ class OpTiming:
     failed: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return a JSON-serializable dict."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class OpBenchSelection:
-    """What to time: ops (all where empty), variants (likewise), cases whose name contains
-    ``case``.
-    """
+    """What to time: ops and implementations (empty: all), cases whose name contains ``case``."""
 
     ops: tuple[str, ...] = ()
     implementations: tuple[str, ...] = ()
@@ -76,15 +75,15 @@ class OpBenchSelection:
 def bench_ops(
     roofline: Roofline, dtype: torch.dtype, selection: OpBenchSelection
 ) -> Iterator[OpTiming]:
-    """Time what is wanted on the device of the ceilings, op by op."""
-    kind = torch.device(roofline.device).type
-    picked = registry.select_backends(roofline.device).backends
+    """Time the selected ops on the roofline's device, op by op."""
+    device_type = torch.device(roofline.device).type
+    backends = registry.select_backends(roofline.device).backends
     for op in (*registry.OPS, *registry.FUSED_OPS):
         if selection.ops and op not in selection.ops:
             continue
-        for case in bench_cases(op, kind, dtype):
+        for case in bench_cases(op, device_type, dtype):
             if selection.case in case.name:
-                yield from measure_case(op, case, dtype, roofline, selection, picked[op])
+                yield from measure_case(op, case, dtype, roofline, selection, backends[op])
 
 
 def measure_case(
@@ -93,24 +92,24 @@ def measure_case(
     dtype: torch.dtype,
     roofline: Roofline,
     selection: OpBenchSelection,
-    picked: str,
+    backend: str,
 ) -> Iterator[OpTiming]:
-    """Every wanted variant that serves the case."""
-    kind = torch.device(roofline.device).type
-    calls = runnable_implementations(op, case, kind)
-    order = registry.BACKEND_PREFERENCE[kind]
-    chosen = next((each for each in order[order.index(picked) :] if each in calls), "torch")
+    """Time every selected implementation that supports the case."""
+    device_type = torch.device(roofline.device).type
+    calls = runnable_implementations(op, case, device_type)
+    order = registry.BACKEND_PREFERENCE[device_type]
+    chosen = next((each for each in order[order.index(backend) :] if each in calls), "torch")
     name = str(dtype).removeprefix("torch.")
     calls = {
-        v: call
-        for v, call in calls.items()
-        if not selection.implementations or v in selection.implementations
+        variant: call
+        for variant, call in calls.items()
+        if not selection.implementations or variant in selection.implementations
     }
     rounds = selection.rounds or ROUNDS
-    sets = argument_sets(case, kind)
+    sets = argument_sets(case, device_type)
     timed = (
         _time_on_cuda(calls, sets, rounds)
-        if kind == "cuda"
+        if device_type == "cuda"
         else _time_on_cpu(calls, sets, rounds, dtype)
     )
     for variant, times in timed.items():
@@ -120,20 +119,25 @@ def measure_case(
             continue
         rate = max(times.matmul_rates or 0.0, roofline.matmul_rates.get(name, 0.0))
         bandwidth = max(times.memory_bandwidth or 0.0, roofline.memory_bandwidth)
-        now = replace(
+        measured_roofline = replace(
             roofline, memory_bandwidth=bandwidth, matmul_rates=roofline.matmul_rates | {name: rate}
         )
-        yield with_roofline(base, case, times.seconds, now)
+        yield with_roofline(base, case, times.seconds, measured_roofline)
 
 
 def with_roofline(
     base: OpTiming, case: Case, seconds: Sequence[float], roofline: Roofline
 ) -> OpTiming:
-    """The figures of a time. seconds: of single calls."""
+    """Fill in the figures of a timing from the seconds of single calls."""
     spread = Spread.from_values([each * 1e6 for each in seconds])
     best = spread.min if base.how == "host" else spread.median
-    kind = act_8bit_dtype(case.args)
-    work = (case.bytes_moved, case.flops, base.dtype, {} if kind is None else {kind: case.flops})
+    act_dtype = act_8bit_dtype(case.args)
+    work = (
+        case.bytes_moved,
+        case.flops,
+        base.dtype,
+        {} if act_dtype is None else {act_dtype: case.flops},
+    )
     floor = roofline.min_seconds(*work) * 1e6
     counted = case.bytes_moved > 0
     return replace(
@@ -149,17 +153,17 @@ def with_roofline(
 def runnable_implementations(
     op: str, case: Case, device_type: str
 ) -> dict[str, Callable[..., Any]]:
-    """The reference and every variant that serves these arguments on this kind of device."""
-    found = {"torch": registry.reference(op)}
+    """Return the reference and every implementation that supports these arguments."""
+    runnable = {"torch": registry.reference(op)}
     for name, module in registry.implementations(op).items():
         supports = getattr(module, "supports", None)
         if module.available(device_type) is None and (supports is None or supports(**case.args)):
-            found[name] = module.run
-    return found
+            runnable[name] = module.run
+    return runnable
 
 
 def argument_sets(case: Case, device_type: str) -> list[dict[str, Any]]:
-    """The case's arguments and as many copies as leave the caches behind."""
+    """Return the case's arguments and enough copies to exceed the caches."""
     size = nbytes(*(each for each in case.args.values() if isinstance(each, torch.Tensor)))
     count = max(
         1, min(MAX_ARGUMENT_SETS[device_type], -(-CACHE_FLUSH_BYTES[device_type] // max(size, 1)))
@@ -176,8 +180,10 @@ def argument_sets(case: Case, device_type: str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _CallTimes:
-    """Seconds of single calls, or why there are none. memory_bandwidth, matmul_rates: the rates of
-    the rounds that they are from."""
+    """Seconds of single calls, or an error message.
+
+    memory_bandwidth, matmul_rates: the rates measured in the same rounds.
+    """
 
     how: str
     seconds: list[float] | str
@@ -191,55 +197,55 @@ def _time_on_cpu(
     rounds: int,
     dtype: torch.dtype,
 ) -> dict[str, _CallTimes]:
-    found: dict[str, _CallTimes] = {}
+    results: dict[str, _CallTimes] = {}
     ready: dict[str, Callable[[], Any]] = {}
     for name, call in calls.items():
-        turns = itertools.cycle(sets)
+        arg_cycle = itertools.cycle(sets)
         try:
             call(**sets[0])
-        except Exception as error:  # whatever a kernel may raise: the others are timed all the same
-            found[name] = _CallTimes("host", _one_line(error))
+        except Exception as error:  # any error: still time the others
+            results[name] = _CallTimes("host", _one_line(error))
             continue
-        ready[name] = lambda call=call, turns=turns: call(**next(turns))  # type: ignore[misc]
+        ready[name] = lambda call=call, arg_cycle=arg_cycle: call(**next(arg_cycle))  # type: ignore[misc]
     read, size = timing.memory_read()
     multiply, operations = timing.square_matmul("cpu", dtype)
-    everything = [*ready.values(), read, multiply]
-    queued = [timing.calls_for_duration(call, 1e-4) for call in everything]
-    first = sum(
+    all_calls = [*ready.values(), read, multiply]
+    repeats = [timing.calls_for_duration(call, 1e-4) for call in all_calls]
+    round_seconds = sum(
         sum(times) * each
-        for times, each in zip(timing.time_interleaved(everything, 1, queued), queued, strict=True)
+        for times, each in zip(timing.time_interleaved(all_calls, 1, repeats), repeats, strict=True)
     )
-    rounds = max(MIN_ROUNDS, min(rounds, int(CASE_SECONDS / first)))
-    *times, reads, products = timing.time_interleaved(everything, rounds, queued)
+    rounds = max(MIN_ROUNDS, min(rounds, int(CASE_SECONDS / round_seconds)))
+    *times, reads, products = timing.time_interleaved(all_calls, rounds, repeats)
     for name, seconds in zip(ready, times, strict=True):
-        found[name] = _CallTimes("host", seconds, size / min(reads), operations / min(products))
-    return found
+        results[name] = _CallTimes("host", seconds, size / min(reads), operations / min(products))
+    return results
 
 
 def _time_on_cuda(
     calls: dict[str, Callable[..., Any]], sets: list[dict[str, Any]], rounds: int
 ) -> dict[str, _CallTimes]:
-    found: dict[str, _CallTimes] = {}
+    results: dict[str, _CallTimes] = {}
     for name, call in calls.items():
-        turns = itertools.cycle(sets)
-        step = lambda call=call, turns=turns: call(**next(turns))  # noqa: E731
+        arg_cycle = itertools.cycle(sets)
+        step = lambda call=call, arg_cycle=arg_cycle: call(**next(arg_cycle))  # noqa: E731
         try:
             once = timing.median_time(step, 3, 1, "cuda")
         except Exception as error:  # as on a CPU
-            found[name] = _CallTimes("events", _one_line(error))
+            results[name] = _CallTimes("events", _one_line(error))
             continue
         repeats = len(sets) * max(
             1, min(GRAPH_CALLS // len(sets), int(GRAPH_SECONDS / (once * len(sets))))
         )
         try:
             replay = timing.capture_graph(step, repeats)
-        except RuntimeError:  # it waits for the host, which a recording refuses
+        except RuntimeError:  # it synchronizes with the host, which capture forbids
             torch.cuda.synchronize()
-            found[name] = _CallTimes("events", timing.time_interleaved([step], 3, 1, "cuda")[0])
+            results[name] = _CallTimes("events", timing.time_interleaved([step], 3, 1, "cuda")[0])
             continue
         seconds = timing.time_interleaved([replay], rounds, QUEUED_CALLS, "cuda")[0]
-        found[name] = _CallTimes("graph", [each / repeats for each in seconds])
-    return found
+        results[name] = _CallTimes("graph", [each / repeats for each in seconds])
+    return results
 
 
 def _one_line(error: BaseException) -> str:

@@ -1,8 +1,7 @@
-"""What ``bench ops`` times: each op's own cases, and the shapes of the models that the speed
-targets name.
+"""Cases of ``bench ops``: each op's own, and shapes of the models of the speed targets.
 
-On a GPU those of a 7B decoder (4096 wide, 11008 inside, 32 heads of 128), on a CPU those of
-SmolLM2-135M.
+On a GPU the shapes are those of a 7B decoder (hidden size 4096, MLP 11008, 32 heads of 128), on a
+CPU those of SmolLM2-135M.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.int8_linear import quantize
 from modelmill.ops.paged_attention import _case as attention_case
 from modelmill.ops.quant_types import quantize_per_row
-from modelmill.ops.rms_norm_quant import quant_modes as norm_forms
+from modelmill.ops.rms_norm_quant import quant_modes as norm_quant_modes
 from modelmill.ops.sample import random_case as sample_case
 
 Shapes = tuple[tuple[int, int, int], ...]
@@ -27,7 +26,7 @@ KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def bench_cases(op: str, device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Every case of an op on a kind of device ("cpu", "cuda"), made when it is asked for."""
+    """Yield every case of an op for a device type ("cpu" or "cuda"); each is made lazily."""
     yield from import_module(f"modelmill.ops.{op}").cases(device, dtype)
     more = EXTRA_CASES[device].get(op)
     if more is not None:
@@ -50,9 +49,9 @@ def _add_norm_case(rows: int, width: int, device: str, dtype: torch.dtype) -> Ca
 
 def _norm_quant_cases(rows: int, width: int, device: str, dtype: torch.dtype) -> Iterator[Case]:
     case = _norm_case(rows, width, device, dtype)
-    for name, form in (*norm_forms(width, device, 0), *permuted_quant_args(width, device)):
+    for name, mode in (*norm_quant_modes(width, device, 0), *permuted_quant_args(width, device)):
         moved = nbytes(case.args["x"]) + rows * width
-        yield Case(f"{case.name}-{name}", case.args | form, moved)
+        yield Case(f"{case.name}-{name}", case.args | mode, moved)
 
 
 def _add_norm_quant_cases(rows: int, width: int, device: str, dtype: torch.dtype) -> Iterator[Case]:
@@ -63,7 +62,7 @@ def _add_norm_quant_cases(rows: int, width: int, device: str, dtype: torch.dtype
 
 
 def linear_cases(shapes: Shapes) -> Callable[[str, torch.dtype], Iterator[Case]]:
-    """Products of (rows, K, N)."""
+    """Cases of matrix products with shapes (rows, K, N)."""
 
     def make(device: str, dtype: torch.dtype) -> Iterator[Case]:
         for rows, k, n in shapes:
@@ -81,7 +80,7 @@ def linear_cases(shapes: Shapes) -> Callable[[str, torch.dtype], Iterator[Case]]
 
 
 def int8_linear_cases(shapes: Shapes) -> Callable[[str, torch.dtype], Iterator[Case]]:
-    """The same with weights in 8 bits."""
+    """Cases of matrix products with 8-bit weights."""
 
     def make(device: str, dtype: torch.dtype) -> Iterator[Case]:
         for rows, k, n in shapes:
@@ -99,7 +98,7 @@ def int8_linear_cases(shapes: Shapes) -> Callable[[str, torch.dtype], Iterator[C
 def w8a8_linear_cases(
     act_dtype: torch.dtype, shapes: Shapes
 ) -> Callable[[str, torch.dtype], Iterator[Case]]:
-    """The same with activations in 8 bits as well, scaled by token."""
+    """Cases of matrix products with 8-bit weights and activations, scaled per token."""
 
     def make(device: str, dtype: torch.dtype) -> Iterator[Case]:
         for rows, k, n in shapes:
@@ -128,13 +127,13 @@ def w8a8_linear_cases(
 
 
 def sample_cases(shapes: Shapes) -> Callable[[str, torch.dtype], Iterator[Case]]:
-    """(rows, vocabulary, which mix of filters every row asks for)."""
+    """Cases of sampling with shapes (rows, vocabulary size, filter mix of every row)."""
 
-    def made(device: str, dtype: torch.dtype) -> Iterator[Case]:  # noqa: ARG001 - logits are float32 in any model
-        for rows, vocab, how in shapes:
-            yield sample_case(rows, vocab, device, sampling=how)
+    def make(device: str, dtype: torch.dtype) -> Iterator[Case]:  # noqa: ARG001 - logits are float32 in any model
+        for rows, vocab, sampling in shapes:
+            yield sample_case(rows, vocab, device, sampling=sampling)
 
-    return made
+    return make
 
 
 def _attention_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
@@ -154,22 +153,22 @@ def _attention_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         yield attention_case(name, 32, kv_heads, 128, lengths, None, device, dtype, number)
     own = (("decode-7b-1", 32, [(1, 4096)]), ("decode-7b-64", 32, [(1, 1024)] * 64))
     for number, (name, kv_heads, lengths) in enumerate((*own, *shapes)):
-        for held, kind in KV_DTYPES.items():
+        for kv_name, kv_dtype in KV_DTYPES.items():
             case = attention_case(name, 32, kv_heads, 128, lengths, None, device, dtype, number)
-            yield with_8bit_kv(case, held, kind)
+            yield with_8bit_kv(case, kv_name, kv_dtype)
 
 
 def with_8bit_kv(case: Case, name: str, kv_dtype: torch.dtype) -> Case:
-    """An attention's case over pages of an 8-bit type."""
-    args, moved = dict(case.args), case.bytes_moved
-    heads, dim = args["k_cache"].shape[1], args["k_cache"].shape[3]
-    keys = int(args["context_lens"].sum()) * heads
-    moved -= 2 * keys * (dim * (args["k_cache"].element_size() - 1) - 4)
+    """Convert an attention case to KV pages of an 8-bit dtype."""
+    args, bytes_moved = dict(case.args), case.bytes_moved
+    kv_heads, dim = args["k_cache"].shape[1], args["k_cache"].shape[3]
+    rows = int(args["context_lens"].sum()) * kv_heads
+    bytes_moved -= 2 * rows * (dim * (args["k_cache"].element_size() - 1) - 4)
     for part in ("k", "v"):
         args[f"{part}_cache"], args[f"{part}_scale"] = quantize_per_row(
             args[f"{part}_cache"], kv_dtype
         )
-    return Case(f"{case.name}-{name}", args, moved, case.flops)
+    return Case(f"{case.name}-{name}", args, bytes_moved, case.flops)
 
 
 def _small_attention_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:

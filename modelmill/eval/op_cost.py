@@ -1,6 +1,4 @@
-"""What one call of an op must move and compute: pure counts of its arguments, from which floors are
-made.
-"""
+"""Bytes and operations that one op call needs, counted from its arguments."""
 
 from __future__ import annotations
 
@@ -27,10 +25,13 @@ INT8, FP8 = "int8", "float8_e4m3fn"
 
 @dataclass(frozen=True)
 class OpCost:
-    """nbytes: read and written once each. unavoidable_bytes: of these the weights of products, keys
-    and values, which no fusion saves. operations: multiplications and additions of the products.
-    int8_operations, fp8_operations: of these what multiplies activations of such a type, faster
-    than others."""
+    """Bytes and operations of op calls.
+
+    nbytes: bytes read and written, each once. unavoidable_bytes: the part of them that no fusion
+    saves: weights of matrix products, keys and values. operations: multiplications and additions of
+    the products. int8_operations, fp8_operations: the part of them with 8-bit activations, which
+    has a higher rate.
+    """
 
     nbytes: int = 0
     unavoidable_bytes: int = 0
@@ -45,58 +46,62 @@ class OpCost:
 
     @property
     def ops_by_8bit_dtype(self) -> dict[str, int]:
-        """Operations by dtype, as ``Roofline`` takes them: those of 8 bits."""
+        """Operations by 8-bit dtype, as ``Roofline`` takes them."""
         return {
-            kind: number
-            for kind, number in ((INT8, self.int8_operations), (FP8, self.fp8_operations))
-            if number
+            dtype: count
+            for dtype, count in ((INT8, self.int8_operations), (FP8, self.fp8_operations))
+            if count
         }
 
 
 def op_cost(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> OpCost:
-    """The count of a call of an op with these arguments and this result."""
-    if result is None:  # a fused op that leaves the work to those that it joins
+    """Count the bytes and operations of one call of ``op``."""
+    if result is None:  # a fused op that declined: the ops that it fuses do the work
         return OpCost()
-    given = _signature(op).bind(*args, **kwargs).arguments
+    bound_args = _signature(op).bind(*args, **kwargs).arguments
     out = nbytes(*_tensors(result))
     if op in ("linear_add", "qkv_rope_cache"):
-        x, held = given["x"], nbytes(given["weight"], given.get("bias"))
-        beside = 2 * out if op == "linear_add" else rope_bytes(given, out)
-        return OpCost(nbytes(x) + held + beside, held, 2 * x.numel() * given["weight"].shape[0])
+        x, weight_bytes = bound_args["x"], nbytes(bound_args["weight"], bound_args.get("bias"))
+        other_bytes = 2 * out if op == "linear_add" else rope_bytes(bound_args, out)
+        return OpCost(
+            nbytes(x) + weight_bytes + other_bytes,
+            weight_bytes,
+            2 * x.numel() * bound_args["weight"].shape[0],
+        )
     swiglu = op.endswith("_swiglu")
     if op.endswith("linear") or swiglu or op == "linear_gelu":
-        # of integers the activations are called q
-        read = "x" if "x" in given else "q"
-        x = given[read]
-        held = nbytes(*_tensors([value for name, value in given.items() if name != read]))
+        # quantized activations are named q
+        input_name = "x" if "x" in bound_args else "q"
+        x = bound_args[input_name]
+        weight_bytes = nbytes(
+            *_tensors([value for name, value in bound_args.items() if name != input_name])
+        )
         operations = 2 * x.numel() * result.shape[-1] * (2 if swiglu else 1)
-        kind = act_8bit_dtype(given)
+        act_dtype = act_8bit_dtype(bound_args)
         return OpCost(
-            nbytes(x) + held + out,
-            held,
+            nbytes(x) + weight_bytes + out,
+            weight_bytes,
             operations,
-            operations * (kind == INT8),
-            operations * (kind == FP8),
+            operations * (act_dtype == INT8),
+            operations * (act_dtype == FP8),
         )
     if op == "paged_attention":
-        return attention_cost(given, out)
+        return attention_cost(bound_args, out)
     if op == "rope_cache":
-        return OpCost(nbytes(given["qkv"]) + rope_bytes(given, out))
+        return OpCost(nbytes(bound_args["qkv"]) + rope_bytes(bound_args, out))
     if op == "decode":
-        return decode_cost(given["stack"], given["tokens"], given["x"], out)
-    return OpCost(nbytes(*_tensors(list(given.values()))) + out)
+        return decode_cost(bound_args["stack"], bound_args["tokens"], bound_args["x"], out)
+    return OpCost(nbytes(*_tensors(list(bound_args.values()))) + out)
 
 
 def rope_bytes(args: Mapping[str, Any], out: int) -> int:
-    """Bytes of angles, of the queries (``out``), and of keys and values that go to slots, in the
-    cache's dtype.
-    """
+    """Bytes of the angles, the queries (``out``), and the stored keys and values."""
     stored = args["slots"].numel() * 2 * _token_bytes(args["k_cache"])
     return nbytes(args.get("cos"), args.get("sin")) + out + stored
 
 
 def act_8bit_dtype(args: Mapping[str, Any]) -> str | None:
-    """The dtype of 8 bits that a product's activations have; None where they have more."""
+    """Name of the activations' dtype if it has 8 bits, else None."""
     x = args.get("x", args.get("q"))
     return (
         str(x.dtype).removeprefix("torch.")
@@ -106,9 +111,7 @@ def act_8bit_dtype(args: Mapping[str, Any]) -> str | None:
 
 
 def attention_cost(args: Mapping[str, Any], out: int) -> OpCost:
-    """Each key and value of a context once, however many queries read it; a causal query sees what
-    is before it.
-    """
+    """Count an attention call: each key and value is read once; causal pairs only."""
     q, starts, lengths = args["q"], args["query_start"].tolist(), args["context_lens"].tolist()
     window = args.get("window")
     keys, pairs = attended_keys([b - a for a, b in itertools.pairwise(starts)], lengths, window)
@@ -117,8 +120,15 @@ def attention_cost(args: Mapping[str, Any], out: int) -> OpCost:
 
 
 def attended_keys(queries: list[int], contexts: list[int], window: int | None) -> tuple[int, int]:
-    """(keys that are read, pairs of a query and a key that it sees) of sequences whose last tokens
-    are the queries.
+    """Count the keys and the query-key pairs of causal attention.
+
+    Args:
+        queries: number of queries of each sequence; they are its last tokens.
+        contexts: context length of each sequence.
+        window: sliding window in tokens, or None.
+
+    Returns:
+        Keys that are read, and pairs of a query and a key that it attends to.
     """
     keys = pairs = 0
     for new, context in zip(queries, contexts, strict=True):
@@ -135,7 +145,7 @@ def attended_keys(queries: list[int], contexts: list[int], window: int | None) -
 def decode_cost(
     stack: DecoderStackWeights, tokens: DecodeInputs, x: torch.Tensor, out: int
 ) -> OpCost:
-    """All layers and the head in one call."""
+    """Count a whole-model decode call: all layers and the head."""
     rows = x.shape[0] if tokens.logit_rows is None else tokens.logit_rows.shape[0]
     total = OpCost(nbytes(x) + out + nbytes(stack.norm)) + _matrix_cost(stack.lm_head, rows)
     starts, lengths = tokens.query_start.tolist(), tokens.context_lens.tolist()
@@ -156,16 +166,17 @@ def _layer_cost(layer: DecodeLayerWeights, x: torch.Tensor) -> OpCost:
 
 
 def _matrix_cost(matrix: DecodeLinearWeights, rows: int) -> OpCost:
-    held = nbytes(matrix.weight, matrix.scale, matrix.bias)
-    return OpCost(held, held, 2 * rows * matrix.weight.numel())
+    weight_bytes = nbytes(matrix.weight, matrix.scale, matrix.bias)
+    return OpCost(weight_bytes, weight_bytes, 2 * rows * matrix.weight.numel())
 
 
-def _token_bytes(cache_: torch.Tensor) -> int:
-    """Bytes of one token's keys in a cache [pages, kv_heads, page_size, dim], with its scales where
-    it has 8 bits.
+def _token_bytes(kv_cache: torch.Tensor) -> int:
+    """Bytes of one token's keys in a cache [pages, kv_heads, page_size, dim].
+
+    An 8-bit cache has a float32 scale per head.
     """
-    scale = 4 if cache_.element_size() == 1 else 0
-    return cache_.shape[1] * (cache_.shape[3] * cache_.element_size() + scale)
+    scale = 4 if kv_cache.element_size() == 1 else 0
+    return kv_cache.shape[1] * (kv_cache.shape[3] * kv_cache.element_size() + scale)
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

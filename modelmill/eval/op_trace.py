@@ -1,6 +1,4 @@
-"""Watches a step at work: every call of an op, with the module that makes it and what it must
-move.
-"""
+"""Record every op call of a step with its module, time and cost."""
 
 from __future__ import annotations
 
@@ -24,9 +22,9 @@ SEPARATOR = "|"
 
 @dataclass(frozen=True)
 class TraceSlice:
-    """One op or module at work.
+    """One run of an op or module.
 
-    module: its name in the model. op: "" for a module. Seconds of the host's clock.
+    module: its name in the model. op: "" for a module. start, end: seconds of the host's clock.
     """
 
     module: str
@@ -38,14 +36,17 @@ class TraceSlice:
 
 @dataclass
 class OpTrace:
-    """ops: the given ones, watched. slices: in the order in which they ended."""
+    """Recorded slices of a step.
+
+    ops: the traced ops, to run the step with. slices: in the order in which they ended.
+    """
 
     ops: Ops
     slices: list[TraceSlice] = field(default_factory=list)
 
     @property
     def calls(self) -> list[TraceSlice]:
-        """Calls of ops, in the order in which they began."""
+        """Op calls in the order in which they started."""
         return sorted((each for each in self.slices if each.op), key=lambda each: each.start)
 
 
@@ -53,15 +54,19 @@ class OpTrace:
 def trace_ops(
     model: nn.Module, ops: Ops, label_context: LabelContext | None = None, *, with_cost: bool = True
 ) -> Iterator[OpTrace]:
-    """Hooks on every module and a cover on every op while the block runs.
+    """Hook every module and wrap every op while the block runs.
 
-    with_cost: whether counts are made, which reads lengths from the device.
+    Args:
+        model: the model to trace.
+        ops: the ops to wrap; run the step with ``ops`` of the result.
+        label_context: entered around each op and module with its label.
+        with_cost: count bytes and operations, which reads lengths from the device.
     """
-    seen = OpTrace(ops)
+    trace = OpTrace(ops)
     stack: list[tuple[str, float, AbstractContextManager[Any]]] = []
     enter = label_context or contextlib.nullcontext
 
-    def before(name: str) -> Callable[..., None]:
+    def pre_hook(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:  # noqa: ARG001
             label = enter(make_label(name, ""))
             label.__enter__()
@@ -69,53 +74,53 @@ def trace_ops(
 
         return hook
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
-        name, began, label = stack.pop()
-        seen.slices.append(TraceSlice(name, "", began, time.perf_counter()))
+    def post_hook(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
+        name, start, label = stack.pop()
+        trace.slices.append(TraceSlice(name, "", start, time.perf_counter()))
         label.__exit__(None, None, None)
 
-    def cover(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def covered(*args: Any, **named: Any) -> Any:
+    def wrap(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
             module = stack[-1][0] if stack else ""
             with enter(make_label(module, op)):
-                began = time.perf_counter()
-                result = call(*args, **named)
-                ended = time.perf_counter()
-            made = op_cost(op, args, named, result) if with_cost else OpCost()
-            seen.slices.append(TraceSlice(module, op, began, ended, made))
+                start = time.perf_counter()
+                result = call(*args, **kwargs)
+                end = time.perf_counter()
+            cost = op_cost(op, args, kwargs, result) if with_cost else OpCost()
+            trace.slices.append(TraceSlice(module, op, start, end, cost))
             return result
 
-        return covered
+        return wrapped
 
-    covers: dict[str, Any] = {
-        op: cover(op, getattr(ops, op)) for op in ops.backends if getattr(ops, op) is not None
+    wrapped_ops: dict[str, Any] = {
+        op: wrap(op, getattr(ops, op)) for op in ops.backends if getattr(ops, op) is not None
     }
-    seen.ops = replace(ops, **covers)
+    trace.ops = replace(ops, **wrapped_ops)
     handles = []
     for name, module in model.named_modules():
         if name:
             handles += [
-                module.register_forward_pre_hook(before(name)),
-                module.register_forward_hook(after),
+                module.register_forward_pre_hook(pre_hook(name)),
+                module.register_forward_hook(post_hook),
             ]
     try:
-        yield seen
+        yield trace
     finally:
         for handle in handles:
             handle.remove()
 
 
 def make_label(module: str, op: str) -> str:
-    """How a slice is called in a trace."""
+    """Return the label of an op or module in a trace."""
     return f"modelmill{SEPARATOR}{module}{SEPARATOR}{op}"
 
 
 def parse_label(label: str) -> tuple[str, str] | None:
-    """(module, op) of such a label; None for anything else."""
+    """Split such a label into (module, op); None for any other string."""
     parts = label.split(SEPARATOR)
     return (parts[1], parts[2]) if len(parts) == 3 and parts[0] == "modelmill" else None
 
 
 def layer_group_name(module: str) -> str:
-    """The same module of every layer under one name: layers.7.attn.core → layers.*.attn.core."""
+    """Name a module of any layer by its group: layers.7.attn.core → layers.*.attn.core."""
     return ".".join("*" if part.isdigit() else part for part in module.split("."))

@@ -1,4 +1,4 @@
-"""Perplexity of a text under sliding windows, for anything that scores token ids."""
+"""Perplexity of a text with sliding windows, for any model that scores token ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ProgressCallback = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class ScoreWindow:
-    """ids[begin:end] are read; the last ``scored`` of them count."""
+    """A window ids[begin:end] of which the last ``scored`` tokens count."""
 
     begin: int
     end: int
@@ -23,15 +23,15 @@ class ScoreWindow:
 
 
 class WindowScorer(Protocol):
-    """Natural-log probabilities of each window's tokens given those before them in the window."""
+    """Computes natural-log probabilities of each window's tokens, given those before them."""
 
     def score(self, windows: Sequence[Sequence[int]]) -> Iterator[list[float]]:
-        """For each window of T ids, T - 1 values: those of ids[1:]."""
+        """Yield T - 1 values for each window of T ids: those of ids[1:]."""
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """perplexity = exp(nll); nll: mean negative log likelihood over the scored tokens, in nats."""
+    """Perplexity exp(nll); nll: mean negative log likelihood of the scored tokens, in nats."""
 
     perplexity: float
     nll: float
@@ -41,32 +41,32 @@ class Perplexity:
 
 
 def sliding_windows(count: int, max_length: int, stride: int) -> list[ScoreWindow]:
-    """Cut ``count`` tokens into windows of at most ``max_length`` that begin every ``stride``
-    tokens.
+    """Cut ``count`` tokens into windows of at most ``max_length``, one every ``stride`` tokens.
 
-    A token is scored once, in the first window that holds it, with all of that window before it; a
-    window's own
-    first token has nothing before it and is not scored. With stride = max_length the windows do not
-    overlap.
-    Raises UsageError for sizes that leave nothing to score.
+    Each token is scored once, in the first window that contains it, with the tokens before it in
+    that window as context. The first token of a window has no context and is not scored. With
+    stride = max_length the windows do not overlap.
+
+    Raises:
+        UsageError: if a size is out of range or no token can be scored.
     """
     if max_length < 2:
         raise UsageError(f"--max-length must be at least 2, not {max_length}")
     if not 1 <= stride <= max_length:
         raise UsageError(f"--stride must be between 1 and --max-length {max_length}, not {stride}")
-    found = []
+    windows = []
     done = 0
     for begin in range(0, count, stride):
         end = min(begin + max_length, count)
         scored = min(end - done, end - begin - 1)
         if scored > 0:
-            found.append(ScoreWindow(begin, end, scored))
+            windows.append(ScoreWindow(begin, end, scored))
         done = end
         if end == count:
             break
-    if not found:
+    if not windows:
         raise UsageError(f"{count} tokens are too few for a perplexity; give a longer text")
-    return found
+    return windows
 
 
 def measure_perplexity(
@@ -77,8 +77,14 @@ def measure_perplexity(
     stride: int,
     on_progress: ProgressCallback | None = None,
 ) -> Perplexity:
-    """The perplexity of ``ids``; progress is called with ("perplexity", windows done, windows in
-    all).
+    """Measure the perplexity of ``ids``.
+
+    Args:
+        ids: token ids of the text.
+        scorer: the model.
+        max_length: largest window, in tokens.
+        stride: distance of the windows, in tokens.
+        on_progress: called with ("perplexity", windows done, number of windows).
     """
     windows = sliding_windows(len(ids), max_length, stride)
     began = time.perf_counter()

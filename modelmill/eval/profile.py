@@ -1,9 +1,8 @@
-"""Where the time of one step goes: kernel by kernel on a GPU, op by op on a CPU, each against its
-floor.
+"""Step time by kernel on a GPU or by op on a CPU, each with its roofline minimum.
 
-The step is the engine's own (its weights, its pages, its ops, its graph); its sequences are of one
-length, with random ids and random pages. Floors are counts (``counts``) over what was measured of
-the device in the same run.
+The step is the engine's own (weights, KV pages, ops, CUDA graph); its sequences have one length,
+random ids and random pages. The roofline times are from op costs (``op_cost``) and rates measured
+in the same run.
 """
 
 from __future__ import annotations
@@ -53,12 +52,12 @@ CPU_ROUNDS, CPU_WARMUP_ROUNDS = 7, 2
 
 @dataclass(frozen=True)
 class Profile:
-    """One phase. step_us: without the profiler. seen_us: the step that the lines are of. gap_us:
-    nothing ran meanwhile.
+    """Profile of one phase.
 
-    floor_us: weights, keys and values once, or the operations, whichever takes longer. how: graph,
-    launched (by Python) or host (a CPU). inside: of an op that spans others, what those take when
-    they run one by one.
+    step_us: without the profiler. seen_us: the profiled step that the lines describe. gap_us: idle
+    time. floor_us: the longer of reading weights, keys and values once and of the operations. how:
+    "graph", "launched" (by Python) or "host" (CPU). inside: the single ops inside a whole-model op,
+    run one by one.
     """
 
     phase: str
@@ -73,15 +72,13 @@ class Profile:
     inside: tuple[ProfileLine, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return a JSON-serializable dict."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class ProfileCase:
-    """What is profiled: ``batch`` sequences after a prompt of ``prompt`` tokens, or that prompt
-    itself.
-    """
+    """What to profile: ``batch`` sequences of ``prompt`` tokens, in decode or prefill."""
 
     phase: str
     batch: int
@@ -90,10 +87,15 @@ class ProfileCase:
 
 @torch.inference_mode()
 def profile_case(engine_core: Any, case: ProfileCase, roofline: Roofline) -> tuple[Profile, Tracks]:
-    """A step of an engine's loop, which must be idle: its pages are overwritten. The events are
-    tracks for a trace.
+    """Profile a step of an engine core.
 
-    Raises UsageError, CapacityError where such a step does not fit the engine.
+    The engine core must be idle, because its pages are overwritten.
+
+    Returns:
+        The profile and the tracks of its trace.
+
+    Raises:
+        UsageError, CapacityError: if such a step does not fit the engine.
     """
     return profile_step(engine_core.model, make_step(engine_core, case), case, roofline)
 
@@ -102,38 +104,39 @@ def profile_case(engine_core: Any, case: ProfileCase, roofline: Roofline) -> tup
 def profile_step(
     model: nn.Module, step: Step, case: ProfileCase, roofline: Roofline
 ) -> tuple[Profile, Tracks]:
-    """The same of a step as it is; ``case`` says what it is called."""
-    held: torch.Tensor = model.embed.weight  # type: ignore[union-attr, assignment]
-    dtype = str(held.dtype).removeprefix("torch.")
-    if held.is_cuda:
+    """Profile a given step; ``case`` describes it in the result."""
+    embedding: torch.Tensor = model.embed.weight  # type: ignore[union-attr, assignment]
+    dtype = str(embedding.dtype).removeprefix("torch.")
+    if embedding.is_cuda:
         return _profile_gpu(fuse(model), step, case, roofline, dtype)
     return _profile_cpu(model, step, case, roofline, dtype)
 
 
 def make_step(engine_core: Any, case: ProfileCase) -> Step:
-    """The step, on the loop's own pages."""
+    """Make the step on the engine core's own pages."""
     decode = case.phase == "decode"
     new, context = (1, case.prompt + 1) if decode else (case.prompt, case.prompt)
     if context > engine_core.max_model_len:
         raise UsageError(
-            f"--prompt {case.prompt} is too long: the engine computes {engine_core.max_model_len} "
-            "tokens"
+            f"--prompt {case.prompt} is too long: the engine supports "
+            f"{engine_core.max_model_len} tokens"
         )
     if not decode and case.batch * new > engine_core.config.max_num_batched_tokens:
         raise UsageError(
-            f"{case.batch} prompts of {new} tokens are no single step: lower --batch or --prompt, "
+            f"{case.batch} prompts of {new} tokens do not fit one step: lower --batch or --prompt, "
             "or raise "
             f"--max-num-batched-tokens ({engine_core.config.max_num_batched_tokens})"
         )
     pages = case.batch * -(-context // engine_core.page_size)
     if pages > engine_core.num_pages:
-        held = engine_core.num_pages * engine_core.page_size
+        capacity = engine_core.num_pages * engine_core.page_size
         raise CapacityError(
-            f"{case.batch} x {context} tokens do not fit: the KV cache holds {held}; lower --batch"
+            f"{case.batch} x {context} tokens do not fit: the KV cache holds {capacity}; "
+            "lower --batch"
         )
-    longest = -(-engine_core.max_model_len // engine_core.page_size) * engine_core.page_size
+    max_context = -(-engine_core.max_model_len // engine_core.page_size) * engine_core.page_size
     graph = decode and engine_core.model_runner.decode_graphs is not None
-    bound = min(context_bucket(context), max(longest, context)) if graph else context
+    bound = min(context_bucket(context), max(max_context, context)) if graph else context
     return synthetic_step(
         engine_core.model,
         engine_core.ops,
@@ -144,22 +147,24 @@ def make_step(engine_core: Any, case: ProfileCase) -> Step:
 
 
 def _profile_gpu(
-    model: nn.Module, step: Step, work: ProfileCase, ceilings: Roofline, dtype: str
+    model: nn.Module, step: Step, case: ProfileCase, roofline: Roofline, dtype: str
 ) -> tuple[Profile, Tracks]:
-    def launch(given: Step) -> torch.Tensor:
-        return given.ops.argmax(model(given))
+    def launch(traced_step: Step) -> torch.Tensor:
+        return traced_step.ops.argmax(model(traced_step))
 
-    with trace_ops(model, step.ops) as counted:
-        launch(replace(step, ops=counted.ops))
+    with trace_ops(model, step.ops) as cost_trace:
+        launch(replace(step, ops=cost_trace.ops))
     run: Callable[[], Any] = lambda: launch(step)  # noqa: E731
     how = "launched"
-    if work.phase == "decode":
+    if case.phase == "decode":
         try:
             run, how = timing.capture_graph(run), "graph"
-        except RuntimeError:  # an op that waits for the host
+        except RuntimeError:  # an op synchronizes with the host
             torch.cuda.synchronize()
-    with trace_ops(model, step.ops, torch.profiler.record_function, with_cost=False) as labelled:
-        known = kernels_from_events(profile_events(lambda: launch(replace(step, ops=labelled.ops))))
+    with trace_ops(model, step.ops, torch.profiler.record_function, with_cost=False) as label_trace:
+        python_kernels = kernels_from_events(
+            profile_events(lambda: launch(replace(step, ops=label_trace.ops)))
+        )
     seconds = timing.time_interleaved([run], ROUNDS, QUEUED_STEPS if how == "graph" else 1, "cuda")[
         0
     ]
@@ -167,57 +172,57 @@ def _profile_gpu(
         kernels_from_events(profile_events(lambda: [run() for _ in range(GRAPH_REPLAYS)])),
         GRAPH_REPLAYS,
     )
-    kernels = median_run([timeline(label_graph_kernels(known, each)) for each in runs])
-    counts = costs_by_call(counted.calls)
-    lines = kernel_lines(kernels, counts, ceilings, dtype)
-    found = Profile(
-        work.phase, work.batch, work.prompt, how,
+    kernels = median_run([timeline(label_graph_kernels(python_kernels, each)) for each in runs])
+    costs = costs_by_call(cost_trace.calls)
+    lines = kernel_lines(kernels, costs, roofline, dtype)
+    profile = Profile(
+        case.phase, case.batch, case.prompt, how,
         step_us=Spread.from_values([each * 1e6 for each in seconds]),
         seen_us=elapsed_us(kernels),
         gap_us=sum(each.gap_us for each in kernels),
-        floor_us=min_step_us(counts.values(), ceilings, dtype),
+        floor_us=min_step_us(costs.values(), roofline, dtype),
         lines=tuple(lines),
     )  # fmt: skip
-    return found, gpu_events(kernels, counts)
+    return profile, gpu_events(kernels, costs)
 
 
 def _profile_cpu(
-    model: nn.Module, step: Step, work: ProfileCase, ceilings: Roofline, dtype: str
+    model: nn.Module, step: Step, case: ProfileCase, roofline: Roofline, dtype: str
 ) -> tuple[Profile, Tracks]:
     fused = fuse(model)
-    with trace_ops(fused, step.ops) as counted:
-        fused(replace(step, ops=counted.ops))
-    counts = costs_by_call(counted.calls)
+    with trace_ops(fused, step.ops) as cost_trace:
+        fused(replace(step, ops=cost_trace.ops))
+    costs = costs_by_call(cost_trace.calls)
     seconds, runs = _traced_runs(fused, step)
-    lines = op_lines(runs, counts, ceilings, dtype)
+    lines = op_lines(runs, costs, roofline, dtype)
     inside: list[ProfileLine] = []
-    if any(key[1] == "decode" for key in counts):
-        with trace_ops(model, step.ops) as counted:
-            model(replace(step, ops=counted.ops))
+    if any(key[1] == "decode" for key in costs):
+        with trace_ops(model, step.ops) as cost_trace:
+            model(replace(step, ops=cost_trace.ops))
         inside = op_lines(
-            _traced_runs(model, step)[1], costs_by_call(counted.calls), ceilings, dtype
+            _traced_runs(model, step)[1], costs_by_call(cost_trace.calls), roofline, dtype
         )
     step_us = Spread.from_values([each * 1e6 for each in seconds])
     ops_us = sum(line.us for line in lines)
     gap = max(0.0, step_us.median - ops_us)
-    found = Profile(
-        work.phase, work.batch, work.prompt, "host", step_us=step_us, seen_us=ops_us + gap,
+    profile = Profile(
+        case.phase, case.batch, case.prompt, "host", step_us=step_us, seen_us=ops_us + gap,
         gap_us=gap,
-        floor_us=min_step_us(counts.values(), ceilings, dtype),
+        floor_us=min_step_us(costs.values(), roofline, dtype),
         lines=tuple(with_shares(lines, ops_us + gap)),
         inside=tuple(inside),
     )  # fmt: skip
-    return found, cpu_events(runs[-1])
+    return profile, cpu_events(runs[-1])
 
 
 def _traced_runs(model: nn.Module, step: Step) -> tuple[list[float], list[list[TraceSlice]]]:
-    """Seconds of the step as it is, and the slices of as many watched ones, in turn."""
+    """Return the seconds of the plain step and the slices of the traced step, in turn."""
     seconds, runs = [], []
     for number in range(-CPU_WARMUP_ROUNDS, CPU_ROUNDS):
-        once = timing.time_interleaved([lambda: model(step)], 1)[0][0]
-        with trace_ops(model, step.ops, with_cost=False) as seen:
-            model(replace(step, ops=seen.ops))
+        step_seconds = timing.time_interleaved([lambda: model(step)], 1)[0][0]
+        with trace_ops(model, step.ops, with_cost=False) as trace:
+            model(replace(step, ops=trace.ops))
         if number >= 0:
-            seconds.append(once)
-            runs.append(seen.slices)
+            seconds.append(step_seconds)
+            runs.append(trace.slices)
     return seconds, runs

@@ -1,6 +1,4 @@
-"""The lines of a profile, and the tracks of its trace: what kernels and ops took, beside their
-floors.
-"""
+"""Lines of a profile and tracks of its trace: kernel and op times with roofline minimums."""
 
 from __future__ import annotations
 
@@ -21,10 +19,10 @@ CallKey = tuple[str, str, int]  # module, op, number of the call
 
 @dataclass(frozen=True)
 class ProfileLine:
-    """A kernel of an op of a module, all layers together. us: microseconds of a step.
+    """A kernel of an op of a module, summed over all layers. us: microseconds per step.
 
-    nbytes, operations, floor_us, fraction: of the op with all its kernels, on the line of the
-    longest; None on its others and where nothing is counted.
+    nbytes, operations, floor_us, fraction: of the op with all its kernels, on the line of its
+    longest kernel; None on its other lines and where nothing is counted.
     """
 
     module: str
@@ -40,18 +38,18 @@ class ProfileLine:
 
 
 def costs_by_call(calls: Sequence[TraceSlice]) -> dict[CallKey, OpCost]:
-    """The count of every call; calls of one op by one module are numbered in order."""
+    """Return the cost of every call; calls of an op by a module are numbered in order."""
     numbers: dict[tuple[str, str], int] = defaultdict(int)
-    found: dict[CallKey, OpCost] = {}
+    costs: dict[CallKey, OpCost] = {}
     for each in calls:
         name = (each.module, each.op)
-        found[(*name, numbers[name])] = each.cost
+        costs[(*name, numbers[name])] = each.cost
         numbers[name] += 1
-    return found
+    return costs
 
 
 def min_step_us(costs: Iterable[OpCost], roofline: Roofline, dtype: str) -> float:
-    """Microseconds below which no step of these products, keys and values can be."""
+    """Return the roofline minimum of a step in microseconds."""
     total = sum(costs, OpCost())
     return (
         roofline.min_seconds(
@@ -64,29 +62,29 @@ def min_step_us(costs: Iterable[OpCost], roofline: Roofline, dtype: str) -> floa
 def kernel_lines(
     kernels: Sequence[KernelRecord], costs: Mapping[CallKey, OpCost], roofline: Roofline, dtype: str
 ) -> list[ProfileLine]:
-    """A line for each kernel of an op of a module, the longest first."""
-    found: dict[tuple[str, str, str], list[KernelRecord]] = defaultdict(list)
+    """Make a line for each kernel of an op of a module, the longest first."""
+    kernels_by_line: dict[tuple[str, str, str], list[KernelRecord]] = defaultdict(list)
     calls: dict[tuple[str, str], set[CallKey]] = defaultdict(set)
     for each in kernels:
         module, op = (
             ("", "") if each.call is None else (layer_group_name(each.call[0]), each.call[1])
         )
-        found[module, op, each.name].append(each)
+        kernels_by_line[module, op, each.name].append(each)
         if each.call is not None and op:
             calls[module, op].add(each.call)
     lines = [
         ProfileLine(*key, len(each), sum(k.added_us for k in each), 0.0)
-        for key, each in found.items()
+        for key, each in kernels_by_line.items()
     ]
     lines = with_shares(lines, elapsed_us(kernels))
     totals: dict[tuple[str, str], float] = defaultdict(float)
     for line in lines:
         totals[line.module, line.op] += line.us
-    told: set[tuple[str, str]] = set()
+    counted: set[tuple[str, str]] = set()
     for index, line in enumerate(lines):
         name = (line.module, line.op)
-        if name in calls and name not in told:
-            told.add(name)
+        if name in calls and name not in counted:
+            counted.add(name)
             total = [costs.get(call, OpCost()) for call in calls[name]]
             lines[index] = with_floor(line, total, totals[name], roofline, dtype)
     return lines
@@ -98,7 +96,7 @@ def op_lines(
     roofline: Roofline,
     dtype: str,
 ) -> list[ProfileLine]:
-    """A line for each op of a module; microseconds are the median of the runs."""
+    """Make a line for each op of a module; microseconds are the median of the runs."""
     times: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * len(runs))
     calls: dict[tuple[str, str], int] = defaultdict(int)
     for number, run in enumerate(runs):
@@ -107,15 +105,16 @@ def op_lines(
                 name = (layer_group_name(each.module), each.op)
                 times[name][number] += (each.end - each.start) * 1e6
                 calls[name] += number == 0
-    listed: dict[tuple[str, str], list[OpCost]] = defaultdict(list)
-    for (module, op, _), each_count in costs.items():
-        listed[layer_group_name(module), op].append(each_count)
+    costs_by_op: dict[tuple[str, str], list[OpCost]] = defaultdict(list)
+    for (module, op, _), cost in costs.items():
+        costs_by_op[layer_group_name(module), op].append(cost)
     lines = [
         ProfileLine(*name, "", calls[name], statistics.median(each), 0.0)
         for name, each in times.items()
     ]
     lines = [
-        with_floor(line, listed[line.module, line.op], line.us, roofline, dtype) for line in lines
+        with_floor(line, costs_by_op[line.module, line.op], line.us, roofline, dtype)
+        for line in lines
     ]
     return with_shares(lines, sum(line.us for line in lines))
 
@@ -123,7 +122,7 @@ def op_lines(
 def with_floor(
     line: ProfileLine, costs: Sequence[OpCost], us: float, roofline: Roofline, dtype: str
 ) -> ProfileLine:
-    """The line with its floor: the sum of the floors of its calls."""
+    """Add the roofline time to a line: the sum over its calls."""
     floor = (
         sum(
             roofline.min_seconds(each.nbytes, each.operations, dtype, each.ops_by_8bit_dtype)
@@ -139,13 +138,13 @@ def with_floor(
 
 
 def with_shares(lines: Iterable[ProfileLine], step: float) -> list[ProfileLine]:
-    """The longest first, with their share of the step."""
+    """Sort lines, the longest first, and add their share of the step."""
     ordered = sorted(lines, key=lambda line: -line.us)
     return [replace(line, share=line.us / step if step else 0.0) for line in ordered]
 
 
 def elapsed_us(kernels: Sequence[KernelRecord]) -> float:
-    """Microseconds from the first kernel's beginning to the last one's end."""
+    """Microseconds from the start of the first kernel to the end of the last."""
     return (
         max(k.start_us + k.duration_us for k in kernels) - min(k.start_us for k in kernels)
         if kernels
@@ -154,14 +153,14 @@ def elapsed_us(kernels: Sequence[KernelRecord]) -> float:
 
 
 def median_run(runs: Sequence[list[KernelRecord]]) -> list[KernelRecord]:
-    """The run of the middle length."""
+    """Return the run of median length."""
     return sorted(runs, key=elapsed_us)[len(runs) // 2]
 
 
 def gpu_events(
     kernels: Sequence[KernelRecord], costs: Mapping[CallKey, OpCost]
 ) -> dict[str, list[chrome_trace.TraceEvent]]:
-    """Tracks of a trace: the kernels, and the layers that they belong to."""
+    """Make the tracks of a trace: the kernels, and the layers that they belong to."""
     start = kernels[0].start_us if kernels else 0.0
     events, layers = [], []
     for each in kernels:
@@ -172,9 +171,9 @@ def gpu_events(
             "added_us": each.added_us,
             "gap_us": each.gap_us,
         }
-        made = costs.get(each.call) if each.call is not None else None
-        if made is not None:
-            args |= {"bytes": made.nbytes, "operations": made.operations}
+        cost = costs.get(each.call) if each.call is not None else None
+        if cost is not None:
+            args |= {"bytes": cost.nbytes, "operations": cost.operations}
         events.append(
             chrome_trace.TraceEvent(each.name, each.start_us - start, each.duration_us, args)
         )
@@ -185,26 +184,27 @@ def gpu_events(
 def _merge_layers(
     layers: Sequence[tuple[str, KernelRecord]], start: float
 ) -> list[chrome_trace.TraceEvent]:
-    """Neighbours of one name as one event; it ends where the last of them ends or the next name
-    begins to count.
+    """Merge consecutive kernels of one layer into one event.
+
+    An event ends where its last kernel ends.
     """
-    found: list[chrome_trace.TraceEvent] = []
+    events: list[chrome_trace.TraceEvent] = []
     for name, each in layers:
-        begins, ends = (
+        start_us, end_us = (
             each.start_us - start + (each.duration_us - each.added_us),
             each.start_us - start + each.duration_us,
         )
-        if found and found[-1].name == name:
-            found[-1] = replace(
-                found[-1], duration_us=max(found[-1].duration_us, ends - found[-1].start_us)
+        if events and events[-1].name == name:
+            events[-1] = replace(
+                events[-1], duration_us=max(events[-1].duration_us, end_us - events[-1].start_us)
             )
         else:
-            found.append(chrome_trace.TraceEvent(name, begins, max(0.0, ends - begins)))
-    return found
+            events.append(chrome_trace.TraceEvent(name, start_us, max(0.0, end_us - start_us)))
+    return events
 
 
 def cpu_events(slices: Sequence[TraceSlice]) -> dict[str, list[chrome_trace.TraceEvent]]:
-    """One track: modules with their ops inside."""
+    """Make one track: modules with their ops inside."""
     start = min((each.start for each in slices), default=0.0)
     events = [
         chrome_trace.TraceEvent(

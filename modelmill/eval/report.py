@@ -1,4 +1,4 @@
-"""Measured figures as rows: one JSON line each, with what is needed to measure them again."""
+"""Benchmark results as JSON lines with the details needed to repeat the measurement, and plots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGES = ("torch", "triton", "transformers", "numpy")
 
 @dataclass(frozen=True)
 class Spread:
-    """Several measurements of one quantity, in one unit."""
+    """Statistics of several measurements of one quantity, in one unit."""
 
     median: float
     min: float
@@ -32,7 +32,7 @@ class Spread:
 
     @staticmethod
     def from_values(values: Sequence[float]) -> Spread:
-        """The spread of at least one value. Raises ValueError for none."""
+        """Compute the statistics of ``values``. Raises ValueError if there are none."""
         if not values:
             raise ValueError("no measurement was made")
         ordered = sorted(values)
@@ -47,18 +47,19 @@ class Spread:
         )
 
     def scaled(self, factor: float) -> Spread:
-        """The same in another unit; factor > 0."""
+        """Convert to another unit; factor > 0."""
         return self._transform(lambda value: value * factor)
 
     def inverse(self, amount: float) -> Spread:
-        """Seconds for ``amount`` things become things per second; p99 is what 99 % of the runs
-        reach.
+        """Convert seconds per ``amount`` items to items per second.
+
+        p99 is then the rate that 99 % of the runs reach.
         """
         rate = self._transform(lambda value: amount / value if value else 0.0)
         return replace(rate, min=rate.max, max=rate.min, p25=rate.p75, p75=rate.p25)
 
     def _transform(self, change: Callable[[float], float]) -> Spread:
-        kept = {
+        fields = {
             "median": self.median,
             "min": self.min,
             "max": self.max,
@@ -66,25 +67,26 @@ class Spread:
             "p75": self.p75,
         }
         return Spread(
-            **{name: change(value) for name, value in kept.items()},
+            **{name: change(value) for name, value in fields.items()},
             p99=change(self.p99),
             runs=self.runs,
         )
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:
-    """Linear interpolation between the closest ranks of sorted values; q in [0, 1]."""
-    place = q * (len(ordered) - 1)
-    low = int(place)
+    """Interpolate linearly between the closest ranks of sorted values; q in [0, 1]."""
+    position = q * (len(ordered) - 1)
+    low = int(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def make_row(
     command: str, figure: str, value: float, unit: str, device: str, **details: Any
 ) -> dict[str, Any]:
-    """One row of benchmarks/results: command, device, versions, date, figure, value and unit, and
-    the details.
+    """Make one row of benchmarks/results.
+
+    It has command, device, versions, date, figure, value and unit, and the details.
     """
     return {
         "command": command,
@@ -102,35 +104,33 @@ def make_row(
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Append rows to a jsonl file, making its folder.
+    """Append rows to a jsonl file and create its folder.
 
-    Raises UsageError where it cannot be written.
+    Raises UsageError if the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as sink:
-            sink.writelines(json.dumps(each, ensure_ascii=False) + "\n" for each in rows)
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(each, ensure_ascii=False) + "\n" for each in rows)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}; choose another file") from None
 
 
 def versions() -> dict[str, str]:
-    """Versions of python, modelmill and the packages that decide the speed; absent ones are left
-    out.
-    """
+    """Return the versions of Python, modelmill and the installed packages that affect speed."""
     import modelmill
 
-    found = {"python": platform.python_version(), "modelmill": modelmill.__version__}
+    result = {"python": platform.python_version(), "modelmill": modelmill.__version__}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            result[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return result
 
 
 def device_name(device: str) -> str:
-    """The GPU's name, or the CPU's with the number of threads that torch uses."""
+    """Return the GPU's name, or the CPU's with the number of torch threads."""
     import torch
 
     if device.startswith("cuda") and torch.cuda.is_available():
@@ -139,7 +139,7 @@ def device_name(device: str) -> str:
 
 
 def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:
-    """The CPU's name as the system tells it."""
+    """Return the CPU's name as the operating system reports it."""
     try:
         for line in info.read_text().splitlines():
             if line.startswith("model name"):
@@ -150,28 +150,36 @@ def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def check_plot(path: Path) -> None:
-    """To be called before anything is measured: whether ``plot`` could write to ``path``.
+    """Check before a measurement that ``plot`` can write to ``path``.
 
-    Raises MissingDependency without matplotlib, UsageError for a kind of file that it does not
-    write, or a folder.
+    Raises:
+        MissingDependency: if matplotlib is not installed.
+        UsageError: if matplotlib does not support the file format, or ``path`` is a folder.
     """
     require("--plot", "matplotlib", "report")
     from matplotlib.backend_bases import FigureCanvasBase
 
-    kinds = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix and path.suffix[1:].lower() not in kinds:
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in formats:
         raise UsageError(
-            f"--plot {path}: no plot can be written as {path.suffix}; end it in .png, .svg or .pdf"
+            f"--plot {path}: the format {path.suffix} is not supported; use .png, .svg or .pdf"
         )
     if path.is_dir():
-        raise UsageError(f"--plot {path}: this is a folder; name a file, as {path / 'plot.png'}")
+        raise UsageError(f"--plot {path}: is a folder; give a file, such as {path / 'plot.png'}")
 
 
 def plot(path: Path, draw: Any, title: str, shape: tuple[int, int] = (1, 1)) -> None:
-    """Draw into a new figure with ``draw(axes)`` and write it to ``path`` (png, svg or pdf).
+    """Draw a new figure with ``draw(axes)`` and write it to ``path`` (png, svg or pdf).
 
-    shape: rows and columns of diagrams; where there are several, ``draw`` gets the list of their
-    axes. Raises MissingDependency without matplotlib, UsageError where the file cannot be written.
+    Args:
+        path: the file to write.
+        draw: gets the axes, or the list of axes if there are several.
+        title: title of the figure.
+        shape: rows and columns of subplots.
+
+    Raises:
+        MissingDependency: if matplotlib is not installed.
+        UsageError: if the file cannot be written.
     """
     check_plot(path)
     import matplotlib

@@ -1,6 +1,4 @@
-"""What a device gives at most, measured in the run that is judged by it, and the floor of a piece
-of work under it.
-"""
+"""Peak rates of a device, measured in the same run, and the roofline time of work."""
 
 from __future__ import annotations
 
@@ -18,8 +16,11 @@ NO_OPERATIONS: Mapping[str, float] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Roofline:
-    """memory_bandwidth: bytes/s (of a copy on a GPU, of reading on a CPU). matmul_rates:
-    operations/s of torch's, by the dtype of what is multiplied."""
+    """Measured peak rates.
+
+    memory_bandwidth: bytes/s of a copy on a GPU, of reading on a CPU. matmul_rates: operations/s of
+    torch's matrix products, by dtype of the operands.
+    """
 
     device: str
     memory_bandwidth: float
@@ -32,18 +33,26 @@ class Roofline:
         dtype: str = "",
         ops_by_8bit_dtype: Mapping[str, float] = NO_OPERATIONS,
     ) -> float:
-        """Seconds below which no kernel can move ``nbytes`` and do the operations.
+        """Return the least time to move ``nbytes`` and do the operations.
 
-        dtype: of what they multiply, but for the ``ops_by_8bit_dtype`` ones among them, by theirs.
-        A dtype of theirs whose rate is not known counts as the others do.
+        Args:
+            nbytes: bytes read and written.
+            operations: all operations.
+            dtype: operand dtype of those that are not in ``ops_by_8bit_dtype``.
+            ops_by_8bit_dtype: operations by 8-bit operand dtype; a dtype without a measured rate
+                counts as ``dtype``.
         """
-        known = {
-            kind: count for kind, count in ops_by_8bit_dtype.items() if self.matmul_rates.get(kind)
+        ops_8bit = {
+            dtype_8bit: count
+            for dtype_8bit, count in ops_by_8bit_dtype.items()
+            if self.matmul_rates.get(dtype_8bit)
         }
-        seconds = sum(count / self.matmul_rates[kind] for kind, count in known.items())
+        seconds = sum(
+            count / self.matmul_rates[dtype_8bit] for dtype_8bit, count in ops_8bit.items()
+        )
         rate = self.matmul_rates.get(dtype)
         if rate:
-            seconds += max(0.0, operations - sum(known.values())) / rate
+            seconds += max(0.0, operations - sum(ops_8bit.values())) / rate
         return max(nbytes / self.memory_bandwidth, seconds)
 
     def bound(
@@ -53,7 +62,7 @@ class Roofline:
         dtype: str,
         ops_by_8bit_dtype: Mapping[str, float] = NO_OPERATIONS,
     ) -> str:
-        """What sets the floor: "memory" or "products"."""
+        """Return what limits the time: "memory" or "products"."""
         return (
             "memory"
             if self.min_seconds(nbytes)
@@ -62,18 +71,18 @@ class Roofline:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able, in GB/s and TFLOP/s."""
+        """Return a JSON-serializable dict in GB/s and TFLOP/s."""
         products = {name: round(rate / 1e12, 3) for name, rate in self.matmul_rates.items()}
         return {"memory_gbps": round(self.memory_bandwidth / 1e9, 1), "products_tflops": products}
 
 
 def describe_rates(products_tflops: Mapping[str, float]) -> str:
-    """Rates of products by dtype, in words."""
+    """Format the rates of matrix products by dtype."""
     return ", ".join(f"{rate:,.4g} TFLOP/s in {name}" for name, rate in products_tflops.items())
 
 
 def measure_roofline(device: str, dtypes: Sequence[torch.dtype]) -> Roofline:
-    """Ceilings of "cpu", "cuda" or "cuda:N", in about a second."""
+    """Measure the peak rates of "cpu", "cuda" or "cuda:N", in about a second."""
     products = measure_matmul_rates(device, dtypes)
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
@@ -81,9 +90,12 @@ def measure_roofline(device: str, dtypes: Sequence[torch.dtype]) -> Roofline:
 
 
 def measure_matmul_rates(device: str, dtypes: Sequence[torch.dtype]) -> dict[str, float]:
-    """Operations per second of torch's products of these dtypes, and on a GPU of those of 8 bits
-    that it has there.
+    """Measure operations per second of torch's matrix products of these dtypes.
+
+    On a GPU the supported 8-bit dtypes are added.
     """
-    wanted = [*dtypes, *(EIGHT_BIT_DTYPES if device.startswith("cuda") and dtypes else ())]
-    found = {str(each).removeprefix("torch."): matmul_throughput(device, each) for each in wanted}
-    return {name: rate for name, rate in found.items() if rate is not None}
+    all_dtypes = [*dtypes, *(EIGHT_BIT_DTYPES if device.startswith("cuda") and dtypes else ())]
+    rates = {
+        str(dtype).removeprefix("torch."): matmul_throughput(device, dtype) for dtype in all_dtypes
+    }
+    return {name: rate for name, rate in rates.items() if rate is not None}

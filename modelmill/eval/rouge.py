@@ -1,4 +1,4 @@
-"""ROUGE-1, -2, -L and -Lsum of summaries, in percent, by Google's rouge-score."""
+"""ROUGE-1, -2, -L and -Lsum of summaries in percent, by Google's rouge-score."""
 
 from __future__ import annotations
 
@@ -52,26 +52,25 @@ _END = re.compile(r"([.!?]+[\"'”’)\]]*)\s+")
 
 
 def split_sentences(text: str) -> list[str]:
-    """Split at line ends, and where . ! or ? (with its closing quotes) ends a sentence and not an
-    abbreviation.
+    """Split at line ends and at . ! or ? with closing quotes, except after abbreviations.
 
-    News text is also written with a space before the full stop ("it is over . The next"); that
-    splits too.
+    Also splits at a full stop after a space ("it is over . The next"), as in news text.
     """
-    found: list[str] = []
+    sentences: list[str] = []
     for line in text.split("\n"):
         start = 0
         for end in _END.finditer(line):
             if end.end() < len(line) and _ends_sentence(line, start, end):
-                found.append(line[start : end.end()])
+                sentences.append(line[start : end.end()])
                 start = end.end()
-        found.append(line[start:])
-    return [" ".join(part.split()) for part in found if part.strip()]
+        sentences.append(line[start:])
+    return [" ".join(part.split()) for part in sentences if part.strip()]
 
 
 def _ends_sentence(line: str, start: int, end: re.Match[str]) -> bool:
-    """Whether the mark ends a sentence: not after an abbreviation or an initial, not before a small
-    letter.
+    """Whether the mark ends a sentence.
+
+    It does not after an abbreviation or an initial, nor before a lower-case letter.
     """
     after = line[end.end()]
     if after.islower():
@@ -87,7 +86,7 @@ def _ends_sentence(line: str, start: int, end: re.Match[str]) -> bool:
 
 
 class RougeScorer:
-    """Scores pairs of a summary and its reference; F-measures with stemming, mean × 100."""
+    """Scores a summary against its reference: F-measures with stemming, times 100."""
 
     def __init__(self) -> None:
         try:
@@ -99,13 +98,18 @@ class RougeScorer:
         self._scorer: Any = rouge_scorer.RougeScorer(list(ROUGE_TYPES), use_stemmer=True)
 
     def score(self, summary: str, reference: str) -> dict[str, float]:
-        """F-measures × 100 of one pair."""
+        """Return the F-measures × 100 of one pair."""
         scores = self._scorer.score(
             "\n".join(split_sentences(reference)), "\n".join(split_sentences(summary))
         )
-        return {kind: 100.0 * float(scores[kind].fmeasure) for kind in ROUGE_TYPES}
+        return {
+            rouge_type: 100.0 * float(scores[rouge_type].fmeasure) for rouge_type in ROUGE_TYPES
+        }
 
     def mean_score(self, summaries: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-        """The mean over all pairs (as many summaries as references, at least one)."""
-        each = [self.score(*pair) for pair in zip(summaries, references, strict=True)]
-        return {kind: sum(score[kind] for score in each) / len(each) for kind in ROUGE_TYPES}
+        """Return the mean over all pairs, of which there is at least one."""
+        pair_scores = [self.score(*pair) for pair in zip(summaries, references, strict=True)]
+        return {
+            rouge_type: sum(score[rouge_type] for score in pair_scores) / len(pair_scores)
+            for rouge_type in ROUGE_TYPES
+        }

@@ -1,4 +1,4 @@
-"""Load on a server: requests come at a rate, or so many at once; what each of them saw."""
+"""Load on a server: requests at a given rate or concurrency, and their measured times."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from modelmill.eval.report import quantile
 WORDS = """time year people way day man thing woman life child world school state family student group country problem
 hand part place case week company system program question work number night point home water room mother area money
 story fact month lot right study book eye job word business issue side kind head house service friend father"""  # noqa: E501
-# most vocabularies hold each of them as one token
+# each of them is one token in most vocabularies
 
 
 @dataclass(frozen=True)
 class ServingLoad:
-    """lengths: (words of a prompt, tokens of its answer) of each request. rate: requests a second
-    on average, arriving by chance; None: all at once. concurrency: most at a time. first_ms,
-    token_ms: a good request is not slower.
-    chat: a prompt is a message. ignore_eos: answers are asked for in full length, which is no field
-    of OpenAI's own."""
+    """The load of a serving benchmark.
+
+    lengths: (words of the prompt, tokens of the answer) of each request. rate: mean requests per
+    second with Poisson arrivals; None: all at once. concurrency: most requests at a time. first_ms,
+    token_ms: limits of a good request. chat: send the prompt as a chat message. ignore_eos:
+    generate answers of full length (an extension of OpenAI's API).
+    """
 
     lengths: Sequence[tuple[int, int]]
     rate: float | None = None
@@ -40,47 +42,48 @@ class ServingLoad:
 async def run_load(
     client: OpenAIClient, model: str, load: ServingLoad, on_progress: Callable[[int, int], None]
 ) -> tuple[list[RequestTiming], float]:
-    """All requests; returns what each saw and the seconds of all. on_progress: (ended, of)."""
+    """Send all requests; return their timings and the total seconds.
+
+    ``on_progress`` is called with (requests ended, number of requests).
+    """
     rng, words = random.Random(load.seed), WORDS.split()
     slots = asyncio.Semaphore(load.concurrency or len(load.lengths))
     ended = 0
     began = time.perf_counter()
 
-    async def one(prompt: str, tokens: int, after: float) -> RequestTiming:
+    async def send(prompt: str, tokens: int, delay: float) -> RequestTiming:
         nonlocal ended
-        await asyncio.sleep(max(0.0, began + after - time.perf_counter()))
+        await asyncio.sleep(max(0.0, began + delay - time.perf_counter()))
         async with slots:
-            found = await time_request(
+            timing = await time_request(
                 client,
                 request_body(load, model, prompt, tokens),
                 "chat/completions" if load.chat else "completions",
             )
         ended += 1
         on_progress(ended, len(load.lengths))
-        return found
+        return timing
 
-    at, tasks = 0.0, []
+    arrival, tasks = 0.0, []
     for count, tokens in load.lengths:
         prompt = " ".join(rng.choice(words) for _ in range(max(count, 1)))
-        tasks.append(asyncio.create_task(one(prompt, tokens, at)))
-        at += rng.expovariate(load.rate) if load.rate else 0.0
-    visits = await asyncio.gather(*tasks)
-    return visits, time.perf_counter() - began
+        tasks.append(asyncio.create_task(send(prompt, tokens, arrival)))
+        arrival += rng.expovariate(load.rate) if load.rate else 0.0
+    timings = await asyncio.gather(*tasks)
+    return timings, time.perf_counter() - began
 
 
 def request_body(load: ServingLoad, model: str, prompt: str, tokens: int) -> dict[str, Any]:
-    """A request's fields."""
-    asked: dict[str, Any] = {"model": model, "max_tokens": tokens, "temperature": 0}
-    asked |= (
-        {"messages": [{"role": "user", "content": prompt}]} if load.chat else {"prompt": prompt}
-    )
-    return {**asked, "ignore_eos": True} if load.ignore_eos else asked
+    """Return the JSON fields of a request."""
+    body: dict[str, Any] = {"model": model, "max_tokens": tokens, "temperature": 0}
+    body |= {"messages": [{"role": "user", "content": prompt}]} if load.chat else {"prompt": prompt}
+    return {**body, "ignore_eos": True} if load.ignore_eos else body
 
 
 def goodput(
     timings: Sequence[RequestTiming], seconds: float, first_ms: float | None, token_ms: float | None
 ) -> float:
-    """Requests a second that were within the limits."""
+    """Requests per second that were within the limits."""
     met = [
         each for each in timings if each.error is None and _meets_limits(each, first_ms, token_ms)
     ]
@@ -90,13 +93,14 @@ def goodput(
 def summarize_load(
     timings: Sequence[RequestTiming], seconds: float, load: ServingLoad
 ) -> dict[str, Any]:
-    """Medians, p90 and p99 in milliseconds, rates, goodput.
+    """Summarize latencies in milliseconds (mean, median, p90, p99), rates and goodput.
 
-    Raises ModelmillError where nothing succeeded.
+    Raises:
+        ModelmillError: if no request succeeded.
     """
     good = [each for each in timings if each.error is None]
     if not good:
-        raise ModelmillError(f"none of {len(timings)} requests was answered: {timings[0].error}")
+        raise ModelmillError(f"all {len(timings)} requests failed: {timings[0].error}")
     per_token = [each.seconds_per_token for each in good if each.seconds_per_token is not None]
     tokens = sum(each.output_tokens for each in good)
     limited = load.first_ms is not None or load.token_ms is not None
@@ -120,7 +124,7 @@ def summarize_load(
 
 
 def percentiles_ms(seconds: Sequence[float]) -> dict[str, float] | None:
-    """mean, median, p90 and p99 in milliseconds."""
+    """Mean, median, p90 and p99 in milliseconds; None for no values."""
     if not seconds:
         return None
     ordered = sorted(seconds)

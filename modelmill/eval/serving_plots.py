@@ -1,6 +1,4 @@
-"""What requests saw, drawn: how first tokens, times per token, gaps and whole requests are
-distributed, and goodput.
-"""
+"""Plots of a serving benchmark: latency distributions, goodput and requests over time."""
 
 from __future__ import annotations
 
@@ -18,7 +16,11 @@ CURVE_POINTS = 60
 def draw_plots(
     axes: Sequence[Any], timings: Sequence[RequestTiming], seconds: float, load: ServingLoad
 ) -> None:
-    """Six diagrams. timings: at least one without an error. seconds: of the whole load."""
+    """Draw six subplots.
+
+    ``timings`` contains at least one request without an error; ``seconds`` is the time of the whole
+    load.
+    """
     good = [each for each in timings if each.error is None]
     per_token = [each.seconds_per_token for each in good if each.seconds_per_token is not None]
     draw_distribution(
@@ -36,9 +38,7 @@ def draw_plots(
 def draw_distribution(
     axes: Any, name: str, seconds: Sequence[float], limit_ms: float | None
 ) -> None:
-    """The share of all that took no longer, with median and p99 named, and the limit where there is
-    one.
-    """
+    """Draw the cumulative distribution with median and p99, and the limit if there is one."""
     axes.set_title(name, fontsize=10)
     axes.set_xlabel("ms")
     axes.set_ylim(0, 1.02)
@@ -46,7 +46,7 @@ def draw_distribution(
     if not ordered:
         return
     count = len(ordered)
-    axes.step([ordered[0], *ordered], [place / count for place in range(count + 1)], where="post")
+    axes.step([ordered[0], *ordered], [rank / count for rank in range(count + 1)], where="post")
     for share, style in ((0.5, "--"), (0.99, ":")):
         value = quantile(ordered, share)
         axes.axvline(
@@ -63,12 +63,13 @@ def draw_distribution(
 def draw_goodput(
     axes: Any, good: Sequence[RequestTiming], seconds: float, load: ServingLoad
 ) -> None:
-    """Good requests a second, were the limit of the first token another one; that of the others
-    stays.
+    """Draw good requests per second against the limit of the time to first token.
+
+    The limit of the time per token is that of the load.
     """
     longest = max(1000 * each.first_token_seconds for each in good)
-    places = [longest * 1.1 * (place + 1) / CURVE_POINTS for place in range(CURVE_POINTS)]
-    axes.plot(places, [goodput(good, seconds, place, load.token_ms) for place in places])
+    limits = [longest * 1.1 * (limit + 1) / CURVE_POINTS for limit in range(CURVE_POINTS)]
+    axes.plot(limits, [goodput(good, seconds, limit, load.token_ms) for limit in limits])
     if load.first_ms is not None:
         axes.axvline(load.first_ms, color="tab:red", label=f"limit {load.first_ms:g} ms")
         axes.legend(fontsize=7)
@@ -79,7 +80,7 @@ def draw_goodput(
 
 
 def draw_timeline(axes: Any, good: Sequence[RequestTiming]) -> None:
-    """Requests that were being answered at each moment."""
+    """Draw the number of running requests over time."""
     start = min(each.start for each in good)
     moments = sorted(
         [(each.start - start, 1) for each in good]

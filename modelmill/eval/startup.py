@@ -1,4 +1,4 @@
-"""From process start to first token, measured in fresh processes."""
+"""Time from process start to the first token, measured in new processes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ TIMEOUT_SECONDS = 1800
 
 @dataclass(frozen=True)
 class StartupTimes:
-    """Seconds.
+    """Startup times in seconds.
 
-    total: process start to first token; import_, load and first add up to it but for the start
-    itself.
+    total: process start to first token; import, load and first are its parts, without the start of
+    the process itself.
     """
 
     total_s: Spread
@@ -33,7 +33,7 @@ class StartupTimes:
     first_s: Spread
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return a JSON-serializable dict."""
         return asdict(self)
 
 
@@ -45,30 +45,38 @@ def measure_startup(
     runs: int,
     on_progress: ProgressCallback | None = None,
 ) -> StartupTimes:
-    """Start ``runs`` processes one after another, after one that warms the file cache.
+    """Start ``runs`` processes one after another, after one that fills the file cache.
 
-    options: fields of RunConfig. Raises ModelmillError where a process fails.
+    Args:
+        engine: the engine folder.
+        options: fields of RunConfig.
+        input_length: tokens of the prompt.
+        runs: number of measured processes.
+        on_progress: called with ("startup", processes ended, number of processes).
+
+    Raises:
+        ModelmillError: if a process fails.
     """
-    found: list[Mapping[str, float]] = []
+    results: list[Mapping[str, float]] = []
     for number in range(-1, runs):
         stages = _run_probe(engine, options, input_length)
         if number >= 0:
-            found.append(stages)
+            results.append(stages)
         if on_progress is not None:
             on_progress("startup", number + 2, runs + 1)
     return StartupTimes(
         *[
-            Spread.from_values([each[name] for each in found])
+            Spread.from_values([each[name] for each in results])
             for name in ("total", "import", "load", "first")
         ]
     )
 
 
 def _run_probe(engine: Path, options: Mapping[str, Any], input_length: int) -> dict[str, float]:
-    told = json.dumps({"engine": str(engine), "options": dict(options), "input": input_length})
+    spec = json.dumps({"engine": str(engine), "options": dict(options), "input": input_length})
     began = time.perf_counter()
     with subprocess.Popen(
-        [sys.executable, "-m", "modelmill.eval.startup", told],
+        [sys.executable, "-m", "modelmill.eval.startup", spec],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -76,30 +84,30 @@ def _run_probe(engine: Path, options: Mapping[str, Any], input_length: int) -> d
         assert process.stdout is not None
         line = process.stdout.readline()
         total = time.perf_counter() - began
-        _, trouble = process.communicate(timeout=TIMEOUT_SECONDS)
+        _, errors = process.communicate(timeout=TIMEOUT_SECONDS)
     if process.returncode or not line:
-        last = trouble.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
+        last = errors.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
         raise ModelmillError(f"the started process failed: {last[0]}")
     return {**json.loads(line), "total": total}
 
 
 def probe(spec: str) -> dict[str, float]:
-    """In the fresh process: load the engine, answer one prompt with one token; seconds by stage."""
+    """Load the engine in this process and generate one token; return seconds by stage."""
     began = time.perf_counter()
     from modelmill.core.config import RunConfig
     from modelmill.runtime.engine_core import EngineCore
 
-    facts = json.loads(spec)
+    fields = json.loads(spec)
     imported = time.perf_counter()
-    loop = EngineCore.open(Path(facts["engine"]), RunConfig(**facts["options"]))
+    engine_core = EngineCore.open(Path(fields["engine"]), RunConfig(**fields["options"]))
     loaded = time.perf_counter()
-    EngineTarget(loop).run(random_requests([(facts["input"], 1)], loop.vocab, 0))
+    EngineTarget(engine_core).run(random_requests([(fields["input"], 1)], engine_core.vocab, 0))
     done = time.perf_counter()
     return {"import": imported - began, "load": loaded - imported, "first": done - loaded}
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print the stages as one JSON line, as soon as the first token is there."""
+    """Print the stages as one JSON line after the first token."""
     sys.stdout.write(json.dumps(probe(argv[0])) + "\n")
     sys.stdout.flush()
 

@@ -1,5 +1,6 @@
-"""Summaries of articles by an engine, and by transformers on the same prompts, lengths and stops,
-under ROUGE.
+"""Summarize articles with an engine and with transformers, and score them with ROUGE.
+
+Both get the same prompts, lengths and stop tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True)
 class Summary:
-    """One summary. seconds: its share of the time that its batch took."""
+    """One summary; ``seconds`` is its share of the time of its batch."""
 
     id: str
     prompt_tokens: int
@@ -41,7 +42,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class SummaryTask:
-    """What both sides get: prompt ids an item, the longest summary, and the ids that end it."""
+    """Prompt ids of each article, the most tokens of a summary, and the ids that end it."""
 
     articles: list[Article]
     prompts: list[list[int]]
@@ -50,7 +51,7 @@ class SummaryTask:
 
 
 class Summarizer(Protocol):
-    """One side: prompt ids to answer ids."""
+    """Generates answer ids from prompt ids."""
 
     name: str
     batch: int
@@ -58,11 +59,11 @@ class Summarizer(Protocol):
     def answer(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_ids: Sequence[int]
     ) -> list[list[int]]:
-        """Greedy answers."""
+        """Return greedy answers."""
 
 
 class EngineSummarizer:
-    """The engine: ``batch`` prompts in flight at once."""
+    """The engine, with ``batch`` prompts in flight."""
 
     def __init__(self, llm: Any, batch: int, name: str = "modelmill") -> None:
         self.llm, self.batch, self.name = llm, batch, name
@@ -70,7 +71,7 @@ class EngineSummarizer:
     def answer(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_ids: Sequence[int]
     ) -> list[list[int]]:
-        """Greedy answers; every default of the checkpoint's generation_config is overruled."""
+        """Return greedy answers; override all generation defaults of the checkpoint."""
         params = SamplingParams(
             temperature=0.0,
             max_tokens=max_new_tokens,
@@ -88,7 +89,7 @@ class EngineSummarizer:
 
 
 class HfSummarizer:
-    """transformers: static batches of ``batch``."""
+    """The transformers model, in static batches of ``batch``."""
 
     def __init__(self, reference: Any, batch: int, name: str = "transformers") -> None:
         self.reference, self.batch, self.name = reference, batch, name
@@ -96,37 +97,42 @@ class HfSummarizer:
     def answer(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_ids: Sequence[int]
     ) -> list[list[int]]:
-        """Greedy answers."""
-        found, _ = self.reference.generate(prompts, max_new_tokens, eos_ids)
-        return found
+        """Return greedy answers."""
+        answers, _ = self.reference.generate(prompts, max_new_tokens, eos_ids)
+        return answers
 
 
 def make_task(
     llm: Any, articles: Sequence[Article], max_new_tokens: int, max_input: int | None = None
 ) -> SummaryTask:
-    """The prompts of all items: through the chat template where the engine has one, else with
-    "TL;DR:" behind.
+    """Make the prompts of all articles.
 
-    An article is cut, at its end and in tokens, so that prompt and summary fit the engine (and
-    ``max_input``).
-    Raises TokenizerError for an ids-only engine, UsageError where not even an empty article fits.
+    A prompt uses the chat template if the engine has one, else the article with "TL;DR:" after it.
+    An article is cut at its end, in tokens, so that prompt and summary fit the engine and
+    ``max_input``.
+
+    Raises:
+        TokenizerError: for an engine without a tokenizer.
+        UsageError: if not even an empty article fits.
     """
     if llm.tokenizer is None:
         raise TokenizerError(
             "this is an ids-only engine (no tokenizer); summaries need a checkpoint with a "
             "tokenizer"
         )
-    room = llm.engine_core.max_model_len - max_new_tokens
-    room = room if max_input is None else min(room, max_input)
-    stops = tuple(llm.eos_ids)
+    max_prompt_tokens = llm.engine_core.max_model_len - max_new_tokens
+    max_prompt_tokens = (
+        max_prompt_tokens if max_input is None else min(max_prompt_tokens, max_input)
+    )
+    stop_ids = tuple(llm.eos_ids)
     if llm.chat_format is not None:
-        stops = tuple(dict.fromkeys((*stops, *llm.chat_format.stop_ids)))
+        stop_ids = tuple(dict.fromkeys((*stop_ids, *llm.chat_format.stop_ids)))
     encode = _encoder(llm)
     return SummaryTask(
         list(articles),
-        [_fit_prompt(llm, encode, item.article, room) for item in articles],
+        [_fit_prompt(llm, encode, item.article, max_prompt_tokens) for item in articles],
         max_new_tokens,
-        stops,
+        stop_ids,
     )
 
 
@@ -141,14 +147,14 @@ def _encoder(llm: Any) -> Callable[[str], list[int]]:
 def _fit_prompt(
     llm: Any, encode: Callable[[str], list[int]], article: str, max_tokens: int
 ) -> list[int]:
-    """The prompt's ids, the article cut until they fit ``max_tokens``."""
+    """Return the prompt's ids, with the article cut until they fit ``max_tokens``."""
     ids = encode(article)
     if len(ids) <= max_tokens:
         return ids
-    words = llm.tokenizer.encode(article, bos=False)
-    kept = len(words) - (len(ids) - max_tokens)
+    article_ids = llm.tokenizer.encode(article, bos=False)
+    kept = len(article_ids) - (len(ids) - max_tokens)
     while kept > 0:
-        ids = encode(llm.tokenizer.decode(words[:kept]))
+        ids = encode(llm.tokenizer.decode(article_ids[:kept]))
         if len(ids) <= max_tokens:
             return ids
         kept -= max(len(ids) - max_tokens, 1)
@@ -167,11 +173,18 @@ def summarize_articles(
     facts: Facts | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> list[Summary]:
-    """All summaries of one side, in the items' order; those that ``store`` already has are not made
-    again.
+    """Return all summaries of one summarizer, in the order of the articles.
 
-    facts: what besides the task and the side's name decides its summaries or their time
-    (``engine_facts``, ``reference_facts``); kept summaries of other facts are not this run's.
+    Summaries that are already in ``store`` are not generated again.
+
+    Args:
+        task: prompts and limits.
+        side: the engine or transformers.
+        decode: answer ids to text.
+        store: where summaries are saved.
+        facts: all else that affects the summaries or their time (``engine_facts``,
+            ``reference_facts``); stored summaries with other facts are ignored.
+        on_progress: called with (name, summaries done, number of articles).
     """
     key = _store_key(task, side.name, side.batch, facts or {})
     done = store.read(key)
@@ -197,8 +210,9 @@ def summarize_articles(
 
 
 def engine_facts(llm: Any) -> Facts:
-    """What decides an engine's summaries and their time: its content, how it is run, on what, by
-    which versions.
+    """Return what affects an engine's summaries and their time.
+
+    This is the engine's content, run config, kernels, device and package versions.
     """
     engine_core = llm.engine_core
     facts = {
@@ -210,7 +224,7 @@ def engine_facts(llm: Any) -> Facts:
 
 
 def reference_facts(checkpoint: Checkpoint, dtype: str, device: str) -> Facts:
-    """The same of transformers; a checkpoint that was touched since is another one."""
+    """Return the same facts of transformers; a modified checkpoint has other facts."""
     return {"checkpoint": checkpoint.quick_fingerprint(), "dtype": dtype, **_machine(device)}
 
 
@@ -219,24 +233,22 @@ def _machine(device: str) -> Facts:
 
 
 class SummaryStore:
-    """Summaries kept in a jsonl file, so that a broken run goes on where it ended. path None keeps
-    nothing.
+    """Summaries in a jsonl file, to resume an interrupted run; path None stores nothing.
 
-    A line is a summary, its place in the task and the task's key. What was cut off in the middle of
-    its last line is whole up to there; a file with any other line is refused, so that nothing of
-    another kind is appended to.
+    A line is a summary with its place in the task and the task's key. An incomplete last line is
+    ignored. A file with any other line is rejected, so that nothing is appended to other data.
     """
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
 
     def check_file(self) -> None:
-        """Raises UsageError where the file is not of kept summaries."""
+        """Raise UsageError if the file has anything but stored summaries."""
         if self.path is not None and self.path.exists():
             self._rows(self.path)
 
     def read(self, key: str) -> dict[int, Summary]:
-        """What was kept under the key, by place. Raises UsageError as ``check`` does."""
+        """Return the summaries of the key by place. Raises UsageError like ``check_file``."""
         if self.path is None or not self.path.exists():
             return {}
         rows = [row for row in self._rows(self.path) if row["key"] == key]
@@ -247,19 +259,19 @@ class SummaryStore:
         }
 
     def add(self, key: str, summaries: Mapping[int, Summary]) -> None:
-        """Keep some more, by place, in one write; what a broken run left of a line goes first."""
+        """Append summaries, by place, in one write; remove an incomplete last line first."""
         if self.path is None:
             return
         rows = ({"key": key, "place": place, **asdict(each)} for place, each in summaries.items())
         lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a+b") as sink:
-                sink.seek(0)
-                content = sink.read()
+            with self.path.open("a+b") as file:
+                file.seek(0)
+                content = file.read()
                 if not content.endswith(b"\n"):
-                    sink.truncate(content.rfind(b"\n") + 1)
-                sink.write(lines)
+                    file.truncate(content.rfind(b"\n") + 1)
+                file.write(lines)
         except OSError as error:
             raise UsageError(
                 f"cannot write {self.path}: {error.strerror}; choose another --save"
@@ -271,9 +283,9 @@ class SummaryStore:
             rows = dict(parse_jsonl(whole + end, path))
             for number, row in rows.items():
                 if not _is_summary_row(row):
-                    raise UsageError(f"{path}, line {number}: is no kept summary")
+                    raise UsageError(f"{path}, line {number}: is not a saved summary")
             if not _is_torn_line(torn):
-                raise UsageError(f"{path}: its last line is no kept summary")
+                raise UsageError(f"{path}: its last line is not a saved summary")
         except UsageError as error:
             raise UsageError(f"{error}; choose another file for --save") from None
         return list(rows.values())
@@ -284,7 +296,7 @@ def _is_summary_row(row: Any) -> bool:
 
 
 def _is_torn_line(torn: str) -> bool:
-    """Whether what stands behind the last line end can be the beginning of a kept summary."""
+    """Whether the text after the last line end can be the start of a stored summary."""
     try:
         return _is_summary_row(json.loads(torn))
     except ValueError:
@@ -296,16 +308,17 @@ _LINE_START = '{"key": "'
 
 
 def _store_key(task: SummaryTask, name: str, batch: int, facts: Facts) -> str:
-    """Changes with anything that changes a summary or its time."""
-    told = [name, batch, task.prompts, task.max_new_tokens, task.eos_ids, facts]
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+    """Hash everything that affects a summary or its time."""
+    fields = [name, batch, task.prompts, task.max_new_tokens, task.eos_ids, facts]
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def score_summaries(
     summaries: Sequence[Summary], articles: Sequence[Article], rouge: RougeScorer
 ) -> dict[str, Any]:
-    """ROUGE and speed of one side: {rouge: {kind: percent}, items, seconds, seconds_per_item,
-    …}.
+    """Return the ROUGE scores and speed of one summarizer as a dict.
+
+    ``rouge`` is {ROUGE type: percent}; the other keys are counts, seconds and rates.
     """
     seconds = sum(each.seconds for each in summaries)
     output = sum(each.output_tokens for each in summaries)
@@ -323,16 +336,19 @@ def score_summaries(
 
 
 def rouge_differences(engine: dict[str, Any], reference: dict[str, Any]) -> dict[str, float]:
-    """Engine minus reference, per kind of ROUGE, in points."""
-    return {kind: engine["rouge"][kind] - reference["rouge"][kind] for kind in ROUGE_TYPES}
+    """Return engine minus reference for each ROUGE type, in points."""
+    return {
+        rouge_type: engine["rouge"][rouge_type] - reference["rouge"][rouge_type]
+        for rouge_type in ROUGE_TYPES
+    }
 
 
 def count_equal_texts(left: Sequence[Summary], right: Sequence[Summary]) -> int:
-    """How many summaries of both sides are the same text."""
+    """Count the summaries with the same text in both lists."""
     return sum(a.text == b.text for a, b in zip(left, right, strict=True))
 
 
 def text_pairs(task: SummaryTask, sides: dict[str, Sequence[Summary]]) -> Iterator[dict[str, Any]]:
-    """One dict an item with all sides' texts, for --json."""
+    """Yield one dict per article with the texts of all summarizers, for --json."""
     for place, item in enumerate(task.articles):
-        yield {"id": item.id, **{name: found[place].text for name, found in sides.items()}}
+        yield {"id": item.id, **{name: summaries[place].text for name, summaries in sides.items()}}

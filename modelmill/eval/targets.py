@@ -1,4 +1,4 @@
-"""What a benchmark measures: an engine's loop, or transformers, behind one small interface."""
+"""Benchmark targets: an engine or transformers behind one interface."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ ProgressCallback = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class TargetRun:
-    """One measured pass over some requests. Seconds by the host's clock, since all were handed in.
+    """One measured pass over some requests, in seconds since all of them were submitted.
 
-    first_token_seconds: until every request had its first token. all_first_token_seconds: the same
-    for each. total_seconds: until all had ended. seconds_per_token: between an answer's first and
-    last token, by its tokens after the first, of each answer with such. later_tokens: of all
-    answers, those that came after ``first_token_seconds``; others may have gone on while some had
-    to wait.
+    first_token_seconds: until every request had its first token. all_first_token_seconds: time to
+    first token of each request. total_seconds: until all requests had ended. seconds_per_token: of
+    each answer with several tokens, the mean time per token after the first. later_tokens: tokens
+    generated after ``first_token_seconds``; requests that began earlier may have generated others
+    before.
     """
 
     first_token_seconds: float
@@ -36,27 +36,25 @@ class TargetRun:
 
 
 class BenchTarget(Protocol):
-    """Something that generates greedily, end-of-text ignored."""
+    """Something that generates greedily and ignores end-of-text tokens."""
 
     name: str
     device: str
 
     def warm_up(self, max_requests: int) -> None:
-        """Do now what is done once, for up to ``max_requests`` requests at a time."""
+        """Do all one-time work for up to ``max_requests`` concurrent requests."""
 
     def run(
         self, workload: Sequence[BenchRequest], on_progress: ProgressCallback | None = None
     ) -> TargetRun:
-        """Serve all requests, handed in at once."""
+        """Submit all requests at once and run until they have ended."""
 
     def capacity_problem(self, batch: int, length: int) -> str | None:
-        """None where ``batch`` sequences of ``length`` tokens can be computed together, else why
-        not.
-        """
+        """Say why ``batch`` sequences of ``length`` tokens do not fit together; None if they do."""
 
 
 class EngineTarget:
-    """An engine through its loop: ids in, ids out."""
+    """An engine core: token ids in, token ids out."""
 
     def __init__(self, engine_core: Any, name: str = "modelmill") -> None:
         self.engine_core = engine_core
@@ -65,28 +63,28 @@ class EngineTarget:
         self._count = itertools.count()
 
     def warm_up(self, max_requests: int) -> None:
-        """Record graphs and compile kernels."""
+        """Capture CUDA graphs and compile kernels."""
         self.engine_core.warm_up(max_requests)
 
     def run(
         self, workload: Sequence[BenchRequest], on_progress: ProgressCallback | None = None
     ) -> TargetRun:
-        """Hand in all requests at once and step until the last has ended."""
+        """Submit all requests at once and step until the last one has ended."""
         began = time.perf_counter()
         requests = [
             greedy_request(f"bench-{next(self._count)}", each.prompt, each.output)
             for each in workload
         ]
-        waiting = [request.id for request in requests]
+        request_ids = [request.id for request in requests]
         self.engine_core.add_all(requests)
         firsts: dict[str, float] = {}
         lasts: dict[str, float] = {}
         early = tokens = finished = 0
         try:
             while finished < len(workload):
-                news = self.engine_core.step()
+                outputs = self.engine_core.step()
                 now = time.perf_counter() - began
-                for token in news:
+                for token in outputs:
                     if token.token_id is not None:
                         tokens += 1
                         firsts.setdefault(token.request_id, now)
@@ -103,8 +101,8 @@ class EngineTarget:
                     early = tokens
         finally:
             if finished < len(workload):
-                for id in waiting:
-                    self.engine_core.abort(id)
+                for request_id in request_ids:
+                    self.engine_core.abort(request_id)
         total = time.perf_counter() - began
         times = tuple(firsts.values())
         pairs = (
@@ -118,8 +116,9 @@ class EngineTarget:
         return TargetRun(max(times), total, times, per_token, tokens - early, inputs, tokens)
 
     def capacity_problem(self, batch: int, length: int) -> str | None:
-        """Whether the KV cache holds them all: a batch that must wait or be preempted is no batch
-        of that size.
+        """Say why the KV cache cannot hold the batch at once; None if it can.
+
+        A batch of which requests wait or are preempted would not be a batch of that size.
         """
         if length > self.engine_core.max_model_len:
             return (
@@ -133,13 +132,13 @@ class EngineTarget:
             )
         pages = batch * -(-length // self.engine_core.page_size)
         if pages > self.engine_core.num_pages:
-            held = self.engine_core.num_pages * self.engine_core.page_size
-            return f"{batch} × {length} tokens do not fit: the KV cache holds {held} tokens"
+            capacity = self.engine_core.num_pages * self.engine_core.page_size
+            return f"{batch} × {length} tokens do not fit: the KV cache holds {capacity} tokens"
         return None
 
 
 class HfTarget:
-    """transformers' generate(), in static batches of at most ``batch``."""
+    """The generate() of transformers, in static batches of at most ``batch``."""
 
     def __init__(self, reference: Any, batch: int, name: str = "transformers") -> None:
         self.reference = reference
@@ -148,45 +147,46 @@ class HfTarget:
         self.device = str(reference.device)
 
     def warm_up(self, max_requests: int) -> None:
-        """transformers has nothing to prepare."""
+        """Do nothing: transformers needs no warm-up."""
 
     def run(
         self, workload: Sequence[BenchRequest], on_progress: ProgressCallback | None = None
     ) -> TargetRun:
-        """Batch by batch; a batch runs to its longest output, and only the tokens asked for are
-        counted.
+        """Run batch by batch.
+
+        A batch runs to its longest output; only the tokens that each request wants are counted.
         """
         began = time.perf_counter()
-        came: list[list[float]] = []
+        token_times: list[list[float]] = []
         for start in range(0, len(workload), self.batch):
             part = workload[start : start + self.batch]
-            before = time.perf_counter() - began
+            batch_start = time.perf_counter() - began
             _, times = self.reference.generate(
                 [each.prompt for each in part], max(each.output for each in part)
             )
-            came.extend([before + when for when in times[: each.output]] for each in part)
+            token_times.extend(
+                [batch_start + when for when in times[: each.output]] for each in part
+            )
             if on_progress is not None:
                 on_progress(self.name, start + len(part), len(workload))
         total = time.perf_counter() - began
-        firsts = tuple(times[0] for times in came)
+        firsts = tuple(times[0] for times in token_times)
         per_token = tuple(
-            (times[-1] - times[0]) / (len(times) - 1) for times in came if len(times) > 1
+            (times[-1] - times[0]) / (len(times) - 1) for times in token_times if len(times) > 1
         )
         first = max(firsts)
-        later = sum(when > first for times in came for when in times)
+        later = sum(when > first for times in token_times for when in times)
         inputs = sum(len(each.prompt) for each in workload)
         outputs = sum(each.output for each in workload)
         return TargetRun(first, total, firsts, per_token, later, inputs, outputs)
 
     def capacity_problem(self, batch: int, length: int) -> str | None:  # noqa: ARG002
-        """transformers allocates as it goes: it is tried."""
+        """Return None: transformers allocates while it runs, so the batch is tried."""
         return None
 
 
 class EngineScorer:
-    """Log probabilities of an engine, for perplexity: windows are computed through its loop,
-    several in flight.
-    """
+    """Log probabilities of an engine, for perplexity; several windows are in flight."""
 
     def __init__(self, engine_core: Any, max_in_flight: int = 8) -> None:
         self.engine_core = engine_core
@@ -194,7 +194,10 @@ class EngineScorer:
         self._count = itertools.count()
 
     def score(self, windows: Sequence[Sequence[int]]) -> Iterator[list[float]]:
-        """For each window of T ids, in order, the T - 1 natural-log probabilities of ids[1:]."""
+        """Yield log probabilities (natural) in window order.
+
+        A window of T ids has T - 1 values: those of ids[1:].
+        """
         for start in range(0, len(windows), self.max_in_flight):
             yield from self._score_together(windows[start : start + self.max_in_flight])
 
@@ -203,7 +206,7 @@ class EngineScorer:
             max_tokens=0, temperature=0.0, prompt_logprobs=0, ignore_eos=True
         ).with_defaults({})
         running: dict[str, Sequence[int]] = {}
-        found: dict[str, list[float]] = {}
+        logprobs: dict[str, list[float]] = {}
         for window in windows:
             request = Request(id=f"score-{next(self._count)}", prompt=tuple(window), params=params)
             running[request.id] = window
@@ -213,25 +216,25 @@ class EngineScorer:
             while ended < len(running):
                 for token in self.engine_core.step():
                     if token.prompt_logprobs is not None:
-                        found[token.request_id] = _own_logprobs(
+                        logprobs[token.request_id] = _own_logprobs(
                             token.prompt_logprobs, running[token.request_id]
                         )
                     if token.finish_reason is FinishReason.ABORT:
-                        raise CapacityError("a window does not fit the memory; lower --max-length")
+                        raise CapacityError("a window does not fit in memory; lower --max-length")
                     ended += token.finish_reason is not None
         finally:
             if ended < len(running):
                 for id in running:
                     self.engine_core.abort(id)
-        return [found[id] for id in running]
+        return [logprobs[id] for id in running]
 
 
 def _own_logprobs(logprobs: Sequence[Any], window: Sequence[int]) -> list[float]:
-    """The tokens' own values of a request's prompt_logprobs (the first token has none)."""
+    """Select the prompt tokens' own log probabilities; the first token has none."""
     return [float(entry[id].logprob) for entry, id in zip(logprobs[1:], window[1:], strict=True)]
 
 
 def greedy_request(id: str, prompt: Sequence[int], output: int) -> Request:
-    """A request that gives exactly ``output`` tokens, greedily."""
+    """Make a greedy request that generates exactly ``output`` tokens."""
     params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True).with_defaults({})
     return Request(id=id, prompt=tuple(prompt), params=params)

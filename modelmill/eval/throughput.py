@@ -1,4 +1,4 @@
-"""Tokens and requests per second over many requests that arrive at once."""
+"""Tokens and requests per second of many requests that arrive at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from modelmill.eval.targets import BenchTarget, ProgressCallback, TargetRun
 
 @dataclass(frozen=True)
 class Throughput:
-    """One subject over one set of requests. Input and output tokens per second are kept apart."""
+    """Throughput of one target over one set of requests, input and output tokens apart."""
 
     subject: str
     requests: int
@@ -26,7 +26,7 @@ class Throughput:
     first_token_ms: Spread
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return a JSON-serializable dict."""
         return asdict(self)
 
 
@@ -38,21 +38,21 @@ def measure_throughput(
     warmup: int = 1,
     on_progress: ProgressCallback | None = None,
 ) -> list[Throughput]:
-    """Serve all of ``requests`` at once, ``runs`` times, the subjects taking turns.
+    """Serve all of ``requests`` at once, ``runs`` times, the targets in turn.
 
-    first_token_ms is over the requests of the last run, the rest over the runs. A warm-up takes a
-    few requests.
+    ``first_token_ms`` is over the requests of the last run, the other figures over the runs. A
+    warm-up run serves a few requests.
     """
-    passes: dict[str, list[TargetRun]] = {subject.name: [] for subject in targets}
+    passes: dict[str, list[TargetRun]] = {target.name: [] for target in targets}
     if warmup:
-        for subject in targets:
-            subject.warm_up(len(requests))
+        for target in targets:
+            target.warm_up(len(requests))
     for number in range(-warmup, runs):
-        for subject in targets:
-            found = subject.run(requests[:4] if number < 0 else requests, on_progress)
+        for target in targets:
+            result = target.run(requests[:4] if number < 0 else requests, on_progress)
             if number >= 0:
-                passes[subject.name].append(found)
-    return [_summary(name, len(requests), found) for name, found in passes.items()]
+                passes[target.name].append(result)
+    return [_summary(name, len(requests), result) for name, result in passes.items()]
 
 
 def _summary(name: str, requests: int, passes: Sequence[TargetRun]) -> Throughput:

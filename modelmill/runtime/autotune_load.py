@@ -54,7 +54,7 @@ def look_up_tuning(engine: Path, name: str) -> TuningLookup:
         )
     except ValueError as error:
         damaged = (
-            f"{engine / record_path(name)} is damaged ({error}): default launch sizes; {advice}"
+            f"{engine / record_path(name)} is damaged ({error}): default launch configs; {advice}"
         )
         return TuningLookup(None, damaged, is_warning=True)
     if stored is None:
@@ -62,13 +62,13 @@ def look_up_tuning(engine: Path, name: str) -> TuningLookup:
         elsewhere = f" (it was tuned for {', '.join(others)})" if others else ""
         return TuningLookup(
             None,
-            f"{engine} has no tuning for {name}{elsewhere}: default launch sizes; {advice}",
+            f"{engine} has no tuning for {name}{elsewhere}: default launch configs; {advice}",
             bool(others),
         )
     supported = {op: _supported_configs(op, configs) for op, configs in choices.items()}
     tuning = Tuning(name, {op: configs for op, configs in supported.items() if configs})
     num_unsupported = sum(map(len, choices.values())) - tuning.count
-    message = f"tuned for {name}: {tuning.count} products with launch sizes of their own"
+    message = f"tuned for {name}: {tuning.count} products with tuned launch configs"
     if num_unsupported:
         return TuningLookup(
             tuning,

@@ -24,7 +24,7 @@ from modelmill.text.tool_prompts import detect_tool_style
 
 __all__ = ["ChatFormat", "TemplateLimits", "TemplateChat", "load_chat"]
 
-# control tokens with which some family ends a turn without calling them EOS
+# control tokens that end a turn in some model families but are not their EOS
 TURN_ENDS = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -47,12 +47,12 @@ _PROBE_TOOL = {
 
 
 class ChatFormat(Protocol):
-    """One way of writing conversations."""
+    """A chat format: converts conversations to prompts."""
 
     stop_ids: tuple[int, ...]  # an answer ends at any of these
     stop_strings: tuple[str, ...]  # … or before any of these
     tool_style: str  # how it writes tool calls, see tool_prompts.py
-    writes_calls: bool  # whether calls that were made have words of their own
+    writes_calls: bool  # whether it writes earlier calls
 
     def encode(
         self,
@@ -62,11 +62,17 @@ class ChatFormat(Protocol):
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Prompt ids, BOS included where the format has one.
+        """Return the prompt ids, with BOS if the format has one.
 
-        messages: [{"role", "content", …}], content a text or [{"type": "text", "text": …}, …].
-        tools: function descriptions; options: further template variables (enable_thinking, …).
-        Raises RequestError for wrong messages, TemplateError when the template fails.
+        Args:
+            messages: [{"role", "content", …}]; content: a string or [{"type": "text", "text"}, …].
+            add_generation_prompt: whether the prompt ends with the beginning of an answer.
+            tools: function descriptions.
+            options: further template variables (enable_thinking, …).
+
+        Raises:
+            RequestError: if a message is invalid.
+            TemplateError: if the template fails.
         """
 
     def render(
@@ -77,23 +83,24 @@ class ChatFormat(Protocol):
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The same prompt as text, for people to read."""
+        """Return the same prompt as text."""
 
     def close(self) -> None:
-        """Ends the template process, if one runs."""
+        """End the template process, if one runs."""
 
 
 def load_chat(
     files: Mapping[str, bytes], tokenizer: Tokenizer, *, limits: TemplateLimits | None = None
 ) -> ChatFormat | None:
-    """The chat format of a model; None for one without (a base model).
+    """Return the chat format of a model; None for a base model.
 
     Templates come from chat_template.jinja, tokenizer_config.json, chat_template.json or GGUF
     metadata; a Qwen v1 vocabulary without a template has its built-in format, unless
-    generation_config.json says "raw"; how much history
-    it keeps is that file's max_window_size.
-    A model with eyes has its own, whatever template its language model came with.
-    Raises TemplateError when a template is not a text.
+    generation_config.json has the chat format "raw"; that file's max_window_size limits its
+    history. A vision-language model has its own format, whatever template its language model has.
+
+    Raises:
+        TemplateError: if a template is not a string.
     """
     if IMAGE_CHAT in files:
         return load_image_chat(files, tokenizer)
@@ -117,7 +124,7 @@ def load_chat(
 
 
 def read_templates(files: Mapping[str, bytes]) -> dict[str, str]:
-    """Name → template; "default" is the one for plain conversations. {} where there is none."""
+    """Return templates by name; "default" is for conversations without tools. {} if none exist."""
     if "chat_template.jinja" in files:
         try:
             return {"default": files["chat_template.jinja"].decode("utf-8")}
@@ -148,7 +155,7 @@ def read_templates(files: Mapping[str, bytes]) -> dict[str, str]:
         )
         if not isinstance(name, str) or not isinstance(text, str):
             raise TemplateError(
-                f"{file}: chat_template must be a text or a list of {{name, template}}"
+                f"{file}: chat_template must be a string or a list of {{name, template}}"
             )
         templates[name] = text
     if "default" not in templates and templates:
@@ -157,7 +164,7 @@ def read_templates(files: Mapping[str, bytes]) -> dict[str, str]:
 
 
 class TemplateChat:
-    """A Jinja template in its own process; what the user typed can never become a control token."""
+    """A Jinja template in its own process; text of a user never becomes a control token."""
 
     def __init__(
         self,
@@ -170,16 +177,16 @@ class TemplateChat:
         self._tokenizer = tokenizer
         self._process = TemplateProcess(limits)
         self._guard = ControlTokenGuard(tokenizer.special)
-        written = "".join(templates.values())
+        template_text = "".join(templates.values())
         ends = [
             tokenizer.special[text]
             for text in TURN_ENDS
-            if text in tokenizer.special and text in written
+            if text in tokenizer.special and text in template_text
         ]
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([*tokenizer.eos_ids, *ends]))
         self.stop_strings: tuple[str, ...] = ()
-        self.tool_style = detect_tool_style(written)
-        self.writes_calls = "tool_calls" in written
+        self.tool_style = detect_tool_style(template_text)
+        self.writes_calls = "tool_calls" in template_text
         self._parts: dict[tuple[str, bool, str], bool] = {}
         self._calls: dict[tuple[str, bool], CallContentForms] = {}
 
@@ -191,7 +198,7 @@ class TemplateChat:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """As ChatFormat.encode."""
+        """See ``ChatFormat.encode``."""
         text, mark = self._render(messages, add_generation_prompt, tools, options)
         pieces = self._tokenizer.split_special(text)
         return self._tokenizer.encode_pieces(
@@ -206,11 +213,11 @@ class TemplateChat:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """As ChatFormat.render."""
+        """See ``ChatFormat.render``."""
         return unmark(*self._render(messages, add_generation_prompt, tools, options))
 
     def close(self) -> None:
-        """Ends the template process; the next rendering starts another."""
+        """End the template process; the next rendering starts another."""
         self._process.close()
 
     def _render(
@@ -220,14 +227,14 @@ class TemplateChat:
         tools: Sequence[Mapping[str, Any]] | None,
         options: Mapping[str, Any] | None,
     ) -> tuple[str, str]:
-        """(rendered text with marks in it, the mark)."""
+        """Render the template; returns the text with marks in it, and the mark."""
         template = self._templates.get(
             "tool_use" if tools else "default", self._templates["default"]
         )
         adapted = self._adapt_messages(
             validate_messages(messages, as_sent=True), template, bool(tools)
         )
-        given: dict[str, Any] = {
+        template_options: dict[str, Any] = {
             "messages": adapted,
             "tools": _tools_for_template(tools),
             "documents": None,
@@ -236,11 +243,11 @@ class TemplateChat:
             if key in RESERVED_VARIABLES or key in self._tokenizer.template_names:
                 raise RequestError(f"the template option {key!r} is set by the engine")
             check_data(value, f"the template option {key[:40]!r}")
-            given[key] = value
-        mark = free_mark([template, *self._tokenizer.special, *iter_strings(given)])
+            template_options[key] = value
+        mark = free_mark([template, *self._tokenizer.special, *iter_strings(template_options)])
         variables = {
             **self._tokenizer.template_names,
-            **{key: self._guard.mark(value, mark) for key, value in given.items()},
+            **{key: self._guard.mark(value, mark) for key, value in template_options.items()},
             "add_generation_prompt": add_generation_prompt,
         }
         return self._process.render(template, variables), mark

@@ -17,7 +17,7 @@ HISTORY_WINDOW_TOKENS = 6144
 
 
 class QwenChat:
-    """Role, newline and content are tokenized separately, as in Qwen v1's training.
+    """Qwen v1's chat format; role, newline and content are tokenized separately, as in training.
 
     User text never becomes control tokens.
     """
@@ -29,7 +29,13 @@ class QwenChat:
         window: int = HISTORY_WINDOW_TOKENS,
         system: str = DEFAULT_SYSTEM,
     ) -> None:
-        """window: newest history is kept while it and the system prompt have fewer tokens."""
+        """Make the format.
+
+        Args:
+            tokenizer: a Qwen v1 tokenizer.
+            window: the newest turns are kept while they and the system prompt have fewer tokens.
+            system: system prompt of conversations without one.
+        """
         self._tokenizer = tokenizer
         self._window = window
         self._system = system
@@ -53,7 +59,7 @@ class QwenChat:
         Raises:
             RequestError: if this format lacks the order of roles or an option.
         """
-        blocks, goes_on = self._blocks(messages, tools, options)
+        blocks, continues = self._blocks(messages, tools, options)
         ids = [
             id
             for role, content in blocks
@@ -61,7 +67,7 @@ class QwenChat:
         ][len(self._newline) :]
         if not add_generation_prompt:
             return ids
-        if goes_on:
+        if continues:
             return ids[:-1]
         return [
             *ids,
@@ -79,15 +85,15 @@ class QwenChat:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The same prompt as text, for people to read. Raises RequestError as encode does."""
-        blocks, goes_on = self._blocks(messages, tools, options)
+        """Return the same prompt as text; raises RequestError as ``encode``."""
+        blocks, continues = self._blocks(messages, tools, options)
         text = "\n".join(f"{START}{role}\n{content}{END}" for role, content in blocks)
         if not add_generation_prompt:
             return text
-        return text.removesuffix(END) if goes_on else f"{text}\n{START}assistant\n"
+        return text.removesuffix(END) if continues else f"{text}\n{START}assistant\n"
 
     def close(self) -> None:
-        """Nothing to end: this format needs no template process."""
+        """Do nothing: there is no template process."""
 
     def _blocks(
         self,
@@ -98,19 +104,19 @@ class QwenChat:
         """Return (role and text of each kept block, whether to continue the last answer)."""
         if options:
             raise RequestError("Qwen's chat format has no template options")
-        talk = validate_messages(messages)
-        if not react.uses_tools(talk, tools):
-            system, history, query = self._split_turns(talk)
+        conversation = validate_messages(messages)
+        if not react.uses_tools(conversation, tools):
+            system, history, query = self._split_turns(conversation)
             return [
                 ("system", system),
                 *(pair for turn in self._history_in_window(system, history) for pair in turn),
                 *query,
             ], False
-        parsed = react.parse_conversation(talk, tools)
+        parsed = react.parse_conversation(conversation, tools)
         system = self._system if parsed.system is None else parsed.system
         turns = [[("user", question), ("assistant", answer)] for question, answer in parsed.turns]
         if parsed.question is None:
-            # as the original: of an answer that goes on, nothing of the history is left out
+            # as upstream: if the last answer is continued, all history is kept
             return [("system", system), *(pair for turn in turns for pair in turn)], True
         kept = [pair for turn in self._history_in_window(system, turns) for pair in turn]
         return [("system", system), *kept, ("user", parsed.question)], False
@@ -118,7 +124,7 @@ class QwenChat:
     def _split_turns(
         self, messages: Sequence[Mapping[str, Any]]
     ) -> tuple[str, list[list[tuple[str, str]]], list[tuple[str, str]]]:
-        """(system prompt, finished turns oldest first, the open question)."""
+        """Return (system prompt, finished turns oldest first, the open question)."""
         system = self._system
         turns: list[list[tuple[str, str]]] = []
         for index, message in enumerate(messages):

@@ -61,9 +61,10 @@ class ControlTokenGuard:
 
 
 def free_mark(texts: Iterable[str]) -> str:
-    """A private character that occurs in none of `texts`, neither itself nor as a \\u escape.
+    r"""Return a private-use character that occurs in none of `texts`, also not as a \u escape.
 
-    Raises RequestError.
+    Raises:
+        RequestError: if the texts contain all of them.
     """
     whole = "\n".join(texts).lower()
     for code in PRIVATE_USE_CODES:
@@ -75,13 +76,13 @@ def free_mark(texts: Iterable[str]) -> str:
 
 
 def unmark(text: str, mark: str) -> str:
-    """`text` without marks, also where a filter wrote them as \\u escapes."""
+    r"""Remove the marks from `text`, also where a filter wrote them as \u escapes."""
     text = text.replace(mark, "")
     return text.replace(f"\\u{ord(mark):04x}", "") if "\\u" in text else text
 
 
 def iter_strings(value: Any) -> Iterable[str]:
-    """Every text in JSON data, keys included."""
+    """Yield every string in JSON data, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

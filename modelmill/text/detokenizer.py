@@ -1,4 +1,4 @@
-"""Incremental detokenization: a token in, the text it completes out."""
+"""Incremental detokenization: for each token, the text that it completes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from modelmill.text.utf8 import Utf8Stream
 class Detokenizer:
     """Turns the ids of one sequence into text as they come.
 
-    All pushes and the final flush together give exactly ``tokenizer.decode(ids)``; where the
-    sequence ``continues_prompt`` a text, exactly what it adds to that text. Text is given out only
-    once it cannot change any more, so a character is never cut and never taken back.
+    The results of all pushes and of the final flush concatenate to exactly
+    ``tokenizer.decode(ids)``; if the sequence ``continues_prompt``, to exactly the text it adds.
+    Text is returned only once it cannot change any more: no character is split or changed later.
     """
 
     def __init__(
@@ -25,10 +25,14 @@ class Detokenizer:
         shown_special: Collection[int] = (),
         continues_prompt: bool = False,
     ) -> None:
-        """shown_special: ids that are written out though they are special.
+        """Start a sequence.
 
-        continues_prompt: text stands before these ids, so that the first keeps the space which
-        SentencePiece would drop.
+        Args:
+            tokenizer: the tokenizer of the ids.
+            skip_special: whether control tokens are left out of the text.
+            shown_special: control tokens that are written nevertheless.
+            continues_prompt: whether the ids continue a text; the first id then keeps the space
+                that SentencePiece would drop.
         """
         self._tokenizer, self._shown_special = tokenizer, shown_special
         self._skip_special = skip_special
@@ -36,27 +40,27 @@ class Detokenizer:
         self._continues_prompt, self._has_text = continues_prompt, False
 
     def push_prompt(self, id: int) -> str:
-        """As ``push``, for a prompt id before the sequence; control tokens are not written.
+        """Add a prompt id before the sequence; control tokens are not written.
 
         A character that such ids leave incomplete belongs to the sequence.
         """
         return "" if self._tokenizer.is_skipped(id) else self._text(id, self._has_text)
 
     def push(self, id: int) -> str:
-        """The text that this id completes; "" while a character is unfinished."""
+        """Return the text that this id completes; "" while a character is unfinished."""
         if self._skip_special and self._tokenizer.is_skipped(id) and id not in self._shown_special:
             return ""
         return self._text(id, self._has_text or self._continues_prompt)
 
     def fork(self) -> Detokenizer:
-        """Another one that goes on from here."""
+        """Return a copy in the same state."""
         other = copy.copy(self)
         other._utf8 = copy.copy(self._utf8)
         return other
 
-    def _text(self, id: int, opened: bool) -> str:
+    def _text(self, id: int, has_text: bool) -> str:
         data = self._tokenizer.token_bytes(id)
-        text = self._utf8.push(data if opened else self._tokenizer.first_token_bytes(id))
+        text = self._utf8.push(data if has_text else self._tokenizer.first_token_bytes(id))
         self._has_text = self._has_text or bool(data)
         return text
 

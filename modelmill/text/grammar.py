@@ -1,8 +1,7 @@
-"""Structured output: a grammar says which tokens may come next, as bits that the sampler is given.
+"""Structured output: masks of the tokens that a grammar allows next, computed with llguidance.
 
-llguidance does the work; this is its home. A guide follows one answer; making one may take
-milliseconds, so that is done away from the engine's loop, and nothing of it is kept beyond the
-answer.
+A guide belongs to one answer. Making one may take milliseconds, so it is made outside the engine's
+loop; it is not cached beyond its answer.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from modelmill.text.messages import check_data
 from modelmill.text.tokenizer_base import Tokenizer, replace_surrogates
 
 MAX_GRAMMAR_CHARS = 1 << 18
-"""Most characters of a schema, pattern or grammar."""
+"""Maximum characters of a schema, pattern or grammar."""
 MAX_CHOICES = 1024
 MAX_MESSAGE_CHARS = 200
 """Maximum characters of the library's message in an error."""
@@ -33,21 +32,23 @@ GRAMMAR_TYPE_NAMES = {
     "calls": "schema of the functions",
 }
 SPACE = r"\n?[ ]{0,12}"
-"""Between the parts of JSON: room for lines and their indents, but no end of lines that a small
-model falls into.
-"""
+"""Whitespace between the parts of JSON; bounded, since small models may repeat newlines."""
 BLANK = r"BLANK: /\n?[ ]{1,12}|\n/"
-"""The same where it is not empty, as Lark writes it."""
+"""The same in Lark, never empty."""
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Raises RequestError, one line, for what is no grammar or is too large for one."""
+    """Check that a grammar is valid and not too large.
+
+    Raises:
+        RequestError: with a message of one line if it is not.
+    """
     lib = _library()
     with _grammar_errors(grammar):
         problem = lib.LLMatcher.validate_grammar(
             _to_llguidance(grammar, lib), limits=_parser_limits(lib)
         )
-    # warnings are about annotations that change nothing (format: …)
+    # warnings are about annotations without effect (format: …)
     if problem and not problem.startswith("WARNING"):
         if grammar.grammar_type == "calls":
             _check_functions(grammar)
@@ -58,7 +59,7 @@ def check_grammar(grammar: Grammar) -> None:
 
 
 def _check_functions(grammar: Grammar) -> None:
-    """Raises RequestError that names the function at fault, where one alone is."""
+    """Raise RequestError with the name of the first function whose parameters are invalid."""
     for function in json.loads(grammar.text)["functions"]:
         try:
             check_grammar(Grammar("json", json.dumps(function["arguments"])))
@@ -70,31 +71,43 @@ class GuideFactory:
     """Makes guides for one vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, ends: Iterable[int]) -> None:
-        """vocab: rows of the logits. ends: every id that may end an answer."""
+        """Prepare a vocabulary.
+
+        Args:
+            tokenizer: the engine's tokenizer.
+            vocab: vocabulary size of the logits.
+            ends: all ids that may end an answer.
+
+        Raises:
+            RequestError: if no id ends an answer.
+        """
         lib = _library()
         self._lib, self._vocab = lib, vocab
         self._ends = sorted({id for id in (*ends, *tokenizer.eos_ids) if 0 <= id < vocab})
         if not self._ends:
             raise RequestError(
-                "structured output needs an end-of-text token, which this engine has not"
+                "structured output needs an end-of-text token, and this engine has none"
             )
         words = _LlguidanceVocab(tokenizer, vocab, self._ends[0])
         self._tokens = lib.LLTokenizer(words, n_vocab=vocab, eos_token=self._ends)
 
     def make(self, grammar: Grammar, ends: Iterable[int]) -> GrammarGuide:
-        """A guide for one answer that ends at ``ends``. Raises RequestError."""
+        """Make the guide of one answer.
+
+        Raises:
+            RequestError: if the grammar cannot be used, or no id of ``ends`` ends an answer.
+        """
         with _grammar_errors(grammar):
-            form = _to_llguidance(grammar, self._lib)
+            text = _to_llguidance(grammar, self._lib)
             matcher = self._lib.LLMatcher(
-                self._tokens, form, limits=_parser_limits(self._lib), log_level=0
+                self._tokens, text, limits=_parser_limits(self._lib), log_level=0
             )
         if matcher.is_error():
             raise RequestError(
                 f"the {GRAMMAR_TYPE_NAMES[grammar.grammar_type]} cannot be used: "
                 f"{one_line(matcher.get_error(), MAX_MESSAGE_CHARS)}"
             )
-        # the costly part of the first token, done here and not in a step; it also tells what has no
-        # text at all
+        # computed here because the first mask is slow; it also detects a grammar without any text
         matcher.compute_bitmask()
         if matcher.is_error():
             raise RequestError(
@@ -110,7 +123,7 @@ class GuideFactory:
 
 
 class GrammarGuide:
-    """What may follow in one answer."""
+    """The state of a grammar in one answer."""
 
     def __init__(self, matcher: Any, vocab: int, foreign: list[int], ends: list[int]) -> None:
         self._matcher, self._vocab = matcher, vocab
@@ -131,24 +144,24 @@ class GrammarGuide:
             bits[:size] = mask[:size]
             _clear_bits(bits, self._foreign)
         if matcher.is_stopped() or matcher.is_error() or not bits.any():
-            # the text is complete, or the grammar can say no more: the answer ends
+            # the text is complete, or the grammar allows no token: the answer ends
             self.failed = matcher.is_error() or not (matcher.is_stopped() or matcher.is_accepting())
             bits[:] = 0
             _set_bits(bits, self._ends)
         return bits
 
     def accept(self, token: int) -> None:
-        """The token that was taken."""
+        """Advance by the sampled token."""
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token)
 
     def copy(self) -> GrammarGuide:
-        """Another one in the same state."""
+        """Return a copy in the same state."""
         return GrammarGuide(self._matcher.deep_copy(), self._vocab, self._foreign, self._ends)
 
 
 class _LlguidanceVocab:
-    """A vocabulary as llguidance reads it."""
+    """A vocabulary with the interface that llguidance expects."""
 
     is_tokenizer_wrapper = True
 
@@ -166,14 +179,14 @@ class _LlguidanceVocab:
     def __call__(self, text: str | bytes) -> list[int]:
         """Tokenize text inside an answer: the ids' bytes are exactly the text's."""
         data = text if isinstance(text, bytes) else text.encode("utf-8", "replace")
-        # the empty piece tells the tokenizer that this is no beginning
+        # the empty piece: the text does not start the prompt
         ids = self._tokenizer.encode_pieces(["", data.decode("utf-8", "replace")])
         if b"".join(self.tokens[id] for id in ids) == data:
             return ids
         return self._greedy(data)
 
     def _greedy(self, data: bytes) -> list[int]:
-        """The longest token at each place; bytes that no token writes are left out."""
+        """Tokenize with the longest token at each position; bytes without a token are skipped."""
         ids, at = [], 0
         while at < len(data):
             sizes = range(min(self._longest, len(data) - at), 0, -1)
@@ -186,31 +199,29 @@ class _LlguidanceVocab:
 
 @contextlib.contextmanager
 def _grammar_errors(grammar: Grammar) -> Iterator[None]:
-    """What the library cannot even read is the grammar's fault: a RequestError."""
+    """Convert llguidance's exceptions and Rust panics to RequestError."""
     what = GRAMMAR_TYPE_NAMES[grammar.grammar_type]
     try:
         yield
     except UnicodeError:
-        raise RequestError(
-            f"the {what} holds half of a surrogate pair, which is no character"
-        ) from None
-    except ValueError as error:  # a number beyond its 64 bits
+        raise RequestError(f"the {what} has an unpaired surrogate") from None
+    except ValueError as error:  # a number of more than 64 bits
         raise RequestError(
             f"the {what} cannot be used: {one_line(str(error), MAX_MESSAGE_CHARS)}"
         ) from None
     except BaseException as error:
-        # a panic of Rust is no Exception in Python: it would end more than this request
+        # a Rust panic is a BaseException in Python: handlers of errors miss it
         if type(error).__name__ != "PanicException":
             raise
-        raise RequestError(f"the {what} cannot be used: its reader gave up") from None
+        raise RequestError(f"the {what} cannot be used: its parser failed") from None
 
 
 def _to_llguidance(grammar: Grammar, lib: Any) -> str:
-    """Return a grammar in llguidance's own form."""
+    """Convert a grammar to llguidance's format."""
     if len(grammar.text) > MAX_GRAMMAR_CHARS:
         raise RequestError(
             f"the {GRAMMAR_TYPE_NAMES[grammar.grammar_type]} has {len(grammar.text)} characters, "
-            f"up to {MAX_GRAMMAR_CHARS} are taken"
+            f"at most {MAX_GRAMMAR_CHARS} are allowed"
         )
     if grammar.grammar_type == "regex":
         return str(lib.LLMatcher.grammar_from_regex(grammar.text))
@@ -223,11 +234,11 @@ def _to_llguidance(grammar: Grammar, lib: Any) -> str:
             or not value
             or not all(isinstance(each, str) and each for each in value)
         ):
-            raise RequestError("a choice is a list of texts that are not empty")
+            raise RequestError("a choice must be a list of non-empty strings")
         if len(value) > MAX_CHOICES:
-            raise RequestError(f"a choice has up to {MAX_CHOICES} texts")
+            raise RequestError(f"a choice must have at most {MAX_CHOICES} strings")
         if any(replace_surrogates(each) != each for each in value):
-            raise RequestError("the choice holds half of a surrogate pair, which is no character")
+            raise RequestError("the choice has an unpaired surrogate")
         return str(
             lib.LLMatcher.grammar_from_lark(
                 "start: " + " | ".join(json.dumps(each) for each in value)
@@ -236,12 +247,12 @@ def _to_llguidance(grammar: Grammar, lib: Any) -> str:
     if grammar.grammar_type == "calls":
         return _tool_call_grammar(value, lib)
     if not isinstance(value, dict):
-        raise RequestError("a JSON schema is an object")
+        raise RequestError("a JSON schema must be an object")
     return _schema(value, lib)
 
 
 def _schema(value: dict[str, Any], lib: Any) -> str:
-    value.pop("x-guidance", None)  # settings of the library are ours to make
+    value.pop("x-guidance", None)  # clients must not set llguidance's options
     return str(
         lib.LLMatcher.grammar_from_json_schema(value, overrides={"whitespace_pattern": SPACE})
     )
@@ -263,14 +274,14 @@ def _tool_call_grammar(value: dict[str, Any], lib: Any) -> str:
     ]
     grammars = []
     for place, function in enumerate(functions):
-        name, key, held = (
+        name, key, arguments = (
             json.dumps(json.dumps(text)) for text in (function["name"], "name", "arguments")
         )
         lines.append(
-            f'c{place}: "{{" s {key} s ":" s {name} s "," s {held} s ":" s @a{place} s "}}"'
+            f'c{place}: "{{" s {key} s ":" s {name} s "," s {arguments} s ":" s @a{place} s "}}"'
         )
-        (found,) = json.loads(_schema(function["arguments"], lib))["grammars"]
-        grammars.append({**found, "name": f"a{place}"})
+        (schema,) = json.loads(_schema(function["arguments"], lib))["grammars"]
+        grammars.append({**schema, "name": f"a{place}"})
     return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines) + "\n"}, *grammars]})
 
 
@@ -284,7 +295,7 @@ def _parse_json(grammar: Grammar) -> Any:
 
 
 def _parser_limits(lib: Any) -> Any:
-    """Less than the library allows by itself: about 20 ms for the start, 5 ms a token."""
+    """Return limits below the library's defaults: about 20 ms for the start, 5 ms per token."""
     return lib.LLParserLimits(
         initial_lexer_fuel=500_000,
         step_lexer_fuel=100_000,

@@ -193,12 +193,14 @@ class HfTokenizer(Tokenizer):
         )
 
     def token_bytes(self, id: int) -> bytes:
+        """Return the exact bytes of a token; b"" for an unknown id."""
         data = self._bytes.get(id)
         if data is None:
             data = self._bytes[id] = self._token_to_bytes(id)
         return data
 
     def first_token_bytes(self, id: int) -> bytes:
+        """Return the bytes of a text's first token, without the space that the decoder drops."""
         data = self.token_bytes(id)
         if self._drops_space and id not in self._added and data.startswith(b" "):
             return data[1:]

@@ -50,7 +50,7 @@ class ImagePart:
 
 
 class ImageChatMessage(NamedTuple):
-    """A message. text: its texts as one; parts: texts and pictures in the order given."""
+    """A message; text: its text parts joined; parts: texts and pictures in order."""
 
     role: str
     text: str
@@ -58,17 +58,24 @@ class ImageChatMessage(NamedTuple):
 
 
 class ImageChat:
-    """image_tokens: places that a picture takes. prompt_style: "first" or "current"."""
+    """MiniGPT-4's chat format: Vicuna's turns with pictures between marks."""
 
-    penalize_prompt = False  # whether penalties of the original see the prompt's ids
+    penalize_prompt = False  # whether penalties include the prompt's ids, as upstream
 
     def __init__(
         self, tokenizer: Tokenizer, image_tokens: int, prompt_style: str = "first"
     ) -> None:
+        """Make the format.
+
+        Args:
+            tokenizer: the language model's tokenizer.
+            image_tokens: prompt positions per picture.
+            prompt_style: "first" or "current".
+        """
         self._tokenizer = tokenizer
         self.image_tokens, self._answer_prefix = image_tokens, PROMPT_STYLES[prompt_style]
         self.stop_ids: tuple[int, ...] = tuple(tokenizer.eos_ids)
-        # two tokenizations give ###, and one of their parts is ## alone: the text decides
+        # ### has two tokenizations, so it is matched as text
         self.stop_strings: tuple[str, ...] = (TURN_END,)
         self.tool_style = DESCRIBED_STYLE
         self.writes_calls = False
@@ -81,26 +88,28 @@ class ImageChat:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> tuple[list[int], list[tuple[int, ImagePart]]]:
-        """Prompt ids, and the pictures with the position at which each one's places begin.
+        """Return the prompt ids, and the pictures with the position of each one's first id.
 
-        A message's content may hold {"type": "image_url", "image_url": {"url": …}} and {"type":
-        "image", "image": …}. Raises RequestError for wrong messages, tools, or more than MAX_IMAGES
-        pictures.
+        A message's content may have {"type": "image_url", "image_url": {"url": …}} and {"type":
+        "image", "image": …}.
+
+        Raises:
+            RequestError: for invalid messages, tools, or more than MAX_IMAGES pictures.
         """
         ids: list[int] = []
         pictures: list[tuple[int, ImagePart]] = []
-        begun = False
+        has_text = False
         for piece in self._segments(messages, add_generation_prompt, tools, options):
             if isinstance(piece, ImagePart):
                 pictures.append((len(ids), piece))
                 ids += [0] * self.image_tokens
             else:
-                ids += self._tokenizer.encode(piece, bos=not begun)
-                begun = True
+                ids += self._tokenizer.encode(piece, bos=not has_text)
+                has_text = True
         if len(pictures) > MAX_IMAGES:
             raise RequestError(
                 f"{len(pictures)} pictures are more than the {MAX_IMAGES} that a conversation may "
-                "hold"
+                "have"
             )
         return ids, pictures
 
@@ -112,7 +121,7 @@ class ImageChat:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """As ChatFormat.encode; a picture's places hold 0."""
+        """See ``ChatFormat.encode``; the ids of a picture are 0."""
         return self.encode_with_images(
             messages, add_generation_prompt, tools=tools, options=options
         )[0]
@@ -125,14 +134,14 @@ class ImageChat:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """As ChatFormat.render; a picture is ``<ImageHere>``."""
+        """See ``ChatFormat.render``; a picture is ``<ImageHere>``."""
         pieces = self._segments(messages, add_generation_prompt, tools, options)
         return "".join(
             IMAGE_PLACEHOLDER if isinstance(piece, ImagePart) else piece for piece in pieces
         )
 
     def close(self) -> None:
-        """There is no template process."""
+        """Do nothing: there is no template process."""
 
     def _segments(
         self,
@@ -141,7 +150,7 @@ class ImageChat:
         tools: Sequence[Mapping[str, Any]] | None,
         options: Mapping[str, Any] | None,
     ) -> list[str | ImagePart]:
-        """Texts and pictures in turn. Raises RequestError as ``place``."""
+        """Return texts and pictures in order; raises RequestError as ``encode_with_images``."""
         if tools:
             raise RequestError("this model's conversations have no tools")
         if options:
@@ -153,7 +162,7 @@ class ImageChat:
     def _format(
         self, messages: Sequence[ImageChatMessage], add_generation_prompt: bool
     ) -> list[str | ImagePart]:
-        """The pieces of a conversation that may be had here."""
+        """Format a conversation as pieces of text and pictures."""
         system, pieces = SYSTEM, list[str | ImagePart]()
         for role, text, parts in messages:
             if role == "system":
@@ -174,7 +183,8 @@ class ImageChat:
 class Blip2Chat(ImageChat):
     """BLIP-2's format: a picture, then "Question: … Answer:" (Li et al. 2023, §4).
 
-    All pictures come first, then BOS and the turns; a picture without text is described.
+    All pictures come first, then BOS and the turns; for a picture without text the model writes a
+    caption.
     """
 
     penalize_prompt = True
@@ -187,7 +197,7 @@ class Blip2Chat(ImageChat):
         self, messages: Sequence[ImageChatMessage], add_generation_prompt: bool
     ) -> list[str | ImagePart]:
         pictures: list[str | ImagePart] = [
-            part for said in messages for part in said.parts if isinstance(part, ImagePart)
+            part for message in messages for part in message.parts if isinstance(part, ImagePart)
         ]
         turns: list[str] = []
         for role, text, _ in messages:
@@ -204,9 +214,10 @@ class Blip2Chat(ImageChat):
 
 
 def load_image_chat(files: Mapping[str, bytes], tokenizer: Tokenizer) -> ImageChat:
-    """From image_chat.json beside the tokenizer's files.
+    """Load the chat format from image_chat.json beside the tokenizer's files.
 
-    Raises TemplateError where it says nothing that is known.
+    Raises:
+        TemplateError: if the format is unknown.
     """
     settings = read_json(files, IMAGE_CHAT_FILE)
     tokens, prompt = settings.get("tokens"), settings.get("prompt")
@@ -226,22 +237,24 @@ def load_image_chat(files: Mapping[str, bytes], tokenizer: Tokenizer) -> ImageCh
 
 
 def with_prompt_style(files: Mapping[str, bytes], prompt_style: str) -> bytes:
-    """image_chat.json with the other way of asking.
+    """Return image_chat.json with another prompt style.
 
-    Raises TemplateError where there is only one.
+    Raises:
+        TemplateError: if the model has only one prompt style.
     """
     settings = read_json(files, IMAGE_CHAT_FILE)
     if settings.get("format") != MINIGPT4:
         raise TemplateError(
-            f"this model is asked in one way only; leave out the template {prompt_style!r}"
+            f"this model has one prompt style only; leave out the template {prompt_style!r}"
         )
     return json.dumps({**settings, "prompt": prompt_style}).encode()
 
 
 def _parse_messages(messages: object) -> list[ImageChatMessage]:
-    """The messages, of roles and with parts that these formats have.
+    """Parse messages whose roles and parts these formats support.
 
-    Raises RequestError for others.
+    Raises:
+        RequestError: for other roles or parts.
     """
     contents, plain = _split_parts(messages)
     settings = []
@@ -249,12 +262,12 @@ def _parse_messages(messages: object) -> list[ImageChatMessage]:
         role = message["role"]
         if role not in ("user", "assistant", "system") or message.get("tool_calls"):
             raise RequestError(
-                f"messages[{index}]: this model's conversations know system, user and assistant"
+                f"messages[{index}]: the roles of this model are system, user and assistant"
             )
         if role == "system" and index:
-            raise RequestError(f"messages[{index}]: the system message comes first")
+            raise RequestError(f"messages[{index}]: the system message must come first")
         if role != "user" and any(isinstance(part, ImagePart) for part in parts):
-            raise RequestError(f"messages[{index}]: pictures come from the user")
+            raise RequestError(f"messages[{index}]: only user messages may have pictures")
         settings.append(ImageChatMessage(role, message["content"], parts))
     return settings
 
@@ -262,7 +275,7 @@ def _parse_messages(messages: object) -> list[ImageChatMessage]:
 def _split_parts(messages: object) -> tuple[list[list[str | ImagePart]], Any]:
     """Return (each message's parts, the messages with only their text, for the usual checks)."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        return [], messages  # which ``checked`` refuses
+        return [], messages  # refused by ``validate_messages``
     contents: list[list[str | ImagePart]] = []
     plain: list[Any] = []
     for index, message in enumerate(messages):
@@ -287,7 +300,7 @@ def _split_parts(messages: object) -> tuple[list[list[str | ImagePart]], Any]:
 
 
 def _image_part(part: Any, location: str) -> ImagePart | None:
-    """The picture that a part of a message is; None for other parts."""
+    """Return the picture of an image part; None for other parts."""
     part_type = part.get("type") if isinstance(part, Mapping) else None
     if part_type == "image" and part.get("image") is not None and set(part) == {"type", "image"}:
         return ImagePart(part["image"], location)
@@ -303,7 +316,7 @@ def _image_part(part: Any, location: str) -> ImagePart | None:
 
 
 def _part_text(part: Any) -> str:
-    """A text part's text; what is none is named by ``checked`` afterwards."""
+    """Return a text part's text; ``validate_messages`` refuses other parts later."""
     text = part.get("text") if isinstance(part, Mapping) else None
     return text if isinstance(text, str) else ""
 

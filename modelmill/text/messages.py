@@ -47,25 +47,27 @@ def parse_arguments(arguments: str) -> Any:
 
 
 def check_data(value: object, location: str, depth: int = 0) -> None:
-    """Raises RequestError unless `value` is made of JSON's types and not nested beyond reason."""
+    """Check that a value has only JSON's types.
+
+    Raises:
+        RequestError: if it has other types or is nested more than MAX_DEPTH deep.
+    """
     if depth > MAX_DEPTH:
         raise RequestError(f"{location} is nested more than {MAX_DEPTH} deep")
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise RequestError(f"{location} holds a key that is not a text")
+                raise RequestError(f"{location} has a key that is not a string")
             check_data(item, location, depth + 1)
     elif isinstance(value, list | tuple):
         for item in value:
             check_data(item, location, depth + 1)
     elif not isinstance(value, str | int | float | None):
-        raise RequestError(f"{location} holds a {type(value).__name__}, which JSON cannot express")
+        raise RequestError(f"{location} has a {type(value).__name__}, which JSON cannot express")
     elif isinstance(value, float) and not math.isfinite(value):
-        raise RequestError(
-            f"{location} holds a number that is not finite, which JSON cannot express"
-        )
+        raise RequestError(f"{location} has a number that is not finite, which JSON cannot express")
     elif isinstance(value, int) and value.bit_length() > MAX_BITS:
-        raise RequestError(f"{location} holds a whole number of more than {MAX_BITS} bits")
+        raise RequestError(f"{location} has an integer of more than {MAX_BITS} bits")
 
 
 def _check_message(message: object, location: str) -> dict[str, Any]:
@@ -85,17 +87,17 @@ def _check_message(message: object, location: str) -> dict[str, Any]:
         if value is None:
             continue
         if not isinstance(value, str):
-            raise RequestError(f"{location}: {key} must be a text")
+            raise RequestError(f"{location}: {key} must be a string")
         result[key] = value
     if message.get("tool_calls"):
         if role != "assistant":
-            raise RequestError(f"{location}: only an assistant message may hold tool_calls")
+            raise RequestError(f"{location}: only an assistant message may have tool_calls")
         result["tool_calls"] = _check_tool_calls(message["tool_calls"], f"{location}.tool_calls")
     return result
 
 
 def _normalize(message: dict[str, Any]) -> dict[str, Any]:
-    """Every content a text, arguments of calls objects."""
+    """Convert contents to strings and arguments of calls to objects, in place."""
     content = message["content"]
     message["content"] = join_text_parts(content) if isinstance(content, list) else content or ""
     for call in message.get("tool_calls", ()):
@@ -112,7 +114,7 @@ def _check_content(message: Mapping[str, Any], location: str) -> str | list[dict
     if content is None and message.get("role") == "assistant" and message.get("tool_calls"):
         return None
     if not isinstance(content, list | tuple):
-        raise RequestError(f"{location}: content must be a text or a list of text parts")
+        raise RequestError(f"{location}: content must be a string or a list of text parts")
     parts: list[dict[str, str]] = []
     for index, part in enumerate(content):
         text = (
@@ -135,10 +137,10 @@ def _check_tool_calls(calls: object, location: str) -> list[dict[str, Any]]:
     for index, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise RequestError(f"{location}[{index}] must hold a function with a name")
+            raise RequestError(f"{location}[{index}] must have a function with a name")
         arguments = function.get("arguments", {})
         if not isinstance(arguments, str | Mapping):
-            raise RequestError(f"{location}[{index}]: arguments must be JSON text or an object")
+            raise RequestError(f"{location}[{index}]: arguments must be a JSON string or an object")
         kept = {key: call[key] for key in ("id", "type") if call.get(key) is not None}
         result.append({**kept, "function": {"name": function["name"], "arguments": arguments}})
     return result

@@ -1,8 +1,8 @@
-"""Tools in Qwen v1's chat format: ReAct, as Qwen-7B-Chat's openai_api.py writes and reads it.
+"""Tools in Qwen v1's chat format: ReAct, as in Qwen-7B-Chat's openai_api.py.
 
 Source: github.com/QwenLM/Qwen, openai_api.py (parse_messages, parse_response). The words of the
-prompt are those of the model's training. Beyond it: streaming, and results of parallel calls; calls
-of unknown tools are text.
+prompt are those of the model's training. Added here: streaming, and results of parallel calls;
+calls of unknown tools are text.
 """
 
 from __future__ import annotations
@@ -42,10 +42,13 @@ THOUGHT, ACTION, INPUT, FINAL = "Thought:", "Action:", "Action Input:", "Final A
 
 @dataclass
 class ReactConversation:
-    """turns: finished pairs of question and answer, oldest first. question: the open one.
+    """A conversation as turns of a question and an answer.
 
-    Without an open question the last answer is unfinished: the model goes on with it after
-    "Thought:".
+    Attributes:
+        system: the system message.
+        turns: pairs of a question and its answer, oldest first.
+        question: the question without an answer; None: the model continues the last answer after
+            "Thought:".
     """
 
     system: str | None = None
@@ -54,7 +57,7 @@ class ReactConversation:
 
 
 def uses_tools(messages: Sequence[Mapping[str, Any]], tools: object) -> bool:
-    """Whether a checked conversation is about tools."""
+    """Return whether a validated conversation has tools, calls or results."""
     return bool(tools) or any(
         message["role"] == "tool" or message.get("tool_calls") for message in messages
     )
@@ -63,50 +66,51 @@ def uses_tools(messages: Sequence[Mapping[str, Any]], tools: object) -> bool:
 def parse_conversation(
     messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None
 ) -> ReactConversation:
-    """A checked conversation as Qwen v1 reads it.
+    """Convert a validated conversation to Qwen v1's turns.
 
-    Raises RequestError for an order of roles that it cannot read.
+    Raises:
+        RequestError: if the order of the roles does not fit the format.
     """
-    talk, said = ReactConversation(), list[list[str]]()
+    conversation, entries = ReactConversation(), list[list[str]]()
     messages = split_parallel_calls(messages)
     for index, message in enumerate(messages):
         role, content = message["role"], _strip(message["content"])
         if role == "system" and index == 0:
-            talk.system = content
+            conversation.system = content
         elif role == "user":
-            if said and said[-1][0] == "user":
+            if entries and entries[-1][0] == "user":
                 raise RequestError(
                     "with tools, Qwen's chat format has an assistant message after every user "
                     "message"
                 )
-            said.append(["user", content])
-        elif role == "assistant" and said:
+            entries.append(["user", content])
+        elif role == "assistant" and entries:
             text = _format_answer(message, content, bool(tools))
-            if said[-1][0] == "user":
-                said.append(["assistant", _strip(text)])
+            if entries[-1][0] == "user":
+                entries.append(["assistant", _strip(text)])
             else:
-                said[-1][1] += "\n" + text
-        elif role == "tool" and said and said[-1][0] == "assistant":
-            said[-1][1] += f"\n{OBSERVATION} {content}"
+                entries[-1][1] += "\n" + text
+        elif role == "tool" and entries and entries[-1][0] == "assistant":
+            entries[-1][1] += f"\n{OBSERVATION} {content}"
             if index == len(messages) - 1:
-                said[-1][1] += f"\n{THOUGHT}"
+                entries[-1][1] += f"\n{THOUGHT}"
         else:
             raise RequestError(
                 "with tools, Qwen's chat format has one system message, the first, then a user "
                 "message, then assistant "
                 "messages, each with the results of its calls after it"
             )
-    if said and said[-1][0] == "user":
-        talk.question = said.pop()[1]
+    if entries and entries[-1][0] == "user":
+        conversation.question = entries.pop()[1]
     elif messages[-1]["role"] != "tool":
         raise RequestError(
             "with tools, Qwen's chat format ends in a user message or in the result of a call"
         )
-    texts = [_strip(text) for _, text in said]
-    talk.turns = list(zip(texts[::2], texts[1::2], strict=True))
+    texts = [_strip(text) for _, text in entries]
+    conversation.turns = list(zip(texts[::2], texts[1::2], strict=True))
     if tools:
-        _insert_instruction(talk, tool_instruction(tools))
-    return talk
+        _insert_instruction(conversation, tool_instruction(tools))
+    return conversation
 
 
 def _strip(text: str) -> str:
@@ -122,12 +126,16 @@ def _format_answer(message: Mapping[str, Any], content: str, tools: bool) -> str
 
 
 def tool_instruction(tools: Sequence[Mapping[str, Any]]) -> str:
-    """What tells the model of its tools. Raises RequestError for tools that are none."""
+    """Return the instruction that describes the tools to the model.
+
+    Raises:
+        RequestError: if a tool has no function with a name.
+    """
     lines, names = [], []
     for tool in tools:
         function = tool.get("function", tool)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise RequestError("a tool must hold a function with a name")
+            raise RequestError("a tool must have a function with a name")
         parameters = json.dumps(function.get("parameters") or {}, ensure_ascii=False)
         description = function.get("description") or ""
         lines.append(
@@ -138,7 +146,7 @@ def tool_instruction(tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _insert_instruction(conversation: ReactConversation, text: str) -> None:
-    """It stands before the last question that has an answer, else before the open one."""
+    """Insert it before the last question that has an answer, else before the open question."""
     if conversation.turns:
         question, answer = conversation.turns[-1]
         conversation.turns[-1] = (f"{text}\n\nQuestion: {question}", answer)
@@ -147,25 +155,25 @@ def _insert_instruction(conversation: ReactConversation, text: str) -> None:
 
 
 class ReactToolParser:
-    """Tool parser for ReAct: a thought before a call is content, before a final answer not."""
+    """Tool parser of ReAct; a thought before a call is content, before a final answer it is not."""
 
     def __init__(self, names: Sequence[str], output: ParserOutput, thinking: bool) -> None:
-        """thinking: the prompt ended in "Thought:"."""
+        """Start an answer; thinking: the prompt ended in "Thought:"."""
         self._names, self._output = frozenset(names), output
         self._buffer, self._lead = "", ""
         self._mode: Callable[[], bool] = self._scan_thought if thinking else self._scan_start
-        self._added_chars = 0  # characters at the head of the buffer that are ours
+        self._added_chars = 0  # characters at the head of the buffer that the model did not write
         self._has_arguments = self._has_answer = False
 
     def push(self, text: str) -> list[str | ToolCallDelta]:
-        """As Reader.push."""
+        """See ``ToolParser.push``."""
         self._buffer += text
         while self._buffer and self._mode():
             pass
         return self._output.drain()
 
     def flush(self, cut: bool = False) -> list[str | ToolCallDelta]:
-        """As Reader.flush."""
+        """See ``ToolParser.flush``."""
         rest, self._buffer = self._buffer, ""
         if self._mode == self._scan_arguments:
             begun = suffix_overlap(rest, "\n" + OBSERVATION)
@@ -176,7 +184,7 @@ class ReactToolParser:
         return self._output.finish(cut)
 
     def _scan_start(self) -> bool:
-        """Is it a thought?"""
+        """Detect whether the answer begins with a thought."""
         text = self._buffer.lstrip()
         if any(label.startswith(text) for label in (THOUGHT, ACTION, FINAL)):
             return False
@@ -232,7 +240,7 @@ class ReactToolParser:
         self._buffer = self._buffer[input_start + 1 + len(INPUT) :]
 
     def _scan_content(self) -> bool:
-        """Content, until a call of a tool."""
+        """Scan content up to a call of a tool."""
         action = self._buffer.find("\n" + ACTION)
         if action < 0:
             keep = suffix_overlap(self._buffer, "\n" + ACTION)
@@ -255,7 +263,7 @@ class ReactToolParser:
         return True
 
     def _scan_arguments(self) -> bool:
-        """The call's arguments, until a result is made up."""
+        """Scan a call's arguments, until the model invents a result."""
         if not self._has_arguments:
             self._buffer = self._buffer.lstrip()
         none = not self._has_arguments and self._buffer.startswith(OBSERVATION)
@@ -270,14 +278,14 @@ class ReactToolParser:
         return False
 
     def _emit_arguments(self, size: int) -> None:
-        """Tell so much of the arguments, without blanks at its end."""
+        """Emit that many characters of the arguments, without trailing whitespace."""
         body = self._buffer[:size].rstrip()
         if body and not (not self._has_arguments and OBSERVATION.startswith(body)):
             self._output.add_arguments(body)
             self._has_arguments, self._buffer = True, self._buffer[len(body) :]
 
     def _scan_answer(self) -> bool:
-        """The final answer; the blanks before it are none of it."""
+        """Emit the final answer without leading whitespace."""
         text = self._buffer if self._has_answer else self._buffer.lstrip()
         if text:
             self._has_answer = True
@@ -286,6 +294,6 @@ class ReactToolParser:
         return False
 
     def _discard(self) -> bool:
-        """Nothing more."""
+        """Discard the rest of the answer."""
         self._buffer = ""
         return False

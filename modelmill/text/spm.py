@@ -42,24 +42,30 @@ def load_spm(files: Mapping[str, bytes]) -> Tokenizer:
     """
     proto = files["tokenizer.model"]
     model = read_model(proto, "tokenizer.model")
-    listed = read_json(files, "added_tokens.json")
+    added_tokens = read_json(files, "added_tokens.json")
     settings = read_settings(files)
     return from_proto(
-        proto, model, settings, listed, tokenizer_type="sentencepiece", file="tokenizer.model"
+        proto, model, settings, added_tokens, tokenizer_type="sentencepiece", file="tokenizer.model"
     )
 
 
 def load_pieces(files: Mapping[str, bytes]) -> Tokenizer:
-    """pieces.json: [{"piece", "score"}, …], spaces written plainly and "\\n<s>\\n" for <s>, as
-    llama2.c has it.
+    r"""Load llama2.c's pieces.json: [{"piece", "score"}, …].
+
+    Spaces are written plainly, and <s> is "\n<s>\n".
+
+    Raises:
+        TokenizerError: if the file is invalid.
     """
     rows = read_json(files, "pieces.json", list)
     pieces: list[SpmPiece] = []
     for id, row in enumerate(rows):
-        good = isinstance(row, dict) and isinstance(row.get("piece"), str)
-        score = row.get("score") if good else None
+        valid = isinstance(row, dict) and isinstance(row.get("piece"), str)
+        score = row.get("score") if valid else None
         if not isinstance(score, int | float) or isinstance(score, bool):
-            raise TokenizerError(f"pieces.json: row {id} needs a piece (text) and a score (number)")
+            raise TokenizerError(
+                f"pieces.json: row {id} needs a piece (string) and a score (number)"
+            )
         text = row["piece"]
         name = text.strip("\n") or text
         if name in ("<unk>", "<s>", "</s>") and id < 3:
@@ -76,7 +82,11 @@ def load_pieces(files: Mapping[str, bytes]) -> Tokenizer:
 def build_spm(
     model: SpmModel, settings: TokenizerSettings, *, tokenizer_type: str, file: str
 ) -> SpmTokenizer:
-    """A tokenizer from a vocabulary in memory; raises TokenizerError when it cannot work."""
+    """Make a tokenizer from a vocabulary in memory.
+
+    Raises:
+        TokenizerError: if the vocabulary is empty or invalid.
+    """
     if not model.pieces:
         raise TokenizerError(f"{file}: the vocabulary is empty")
     check_pieces(model.pieces, file)
@@ -96,7 +106,7 @@ def from_proto(
     tokenizer_type: str,
     file: str,
 ) -> SpmTokenizer:
-    """Wraps a serialized model, with the added tokens and names that the other files give."""
+    """Make a tokenizer from a serialized model, and added tokens and names of other files."""
     processor = _processor(proto, file)
     added = _added_tokens(added_tokens, settings, model, file)
     known = {piece.text: id for id, piece in enumerate(model.pieces)} | added
@@ -140,7 +150,7 @@ def from_proto(
 
 
 class SpmTokenizer(Tokenizer):
-    """SentencePiece behind our interface. Every text gets the model's dummy space in front."""
+    """A SentencePiece model; every text is encoded with the model's dummy space in front."""
 
     each_byte = True
 
@@ -170,7 +180,7 @@ class SpmTokenizer(Tokenizer):
         ids: list[int] = processor.encode(text)
         if self._control.isdisjoint(ids):
             return ids
-        # a piece that the config calls special but the model holds as ordinary text: spell it out
+        # special in the config but an ordinary piece of the model: encode its text by character
         out: list[int] = []
         for id in ids:
             out.extend(self._encode_control_text(id) if id in self._control else [id])
@@ -197,9 +207,11 @@ class SpmTokenizer(Tokenizer):
         )
 
     def token_bytes(self, id: int) -> bytes:
+        """Return the exact bytes of a token; b"" for an unknown id."""
         return self._bytes.get(id, b"")
 
     def first_token_bytes(self, id: int) -> bytes:
+        """Return the bytes of a text's first token, without the dummy space."""
         data = self.token_bytes(id)
         return data[1:] if self._dummy_prefix and id in self._leading else data
 
@@ -220,7 +232,7 @@ def _processor(proto: bytes, file: str) -> sentencepiece.SentencePieceProcessor:
 def _added_tokens(
     added_tokens: dict[str, int], settings: TokenizerSettings, model: SpmModel, file: str
 ) -> dict[str, int]:
-    """Tokens beyond the model's pieces: added_tokens.json (`listed`) and added_tokens_decoder."""
+    """Tokens beyond the model's pieces: added_tokens.json and added_tokens_decoder."""
     for text, id in added_tokens.items():
         if not is_token_id(id) or not text:
             raise TokenizerError("added_tokens.json must map token texts to ids")

@@ -1,8 +1,7 @@
-"""SentencePiece's model file, as far as we read and write it.
+"""Reads and writes the parts of SentencePiece's model file that modelmill uses.
 
-The file is a protocol buffer; its few fields are spelled out here because the generated classes
-that ship
-with sentencepiece need the protobuf package, which a server has no other use for.
+The file is a protocol buffer. Its fields are parsed here because the generated classes of
+sentencepiece need the protobuf package, which modelmill does not need otherwise.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class SpmPiece:
 
 @dataclass(frozen=True)
 class SpmModel:
-    """The parts of a model that decide how text becomes ids. -1: that token does not exist."""
+    """The parts of a model that determine the ids of a text; id -1: the token does not exist."""
 
     pieces: Sequence[SpmPiece]
     dummy_prefix: bool = True
@@ -45,7 +44,7 @@ class SpmModel:
 
 
 def write_model(model: SpmModel) -> bytes:
-    """A BPE model with byte fallback (when all 256 byte pieces exist) and no text normalisation."""
+    """Write a BPE model without normalization, with byte fallback if all 256 byte pieces exist."""
     parts = []
     for piece in model.pieces:
         text = piece.text.encode("utf-8")
@@ -80,7 +79,11 @@ def without_dummy_prefix(proto: bytes) -> bytes:
 
 
 def read_model(proto: bytes, file: str) -> SpmModel:
-    """Raises TokenizerError naming `file` when the bytes are not such a model."""
+    """Read a model file.
+
+    Raises:
+        TokenizerError: if the bytes are not a valid model; the message names `file`.
+    """
     pieces: list[SpmPiece] = []
     ids = {UNK_ID: 0, BOS_ID: 1, EOS_ID: 2, PAD_ID: -1}  # the format's defaults
     dummy_prefix = True
@@ -102,7 +105,7 @@ def read_model(proto: bytes, file: str) -> SpmModel:
             f"{file} is not a SentencePiece model, or is truncated; copy the file again"
         ) from None
     if not pieces:
-        raise TokenizerError(f"{file} holds no vocabulary; copy the file again")
+        raise TokenizerError(f"{file} has no vocabulary; copy the file again")
     check_pieces(pieces, file)
     return SpmModel(pieces, dummy_prefix, ids[UNK_ID], ids[BOS_ID], ids[EOS_ID], ids[PAD_ID])
 
@@ -136,19 +139,19 @@ def _parse_piece(data: bytes) -> SpmPiece:
 
 
 def _iter_fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """(field number, value) in turn; ValueError or IndexError where the bytes end early."""
+    """Yield (field number, value); raises ValueError or IndexError if the bytes end early."""
     at = 0
     while at < len(data):
         key, at = _read_varint(data, at)
-        kind = key & 7
-        if kind == VARINT:
+        wire_type = key & 7
+        if wire_type == VARINT:
             value, at = _read_varint(data, at)
             yield key >> 3, value
             continue
-        if kind == BYTES:
+        if wire_type == BYTES:
             size, at = _read_varint(data, at)
         else:
-            size = {FIXED64: 8, FIXED32: 4}.get(kind, len(data) + 1)
+            size = {FIXED64: 8, FIXED32: 4}.get(wire_type, len(data) + 1)
         if size > len(data) - at:
             raise ValueError("a field reaches past the end")
         yield key >> 3, data[at : at + size]

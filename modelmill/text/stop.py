@@ -1,4 +1,4 @@
-"""One matcher of stop strings for every mouth: terminal, server and evaluation."""
+"""Matcher of stop strings, used by the terminal, the server and evaluation."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from modelmill.core.errors import RequestError
 
 
 class StopMatcher:
-    """Watches a text that arrives in pieces and ends it before the first stop string.
+    """Ends a text that arrives in pieces before its first stop string.
 
-    The match that is complete first wins, and of several complete at the same character the
-    longest. The
-    answer does not depend on how the text was cut into pieces. Time is linear in the text: the stop
-    strings form one automaton (Aho and Corasick, 1975), whose depth is the number of characters
-    held back.
+    The match that is complete first wins; of several that end at the same character, the longest.
+    The result does not depend on how the text was cut into pieces. Time is linear in the text: the
+    stop strings form one automaton (Aho and Corasick, 1975), whose depth is the number of buffered
+    characters.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Raises RequestError for a stop that is not a text or is empty."""
+        """Build the automaton; raises RequestError for a stop that is empty or not a string."""
         if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
-            raise RequestError("stop strings must be a list of texts that are not empty")
+            raise RequestError("stop strings must be a list of non-empty strings")
         self._next: list[dict[str, int]] = [{}]
         self._fail = [0]
         self._depth = [0]
@@ -30,12 +29,17 @@ class StopMatcher:
             self._insert(stop)
         self._link()
         self._state = 0
-        # always as long as the state is deep: what may still become a stop string
+        # the text that may still become a stop string; its length is the depth of the state
         self._pending = ""
         self._stopped: str | None = None
 
     def push(self, text: str) -> tuple[str, bool, str | None]:
-        """Return (stable text, whether a stop string is complete, which); no text after a stop."""
+        """Add text.
+
+        Returns:
+            The text that is now stable ("" after a stop), whether a stop string is complete, and
+            which one.
+        """
         if self._stopped is not None:
             return "", True, self._stopped
         buffer = self._pending + text
@@ -75,7 +79,7 @@ class StopMatcher:
         self._match[state] = stop
 
     def _link(self) -> None:
-        """Each state's longest proper suffix that is itself a state, breadth first."""
+        """Link each state to its longest proper suffix that is a state, breadth first."""
         queue = deque(self._next[0].values())
         while queue:
             state = queue.popleft()

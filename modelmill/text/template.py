@@ -22,13 +22,12 @@ from modelmill.core.errors import MissingDependency, RequestError, TemplateError
 
 WORKER = Path(__file__).with_name("template_worker.py")
 START_SECONDS = 60.0
-# A busy machine may give the worker little of its time; the CPU limit is the rule, this only ends a
-# hang.
+# limits of wall time, which only end a hang: on a busy machine the worker may get little CPU time
 WALL_FACTOR, WALL_GRACE = 15.0, 10.0
 
 
 class _WorkerDied(Exception):
-    """The worker ended; code as Popen.returncode has it."""
+    """The worker process ended; code: its Popen.returncode."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -36,22 +35,22 @@ class _WorkerDied(Exception):
 
 
 class RefusedMessages(TemplateError, RequestError):
-    """The template itself refused the messages (its raise_exception): the request is at fault."""
+    """The template refused the messages with raise_exception: an invalid request."""
 
 
 @dataclass(frozen=True)
 class TemplateLimits:
-    """What one rendering may use."""
+    """Limits of one rendering."""
 
     seconds: float = 2.0  # CPU time
-    memory: int = 512 << 20  # bytes of address space, the interpreter's own ~60 MiB included
+    memory: int = 512 << 20  # bytes of address space, including ~60 MiB of the interpreter
     output: int = 8 << 20  # characters
 
 
 class TemplateProcess:
-    """One worker, started at the first rendering and reused; restarted after it had to be killed.
+    """One worker, started at the first rendering and reused; restarted after it was killed.
 
-    Renderings take turns: calls from several threads are safe.
+    Thread-safe: only one rendering runs at a time.
     """
 
     def __init__(self, limits: TemplateLimits | None = None) -> None:
@@ -61,9 +60,11 @@ class TemplateProcess:
         self._closing: weakref.finalize[..., TemplateProcess] | None = None
 
     def render(self, template: str, variables: Mapping[str, Any]) -> str:
-        """The text; raises TemplateError (one line) when the template fails or exceeds a limit.
+        """Render a template.
 
-        RefusedMessages, a RequestError too, when the template calls raise_exception.
+        Raises:
+            TemplateError: if the template fails or exceeds a limit; the message is one line.
+            RefusedMessages: if the template calls raise_exception.
         """
         request = {
             "template": template,
@@ -75,18 +76,18 @@ class TemplateProcess:
         with self._lock:
             reply = self._request(line)
             if reply.get("failed") == "memory":
-                self._stop()  # a heap that hit its limit is not worth keeping
+                self._stop()  # restart with a fresh heap
         if "text" in reply:
             return str(reply["text"])
         raise self._template_error(reply)
 
     def close(self) -> None:
-        """Ends the worker, if one runs."""
+        """End the worker, if one runs."""
         with self._lock:
             self._stop()
 
     def _request(self, line: bytes) -> dict[str, Any]:
-        """The worker's reply; a worker that died without the clock's doing gets one successor."""
+        """Return the worker's reply; restarts it once if it died, but not at the CPU limit."""
         for _ in range(2):
             try:
                 worker = self._ensure_worker()
@@ -149,12 +150,12 @@ class TemplateProcess:
 
         Raises:
             TemplateError: if it hangs or writes without end.
-            _Died: if it has ended.
+            _WorkerDied: if it has ended.
         """
         assert worker.stdout is not None
         descriptor = worker.stdout.fileno()
-        # JSON writes a character in at most twelve bytes; the rest is for the error text
-        most = 12 * self.limits.output + 8192
+        # a character takes at most 12 bytes in JSON; 8192 bytes for the message of an error
+        max_bytes = 12 * self.limits.output + 8192
         deadline = time.monotonic() + seconds
         chunks: list[bytes] = []
         size = 0
@@ -167,7 +168,7 @@ class TemplateProcess:
             size += len(chunk)
             if not chunk:
                 raise _WorkerDied(worker.wait())
-            if size > most:
+            if size > max_bytes:
                 raise self._template_error({"failed": "output"})
             chunks.append(chunk)
         reply = json.loads(b"".join(chunks))
@@ -196,7 +197,7 @@ class TemplateProcess:
 
 
 def _wait_readable(descriptor: int, seconds: float) -> bool:
-    # poll, not select: a server may hold more than 1024 descriptors
+    # poll, not select: a server may have more than 1024 descriptors
     poll = select.poll()
     poll.register(descriptor, select.POLLIN | select.POLLHUP)
     return bool(poll.poll(max(seconds, 0.0) * 1000))
@@ -206,6 +207,6 @@ def _kill_worker(worker: subprocess.Popen[bytes]) -> None:
     worker.kill()
     for pipe in (worker.stdin, worker.stdout):
         if pipe is not None:
-            with contextlib.suppress(OSError):  # unsent bytes to a process that is gone
+            with contextlib.suppress(OSError):  # unsent bytes to a process that has ended
                 pipe.close()
     worker.wait()

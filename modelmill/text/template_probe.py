@@ -1,8 +1,8 @@
-"""Which forms of a message a chat template reads, found by rendering small conversations with it.
+"""Which forms of a message a chat template accepts, found by rendering small conversations.
 
-Templates differ in what they take: contents as lists of parts or as texts, calls beside a null or
-beside an empty text, arguments as objects or as text. Clients send any of these. A template gets
-what was sent wherever it reads that, else the other form of the same.
+Templates differ in the forms they accept: contents as lists of parts or as strings, calls with a
+null or an empty content, arguments as objects or as strings. Clients send any of these. A template
+gets the form that was sent if it accepts that, else the other form of the same message.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from modelmill.core.errors import TemplateError
 from modelmill.text.messages import join_text_parts, parse_arguments
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
-# words that no template holds, of small letters and digits, since some templates change case or
-# shorten identifiers
+# words that occur in no template; lowercase letters and digits, since some templates change case
+# or shorten identifiers
 _ONE, _TWO, _NAME, _KEY, _ID = "qzx7one", "qzx7two", "qzx7name", "qzx7key", "qzx7ident"
 _OBJECT = {_KEY: "v"}
 _TEXT = json.dumps(_OBJECT)
@@ -29,9 +29,13 @@ _USER, _RESULT = (
 
 @dataclass(frozen=True)
 class CallContentForms:
-    """null, empty: a call survives beside such a content.
+    """Forms of a message with tool calls that a template renders completely.
 
-    text, object: it survives with such arguments.
+    Attributes:
+        null: a null content.
+        empty: an empty content.
+        text: arguments as a JSON string.
+        object: arguments as an object.
     """
 
     null: bool
@@ -41,9 +45,9 @@ class CallContentForms:
 
 
 def accepts_parts(render: Render, role: str) -> bool:
-    """Whether a template writes all parts of a list, as it writes a text, in messages of a role."""
+    """Return whether a template renders a list of text parts like a string, for a role."""
     one, two = ({"type": "text", "text": text} for text in (_ONE, _TWO))
-    for _ in range(2):  # some templates write the time
+    for _ in range(2):  # some templates render the current time
         single = _try_render(render, _conversation_around(role, [one]))
         if single is not None and single == _try_render(render, _conversation_around(role, _ONE)):
             break
@@ -54,16 +58,16 @@ def accepts_parts(render: Render, role: str) -> bool:
 
 
 def probe_call_forms(render: Render) -> CallContentForms:
-    """Which forms of a message with calls a template writes whole."""
-    found = {
+    """Return the forms of a message with calls that a template renders completely."""
+    forms = {
         (content, argument_form)
         for content in (None, "")
         for argument_form, arguments in (("text", _TEXT), ("object", _OBJECT))
         if _renders_call(render, content, arguments)
     }
     contents, argument_forms = (
-        {content for content, _ in found},
-        {argument_form for _, argument_form in found},
+        {content for content, _ in forms},
+        {argument_form for _, argument_form in forms},
     )
     return CallContentForms(
         None in contents, "" in contents, "text" in argument_forms, "object" in argument_forms
@@ -75,9 +79,13 @@ def adapt_messages(
     parts: Callable[[str], bool],
     calls: Callable[[], CallContentForms],
 ) -> list[dict[str, Any]]:
-    """Messages as sent (``messages.checked``) in the forms that a template reads.
+    """Convert validated messages to the forms that a template accepts.
 
-    parts: of a role; both asked late.
+    Args:
+        messages: from ``validate_messages(…, as_sent=True)``.
+        parts: whether the template accepts lists of parts in messages of a role; called only if a
+            message has such a list.
+        calls: the accepted forms of tool calls; called only if a message has one.
     """
     return [_adapt_message(message, parts, calls) for message in messages]
 
@@ -91,7 +99,7 @@ def _adapt_message(
         content = join_text_parts(content)
     if out.get("tool_calls"):
         forms = calls()
-        if content is None and not forms.null:  # templates that write no calls read a text, too
+        if content is None and not forms.null:  # templates without calls accept a string, too
             content = ""
         elif content == "" and forms.null and not forms.empty:
             content = None
@@ -112,7 +120,7 @@ def _adapt_call(call: Mapping[str, Any], forms: CallContentForms) -> dict[str, A
 
 
 def _conversation_around(role: str, content: Any) -> list[Mapping[str, Any]]:
-    """A conversation that a strict template takes, with a message of that role and content."""
+    """Return a conversation with such a message that strict templates accept, too."""
     message = {"role": role, "content": content}
     if role == "user":
         return [message]
@@ -133,13 +141,13 @@ def _call_message(content: str | None, arguments: Any) -> dict[str, Any]:
 
 
 def _renders_call(render: Render, content: str | None, arguments: Any) -> bool:
-    """Whether the text has a call: name and arguments as JSON or text, not as Python's repr."""
+    """Whether the rendered text has the call's name and arguments as JSON, not as a Python repr."""
     text = _try_render(render, [_USER, _call_message(content, arguments), _RESULT])
     if text is None or _NAME not in text or _KEY not in text:
         return False
-    twice = f'\\"{_KEY}' in text
-    python = f"'{_KEY}'" in text or (content is None and "None" in text)
-    return not twice and not python
+    escaped_twice = f'\\"{_KEY}' in text
+    python_repr = f"'{_KEY}'" in text or (content is None and "None" in text)
+    return not escaped_twice and not python_repr
 
 
 def _try_render(render: Render, messages: Sequence[Mapping[str, Any]]) -> str | None:

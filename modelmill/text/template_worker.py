@@ -1,10 +1,8 @@
-"""The process that renders chat templates, started by template.py; it imports nothing of ours.
+"""The process that renders chat templates, started by template.py; imports nothing of modelmill.
 
-A template is a program from a stranger. It runs here, sandboxed, with no memory to spare and a
-clock that
-kills: whatever it does, the engine loses nothing but this process. Requests and answers are one
-line of
-JSON each, on stdin and stdout.
+A template is an untrusted program. It runs in Jinja's sandbox with limits of memory and CPU time,
+so that a template can only end this process, never the engine. Requests and replies are one line
+of JSON each, on stdin and stdout.
 """
 
 from __future__ import annotations
@@ -18,11 +16,11 @@ from typing import Any, BinaryIO
 
 
 class OutputTooLong(Exception):
-    """The template wrote more than it may."""
+    """The template wrote more characters than allowed."""
 
 
 def make_environment() -> Any:
-    """A sandbox with the filters, globals and whitespace rules that templates are written for."""
+    """Make a sandbox with transformers' filters, globals and whitespace rules for templates."""
     import jinja2
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
@@ -48,7 +46,7 @@ def make_environment() -> Any:
         separators: Any = None,
         sort_keys: bool = False,
     ) -> str:
-        # Jinja's own filter escapes HTML, which no model was trained on.
+        # Jinja's own filter escapes HTML; models were not trained on that
         return json.dumps(
             value,
             ensure_ascii=ensure_ascii,
@@ -62,14 +60,14 @@ def make_environment() -> Any:
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
-    # not the class: it has a lineage
+    # a function, not the class, whose attributes lead out of the sandbox
     environment.globals["dict"] = lambda *args, **named: dict(*args, **named)
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     return environment
 
 
 def render(environment: Any, compiled: dict[str, Any], request: dict[str, Any]) -> str:
-    """The rendered text; raises whatever the template raises, or OutputTooLong."""
+    """Render a request; raises the exceptions of the template, or OutputTooLong."""
     source = request["template"]
     if source not in compiled:
         compiled.clear()
@@ -85,10 +83,10 @@ def render(environment: Any, compiled: dict[str, Any], request: dict[str, Any]) 
 
 
 def handle_request(environment: Any, compiled: dict[str, Any], line: bytes) -> dict[str, Any]:
-    """{"text"} or {"failed": reason, "detail"}; the reasons are those template.py knows."""
+    """Return {"text"} or {"failed": reason, "detail"}; template.py handles the reasons."""
     try:
         request = json.loads(line)
-        # Counts CPU seconds of this process, in C code too; the signal's default is death.
+        # counts CPU seconds of this process, also in C code; SIGPROF kills it by default
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])
         return {"text": render(environment, compiled, request)}
     except OutputTooLong:
@@ -107,11 +105,11 @@ def handle_request(environment: Any, compiled: dict[str, Any], line: bytes) -> d
 
 
 def serve(stdin: BinaryIO, stdout: BinaryIO, max_memory: int) -> None:
-    """Answers requests until stdin ends (which it does when the engine dies, however it dies)."""
+    """Handle requests until stdin ends, which it also does if the engine's process dies."""
     environment = make_environment()
     compiled: dict[str, Any] = {}
     resource.setrlimit(resource.RLIMIT_AS, (max_memory, max_memory))
-    # should a template ever break out of the sandbox: no files written, no processes started
+    # if a template breaks out of the sandbox, it cannot write files or start processes
     for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
         resource.setrlimit(limit, (0, 0))
     reply: dict[str, Any] = {"ready": True}

@@ -66,13 +66,14 @@ class QwenTokenizer(Tokenizer):
         self._encoding = encoding
 
     def _encode_ordinary(self, text: str, at_start: bool) -> list[int]:
-        del at_start  # byte-level: a text means the same wherever it stands
+        del at_start  # byte-level: the ids do not depend on the position of the text
         ids: list[int] = []
         for part in _split_blank_runs(normalize_nfc(text)):
             ids.extend(self._encoding.encode_ordinary(part))
         return ids
 
     def token_bytes(self, id: int) -> bytes:
+        """Return the exact bytes of a token; b"" for an unknown id."""
         if not 0 <= id < self.vocab_size:
             return b""
         return self._encoding.decode_single_token_bytes(id)

@@ -1,8 +1,7 @@
-"""What every tokenizer of ours offers, whatever file it came from.
+"""The interface of all tokenizers, whatever file they were loaded from.
 
-Control tokens (``special``) can only come from text when the caller asks for it with
-``special=True``: a
-user who types ``<|im_end|>`` has typed eight harmless characters.
+Text is encoded into control tokens (``special``) only if the caller sets ``special=True``:
+``<|im_end|>`` typed by a user is ordinary text.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from modelmill.core.errors import TokenizerError
 from modelmill.text.regex_union import regex_union
 from modelmill.text.utf8 import Utf8Stream
 
-# Unicode's own list: Python counts four control characters more
+# Unicode's White_Space property; str.isspace has four control characters more
 WHITESPACE = frozenset("\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000") | frozenset(
     map(chr, range(0x2000, 0x200B))
 )
 _JOINERS = "\u200c\u200d"
 COUNT_CHUNK_CHARS = 16384
-"""Characters that are counted together where a text may be too long."""
+"""Characters that are tokenized at a time to count the tokens of a long text."""
 CUT_SLACK_TOKENS = 8
-"""Tokens that a cut may make more of a text."""
+"""Maximum tokens that cutting a text may add."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +38,17 @@ class VocabInfo:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
-    prefix: tuple[int, ...] = ()  # what bos=None puts before the text
-    suffix: tuple[int, ...] = ()  # what bos=None puts after the text
+    prefix: tuple[int, ...] = ()  # ids that bos=None puts before the text
+    suffix: tuple[int, ...] = ()  # ids that bos=None puts after the text
     # bos_token, eos_token, … for templates
     template_names: Mapping[str, str] = field(default_factory=dict)
-    # of control tokens: whether it eats whitespace (left, right), and whether it is one only where
-    # no word touches it
+    # of control tokens: whether it strips whitespace to its left and right, and whether it must
+    # not touch a word (AddedToken's lstrip, rstrip, single_word)
     edges: Mapping[str, tuple[bool, bool, bool]] = field(default_factory=dict)
 
 
 class Tokenizer(ABC):
-    """Text ↔ token ids. Thread-safe: nothing changes after construction but caches."""
+    """Text ↔ token ids. Thread-safe: only caches change after construction."""
 
     # one U+FFFD per invalid byte (SentencePiece) instead of one per broken sequence
     each_byte = False
@@ -66,20 +65,24 @@ class Tokenizer(ABC):
         self._skipped = traits.skipped_ids
         self._prefix = list(traits.prefix)
         self._suffix = list(traits.suffix)
-        # a token of one character cannot be told from the character, so it is never read out of
-        # text
+        # a control token of one character looks like ordinary text, so text never becomes one
         self._special_pattern = _special_pattern([text for text in traits.special if len(text) > 1])
         self._edges = {text: edges for text, edges in traits.edges.items() if any(edges)}
 
     # -- text → ids
 
     def encode(self, text: str, *, bos: bool | None = None, special: bool = False) -> list[int]:
-        """Ids of `text`.
+        """Encode a text.
 
-        bos: True puts bos_id first, False nothing, None what this tokenizer does by default.
-        special: True reads control tokens out of the text; otherwise they are split like any other
-        text.
-        Raises TokenizerError if bos is requested from a vocabulary without one.
+        Args:
+            text: any string; lone surrogates become U+FFFD.
+            bos: True puts bos_id first, False nothing, None this tokenizer's default.
+            special: whether control tokens in the text become their ids; otherwise they are
+                encoded like any other text.
+
+        Raises:
+            TokenizerError: if bos is True and the vocabulary has no BOS token, or the text is too
+                long.
         """
         text = replace_surrogates(text)
         pieces = self.split_special(text) if special else [text]
@@ -93,7 +96,7 @@ class Tokenizer(ABC):
         return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
 
     def encode_pieces(self, pieces: Iterable[str | int]) -> list[int]:
-        """Encode plain text (str) and ids (int) in turn; no BOS, no control tokens from text."""
+        """Encode pieces that are text (str) or ids (int); no BOS, no control tokens from text."""
         ids: list[int] = []
         at_start = True
         for piece in pieces:
@@ -107,10 +110,10 @@ class Tokenizer(ABC):
         return ids
 
     def _check_length(self, text: str) -> None:
-        """Check the length; a text is split, since tokenizing it whole takes 500 bytes per token.
+        """Check the number of tokens; in parts, since tokenizing takes 500 bytes per token.
 
         Raises:
-            TokenizerError: if the text has more than ``most`` tokens.
+            TokenizerError: if the text has more than ``max_tokens`` tokens.
         """
         if self.max_tokens is None or len(text) <= self.max_tokens:
             return
@@ -127,7 +130,7 @@ class Tokenizer(ABC):
                 )
 
     def split_special(self, text: str) -> list[str | int]:
-        """`text` cut at its control tokens: ordinary text as str, control tokens as their ids."""
+        """Split `text` at its control tokens: ordinary text as str, control tokens as their ids."""
         if self._special_pattern is None:
             return [text]
         pieces: list[str | int] = []
@@ -153,7 +156,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _encode_ordinary(self, text: str, at_start: bool) -> list[int]:
-        """Ids of well-formed text, never a control token. at_start: nothing stands before it."""
+        """Encode well-formed text without control tokens; at_start: the text starts the prompt."""
 
     # -- ids → text
 
@@ -162,44 +165,43 @@ class Tokenizer(ABC):
         """Return the exact bytes of a token (control tokens: their text); b"" for an unknown id."""
 
     def first_token_bytes(self, id: int) -> bytes:
-        """As ``token_bytes`` for a text's first token; SentencePiece drops its leading space."""
+        """Return the bytes of a text's first token; SentencePiece drops its leading space."""
         return self.token_bytes(id)
 
     def is_skipped(self, id: int) -> bool:
-        """Whether decode(skip_special=True) leaves this id out."""
+        """Return whether decode(skip_special=True) leaves this id out."""
         return id in self._skipped
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of `ids`; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary
-        nothing.
-        """
+        """Decode ids; invalid UTF-8 becomes U+FFFD, and ids outside the vocabulary are skipped."""
         chunks: list[bytes] = []
-        opened = False
+        has_text = False
         for id in ids:
             if skip_special and id in self._skipped:
                 continue
             data = self.token_bytes(id)
-            chunks.append(data if opened else self.first_token_bytes(id))
-            opened = opened or bool(data)
+            chunks.append(data if has_text else self.first_token_bytes(id))
+            has_text = has_text or bool(data)
         if not self.each_byte:
             return b"".join(chunks).decode("utf-8", errors="replace")
         stream = Utf8Stream(each_byte=True)
         return "".join(map(stream.push, chunks)) + stream.flush()
 
     def check_against(self, vocab_rows: int) -> None:
-        """Raises TokenizerError when ids of this tokenizer exceed an embedding of `vocab_rows`
-        rows.
+        """Check that all ids fit into an embedding of `vocab_rows` rows.
+
+        Raises:
+            TokenizerError: if the tokenizer has higher ids.
         """
         if self.vocab_size > vocab_rows:
             raise TokenizerError(
                 f"the tokenizer has ids up to {self.vocab_size - 1} but the model embeds only "
-                f"{vocab_rows} tokens; "
-                "they do not belong together: give the tokenizer that came with this model"
+                f"{vocab_rows} tokens; give the tokenizer that came with this model"
             )
 
 
 def replace_surrogates(text: str) -> str:
-    """`text` without lone surrogates (JSON may carry them, UTF-8 cannot): they become U+FFFD."""
+    """Replace lone surrogates by U+FFFD; JSON may contain them, UTF-8 cannot."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -208,9 +210,7 @@ def replace_surrogates(text: str) -> str:
 
 
 def _is_word_char(char: str) -> bool:
-    """Whether a character (or none) belongs to a word, as the regular expressions of the tokenizers
-    library say.
-    """
+    r"""Whether a character (or "") matches \w in the tokenizers library."""
     if not char:
         return False
     category = unicodedata.category(char)
@@ -223,14 +223,14 @@ def _is_word_char(char: str) -> bool:
 
 
 def _is_circled_letter(code: int) -> bool:
-    """Letters in circles and squares, which count as alphabetic."""
+    """Whether a code point is a letter in a circle or square, which is alphabetic."""
     return 0x24B6 <= code <= 0x24E9 or any(
         low <= code <= low + 25 for low in (0x1F130, 0x1F150, 0x1F170)
     )
 
 
 def _special_pattern(texts: Sequence[str]) -> re.Pattern[str] | None:
-    """One pattern for all control tokens, the longest first."""
+    """Return one pattern of all control tokens, longest first; None if there are none."""
     if not texts:
         return None
     try:

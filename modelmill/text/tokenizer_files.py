@@ -23,7 +23,14 @@ SPECIAL_TOKEN_KEYS = (
 def read_json(
     files: Mapping[str, bytes], name: str, expected: type[dict] | type[list] = dict
 ) -> Any:
-    """The parsed file, an empty `expected` where it is absent; TokenizerError when it is broken."""
+    """Parse a JSON file.
+
+    Returns:
+        The value; an empty ``expected`` if the file is absent.
+
+    Raises:
+        TokenizerError: if the file is not valid JSON or has another type.
+    """
     if name not in files:
         return expected()
     try:
@@ -34,13 +41,13 @@ def read_json(
         ) from None
     if not isinstance(value, expected):
         word = "array" if expected is list else "object"
-        raise TokenizerError(f"{name} must hold a JSON {word}, not {type(value).__name__}")
+        raise TokenizerError(f"{name} must be a JSON {word}, not {type(value).__name__}")
     return value
 
 
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """What tokenizer_config.json and its companions say, whatever the vocabulary's format."""
+    """Settings of tokenizer_config.json and related files, for all vocabulary formats."""
 
     special_tokens: Mapping[str, str]  # bos_token → "<s>", …; only those that are set
     extra_special_tokens: tuple[str, ...]  # additional special tokens
@@ -52,7 +59,11 @@ class TokenizerSettings:
 
 
 def read_settings(files: Mapping[str, bytes]) -> TokenizerSettings:
-    """Raises TokenizerError naming the file whose content has the wrong type."""
+    """Read the settings.
+
+    Raises:
+        TokenizerError: if a value has the wrong type; the message names the file.
+    """
     config = read_json(files, "tokenizer_config.json")
     extra = read_json(files, "special_tokens_map.json")
     names: dict[str, str] = {}
@@ -78,7 +89,7 @@ def read_settings(files: Mapping[str, bytes]) -> TokenizerSettings:
 
 
 def token_text(value: object, file: str, key: str) -> str | None:
-    """The text of a token written as a string or as {"content": …}; None stays None."""
+    """Return the text of a token that is a string or {"content": …}; None stays None."""
     if isinstance(value, dict):
         value = value.get("content")
     if value is None or isinstance(value, str):
@@ -87,12 +98,12 @@ def token_text(value: object, file: str, key: str) -> str | None:
 
 
 def unique_ids(ids: Iterable[int | None]) -> tuple[int, ...]:
-    """The ids in order, without repetitions and without None."""
+    """Return the ids in order, without duplicates and None."""
     return tuple(dict.fromkeys(id for id in ids if id is not None))
 
 
 def is_token_id(value: object) -> bool:
-    """Whether a JSON value can be a token id (JSON true is an int for Python)."""
+    """Return whether a JSON value can be a token id (bool is an int in Python)."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
 
 
@@ -109,8 +120,8 @@ def _added_tokens(config: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
         raise TokenizerError("tokenizer_config.json: added_tokens_decoder must be an object")
     entries: dict[int, Mapping[str, Any]] = {}
     for key, entry in listed.items():
-        good = key.isdecimal() and len(key) < 10 and isinstance(entry, dict)
-        if not good or not isinstance(entry.get("content"), str) or not entry["content"]:
+        valid = key.isdecimal() and len(key) < 10 and isinstance(entry, dict)
+        if not valid or not isinstance(entry.get("content"), str) or not entry["content"]:
             raise TokenizerError(
                 "tokenizer_config.json: added_tokens_decoder must map ids to {content, …}"
             )

@@ -1,6 +1,4 @@
-"""What an answer may be where a call is forced: the function's name, and arguments that fit its
-parameters.
-"""
+"""Grammar of forced tool calls: a function's name, and arguments that fit its parameters."""
 
 from __future__ import annotations
 
@@ -14,12 +12,12 @@ from modelmill.core.types import Grammar
 
 Schema = Mapping[str, Any]
 MAX_FORCED_CALLS = 16
-"""Most calls of one forced answer."""
+"""Maximum calls of one forced answer."""
 MAX_ONEOF_PAIRS = 2048
 """Maximum pairs of a schema's alternatives (oneOf) that are compared."""
 _COMBINING_KEYS = ("allOf", "if", "not", "dependentSchemas", "unevaluatedProperties", "$dynamicRef")
 _NAMED_SCHEMA_KEYS = ("properties", "patternProperties", "$defs", "definitions")
-"""Keys that hold schemas by name; the names may be any text, "properties" too."""
+"""Keys whose value maps names to schemas; a name may be any string, also "properties"."""
 _VALUE_KEYS = ("enum", "const", "default", "examples")
 _OBJECT_KEYS = ("properties", "required", "patternProperties", "additionalProperties")
 
@@ -27,10 +25,15 @@ _OBJECT_KEYS = ("properties", "required", "patternProperties", "additionalProper
 def forced_call_grammar(
     tools: Sequence[Schema], name: str | None, several: bool = False
 ) -> Grammar:
-    """An answer that is a call and nothing else: of ``name``, or of any tool. It is written bare.
+    """Return the grammar of an answer that is only a call, in the bare style.
 
-    several: a list of 1 to MOST calls instead. Raises RequestError for parameters that describe no
-    object.
+    Args:
+        tools: definitions of the tools.
+        name: the tool to call; None: any of them.
+        several: whether the answer is a list of 1 to MAX_FORCED_CALLS calls instead.
+
+    Raises:
+        RequestError: if a function's parameters are not an object.
     """
     functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
     declared = [
@@ -43,11 +46,13 @@ def forced_call_grammar(
 
 
 def arguments_schema(function: Schema) -> dict[str, Any]:
-    """The schema of a function's arguments, which are an object: every one that fits it fits the
-    parameters.
+    """Return the schema of a function's arguments; a value that fits it fits the parameters.
 
-    It has the properties that the parameters name and no others, unless they ask for others
-    themselves. A function without parameters takes {}. Raises RequestError.
+    Only properties that the parameters name are allowed, unless they set additionalProperties or
+    patternProperties. A function without parameters has the arguments {}.
+
+    Raises:
+        RequestError: if the parameters are not an object.
     """
     parameters = function.get("parameters")
     if parameters is None:
@@ -56,29 +61,27 @@ def arguments_schema(function: Schema) -> dict[str, Any]:
     if declared_type != "object" and not (
         isinstance(declared_type, list) and "object" in declared_type
     ):
-        raise RequestError(
-            f"tools: the parameters of {function['name']} have another type than object, which "
-            "arguments always are"
-        )
+        raise RequestError(f"tools: the parameters of {function['name']} must have the type object")
     return close_schema({**parameters, "type": "object"})
 
 
 def close_schema(schema: Schema) -> dict[str, Any]:
-    """A schema whose objects have the properties that are named and no others: every such value
-    fits the original.
+    """Forbid properties that a schema does not name; a value that fits the result fits the schema.
 
-    Left as they are: objects that say themselves what else they may hold, and schemas that are put
-    together of
-    several, where closing one part would shut out the others, or let in what fits two kinds of
-    which it may fit one."""
+    Unchanged are objects that set additionalProperties or patternProperties, and combined schemas:
+    closing one part of a conjunction would exclude the properties of the other parts, and closing
+    an alternative of oneOf could admit values that fit two alternatives.
+    """
     parts = _subschemas(schema)
     if any(map(_is_conjunction, parts)):
         return dict(schema)
     pairs = (
         pair for part in parts for pair in itertools.permutations(_as_list(part.get("oneOf")), 2)
     )
-    looked = list(itertools.islice(pairs, MAX_ONEOF_PAIRS + 1))
-    if len(looked) > MAX_ONEOF_PAIRS or not all(_are_disjoint(a, b, schema) for a, b in looked):
+    first_pairs = list(itertools.islice(pairs, MAX_ONEOF_PAIRS + 1))
+    if len(first_pairs) > MAX_ONEOF_PAIRS or not all(
+        _are_disjoint(a, b, schema) for a, b in first_pairs
+    ):
         return dict(schema)
     return _close(schema)
 
@@ -86,7 +89,7 @@ def close_schema(schema: Schema) -> dict[str, Any]:
 def _close(schema: Schema) -> dict[str, Any]:
     out = _map_subschemas(schema, _close)
     if _can_close(schema):
-        # what must be there is named, though it is not described
+        # required properties without a schema are allowed, too
         missing: dict[str, Any] = {
             name: {} for name in sorted(_required_names(schema)) if name not in out["properties"]
         }
@@ -100,7 +103,7 @@ def _can_close(schema: Schema) -> bool:
 
 
 def _is_conjunction(schema: Schema) -> bool:
-    """Whether a value has to fit several parts at once."""
+    """Whether a value must fit several parts at once."""
     parts = (
         any(key in schema for key in _OBJECT_KEYS),
         *(key in schema for key in ("$ref", "anyOf", "oneOf")),
@@ -109,14 +112,12 @@ def _is_conjunction(schema: Schema) -> bool:
 
 
 def _are_disjoint(a: Any, b: Any, root: Schema) -> bool:
-    """Whether it can be seen at once that nothing that fits ``a``, closed, also fits ``b`` as it
-    stands.
-    """
+    """Whether no value that fits ``a``, closed, can fit ``b``; False if this simple test fails."""
     a, b = _resolve_ref(a, root), _resolve_ref(b, root)
     if a is None or b is None:
         return False
     if _is_plain(a) and _is_plain(b):
-        return True  # closing changes neither, and the grammar's library compares them
+        return True  # closing changes neither; llguidance compares them
     one, other = _schema_types(a), _schema_types(b)
     if one and other and not one & other:
         return True
@@ -149,7 +150,7 @@ def _required_names(schema: Schema) -> set[str]:
 
 
 def _schema_types(schema: Schema) -> set[str]:
-    """The types of its values; none where it tells none."""
+    """Return the declared types of a schema's values; empty if it declares none."""
     declared = schema.get("type")
     type_names = {
         each
@@ -160,7 +161,7 @@ def _schema_types(schema: Schema) -> set[str]:
 
 
 def _allowed_strings(schema: Any) -> set[str]:
-    """The only texts that fit; none where there may be others."""
+    """Return the strings of an enum or const; empty if other values fit, too."""
     values = (
         _as_list(schema.get("enum", [schema.get("const")])) if isinstance(schema, Mapping) else []
     )
@@ -168,7 +169,7 @@ def _allowed_strings(schema: Any) -> set[str]:
 
 
 def _resolve_ref(schema: Any, root: Schema) -> Schema | None:
-    """A schema, or what it refers to among the definitions; None for what is not found."""
+    """Return a schema, or the definition that it refers to; None if that does not exist."""
     if not isinstance(schema, Mapping) or "$ref" not in schema:
         return schema if isinstance(schema, Mapping) else None
     steps = str(schema["$ref"]).split("/")
@@ -177,26 +178,26 @@ def _resolve_ref(schema: Any, root: Schema) -> Schema | None:
         if len(steps) == 3 and steps[0] == "#" and steps[1] in ("$defs", "definitions")
         else None
     )
-    found = (
+    target = (
         definitions.get(steps[2]) if isinstance(definitions, Mapping) and len(schema) == 1 else None
     )
-    return found if isinstance(found, Mapping) and "$ref" not in found else None
+    return target if isinstance(target, Mapping) and "$ref" not in target else None
 
 
 def _subschemas(schema: Schema) -> list[Schema]:
-    """A schema and all that stand in it."""
-    found = [schema]
+    """Return a schema and all schemas in it."""
+    schemas = [schema]
 
     def add(part: Schema) -> Schema:
-        found.extend(_subschemas(part))
+        schemas.extend(_subschemas(part))
         return part
 
     _map_subschemas(schema, add)
-    return found
+    return schemas
 
 
 def _map_subschemas(schema: Schema, change: Callable[[Schema], Any]) -> dict[str, Any]:
-    """A copy in which the schemas right inside this one are changed."""
+    """Copy a schema with ``change`` applied to its direct subschemas."""
 
     def part(value: Any) -> Any:
         if isinstance(value, Mapping):

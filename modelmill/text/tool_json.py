@@ -1,4 +1,4 @@
-"""Objects {"name", "arguments"} in JSON that comes a character at a time."""
+"""Incremental JSON parser of calls {"name", "arguments"}, one character at a time."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ class CallSink(Protocol):
     """Receives the parsed calls."""
 
     def begin_call(self, name: str) -> None:
-        """A call begins."""
+        """Begin a call."""
 
     def add_arguments(self, text: str) -> None:
-        """More of its arguments."""
+        """Append to the arguments of the last call."""
 
 
 class ToolJsonParser:
-    """One object after another, alone or in a list. ``feed`` says whether a character belongs to
-    them.
+    """Parses call objects, alone or in a list, and passes calls to a sink.
 
-    What has been fed and has not become a call is held, and given back by ``release``. num_calls:
-    how many calls there were.
+    Characters that have not become a call are buffered; ``release`` returns them. ``num_calls`` is
+    the number of calls so far.
     """
 
     def __init__(self, names: Collection[str], sink: CallSink) -> None:
@@ -47,16 +46,16 @@ class ToolJsonParser:
 
     @property
     def is_blank(self) -> bool:
-        """Whether nothing but blanks has come."""
+        """Whether only whitespace has come."""
         return not self.num_calls and not "".join(self._pending).strip()
 
     def begin(self, name: str) -> None:
-        """A call's name stands before its arguments: the next character opens them."""
+        """Begin a call whose name came before the JSON; the next character opens its arguments."""
         self._reset()
         self._name, self._key, self._state = name, ARGUMENT_KEYS[0], self._scan_value
 
     def feed(self, char: str) -> bool:
-        """Take a character; False, and it is not taken, where it cannot belong to a call."""
+        """Consume a character; returns False, without consuming it, if no call can contain it."""
         if not self._state(char):
             return False
         if not self._emitted and (self._state != self._scan_between or not self.num_calls):
@@ -99,7 +98,7 @@ class ToolJsonParser:
         return True
 
     def _string_done(self) -> bool:
-        """A string is complete: a key, or a value."""
+        """Handle a complete string: a key or a value."""
         try:
             text = replace_surrogates(json.loads("".join(self._raw), strict=False))
         except ValueError:
@@ -146,7 +145,7 @@ class ToolJsonParser:
 
     def _scan_nested(self, char: str) -> bool:
         if char == "<" and not self._quoted:
-            return False  # no JSON: a mark that ends an object which was not closed
+            return False  # not JSON: a closing mark after an unclosed object
         if self._escaped:
             self._escaped = False
         elif self._quoted:
@@ -184,7 +183,7 @@ class ToolJsonParser:
             return True
         return char.isspace() or (char == "}" and self._object_done())
 
-    # -- what was found
+    # -- complete parts
 
     def _name_done(self, name: str) -> bool:
         if self._emitted or self._name is not None:
@@ -197,7 +196,7 @@ class ToolJsonParser:
         return True
 
     def _arguments_done(self, arguments: str, ok: bool = True) -> bool:
-        """A value other than a name is complete; only that of arguments matters."""
+        """Handle a complete value that is not the name; only arguments are used."""
         if self._key not in ARGUMENT_KEYS or self._emitted or self._arguments is not None:
             return True
         if ok and self._name is not None:

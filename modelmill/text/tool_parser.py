@@ -1,10 +1,9 @@
-"""Calls read out of an answer as it comes: content and pieces of calls, which together never have
-to be taken back.
+"""Incremental parsing of tool calls: an answer's text becomes content and deltas of calls.
 
-A call is told once its name is known to be a tool's and its arguments have begun to be an object;
-from then on its arguments are passed on as the model writes them. What turns out to be no call
-before that is content. The same pieces come out however the text was cut, so an answer read whole
-and one that is streamed hold the same calls.
+Nothing that was emitted changes later. A call is emitted once its name is that of a tool and its
+arguments have begun as an object; from then on its arguments are emitted as the model writes them.
+Text that turns out not to be a call is content. The result does not depend on how the text was cut
+into pieces, so a whole answer and a streamed one have the same calls.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from modelmill.text.tool_prompts import (
 )
 
 MAX_CALL_HEAD_CHARS = 256
-"""Characters within which name[ARGS]{ has to be complete."""
+"""Maximum characters of ``name[ARGS]{``."""
 MAX_CODE_CHARS = 4096
 _CALL_HEAD = re.compile(
     rf"\s*([a-zA-Z0-9_-]{{1,64}})\s*({re.escape(CALL_ID_MARK)}\s*[a-zA-Z0-9_-]{{1,64}}\s*)?({re.escape(CALL_ARGS_MARK)})?\s*"
@@ -42,7 +41,14 @@ _CALL_HEAD = re.compile(
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """A piece of a call. index: which of the answer's calls. id, name: in its first piece only."""
+    """A delta of a tool call.
+
+    Attributes:
+        index: index of the call in the answer.
+        arguments: JSON text to append.
+        id: the call's id, in its first delta only.
+        name: the tool's name, in its first delta only.
+    """
 
     index: int
     arguments: str = ""
@@ -52,7 +58,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True)
 class ParsedToolCall:
-    """A whole call. arguments: JSON text, as the model wrote it."""
+    """A complete tool call; arguments: JSON text as the model wrote it."""
 
     id: str
     name: str
@@ -60,13 +66,13 @@ class ParsedToolCall:
 
 
 class ToolParser(Protocol):
-    """Tells calls from content."""
+    """Splits an answer into content and tool calls."""
 
     def push(self, text: str) -> list[str | ToolCallDelta]:
-        """Content and pieces of calls that more text makes sure of, in order."""
+        """Add text; return the content and deltas of calls that are now certain, in order."""
 
     def flush(self, cut: bool = False) -> list[str | ToolCallDelta]:
-        """Emit the text buffered at the end; cut: the answer was cut off by a limit."""
+        """Return what is still buffered; cut: the answer was cut off by a limit."""
 
 
 def make_tool_parser(
@@ -77,21 +83,26 @@ def make_tool_parser(
     thinking: bool = False,
     forced: bool = False,
 ) -> ToolParser:
-    """A reader for one answer. max_calls: calls beyond so many are left out. thinking: the prompt
-    ended in "Thought:".
+    """Make the parser of one answer.
 
-    forced: the answer can be calls only; what was cut before it became one is no content either.
+    Args:
+        style: how calls are written, see ``tool_prompts``.
+        names: names of the tools; a call of another name is content.
+        max_calls: further calls are dropped.
+        thinking: whether the prompt ended in "Thought:".
+        forced: whether a grammar forces calls; the text of a call that was cut off is then not
+            content.
     """
     from modelmill.text.react import ReactToolParser
 
-    outlet = ParserOutput(max_calls, short_ids=style == LISTED_STYLE, silent=forced)
+    output = ParserOutput(max_calls, short_ids=style == LISTED_STYLE, silent=forced)
     if style == REACT_STYLE:
-        return ReactToolParser(names, outlet, thinking)
-    return JsonToolParser(style, names, outlet)
+        return ReactToolParser(names, output, thinking)
+    return JsonToolParser(style, names, output)
 
 
 def collect_tool_calls(pieces: Iterable[str | ToolCallDelta]) -> tuple[str, list[ParsedToolCall]]:
-    """The content and the calls that pieces add up to."""
+    """Join content and deltas to the whole content and the complete calls."""
     content, calls = "", list[ParsedToolCall]()
     for piece in pieces:
         if isinstance(piece, str):
@@ -107,12 +118,15 @@ def collect_tool_calls(pieces: Iterable[str | ToolCallDelta]) -> tuple[str, list
 
 
 class ParserOutput:
-    """Where a reader puts what it is sure of. Blanks beside calls are no content."""
+    """Collects the output of a parser; whitespace beside calls is not content."""
 
     def __init__(self, max_calls: int | None, short_ids: bool, silent: bool = False) -> None:
-        """short_ids: ids of nine letters and digits, as Mistral's templates want them.
+        """Start an answer.
 
-        silent: there is content only where no call came and the answer was not cut.
+        Args:
+            max_calls: further calls are dropped.
+            short_ids: ids of nine letters and digits, which Mistral's templates require.
+            silent: whether there is content only if no call came and the answer was not cut.
         """
         self._max_calls, self._short_ids, self._silent = max_calls, short_ids, silent
         self._withheld: list[str] = []
@@ -122,7 +136,7 @@ class ParserOutput:
         self.num_calls = 0
 
     def add_text(self, text: str) -> None:
-        """Content."""
+        """Add content."""
         if self._silent:
             self._withheld.append(text)
             return
@@ -134,13 +148,13 @@ class ParserOutput:
         self._blank += text[len(kept) :]
 
     def begin_call(self, name: str) -> None:
-        """A call begins."""
+        """Begin a call."""
         id = secrets.token_hex(5)[:9] if self._short_ids else f"call_{secrets.token_hex(12)}"
         self._put(ToolCallDelta(self.num_calls, "", id, name))
         self.num_calls += 1
 
     def add_arguments(self, text: str) -> None:
-        """More of the last call's arguments."""
+        """Append to the arguments of the last call."""
         if text:
             self._put(ToolCallDelta(self.num_calls - 1, text))
 
@@ -154,12 +168,12 @@ class ParserOutput:
         self._pieces.append(delta)
 
     def drain(self) -> list[str | ToolCallDelta]:
-        """What came since the last time."""
+        """Return what was added since the last call."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def finish(self, cut: bool) -> list[str | ToolCallDelta]:
-        """The end. cut: the answer might have gone on."""
+        """Return the rest at the end; cut: the answer was cut off by a limit."""
         if self._silent and not self.num_calls and not cut:
             self._silent = False
             self.add_text("".join(self._withheld))
@@ -169,9 +183,7 @@ class ParserOutput:
 
 
 class JsonToolParser:
-    """Calls that are JSON: behind a mark (and before another), or the answer itself where nothing
-    stands before it.
-    """
+    """Parser of JSON calls: after an opening mark, or an answer that begins with a call."""
 
     def __init__(self, style: str, names: Sequence[str], output: ParserOutput) -> None:
         self._names, self._output = frozenset(names), output
@@ -181,25 +193,25 @@ class JsonToolParser:
         }.get(style, (CALL_OPEN, CALL_CLOSE))
         self._buffer = ""
         self._mode: Callable[[], bool] = self._scan_content
-        # small models omit the marks even if the prompt describes them
+        # small models omit the marks even though the prompt describes them
         if style in (BARE_STYLE, DESCRIBED_STYLE):
             self._begin_block("")
 
     def push(self, text: str) -> list[str | ToolCallDelta]:
-        """As Reader.push."""
+        """See ``ToolParser.push``."""
         self._buffer += text
         while self._buffer and self._mode():
             pass
         return self._output.drain()
 
     def flush(self, cut: bool = False) -> list[str | ToolCallDelta]:
-        """As Reader.flush."""
+        """See ``ToolParser.flush``."""
         rest, self._buffer = self._buffer, ""
         if self._mode == self._scan_content:
             self._output.add_text(rest)
         elif not (self._mode == self._parse_code and self._accept_code_call(rest)):
             num_calls = self._objects.num_calls
-            # of a block with a call in it, a closing mark that was cut is no content
+            # in a block with a call, an incomplete closing mark is not content
             self._output.add_text(
                 self._objects.release()
                 if num_calls
@@ -212,7 +224,7 @@ class JsonToolParser:
         self._objects = ToolJsonParser(self._names, self._output)
 
     def _scan_content(self) -> bool:
-        """Content, until a mark."""
+        """Scan content up to an opening mark."""
         before, match, after = self._buffer.partition(self._mark)
         if match:
             self._output.add_text(before)
@@ -225,7 +237,7 @@ class JsonToolParser:
         return False
 
     def _scan_objects(self) -> bool:
-        """Objects, until something else."""
+        """Scan objects up to another character."""
         for place, char in enumerate(self._buffer):
             if not self._objects.feed(char):
                 self._buffer = self._buffer[place:]
@@ -241,7 +253,7 @@ class JsonToolParser:
         return False
 
     def _scan_close_mark(self) -> bool:
-        """The closing mark, or else content."""
+        """Scan the closing mark; anything else is content."""
         if (
             self._close
             and len(self._buffer) < len(self._close)
@@ -258,14 +270,14 @@ class JsonToolParser:
         return True
 
     def _abandon_block(self) -> None:
-        """What was held is content, behind its mark where the block holds no call."""
+        """Emit the buffered text as content, with its opening mark if the block has no call."""
         self._output.add_text(
             ("" if self._objects.num_calls else self._opened) + self._objects.release()
         )
         self._mode = self._scan_content
 
     def _parse_named_call(self) -> bool:
-        """name[ARGS]{…"""
+        """Parse ``name[ARGS]{``."""
         place = self._buffer.find("{", 0, MAX_CALL_HEAD_CHARS)
         if place < 0 and len(self._buffer) < MAX_CALL_HEAD_CHARS:
             return False
@@ -279,11 +291,11 @@ class JsonToolParser:
         return True
 
     def _parse_code(self) -> bool:
-        """All of it, since one line of code is complete at its end."""
+        """Buffer the code, which is complete only at the end of the answer."""
         return False
 
     def _accept_code_call(self, code: str) -> bool:
-        """Take code that is name.call(key=value, …) or name(key=value, …) of a tool as a call."""
+        """Emit a call for code that is name.call(key=value, …) or name(key=value, …) of a tool."""
         match = _parse_python_call(code.strip())
         if match is None or match[0] not in self._names:
             return False
@@ -293,9 +305,10 @@ class JsonToolParser:
 
 
 def _parse_python_call(code: str) -> tuple[str, str] | None:
-    """(name, arguments as JSON) of one call with literal values; None for other code.
+    """Parse one call with literal values; the code is not run.
 
-    Nothing is run.
+    Returns:
+        The name and the arguments as JSON; None for other code.
     """
     if len(code) > MAX_CODE_CHARS:
         return None
@@ -318,7 +331,7 @@ def _parse_python_call(code: str) -> tuple[str, str] | None:
 
 
 def suffix_overlap(text: str, mark: str) -> int:
-    """Characters at the end of ``text`` that may begin ``mark``."""
+    """Return how many characters at the end of ``text`` may begin ``mark``."""
     return next(
         (
             size

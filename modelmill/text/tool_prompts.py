@@ -1,16 +1,16 @@
-"""Tool calls between messages and text: how a prompt tells of tools.
+"""Tools in prompts: tool definitions, earlier calls and results of a conversation as text.
 
-Five ways of writing a call, named after what marks it:
+There are five styles of tool calls:
 
 * ``marked``: <tool_call>{"name", "arguments"}</tool_call> (Qwen 2.5 and later, Hermes);
 * ``bare``: the answer is {"name", "parameters"}, or follows <|python_tag|> (Llama 3);
 * ``listed``: [TOOL_CALLS] and a list of objects, or name[ARGS]object (Mistral);
 * ``react``: Thought, Action, Action Input, Observation, a line each (Qwen v1; text/react.py);
-* ``described``: for chat formats that know no tools: the system message explains the marked form,
-  and earlier calls and results are written out in it.
+* ``described``: for chat formats without tools: the system message explains the marked form, and
+  earlier calls and results are written in it.
 
-Reading calls out of an answer is text/tool_parser.py; what an answer may be where a call is forced,
-text/tool_grammar.py.
+text/tool_parser.py parses calls of an answer; text/tool_grammar.py makes the grammar of forced
+calls.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_MARK = "<|python_tag|>"
 CALL_LIST_MARK, CALL_ARGS_MARK, CALL_ID_MARK = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 CALL_MARKS = (CALL_OPEN, CALL_CLOSE, PYTHON_MARK, CALL_LIST_MARK, CALL_ARGS_MARK, CALL_ID_MARK)
-"""Control tokens that a reader of calls must see, though they are no part of a plain answer."""
+"""Control tokens that a tool parser needs in the text; plain answers omit them."""
 OBSERVATION = "Observation:"
 INTRO = """You may call functions to help with the user's query. Their signatures, in JSON:
 <tools>
@@ -46,7 +46,7 @@ For each call write a JSON object with its name and arguments inside these tags:
 
 
 def detect_tool_style(templates: str) -> str:
-    """How a chat template writes calls."""
+    """Return the style in which chat templates write calls."""
     if "tools" not in templates:
         return DESCRIBED_STYLE
     if CALL_LIST_MARK in templates:
@@ -61,12 +61,21 @@ def prepare_tools(
     *,
     writes_calls: bool = False,
 ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
-    """(conversation, template variables) that a chat format of this style takes for a conversation
-    and its tools.
+    """Convert a conversation with tools for a chat format of this style.
 
-    A conversation that has nothing to do with tools is left as it is. writes_calls: the format has
-    words of its own for calls that were made, also where it has none for tools. Raises RequestError
-    for messages that are none.
+    A conversation without tools, calls and results is unchanged.
+
+    Args:
+        style: how the chat format writes calls.
+        messages: the conversation, as sent.
+        tools: definitions of the tools.
+        writes_calls: whether the format writes earlier calls, even if it does not write tools.
+
+    Returns:
+        The conversation and variables for the template.
+
+    Raises:
+        RequestError: if a message is invalid.
     """
     if not tools and not any(
         message.get("role") == "tool" or message.get("tool_calls") for message in messages
@@ -83,19 +92,19 @@ def prepare_tools(
 
 
 def tool_stop_strings(style: str) -> tuple[str, ...]:
-    """Texts that end an answer in which calls are read: what follows would be the tool's own
-    words.
-    """
+    """Return the stop strings of an answer with calls: a result would follow them."""
     return (OBSERVATION,) if style == REACT_STYLE else ()
 
 
 def describe_tools(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """A conversation for a format without tools: they stand in the system message, calls and
-    results in the text.
+    """Convert a conversation for a chat format without tools.
 
-    Raises RequestError for messages that are none.
+    The system message describes the tools; calls and results become text.
+
+    Raises:
+        RequestError: if a message is invalid.
     """
     intro = (
         INTRO.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
@@ -112,7 +121,7 @@ def describe_tools(
 
 
 def _message_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A checked message in plain words."""
+    """Convert a validated message to plain text."""
     if message["role"] == "tool":
         return {
             "role": "user",
@@ -133,14 +142,15 @@ def _message_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def arguments_json(call: Mapping[str, Any]) -> str:
-    """The arguments of a checked call as JSON; what the model wrote where that is none."""
+    """Return the arguments of a validated call as JSON text; a string is returned unchanged."""
     arguments = call["function"]["arguments"]
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def split_parallel_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Calls that were made at once, told one after another, each with its result: some formats have
-    one call a turn.
+    """Split parallel calls into one call per message, each followed by its result.
+
+    Some chat formats allow one call per turn.
     """
     out: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
@@ -173,7 +183,7 @@ def split_parallel_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, A
 
 
 def _shorten_ids(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Mistral's templates take ids of nine letters and digits and no others."""
+    """Shorten call ids to the nine letters and digits that Mistral's templates require."""
     out = dict(message)
     if "tool_call_id" in out:
         out["tool_call_id"] = _short_id(out["tool_call_id"])

@@ -1,9 +1,7 @@
-"""Bytes in any pieces → stable text: what has been given out never changes.
+"""Incremental UTF-8 decoding: bytes in any pieces become text that never changes later.
 
-Two ways of replacing what is not UTF-8, because the two families of tokenizers differ: byte-level
-BPE
-puts one U+FFFD for each broken sequence (as ``bytes.decode(errors="replace")`` does), SentencePiece
-puts
+Invalid UTF-8 is replaced in two ways, because the two families of tokenizers differ: byte-level BPE
+has one U+FFFD for each broken sequence (as ``bytes.decode(errors="replace")`` does), SentencePiece
 one for each broken byte.
 """
 
@@ -15,18 +13,18 @@ REPLACEMENT = "\ufffd"
 
 
 class Utf8Stream:
-    """Decodes UTF-8 piece by piece; at most three bytes are ever held back."""
+    """Decodes UTF-8 piece by piece; at most three bytes are buffered."""
 
     def __init__(self, *, each_byte: bool = False) -> None:
         self._each_byte = each_byte
         self._tail = b""
 
     def push(self, data: bytes) -> str:
-        """The text that `data` completes; an unfinished character waits for its remaining bytes."""
+        """Return the text that `data` completes; an unfinished character stays buffered."""
         return self._decode(data, final=False)
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for an unfinished character, else nothing."""
+        """Return the rest at the end: U+FFFD for an unfinished character, else ""."""
         return self._decode(b"", final=True)
 
     def _decode(self, data: bytes, final: bool) -> str:

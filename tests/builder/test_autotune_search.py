@@ -1,4 +1,4 @@
-"""The search for launch sizes, with a clock and a device that are made up."""
+"""The search for launch configs, with a fake clock and device."""
 
 from __future__ import annotations
 

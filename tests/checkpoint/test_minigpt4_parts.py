@@ -108,10 +108,10 @@ def test_fewer_blocks_than_published(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"other": 1}, "no setting"),
+        ({"other": 1}, "is not a setting"),
         ({"prompt": "third"}, "first or current"),
-        ({"tower": {"depth": "3"}}, "whole numbers"),
-        ({"tower": 3}, "whole numbers"),
+        ({"tower": {"depth": "3"}}, "integers by name"),
+        ({"tower": 3}, "integers by name"),
         ({"vision": "a.pth"}, "list of files"),
         ({"tower": {"size": 3}}, "no size"),
         ({"tower": {"depth": 3, "heads": 5}, "qformer": {"heads": 4}}, "heads"),

@@ -1,4 +1,4 @@
-"""What ``build``, ``inspect`` and ``doctor`` tell of launch sizes."""
+"""What ``build``, ``inspect`` and ``doctor`` print about launch configs."""
 
 from __future__ import annotations
 

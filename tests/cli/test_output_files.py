@@ -134,7 +134,7 @@ def test_a_dump_replaces_dumps_only(
     mine.write_bytes((checkpoint / "model.safetensors").read_bytes())
     code, _, err = cli(*words, mine)
     assert (code, err.count("\n")) == (2, 1)
-    assert "exists and is no dump" in err
+    assert "exists and is not a dump" in err
     assert mine.read_bytes() == (checkpoint / "model.safetensors").read_bytes()
     for _ in range(2):
         assert cli(*words, dumped)[0] == 0
@@ -147,7 +147,7 @@ def test_a_trace_replaces_traces_only(cli: Cli, engine: Path, tmp_path: Path) ->
     mine.write_text('{"hidden_size": 64}')
     code, _, err = cli(*words, mine)
     assert (code, err.count("\n")) == (2, 1)
-    assert "exists and is no trace" in err
+    assert "exists and is not a trace" in err
     assert mine.read_text() == '{"hidden_size": 64}'
 
 

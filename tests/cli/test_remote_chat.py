@@ -36,5 +36,5 @@ def page() -> Iterator[str]:
 def test_a_page_that_is_no_api(cli: Any, page: str, words: tuple[str, ...]) -> None:
     code, out, err = cli(*words, page)
     assert (code, out) == (1, "")
-    assert "/v1/models answers no JSON" in err
+    assert "/v1/models does not return JSON" in err
     assert err.count("\n") == 1

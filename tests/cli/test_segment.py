@@ -121,7 +121,7 @@ def test_everything_tells_how_far_it_is_without_a_terminal(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "what is to be segmented"),
+        ([], "there is no prompt: give --point"),
         (["--point", "1"], "--point takes X,Y"),
         (["--point", "a,b"], "--point takes X,Y"),
         (["--point", "nan,1"], "finite"),

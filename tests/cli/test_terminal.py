@@ -274,16 +274,16 @@ def test_an_answer_that_cannot_be_so_long_is_told_once(
         code, _, err = cli(*words, "--max-tokens", 100000, *more)
         assert code == 0
         assert err.count(f"modelmill: {warning} prompt takes 5\n") == 1
-    assert "at the latest" not in cli(*words)[2], "nobody asked for 512"
-    assert "at the latest" not in cli(*words, "--max-tokens", 27)[2]
-    assert "--max-tokens 28: the answer ends at 27" in cli(*words, "--max-tokens", 28)[2]
-    assert "--min-tokens 40: the answer ends at 27" in cli(*words, "--min-tokens", 40)[2]
+    assert "after at most" not in cli(*words)[2], "nobody asked for 512"
+    assert "after at most" not in cli(*words, "--max-tokens", 27)[2]
+    assert "--max-tokens 28: the answer ends after at most 27" in cli(*words, "--max-tokens", 28)[2]
+    assert "--min-tokens 40: the answer ends after at most 27" in cli(*words, "--min-tokens", 40)[2]
     jobs = tmp_path / "jobs.jsonl"
     jobs.write_text('{"text": "Once"}\n{"text": "Once upon a time"}\n')
     err = cli("run", engine, "--file", jobs, "--max-model-len", 32, "--max-tokens", 28)[2]
-    assert "--max-tokens 28: 1 of 2 answers end at 27" in err
+    assert "--max-tokens 28: 1 of 2 answers end after at most 27" in err
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\nHo\n"))
     err = cli(
         "chat", engine, "--chat-template", "chatml", "--max-tokens", 9999, "--max-model-len", 128
     )[2]
-    assert err.count("--max-tokens 9999: the answer ends at") == 1
+    assert err.count("--max-tokens 9999: the answer ends after at most") == 1

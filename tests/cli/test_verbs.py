@@ -485,7 +485,7 @@ def test_kept_summaries_are_of_one_reference_and_one_way_to_run(
     before = data.read_bytes()
     code, _, err = cli(*words, "--save", data)
     assert (code, err.count("\n")) == (2, 1)
-    assert "line 1: is no kept summary; choose another file for --save" in err
+    assert "line 1: is not a saved summary; choose another file for --save" in err
     assert data.read_bytes() == before
 
 

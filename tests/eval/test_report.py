@@ -58,9 +58,9 @@ def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "deep" / "p.png"
     report.plot(path, lambda axes: axes.plot([1, 2], [3, 4]), "title")
     assert path.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(UsageError, match=r"\.nonsense; end it in \.png"):
+    with pytest.raises(UsageError, match=r"\.nonsense is not supported; use \.png"):
         report.plot(tmp_path / "p.nonsense", lambda axes: None, "title")
-    with pytest.raises(UsageError, match="this is a folder"):
+    with pytest.raises(UsageError, match="is a folder; give a file"):
         report.plot(tmp_path, lambda axes: None, "title")
     with pytest.raises(UsageError, match="cannot write the plot"):
         report.plot(path / "p.png", lambda axes: None, "title")

@@ -98,7 +98,7 @@ def test_a_stream_in_any_pieces(size: int) -> None:
         (OK + chunked(sse(chunk("a"), {"error": {"message": "gone"}}), 20) + b"0\r\n\r\n", "gone"),
         (OK + chunked(WHOLE, 10)[:60], "middle"),
         (OK + b"0\r\n\r\n", "empty"),
-        (b"", "without an answer"),
+        (b"", "without a response"),
         (
             b'HTTP/1.1 429 Busy\r\ncontent-length: 2\r\n\r\n{"error": {"message": "too many"}}',
             "429: too many",
@@ -108,18 +108,18 @@ def test_a_stream_in_any_pieces(size: int) -> None:
         (b"SSH-2.0-OpenSSH\r\n\r\n", "does not speak HTTP"),
         (
             OK + chunked(sse(chunk("a"), b'{"choices": ['), 20) + b"0\r\n\r\n",
-            "none of OpenAI's API: {",
+            "not of OpenAI's API: {",
         ),
-        (OK + chunked(sse(b"\xff\xfe"), 20) + b"0\r\n\r\n", "none of OpenAI's API"),
-        (OK + chunked(sse([1, 2]), 20) + b"0\r\n\r\n", "none of OpenAI's API"),
-        (OK + chunked(sse({"choices": [7]}), 20) + b"0\r\n\r\n", "none of OpenAI's API"),
+        (OK + chunked(sse(b"\xff\xfe"), 20) + b"0\r\n\r\n", "not of OpenAI's API"),
+        (OK + chunked(sse([1, 2]), 20) + b"0\r\n\r\n", "not of OpenAI's API"),
+        (OK + chunked(sse({"choices": [7]}), 20) + b"0\r\n\r\n", "not of OpenAI's API"),
         (
             OK + chunked(sse({"choices": [{"delta": "a"}]}), 20) + b"0\r\n\r\n",
-            "none of OpenAI's API",
+            "not of OpenAI's API",
         ),
         (
             OK + chunked(sse({"usage": {"prompt_tokens": "7"}}), 20) + b"0\r\n\r\n",
-            "none of OpenAI's API",
+            "not of OpenAI's API",
         ),
     ],
 )
@@ -143,7 +143,7 @@ def test_one_malformed_event_costs_one_visit() -> None:
     "page", [b"<html>", b"\xff", b"", b"[]", b'{"data": []}', b'{"data": [{}]}', b"7"]
 )
 def test_a_page_that_lists_no_model(page: bytes) -> None:
-    with pytest.raises(ModelmillError, match=r"no JSON|lists no model"):
+    with pytest.raises(ModelmillError, match=r"not return JSON|lists no text generation model"):
         against(b"HTTP/1.1 200 OK\r\n\r\n" + page, lambda remote: remote.first_model())
 
 
@@ -209,7 +209,7 @@ def test_figures() -> None:
     assert found["whole_ms"]["p99"] == pytest.approx(400 + 0.99 * 1600)
     assert (found["failed"], found["errors"], found["good_requests_per_s"]) == (1, ["no"], 0.5)
     assert percentiles_ms([]) is None
-    with pytest.raises(ModelmillError, match="none of 1"):
+    with pytest.raises(ModelmillError, match="all 1 requests failed"):
         summarize_load([failed], 1.0, ServingLoad([]))
 
 

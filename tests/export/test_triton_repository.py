@@ -115,7 +115,7 @@ def test_devices(stories: Path) -> None:
         (("triton", "{engine}", "--name", "../up"), "letters, digits"),
         (("triton", "{engine}", "--name", ".hidden"), "letters, digits"),
         (("triton", "/nowhere/x.engine"), "does not exist"),
-        (("triton", "{engine}", "-q", "int8"), "is one already"),
+        (("triton", "{engine}", "-q", "int8"), "is already built"),
         (("triton", "{engine}", "--max-waiting", "-1"), "must not be negative"),
         (
             ("triton", "{engine}", "--chat-template", "/nowhere/x.jinja"),

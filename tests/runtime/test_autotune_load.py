@@ -1,4 +1,4 @@
-"""Which launch sizes a start uses, and what it says about them."""
+"""Launch configs that an engine uses at start-up, and the messages about them."""
 
 from __future__ import annotations
 

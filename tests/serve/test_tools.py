@@ -343,9 +343,7 @@ def test_a_forced_call_of_another_type_says_which_function(running: ServiceThrea
     error = running.post(
         "/v1/chat/completions", {**ASK, "tools": offered, "tool_choice": "required"}
     ).json["error"]
-    assert error["message"] == (
-        "tools: the parameters of f have another type than object, which arguments always are"
-    )
+    assert error["message"] == ("tools: the parameters of f must have the type object")
     assert error["param"] == "tools"
     offered[1]["function"]["parameters"] = {
         "type": "object",

@@ -97,7 +97,7 @@ def test_one_line_names_the_field_and_what_it_takes(
         ("completions", {**TEXT, "\ud800": 1},
          "the request's body has an unpaired surrogate", None),
         ("completions", {**TEXT, "structured_outputs": {"regex": "a\ud800"}},
-         "structured_outputs: the regex holds half of a surrogate pair, which is no character",
+         "structured_outputs: the regex has an unpaired surrogate",
          "structured_outputs"),
         ("chat/completions", {**TALK, "response_format": {"type": "json_schema"}},
          "response_format of type json_schema needs json_schema", "response_format"),
@@ -107,7 +107,7 @@ def test_one_line_names_the_field_and_what_it_takes(
          "response_format: the JSON schema cannot be used: Invalid type: no", "response_format"),
         ("chat/completions", {**TALK, "tool_choice": "required", "tools": [
             {"type": "function", "function": {"name": "f", "parameters": {"type": "no"}}}]},
-         "tools: the parameters of f have another type than object, which arguments always are",
+         "tools: the parameters of f must have the type object",
          "tools"),
         ("chat/completions", {**TALK, "tool_choice": "required", "ignore_eos": True, "stream": True,
         "tools": [

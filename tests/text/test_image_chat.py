@@ -86,12 +86,15 @@ def test_without_the_question_to_go_on(chat: ImageChat) -> None:
         ([], "at least one"),
         ("Hi", "must be a list"),
         ([{"role": "user"}], "content"),
-        ([{"role": "assistant", "content": [PICTURE]}], "from the user"),
+        ([{"role": "assistant", "content": [PICTURE]}], "only user messages may have pictures"),
         (
             [{"role": "system", "content": [PICTURE]}, {"role": "user", "content": "a"}],
-            "from the user",
+            "only user messages may have pictures",
         ),
-        ([{"role": "user", "content": "a"}, {"role": "system", "content": "b"}], "comes first"),
+        (
+            [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}],
+            "the system message must come first",
+        ),
         ([{"role": "tool", "content": "a", "tool_call_id": "x"}], "system, user and assistant"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],

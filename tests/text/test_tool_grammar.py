@@ -195,9 +195,7 @@ def test_arguments_are_an_object_whatever_the_parameters_say(
 
 @pytest.mark.parametrize("kind", ["string", "odd", None, 3, [], ["null"], {}])
 def test_parameters_of_another_type_are_refused(kind: Any) -> None:
-    with pytest.raises(
-        RequestError, match="tools: the parameters of f have another type than object"
-    ):
+    with pytest.raises(RequestError, match="tools: the parameters of f must have the type object"):
         forced_call_grammar([tool("f", {"type": kind})], None)
 
 
