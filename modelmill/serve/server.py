@@ -136,7 +136,9 @@ class Server:
                     self._app,
                     next(name for name, each in self.service.engines.items() if each is engine),
                 )
-                on_engine_ready(engine)
+                # a signal may have stopped the engine during the warm-up
+                if not self._stop_requested.is_set():
+                    on_engine_ready(engine)
         await document
         warmup.freeze_gc()
         await asyncio.gather(*tasks)
