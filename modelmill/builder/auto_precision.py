@@ -267,12 +267,9 @@ def search_bit_choices(
     ops = registry.select_backends(streamer.device, config.kernels)
     shown = embed_images(samples, streamer.model, streamer.load_prefix, ops)
     start = CalibrationState.from_ids(streamer.model, sequences, ops, streamer.device, shown)
+    count = SINGLE_LAYER_SEQUENCES
     few = CalibrationState.from_ids(
-        streamer.model,
-        sequences[:SINGLE_LAYER_SEQUENCES],
-        ops,
-        streamer.device,
-        shown[:SINGLE_LAYER_SEQUENCES],
+        streamer.model, sequences[:count], ops, streamer.device, shown[:count]
     )
     options, energy = _measure_layers_alone(streamer, start.fork(), few, report_progress)
     budget, best = limits.kl_budget, None

@@ -102,19 +102,13 @@ class MiniGpt4VisionReference:
         stream = torch.cat(
             (self._get(f"{VISION_ENCODER_PREFIX}.cls_token"), patches), 1
         ) + self._get(f"{VISION_ENCODER_PREFIX}.pos_embed")
+        eps = self.eps["vision_encoder"]
         for i in range(int(self.vision_config["depth"])):
-            engine_name, file_name = (
-                f"image_embedder.visual_encoder.blocks.{i}",
-                f"{VISION_ENCODER_PREFIX}.blocks.{i}",
-            )
+            engine_name = f"image_embedder.visual_encoder.blocks.{i}"
+            file_name = f"{VISION_ENCODER_PREFIX}.blocks.{i}"
             before = stream
-            normed = self._norm(
-                (f"{engine_name}.norm1", f"{file_name}.norm1"),
-                stream,
-                self.eps["vision_encoder"],
-                i,
-                "vision_encoder.norm1",
-            )
+            names = f"{engine_name}.norm1", f"{file_name}.norm1"
+            normed = self._norm(names, stream, eps, i, "vision_encoder.norm1")
             yield ReferenceStage(
                 f"{engine_name}.norm1", i, "vision_encoder.norm1", (stream,), (normed,)
             )
@@ -129,13 +123,8 @@ class MiniGpt4VisionReference:
                 f"{engine_name}.attn", i, "vision_encoder.attn", (normed,), (mixed,)
             )
             stream = stream + mixed
-            normed = self._norm(
-                (f"{engine_name}.norm2", f"{file_name}.norm2"),
-                stream,
-                self.eps["vision_encoder"],
-                i,
-                "vision_encoder.norm2",
-            )
+            names = f"{engine_name}.norm2", f"{file_name}.norm2"
+            normed = self._norm(names, stream, eps, i, "vision_encoder.norm2")
             yield ReferenceStage(
                 f"{engine_name}.norm2", i, "vision_encoder.norm2", (stream,), (normed,)
             )
