@@ -16,6 +16,7 @@ from modelmill.ops import (
     gelu,
     gelu_quant,
     gelu_tanh,
+    groupwise,
     int4_linear,
     int8_group_linear,
     layer_norm,
@@ -40,9 +41,11 @@ SMALL: dict[str, large_op_cases.CaseMaker] = {
     "gelu": partial(gelu.cases_for_shapes, [(3, 40)]),
     "gelu_tanh": partial(gelu_tanh.cases_for_shapes, [(3, 40)]),
     "gelu_quant": partial(gelu_quant.cases_for_shapes, [(3, 40)]),
-    "int4_linear": partial(large_op_cases.permuted_quant_args, [(8, 96, 40, 32)], int4_linear.random_weight),
+    "int4_linear": partial(
+        groupwise.cases_for_shapes, [(8, 96, 40, 32)], int4_linear.random_weight
+    ),
     "int8_group_linear": partial(
-        large_op_cases.permuted_quant_args, [(8, 96, 40, 32)], int8_group_linear.random_weight
+        groupwise.cases_for_shapes, [(8, 96, 40, 32)], int8_group_linear.random_weight
     ),
     "rptq_quant": partial(rptq_quant.cases_for_shapes, [(3, 96, 32)], full=True),
     "rptq_linear": partial(rptq_linear.cases_for_shapes, [(3, 96, 40, 32, 8)]),
@@ -80,10 +83,10 @@ def test_bytes_and_operations_are_counted(op: str) -> None:
         "rptq_linear": partial(rptq_linear.cases_for_shapes, [(40, 960, 400, 32, 8)]),
         "w8a8_linear_swiglu": partial(w8a8_linear_swiglu.cases_for_shapes, [(40, 640, 320)]),
         "int4_linear": partial(
-            large_op_cases.permuted_quant_args, [(8, 960, 400, 32)], int4_linear.random_weight
+            groupwise.cases_for_shapes, [(8, 960, 400, 32)], int4_linear.random_weight
         ),
         "int8_group_linear": partial(
-            large_op_cases.permuted_quant_args, [(8, 960, 400, 32)], int8_group_linear.random_weight
+            groupwise.cases_for_shapes, [(8, 960, 400, 32)], int8_group_linear.random_weight
         ),
     }
     maker = large_op_cases.LARGE_CASES[op]
