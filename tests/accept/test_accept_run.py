@@ -103,8 +103,8 @@ def test_what_connects_the_modules_is_judged(
 
     honest = DecoderLayer.forward
 
-    def doubled(self: Any, x: Any, residual: Any, rope: Any, step: Any, last: Any = None) -> Any:
-        branch, residual = honest(self, x, residual, rope, step, last)
+    def doubled(self: Any, x: Any, residual: Any, rope: Any, step: Any) -> Any:
+        branch, residual = honest(self, x, residual, rope, step)
         return (branch * 2 if step.kv.k[2] is step.kv.k[self.attn.core.layer] else branch), residual
 
     monkeypatch.setattr(DecoderLayer, "forward", doubled)
@@ -113,6 +113,25 @@ def test_what_connects_the_modules_is_judged(
     report = compare_engine(loop, open_checkpoint(built[0]), sample_ids(loop.artifact))
     assert not report["accepted"]
     assert (report["layer"], report["module"]) == (2, "layer")
+
+
+def test_a_fault_of_the_fused_layers_alone_is_found(
+    built: tuple[Path, Path, dict[str, Any]], monkeypatch: Any
+) -> None:
+    """Hooks see the plain modules; what only the fused ones do wrong shows in the sequences."""
+    from modelmill.nn.fusion import FusedLayer
+
+    forward = FusedLayer.forward
+
+    def doubled(self: Any, x: Any, residual: Any, *args: Any) -> Any:
+        branch, residual = forward(self, x, residual, *args)
+        return branch if branch is None else branch * 2, residual
+
+    monkeypatch.setattr(FusedLayer, "forward", doubled)
+    loop = EngineCore.open(built[1], RunConfig(device="cpu", kv_cache_bytes=1 << 22))
+    assert loop.artifact is not None
+    report = compare_engine(loop, open_checkpoint(built[0]), sample_ids(loop.artifact))
+    assert not report["accepted"]
 
 
 def test_a_fault_of_decode_alone_is_found(

@@ -82,7 +82,7 @@ def test_each_token_has_its_time(tokens: int) -> None:
             server.close()
 
     if tokens != 3:
-        with pytest.raises(RuntimeError, match="3 tokens where 4"):
+        with pytest.raises(RuntimeError, match="3 tokens, expected 4"):
             asyncio.run(main())
         return
     times = asyncio.run(main())

@@ -159,9 +159,9 @@ def test_published_files_say_nothing(name: str) -> None:
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2.5", {"is_causal": False}, r"is_causal=False enables attention to later tokens"),
-    ("llama-2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True asks"),
-    ("llama-2", {"causal": False}, "causal=False asks"),
-    ("llama-2", {"attn_type": "bidirectional"}, "attn_type='bidirectional' asks"),
+    ("llama-2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True enables"),
+    ("llama-2", {"causal": False}, "causal=False enables"),
+    ("llama-2", {"attn_type": "bidirectional"}, "attn_type='bidirectional' enables"),
     ("llama-2", {"sliding_window": 1024}, "sliding_window=1024"),
     ("llama-2", {"layer_types": ["sliding_attention"] * 32}, "layer_types names sliding_attention"),
     (

@@ -413,7 +413,7 @@ def test_nothing_to_keep_is_named(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(path)
     found = make_plan(checkpoint, BuildConfig(quantization="keep", target="cpu"))
     assert set(found.weight_formats.values()) == {"dense"}, "the embedding alone is in blocks"
-    with pytest.raises(UsageError, match=r"holds no matrix that can be kept.*-q int4"):
+    with pytest.raises(UsageError, match=r"has no matrix that can be kept.*-q int4"):
         make_plan(
             open_checkpoint(save_tiny("llama", tmp_path / "hf")), BuildConfig(quantization="keep")
         )

@@ -221,7 +221,7 @@ def test_a_file_that_says_too_little_is_named(tmp_path: Path) -> None:
     ):  # fmt: skip
         path = lines(tmp_path / "none.jsonl", {"text": ""})
         source = find_calibration(BuildConfig(calibration=str(path)), 40)
-        with pytest.raises(UsageError, match=r"--calibration .*none\.jsonl is empty: .*; give"):
+        with pytest.raises(UsageError, match=r"--calibration .*none\.jsonl is empty: .*; pass"):
             calibration_samples(source, files, model, 0)
 
 

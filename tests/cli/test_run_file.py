@@ -24,7 +24,7 @@ IDS = {"prompt_token_ids": [1, 403, 407]}
             (),
             "nothing reads 'max_tokens', 'system'",
         ),
-        ({"prompt": "Once", "text": "Twice"}, (), "line 1: has prompt and text; give one"),
+        ({"prompt": "Once", "text": "Twice"}, (), "line 1: has prompt and text; give only one"),
         ({"promt": "Once"}, (), "line 1: has none of"),
     ],
 )

@@ -133,8 +133,8 @@ def test_everything_tells_how_far_it_is_without_a_terminal(
         (["--label", "1", "--box", "1,1,2,2"], "--label belongs to a --point"),
         (["--everything", "--point", "1,1"], "--everything takes no"),
         (["--everything", "--points-per-side", "0"], "points_per_side"),
-        (["--point", "1,1", "-o", "out.what"], "no picture format"),
-        (["--point", "1,1", "-o", "out.psd"], "no picture format"),
+        (["--point", "1,1", "-o", "out.what"], "cannot write the picture format"),
+        (["--point", "1,1", "-o", "out.psd"], "cannot write the picture format"),
         (["--point", "1,1", "--rle"], "add --json"),
         (["--everything", "--rle"], "add --json"),
         (["--point", "1,1", "--points-per-side", "8"], "--points-per-side belongs to --everything"),
@@ -166,7 +166,7 @@ def test_nothing_is_written_over_a_picture(
     one, before = photos / "0.png", (photos / "0.png").read_bytes()
     assert asked(engine, one, "--point", "1,1", "-o", photos / "." / "0.png") == 2
     told = capsys.readouterr().err
-    assert "the picture itself" in told
+    assert "is an input picture" in told
     assert told.count("\n") == 1
     assert one.read_bytes() == before
     out = tmp_path / "seg" / "0-0.png"

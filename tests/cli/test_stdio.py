@@ -108,7 +108,9 @@ def test_a_full_disk_is_one_line(engine: Path, words: tuple[str, ...]) -> None:
     said = [
         line for line in done.stderr.splitlines() if not line.startswith("modelmill: sampling: ")
     ]
-    assert said == ["modelmill: cannot write to stdout: No space left on device; not all was told"]
+    assert said == [
+        "modelmill: cannot write to stdout: No space left on device; the output is incomplete"
+    ]
 
 
 @pytest.mark.parametrize("closed", [1, 2, 0], ids=["stdout", "stderr", "stdin"])

@@ -134,7 +134,7 @@ WRONG: list[tuple[Any, str]] = [
     ({"input": None}, "input"),
     ({"input": [3] * 513}, "tokens, this engine takes"),
     ({"input": "a " * 5000}, "this engine takes 512 tokens"),
-    ({"input": [[3]] * 2049}, "up to 2048"),
+    ({"input": [[3]] * 2049}, "the limit is 2048"),
     ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
     ({"input": "a", "dimensions": 0}, "dimensions"),
     ({"input": "a", "dimensions": 1.5}, "dimensions"),
