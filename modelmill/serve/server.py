@@ -136,8 +136,8 @@ class Server:
                     self._app,
                     next(name for name, each in self.service.engines.items() if each is engine),
                 )
-                # a signal may have stopped the engine during the warm-up
-                if not self._stop_requested.is_set():
+                # a second signal may have stopped the engine during the warm-up
+                if engine.state is EngineState.READY:
                     on_engine_ready(engine)
         await document
         warmup.freeze_gc()
