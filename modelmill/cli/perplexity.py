@@ -65,7 +65,7 @@ def run(args: Args) -> int:
         ("--limit-tokens", args.limit_tokens, 1),
     ):
         if value is not None and value < minimum:
-            raise UsageError(f"{name} must be at minimum {minimum}, not {value}")
+            raise UsageError(f"{name} must be at least {minimum}, not {value}")
     if args.reference is not None:
         require("--reference", "transformers", "eval")
     text = read_text(args.data)

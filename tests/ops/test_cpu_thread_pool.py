@@ -144,7 +144,7 @@ PROBE = """
 extern "C" int probe(int64_t sleep, int64_t patience) {
     const long caller = syscall(SYS_gettid);
     std::atomic<int> others{0};
-    mill::share(2, 1, 1 << 20, [&](int64_t, int64_t) {
+    mill::parallel_for(2, 1, 1 << 20, [&](int64_t, int64_t) {
         if (syscall(SYS_gettid) != caller) {
             others++;
             const timespec time{0, sleep};
