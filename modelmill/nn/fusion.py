@@ -116,7 +116,7 @@ class FusedLayer(FusedModule):
     def __init__(self, plain: nn.Module) -> None:
         super().__init__(plain)
         attn, mlp = cast(Attention, plain.attn), cast(nn.Module, plain.mlp)
-        # LayerNorm models keep the branch apart: their logits are those of before, bit for bit
+        # linear_add rounds differently than a LayerNorm's own addition: not fused there
         adds_residual = isinstance(plain.mlp_norm, RMSNorm)
         gated = isinstance(mlp, GatedMLP)
         self.attn_norm = FusedNorm(cast(nn.Module, plain.attn_norm), attn.qkv_proj)

@@ -1,4 +1,4 @@
-"""The eyes under the measuring rod: honest engines pass in every dtype, planted faults are named
+"""The vision encoder in acceptance: honest engines pass in every dtype, planted faults are named
 where they are.
 """
 
@@ -27,7 +27,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("eyes") / "files", shared)
+    return write_checkpoint(tmp_path_factory.mktemp("vision") / "files", shared)
 
 
 @pytest.fixture(scope="module", params=DTYPES)

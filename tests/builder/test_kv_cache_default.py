@@ -1,4 +1,5 @@
-"""An engine's own default for its KV cache: stored by build, used by whoever opens it, and no fault
+"""An engine's own default for its KV cache: stored by build, used by every process that opens it,
+and no fault
 in acceptance.
 """
 

@@ -19,7 +19,7 @@ Cli = Callable[..., tuple[int, Any, str]]
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("eyes") / "files", shared)
+    return write_checkpoint(tmp_path_factory.mktemp("vision") / "files", shared)
 
 
 @pytest.fixture

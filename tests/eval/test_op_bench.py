@@ -192,7 +192,7 @@ def test_a_kernel_that_fails_is_told_and_the_others_are_timed(
 def test_what_is_picked_is_the_first_that_serves(
     quick: None, monkeypatch: pytest.MonkeyPatch, serve: tuple[str, ...], expected: str
 ) -> None:
-    """A picked variant that does not serve a case leaves it to those behind it, as the shelf
+    """A picked variant that does not serve a case leaves it to those behind it, as the registry
     does.
     """
     monkeypatch.setattr(registry, "BACKEND_PREFERENCE", {"cpu": ("cuda", "triton", "cpu", "torch")})

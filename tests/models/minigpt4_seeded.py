@@ -126,7 +126,7 @@ def llama_folder(folder: Path, tokenizer: Path, seed: int = 5) -> None:
 
 
 def write_checkpoint(folder: Path, shared: Path, seed: int = 3, **settings: Any) -> Path:
-    """The files side by side, as somebody who downloaded them has them; skips where transformers is
+    """The files side by side, as in a download; skips where transformers is
     missing.
 
     shared: the folder of real data, for LLaMA's tokenizer.

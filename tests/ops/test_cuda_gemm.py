@@ -1,4 +1,4 @@
-"""Products by the copy engine: launch sizes that fit and cover, sources that compile without
+"""Products with TMA: launch sizes that fit and cover, sources that compile without
 spills.
 """
 

@@ -159,7 +159,7 @@ def test_every_op_has_a_line_with_its_largest_cases() -> None:
     )
     assert "| wide | cuda | 4.00 |" in lines["more"]
     assert "| library | torch | 8.00 |" in lines["linear_add"], (
-        "what the shelf leaves to a library has its line"
+        "what the registry leaves to a library has its line"
     )
     assert "| tiny |" in lines["gelu"], "there is no other"
     assert "| bare | cuda | 5.00 |" in lines["sample"]
