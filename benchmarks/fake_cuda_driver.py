@@ -64,6 +64,7 @@ def fake_hopper_device() -> None:
         "is_available": lambda: True,
         "get_device_capability": lambda *_: (9, 0),
         "device": _FakeDevice,
+        "is_current_stream_capturing": lambda: False,
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
@@ -74,9 +75,11 @@ def fake_hopper_device() -> None:
 
 def disable_kernels() -> None:
     """Kernels of ours are neither compiled nor loaded, and every variant says that it can run."""
+    import torch
+
     import modelmill.ops.cuda as cuda_backend
     import modelmill.ops.triton as triton_backend
-    from modelmill.ops.cuda import build, launch
+    from modelmill.ops.cuda import build, launch, paged_attention
 
     @functools.cache
     def kernel(*args: Any) -> launch.CudaKernel:
@@ -86,18 +89,24 @@ def disable_kernels() -> None:
     build.why_unavailable = _nothing
     launch.sm_count = lambda *_: NUM_SMS  # type: ignore[assignment]
     launch.load_kernel = kernel  # type: ignore[assignment]
+    counters = torch.zeros(2, dtype=torch.int32)
+    paged_attention._stream_counters = lambda *_: counters  # type: ignore[assignment]
     everywhere: Mapping[str, object] = {
         "available": _nothing,
-        "multiprocessors": lambda *_: NUM_SMS,
-        "early_launch": lambda *_: True,
-        "divide": _nothing,
+        "sm_count": lambda *_: NUM_SMS,
+        "supports_pdl": lambda *_: True,
+        "set_carveout": _nothing,
     }
+    replaced = set()
     for backend in (triton_backend, cuda_backend):
         for module_info in pkgutil.iter_modules(backend.__path__):
             module = importlib.import_module(f"{backend.__name__}.{module_info.name}")
             for name, answer in everywhere.items():
                 if hasattr(module, name):
                     setattr(module, name, answer)
+                    replaced.add(name)
+    if missing := everywhere.keys() - replaced:
+        raise RuntimeError(f"no kernel module has {sorted(missing)}: were they renamed?")
 
 
 def _nothing(*_: object, **__: object) -> None: ...

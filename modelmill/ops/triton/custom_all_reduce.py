@@ -293,7 +293,7 @@ def _all_gather_kernel(
         number += 1
         row = item // blocks
         at = item % blocks * BLOCK + word
-        local = tl.load(x32 + row * words + at, mask=at < words, peer=0)
+        local = tl.load(x32 + row * words + at, mask=at < words, other=0)
         region = _region_offset(number, program, RANKS, REGION, PROGRAMS)
         _send_words(addresses, region + rank * (PROGRAMS * REGION) + word, local, number, RANKS)
         expected_number = number + word * 0
