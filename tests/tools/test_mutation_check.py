@@ -1,0 +1,34 @@
+"""The planted faults can be planted: each text occurs once, and its tests exist."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.mutation_check import FAULTS, ROOT, Fault, failing_test
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_changes_one_place(fault: Fault) -> None:
+    assert (ROOT / fault.path).read_text().count(fault.before) == 1
+    assert fault.before != fault.after
+    assert all((ROOT / each).exists() for each in fault.tests)
+
+
+def test_names_are_unique() -> None:
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 20
+
+
+def test_a_fault_is_planted_seen_and_removed(tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text("ONE = 1\n")
+    (tmp_path / "test_code.py").write_text(
+        "from pathlib import Path\n"
+        "def test_one():\n"
+        "    assert Path('code.py').read_text() == 'ONE = 1\\n'\n"
+    )
+    fault = Fault("two", "code.py", "= 1", "= 2", ("test_code.py",))
+    assert failing_test(tmp_path, fault, None) == "FAILED test_code.py::test_one"
+    harmless = Fault("none", "code.py", "= 1", "= 1", ("test_code.py",))
+    assert failing_test(tmp_path, harmless, None) is None
+    assert (tmp_path / "code.py").read_text() == "ONE = 1\n"

@@ -1,0 +1,276 @@
+"""Plant faults in a copy of the package and check that ``make test`` sees every one.
+
+    python -m tools.mutation_check [FAULT ...] [--marks "not slow and ..."]
+
+Each fault changes one place of one file; the tests of its area then run up to the first failure,
+with the selection of ``make test`` unless ``--marks`` says otherwise. A fault that no test sees is
+named, and the exit status is 1. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = ("modelmill", "tests", "benchmarks", "tools", "examples", "docs", "pyproject.toml")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One planted fault.
+
+    Attributes:
+        name: Of the fault.
+        path: File, from the root of the repository.
+        before: Text that occurs once in the file.
+        after: What stands there with the fault.
+        tests: Folders or files of tests of that area.
+    """
+
+    name: str
+    path: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+
+
+_ACCEPT = ("tests/accept",)
+FAULTS = (
+    Fault(
+        "reference: attention window one key too wide",
+        "modelmill/ops/paged_attention.py",
+        "column > row - window",
+        "column >= row - window",
+        ("tests/ops", "tests/models"),
+    ),
+    Fault(
+        "triton: RMS norm without eps",
+        "modelmill/ops/triton/rms_norm.py",
+        "axis=1) / width + eps)",
+        "axis=1) / width)",
+        ("tests/ops",),
+    ),
+    Fault(
+        "triton: decode attention forgets to rescale",
+        "modelmill/ops/triton/paged_decode.py",
+        "acc = acc * rescale[:, None] + ",
+        "acc = acc + ",
+        ("tests/ops",),
+    ),
+    Fault(
+        "cpu: RoPE ignores the factor of q",
+        "modelmill/ops/cpu/rope_cache.cpp",
+        "r.q_scale ? r.q_scale[t] : 1.0f",
+        "1.0f",
+        ("tests/ops",),
+    ),
+    Fault(
+        "cpu: dynamic int8 scales of another range",
+        "modelmill/ops/cpu/quantize.cpp",
+        "scales[r] = most / 127.0f",
+        "scales[r] = most / 128.0f",
+        ("tests/ops",),
+    ),
+    Fault(
+        "cuda: a group's amax misses lanes",
+        "modelmill/ops/cuda/rptq_quant.cu",
+        "for (int by = LANES / 2; by > 0; by /= 2)",
+        "for (int by = LANES / 2; by > 1; by /= 2)",
+        ("tests/ops",),
+    ),
+    Fault(
+        "cuda: decode window one key too narrow",
+        "modelmill/ops/cuda/paged_decode16.cu",
+        "max(length - w.window, 0)",
+        "max(length - w.window + 1, 0)",
+        ("tests/ops",),
+    ),
+    Fault(
+        "runtime: a shared page is freed at once",
+        "modelmill/runtime/kv_pages.py",
+        "            del self._idle[page]\n        self.refs[page] += 1",
+        "            del self._idle[page]\n        self.refs[page] = 1",
+        ("tests/runtime",),
+    ),
+    Fault(
+        "runtime: a page is cached before it is full",
+        "modelmill/runtime/scheduler.py",
+        "full = min(seq.computed, len(seq.tokens)) // size",
+        "full = -(-min(seq.computed, len(seq.tokens)) // size)",
+        ("tests/runtime",),
+    ),
+    Fault(
+        "runtime: a preempted sequence keeps its progress",
+        "modelmill/runtime/scheduler.py",
+        "        self._release(seq)\n        seq.computed = 0\n",
+        "        self._release(seq)\n",
+        ("tests/runtime",),
+    ),
+    Fault(
+        "runtime: negative logits are not penalized",
+        "modelmill/runtime/logit_penalties.py",
+        "torch.where(logits > 0, logits / penalty, logits * penalty)",
+        "logits / penalty",
+        ("tests/runtime",),
+    ),
+    Fault(
+        "runtime: noise does not depend on the position",
+        "modelmill/runtime/counter_rng.py",
+        "counter = positions.astype(np.uint64) * _GOLDEN",
+        "counter = np.zeros_like(positions).astype(np.uint64) * _GOLDEN",
+        ("tests/runtime",),
+    ),
+    Fault(
+        "runtime: beams ignore the length penalty",
+        "modelmill/runtime/beam_search.py",
+        "np.float32(float(length) ** self.length_penalty)",
+        "np.float32(float(length))",
+        ("tests/runtime",),
+    ),
+    Fault(
+        "text: half of a stop string is sent",
+        "modelmill/text/stop.py",
+        "keep = len(buffer) - self._depth[state]",
+        "keep = len(buffer)",
+        ("tests/text", "tests/serve"),
+    ),
+    Fault(
+        "serve: a wrong API key is let in",
+        "modelmill/serve/middleware.py",
+        'scheme.lower() == b"bearer" and any(matches)',
+        'scheme.lower() == b"bearer"',
+        ("tests/serve", "tests/trust"),
+    ),
+    Fault(
+        "serve: tenants share the prefix cache",
+        "modelmill/serve/middleware.py",
+        "self._secret, _key_digest(headers), hashlib.sha256",
+        'self._secret, b"", hashlib.sha256',
+        ("tests/serve", "tests/trust"),
+    ),
+    Fault(
+        "serve: a client that leaves is not noticed",
+        "modelmill/serve/request_handle.py",
+        "self._pending_items = []\n        if unfinished:\n",
+        "self._pending_items = []\n        if False:\n",
+        ("tests/serve",),
+    ),
+    Fault(
+        "serve: a slow client fills the memory",
+        "modelmill/serve/request_handle.py",
+        "elif self._pending_weight > MAX_PENDING_ITEMS:",
+        "elif self._pending_weight < 0:",
+        ("tests/serve",),
+    ),
+    Fault(
+        "accept: NaN counts as equal",
+        "modelmill/accept/metrics.py",
+        "if not math.isfinite(max_abs):",
+        "if math.isinf(max_abs):",
+        _ACCEPT,
+    ),
+    Fault(
+        "accept: a bound that NaN does not break",
+        "modelmill/accept/tolerances.py",
+        "if not value <= limit",
+        "if value > limit",
+        _ACCEPT,
+    ),
+    Fault(
+        "accept: linear modules may be 100 times as wrong",
+        "modelmill/accept/tolerances.py",
+        '"linear": {"float32": (1e-5, 3e-5)',
+        '"linear": {"float32": (1e-3, 3e-3)',
+        _ACCEPT,
+    ),
+    Fault(
+        "accept: the engine's weights are not compared",
+        "modelmill/accept/quantized_layers.py",
+        "            self.findings.append(Finding(path, index, module, row, bound))",
+        "            Finding(path, index, module, row, bound)",
+        _ACCEPT,
+    ),
+)
+
+
+def copy_tree(folder: Path) -> None:
+    """Copy what the tests need into ``folder``; data beside the checkout is linked."""
+    ignored = shutil.ignore_patterns("__pycache__", "*.so", "results")
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=ignored)
+        else:
+            shutil.copy2(source, folder / name)
+    for path in ROOT.glob("*.*"):
+        if path.is_file() and not (folder / path.name).exists():
+            shutil.copy2(path, folder / path.name)
+    if (ROOT.parent / "shared").is_dir():
+        (folder.parent / "shared").symlink_to(ROOT.parent / "shared")
+
+
+def failing_test(folder: Path, fault: Fault, marks: str | None) -> str | None:
+    """The first test that fails with the fault in ``folder``; None if none does."""
+    path = folder / fault.path
+    original = path.read_text()
+    path.write_text(original.replace(fault.before, fault.after))
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    try:
+        done = subprocess.run(
+            [*command, *(["-m", marks] if marks else []), *fault.tests],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(folder)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    finally:
+        path.write_text(original)
+    if done.returncode == 0:
+        return None
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if done.returncode != 1 or not failed:
+        raise RuntimeError(f"{fault.name}: the tests did not run:\n{done.stdout[-2000:]}")
+    return failed[0].split(" - ")[0]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run; 1 if a fault was not seen."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("faults", nargs="*", metavar="FAULT", help="part of a name; default: all")
+    parser.add_argument("--marks", help="pytest's -m; default: that of make test")
+    options = parser.parse_args(arguments)
+    chosen = [
+        fault
+        for fault in FAULTS
+        if not options.faults or any(part in fault.name for part in options.faults)
+    ]
+    if not chosen:
+        parser.error(f"no fault is named like {options.faults}")
+    missed = 0
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "checkout"
+        folder.mkdir()
+        copy_tree(folder)
+        for number, fault in enumerate(chosen, 1):
+            started = time.monotonic()
+            seen = failing_test(folder, fault, options.marks)
+            missed += seen is None
+            verdict = "NOT SEEN" if seen is None else seen
+            seconds = time.monotonic() - started
+            print(f"[{number}/{len(chosen)}] {fault.name}: {verdict} ({seconds:.0f} s)", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} faults seen")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
