@@ -6,7 +6,7 @@ OUT ?= out
 DEMO_ENGINE ?= $(OUT)/smollm2.engine
 PROMPT ?= What is a watermill? Answer in two sentences.
 
-.PHONY: demo demo-sam quantization test test-half test-rest test-versions test-gpu test-triton test-ray test-browser verify conformance performance lint clean
+.PHONY: demo demo-sam quantization test test-half test-rest test-versions test-gpu test-triton test-ray test-browser verify conformance performance lint format clean
 
 demo: $(VENV)/.core
 	@$(BIN)/modelmill pull smollm2 -o $(OUT)/models
@@ -38,10 +38,16 @@ test-half: $(VENV)/.test
 test-rest: $(VENV)/.test
 	$(BIN)/python -m pytest tests $(HALF:%=--ignore=%) 2>&1 | grep --line-buffered ''
 
+NATIVE = $(foreach suffix,cpp cu cuh h c,$(shell find modelmill tests benchmarks -name "*.$(suffix)"))
 lint: $(VENV)/.test
 	$(BIN)/ruff check modelmill tests benchmarks tools examples
 	$(BIN)/ruff format --check modelmill tests benchmarks tools examples
 	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
+
+format: $(VENV)/.test
+	$(BIN)/ruff format modelmill tests benchmarks tools examples
+	$(BIN)/clang-format -i $(NATIVE)
 
 # the oldest and the newest version of every range in pyproject.toml, on every Python that is here; resumable
 test-versions: $(VENV)/.test

@@ -1,5 +1,5 @@
-// A CUDA driver (libcuda.so.1) that launches nothing and keeps what the last launch was told: for Triton's own launchers
-// on a machine without a GPU. It answers as an H200 would where it is asked.
+// A CUDA driver (libcuda.so.1) that launches nothing and keeps what the last launch was told: for
+// Triton's own launchers on a machine without a GPU. It answers as an H200 would where it is asked.
 #include <stdint.h>
 #include <string.h>
 
@@ -20,37 +20,46 @@ static struct {
 static int widths[MOST], words;
 
 // Bytes of each parameter of the launches that follow.
-void expect(const int *bytes, int count) {
+void expect(const int* bytes, int count) {
     for (words = 0; words < count && words < MOST; ++words) widths[words] = bytes[words];
 }
-const void *told(void) { return &last; }
+const void* told(void) { return &last; }
 
-int cuLaunchKernelEx(const Config *config, void *function, void **parameters, void **extra) {
+int cuLaunchKernelEx(const Config* config, void* function, void** parameters, void** extra) {
     ++last.launches;
-    last.function = (uint64_t)function, last.stream = (uint64_t)config->stream, last.attributes = config->count;
+    last.function = (uint64_t)function, last.stream = (uint64_t)config->stream,
+    last.attributes = config->count;
     memcpy(last.sizes, config->grid, 12), memcpy(last.sizes + 3, config->block, 12);
     last.sizes[6] = config->shared;
     memset(last.words, 0, sizeof last.words);
     for (int i = 0; i < words; ++i) memcpy(&last.words[i], parameters[i], widths[i]);
     return 0;
 }
-int cuPointerGetAttribute(void *to, int what, uint64_t pointer) { return memcpy(to, &pointer, 8), 0; }
-int cuDeviceGet(int *to, int number) { return *to = number, 0; }
-int cuDeviceGetAttribute(int *to, int what, int device) {
-    *to = what == DEVICE_SHARED ? 232448 : what == DEVICE_PROCESSORS ? 132 : what == DEVICE_WARP ? 32 : 65536;
+int cuPointerGetAttribute(void* to, int what, uint64_t pointer) {
+    return memcpy(to, &pointer, 8), 0;
+}
+int cuDeviceGet(int* to, int number) { return *to = number, 0; }
+int cuDeviceGetAttribute(int* to, int what, int device) {
+    *to = what == DEVICE_SHARED       ? 232448
+          : what == DEVICE_PROCESSORS ? 132
+          : what == DEVICE_WARP       ? 32
+                                      : 65536;
     return 0;
 }
-int cuFuncGetAttribute(int *to, int what, void *function) { return *to = what == FUNCTION_THREADS ? 1024 : 0, 0; }
-static void *another(void) {
-    static uintptr_t handles = 0x1000;
-    return (void *)(handles += 16);
+int cuFuncGetAttribute(int* to, int what, void* function) {
+    return *to = what == FUNCTION_THREADS ? 1024 : 0, 0;
 }
-int cuModuleLoadData(void **to, const void *image) { return *to = another(), 0; }
-int cuModuleGetFunction(void **to, void *module, const char *name) { return *to = another(), 0; }
-int cuCtxGetCurrent(void **to) { return *to = &last, 0; }
-int cuDevicePrimaryCtxRetain(void **to, int device) { return *to = &last, 0; }
-int cuGetErrorString(int code, const char **to) { return *to = "an error", 0; }
-#define SILENT(name) int name(void) { return 0; }
+static void* another(void) {
+    static uintptr_t handles = 0x1000;
+    return (void*)(handles += 16);
+}
+int cuModuleLoadData(void** to, const void* image) { return *to = another(), 0; }
+int cuModuleGetFunction(void** to, void* module, const char* name) { return *to = another(), 0; }
+int cuCtxGetCurrent(void** to) { return *to = &last, 0; }
+int cuDevicePrimaryCtxRetain(void** to, int device) { return *to = &last, 0; }
+int cuGetErrorString(int code, const char** to) { return *to = "an error", 0; }
+#define SILENT(name)                                                                               \
+    int name(void) { return 0; }
 SILENT(cuCtxSetCurrent)
 SILENT(cuFuncSetCacheConfig)
 SILENT(cuFuncSetAttribute)

@@ -37,7 +37,7 @@ OLD_PYTHON = PYTHONS[0]  # old versions have no wheels for a Python that came af
 VERSION_SETS = ("oldest", "newest", "core", "next")
 EXTRAS = ("gpu", "eval", "report", "serve", "otel", "test")
 # they check the sources: their versions are no user's matter
-TOOLS = ("ruff", "mypy", "types-PyYAML", "types-psutil")
+TOOLS = ("ruff", "mypy", "clang-format", "types-PyYAML", "types-psutil")
 TIMEOUT_SECONDS = 3600.0
 READY = ".ready"
 MOST = 20  # failures of a cell that are shown by name

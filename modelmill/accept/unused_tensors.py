@@ -131,7 +131,7 @@ def _summarize(
     """Summarize per pattern and outcome: {"what", "count", "names" (the first few), "ok"}."""
     groups: dict[tuple[str, bool], list[str]] = {}
     for name in sorted(names):
-        what, ok = "nobody reads it", False
+        what, ok = "unused", False
         for pattern, (label, check) in patterns.items():
             if re.fullmatch(pattern, name):
                 ok = check(get(name))

@@ -20,7 +20,7 @@ class Step:
     depend on a length. block_tables: [B, P] int32. query_start: [B + 1] int32. context_lens: [B]
     int32, keys including the new ones. logit_rows: [R] int64, the rows whose logits are needed;
     None: all T.
-    max_query, max_context: host bounds of the rows, for launch sizes.
+    max_query, max_context: host bounds of the rows, which kernel grids are sized by.
     tp_group: the ranks that compute the step together.
     embeds: [T, H] and embed_mask [T] bool where some tokens bring their own embeddings (images);
     else None.

@@ -18,16 +18,18 @@ requires_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc not found")
 def compiles_without_spills(
     source: str, macros: Sequence[str], out: Path, max_spill_bytes: int = 0
 ) -> None:
-    """Check that no kernel of a source spills registers or has serialized products.
+    """Check that a source compiles without a warning, spilled registers or serialized products.
 
-    Both halve the speed without an error. max_spill_bytes: bytes that a kernel may spill, where the
-    machine code was inspected and the spills are outside its loop.
+    Spills and serialized products halve the speed without an error. max_spill_bytes: bytes that a
+    kernel may spill, where the machine code was inspected and the spills are outside its loop.
     """
     assert NVCC is not None
     assert NVCC.path is not None
     target = [
         "-gencode=arch=compute_90a,code=sm_90a",
         *build.FLAGS,
+        "-Xcompiler=-Wall,-Wextra",
+        "-Werror=all-warnings",
         "-Xptxas",
         "-v",
         *(f"-D{m}" for m in macros),

@@ -36,7 +36,7 @@ INSTRUCTION_SETS = {
     "avx2": (("-mno-avx512f", "-O1"), 8),
     "plain": (("-mno-avx", "-O1"), 4),
 }
-QUICK = ("-O0", "-std=c++17", "-fPIC", "-w")
+QUICK = ("-O0", "-std=c++17", "-fPIC", "-Wall", "-Wextra", "-Werror")
 KERNELS: dict[str, ModuleType] = {
     op: found["cpu"] for op in registry.OPS if "cpu" in (found := registry.implementations(op))
 }

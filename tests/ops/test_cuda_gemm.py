@@ -1,4 +1,4 @@
-"""Products with TMA: launch sizes that fit and cover, sources that compile without
+"""Products with TMA: launch configs that fit and cover, sources that compile without
 spills.
 """
 

@@ -56,7 +56,7 @@ class LaunchRecorder:
 
 @contextmanager
 def launch_recorder() -> Iterator[set[Any]]:
-    """Record launches of the decode kernels, with launch sizes as on an H200."""
+    """Record launches of the decode kernels, with the grids of an H200."""
     met: set[Any] = set()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("decode_heads", "decode_head_groups", "merge_splits"):

@@ -14,7 +14,8 @@ struct Matrix {
     const void* bias;
     int64_t n, k;
     const void* offset;
-    int64_t group, half, code_bits;  // code_bits: 4 or 8 (groupwise, scales in f16 if half, else float); 0: not groupwise
+    // code_bits: 4 or 8 (groupwise, scales in f16 if half, else float); 0: not groupwise
+    int64_t group, half, code_bits;
 };
 struct Layer {
     const void *attn_norm, *mlp_norm, *q_norm, *k_norm;
@@ -37,12 +38,13 @@ struct Tokens {
 void run_linear(void* out, const void* x, const Matrix& m, int64_t rows, int dtype) {
     if (m.code_bits) {
         const auto product = m.code_bits == 4 ? int4_linear : int8_group_linear;
-        product(out, x, static_cast<const uint8_t*>(m.weight), m.scale, m.offset, m.bias, rows, m.k, m.n, m.group, dtype,
-                static_cast<int>(m.half));
+        product(out, x, static_cast<const uint8_t*>(m.weight), m.scale, m.offset, m.bias, rows, m.k,
+                m.n, m.group, dtype, static_cast<int>(m.half));
     } else if (m.scale)
-        int8_linear(out, x, static_cast<const int8_t*>(m.weight), static_cast<const float*>(m.scale), m.bias, rows, m.k,
-                    m.n, dtype);
-    else linear(out, x, m.weight, m.bias, rows, m.k, m.n, dtype);
+        int8_linear(out, x, static_cast<const int8_t*>(m.weight),
+                    static_cast<const float*>(m.scale), m.bias, rows, m.k, m.n, dtype);
+    else
+        linear(out, x, m.weight, m.bias, rows, m.k, m.n, dtype);
 }
 
 // Gathers the rows whose logits are requested.
@@ -58,8 +60,8 @@ int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 }  // namespace
 
 // logits: [rows, vocabulary] float. residual: [count, hidden], the embeddings, written over.
-extern "C" void decode(float* logits, void* residual, const void* stack_words, const void* layer_words,
-                       const void* token_words, double eps, int dtype) {
+extern "C" void decode(float* logits, void* residual, const void* stack_words,
+                       const void* layer_words, const void* token_words, double eps, int dtype) {
     const Stack& s = *static_cast<const Stack*>(stack_words);
     const Layer* layers = static_cast<const Layer*>(layer_words);
     const Tokens& t = *static_cast<const Tokens*>(token_words);
@@ -70,25 +72,31 @@ extern "C" void decode(float* logits, void* residual, const void* stack_words, c
     thread_local mill::Scratch normed_s, branch_s, middle_s, mixed_s;
     char* normed = normed_s.get<char>(max_of(count, t.rows) * s.hidden * size);
     char* branch = branch_s.get<char>(max_of(count, t.rows) * s.hidden * size);
-    char* middle = middle_s.get<char>(max_of(count * max_of(inner, wide + 2 * s.kv_heads * s.dim), t.rows * s.hidden) * size);
+    char* middle = middle_s.get<char>(
+        max_of(count * max_of(inner, wide + 2 * s.kv_heads * s.dim), t.rows * s.hidden) * size);
     char* q_or_gate = mixed_s.get<char>(count * max_of(2 * wide, inner / 2) * size);
     char* attention_out = q_or_gate + count * wide * size;
     for (int64_t i = 0; i < s.layers; i++) {
         const Layer& l = layers[i];
-        if (i == 0) rms_norm(normed, residual, l.attn_norm, count, s.hidden, eps, dtype);
-        else add_rms_norm(normed, residual, branch, l.attn_norm, count, s.hidden, eps, dtype);
+        if (i == 0)
+            rms_norm(normed, residual, l.attn_norm, count, s.hidden, eps, dtype);
+        else
+            add_rms_norm(normed, residual, branch, l.attn_norm, count, s.hidden, eps, dtype);
         run_linear(middle, normed, l.qkv, count, dtype);
-        rope_cache(q_or_gate, middle, l.k_cache, l.v_cache, t.slots, t.cosine, t.sine, t.q_scale, l.q_norm, l.k_norm, count,
-                   s.heads, s.kv_heads, s.dim, s.page_size, eps, dtype, dtype);
-        paged_attention(attention_out, q_or_gate, l.k_cache, l.v_cache, t.tables, t.starts, t.contexts, nullptr, nullptr, t.sequences,
-                        s.heads, s.kv_heads, s.page_size, s.dim, t.table_stride, l.window, scale, dtype, dtype);
+        rope_cache(q_or_gate, middle, l.k_cache, l.v_cache, t.slots, t.cosine, t.sine, t.q_scale,
+                   l.q_norm, l.k_norm, count, s.heads, s.kv_heads, s.dim, s.page_size, eps, dtype,
+                   dtype);
+        paged_attention(attention_out, q_or_gate, l.k_cache, l.v_cache, t.tables, t.starts,
+                        t.contexts, nullptr, nullptr, t.sequences, s.heads, s.kv_heads, s.page_size,
+                        s.dim, t.table_stride, l.window, scale, dtype, dtype);
         run_linear(branch, attention_out, l.o, count, dtype);
         add_rms_norm(normed, residual, branch, l.mlp_norm, count, s.hidden, eps, dtype);
         run_linear(middle, normed, l.gate_up, count, dtype);
         silu_mul(q_or_gate, middle, count, l.down.k, dtype);
         run_linear(branch, q_or_gate, l.down, count, dtype);
     }
-    gather_rows(middle, static_cast<const char*>(residual), t, static_cast<size_t>(s.hidden * size));
+    gather_rows(middle, static_cast<const char*>(residual), t,
+                static_cast<size_t>(s.hidden * size));
     gather_rows(normed, branch, t, static_cast<size_t>(s.hidden * size));
     add_rms_norm(branch, middle, normed, s.norm, t.rows, s.hidden, eps, dtype);
     mill::by_dtype(dtype, [&](auto* type) {
@@ -100,6 +108,8 @@ extern "C" void decode(float* logits, void* residual, const void* stack_words, c
         }
         run_linear(rounded, branch, s.head, t.rows, dtype);
         if constexpr (sizeof(T) != sizeof(float))
-            mill::for_each_vector(t.rows * s.head.n, [&](int64_t i, int c) { mill::put(logits + i, mill::take(rounded + i, c), c); });
+            mill::for_each_vector(t.rows * s.head.n, [&](int64_t i, int c) {
+                mill::put(logits + i, mill::take(rounded + i, c), c);
+            });
     });
 }

@@ -9,7 +9,9 @@
 
 namespace mill {
 
-struct f8 { uint8_t bits; };
+struct f8 {
+    uint8_t bits;
+};
 
 inline float to_float(f8 x) {
     const uint32_t rest = (x.bits & 0x7fu) << 7, nan_bit = (rest + 0x80u) & 0x4000u;
@@ -17,18 +19,22 @@ inline float to_float(f8 x) {
     return to_float(f16{half}) * 256.0f;
 }
 
-// Sign extension repeats the sign, so that one shift places all bits. Adding one in the last place carries
-// into bit 14 only for NaN: that carry completes float16's all-ones exponent.
+// Sign extension repeats the sign, so that one shift places all bits. Adding one in the last place
+// carries into bit 14 only for NaN: that carry completes float16's all-ones exponent.
 #if defined(MILL_AVX512)
 inline vf widened(__m128i raw) {
     const __m256i shifted = _mm256_slli_epi16(_mm256_cvtepi8_epi16(raw), 7);
-    const __m256i number = _mm256_and_si256(shifted, _mm256_set1_epi16(static_cast<int16_t>(0xbfff)));
+    const __m256i number =
+        _mm256_and_si256(shifted, _mm256_set1_epi16(static_cast<int16_t>(0xbfff)));
     const __m256i carried = _mm256_add_epi16(number, _mm256_set1_epi16(0x80));
     // number | (carried & 0x4000)
-    const __m256i half = _mm256_ternarylogic_epi32(number, carried, _mm256_set1_epi16(0x4000), 0xf8);
+    const __m256i half =
+        _mm256_ternarylogic_epi32(number, carried, _mm256_set1_epi16(0x4000), 0xf8);
     return mul(_mm512_cvtph_ps(half), set1(256.0f));
 }
-inline vf load(const f8* p) { return widened(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline vf load(const f8* p) {
+    return widened(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
 inline vf load_n(const f8* p, int n) { return widened(_mm_maskz_loadu_epi8(first(n), p)); }
 #elif defined(MILL_AVX2)
 inline vf load(const f8* p) {

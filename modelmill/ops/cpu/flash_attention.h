@@ -18,8 +18,8 @@ constexpr int64_t kTile = 64;  // keys per tile
 
 // c[MR, NV·W] (+)= a[MR, k] · b[k, NV·W]; strides in floats.
 template <int MR, int NV>
-inline void panel(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t k,
-                  bool accumulate) {
+inline void panel(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb,
+                  int64_t k, bool accumulate) {
     vf acc[MR][NV];
     for (int m = 0; m < MR; m++)
         for (int n = 0; n < NV; n++) acc[m][n] = accumulate ? load(c + m * ldc + n * W) : zero();
@@ -36,17 +36,20 @@ inline void panel(float* c, int64_t ldc, const float* a, int64_t lda, const floa
 }
 
 template <int NV>
-inline void panel_rows(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t rows,
-                       int64_t k, bool accumulate) {
+inline void panel_rows(float* c, int64_t ldc, const float* a, int64_t lda, const float* b,
+                       int64_t ldb, int64_t rows, int64_t k, bool accumulate) {
     int64_t m = 0;
-    for (; m + 6 <= rows; m += 6) panel<6, NV>(c + m * ldc, ldc, a + m * lda, lda, b, ldb, k, accumulate);
-    for (; m + 3 <= rows; m += 3) panel<3, NV>(c + m * ldc, ldc, a + m * lda, lda, b, ldb, k, accumulate);
+    for (; m + 6 <= rows; m += 6)
+        panel<6, NV>(c + m * ldc, ldc, a + m * lda, lda, b, ldb, k, accumulate);
+    for (; m + 3 <= rows; m += 3)
+        panel<3, NV>(c + m * ldc, ldc, a + m * lda, lda, b, ldb, k, accumulate);
     for (; m < rows; m++) panel<1, NV>(c + m * ldc, ldc, a + m * lda, lda, b, ldb, k, accumulate);
 }
 
 // cols: a multiple of W. Kept out of line: one copy serves every dtype, and compiles once.
-__attribute__((noinline)) static void matmul(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t rows,
-                    int64_t k, int64_t cols, bool accumulate) {
+__attribute__((noinline)) static void matmul(float* c, int64_t ldc, const float* a, int64_t lda,
+                                             const float* b, int64_t ldb, int64_t rows, int64_t k,
+                                             int64_t cols, bool accumulate) {
     constexpr int kWide = W == 16 ? 4 : 2;
     int64_t n = 0;
     for (; n + kWide * W <= cols; n += kWide * W)
@@ -65,13 +68,19 @@ template <class C> struct Pages {
     }
 };
 
-// Per-thread workspace: query rows, scores, output, a tile of keys [dim, kTile] and values [kTile, dim].
+// Per-thread workspace: query rows, scores, output, a tile of keys [dim, kTile] and values [kTile,
+// dim].
 struct Workspace {
     float *q, *scores, *out, *keys, *values, *row_max, *row_sum;
     int64_t width;  // dim rounded up to whole vectors
     Workspace(Scratch& scratch, int64_t rows, int64_t dim) : width((dim + W - 1) / W * W) {
-        float* p = scratch.get<float>(rows * (2 * width + kTile) + 2 * kTile * width + 2 * (rows + W));
-        const auto next = [&p](int64_t count) { float* at = p; p += count; return at; };
+        float* p =
+            scratch.get<float>(rows * (2 * width + kTile) + 2 * kTile * width + 2 * (rows + W));
+        const auto next = [&p](int64_t count) {
+            float* at = p;
+            p += count;
+            return at;
+        };
         keys = next(width * kTile);
         values = next(kTile * width);
         q = next(rows * width);
@@ -82,10 +91,12 @@ struct Workspace {
     }
 };
 
-// Loads keys [first, first + count) of one KV head to w.keys (transposed, zero-padded) and w.values.
+// Loads keys [first, first + count) of one KV head to w.keys (transposed, zero-padded) and
+// w.values.
 template <class C>
-__attribute__((noinline)) void gather_tile(const Workspace& w, const Pages<C>& pages, const int32_t* table, int64_t kv_head, int64_t first,
-                   int64_t count) {
+__attribute__((noinline)) void gather_tile(const Workspace& w, const Pages<C>& pages,
+                                           const int32_t* table, int64_t kv_head, int64_t first,
+                                           int64_t count) {
     constexpr bool kScaled = std::is_same_v<C, int8_t>;
     const C *rows_k[kTile], *rows_v[kTile];
     float scale_k[kTile] = {}, scale_v[kTile];
@@ -102,7 +113,8 @@ __attribute__((noinline)) void gather_tile(const Workspace& w, const Pages<C>& p
     for_each_vector(pages.dim, [&](int64_t i, int c) {
         for (int64_t j = 0; j < columns; j += W) {
             vf square[W];
-            for (int l = 0; l < W; l++) square[l] = j + l < count ? take(rows_k[j + l] + i, c) : zero();
+            for (int l = 0; l < W; l++)
+                square[l] = j + l < count ? take(rows_k[j + l] + i, c) : zero();
             transpose(square);
             if constexpr (kScaled)
                 for (int l = 0; l < c; l++) square[l] = mul(square[l], load(scale_k + j));
@@ -116,9 +128,10 @@ __attribute__((noinline)) void gather_tile(const Workspace& w, const Pages<C>& p
     });
 }
 
-// Online softmax of one row: scores become e^(s − row_max) in place; updates row_max and row_sum; columns
-// outside [from, to) are masked. Returns the factor for the accumulated output.
-inline float online_softmax_row(float* scores, int64_t from, int64_t to, int64_t columns, float* row_max, float* row_sum) {
+// Online softmax of one row: scores become e^(s − row_max) in place; updates row_max and row_sum;
+// columns outside [from, to) are masked. Returns the factor for the accumulated output.
+inline float online_softmax_row(float* scores, int64_t from, int64_t to, int64_t columns,
+                                float* row_max, float* row_sum) {
     const float minus_infinity = -std::numeric_limits<float>::infinity();
     for (int64_t j = 0; j < from && j < columns; j++) scores[j] = minus_infinity;
     for (int64_t j = to < 0 ? 0 : to; j < columns; j++) scores[j] = minus_infinity;
@@ -157,11 +170,14 @@ inline void init_rows(const Workspace& w, int64_t rows) {
 }
 
 // Masks and exponentiates row r's scores of `count` keys from `key` on, and rescales its output.
-inline void update_row(const Workspace& w, float* scores, int64_t r, int64_t key, int64_t count, const KeyWindow& window) {
+inline void update_row(const Workspace& w, float* scores, int64_t r, int64_t key, int64_t count,
+                       const KeyWindow& window) {
     const int64_t columns = (count + W - 1) / W * W;
-    const int64_t p = window.start + r / window.group, from = window.window > 0 ? p - window.window + 1 - key : 0;
+    const int64_t p = window.start + r / window.group,
+                  from = window.window > 0 ? p - window.window + 1 - key : 0;
     const int64_t to = p + 1 - key < count ? p + 1 - key : count;
-    const float factor = online_softmax_row(scores, from, to, columns, w.row_max + r, w.row_sum + r);
+    const float factor =
+        online_softmax_row(scores, from, to, columns, w.row_max + r, w.row_sum + r);
     if (factor != 1.0f)
         for (int64_t i = 0; i < w.width; i += W)
             store(w.out + r * w.width + i, mul(load(w.out + r * w.width + i), set1(factor)));
@@ -169,14 +185,17 @@ inline void update_row(const Workspace& w, float* scores, int64_t r, int64_t key
 
 // Query rows are in w.q (scaled); leaves the unnormalized output in w.out.
 template <class C>
-__attribute__((noinline)) void flash_attention(const Workspace& w, int64_t rows, const Pages<C>& pages, const int32_t* table,
-                                      int64_t kv_head, const KeyWindow& window) {
+__attribute__((noinline)) void flash_attention(const Workspace& w, int64_t rows,
+                                               const Pages<C>& pages, const int32_t* table,
+                                               int64_t kv_head, const KeyWindow& window) {
     init_rows(w, rows);
     for (int64_t key = window.first; key < window.last; key += kTile) {
-        const int64_t count = window.last - key < kTile ? window.last - key : kTile, columns = (count + W - 1) / W * W;
+        const int64_t count = window.last - key < kTile ? window.last - key : kTile,
+                      columns = (count + W - 1) / W * W;
         gather_tile(w, pages, table, kv_head, key, count);
         matmul(w.scores, kTile, w.q, w.width, w.keys, kTile, rows, pages.dim, columns, false);
-        for (int64_t r = 0; r < rows; r++) update_row(w, w.scores + r * kTile, r, key, count, window);
+        for (int64_t r = 0; r < rows; r++)
+            update_row(w, w.scores + r * kTile, r, key, count, window);
         matmul(w.out, w.width, w.scores, kTile, w.values, w.width, rows, count, w.width, true);
     }
 }

@@ -5,9 +5,8 @@
 
 namespace mill {
 
-
-
-// Sum of squares of n values that `at(offset, count)` gives as vectors; four chains hide the latency of the adds.
+// Sum of squares of n values that `at(offset, count)` gives as vectors; four chains hide the
+// latency of the adds.
 template <class F> inline float squares(int64_t n, F&& at) {
     vf s[4] = {zero(), zero(), zero(), zero()};
     int64_t i = 0;
@@ -24,7 +23,8 @@ template <class F> inline float squares(int64_t n, F&& at) {
 }
 
 // out = round(x · rsqrt(mean(x²) + eps)) · weight. out may be x.
-template <class T> inline void rms_norm_row(T* out, const T* x, const T* weight, int64_t n, float eps) {
+template <class T>
+inline void rms_norm_row(T* out, const T* x, const T* weight, int64_t n, float eps) {
     const float total = squares(n, [&](int64_t i, int c) { return take(x + i, c); });
     const vf scale = set1(1.0f / std::sqrt(total / static_cast<float>(n) + eps));
     for_each_vector(n, [&](int64_t i, int c) {
@@ -34,7 +34,8 @@ template <class T> inline void rms_norm_row(T* out, const T* x, const T* weight,
 
 // residual += x, rounded; out = rms_norm(residual).
 template <class T>
-inline void add_rms_norm_row(T* out, T* residual, const T* x, const T* weight, int64_t n, float eps) {
+inline void add_rms_norm_row(T* out, T* residual, const T* x, const T* weight, int64_t n,
+                             float eps) {
     const float total = squares(n, [&](int64_t i, int c) {
         const vf v = rounded<T>(add(take(x + i, c), take(residual + i, c)));
         put(residual + i, v, c);
@@ -48,7 +49,8 @@ inline void add_rms_norm_row(T* out, T* residual, const T* x, const T* weight, i
 
 // Two passes: the mean first, so that the variance does not cancel.
 template <class T>
-inline void layer_norm_row(T* out, const T* x, const T* weight, const T* bias, int64_t n, float eps) {
+inline void layer_norm_row(T* out, const T* x, const T* weight, const T* bias, int64_t n,
+                           float eps) {
     vf s[2] = {zero(), zero()};
     for_each_vector(n, [&](int64_t i, int c) { s[i / W % 2] = add(s[i / W % 2], take(x + i, c)); });
     const float mean = sum(add(s[0], s[1])) / static_cast<float>(n);
@@ -69,7 +71,8 @@ inline void layer_norm_row(T* out, const T* x, const T* weight, const T* bias, i
     const float variance = (sum(add(d[0], d[1])) + tail) / static_cast<float>(n);
     const vf scale = set1(1.0f / std::sqrt(variance + eps));
     for_each_vector(n, [&](int64_t i, int c) {
-        put(out + i, fma(mul(sub(take(x + i, c), shift), scale), take(weight + i, c), take(bias + i, c)), c);
+        put(out + i,
+            fma(mul(sub(take(x + i, c), shift), scale), take(weight + i, c), take(bias + i, c)), c);
     });
 }
 

@@ -17,23 +17,26 @@ constexpr int kMaxThreads = 64;
 // Threads that a call may use, including the caller: torch.set_num_threads.
 int threads();
 
-// Runs run(self, member) on the caller (member 0) and on up to members − 1 workers that start while it is
-// busy; returns when all of them have left. Returns false at once if the pool serves another caller.
+// Runs run(self, member) on the caller (member 0) and on up to members − 1 workers that start while
+// it is busy; returns when all of them have left. Returns false at once if the pool serves another
+// caller.
 bool run_on_workers(void (*run)(void*, int), void* self, int members);
 
-// RAII: this thread's calls run on torch's OpenMP threads. Between torch's GEMMs these spin on the cores
-// and a second pool would compete with them; the cost is OpenMP's barrier.
+// RAII: this thread's calls run on torch's OpenMP threads. Between torch's GEMMs these spin on the
+// cores and a second pool would compete with them; the cost is OpenMP's barrier.
 class UseTorchThreads {
   public:
     explicit UseTorchThreads(bool on);
     ~UseTorchThreads();
 };
-// Whether torch computes GEMMs of so many rows (ops/cpu/linear.py): bfloat16, 17 rows or more, some CPUs.
+// Whether torch computes GEMMs of so many rows (ops/cpu/linear.py): bfloat16, 17 rows or more, some
+// CPUs.
 bool torch_multiplies(int64_t rows, int dtype);
 
-// Calls f(begin, end) over [0, items) in chunks of `step`. Each thread processes its own range in order, so
-// that prefetches hit, then steals chunks from the others: a descheduled thread delays the call by at most
-// one chunk. Serial if `work` (bytes touched or operations) is below kMinParallelWork.
+// Calls f(begin, end) over [0, items) in chunks of `step`. Each thread processes its own range in
+// order, so that prefetches hit, then steals chunks from the others: a descheduled thread delays
+// the call by at most one chunk. Serial if `work` (bytes touched or operations) is below
+// kMinParallelWork.
 constexpr int64_t kMinParallelWork = 64 << 10;
 
 template <class F> struct SharedWork {
@@ -67,7 +70,8 @@ template <class F> inline void parallel_for(int64_t items, int64_t step, int64_t
         shared_work.count = members;
         const int64_t chunks = (items + step - 1) / step;
         for (int i = 0; i < members; i++) {
-            shared_work.ranges[i].next.store(chunks * i / members * step, std::memory_order_relaxed);
+            shared_work.ranges[i].next.store(chunks * i / members * step,
+                                             std::memory_order_relaxed);
             const int64_t end = chunks * (i + 1) / members * step;
             shared_work.ranges[i].end = end < items ? end : items;
         }

@@ -28,7 +28,8 @@ COMMON_FLAGS = (
     "-fno-rtti",
     "-ffp-contract=fast",
     "-fno-math-errno",
-    "-w",
+    "-Wall",
+    "-Wextra",
 )
 # Runs on systems older than the one that compiles: only old symbols of glibc (thread_pool.cpp),
 # nothing of libstdc++.

@@ -16,14 +16,16 @@ template <int ROWS> constexpr bool kToL2 = ROWS == 1;
 template <int ROWS> constexpr bool kToL2 = false;
 #endif
 
-// Prefetch distance in bytes for a block of `block` bytes of weights. For L1: the same position in the
-// next block if it is not too far, since all rows of a block are read at once.
+// Prefetch distance in bytes for a block of `block` bytes of weights. For L1: the same position in
+// the next block if it is not too far, since all rows of a block are read at once.
 template <int ROWS> inline int64_t prefetch_distance(int64_t block) {
     if (kToL2<ROWS>) return 16 << 10;
     return block > 8192 && block <= (32 << 10) ? block : 8192;
 }
 
 // Prefetches a line that ROWS rows of activations will use.
-template <int ROWS> inline void prefetch_line(const void* p) { __builtin_prefetch(p, 0, kToL2<ROWS> ? 2 : 3); }
+template <int ROWS> inline void prefetch_line(const void* p) {
+    __builtin_prefetch(p, 0, kToL2<ROWS> ? 2 : 3);
+}
 
 }  // namespace mill

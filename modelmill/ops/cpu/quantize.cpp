@@ -36,17 +36,18 @@ template <class T> inline float row_amax(const T* x, int64_t n) {
 
 }  // namespace mill
 
-// out[rows, n] = x in int8: by the factor given, or (null) by 127 / max(amax, 1e-6) of each row, whose inverses go to
-// scales[rows].
-extern "C" void quantize_int8(int8_t* out, float* scales, const void* x, const float* factor, int64_t rows, int64_t n,
-                              int dtype) {
+// out[rows, n] = x in int8: by the factor given, or (null) by 127 / max(amax, 1e-6) of each row,
+// whose inverses go to scales[rows].
+extern "C" void quantize_int8(int8_t* out, float* scales, const void* x, const float* factor,
+                              int64_t rows, int64_t n, int dtype) {
     mill::by_dtype(dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
         mill::parallel_for_rows(rows, n * 2 * sizeof(T), [&](int64_t from, int64_t to) {
             for (int64_t r = from; r < to; r++) {
                 const T* row = static_cast<const T*>(x) + r * n;
                 float by;
-                if (factor) by = *factor;
+                if (factor)
+                    by = *factor;
                 else {
                     float most = mill::row_amax(row, n);
                     if (most < 1e-6f) most = 1e-6f;

@@ -5,18 +5,21 @@
 
 namespace mill {
 
-// out, in: [dim] of T (may be the same); weight: [dim] or null; cosine, sine: [dim / 2] or null; scale: 1 for none.
-// Rounds to T where the reference does, after the norm, after the rotation and after the scale.
+// out, in: [dim] of T (may be the same); weight: [dim] or null; cosine, sine: [dim / 2] or null;
+// scale: 1 for none. Rounds to T where the reference does, after the norm, after the rotation and
+// after the scale.
 template <class T>
-inline void rope_row(T* out, const T* in, const T* weight, const float* cosine, const float* sine, float scale,
-                     int64_t dim, float eps) {
+inline void rope_row(T* out, const T* in, const T* weight, const float* cosine, const float* sine,
+                     float scale, int64_t dim, float eps) {
     if (weight) {
         rms_norm_row(out, in, weight, dim, eps);
         in = out;
     }
     const vf factor = set1(scale);
     const bool scaled = scale != 1.0f;
-    const auto finish = [&](T* p, vf v, int c) { put(p, scaled ? mul(rounded<T>(v), factor) : v, c); };
+    const auto finish = [&](T* p, vf v, int c) {
+        put(p, scaled ? mul(rounded<T>(v), factor) : v, c);
+    };
     if (cosine) {
         const int64_t half = dim / 2;
         for_each_vector(half, [&](int64_t i, int c) {

@@ -33,7 +33,8 @@ extern "C" int modelmill_self_check() {
             if (y[j] != static_cast<float>(j)) return 4;
     }
     std::atomic<int64_t> covered{0};
-    parallel_for(1000, 7, kMinParallelWork, [&](int64_t from, int64_t to) { covered += to - from; });
+    parallel_for(1000, 7, kMinParallelWork,
+                 [&](int64_t from, int64_t to) { covered += to - from; });
     return covered == 1000 ? 0 : 5;
 }
 

@@ -1,9 +1,10 @@
 // Samples one token per row of logits[M, vocab] in fixed-point arithmetic: temperature, top-k,
 // top-p, min-p; bit-identical to ops/sample.py. Called by the op sample.
 #if defined(__clang__)
-#pragma STDC FP_CONTRACT OFF
+#    pragma STDC FP_CONTRACT OFF
 #elif defined(__GNUC__)
-#pragma GCC optimize("fp-contract=off")  // a fused multiply-add would change last bits, and so the ids
+#    pragma GCC optimize(                                                                          \
+        "fp-contract=off")  // a fused multiply-add would change last bits, and so the ids
 #endif
 #include "parallel_for.h"
 
@@ -19,7 +20,8 @@ namespace {
 constexpr int kFixedPointBits = 40;
 constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
 constexpr int kSteps = 16, kBins = 60 * kSteps + 1;  // bins of a factor 2^(1/16) each
-constexpr int64_t kHeap = 2048;                      // for larger k the k-th largest is found by nth_element
+// for larger k the k-th largest is found by nth_element
+constexpr int64_t kHeap = 2048;
 
 struct RowSampling {
     float temperature;
@@ -37,7 +39,8 @@ inline float log2_share(float x, float max_logit) {
 // 2^z as a 24-bit mantissa and a right shift from the position of 1.
 inline void split_exp2(float z, int32_t& bits, int32_t& shift) {
     int32_t weights_scratch = static_cast<int32_t>(z);
-    weights_scratch -= static_cast<float>(weights_scratch) > z;  // z is negative: towards zero is up
+    // z is negative: towards zero is up
+    weights_scratch -= static_cast<float>(weights_scratch) > z;
     const float part = z - static_cast<float>(weights_scratch);
     float power = part * 0.0002161293086828664f;
     power = (power + 0.0012467841152101755f) * part;
@@ -50,7 +53,8 @@ inline void split_exp2(float z, int32_t& bits, int32_t& shift) {
 }
 
 inline int64_t shifted(int32_t bits, int32_t shift) {
-    return static_cast<int64_t>((static_cast<uint64_t>(static_cast<uint32_t>(bits)) << (kFixedPointBits - 23)) >> shift);
+    return static_cast<int64_t>(
+        (static_cast<uint64_t>(static_cast<uint32_t>(bits)) << (kFixedPointBits - 23)) >> shift);
 }
 
 int64_t weight_of(float x, float max_logit) {
@@ -64,7 +68,8 @@ void weights_of(const float* x, int64_t* w, int64_t count, float max_logit) {
     int32_t bits[kBlock], shift[kBlock];
     for (int64_t i = 0; i < count; i += kBlock) {
         const int64_t n = std::min(kBlock, count - i);
-        for (int64_t j = 0; j < n; j++) split_exp2(log2_share(x[i + j], max_logit), bits[j], shift[j]);
+        for (int64_t j = 0; j < n; j++)
+            split_exp2(log2_share(x[i + j], max_logit), bits[j], shift[j]);
         for (int64_t j = 0; j < n; j++) w[i + j] = shifted(bits[j], shift[j]);
     }
 }
@@ -112,7 +117,8 @@ float kth_largest(const float* x, int64_t vocab, int64_t k, float* buffer) {
         return buffer[k - 1];
     }
     std::memcpy(buffer, x, k * sizeof(float));
-    std::make_heap(buffer, buffer + k, std::greater<float>());  // min-heap of the k largest so far
+    // min-heap of the k largest so far
+    std::make_heap(buffer, buffer + k, std::greater<float>());
     constexpr int64_t kBlock = 64;
     for (int64_t i = k; i < vocab; i += kBlock) {
         const int64_t end = std::min(i + kBlock, vocab);
@@ -136,10 +142,13 @@ int64_t sum(const int64_t* w, int64_t count) {
     return total;
 }
 
-int bin_of(float x, float max_logit) { return static_cast<int>(-log2_share(x, max_logit) * kSteps); }
+int bin_of(float x, float max_logit) {
+    return static_cast<int>(-log2_share(x, max_logit) * kSteps);
+}
 
 // Zeros the weights outside top-p: a histogram first, then an exact scan of the bin with the limit.
-void apply_top_p(const float* x, int64_t* w, int64_t count, float max_logit, double p, float* buffer) {
+void apply_top_p(const float* x, int64_t* w, int64_t count, float max_logit, double p,
+                 float* buffer) {
     const int64_t limit = static_cast<int64_t>(std::ceil(p * static_cast<double>(sum(w, count))));
     int64_t bins[kBins] = {};
     for (int64_t i = 0; i < count; i++) bins[bin_of(x[i], max_logit)] += w[i];
@@ -159,8 +168,10 @@ void apply_top_p(const float* x, int64_t* w, int64_t count, float max_logit, dou
     for (int64_t i = 0; i < count; i++) above += x[i] > last ? w[i] : 0;
     for (int64_t i = 0; i < count; i++) {
         if (x[i] > last) continue;
-        if (x[i] == last && above < limit) above += w[i];
-        else w[i] = 0;
+        if (x[i] == last && above < limit)
+            above += w[i];
+        else
+            w[i] = 0;
     }
 }
 
@@ -202,7 +213,8 @@ int64_t sample_row(const float* logits, int64_t vocab, const RowSampling& params
     int64_t* w = weights_scratch.get<int64_t>(count);
     weights_of(x, w, count, max_logit);
     if (params.top_p < 1.0f) apply_top_p(x, w, count, max_logit, params.top_p, buffer);
-    const int64_t least = static_cast<int64_t>(std::ceil(static_cast<double>(params.min_p) * 1099511627776.0));
+    const int64_t least =
+        static_cast<int64_t>(std::ceil(static_cast<double>(params.min_p) * 1099511627776.0));
     if (least > 0)
         for (int64_t i = 0; i < count; i++) w[i] = w[i] < least ? 0 : w[i];
     const int64_t at = draw(w, count, params.noise);
@@ -212,10 +224,12 @@ int64_t sample_row(const float* logits, int64_t vocab, const RowSampling& params
 }  // namespace
 
 // logits: [rows, vocab] float32; all others [rows].
-extern "C" void sample(int64_t* out, const float* logits, const float* temperature, const int32_t* top_k,
-                       const float* top_p, const float* min_p, const double* noise, int64_t rows, int64_t vocab) {
+extern "C" void sample(int64_t* out, const float* logits, const float* temperature,
+                       const int32_t* top_k, const float* top_p, const float* min_p,
+                       const double* noise, int64_t rows, int64_t vocab) {
     mill::parallel_for(rows, 1, rows * vocab * 16, [&](int64_t from, int64_t to) {
         for (int64_t r = from; r < to; r++)
-            out[r] = sample_row(logits + r * vocab, vocab, {temperature[r], top_k[r], top_p[r], min_p[r], noise[r]});
+            out[r] = sample_row(logits + r * vocab, vocab,
+                                {temperature[r], top_k[r], top_p[r], min_p[r], noise[r]});
     });
 }

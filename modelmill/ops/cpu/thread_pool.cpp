@@ -16,9 +16,9 @@
 #include <signal.h>
 #include <time.h>
 #if defined(__linux__)
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+#    include <linux/futex.h>
+#    include <sys/syscall.h>
+#    include <unistd.h>
 #endif
 
 #include <climits>
@@ -27,33 +27,37 @@ namespace mill {
 namespace {
 
 constexpr uint64_t kOpen = 1u << 31, kInside = kOpen - 1;
-constexpr int kSpinTurns = 1000;      // pauses that the caller spins before it sleeps
-constexpr int64_t kSpinNanoseconds = 60000;  // a worker's spin time between jobs
-constexpr int64_t kStallNanoseconds = 200000;         // caller's wait that triggers the backoff
-constexpr int64_t kMinBackoff = 10000000, kMaxBackoff = 320000000;  // backoff time in nanoseconds
+constexpr int kSpinTurns = 1000;               // pauses that the caller spins before it sleeps
+constexpr int64_t kSpinNanoseconds = 60000;    // a worker's spin time between jobs
+constexpr int64_t kStallNanoseconds = 200000;  // caller's wait that triggers the backoff
+// backoff time in nanoseconds
+constexpr int64_t kMinBackoff = 10000000, kMaxBackoff = 320000000;
 
 struct ThreadPool {
     alignas(64) std::atomic<uint64_t> gate;    // job number << 32 | open | workers inside
     alignas(64) std::atomic<uint32_t> signal;  // futex of sleeping workers
-    std::atomic<bool> sleeping;                // a worker sleeps, or slept and was not woken since
-    alignas(64) std::atomic<uint32_t> done_signal;    // futex of a sleeping caller
-    std::atomic<bool> waiting;                 // the caller sleeps
-    alignas(64) std::atomic<bool> busy;       // a caller uses the pool
+    // a worker sleeps, or slept and was not woken since
+    std::atomic<bool> sleeping;
+    alignas(64) std::atomic<uint32_t> done_signal;  // futex of a sleeping caller
+    std::atomic<bool> waiting;                      // the caller sleeps
+    alignas(64) std::atomic<bool> busy;             // a caller uses the pool
     void (*run)(void*, int);
     void* self;
-    int limit;    // members of the open job
-    int workers;  // started so far
-// Owned by the current caller:
-    int skipped_workers;         // workers that are skipped until backoff_end
+    int limit;            // members of the open job
+    int workers;          // started so far
+                          // Owned by the current caller:
+    int skipped_workers;  // workers that are skipped until backoff_end
     int64_t backoff, backoff_end;
 };
 ThreadPool pool;
 
 // Entry points of torch's OpenMP runtime; null if it has none.
 thread_local int thread_limit = 0;  // set by modelmill_set_num_threads; 0: as torch
-int (*torch_threads)() = nullptr;                                             // omp_get_max_threads
+// omp_get_max_threads
+int (*torch_threads)() = nullptr;
 void (*torch_parallel)(void (*)(void*), void*, unsigned, unsigned) = nullptr;  // GOMP_parallel
-int (*torch_member)() = nullptr;                                              // omp_get_thread_num
+// omp_get_thread_num
+int (*torch_member)() = nullptr;
 thread_local bool use_torch = false;
 bool torch_faster = true;  // with many rows of bfloat16
 
@@ -82,10 +86,12 @@ int64_t now() {
 
 #if defined(__linux__)
 void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
-    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, value, nullptr,
+            nullptr, 0);
 }
 void wake(std::atomic<uint32_t>& word) {
-    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr,
+            nullptr, 0);
 }
 #else  // no futex: look again ten thousand times a second
 void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
@@ -96,7 +102,9 @@ void wake(std::atomic<uint32_t>&) {}
 #endif
 
 // Whether a job is open that this worker has not run.
-bool is_new_job(uint64_t gate, uint32_t last_job) { return (gate & kOpen) && static_cast<uint32_t>(gate >> 32) != last_job; }
+bool is_new_job(uint64_t gate, uint32_t last_job) {
+    return (gate & kOpen) && static_cast<uint32_t>(gate >> 32) != last_job;
+}
 
 void wait(uint32_t last_job) {
     const int64_t until = now() + kSpinNanoseconds;
@@ -117,7 +125,8 @@ void* worker_main(void* argument) {
     for (;;) {
         wait(last_job);
         uint64_t gate = pool.gate.load();
-        while (is_new_job(gate, last_job) && !pool.gate.compare_exchange_weak(gate, gate + 1)) {}
+        while (is_new_job(gate, last_job) && !pool.gate.compare_exchange_weak(gate, gate + 1)) {
+        }
         if (!is_new_job(gate, last_job)) continue;
         last_job = static_cast<uint32_t>(gate >> 32);
         if (member < pool.limit) pool.run(pool.self, member);
@@ -150,7 +159,9 @@ int64_t wait_for_all() {
 void backoff(int members) {
     const int64_t time = now();
     const bool repeated = time < pool.backoff_end + pool.backoff;
-    pool.backoff = !repeated ? kMinBackoff : pool.backoff * 2 < kMaxBackoff ? pool.backoff * 2 : kMaxBackoff;
+    pool.backoff = !repeated                        ? kMinBackoff
+                   : pool.backoff * 2 < kMaxBackoff ? pool.backoff * 2
+                                                    : kMaxBackoff;
     pool.backoff_end = time + pool.backoff;
     if (pool.skipped_workers < members - 1) pool.skipped_workers++;
 }
@@ -231,7 +242,9 @@ bool run_on_workers(void (*run)(void*, int), void* self, int members) {
 }  // namespace mill
 
 // Overrides the number of threads for calls of this thread; 0: as torch.set_num_threads.
-extern "C" void modelmill_set_num_threads(int64_t count) { mill::thread_limit = static_cast<int>(count); }
+extern "C" void modelmill_set_num_threads(int64_t count) {
+    mill::thread_limit = static_cast<int>(count);
+}
 
 // Workers that are skipped for now (backoff).
 extern "C" int modelmill_resting_workers() { return mill::pool.skipped_workers; }
@@ -239,29 +252,30 @@ extern "C" int modelmill_resting_workers() { return mill::pool.skipped_workers; 
 // Whether torch's bfloat16 GEMMs of many rows are faster on this CPU (build.torch_gemm_is_faster).
 extern "C" void modelmill_torch_multiplies(int yes) { mill::torch_faster = yes != 0; }
 
-// Sets omp_get_max_threads, GOMP_parallel and omp_get_thread_num of the OpenMP runtime, or null, so that
-// torch.set_num_threads applies to this pool too.
+// Sets omp_get_max_threads, GOMP_parallel and omp_get_thread_num of the OpenMP runtime, or null, so
+// that torch.set_num_threads applies to this pool too.
 extern "C" void modelmill_threads(void* max_threads, void* parallel, void* member) {
     mill::torch_threads = reinterpret_cast<int (*)()>(max_threads);
-    mill::torch_parallel = reinterpret_cast<void (*)(void (*)(void*), void*, unsigned, unsigned)>(parallel);
+    mill::torch_parallel =
+        reinterpret_cast<void (*)(void (*)(void*), void*, unsigned, unsigned)>(parallel);
     mill::torch_member = reinterpret_cast<int (*)()>(member);
     static const int registered = pthread_atfork(nullptr, nullptr, mill::reset_after_fork);
     (void)registered;
 }
 
 #if defined(MILL_PORTABLE) && defined(__GLIBC__)
-// Prebuilt kernels of a wheel (prebuilt.py) must run on older systems than the build machine: bind pthreads
-// to the oldest glibc symbol versions and avoid libstdc++ for thread_local destructors.
-#if defined(__x86_64__)
+// Prebuilt kernels of a wheel (prebuilt.py) must run on older systems than the build machine: bind
+// pthreads to the oldest glibc symbol versions and avoid libstdc++ for thread_local destructors.
+#    if defined(__x86_64__)
 __asm__(".symver pthread_create,pthread_create@GLIBC_2.2.5");
 __asm__(".symver pthread_sigmask,pthread_sigmask@GLIBC_2.2.5");
-#elif defined(__aarch64__)
+#    elif defined(__aarch64__)
 __asm__(".symver pthread_create,pthread_create@GLIBC_2.17");
 __asm__(".symver pthread_sigmask,pthread_sigmask@GLIBC_2.17");
-#endif
+#    endif
 extern "C" int __cxa_thread_atexit_impl(void (*)(void*), void*, void*);
-extern "C" __attribute__((visibility("hidden"))) int __cxa_thread_atexit(void (*destroy)(void*), void* object,
-                                                                         void* library) {
+extern "C" __attribute__((visibility("hidden"))) int
+__cxa_thread_atexit(void (*destroy)(void*), void* object, void* library) {
     return __cxa_thread_atexit_impl(destroy, object, library);
 }
 #endif

@@ -11,8 +11,8 @@
 namespace mill {
 namespace {
 
-// Bilinear interpolation along one axis: the two source indices and weights of each output position, as
-// torch computes them (align_corners=False).
+// Bilinear interpolation along one axis: the two source indices and weights of each output
+// position, as torch computes them (align_corners=False).
 struct Axis {
     int32_t *at, *next;
     float *near, *far;
@@ -22,8 +22,8 @@ int64_t axis_words(int64_t count) { return 4 * ((count + 15) / 16 * 16); }
 
 Axis make_axis(float* memory, int64_t from, int64_t to, int64_t count) {
     const int64_t room = (count + 15) / 16 * 16;
-    Axis axis{reinterpret_cast<int32_t*>(memory), reinterpret_cast<int32_t*>(memory + room), memory + 2 * room,
-              memory + 3 * room};
+    Axis axis{reinterpret_cast<int32_t*>(memory), reinterpret_cast<int32_t*>(memory + room),
+              memory + 2 * room, memory + 3 * room};
     const float scale = static_cast<float>(from) / static_cast<float>(to);
     for (int64_t i = 0; i < count; i++) {
         float place = std::fmaf(scale, static_cast<float>(i) + 0.5f, -0.5f);
@@ -38,7 +38,8 @@ Axis make_axis(float* memory, int64_t from, int64_t to, int64_t count) {
 }
 
 // Output range [first, last) that reads source positions in [low, high].
-void touched_range(const Axis& axis, int64_t count, int64_t low, int64_t high, int64_t& first, int64_t& last) {
+void touched_range(const Axis& axis, int64_t count, int64_t low, int64_t high, int64_t& first,
+                   int64_t& last) {
     first = 0;
     while (first < count && axis.next[first] < low) first++;
     last = count;
@@ -50,7 +51,8 @@ void resample_row(float* out, const float* row, const Axis& axis, int64_t first,
         out[x] = __builtin_fmaf(row[axis.at[x]], axis.near[x], row[axis.next[x]] * axis.far[x]);
 }
 
-void blend_rows(float* out, const float* a, const float* b, float near, float far, int64_t first, int64_t last) {
+void blend_rows(float* out, const float* a, const float* b, float near, float far, int64_t first,
+                int64_t last) {
     for (int64_t x = first; x < last; x++) out[x] = __builtin_fmaf(a[x], near, b[x] * far);
 }
 
@@ -72,14 +74,18 @@ struct Work {
     int64_t side, wide, tall, width, height, band;
     float cut;  // logits at or below it cannot contribute to a mask
     float offset;
-    Axis right, down, right2, down2;
+    Axis right{}, down{}, right2{}, down2{};
 };
 
-struct Extent { int64_t x0, y0, x1, y1, area, high, low; };
+struct Extent {
+    int64_t x0, y0, x1, y1, area, high, low;
+};
 
-void threshold_row(uint8_t* mask, const float* row, int64_t y, int64_t first, int64_t last, float offset, Extent& stats) {
+void threshold_row(uint8_t* mask, const float* row, int64_t y, int64_t first, int64_t last,
+                   float offset, Extent& stats) {
     int32_t area = 0, high = 0, low = 0;
-    if (mask) for (int64_t x = first; x < last; x++) mask[x] = row[x] > 0.0f;
+    if (mask)
+        for (int64_t x = first; x < last; x++) mask[x] = row[x] > 0.0f;
     for (int64_t x = first; x < last; x++) {
         area += row[x] > 0.0f;
         high += row[x] > offset;
@@ -99,7 +105,9 @@ void threshold_row(uint8_t* mask, const float* row, int64_t y, int64_t first, in
 }
 
 // Bounding box of the logits above the cut; bottom −1: none.
-struct Region { int64_t top, bottom, left, right; };
+struct Region {
+    int64_t top, bottom, left, right;
+};
 
 Region active_region(const float* logits, int64_t n, float cut, int32_t* columns) {
     Region region{n, -1, n, -1};
@@ -118,9 +126,10 @@ Region active_region(const float* logits, int64_t n, float cut, int32_t* columns
 }
 
 // Rows y0 … y1 - 1 of one mask.
-void upsample_band(uint8_t* mask, Extent& stats, const float* logits, const Region& region, const Work& w, int64_t y0,
-             int64_t y1) {
-    const int64_t n = w.side, top = region.top, bottom = region.bottom, left = region.left, right = region.right;
+void upsample_band(uint8_t* mask, Extent& stats, const float* logits, const Region& region,
+                   const Work& w, int64_t y0, int64_t y1) {
+    const int64_t n = w.side, top = region.top, bottom = region.bottom, left = region.left,
+                  right = region.right;
     stats = {w.width, w.height, -1, -1, 0, 0, 0};
     if (mask) std::memset(mask + y0 * w.width, 0, (y1 - y0) * w.width);
     if (bottom < 0) return;
@@ -138,7 +147,9 @@ void upsample_band(uint8_t* mask, Extent& stats, const float* logits, const Regi
     float* rows = memory.get<float>(3 * a + 3 * b);
     Pair small{{rows, rows + a}}, large{{rows + 3 * a, rows + 3 * a + b}};
     float *middle = rows + 2 * a, *last = rows + 3 * a + 2 * b;
-    const auto make_small = [&](float* out, int64_t y) { resample_row(out, logits + y * n, w.right, x_first, x_last); };
+    const auto make_small = [&](float* out, int64_t y) {
+        resample_row(out, logits + y * n, w.right, x_first, x_last);
+    };
     const auto make_large = [&](float* out, int64_t y) {
         const int64_t p = w.down.at[y], q = w.down.next[y];
         const float* upper = small.get(p, q, make_small);
@@ -151,22 +162,25 @@ void upsample_band(uint8_t* mask, Extent& stats, const float* logits, const Regi
         const float* upper = large.get(p, q, make_large);
         const float* lower = large.get(q, p, make_large);
         blend_rows(last, upper, lower, w.down2.near[y], w.down2.far[y], x2_first, x2_last);
-        threshold_row(mask ? mask + y * w.width : nullptr, last, y, x2_first, x2_last, w.offset, stats);
+        threshold_row(mask ? mask + y * w.width : nullptr, last, y, x2_first, x2_last, w.offset,
+                      stats);
     }
 }
 
 }  // namespace
 }  // namespace mill
 
-// masks [count, height, width] or null; found [count, bands, 7]: x0, y0, x1, y1 (a band without a pixel: the picture's
-// size, and −1), pixels above 0, above offset, above −offset; logits [count, side, side]. image: pixels a side of the
-// square, of which the upper left wide × tall hold the picture. band: rows of the picture at a time.
-extern "C" void upsample_masks(uint8_t* masks, int64_t* stats, const float* logits, int64_t count, int64_t side,
-                        int64_t image, int64_t wide, int64_t tall, int64_t width, int64_t height, int64_t band,
-                        double offset) {
+// masks [count, height, width] or null; found [count, bands, 7]: x0, y0, x1, y1 (a band without a
+// pixel: the picture's size, and −1), pixels above 0, above offset, above −offset; logits [count,
+// side, side]. image: pixels a side of the square, of which the upper left wide × tall hold the
+// picture. band: rows of the picture at a time.
+extern "C" void upsample_masks(uint8_t* masks, int64_t* stats, const float* logits, int64_t count,
+                               int64_t side, int64_t image, int64_t wide, int64_t tall,
+                               int64_t width, int64_t height, int64_t band, double offset) {
     using namespace mill;
     thread_local Scratch memory, regions_memory;
-    float* words = memory.get<float>(axis_words(wide) + axis_words(tall) + axis_words(width) + axis_words(height));
+    float* words = memory.get<float>(axis_words(wide) + axis_words(tall) + axis_words(width) +
+                                     axis_words(height));
     Region* regions = regions_memory.get<Region>(count);
     Work w{side, wide, tall, width, height, band, 0.0f, static_cast<float>(offset)};
     // margin for rounding: values just below the threshold are computed too
@@ -178,16 +192,19 @@ extern "C" void upsample_masks(uint8_t* masks, int64_t* stats, const float* logi
     parallel_for(count, 1, count * side * side, [&](int64_t from, int64_t to) {
         thread_local Scratch columns;
         for (int64_t i = from; i < to; i++)
-            regions[i] = active_region(logits + i * side * side, side, w.cut, columns.get<int32_t>(side));
+            regions[i] =
+                active_region(logits + i * side * side, side, w.cut, columns.get<int32_t>(side));
     });
     const int64_t bands = (height + band - 1) / band;
     parallel_for(count * bands, 1, count * width * height, [&](int64_t from, int64_t to) {
         for (int64_t i = from; i < to; i++) {
             const int64_t mask_index = i / bands, y0 = i % bands * band;
             Extent extent;
-            upsample_band(masks ? masks + mask_index * width * height : nullptr, extent, logits + mask_index * side * side, regions[mask_index],
-                    w, y0, std::min(y0 + band, height));
-            const int64_t values[7] = {extent.x0, extent.y0, extent.x1, extent.y1, extent.area, extent.high, extent.low};
+            upsample_band(masks ? masks + mask_index * width * height : nullptr, extent,
+                          logits + mask_index * side * side, regions[mask_index], w, y0,
+                          std::min(y0 + band, height));
+            const int64_t values[7] = {extent.x0,   extent.y0,   extent.x1, extent.y1,
+                                       extent.area, extent.high, extent.low};
             std::memcpy(stats + i * 7, values, sizeof values);
         }
     });

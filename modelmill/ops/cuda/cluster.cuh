@@ -13,16 +13,18 @@ __device__ inline u32 cluster_rank() {
 // Cluster barrier with a relaxed arrive: earlier stores are not made visible, except mbarriers that
 // were published with fence_mbarrier_init.
 __device__ inline void cluster_sync_relaxed() {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                     : "memory");
 }
 
 // Cluster barrier with release and acquire: stores before it are visible to all blocks after it.
 __device__ inline void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                     : "memory");
 }
 
-// Arrives at the same mbarrier of block `rank` of the cluster. Has no release semantics, which would
-// cost a fence: only for stages that wgmma has read and no thread has written.
+// Arrives at the same mbarrier of block `rank` of the cluster. Has no release semantics, which
+// would cost a fence: only for stages that wgmma has read and no thread has written.
 __device__ inline void mbarrier_arrive_cluster(u32 barrier, u32 rank) {
     asm volatile("{ .reg .b32 there;\n"
                  "mapa.shared::cluster.u32 there, %0, %1;\n"
@@ -31,17 +33,19 @@ __device__ inline void mbarrier_arrive_cluster(u32 barrier, u32 rank) {
                  : "memory");
 }
 
-// Loads a box to the same shared-memory offset of every block in the bit mask `blocks`; each block's
-// own mbarrier counts the bytes.
-__device__ inline void tma_load_multicast(u32 target, const TensorMap &map, u32 barrier, int x, int y, unsigned short blocks) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-                 "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target),
-                 "l"(&map), "r"(barrier), "r"(x), "r"(y), "h"(blocks)
-                 : "memory");
+// Loads a box to the same shared-memory offset of every block in the bit mask `blocks`; each
+// block's own mbarrier counts the bytes.
+__device__ inline void tma_load_multicast(u32 target, const TensorMap& map, u32 barrier, int x,
+                                          int y, unsigned short blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target),
+        "l"(&map), "r"(barrier), "r"(x), "r"(y), "h"(blocks)
+        : "memory");
 }
 
 // Loads a float of block `rank` at the shared-memory offset of `local`.
-__device__ inline float dsmem_load(const float *local, int rank) {
+__device__ inline float dsmem_load(const float* local, int rank) {
     float loaded;
     asm volatile("{ .reg .b32 there;\n"
                  "mapa.shared::cluster.u32 there, %1, %2;\n"

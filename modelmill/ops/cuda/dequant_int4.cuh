@@ -12,13 +12,16 @@ constexpr float MAGIC = 1024.0f;
 #else
 constexpr float MAGIC = 128.0f;
 #endif
-constexpr float INT4_ZERO_POINT = 8.0f; // a symmetric weight is scale · (code − INT4_ZERO_POINT)
-constexpr u32 LOW_NIBBLES = 0x0F0F0F0Fu; // of packed bytes; the high nibbles are 4 bits to the left
+constexpr float INT4_ZERO_POINT = 8.0f;  // a symmetric weight is scale · (code − INT4_ZERO_POINT)
+// of packed bytes; the high nibbles are 4 bits to the left
+constexpr u32 LOW_NIBBLES = 0x0F0F0F0Fu;
 
 // The codes at bits `shift` and `shift` + 16: (word >> shift) & 0x000F000F | MAGIC_PAIR by one lop3
 // after the shift (0xEA is the truth table of a & b | c); the compiler would emit two instructions.
 __device__ inline u32 biased_int4_pair(u32 word, int shift) {
     u32 packed;
-    asm("lop3.b32 %0, %1, 0x000F000F, %2, 0xEA;" : "=r"(packed) : "r"(word >> shift), "r"(MAGIC_PAIR));
+    asm("lop3.b32 %0, %1, 0x000F000F, %2, 0xEA;"
+        : "=r"(packed)
+        : "r"(word >> shift), "r"(MAGIC_PAIR));
     return packed;
 }

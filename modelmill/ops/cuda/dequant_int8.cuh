@@ -5,9 +5,9 @@
 #include "half_types.cuh"
 
 #ifdef HALF
-constexpr u32 MAGIC_PAIR = 0x64006400u; // 1024 twice, ten bits behind its point
+constexpr u32 MAGIC_PAIR = 0x64006400u;  // 1024 twice, ten bits behind its point
 #else
-constexpr u32 MAGIC_PAIR = 0x43004300u; // 128, seven bits
+constexpr u32 MAGIC_PAIR = 0x43004300u;  // 128, seven bits
 #endif
 
 // The bytes at bits 0 and 16 as signed numbers: (MAGIC + low seven bits) − (MAGIC + sign bit).

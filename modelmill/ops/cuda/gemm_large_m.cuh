@@ -21,17 +21,19 @@
 #include "smem_pipeline.cuh"
 #include "wgmma.cuh"
 
-// BLOCK_K: 128 bytes, the widest row of the 128-byte swizzle. STAGES: as many as fit beside the output
-// in the 227 KB of shared memory of a block.
+// BLOCK_K: 128 bytes, the widest row of the 128-byte swizzle. STAGES: as many as fit beside the
+// output in the 227 KB of shared memory of a block.
 constexpr int BLOCK_M = 128, BLOCK_K = 64, STAGES = 4, CONSUMERS = 2, THREADS = 384, CLUSTER = 2;
-constexpr int HALF_BLOCK_N = BLOCK_N / 2; // rows of w that each block loads
-constexpr u32 X_BYTES = BLOCK_M * BLOCK_K * 2, W_BYTES = BLOCK_N * BLOCK_K * 2, W_HALF = W_BYTES / CLUSTER;
+constexpr int HALF_BLOCK_N = BLOCK_N / 2;  // rows of w that each block loads
+constexpr u32 X_BYTES = BLOCK_M * BLOCK_K * 2, W_BYTES = BLOCK_N * BLOCK_K * 2,
+              W_HALF = W_BYTES / CLUSTER;
 constexpr u32 AT_W = STAGES * X_BYTES, AT_OUT = AT_W + STAGES * W_BYTES;
-constexpr int SUMS = BLOCK_N / 2, PACKED = SUMS / 2; // accumulator registers of a tile; registers once rounded
+// accumulator registers of a tile; registers once rounded
+constexpr int SUMS = BLOCK_N / 2, PACKED = SUMS / 2;
 static_assert(W_HALF % 1024 == 0, "");
 
-// out_columns: output columns per tile; tiles_n: tiles along N; up_offset: distance in rows of w from a
-// tile's first half to its second.
+// out_columns: output columns per tile; tiles_n: tiles along N; up_offset: distance in rows of w
+// from a tile's first half to its second.
 struct Sizes {
     int tokens, n, k_tiles, tiles_n, out_columns, up_offset;
 };
@@ -40,37 +42,45 @@ typedef PipelineBarriers<STAGES> Barriers;
 typedef PipelineState<STAGES> State;
 
 struct Tile {
-    int row, column; // of the tile's first output element
+    int row, column;  // of the tile's first output element
 };
 
 extern __shared__ __align__(1024) unsigned char shared[];
 
-__device__ inline int tile_pairs(const Sizes &sizes) { return (sizes.tokens + CLUSTER * BLOCK_M - 1) / (CLUSTER * BLOCK_M); }
+__device__ inline int tile_pairs(const Sizes& sizes) {
+    return (sizes.tokens + CLUSTER * BLOCK_M - 1) / (CLUSTER * BLOCK_M);
+}
 
 // Rasterization: bands of BAND M tiles; within a band M runs fastest.
-__device__ inline Tile tile_of(const Sizes &sizes, int index, int rank) {
-    const int all = tile_pairs(sizes), band = index / (BAND * sizes.tiles_n), left = index - band * BAND * sizes.tiles_n;
+__device__ inline Tile tile_of(const Sizes& sizes, int index, int rank) {
+    const int all = tile_pairs(sizes), band = index / (BAND * sizes.tiles_n),
+              left = index - band * BAND * sizes.tiles_n;
     const int high = all - band * BAND < BAND ? all - band * BAND : BAND;
-    return {((band * BAND + left % high) * CLUSTER + rank) * BLOCK_M, left / high * sizes.out_columns};
+    return {((band * BAND + left % high) * CLUSTER + rank) * BLOCK_M,
+            left / high * sizes.out_columns};
 }
 
 // Calls body for every tile of this cluster.
-template <typename Body> __device__ __forceinline__ void each_tile(const Sizes &sizes, Body body) {
+template <typename Body> __device__ __forceinline__ void each_tile(const Sizes& sizes, Body body) {
     const int count = tile_pairs(sizes) * sizes.tiles_n, rank = cluster_rank();
-    for (int index = blockIdx.x / CLUSTER; index < count; index += gridDim.x / CLUSTER) body(tile_of(sizes, index, rank));
+    for (int index = blockIdx.x / CLUSTER; index < count; index += gridDim.x / CLUSTER)
+        body(tile_of(sizes, index, rank));
 }
 
-__device__ void load(const TensorMap &x_map, const TensorMap &w_map, const Sizes &sizes, Barriers &barriers) {
+__device__ void load(const TensorMap& x_map, const TensorMap& w_map, const Sizes& sizes,
+                     Barriers& barriers) {
     const u32 base = shared_address(shared);
     const int rank = cluster_rank();
-    auto load_x = [&](const Tile &tile, int k_tile, int stage) {
-        tma_load(base + stage * X_BYTES, x_map, shared_address(&barriers.full[stage]), k_tile * BLOCK_K, tile.row);
+    auto load_x = [&](const Tile& tile, int k_tile, int stage) {
+        tma_load(base + stage * X_BYTES, x_map, shared_address(&barriers.full[stage]),
+                 k_tile * BLOCK_K, tile.row);
     };
-    auto load_w = [&](const Tile &tile, int k_tile, int stage) {
+    auto load_w = [&](const Tile& tile, int k_tile, int stage) {
         const u32 full = shared_address(&barriers.full[stage]);
         mbarrier_arrive_expect_tx(full, X_BYTES + W_BYTES);
-        const int w_row = tile.column + rank * sizes.up_offset; // each block loads one half
-        tma_load_multicast(base + AT_W + stage * W_BYTES + rank * W_HALF, w_map, full, k_tile * BLOCK_K, w_row, 3);
+        const int w_row = tile.column + rank * sizes.up_offset;  // each block loads one half
+        tma_load_multicast(base + AT_W + stage * W_BYTES + rank * W_HALF, w_map, full,
+                           k_tile * BLOCK_K, w_row, 3);
     };
     // PDL: the first weights are loaded while the previous kernel still computes x.
     const int ahead = sizes.k_tiles < STAGES ? sizes.k_tiles : STAGES;
@@ -79,7 +89,7 @@ __device__ void load(const TensorMap &x_map, const TensorMap &w_map, const Sizes
     pdl_wait();
     for (int k_tile = 0; k_tile < ahead; ++k_tile) load_x(on_tile_start, k_tile, k_tile);
     State at;
-    int in_flight = ahead; // K tiles that were issued before the loop
+    int in_flight = ahead;  // K tiles that were issued before the loop
     each_tile(sizes, [&](Tile tile) {
         for (int k_tile = 0; k_tile < sizes.k_tiles; ++k_tile, at.advance()) {
             if (in_flight-- > 0) continue;
@@ -90,8 +100,9 @@ __device__ void load(const TensorMap &x_map, const TensorMap &w_map, const Sizes
     });
 }
 
-// A consumer's rounded output tile, stored in PARTS of SLICES, one slice per K tile of the next tile.
-// packed[2i], packed[2i + 1]: columns 8i + 2·(t % 4), + 1 of the thread's first row and of that + 8.
+// A consumer's rounded output tile, stored in PARTS of SLICES, one slice per K tile of the next
+// tile. packed[2i], packed[2i + 1]: columns 8i + 2·(t % 4), + 1 of the thread's first row and of
+// that + 8.
 struct OutputTile {
     u32 packed[PACKED];
     Tile tile;
@@ -102,38 +113,41 @@ struct OutputTile {
 // * on_tile_start(tile): called after the tile's first wgmmas were issued;
 // * convert(out_tile, d): rounds the accumulators;  * finish(): called after the last tile.
 template <typename Epilogue> struct Multiply {
-    Epilogue &epilogue;
-    const Sizes &sizes;
-    Barriers &barriers;
+    Epilogue& epilogue;
+    const Sizes& sizes;
+    Barriers& barriers;
     const int consumer, lane = threadIdx.x % 32;
     State at{};
-    int last = -1; // stage read by the wgmmas that may still run
-    int done = 0;  // K tiles of the current tile
+    int last = -1;  // stage read by the wgmmas that may still run
+    int done = 0;   // K tiles of the current tile
     OutputTile out_tile{};
-    bool has_output = false; // whether out_tile holds a tile
+    bool has_output = false;  // whether out_tile holds a tile
     float d[SUMS];
 
     __device__ __forceinline__ void release() const {
-        if (last >= 0 && lane < CLUSTER) mbarrier_arrive_cluster(shared_address(&barriers.empty[last]), lane);
+        if (last >= 0 && lane < CLUSTER)
+            mbarrier_arrive_cluster(shared_address(&barriers.empty[last]), lane);
     }
 
     __device__ __forceinline__ void k_tile() {
         const u32 base = shared_address(shared);
         mbarrier_wait(shared_address(&barriers.full[at.stage]), at.parity);
-        const u32 x = base + at.stage * X_BYTES + consumer * (X_BYTES / CONSUMERS), w = base + AT_W + at.stage * W_BYTES;
+        const u32 x = base + at.stage * X_BYTES + consumer * (X_BYTES / CONSUMERS),
+                  w = base + AT_W + at.stage * W_BYTES;
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < BLOCK_K / 16; ++i)
-            wgmma(d, k_major_descriptor(x + i * 32, SWIZZLE_ATOM_BYTES), k_major_descriptor(w + i * 32, SWIZZLE_ATOM_BYTES), done > 0 || i > 0);
+            wgmma(d, k_major_descriptor(x + i * 32, SWIZZLE_ATOM_BYTES),
+                  k_major_descriptor(w + i * 32, SWIZZLE_ATOM_BYTES), done > 0 || i > 0);
         wgmma_commit();
-        wgmma_wait<1>(); // those of the previous K tile
+        wgmma_wait<1>();  // those of the previous K tile
         release();
         last = at.stage;
         at.advance();
         ++done;
     }
 
-    template <int PART, int SLICE> __device__ __forceinline__ void slices(const Tile &tile) {
+    template <int PART, int SLICE> __device__ __forceinline__ void slices(const Tile& tile) {
         if constexpr (SLICE < Epilogue::SLICES) {
             if (done < sizes.k_tiles) k_tile();
             if (PART == 0 && SLICE == 0) epilogue.on_tile_start(tile);
@@ -142,7 +156,7 @@ template <typename Epilogue> struct Multiply {
         }
     }
 
-    template <int PART> __device__ __forceinline__ void parts(const Tile &tile) {
+    template <int PART> __device__ __forceinline__ void parts(const Tile& tile) {
         if constexpr (PART < Epilogue::PARTS) {
             slices<PART, 0>(tile);
             while (done * Epilogue::PARTS < sizes.k_tiles * (PART + 1)) k_tile();
@@ -177,9 +191,9 @@ template <typename Epilogue> struct Multiply {
 };
 
 // Initializes the pipeline's barriers and, by own(), those of the kernel.
-template <typename Own> __device__ __forceinline__ void init_block(Barriers &barriers, Own own) {
+template <typename Own> __device__ __forceinline__ void init_block(Barriers& barriers, Own own) {
     if (threadIdx.x == 0) {
-        barriers.init(CONSUMERS * 4 * CLUSTER); // one arrival per consumer warp of each block
+        barriers.init(CONSUMERS * 4 * CLUSTER);  // one arrival per consumer warp of each block
         own();
         fence_mbarrier_init();
     }

@@ -19,15 +19,17 @@
 
 constexpr int CONSUMERS = BLOCK_M <= 64 ? 1 : BLOCK_M / 64, THREADS = CONSUMERS * 128 + 32;
 constexpr u32 X_SLAB = BLOCK_M * 128, W_SLAB = PARTS * BLOCK_N * 128;
-constexpr u32 X_BYTES = SLABS_PER_STAGE * X_SLAB, W_BYTES = SLABS_PER_STAGE * W_SLAB, AT_W = STAGES * X_BYTES;
+constexpr u32 X_BYTES = SLABS_PER_STAGE * X_SLAB, W_BYTES = SLABS_PER_STAGE * W_SLAB,
+              AT_W = STAGES * X_BYTES;
 constexpr u32 AT_BARRIERS = AT_W + STAGES * W_BYTES;
 static_assert(BLOCK_M / CLUSTER % 8 == 0, "a block's share of x is a multiple of 8 rows");
-static_assert(BLOCK_M % 64 == 0 || STAGES * W_BYTES >= 8 * SWIZZLE_ATOM_BYTES, "a wgmma reads 64 rows of x, which must be allocated");
+static_assert(BLOCK_M % 64 == 0 || STAGES * W_BYTES >= 8 * SWIZZLE_ATOM_BYTES,
+              "a wgmma reads 64 rows of x, which must be allocated");
 
 struct Work {
-    const u16 *bias; // of x's type, or null
-    u16 *out;
-    int tokens, n, stages, out_stride; // n: columns of the output; stages: K in units of a stage
+    const u16* bias;  // of x's type, or null
+    u16* out;
+    int tokens, n, stages, out_stride;  // n: columns of the output; stages: K in units of a stage
 };
 static_assert(sizeof(Work) == 32, "gemm.py packs 32 bytes");
 
@@ -42,8 +44,8 @@ __device__ inline float silu_mul_fast(float gate, float up) {
 
 struct Producer {
     const TensorMap &x_map, &w_map;
-    const Work &work;
-    Barriers &barriers;
+    const Work& work;
+    Barriers& barriers;
     u32 base, rank;
 
     __device__ u32 full(int stage) const { return shared_address(&barriers.full[stage]); }
@@ -56,7 +58,8 @@ struct Producer {
             const u32 target = base + AT_W + stage * W_BYTES + i * W_SLAB;
             if (GATED) {
                 tma_load(target, w_map, full(stage), column, blockIdx.x * BLOCK_N);
-                tma_load(target + W_SLAB / 2, w_map, full(stage), column, work.n + blockIdx.x * BLOCK_N);
+                tma_load(target + W_SLAB / 2, w_map, full(stage), column,
+                         work.n + blockIdx.x * BLOCK_N);
             } else {
                 tma_load(target, w_map, full(stage), column, blockIdx.x * (PARTS * BLOCK_N));
             }
@@ -93,7 +96,7 @@ struct Producer {
     }
 };
 
-__device__ void consume(const Work &work, Barriers &barriers, int consumer) {
+__device__ void consume(const Work& work, Barriers& barriers, int consumer) {
     const u32 base = shared_address(shared);
     const int thread = threadIdx.x % 128, lane = thread % 32;
     float d[PARTS][BLOCK_N / 2];
@@ -101,19 +104,24 @@ __device__ void consume(const Work &work, Barriers &barriers, int consumer) {
     u32 parity = 0;
     for (int step = 0; step < work.stages; ++step) {
         mbarrier_wait(shared_address(&barriers.full[stage]), parity);
-        const u32 x = base + stage * X_BYTES + consumer * 64 * 128, w = base + AT_W + stage * W_BYTES;
+        const u32 x = base + stage * X_BYTES + consumer * 64 * 128,
+                  w = base + AT_W + stage * W_BYTES;
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < SLABS_PER_STAGE * 4; ++i) {
-            const u64 left = k_major_descriptor(x + i / 4 * X_SLAB + i % 4 * 32, SWIZZLE_ATOM_BYTES);
+            const u64 left =
+                k_major_descriptor(x + i / 4 * X_SLAB + i % 4 * 32, SWIZZLE_ATOM_BYTES);
 #pragma unroll
             for (int part = 0; part < PARTS; ++part)
-                wgmma(d[part], left, k_major_descriptor(w + i / 4 * W_SLAB + part * (BLOCK_N * 128) + i % 4 * 32, SWIZZLE_ATOM_BYTES),
-                        step > 0 || i > 0);
+                wgmma(d[part], left,
+                      k_major_descriptor(w + i / 4 * W_SLAB + part * (BLOCK_N * 128) + i % 4 * 32,
+                                         SWIZZLE_ATOM_BYTES),
+                      step > 0 || i > 0);
         }
         wgmma_commit();
-        wgmma_wait<1>(); // those of the previous step
-        if (last >= 0 && lane < CLUSTER) mbarrier_arrive_cluster(shared_address(&barriers.empty[last]), lane);
+        wgmma_wait<1>();  // those of the previous step
+        if (last >= 0 && lane < CLUSTER)
+            mbarrier_arrive_cluster(shared_address(&barriers.empty[last]), lane);
         last = stage;
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
@@ -131,20 +139,25 @@ __device__ void consume(const Work &work, Barriers &barriers, int consumer) {
             float add[2] = {0.0f, 0.0f}, more[2] = {0.0f, 0.0f};
             if (work.bias != nullptr) {
                 add[0] = to_float(work.bias[column]), add[1] = to_float(work.bias[column + 1]);
-                if (GATED) more[0] = to_float(work.bias[work.n + column]), more[1] = to_float(work.bias[work.n + column + 1]);
+                if (GATED)
+                    more[0] = to_float(work.bias[work.n + column]),
+                    more[1] = to_float(work.bias[work.n + column + 1]);
             }
 #pragma unroll
             for (int down = 0; down < 2; ++down) {
                 const int token = row + 8 * down;
-                u32 both = rounded_pair(d[part][4 * i + 2 * down] + add[0], d[part][4 * i + 2 * down + 1] + add[1]);
+                u32 both = rounded_pair(d[part][4 * i + 2 * down] + add[0],
+                                        d[part][4 * i + 2 * down + 1] + add[1]);
                 if (GATED) {
                     const u32 up = rounded_pair(d[PARTS - 1][4 * i + 2 * down] + more[0],
                                                 d[PARTS - 1][4 * i + 2 * down + 1] + more[1]);
-                    both = rounded_pair(silu_mul_fast(to_float(both & 0xFFFF), to_float(up & 0xFFFF)),
-                                        silu_mul_fast(to_float(both >> 16), to_float(up >> 16)));
+                    both =
+                        rounded_pair(silu_mul_fast(to_float(both & 0xFFFF), to_float(up & 0xFFFF)),
+                                     silu_mul_fast(to_float(both >> 16), to_float(up >> 16)));
                 }
                 if (token < work.tokens)
-                    *reinterpret_cast<u32 *>(work.out + static_cast<long long>(token) * work.out_stride + column) = both;
+                    *reinterpret_cast<u32*>(
+                        work.out + static_cast<long long>(token) * work.out_stride + column) = both;
             }
         }
     }
@@ -154,12 +167,12 @@ extern "C" __global__ void
 #if CLUSTER > 1
 __cluster_dims__(CLUSTER, 1, 1)
 #endif
-__launch_bounds__(THREADS, 1)
-    gemm_small_m(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
-             const __grid_constant__ Work work) {
-    Barriers &barriers = *reinterpret_cast<Barriers *>(shared + AT_BARRIERS);
+    __launch_bounds__(THREADS, 1)
+        gemm_small_m(const __grid_constant__ TensorMap x_map,
+                     const __grid_constant__ TensorMap w_map, const __grid_constant__ Work work) {
+    Barriers& barriers = *reinterpret_cast<Barriers*>(shared + AT_BARRIERS);
     if (threadIdx.x == 0) {
-        barriers.init(CONSUMERS * 4 * CLUSTER); // one arrival per consumer warp of each block
+        barriers.init(CONSUMERS * 4 * CLUSTER);  // one arrival per consumer warp of each block
         fence_mbarrier_init();
         prefetch_tensor_map(x_map);
         prefetch_tensor_map(w_map);
@@ -171,10 +184,17 @@ __launch_bounds__(THREADS, 1)
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (group == CONSUMERS) {
         if (threadIdx.x % 32 == 0)
-            Producer{x_map, w_map, work, barriers, shared_address(shared), CLUSTER > 1 ? cluster_rank() : 0}.run();
+            Producer{x_map,
+                     w_map,
+                     work,
+                     barriers,
+                     shared_address(shared),
+                     CLUSTER > 1 ? cluster_rank() : 0}
+                .run();
         __syncwarp();
     } else {
         consume(work, barriers, group);
     }
-    if (CLUSTER > 1) cluster_sync_relaxed(); // no block may exit while multicasts or remote arrivals target it
+    // no block may exit while multicasts or remote arrivals target it
+    if (CLUSTER > 1) cluster_sync_relaxed();
 }

@@ -4,12 +4,13 @@
 #include "hopper.cuh"
 
 #ifdef HALF
-#define TYPE "f16"
+#    define TYPE "f16"
 #else
-#define TYPE "bf16"
+#    define TYPE "bf16"
 #endif
 
-constexpr float LOG2E = 1.4426950408889634f; // exponentials are powers of two: e^x = 2^(x · LOG2E)
+// exponentials are powers of two: e^x = 2^(x · LOG2E)
+constexpr float LOG2E = 1.4426950408889634f;
 
 __device__ inline float exp2_fast(float x) {
     float y;

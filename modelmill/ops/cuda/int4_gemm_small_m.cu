@@ -24,18 +24,19 @@
 #include "wgmma.cuh"
 
 constexpr int ROWS = 64 * CONSUMERS, CONSUMER_THREADS = 128 * CONSUMERS, COLUMNS = 128;
-constexpr int PITCH = ROWS + 4; // row pitch of the results, without bank conflicts in a quad
-constexpr u32 SLAB_BYTES = BLOCK_M * 128, STAGE_BYTES = 2 * SLAB_BYTES; // SLAB_BYTES: 64 columns of all rows of x
+constexpr int PITCH = ROWS + 4;  // row pitch of the results, without bank conflicts in a quad
+// SLAB_BYTES: 64 columns of all rows of x
+constexpr u32 SLAB_BYTES = BLOCK_M * 128, STAGE_BYTES = 2 * SLAB_BYTES;
 static_assert(STAGES * STAGE_BYTES >= BLOCK_M * PITCH * 4, "the results must fit where x was");
 static_assert(BLOCK_M % SPLIT == 0, "each block of a cluster writes BLOCK_M / SPLIT output rows");
 
 struct Work {
-    const uint4 *weight;
-    const u16 *scale, *offset; // float16 [N, groups]
-    const float *sums;         // of x, [groups, BLOCK_M]
-    const u16 *bias;           // of x's type, or null
-    u16 *out;
-    int tokens, rows, runs, groups, shift, max_groups; // max_groups: groups of a block at most
+    const uint4* weight;
+    const u16 *scale, *offset;  // float16 [N, groups]
+    const float* sums;          // of x, [groups, BLOCK_M]
+    const u16* bias;            // of x's type, or null
+    u16* out;
+    int tokens, rows, runs, groups, shift, max_groups;  // max_groups: groups of a block at most
 };
 static_assert(sizeof(Work) == 72, "int4_gemm_small_m.py packs 72 bytes");
 
@@ -46,7 +47,7 @@ extern __shared__ __align__(1024) unsigned char shared[];
 #include "int4_gemm_small_m_tile.cuh"
 
 struct Range {
-    int begin, end; // K tiles of 128 columns of this block
+    int begin, end;  // K tiles of 128 columns of this block
 };
 
 __device__ inline Range range_of(int rank, int k_tiles) {
@@ -54,9 +55,9 @@ __device__ inline Range range_of(int rank, int k_tiles) {
     return {min(rank * each, k_tiles), min((rank + 1) * each, k_tiles)};
 }
 
-__device__ inline void load(const TensorMap &x_map, Barriers &barriers, u32 base, Range range) {
+__device__ inline void load(const TensorMap& x_map, Barriers& barriers, u32 base, Range range) {
     int stage = 0;
-    u32 parity = 1; // a new barrier behaves as if a phase of parity 1 had completed
+    u32 parity = 1;  // a new barrier behaves as if a phase of parity 1 had completed
     for (int k_tile = range.begin; k_tile < range.end; ++k_tile) {
         mbarrier_wait(shared_address(&barriers.empty[stage]), parity);
         const u32 full = shared_address(&barriers.full[stage]), target = base + stage * STAGE_BYTES;
@@ -69,25 +70,34 @@ __device__ inline void load(const TensorMap &x_map, Barriers &barriers, u32 base
 
 // Layout of shared memory.
 struct Layout {
-    float *sums;    // [max_groups][BLOCK_M]
-    float2 *grids;  // [ROWS][max_groups + 1], {scale, offset}
-    float *results; // [BLOCK_M][PITCH], overwrites x
+    float* sums;     // [max_groups][BLOCK_M]
+    float2* grids;   // [ROWS][max_groups + 1], {scale, offset}
+    float* results;  // [BLOCK_M][PITCH], overwrites x
 };
 
 // Copies scales and offsets of the block's rows and groups to shared memory as float32.
-__device__ inline void stage_scales(const Work &w, const Layout &to, int tile, int first, int count) {
+__device__ inline void stage_scales(const Work& w, const Layout& to, int tile, int first,
+                                    int count) {
     for (int i = threadIdx.x; i < ROWS * count; i += CONSUMER_THREADS) {
         const int local_row = i / count, g = i - local_row * count;
-        const long long at = static_cast<long long>(weight_row<ROWS>(tile, local_row, w.rows)) * w.groups + first + g;
-        to.grids[local_row * (w.max_groups + 1) + g] = {half_to_float(w.scale[at]), OFFSET ? half_to_float(w.offset[at]) : 0.0f};
+        const long long at =
+            static_cast<long long>(weight_row<ROWS>(tile, local_row, w.rows)) * w.groups + first +
+            g;
+        to.grids[local_row * (w.max_groups + 1) + g] = {
+            half_to_float(w.scale[at]), OFFSET ? half_to_float(w.offset[at]) : 0.0f};
     }
 }
 
-__device__ inline void consume_tiles(const Work &w, Barriers &barriers, u32 base, const Layout &to, int tile, Range range) {
-    const int lane = threadIdx.x % 32, quad_lane = lane % 4, local_row = threadIdx.x / 32 * 16 + lane / 4;
-    const WeightPointers at = {w.weight + static_cast<long long>(weight_row<ROWS>(tile, local_row, w.rows)) * w.runs + quad_lane,
-                      w.weight + static_cast<long long>(weight_row<ROWS>(tile, local_row + 8, w.rows)) * w.runs + quad_lane,
-                      (w.runs - quad_lane + 3) / 4};
+__device__ inline void consume_tiles(const Work& w, Barriers& barriers, u32 base, const Layout& to,
+                                     int tile, Range range) {
+    const int lane = threadIdx.x % 32, quad_lane = lane % 4,
+              local_row = threadIdx.x / 32 * 16 + lane / 4;
+    const WeightPointers at = {
+        w.weight + static_cast<long long>(weight_row<ROWS>(tile, local_row, w.rows)) * w.runs +
+            quad_lane,
+        w.weight + static_cast<long long>(weight_row<ROWS>(tile, local_row + 8, w.rows)) * w.runs +
+            quad_lane,
+        (w.runs - quad_lane + 3) / 4};
     KTile prefetched[PREFETCH];
 #pragma unroll
     for (int s = 0; s < PREFETCH; ++s) {
@@ -97,12 +107,15 @@ __device__ inline void consume_tiles(const Work &w, Barriers &barriers, u32 base
     stage_scales(w, to, tile, first, count);
     pdl_wait();
     pdl_launch_dependents();
-    for (int i = threadIdx.x; i < count * BLOCK_M; i += CONSUMER_THREADS) to.sums[i] = w.sums[first * BLOCK_M + i];
+    for (int i = threadIdx.x; i < count * BLOCK_M; i += CONSUMER_THREADS)
+        to.sums[i] = w.sums[first * BLOCK_M + i];
     named_barrier_sync(1, CONSUMER_THREADS);
     float total[BLOCK_M / 2] = {}, part[BLOCK_M / 2];
-    const float2 *grid_low = to.grids + local_row * (w.max_groups + 1), *grid_high = grid_low + 8 * (w.max_groups + 1);
-    const float2 *sums = reinterpret_cast<const float2 *>(to.sums) + quad_lane;
-    const u32 full = shared_address(&barriers.full[0]); // the other barriers follow at 8 bytes each
+    const float2 *grid_low = to.grids + local_row * (w.max_groups + 1),
+                 *grid_high = grid_low + 8 * (w.max_groups + 1);
+    const float2* sums = reinterpret_cast<const float2*>(to.sums) + quad_lane;
+    // the other barriers follow at 8 bytes each
+    const u32 full = shared_address(&barriers.full[0]);
     const u64 x = k_major_descriptor(base, SWIZZLE_ATOM_BYTES);
     int stage = 0;
     u32 parity = 0;
@@ -113,7 +126,8 @@ __device__ inline void consume_tiles(const Work &w, Barriers &barriers, u32 base
             if (k_tile < range.end) {
                 const KTile tile_regs = prefetched[s];
                 if (k_tile + PREFETCH < range.end) fetch(prefetched[s], at, k_tile + PREFETCH);
-                tile_mma(part, tile_regs, x + stage * (STAGE_BYTES / 16), full + 8 * stage, parity, quad_lane);
+                tile_mma(part, tile_regs, x + stage * (STAGE_BYTES / 16), full + 8 * stage, parity,
+                         quad_lane);
                 if (lane == 0) mbarrier_arrive(full + 8 * (STAGES + stage));
                 if (++stage == STAGES) stage = 0, parity ^= 1;
                 const int group = (k_tile >> w.shift) - first;
@@ -121,7 +135,7 @@ __device__ inline void consume_tiles(const Work &w, Barriers &barriers, u32 base
             }
         }
     }
-    named_barrier_sync(1, CONSUMER_THREADS); // all consumers have read x
+    named_barrier_sync(1, CONSUMER_THREADS);  // all consumers have read x
 #pragma unroll
     for (int i = 0; i < BLOCK_M / 2; ++i) {
         const int token = i / 4 * 8 + quad_lane * 2 + i % 2;
@@ -129,7 +143,7 @@ __device__ inline void consume_tiles(const Work &w, Barriers &barriers, u32 base
     }
 }
 
-__device__ inline float summed(const float *at, const u16 *bias, int row) {
+__device__ inline float summed(const float* at, const u16* bias, int row) {
     float sum = 0.0f;
 #pragma unroll
     for (int rank = 0; rank < SPLIT; ++rank) sum += SPLIT > 1 ? dsmem_load(at, rank) : *at;
@@ -137,13 +151,14 @@ __device__ inline float summed(const float *at, const u16 *bias, int row) {
 }
 
 // Stores this block's rows of the output, all columns of the tile.
-__device__ inline void finish(const Work &w, const float *results, int tile, int rank) {
+__device__ inline void finish(const Work& w, const float* results, int tile, int rank) {
     constexpr int OUT_COLUMNS = GATED ? ROWS / 2 : ROWS, EACH = BLOCK_M / SPLIT;
     const int columns = GATED ? w.rows / 2 : w.rows;
     for (int i = threadIdx.x; i < EACH * OUT_COLUMNS; i += CONSUMER_THREADS) {
-        const int token = rank * EACH + i / OUT_COLUMNS, own = i % OUT_COLUMNS, column = tile * OUT_COLUMNS + own;
+        const int token = rank * EACH + i / OUT_COLUMNS, own = i % OUT_COLUMNS,
+                  column = tile * OUT_COLUMNS + own;
         if (token >= w.tokens || column >= columns) continue;
-        const float *at = results + token * PITCH + (GATED ? own / 8 * 16 + own % 8 : own);
+        const float* at = results + token * PITCH + (GATED ? own / 8 * 16 + own % 8 : own);
         u16 result = rounded(summed(at, w.bias, column));
         if (GATED) {
             const u16 up = rounded(summed(at + 8, w.bias, column + columns));
@@ -157,15 +172,15 @@ extern "C" __global__ void
 #if SPLIT > 1
 __cluster_dims__(SPLIT, 1, 1)
 #endif
-__launch_bounds__(CONSUMER_THREADS + 32, 1)
-    int4_gemm_small_m(const __grid_constant__ TensorMap x_map, const __grid_constant__ Work w) {
+    __launch_bounds__(CONSUMER_THREADS + 32, 1)
+        int4_gemm_small_m(const __grid_constant__ TensorMap x_map, const __grid_constant__ Work w) {
     const int rank = SPLIT > 1 ? cluster_rank() : 0, tile = blockIdx.x / SPLIT;
     const u32 base = shared_address(shared);
     Layout to;
-    to.results = reinterpret_cast<float *>(shared);
-    to.sums = reinterpret_cast<float *>(shared + STAGES * STAGE_BYTES);
-    to.grids = reinterpret_cast<float2 *>(to.sums + w.max_groups * BLOCK_M);
-    Barriers &barriers = *reinterpret_cast<Barriers *>(to.grids + ROWS * (w.max_groups + 1));
+    to.results = reinterpret_cast<float*>(shared);
+    to.sums = reinterpret_cast<float*>(shared + STAGES * STAGE_BYTES);
+    to.grids = reinterpret_cast<float2*>(to.sums + w.max_groups * BLOCK_M);
+    Barriers& barriers = *reinterpret_cast<Barriers*>(to.grids + ROWS * (w.max_groups + 1));
     if (threadIdx.x == 0) {
         barriers.init(CONSUMERS * 4);
         fence_mbarrier_init();
@@ -180,25 +195,28 @@ __launch_bounds__(CONSUMER_THREADS + 32, 1)
         if (threadIdx.x % 32 == 0) load(x_map, barriers, base, range);
         __syncwarp();
     }
-    // This cluster barrier is relaxed (cluster.cuh). By the memory model the results, which other blocks read after it,
-    // need a release; it stays relaxed until the release variant has been measured.
+    // This cluster barrier is relaxed (cluster.cuh). By the memory model the results, which other
+    // blocks read after it, need a release; it stays relaxed until the release variant has been
+    // measured.
     if (SPLIT > 1)
         cluster_sync_relaxed();
     else if (is_consumer)
         named_barrier_sync(1, CONSUMER_THREADS);
     if (is_consumer) finish(w, to.results, tile, rank);
-    if (SPLIT > 1) cluster_sync_relaxed(); // no block may exit while others read its shared memory
+    // no block may exit while others read its shared memory
+    if (SPLIT > 1) cluster_sync_relaxed();
 }
 
 struct GroupSumWork {
-    const u16 *x;
-    float *sums; // [groups, BLOCK_M]
-    int tokens, columns, stride, groups, group; // group: columns per group
+    const u16* x;
+    float* sums;                                 // [groups, BLOCK_M]
+    int tokens, columns, stride, groups, group;  // group: columns per group
 };
 static_assert(sizeof(GroupSumWork) == 40, "int4_gemm_small_m.py packs 40 bytes");
 
 // Sums of x per row and group, one warp per sum: [groups, BLOCK_M] float32.
-extern "C" __global__ void __launch_bounds__(256) group_sums(const __grid_constant__ GroupSumWork w) {
+extern "C" __global__ void __launch_bounds__(256)
+    group_sums(const __grid_constant__ GroupSumWork w) {
     pdl_wait();
     pdl_launch_dependents();
     const int at = blockIdx.x * 8 + threadIdx.x / 32, g = at / BLOCK_M, token = at % BLOCK_M;
@@ -206,10 +224,11 @@ extern "C" __global__ void __launch_bounds__(256) group_sums(const __grid_consta
     float sum = 0.0f;
     if (token < w.tokens) {
         const int end = min((g + 1) * w.group, w.columns);
-        const u16 *row = w.x + static_cast<long long>(token) * w.stride;
+        const u16* row = w.x + static_cast<long long>(token) * w.stride;
         for (int column = g * w.group + threadIdx.x % 32 * 4; column < end; column += 128) {
-            const uint2 four = *reinterpret_cast<const uint2 *>(row + column);
-            sum += (to_float(four.x & 0xFFFF) + to_float(four.x >> 16)) + (to_float(four.y & 0xFFFF) + to_float(four.y >> 16));
+            const uint2 four = *reinterpret_cast<const uint2*>(row + column);
+            sum += (to_float(four.x & 0xFFFF) + to_float(four.x >> 16)) +
+                   (to_float(four.y & 0xFFFF) + to_float(four.y >> 16));
         }
     }
     sum = warp_sum(sum);

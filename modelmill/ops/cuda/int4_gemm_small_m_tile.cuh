@@ -19,7 +19,7 @@ __device__ inline void transpose_quad(u32 (&v)[4], int quad_lane) {
 }
 
 // Byte order for the quad: thread p's word has columns 2 p, 2 p + 8, 2 p + 1, 2 p + 9 of the run.
-__device__ inline void to_operand_order(u32 (&v)[4], const uint4 &run) {
+__device__ inline void to_operand_order(u32 (&v)[4], const uint4& run) {
     v[0] = __byte_perm(run.x, run.z, 0x5140);
     v[1] = __byte_perm(run.x, run.z, 0x7362);
     v[2] = __byte_perm(run.y, run.w, 0x5140);
@@ -32,17 +32,18 @@ struct KTile {
 
 struct WeightPointers {
     const uint4 *low, *high;
-    int num_tiles; // K tiles in which this thread has a run
+    int num_tiles;  // K tiles in which this thread has a run
 };
 
-__device__ inline void fetch(KTile &tile, const WeightPointers &at, int k_tile) {
+__device__ inline void fetch(KTile& tile, const WeightPointers& at, int k_tile) {
     const uint4 zero = {0, 0, 0, 0};
     tile.low = k_tile < at.num_tiles ? load_once(at.low + 4 * k_tile) : zero;
     tile.high = k_tile < at.num_tiles ? load_once(at.high + 4 * k_tile) : zero;
 }
 
 // part = 64 weight rows times x for one K tile.
-__device__ inline void tile_mma(float (&part)[BLOCK_M / 2], const KTile &tile, u64 x, u32 full, u32 parity, int quad_lane) {
+__device__ inline void tile_mma(float (&part)[BLOCK_M / 2], const KTile& tile, u64 x, u32 full,
+                                u32 parity, int quad_lane) {
     u32 low[4], high[4];
     to_operand_order(low, tile.low);
     to_operand_order(high, tile.high);
@@ -54,8 +55,10 @@ __device__ inline void tile_mma(float (&part)[BLOCK_M / 2], const KTile &tile, u
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             u32(&to)[4] = a[2 * run + half];
-            to[0] = biased_int4_pair(low[run], 4 * half), to[1] = biased_int4_pair(high[run], 4 * half);
-            to[2] = biased_int4_pair(low[run], 4 * half + 8), to[3] = biased_int4_pair(high[run], 4 * half + 8);
+            to[0] = biased_int4_pair(low[run], 4 * half),
+            to[1] = biased_int4_pair(high[run], 4 * half);
+            to[2] = biased_int4_pair(low[run], 4 * half + 8),
+            to[3] = biased_int4_pair(high[run], 4 * half + 8);
         }
     }
     mbarrier_wait(full, parity);
@@ -68,15 +71,16 @@ __device__ inline void tile_mma(float (&part)[BLOCK_M / 2], const KTile &tile, u
     }
     wgmma_commit();
 #pragma unroll
-    for (int i = 0; i < 8; ++i) wgmma_fence_operand(a[i]); // wgmma reads these registers until it completes
+    // wgmma reads these registers until it completes
+    for (int i = 0; i < 8; ++i) wgmma_fence_operand(a[i]);
     wgmma_wait<0>();
     wgmma_fence_operand(part);
 #pragma unroll
     for (int i = 0; i < 8; ++i) wgmma_fence_operand(a[i]);
 }
 
-__device__ inline void flush(float (&total)[BLOCK_M / 2], const float (&part)[BLOCK_M / 2], float2 low, float2 high,
-                             const float2 *sums) {
+__device__ inline void flush(float (&total)[BLOCK_M / 2], const float (&part)[BLOCK_M / 2],
+                             float2 low, float2 high, const float2* sums) {
     const float base_low = (OFFSET ? low.y : -INT4_ZERO_POINT * low.x) - MAGIC * low.x;
     const float base_high = (OFFSET ? high.y : -INT4_ZERO_POINT * high.x) - MAGIC * high.x;
 #pragma unroll

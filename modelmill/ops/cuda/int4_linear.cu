@@ -17,25 +17,26 @@
 #include "dequant_int4.cuh"
 #include "weight_only.cuh"
 
-constexpr int WORDS = K_TILE / 32; // of a thread's quarter of a K tile
+constexpr int WORDS = K_TILE / 32;  // of a thread's quarter of a K tile
 
 // Strides are in elements.
 struct Work {
-    const u16 *x;
-    const u32 *weight;
-    const ScaleT *scale, *offset; // [N, groups]
-    const u16 *bias;            // of x's type, or null
-    u16 *out;
+    const u16* x;
+    const u32* weight;
+    const ScaleT *scale, *offset;  // [N, groups]
+    const u16* bias;               // of x's type, or null
+    u16* out;
     int tokens, rows, runs, x_stride, groups;
-    int shift; // log2 of the K tiles that share a scale
+    int shift;  // log2 of the K tiles that share a scale
 };
 static_assert(sizeof(Work) == 72, "int4_linear.py packs 72 bytes");
 
-// This thread's pointers: its quarter of the first K tile of two weight rows, their scales, its rows of x.
+// This thread's pointers: its quarter of the first K tile of two weight rows, their scales, its
+// rows of x.
 struct ThreadPointers {
     const u32 *low, *high;
     const float2 *grid_low, *grid_high;
-    const u16 *x[M_TILES]; // null: the row does not exist
+    const u16* x[M_TILES];  // null: the row does not exist
 };
 
 // This thread's quarter of a K tile of two weight rows.
@@ -43,7 +44,7 @@ struct KTile {
     u32 low[WORDS], high[WORDS];
 };
 
-__device__ inline void fetch(KTile &tile, const ThreadPointers &at, int k_tile, bool in_bounds) {
+__device__ inline void fetch(KTile& tile, const ThreadPointers& at, int k_tile, bool in_bounds) {
     if (in_bounds) {
         fetch_words<WORDS>(tile.low, at.low + 4 * WORDS * k_tile);
         fetch_words<WORDS>(tile.high, at.high + 4 * WORDS * k_tile);
@@ -61,24 +62,25 @@ struct Four {
 };
 
 // Loads the columns of a row of x that are multiplied with one or two words of a thread's quarter.
-__device__ inline void fetch_x(Four (&to)[2], const u16 *from, bool in_bounds) {
+__device__ inline void fetch_x(Four (&to)[2], const u16* from, bool in_bounds) {
     const uint4 zero = {0, 0, 0, 0};
-    const uint4 *at = reinterpret_cast<const uint4 *>(from);
+    const uint4* at = reinterpret_cast<const uint4*>(from);
     const uint4 near = in_bounds ? at[0] : zero, far = in_bounds ? at[2] : zero;
     to[0] = {{near.x, near.y}, {far.x, far.y}};
     to[1] = {{near.z, near.w}, {far.z, far.w}};
 }
 
-__device__ inline void fetch_x(Four (&to)[1], const u16 *from, bool in_bounds) {
+__device__ inline void fetch_x(Four (&to)[1], const u16* from, bool in_bounds) {
     const uint2 zero = {0, 0};
-    const uint2 *at = reinterpret_cast<const uint2 *>(from);
+    const uint2* at = reinterpret_cast<const uint2*>(from);
     const uint2 near = in_bounds ? at[0] : zero, far = in_bounds ? at[4] : zero;
     to[0] = {{near.x, near.y}, {far.x, far.y}};
 }
 
 // total += 16 weight rows times up to 8 M_TILES rows of x, for one K tile.
-__device__ inline void add(float (&total)[M_TILES][4], const KTile &tile, const ThreadPointers &at, int k_tile, bool in_bounds, int group) {
-    constexpr int WORDS_PER_LOAD = WORDS > 1 ? 2 : 1; // words per 16 bytes of x
+__device__ inline void add(float (&total)[M_TILES][4], const KTile& tile, const ThreadPointers& at,
+                           int k_tile, bool in_bounds, int group) {
+    constexpr int WORDS_PER_LOAD = WORDS > 1 ? 2 : 1;  // words per 16 bytes of x
     float part[M_TILES][4] = {}, sums[M_TILES][4] = {};
 #pragma unroll
     for (int j = 0; j < WORDS / WORDS_PER_LOAD; ++j) {
@@ -88,15 +90,16 @@ __device__ inline void add(float (&total)[M_TILES][4], const KTile &tile, const 
             fetch_x(x, at.x[n] + K_TILE * k_tile + 8 * j, in_bounds && at.x[n]);
 #pragma unroll
             for (int i = 0; i < WORDS_PER_LOAD; ++i) {
-                const u32 a = tile.low[WORDS_PER_LOAD * j + i], b = tile.high[WORDS_PER_LOAD * j + i];
+                const u32 a = tile.low[WORDS_PER_LOAD * j + i],
+                          b = tile.high[WORDS_PER_LOAD * j + i];
 #pragma unroll
                 for (int odd = 0; odd < 2; ++odd) {
                     // columns (0, 2) or (1, 3) of the word's four, near and far
                     const u32 pick = odd ? 0x7632u : 0x5410u;
                     const u32 b0 = __byte_perm(x[i].near[0], x[i].near[1], pick);
                     const u32 b1 = __byte_perm(x[i].far[0], x[i].far[1], pick);
-                    mma(part[n], biased_int4_pair(a, 8 * odd), biased_int4_pair(b, 8 * odd), biased_int4_pair(a, 8 * odd + 4),
-                             biased_int4_pair(b, 8 * odd + 4), b0, b1);
+                    mma(part[n], biased_int4_pair(a, 8 * odd), biased_int4_pair(b, 8 * odd),
+                        biased_int4_pair(a, 8 * odd + 4), biased_int4_pair(b, 8 * odd + 4), b0, b1);
                     mma(sums[n], ONE_PAIR, ONE_PAIR, ONE_PAIR, ONE_PAIR, b0, b1);
                 }
             }
@@ -115,23 +118,31 @@ __device__ inline void add(float (&total)[M_TILES][4], const KTile &tile, const 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_linear(const __grid_constant__ Work w) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    int4_linear(const __grid_constant__ Work w) {
     extern __shared__ float2 grids[];
     const ThreadTile me = thread_tile(w.rows);
-    ThreadPointers at = {w.weight + me.low * w.runs * 4 + me.quad_lane * WORDS, w.weight + me.high * w.runs * 4 + me.quad_lane * WORDS,
-                grids + me.local_row * (w.groups + 1), grids + (me.local_row + 8) * (w.groups + 1)};
+    ThreadPointers at = {w.weight + me.low * w.runs * 4 + me.quad_lane * WORDS,
+                         w.weight + me.high * w.runs * 4 + me.quad_lane * WORDS,
+                         grids + me.local_row * (w.groups + 1),
+                         grids + (me.local_row + 8) * (w.groups + 1)};
     // the first column of this thread's quarter
-    const int column = K_TILE == 128 ? 32 * me.quad_lane : K_TILE == 64 ? me.quad_lane / 2 * 32 + me.quad_lane % 2 * 8 : 4 * me.quad_lane;
+    const int column = K_TILE == 128  ? 32 * me.quad_lane
+                       : K_TILE == 64 ? me.quad_lane / 2 * 32 + me.quad_lane % 2 * 8
+                                      : 4 * me.quad_lane;
     input_row_pointers(at.x, w.x + column, w.x_stride, me.quad, w.tokens);
     const int num_tiles = (w.runs - column / 32 + WORDS - 1) / WORDS;
     const int k_tiles = (w.runs + WORDS - 1) / WORDS;
     float total[M_TILES][4] = {};
     pipelined_k_loop<KTile>(
-        me.warp_k, k_tiles, [&](KTile &tile, int k_tile) { fetch(tile, at, k_tile, k_tile < num_tiles); },
+        me.warp_k, k_tiles,
+        [&](KTile& tile, int k_tile) { fetch(tile, at, k_tile, k_tile < num_tiles); },
         [&] {
             stage_scales(grids, w.scale, OFFSET ? w.offset : nullptr, nullptr, w.rows, w.groups);
             pdl_enter(w.tokens);
         },
-        [&](const KTile &tile, int k_tile) { add(total, tile, at, k_tile, k_tile < num_tiles, k_tile >> w.shift); });
+        [&](const KTile& tile, int k_tile) {
+            add(total, tile, at, k_tile, k_tile < num_tiles, k_tile >> w.shift);
+        });
     finish(total, nullptr, w.bias, w.out, w.rows, w.tokens);
 }

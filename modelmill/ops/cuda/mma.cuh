@@ -10,7 +10,7 @@
 #include "half_types.cuh"
 
 #ifdef HALF
-constexpr u32 ONE_PAIR = 0x3C003C00u; // a pair of 1.0
+constexpr u32 ONE_PAIR = 0x3C003C00u;  // a pair of 1.0
 #else
 constexpr u32 ONE_PAIR = 0x3F803F80u;
 #endif

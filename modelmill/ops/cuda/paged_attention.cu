@@ -20,10 +20,10 @@
 #include "wgmma.cuh"
 
 #ifndef DIM
-#define DIM 128
+#    define DIM 128
 #endif
 #ifndef PAGE
-#define PAGE 16
+#    define PAGE 16
 #endif
 
 constexpr int QUERIES = 128;         // of a tile, 64 per consumer
@@ -31,38 +31,42 @@ constexpr int KEYS = 128;            // of a block
 constexpr int HALVES = DIM / 64;     // columns of 128 bytes, the widest that the swizzle allows
 constexpr int PAGES = KEYS / PAGE;   // of a block
 constexpr int STAGES = 2;            // of every pipeline: a third stage of 96 KB does not fit
-constexpr int MAX_SEQUENCES = 1024; // as in paged_attention.py
+constexpr int MAX_SEQUENCES = 1024;  // as in paged_attention.py
 constexpr int THREADS = 384, CONSUMERS = 2, CONSUMER_WARPS = 8;
-// Queries: all rows of the first 64 columns, then of the second. Keys and values: both halves of 8 rows,
-// then of the next 8, so that one TMA copy loads a whole page.
+// Queries: all rows of the first 64 columns, then of the second. Keys and values: both halves of 8
+// rows, then of the next 8, so that one TMA copy loads a whole page.
 constexpr u32 Q_HALF = QUERIES * 128, K_ROWS = HALVES * SWIZZLE_ATOM_BYTES;
-constexpr u32 Q_BYTES = QUERIES * DIM * 2, BLOCK_BYTES = KEYS * DIM * 2, PAGE_BYTES = PAGE * DIM * 2;
-constexpr int PINGPONG_BARRIER = 1, ZEROED_BARRIER = PINGPONG_BARRIER + CONSUMERS; // first named barriers of two per consumer
+constexpr u32 Q_BYTES = QUERIES * DIM * 2, BLOCK_BYTES = KEYS * DIM * 2,
+              PAGE_BYTES = PAGE * DIM * 2;
+// first named barriers of two per consumer
+constexpr int PINGPONG_BARRIER = 1, ZEROED_BARRIER = PINGPONG_BARRIER + CONSUMERS;
 static_assert(PAGES <= 32 && PAGE >= 8, "one lane loads one page");
 
 // All parameters except the tensor maps; packed by paged_attention.py.
 struct Work {
     const int *tables, *starts, *lengths;
-    void *out;
-    u32 *tile_counter; // tiles taken beyond each block's first, and exited blocks; both 0 between launches.
-                       // Null if no block needs a second tile.
+    void* out;
+    // tiles taken beyond each block's first, and exited blocks; both 0 between launches.
+    u32* tile_counter;
+    // Null if no block needs a second tile.
     int batch, columns, table_stride, heads, group, pages, window, skip_single, heads_per_pass;
-    float scale; // of scores, times log2(e): exponentials are powers of two
+    float scale;  // of scores, times log2(e): exponentials are powers of two
 };
 static_assert(sizeof(Work) == 80, "paged_attention.py packs 80 bytes");
 
 struct Tile {
-    int row;      // first row in q and out; −1: no more work
-    int rows;     // valid rows
+    int row;   // first row in q and out; −1: no more work
+    int rows;  // valid rows
     int head;
-    int position; // of the first query in its sequence
-    int context;  // keys of the sequence
-    int first, last; // key blocks that are visible to its queries; last < first: none
+    int position;     // of the first query in its sequence
+    int context;      // keys of the sequence
+    int first, last;  // key blocks that are visible to its queries; last < first: none
 };
 
 // Not PipelineBarriers, which changes the register allocation (not measured).
 struct Barriers {
-    u64 q_full[STAGES], q_empty[STAGES], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+    u64 q_full[STAGES], q_empty[STAGES], k_full[STAGES], k_empty[STAGES], v_full[STAGES],
+        v_empty[STAGES];
 };
 
 typedef PipelineState<STAGES> State;
@@ -70,24 +74,27 @@ typedef PipelineState<STAGES> State;
 // Per-block schedule. first_tile[b]: number of tiles of the sequences before b.
 struct TilePlan {
     Barriers barriers;
-    Tile tiles[STAGES]; // one per query stage
+    Tile tiles[STAGES];  // one per query stage
     int first_tile[MAX_SEQUENCES], start[MAX_SEQUENCES + 1], length[MAX_SEQUENCES];
 };
 
 extern __shared__ __align__(1024) unsigned char shared[];
-constexpr u32 AT_K = STAGES * Q_BYTES, AT_V = AT_K + STAGES * BLOCK_BYTES, AT_PLAN = AT_V + STAGES * BLOCK_BYTES;
-constexpr u32 PLAN_BYTES = 13 * 1024; // as in paged_attention.py, which allocates AT_PLAN + PLAN_BYTES
+constexpr u32 AT_K = STAGES * Q_BYTES, AT_V = AT_K + STAGES * BLOCK_BYTES,
+              AT_PLAN = AT_V + STAGES * BLOCK_BYTES;
+// as in paged_attention.py, which allocates AT_PLAN + PLAN_BYTES
+constexpr u32 PLAN_BYTES = 13 * 1024;
 static_assert(sizeof(TilePlan) <= PLAN_BYTES, "the plan must fit PLAN_BYTES");
 
 #include "paged_attention_producer.cuh"
 #include "paged_attention_consumer.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) prefill_attention(
-    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
-    const __grid_constant__ TensorMap v_map, const __grid_constant__ Work work) {
-    TilePlan &plan = *reinterpret_cast<TilePlan *>(shared + AT_PLAN);
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    prefill_attention(const __grid_constant__ TensorMap q_map,
+                      const __grid_constant__ TensorMap k_map,
+                      const __grid_constant__ TensorMap v_map, const __grid_constant__ Work work) {
+    TilePlan& plan = *reinterpret_cast<TilePlan*>(shared + AT_PLAN);
     if (threadIdx.x == 0) {
-        Barriers &barriers = plan.barriers;
+        Barriers& barriers = plan.barriers;
         for (int i = 0; i < STAGES; ++i) {
             mbarrier_init(shared_address(&barriers.q_full[i]), 1);
             mbarrier_init(shared_address(&barriers.q_empty[i]), CONSUMER_WARPS);
@@ -103,7 +110,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prefill_attention(
     }
     __syncthreads();
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
-    // Registers move from the producer to the consumers: 40 + 2 · 232 = 3 · 168, the launch's total.
+    // Registers move from the producer to the consumers: 40 + 2 · 232 = 3 · 168, the launch's
+    // total.
     if (group == 0) {
         setmaxnreg_dec<40>();
         if (threadIdx.x < 32) load(q_map, k_map, v_map, work, plan, threadIdx.x);

@@ -13,10 +13,9 @@ __device__ inline u32 mul_pairs(u32 a, u32 b) {
     return packed;
 }
 
-// Elementwise max(a, |b|) of two pairs, a ≥ 0: bit patterns of non-negative floats sort as integers.
-__device__ inline u32 max_abs_pairs(u32 a, u32 b) {
-    return __vmaxu2(a, b & 0x7FFF7FFFu);
-}
+// Elementwise max(a, |b|) of two pairs, a ≥ 0: bit patterns of non-negative floats sort as
+// integers.
+__device__ inline u32 max_abs_pairs(u32 a, u32 b) { return __vmaxu2(a, b & 0x7FFF7FFFu); }
 
 // Two values as e4m3, the first in the lower byte.
 __device__ inline u32 fp8_pair(float first, float second) {
@@ -28,7 +27,7 @@ __device__ inline u32 fp8_pair(float first, float second) {
 // y · factor (+ zero-point), clamped, before the conversion to 8 bits.
 __device__ inline float scale_to_8bit(float y, float factor, float zero, float qmax) {
 #ifdef FP8
-    return y * factor; // the conversion saturates
+    return y * factor;  // the conversion saturates
 #else
     // Between 2²³ and 2²⁴ the last bit of a float32 is worth 1: the addition rounds half to even.
     const float MAGIC = 12582912.0f;

@@ -6,8 +6,7 @@
 
 // Index of the current stage of COUNT and the parity of its full phase. The producer waits at the
 // empty barrier with the opposite parity, so its first round over the ring does not wait.
-template <int COUNT>
-struct PipelineState {
+template <int COUNT> struct PipelineState {
     int stage = 0;
     u32 parity = 0;
     __device__ void advance() {
@@ -16,8 +15,7 @@ struct PipelineState {
 };
 
 // full: completes when the stage's bytes have landed; empty: when all consumers have arrived.
-template <int COUNT>
-struct PipelineBarriers {
+template <int COUNT> struct PipelineBarriers {
     u64 full[COUNT], empty[COUNT];
 
     // Called by one thread, followed by fence_mbarrier_init and a block or cluster barrier.

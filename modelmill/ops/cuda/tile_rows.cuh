@@ -9,19 +9,19 @@
 #pragma once
 #include "hopper.cuh"
 
-// Weight row in memory of row `local_row` (0 … ROWS − 1) of a block's tile; rows past the end repeat
-// the last row.
-template <int ROWS>
-__device__ inline int weight_row(int block, int local_row, int rows) {
+// Weight row in memory of row `local_row` (0 … ROWS − 1) of a block's tile; rows past the end
+// repeat the last row.
+template <int ROWS> __device__ inline int weight_row(int block, int local_row, int rows) {
     if (GATED) {
-        const int gate_row = (block * (ROWS / 16) + local_row / 16) * 8 + local_row % 8, half = rows / 2;
+        const int gate_row = (block * (ROWS / 16) + local_row / 16) * 8 + local_row % 8,
+                  half = rows / 2;
         return min(gate_row, half - 1) + (local_row % 16 >= 8 ? half : 0);
     }
     return min(block * ROWS + local_row, rows - 1);
 }
 
 // Loads 16 bytes without allocating in L1: weights are read once and must not evict x.
-__device__ inline uint4 load_once(const uint4 *from) {
+__device__ inline uint4 load_once(const uint4* from) {
     uint4 loaded;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(loaded.x), "=r"(loaded.y), "=r"(loaded.z), "=r"(loaded.w)

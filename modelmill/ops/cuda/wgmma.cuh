@@ -15,16 +15,17 @@
 #include "hopper.cuh"
 #include "half_types.cuh"
 
-constexpr u32 SWIZZLE_ATOM_BYTES = 8 * 128; // bytes
+constexpr u32 SWIZZLE_ATOM_BYTES = 8 * 128;  // bytes
 
 __device__ inline u64 descriptor(u32 address, u32 leading_bytes, u32 stride_bytes) {
     const u64 swizzle_128 = 1ull << 62;
-    return swizzle_128 | u64(stride_bytes >> 4) << 32 | u64(leading_bytes >> 4) << 16 | u64((address & 0x3FFFF) >> 4);
+    return swizzle_128 | u64(stride_bytes >> 4) << 32 | u64(leading_bytes >> 4) << 16 |
+           u64((address & 0x3FFFF) >> 4);
 }
 
-// K-major operand: the reduction dimension is contiguous (Q and K of attention: the head dimension).
-// stride_bytes: from one group of 8 rows to the next. A step of 16 values advances the address by 32
-// bytes in spite of the swizzle, which the hardware applies to the resulting address.
+// K-major operand: the reduction dimension is contiguous (Q and K of attention: the head
+// dimension). stride_bytes: from one group of 8 rows to the next. A step of 16 values advances the
+// address by 32 bytes in spite of the swizzle, which the hardware applies to the resulting address.
 __device__ inline u64 k_major_descriptor(u32 address, u32 stride_bytes) {
     return descriptor(address, 16, stride_bytes);
 }
@@ -36,9 +37,7 @@ __device__ inline u64 mn_major_descriptor(u32 address, u32 leading_bytes, u32 st
 }
 
 // Orders the warpgroup's register writes before the wgmmas that follow.
-__device__ inline void wgmma_fence() {
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // Closes a group of the wgmmas issued since the last commit.
 __device__ inline void wgmma_commit() {
@@ -46,27 +45,23 @@ __device__ inline void wgmma_commit() {
 }
 
 // Compiler fence on registers of an asynchronous wgmma: d counts as modified here.
-template <int COUNT>
-__device__ inline void wgmma_fence_operand(float (&d)[COUNT]) {
+template <int COUNT> __device__ inline void wgmma_fence_operand(float (&d)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-template <int COUNT>
-__device__ inline void wgmma_fence_operand(u32 (&d)[COUNT]) {
+template <int COUNT> __device__ inline void wgmma_fence_operand(u32 (&d)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
 
-template <int COUNT>
-__device__ inline void wgmma_fence_operand(int (&d)[COUNT]) {
+template <int COUNT> __device__ inline void wgmma_fence_operand(int (&d)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
 
 // Waits until at most MAX_PENDING groups are in flight.
-template <int MAX_PENDING>
-__device__ inline void wgmma_wait() {
+template <int MAX_PENDING> __device__ inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(MAX_PENDING) : "memory");
 }
 
@@ -74,46 +69,53 @@ __device__ inline void wgmma_wait() {
 #define ACC_16(d, i) ACC_4(d, i), ACC_4(d, i + 4), ACC_4(d, i + 8), ACC_4(d, i + 12)
 #define ACC_32(d, i) ACC_16(d, i), ACC_16(d, i + 16)
 #define REGS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#define REGS_32                                                                                                       \
+#define REGS_32                                                                                    \
     REGS_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define REGS_48                                                                                                       \
+#define REGS_48                                                                                    \
     REGS_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define REGS_64                                                                                                       \
+#define REGS_64                                                                                    \
     REGS_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define REGS_96                                                                                                       \
-    REGS_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, "  \
-             "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define REGS_112                                                                                                      \
-    REGS_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
-#define REGS_128                                                                                                      \
-    REGS_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, "    \
-             "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define REGS_96                                                                                              \
+    REGS_64                                                                                                  \
+    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, " \
+    "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define REGS_112                                                                                   \
+    REGS_96                                                                                        \
+    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define REGS_128                                                                                           \
+    REGS_96                                                                                                \
+    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, " \
+    "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // D = A · Bᵀ (add = 0) or D += A · Bᵀ (add = 1), A and B in shared memory, both k_major_descriptor.
 __device__ inline void wgmma(float (&d)[16], u64 a, u64 b, int add) {
     asm volatile("{ .reg .pred add; setp.ne.b32 add, %18, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {" REGS_16 "}, %16, %17, add, 1, 1, 0, 0; }"
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {" REGS_16
+                 "}, %16, %17, add, 1, 1, 0, 0; }"
                  : ACC_16(d, 0)
                  : "l"(a), "l"(b), "r"(add));
 }
 
 __device__ inline void wgmma(float (&d)[32], u64 a, u64 b, int add) {
     asm volatile("{ .reg .pred add; setp.ne.b32 add, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" REGS_32 "}, %32, %33, add, 1, 1, 0, 0; }"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" REGS_32
+                 "}, %32, %33, add, 1, 1, 0, 0; }"
                  : ACC_32(d, 0)
                  : "l"(a), "l"(b), "r"(add));
 }
 
 __device__ inline void wgmma(float (&d)[48], u64 a, u64 b, int add) {
     asm volatile("{ .reg .pred add; setp.ne.b32 add, %50, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n96k16.f32." TYPE "." TYPE " {" REGS_48 "}, %48, %49, add, 1, 1, 0, 0; }"
+                 "wgmma.mma_async.sync.aligned.m64n96k16.f32." TYPE "." TYPE " {" REGS_48
+                 "}, %48, %49, add, 1, 1, 0, 0; }"
                  : ACC_16(d, 0), ACC_32(d, 16)
                  : "l"(a), "l"(b), "r"(add));
 }
 
 __device__ inline void wgmma(float (&d)[64], u64 a, u64 b, int add) {
     asm volatile("{ .reg .pred add; setp.ne.b32 add, %66, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" REGS_64 "}, %64, %65, add, 1, 1, 0, 0; }"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" REGS_64
+                 "}, %64, %65, add, 1, 1, 0, 0; }"
                  : ACC_32(d, 0), ACC_32(d, 32)
                  : "l"(a), "l"(b), "r"(add));
 }
@@ -149,7 +151,8 @@ __device__ inline void wgmma(float (&d)[64], u32 a0, u32 a1, u32 a2, u32 a3, u64
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
 }
 
-// D = A · Bᵀ (add = 0) or D += A · Bᵀ (add = 1), A in registers, B in shared memory k_major_descriptor.
+// D = A · Bᵀ (add = 0) or D += A · Bᵀ (add = 1), A in registers, B in shared memory
+// k_major_descriptor.
 __device__ inline void wgmma(float (&d)[16], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int add) {
     asm volatile("{ .reg .pred add; setp.ne.b32 add, %21, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {" REGS_16

@@ -1,4 +1,5 @@
-// What CUDA C++ knows without a header: words, vector types, a warp's exchanges, arithmetic with names.
+// What CUDA C++ knows without a header: words, vector types, a warp's exchanges, arithmetic with
+// names.
 #pragma once
 #include "machine.h"
 #include <algorithm>
@@ -49,33 +50,41 @@ inline float __fmaf_rn(float x, float y, float z) { return std::fma(x, y, z); }
 // Half to even, held at the type's ends; what is no number becomes 0 there and 0 here.
 inline int __float2int_rn(float x) {
     if (std::isnan(x)) return 0;
-    return static_cast<int>(std::fmin(std::fmax(std::nearbyint(static_cast<double>(x)), -2147483648.0), 2147483647.0));
+    return static_cast<int>(
+        std::fmin(std::fmax(std::nearbyint(static_cast<double>(x)), -2147483648.0), 2147483647.0));
 }
 inline unsigned __float2uint_rn(float x) {
     if (std::isnan(x)) return 0;
-    return static_cast<unsigned>(std::fmin(std::fmax(std::nearbyint(static_cast<double>(x)), 0.0), 4294967295.0));
+    return static_cast<unsigned>(
+        std::fmin(std::fmax(std::nearbyint(static_cast<double>(x)), 0.0), 4294967295.0));
 }
 
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned pick) {
     const unsigned long long both = static_cast<unsigned long long>(b) << 32 | a;
     unsigned got = 0;
-    for (int i = 0; i < 4; ++i) got |= static_cast<unsigned>(both >> 8 * (pick >> 4 * i & 7) & 255) << 8 * i;
+    for (int i = 0; i < 4; ++i)
+        got |= static_cast<unsigned>(both >> 8 * (pick >> 4 * i & 7) & 255) << 8 * i;
     return got;
 }
 inline int __dp4a(int a, int b, int sum) {
-    for (int i = 0; i < 4; ++i) sum += static_cast<signed char>(a >> 8 * i) * static_cast<signed char>(b >> 8 * i);
+    for (int i = 0; i < 4; ++i)
+        sum += static_cast<signed char>(a >> 8 * i) * static_cast<signed char>(b >> 8 * i);
     return sum;
 }
-inline unsigned __vmaxu2(unsigned a, unsigned b) { return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16; }
+inline unsigned __vmaxu2(unsigned a, unsigned b) {
+    return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16;
+}
 
-inline unsigned __cvta_generic_to_shared(const void *pointer) { return emu::offset_of(pointer); }
+inline unsigned __cvta_generic_to_shared(const void* pointer) { return emu::offset_of(pointer); }
 inline void __syncthreads() { emu::meet(0, blockDim.x); }
 inline void __syncwarp() { emu::shown({}); }
 
 template <typename T> inline T of_lane(T mine, unsigned from) {
     return same_bits<T>(emu::shown({{same_bits<unsigned>(mine)}})[from].word[0]);
 }
-template <typename T> inline T __shfl_sync(unsigned, T mine, int from) { return of_lane(mine, from % 32); }
+template <typename T> inline T __shfl_sync(unsigned, T mine, int from) {
+    return of_lane(mine, from % 32);
+}
 template <typename T> inline T __shfl_xor_sync(unsigned, T mine, int by) {
     return of_lane(mine, threadIdx.x % 32 ^ by);
 }
@@ -84,7 +93,7 @@ template <typename T> inline T __shfl_down_sync(unsigned, T mine, int by) {
     return of_lane(mine, lane + by < 32 ? lane + by : lane);
 }
 inline unsigned __reduce_max_sync(unsigned, unsigned mine) {
-    const emu::Words *all = emu::shown({{mine}});
+    const emu::Words* all = emu::shown({{mine}});
     for (int lane = 0; lane < 32; ++lane) mine = max(mine, all[lane].word[0]);
     return mine;
 }

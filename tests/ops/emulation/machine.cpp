@@ -1,5 +1,5 @@
-// Threads as fibers, their meetings, and who runs when: warps in any order, some of them lagging behind, and one block
-// of a cluster far behind the others.
+// Threads as fibers, their meetings, and who runs when: warps in any order, some of them lagging
+// behind, and one block of a cluster far behind the others.
 #include "machine.h"
 #include "random_delay.h"
 #include <algorithm>
@@ -14,7 +14,7 @@ Three threadIdx, blockIdx, blockDim, gridDim;
 namespace emu {
 namespace {
 constexpr std::size_t STACK = 128 << 10;
-constexpr int PATIENCE = 4000; // rounds in which nobody moves: then all wait for one another
+constexpr int PATIENCE = 4000;  // rounds in which nobody moves: then all wait for one another
 
 struct Meeting {
     unsigned count = 0, turn = 0;
@@ -26,7 +26,7 @@ struct Warp {
 };
 
 struct Block {
-    unsigned number, rank, left; // threads that have not ended
+    unsigned number, rank, left;  // threads that have not ended
     std::unique_ptr<unsigned char, decltype(&std::free)> memory{nullptr, &std::free};
     std::map<unsigned, Meeting> meetings;
     std::vector<Warp> warps;
@@ -34,7 +34,7 @@ struct Block {
 
 struct Fiber {
     ucontext_t context;
-    Block *block;
+    Block* block;
     unsigned thread, shown = 0, met = 0;
     bool done = false;
 };
@@ -43,24 +43,24 @@ ucontext_t home;
 std::vector<std::unique_ptr<char[]>> stacks;
 std::vector<Block> blocks;
 std::vector<Fiber> fibers;
-std::map<int, unsigned> places; // of variables in shared memory
+std::map<int, unsigned> places;  // of variables in shared memory
 unsigned placed, shared_bytes;
-std::vector<unsigned> met; // threads at each meeting of the cluster
-Fiber *current;
-const char *reason;
+std::vector<unsigned> met;  // threads at each meeting of the cluster
+Fiber* current;
+const char* reason;
 bool moved;
-void (*body)(const void *);
-const void *told;
+void (*body)(const void*);
+const void* told;
 
 void enter() {
     body(told);
     current->done = moved = true;
-    Block &block = *current->block; // nobody may read what was a block's when it has ended
+    Block& block = *current->block;  // nobody may read what was a block's when it has ended
     if (--block.left == 0) std::memset(block.memory.get(), 0xFF, DYNAMIC + NAMED);
     while (true) yield();
 }
 
-void resume(Fiber &fiber) {
+void resume(Fiber& fiber) {
     current = &fiber;
     threadIdx = {fiber.thread, 0, 0}, blockIdx = {fiber.block->number, 0, 0};
     swapcontext(&home, &fiber.context);
@@ -72,13 +72,14 @@ void start(unsigned first, unsigned cluster, unsigned threads) {
     met.clear(), places.clear(), placed = 0;
     while (stacks.size() < fibers.size()) stacks.emplace_back(new char[STACK]);
     for (unsigned rank = 0; rank < cluster; ++rank) {
-        Block &block = blocks[rank];
-        block.number = first + rank, block.rank = rank, block.left = threads, block.warps.resize(threads / 32);
-        block.memory.reset(static_cast<unsigned char *>(std::aligned_alloc(1024, DYNAMIC + NAMED)));
+        Block& block = blocks[rank];
+        block.number = first + rank, block.rank = rank, block.left = threads,
+        block.warps.resize(threads / 32);
+        block.memory.reset(static_cast<unsigned char*>(std::aligned_alloc(1024, DYNAMIC + NAMED)));
         std::memset(block.memory.get(), 0xFF, DYNAMIC + NAMED);
     }
     for (unsigned i = 0; i < fibers.size(); ++i) {
-        Fiber &fiber = fibers[i];
+        Fiber& fiber = fibers[i];
         fiber.block = &blocks[i / threads], fiber.thread = i % threads;
         getcontext(&fiber.context);
         fiber.context.uc_stack.ss_sp = stacks[i].get(), fiber.context.uc_stack.ss_size = STACK;
@@ -87,7 +88,7 @@ void start(unsigned first, unsigned cluster, unsigned threads) {
     }
 }
 
-const char *run_cluster() {
+const char* run_cluster() {
     std::vector<unsigned> order(fibers.size() / 32);
     for (unsigned i = 0; i < order.size(); ++i) order[i] = i;
     const unsigned slow = blocks.size() > 1 ? generator() % blocks.size() : 1;
@@ -99,7 +100,7 @@ const char *run_cluster() {
             if (generator() % 4 == 0) continue;
             if (fibers[warp * 32].block->rank == slow && generator() % 8) continue;
             for (unsigned lane = 0; lane < 32 && !reason; ++lane) {
-                Fiber &fiber = fibers[warp * 32 + lane];
+                Fiber& fiber = fibers[warp * 32 + lane];
                 if (fiber.done) continue;
                 resume(fiber);
                 left -= fiber.done;
@@ -112,42 +113,44 @@ const char *run_cluster() {
     }
     return copies_left() ? "copies are on their way at the end" : nullptr;
 }
-} // namespace
+}  // namespace
 
 std::mt19937 generator;
 
 void yield() { swapcontext(&current->context, &home); }
 
-void fail(const char *why) {
+void fail(const char* why) {
     reason = why;
     while (true) yield();
 }
 
 unsigned thread_in_cluster() { return static_cast<unsigned>(current - fibers.data()); }
 
-unsigned char *memory_of(unsigned rank) {
+unsigned char* memory_of(unsigned rank) {
     if (rank >= blocks.size()) fail("an address in a block that is not of the cluster");
     return blocks[rank].memory.get();
 }
 
-unsigned char *dynamic() { return current->block->memory.get(); }
+unsigned char* dynamic() { return current->block->memory.get(); }
 
-void *named(int id, unsigned bytes) {
+void* named(int id, unsigned bytes) {
     const auto [found, fresh] = places.try_emplace(id, placed);
     if (fresh) placed += (bytes + 127) / 128 * 128;
     if (placed > NAMED) fail("variables in shared memory do not fit");
     return dynamic() + DYNAMIC + found->second;
 }
 
-unsigned offset_of(const void *pointer) {
-    const auto offset = static_cast<const unsigned char *>(pointer) - dynamic();
-    if (offset < 0 || offset >= static_cast<long>(DYNAMIC + NAMED)) fail("no address in this block's shared memory");
+unsigned offset_of(const void* pointer) {
+    const auto offset = static_cast<const unsigned char*>(pointer) - dynamic();
+    if (offset < 0 || offset >= static_cast<long>(DYNAMIC + NAMED))
+        fail("no address in this block's shared memory");
     return static_cast<unsigned>(offset);
 }
 
-unsigned char *at(unsigned address) {
+unsigned char* at(unsigned address) {
     const unsigned whose = address >> 24, offset = address & 0xFFFFFF;
-    const bool launched = offset < shared_bytes, variable = offset >= DYNAMIC && offset < DYNAMIC + placed;
+    const bool launched = offset < shared_bytes,
+               variable = offset >= DYNAMIC && offset < DYNAMIC + placed;
     if (!launched && !variable) fail("an address behind shared memory");
     return memory_of(whose ? whose - 1 : rank()) + offset;
 }
@@ -155,12 +158,12 @@ unsigned char *at(unsigned address) {
 unsigned rank() { return current->block->rank; }
 
 void pass(unsigned id, unsigned threads) {
-    Meeting &here = current->block->meetings[id];
+    Meeting& here = current->block->meetings[id];
     if (++here.count == threads) here.count = 0, ++here.turn, moved = true;
 }
 
 void meet(unsigned id, unsigned threads) {
-    Meeting &here = current->block->meetings[id];
+    Meeting& here = current->block->meetings[id];
     const unsigned turn = here.turn;
     pass(id, threads);
     while (here.turn == turn) yield();
@@ -176,9 +179,9 @@ void cluster_wait() {
     while (met[mine] < fibers.size()) yield();
 }
 
-const Words *shown(const Words &mine) {
-    Warp &warp = current->block->warps[current->thread / 32];
-    auto &all = warp.words[current->shown++ % 2];
+const Words* shown(const Words& mine) {
+    Warp& warp = current->block->warps[current->thread / 32];
+    auto& all = warp.words[current->shown++ % 2];
     all[current->thread % 32] = mine;
     const unsigned turn = warp.turn;
     if (++warp.count == 32) {
@@ -189,7 +192,7 @@ const Words *shown(const Words &mine) {
     return all;
 }
 
-const char *run(const Grid &grid, void (*kernel)(const void *), const void *parameters) {
+const char* run(const Grid& grid, void (*kernel)(const void*), const void* parameters) {
     body = kernel, told = parameters, reason = nullptr, shared_bytes = grid.shared;
     generator.seed(grid.seed);
     gridDim = {grid.blocks, 1, 1}, blockDim = {grid.threads, 1, 1};
@@ -197,10 +200,11 @@ const char *run(const Grid &grid, void (*kernel)(const void *), const void *para
         start(first, grid.cluster, grid.threads);
         forget_copies();
         forget_products();
-        if (first == 0) front_begins(grid.front, grid.stretches); // later blocks come when it has ended
+        // later blocks come when it has ended
+        if (first == 0) front_begins(grid.front, grid.stretches);
         reason = run_cluster();
     }
     front_ends();
     return reason;
 }
-} // namespace emu
+}  // namespace emu
