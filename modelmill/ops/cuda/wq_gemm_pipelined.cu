@@ -569,15 +569,16 @@ extern "C" __global__ void __launch_bounds__(256)
             piece_to[4] = __byte_perm(four.x, four.y, 0x7632);
         }
     }
-    if (!USES_SUMS) return;
+    if constexpr (USES_SUMS) {
 #pragma unroll
-    for (int by = LANES_PER_SUM / 2; by > 0; by /= 2) sum += __shfl_xor_sync(~0u, sum, by);
-    if (lane % LANES_PER_SUM == 0) {
-        u32 parts[3];
-        split_bf16x3(sum, 0.0f, parts[0], parts[1], parts[2]);
-        const int group = unit * (32 / LANES_PER_SUM) + lane / LANES_PER_SUM;
-        u16* sums = to + w.k_tiles * COLUMNS + group / CHUNK * 64 + group % CHUNK;
+        for (int by = LANES_PER_SUM / 2; by > 0; by /= 2) sum += __shfl_xor_sync(~0u, sum, by);
+        if (lane % LANES_PER_SUM == 0) {
+            u32 parts[3];
+            split_bf16x3(sum, 0.0f, parts[0], parts[1], parts[2]);
+            const int group = unit * (32 / LANES_PER_SUM) + lane / LANES_PER_SUM;
+            u16* sums = to + w.k_tiles * COLUMNS + group / CHUNK * 64 + group % CHUNK;
 #pragma unroll
-        for (int i = 0; i < 3; ++i) sums[i * CHUNK] = parts[i] & 0xFFFF;
+            for (int i = 0; i < 3; ++i) sums[i * CHUNK] = parts[i] & 0xFFFF;
+        }
     }
 }
