@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from modelmill.accept.blockwise import compare_matrix
 from modelmill.accept.finding import Finding
+from modelmill.accept.quantized_reference import input_quantizer
 from modelmill.accept.reference import Affine
 from modelmill.accept.tolerances import BLOCK_BOUNDS, weight_bound
 from modelmill.nn.linear import Linear
@@ -45,7 +46,7 @@ class EngineMatrices(Mapping[str, Affine]):
 
     def __getitem__(self, path: str) -> Affine:
         weight = self._weights[path].to("cpu")
-        return Affine(weight.dense(), None, getattr(weight, "fake_quantize", None))
+        return Affine(weight.dense(), None, input_quantizer(weight))
 
     def __contains__(self, path: object) -> bool:
         return path in self._weights

@@ -55,7 +55,7 @@ def quantized_reference(
 
     def head(x: Tensor) -> HeadTrace:
         normed = made.run_norm(None, "final_norm", x.to(made.dtype))
-        fake_quantize = _input_quantizer(model.head.weight.to(str(made.device)))
+        fake_quantize = input_quantizer(model.head.weight.to(str(made.device)))
         head_input = normed if fake_quantize is None else fake_quantize(normed)
         with no_tf32():
             blocks = dequantize_blocks(model.head.weight, made.device)
@@ -93,7 +93,7 @@ def read_engine_weights(
             continue
         linear = layer.get_submodule(path)
         weight = linear.weight.to(str(device))
-        dense, fake_quantize = weight.dense(), _input_quantizer(weight)
+        dense, fake_quantize = weight.dense(), input_quantizer(weight)
         bias = None if linear.bias is None else linear.bias.float().to(device)
         first = 0
         for name in names:
@@ -183,9 +183,9 @@ def _cast_like(affine: Affine, like: Affine) -> Affine:
     )
 
 
-def _input_quantizer(weight: Any) -> Callable[[Tensor], Tensor] | None:
+def input_quantizer(weight: Any) -> Callable[[Tensor], Tensor] | None:
     """Return the function that rounds the input of a weight's product, if any."""
-    return getattr(weight, "fake_quantize", None)
+    return weight.fake_quantize if weight.QUANTIZES_INPUT else None
 
 
 def language_formats(weight_formats: Mapping[str, str]) -> dict[str, str]:

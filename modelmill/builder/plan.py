@@ -100,11 +100,7 @@ class BuildPlan:
         if module_path.startswith(VISION_BLOCKS_PREFIX):
             return W8A8NearestRecipe(self.config)
         assert self.recipe is not None, "a build with a recipe"
-        return (
-            self.recipe.recipe_for(module_path)
-            if hasattr(self.recipe, "recipe_for")
-            else self.recipe
-        )
+        return self.recipe.recipe_for(module_path)
 
     @property
     def engine_type(self) -> str:
@@ -215,7 +211,7 @@ class BuildPlan:
                 self.model_config.hidden,
                 self.model_config.inner,
                 2 * self._kv_shape.kv_heads * self._kv_shape.head_dim,
-                needs_hessian=getattr(self.recipe, "needs_hessian", True),
+                needs_hessian=self.recipe is not None and self.recipe.needs_hessian,
             )
         return BuildMemory(*shared, writing, calibrating, judging)
 

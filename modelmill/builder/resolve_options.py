@@ -96,7 +96,7 @@ def resolve_options(
                 "bfloat16",
                 "bfloat16: half the traffic of float32, no overflow",
             )
-    method = getattr(recipe, "method", "nearest")
+    method = "nearest" if recipe is None else recipe.method
     if config.method == "auto" and method != "nearest":
         reasons["method"] = f"{method}: the best measured"
     if config.quantization == "rptq":

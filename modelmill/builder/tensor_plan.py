@@ -159,10 +159,9 @@ def plan_tensors(
 
 def quantization_for(recipe: Recipe | None, config: BuildConfig, module_path: str) -> Recipe | str:
     """Return how a linear's weight is quantized: the recipe, or "keep"."""
-    if recipe is not None and hasattr(recipe, "recipe_for"):
-        module_recipe: Recipe = recipe.recipe_for(module_path)
-        return module_recipe
-    return KEEP if recipe is None and config.quantization == KEEP else recipe or "dense"
+    if recipe is not None:
+        return recipe.recipe_for(module_path)
+    return KEEP if config.quantization == KEEP else "dense"
 
 
 def plan_tensor(

@@ -33,7 +33,6 @@ from modelmill.nn.mlp import GatedMLP
 from modelmill.nn.norm import RMSNorm
 from modelmill.nn.step import Step
 from modelmill.ops.quant_types import ActQuantSpec, QuantizedInput
-from modelmill.weights.base import act_quant
 
 Activation = torch.Tensor | QuantizedInput
 
@@ -179,7 +178,7 @@ class FusedNorm(FusedModule):
         linear = self.next_linear
         if linear is None or step.tp_group.size > 1 or not step.ops.fuses_norm_quant:
             return None
-        return act_quant(linear.weight)
+        return linear.weight.act_quant
 
 
 class FusedAttention(FusedModule):
@@ -237,21 +236,18 @@ def _try_linear_add(linear: Linear, x: torch.Tensor, residual: torch.Tensor, ste
 
     Not where ranks hold partial sums of it.
     """
-    fused: Any = getattr(linear.weight, "try_linear_add", None)
-    if fused is None or step.tp_group.size > 1:
+    if step.tp_group.size > 1:
         return False
-    return fused(x, linear.bias, residual, step.ops) is not None
+    return linear.weight.try_linear_add(x, linear.bias, residual, step.ops) is not None
 
 
 def _try_qkv_rope(
     linear: Linear, x: Activation, rope_args: tuple[Any, ...], step: Step
 ) -> torch.Tensor | None:
     """The rotated queries; keys and values are in the cache. None: nothing was done."""
-    fused: Any = getattr(linear.weight, "try_qkv_rope", None)
-    return None if fused is None else fused(x, linear.bias, rope_args, step.ops)
+    return linear.weight.try_qkv_rope(x, linear.bias, rope_args, step.ops)
 
 
 def _try_swiglu_quant(linear: Linear, gate_up: torch.Tensor, step: Step) -> torch.Tensor | None:
     """The product with silu(gate) · up of [T, 2·K], quantized in the same op; None: no such op."""
-    fused: Any = getattr(linear.weight, "try_swiglu_quant", None)
-    return None if fused is None else fused(gate_up, linear.bias, step.ops)
+    return linear.weight.try_swiglu_quant(gate_up, linear.bias, step.ops)

@@ -9,7 +9,6 @@ import torch
 from modelmill.nn.linear import Linear
 from modelmill.ops.quant_types import ActQuantSpec, QuantizedInput
 from modelmill.ops.registry import Ops
-from modelmill.weights.base import act_quant
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class VisionContext:
 
         None: floating point, or no backend has such an op.
         """
-        spec = act_quant(layer.weight)
+        spec = layer.weight.act_quant
         if spec is None or self.ops.backends["add_layer_norm_quant"] == "torch":
             return None
         plain = spec.zero_point is None and spec.perm is None and spec.bits == 8

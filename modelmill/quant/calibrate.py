@@ -15,7 +15,7 @@ import torch
 from modelmill.core.errors import UsageError
 from modelmill.quant.calibration_state import SITES, CalibrationState, QuantizableLayer
 from modelmill.quant.recipe import InputStatistics, PrepareResult, Recipe, Scales
-from modelmill.weights.base import WeightFormat, fake_quantize, pack
+from modelmill.weights.base import WeightFormat, pack
 
 SAMPLE_ROWS = 512  # rows of inputs kept unchanged, for searches on outputs
 PROBE_BATCHES = 4  # batches used to choose what is prepared before rounding
@@ -73,13 +73,13 @@ def quantize_layer(
     Returns:
         The facts by linear module, and what was folded.
     """
-    prepared, needs_hessian = PrepareResult(), getattr(recipe, "needs_hessian", True)
+    prepared, needs_hessian = PrepareResult(), recipe.needs_hessian
     if calibration is not None and recipe.needs_prepare:
         survey = _collect_all_sites(
             block, calibration.fork(PROBE_BATCHES), layer_name, needs_hessian=needs_hessian
         )
-        if getattr(recipe, "needs_search", False):
-            prepared = recipe.search_layer(block, survey, calibration.subset(TRIAL_TOKENS), dtype)  # type: ignore[attr-defined]
+        if recipe.needs_search:
+            prepared = recipe.search_layer(block, survey, calibration.subset(TRIAL_TOKENS), dtype)
         else:
             prepared = recipe.prepare(block, survey, dtype)
     facts: dict[str, Any] = {}
@@ -94,9 +94,7 @@ def quantize_layer(
             )
         linear = block.linear(site)
         weight = linear.weight.dense()
-        linear_recipe = (
-            recipe.recipe_for(block.linear_paths[site]) if hasattr(recipe, "recipe_for") else recipe
-        )
+        linear_recipe = recipe.recipe_for(block.linear_paths[site])
         quantized = prepared.quantize_by_site.get(site, linear_recipe.quantize)(weight, statistics)
         facts[block.linear_paths[site]] = quantization_facts(
             weight, quantized, linear_recipe, statistics
@@ -189,7 +187,7 @@ def quantization_facts(
         "after": output_error(weight, quantized, statistics),
         "bits": round(8 * stored / weight.numel(), 3),
     }
-    facts |= getattr(quantized, "cluster_stats", dict)()
+    facts |= quantized.cluster_stats()
     if statistics is not None:
         peak = statistics.max_abs
         channels = peak.argsort(descending=True)[:NUM_OUTLIERS].tolist()
@@ -208,9 +206,9 @@ def output_error(
     Without statistics it is the error of the weight.
     """
     off = weight - quantized.dense()
-    if statistics is not None and hasattr(quantized, "fake_quantize"):
+    if statistics is not None and quantized.QUANTIZES_INPUT:
         right = statistics.input_samples @ weight.T
-        outputs = fake_quantize(quantized, statistics.input_samples) @ quantized.dense().T
+        outputs = quantized.fake_quantize(statistics.input_samples) @ quantized.dense().T
         return round_digits(float((outputs - right).norm() / right.norm().clamp(min=1e-30)))
     if statistics is None:
         return round_digits(float(off.norm() / weight.norm().clamp(min=1e-30)))

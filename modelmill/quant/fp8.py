@@ -8,17 +8,13 @@ kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
 from modelmill.ops.quant_types import round_to_dtype
-from modelmill.quant.calibration_state import QuantizableLayer
 from modelmill.quant.gptq import coordinate_descent_sweep, damped, round_with_compensation
-from modelmill.quant.recipe import InputStatistics, PrepareResult
+from modelmill.quant.recipe import InputStatistics, Recipe
 from modelmill.quant.rounding_grid import E4M3, RoundingGrid
 from modelmill.quant.smoothquant import search_static_scale
 from modelmill.weights.fp8 import Fp8Weight
@@ -29,11 +25,10 @@ SCALES_PER_BINADE = 8  # scales tried
 REFINE_SWEEPS = 2
 
 
-class Fp8Recipe:
+class Fp8Recipe(Recipe):
     """Options of BuildConfig: method (gptq, nearest), activation_scales, weight_scales."""
 
     weight_format = "fp8"
-    needs_prepare = False
 
     def __init__(self, config: BuildConfig) -> None:
         self.method = METHODS[0] if config.method == "auto" else config.method
@@ -44,19 +39,10 @@ class Fp8Recipe:
         self.needs_calibration = self.static_input_scale or self.needs_hessian
         self.per_channel = config.weight_scales == "channel"
         input_scale = FLOAT_INPUT if config.activation_scales == "none" else PER_TOKEN_SCALE
-        self.pack_options: Mapping[str, Any] = {
+        self.pack_options = {
             "per_channel": self.per_channel,
             "input_scale": input_scale,
         }
-
-    def prepare(
-        self,
-        block: QuantizableLayer,  # noqa: ARG002
-        statistics: Mapping[str, InputStatistics],  # noqa: ARG002
-        dtype: torch.dtype,  # noqa: ARG002
-    ) -> PrepareResult:
-        """Nothing."""
-        return PrepareResult()
 
     def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> Fp8Weight:
         """Quantize [N, K] float32 to fp8, with nearest rounding if there are no statistics.

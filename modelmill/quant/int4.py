@@ -8,7 +8,6 @@ refines.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ from modelmill.quant.calibrate import output_error
 from modelmill.quant.calibration_state import SITES, QuantizableLayer
 from modelmill.quant.gptq import damped, gptq, refine
 from modelmill.quant.group_grid import QUICK_SEARCH, find_grid
-from modelmill.quant.recipe import InputStatistics, PrepareResult
+from modelmill.quant.recipe import InputStatistics, PrepareResult, Recipe
 from modelmill.weights.base import WeightFormat
 from modelmill.weights.int4 import Int4Weight, resolve_group_size
 
@@ -26,7 +25,7 @@ DEFAULT_METHOD = "gptq"
 REFINE_SWEEPS = 3
 
 
-class Int4Recipe:
+class Int4Recipe(Recipe):
     """Options of BuildConfig: method, group_size, symmetric."""
 
     weight_format = "int4"
@@ -35,7 +34,7 @@ class Int4Recipe:
         self.method = DEFAULT_METHOD if config.method == "auto" else config.method
         assert self.method in ROUNDING_METHODS, "BuildConfig checks it"
         self.group_size, self.symmetric = config.group_size, config.symmetric
-        self.pack_options: Mapping[str, Any] = {
+        self.pack_options = {
             "group_size": self.group_size,
             "symmetric": self.symmetric,
         }

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from modelmill.core.config import BuildConfig
-from modelmill.quant.calibration_state import QuantizableLayer
-from modelmill.quant.recipe import InputStatistics, PrepareResult
+from modelmill.quant.recipe import InputStatistics, Recipe
 from modelmill.weights.base import WeightFormat, pack
 
 
-class Int8Recipe:
+class Int8Recipe(Recipe):
     """int8 with round to nearest, each weight independently."""
 
     weight_format = "int8"
-    needs_calibration = needs_prepare = False
 
-    def __init__(self, config: BuildConfig) -> None:  # noqa: ARG002  it has no options
-        self.pack_options: Mapping[str, Any] = {}
-
-    def prepare(
-        self,
-        block: QuantizableLayer,  # noqa: ARG002
-        statistics: Mapping[str, InputStatistics],  # noqa: ARG002
-        dtype: torch.dtype,  # noqa: ARG002
-    ) -> PrepareResult:
-        """Nothing."""
-        return PrepareResult()
+    def __init__(self, config: BuildConfig) -> None:
+        """It has no options."""
 
     def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> WeightFormat:  # noqa: ARG002
         """Rounded to nearest."""

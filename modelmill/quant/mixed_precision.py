@@ -5,53 +5,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
 from modelmill.quant.bit_allocation import BIT_CHOICES, UNQUANTIZED
-from modelmill.quant.calibration_state import QuantizableLayer
 from modelmill.quant.int4 import Int4Recipe as Int4
 from modelmill.quant.int8 import Int8Recipe as Int8
-from modelmill.quant.recipe import InputStatistics, PrepareResult, Recipe
+from modelmill.quant.recipe import InputStatistics, Recipe
 from modelmill.weights.base import WeightFormat
 from modelmill.weights.dense import DenseWeight as Dense
 
 
-class UnquantizedRecipe:
+class UnquantizedRecipe(Recipe):
     """Leaves a layer unquantized, in its storage dtype."""
 
     weight_format = "dense"
-    needs_calibration = needs_prepare = False
-    pack_options: Mapping[str, Any] = {}
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-
-    def prepare(
-        self,
-        block: QuantizableLayer,  # noqa: ARG002
-        statistics: Mapping[str, InputStatistics],  # noqa: ARG002
-        dtype: torch.dtype,  # noqa: ARG002
-    ) -> PrepareResult:
-        """Nothing."""
-        return PrepareResult()
 
     def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> WeightFormat:  # noqa: ARG002
         """Return the weight in float32, rounded to its storage dtype."""
         return Dense(weight.to(self.dtype).float())
 
 
-class MixedPrecisionRecipe:
+class MixedPrecisionRecipe(Recipe):
     """Recipes by layer number; a quantized head is int8."""
 
     weight_format = "int4"
-    pack_options: Mapping[str, Any] = {}
-    needs_prepare = False
 
     def __init__(self, config: BuildConfig, num_layers: int) -> None:
         """Check the layers and bit choices.
@@ -82,15 +66,6 @@ class MixedPrecisionRecipe:
         """Return the recipe of a linear module by its name in the model."""
         parts = module_path.split(".")
         return self._recipes[int(parts[1])] if parts[0] == "layers" else self._head_recipe
-
-    def prepare(
-        self,
-        block: QuantizableLayer,  # noqa: ARG002
-        statistics: Mapping[str, InputStatistics],  # noqa: ARG002
-        dtype: torch.dtype,  # noqa: ARG002
-    ) -> PrepareResult:
-        """Do nothing; the recipes of the layers have their own ``prepare``."""
-        return PrepareResult()
 
     def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> WeightFormat:
         """Quantize the head; the recipes of the layers have their own ``quantize``."""

@@ -9,16 +9,18 @@ the quantized part before.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
 from modelmill.core.registry import find_module, module_names
-from modelmill.quant.calibration_state import QuantizableLayer
+from modelmill.quant.calibration_state import CalibrationState, QuantizableLayer
 from modelmill.weights.base import WeightFormat
 
 NONE = "none"
@@ -64,33 +66,59 @@ class PrepareResult:
     )
 
 
-class Recipe(Protocol):
+class Recipe(ABC):
     """A way to quantize the layers of a model.
 
-    Optional: a recipe that tries out layers has ``needs_search`` (True) and ``search_layer(block,
-    statistics, calibration, dtype)``, called instead of ``prepare`` with some calibration tokens
-    before the layer; a recipe without use for the Hessian has ``needs_hessian`` (False).
+    What a recipe does not need keeps the default of this class.
 
     Attributes:
         weight_format: format of the quantized weights.
         pack_options: the format's options (``weights.base.pack``), which determine sizes.
+        method: rounding method, for the report.
         needs_calibration: whether ``quantize`` needs statistics.
         needs_prepare: whether ``prepare`` needs statistics of the unchanged layer.
+        needs_hessian: whether the statistics need the Hessian, which takes most of their time.
+        needs_search: whether ``search_layer`` is called instead of ``prepare``.
     """
 
     weight_format: str
-    pack_options: Mapping[str, Any]
-    needs_calibration: bool
-    needs_prepare: bool
+    pack_options: Mapping[str, Any] = MappingProxyType({})
+    method: str = "nearest"
+    needs_calibration: bool = False
+    needs_prepare: bool = False
+    needs_hessian: bool = True
+    needs_search: bool = False
 
     def prepare(
-        self, block: QuantizableLayer, statistics: Mapping[str, InputStatistics], dtype: torch.dtype
+        self,
+        block: QuantizableLayer,  # noqa: ARG002
+        statistics: Mapping[str, InputStatistics],  # noqa: ARG002
+        dtype: torch.dtype,  # noqa: ARG002
     ) -> PrepareResult:
         """Change the layer's dense weights, norms and biases in place; its function stays the same.
 
         dtype: dtype in which norms and biases are stored.
         """
+        return PrepareResult()
 
+    def search_layer(
+        self,
+        block: QuantizableLayer,
+        statistics: Mapping[str, InputStatistics],
+        calibration: CalibrationState,  # noqa: ARG002
+        dtype: torch.dtype,
+    ) -> PrepareResult:
+        """Prepare the layer by trying it out.
+
+        calibration: some calibration tokens before the layer.
+        """
+        return self.prepare(block, statistics, dtype)
+
+    def recipe_for(self, module_path: str) -> Recipe:  # noqa: ARG002  one recipe for all modules
+        """Return the recipe of a linear module by its name, or of a layer ("layers.3.")."""
+        return self
+
+    @abstractmethod
     def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> WeightFormat:
         """Quantize a weight [N, K] float32.
 
@@ -111,8 +139,7 @@ def make_recipe(config: BuildConfig) -> Recipe | None:
         raise UsageError(
             f"--quantization {config.quantization!r} is not one of {', '.join(recipe_names())}"
         )
-    recipe: Recipe = cls(config)
-    return recipe
+    return cls(config)
 
 
 def recipe_names() -> list[str]:
@@ -125,7 +152,8 @@ def recipe_names() -> list[str]:
     ]
 
 
-def _recipe_class(name: str) -> Any:
+def _recipe_class(name: str) -> Callable[[BuildConfig], Recipe] | None:
     """Return the ``RECIPE`` of a file of this folder, or None."""
     module = None if name == "recipe" else find_module("modelmill.quant", name)
-    return getattr(module, "RECIPE", None)
+    cls: Callable[[BuildConfig], Recipe] | None = vars(module).get("RECIPE") if module else None
+    return cls

@@ -10,20 +10,17 @@ are not quantized; nor are the attention probabilities and the KV cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
-from modelmill.quant.calibration_state import QuantizableLayer
 from modelmill.quant.channel_clustering import cluster_channels
 from modelmill.quant.gptq import damped, gptq, refine
 from modelmill.quant.group_grid import GroupGrid, find_grid
-from modelmill.quant.recipe import InputStatistics, PrepareResult
+from modelmill.quant.recipe import InputStatistics, Recipe
 from modelmill.weights._rptq_columns import permute_columns, round_scale_to_fp16, rptq_group_layout
 from modelmill.weights.base import WeightFormat
 from modelmill.weights.rptq import RptqWeight
@@ -61,12 +58,11 @@ class ClusterRanges:
     rounding_noise: torch.Tensor
 
 
-class RptqRecipe:
+class RptqRecipe(Recipe):
     """Options of BuildConfig: bits, mode, splits_per_channel."""
 
     weight_format = "rptq"
     needs_calibration = True
-    needs_prepare = False
 
     def __init__(self, config: BuildConfig, splits_per_channel: int = 1) -> None:
         """Check the options.
@@ -76,7 +72,7 @@ class RptqRecipe:
         """
         self.weight_bits, self.input_bits = BIT_WIDTHS[config.bits]
         self.mode, self.splits_per_channel = config.mode, splits_per_channel
-        self.pack_options: Mapping[str, Any] = {
+        self.pack_options = {
             "mode": self.mode,
             "weight_bits": self.weight_bits,
             "bits": self.input_bits,
@@ -104,15 +100,6 @@ class RptqRecipe:
         if module_path == "head":
             return self._head_recipe
         return self._down_proj_recipe if module_path.endswith("mlp.down_proj") else self
-
-    def prepare(
-        self,
-        block: QuantizableLayer,  # noqa: ARG002
-        statistics: Mapping[str, InputStatistics],  # noqa: ARG002
-        dtype: torch.dtype,  # noqa: ARG002
-    ) -> PrepareResult:
-        """Nothing."""
-        return PrepareResult()
 
     def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> WeightFormat:
         """Quantize [N, K] float32 to integers.

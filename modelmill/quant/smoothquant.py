@@ -17,14 +17,14 @@ from modelmill.core.config import BuildConfig
 from modelmill.quant import activation_smoothing
 from modelmill.quant.calibrate import collect_statistics, output_error, round_digits
 from modelmill.quant.calibration_state import SITES, CalibrationState, QuantizableLayer
-from modelmill.quant.recipe import InputStatistics, PrepareResult
+from modelmill.quant.recipe import InputStatistics, PrepareResult, Recipe
 from modelmill.weights.w8a8 import FLOAT_INPUT, W8A8Weight
 
 CLIP_FACTORS = (1.0, 0.85, 0.7, 0.5, 0.3)
 QuantizeWeight = Callable[[torch.Tensor, InputStatistics | None], W8A8Weight]
 
 
-class SmoothQuantRecipe:
+class SmoothQuantRecipe(Recipe):
     """Options of BuildConfig: alpha, activation_scales, weight_scales, max_layer_error."""
 
     weight_format = "w8a8"
@@ -38,7 +38,7 @@ class SmoothQuantRecipe:
             config.max_layer_error,
         )
         self.per_channel = config.weight_scales == "channel"
-        self.pack_options: Mapping[str, Any] = {"per_channel": self.per_channel}
+        self.pack_options = {"per_channel": self.per_channel}
 
     def prepare(
         self, block: QuantizableLayer, statistics: Mapping[str, InputStatistics], dtype: torch.dtype

@@ -7,42 +7,30 @@ int8 would not be faster.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from modelmill.core.config import BuildConfig
 from modelmill.quant import fp8, int8
-from modelmill.quant.calibration_state import QuantizableLayer
-from modelmill.quant.recipe import InputStatistics, PrepareResult, Recipe
+from modelmill.quant.recipe import InputStatistics, Recipe
 from modelmill.weights.base import WeightFormat, pack
 from modelmill.weights.w8a8 import PER_TOKEN_SCALE
 
 VISION_QUANTIZATIONS = ("none", "int8", "fp8")
 
 
-class W8A8NearestRecipe:
+class W8A8NearestRecipe(Recipe):
     """int8: round to nearest, per-token input scales; uses weight_scales of BuildConfig."""
 
     weight_format = "w8a8"
-    needs_calibration = needs_prepare = needs_hessian = False
+    needs_hessian = False
 
     def __init__(self, config: BuildConfig) -> None:
-        self.pack_options: Mapping[str, Any] = {
+        self.pack_options = {
             "per_channel": config.weight_scales == "channel",
             "input_scale": PER_TOKEN_SCALE,
         }
-
-    def prepare(
-        self,
-        block: QuantizableLayer,  # noqa: ARG002
-        statistics: Mapping[str, InputStatistics],  # noqa: ARG002
-        dtype: torch.dtype,  # noqa: ARG002
-    ) -> PrepareResult:
-        """Nothing."""
-        return PrepareResult()
 
     def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> WeightFormat:  # noqa: ARG002
         """Round to nearest."""

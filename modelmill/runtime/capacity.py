@@ -16,7 +16,6 @@ from modelmill.runtime.decode_graphs import DecodeGraphs
 from modelmill.runtime.model_runner import ModelRunner
 from modelmill.runtime.prefill_graphs import PrefillGraphCapturer, PrefillGraphs
 from modelmill.runtime.scheduler import SchedulerLimits
-from modelmill.weights.base import act_quant
 
 MAX_GRAPH_SEQS = 512
 """Sequences of the largest decode graph."""
@@ -68,7 +67,7 @@ def _mostly_8bit_inputs(model: nn.Module) -> bool:
     balance = 0
     for module in model.modules():
         if isinstance(module, Linear):
-            balance += math.prod(module.shape) * (1 if act_quant(module.weight) is not None else -1)
+            balance += math.prod(module.shape) * (1 if module.weight.act_quant is not None else -1)
     return balance > 0
 
 

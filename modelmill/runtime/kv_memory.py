@@ -15,7 +15,6 @@ from modelmill.nn.step import Step
 from modelmill.ops.registry import Ops
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 from modelmill.runtime import prefill_graphs
-from modelmill.weights.base import unpacked_tensors
 
 CPU_MEMORY_FRACTION = 0.3
 _GIB = 1 << 30
@@ -237,7 +236,7 @@ def weight_bytes(model: nn.Module) -> int:
         tensors = [*module.buffers(recurse=False)]
         weight = getattr(module, "weight", None) if isinstance(module, Linear) else None
         if weight is not None:
-            tensors += [*weight.tensors().values(), *unpacked_tensors(weight)]
+            tensors += [*weight.tensors().values(), *weight.unpacked_tensors()]
         for t in tensors:
             size_by_address[t.data_ptr()] = t.numel() * t.element_size()
     return sum(size_by_address.values())

@@ -74,7 +74,7 @@ def _check_dtypes(model: nn.Module, artifact: Artifact, computed: set[str]) -> N
     stored = {name: buffer for name, buffer in model.named_buffers() if name not in computed}
     for name, module in model.named_modules():
         if isinstance(module, Linear):
-            parts: tuple[Any, ...] = getattr(module.weight, "parts", (module.weight,))
+            parts: tuple[Any, ...] = module.weight.row_blocks()
             stored |= {f"{name}.weight": part.weight for part in parts if part.format == "dense"}
     for name, tensor in stored.items():
         expected = (

@@ -20,7 +20,6 @@ from modelmill.weights.base import (
     UNPACKED_MEMORY_FRACTION,
     UnpackedWeight,
     WeightFormat,
-    unpack_spec,
 )
 from modelmill.weights.mixed_rows import MixedRowsWeight
 
@@ -107,7 +106,7 @@ class _Unpacker:
         """The weight, unpacked if its op needs that and memory allows."""
         if isinstance(weight, MixedRowsWeight):
             return MixedRowsWeight(tuple(map(self.unpack, weight.parts)))
-        spec = unpack_spec(weight)
+        spec = weight.unpack_spec
         if spec is None or self.ops.backends.get(spec.op) != "torch":
             return weight
         key = weight.tensors()["weight"].data_ptr()
@@ -123,9 +122,11 @@ class _Unpacker:
                 self.report, num_packed=self.report.num_packed + 1, packed_bytes=packed_bytes
             )
             return weight
-        unpacked = UnpackedWeight(weight, weight.unpack(self.dtype))  # type: ignore[attr-defined]
-        unpacked_bytes = self.report.unpacked_bytes + unpacked.unpacked.weight.nbytes
+        unpacked = UnpackedWeight(weight, weight.unpack(self.dtype))
+        added = sum(tensor.nbytes for tensor in unpacked.unpacked_tensors())
         self.report = replace(
-            self.report, num_unpacked=self.report.num_unpacked + 1, unpacked_bytes=unpacked_bytes
+            self.report,
+            num_unpacked=self.report.num_unpacked + 1,
+            unpacked_bytes=self.report.unpacked_bytes + added,
         )
         return unpacked

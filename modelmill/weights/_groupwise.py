@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
@@ -11,14 +11,11 @@ import torch
 
 from modelmill.core.errors import CorruptArtifact
 from modelmill.ops.groupwise import PACK_COLUMNS
-from modelmill.ops.registry import Ops
-from modelmill.weights.base import TensorLayout, slice_tensor
-
-PackedInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
+from modelmill.weights.base import PackedInfo, TensorLayout, WeightFormat, slice_tensor
 
 
 @dataclass(frozen=True)
-class GroupwiseWeight(ABC):
+class GroupwiseWeight(WeightFormat):
     """Codes with a scale and an offset for every row and group.
 
     A subclass defines the width of a stored row, the product and the dequantization of its codes.
@@ -146,15 +143,6 @@ class GroupwiseWeight(ABC):
         return tensors_by_suffix | {
             "sizes": torch.tensor([self.columns, self.group_size], dtype=torch.int32)
         }
-
-    def try_linear_swiglu(
-        self,
-        x: torch.Tensor,  # noqa: ARG002
-        bias: torch.Tensor | None,  # noqa: ARG002
-        ops: Ops,  # noqa: ARG002
-    ) -> torch.Tensor | None:
-        """Compute the product and SwiGLU's gate in one op, or return None without such an op."""
-        return None
 
     def dense(self) -> torch.Tensor:
         """Return the dequantized matrix [N, K] float32."""

@@ -1,15 +1,16 @@
 """The interface of a weight format, and the functions that find a format by its name.
 
-A weight format is a file ``weights/<format>.py`` with a class whose ``format`` is the file's name
-and that has the attributes below. ``nn.Linear`` calls only this interface and does not depend on a
+A weight format is a file ``weights/<format>.py`` with a subclass of ``WeightFormat`` whose
+``format`` is the file's name. ``nn.Linear`` calls only this interface and does not depend on a
 quantization.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,58 +35,6 @@ UNPACKED_MEMORY_FRACTION = 0.6
 PackedInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-class WeightFormat(Protocol):
-    """A matrix [N, K] in one storage format.
-
-    Besides the members below, a class has ``pack`` (quantize a dense float matrix),
-    ``from_tensors`` (the inverse of ``tensors``) and ``packed_info`` (shapes and dtypes of what
-    ``pack`` stores).
-
-    Optional fused ops, each of which returns None if no backend has such an op: ``try_linear_add``
-    (product and residual add), ``try_swiglu_quant`` (SwiGLU's gate, quantization and product),
-    ``try_qkv_rope`` (product, RoPE and the store into the KV cache).
-
-    A format that quantizes its input to 8 bits also has ``act_quant``, the activation quant spec
-    that a fused norm may produce (``matmul`` then also takes a ``QuantizedInput``), and
-    ``fake_quantize(x)``, x rounded as the product uses it, in x's dtype.
-
-    A format whose torch reference expands the stored numbers in every call has ``UNPACKS`` and
-    ``unpack(dtype)``: the same weight with the expanded numbers stored instead, for activations of
-    ``dtype``. Its products are equal to the bit; only ``matmul`` may be called on it (see
-    ``UnpackedWeight``).
-    """
-
-    @property
-    def format(self) -> str:
-        """Return the name of the weight format."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Return the shape of the tensor; [N, K] for a weight."""
-
-    @property
-    def alignment(self) -> int:
-        """Return the multiple at which columns may be cut."""
-
-    def matmul(self, x: Any, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
-        """Multiply [T, K] by the weight and add the bias: [T, N]."""
-
-    def try_linear_swiglu(self, x: Any, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor | None:
-        """Compute the product and SwiGLU's gate in one op, or return None without such an op."""
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the stored tensors by suffix."""
-
-    def dense(self) -> torch.Tensor:
-        """Return the dequantized matrix [N, K] float32."""
-
-    def to(self, device: str) -> WeightFormat:
-        """Return a copy on the device."""
-
-    def slice(self, rows: Sequence[tuple[int, int]], columns: tuple[int, int]) -> WeightFormat:
-        """Return the given row ranges and one column range, for one rank."""
-
-
 class UnpackSpec(NamedTuple):
     """Op whose torch reference expands a weight.
 
@@ -98,8 +47,149 @@ class UnpackSpec(NamedTuple):
     dtype: torch.dtype | None
 
 
+class WeightFormat(ABC):
+    """A matrix [N, K] in one storage format.
+
+    A subclass is a frozen dataclass with a field ``format``, whose default is the format's name.
+    What a format does not have keeps the default of this class: no caller asks whether a member
+    exists.
+
+    Attributes:
+        LAYOUT: dimensions and dtypes of the stored tensors; None: ``from_tensors`` checks them.
+        UNPACKS: the op whose torch reference expands the stored numbers in every call, if there
+            is one; the format then has ``unpack``.
+        QUANTIZES_INPUT: whether the format may quantize its input (``fake_quantize``).
+    """
+
+    LAYOUT: ClassVar[TensorLayout | None] = None
+    UNPACKS: ClassVar[UnpackSpec | None] = None
+    QUANTIZES_INPUT: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def format(self) -> str:
+        """Return the name of the weight format."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """Return the shape of the tensor; [N, K] for a weight."""
+
+    @property
+    def alignment(self) -> int:
+        """Return the multiple at which columns may be cut."""
+        return 1
+
+    @property
+    def act_quant(self) -> ActQuantSpec | None:
+        """Return the quant spec that a fused norm may produce, or None for a float input.
+
+        ``matmul`` of a weight with a spec also takes a ``QuantizedInput``.
+        """
+        return None
+
+    @property
+    def unpack_spec(self) -> UnpackSpec | None:
+        """Return the op that expands this weight in every call, or None if no op does."""
+        return self.UNPACKS
+
+    # The parameters behind the weight and its dtype are the format's own options.
+    @classmethod
+    def pack(cls, *args: Any, **layout: Any) -> WeightFormat:
+        """Quantize a dense float matrix [N, K] for activations of a dtype."""
+        raise NotImplementedError(f"{cls.__name__} stores a checkpoint's numbers only")
+
+    @classmethod
+    def packed_info(cls, *args: Any, **layout: Any) -> PackedInfo:
+        """Return shapes and dtypes of what ``pack`` stores for a shape and a dtype."""
+        raise NotImplementedError(f"{cls.__name__} stores a checkpoint's numbers only")
+
+    @classmethod
+    @abstractmethod
+    def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> WeightFormat:
+        """Build the weight from its stored tensors by suffix."""
+
+    @abstractmethod
+    def matmul(self, x: Any, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
+        """Multiply [T, K] by the weight and add the bias: [T, N]."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the stored tensors by suffix."""
+
+    @abstractmethod
+    def dense(self) -> torch.Tensor:
+        """Return the dequantized matrix [N, K] float32."""
+
+    @abstractmethod
+    def to(self, device: str) -> WeightFormat:
+        """Return a copy on the device."""
+
+    @abstractmethod
+    def slice(self, rows: Sequence[tuple[int, int]], columns: tuple[int, int]) -> WeightFormat:
+        """Return the given row ranges and one column range, for one rank."""
+
+    def fake_quantize(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [T, K] as the product uses it: rounded to 8 bits and back, or unchanged."""
+        return x
+
+    def unpack(self, dtype: torch.dtype) -> WeightFormat:
+        """Return the weight with its values expanded for activations of dtype.
+
+        Its products are equal to the bit; only ``matmul`` and the fused ops may be called on it
+        (see ``UnpackedWeight``).
+        """
+        raise NotImplementedError(f"{type(self).__name__} has nothing to expand for {dtype}")
+
+    def row_blocks(self) -> tuple[WeightFormat, ...]:
+        """Return the matrices that it consists of, from the first rows on; itself by default."""
+        return (self,)
+
+    def unpacked_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that an expanded form holds in addition to the stored ones."""
+        return []
+
+    def cluster_stats(self) -> dict[str, int]:
+        """Return facts about column clusters for the report; none without clusters."""
+        return {}
+
+    # The fused ops below return None if no backend has such an op.
+    def try_linear_swiglu(self, x: Any, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor | None:  # noqa: ARG002  no fused op by default
+        """Compute the product and SwiGLU's gate in one op, or return None without such an op."""
+        return None
+
+    def try_linear_add(
+        self,
+        x: torch.Tensor,  # noqa: ARG002
+        bias: torch.Tensor | None,  # noqa: ARG002
+        residual: torch.Tensor,  # noqa: ARG002
+        ops: Ops,  # noqa: ARG002
+    ) -> torch.Tensor | None:
+        """Add the product and bias to ``residual`` in place, or return None without such an op."""
+        return None
+
+    def try_swiglu_quant(
+        self,
+        gate_up: torch.Tensor,  # noqa: ARG002
+        bias: torch.Tensor | None,  # noqa: ARG002
+        ops: Ops,  # noqa: ARG002
+    ) -> torch.Tensor | None:
+        """Compute SwiGLU's gate, quantize and multiply, or return None without a fused op."""
+        return None
+
+    def try_qkv_rope(
+        self,
+        x: Any,  # noqa: ARG002
+        bias: torch.Tensor | None,  # noqa: ARG002
+        rope_args: tuple[Any, ...],  # noqa: ARG002
+        ops: Ops,  # noqa: ARG002
+    ) -> torch.Tensor | None:
+        """Compute the product, RoPE and the store into the KV cache, or return None."""
+        return None
+
+
 @dataclass(frozen=True)
-class UnpackedWeight:
+class UnpackedWeight(WeightFormat):
     """A weight together with the expanded form that its torch reference multiplies.
 
     The weight is expanded once instead of in each call.
@@ -110,7 +200,7 @@ class UnpackedWeight:
     """
 
     packed: WeightFormat
-    unpacked: Any
+    unpacked: WeightFormat
 
     @property
     def format(self) -> str:
@@ -130,7 +220,17 @@ class UnpackedWeight:
     @property
     def act_quant(self) -> ActQuantSpec | None:
         """Return how the input is quantized, or None for a float input."""
-        return act_quant(self.packed)
+        return self.packed.act_quant
+
+    @property
+    def unpack_spec(self) -> UnpackSpec | None:
+        """Return None: it is expanded already."""
+        return None
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> WeightFormat:
+        """Raise an error: an expanded form is never stored."""
+        raise NotImplementedError(f"{sorted(tensors)}: an expanded weight is not stored")
 
     def matmul(self, x: Any, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
         """Multiply [T, K] by the weight and add the bias: [T, N]."""
@@ -140,16 +240,19 @@ class UnpackedWeight:
         self, gate_up: torch.Tensor, bias: torch.Tensor | None, ops: Ops
     ) -> torch.Tensor | None:
         """Compute SwiGLU's gate, quantize and multiply, or return None without a fused op."""
-        fused = getattr(self.unpacked, "try_swiglu_quant", None)
-        return None if fused is None else fused(gate_up, bias, ops)
-
-    def try_linear_swiglu(self, x: Any, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor | None:  # noqa: ARG002  the torch reference has no fused op
-        """Compute the product and SwiGLU's gate in one op, or return None without such an op."""
-        return None
+        return self.unpacked.try_swiglu_quant(gate_up, bias, ops)
 
     def fake_quantize(self, x: torch.Tensor) -> torch.Tensor:
         """Return x rounded as the product uses it, in x's dtype."""
-        return fake_quantize(self.packed, x)
+        return self.packed.fake_quantize(x)
+
+    def unpacked_tensors(self) -> list[torch.Tensor]:
+        """Return the expanded numbers."""
+        return [self.unpacked.tensors()["weight"]]
+
+    def cluster_stats(self) -> dict[str, int]:
+        """Return facts about column clusters for the report; none without clusters."""
+        return self.packed.cluster_stats()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the stored tensors by suffix."""
@@ -168,29 +271,15 @@ class UnpackedWeight:
         return self.packed.slice(rows, columns)
 
 
-def unpack_spec(weight: WeightFormat) -> UnpackSpec | None:
-    """Return the op that expands this weight in every call, or None if no op does."""
-    attribute = "UNPACKS_FLOAT_INPUT" if getattr(weight, "float_input", False) else "UNPACKS"
-    spec: UnpackSpec | None = getattr(weight, attribute, None)
-    return None if isinstance(weight, UnpackedWeight) else spec
-
-
 def unpacked_size(
     weight_format: str, shape: Sequence[int], dtype: torch.dtype
 ) -> tuple[str, int] | None:
     """Return (op, bytes) of the expanded form of a weight of this format, or None if there is none.
 
-    It is the counterpart of ``unpack_spec`` for a weight that does not exist yet.
+    It is the counterpart of ``WeightFormat.unpack_spec`` for a weight that does not exist yet.
     """
-    spec: UnpackSpec | None = getattr(_format_class(weight_format), "UNPACKS", None)
+    spec = _format_class(weight_format).UNPACKS
     return None if spec is None else (spec.op, shape[0] * shape[1] * (spec.dtype or dtype).itemsize)
-
-
-def unpacked_tensors(weight: WeightFormat) -> list[torch.Tensor]:
-    """Return the tensors that the expanded form holds in addition to the stored ones."""
-    if isinstance(weight, UnpackedWeight):
-        return [weight.unpacked.weight]
-    return [tensor for part in getattr(weight, "parts", ()) for tensor in unpacked_tensors(part)]
 
 
 def pad_columns(weight: torch.Tensor) -> torch.Tensor:
@@ -198,17 +287,6 @@ def pad_columns(weight: torch.Tensor) -> torch.Tensor:
     return (
         F.pad(weight, (0, -weight.shape[1] % AMX_COLUMNS)) if weight.dtype.itemsize == 2 else weight
     )
-
-
-def act_quant(weight: WeightFormat) -> ActQuantSpec | None:
-    """Return the quant spec of the weight's input, or None if it takes a float input."""
-    return getattr(weight, "act_quant", None)
-
-
-def fake_quantize(weight: WeightFormat, x: torch.Tensor) -> torch.Tensor:
-    """Return x [T, K] as the weight's product uses it: rounded to 8 bits and back, or unchanged."""
-    rounds = getattr(weight, "fake_quantize", None)
-    return x if rounds is None else rounds(x)
 
 
 def pack(
@@ -234,9 +312,7 @@ def from_tensors(weight_format: str, tensors: Mapping[str, torch.Tensor]) -> Wei
         KeyError: with the suffix of a missing tensor.
     """
     format_class = _format_class(weight_format)
-    layout: Mapping[str, tuple[int, tuple[torch.dtype, ...]]] | None = getattr(
-        format_class, "LAYOUT", None
-    )
+    layout = format_class.LAYOUT
     for suffix, tensor in tensors.items():
         if layout is None:
             break
@@ -272,11 +348,15 @@ def slice_tensor(
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
 
 
-def _format_class(weight_format: str) -> Any:
+def _format_class(weight_format: str) -> type[WeightFormat]:
     """Return the class of ``weights/<weight_format>.py``."""
     module = find_module("modelmill.weights", weight_format)
     for cls in vars(module).values() if module is not None else ():
-        if isinstance(cls, type) and vars(cls).get("format") == weight_format:
+        if (
+            isinstance(cls, type)
+            and issubclass(cls, WeightFormat)
+            and vars(cls).get("format") == weight_format
+        ):
             return cls
     known = ", ".join(n for n in module_names("modelmill.weights") if n != "base")
     raise IncompatibleArtifact(

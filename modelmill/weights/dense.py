@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import torch
 
 from modelmill.ops.registry import Ops
-from modelmill.weights.base import FLOAT_DTYPES, TensorLayout, slice_tensor
+from modelmill.weights.base import FLOAT_DTYPES, TensorLayout, WeightFormat, slice_tensor
 
 
 @dataclass(frozen=True)
-class DenseWeight:
+class DenseWeight(WeightFormat):
     """An unquantized matrix.
 
     Attributes:
@@ -22,24 +22,23 @@ class DenseWeight:
 
     weight: torch.Tensor
     format: str = "dense"
-    alignment: int = 1
 
     LAYOUT: ClassVar[TensorLayout] = {"weight": (2, FLOAT_DTYPES)}
 
-    @staticmethod
-    def pack(weight: torch.Tensor, dtype: torch.dtype) -> DenseWeight:
+    @classmethod
+    def pack(cls, weight: torch.Tensor, dtype: torch.dtype) -> DenseWeight:
         """Cast to ``dtype``, rounding to nearest even."""
         return DenseWeight(weight.to(dtype).contiguous())
 
-    @staticmethod
+    @classmethod
     def packed_info(
-        shape: tuple[int, int], dtype: torch.dtype
+        cls, shape: tuple[int, int], dtype: torch.dtype
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of each stored tensor, by suffix."""
         return {"weight": (shape, dtype)}
 
-    @staticmethod
-    def from_tensors(tensors: Mapping[str, torch.Tensor]) -> DenseWeight:
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> DenseWeight:
         """Build the weight from its stored tensors by suffix."""
         return DenseWeight(tensors["weight"])
 

@@ -50,10 +50,11 @@ class Int4Weight(GroupwiseWeight):
     CODE_DTYPE: ClassVar[torch.dtype] = torch.uint8
     UNPACKS: ClassVar[UnpackSpec] = UnpackSpec("int4_linear", torch.float32)
 
-    @staticmethod
+    @classmethod
     def pack(
+        cls,
         weight: torch.Tensor,
-        dtype: torch.dtype,  # noqa: ARG004  the same for every dtype
+        dtype: torch.dtype,  # noqa: ARG003  the same for every dtype
         *,
         group_size: int = DEFAULT_GROUP_SIZE,
         symmetric: bool = False,
@@ -84,10 +85,11 @@ class Int4Weight(GroupwiseWeight):
         halves = None if offset is None else offset.half()
         return Int4Weight(pack_codes(codes), scale.half(), halves, codes.shape[1], group_size)
 
-    @staticmethod
+    @classmethod
     def packed_info(
+        cls,
         shape: tuple[int, int],
-        dtype: torch.dtype,  # noqa: ARG004
+        dtype: torch.dtype,  # noqa: ARG003
         *,
         group_size: int = DEFAULT_GROUP_SIZE,
         symmetric: bool = False,

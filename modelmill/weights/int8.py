@@ -14,11 +14,11 @@ import torch
 from modelmill.core.errors import CorruptArtifact
 from modelmill.ops.int8_linear import packable, quantize, takes_packed
 from modelmill.ops.registry import Ops
-from modelmill.weights.base import TensorLayout, UnpackSpec, pad_columns, slice_tensor
+from modelmill.weights.base import TensorLayout, UnpackSpec, WeightFormat, pad_columns, slice_tensor
 
 
 @dataclass(frozen=True)
-class Int8Weight:
+class Int8Weight(WeightFormat):
     """A matrix of int8 codes with one scale per output channel.
 
     Attributes:
@@ -30,27 +30,27 @@ class Int8Weight:
     weight: torch.Tensor
     scale: torch.Tensor
     format: str = "int8"
-    alignment: int = 1
     packed: torch.Tensor | None = None
 
     LAYOUT: ClassVar[TensorLayout] = {"weight": (2, (torch.int8,)), "scale": (1, (torch.float32,))}
     UNPACKS: ClassVar[UnpackSpec] = UnpackSpec("int8_linear", None)
 
-    @staticmethod
-    def pack(weight: torch.Tensor, dtype: torch.dtype) -> Int8Weight:  # noqa: ARG004
+    @classmethod
+    def pack(cls, weight: torch.Tensor, dtype: torch.dtype) -> Int8Weight:  # noqa: ARG003
         """Quantize a dense float matrix."""
         return Int8Weight(*quantize(weight))
 
-    @staticmethod
+    @classmethod
     def packed_info(
+        cls,
         shape: tuple[int, int],
-        dtype: torch.dtype,  # noqa: ARG004
+        dtype: torch.dtype,  # noqa: ARG003
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of each stored tensor, by suffix."""
         return {"weight": (shape, torch.int8), "scale": ((shape[0],), torch.float32)}
 
-    @staticmethod
-    def from_tensors(tensors: Mapping[str, torch.Tensor]) -> Int8Weight:
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> Int8Weight:
         """Build the weight from its stored tensors by suffix."""
         weight, scale = tensors["weight"], tensors["scale"]
         if len(scale) != len(weight):

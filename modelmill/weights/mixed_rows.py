@@ -18,7 +18,7 @@ from modelmill.weights.base import WeightFormat, from_tensors
 
 
 @dataclass(frozen=True)
-class MixedRowsWeight:
+class MixedRowsWeight(WeightFormat):
     """Row blocks concatenated into one matrix.
 
     Attributes:
@@ -28,8 +28,8 @@ class MixedRowsWeight:
     parts: tuple[WeightFormat, ...]
     format: str = "mixed_rows"
 
-    @staticmethod
-    def from_tensors(tensors: Mapping[str, torch.Tensor]) -> MixedRowsWeight:
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> MixedRowsWeight:
         """Build the weight from its stored tensors by suffix."""
         tensors_by_part: dict[int, tuple[str, dict[str, torch.Tensor]]] = {}
         for suffix, tensor in tensors.items():
@@ -77,14 +77,13 @@ class MixedRowsWeight:
             first = last
         return torch.cat(outputs, -1)
 
-    def try_linear_swiglu(
-        self,
-        x: torch.Tensor,  # noqa: ARG002
-        bias: torch.Tensor | None,  # noqa: ARG002
-        ops: Ops,  # noqa: ARG002
-    ) -> torch.Tensor | None:
-        """Compute the product and SwiGLU's gate in one op, or return None without such an op."""
-        return None
+    def row_blocks(self) -> tuple[WeightFormat, ...]:
+        """Return the row blocks, from the first rows on."""
+        return self.parts
+
+    def unpacked_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that expanded parts hold in addition to the stored ones."""
+        return [tensor for part in self.parts for tensor in part.unpacked_tensors()]
 
     def dense(self) -> torch.Tensor:
         """Return the dequantized matrix [N, K] float32."""

@@ -31,15 +31,14 @@ from modelmill.weights._rptq_columns import (
     rptq_group_layout,
     unpermute_columns,
 )
-from modelmill.weights.base import TensorLayout, UnpackSpec, slice_tensor
+from modelmill.weights.base import PackedInfo, TensorLayout, UnpackSpec, WeightFormat, slice_tensor
 
 MODES = ("exact", "folded", "dynamic")
 STATIC_SUFFIXES = ("inv_input_scales", "input_zero_points", "input_scales", "zero_point_bias")
-PackedInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True)
-class RptqWeight:
+class RptqWeight(WeightFormat):
     """A matrix in clustered column order, with the quantization of its input.
 
     Attributes:
@@ -67,7 +66,6 @@ class RptqWeight:
     group_size: int
     bits: int
     format: str = "rptq"
-    alignment: int = 1
 
     LAYOUT: ClassVar[TensorLayout] = {
         "weight": (2, (torch.int8, torch.uint8)),
@@ -78,16 +76,18 @@ class RptqWeight:
         ),
     }
     UNPACKS: ClassVar[UnpackSpec] = UnpackSpec("rptq_linear", torch.float32)
+    QUANTIZES_INPUT: ClassVar[bool] = True
 
-    @staticmethod
+    @classmethod
     def pack(
+        cls,
         weight: torch.Tensor,
-        dtype: torch.dtype,  # noqa: ARG004
+        dtype: torch.dtype,  # noqa: ARG003
         *,
         mode: str = "dynamic",
         weight_bits: int = 8,
         bits: int = 8,
-        splits_per_channel: int = 1,  # noqa: ARG004
+        splits_per_channel: int = 1,  # noqa: ARG003
     ) -> RptqWeight:
         """Round to nearest without statistics: channels in natural order, dynamic input scales."""
         wide = weight.float()
@@ -183,14 +183,15 @@ class RptqWeight:
         assert wide[0] is not None, "there are scales"
         return codes * wide[0] if wide[1] is None else codes * wide[0] + wide[1]
 
-    @staticmethod
+    @classmethod
     def packed_info(
+        cls,
         shape: tuple[int, int],
-        dtype: torch.dtype,  # noqa: ARG004
+        dtype: torch.dtype,  # noqa: ARG003
         *,
         mode: str = "dynamic",
         weight_bits: int = 8,
-        bits: int = 8,  # noqa: ARG004
+        bits: int = 8,  # noqa: ARG003
         splits_per_channel: int = 1,
     ) -> PackedInfo:
         """Return shape and dtype of each stored tensor, by suffix."""
@@ -214,8 +215,8 @@ class RptqWeight:
             }
         return info | {"sizes": ((3,), torch.int32)}
 
-    @staticmethod
-    def from_tensors(tensors: Mapping[str, torch.Tensor]) -> RptqWeight:
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> RptqWeight:
         """Build the weight from its stored tensors by suffix."""
         if tensors["sizes"].shape != (3,):
             raise CorruptArtifact("an rptq weight has no valid sizes; rebuild the engine")
@@ -275,8 +276,17 @@ class RptqWeight:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the stored tensors by suffix."""
-        names = ("weight", "scale", "offset", "perm", *STATIC_SUFFIXES)
-        stored = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        tensors_by_suffix = {
+            "weight": self.weight,
+            "scale": self.scale,
+            "offset": self.offset,
+            "perm": self.perm,
+            "inv_input_scales": self.inv_input_scales,
+            "input_zero_points": self.input_zero_points,
+            "input_scales": self.input_scales,
+            "zero_point_bias": self.zero_point_bias,
+        }
+        stored = {name: t for name, t in tensors_by_suffix.items() if t is not None}
         return stored | {
             "sizes": torch.tensor([self.columns, self.group_size, self.bits], dtype=torch.int32)
         }
@@ -336,14 +346,6 @@ class RptqWeight:
         input_scales = self.input_scales if input_scales is None else input_scales
         grids = (self.weight, self.scale, self.offset, self.group_size)
         return ops.rptq_linear(q, *grids, input_scales, self.zero_point_bias, bias, dtype)
-
-    def try_linear_swiglu(
-        self,
-        x: torch.Tensor | QuantizedInput,
-        bias: torch.Tensor | None,
-        ops: Ops,
-    ) -> None:
-        """Return None: no op computes the product and SwiGLU's gate."""
 
     def codes(self) -> torch.Tensor:
         """Return the codes [N, P] int8 or uint8."""

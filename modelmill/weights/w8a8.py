@@ -16,14 +16,20 @@ from modelmill.core.errors import CorruptArtifact
 from modelmill.ops.quant_types import QUANT_MAX, ActQuantSpec, QuantizedInput, round_to_dtype
 from modelmill.ops.registry import Ops
 from modelmill.ops.rms_norm_quant import quantize_rows
-from modelmill.weights.base import TensorLayout, UnpackSpec, pad_columns, slice_tensor
+from modelmill.weights.base import (
+    PackedInfo,
+    TensorLayout,
+    UnpackSpec,
+    WeightFormat,
+    pad_columns,
+    slice_tensor,
+)
 
-PackedInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
 PER_TOKEN_SCALE, FLOAT_INPUT = 0.0, -1.0  # special values of input_scale
 
 
 @dataclass(frozen=True)
-class W8A8Weight:
+class W8A8Weight(WeightFormat):
     """A matrix in 8 bits for inputs in 8 bits.
 
     Attributes:
@@ -42,7 +48,6 @@ class W8A8Weight:
     inv_input_scale: torch.Tensor | None = None
     float_input: bool = False
     format: str = "w8a8"
-    alignment: int = 1
 
     VALUE_DTYPE: ClassVar[torch.dtype] = torch.int8
     LAYOUT: ClassVar[TensorLayout] = {
@@ -52,6 +57,7 @@ class W8A8Weight:
     }
     UNPACKS: ClassVar[UnpackSpec] = UnpackSpec("w8a8_linear", torch.float32)
     UNPACKS_FLOAT_INPUT: ClassVar[UnpackSpec] = UnpackSpec("int8_linear", None)
+    QUANTIZES_INPUT: ClassVar[bool] = True
 
     @classmethod
     def pack(
@@ -122,6 +128,11 @@ class W8A8Weight:
         """Return the quant spec that a fused norm may produce."""
         return None if self.float_input else ActQuantSpec(self.VALUE_DTYPE, self.inv_input_scale)
 
+    @property
+    def unpack_spec(self) -> UnpackSpec:
+        """Return the op that expands this weight in every call; it depends on the inputs."""
+        return self.UNPACKS_FLOAT_INPUT if self.float_input else self.UNPACKS
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the stored tensors by suffix."""
         return {"weight": self.weight, "scale": self.scale, "input_scale": self.input_scale}
@@ -187,9 +198,9 @@ class W8A8Weight:
 
     def unpack(self, dtype: torch.dtype) -> Self:
         """Return the weight with its values expanded for activations of dtype."""
-        how = self.UNPACKS_FLOAT_INPUT if self.float_input else self.UNPACKS
-        wide = self.weight.to(how.dtype or dtype)
-        return replace(self, weight=pad_columns(wide) if how.dtype is None else wide)
+        spec = self.unpack_spec
+        wide = self.weight.to(spec.dtype or dtype)
+        return replace(self, weight=pad_columns(wide) if spec.dtype is None else wide)
 
     def to(self, device: str) -> Self:
         """Return a copy on the device."""

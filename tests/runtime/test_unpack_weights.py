@@ -79,7 +79,7 @@ def _unpacked(weight: WeightFormat, dtype: torch.dtype, room: int = 1 << 40) -> 
 def test_expanded_once_gives_the_same_bits(name: str, columns: int, dtype: torch.dtype) -> None:
     weight = _weight(name, 40, columns, dtype)
     wide = _unpacked(weight, dtype)
-    assert base.unpacked_tensors(wide), "something is expanded"
+    assert wide.unpacked_tensors(), "something is expanded"
     assert (wide.format, wide.shape, wide.alignment) == (
         weight.format,
         weight.shape,
@@ -102,7 +102,7 @@ def test_expanded_once_gives_the_same_bits(name: str, columns: int, dtype: torch
                 atol=0,
                 equal_nan=True,
             )
-        assert torch.equal(base.fake_quantize(wide, x), base.fake_quantize(weight, x))
+        assert torch.equal(wide.fake_quantize(x), weight.fake_quantize(x))
     torch.testing.assert_close(wide.dense(), weight.dense(), rtol=0, atol=0)
 
 
