@@ -19,7 +19,7 @@ from modelmill.accept.finding import Finding
 from modelmill.accept.metrics import ErrorMetrics, incomparable_metrics
 from modelmill.accept.reference import ReferenceModel
 from modelmill.accept.reference.tensor_source import BLOCK_ROWS
-from modelmill.accept.tolerances import BLOCK_BOUNDS, module_bound, weight_bound
+from modelmill.accept.tolerances import block_bound, module_bound, weight_bound
 
 
 def check_embedding_tables(
@@ -54,9 +54,8 @@ def check_quantized_head(
         weight.shape,
         partial(_dequantize_rows, weight, checkpoint_reference.device),
     )
-    for row, bound in zip(
-        rows, (weight_bound(dtype, weight_format), BLOCK_BOUNDS[weight_format]), strict=True
-    ):
+    whole = weight_bound(dtype, weight_format)
+    for row, bound in zip(rows, (whole, block_bound(weight_format) or whole), strict=True):
         yield Finding(row.name, None, "head", row, bound)
 
 

@@ -29,10 +29,11 @@ from modelmill.accept.reference_trace import (
     split_output,
 )
 from modelmill.accept.tolerances import (
-    ACT_QUANT_BOUNDS,
-    ACT_QUANT_LAYER_BOUNDS,
     ErrorBound,
+    act_quant_formats,
+    act_quant_layer_bound,
     module_bound,
+    whole_formats,
 )
 from modelmill.runtime.engine_core import EngineCore
 
@@ -303,14 +304,14 @@ class ModuleCheck:
         weight_format = self.weight_formats.get(linear_path or name, "dense")
         recipe = (
             weight_format
-            if weight_format in ACT_QUANT_BOUNDS
-            or (weight_format == "int8" and not self.uses_engine_weights)
+            if weight_format in act_quant_formats()
+            or (weight_format in whole_formats() and not self.uses_engine_weights)
             else "none"
         )
         if reference_module == "layer":
             coarse = sorted(
                 set(self.weight_formats.values())
-                & (set(ACT_QUANT_BOUNDS) if self.uses_engine_weights else {"int8"})
+                & (act_quant_formats() if self.uses_engine_weights else whole_formats())
             )
             bound = layer_bound(self.dtype, coarse[0] if coarse else "none", len(self.ids))
         else:
@@ -327,8 +328,9 @@ def layer_bound(dtype: str, recipe: str, length: int) -> ErrorBound:
     independent errors grow with the root of their number, and adding the residual stream only makes
     the relative error smaller.
     """
-    if recipe in ACT_QUANT_BOUNDS:
-        return ACT_QUANT_LAYER_BOUNDS[recipe]
+    rounded = act_quant_layer_bound(recipe)
+    if rounded is not None:
+        return rounded
     parts = [module_bound(m, dtype, recipe, length=length) for m in ("q", "q_rot", "attn", "act")]
     root = 8**0.5
     return ErrorBound(

@@ -17,7 +17,7 @@ from modelmill.accept.blockwise import compare_matrix
 from modelmill.accept.finding import Finding
 from modelmill.accept.quantized_reference import input_quantizer
 from modelmill.accept.reference import Affine
-from modelmill.accept.tolerances import BLOCK_BOUNDS, weight_bound
+from modelmill.accept.tolerances import block_bound, weight_bound
 from modelmill.nn.linear import Linear
 
 # (layer or None, name of the path within it)
@@ -72,8 +72,10 @@ def check_encoder_weights(
     """
     for path, matrix in engine_matrices.items():
         layer, module = locate(path)
-        weight_format = model.get_submodule(path).weight.format  # type: ignore[union-attr]
+        linear = model.get_submodule(path)
+        assert isinstance(linear, Linear), "the engine's matrices are those of linear layers"
+        weight_format = linear.weight.format
         rows = compare_matrix(f"{path}.weight", matrix.weight, checkpoint_matrix(path))
-        bounds = weight_bound(dtype, weight_format), BLOCK_BOUNDS[weight_format]  # type: ignore[arg-type, index]
-        for row, bound in zip(rows, bounds, strict=True):
+        whole = weight_bound(dtype, weight_format)
+        for row, bound in zip(rows, (whole, block_bound(weight_format) or whole), strict=True):
             yield Finding(row.name, layer, f"{module}.weight", row, bound)

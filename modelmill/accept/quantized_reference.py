@@ -21,7 +21,13 @@ from modelmill.accept.embedding_and_head import dequantize_blocks
 from modelmill.accept.metrics import ErrorMetrics, compare_tensors
 from modelmill.accept.reference import Affine, HeadTrace, LayerWeights, ModuleIO, ReferenceModel
 from modelmill.accept.reference.base import no_tf32
-from modelmill.accept.tolerances import BLOCK_BOUNDS, ErrorBound, weight_bound
+from modelmill.accept.tolerances import (
+    ErrorBound,
+    block_bound,
+    scales_columns,
+    weight_bound,
+    whole_formats,
+)
 
 NORM_MODULES = {"input_norm": "attn_norm", "mlp_norm": "mlp_norm"}
 # engine matrix → the reference's names for its rows, and the site that they read
@@ -122,16 +128,16 @@ def compare_layer_weights(
         module = f"{path.rpartition('.')[0]}.{name}_proj" if several else path
         where = f"layers.{index}.{module}.weight"
         right = checkpoint_weights[name].weight
-        # smoothing makes columns of quiet channels smaller than a step: compare the weights as they
-        # are multiplied
-        smoothed = weight_format == "w8a8" and site in folded_scales
+        # where columns are scaled, the weights are compared as they are multiplied
+        smoothed = scales_columns(weight_format) and site in folded_scales
         ours = unfold_scales(name, "" if smoothed else site, engine_weight, folded_scales, kv)
         fits = ours.weight.shape == right.shape
         right = right * folded_scales[site] if fits and smoothed else right
-        if fits and weight_format in BLOCK_BOUNDS:
+        blocks = block_bound(weight_format)
+        if fits and blocks is not None:
             whole, worst_block = compare_matrix(where, ours.weight, right)
             yield where, module, whole, weight_bound(dtype, weight_format)
-            yield worst_block.name, module, worst_block, BLOCK_BOUNDS[weight_format]
+            yield worst_block.name, module, worst_block, blocks
         else:
             yield (
                 where,
@@ -201,5 +207,5 @@ def language_formats(weight_formats: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_low_bit(weight_formats: Mapping[str, str]) -> bool:
-    """Return whether the weights are coarser than int8, so that the check is split."""
-    return bool(set(weight_formats.values()) - {"dense", "int8"})
+    """Return whether some weights are too coarse to check with the arithmetic, so: apart."""
+    return bool(set(weight_formats.values()) - {"dense"} - whole_formats())

@@ -15,7 +15,7 @@ from torch import Tensor
 from modelmill.accept.metrics import compare_logits, kl_divergence, perplexity, top1_agreement
 from modelmill.accept.quantized_reference import language_formats
 from modelmill.accept.reference import ReferenceModel
-from modelmill.accept.tolerances import ACT_QUANT_BOUNDS, LogitsBound, logits_bound
+from modelmill.accept.tolerances import LogitsBound, act_quant_formats, logits_bound, whole_formats
 from modelmill.runtime.engine_core import EngineCore
 
 # Every third row of a prompt is checked and every decoded token: a vocabulary is wide.
@@ -127,11 +127,9 @@ def _logits_bound(
     )
     manifest = engine_core.artifact.manifest
     weight_formats = set(language_formats(manifest.weight_formats).values())
-    rounded = manifest.build["quantization"] != "keep" and "int8" in weight_formats
-    recipe = next(
-        iter(sorted(weight_formats & set(ACT_QUANT_BOUNDS))),
-        "int8" if rounded and not uses_engine_weights else "none",
-    )
+    kept = manifest.build["quantization"] == "keep"
+    whole = [] if kept or uses_engine_weights else sorted(weight_formats & whole_formats())
+    recipe = next(iter([*sorted(weight_formats & act_quant_formats()), *whole]), "none")
     return logits_bound(manifest.build["dtype"], recipe, num_layers=layers)
 
 

@@ -1,6 +1,7 @@
 """Published error bounds of an engine against the float32 reference.
 
-They depend on dtype, recipe and module type.
+They depend on dtype, recipe and module type. Those of a weight format stand in its recipe's file
+(core/recipe_declaration.py); here are those of the arithmetic, and how all were measured.
 
 Module-local: each engine module is fed the reference's own input, cast to the engine's dtype, so
 nothing
@@ -87,9 +88,13 @@ from dataclasses import dataclass
 
 from modelmill.accept.metrics import ErrorMetrics
 from modelmill.core.errors import UsageError
+from modelmill.core.recipe_declaration import (
+    ActQuantTolerances,
+    WholeTolerances,
+    format_tolerances,
+)
 
 DTYPES = ("float32", "float16", "bfloat16")
-RECIPES = ("none", "int8")
 LINEAR_MODULES = ("q", "k", "v", "o_proj", "gate", "up", "fc", "down", "logits")
 MODULE_TYPES = {
     "q_rot": "rotary",
@@ -143,7 +148,6 @@ class LogitsBound:
 
 
 GAIN_BOUNDS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.4e-2}
-INT8_GAIN_BOUND = 1.6e-2
 # module type → dtype → (rel_l2, max_rel)
 MODULE_BOUNDS: dict[str, dict[str, tuple[float, float]]] = {
     "norm": {"float32": (5e-6, 1e-5), "float16": (1.3e-3, 3.3e-3), "bfloat16": (1.1e-2, 2.7e-2)},
@@ -166,49 +170,52 @@ MODULE_BOUNDS: dict[str, dict[str, tuple[float, float]]] = {
     },
 }
 MODULE_BOUNDS["embedding"] = MODULE_BOUNDS["residual"]
-INT8_LINEAR_BOUND = (1e-1, 3e-1)
-# Weight format → bounds on a matrix's values. For these formats arithmetic and weights are checked
-# apart (accept/quantized_reference.py).
-WEIGHT_BOUNDS = {
-    "int4": ErrorBound(0.6, 1.0, 3e-2),
-    "int8": ErrorBound(0.1, 0.3, 1.6e-2),
-    "w8a8": ErrorBound(0.1, 0.3, 1e-2),
-    "fp8": ErrorBound(0.1, 1.0, 1e-2),
-}
-WEIGHT_BOUNDS["rptq"] = WEIGHT_BOUNDS["int4"]
-# Weight format → bounds on the worst row, on the worst tile of 32 × 32 and on the row whose gain is
-# most off.
-BLOCK_BOUNDS = {
-    "int4": ErrorBound(0.8, 0.65, 0.5),
-    "int8": ErrorBound(0.4, 0.3, 0.05),
-    "w8a8": ErrorBound(0.4, 0.4, 0.05),
-    "fp8": ErrorBound(0.6, 0.6, 0.07),
-}
-BLOCK_BOUNDS["rptq"] = BLOCK_BOUNDS["int4"]
-# Weight format → dtype → (rel_l2, max_rel) of a product with rounded activations, as the
-# reference's.
-ACT_QUANT_BOUNDS: dict[str, dict[str, tuple[float, float]]] = {
-    "w8a8": {"float32": (2e-3, 5e-3), "float16": (7e-3, 1.4e-2), "bfloat16": (3e-2, 6e-2)},
-    # tensor cores sum fp8 products with fewer bits than float32
-    "fp8": {"float32": (4e-3, 1e-2), "float16": (2e-2, 5e-2), "bfloat16": (4e-2, 1.4e-1)},
-}
-ACT_QUANT_BOUNDS["rptq"] = {
-    "float32": (1e-5, 3e-5),
-    "float16": (2e-2, 5e-2),
-    "bfloat16": (6e-2, 2e-1),
-}
-ACT_QUANT_LOGITS_BOUNDS = {"w8a8": 0.1, "fp8": 0.18, "rptq": 0.05}
-ACT_QUANT_LAYER_BOUNDS = {
-    "w8a8": ErrorBound(0.12, 0.15, 1.4e-2),
-    "fp8": ErrorBound(0.22, 0.4, 2e-2),
-    "rptq": ErrorBound(0.2, 0.5, 3e-2),
-}
 # float32 rotary: added per token of length.
 ROPE_BOUND_PER_TOKEN = (1e-7, 4e-7)
 LOGITS_BOUNDS = {"float32": 5e-6, "float16": 1.8e-3, "bfloat16": 1.4e-2}
-INT8_LOGITS_BOUND = 3.5e-2
 MAX_LOGITS_BOUND = 0.3
 MARGIN_PER_REL_L2 = 2.5
+
+
+def block_bound(weight_format: str) -> ErrorBound | None:
+    """Return the bounds of a format's worst row, tile of 32 × 32 and row by gain.
+
+    None: matrices of the format are compared as a whole only.
+    """
+    tolerances = format_tolerances().get(weight_format)
+    return None if tolerances is None else ErrorBound(*tolerances.block)
+
+
+def scales_columns(weight_format: str) -> bool:
+    """Return whether a format's columns are compared with the folded scales, not without them."""
+    tolerances = format_tolerances().get(weight_format)
+    return tolerances is not None and tolerances.scaled_columns
+
+
+def act_quant_formats() -> set[str]:
+    """Return the weight formats that round activations."""
+    return {name for name, each in format_tolerances().items() if each.act_quant is not None}
+
+
+def whole_formats() -> set[str]:
+    """Return the weight formats whose arithmetic and rounding are checked together."""
+    return {name for name, each in format_tolerances().items() if each.whole is not None}
+
+
+def act_quant_layer_bound(weight_format: str) -> ErrorBound | None:
+    """Return the bound of a whole layer in a format that rounds activations; None for others."""
+    rounded = _act_quant_tolerances(weight_format)
+    return None if rounded is None else ErrorBound(*rounded.layer)
+
+
+def _act_quant_tolerances(weight_format: str) -> ActQuantTolerances | None:
+    tolerances = format_tolerances().get(weight_format)
+    return None if tolerances is None else tolerances.act_quant
+
+
+def _whole_tolerances(weight_format: str) -> WholeTolerances | None:
+    tolerances = format_tolerances().get(weight_format)
+    return None if tolerances is None else tolerances.whole
 
 
 def module_type(module: str) -> str:
@@ -238,19 +245,21 @@ def module_bound(module: str, dtype: str, recipe: str = "none", *, length: int =
             rel_l2 + ROPE_BOUND_PER_TOKEN[0] * length,
             max_rel + ROPE_BOUND_PER_TOKEN[1] * length,
         )
-    if recipe == "int8" and type_ in ("linear", "embedding"):
-        rel_l2, max_rel, gain = INT8_LINEAR_BOUND[0], INT8_LINEAR_BOUND[1], INT8_GAIN_BOUND
-    if recipe in ACT_QUANT_BOUNDS and type_ == "linear":
-        rel_l2, max_rel = ACT_QUANT_BOUNDS[recipe][dtype]
+    whole, rounded = _whole_tolerances(recipe), _act_quant_tolerances(recipe)
+    if whole is not None and type_ in ("linear", "embedding"):
+        rel_l2, max_rel, gain = *whole.linear, whole.gain
+    if rounded is not None and type_ == "linear":
+        rel_l2, max_rel = rounded.product[dtype]
         gain = max(gain, 1e-3)
     return ErrorBound(rel_l2, max_rel, gain)
 
 
 def weight_bound(dtype: str, weight_format: str) -> ErrorBound:
     """Return the bound between stored and checkpoint weights, folded scales undone."""
+    tolerances = format_tolerances().get(weight_format)
+    if tolerances is not None:
+        return ErrorBound(*tolerances.weight)
     rel_l2, max_rel = MODULE_BOUNDS["residual"][dtype]
-    if weight_format in WEIGHT_BOUNDS:
-        return WEIGHT_BOUNDS[weight_format]
     return ErrorBound(rel_l2, max_rel, GAIN_BOUNDS[dtype])
 
 
@@ -259,16 +268,16 @@ def logits_bound(dtype: str, recipe: str = "none", *, num_layers: int) -> Logits
     _check_published(dtype, recipe)
     depth = math.sqrt(num_layers + 2)
     rel_l2 = LOGITS_BOUNDS[dtype] * depth
-    if recipe == "int8":
-        rel_l2 = min(max(rel_l2, INT8_LOGITS_BOUND * depth), MAX_LOGITS_BOUND)
-    if recipe in ACT_QUANT_BOUNDS:
-        rel_l2 = min(max(rel_l2, ACT_QUANT_LOGITS_BOUNDS[recipe] * depth), MAX_LOGITS_BOUND)
+    for each in (_whole_tolerances(recipe), _act_quant_tolerances(recipe)):
+        if each is not None:
+            rel_l2 = min(max(rel_l2, each.logits * depth), MAX_LOGITS_BOUND)
     return LogitsBound(rel_l2, MARGIN_PER_REL_L2 * rel_l2)
 
 
 def _check_published(dtype: str, recipe: str) -> None:
-    if dtype not in DTYPES or recipe not in (*RECIPES, *ACT_QUANT_BOUNDS):
+    published = ["none", *(n for n, t in format_tolerances().items() if t.whole or t.act_quant)]
+    if dtype not in DTYPES or recipe not in published:
         raise UsageError(
             f"no tolerances are published for {dtype} with recipe {recipe}; "
-            f"dtypes: {', '.join(DTYPES)}; recipes: {', '.join((*RECIPES, *ACT_QUANT_BOUNDS))}"
+            f"dtypes: {', '.join(DTYPES)}; recipes: {', '.join(published)}"
         )

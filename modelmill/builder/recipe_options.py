@@ -6,21 +6,15 @@ from dataclasses import fields
 
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
+from modelmill.core.recipe_declaration import declared_recipes
 
+COMMON_OPTIONS = ("quantize_head",)
 RECIPE_OPTIONS = {
-    "int8": ("quantize_head",),
-    "int4": ("quantize_head", "method", "group_size", "symmetric"),
-    "smoothquant": (
-        "quantize_head",
-        "activation_scales",
-        "weight_scales",
-        "alpha",
-        "max_layer_error",
-    ),
-    "fp8": ("quantize_head", "method", "activation_scales", "weight_scales"),
-    "rptq": ("quantize_head", "bits", "mode", "splits_per_channel"),
-    "auto": ("quantize_head", "method", "max_kl", "max_ppl_increase"),
-    "keep": ("quantize_head",),
+    **{
+        name: (*COMMON_OPTIONS, *recipe.options, *recipe.reads)
+        for name, recipe in declared_recipes().items()
+    },
+    "keep": COMMON_OPTIONS,
 }
 """The options that each recipe reads; a plan omits the others."""
 ALL_RECIPE_OPTIONS = frozenset().union(*RECIPE_OPTIONS.values())

@@ -16,7 +16,6 @@ from modelmill.core.errors import CheckpointError, RequestError, UnknownArchitec
 from modelmill.core.generation_defaults import read_generation
 from modelmill.core.registry import closest_name, find_module, module_names
 from modelmill.quant.recipe import Recipe
-from modelmill.quant.rptq import resolve_splits
 
 
 def find_family(checkpoint: Checkpoint) -> ModuleType:
@@ -99,16 +98,9 @@ def resolve_options(
     method = "nearest" if recipe is None else recipe.method
     if config.method == "auto" and method != "nearest":
         reasons["method"] = f"{method}: the best measured"
-    if config.quantization == "rptq":
-        splits = resolve_splits(config)
-        if config.splits_per_channel is None:
-            why = (
-                f"what keeps {config.bits}'s accuracy"
-                if config.mode == "exact"
-                else f"{config.mode} knows no more"
-            )
-            reasons["splits_per_channel"] = f"{splits}: {why}"
-        config = replace(config, splits_per_channel=splits)
+    if recipe is not None:
+        changes, why = recipe.resolve_options(config)
+        config, reasons = replace(config, **changes), reasons | why
     if source is not None:
         calibration = f"sha256:{source.digest}" + (
             f"+{source.image_digest}" if source.image_digest else ""

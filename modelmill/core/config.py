@@ -12,20 +12,18 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
 from modelmill.core.errors import UsageError
+from modelmill.core.recipe_declaration import (
+    RecipeOption,
+    declared_options,
+    declared_recipes,
+)
 
 DTYPES = ("float32", "float16", "bfloat16")
 KV_DTYPES = ("auto", "int8", "fp8")
 BUILD_KV_DTYPES = ("auto", "activations", "int8", "fp8")
 TARGET_DEVICES = ("cpu", "cuda")
-RECIPES = ("none", "int8", "int4", "smoothquant", "fp8", "rptq", "keep", "auto")
-MAX_SPLITS_PER_CHANNEL = 4
-ROUNDING_METHODS = ("nearest", "gptq", "awq", "awq+gptq")
-GROUP_SIZES = (128, 64, 32, -1)
-RPTQ_BITS = ("w8a8", "w4a8", "w4a4")
+RECIPES = ("none", *(name for name in declared_recipes() if name != "auto"), "keep", "auto")
 VISION_RECIPES = ("none", "int8")
-RPTQ_MODES = ("exact", "folded", "dynamic")
-ACTIVATION_SCALES = ("token", "tensor", "none")
-WEIGHT_SCALES = ("channel", "tensor")
 T = TypeVar("T")
 
 
@@ -39,7 +37,28 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+def recipe_option(name: str) -> Any:
+    """Make the field of an option that a recipe declares (core/recipe_declaration.py)."""
+    declared = declared_options()[name]
+    extra = {"choices": declared.choices, "flags": declared.flags}
+    return option(declared.default, declared.help, **{k: v for k, v in extra.items() if v})
+
+
+def add_recipe_options(config: type[T]) -> type[T]:
+    """Add the options of recipes that the class does not list, as its last fields.
+
+    The class lists those of the package's recipes, with types for mypy; another recipe's file
+    brings its own.
+    """
+    for name, declared in declared_options().items():
+        if name not in config.__annotations__:
+            config.__annotations__[name] = declared.type_hint
+            setattr(config, name, recipe_option(name))
+    return config
+
+
 @dataclass(frozen=True, kw_only=True)
+@add_recipe_options
 class BuildConfig:
     """All options that decide what an engine contains.
 
@@ -54,59 +73,23 @@ class BuildConfig:
         "recipe of the vision encoder (minigpt4, blip-2); int8: weights and activations",
         choices=VISION_RECIPES,
     )
-    method: str = option(
-        "auto",
-        "rounding method of the recipe; auto: the most accurate one measured for it",
-        choices=("auto", *ROUNDING_METHODS),
-    )
-    group_size: int = option(
-        128,
-        "columns that share a scale (int4); -1: the whole row, for comparison",
-        choices=GROUP_SIZES,
-    )
-    symmetric: bool = option(False, "scales without zero-points (int4)")
-    max_kl: float | None = option(
-        None, "limit for auto: mean KL divergence from the unquantized model, in nats per token"
-    )
-    max_ppl_increase: float | None = option(
-        None, "limit for auto: increase of the perplexity in per cent"
-    )
+    method: str = recipe_option("method")
+    group_size: int = recipe_option("group_size")
+    symmetric: bool = recipe_option("symmetric")
+    max_kl: float | None = recipe_option("max_kl")
+    max_ppl_increase: float | None = recipe_option("max_ppl_increase")
     layer_recipes: Mapping[str, str] = option(
         factory=dict,
         help="LAYER=FORM: int4-g128, int4-g64, int4-g32, int8 or none, instead of auto's search",
         flags=("--layer-recipe",),
     )
-    bits: str = option("w8a8", "bits of weights and activations (rptq)", choices=RPTQ_BITS)
-    mode: str = option(
-        "exact", "where the scales of activations are applied (rptq)", choices=RPTQ_MODES
-    )
-    splits_per_channel: int | None = option(
-        None,
-        "columns per channel of SwiGLU's output, each for a part of its range, 1 to 4 (rptq): "
-        "fewer values are clipped, but down_proj is that many times wider; default: 1 for w8a8, "
-        "2 for w4a8, 3 for w4a4",
-        flags=("--splits-per-channel", "--copies"),
-    )
-    activation_scales: str = option(
-        "token",
-        "8-bit activations with a scale per token, or one static scale per tensor (smoothquant, "
-        "fp8); none: not quantized (fp8)",
-        choices=ACTIVATION_SCALES,
-    )
-    weight_scales: str = option(
-        "channel",
-        "one scale per output channel, or one per matrix (smoothquant, fp8)",
-        choices=WEIGHT_SCALES,
-    )
-    alpha: str = option(
-        "auto",
-        "share of the activations' range that is moved into the weights, 0 to 1; auto: searched",
-    )
-    max_layer_error: float | None = option(
-        0.05,
-        "error of a layer's output above which some of its activations are not quantized "
-        "(smoothquant)",
-    )
+    bits: str = recipe_option("bits")
+    mode: str = recipe_option("mode")
+    splits_per_channel: int | None = recipe_option("splits_per_channel")
+    activation_scales: str = recipe_option("activation_scales")
+    weight_scales: str = recipe_option("weight_scales")
+    alpha: str = recipe_option("alpha")
+    max_layer_error: float | None = recipe_option("max_layer_error")
     calibration: str | None = option(
         None,
         "jsonl (`text`, `article`, `prompt` or `messages`) with the calibration texts; default: "
@@ -133,30 +116,15 @@ class BuildConfig:
     def __post_init__(self) -> None:
         _check_choice(self, "dtype", ("auto", *DTYPES))
         _check_choice(self, "target", ("auto", *TARGET_DEVICES))
-        _check_choice(self, "method", ("auto", *ROUNDING_METHODS))
+        for name, declared in declared_options().items():
+            _check_recipe_option(self, name, declared)
         for name in ("max_kl", "max_ppl_increase"):
-            limit = getattr(self, name)
-            if limit is not None and not limit > 0:
-                raise UsageError(f"--{name.replace('_', '-')} must be above 0, not {limit}")
-            if limit is not None and self.quantization != "auto":
+            if getattr(self, name) is not None and self.quantization != "auto":
                 raise UsageError(f"--{name.replace('_', '-')} is a limit for -q auto")
         if self.layer_recipes and self.quantization != "auto":
             raise UsageError("--layer-recipe is for -q auto")
         _check_choice(self, "kv_cache_dtype", KV_DTYPES)
-        _check_choice(self, "group_size", GROUP_SIZES)
         _check_choice(self, "tower", VISION_RECIPES)
-        _check_choice(self, "bits", RPTQ_BITS)
-        _check_choice(self, "mode", RPTQ_MODES)
-        if (
-            self.splits_per_channel is not None
-            and not 1 <= self.splits_per_channel <= MAX_SPLITS_PER_CHANNEL
-        ):
-            most = MAX_SPLITS_PER_CHANNEL
-            raise UsageError(
-                f"--splits-per-channel must be 1 to {most}, not {self.splits_per_channel}"
-            )
-        _check_choice(self, "activation_scales", ACTIVATION_SCALES)
-        _check_choice(self, "weight_scales", WEIGHT_SCALES)
         _check_smoothing(self)
         for name in ("max_model_len", "calibration_samples", "calibration_length"):
             value = getattr(self, name)
@@ -285,20 +253,32 @@ def _check_types(config: RunConfig) -> None:
 
 
 def _check_smoothing(config: BuildConfig) -> None:
-    """Check alpha, max_layer_error and the scales that only one recipe has."""
+    """Check alpha and the scales that only one recipe has."""
     try:
         valid = config.alpha == "auto" or 0.0 <= float(config.alpha) <= 1.0
     except ValueError:
         valid = False
     if not valid:
         raise UsageError(f"--alpha must be auto or a number from 0 to 1, not {config.alpha!r}")
-    if config.max_layer_error is not None and not config.max_layer_error > 0:
-        raise UsageError(f"--max-layer-error must be above 0, not {config.max_layer_error}")
     if config.quantization == "smoothquant" and config.activation_scales == "none":
         raise UsageError(
             "--activation-scales none is for fp8; for int8 weights with unquantized activations "
             "use -q int8"
         )
+
+
+def _check_recipe_option(config: BuildConfig, name: str, declared: RecipeOption) -> None:
+    """Check an option's value as its recipe declares; None is "not set" where it is the default."""
+    value, flag = getattr(config, name), f"--{name.replace('_', '-')}"
+    if declared.choices:
+        _check_choice(config, name, declared.choices)
+    if value is None:
+        return
+    if declared.above is not None and not value > declared.above:
+        raise UsageError(f"{flag} must be above {declared.above}, not {value}")
+    if declared.between is not None and not declared.between[0] <= value <= declared.between[1]:
+        low, high = declared.between
+        raise UsageError(f"{flag} must be {low} to {high}, not {value}")
 
 
 def _check_choice(config: Any, name: str, allowed: tuple[Any, ...]) -> None:

@@ -12,6 +12,11 @@ import torch
 
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
+from modelmill.core.recipe_declaration import (
+    ActQuantTolerances,
+    FormatTolerances,
+    RecipeDeclaration,
+)
 from modelmill.ops.quant_types import round_to_dtype
 from modelmill.quant.gptq import coordinate_descent_sweep, damped, round_with_compensation
 from modelmill.quant.recipe import InputStatistics, Recipe
@@ -19,6 +24,28 @@ from modelmill.quant.rounding_grid import E4M3, RoundingGrid
 from modelmill.quant.smoothquant import search_static_scale
 from modelmill.weights.fp8 import Fp8Weight
 from modelmill.weights.w8a8 import FLOAT_INPUT, PER_TOKEN_SCALE
+
+# Read from the source, without importing this file: literals only (core/recipe_declaration.py).
+DECLARATION = RecipeDeclaration(
+    position=4,
+    weight_format="fp8",
+    docs=(
+        "e4m3 / e4m3",
+        "the same on a Hopper GPU; GPTQ's rounding by default, `--method nearest` needs no "
+        "calibration",
+    ),
+    tolerances=FormatTolerances(
+        weight=(0.1, 1.0, 1e-2),
+        block=(0.6, 0.6, 0.07),
+        act_quant=ActQuantTolerances(
+            # tensor cores sum fp8 products with fewer bits than float32
+            product={"float32": (4e-3, 1e-2), "float16": (2e-2, 5e-2), "bfloat16": (4e-2, 1.4e-1)},
+            layer=(0.22, 0.4, 2e-2),
+            logits=0.18,
+        ),
+    ),
+    reads=("method", "activation_scales", "weight_scales"),
+)
 
 METHODS = ("gptq", "nearest")
 SCALES_PER_BINADE = 8  # scales tried

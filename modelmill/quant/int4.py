@@ -11,7 +11,12 @@ from collections.abc import Mapping
 
 import torch
 
-from modelmill.core.config import ROUNDING_METHODS, BuildConfig
+from modelmill.core.config import BuildConfig
+from modelmill.core.recipe_declaration import (
+    FormatTolerances,
+    RecipeDeclaration,
+    RecipeOption,
+)
 from modelmill.quant.awq import scale_layer
 from modelmill.quant.calibrate import output_error
 from modelmill.quant.calibration_state import SITES, QuantizableLayer
@@ -20,6 +25,31 @@ from modelmill.quant.group_grid import QUICK_SEARCH, find_grid
 from modelmill.quant.recipe import InputStatistics, PrepareResult, Recipe
 from modelmill.weights.base import WeightFormat
 from modelmill.weights.int4 import Int4Weight, resolve_group_size
+
+# Read from the source, without importing this file: literals only (core/recipe_declaration.py).
+DECLARATION = RecipeDeclaration(
+    position=2,
+    weight_format="int4",
+    docs=(
+        "4 / 16 bits, groups of `--group-size` 128, 64, 32",
+        "decoding few sequences is all that counts: weights are the traffic; GPTQ by default "
+        "(`--method nearest, gptq, awq`)",
+    ),
+    tolerances=FormatTolerances(weight=(0.6, 1.0, 3e-2), block=(0.8, 0.65, 0.5)),
+    options={
+        "method": RecipeOption(
+            "auto",
+            "rounding method of the recipe; auto: the most accurate one measured for it",
+            choices=("auto", "nearest", "gptq", "awq", "awq+gptq"),
+        ),
+        "group_size": RecipeOption(
+            128,
+            "columns that share a scale (int4); -1: the whole row, for comparison",
+            choices=(128, 64, 32, -1),
+        ),
+        "symmetric": RecipeOption(False, "scales without zero-points (int4)"),
+    },
+)
 
 DEFAULT_METHOD = "gptq"
 REFINE_SWEEPS = 3
@@ -32,7 +62,6 @@ class Int4Recipe(Recipe):
 
     def __init__(self, config: BuildConfig) -> None:
         self.method = DEFAULT_METHOD if config.method == "auto" else config.method
-        assert self.method in ROUNDING_METHODS, "BuildConfig checks it"
         self.group_size, self.symmetric = config.group_size, config.symmetric
         self.pack_options = {
             "group_size": self.group_size,

@@ -5,8 +5,28 @@ from __future__ import annotations
 import torch
 
 from modelmill.core.config import BuildConfig
+from modelmill.core.recipe_declaration import (
+    FormatTolerances,
+    RecipeDeclaration,
+    WholeTolerances,
+)
 from modelmill.quant.recipe import InputStatistics, Recipe
 from modelmill.weights.base import WeightFormat, pack
+
+# Read from the source, without importing this file: literals only (core/recipe_declaration.py).
+DECLARATION = RecipeDeclaration(
+    position=1,
+    weight_format="int8",
+    docs=(
+        "8 / 16 bits, a scale a row",
+        "you want half the size and no doubt about the answers; no calibration",
+    ),
+    tolerances=FormatTolerances(
+        weight=(0.1, 0.3, 1.6e-2),
+        block=(0.4, 0.3, 0.05),
+        whole=WholeTolerances(linear=(1e-1, 3e-1), gain=1.6e-2, logits=3.5e-2),
+    ),
+)
 
 
 class Int8Recipe(Recipe):

@@ -11,12 +11,42 @@ import torch
 
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
+from modelmill.core.recipe_declaration import (
+    RecipeDeclaration,
+    RecipeOption,
+)
 from modelmill.quant.bit_allocation import BIT_CHOICES, UNQUANTIZED
 from modelmill.quant.int4 import Int4Recipe as Int4
 from modelmill.quant.int8 import Int8Recipe as Int8
 from modelmill.quant.recipe import InputStatistics, Recipe
 from modelmill.weights.base import WeightFormat
 from modelmill.weights.dense import DenseWeight as Dense
+
+# Read from the source, without importing this file: literals only (core/recipe_declaration.py).
+DECLARATION = RecipeDeclaration(
+    position=99,
+    name="auto",
+    weight_format="int4",
+    docs=(
+        "a form for each layer",
+        "a limit is given instead of a form: `--max-kl`, `--max-ppl-increase`",
+    ),
+    options={
+        "max_kl": RecipeOption(
+            None,
+            "limit for auto: mean KL divergence from the unquantized model, in nats per token",
+            type="float | None",
+            above=0,
+        ),
+        "max_ppl_increase": RecipeOption(
+            None,
+            "limit for auto: increase of the perplexity in per cent",
+            type="float | None",
+            above=0,
+        ),
+    },
+    reads=("method",),
+)
 
 
 class UnquantizedRecipe(Recipe):

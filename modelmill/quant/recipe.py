@@ -89,6 +89,10 @@ class Recipe(ABC):
     needs_hessian: bool = True
     needs_search: bool = False
 
+    def resolve_options(self, config: BuildConfig) -> tuple[dict[str, Any], dict[str, str]]:  # noqa: ARG002  no own "auto"
+        """Return the values of own options that are not set, and the reason for each value."""
+        return {}, {}
+
     def prepare(
         self,
         block: QuantizableLayer,  # noqa: ARG002

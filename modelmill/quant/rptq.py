@@ -11,12 +11,19 @@ are not quantized; nor are the attention probabilities and the KV cache.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
+from modelmill.core.recipe_declaration import (
+    ActQuantTolerances,
+    FormatTolerances,
+    RecipeDeclaration,
+    RecipeOption,
+)
 from modelmill.quant.channel_clustering import cluster_channels
 from modelmill.quant.gptq import damped, gptq, refine
 from modelmill.quant.group_grid import GroupGrid, find_grid
@@ -24,6 +31,45 @@ from modelmill.quant.recipe import InputStatistics, Recipe
 from modelmill.weights._rptq_columns import permute_columns, round_scale_to_fp16, rptq_group_layout
 from modelmill.weights.base import WeightFormat
 from modelmill.weights.rptq import RptqWeight
+
+# Read from the source, without importing this file: literals only (core/recipe_declaration.py).
+DECLARATION = RecipeDeclaration(
+    position=5,
+    weight_format="rptq",
+    docs=(
+        "8/8, 4/8, 4/4 bits, clusters of channels",
+        "research: reordered clusters with static steps in true integers; `--copies` for "
+        "heavy-tailed inputs",
+    ),
+    tolerances=FormatTolerances(
+        weight=(0.6, 1.0, 3e-2),
+        block=(0.8, 0.65, 0.5),
+        act_quant=ActQuantTolerances(
+            product={"float32": (1e-5, 3e-5), "float16": (2e-2, 5e-2), "bfloat16": (6e-2, 2e-1)},
+            layer=(0.2, 0.5, 3e-2),
+            logits=0.05,
+        ),
+    ),
+    options={
+        "bits": RecipeOption(
+            "w8a8", "bits of weights and activations (rptq)", choices=("w8a8", "w4a8", "w4a4")
+        ),
+        "mode": RecipeOption(
+            "exact",
+            "where the scales of activations are applied (rptq)",
+            choices=("exact", "folded", "dynamic"),
+        ),
+        "splits_per_channel": RecipeOption(
+            None,
+            "columns per channel of SwiGLU's output, each for a part of its range, 1 to 4 (rptq): "
+            "fewer values are clipped, but down_proj is that many times wider; default: 1 for "
+            "w8a8, 2 for w4a8, 3 for w4a4",
+            type="int | None",
+            flags=("--splits-per-channel", "--copies"),
+            between=(1, 4),
+        ),
+    },
+)
 
 BIT_WIDTHS = {"w8a8": (8, 8), "w4a8": (4, 8), "w4a4": (4, 4)}
 REFINE_SWEEPS = 3
@@ -94,6 +140,18 @@ class RptqRecipe(Recipe):
             if self.mode == "dynamic"
             else RptqRecipe(replace(config, mode="dynamic", splits_per_channel=None))
         )
+
+    def resolve_options(self, config: BuildConfig) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return the splits per channel, and why they are as they are unless the option is set."""
+        splits, reasons = resolve_splits(config), {}
+        if config.splits_per_channel is None:
+            why = (
+                f"what keeps {config.bits}'s accuracy"
+                if config.mode == "exact"
+                else f"{config.mode} knows no more"
+            )
+            reasons["splits_per_channel"] = f"{splits}: {why}"
+        return {"splits_per_channel": splits}, reasons
 
     def recipe_for(self, module_path: str) -> RptqRecipe:
         """Return the recipe of a linear module by its name: R5's inputs have heavy tails."""

@@ -14,11 +14,62 @@ from typing import Any
 import torch
 
 from modelmill.core.config import BuildConfig
+from modelmill.core.recipe_declaration import (
+    ActQuantTolerances,
+    FormatTolerances,
+    RecipeDeclaration,
+    RecipeOption,
+)
 from modelmill.quant import activation_smoothing
 from modelmill.quant.calibrate import collect_statistics, output_error, round_digits
 from modelmill.quant.calibration_state import SITES, CalibrationState, QuantizableLayer
 from modelmill.quant.recipe import InputStatistics, PrepareResult, Recipe
 from modelmill.weights.w8a8 import FLOAT_INPUT, W8A8Weight
+
+# Read from the source, without importing this file: literals only (core/recipe_declaration.py).
+DECLARATION = RecipeDeclaration(
+    position=3,
+    weight_format="w8a8",
+    docs=(
+        "8 / 8 bits, per token and channel",
+        "prompts and large batches count: products run in integers",
+    ),
+    tolerances=FormatTolerances(
+        weight=(0.1, 0.3, 1e-2),
+        block=(0.4, 0.4, 0.05),
+        scaled_columns=True,
+        act_quant=ActQuantTolerances(
+            product={"float32": (2e-3, 5e-3), "float16": (7e-3, 1.4e-2), "bfloat16": (3e-2, 6e-2)},
+            layer=(0.12, 0.15, 1.4e-2),
+            logits=0.1,
+        ),
+    ),
+    options={
+        "activation_scales": RecipeOption(
+            "token",
+            "8-bit activations with a scale per token, or one static scale per tensor "
+            "(smoothquant, fp8); none: not quantized (fp8)",
+            choices=("token", "tensor", "none"),
+        ),
+        "weight_scales": RecipeOption(
+            "channel",
+            "one scale per output channel, or one per matrix (smoothquant, fp8)",
+            choices=("channel", "tensor"),
+        ),
+        "alpha": RecipeOption(
+            "auto",
+            "share of the activations' range that is moved into the weights, 0 to 1; auto: "
+            "searched",
+        ),
+        "max_layer_error": RecipeOption(
+            0.05,
+            "error of a layer's output above which some of its activations are not quantized "
+            "(smoothquant)",
+            type="float | None",
+            above=0,
+        ),
+    },
+)
 
 CLIP_FACTORS = (1.0, 0.85, 0.7, 0.5, 0.3)
 QuantizeWeight = Callable[[torch.Tensor, InputStatistics | None], W8A8Weight]

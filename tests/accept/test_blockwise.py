@@ -17,7 +17,7 @@ from torch import Tensor
 
 from modelmill.accept.blockwise import compare_blocks, compare_matrix
 from modelmill.accept.metrics import compare_tensors
-from modelmill.accept.tolerances import BLOCK_BOUNDS, WEIGHT_BOUNDS
+from modelmill.accept.tolerances import ErrorBound, block_bound, weight_bound
 from modelmill.quant import fp8, int4, int8, smoothquant
 from modelmill.weights import base
 from tests.accept.build_and_accept import build_and_accept, save_tiny
@@ -31,6 +31,12 @@ SMALL = {
     "alpha": "0.5",
     "max_layer_error": None,
 }
+
+
+def _blocks(weight_format: str) -> ErrorBound:
+    bound = block_bound(weight_format)
+    assert bound is not None
+    return bound
 
 
 def scale_off(weight: Tensor) -> Tensor:
@@ -85,10 +91,10 @@ def test_the_parts_show_what_the_matrix_hides(kind: str, fault: FAULT) -> None:
     right = drawn(1536, 576)
     ours = base.pack(kind, fault(right), torch.float32).dense()
     if (kind, fault) in HIDDEN:
-        assert not WEIGHT_BOUNDS[kind].violations(compare_tensors("w", ours, right)), (
+        assert not weight_bound("float32", kind).violations(compare_tensors("w", ours, right)), (
             "the whole matrix looks rounded"
         )
-    assert BLOCK_BOUNDS[kind].violations(compare_matrix("w", ours, right)[1])
+    assert _blocks(kind).violations(compare_matrix("w", ours, right)[1])
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "w8a8", "int4"])
@@ -105,7 +111,7 @@ def test_rounding_is_within_the_bounds(
     if zero:
         right[rows // 2] = 0
     found = compare_matrix("w", base.pack(kind, right, torch.float32).dense(), right)[1]
-    assert not BLOCK_BOUNDS[kind].violations(found), found
+    assert not _blocks(kind).violations(found), found
 
 
 def test_the_numbers_are_those_of_the_worst_row_and_tile() -> None:
@@ -153,7 +159,7 @@ def test_it_makes_no_difference_where_a_matrix_is_cut(
 def test_nothing_and_what_is_not_finite() -> None:
     zeros = torch.zeros(4, 4)
     for row in compare_matrix("w", zeros, zeros):
-        assert not BLOCK_BOUNDS["fp8"].violations(row)
+        assert not _blocks("fp8").violations(row)
         assert row.rel_l2 == 0
     for ours, right in (
         (zeros + 1, zeros),
@@ -162,7 +168,7 @@ def test_nothing_and_what_is_not_finite() -> None:
         (zeros[:2], zeros),
     ):
         for row in compare_matrix("w", ours, right):
-            assert BLOCK_BOUNDS["int4"].violations(row)
+            assert _blocks("int4").violations(row)
 
 
 @pytest.fixture(scope="module")
