@@ -19,6 +19,7 @@ from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
 from modelmill.checkpoint.rename import ResolvedRule
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError, UsageError
+from modelmill.ops.int4_linear import pack_codes
 from modelmill.weights import dense, int4, int8, int8_group, mixed_rows
 from modelmill.weights.base import PackedInfo, WeightFormat
 
@@ -160,7 +161,7 @@ def _unpack(layout: QuantLayout, packed: PackedMatrix) -> WeightFormat:
             packed.codes, packed.scale, packed.offset, layout.group_size, packed.perm
         )
     return int4.Int4Weight(
-        int4.pack_codes(packed.codes),
+        pack_codes(packed.codes),
         packed.scale,
         packed.offset,
         layout.columns,

@@ -255,7 +255,7 @@ def encoding_bytes(encoder: Any, workspace_bytes: int, itemsize: int) -> int:
         return ENCODING_BYTES + int(ENCODING_LAYERS * workspace_bytes)
     tokens = encoder.grid**2
     branches = 2 * 3 * tokens * max(3 * encoder.width, encoder.inner) * 4
-    return (
+    return int(
         ENCODING_BYTES + branches + tokens**2 * (4 * ENCODING_SCORES + 2 * encoder.heads * itemsize)
     )
 

@@ -213,7 +213,8 @@ def draw_image(seed: int, image_size: int) -> np.ndarray:
         )[shape_type]
         canvas[inside] = random.uniform(0, 255, 3)
     canvas += random.normal(0, random.uniform(1, 12), canvas.shape)
-    return np.clip(np.rint(canvas), 0, 255).astype(np.uint8)
+    image: np.ndarray = np.clip(np.rint(canvas), 0, 255).astype(np.uint8)
+    return image
 
 
 def _read_conversations(path: Path) -> Iterator[tuple[str, Any]]:

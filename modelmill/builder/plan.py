@@ -117,7 +117,8 @@ class BuildPlan:
     @property
     def dtype(self) -> torch.dtype:
         """Return the activations' dtype."""
-        return getattr(torch, self.config.dtype)
+        dtype: torch.dtype = getattr(torch, self.config.dtype)
+        return dtype
 
     @property
     def device(self) -> str:

@@ -18,7 +18,12 @@ from typing import Any
 import torch
 
 from modelmill.quant.awq import fold_scales, is_foldable
-from modelmill.quant.calibration_state import SITES, CalibrationState, QuantizableLayer
+from modelmill.quant.calibration_state import (
+    SITES,
+    CalibrationBatch,
+    CalibrationState,
+    QuantizableLayer,
+)
 from modelmill.quant.recipe import InputStatistics, PrepareResult, Scales
 
 MIN_SCALE = 1e-5
@@ -120,7 +125,8 @@ class SmoothingTrial:
                     -1
                 ).clamp(min=1e-30)
                 total, count = total + float(off.sum()), count + len(off)
-        return (total / max(count, 1)) ** 0.5
+        error: float = (total / max(count, 1)) ** 0.5
+        return error
 
 
 def search_alphas(trial: SmoothingTrial) -> tuple[SiteAlphas, float, float]:
@@ -190,5 +196,5 @@ def smoothing_result(
     return PrepareResult(folded_scales, facts)
 
 
-def _residual_stream(batch: Any) -> torch.Tensor:
+def _residual_stream(batch: CalibrationBatch) -> torch.Tensor:
     return batch.x.float() if batch.residual is None else batch.x.float() + batch.residual.float()

@@ -48,7 +48,8 @@ def inverse_cholesky(hessian: torch.Tensor) -> torch.Tensor:
     while True:
         try:
             lower = torch.linalg.cholesky(damped(hessian, damping) if damping else hessian)
-            return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
+            factor: torch.Tensor = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
+            return factor
         except torch.linalg.LinAlgError:
             damping = max(10 * damping, 1e-3)
 

@@ -22,8 +22,8 @@ from modelmill.ops.int4_linear import (
     unpack_codes,
 )
 from modelmill.ops.registry import Ops
-from modelmill.weights._groupwise import GroupwiseWeight, PackedInfo, apply_perm
-from modelmill.weights.base import UnpackSpec
+from modelmill.weights._groupwise import GroupwiseWeight, apply_perm
+from modelmill.weights.base import PackedInfo, UnpackSpec
 
 DEFAULT_GROUP_SIZE = 128
 
