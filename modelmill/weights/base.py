@@ -1,7 +1,8 @@
 """The interface of a weight format, and the functions that find a format by its name.
 
 A weight format is a file ``weights/<format>.py`` with a subclass of ``WeightFormat`` whose
-``format`` is the file's name. ``nn.Linear`` calls only this interface and does not depend on a
+``format`` is the file's name; a format that one recipe alone writes may stand in the recipe's file,
+if both have one name. ``nn.Linear`` calls only this interface and does not depend on a
 quantization.
 """
 
@@ -349,15 +350,16 @@ def slice_tensor(
 
 
 def _format_class(weight_format: str) -> type[WeightFormat]:
-    """Return the class of ``weights/<weight_format>.py``."""
-    module = find_module("modelmill.weights", weight_format)
-    for cls in vars(module).values() if module is not None else ():
-        if (
-            isinstance(cls, type)
-            and issubclass(cls, WeightFormat)
-            and vars(cls).get("format") == weight_format
-        ):
-            return cls
+    """Return the class of ``weights/<weight_format>.py``, or of the recipe's file of that name."""
+    for package in ("modelmill.weights", "modelmill.quant"):
+        module = find_module(package, weight_format)
+        for cls in vars(module).values() if module is not None else ():
+            if (
+                isinstance(cls, type)
+                and issubclass(cls, WeightFormat)
+                and vars(cls).get("format") == weight_format
+            ):
+                return cls
     known = ", ".join(n for n in module_names("modelmill.weights") if n != "base")
     raise IncompatibleArtifact(
         f"the weight format {weight_format!r} is not supported (supported: {known}); "
