@@ -16,6 +16,7 @@ from typing import Any
 from modelmill.checkpoint.container import MAX_LISTED_NAMES
 from modelmill.core.config_view import ConfigView
 from modelmill.core.errors import CheckpointError
+from modelmill.core.model_family import family_options
 from modelmill.core.quoting import quote
 
 DESCRIPTION_KEYS = frozenset((
@@ -145,12 +146,10 @@ def check_unread_keys(view: ConfigView, family: ModuleType, file_name: str) -> l
     Raises:
         CheckpointError: for a key that requires an unsupported computation.
     """
-    neutral = {**SUPPORTED_VALUES, **getattr(family, "SUPPORTED_VALUES", {})}
+    options = family_options(family)
+    neutral = {**SUPPORTED_VALUES, **options.SUPPORTED_VALUES}
     harmless = (
-        DESCRIPTION_KEYS
-        | TRAINING_KEYS
-        | RUNTIME_KEYS
-        | frozenset(getattr(family, "UNUSED_CONFIG_KEYS", ()))
+        DESCRIPTION_KEYS | TRAINING_KEYS | RUNTIME_KEYS | frozenset(options.UNUSED_CONFIG_KEYS)
     )
     unknown = []
     for key, value in view.unread().items():

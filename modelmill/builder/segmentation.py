@@ -1,8 +1,7 @@
 """Segmentation models: configs that their files lack, and the needs of their engines.
 
-A family defines ``ENGINE_TYPE`` (absent: "language"), ``FLOAT32_TENSORS`` (regular expressions for
-tensors that stay float32) and may have ``config_from_shapes(shapes)``, which derives a raw config
-from the tensors of an original file without config.json.
+A family may define ``ENGINE_TYPE``, ``FLOAT32_TENSORS`` and ``config_from_shapes(shapes)``
+(core/model_family.py).
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import torch
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError, UsageError
+from modelmill.core.model_family import family_options
 from modelmill.core.registry import find_module, module_names
 from modelmill.quant.vision_encoder import VISION_QUANTIZATIONS
 
@@ -33,9 +33,9 @@ def with_config(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     shapes = {name: checkpoint.info(name).shape for name in checkpoint.names()}
     for name in module_names("modelmill.models"):
-        config_from_shapes = getattr(
-            find_module("modelmill.models", name), "config_from_shapes", None
-        )
+        config_from_shapes = family_options(
+            find_module("modelmill.models", name)
+        ).config_from_shapes
         config = None if config_from_shapes is None else config_from_shapes(shapes)
         if config is not None:
             return replace(checkpoint, config=config)
@@ -48,12 +48,13 @@ def with_config(checkpoint: Checkpoint) -> Checkpoint:
 
 def engine_type_for(family: ModuleType) -> str:
     """Return the engine type of this family: "language" or "segmentation"."""
-    return str(getattr(family, "ENGINE_TYPE", LANGUAGE))
+    return family_options(family).ENGINE_TYPE
 
 
 def storage_dtype(family: ModuleType, name: str, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which a tensor of the model is stored."""
-    kept = any(re.fullmatch(pattern, name) for pattern in getattr(family, "FLOAT32_TENSORS", ()))
+    patterns = family_options(family).FLOAT32_TENSORS
+    kept = any(re.fullmatch(pattern, name) for pattern in patterns)
     return torch.float32 if kept else dtype
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from modelmill.artifact.store import Artifact
 from modelmill.core.errors import CorruptArtifact, IncompatibleArtifact
+from modelmill.core.model_family import family_options
 from modelmill.core.registry import find_module, module_names
 from modelmill.nn.linear import Linear
 from modelmill.nn.shard_model import shard_model
@@ -66,9 +67,8 @@ def _check_dtypes(model: nn.Module, artifact: Artifact, computed: set[str]) -> N
     Kernels do not check dtypes. ``computed``: buffers that are not read from files.
     """
     manifest = artifact.manifest
-    float32_tensors = getattr(
-        find_module("modelmill.models", manifest.model_type), "FLOAT32_TENSORS", ()
-    )
+    family = find_module("modelmill.models", manifest.model_type)
+    float32_tensors = family_options(family).FLOAT32_TENSORS
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in base.FLOAT_DTYPES}
     build_dtype = dtypes.get(str(manifest.build.get("dtype")))
     stored = {name: buffer for name, buffer in model.named_buffers() if name not in computed}

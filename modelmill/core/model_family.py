@@ -1,0 +1,38 @@
+"""What a model file may define beside its model: the one place that reads it from the module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+ConfigFromShapes = Callable[[Mapping[str, Sequence[int]]], dict[str, Any] | None]
+
+
+@dataclass(frozen=True)
+class FamilyOptions:
+    """The optional constants of a file ``models/<model_type>.py``, with their defaults.
+
+    Attributes:
+        ENGINE_TYPE: "language" or "segmentation".
+        FLOAT32_TENSORS: regular expressions for tensors that stay float32.
+        SUPPORTED_VALUES: config key → values that change nothing.
+        UNUSED_CONFIG_KEYS: config keys that may stay unread.
+        config_from_shapes: derives a raw config from the tensors of a file without config.json.
+    """
+
+    ENGINE_TYPE: str = "language"
+    FLOAT32_TENSORS: tuple[str, ...] = ()
+    SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    UNUSED_CONFIG_KEYS: tuple[str, ...] = ()
+    config_from_shapes: ConfigFromShapes | None = None
+
+
+FAMILY_OPTIONS = tuple(FamilyOptions.__dataclass_fields__)
+
+
+def family_options(family: ModuleType | None) -> FamilyOptions:
+    """Return the options of a model file; the defaults without a file."""
+    defined = {} if family is None else vars(family)
+    return FamilyOptions(**{name: defined[name] for name in FAMILY_OPTIONS if name in defined})
