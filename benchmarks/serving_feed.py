@@ -40,7 +40,6 @@ class FakeEngineCore:
         self._left: dict[str, int] = {}
         self.input_processor = self.output_processor = self
         self.live_sequences: dict[str, list[Any]] = {}
-        self.guide_factory: Any = None
         self.steps = self.num_tokens = 0
 
     @property
@@ -48,7 +47,7 @@ class FakeEngineCore:
         """Whether a request is open."""
         return bool(self._left)
 
-    def add(self, request: Any) -> None:
+    def add(self, request: Any, make_guide: Any = None) -> None:  # noqa: ARG002  as the core's
         """Open a request."""
         self._left[request.id] = request.params.max_tokens
         leader = SimpleNamespace(request=request, started_at=None, finish_reason=None)

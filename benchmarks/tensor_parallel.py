@@ -71,6 +71,12 @@ class OtherRanks:
         """Return a context without supervision of the ranks."""
         return contextlib.nullcontext()
 
+    def ping(self) -> None:
+        """Trust that the ranks are there."""
+
+    def close(self) -> None:
+        """Leave the ranks running: whoever started them ends them."""
+
 
 def random_model(options: argparse.Namespace, tp_group: TPGroup) -> nn.Module:
     """A rank's part of a model, every weight drawn at random."""
@@ -218,12 +224,12 @@ def time_engine_core(
         kv_cache_bytes=48 << 30,
         max_model_len=2048,
     )
-    loop = EngineCore(model, config, tp_group=tp_group)
+    others = OtherRanks(links)
+    leads_others = tp_group.rank == 0 and tp_group.size > 1
+    loop = EngineCore(model, config, tp_group=tp_group, tp_workers=others if leads_others else None)
     if tp_group.rank:
         run_commands(links[0], loop.model_runner)
         return
-    others = OtherRanks(links)
-    loop.model_runner.tp_workers = others if tp_group.size > 1 else None
     for batch, count in shapes:
         for _ in range(2):  # the first run compiles and records
             ms, first = _time_batch(loop, batch, count)

@@ -40,6 +40,7 @@ from modelmill.core.types import Request, SamplingParams  # noqa: E402
 from modelmill.eval.datasets import read_trace  # noqa: E402
 from modelmill.nn.linear import Linear  # noqa: E402
 from modelmill.runtime.engine_core import EngineCore  # noqa: E402
+from modelmill.runtime.pending_step import StepForward  # noqa: E402
 from modelmill.runtime.scheduler import Schedule  # noqa: E402
 
 FLOPS = 700e12  # bfloat16 products of many rows on an H200 that is warm
@@ -75,20 +76,26 @@ class StepRecord:
 def record_steps(engine_core: EngineCore) -> list[StepRecord]:
     """Have every launched step noted, with events around it."""
     kept: list[StepRecord] = []
-    launch = engine_core.model_runner.launch
+    runner = engine_core.model_runner
+    run, sample = runner.run, runner.sample
+    starts: list[torch.cuda.Event] = []
 
-    def noted(plan: Schedule) -> Any:
-        counts = [(seq.computed, count) for seq, count in plan.work]
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        flight = launch(plan)
+    def started(plan: Schedule) -> Any:
+        starts.append(torch.cuda.Event(enable_timing=True))
+        starts[-1].record()
+        return run(plan)
+
+    def noted(forward: StepForward) -> Any:
+        counts = [(seq.computed, count) for seq, count in forward.schedule.work]
+        start, end = starts.pop(), torch.cuda.Event(enable_timing=True)
+        pending = sample(forward)
         end.record()
         singles = sum(1 for _, c in counts if c == 1)
         keys = sum(done + c for done, c in counts)
         kept.append(StepRecord(singles, sum(c for _, c in counts if c > 1), keys, start, end))
-        return flight
+        return pending
 
-    engine_core.model_runner.launch = noted  # type: ignore[method-assign]
+    runner.run, runner.sample = started, noted  # type: ignore[method-assign]
     return kept
 
 

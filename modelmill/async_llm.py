@@ -7,6 +7,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -187,7 +188,8 @@ class AsyncLLM:
 
     def _add(self, state: RequestState, listener: _DeltaCallback) -> None:
         try:
-            self.llm.engine_core.add(state.request)
+            core = self.llm.engine_core
+            core.add(state.request, partial(self.llm.language.make_guide, vocab=core.vocab))
         except Exception as error:
             # memory may run out while images are decoded: only this request must end
             listener(error)

@@ -6,6 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -132,8 +133,6 @@ class LLM:
         self.defaults, self.eos_ids = language.defaults, language.eos_ids
         if (unused := language.generation_defaults.warning()) is not None:
             _log.warning("%s", unused)
-        vocab = core.vocab  # a closure over ``core`` would be a reference cycle
-        core.input_processor.guide_factory = lambda request: language.make_guide(request, vocab)
         self._running: dict[str, RequestState] = {}
         self._delta_queues: dict[str, deque[OutputDelta]] = {}
 
@@ -332,7 +331,8 @@ class LLM:
         try:
             for id, state in own.items():
                 self._running[id], self._delta_queues[id] = state, deltas
-            self.engine_core.add_all(state.request for state in own.values())
+            make_guide = partial(self.language.make_guide, vocab=self.engine_core.vocab)
+            self.engine_core.add_all((state.request for state in own.values()), make_guide)
             while deltas or any(id in self._running for id in own):
                 while deltas:
                     yield deltas.popleft()

@@ -81,6 +81,12 @@ class TextProcessor:
         self._request_counter = itertools.count()
         self._guides: grammars.GuideFactory | None = None
 
+    def limit_inputs(self, max_image_pixels: int, max_text_tokens: int) -> None:
+        """Refuse larger images and longer texts from now on, as a server does."""
+        self.max_image_pixels = max_image_pixels
+        if self.tokenizer is not None:
+            self.tokenizer.limit_tokens(max_text_tokens)
+
     @staticmethod
     def from_engine(path: Path, chat_template: str | Path | None = None) -> TextProcessor:
         """The text processor of an engine folder, for a server. Raises ArtifactError as well."""

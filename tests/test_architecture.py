@@ -29,7 +29,6 @@ MAY = {
         "artifact",
         "runtime.unpack_weights",
         "runtime.model_loader",
-        "runtime.decode_graphs",
     },
     "quant": {"core", "ops", "weights", "nn"},
     "builder": {

@@ -26,6 +26,7 @@ from modelmill.core.generation_defaults import MODELMILL_DEFAULTS, OPENAI_DEFAUL
 from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.types import FinishReason, Request
 from modelmill.llm import build_engine
+from modelmill.runtime.input_processor import MakeGuide
 from modelmill.text_processor import TextProcessor
 from tests.wait import TIMEOUT_SECONDS
 
@@ -410,10 +411,10 @@ def test_asyncio_goes_on_where_one_request_finds_no_memory(engine: Path, llm: LL
     many = AsyncLLM(engine, device="cpu")
     add = many.llm.engine_core.add
 
-    def full(request: Request) -> None:
+    def full(request: Request, make_guide: MakeGuide | None = None) -> None:
         if len(request.prompt) == 9:
             raise MemoryError
-        add(request)
+        add(request, make_guide)
 
     many.llm.engine_core.add = full  # type: ignore[method-assign]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.engine_options import ENGINE_HELP, SAMPLING_HELP, CacheBuildOptions, open_llm
+from modelmill.cli.engine_options import ENGINE_HELP, CacheBuildOptions, open_llm
 from modelmill.cli.options import CommonArgs, config
 from modelmill.cli.output import emit_json, print_note
 from modelmill.cli.run import (
@@ -68,9 +68,7 @@ class Args(CommonArgs):
         None, "chat template, or a file with one, instead of the engine's own"
     )
     build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint instead of an engine")
-    sampling: SamplingParams = config(
-        SamplingParams, "Sampling", helps=SAMPLING_HELP, exclude=("n", "num_beams")
-    )
+    sampling: SamplingParams = config(SamplingParams, "Sampling", exclude=("n", "num_beams"))
     run: RunConfig = config(RunConfig, "Engine")
 
 

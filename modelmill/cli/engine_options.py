@@ -18,31 +18,6 @@ ENGINE_HELP = "an engine folder, or a checkpoint (it is built into the cache fir
 REFERENCE_GPU_FRACTION = 0.45
 """Share of the GPU's memory for an engine if transformers runs on the same GPU."""
 
-SAMPLING_HELP = {
-    "n": "answers per prompt",
-    "temperature": "0 is greedy; default: the engine's own",
-    "top_p": "keep the most likely tokens up to this total probability",
-    "top_k": "keep the K most likely tokens (0: all)",
-    "min_p": "keep tokens at least this likely, relative to the most likely one",
-    "max_tokens": "maximum length of the answer in tokens (default: the engine's own, else 512)",
-    "min_tokens": "minimum length of the answer in tokens",
-    "stop": "text that ends the answer (repeatable)",
-    "stop_token_ids": "token ids that end the answer",
-    "seed": "seed of the sampling; gives the same text alone and in a batch",
-    "logprobs": "log probabilities of this many most likely tokens",
-    "prompt_logprobs": "the same for the prompt's tokens",
-    "presence_penalty": "penalty for tokens that have occurred",
-    "frequency_penalty": "penalty per occurrence of a token",
-    "repetition_penalty": "divide the logits of tokens that have occurred",
-    "logit_bias": "ID=BIAS added to a token's logit (repeatable)",
-    "ignore_eos": "continue after the end-of-text token",
-    "num_beams": "beam search with this many beams",
-    "length_penalty": "exponent of the length in a beam's score",
-    "early_stopping": "stop the beam search at num_beams finished answers",
-    "skip_special_tokens": "omit special tokens from the text",
-    "include_stop": "keep the stop text in the answer",
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class CacheBuildOptions:

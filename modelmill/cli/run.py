@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.engine_options import ENGINE_HELP, SAMPLING_HELP, CacheBuildOptions, open_llm
+from modelmill.cli.engine_options import ENGINE_HELP, CacheBuildOptions, open_llm
 from modelmill.cli.options import CommonArgs, config
 from modelmill.cli.output import emit_json, print_note, show_progress
 from modelmill.cli.stdio import stdout_reader_gone
@@ -81,7 +81,7 @@ class Args(CommonArgs):
         metavar="PATTERN FILE",
     )
     build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint instead of an engine")
-    sampling: SamplingParams = config(SamplingParams, "Sampling", helps=SAMPLING_HELP)
+    sampling: SamplingParams = config(SamplingParams, "Sampling")
     run: RunConfig = config(RunConfig, "Engine")
 
 

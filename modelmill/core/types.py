@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Protocol
@@ -12,6 +12,7 @@ from modelmill.core.errors import RequestError
 from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.quoting import quote
 
+MAX_INT32 = 2**31 - 1
 MAX_N = 128
 MAX_LOGPROBS = 100
 MAX_STOPS = 64
@@ -33,6 +34,42 @@ class FinishReason(StrEnum):
     ERROR = "error"  # the answer cannot continue within its grammar
 
 
+@dataclass(frozen=True)
+class ParamRange:
+    """Allowed values of a sampling parameter; integers for an integer.
+
+    Attributes:
+        low: The least value.
+        high: The largest value.
+        above_low: ``low`` itself is not allowed: zero would leave no token (top_p) or divide by
+            zero.
+    """
+
+    low: float
+    high: float
+    above_low: bool = False
+
+
+def _param(
+    default: Any = None,
+    help: str = "",
+    low: float | None = None,
+    high: float | None = None,
+    *,
+    above_low: bool = False,
+    factory: Callable[[], Any] | None = None,
+) -> Any:
+    """A sampling parameter with its help text and range.
+
+    The command line, the HTTP schema and the tensors of Triton take them from here.
+    """
+    limits = None if low is None or high is None else ParamRange(low, high, above_low)
+    metadata = {"help": help, "range": limits}
+    if factory is not None:
+        return field(default_factory=factory, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled.
@@ -48,28 +85,50 @@ class SamplingParams:
         RequestError: if a value is outside its range.
     """
 
-    n: int = 1
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    seed: int | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    ignore_eos: bool = False
-    num_beams: int = 1
-    length_penalty: float = 1.0
-    early_stopping: bool = False
-    skip_special_tokens: bool = True
-    include_stop: bool = False
+    n: int = _param(1, "answers per prompt", 1, MAX_N)
+    temperature: float | None = _param(None, "0 is greedy; default: the engine's own", 0.0, 100.0)
+    top_p: float | None = _param(
+        None, "keep the most likely tokens up to this total probability", 0.0, 1.0, above_low=True
+    )
+    top_k: int | None = _param(None, "keep the K most likely tokens (0: all)", -1, MAX_INT32)
+    min_p: float | None = _param(
+        None, "keep tokens at least this likely, relative to the most likely one", 0.0, 1.0
+    )
+    max_tokens: int | None = _param(
+        None,
+        "maximum length of the answer in tokens (default: the engine's own, else 512)",
+        0,
+        MAX_INT32,
+    )
+    min_tokens: int | None = _param(None, "minimum length of the answer in tokens", 0, MAX_INT32)
+    stop: tuple[str, ...] = _param((), "text that ends the answer (repeatable)")
+    stop_token_ids: tuple[int, ...] = _param((), "token ids that end the answer")
+    seed: int | None = _param(
+        None,
+        "seed of the sampling; gives the same text alone and in a batch",
+        -(2**63),
+        2**64 - 1,
+    )
+    logprobs: int | None = _param(
+        None, "log probabilities of this many most likely tokens", 0, MAX_LOGPROBS
+    )
+    prompt_logprobs: int | None = _param(None, "the same for the prompt's tokens", 0, MAX_LOGPROBS)
+    presence_penalty: float | None = _param(
+        None, "penalty for tokens that have occurred", -2.0, 2.0
+    )
+    frequency_penalty: float | None = _param(None, "penalty per occurrence of a token", -2.0, 2.0)
+    repetition_penalty: float | None = _param(
+        None, "divide the logits of tokens that have occurred", 0.0, 100.0, above_low=True
+    )
+    logit_bias: Mapping[int, float] = _param(
+        help="ID=BIAS added to a token's logit (repeatable)", factory=dict
+    )
+    ignore_eos: bool = _param(False, "continue after the end-of-text token")
+    num_beams: int = _param(1, "beam search with this many beams", 1, MAX_BEAMS)
+    length_penalty: float = _param(1.0, "exponent of the length in a beam's score", -100.0, 100.0)
+    early_stopping: bool = _param(False, "stop the beam search at num_beams finished answers")
+    skip_special_tokens: bool = _param(True, "omit special tokens from the text")
+    include_stop: bool = _param(False, "keep the stop text in the answer")
     logits_processors: LogitsProcessors | None = field(default=None, metadata={"python_only": True})
 
     def __post_init__(self) -> None:
@@ -84,13 +143,13 @@ class SamplingParams:
         self._check()
 
     def _check(self) -> None:
-        for name, (low, high) in _INT_RANGES.items():
+        for name, limits in _INT_RANGES:
             if getattr(self, name) is not None or name in _NOT_NONE:
-                _check_int(name, getattr(self, name), low, high)
-        for name, (least, most) in _FLOAT_RANGES.items():
+                _check_int(name, getattr(self, name), int(limits.low), int(limits.high))
+        for name, limits in _FLOAT_RANGES:
             if getattr(self, name) is not None or name in _NOT_NONE:
                 _check_number(
-                    name, getattr(self, name), least, most, open_low=name in _EXCLUSIVE_MIN
+                    name, getattr(self, name), limits.low, limits.high, open_low=limits.above_low
                 )
         for name in ("ignore_eos", "early_stopping", "skip_special_tokens", "include_stop"):
             if not isinstance(getattr(self, name), bool):
@@ -164,6 +223,12 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the argmax is taken; call on resolved parameters."""
         return self.temperature == 0.0 or self.top_k == 1
+
+
+def sampling_range(name: str) -> ParamRange:
+    """The range of a field of SamplingParams."""
+    limits: ParamRange = SamplingParams.__dataclass_fields__[name].metadata["range"]
+    return limits
 
 
 @dataclass(frozen=True)
@@ -276,29 +341,15 @@ class TokenOutput:
     embedding: bytes | None = None
 
 
-_INT_RANGES: dict[str, tuple[int, int]] = {
-    "n": (1, MAX_N),
-    "top_k": (-1, 2**31 - 1),
-    "max_tokens": (0, 2**31 - 1),
-    "min_tokens": (0, 2**31 - 1),
-    "seed": (-(2**63), 2**64 - 1),
-    "logprobs": (0, MAX_LOGPROBS),
-    "prompt_logprobs": (0, MAX_LOGPROBS),
-    "num_beams": (1, MAX_BEAMS),
-}
-_FLOAT_RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0.0, 100.0),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.0, 100.0),
-    "length_penalty": (-100.0, 100.0),
-}
+_RANGES = tuple(
+    (each.name, each.metadata["range"])
+    for each in fields(SamplingParams)
+    if each.metadata.get("range") is not None
+)
+_INT_RANGES = tuple((name, each) for name, each in _RANGES if isinstance(each.low, int))
+_FLOAT_RANGES = tuple((name, each) for name, each in _RANGES if isinstance(each.low, float))
 # these have no default of the engine, so None is not allowed
-_NOT_NONE = {"n", "num_beams", "length_penalty"}
-# zero would leave no token (top_p) or divide by zero
-_EXCLUSIVE_MIN = {"top_p", "repetition_penalty"}
+_NOT_NONE = {each.name for each in fields(SamplingParams) if each.default is not None}
 
 
 def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:

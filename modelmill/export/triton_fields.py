@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from modelmill.core.errors import RequestError
 from modelmill.core.quoting import quote
-from modelmill.core.types import SamplingParams
+from modelmill.core.types import MAX_INT32, SamplingParams, sampling_range
 from modelmill.text_processor import Messages, Prompt
 
 VARIABLE_LENGTH = -1
@@ -30,25 +31,42 @@ class TritonField:
     is_sampling_param: bool = False
 
 
+_SAMPLING_INPUTS = (
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+"""Fields of SamplingParams that a request may set."""
+
+
+def _sampling_input(name: str, hint: Any) -> TritonField:
+    """The tensor of a field of SamplingParams, by the field's type and range."""
+    inner = [each for each in get_args(hint) if each not in (NoneType, ...)]
+    size = VARIABLE_LENGTH if get_origin(hint) is tuple else 1
+    (kind,) = inner or [hint]
+    types = {int: "TYPE_INT32", float: "TYPE_FP32", bool: "TYPE_BOOL", str: "TYPE_STRING"}
+    large = kind is int and size == 1 and sampling_range(name).high > MAX_INT32
+    return TritonField(name, "TYPE_INT64" if large else types[kind], size, is_sampling_param=True)
+
+
+_HINTS = get_type_hints(SamplingParams)
 INPUTS = (
     TritonField("text_input", "TYPE_STRING"),
     TritonField("messages", "TYPE_STRING"),
     TritonField("input_ids", "TYPE_INT32", VARIABLE_LENGTH),
     TritonField("stream", "TYPE_BOOL"),
     TritonField("cache_salt", "TYPE_STRING"),
-    TritonField("max_tokens", "TYPE_INT32", is_sampling_param=True),
-    TritonField("min_tokens", "TYPE_INT32", is_sampling_param=True),
-    TritonField("temperature", "TYPE_FP32", is_sampling_param=True),
-    TritonField("top_p", "TYPE_FP32", is_sampling_param=True),
-    TritonField("top_k", "TYPE_INT32", is_sampling_param=True),
-    TritonField("min_p", "TYPE_FP32", is_sampling_param=True),
-    TritonField("seed", "TYPE_INT64", is_sampling_param=True),
-    TritonField("stop", "TYPE_STRING", VARIABLE_LENGTH, is_sampling_param=True),
-    TritonField("stop_token_ids", "TYPE_INT32", VARIABLE_LENGTH, is_sampling_param=True),
-    TritonField("ignore_eos", "TYPE_BOOL", is_sampling_param=True),
-    TritonField("presence_penalty", "TYPE_FP32", is_sampling_param=True),
-    TritonField("frequency_penalty", "TYPE_FP32", is_sampling_param=True),
-    TritonField("repetition_penalty", "TYPE_FP32", is_sampling_param=True),
+    *(_sampling_input(name, _HINTS[name]) for name in _SAMPLING_INPUTS),
 )
 OUTPUTS = (
     TritonField("text_output", "TYPE_STRING"),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from modelmill.ops.cpu import build
+from modelmill.ops.cuda_graph import GraphCapturer, on_side_stream
 
 Call = Callable[[], Any]
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 128 << 20}  # much larger than the caches; read and written
@@ -36,14 +37,15 @@ def capture_graph(call: Call, repeats: int = 1) -> Call:
         RuntimeError: if a call synchronizes with the host.
     """
     stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with on_side_stream(stream):
         call()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+
+    def repeat() -> None:
         for _ in range(repeats):
             call()
+
+    graph = GraphCapturer(shared_pool=False).capture(repeat, stream)
 
     def replay(_keep_alive: Call = call) -> None:
         graph.replay()

@@ -84,6 +84,15 @@ class BeamSearch:
         self.scores = [score for score, _, _ in alive]
         return [BeamExtension(parent, token) for _, parent, token in alive]
 
+    def next_fork(self) -> int:
+        """The index of one more sequence that forks from a beam."""
+        self.num_forks += 1
+        return self.num_forks
+
+    def replace_beams(self, seqs: list[Sequence]) -> None:
+        """Store the beams of the next step, in the order of ``scores``."""
+        self.seqs = seqs
+
     def finish_early(self) -> None:
         """End now: the current beams become results with finish reason LENGTH."""
         for seq, score in zip(self.seqs, self.scores):

@@ -9,12 +9,12 @@ from torch import nn
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import UsageError
 from modelmill.nn.linear import Linear
+from modelmill.parallel.tp_group import TPGroup
 from modelmill.runtime import kv_memory, prefill_graphs
+from modelmill.runtime.batch import Packer
 from modelmill.runtime.batch_layout import BatchLayout
 from modelmill.runtime.chunked_prefill import max_mixed_tokens
-from modelmill.runtime.decode_graphs import DecodeGraphs
-from modelmill.runtime.model_runner import ModelRunner
-from modelmill.runtime.prefill_graphs import PrefillGraphCapturer, PrefillGraphs
+from modelmill.runtime.model_runner import GraphLimits
 from modelmill.runtime.scheduler import SchedulerLimits
 
 MAX_GRAPH_SEQS = 512
@@ -71,24 +71,24 @@ def _mostly_8bit_inputs(model: nn.Module) -> bool:
     return balance > 0
 
 
-def set_up_gpu(runner: ModelRunner, config: RunConfig, max_pages_per_seq: int) -> None:
-    """Reserve the buffers of the largest step, and set up CUDA graphs if enabled."""
-    packer, tokens = runner.packer, config.max_num_batched_tokens
-    # graphs contain the buffer's address, so it must never be reallocated
-    packer.reserve(
-        BatchLayout(
-            tokens, config.max_num_seqs, tokens + config.max_num_seqs, 2 * max_pages_per_seq
-        )
+def reserve_step_buffers(packer: Packer, config: RunConfig, max_pages_per_seq: int) -> None:
+    """Reserve the buffers of the largest step.
+
+    Graphs contain the buffer's address, so it must never be reallocated.
+    """
+    tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
+    packer.reserve(BatchLayout(tokens, seqs, tokens + seqs, 2 * max_pages_per_seq))
+
+
+def graph_limits(
+    config: RunConfig, max_pages_per_seq: int, tp_group: TPGroup
+) -> GraphLimits | None:
+    """Which CUDA graphs are captured on a GPU; None: none."""
+    if not config.cuda_graphs:
+        return None
+    with_prefill = prefill_graphs.prefill_graphs_enabled(config, tp_group)
+    return GraphLimits(
+        min(config.max_num_seqs, MAX_GRAPH_SEQS),
+        max_pages_per_seq * config.page_size,
+        config.max_num_batched_tokens if with_prefill else None,
     )
-    if config.cuda_graphs:
-        rows, context = (
-            min(config.max_num_seqs, MAX_GRAPH_SEQS),
-            max_pages_per_seq * config.page_size,
-        )
-        runner.decode_graphs = DecodeGraphs(
-            runner.forward, runner.sampler.select_ids, runner.last_ids, packer, rows, context
-        )
-        if prefill_graphs.prefill_graphs_enabled(config, runner.tp_group):
-            runner.prefill_graphs = PrefillGraphs(
-                runner.forward, PrefillGraphCapturer(), tokens, context
-            )

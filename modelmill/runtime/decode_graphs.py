@@ -8,28 +8,16 @@ context 0 and slot −1.
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 
+from modelmill.ops.cuda_graph import CapturedGraph, GraphCapturer, dry_run, on_side_stream
 from modelmill.runtime.batch import PackedBatch, Packer
 from modelmill.runtime.batch_layout import BatchLayout
 
 # Output of a graph: ids by argmax, sampled ids, or logits (for penalties, grammars, logprobs).
 GREEDY, SAMPLED, LOGITS = "greedy", "sampled", "logits"
-
-
-class NotCapturable(RuntimeError):
-    """A selected op cannot be captured in a CUDA graph."""
-
-
-@dataclass
-class _DecodeGraph:
-    graph: torch.cuda.CUDAGraph
-    out: torch.Tensor
 
 
 class DecodeGraphs:
@@ -63,8 +51,8 @@ class DecodeGraphs:
         self.sizes = graph_batch_sizes(max_seqs)
         self.max_seqs = max_seqs
         self._max_len = max_len
-        self._graphs: dict[tuple[BatchLayout, int, str], _DecodeGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[tuple[BatchLayout, int, str], CapturedGraph[torch.Tensor]] = {}
+        self._capturer = GraphCapturer()
         self._logits: torch.Tensor | None = None
         self._dry_run_outputs: set[str] = set()
 
@@ -87,10 +75,9 @@ class DecodeGraphs:
         entry = self._graphs.get(key)
         if entry is None:
             entry = self._graphs[key] = self._capture(batch, graph_output)
-        entry.graph.replay()
-        return entry.out
+        return entry.replay()
 
-    def _capture(self, batch: PackedBatch, graph_output: str) -> _DecodeGraph:
+    def _capture(self, batch: PackedBatch, graph_output: str) -> CapturedGraph[torch.Tensor]:
         """Capture a graph after running the batch itself for warm-up.
 
         Running a step twice is harmless: it writes the same keys and values.
@@ -100,13 +87,13 @@ class DecodeGraphs:
             self._run(batch, graph_output)
             if graph_output not in self._dry_run_outputs:
                 self._dry_run(batch, graph_output)
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads (the NCCL watchdog, a second engine) may use CUDA meanwhile
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            out = self._run(batch, graph_output)
-            if graph_output != LOGITS:
-                self._last_ids[batch.views.keep_slots] = out
-        return _DecodeGraph(graph, out)
+        return self._capturer.capture(lambda: self._run_and_keep_ids(batch, graph_output))
+
+    def _run_and_keep_ids(self, batch: PackedBatch, graph_output: str) -> torch.Tensor:
+        out = self._run(batch, graph_output)
+        if graph_output != LOGITS:
+            self._last_ids[batch.views.keep_slots] = out
+        return out
 
     def _run(self, batch: PackedBatch, graph_output: str) -> torch.Tensor:
         logits = self._forward(batch)
@@ -127,39 +114,6 @@ class DecodeGraphs:
             shape = (self.sizes[-1], logits.shape[1])
             self._logits = torch.empty(shape, dtype=logits.dtype, device=logits.device)
         return self._logits
-
-
-@contextlib.contextmanager
-def on_side_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Run the block on ``stream``, after earlier and before later work of the current stream."""
-    current = torch.cuda.current_stream()
-    stream.wait_stream(current)
-    try:
-        with torch.cuda.stream(stream):
-            yield
-    finally:
-        current.wait_stream(stream)
-
-
-def dry_run(call: Callable[[], object]) -> None:
-    """Call what will be captured, with synchronization as an error.
-
-    Raises:
-        NotCapturable: An op synchronizes with the host, such as a torch reference with ``tolist``.
-    """
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        # torch warns that the mode is a prototype
-        warnings.simplefilter("ignore")
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        call()
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise NotCapturable(str(error)) from None
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 def graph_batch_sizes(max_seqs: int) -> list[int]:

@@ -33,10 +33,10 @@ from modelmill.runtime.batch import Packer
 from modelmill.runtime.device import pick_device as pick_device
 from modelmill.runtime.device import rank_devices, use_threads
 from modelmill.runtime.forward_hooks import PostHook, PreHook
-from modelmill.runtime.input_processor import InputProcessor
+from modelmill.runtime.input_processor import InputProcessor, MakeGuide
 from modelmill.runtime.kv_pages import PagePool
 from modelmill.runtime.model_loader import build_rank_model, load_model
-from modelmill.runtime.model_runner import ModelRunner
+from modelmill.runtime.model_runner import ModelRunner, TPBroadcaster
 from modelmill.runtime.output_processor import OutputProcessor
 from modelmill.runtime.pending_step import PendingStep
 from modelmill.runtime.request_limits import RequestLimits
@@ -70,6 +70,7 @@ class EngineCore:
         overlap: bool | None = None,
         tuning: Tuning | None = None,
         tp_group: TPGroup = SINGLE_RANK,
+        tp_workers: TPBroadcaster | None = None,
     ) -> None:
         """Allocate the KV cache and set up the step loop for a loaded model.
 
@@ -82,6 +83,7 @@ class EngineCore:
             overlap: Whether to launch steps ahead; None: on a GPU only.
             tuning: Launch configs for this device.
             tp_group: This rank's group; ranks above 0 use only ``model_runner``.
+            tp_workers: On rank 0: the other ranks, which this engine core ends with itself.
         """
         self.config = config = config or RunConfig()
         self.artifact = artifact
@@ -116,15 +118,23 @@ class EngineCore:
             model, self.ops, self.device, graphs=cuda and config.cuda_graphs
         )
         self.sampler = Sampler(self.vocab, self.device, self.ops)
-        self.model_runner = ModelRunner(
-            model, self.ops, kv, packer, self.sampler, config.max_num_seqs, tp_group
-        )
         self._overlap = cuda if overlap is None else overlap
-        self.model_runner.keep_last_ids = self._overlap or cuda
         if cuda:
-            capacity.set_up_gpu(self.model_runner, config, width)
+            capacity.reserve_step_buffers(packer, config, width)
+        self.model_runner = ModelRunner(
+            model,
+            self.ops,
+            kv,
+            packer,
+            self.sampler,
+            config.max_num_seqs,
+            tp_group,
+            tp_workers=tp_workers,
+            graph_limits=capacity.graph_limits(config, width, tp_group) if cuda else None,
+            keep_last_ids=self._overlap or cuda,
+        )
         self.output_processor = OutputProcessor(self.scheduler, self.sampler)
-        self._finalizer: Callable[[], Any] | None = None
+        self._finalizer = _finalizer(self, tp_workers)
         parts = (self.output_processor, self.vision_runner, self._rope_rule, self.request_limits)
         self.input_processor = InputProcessor(*parts, seed=config.seed, digest=digest)
         self._events: list[TokenOutput] = []
@@ -170,17 +180,19 @@ class EngineCore:
         try:
             with workers.guard():
                 check(artifact)
-                core = cls.for_rank(artifact, config, device, workers.connect())
+                return cls.for_rank(artifact, config, device, workers.connect(), workers)
         except BaseException:
             workers.close()
             raise
-        core.model_runner.tp_workers = workers
-        core._finalizer = weakref.finalize(core, _close, workers, core.model_runner)
-        return core
 
     @classmethod
     def for_rank(
-        cls, artifact: Artifact, config: RunConfig, device: str, tp_group: TPGroup = SINGLE_RANK
+        cls,
+        artifact: Artifact,
+        config: RunConfig,
+        device: str,
+        tp_group: TPGroup = SINGLE_RANK,
+        tp_workers: TPBroadcaster | None = None,
     ) -> EngineCore:
         """Load the engine core of one rank."""
         if device == "cpu":
@@ -200,6 +212,7 @@ class EngineCore:
             artifact=artifact,
             tuning=tuning,
             tp_group=tp_group,
+            tp_workers=tp_workers,
         )
 
     def close(self) -> None:
@@ -222,21 +235,34 @@ class EngineCore:
             self._events or self._pending or self.scheduler.running or self.scheduler.waiting
         )
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError if it can never be served."""
-        self.input_processor.add(request)
+    def add(self, request: Request, make_guide: MakeGuide | None = None) -> None:
+        """Queue a request.
 
-    def add_all(self, requests: Iterable[Request]) -> None:
+        Args:
+            request: The request.
+            make_guide: Makes the guides of its sequences if it has a grammar; None: no structured
+                output.
+
+        Raises:
+            RequestError: It can never be served.
+        """
+        self.input_processor.add(request, make_guide)
+
+    def add_all(self, requests: Iterable[Request], make_guide: MakeGuide | None = None) -> None:
         """Queue a batch of requests, those with the largest output limit first.
 
         The batch is done when its last request is, and a long output that starts late runs alone at
         the end, one step per token. Random numbers do not depend on this order.
 
+        Args:
+            requests: The requests.
+            make_guide: As for ``add``, for each request with a grammar.
+
         Raises:
             RequestError: One of them can never be served; those before it in this order stay
                 queued.
         """
-        self.input_processor.add_all(requests)
+        self.input_processor.add_all(requests, make_guide)
 
     def abort(self, request_id: str) -> None:
         """End a request now; the next step returns ABORT for each of its sequences.
@@ -268,25 +294,17 @@ class EngineCore:
                 self.output_processor.finish_sequence(seq, FinishReason.STOP)
 
     def step(self) -> list[TokenOutput]:
-        """Run one step: schedule, forward, sample; return its outputs.
+        """Run one step: schedule, run, sample, process; return its outputs.
 
         Raises RankError if another rank has ended.
         """
         with self.model_runner.guard_ranks():
-            return self._step()
-
-    def _step(self) -> list[TokenOutput]:
-        events, self._events = self._events, []
-        # the GPU starts a step launched ahead when the previous step is done, not at its launch
-        started = self.clock() if self._pending is None else self._last_output_time
-        pending = self._pending or self._launch(self.scheduler.schedule())
-        # launch step i + 1 first: reading the ids of step i below waits for the GPU
-        self._pending = self._launch_ahead(pending)
-        if pending is not None:
-            events += self.output_processor.process(pending)
-            self._last_output_time = self.clock()
-            self.scheduler.observe_step(pending.schedule, self._last_output_time - started)
-        return events
+            events, self._events = self._events, []
+            started = self._step_start()
+            step = self._pending or self._run_and_sample(self.scheduler.schedule())
+            # step i + 1 first: processing step i waits for the GPU
+            self._pending = self._launch_ahead(step)
+            return events + self._process(step, started)
 
     def ping(self) -> None:
         """Wait until every other rank has replied. Raises RankError if one has ended."""
@@ -299,8 +317,9 @@ class EngineCore:
 
         Ops in replayed graphs do not call it.
         """
-        self.ops = self.model_runner.ops = self.sampler.ops = with_heartbeat(self.ops, heartbeat)
-        self.vision_runner.set_ops(self.ops)
+        self.ops = with_heartbeat(self.ops, heartbeat)
+        for user in (self.model_runner, self.sampler, self.vision_runner):
+            user.set_ops(self.ops)
 
     def stats(self) -> Stats:
         """Counters since the start, and current gauges."""
@@ -384,44 +403,67 @@ class EngineCore:
         """
         return self.scorer().trace(ids, pattern, decode_from, before=before, after=after)
 
-    def _launch(self, schedule: Schedule | None) -> PendingStep | None:
+    def _step_start(self) -> float:
+        """When the current step starts.
+
+        The GPU starts a step launched ahead when the previous step is done, not at its launch.
+        """
+        return self.clock() if self._pending is None else self._last_output_time
+
+    def _run_and_sample(self, schedule: Schedule | None) -> PendingStep | None:
+        """Launch a scheduled step without waiting for its tokens; None if there is no work.
+
+        A step that does not fit into memory becomes a step without work; the next one is smaller.
+        """
         if schedule is None or not (schedule.work or schedule.out_of_pages):
             return None
         try:
-            pending = self.model_runner.launch(schedule)
+            step = self.model_runner.sample(self.model_runner.run(schedule))
         except OUT_OF_MEMORY_ERRORS:
             if self.model_runner.tp_workers is not None:
                 raise  # the other ranks already run this step: it cannot be made smaller
             return self._shrink_after_oom(schedule)
         self._count_step(schedule)
-        return pending
+        return step
 
-    def _launch_ahead(self, pending: PendingStep | None) -> PendingStep | None:
-        """Launch the next step before the tokens of ``pending`` are read.
+    def _launch_ahead(self, step: PendingStep | None) -> PendingStep | None:
+        """Launch the next step before the tokens of ``step`` are read.
 
         Returns None if the next step depends on these tokens.
         """
-        # beams, guides and some processors need the tokens; forks and ends change the batch
-        if (
-            not self._overlap
-            or pending is None
-            or self.output_processor.num_beam_searches
-            or self.output_processor.num_guided
-            or pending.schedule.forks
-            or pending.schedule.out_of_pages
-        ):
+        if step is None or self._needs_tokens_of(step):
             return None
         schedule = self.scheduler.schedule(overlapped=True)
         if schedule is None or not schedule.work:
             return None
         try:
-            launched = self.model_runner.launch(schedule)
+            launched = self.model_runner.sample(self.model_runner.run(schedule))
         except OUT_OF_MEMORY_ERRORS:
             if self.model_runner.tp_workers is not None:
                 raise
             return None
         self._count_step(schedule)
         return launched
+
+    def _needs_tokens_of(self, step: PendingStep) -> bool:
+        """Whether the step after ``step`` cannot be scheduled before its tokens are read."""
+        # beams, guides and some processors need the tokens; forks and ends change the batch
+        return bool(
+            not self._overlap
+            or self.output_processor.num_beam_searches
+            or self.output_processor.num_guided
+            or step.schedule.forks
+            or step.schedule.out_of_pages
+        )
+
+    def _process(self, step: PendingStep | None, started: float) -> list[TokenOutput]:
+        """Wait for a step, report its duration to the scheduler and return its outputs."""
+        if step is None:
+            return []
+        events = self.output_processor.process(step)
+        self._last_output_time = self.clock()
+        self.scheduler.observe_step(step.schedule, self._last_output_time - started)
+        return events
 
     def _count_step(self, schedule: Schedule) -> None:
         self.scheduler.advance(schedule)
@@ -432,7 +474,7 @@ class EngineCore:
             self._steps_since_oom += 1
             if self._steps_since_oom >= _BUDGET_RETRY_STEPS:
                 self._steps_since_oom = 0
-                self.scheduler.step_token_budget = min(2 * self.scheduler.step_token_budget, full)
+                self.scheduler.set_step_token_budget(2 * self.scheduler.step_token_budget)
 
     def _shrink_after_oom(self, schedule: Schedule) -> PendingStep:
         """Halve the step size after an out-of-memory error.
@@ -446,14 +488,22 @@ class EngineCore:
         widest = max((s.request.params.num_beams for s in seqs), default=1)
         self._steps_since_oom = 0
         if schedule.num_tokens // 2 >= widest:
-            self.scheduler.step_token_budget = schedule.num_tokens // 2
+            self.scheduler.set_step_token_budget(schedule.num_tokens // 2)
         else:
             self.abort(max(seqs, key=lambda s: s.priority).request.id)
-            self.scheduler.step_token_budget = self.config.max_num_batched_tokens
+            self.scheduler.set_step_token_budget(self.config.max_num_batched_tokens)
         return PendingStep(Schedule(out_of_pages=schedule.out_of_pages))
 
 
-def _close(tp_workers: TPWorkers, runner: ModelRunner) -> None:
-    """Free the graphs, then end the ranks: NCCL cannot close while a captured graph uses it."""
-    runner.decode_graphs = None
+def _finalizer(
+    core: EngineCore, tp_workers: TPBroadcaster | None
+) -> weakref.finalize[..., EngineCore] | None:
+    """Ends the other ranks when the engine core is collected; None: there are none."""
+    if tp_workers is None:
+        return None
+    return weakref.finalize(core, _close, tp_workers, core.model_runner)
+
+
+def _close(tp_workers: TPBroadcaster, runner: ModelRunner) -> None:
+    runner.free_decode_graphs()
     tp_workers.close()

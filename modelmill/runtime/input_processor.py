@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from modelmill.core.errors import RequestError
@@ -14,14 +15,12 @@ from modelmill.runtime.request_limits import RequestLimits, check_request
 from modelmill.runtime.sequence import RopeRule, Sequence
 from modelmill.runtime.vision_runner import VisionEncoderRunner
 
+MakeGuide = Callable[[Request], Guide]
+"""Makes the guide of one sequence of a request with a grammar."""
+
 
 class InputProcessor:
-    """Numbers requests in order of arrival, which sets their priority and random numbers.
-
-    Attributes:
-        guide_factory: Makes the guide of a request with a grammar; set by the owner of the engine
-            core. None: no structured output.
-    """
+    """Numbers requests in order of arrival, which sets their priority and random numbers."""
 
     def __init__(
         self,
@@ -51,14 +50,14 @@ class InputProcessor:
         )
         self._seed, self._digest = seed, digest
         self._num_arrivals = 0
-        self.guide_factory: Callable[[Request], Guide] | None = None
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, make_guide: MakeGuide | None = None) -> None:
         """Queue a request; see ``EngineCore.add``."""
-        self._enqueue(self._embed_images([request])[0], self._num_arrivals, self._num_arrivals)
+        number = self._num_arrivals
+        self._enqueue(self._embed_images([request])[0], number, number, make_guide)
         self._num_arrivals += 1
 
-    def add_all(self, requests: Iterable[Request]) -> None:
+    def add_all(self, requests: Iterable[Request], make_guide: MakeGuide | None = None) -> None:
         """Queue a batch of requests; see ``EngineCore.add_all``."""
         batch = self._embed_images(list(requests))
         first = self._num_arrivals
@@ -66,7 +65,7 @@ class InputProcessor:
         # a stable sort: requests with equal limits keep their order
         by_length = sorted(range(len(batch)), key=lambda i: -self._max_output_tokens(batch[i]))
         for rank, i in enumerate(by_length):
-            self._enqueue(batch[i], first + rank, first + i)
+            self._enqueue(batch[i], first + rank, first + i, make_guide)
 
     def _embed_images(self, requests: list[Request]) -> list[Request]:
         """Replace the pixels of embedding spans by embeddings."""
@@ -82,7 +81,9 @@ class InputProcessor:
         allowed = request.params.max_tokens
         return left if allowed is None else min(allowed, left)
 
-    def _enqueue(self, request: Request, arrival: int, number: int) -> None:
+    def _enqueue(
+        self, request: Request, arrival: int, number: int, make_guide: MakeGuide | None
+    ) -> None:
         """Queue one request; ``arrival`` sets its priority, ``number`` its default seed."""
         params = request.params.with_defaults({})
         if params is not request.params:
@@ -93,6 +94,7 @@ class InputProcessor:
         limit = len(request.prompt) + self._max_output_tokens(request)
         seed = counter_rng.derive_seed(self._seed, number) if params.seed is None else params.seed
         searches = params.num_beams > 1 and limit > len(request.prompt)
+        guides = _make_guides(request, 1 if searches else params.n, make_guide)
         seqs = [
             Sequence(
                 request,
@@ -103,26 +105,28 @@ class InputProcessor:
                 max_length=limit,
                 seed=_sequence_seed(seed, i),
                 model_digest=self._digest,
+                guide=guide,
             )
-            for i in range(1 if searches else params.n)
+            for i, guide in enumerate(guides)
         ]
-        if request.grammar is not None:
-            self._attach_guides(request, seqs)
         leader = seqs[0]
-        leader.siblings = seqs[1:]
         if searches:
-            leader.beam_search = BeamSearch(leader)
-            leader.siblings = leader.beam_search.seqs
+            search = BeamSearch(leader)
+            leader.begin_beam_search(search, search.seqs)
+        else:
+            leader.set_siblings(seqs[1:])
         self._output_processor.add(seqs)
 
-    def _attach_guides(self, request: Request, seqs: list[Sequence]) -> None:
-        """Give each sequence of a request with a grammar its guide."""
-        if self.guide_factory is None:
-            raise RequestError("this engine was opened without structured output")
-        if request.params.num_beams > 1:
-            raise RequestError("structured output does not support beam search; use num_beams=1")
-        for seq in seqs:
-            seq.guide = self.guide_factory(request)
+
+def _make_guides(request: Request, count: int, make_guide: MakeGuide | None) -> Seq[Guide | None]:
+    """A guide for each of ``count`` sequences; None without a grammar."""
+    if request.grammar is None:
+        return [None] * count
+    if make_guide is None:
+        raise RequestError("this engine was opened without structured output")
+    if request.params.num_beams > 1:
+        raise RequestError("structured output does not support beam search; use num_beams=1")
+    return [make_guide(request) for _ in range(count)]
 
 
 def _sequence_seed(seed: int, index: int) -> int:

@@ -1,6 +1,6 @@
 """Runs steps: packs a schedule, replays a CUDA graph or runs the modules, and samples.
 
-``launch`` starts a scheduled step and returns without waiting; its ``PendingStep`` is read later.
+``run`` and ``sample`` launch a scheduled step without waiting; its ``PendingStep`` is read later.
 Sampled ids also stay on the device (``last_ids``), so that the next step can use them before the
 host has read them.
 """
@@ -8,8 +8,8 @@ host has read them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -20,20 +20,25 @@ from modelmill.core.errors import UsageError
 from modelmill.nn.fusion import fuse
 from modelmill.nn.kv import KVCache
 from modelmill.nn.step import Step
+from modelmill.ops.cuda_graph import NotCapturable
 from modelmill.ops.registry import Ops
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
-from modelmill.runtime import logprobs, warmup
+from modelmill.runtime import warmup
 from modelmill.runtime.batch import LogitRows, PackedBatch, Packer
-from modelmill.runtime.decode_graphs import GREEDY, LOGITS, SAMPLED, DecodeGraphs, NotCapturable
+from modelmill.runtime.decode_graphs import GREEDY, LOGITS, SAMPLED, DecodeGraphs
 from modelmill.runtime.forward_hooks import PostHook, PreHook, attach_forward_hooks
 from modelmill.runtime.pending_step import (
     PendingStep,
-    PromptLogprobs,
+    StepForward,
     StepRows,
     assign_rows,
     pool_states,
 )
-from modelmill.runtime.prefill_graphs import CAPTURE_AFTER_USES, PrefillGraphs
+from modelmill.runtime.prefill_graphs import (
+    CAPTURE_AFTER_USES,
+    PrefillGraphCapturer,
+    PrefillGraphs,
+)
 from modelmill.runtime.sampler import Sampler, SamplingBatch
 from modelmill.runtime.scheduler import Schedule
 from modelmill.runtime.sequence import Sequence
@@ -58,6 +63,24 @@ class TPBroadcaster(Protocol):
     def guard(self) -> contextlib.AbstractContextManager[None]:
         """Turn errors within the block that another rank caused into RankError."""
 
+    def close(self) -> None:
+        """End the other ranks."""
+
+
+@dataclass(frozen=True)
+class GraphLimits:
+    """Which CUDA graphs a runner captures.
+
+    Attributes:
+        max_seqs: Sequences of the largest decode graph.
+        max_context: Most tokens of a sequence.
+        max_prefill_tokens: Most prompt tokens of a step; None: no prefill graphs.
+    """
+
+    max_seqs: int
+    max_context: int
+    max_prefill_tokens: int | None
+
 
 class ModelRunner:
     """Runs the steps of one model on one device.
@@ -76,30 +99,66 @@ class ModelRunner:
         sampler: Sampler,
         max_seqs: int,
         tp_group: TPGroup = SINGLE_RANK,
+        *,
+        tp_workers: TPBroadcaster | None = None,
+        graph_limits: GraphLimits | None = None,
+        keep_last_ids: bool = False,
     ) -> None:
+        """Make a runner that is ready for steps; graphs are captured at first use.
+
+        Args:
+            model: The model, on its device.
+            ops: The ops that its modules call.
+            kv: Keys and values of all pages.
+            packer: Packs the batches.
+            sampler: Samples the tokens.
+            max_seqs: Most sequences that run.
+            tp_group: This rank's group.
+            tp_workers: On rank 0: the other ranks.
+            graph_limits: None: no CUDA graphs.
+            keep_last_ids: Whether a step may use ids that the host has not read yet.
+        """
         self.tp_group = tp_group
-        self.tp_workers: TPBroadcaster | None = None
+        self.tp_workers = tp_workers
         self.model, self.ops, self.kv = model, ops, kv
         self.packer, self.sampler = packer, sampler
         self.device = packer.device
         # one more than there are rows: index −1, the last one, takes the ids of padding rows
         self.last_ids = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self.device)
-        self.decode_graphs: DecodeGraphs | None = None
-        self.prefill_graphs: PrefillGraphs | None = None
         self.hooked = False
         self.fused_model = fuse(model)
-        # whether a step may use ids that the host has not read yet
-        self.keep_last_ids = False
+        self.keep_last_ids = keep_last_ids
+        self.decode_graphs: DecodeGraphs | None = None
+        self.prefill_graphs: PrefillGraphs | None = None
+        if graph_limits is not None:
+            self._set_up_graphs(graph_limits)
+
+    def _set_up_graphs(self, limits: GraphLimits) -> None:
+        self.decode_graphs = DecodeGraphs(
+            self.forward,
+            self.sampler.select_ids,
+            self.last_ids,
+            self.packer,
+            limits.max_seqs,
+            limits.max_context,
+        )
+        if limits.max_prefill_tokens is not None:
+            self.prefill_graphs = PrefillGraphs(
+                self.forward, PrefillGraphCapturer(), limits.max_prefill_tokens, limits.max_context
+            )
+
+    def set_ops(self, ops: Ops) -> None:
+        """Use other ops from now on; captured graphs keep theirs."""
+        self.ops = ops
+
+    def free_decode_graphs(self) -> None:
+        """Free the decode graphs: NCCL cannot close while a captured graph uses it."""
+        self.decode_graphs = None
 
     @property
     def active_model(self) -> nn.Module:
         """The fused tree; the plain one while forward hooks are attached."""
         return self.model if self.hooked else self.fused_model
-
-    @torch.inference_mode()
-    def run(self, step: Step) -> torch.Tensor:
-        """Run one step; returns logits [R, V] float32."""
-        return self.active_model(step)
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> torch.Tensor:
@@ -188,59 +247,64 @@ class ModelRunner:
         return ids
 
     @torch.inference_mode()
-    def launch(self, schedule: Schedule) -> PendingStep:
-        """Launch a scheduled step without waiting for it."""
-        pending = PendingStep(schedule)
+    def run(self, schedule: Schedule) -> StepForward:
+        """Launch the forward pass of a scheduled step without waiting for it.
+
+        A plain decode runs by graph, which samples too unless its logits have to be changed.
+        """
         self.copy_pages(schedule.page_copies)
-        if not schedule.work:
-            return pending
-        work = schedule.work
-        pending.computed_after = [seq.computed + count for seq, count in work]
         rows = assign_rows(schedule)
-        pending.seqs = rows.seqs
-        sampling = pending.sampling = self.sampler.prepare(rows.seqs)
-        if not (self._can_replay(schedule, rows) and self._replay_graph(pending, sampling)):
-            # the order that _forward_and_sample slices the logits in
-            logit_rows = [*rows.sample_rows]
-            logit_rows += [row for members in rows.beam_rows.values() for _, row in members]
-            logit_rows += [
-                r for _, start, count, _ in rows.prompt_rows for r in range(start, start + count)
-            ]
-            logit_rows += [
-                r for _, start, count in rows.pooled_rows for r in range(start, start + count)
-            ]
-            keep_slots = [s.table_row for s in rows.seqs]
-            for leader, siblings in schedule.forks.items():
-                at = rows.seqs.index(leader)
-                # siblings get a table row only after this launch: the host reads their first id
-                keep_slots[at + 1 : at + 1 + len(siblings)] = [-1] * len(siblings)
-            keep_slots += [-1] * (len(logit_rows) - len(keep_slots))
-            prefill_pad = self._prefill_pad(schedule, rows)
-            batch = self.packer.pack(
-                work,
-                LogitRows(logit_rows or [0], keep_slots or [-1], sampling.sampling_inputs()),
-                prefill_pad=prefill_pad,
-            )
-            self._forward_and_sample(
-                pending,
-                rows,
-                sampling,
-                batch,
-                self.forward if prefill_pad is None else self._forward_prefill,
-            )
-        if self.packer.cuda:
-            # asynchronous copies; PendingStep.wait_for_ids waits for the event behind them
-            pending.ids = None if pending.ids is None else pending.ids.to("cpu", non_blocking=True)
-            pending.logprob_table = (
-                None
-                if pending.logprob_table is None
-                else pending.logprob_table.to("cpu", non_blocking=True)
-            )
-            for pooled in pending.pooled_states:
-                pooled.state_sum = pooled.state_sum.to("cpu", non_blocking=True)
-            pending.ready_event = torch.cuda.Event()
-            pending.ready_event.record()
-        return pending
+        if not schedule.work:
+            return StepForward(schedule, rows)
+        sampling = self.sampler.prepare(rows.seqs)
+        if self._can_replay(schedule, rows):
+            replayed = self._replay_graph(schedule, rows, sampling)
+            if replayed is not None:
+                return replayed
+        prefill_pad = self._prefill_pad(schedule, rows)
+        batch = self.packer.pack(
+            schedule.work, rows.logit_rows(schedule, sampling), prefill_pad=prefill_pad
+        )
+        num_kept_ids = len(rows.seqs) if self.keep_last_ids else 0
+        self._broadcast_step(batch, FORWARD, num_kept_ids, rows.num_state_rows)
+        states = None
+        if rows.num_state_rows:
+            logits, states = self.hidden_states(batch, rows.num_state_rows)
+        else:
+            logits = (self.forward if prefill_pad is None else self._forward_prefill)(batch)
+        return StepForward(schedule, rows, sampling, batch, logits, states=states)
+
+    @torch.inference_mode()
+    def sample(self, forward: StepForward) -> PendingStep:
+        """Launch the sampling of a step and the copies of its results to the host."""
+        schedule, rows, sampling, batch = (
+            forward.schedule,
+            forward.rows,
+            forward.sampling,
+            forward.batch,
+        )
+        if sampling is None or batch is None:
+            return PendingStep(schedule)
+        ids, logits, n = forward.ids, forward.logits, len(rows.seqs)
+        pooled = [] if forward.states is None else pool_states(rows, forward.states)
+        logprob_table = None
+        if n and ids is None and logits is not None:
+            ids = self.sampler.sample(logits[:n], sampling, batch.views.sampling_inputs(n))
+            logprob_table = self.sampler.logprob_table(logits[:n], sampling, ids)
+            if self.keep_last_ids:
+                self._store_last_ids(batch, ids)
+        pending = PendingStep(
+            schedule,
+            rows.seqs,
+            ids,
+            sampling,
+            logprob_table,
+            [] if logits is None else rows.prompt_logprobs(logits),
+            [] if logits is None else rows.beam_logits(logits),
+            pooled,
+            [seq.computed + count for seq, count in schedule.work],
+        )
+        return pending.copied_to_host() if self.packer.cuda else pending
 
     @torch.inference_mode()
     def warm_up(self, max_seqs: int, max_tokens: int, *, all_specializations: bool = False) -> None:
@@ -346,30 +410,29 @@ class ModelRunner:
             return False
         return len(work) <= self.decode_graphs.max_seqs
 
-    def _replay_graph(self, pending: PendingStep, sampling: SamplingBatch) -> bool:
-        """Run a decode step by graph; False, and graphs off, if an op cannot be captured."""
+    def _replay_graph(
+        self, schedule: Schedule, rows: StepRows, sampling: SamplingBatch
+    ) -> StepForward | None:
+        """Run a decode step by graph; None, and graphs off, if an op cannot be captured."""
         assert self.decode_graphs is not None
-        work = pending.schedule.work
+        work = schedule.work
         n = len(work)
         pad = self.decode_graphs.padded_size(n, max(s.computed for s, _ in work) + 1)
-        rows = [s.table_row for s in pending.seqs]
-        batch = self.packer.pack(work, LogitRows(range(n), rows, sampling.sampling_inputs()), pad)
+        keep_slots = [s.table_row for s in rows.seqs]
+        logit_rows = LogitRows(range(n), keep_slots, sampling.sampling_inputs())
+        batch = self.packer.pack(work, logit_rows, pad)
         # penalties, grammars and logprobs need per-request tables, which no graph holds
-        samples_in_graph = sampling.unprocessed and sampling.logprob_rows is None
+        samples_in_graph = not sampling.changes and sampling.logprob_rows is None
         graph_output = (GREEDY if sampling.greedy else SAMPLED) if samples_in_graph else LOGITS
         self._broadcast_step(batch, graph_output, 0 if samples_in_graph else n)
         try:
-            output = self.decode_graphs.replay(batch, graph_output)
+            output = self.decode_graphs.replay(batch, graph_output)[:n]
         except NotCapturable as error:
             self._disable_graphs(error)
-            return False
+            return None
         if samples_in_graph:
-            pending.ids = output[:n]
-            return True
-        pending.ids = self.sampler.sample(output[:n], sampling, batch.views.sampling_inputs(n))
-        pending.logprob_table = self.sampler.logprob_table(output[:n], sampling, pending.ids)
-        self._store_last_ids(batch, pending.ids)
-        return True
+            return StepForward(schedule, rows, sampling, batch, ids=output)
+        return StepForward(schedule, rows, sampling, batch, logits=output)
 
     def _prefill_pad(self, schedule: Schedule, rows: StepRows) -> tuple[int, int] | None:
         """(tokens, context) that a step of a single prompt is padded to, for a prefill graph.
@@ -393,47 +456,6 @@ class ModelRunner:
     def _forward_prefill(self, batch: PackedBatch) -> torch.Tensor:
         assert self.prefill_graphs is not None
         return self.prefill_graphs.run(batch)
-
-    def _forward_and_sample(
-        self,
-        pending: PendingStep,
-        step_rows: StepRows,
-        sampling: SamplingBatch,
-        batch: PackedBatch,
-        forward: Callable[[PackedBatch], torch.Tensor],
-    ) -> None:
-        """Run a step without a decode graph and fill ``pending`` with its results."""
-        n = len(step_rows.seqs)
-        self._broadcast_step(
-            batch, FORWARD, n if self.keep_last_ids else 0, step_rows.num_state_rows
-        )
-        if step_rows.num_state_rows:
-            logits, states = self.hidden_states(batch, step_rows.num_state_rows)
-            pending.pooled_states = pool_states(step_rows, states)
-        else:
-            logits = forward(batch)
-        if n:
-            pending.ids = self.sampler.sample(logits[:n], sampling, batch.views.sampling_inputs(n))
-            pending.logprob_table = self.sampler.logprob_table(logits[:n], sampling, pending.ids)
-            if self.keep_last_ids:
-                self._store_last_ids(batch, pending.ids)
-        start = n
-        for members in step_rows.beam_rows.values():
-            seqs = [seq for seq, _ in members]
-            beam_order = [seqs.index(s) for s in seqs[0].siblings]
-            pending.beam_logits.append(
-                (seqs[0].beam_search, logits[start : start + len(seqs)][beam_order])
-            )
-            start += len(seqs)
-        for seq, _, count, known in step_rows.prompt_rows:
-            chosen = torch.tensor(seq.tokens[known + 1 : known + 1 + count], device=logits.device)
-            top = min(seq.request.params.prompt_logprobs or 0, logits.shape[1])
-            pending.prompt_logprobs.append(
-                PromptLogprobs(
-                    seq, logprobs.logprob_table(logits[start : start + count], chosen, top)
-                )
-            )
-            start += count
 
 
 def _needs_embeds(seq: Sequence) -> bool:

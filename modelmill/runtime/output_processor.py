@@ -61,8 +61,7 @@ class OutputProcessor:
         for search, logits in pending.beam_logits:
             events += self._advance_beams(search, logits)  # type: ignore[arg-type]
         for pooled in pending.pooled_states:
-            before = 0 if pooled.is_first else pooled.seq.pooled_sum
-            pooled.seq.pooled_sum = before + pooled.state_sum
+            pooled.seq.add_hidden_states(pooled.state_sum, is_first=pooled.is_first)
         for (seq, _), computed in zip(pending.schedule.work, pending.computed_after):
             if seq.finish_reason is None:
                 self.scheduler.cache_full_pages(seq)
@@ -79,12 +78,11 @@ class OutputProcessor:
     ) -> TokenOutput:
         """Append a sampled token and end the sequence if this token ends it."""
         cached = self._count_prompt(seq)
-        seq.pending -= 1
         self.output_tokens += 1
         prompt_logprobs = None
         if seq.prompt_logprobs is not None and len(seq.tokens) == seq.prompt_len:
             prompt_logprobs = seq.prompt_logprobs
-        seq.tokens.append(token)
+        seq.append_sampled(token)
         if seq.guide is not None:
             seq.guide.accept(token)
         finish: FinishReason | None = None
@@ -195,16 +193,14 @@ class OutputProcessor:
         for child in children:
             seq = parents[child.parent]
             if child.parent in continued:
-                search.num_forks += 1
-                seq = seq.fork(search.num_forks, seq.seed)
+                seq = seq.fork(search.next_fork(), seq.seed)
                 self.scheduler.share_pages(parents[child.parent], seq)
                 self.scheduler.add_running(seq)
             continued.add(child.parent)
             beams.append(seq)
         for seq, child in zip(beams, children):
-            seq.tokens.append(child.token)
-            seq.siblings = beams
-        search.seqs = beams
+            seq.extend_beam(child.token, beams)
+        search.replace_beams(beams)
         self.live_sequences[parents[0].request.id] = list(beams)
         return []
 
@@ -237,16 +233,15 @@ class OutputProcessor:
         """End a sequence and release its pages, row and sampler state."""
         if seq.finish_reason is not None:
             return
-        seq.finish_reason = finish_reason
+        seq.finish(finish_reason)
         if _needs_sampled_token(seq):
             self.num_guided -= 1
         self.scheduler.remove(seq)
         if seq.beam_search is None and seq.siblings:
             # its siblings waited to fork from it; now each computes the prompt itself
-            for other in seq.siblings:
+            for other in seq.take_siblings():
                 if other.finish_reason is None:
                     self.scheduler.add(other)
-            seq.siblings = []
         self.sampler.forget(seq)
         live = self.live_sequences.get(seq.request.id)
         if live is not None and all(s.finish_reason is not None for s in live):

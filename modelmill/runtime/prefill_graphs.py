@@ -9,7 +9,6 @@ it nearly has one of the sizes.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 
 import torch
@@ -17,9 +16,16 @@ import torch
 from modelmill.core import log
 from modelmill.core.config import RunConfig
 from modelmill.core.quoting import one_line
+from modelmill.ops.cuda_graph import (
+    CapturedGraph,
+    GraphCapturer,
+    NotCapturable,
+    dry_run,
+    on_side_stream,
+)
 from modelmill.parallel.tp_group import TPGroup
 from modelmill.runtime.batch import PackedBatch
-from modelmill.runtime.decode_graphs import NotCapturable, context_bucket, dry_run, on_side_stream
+from modelmill.runtime.decode_graphs import context_bucket
 
 _log = log.get_logger(__name__)
 PREFILL_GRAPH_SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)
@@ -35,7 +41,6 @@ OOM_RETRY_USES = 100  # uses of a size between an out-of-memory error and the ne
 
 # (tokens, bound on the context): they determine a step's layout and launches
 PrefillSize = tuple[int, int]
-CapturedPrefill = tuple[Callable[[], None], torch.Tensor]
 
 
 def prefill_graphs_enabled(config: RunConfig, tp_group: TPGroup) -> bool:
@@ -49,7 +54,7 @@ class PrefillGraphs:
     def __init__(
         self,
         forward: Callable[[PackedBatch], torch.Tensor],
-        capture: Callable[[Callable[[], torch.Tensor]], CapturedPrefill],
+        capture: Callable[[Callable[[], torch.Tensor]], CapturedGraph[torch.Tensor]],
         max_tokens: int,
         max_len: int,
     ) -> None:
@@ -57,9 +62,8 @@ class PrefillGraphs:
 
         Args:
             forward: Logits of a batch.
-            capture: Captures a call and returns (replay function, output tensor). If it raises
-                NotCapturable, graphs are switched off; after an out-of-memory error it is tried
-                again later.
+            capture: Captures a call. If it raises NotCapturable, graphs are switched off; after an
+                out-of-memory error it is tried again later.
             max_tokens: Most tokens of a step.
             max_len: Most tokens of a sequence.
         """
@@ -70,7 +74,7 @@ class PrefillGraphs:
             for i, size in enumerate(PREFILL_GRAPH_SIZES)
             if size <= max_tokens and (i == 0 or PREFILL_GRAPH_SIZES[i - 1] < max_len)
         )
-        self._captured: dict[PrefillSize, CapturedPrefill] = {}
+        self._captured: dict[PrefillSize, CapturedGraph[torch.Tensor]] = {}
         self._num_uses: dict[PrefillSize, int] = {}
         self._enabled = True
 
@@ -115,11 +119,11 @@ class PrefillGraphs:
             captured = self._capture_if_reused(size, batch)
         if captured is None:
             return self._forward(batch)
-        replay, logits = captured
-        replay()
-        return logits
+        return captured.replay()
 
-    def _capture_if_reused(self, size: PrefillSize, batch: PackedBatch) -> CapturedPrefill | None:
+    def _capture_if_reused(
+        self, size: PrefillSize, batch: PackedBatch
+    ) -> CapturedGraph[torch.Tensor] | None:
         self._num_uses[size] = self._num_uses.get(size, 0) + 1
         if (
             not self._enabled
@@ -140,38 +144,18 @@ class PrefillGraphs:
 
 
 class PrefillGraphCapturer:
-    """Captures calls on a separate stream.
-
-    All graphs share one memory pool, since they never run at the same time.
-    """
+    """Captures calls on a separate stream, within a request."""
 
     def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+        self._capturer = GraphCapturer()
         self._stream = torch.cuda.Stream()
         self._dry_run_done = False
 
-    def __call__(self, call: Callable[[], torch.Tensor]) -> CapturedPrefill:
+    def __call__(self, call: Callable[[], torch.Tensor]) -> CapturedGraph[torch.Tensor]:
         """Capture a call; see ``capture`` of ``PrefillGraphs``."""
         with on_side_stream(self._stream):
             call()
             if not self._dry_run_done:
                 dry_run(call)
                 self._dry_run_done = True
-            return self._capture_graph(call)
-
-    def _capture_graph(self, call: Callable[[], torch.Tensor]) -> CapturedPrefill:
-        graph = torch.cuda.CUDAGraph()
-        # not torch.cuda.graph: it collects garbage and empties the cache first, which is too slow
-        # within a request
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            out = call()
-            graph.capture_end()
-        except RuntimeError as error:
-            # the stream may still be capturing, or the capture may be invalid
-            with contextlib.suppress(RuntimeError):
-                graph.capture_end()
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise NotCapturable(str(error)) from None
-        return graph.replay, out
+            return self._capturer.capture_on_current_stream(call)

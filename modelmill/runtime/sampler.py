@@ -9,7 +9,7 @@ is reused as long as the batch stays the same.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,7 +21,56 @@ from modelmill.runtime import counter_rng, logit_penalties, logits_processors, l
 from modelmill.runtime.sequence import Sequence
 
 
-@dataclass
+@dataclass(frozen=True)
+class PenaltyRows:
+    """The rows with penalties.
+
+    Attributes:
+        rows: [P] int64.
+        slots: Their slots in TokenCounts, [P] int64.
+        repetition: [P, 1]; None if no row has one.
+        presence: [P, 1]; None if no row has one and none has ``frequency``.
+        frequency: [P, 1]; None together with ``presence``.
+    """
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    repetition: torch.Tensor | None
+    presence: torch.Tensor | None
+    frequency: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class LogitChanges:
+    """What changes the logits of a batch before sampling; None or empty if no row needs it.
+
+    Attributes:
+        bias: (rows, ids, values).
+        penalties: Repetition, presence and frequency penalties.
+        banned: (rows, ids) set to −inf (stop ids before min_tokens).
+        guided_indices: Rows with a grammar.
+        guided_rows: The same on the device.
+        processors: (row, logits processors of its checkpoint).
+    """
+
+    bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+    penalties: PenaltyRows | None
+    banned: tuple[torch.Tensor, torch.Tensor] | None
+    guided_indices: list[int]
+    guided_rows: torch.Tensor | None
+    processors: list[tuple[int, LogitsProcessors]]
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.bias is not None
+            or self.penalties is not None
+            or self.banned is not None
+            or self.guided_indices
+            or self.processors
+        )
+
+
+@dataclass(frozen=True)
 class SamplingBatch:
     """Sampling parameters of the rows of one batch.
 
@@ -32,34 +81,23 @@ class SamplingBatch:
         seqs: The sequence of each row.
         below_min_tokens: Per row: whether stop ids are still banned.
         greedy: All rows take the argmax.
-        unprocessed: Nothing changes the logits before sampling.
-        bias: (rows, ids, values).
-        banned: (rows, ids) set to −inf (stop ids before min_tokens).
-        counted_rows: Rows with penalties.
-        count_slots: Their slots in TokenCounts.
+        changes: What changes the logits before sampling.
         sampling_arrays: Inputs of ``ops.sample`` for each row, except the noise.
-        seeds: [B] uint64.
+        seeds: [B] uint64; None if all rows are greedy.
+        logprob_indices: Rows that request log-probabilities.
+        logprob_rows: The same on the device.
+        top_logprobs: Most log-probabilities that a row requests.
     """
 
     seqs: list[Sequence]
     below_min_tokens: tuple[bool, ...]
-    greedy: bool = True
-    unprocessed: bool = True
-    bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-    banned: tuple[torch.Tensor, torch.Tensor] | None = None
-    counted_rows: torch.Tensor | None = None
-    count_slots: torch.Tensor | None = None
-    repetition_penalty: torch.Tensor | None = None
-    presence_penalty: torch.Tensor | None = None
-    frequency_penalty: torch.Tensor | None = None
-    sampling_arrays: dict[str, np.ndarray] = field(default_factory=dict)
-    guided_indices: list[int] = field(default_factory=list)
-    guided_rows: torch.Tensor | None = None
-    processors: list[tuple[int, LogitsProcessors]] = field(default_factory=list)
-    logprob_indices: list[int] = field(default_factory=list)
-    logprob_rows: torch.Tensor | None = None
-    top_logprobs: int = 0
-    seeds: np.ndarray | None = None
+    greedy: bool
+    changes: LogitChanges
+    sampling_arrays: dict[str, np.ndarray]
+    seeds: np.ndarray | None
+    logprob_indices: list[int]
+    logprob_rows: torch.Tensor | None
+    top_logprobs: int
 
     def sampling_inputs(self) -> dict[str, np.ndarray] | None:
         """Inputs of ``ops.sample`` for each row; None if all rows are greedy."""
@@ -148,6 +186,10 @@ class Sampler:
         self._batch = self._make_batch(seqs, below_min_tokens)
         return self._batch
 
+    def set_ops(self, ops: Ops) -> None:
+        """Use other ops from now on."""
+        self.ops = ops
+
     def forget(self, seq: Sequence) -> None:
         """Drop the state of an ended sequence."""
         self.token_counts.free(seq)
@@ -168,8 +210,9 @@ class Sampler:
             Ids [B] int64.
         """
         ids = self.select_ids(self._process_logits(logits, batch), None if batch.greedy else inputs)
-        if batch.count_slots is not None and batch.counted_rows is not None:
-            self.token_counts.add(batch.count_slots, ids[batch.counted_rows])
+        penalties = batch.changes.penalties
+        if penalties is not None:
+            self.token_counts.add(penalties.slots, ids[penalties.rows])
         return ids
 
     def select_ids(
@@ -189,126 +232,132 @@ class Sampler:
         )
 
     def _process_logits(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        if batch.unprocessed:
+        changes = batch.changes
+        if not changes:
             return logits
         logits = logits.clone()
-        if batch.bias is not None:
-            rows, ids, values = batch.bias
+        if changes.bias is not None:
+            rows, ids, values = changes.bias
             logits.index_put_((rows, ids), values, accumulate=True)
-        for row, settings in batch.processors:
+        for row, settings in changes.processors:
             logits_processors.apply_before_penalties(logits[row], batch.seqs[row], settings)
-        if batch.counted_rows is not None and batch.count_slots is not None:
-            part = logits[batch.counted_rows]
-            if batch.repetition_penalty is not None:
-                part = logit_penalties.apply_repetition_penalty(
-                    part, self.token_counts.token_mask[batch.count_slots], batch.repetition_penalty
-                )
-            if batch.presence_penalty is not None and batch.frequency_penalty is not None:
-                part = logit_penalties.apply_presence_penalties(
-                    part,
-                    self.token_counts.counts[batch.count_slots],
-                    batch.presence_penalty,
-                    batch.frequency_penalty,
-                )
-            logits[batch.counted_rows] = part
-        for row, settings in batch.processors:
+        if changes.penalties is not None:
+            rows = changes.penalties.rows
+            logits[rows] = self._apply_penalties(logits[rows], changes.penalties)
+        for row, settings in changes.processors:
             logits_processors.apply_after_penalties(logits[row], batch.seqs[row], settings)
-        if batch.banned is not None:
-            logits[batch.banned] = float("-inf")
-        for row, settings in batch.processors:
+        if changes.banned is not None:
+            logits[changes.banned] = float("-inf")
+        for row, settings in changes.processors:
             logits_processors.apply_after_min_tokens(logits[row], batch.seqs[row], settings)
-        if batch.guided_rows is not None:
+        if changes.guided_rows is not None:
             masks = self._grammar_masks(batch)
-            logits[batch.guided_rows] = logit_penalties.apply_token_mask(
-                logits[batch.guided_rows], masks
+            logits[changes.guided_rows] = logit_penalties.apply_token_mask(
+                logits[changes.guided_rows], masks
+            )
+        return logits
+
+    def _apply_penalties(self, logits: torch.Tensor, penalties: PenaltyRows) -> torch.Tensor:
+        counts = self.token_counts
+        if penalties.repetition is not None:
+            logits = logit_penalties.apply_repetition_penalty(
+                logits, counts.token_mask[penalties.slots], penalties.repetition
+            )
+        if penalties.presence is not None and penalties.frequency is not None:
+            logits = logit_penalties.apply_presence_penalties(
+                logits, counts.counts[penalties.slots], penalties.presence, penalties.frequency
             )
         return logits
 
     def _grammar_masks(self, batch: SamplingBatch) -> torch.Tensor:
         """Allowed tokens of each guided row: bit mask [G, ceil(V / 8)] uint8 on the device."""
-        guides = (batch.seqs[i].guide for i in batch.guided_indices)
+        guides = (batch.seqs[i].guide for i in batch.changes.guided_indices)
         masks = np.stack([guide.mask() for guide in guides if guide is not None])
         return torch.from_numpy(masks).to(self.device, non_blocking=True)
 
     def _make_batch(
         self, seqs: list[Sequence], below_min_tokens: tuple[bool, ...]
     ) -> SamplingBatch:
-        batch = SamplingBatch(list(seqs), below_min_tokens)
         params = [s.request.params for s in seqs]
-        batch.greedy = all(p.greedy for p in params)
-        self._prepare_processing(batch, params)
-        if not batch.greedy:
-            self._prepare_sampling(batch, params)
-        batch.logprob_indices = [i for i, p in enumerate(params) if p.logprobs is not None]
-        if batch.logprob_indices:
-            batch.logprob_rows = self._int_tensor(batch.logprob_indices)
-            batch.top_logprobs = min(max(p.logprobs or 0 for p in params), self.vocab)
-        return batch
-
-    def _prepare_processing(self, batch: SamplingBatch, params: list[SamplingParams]) -> None:
-        """Fill in what changes logits: bias, penalties, min_tokens, grammars and processors."""
-        biased = [(i, t, v) for i, p in enumerate(params) for t, v in p.logit_bias.items()]
-        if biased:
-            rows, ids, values = zip(*biased)
-            batch.bias = self._int_tensor(rows), self._int_tensor(ids), self._float_tensor(values)
-        counted = [i for i, p in enumerate(params) if _needs_counts(p)]
-        if counted:
-            batch.counted_rows = self._int_tensor(counted)
-            batch.count_slots = self._int_tensor(
-                [self.token_counts.slot_for(batch.seqs[i]) for i in counted]
-            )
-            if any(_repetition_penalty(params[i]) != 1.0 for i in counted):
-                batch.repetition_penalty = self._float_tensor(
-                    [_repetition_penalty(params[i]) for i in counted]
-                )[:, None]
-            if any(params[i].presence_penalty or params[i].frequency_penalty for i in counted):
-                batch.presence_penalty = self._float_tensor(
-                    [params[i].presence_penalty or 0.0 for i in counted]
-                )[:, None]
-                batch.frequency_penalty = self._float_tensor(
-                    [params[i].frequency_penalty or 0.0 for i in counted]
-                )[:, None]
-        batch.guided_indices = [i for i, s in enumerate(batch.seqs) if s.guide is not None]
-        if batch.guided_indices:
-            batch.guided_rows = self._int_tensor(batch.guided_indices)
-        # min_tokens does not apply to guided rows: the grammar decides where the output may end
-        too_short = [
-            (i, s)
-            for i, s in enumerate(batch.seqs)
-            if batch.below_min_tokens[i] and s.guide is None
-        ]
-        banned = [(i, t) for i, s in too_short for t in sorted(s.stop_ids) if t < self.vocab]
-        if banned:
-            rows, ids = zip(*banned)
-            batch.banned = self._int_tensor(rows), self._int_tensor(ids)
-        active = ((i, logits_processors.active_processors(seq)) for i, seq in enumerate(batch.seqs))
-        batch.processors = [(i, settings) for i, settings in active if settings is not None]
-        batch.unprocessed = not (
-            biased or counted or banned or batch.guided_indices or batch.processors
+        greedy = all(p.greedy for p in params)
+        indices = [i for i, p in enumerate(params) if p.logprobs is not None]
+        top = min(max(p.logprobs or 0 for p in params), self.vocab) if indices else 0
+        return SamplingBatch(
+            list(seqs),
+            below_min_tokens,
+            greedy,
+            self._logit_changes(seqs, below_min_tokens),
+            {} if greedy else _sampling_arrays(params),
+            None if greedy else np.array([s.seed for s in seqs], dtype=np.uint64),
+            indices,
+            self._int_tensor(indices) if indices else None,
+            top,
         )
 
-    def _prepare_sampling(self, batch: SamplingBatch, params: list[SamplingParams]) -> None:
-        """Fill in temperature, top-k, top-p, min-p and seeds."""
-        # 0 means argmax to ops.sample; a temperature near zero would overflow
-        temperatures = [
-            0.0 if p.greedy else max(1.0 if p.temperature is None else p.temperature, 1e-5)
-            for p in params
-        ]
-        batch.sampling_arrays = {
-            "temperature": np.array(temperatures, dtype=np.float32),
-            "top_k": np.array([max(p.top_k or 0, 0) for p in params], dtype=np.int32),
-            "top_p": np.array(
-                [1.0 if p.top_p is None else p.top_p for p in params], dtype=np.float32
-            ),
-            "min_p": np.array([p.min_p or 0.0 for p in params], dtype=np.float32),
-        }
-        batch.seeds = np.array([s.seed for s in batch.seqs], dtype=np.uint64)
+    def _logit_changes(
+        self, seqs: list[Sequence], below_min_tokens: tuple[bool, ...]
+    ) -> LogitChanges:
+        params = [s.request.params for s in seqs]
+        biased = [(i, t, v) for i, p in enumerate(params) for t, v in p.logit_bias.items()]
+        bias = None
+        if biased:
+            rows, ids, values = zip(*biased)
+            bias = self._int_tensor(rows), self._int_tensor(ids), self._float_tensor(values)
+        penalties = self._penalty_rows(seqs)
+        guided = [i for i, s in enumerate(seqs) if s.guide is not None]
+        guided_rows = self._int_tensor(guided) if guided else None
+        active = ((i, logits_processors.active_processors(seq)) for i, seq in enumerate(seqs))
+        processors = [(i, settings) for i, settings in active if settings is not None]
+        banned = self._banned_ids(seqs, below_min_tokens)
+        return LogitChanges(bias, penalties, banned, guided, guided_rows, processors)
+
+    def _penalty_rows(self, seqs: list[Sequence]) -> PenaltyRows | None:
+        counted = [i for i, s in enumerate(seqs) if _needs_counts(s.request.params)]
+        if not counted:
+            return None
+        params = [seqs[i].request.params for i in counted]
+        repetition = presence = frequency = None
+        rows = self._int_tensor(counted)
+        slots = self._int_tensor([self.token_counts.slot_for(seqs[i]) for i in counted])
+        if any(_repetition_penalty(p) != 1.0 for p in params):
+            repetition = self._float_tensor([_repetition_penalty(p) for p in params])[:, None]
+        if any(p.presence_penalty or p.frequency_penalty for p in params):
+            presence = self._float_tensor([p.presence_penalty or 0.0 for p in params])[:, None]
+            frequency = self._float_tensor([p.frequency_penalty or 0.0 for p in params])[:, None]
+        return PenaltyRows(rows, slots, repetition, presence, frequency)
+
+    def _banned_ids(
+        self, seqs: list[Sequence], below_min_tokens: tuple[bool, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(rows, ids) of the stop ids that must not be sampled yet; None if there are none."""
+        # min_tokens does not apply to guided rows: the grammar decides where the output may end
+        too_short = [(i, s) for i, s in enumerate(seqs) if below_min_tokens[i] and s.guide is None]
+        banned = [(i, t) for i, s in too_short for t in sorted(s.stop_ids) if t < self.vocab]
+        if not banned:
+            return None
+        rows, ids = zip(*banned)
+        return self._int_tensor(rows), self._int_tensor(ids)
 
     def _int_tensor(self, values: Iterable[int]) -> torch.Tensor:
         return torch.tensor(list(values), dtype=torch.int64).to(self.device, non_blocking=True)
 
     def _float_tensor(self, values: Iterable[float]) -> torch.Tensor:
         return torch.tensor(list(values), dtype=torch.float32).to(self.device, non_blocking=True)
+
+
+def _sampling_arrays(params: list[SamplingParams]) -> dict[str, np.ndarray]:
+    """Temperature, top-k, top-p and min-p of each row."""
+    # 0 means argmax to ops.sample; a temperature near zero would overflow
+    temperatures = [
+        0.0 if p.greedy else max(1.0 if p.temperature is None else p.temperature, 1e-5)
+        for p in params
+    ]
+    return {
+        "temperature": np.array(temperatures, dtype=np.float32),
+        "top_k": np.array([max(p.top_k or 0, 0) for p in params], dtype=np.int32),
+        "top_p": np.array([1.0 if p.top_p is None else p.top_p for p in params], dtype=np.float32),
+        "min_p": np.array([p.min_p or 0.0 for p in params], dtype=np.float32),
+    }
 
 
 def _repetition_penalty(params: SamplingParams) -> float:

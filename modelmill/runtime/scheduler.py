@@ -83,6 +83,10 @@ class Schedule:
         """Tokens in the step."""
         return sum(count for _, count in self.work)
 
+    def drop_copies_into(self, pages: Collection[int]) -> None:
+        """Do not copy into these pages, which have been released."""
+        self.page_copies = [(a, b) for a, b in self.page_copies if b not in pages]
+
 
 class Scheduler:
     """Owns the queues, the pages and the page tables."""
@@ -141,7 +145,8 @@ class Scheduler:
                 left -= 1
             elif overlapped:
                 return None
-        budget = self._token_budget(schedule, picked, chunks)
+        schedule.num_decodes = len(picked)
+        budget, schedule.prefill_unlimited = self._token_budget(picked, chunks)
         left = budget - len(picked)
         for seq in chunks:
             if left <= 0:
@@ -164,6 +169,10 @@ class Scheduler:
         if not schedule.work and not schedule.out_of_pages and self.running and not overlapped:
             self._end_stuck_beams(schedule)
         return schedule
+
+    def set_step_token_budget(self, tokens: int) -> None:
+        """Limit the steps from now on to ``tokens``, at most ``limits.max_tokens``."""
+        self.step_token_budget = min(tokens, self.limits.max_tokens)
 
     def set_interactive(self, max_mixed_tokens: int | None, on_gpu: bool) -> None:
         """Optimize for inter-token latency: prompts join decode steps in small chunks.
@@ -205,9 +214,11 @@ class Scheduler:
             )
 
     def _token_budget(
-        self, schedule: Schedule, decodes: Collection[Sequence], chunks: list[Sequence]
-    ) -> int:
+        self, decodes: Collection[Sequence], chunks: list[Sequence]
+    ) -> tuple[int, bool]:
         """Most tokens of a step that decodes one token of each of ``decodes`` and prefills.
+
+        Also returns whether prompts may fill it as if it had no decodes.
 
         There is no limit while a beam search runs, whose beams must run in one step. It is nearly
         lifted while all decodes have just started: requests that arrived together are prefilled
@@ -215,11 +226,10 @@ class Scheduler:
         the duration of such a step.
         """
         limits, count = self.limits, len(decodes)
-        schedule.num_decodes, schedule.prefill_unlimited = count, True
         if (limits.max_mixed_tokens is None and self.adaptive_chunk is None) or any(
             s.beam_search is not None for s in chunks
         ):
-            return self.step_token_budget
+            return self.step_token_budget, True
         if not count or (
             limits.fresh_output_tokens
             and all(s.num_outputs <= limits.fresh_output_tokens for s in decodes)
@@ -229,20 +239,22 @@ class Scheduler:
                 if self.adaptive_chunk is None
                 else self.adaptive_chunk.max_prefill_tokens(self.step_token_budget)
             )
-            return min(self.step_token_budget, count + max(limits.min_chunk_tokens, max_prefill))
-        schedule.prefill_unlimited = False
+            most = count + max(limits.min_chunk_tokens, max_prefill)
+            return min(self.step_token_budget, most), True
+        return min(self.step_token_budget, self._mixed_tokens(count, chunks)), False
+
+    def _mixed_tokens(self, num_decodes: int, chunks: list[Sequence]) -> int:
+        """Most tokens of a step in which prompts join decodes that must not wait for them."""
         if self.adaptive_chunk is None:
+            least = num_decodes + self.limits.min_chunk_tokens
             return (
                 self.step_token_budget
                 if self._prefill_all_first()
-                else min(
-                    self.step_token_budget,
-                    max(limits.max_mixed_tokens or 0, count + limits.min_chunk_tokens),
-                )
+                else max(self.limits.max_mixed_tokens or 0, least)
             )
         if not chunks and not self.waiting:
             return self.step_token_budget
-        return min(self.step_token_budget, count + self.adaptive_chunk.size_for(count))
+        return num_decodes + self.adaptive_chunk.size_for(num_decodes)
 
     def _prefill_all_first(self) -> bool:
         """Whether to prefill all waiting prompts first, in full steps.
@@ -265,18 +277,17 @@ class Scheduler:
         The results are not read yet; the next schedule only needs these counts.
         """
         for seq, count in schedule.work:
-            seq.computed += count
+            seq.advance(count)
             if seq.computed == seq.length and self.needs_sampling(seq):
-                seq.pending += 1
+                seq.expect_token()
         for leader, siblings in schedule.forks.items():
             for other in siblings:
                 self.share_pages(leader, other)
-                other.pending = 1
+                other.expect_token()
                 self.add_running(other)
-            for other in leader.siblings:
+            for other in leader.take_siblings():
                 if other.table_row < 0 and other.finish_reason is None:
                     self.add(other)
-            leader.siblings = []
 
     @staticmethod
     def needs_sampling(seq: Sequence) -> bool:
@@ -291,7 +302,7 @@ class Scheduler:
             return
         for page in range(seq.num_cached_pages, full):
             self.pool.cache(seq.pages[page], seq.page_key(page, size))
-        seq.num_cached_pages = full
+        seq.note_cached_pages(full)
 
     def remove(self, seq: Sequence) -> None:
         """Take an ended sequence off the queues and release its pages."""
@@ -305,8 +316,7 @@ class Scheduler:
         """Release the pages of a running sequence and queue it for recomputation."""
         self.running.remove(seq)
         self._release(seq)
-        seq.computed = 0
-        seq.num_cached_pages = 0
+        seq.restart()
         self.preemptions += 1
         self.add(seq)
 
@@ -314,18 +324,17 @@ class Scheduler:
         """Let ``other`` start with the pages of ``leader``."""
         for page in leader.pages:
             self.pool.incref(page)
-        other.pages = list(leader.pages)
-        other.computed, other.num_cached_pages = leader.computed, leader.num_cached_pages
-        other.table_row = self.tables.alloc_row(other.pages)
+        pages = list(leader.pages)
+        row = self.tables.alloc_row(pages)
+        other.attach_pages(pages, row, leader.computed, leader.num_cached_pages)
 
     def _release(self, seq: Sequence) -> None:
         self._num_releases += 1
         # last pages first, so that the beginnings of prefixes are evicted last
         for page in reversed(seq.pages):
             self.pool.decref(page)
-        seq.pages = []
         self.tables.free_row(seq.table_row)
-        seq.table_row = -1
+        seq.detach_pages()
 
     def _runnable_tokens(self, seq: Sequence, left: int) -> int:
         """Tokens of a running sequence that the next step may compute.
@@ -398,8 +407,7 @@ class Scheduler:
         for member in group:
             picked.pop(member, None)
             # a copy into a released page would overwrite the data of its next owner
-            released = set(member.pages)
-            schedule.page_copies = [(a, b) for a, b in schedule.page_copies if b not in released]
+            schedule.drop_copies_into(set(member.pages))
             self.preempt(member)
 
     def _beam_group(self, seq: Sequence) -> list[Sequence]:
@@ -424,15 +432,10 @@ class Scheduler:
                     self.pool.decref(page)
                 return
             self.waiting.pop(0)
-            first = seq.started_at is None
-            if first:
-                seq.started_at = time.perf_counter()
-            seq.pages = cached
-            seq.computed = len(cached) * size
-            seq.num_cached_pages = len(cached)
-            if first:  # a preempted one finds its own pages: no cache hit to report
-                seq.num_cached = min(seq.computed, seq.prompt_len)
-            seq.table_row = self.tables.alloc_row(cached)
+            row = self.tables.alloc_row(cached)
+            seq.attach_pages(cached, row, len(cached) * size, len(cached))
+            if seq.started_at is None:
+                seq.note_admission(time.perf_counter())
             self.add_running(seq)
             count = min(self._runnable_tokens(seq, left), left)
             if count > 0 and self._reserve_pages(seq, count, schedule, picked, True):

@@ -134,11 +134,12 @@ class TokenScorer:
                 self.rope_rule,
                 max_length=1 << 62,
             )
+            pages: list[int] = []
             for _ in range(need):
                 page = pool.alloc()
                 assert page is not None
-                seq.pages.append(page)
-            seq.table_row = tables.alloc_row(seq.pages)
+                pages.append(page)
+            seq.attach_pages(pages, tables.alloc_row(pages))
             self.scheduler.add_running(seq)
             seqs.append(seq)
         if not seqs:
@@ -211,7 +212,7 @@ class TokenScorer:
         )
         logits = self.runner.forward_all_ranks(batch)
         for seq, count in work:
-            seq.computed += count
+            seq.advance(count)
         if on_logits is not None:
             for index, first, at, n in runs:
                 on_logits(index, first, logits[at : at + n])

@@ -89,6 +89,7 @@ class Sequence:
         max_length: int,
         seed: int = 0,
         model_digest: str = "",
+        guide: Guide | None = None,
     ) -> None:
         """Start a sequence from its prompt; ``ids``: the prompt as an array, if there is one."""
         self.request, self.index, self.arrival = request, index, arrival
@@ -115,13 +116,86 @@ class Sequence:
         eos = () if request.params.ignore_eos else request.eos_ids
         self.stop_ids = frozenset((*eos, *request.params.stop_token_ids))
         self.beam_search: object | None = None
-        self.guide: Guide | None = None
+        self.guide = guide
         # sum of the hidden states of the computed prompt rows, [H] float64
         self.pooled_sum: Any = None  # a tensor; this module does not import torch
         needs_logprobs = request.params.prompt_logprobs is not None and index == 0
         self.prompt_logprobs: list[object] | None = [None] if needs_logprobs else None
         # the logits of all prompt rows are large, so such prompts run in small chunks
         self.max_chunk = 512 if needs_logprobs else 1 << 62
+
+    def attach_pages(
+        self, pages: list[int], table_row: int, computed: int = 0, num_cached_pages: int = 0
+    ) -> None:
+        """Run from now on, with these pages and this row of the page tables.
+
+        Args:
+            pages: Its pages, in order.
+            table_row: Its row.
+            computed: Tokens whose keys and values are in the pages.
+            num_cached_pages: Pages that the prefix cache knows already.
+        """
+        self.pages, self.table_row = pages, table_row
+        self.computed, self.num_cached_pages = computed, num_cached_pages
+
+    def detach_pages(self) -> None:
+        """Stop running: the pages and the row have been released."""
+        self.pages, self.table_row = [], -1
+
+    def note_admission(self, now: float) -> None:
+        """Record when it was first admitted and how much of its prompt was cached.
+
+        Not called after a preemption: the sequence finds its own pages, which is no cache hit.
+        """
+        self.started_at = now
+        self.num_cached = min(self.computed, self.prompt_len)
+
+    def advance(self, count: int) -> None:
+        """Count ``count`` more tokens as computed, by a step that was launched."""
+        self.computed += count
+
+    def expect_token(self) -> None:
+        """Count one more token as sampled on the device."""
+        self.pending += 1
+
+    def append_sampled(self, token: int) -> None:
+        """Append a token that was pending until now."""
+        self.pending -= 1
+        self.tokens.append(token)
+
+    def restart(self) -> None:
+        """Compute all tokens again, after a preemption."""
+        self.computed = self.num_cached_pages = 0
+
+    def note_cached_pages(self, count: int) -> None:
+        """Record that the prefix cache knows the first ``count`` pages."""
+        self.num_cached_pages = count
+
+    def set_siblings(self, siblings: list[Sequence]) -> None:
+        """Store the sequences that will fork from this one."""
+        self.siblings = siblings
+
+    def take_siblings(self) -> list[Sequence]:
+        """Return the sequences that have not forked from this one, which forgets them."""
+        siblings, self.siblings = self.siblings, []
+        return siblings
+
+    def begin_beam_search(self, search: object, beams: list[Sequence]) -> None:
+        """Become the first beam of a search."""
+        self.beam_search, self.siblings = search, beams
+
+    def extend_beam(self, token: int, beams: list[Sequence]) -> None:
+        """Append a token; ``beams``: the beams of the search from now on."""
+        self.tokens.append(token)
+        self.siblings = beams
+
+    def add_hidden_states(self, state_sum: Any, *, is_first: bool) -> None:
+        """Add the sum of the hidden states of further prompt tokens, [H] float64."""
+        self.pooled_sum = state_sum if is_first else self.pooled_sum + state_sum
+
+    def finish(self, finish_reason: FinishReason) -> None:
+        """End with this reason."""
+        self.finish_reason = finish_reason
 
     @property
     def priority(self) -> tuple[int, int]:

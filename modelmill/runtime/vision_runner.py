@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,10 +12,17 @@ import torch
 from torch import nn
 
 from modelmill.core import log
+from modelmill.core.embedding_cache import EmbeddingCache
 from modelmill.core.errors import RequestError
 from modelmill.core.types import EmbeddingSpan, Request
+from modelmill.ops.cuda_graph import (
+    CapturedGraph,
+    GraphCapturer,
+    NotCapturable,
+    dry_run,
+    on_side_stream,
+)
 from modelmill.ops.registry import Ops
-from modelmill.runtime.decode_graphs import NotCapturable, dry_run
 
 _log = log.get_logger(__name__)
 # images per encoder call: more are not faster on a GPU, and take memory beside the KV pages
@@ -32,15 +38,13 @@ EmbeddingKey = tuple[str, str]
 class _VisionGraph:
     """A captured encoder call for a batch size; ``images``: its input buffer."""
 
-    graph: torch.cuda.CUDAGraph
+    graph: CapturedGraph[torch.Tensor]
     images: torch.Tensor
-    out: torch.Tensor
 
     def replay(self, batch: torch.Tensor) -> torch.Tensor:
         """Encode a batch; rows after the batch's images are stale and must not be read."""
         self.images[: len(batch)].copy_(batch)
-        self.graph.replay()
-        return self.out
+        return self.graph.replay()
 
 
 class VisionEncoderRunner:
@@ -64,9 +68,8 @@ class VisionEncoderRunner:
         self._ops, self._device = ops, device
         self._graphs: dict[int, _VisionGraph] | None = {} if graphs else None
         # the output of a replay is copied before the next one, so all graphs share one pool
-        self._pool = torch.cuda.graph_pool_handle() if graphs else None
-        self._cache: OrderedDict[EmbeddingKey, torch.Tensor] = OrderedDict()
-        self._max_cache_bytes = cache_bytes
+        self._capturer = GraphCapturer() if graphs else None
+        self._cache: EmbeddingCache[EmbeddingKey, torch.Tensor] = EmbeddingCache(cache_bytes)
         self._device_embeddings: list[weakref.ref[torch.Tensor]] = []
 
     def set_ops(self, ops: Ops) -> None:
@@ -76,7 +79,7 @@ class VisionEncoderRunner:
     @property
     def cached_bytes(self) -> int:
         """Bytes of the cached embeddings."""
-        return sum(e.numel() * e.itemsize for e in self._cache.values())
+        return self._cache.nbytes
 
     def embed_images(self, requests: Sequence[Request]) -> list[Request]:
         """Replace images [S, S, 3] uint8 in the requests by embeddings [length, H].
@@ -89,13 +92,14 @@ class VisionEncoderRunner:
                 if not isinstance(span.handle, torch.Tensor):
                     self._check_image(span)
                     images[request.cache_salt, span.digest] = span.handle
-        embeddings = {key: self._cache[key] for key in images if key in self._cache}
+        embeddings = {key: cached for key in images if (cached := self._cache.get(key)) is not None}
         missing = [key for key in images if key not in embeddings]
         for start in range(0, len(missing), MAX_BATCH):
             keys = missing[start : start + MAX_BATCH]
             encoded = self.encode_images([images[key] for key in keys])
-            embeddings.update(zip(keys, encoded, strict=True))
-        self._cache_embeddings(embeddings)
+            for key, embedding in zip(keys, encoded, strict=True):
+                embeddings[key] = embedding
+                self._cache.put(key, embedding)
         return [_with_embeddings(request, embeddings) for request in requests]
 
     def warm_up(self, max_batch: int = MAX_BATCH) -> None:
@@ -148,16 +152,11 @@ class VisionEncoderRunner:
     def _capture(self, size: int, batch: torch.Tensor) -> _VisionGraph:
         """Capture a graph; raises NotCapturable if an op synchronizes with the host."""
         images = torch.zeros(size, *batch.shape[1:], dtype=torch.uint8, device=self._device)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        assert self._capturer is not None
+        with on_side_stream(torch.cuda.Stream()):
             self._run_model(images)  # compiles kernels and allocates workspaces
             dry_run(lambda: self._run_model(images))
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            out = self._run_model(images)
-        return _VisionGraph(graph, images, out)
+        return _VisionGraph(self._capturer.capture(lambda: self._run_model(images)), images)
 
     def _check_image(self, span: EmbeddingSpan) -> None:
         size = getattr(self._model, "image_size", None)
@@ -168,14 +167,6 @@ class VisionEncoderRunner:
             raise RequestError(
                 f"an image for this engine must have shape [{size}, {size}, 3], not {list(shape)}"
             )
-
-    def _cache_embeddings(self, new_embeddings: dict[EmbeddingKey, torch.Tensor]) -> None:
-        """Add embeddings to the LRU cache and evict the oldest beyond its size."""
-        for key, embeddings in new_embeddings.items():
-            self._cache[key] = embeddings
-            self._cache.move_to_end(key)
-        while self._cache and self.cached_bytes > self._max_cache_bytes:
-            self._cache.popitem(last=False)
 
 
 def _with_embeddings(request: Request, embeddings: dict[EmbeddingKey, torch.Tensor]) -> Request:

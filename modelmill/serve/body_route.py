@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
@@ -41,8 +41,8 @@ class BodyRoute(APIRoute):
             body = await read_body(request, model)
             if "cache_salt" in model.model_fields:
                 tenant = request.scope.get(TENANT_KEY, "")
-                salted: Any = body
-                salted.cache_salt = tenant_cache_salt(tenant, salted.cache_salt)
+                salt = tenant_cache_salt(tenant, cast(Any, body).cache_salt)
+                body = body.model_copy(update={"cache_salt": salt})
             response: Response = await endpoint(body, request)
             return response
 

@@ -8,9 +8,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from modelmill.core.errors import RequestError
-from modelmill.core.types import POOL_MEAN
+from modelmill.core.types import MAX_INT32, POOL_MEAN
 from modelmill.outputs import unit_vector
-from modelmill.serve.schema import MAX_INT32, TextList, TokenIdLists, TokenIds
+from modelmill.serve.schema import TextList, TokenIdLists, TokenIds
 from modelmill.serve.strict_models import StrictModel
 
 MAX_INPUTS = 2048

@@ -25,7 +25,7 @@ from modelmill.request_state import RequestState
 from modelmill.runtime.request_limits import RequestLimits, check_request
 from modelmill.runtime.stats import Stats
 from modelmill.serve import budget
-from modelmill.serve.metrics import EngineMetrics
+from modelmill.serve.metrics import EngineMetrics, SegmentMetrics
 from modelmill.serve.request_handle import RequestHandle, WorkerLost
 from modelmill.serve.segment_client import PendingSegment, SegmentClient
 from modelmill.serve.segment_messages import SEGMENTATION, SegmentFailure, SegmentJob, SegmentResult
@@ -153,6 +153,11 @@ class EngineClient:
         self.segment_client = SegmentClient(
             name, self._send, lambda id: self._send(AbortRequest(id))
         )
+
+    def record_metrics(self, metrics: EngineMetrics, segment_metrics: SegmentMetrics) -> None:
+        """Count requests and tokens in these metrics from now on."""
+        self.metrics = metrics
+        self.segment_client.record_metrics(segment_metrics)
 
     # -- requests
 
@@ -531,11 +536,9 @@ class EngineClient:
                     Path(engine_info.path),
                     self._open_engine.chat_template,
                 )
-                text_processor.max_image_pixels = self._open_engine.max_pixels
-                if text_processor.tokenizer is not None:
-                    text_processor.tokenizer.max_tokens = max_tokenize_tokens(
-                        engine_info.max_model_len
-                    )
+                text_processor.limit_inputs(
+                    self._open_engine.max_pixels, max_tokenize_tokens(engine_info.max_model_len)
+                )
                 self._text_processor = text_processor
             except ModelmillError as error:
                 self.error, self.is_usage_error, self._is_closing = (
@@ -609,8 +612,8 @@ class EngineClient:
             if self.metrics is not None:
                 self.metrics.observe_queue_time(message.queue_seconds)
             entry = self._active_requests.get(message.id)
-            if entry is not None and entry[1].queue_seconds is None:
-                entry[1].queue_seconds = message.queue_seconds
+            if entry is not None:
+                entry[1].note_start(message.queue_seconds)
         elif isinstance(message, LoadingUpdate):
             self.progress = LoadProgress(message.stage, message.done, message.total)
         elif isinstance(message, RequestRejected):

@@ -59,19 +59,17 @@ class RequestMiddleware:
         headers = dict(scope["headers"])
         service = self._service
         context = _RequestContext(scope, headers, send, service.traces)
-        service.num_active += 1
+        service.begin_request()
         try:
             self._check(scope, headers)
-            context.body = _BodyReader(
-                receive, _body_limit(scope, service.limits), service.limits.body_timeout
-            )
-            await self._app(scope, context.body, context.send)
-            if context.body.error is not None:
-                raise context.body.error
+            body = context.read_body(receive, service.limits)
+            await self._app(scope, body, context.send)
+            if body.error is not None:
+                raise body.error
         except ApiError as error:
             await context.send_error(error)
         finally:
-            service.num_active -= 1
+            service.end_request()
             context.log_request()
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
@@ -256,11 +254,16 @@ class _RequestContext:
         self._scope, self._send, self._started_at = scope, send, time.perf_counter()
         self._status: int | None = None
         self._headers, self._traces = headers, traces
-        self.body: _BodyReader | None = None
+        self._body: _BodyReader | None = None
+
+    def read_body(self, receive: Receive, limits: ServiceLimits) -> _BodyReader:
+        """Begin to read the body, within the limits; its error becomes the response."""
+        self._body = _BodyReader(receive, _body_limit(self._scope, limits), limits.body_timeout)
+        return self._body
 
     async def send(self, message: Message) -> None:
         """Send a message, with the request id in the response headers."""
-        if self.body is not None and self.body.error is not None and self._status is None:
+        if self._body is not None and self._body.error is not None and self._status is None:
             return  # the app answered the body error itself; ``send_error`` sends ours
         if message["type"] == "http.response.start":
             self._status = message["status"]
@@ -274,7 +277,7 @@ class _RequestContext:
         """Send an error, unless a response has begun."""
         if self._status is not None:
             return
-        self.body = None
+        self._body = None
         body = json.dumps(error.body()).encode()
         headers = [
             (b"content-type", b"application/json"),

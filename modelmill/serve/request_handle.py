@@ -48,7 +48,7 @@ class RequestHandle:
         """
         self.request_states = list(request_states)
         self.created_at = time.perf_counter()
-        self.queue_seconds: float | None = None
+        self.queue_seconds: float | None = None  # of the prompt that started first
         self.num_sequences = sum(each.request.params.n for each in request_states)
         self._abandon = abandon
         self._unfinished = {each.request.id: index for index, each in enumerate(request_states)}
@@ -56,6 +56,11 @@ class RequestHandle:
         self._pending_weight = 0
         self._error: BaseException | None = None
         self._wake = asyncio.Event()
+
+    def note_start(self, queue_seconds: float) -> None:
+        """Record how long the first prompt that started has waited."""
+        if self.queue_seconds is None:
+            self.queue_seconds = queue_seconds
 
     # -- for the route
 

@@ -13,8 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, ValidationError
 
 from modelmill.core.errors import RequestError
+from modelmill.core.types import MAX_INT32
 from modelmill.serve.schema import (
-    MAX_INT32,
     MAX_TOP_LOGPROBS,
     ChatRequest,
     FunctionDefinition,

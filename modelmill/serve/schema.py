@@ -13,7 +13,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, field_validator
 
 from modelmill.core.errors import RequestError
-from modelmill.core.types import MAX_BIAS, MAX_N, MAX_STOPS, Grammar, SamplingParams
+from modelmill.core.types import (
+    MAX_BIAS,
+    MAX_INT32,
+    MAX_N,
+    MAX_STOPS,
+    Grammar,
+    SamplingParams,
+    sampling_range,
+)
 from modelmill.serve.strict_models import (
     FAIL_FAST,
     MAX_ITEMS,
@@ -29,7 +37,6 @@ from modelmill.text.tool_grammar import forced_call_grammar
 
 MAX_PROMPTS = 1024
 MAX_TOP_LOGPROBS = 20
-MAX_INT32 = 2**31 - 1
 
 
 class StructuredOutputs(StrictModel):
@@ -109,26 +116,41 @@ class StreamOptions(StrictModel):
 LogitBias = Annotated[dict[str, float], limit_keys(MAX_BIAS), Field(max_length=MAX_BIAS)]
 
 
+def sampling_field(name: str, most: float | None = None) -> Any:
+    """An optional field with the range of that field of SamplingParams.
+
+    Args:
+        name: The field of SamplingParams.
+        most: A lower upper bound, where OpenAI's API has one.
+    """
+    limits = sampling_range(name)
+    low, high = (
+        int(value) if value == int(value) else value for value in (limits.low, limits.high)
+    )
+    le = high if most is None else most
+    return Field(None, gt=low, le=le) if limits.above_low else Field(None, ge=low, le=le)
+
+
 class SamplingFields(StrictModel):
     """Sampling fields of completions, chat completions and responses."""
 
     model: str = Field(max_length=1024)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    temperature: float | None = sampling_field("temperature", most=2)
+    top_p: float | None = sampling_field("top_p")
     stop: str | Annotated[list[str], FAIL_FAST] | None = Field(
         None, max_length=4096, description="a string, or a list of strings"
     )
     stream: bool | None = None
-    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    seed: int | None = sampling_field("seed", most=2**63 - 1)
+    presence_penalty: float | None = sampling_field("presence_penalty")
+    frequency_penalty: float | None = sampling_field("frequency_penalty")
     logit_bias: LogitBias | None = None
     user: str | None = Field(None, max_length=4096)
     # extensions, also of other engines
-    top_k: int | None = Field(None, ge=-1, le=MAX_INT32)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
-    min_tokens: int | None = Field(None, ge=0, le=MAX_INT32)
+    top_k: int | None = sampling_field("top_k")
+    min_p: float | None = sampling_field("min_p")
+    repetition_penalty: float | None = sampling_field("repetition_penalty")
+    min_tokens: int | None = sampling_field("min_tokens")
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], FAIL_FAST] | None = Field(None, max_length=MAX_STOPS)
     skip_special_tokens: bool | None = None
@@ -153,7 +175,7 @@ class SamplingFields(StrictModel):
 class GenerationFields(SamplingFields):
     """Fields of completions and chat completions."""
 
-    n: int | None = Field(None, ge=1, le=MAX_N)
+    n: int | None = sampling_field("n")
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None

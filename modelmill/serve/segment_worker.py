@@ -32,8 +32,8 @@ from modelmill.serve.worker_messages import (
 )
 from modelmill.vision.automatic_mask_generator import AutomaticMaskOptions
 from modelmill.vision.draw import mask_prompt_logits, mask_to_png
-from modelmill.vision.embedding_cache import ImageEmbedding
 from modelmill.vision.image import BLACK, open_image
+from modelmill.vision.image_embedding import ImageEmbedding
 from modelmill.vision.open_model import open_sam_model
 from modelmill.vision.prompts import Prompt, check_inside, make_prompt
 from modelmill.vision.sam_model import Mask, SamModel

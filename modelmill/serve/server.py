@@ -159,7 +159,7 @@ class Server:
     async def _drain(self) -> None:
         """Refuse new requests and wait for running ones, up to the timeout."""
         service = self.service
-        service.draining = True
+        service.start_draining()
         _log.info(
             "draining",
             extra={"data": {"requests": service.num_active, "seconds": self.options.drain_timeout}},

@@ -73,14 +73,25 @@ class Service:
     def __post_init__(self) -> None:
         # threads: tokenizers release the GIL, chat templates wait for another process
         for engine in self.unique_engines:
-            engine.metrics = self.metrics.for_engine(engine.name)
-            engine.segment_client.metrics = self.metrics.segment
+            engine.record_metrics(self.metrics.for_engine(engine.name), self.metrics.segment)
         self._text_pool = ThreadPoolExecutor(4, thread_name_prefix="modelmill-text")
         # one thread each, because parsing holds the GIL for some milliseconds. Large bodies have
         # their own queue, so that they do not delay small requests
         self._small_body_pool = ThreadPoolExecutor(1, thread_name_prefix="modelmill-body")
         self._large_body_pool = ThreadPoolExecutor(1, thread_name_prefix="modelmill-large-body")
         self._parsing_bytes = {self._small_body_pool: 0, self._large_body_pool: 0}
+
+    def begin_request(self) -> None:
+        """Count one more request that runs."""
+        self.num_active += 1
+
+    def end_request(self) -> None:
+        """Count one request less that runs."""
+        self.num_active -= 1
+
+    def start_draining(self) -> None:
+        """Refuse new requests from now on."""
+        self.draining = True
 
     @property
     def unique_engines(self) -> list[EngineClient]:

@@ -144,9 +144,8 @@ class Arrival:
 class Inbox:
     """Reads the channel on its own thread, which notices a lost server while the engine is busy.
 
-    Grammars are compiled on another thread, so that they delay no step; ``make_guide`` is set once
-    the engine is open. While ``is_opening``, the reader thread answers a Ping; later the engine's
-    thread does.
+    Grammars are compiled on another thread, so that they delay no step. While the engine is being
+    opened, the reader thread answers a Ping; after ``finish_opening`` the engine's thread does.
     """
 
     def __init__(
@@ -160,13 +159,21 @@ class Inbox:
             is_opening: the engine is still being opened.
         """
         self.messages: queue.SimpleQueue[Message | Arrival | None] = queue.SimpleQueue()
-        self.make_guide: Callable[[Request], GrammarGuide] | None = None
-        self.is_opening = is_opening
+        self._make_guide: Callable[[Request], GrammarGuide] | None = None
+        self._is_opening = is_opening
         self._channel, self._on_server_gone = channel, on_server_gone
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="modelmill-grammar")
         self._pending: set[str] = set()
         self._lock = threading.Lock()
         threading.Thread(target=self._listen, name="modelmill-worker-in", daemon=True).start()
+
+    def accept_grammars(self, make_guide: Callable[[Request], GrammarGuide]) -> None:
+        """Make guides with ``make_guide`` from now on; without it, grammars are refused."""
+        self._make_guide = make_guide
+
+    def finish_opening(self) -> None:
+        """The engine is open: its thread answers a Ping from now on."""
+        self._is_opening = False
 
     def _listen(self) -> None:
         while (message := self._channel.receive()) is not None:
@@ -178,7 +185,7 @@ class Inbox:
                     self._pending.add(message.request.id)
                     self._pool.submit(self._prepare_guide, arrival)
                 continue
-            if isinstance(message, Ping) and self.is_opening:
+            if isinstance(message, Ping) and self._is_opening:
                 with contextlib.suppress(OSError):
                     self._channel.send(Heartbeat())
                 continue
@@ -196,9 +203,9 @@ class Inbox:
             return
         guide, message = None, ""
         try:
-            if self.make_guide is None:
+            if self._make_guide is None:
                 raise RequestError("this engine was opened without structured output")
-            guide = self.make_guide(request)
+            guide = self._make_guide(request)
         except ModelmillError as error:
             message = str(error)
         except Exception as error:
@@ -238,13 +245,11 @@ class EngineWorker:
 
     def _add_request(self, arrival: Arrival) -> None:
         request, guide = arrival.request, arrival.guide
-        self.engine_core.input_processor.guide_factory = (
-            None if guide is None else lambda _: guide.copy()
-        )
+        make_guide = None if guide is None else lambda _: guide.copy()
         try:
             if arrival.error:
                 raise RequestError(arrival.error)
-            self.engine_core.add(request)
+            self.engine_core.add(request, make_guide)
         except RequestError as error:
             self._channel.send(RequestRejected(request.id, str(error)))
             return
@@ -376,7 +381,7 @@ def run_segment_worker(
         model.on_heartbeat(
             HeartbeatSender(channel.send, poll_interval(open_engine.watchdog_seconds))
         )
-    inbox.is_opening = False
+    inbox.finish_opening()
     channel.send(segment_worker.ready_message(model, str(artifact.path)))
     segment_worker.SegmentWorker(model, channel, inbox, open_engine.max_pixels).run()
 
@@ -483,12 +488,12 @@ def main(argv: list[str]) -> int:
         return 1
     except BrokenPipeError:
         return EXIT_SERVER_GONE
-    inbox.make_guide = _GuideFactory(Path(path), open_engine.chat_template, core.vocab)
+    inbox.accept_grammars(_GuideFactory(Path(path), open_engine.chat_template, core.vocab))
     if sends_op_heartbeats(open_engine, core.device):
         core.on_heartbeat(
             HeartbeatSender(channel.send, poll_interval(open_engine.watchdog_seconds))
         )
-    inbox.is_opening = False
+    inbox.finish_opening()
     channel.send(ready_message(core, path))
     EngineWorker(core, channel, inbox).run()
     return EXIT_SERVER_GONE

@@ -69,6 +69,10 @@ class Tokenizer(ABC):
         self._special_pattern = _special_pattern([text for text in traits.special if len(text) > 1])
         self._edges = {text: edges for text, edges in traits.edges.items() if any(edges)}
 
+    def limit_tokens(self, max_tokens: int) -> None:
+        """Refuse texts of more than ``max_tokens`` tokens from now on."""
+        self.max_tokens = max_tokens
+
     # -- text → ids
 
     def encode(self, text: str, *, bos: bool | None = None, special: bool = False) -> list[int]:

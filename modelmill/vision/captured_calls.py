@@ -9,7 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from modelmill.core import log
-from modelmill.runtime.decode_graphs import NotCapturable, dry_run, on_side_stream
+from modelmill.ops.cuda_graph import (
+    CapturedGraph,
+    GraphCapturer,
+    NotCapturable,
+    dry_run,
+    on_side_stream,
+)
 
 _log = log.get_logger(__name__)
 Tensors = tuple[torch.Tensor, ...]
@@ -18,11 +24,10 @@ MAX_GRAPHS = 24  # graphs in the cache; the least recently replayed is evicted f
 
 @dataclass(frozen=True)
 class _CapturedCall:
-    """A graph with the static tensors that it reads and writes."""
+    """A graph with the static tensors that it reads."""
 
-    graph: torch.cuda.CUDAGraph
+    graph: CapturedGraph[Tensors]
     inputs: Tensors
-    outputs: Tensors
 
 
 class CapturedCalls:
@@ -36,7 +41,7 @@ class CapturedCalls:
         """Start with an empty cache; with enabled=False every call runs eagerly."""
         self.enabled = enabled
         self._graphs: OrderedDict[Hashable, _CapturedCall | None] = OrderedDict()
-        self._pool = torch.cuda.graph_pool_handle() if enabled else None
+        self._capturer = GraphCapturer() if enabled else None
 
     def __len__(self) -> int:
         """Return the number of captured graphs in the cache."""
@@ -67,8 +72,7 @@ class CapturedCalls:
         self._store(key, captured)
         for static_input, tensor in zip(captured.inputs, inputs, strict=True):
             static_input.copy_(tensor)
-        captured.graph.replay()
-        return captured.outputs
+        return captured.graph.replay()
 
     def _store(self, key: Hashable, graph: _CapturedCall | None) -> None:
         self._graphs[key] = graph
@@ -78,11 +82,8 @@ class CapturedCalls:
 
     def _capture(self, call: Callable[..., Tensors], inputs: Tensors) -> _CapturedCall:
         """Capture the call; raise NotCapturable if an op synchronizes with the host."""
+        assert self._capturer is not None
         static_inputs = tuple(t.clone() for t in inputs)
         with on_side_stream(torch.cuda.Stream()):
             dry_run(lambda: call(*static_inputs))
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads (a second engine) may launch work during the capture
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            outputs = call(*static_inputs)
-        return _CapturedCall(graph, static_inputs, outputs)
+        return _CapturedCall(self._capturer.capture(lambda: call(*static_inputs)), static_inputs)

@@ -7,6 +7,7 @@ gigapixels.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import warnings
 from collections.abc import Callable
@@ -225,3 +226,12 @@ def _to_8_bits(picture: Image) -> Image:
         values = (np.clip(values, 0, 65535).astype(np.uint32) + 128) // 257
     grey = np.clip(values, 0, 255).astype(np.uint8)
     return PIL.Image.fromarray(grey).convert("RGB")
+
+
+def image_digest(image: Image, salt: str = "") -> str:
+    """Return the SHA-256 of the pixels, mode and size; different salts give different digests."""
+    digest = hashlib.sha256(
+        f"{len(salt.encode())} {salt} {image.mode} {image.size[0]} {image.size[1]} ".encode()
+    )
+    digest.update(image.tobytes())
+    return digest.hexdigest()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import mimetypes
 import re
 from pathlib import Path
@@ -14,7 +13,7 @@ import PIL.Image
 
 from modelmill.core.base64_decode import decode_base64
 from modelmill.core.errors import RequestError
-from modelmill.vision.image import MAX_BYTES, as_image, open_image, read_bytes
+from modelmill.vision.image import MAX_BYTES, as_image, image_digest, open_image, read_bytes
 
 _DATA_URL = re.compile(
     r"\s*data:image/[a-z0-9.+-]{1,32}(;[a-z0-9=._+-]{1,64}){0,4}?;base64,", re.IGNORECASE
@@ -37,7 +36,7 @@ def load_square_image(
         max_pixels: limit of the source's pixels; see ``open_image``.
 
     Returns:
-        Pixels [size, size, 3] uint8, and their ``pixel_digest``.
+        Pixels [size, size, 3] uint8, and their ``image_digest``.
 
     Raises:
         RequestError: if it is no image, or too large.
@@ -45,8 +44,7 @@ def load_square_image(
     picture = as_image(source, location, max_pixels)
     if picture.size != (size, size):
         picture = picture.resize((size, size), PIL.Image.Resampling.BICUBIC)
-    pixels = np.array(picture)
-    return pixels, pixel_digest(pixels)
+    return np.array(picture), image_digest(picture)
 
 
 def to_data_url(path: Path) -> str:
@@ -60,12 +58,6 @@ def to_data_url(path: Path) -> str:
     mime_type = mimetypes.guess_type(path.name)[0] or ""
     mime_type = mime_type if mime_type.startswith("image/") else "image/png"
     return f"data:{mime_type};base64,{base64.b64encode(data).decode()}"
-
-
-def pixel_digest(pixels: np.ndarray) -> str:
-    """Return the SHA-256 of dtype, shape and pixels."""
-    head = f"{pixels.dtype}{list(pixels.shape)}:".encode()
-    return hashlib.sha256(head + pixels.tobytes()).hexdigest()
 
 
 def decode_data_url(url: str, location: str) -> bytes:

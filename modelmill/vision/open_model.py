@@ -11,7 +11,7 @@ from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.registry import select_backends
 from modelmill.runtime.model_loader import load_model
 from modelmill.runtime.unpack_weights import unpack_cpu_weights
-from modelmill.vision.embedding_cache import DEFAULT_CACHE_BYTES
+from modelmill.vision.image_embedding import DEFAULT_CACHE_BYTES
 from modelmill.vision.sam_model import SamModel
 
 ENGINE_TYPE = "segmentation"

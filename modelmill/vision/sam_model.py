@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from modelmill.core.embedding_cache import EmbeddingCache
 from modelmill.core.errors import RequestError
 from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.cpu.thread_pool import single_thread_torch
@@ -24,13 +25,8 @@ from modelmill.vision.automatic_mask_generator import (
     touches_crop_edge,
 )
 from modelmill.vision.captured_calls import CapturedCalls
-from modelmill.vision.embedding_cache import (
-    DEFAULT_CACHE_BYTES,
-    EmbeddingCache,
-    ImageEmbedding,
-    image_digest,
-)
-from modelmill.vision.image import as_image, fit_longest_side, resize_pixels
+from modelmill.vision.image import as_image, fit_longest_side, image_digest, resize_pixels
+from modelmill.vision.image_embedding import DEFAULT_CACHE_BYTES, ImageEmbedding
 from modelmill.vision.prompts import Prompt, check_mask, group_by_shape, prompt_tensors
 from modelmill.vision.regions import remove_small_regions
 
@@ -126,7 +122,7 @@ class SamModel:
         self.dtype = next(b for b in model.image_encoder.buffers() if b.is_floating_point()).dtype  # type: ignore[union-attr]
         self._mean = torch.tensor(mean, device=self.device).view(3, 1, 1)
         self._std = torch.tensor(std, device=self.device).view(3, 1, 1)
-        self.embedding_cache = EmbeddingCache(cache_bytes)
+        self.embedding_cache: EmbeddingCache[str, ImageEmbedding] = EmbeddingCache(cache_bytes)
         self.captured_calls = CapturedCalls(enabled=self.device.type == "cuda")
         self.num_embedded = 0  # pictures embedded so far
 
@@ -181,7 +177,7 @@ class SamModel:
             for row, (i, size) in enumerate(zip(new, sizes, strict=True)):
                 embedding = ImageEmbedding(embedded[row], pictures[i].size, size, keys[i], salts[i])
                 embeddings[keys[i]] = embedding
-                self.embedding_cache.put(embedding)
+                self.embedding_cache.put(keys[i], embedding)
         return [embeddings[key] for key in keys]
 
     def run_encoder(self, batch: torch.Tensor) -> list[torch.Tensor]:

@@ -14,7 +14,6 @@ import pytest
 from modelmill.cli import main as command
 from modelmill.cli.engine_options import (
     REFERENCE_GPU_FRACTION,
-    SAMPLING_HELP,
     CacheBuildOptions,
     non_default_fields,
     share_gpu_with_reference,
@@ -38,7 +37,7 @@ class Args(CommonArgs):
     what: str = option("a", "a choice", choices=("a", "b"), flags=("-w",))
     build: BuildConfig = config(BuildConfig, "Build", exclude=("calibration",))
     run: RunConfig = config(RunConfig, "Run")
-    sampling: SamplingParams = config(SamplingParams, "Sampling", helps=SAMPLING_HELP)
+    sampling: SamplingParams = config(SamplingParams, "Sampling")
 
 
 class Probe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelmill.core.errors import RequestError
-from modelmill.core.types import SamplingParams
+from modelmill.core.types import SamplingParams, sampling_range
 
 
 @pytest.mark.parametrize(
@@ -50,3 +51,17 @@ def test_unset_fields_take_the_defaults_and_set_ones_win() -> None:
 def test_resolving_twice_changes_nothing(temperature: float, top_p: float, top_k: int) -> None:
     once = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k).with_defaults({})
     assert once.with_defaults({"temperature": 0.123}) == once
+
+
+def test_every_parameter_has_its_help_and_every_number_its_range() -> None:
+    """The command line, the HTTP schema and Triton's tensors are made from these."""
+    for each in fields(SamplingParams):
+        if each.metadata.get("python_only"):
+            continue
+        assert each.metadata["help"], each.name
+        is_number = str(each.type).startswith(("int", "float"))
+        assert (each.metadata["range"] is not None) == is_number, each.name
+        if is_number:
+            limits = sampling_range(each.name)
+            assert limits.low < limits.high
+            assert isinstance(limits.low, int) == str(each.type).startswith("int")

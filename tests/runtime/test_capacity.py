@@ -12,11 +12,12 @@ from modelmill.core.config import RunConfig
 from modelmill.core.errors import UsageError
 from modelmill.nn.linear import Linear
 from modelmill.parallel.tp_group import TPGroup
-from modelmill.runtime import capacity
+from modelmill.runtime import capacity, model_runner
+from modelmill.runtime.batch import Packer
 from modelmill.runtime.batch_layout import BatchLayout
 from modelmill.runtime.chunked_prefill import max_mixed_tokens
 from modelmill.runtime.kv_memory import weight_bytes
-from modelmill.runtime.model_runner import ModelRunner
+from modelmill.runtime.model_runner import GraphLimits
 from modelmill.runtime.scheduler import SchedulerLimits
 from modelmill.weights import base
 from tests.runtime import tiny
@@ -71,28 +72,41 @@ def test_steps_are_larger_where_inputs_have_8_bits(weight_format: str, eight: bo
     ("enabled", "rows", "max_seqs"), [(True, 40, 40), (True, 4000, 512), (False, 40, None)]
 )
 def test_graphs_and_the_buffer_whose_address_they_know(
-    monkeypatch: pytest.MonkeyPatch, enabled: bool, rows: int, max_seqs: int | None, ranks: int
+    enabled: bool, rows: int, max_seqs: int | None, ranks: int
 ) -> None:
-    made: dict[str, tuple[Any, ...]] = {}
-    for name in ("DecodeGraphs", "PrefillGraphs"):
-        monkeypatch.setattr(
-            capacity, name, lambda *args, name=name: made.update({name: args}) or name
-        )
-    monkeypatch.setattr(capacity, "PrefillGraphCapturer", lambda: "capturer")
     reserved: list[BatchLayout] = []
     packer = SimpleNamespace(reserve=reserved.append)
-    runner = SimpleNamespace(
-        packer=packer, sampler=SimpleNamespace(select_ids="select_ids"), forward="forward",
-        last_ids="last_ids",
-        decode_graphs=None, prefill_graphs=None, tp_group=TPGroup(size=ranks),
-    )  # fmt: skip
     config = RunConfig(
         cuda_graphs=enabled, max_num_seqs=rows, max_num_batched_tokens=5000, page_size=16
     )
-    capacity.set_up_gpu(cast(ModelRunner, runner), config, 7)
+    capacity.reserve_step_buffers(cast(Packer, packer), config, 7)
     assert reserved == [BatchLayout(5000, rows, 5000 + rows, 14)]
-    decode = {"DecodeGraphs": ("forward", "select_ids", "last_ids", packer, max_seqs, 7 * 16)}
-    prompts = {"PrefillGraphs": ("forward", "capturer", 5000, 7 * 16)}
-    assert made == ((decode | (prompts if ranks == 1 else {})) if enabled else {})
-    assert runner.decode_graphs == ("DecodeGraphs" if enabled else None)
-    assert runner.prefill_graphs == ("PrefillGraphs" if enabled and ranks == 1 else None)
+    limits = capacity.graph_limits(config, 7, TPGroup(size=ranks))
+    if max_seqs is None:
+        assert limits is None
+    else:
+        assert limits == GraphLimits(max_seqs, 7 * 16, 5000 if ranks == 1 else None)
+
+
+@pytest.mark.parametrize("prefill_tokens", [None, 96])
+def test_a_runner_has_its_graphs_from_the_start(
+    monkeypatch: pytest.MonkeyPatch, prefill_tokens: int | None
+) -> None:
+    """What the constructors get: on a GPU they would reserve a memory pool."""
+    made: dict[str, tuple[Any, ...]] = {}
+    for name in ("DecodeGraphs", "PrefillGraphs"):
+        monkeypatch.setattr(
+            model_runner, name, lambda *args, name=name: made.update({name: args}) or name
+        )
+    monkeypatch.setattr(model_runner, "PrefillGraphCapturer", lambda: "capturer")
+    before = tiny.make_engine().model_runner
+    runner = model_runner.ModelRunner(
+        before.model, before.ops, before.kv, before.packer, before.sampler, 4,
+        graph_limits=GraphLimits(3, 112, prefill_tokens),
+    )  # fmt: skip
+    forward, select_ids = runner.forward, runner.sampler.select_ids
+    decode = {"DecodeGraphs": (forward, select_ids, runner.last_ids, runner.packer, 3, 112)}
+    prefill = {"PrefillGraphs": (forward, "capturer", 96, 112)}
+    assert made == decode | ({} if prefill_tokens is None else prefill)
+    assert runner.decode_graphs == "DecodeGraphs"
+    assert runner.prefill_graphs == (None if prefill_tokens is None else "PrefillGraphs")

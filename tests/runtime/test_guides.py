@@ -55,14 +55,14 @@ def test_only_what_is_allowed_and_others_are_as_ever(how: dict[str, object], ove
     prompts = tiny.prompts(12)
     plain = tiny.run(tiny.make_engine(), tiny.requests(prompts[1::2], tiny.params(max_tokens=20)))
     engine = tiny.make_engine(overlap=overlap, pages=24)
-    engine.input_processor.guide_factory = lambda _: Alternating()
     mixed = [
         *guided(prompts[::2], max_tokens=20, **how),
         *tiny.requests(prompts[1::2], tiny.params(max_tokens=20)),
     ]
-    outputs = tiny.run(
-        engine, [replace(request, id=str(place)) for place, request in enumerate(mixed)]
-    )
+    for place, request in enumerate(mixed):
+        engine.add(replace(request, id=str(place)), lambda _: Alternating())
+    outputs = tiny.output_ids(tiny.drain(engine))
+    tiny.assert_idle(engine)
     for (id, _), ids in outputs.items():
         if int(id) < 6:
             assert [token % 2 for token in ids] == [0, 1] * 3, ids
@@ -76,8 +76,7 @@ def test_an_answer_whose_grammar_was_lost_does_not_end_as_if_it_were_whole(
     overlap: bool, lost: bool
 ) -> None:
     engine = tiny.make_engine(overlap=overlap)
-    engine.input_processor.guide_factory = lambda _: Alternating(lost)
-    engine.add(guided([(2, 3)], max_tokens=20)[0])
+    engine.add(guided([(2, 3)], max_tokens=20)[0], lambda _: Alternating(lost))
     last = tiny.drain(engine)[-1]
     assert last.finish_reason is (FinishReason.ERROR if lost else FinishReason.STOP)
     tiny.assert_idle(engine)
@@ -87,9 +86,8 @@ def test_without_a_maker_or_with_beams_it_is_refused() -> None:
     engine = tiny.make_engine()
     with pytest.raises(RequestError, match="structured output"):
         engine.add(guided([(2, 3)])[0])
-    engine.input_processor.guide_factory = lambda _: Alternating()
     with pytest.raises(RequestError, match="beams"):
-        engine.add(guided([(2, 3)], num_beams=2)[0])
+        engine.add(guided([(2, 3)], num_beams=2)[0], lambda _: Alternating())
     tiny.assert_idle(engine)
 
 

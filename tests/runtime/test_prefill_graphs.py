@@ -5,6 +5,8 @@ without.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,14 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelmill.core.types import Request
+from modelmill.ops.cuda_graph import CapturedGraph, NotCapturable
 from modelmill.runtime import prefill_graphs
 from modelmill.runtime.batch import PackedBatch
-from modelmill.runtime.decode_graphs import NotCapturable
 from modelmill.runtime.prefill_graphs import (
     CAPTURE_AFTER_USES,
     MAX_GRAPHS,
     PREFILL_GRAPH_SIZES,
-    CapturedPrefill,
     PrefillGraphs,
 )
 from tests.runtime import tiny
@@ -34,7 +35,7 @@ class FakeCapturer:
         self.tried = self.captured = self.replayed = 0
         self.broken, self.full = broken, False
 
-    def __call__(self, call: Callable[[], torch.Tensor]) -> CapturedPrefill:
+    def __call__(self, call: Callable[[], torch.Tensor]) -> CapturedGraph[torch.Tensor]:
         self.tried += 1
         if self.broken:
             raise NotCapturable("it waits for the host")
@@ -47,7 +48,7 @@ class FakeCapturer:
             self.replayed += 1
             out.copy_(call())
 
-        return replay, out
+        return CapturedGraph(cast(Any, SimpleNamespace(replay=replay)), out)
 
 
 def filling(

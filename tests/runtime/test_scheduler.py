@@ -17,13 +17,13 @@ from tests.runtime import tiny
 def plans(engine: EngineCore) -> list[list[int]]:
     """The tokens of each sequence in every step that is launched from now on."""
     counts: list[list[int]] = []
-    launch = engine.model_runner.launch
+    run = engine.model_runner.run
 
     def noted(plan: Schedule):
         counts.append([count for _, count in plan.work])
-        return launch(plan)
+        return run(plan)
 
-    engine.model_runner.launch = noted  # type: ignore[method-assign]
+    engine.model_runner.run = noted  # type: ignore[method-assign]
     return counts
 
 
@@ -275,13 +275,13 @@ def test_when_a_request_left_the_queue_is_known_once(monkeypatch: pytest.MonkeyP
         engine.add(request)
     leaders = [engine.output_processor.live_sequences[str(i)][0] for i in range(3)]
     start_times: list[list[float | None]] = []
-    launch = engine.model_runner.launch
+    run = engine.model_runner.run
 
     def noted(plan: Schedule):
         start_times.append([seq.started_at for seq in leaders])
-        return launch(plan)
+        return run(plan)
 
-    engine.model_runner.launch = noted  # type: ignore[method-assign]
+    engine.model_runner.run = noted  # type: ignore[method-assign]
     engine.clock = lambda: 0.0
     tiny.drain(engine)
     assert start_times[0] == [0, 1, None]

@@ -274,7 +274,7 @@ def test_while_none_is_ready() -> None:
         "status": "ok",
         "replicas": {"running": 2, "target": 2},
     }
-    service.draining = True
+    service.start_draining()
     assert asyncio.run(client.get("/health")).json["status"] == "draining"
 
 

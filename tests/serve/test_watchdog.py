@@ -150,10 +150,10 @@ def test_a_process_that_opens_an_engine_answers_for_itself() -> None:
     """Whatever takes minutes there; once it is open only the engine's own thread does."""
     ours, box = inbox()
     with ours:
-        box.is_opening = True
+        box._is_opening = True
         ours.sendall(encode(Ping()))
         assert ours.recv(100) == encode(Heartbeat())
-        box.is_opening = False
+        box.finish_opening()
         ours.sendall(encode(Ping()))
         assert box.messages.get(timeout=TIMEOUT_SECONDS) == Ping()
     assert box.messages.get(timeout=TIMEOUT_SECONDS) is None

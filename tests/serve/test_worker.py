@@ -89,13 +89,13 @@ def worked(loop: EngineCore, *incoming: Message | Arrival) -> list[Message]:
 
 def slow(loop: EngineCore, clock: Clock, seconds: float) -> EngineCore:
     """Every step computes for so long, by the clock."""
-    launch = loop.model_runner.launch
+    run = loop.model_runner.run
 
     def late(plan: Any) -> Any:
         clock.now += seconds
-        return launch(plan)
+        return run(plan)
 
-    loop.model_runner.launch = late  # type: ignore[method-assign]
+    loop.model_runner.run = late  # type: ignore[method-assign]
     return loop
 
 
@@ -154,7 +154,7 @@ def test_waiting_begins_where_a_request_has_come(monkeypatch: pytest.MonkeyPatch
         clock.now += 7.0
         return "guide"
 
-    box.make_guide = make
+    box.accept_grammars(make)
     with ours:
         ours.sendall(encode(AddRequest(guided)))
         assert box.messages.get(timeout=TIMEOUT_SECONDS) == Arrival(
@@ -179,7 +179,7 @@ def test_a_grammar_that_cannot_be_made_is_refused(error: Exception, line: str) -
     def make(_: Request) -> Any:
         raise error
 
-    box.make_guide = make
+    box.accept_grammars(make)
     with ours:
         ours.sendall(encode(AddRequest(request("g", 3, grammar=Grammar("regex", "a")))))
         come = box.messages.get(timeout=TIMEOUT_SECONDS)
@@ -197,10 +197,10 @@ def full(error: Exception) -> Callable[[], EngineCore]:
         loop = tiny.make_engine()
         add = loop.input_processor.add
 
-        def added(request: Request) -> None:
+        def added(request: Request, make_guide: Any = None) -> None:
             if len(request.prompt) == 9:
                 raise error
-            add(request)
+            add(request, make_guide)
 
         loop.input_processor.add = added  # type: ignore[method-assign]
         return loop

@@ -7,7 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelmill.vision.embedding_cache import EmbeddingCache, ImageEmbedding, image_digest
+from modelmill.core.embedding_cache import EmbeddingCache
+from modelmill.vision.image import image_digest
+from modelmill.vision.image_embedding import ImageEmbedding
 
 
 def make_embedding(digest: str, numbers: int) -> ImageEmbedding:
@@ -18,7 +20,7 @@ def make_embedding(digest: str, numbers: int) -> ImageEmbedding:
 def test_never_more_bytes_than_allowed_and_the_last_ones_stay(
     steps: list[tuple[str, int]], most: int
 ) -> None:
-    known = EmbeddingCache(most)
+    known: EmbeddingCache[str, ImageEmbedding] = EmbeddingCache(most)
     order: list[ImageEmbedding] = []
     for digest, numbers in steps:
         if numbers > 35:
@@ -26,7 +28,7 @@ def test_never_more_bytes_than_allowed_and_the_last_ones_stay(
             assert (cached is not None) == (digest in [s.digest for s in order])
             order.sort(key=lambda s: s.digest == digest)
             continue
-        known.put(make_embedding(digest, numbers))
+        known.put(digest, make_embedding(digest, numbers))
         order = [s for s in order if s.digest != digest] + [make_embedding(digest, numbers)]
         while sum(s.nbytes for s in order) > most:
             order.pop(0)

@@ -114,7 +114,7 @@ class ReplicaServer:
         self._stop_requested.set()
 
     async def _drain(self) -> None:
-        self._service.draining = True
+        self._service.start_draining()
         deadline = asyncio.get_running_loop().time() + (
             self._options.drain_timeout if self._num_signals else 0
         )

@@ -1,0 +1,81 @@
+"""Captures of calls: where they run, what they share, what their errors become."""
+
+from __future__ import annotations
+
+import re
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from modelmill.ops.cuda_graph import GraphCapturer, NotCapturable
+
+PACKAGE = Path(__file__).resolve().parents[2] / "modelmill"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is called of torch.cuda, in order."""
+    noted: list[Any] = []
+    graph = SimpleNamespace(
+        replay=lambda: noted.append("replay"),
+        capture_begin=lambda **options: noted.append(("begin", options)),
+        capture_end=lambda: noted.append("end"),
+    )
+
+    def capturing(graph: Any, **options: Any) -> Any:
+        noted.append(("graph", options))
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    return noted
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_capture(calls: list[Any], shared: bool) -> None:
+    captured = GraphCapturer(shared_pool=shared).capture(lambda: calls.append("call") or 7)
+    options = {
+        "pool": "pool" if shared else None,
+        "stream": None,
+        "capture_error_mode": "thread_local",
+    }
+    assert calls == [("graph", options), "call"]
+    assert captured.replay() == captured.output == 7
+    assert calls[2:] == ["replay"]
+
+
+def test_a_capture_within_a_request(calls: list[Any]) -> None:
+    capturer = GraphCapturer()
+    begin = ("begin", {"pool": "pool", "capture_error_mode": "thread_local"})
+    captured = capturer.capture_on_current_stream(lambda: calls.append("call") or 7)
+    assert calls == [begin, "call", "end"]
+    assert captured.output == 7
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (RuntimeError("it waits for the host"), NotCapturable),
+        (torch.OutOfMemoryError("no memory"), torch.OutOfMemoryError),
+    ],
+)
+def test_a_capture_that_fails_is_ended(
+    calls: list[Any], error: Exception, raised: type[Exception]
+) -> None:
+    def call() -> None:
+        raise error
+
+    with pytest.raises(raised, match=str(error)):
+        GraphCapturer().capture_on_current_stream(call)
+    assert calls[-1] == "end"
+
+
+def test_graphs_are_captured_in_one_module() -> None:
+    pattern = re.compile(r"torch\.cuda\.(CUDAGraph|graph|graph_pool_handle)\(|capture_begin\(")
+    files = {p for p in PACKAGE.rglob("*.py") if pattern.search(p.read_text())}
+    assert files == {PACKAGE / "ops" / "cuda_graph.py"}

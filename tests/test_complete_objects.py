@@ -1,0 +1,153 @@
+"""Constructors leave complete objects: an object's attributes are assigned by its own methods.
+
+Who reads a class sees every value that its attributes can get. ``runner.graphs = …`` elsewhere
+would be a part of the constructor that stands in another file; pass the value to the constructor,
+or give the object a method that says what happens.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent / "modelmill"
+SETTERS = {"setattr", "delattr", "object.__setattr__"}
+
+# (file, target, reason); both are patterns
+ALLOWED = (
+    # modules of torch: their tensors come from a checkpoint or a recipe, after construction
+    ("runtime/model_loader.py", "module.weight", "a loader fills the parameters of a torch module"),
+    ("runtime/model_loader.py", "setattr(module, *", "a loader fills parameters and buffers"),
+    ("runtime/unpack_weights.py", "linear.weight", "unpacks a loaded weight in place"),
+    ("nn/synthetic_step.py", "module.weight", "fills a model with random weights"),
+    ("nn/synthetic_step.py", "setattr(model.*", "fills a model with random parameters"),
+    (
+        "nn/attention.py",
+        "self.rope_cache.heads",
+        "a rank has a part of the heads",
+    ),
+    ("nn/shard_model.py", "model.kv", "a rank has a part of the KV heads"),
+    ("core/config.py", "setattr(config, *", "fields of the dataclass that is being declared"),
+    ("builder/*.py", "*.weight", "the builder replaces weights by their quantized form"),
+    ("builder/*.py", "setattr(self.model.*", "the builder loads a layer's parameters"),
+    ("builder/*.py", "model.image_embedder", "frees the encoder once its outputs are known"),
+    ("quant/*.py", "*.weight", "a recipe scales and rounds weights in place"),
+    ("quant/*.py", "*.bias", "a recipe folds shifts into biases"),
+    ("quant/calibrat*.py", "*", "statistics and hidden states that grow from layer to layer"),
+    ("quant/*.py", "*.facts", "what a recipe reports of a layer, completed by its search"),
+    # objects of other packages, which offer nothing but attributes
+    ("*", "torch.backends.*", "switches of torch"),
+    ("*", "*.argtypes", "ctypes: the signature of a native function"),
+    ("*", "*.restype", "ctypes: the signature of a native function"),
+    (
+        "parallel/*.py",
+        "*.atexit",
+        "weakref.finalize: nothing to free at exit",
+    ),
+    ("parallel/tp_group.py", "*ptions.*", "options of torch.distributed"),
+    ("text/*.py", "core.*", "the parts of a Hugging Face tokenizer"),
+    ("text/hf.py", "copy.*", "a copy of a Hugging Face tokenizer"),
+    ("text/hf.py", "token.special", "a token of a Hugging Face tokenizer"),
+    ("eval/hf_reference.py", "model.generation_config", "a model of transformers"),
+    ("vision/image.py", "rgb.info", "an image of PIL"),
+    ("progress.py", "task.*", "a bar of rich"),
+    ("progress.py", "self._timer.daemon", "a timer of threading"),
+    ("serve/app.py", "app.*", "an application of FastAPI"),
+    ("serve/json_logs.py", "logger.*", "a logger of logging"),
+    ("serve/*.py", "server.*_exit", "a server of uvicorn"),
+    ("cli/stdio.py", "sys.stdin", "the standard input of the process"),
+    ("export/triton_backend.py", "sys.executable", "Triton embeds Python without one"),
+    # functions and classes whose signature or text is made from a table
+    ("cli/options.py", "call.__*__", "the signature of a verb, from its options"),
+    ("core/options.py", "init.__signature__", "the signature of a class, from its options"),
+    ("llm.py", "LLM.__doc__", "the options, from their table"),
+    ("segmenter.py", "Segmenter.__doc__", "the options, from their table"),
+    # results that grow, each with one writer
+    ("request_state.py", "result.*", "the RequestOutput that this RequestState made"),
+    ("request_state.py", "output.*", "a CompletionOutput that this RequestState made"),
+    ("accept/reference_trace.py", "other.stream", "the streams that one trace moves on together"),
+    ("accept/*.py", "made.*", "a copy of the reference with the engine's weights"),
+    ("text/react.py", "conversation.question", "the conversation that format_react makes"),
+)
+
+
+def _targets(node: ast.AST) -> Iterator[ast.Attribute]:
+    """The attributes that a statement assigns or deletes."""
+    match node:
+        case ast.Assign(targets=targets) | ast.Delete(targets=targets):
+            found = list(targets)
+        case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
+            found = [target]
+        case ast.For(target=target) | ast.AsyncFor(target=target):
+            found = [target]
+        case ast.withitem(optional_vars=ast.expr() as target):
+            found = [target]
+        case _:
+            return
+    while found:
+        target = found.pop()
+        match target:
+            case ast.Tuple(elts=parts) | ast.List(elts=parts):
+                found += parts
+            case ast.Starred(value=value):
+                found.append(value)
+            case ast.Attribute():
+                yield target
+
+
+def _made_here(function: ast.AST) -> set[str]:
+    """Names that a function binds to an object that it makes: ``Class(…)`` or ``copy.copy(…)``."""
+    names = set()
+    for node in ast.walk(function):
+        if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+            continue
+        target, values = node.targets[0], [node.value]
+        targets = [target]
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            targets, values = target.elts, node.value.elts
+        for name, value in zip(targets, values):
+            if isinstance(name, ast.Name) and isinstance(value, ast.Call):
+                maker = ast.unparse(value.func)
+                if maker.split(".")[-1][:1].isupper() or maker == "copy.copy":
+                    names.add(name.id)
+    return names
+
+
+def _foreign_assignments(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines where an attribute of another object is assigned, with what is assigned."""
+    tree = ast.parse(path.read_text())
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    made_in = [(f, _made_here(f)) for f in functions]
+    local_to = {id(n): made for f, made in made_in for n in ast.walk(f)}
+    for node in ast.walk(tree):
+        for target in _targets(node):
+            owner = target.value
+            if isinstance(owner, ast.Name) and owner.id in {
+                "self", "cls", *local_to.get(id(node), ()),
+            }:  # fmt: skip
+                continue
+            yield target.lineno, ast.unparse(target)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in SETTERS:
+            owner = node.args[0]
+            if not (isinstance(owner, ast.Name) and owner.id in {"self", "cls"}):
+                yield node.lineno, ast.unparse(node)
+
+
+def test_attributes_are_assigned_by_the_object_that_has_them() -> None:
+    used, hits = set(), []
+    for path in sorted(ROOT.rglob("*.py")):
+        where = str(path.relative_to(ROOT))
+        for line, target in _foreign_assignments(path):
+            allowed = [e for e in ALLOWED if fnmatch(where, e[0]) and fnmatch(target, e[1])]
+            used.update(allowed)
+            if not allowed:
+                hits.append(f"{where}:{line}: {target}")
+    assert not hits, "pass it to the constructor, or give the object a method"
+    assert not sorted(set(ALLOWED) - used), "these exceptions are no longer needed"
+
+
+def test_the_runtime_needs_no_exceptions_but_a_loader() -> None:
+    files = {e[0] for e in ALLOWED if e[0].startswith("runtime/")}
+    assert files == {"runtime/model_loader.py", "runtime/unpack_weights.py"}
