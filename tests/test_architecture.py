@@ -193,14 +193,17 @@ def test_foreign_packages_have_one_home(path: Path) -> None:
 def test_variants_know_nothing_of_ours() -> None:
     """Kernels for GPUs import their language, torch and each other, not our rooms.
 
-    Except core, and what kernels of both languages agree on where one stands behind the other.
+    Except core, what kernels of both languages agree on where one stands behind the other, and the
+    inputs of their op (those of qkv_rope_cache are rope_cache's).
     """
     common = ("modelmill.core", "modelmill.ops.carveout")
     for backend in ("triton", "cuda"):
         own = f"modelmill.ops.{backend}"
         for path in (ROOT / "ops" / backend).glob("*.py"):
+            inputs = f"modelmill.ops.{path.stem.removeprefix('qkv_')}"  # of its own op
             for name, line in imports(path):
                 allowed = not name.startswith("modelmill.") or name.startswith((*common, own))
+                allowed = allowed or name == inputs
                 assert allowed, f"{path.name}:{line} imports {name}"
 
 

@@ -222,7 +222,7 @@ def tunable_gemms(model: nn.Module, step: Step) -> list[TunableGemm]:
         module, call = _tunable_implementation(op, variant), getattr(step.ops, op)
         if module is not None and call is not None:
             spies[op] = watched(op, module, call)
-    model(replace(step, ops=replace(step.ops, **spies)))
+    model(replace(step, ops=step.ops.replace(spies)))
     total = sum(weight_bytes.values())
     offered = {
         (op, key): _tunable_implementation(op, step.ops.backends[op]).candidates(key)

@@ -39,7 +39,7 @@ def check_ops(engine: Path | None, ops: Sequence[str], implementations: Sequence
 
     if engine is not None:
         raise UsageError(f"bench ops takes no engine ({engine}); name ops with --op")
-    known = (*registry.OPS, *registry.FUSED_OPS)
+    known = registry.op_names()
     for op in ops:
         if op not in known:
             hint = closest_name(op, list(known))
@@ -73,7 +73,7 @@ def measure_ops(args: Any) -> dict[str, Any]:
         else "bfloat16"
     )
     dtype = getattr(torch, name)
-    ops = (*registry.OPS, *registry.FUSED_OPS)
+    ops = registry.op_names()
     selection = OpBenchSelection(tuple(args.op), tuple(args.variant), args.case, args.runs)
     done: list[OpTiming] = []
     with torch.inference_mode(), show_progress("ops", quiet=args.json, lines=True) as on_progress:

@@ -139,7 +139,7 @@ def _kernels(torch: Any) -> list[dict[str, Any]]:
     rows = []
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         chosen = registry.select_backends(device).backends
-        for op in (*registry.OPS, *registry.FUSED_OPS):
+        for op in registry.op_names():
             reasons = {
                 name: module.available(device)
                 for name, module in registry.implementations(op).items()

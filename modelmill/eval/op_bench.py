@@ -78,7 +78,7 @@ def bench_ops(
     """Time the selected ops on the roofline's device, op by op."""
     device_type = torch.device(roofline.device).type
     backends = registry.select_backends(roofline.device).backends
-    for op in (*registry.OPS, *registry.FUSED_OPS):
+    for op in registry.op_names():
         if selection.ops and op not in selection.ops:
             continue
         for case in bench_cases(op, device_type, dtype):
@@ -106,7 +106,8 @@ def measure_case(
         if not selection.implementations or variant in selection.implementations
     }
     rounds = selection.rounds or ROUNDS
-    sets = argument_sets(case, device_type)
+    declaration = registry.declarations()[op]
+    sets = [declaration.arguments(each) for each in argument_sets(case, device_type)]
     timed = (
         _time_on_cuda(calls, sets, rounds)
         if device_type == "cuda"
@@ -154,10 +155,11 @@ def runnable_implementations(
     op: str, case: Case, device_type: str
 ) -> dict[str, Callable[..., Any]]:
     """Return the reference and every implementation that supports these arguments."""
+    args = registry.declarations()[op].arguments(case.args)
     runnable = {"torch": registry.reference(op)}
     for name, module in registry.implementations(op).items():
         supports = getattr(module, "supports", None)
-        if module.available(device_type) is None and (supports is None or supports(**case.args)):
+        if module.available(device_type) is None and (supports is None or supports(**args)):
             runnable[name] = module.run
     return runnable
 

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -95,7 +95,7 @@ def trace_ops(
     wrapped_ops: dict[str, Any] = {
         op: wrap(op, getattr(ops, op)) for op in ops.backends if getattr(ops, op) is not None
     }
-    trace.ops = replace(ops, **wrapped_ops)
+    trace.ops = ops.replace(wrapped_ops)
     handles = []
     for name, module in model.named_modules():
         if name:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +11,8 @@ from torch import nn
 from modelmill.nn.linear import Linear
 from modelmill.nn.norm import QKNorm
 from modelmill.nn.step import Step
+from modelmill.ops.paged_attention import PagedAttentionInputs
+from modelmill.ops.rope_cache import RopeCacheInputs
 from modelmill.parallel.shard import Shard, partition_heads
 from modelmill.parallel.tp_group import TPGroup
 
@@ -93,15 +94,25 @@ class RopeAndCache(nn.Module):
 
     def forward(self, qkv: torch.Tensor, rope: RopeCosSin, step: Step) -> torch.Tensor:
         """[T, (heads + 2·kv_heads)·D] → q [T, heads, D]."""
-        return step.ops.rope_cache(qkv, *self.op_args(rope, step))
+        return step.ops.rope_cache(qkv, self.op_inputs(rope, step))
 
-    def op_args(self, rope: RopeCosSin, step: Step) -> tuple[Any, ...]:
-        """The arguments of the op ``rope_cache`` behind qkv."""
+    def op_inputs(self, rope: RopeCosSin, step: Step) -> RopeCacheInputs:
+        """The inputs of the op ``rope_cache`` beside qkv."""
         q_norm = None if self.q_norm is None else self.q_norm.weight
         k_norm = None if self.k_norm is None else self.k_norm.weight
-        pages = (step.kv.k[self.layer], step.kv.v[self.layer], step.slots)
-        angles, scales = (rope.cos, rope.sin, rope.q_scale), step.kv.scales(self.layer)
-        return (*pages, self.heads, *angles, q_norm, k_norm, self.eps, *scales)
+        return RopeCacheInputs(
+            step.kv.k[self.layer],
+            step.kv.v[self.layer],
+            step.slots,
+            self.heads,
+            rope.cos,
+            rope.sin,
+            rope.q_scale,
+            q_norm,
+            k_norm,
+            self.eps,
+            *step.kv.scales(self.layer),
+        )
 
 
 class AttentionCore(nn.Module):
@@ -113,7 +124,7 @@ class AttentionCore(nn.Module):
 
     def forward(self, q: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, heads, D] → [T, heads·D]."""
-        return step.ops.paged_attention(
+        inputs = PagedAttentionInputs(
             q,
             step.kv.k[self.layer],
             step.kv.v[self.layer],
@@ -126,3 +137,4 @@ class AttentionCore(nn.Module):
             self.window,
             *step.kv.scales(self.layer),
         )
+        return step.ops.paged_attention(inputs)

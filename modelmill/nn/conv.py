@@ -129,9 +129,8 @@ class PlainNorm(nn.Module):
             normed = ops.layer_norm(x, self.weight, self.bias, self.eps)
             if act_quant is None:
                 return normed, x
-            return QuantizedInput(
-                *ops.quantize(normed, act_quant.dtype, act_quant.inv_scale), x.dtype
-            ), x
+            values, scale = ops.quantize(normed, act_quant.dtype, act_quant.inv_scale)
+            return QuantizedInput(values, scale, x.dtype), x
         if act_quant is None:
             return ops.add_layer_norm(branch, x, self.weight, self.bias, self.eps)
         values, scale, total = ops.add_layer_norm_quant(

@@ -18,7 +18,7 @@ What is fused, each where the chosen backends have the op and its shapes are sup
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from modelmill.nn.mlp import GatedMLP
 from modelmill.nn.norm import RMSNorm
 from modelmill.nn.step import Step
 from modelmill.ops.quant_types import ActQuantSpec, QuantizedInput
+from modelmill.ops.rope_cache import RopeCacheInputs
 
 Activation = torch.Tensor | QuantizedInput
 
@@ -200,7 +201,7 @@ class FusedAttention(FusedModule):
     ) -> torch.Tensor | None:
         """[T, H] → [T, H], or [R, H] of the rows of ``logit_step``; None: added to residual."""
         attn = self.plain
-        q = _try_qkv_rope(attn.qkv_proj, x, attn.rope_cache.op_args(rope, step), step)
+        q = _try_qkv_rope(attn.qkv_proj, x, attn.rope_cache.op_inputs(rope, step), step)
         if q is None:
             q = attn.rope_cache(attn.qkv_proj(x, step), rope, step)
         if logit_step is not None:
@@ -242,10 +243,10 @@ def _try_linear_add(linear: Linear, x: torch.Tensor, residual: torch.Tensor, ste
 
 
 def _try_qkv_rope(
-    linear: Linear, x: Activation, rope_args: tuple[Any, ...], step: Step
+    linear: Linear, x: Activation, inputs: RopeCacheInputs, step: Step
 ) -> torch.Tensor | None:
     """The rotated queries; keys and values are in the cache. None: nothing was done."""
-    return linear.weight.try_qkv_rope(x, linear.bias, rope_args, step.ops)
+    return linear.weight.try_qkv_rope(x, linear.bias, inputs, step.ops)
 
 
 def _try_swiglu_quant(linear: Linear, gate_up: torch.Tensor, step: Step) -> torch.Tensor | None:

@@ -33,9 +33,8 @@ class VisionContext:
         fused = self.act_quant(next_linear)
         if fused is not None:
             inner = self.linear(layer, x)
-            return QuantizedInput(
-                *self.ops.gelu_quant(inner, fused.dtype, fused.inv_scale), inner.dtype
-            )
+            values, scale = self.ops.gelu_quant(inner, fused.dtype, fused.inv_scale)
+            return QuantizedInput(values, scale, inner.dtype)
         if layer.weight.format == "dense" and isinstance(x, torch.Tensor):
             weight = layer.weight.tensors()["weight"]
             return self.ops.linear_gelu(x.reshape(-1, x.shape[-1]), weight, layer.bias).view(

@@ -7,7 +7,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.layer_norm import layer_norm
+
+DECLARATION = OpDeclaration()
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 SHAPES = ((1, 768), (7, 1024), (3, 100), (35, 40))

@@ -9,7 +9,10 @@ import torch
 from modelmill.ops import add_layer_norm as plain
 from modelmill.ops import rms_norm_quant
 from modelmill.ops.case import Case, nbytes
+from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.gelu_quant import quant_modes
+
+DECLARATION = OpDeclaration()
 
 TOLERANCE = rms_norm_quant.TOLERANCE
 

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 import torch
 
 from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.rms_norm import SHAPES, rms_norm
+
+DECLARATION = OpDeclaration()
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 

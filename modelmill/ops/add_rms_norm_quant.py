@@ -9,6 +9,9 @@ import torch
 from modelmill.ops import rms_norm_quant
 from modelmill.ops.add_rms_norm import add_rms_norm
 from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.declaration import OpDeclaration
+
+DECLARATION = OpDeclaration()
 
 TOLERANCE = rms_norm_quant.TOLERANCE
 

@@ -1,7 +1,7 @@
 """All layers of a decoder on a few tokens in one call (fused op).
 
 It computes what the other ops compute one after another. An implementation saves the host's work
-between them, which takes as long as the arithmetic in a small model. See ``registry.FUSED_OPS``.
+between them, which takes as long as the arithmetic in a small model. See ``OpDeclaration``.
 """
 
 from __future__ import annotations
@@ -16,14 +16,31 @@ from modelmill.ops import int4_linear as four
 from modelmill.ops import int8_group_linear as eight
 from modelmill.ops.add_rms_norm import add_rms_norm
 from modelmill.ops.case import Case, randn
+from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.int4_linear import int4_linear
 from modelmill.ops.int8_group_linear import int8_group_linear
 from modelmill.ops.int8_linear import int8_linear, quantize
 from modelmill.ops.linear import linear
-from modelmill.ops.paged_attention import paged_attention
+from modelmill.ops.paged_attention import PagedAttentionInputs, paged_attention
 from modelmill.ops.rms_norm import rms_norm
-from modelmill.ops.rope_cache import rope_cache
+from modelmill.ops.rope_cache import RopeCacheInputs, rope_cache
 from modelmill.ops.silu_mul import silu_mul
+
+DECLARATION = OpDeclaration(
+    fuses=(
+        "rms_norm",
+        "add_rms_norm",
+        "layer_norm",
+        "rope_cache",
+        "paged_attention",
+        "silu_mul",
+        "gelu_tanh",
+        "linear",
+        "int8_linear",
+        "int4_linear",
+        "int8_group_linear",
+    )
+)
 
 # The bounds of the matrix products, accumulated over a few layers.
 TOLERANCE = {torch.float32: 5e-5, torch.float16: 4e-2, torch.bfloat16: 2.5e-1}
@@ -138,12 +155,14 @@ def decode(x: torch.Tensor, stack: DecoderStackWeights, tokens: DecodeInputs) ->
         else:
             x, residual = add_rms_norm(x, residual, layer.attn_norm, stack.eps)
         rope, norms = (t.cos, t.sin, t.q_scale), (layer.q_norm, layer.k_norm)
-        q = rope_cache(layer.qkv.matmul(x), k, v, t.slots, stack.heads, *rope, *norms, stack.eps)
+        stored = RopeCacheInputs(k, v, t.slots, stack.heads, *rope, *norms, stack.eps)
+        q = rope_cache(layer.qkv.matmul(x), stored)
         scale, paging = (
             k.shape[3] ** -0.5,
             (t.block_tables, t.query_start, t.context_lens, t.max_query, t.max_context),
         )
-        x = layer.o.matmul(paged_attention(q, k, v, *paging, scale, layer.window))
+        attended = paged_attention(PagedAttentionInputs(q, k, v, *paging, scale, layer.window))
+        x = layer.o.matmul(attended)
         x, residual = add_rms_norm(x, residual, layer.mlp_norm, stack.eps)
         x = layer.down.matmul(silu_mul(layer.gate_up.matmul(x)))
     assert residual is not None, "the decoder has no layers"

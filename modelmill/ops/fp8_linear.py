@@ -8,7 +8,10 @@ from typing import Any
 import torch
 
 from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.quant_types import quantize_per_row
+
+DECLARATION = OpDeclaration()
 
 FP8 = torch.float8_e4m3fn
 # Hopper's tensor cores accumulate fp8 products with about 14 bits: among 12 million sums of 4,096

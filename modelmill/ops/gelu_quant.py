@@ -8,7 +8,10 @@ import torch
 
 from modelmill.ops import rms_norm_quant
 from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.gelu import gelu
+
+DECLARATION = OpDeclaration()
 
 TOLERANCE = rms_norm_quant.TOLERANCE
 

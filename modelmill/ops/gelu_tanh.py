@@ -8,7 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from modelmill.ops.case import Case
+from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.gelu import cases_for_shapes as cases_for_shapes
+
+DECLARATION = OpDeclaration()
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 

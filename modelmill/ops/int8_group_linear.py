@@ -13,7 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from modelmill.ops.case import Case
+from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.groupwise import PACK_COLUMNS, cases_for_shapes, expand_groups, matmul_reference
+
+DECLARATION = OpDeclaration()
 
 TOLERANCE = {torch.float32: 4e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 

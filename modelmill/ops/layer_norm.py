@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.declaration import OpDeclaration
+
+DECLARATION = OpDeclaration()
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 

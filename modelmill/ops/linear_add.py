@@ -7,7 +7,10 @@ from collections.abc import Iterator
 import torch
 
 from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.linear import linear
+
+DECLARATION = OpDeclaration(fuses=("linear", "add_rms_norm"), optional=True)
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 

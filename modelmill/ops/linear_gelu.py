@@ -7,8 +7,11 @@ from collections.abc import Iterator
 import torch
 
 from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.gelu import gelu
 from modelmill.ops.linear import linear
+
+DECLARATION = OpDeclaration()
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 

@@ -6,35 +6,21 @@ One op serves prefill and decode.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.declaration import OpDeclaration
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-def paged_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    query_start: torch.Tensor,
-    context_lens: torch.Tensor,
-    max_query: int,  # noqa: ARG001  for launch sizes of kernels
-    max_context: int,  # noqa: ARG001
-    scale: float,
-    window: int | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attend from each query to the keys of its own sequence up to its own position.
+class PagedAttentionInputs(NamedTuple):
+    """New tokens, the pages that they read, and where each sequence lies.
 
-    Query head h uses KV head h // (heads / kv_heads). A sequence with context_len 0 is padding; its
-    output rows are undefined.
-
-    Args:
+    Attributes:
         q: [T, heads, D], the new tokens of all sequences, concatenated.
         k_cache: [pages, kv_heads, page_size, D]; already contains the new tokens.
         v_cache: as k_cache.
@@ -49,10 +35,36 @@ def paged_attention(
         k_scale: [pages, kv_heads, page_size] float32, one per token and head, for caches of int8 or
             float8_e4m3fn.
         v_scale: as k_scale.
+    """
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_tables: torch.Tensor
+    query_start: torch.Tensor
+    context_lens: torch.Tensor
+    max_query: int
+    max_context: int
+    scale: float
+    window: int | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+
+DECLARATION = OpDeclaration(inputs=PagedAttentionInputs)
+
+
+def paged_attention(inputs: PagedAttentionInputs) -> torch.Tensor:
+    """Attend from each query to the keys of its own sequence up to its own position.
+
+    Query head h uses KV head h // (heads / kv_heads). A sequence with context_len 0 is padding; its
+    output rows are undefined.
 
     Returns:
         [T, heads·D] in q's dtype.
     """
+    q, k_cache, v_cache, block_tables, query_start, context_lens = inputs[:6]
+    scale, window, k_scale, v_scale = inputs[8:]
     _, kv_heads, page_size, dim = k_cache.shape
     tokens, heads, _ = q.shape
     out = torch.zeros_like(q)

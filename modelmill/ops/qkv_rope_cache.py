@@ -8,40 +8,27 @@ from typing import Any
 import torch
 
 from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.linear import linear
-from modelmill.ops.rope_cache import random_cache_and_angles, rope_cache
+from modelmill.ops.rope_cache import RopeCacheInputs, random_cache_and_angles, rope_cache
+
+DECLARATION = OpDeclaration(fuses=("linear", "rope_cache"), optional=True, inputs=RopeCacheInputs)
 
 TOLERANCE = {torch.float32: 5e-5, torch.float16: 2e-2, torch.bfloat16: 1.5e-1}
 
 
 def qkv_rope_cache(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,
-    heads: int,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
-    q_scale: torch.Tensor | None = None,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, inputs: RopeCacheInputs
 ) -> torch.Tensor:
     """Apply ``rope_cache`` to x Wᵀ (+ bias), rounded to x's dtype as two separate ops would do.
 
     x: [T, K]; weight: [N, K] with N = (heads + 2·kv_heads)·D rows, q above k above v; bias: [N] or
-    None. Other arguments as in ``rope_cache``.
+    None. inputs: as in ``rope_cache``.
 
     Returns:
         q [T, heads, D].
     """
-    qkv = linear(x, weight, bias)
-    rope, norms = (cos, sin, q_scale), (q_norm, k_norm)
-    return rope_cache(qkv, k_cache, v_cache, slots, heads, *rope, *norms, eps, k_scale, v_scale)
+    return rope_cache(linear(x, weight, bias), inputs)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:

@@ -8,6 +8,9 @@ import torch
 
 from modelmill.ops import rms_norm_quant
 from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.declaration import OpDeclaration
+
+DECLARATION = OpDeclaration()
 
 TOLERANCE = rms_norm_quant.TOLERANCE
 

@@ -1,11 +1,13 @@
 """Registry of ops: selects the backend that implements each op on a device.
 
-An op is a file ``ops/<op>.py`` with a function of the same name, the torch reference. The reference
-defines what the op computes. A backend's implementation is a file of the same name in ``ops/cpu``,
-``ops/triton`` or ``ops/cuda`` with
+The folder is the registry: an op is a file ``ops/<op>.py`` that holds a ``DECLARATION`` and a
+function of the file's name, the torch reference. The reference defines what the op computes. A
+backend's implementation is a file of the same name in ``ops/cpu``, ``ops/triton`` or ``ops/cuda``
+with
 
 * ``available(device_type) -> str | None``: None where it can run, else the reason why it cannot;
-* ``run(...)``: same signature and meaning as the reference;
+* ``run(...)``: same signature and meaning as the reference; an op with many arguments takes them
+  as one ``inputs`` (see ``OpDeclaration``);
 * optionally ``supports(...) -> bool``: whether it can handle these arguments; calls that it does
   not support go to the next backend in order of preference, and finally to the reference;
 * optionally ``specializations(...)``: arguments that reach each compiled variant of its kernels
@@ -21,7 +23,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -29,129 +30,44 @@ from typing import Any
 import torch
 
 from modelmill.core.errors import UsageError
-from modelmill.core.registry import closest_name, find_module
+from modelmill.core.registry import closest_name, find_module, module_names
+from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.launch_configs import Tuning, filter_supported
 
-OPS = (
-    "rms_norm",
-    "add_rms_norm",
-    "rms_norm_quant",
-    "add_rms_norm_quant",
-    "quantize",
-    "layer_norm",
-    "add_layer_norm",
-    "add_layer_norm_quant",
-    "rope_cos_sin",
-    "rope_cache",
-    "paged_attention",
-    "silu_mul",
-    "silu_mul_quant",
-    "gelu_tanh",
-    "gelu",
-    "gelu_quant",
-    "linear_gelu",
-    "linear",
-    "int8_linear",
-    "int4_linear",
-    "int8_group_linear",
-    "rptq_quant",
-    "rptq_linear",
-    "w8a8_linear",
-    "fp8_linear",
-    "argmax",
-    "sample",
-    "image_attention",
-    "upsample_masks",
-)
-# Fused ops, and the ops that each replaces. A fused op is used only if all ops that it replaces
-# come from its own backend (or from another one where its backend does not implement them), so that
-# a backend chosen by the user for one op is never bypassed. Ops that ``decode`` does not replace:
-_NOT_IN_DECODE = (
-    *(
-        "rms_norm_quant",
-        "add_rms_norm_quant",
-        "silu_mul_quant",
-        "quantize",
-        "w8a8_linear",
-        "fp8_linear",
-    ),
-    *("rptq_quant", "rptq_linear", "argmax", "sample", "image_attention", "upsample_masks"),
-    *(
-        "add_layer_norm",
-        "add_layer_norm_quant",
-        "gelu",
-        "gelu_quant",
-        "linear_gelu",
-        "rope_cos_sin",
-    ),
-)
-FUSED_OPS = {
-    "decode": tuple(op for op in OPS if op not in _NOT_IN_DECODE),
-    "linear_swiglu": ("linear", "silu_mul"),
-    "int8_linear_swiglu": ("int8_linear", "silu_mul"),
-    "int4_linear_swiglu": ("int4_linear", "silu_mul"),
-    "w8a8_linear_swiglu": ("w8a8_linear", "silu_mul"),
-    "linear_add": ("linear", "add_rms_norm"),
-    "qkv_rope_cache": ("linear", "rope_cache"),
-}
-# Fused ops that return None for unsupported arguments: calling the ops that they replace is then
-# faster than running the fused op's reference.
-_OPTIONAL_FUSED_OPS = (
-    "int8_linear_swiglu",
-    "int4_linear_swiglu",
-    "w8a8_linear_swiglu",
-    "linear_add",
-    "qkv_rope_cache",
-)
 BACKENDS = ("cuda", "triton", "cpu")
 BACKEND_PREFERENCE = {"cuda": ("cuda", "triton", "torch"), "cpu": ("cpu", "torch")}
 
 
-@dataclass(frozen=True)
 class Ops:
-    """The selected callables, one per op; ``backends`` names the backend of each op.
+    """The selected callables, one attribute per op; ``backends`` names the backend of each op.
 
-    A fused op is None where no backend implements it. Those in ``_OPTIONAL_FUSED_OPS`` return None
-    for unsupported arguments; the caller then calls the ops that they replace.
+    A fused op is None where no backend implements it. One that is declared optional returns None
+    for unsupported arguments; the caller then calls the ops that it replaces.
     """
 
-    rms_norm: Callable[..., torch.Tensor]
-    add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    rms_norm_quant: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-    add_rms_norm_quant: Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]
-    quantize: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-    layer_norm: Callable[..., torch.Tensor]
-    add_layer_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    add_layer_norm_quant: Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]
-    rope_cos_sin: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
-    rope_cache: Callable[..., torch.Tensor]
-    paged_attention: Callable[..., torch.Tensor]
-    silu_mul: Callable[..., torch.Tensor]
-    silu_mul_quant: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-    gelu_tanh: Callable[..., torch.Tensor]
-    gelu: Callable[..., torch.Tensor]
-    gelu_quant: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-    linear_gelu: Callable[..., torch.Tensor]
-    linear: Callable[..., torch.Tensor]
-    int8_linear: Callable[..., torch.Tensor]
-    int4_linear: Callable[..., torch.Tensor]
-    int8_group_linear: Callable[..., torch.Tensor]
-    rptq_quant: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-    rptq_linear: Callable[..., torch.Tensor]
-    w8a8_linear: Callable[..., torch.Tensor]
-    fp8_linear: Callable[..., torch.Tensor]
-    argmax: Callable[..., torch.Tensor]
-    sample: Callable[..., torch.Tensor]
-    image_attention: Callable[..., torch.Tensor]
-    upsample_masks: Callable[..., tuple[Any, torch.Tensor, torch.Tensor, Any]]
     backends: Mapping[str, str]
-    decode: Callable[..., torch.Tensor] | None = None
-    linear_swiglu: Callable[..., torch.Tensor] | None = None
-    int8_linear_swiglu: Callable[..., torch.Tensor | None] | None = None
-    int4_linear_swiglu: Callable[..., torch.Tensor | None] | None = None
-    w8a8_linear_swiglu: Callable[..., torch.Tensor | None] | None = None
-    linear_add: Callable[..., torch.Tensor | None] | None = None
-    qkv_rope_cache: Callable[..., torch.Tensor | None] | None = None
+
+    def __init__(self, bound: Mapping[str, Callable[..., Any] | None], backends: Mapping[str, str]):
+        # attributes of the instance: a call costs one lookup, as with fields written by hand
+        vars(self).update(bound, backends=backends)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("ops are bound once: make others with replace()")
+
+    def __getattr__(self, op: str) -> Any:
+        # Python asks here only for what is no attribute. Any: op files say what each op returns
+        raise AttributeError(f"no op {op!r}; ops: {', '.join(self.__dict__.get('backends', ()))}")
+
+    def replace(
+        self,
+        bound: Mapping[str, Callable[..., Any] | None],
+        backends: Mapping[str, str] | None = None,
+    ) -> Ops:
+        """The same ops, except those ``bound`` anew; ``backends`` as they are if it is None."""
+        own = {name: run for name, run in vars(self).items() if name != "backends"}
+        for op in bound.keys() - own.keys():
+            getattr(self, op)  # raises: there is no such op
+        return Ops(own | dict(bound), self.backends if backends is None else backends)
 
     @property
     def fuses_norm_quant(self) -> bool:
@@ -164,9 +80,37 @@ class Ops:
         return self.backends["silu_mul_quant"] != "torch"
 
 
+def declarations() -> dict[str, OpDeclaration]:
+    """All ops by name, each group in order of their names: first the plain ones, then the fused."""
+    found = {}
+    for name in module_names("modelmill.ops"):
+        if name in BACKENDS:  # folders of implementations
+            continue
+        declared = getattr(import_module(f"modelmill.ops.{name}"), "DECLARATION", None)
+        if declared is not None:
+            found[name] = declared
+    return dict(sorted(found.items(), key=lambda item: bool(item[1].fuses)))
+
+
+def op_names() -> tuple[str, ...]:
+    """The names of all ops, those of the fused ones last."""
+    return tuple(declarations())
+
+
 def reference(op: str) -> Callable[..., Any]:
     """The torch reference of an op."""
     return getattr(import_module(f"modelmill.ops.{op}"), op)
+
+
+def by_name(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call`` (an op's reference, ``run`` or ``supports``) with each argument by its own name.
+
+    So a ``Case`` has them, whether or not the op takes some of them as its ``inputs``.
+    """
+    declaration = declarations()[op]
+    if declaration.inputs is None:
+        return call
+    return lambda **args: call(**declaration.arguments(args))
 
 
 def implementations(op: str, backends: Iterable[str] = BACKENDS) -> dict[str, ModuleType]:
@@ -218,27 +162,27 @@ def select_backends(
             device.
     """
     overrides = dict(overrides or {})
-    known = (*OPS, *FUSED_OPS)
+    declared = declarations()
     for op in overrides:
-        if op not in known:
-            hint = closest_name(op, list(known))
+        if op not in declared:
+            hint = closest_name(op, list(declared))
             raise UsageError(
                 f"unknown op {op!r}"
-                + (f"; did you mean {hint}?" if hint else f"; known: {', '.join(known)}")
+                + (f"; did you mean {hint}?" if hint else f"; known: {', '.join(declared)}")
             )
     device_type = torch.device(device).type
     selected: dict[str, Any] = {}
     backends: dict[str, str] = {}
-    for op in OPS:
+    for op, declaration in declared.items():  # the plain ones first
+        if declaration.fuses:
+            replaced = {name: backends[name] for name in declaration.fuses}
+            run = _pick_fused(op, declaration, replaced, device_type, overrides.get(op), tuning)
+            selected[op] = run
+            backends[op] = "torch" if run is None else replaced[declaration.fuses[0]]
+            continue
         order = (overrides[op],) if op in overrides else BACKEND_PREFERENCE[device_type]
         selected[op], backends[op] = _pick(op, order, device_type, tuning, forced=op in overrides)
-    for op, replaced in FUSED_OPS.items():
-        run = _pick_fused(
-            op, {o: backends[o] for o in replaced}, device_type, overrides.get(op), tuning
-        )
-        backends[op] = "torch" if run is None else backends[replaced[0]]
-        selected[op] = run
-    return Ops(**selected, backends=backends)
+    return Ops(selected, backends)
 
 
 def with_heartbeat(ops: Ops, on_op: Callable[[], None]) -> Ops:
@@ -253,12 +197,12 @@ def with_heartbeat(ops: Ops, on_op: Callable[[], None]) -> Ops:
 
         return call
 
-    wrapped: dict[str, Any] = {name: wrap(run) for name, run in vars(ops).items() if callable(run)}
-    return replace(ops, **wrapped)
+    return ops.replace({name: wrap(run) for name, run in vars(ops).items() if callable(run)})
 
 
 def _pick_fused(
     op: str,
+    declaration: OpDeclaration,
     replaced: Mapping[str, str],
     device_type: str,
     requested: str | None,
@@ -268,6 +212,7 @@ def _pick_fused(
 
     Args:
         op: a fused op.
+        declaration: its declaration.
         replaced: {op: backend} of the ops that it replaces; all must come from its backend.
         device_type: "cuda" or "cpu".
         requested: backend requested by the user, "torch" to disable the fused op, None for
@@ -283,7 +228,7 @@ def _pick_fused(
     module = implementation(op, backend or "torch")
     reason = "no such implementation" if module is None else module.available(device_type)
     if reason is None and module is not None and requested in (None, backend):
-        fallback = (lambda *_, **__: None) if op in _OPTIONAL_FUSED_OPS else reference(op)
+        fallback = (lambda *_, **__: None) if declaration.optional else reference(op)
         order = BACKEND_PREFERENCE[device_type]
         usable = _usable_backends(op, order[order.index(backend) + 1 :], device_type, forced=False)
         for lower in reversed(usable.values()):

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import torch
 
 from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.declaration import OpDeclaration
+
+DECLARATION = OpDeclaration()
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 SHAPES = ((1, 64), (3, 576), (7, 100), (1024, 4096), (5, 8193), (1, 4096))

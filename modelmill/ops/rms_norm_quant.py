@@ -8,8 +8,11 @@ from typing import Any
 import torch
 
 from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.quant_types import MIN_AMAX, QUANT_MAX
 from modelmill.ops.rms_norm import rms_norm
+
+DECLARATION = OpDeclaration()
 
 # In steps of the 8-bit type: a value halfway between two steps may be rounded to either.
 TOLERANCE = {torch.float32: 1.0, torch.float16: 1.0, torch.bfloat16: 2.0}

@@ -6,35 +6,22 @@ RoPE: Su et al. 2021, arXiv:2104.09864.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.quant_types import quantize_per_row
 from modelmill.ops.rms_norm import rms_norm
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 
 
-def rope_cache(
-    qkv: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,
-    heads: int,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
-    q_scale: torch.Tensor | None = None,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Split qkv, norm q and k per head, rotate, scale q, and store k and v.
+class RopeCacheInputs(NamedTuple):
+    """Where keys and values are stored, and what is done to q and k before.
 
-    Args:
-        qkv: [T, (heads + 2·kv_heads)·D], q | k | v.
+    Attributes:
         k_cache: [pages, kv_heads, page_size, D], written in place; int8 and float8_e4m3fn values
             are those of ``quant_types.quantize_per_row`` over each token's head.
         v_cache: as k_cache.
@@ -48,10 +35,37 @@ def rope_cache(
         eps: of the norms.
         k_scale: [pages, kv_heads, page_size] float32, written with caches of int8 or float8_e4m3fn.
         v_scale: as k_scale.
+    """
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    slots: torch.Tensor
+    heads: int
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    q_scale: torch.Tensor | None = None
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    eps: float = 1e-6
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+
+DECLARATION = OpDeclaration(inputs=RopeCacheInputs)
+
+
+def rope_cache(qkv: torch.Tensor, inputs: RopeCacheInputs) -> torch.Tensor:
+    """Split qkv, norm q and k per head, rotate, scale q, and store k and v.
+
+    Args:
+        qkv: [T, (heads + 2·kv_heads)·D], q | k | v.
+        inputs: the pages, slots, angles and norms.
 
     Returns:
         q [T, heads, D] in qkv's dtype.
     """
+    k_cache, v_cache, slots, heads, cos, sin, q_scale, q_norm, k_norm, eps = inputs[:10]
+    k_scale, v_scale = inputs[10:]
     _, kv_heads, page_size, dim = k_cache.shape
     tokens = qkv.shape[0]
     parts = qkv.view(tokens, heads + 2 * kv_heads, dim)

@@ -11,6 +11,9 @@ from collections.abc import Iterator
 import torch
 
 from modelmill.ops.case import Case, nbytes
+from modelmill.ops.declaration import OpDeclaration
+
+DECLARATION = OpDeclaration()
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 

@@ -14,10 +14,12 @@ float32 once per group, because a step that varies along K cannot be factored ou
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from modelmill.ops.case import Case, nbytes
+from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.int4_linear import pack_codes, unpack_codes
 from modelmill.ops.quant_types import exact_int_matmul
 
@@ -25,22 +27,10 @@ from modelmill.ops.quant_types import exact_int_matmul
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 
-def rptq_linear(
-    q: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    group: int,
-    step: torch.Tensor,
-    constant: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Multiply clustered integer activations with integer weights.
+class RptqLinearInputs(NamedTuple):
+    """Clustered integers and their steps, the weight, what is added; G = P / group groups.
 
-    G = P / group is the number of groups.
-
-    Args:
+    Attributes:
         q: [T, P] int8, P a multiple of group.
         weight: [N, P] int8, [N, P/2] uint8 (packed as in int4_linear), or the codes as float32 [G,
             group, N].
@@ -51,10 +41,29 @@ def rptq_linear(
         constant: [N] float32 or None.
         bias: [N] of ``dtype`` or None.
         dtype: dtype of the output.
+    """
+
+    q: torch.Tensor
+    weight: torch.Tensor
+    scale: torch.Tensor
+    offset: torch.Tensor | None
+    group: int
+    step: torch.Tensor
+    constant: torch.Tensor | None
+    bias: torch.Tensor | None
+    dtype: torch.dtype
+
+
+DECLARATION = OpDeclaration(inputs=RptqLinearInputs)
+
+
+def rptq_linear(inputs: RptqLinearInputs) -> torch.Tensor:
+    """Multiply clustered integer activations with integer weights.
 
     Returns:
         [T, N] of ``dtype``.
     """
+    q, weight, scale, offset, group, step, constant, bias, dtype = inputs
     acc_dtype = torch.promote_types(step.dtype, torch.float32)
     columns = q.shape[1]
     if weight.is_floating_point():

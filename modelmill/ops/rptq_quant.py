@@ -8,8 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.quant_types import MIN_AMAX
 from modelmill.ops.rms_norm_quant import quant_range, quantize_rows
+
+DECLARATION = OpDeclaration()
 
 # In integer steps: a value halfway between two integers may be rounded to either.
 TOLERANCE = {torch.float32: 1.0, torch.float16: 1.0, torch.bfloat16: 1.0}

@@ -15,6 +15,9 @@ from collections.abc import Iterator
 import torch
 
 from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.declaration import OpDeclaration
+
+DECLARATION = OpDeclaration()
 
 # Ids are exact.
 TOLERANCE = {torch.float32: 0.0, torch.float16: 0.0, torch.bfloat16: 0.0}

@@ -8,7 +8,10 @@ import torch
 
 from modelmill.ops import rms_norm_quant
 from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.silu_mul import silu_mul
+
+DECLARATION = OpDeclaration()
 
 # In steps of the 8-bit type: the gate is rounded to x's dtype once or twice.
 TOLERANCE = rms_norm_quant.TOLERANCE

@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.declaration import OpDeclaration
+
+DECLARATION = OpDeclaration()
 
 # Pixels, boxes and areas are exact; the ratio of two areas is rounded once.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-6, torch.bfloat16: 1e-6}

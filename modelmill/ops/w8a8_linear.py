@@ -8,8 +8,11 @@ from typing import Any
 import torch
 
 from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.int8_linear import quantize
 from modelmill.ops.quant_types import exact_int_matmul, quantize_per_row
+
+DECLARATION = OpDeclaration()
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 

@@ -9,7 +9,10 @@ import torch
 
 from modelmill.ops import fp8_linear, w8a8_linear
 from modelmill.ops.case import Case, nbytes
+from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.silu_mul import silu_mul
+
+DECLARATION = OpDeclaration(fuses=("w8a8_linear", "silu_mul"), optional=True)
 
 # for fp8 (see fp8_linear); for int8 tests/ops/test_cuda_gemm_8bit.py has tighter bounds
 TOLERANCE = {torch.float32: 4e-2, torch.float16: 5e-2, torch.bfloat16: 2.5e-1}

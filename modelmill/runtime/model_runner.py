@@ -321,7 +321,7 @@ class ModelRunner:
                 self.forward_all_ranks(self.packer.dummy_batch(query, seqs))
         attention = warmup.AttentionRecorder(self.ops.paged_attention)
         recording_ops, gemms = warmup.record_gemms(self.ops)
-        usual_ops, self.ops = self.ops, replace(recording_ops, paged_attention=attention)
+        usual_ops, self.ops = self.ops, recording_ops.replace({"paged_attention": attention})
         for tokens, seqs in WARMUP_ODD_STEPS:
             self.forward_all_ranks(self.packer.dummy_batch(tokens, seqs))
         self.ops = usual_ops

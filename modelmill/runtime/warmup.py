@@ -8,11 +8,11 @@ streams for up to two seconds.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,19 +21,18 @@ import torch
 from modelmill.core import log
 from modelmill.core.quoting import one_line
 from modelmill.ops import registry
+from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.registry import Ops
+from modelmill.ops.rope_cache import RopeCacheInputs
 
 _log = log.get_logger(__name__)
 # GEMM ops whose kernel depends on the number of rows.
 GEMM_OPS = ("linear_swiglu", "w8a8_linear", "w8a8_linear_swiglu", "fp8_linear", "qkv_rope_cache")
-# Indices of the arguments after the weight that have one row per row of x: for w8a8_linear and
-# similar ops the scales of x, if per row; for qkv_rope_cache slots, angles and query factors.
-ROW_ARGUMENTS = {
-    "w8a8_linear": (1,),
-    "w8a8_linear_swiglu": (1,),
-    "fp8_linear": (1,),
-    "qkv_rope_cache": (3, 5, 6, 7),
-}
+# Indices of the arguments after the weight that have one row per row of x: the scales of x, if per
+# row.
+ROW_ARGUMENTS = {"w8a8_linear": (1,), "w8a8_linear_swiglu": (1,), "fp8_linear": (1,)}
+# Inputs of qkv_rope_cache that have: slots, angles and query factors.
+ROW_INPUTS = ("slots", "cos", "sin", "q_scale")
 
 
 class AttentionRecorder:
@@ -41,16 +40,13 @@ class AttentionRecorder:
 
     def __init__(self, run: Callable[..., torch.Tensor]) -> None:
         self._run = run
-        self.calls: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self.calls: dict[tuple[Any, ...], PagedAttentionInputs] = {}
 
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
-    ) -> torch.Tensor:
-        """Call the op; ``rest``: its arguments from the page tables on."""
-        scale, window, *scales = (*rest[5:], None, None, None)[:4]
-        key = (q.shape[1:], q.dtype, k.shape[1:], k.dtype, window)
-        self.calls.setdefault(key, (q, k, v, scale, window, *scales))
-        return self._run(q, k, v, *rest)
+    def __call__(self, inputs: PagedAttentionInputs) -> torch.Tensor:
+        """Call the op."""
+        q, k, window = inputs.q, inputs.k_cache, inputs.window
+        self.calls.setdefault((q.shape[1:], q.dtype, k.shape[1:], k.dtype, window), inputs)
+        return self._run(inputs)
 
 
 @torch.inference_mode()
@@ -73,16 +69,24 @@ def warm_up_attention(
         The number of calls.
     """
     count = 0
-    for q, k, v, scale, *rest in recorder.calls.values():
+    for inputs in recorder.calls.values():
+        q, k = inputs.q, inputs.k_cache
         starts = torch.arange(max_seqs + 1, dtype=torch.int32, device=q.device)
         empty = torch.zeros((max_seqs, table_columns), dtype=torch.int32, device=q.device)
         queries = q.new_zeros((max_seqs, *q.shape[1:]))
         for list_cases in registry.specializations(
             "paged_attention", ops.backends["paged_attention"]
         ):
-            for batch, context in list_cases(q, k, max_seqs, max_len, rest[0]):
-                tables = (empty[:batch], starts[: batch + 1], torch.zeros_like(starts[:batch]))
-                ops.paged_attention(queries[:batch], k, v, *tables, 1, context, scale, *rest)
+            for batch, context in list_cases(q, k, max_seqs, max_len, inputs.window):
+                step = inputs._replace(
+                    q=queries[:batch],
+                    block_tables=empty[:batch],
+                    query_start=starts[: batch + 1],
+                    context_lens=torch.zeros_like(starts[:batch]),
+                    max_query=1,
+                    max_context=context,
+                )
+                ops.paged_attention(step)
                 count += 1
     return count
 
@@ -96,7 +100,9 @@ class GemmRecorder:
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor | None:
         """Call the op; ``rest``: its arguments after the weight."""
-        key = (x.dtype, weight.shape, weight.dtype, *(arg is None for arg in rest))
+        parts = [arg if isinstance(arg, RopeCacheInputs) else (arg,) for arg in rest]
+        absent = (part is None for part in itertools.chain(*parts))
+        key = (x.dtype, weight.shape, weight.dtype, *absent)
         self.calls.setdefault(key, (x, weight, *rest))
         return self._run(x, weight, *rest)
 
@@ -106,7 +112,7 @@ def record_gemms(ops: Ops) -> tuple[Ops, dict[str, GemmRecorder]]:
     recorders = {
         name: GemmRecorder(run) for name in GEMM_OPS if (run := getattr(ops, name)) is not None
     }
-    return replace(ops, **recorders), recorders  # type: ignore[arg-type]
+    return ops.replace(recorders), recorders
 
 
 def warm_up_gemms(ops: Ops, recorders: Mapping[str, GemmRecorder], max_tokens: int) -> int:
@@ -147,10 +153,18 @@ def _run_gemm(
     rows: int,
 ) -> None:
     """Run a GEMM op on ``rows`` zero rows; row arguments become ones, and slots −1 (no store)."""
+
+    def resized(arg: Any) -> Any:
+        if arg is None or arg.dim() == 0 or len(arg) != len(x):
+            return arg
+        return arg.new_full((rows, *arg.shape[1:]), 1 if arg.is_floating_point() else -1)
+
     args = list(rest)
-    for i in ROW_ARGUMENTS.get(name, ()):
-        arg = args[i] if i < len(args) else None
-        if arg is not None and arg.dim() > 0 and len(arg) == len(x):
-            args[i] = arg.new_full((rows, *arg.shape[1:]), 1 if arg.is_floating_point() else -1)
+    for i, arg in enumerate(args):
+        if isinstance(arg, RopeCacheInputs):
+            row_inputs: dict[str, Any] = {each: resized(getattr(arg, each)) for each in ROW_INPUTS}
+            args[i] = arg._replace(**row_inputs)
+        elif i in ROW_ARGUMENTS.get(name, ()):
+            args[i] = resized(arg)
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
         run(x.new_zeros((rows, x.shape[1])), weight, *args)

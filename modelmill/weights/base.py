@@ -22,6 +22,7 @@ from modelmill.core.registry import find_module, module_names
 from modelmill.ops.linear import AMX_COLUMNS
 from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.registry import Ops
+from modelmill.ops.rope_cache import RopeCacheInputs
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of activations and of unquantized weights."""
@@ -182,7 +183,7 @@ class WeightFormat(ABC):
         self,
         x: Any,  # noqa: ARG002
         bias: torch.Tensor | None,  # noqa: ARG002
-        rope_args: tuple[Any, ...],  # noqa: ARG002
+        inputs: RopeCacheInputs,  # noqa: ARG002
         ops: Ops,  # noqa: ARG002
     ) -> torch.Tensor | None:
         """Compute the product, RoPE and the store into the KV cache, or return None."""

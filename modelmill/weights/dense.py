@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from modelmill.ops.registry import Ops
+from modelmill.ops.rope_cache import RopeCacheInputs
 from modelmill.weights.base import FLOAT_DTYPES, TensorLayout, WeightFormat, slice_tensor
 
 
@@ -68,23 +69,21 @@ class DenseWeight(WeightFormat):
         return None if ops.linear_add is None else ops.linear_add(x, self.weight, residual, bias)
 
     def try_qkv_rope(
-        self, x: torch.Tensor, bias: torch.Tensor | None, rope_args: tuple[Any, ...], ops: Ops
+        self, x: torch.Tensor, bias: torch.Tensor | None, inputs: RopeCacheInputs, ops: Ops
     ) -> torch.Tensor | None:
         """Return queries [T, heads, D] after RoPE, with keys and values stored in the cache.
 
         Args:
             x: [T, K].
             bias: [N] or None.
-            rope_args: the arguments of ``rope_cache``.
+            inputs: as of ``rope_cache``.
             ops: the ops of the device.
 
         Returns:
             The queries, or None if no op computes this.
         """
         return (
-            None
-            if ops.qkv_rope_cache is None
-            else ops.qkv_rope_cache(x, self.weight, bias, *rope_args)
+            None if ops.qkv_rope_cache is None else ops.qkv_rope_cache(x, self.weight, bias, inputs)
         )
 
     def dense(self) -> torch.Tensor:

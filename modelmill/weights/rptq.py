@@ -23,6 +23,7 @@ from modelmill.ops.int4_linear import pack_codes, unpack_codes
 from modelmill.ops.quant_types import ActQuantSpec, QuantizedInput
 from modelmill.ops.registry import Ops
 from modelmill.ops.rms_norm_quant import quantize_rows
+from modelmill.ops.rptq_linear import RptqLinearInputs
 from modelmill.ops.rptq_quant import rptq_quant
 from modelmill.weights._rptq_columns import (
     permute_columns,
@@ -343,9 +344,12 @@ class RptqWeight(WeightFormat):
 
         input_scales: [T, G], dynamic scales; None for the static ones.
         """
-        input_scales = self.input_scales if input_scales is None else input_scales
+        steps = self.input_scales if input_scales is None else input_scales
+        assert steps is not None, "static or dynamic scales"
         grids = (self.weight, self.scale, self.offset, self.group_size)
-        return ops.rptq_linear(q, *grids, input_scales, self.zero_point_bias, bias, dtype)
+        return ops.rptq_linear(
+            RptqLinearInputs(q, *grids, steps, self.zero_point_bias, bias, dtype)
+        )
 
     def codes(self) -> torch.Tensor:
         """Return the codes [N, P] int8 or uint8."""

@@ -144,7 +144,8 @@ class W8A8Weight(WeightFormat):
         if isinstance(x, torch.Tensor):
             if self.float_input:
                 return self.matmul_float_input(x, bias, ops)
-            x = QuantizedInput(*ops.quantize(x, self.VALUE_DTYPE, self.inv_input_scale), x.dtype)
+            values, scale = ops.quantize(x, self.VALUE_DTYPE, self.inv_input_scale)
+            x = QuantizedInput(values, scale, x.dtype)
         return self.matmul_quantized(x, self.input_scale if x.scale is None else x.scale, bias, ops)
 
     def try_swiglu_quant(
@@ -157,9 +158,8 @@ class W8A8Weight(WeightFormat):
         """
         if self.float_input or not ops.fuses_silu_mul_quant:
             return None
-        x = QuantizedInput(
-            *ops.silu_mul_quant(gate_up, self.VALUE_DTYPE, self.inv_input_scale), gate_up.dtype
-        )
+        values, scale = ops.silu_mul_quant(gate_up, self.VALUE_DTYPE, self.inv_input_scale)
+        x = QuantizedInput(values, scale, gate_up.dtype)
         return self.matmul_quantized(x, self.input_scale if x.scale is None else x.scale, bias, ops)
 
     def matmul_quantized(

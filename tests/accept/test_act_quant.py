@@ -4,7 +4,6 @@ in wide ones.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -107,7 +106,7 @@ def test_a_kernel_that_errs_is_refused(wrong: str, tiny: dict[str, Path], tmp_pa
         return (total.float() * x_scale[:, None] * scale).to(more[0])
 
     def resolve(device: str, *more: Any) -> Any:
-        return replace(real(device, *more), w8a8_linear=run)
+        return real(device, *more).replace({"w8a8_linear": run})
 
     with mock.patch("modelmill.runtime.engine_core.select_backends", resolve):
         report, written = build_and_accept(

@@ -48,13 +48,13 @@ def test_every_op_of_the_shelf_is_timed(quick: None) -> None:
             measure_roofline("cpu", [torch.float32]), torch.float32, OpBenchSelection(rounds=2)
         )
     )
-    assert {each.op for each in found} == {*registry.OPS, *registry.FUSED_OPS}
+    assert {each.op for each in found} == set(registry.op_names())
     assert not [each for each in found if each.failed]
     for each in found:
         assert each.us is not None
         assert each.us.median > 0
         assert each.fraction is None or each.fraction > 0
-    for op in registry.OPS:
+    for op in (op for op, each in registry.declarations().items() if not each.fuses):
         assert [each.op for each in found if each.op == op and each.chosen] == [op]
 
 
@@ -62,8 +62,8 @@ def test_only_what_is_wanted_is_timed(quick: None) -> None:
     wanted = OpBenchSelection(ops=("rms_norm", "linear"), implementations=("torch",), rounds=1)
     found = list(bench_ops(measure_roofline("cpu", [torch.float32]), torch.float32, wanted))
     assert [(each.op, each.variant) for each in found] == [
-        ("rms_norm", "torch"),
         ("linear", "torch"),
+        ("rms_norm", "torch"),
     ]
     assert list(bench_ops(CEILINGS, torch.float32, OpBenchSelection(case="no such case"))) == []
 
@@ -210,7 +210,7 @@ def test_what_is_picked_is_the_first_that_serves(
 
 @pytest.mark.parametrize("device", EXTRA_CASES)
 def test_the_extra_shapes_belong_to_ops_of_the_shelf(device: str) -> None:
-    assert set(EXTRA_CASES[device]) <= {*registry.OPS, *registry.FUSED_OPS}
+    assert set(EXTRA_CASES[device]) <= set(registry.op_names())
 
 
 def test_extra_cases_are_right_for_their_ops() -> None:
@@ -219,5 +219,5 @@ def test_extra_cases_are_right_for_their_ops() -> None:
         for op, make in EXTRA_CASES["cpu"].items():
             for case in make("cpu", torch.float32):
                 if "49152" not in case.name and "4096" not in case.name:
-                    registry.reference(op)(**case.args)
+                    registry.by_name(op, registry.reference(op))(**case.args)
                 assert case.bytes_moved > 0

@@ -13,11 +13,13 @@ from modelmill.eval.op_cases import bench_cases
 from modelmill.eval.op_cost import OpCost, attended_keys, op_cost
 from modelmill.ops import registry
 from modelmill.ops.int8_linear import quantize
+from modelmill.ops.paged_attention import PagedAttentionInputs
 from tests.runtime.tiny import decoder
 
 
 def of(op: str, **args: Any) -> OpCost:
-    return op_cost(op, (), args, registry.reference(op)(**args))
+    called_with = registry.declarations()[op].arguments(args)
+    return op_cost(op, (), called_with, registry.reference(op)(**called_with))
 
 
 def test_a_product_reads_its_weight_once() -> None:
@@ -99,9 +101,9 @@ def test_a_cache_of_8_bits_counts_its_scales() -> None:
         "max_context": 1,
         "scale": 1.0,
     }
-    assert op_cost(
-        "paged_attention", (), {**args, **named}, torch.empty(1, 8)
-    ).unavoidable_bytes == 2 * (8 + 4)
+    called_with = {"inputs": PagedAttentionInputs(**{**args, **named})}
+    found = op_cost("paged_attention", (), called_with, torch.empty(1, 8))
+    assert found.unavoidable_bytes == 2 * (8 + 4)
 
 
 def test_a_projection_that_is_rotated_and_stored_counts_no_stop_between() -> None:
@@ -137,14 +139,14 @@ def test_the_whole_layers_count_as_their_parts() -> None:
 
     model, ops = (
         decoder(window=24),
-        registry.select_backends("cpu", dict.fromkeys(registry.OPS, "torch")),
+        registry.select_backends("cpu", dict.fromkeys(registry.op_names(), "torch")),
     )
     step = synthetic_step(model, ops, (3, 1, 40))
     with trace_ops(model, ops) as apart:
         model(_with(step, apart.ops))
     reference = registry.reference("decode")
     fused = fuse(model)
-    with trace_ops(fused, _with_decode(ops, reference)) as whole:
+    with trace_ops(fused, ops.replace({"decode": reference})) as whole:
         fused(_with(step, whole.ops))
     parts = sum((each.cost for each in apart.calls), OpCost())
     (one,) = [each.cost for each in whole.calls if each.op == "decode"]
@@ -159,13 +161,7 @@ def _with(step: Any, ops: Any) -> Any:
     return replace(step, ops=ops)
 
 
-def _with_decode(ops: Any, decode: Any) -> Any:
-    from dataclasses import replace
-
-    return replace(ops, decode=decode)
-
-
-@pytest.mark.parametrize("op", [*registry.OPS, *registry.FUSED_OPS])
+@pytest.mark.parametrize("op", registry.op_names())
 def test_every_op_of_the_shelf_can_be_counted(op: str) -> None:
     case = next(iter(bench_cases(op, "cpu", torch.float32)))
     assert of(op, **case.args).nbytes > 0

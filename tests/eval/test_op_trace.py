@@ -14,7 +14,8 @@ from tests.runtime.tiny import decoder
 
 
 def test_every_call_is_seen_with_its_module() -> None:
-    model, ops = decoder(), registry.select_backends("cpu", dict.fromkeys(registry.OPS, "torch"))
+    model = decoder()
+    ops = registry.select_backends("cpu", dict.fromkeys(registry.op_names(), "torch"))
     step = synthetic_step(model, ops, (2, 1, 20))
     expected = model(step)
     labels: list[str] = []

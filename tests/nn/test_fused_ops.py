@@ -38,8 +38,8 @@ def step_and_calls(
 
         return call
 
-    ops = replace(
-        registry.select_backends("cpu", {"decode": "torch"}), **{op: joined(op) for op in ops_used}
+    ops = registry.select_backends("cpu", {"decode": "torch"}).replace(
+        {op: joined(op) for op in ops_used}
     )
     return synthetic_step(model, ops, (2, 11, 11)), calls
 

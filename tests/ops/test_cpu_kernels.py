@@ -27,6 +27,9 @@ from modelmill.ops.case import Case, randn
 from modelmill.ops.cpu import build, groupwise, prebuilt
 from modelmill.ops.int4_linear import random_weight
 from modelmill.ops.int8_linear import quantize
+from modelmill.ops.paged_attention import PagedAttentionInputs
+from modelmill.ops.rope_cache import RopeCacheInputs
+from modelmill.ops.rptq_linear import RptqLinearInputs
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What is added to the flags, and the floats in a vector that must come of it. Less optimised, to
@@ -38,7 +41,9 @@ INSTRUCTION_SETS = {
 }
 QUICK = ("-O0", "-std=c++17", "-fPIC", "-Wall", "-Wextra", "-Werror")
 KERNELS: dict[str, ModuleType] = {
-    op: found["cpu"] for op in registry.OPS if "cpu" in (found := registry.implementations(op))
+    op: found["cpu"]
+    for op, declared in registry.declarations().items()
+    if not declared.fuses and "cpu" in (found := registry.implementations(op))
 }
 
 pytestmark = pytest.mark.skipif(
@@ -127,7 +132,8 @@ def _check(op: str, args: dict[str, Any], dtype: torch.dtype, writes: tuple[str,
         for n, v in args.items()
     }
     wide.update({n: wide[n] for n in writes})
-    expected, got = registry.reference(op)(**wide), KERNELS[op].run(**args)
+    expected = registry.by_name(op, registry.reference(op))(**wide)
+    got = registry.by_name(op, KERNELS[op].run)(**args)
     pairs = list(zip(got, expected)) if isinstance(got, tuple) else [(got, expected)]
     pairs += [(args[n], wide[n]) for n in writes]
     for mine, truth in pairs:
@@ -313,21 +319,23 @@ def test_attention_of_few_rows(group: int, dim: int, isa: str) -> None:
 
 def test_keys_beyond_the_context_are_not_read(isa: str) -> None:
     args = _attention([(1, 37), (5, 21)], torch.float32, torch.float32)
-    expected = KERNELS["paged_attention"].run(**args)
+    expected = KERNELS["paged_attention"].run(PagedAttentionInputs(**args))
     for name in ("k_cache", "v_cache"):
         poisoned = args[name]
         for b, context in enumerate((37, 21)):
             poisoned[args["block_tables"][b, context // 16], :, context % 16 :] = float("nan")
-    assert torch.equal(KERNELS["paged_attention"].run(**args), expected)
+    assert torch.equal(KERNELS["paged_attention"].run(PagedAttentionInputs(**args)), expected)
 
 
 def test_a_sequence_attends_with_the_same_bits_alone_and_in_a_batch(isa: str) -> None:
     args = _attention([(1, 700), (1, 3), (1, 700)], torch.float32, torch.float32)
-    together = KERNELS["paged_attention"].run(**args)
+    together = KERNELS["paged_attention"].run(PagedAttentionInputs(**args))
     for b in range(3):
         own = {"q": args["q"][b : b + 1], "query_start": torch.tensor([0, 1], dtype=torch.int32)}
         own |= {n: args[n][b : b + 1] for n in ("block_tables", "context_lens")}
-        assert torch.equal(KERNELS["paged_attention"].run(**(args | own))[0], together[b])
+        assert torch.equal(
+            KERNELS["paged_attention"].run(PagedAttentionInputs(**(args | own)))[0], together[b]
+        )
 
 
 @pytest.mark.parametrize("cache", DTYPES, ids=str)
@@ -340,7 +348,7 @@ def test_the_cache_may_have_its_own_dtype(cache: torch.dtype, isa: str) -> None:
     stored = [torch.full((9, 1, 16, 8), float("nan"), dtype=cache) for _ in range(2)]
     slots = torch.arange(128)
     slots[3] = -1
-    q = KERNELS["rope_cache"].run(qkv, stored[0], stored[1], slots, 2)
+    q = KERNELS["rope_cache"].run(qkv, RopeCacheInputs(*stored, slots, 2))
     assert torch.equal(q.nan_to_num(), qkv[:, :16].view(128, 2, 8).nan_to_num())
     for tensor, part in zip(stored, (qkv[:, 16:24], qkv[:, 24:])):
         rows = tensor[:, 0].reshape(-1, 8)
@@ -361,7 +369,7 @@ def _rough() -> torch.Tensor:
 def test_float16_values_all_survive(isa: str) -> None:
     every = torch.arange(1 << 16).to(torch.uint16).view(torch.float16).view(-1, 4 * 8)
     stored = [torch.zeros(len(every) // 16, 1, 16, 8) for _ in range(2)]
-    KERNELS["rope_cache"].run(every, stored[0], stored[1], torch.arange(len(every)), 2)
+    KERNELS["rope_cache"].run(every, RopeCacheInputs(*stored, torch.arange(len(every)), 2))
     for tensor, part in zip(stored, (every[:, 16:24], every[:, 24:])):
         assert torch.equal(tensor.view(-1, 8).nan_to_num(7.0), part.float().nan_to_num(7.0))
 
@@ -401,15 +409,17 @@ def test_a_clusters_own_step_tells_what_is_no_number(place: int, value: float, i
     assert bool((q[0, :32] == 0).all()), "a cast of NaN is not defined"
     assert bool(((q.int() - wanted.int()).abs() <= 1)[:, 32:].all())
     product = KERNELS["rptq_linear"].run(
-        q,
-        torch.ones(4, 64, dtype=torch.int8),
-        torch.ones(4, 2),
-        None,
-        32,
-        step,
-        None,
-        None,
-        torch.float32,
+        RptqLinearInputs(
+            q,
+            torch.ones(4, 64, dtype=torch.int8),
+            torch.ones(4, 2),
+            None,
+            32,
+            step,
+            None,
+            None,
+            torch.float32,
+        )
     )
     assert product[0].isnan().all()
     assert product[1].isfinite().all()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from modelmill.ops import registry
 from modelmill.ops.cuda import paged_attention as variant
-from modelmill.ops.paged_attention import paged_attention
+from modelmill.ops.paged_attention import PagedAttentionInputs, paged_attention
 
 LIMIT = {torch.bfloat16: 6e-3, torch.float16: 1e-3}  # of the whole, in the norm
 
@@ -72,7 +72,7 @@ def _arguments(
 def _poisoned(run: Any, args: dict[str, Any]) -> torch.Tensor:
     torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
     try:
-        return run(**args)
+        return run(PagedAttentionInputs(**args))
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -81,16 +81,16 @@ def _check(args: dict[str, Any], run: Any = variant.run) -> None:
     reason = variant.available("cuda")
     if reason is not None:
         pytest.skip(reason)
-    assert variant.supports(**args)
+    assert variant.supports(PagedAttentionInputs(**args))
     got = _poisoned(run, args).double()
     wide = {
         k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
         for k, v in args.items()
     }
-    truth = paged_attention(**wide)
+    truth = paged_attention(PagedAttentionInputs(**wide))
     assert not got.isnan().any()
     assert float((got - truth).norm() / truth.norm()) < LIMIT[args["q"].dtype]
-    assert all(torch.equal(run(**args).double(), got) for _ in range(3)), (
+    assert all(torch.equal(run(PagedAttentionInputs(**args)).double(), got) for _ in range(3)), (
         "the bits change from call to call"
     )
 
@@ -160,7 +160,7 @@ def test_single_queries_of_a_mixed_step_may_come_from_elsewhere() -> None:
 @pytest.mark.gpu
 def test_what_it_does_not_serve_is_refused() -> None:
     args = _arguments([(20, 20), (140, 150)])
-    assert variant.supports(**args)
+    assert variant.supports(PagedAttentionInputs(**args))
     eight = args["k_cache"].nan_to_num().to(torch.float8_e4m3fn)
     for change in (
         {"k_cache": eight, "v_cache": eight},
@@ -169,7 +169,7 @@ def test_what_it_does_not_serve_is_refused() -> None:
         {"k_cache": args["k_cache"].transpose(1, 2), "v_cache": args["v_cache"].transpose(1, 2)},
         {"block_tables": args["block_tables"].long()},
     ):
-        assert not variant.supports(**(args | change)), list(change)
+        assert not variant.supports(PagedAttentionInputs(**(args | change))), list(change)
 
 
 @pytest.mark.gpu

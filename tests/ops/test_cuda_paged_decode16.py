@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from modelmill.ops import registry
 from modelmill.ops.cuda import paged_attention, paged_decode16
+from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.paged_attention import paged_attention as reference
 from tests.ops.nvcc import compiles_without_spills, requires_nvcc
 
@@ -96,18 +97,18 @@ def _truth(args: dict[str, Any]) -> torch.Tensor:
     }
     wide["k_cache"], wide["v_cache"] = wide["k_cache"].nan_to_num(), wide["v_cache"].nan_to_num()
     wide["block_tables"] = wide["block_tables"].clamp(0, args["k_cache"].shape[0] - 1)
-    return reference(**wide)
+    return reference(PagedAttentionInputs(**wide))
 
 
 def _check(args: dict[str, Any], *, served: bool = True) -> None:
     reason = paged_attention.available("cuda")
     if reason is not None:
         pytest.skip(reason)
-    assert paged_attention.supports(**args) == served
+    assert paged_attention.supports(PagedAttentionInputs(**args)) == served
     run = registry.select_backends("cuda").paged_attention
     torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
     try:
-        got = run(**args).double()
+        got = run(PagedAttentionInputs(**args)).double()
     finally:
         torch.use_deterministic_algorithms(False)
     assert not got.isnan().any()
@@ -115,9 +116,9 @@ def _check(args: dict[str, Any], *, served: bool = True) -> None:
     rows = args["query_start"][:-1][singles].long()
     got, truth = got[rows], _truth(args)[rows]
     assert float((got - truth).norm() / truth.norm()) < LIMIT[args["q"].dtype]
-    assert all(torch.equal(run(**args).double()[rows], got) for _ in range(3)), (
-        "the bits change from call to call"
-    )
+    assert all(
+        torch.equal(run(PagedAttentionInputs(**args)).double()[rows], got) for _ in range(3)
+    ), "the bits change from call to call"
 
 
 @given(
@@ -216,7 +217,11 @@ def test_what_is_no_number_stays_none(place: str, value: str) -> None:
         args["q"][1, 2, 5] = float(value)
     else:
         args["k_cache"][args["block_tables"][1, 3].item(), 1, 4, 7] = float(value)
-    got = registry.select_backends("cuda").paged_attention(**args).view(2, 8, 128)
+    got = (
+        registry.select_backends("cuda")
+        .paged_attention(PagedAttentionInputs(**args))
+        .view(2, 8, 128)
+    )
     assert got[1, 2].isnan().all()
     assert got[1, 3].isnan().all() == (place == "k_cache")
     assert not got[0].isnan().any()
@@ -227,10 +232,10 @@ def test_what_is_no_number_stays_none(place: str, value: str) -> None:
 def test_a_graph_serves_shorter_contexts() -> None:
     args = _arguments([(1, 1000), (1, 300)], (8, 2))
     run = registry.select_backends("cuda").paged_attention
-    run(**args)
+    run(PagedAttentionInputs(**args))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = run(**args)
+        got = run(PagedAttentionInputs(**args))
     for lengths in ((1000, 300), (1, 0), (17, 299), (0, 64)):
         args["context_lens"].copy_(torch.tensor(lengths))
         graph.replay()
@@ -242,7 +247,7 @@ def test_a_graph_serves_shorter_contexts() -> None:
 @pytest.mark.gpu
 def test_what_it_does_not_serve_is_refused() -> None:
     args = _arguments([(1, 20), (1, 150)])
-    assert paged_attention.supports(**args)
+    assert paged_attention.supports(PagedAttentionInputs(**args))
     flat = args["q"].new_empty(2 * 4 * 128 + 1)[1:].view(2, 4, 128)
     for change in (
         {"q": args["q"].float()},
@@ -252,10 +257,10 @@ def test_what_it_does_not_serve_is_refused() -> None:
         {"k_cache": args["k_cache"].transpose(1, 2), "v_cache": args["v_cache"].transpose(1, 2)},
         {"block_tables": args["block_tables"].long()},
     ):
-        assert not paged_attention.supports(**(args | change)), list(change)
+        assert not paged_attention.supports(PagedAttentionInputs(**(args | change))), list(change)
 
 
 def test_a_cpu_is_not_served() -> None:
     args = _arguments([(1, 20), (1, 150)], device="cpu")
-    assert not paged_attention.supports(**args)
+    assert not paged_attention.supports(PagedAttentionInputs(**args))
     assert "GPU" in str(paged_decode16.available("cpu"))

@@ -12,6 +12,7 @@ import torch
 
 from modelmill.ops import registry
 from modelmill.ops.cuda import paged_attention, paged_decode8
+from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.paged_attention import paged_attention as reference
 from tests.ops.nvcc import compiles_without_spills, requires_nvcc
 
@@ -82,23 +83,24 @@ def _check(args: dict[str, Any]) -> None:
     reason = paged_attention.available("cuda")
     if reason is not None:
         pytest.skip(reason)
-    assert paged_attention.supports(**args)
+    assert paged_attention.supports(PagedAttentionInputs(**args))
     run = registry.select_backends("cuda").paged_attention
     torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
     try:
-        got = run(**args).double()
+        got = run(PagedAttentionInputs(**args)).double()
     finally:
         torch.use_deterministic_algorithms(False)
     floats = ("q", "k_scale", "v_scale")
-    truth = reference(**{k: v.double() if k in floats else v for k, v in args.items()})
+    wide = {k: v.double() if k in floats else v for k, v in args.items()}
+    truth = reference(PagedAttentionInputs(**wide))
     assert not got.isnan().any()
     singles = args["query_start"].diff() == 1
     rows = args["query_start"][:-1][singles].long()
     got, truth = (got[rows], truth[rows]) if args["max_query"] > 1 else (got, truth)
     assert float((got - truth).norm() / truth.norm()) < LIMIT[args["q"].dtype]
-    assert all(torch.equal(run(**args).double()[rows], got) for _ in range(3)), (
-        "the bits change from call to call"
-    )
+    assert all(
+        torch.equal(run(PagedAttentionInputs(**args)).double()[rows], got) for _ in range(3)
+    ), "the bits change from call to call"
 
 
 EDGES = [(1, n) for n in (1, 2, 31, 32, 33, 127, 128, 129, 500, 1025)]
@@ -137,7 +139,11 @@ def test_padding_and_prompts_beside_it() -> None:
 def test_what_is_no_number_stays_none() -> None:
     args = _arguments([(1, 100), (1, 200)])
     args["q"][1, 2, 5] = float("inf")
-    got = registry.select_backends("cuda").paged_attention(**args).view(2, 4, 128)
+    got = (
+        registry.select_backends("cuda")
+        .paged_attention(PagedAttentionInputs(**args))
+        .view(2, 4, 128)
+    )
     assert got[1, 2].isnan().all()
     assert not got[0].isnan().any()
     assert not got[1, 3].isnan().any()

@@ -24,7 +24,7 @@ SEEDS = (0, 1)  # the interpreter runs only the first
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" in metafunc.fixturenames:
         params = []
-        for op in (*registry.OPS, *(op for op in registry.FUSED_OPS if op != "decode")):
+        for op in (op for op in registry.op_names() if op != "decode"):
             for name in registry.implementations(op):
                 for device in ("cpu", "cuda"):
                     marks = [pytest.mark.gpu] if device == "cuda" else []
@@ -44,20 +44,20 @@ def test_implementation_matches_the_reference(
     if reason is not None:
         pytest.skip(reason)
     tolerance = import_module(f"modelmill.ops.{op}").TOLERANCE[dtype]
-    checked = 0
+    checked, run = 0, registry.by_name(op, module.run)
     for case in _all_cases(op, device, dtype):
         if not quick(case, backend, device):
             continue
         supports = getattr(module, "supports", None)
-        if supports is not None and not supports(**case.args):
+        if supports is not None and not registry.by_name(op, supports)(**case.args):
             continue
         for seed in SEEDS[:1] if interpreted(backend, device) else SEEDS:
             args = _fresh(case, seed)
             expected = _oracle(op, args)
-            actual = _poisoned(module.run, args)
+            actual = _poisoned(run, args)
             _compare(f"{case.name} seed {seed}", actual, expected, tolerance, case)
         if device == "cuda":
-            actual, args = _replayed(module.run, case)
+            actual, args = _replayed(run, case)
             _compare(f"{case.name} replayed", actual, _oracle(op, args), tolerance, case)
         checked += 1
     if not checked:
@@ -125,7 +125,7 @@ def _oracle(op: str, args: dict[str, Any]) -> Any:
             # scale is float32 by contract; the reference accepts float64
             value = value.double() if value.is_floating_point() else value.clone()
         args64[name] = value
-    result = registry.reference(op)(**args64)
+    result = registry.by_name(op, registry.reference(op))(**args64)
     return result, [args64[n] for n in ("k_cache", "v_cache")] if op in (
         "rope_cache",
         "qkv_rope_cache",

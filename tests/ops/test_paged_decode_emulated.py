@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from modelmill.ops.cuda import paged_decode8, paged_decode16
+from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.paged_attention import paged_attention as reference
 from tests.ops import test_cuda_paged_decode8 as of_8
 from tests.ops import test_cuda_paged_decode16 as of_16
@@ -39,9 +40,9 @@ def error(emulator: Emulator, args: dict[str, Any], splits: int) -> float:
     pairs = len(args["context_lens"]) * args["k_cache"].shape[1]
     assert emulator.launched[-1][1] == pairs * splits
     if scales:
-        truth = reference(
-            **{k: v.double() if k in ("q", "k_scale", "v_scale") else v for k, v in args.items()}
-        )
+        floats = ("q", "k_scale", "v_scale")
+        wide = {k: v.double() if k in floats else v for k, v in args.items()}
+        truth = reference(PagedAttentionInputs(**wide))
     else:
         truth = of_16._truth(args)
     single = args["query_start"].diff() == 1

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from modelmill.ops import registry
 from modelmill.ops.cuda import qkv_rope_cache
-from modelmill.ops.rope_cache import rope_cache
+from modelmill.ops.rope_cache import RopeCacheInputs, rope_cache
 from tests.ops.emulation.emulator import Emulator, memory_ranges, requires_emulation
 
 slow = pytest.mark.slow
@@ -72,13 +73,13 @@ def error(emulator: Emulator, case: Case) -> float:
         *memory_ranges(*row),
         (int.from_bytes(told[2][8:16], "little"), size),
     ]
-    q = qkv_rope_cache.run(**args)
+    q = registry.by_name("qkv_rope_cache", qkv_rope_cache.run)(**args)
     projected = args["x"].double() @ args["weight"].double().T
     if args["bias"] is not None:
         projected = projected + args["bias"].double()
     caches = {name: torch.full_like(args[name], 7.0) for name in ("k_cache", "v_cache")}
     rest = {name: args[name] for name in ("slots", "heads", "cos", "sin", "q_scale")}
-    right = rope_cache(projected.to(case.dtype), **caches, **rest)
+    right = rope_cache(projected.to(case.dtype), RopeCacheInputs(**caches, **rest))
     pairs = ((q, right), *((args[name], caches[name]) for name in caches))
     return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
 

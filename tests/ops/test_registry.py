@@ -11,11 +11,13 @@ import pytest
 from modelmill.core.errors import UsageError
 from modelmill.ops import registry
 
+FUSED = {op: each.fuses for op, each in registry.declarations().items() if each.fuses}
+
 
 def test_every_op_is_chosen_and_callable() -> None:
     ops = registry.select_backends("cpu")
-    assert set(ops.backends) == {*registry.OPS, *registry.FUSED_OPS}
-    assert all(callable(getattr(ops, op)) for op in registry.OPS)
+    assert set(ops.backends) == set(registry.op_names())
+    assert all(callable(getattr(ops, op)) for op in ops.backends if op not in FUSED)
 
 
 def test_a_switched_kernel_is_the_reference() -> None:
@@ -24,14 +26,14 @@ def test_a_switched_kernel_is_the_reference() -> None:
     assert ops.backends["rms_norm"] == "torch"
 
 
-@pytest.mark.parametrize("op", registry.FUSED_OPS)
+@pytest.mark.parametrize("op", FUSED)
 def test_a_fused_op_is_off_where_one_of_its_ops_was_switched(op: str) -> None:
-    ops = registry.select_backends("cpu", {registry.FUSED_OPS[op][0]: "torch"})
+    ops = registry.select_backends("cpu", {FUSED[op][0]: "torch"})
     assert getattr(ops, op) is None
     assert ops.backends[op] == "torch"
 
 
-@pytest.mark.parametrize("op", registry.FUSED_OPS)
+@pytest.mark.parametrize("op", FUSED)
 def test_a_fused_op_can_be_switched_off(op: str) -> None:
     ops = registry.select_backends("cpu", {op: "torch"})
     assert getattr(ops, op) is None

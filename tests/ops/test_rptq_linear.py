@@ -97,10 +97,11 @@ def _check(module: ModuleType, name: str, weight: RptqWeight, rows: int, device:
     on_device = weight.to(device)
     used = on_device.input_scales if step is None else step.to(device)
     grids = (on_device.weight, on_device.scale, on_device.offset, on_device.group_size)
-    args = (q.to(device), *grids, used, on_device.zero_point_bias, bias.to(device), torch.float32)
-    if name != "torch" and not getattr(module, "supports", lambda *_: True)(*args):
+    addends = (on_device.zero_point_bias, bias.to(device))
+    inputs = rptq_linear.RptqLinearInputs(q.to(device), *grids, used, *addends, torch.float32)
+    if name != "torch" and not getattr(module, "supports", lambda _: True)(inputs):
         return False
-    got = (module.run if name != "torch" else module.rptq_linear)(*args).cpu().double()
+    got = (module.run if name != "torch" else module.rptq_linear)(inputs).cpu().double()
     error = (got - bias.double() - expected).abs()
     # float32: a sum of as many parts as there are groups, each rounded a few times
     bound = 2.0**-23 * (8 * size + expected.abs() + bias.abs() + 1e-6)

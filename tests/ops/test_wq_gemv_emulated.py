@@ -13,7 +13,7 @@ from benchmarks.weight_formats import calibrated_rptq_weight
 from modelmill.ops import int8_group_linear
 from modelmill.ops.cuda import wq_gemv
 from modelmill.ops.int4_linear import dequantize_weight, random_weight
-from modelmill.ops.rptq_linear import rptq_linear
+from modelmill.ops.rptq_linear import RptqLinearInputs, rptq_linear
 from modelmill.weights import rptq
 from tests.ops.emulation.emulator import Emulator, memory_ranges, requires_emulation
 
@@ -148,7 +148,7 @@ def test_clustered_integers(emulator: Emulator, bits: int, k: int) -> None:
         (held.weight, held.scale, held.offset, held.group_size),
         (held.input_scales, held.zero_point_bias, None),
     )
-    right = rptq_linear(x, *grids, *more, F32).double()
+    right = rptq_linear(RptqLinearInputs(x, *grids, *more, F32)).double()
     assert (run(emulator, x, grids, more).double() - right).norm() < 1e-6 * right.norm()
 
 

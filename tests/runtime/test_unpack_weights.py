@@ -25,7 +25,7 @@ from modelmill.weights.mixed_rows import MixedRowsWeight
 from tests.runtime import tiny
 
 TORCH = registry.select_backends(
-    "cpu", {op: "torch" for op in registry.OPS if "cpu" in registry.implementations(op)}
+    "cpu", {op: "torch" for op in registry.op_names() if "cpu" in registry.implementations(op)}
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +9,8 @@ import torch
 
 from modelmill.core.errors import MissingDependency
 from modelmill.ops import registry
+from modelmill.ops.paged_attention import PagedAttentionInputs
+from modelmill.ops.rope_cache import RopeCacheInputs
 from modelmill.runtime import warmup
 from tests.runtime import tiny
 
@@ -30,23 +31,21 @@ def test_every_form_is_called_with_empty_sequences(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(registry, "specializations", lambda op, chosen: [forms])
     met: list[tuple[int, int, int]] = []
 
-    def attend(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, *rest: Any
-    ) -> torch.Tensor:
-        starts, lengths, queries, context = rest[:4]
+    def attend(inputs: PagedAttentionInputs) -> torch.Tensor:
+        q, _, _, tables, starts, lengths, queries, context = inputs[:8]
         met.append((len(tables), context, queries))
         assert len(q) == len(tables) == len(lengths) == len(starts) - 1
         assert not lengths.any()
         assert starts.tolist() == list(range(len(q) + 1))
-        return plain(q, k, v, tables, *rest)
+        return plain(inputs)
 
     plain = runner.ops.paged_attention
     recorder = warmup.AttentionRecorder(plain)
-    runner.ops = replace(runner.ops, paged_attention=recorder, decode=None)
+    runner.ops = runner.ops.replace({"paged_attention": recorder, "decode": None})
     runner.forward_all_ranks(runner.packer.dummy_batch(9, 3))
     before = [page.clone() for page in runner.kv.tensors]
     assert warmup.warm_up_attention(
-        replace(runner.ops, paged_attention=attend), recorder, 16, 128, 16
+        runner.ops.replace({"paged_attention": attend}), recorder, 16, 128, 16
     ) == len(FORMS)
     assert met == [(seqs, context, 1) for seqs, context in FORMS]
     assert requested == [((4, 8), (2, 8, 8), 16, 128, None)]
@@ -57,23 +56,23 @@ def test_each_kind_of_layer_once() -> None:
     """Two layers with different windows are two kinds."""
     engine_core = tiny.make_engine(tiny.decoder(window=16))
     recorder = warmup.AttentionRecorder(engine_core.model_runner.ops.paged_attention)
-    engine_core.model_runner.ops = replace(
-        engine_core.model_runner.ops, paged_attention=recorder, decode=None
+    engine_core.model_runner.ops = engine_core.model_runner.ops.replace(
+        {"paged_attention": recorder, "decode": None}
     )
     engine_core.model_runner.forward_all_ranks(engine_core.model_runner.packer.dummy_batch(9, 3))
-    assert [call[4] for call in recorder.calls.values()] == [16]
+    assert [call.window for call in recorder.calls.values()] == [16]
 
 
 def test_without_forms_nothing_is_called() -> None:
     engine_core = tiny.make_engine()
     recorder = warmup.AttentionRecorder(engine_core.model_runner.ops.paged_attention)
-    engine_core.model_runner.ops = replace(
-        engine_core.model_runner.ops, paged_attention=recorder, decode=None
+    engine_core.model_runner.ops = engine_core.model_runner.ops.replace(
+        {"paged_attention": recorder, "decode": None}
     )
     engine_core.model_runner.forward_all_ranks(engine_core.model_runner.packer.dummy_batch(9, 3))
     assert (
         warmup.warm_up_attention(
-            replace(engine_core.model_runner.ops, backends={"paged_attention": "torch"}),
+            engine_core.model_runner.ops.replace({}, backends={"paged_attention": "torch"}),
             recorder,
             16,
             128,
@@ -100,12 +99,13 @@ def test_products_are_called_once_a_form_and_kind_of_weight(
     monkeypatch.setattr(
         registry, "specializations", lambda op, chosen: [forms] if op == "w8a8_linear" else []
     )
-    plain = replace(
-        tiny.make_engine().model_runner.ops,
-        w8a8_linear=multiply,
-        linear_swiglu=None,
-        w8a8_linear_swiglu=None,
-        qkv_rope_cache=None,
+    plain = tiny.make_engine().model_runner.ops.replace(
+        {
+            "w8a8_linear": multiply,
+            "linear_swiglu": None,
+            "w8a8_linear_swiglu": None,
+            "qkv_rope_cache": None,
+        }
     )
     watched, recorders = warmup.record_gemms(plain)
     assert set(recorders) == {"w8a8_linear", "fp8_linear"}
@@ -129,17 +129,15 @@ def test_a_projection_met_beforehand_stores_nothing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         registry, "specializations", lambda op, chosen: forms if op == "qkv_rope_cache" else []
     )
-    plain = replace(
-        tiny.make_engine().model_runner.ops, qkv_rope_cache=registry.reference("qkv_rope_cache")
+    plain = tiny.make_engine().model_runner.ops.replace(
+        {"qkv_rope_cache": registry.reference("qkv_rope_cache")}
     )
     watched, recorders = warmup.record_gemms(plain)
     pages = [torch.full((2, 1, 4, 8), 7.0) for _ in range(2)]
     x, weight, bias = torch.ones(3, 16), torch.ones(32, 16), torch.ones(32)
     angles, factors = torch.zeros(3, 4), torch.ones(3)
-    norms = (None, None, 1e-6)
-    watched.qkv_rope_cache(
-        x, weight, bias, *pages, torch.arange(3), 2, angles, angles, factors, *norms, None, None
-    )  # type: ignore[misc]
+    inputs = RopeCacheInputs(*pages, torch.arange(3), 2, angles, angles, factors)
+    watched.qkv_rope_cache(x, weight, bias, inputs)
     stored = [page.clone() for page in pages]
     assert not stored[1].eq(7.0).all()
     assert warmup.warm_up_gemms(plain, {"qkv_rope_cache": recorders["qkv_rope_cache"]}, 5) == 1
@@ -157,7 +155,7 @@ def test_a_product_that_cannot_be_compiled_is_told(
     monkeypatch.setattr(
         registry, "specializations", lambda op, chosen: [lambda x, weight, most: [most, 3]]
     )
-    plain = replace(tiny.make_engine().model_runner.ops, fp8_linear=fails)
+    plain = tiny.make_engine().model_runner.ops.replace({"fp8_linear": fails})
     watched, recorders = warmup.record_gemms(plain)
     watched.fp8_linear(torch.ones(2, 4), torch.ones(3, 4))
     assert warmup.warm_up_gemms(plain, {"fp8_linear": recorders["fp8_linear"]}, 64) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from modelmill.ops.registry import FUSED_OPS, OPS
+from modelmill.ops.registry import op_names
 from tools.performance.numbers import number
 from tools.performance.rows import Row, newest
 
@@ -36,7 +36,7 @@ def ops_table(rows: Sequence[Row]) -> list[str]:
     """
     measured = [row for row in rows if row.get("bench") == "op" and "value" in row]
     lines = ["| " + " | ".join(HEADS) + " |", "|---" * len(HEADS) + "|"]
-    for op in (*OPS, *FUSED_OPS):
+    for op in op_names():
         if op in HOST_OPS:
             continue
         op_rows = _in_one_dtype([row for row in measured if row["op"] == op])

@@ -14,27 +14,16 @@ from typing import Any
 import torch
 
 from modelmill.ops.cpu import build
-from modelmill.ops.paged_attention import paged_attention
+from modelmill.ops.paged_attention import PagedAttentionInputs, paged_attention
 
 available = build.available
 _DTYPES = build.DTYPES
 
 
-def run(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    query_start: torch.Tensor,
-    context_lens: torch.Tensor,
-    max_query: int,
-    max_context: int,
-    scale: float,
-    window: int | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
+def run(inputs: PagedAttentionInputs) -> torch.Tensor:
     """As the reference, which also serves fp8 pages, strided caches and other index dtypes."""
+    q, k_cache, v_cache, block_tables, query_start, context_lens = inputs[:6]
+    max_query, _, scale, window, k_scale, v_scale = inputs[6:]
     dtype = q.dtype
     if (
         dtype not in _DTYPES
@@ -43,8 +32,7 @@ def run(
         or not (k_cache.is_contiguous() and v_cache.is_contiguous())
         or not (_packed(block_tables) and _packed(query_start) and _packed(context_lens))
     ):
-        around = (block_tables, query_start, context_lens, max_query, max_context, scale, window)
-        return paged_attention(q, k_cache, v_cache, *around, k_scale, v_scale)
+        return paged_attention(inputs)
     _, kv_heads, page_size, dim = k_cache.shape
     q = q.contiguous()
     tokens, heads, _ = q.shape

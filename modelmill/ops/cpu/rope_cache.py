@@ -9,28 +9,15 @@ from typing import Any
 import torch
 
 from modelmill.ops.cpu import build
-from modelmill.ops.rope_cache import rope_cache
+from modelmill.ops.rope_cache import RopeCacheInputs, rope_cache
 
 available = build.available
 _DTYPES = build.DTYPES
 
 
-def run(
-    qkv: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,
-    heads: int,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
-    q_scale: torch.Tensor | None = None,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
+def run(qkv: torch.Tensor, inputs: RopeCacheInputs) -> torch.Tensor:
     """As the reference, which also serves strided caches, other dtypes and a single norm."""
+    k_cache, v_cache, slots, heads, cos, sin, q_scale, q_norm, k_norm, eps = inputs[:10]
     dtype = qkv.dtype
     if (
         dtype not in _DTYPES
@@ -46,21 +33,7 @@ def run(
         or (cos is None) is not (sin is None)
         or (q_norm is None) is not (k_norm is None)
     ):
-        return rope_cache(
-            qkv,
-            k_cache,
-            v_cache,
-            slots,
-            heads,
-            cos,
-            sin,
-            q_scale,
-            q_norm,
-            k_norm,
-            eps,
-            k_scale,
-            v_scale,
-        )
+        return rope_cache(qkv, inputs)
     _, kv_heads, page_size, dim = k_cache.shape
     qkv, slots = qkv.contiguous(), slots.contiguous()
     tokens = qkv.shape[0]

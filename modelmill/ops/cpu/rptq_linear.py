@@ -9,25 +9,16 @@ from typing import Any
 import torch
 
 from modelmill.ops.cpu import build
-from modelmill.ops.rptq_linear import rptq_linear
+from modelmill.ops.rptq_linear import RptqLinearInputs, rptq_linear
 
 available = build.available
 _DTYPES = build.DTYPES
 _MAX_GROUP = 1 << 16  # columns whose sum of 255 · 128 stays below 2³¹
 
 
-def run(
-    q: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    group: int,
-    step: torch.Tensor,
-    constant: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def run(inputs: RptqLinearInputs) -> torch.Tensor:
     """As the reference."""
+    q, weight, scale, offset, group, step, constant, bias, dtype = inputs
     grids = [t for t in (scale, offset) if t is not None]
     packed = weight.dtype is torch.uint8
     operands = (q, weight, step, *grids, *(t for t in (constant, bias) if t is not None))
@@ -46,7 +37,7 @@ def run(
         and (constant is None or constant.dtype is torch.float32)
     )
     if not fits or dtype not in _DTYPES or (bias is not None and bias.dtype is not dtype):
-        return rptq_linear(q, weight, scale, offset, group, step, constant, bias, dtype)
+        return rptq_linear(inputs)
     rows, columns = q.shape
     n = weight.shape[0]
     out = torch.empty(rows, n, dtype=dtype)

@@ -18,6 +18,7 @@ import torch
 
 from modelmill.ops.cuda import build, launch, paged_decode8, paged_decode16
 from modelmill.ops.cuda.paged_decode import LOG2E, TYPES, supports_indices
+from modelmill.ops.paged_attention import PagedAttentionInputs
 
 USES_FALLBACK = True
 PREFILL_MIN_QUERIES = 64  # up to here half of a tile of 128 would be empty, or more
@@ -41,20 +42,7 @@ def available(device_type: str) -> str | None:
     return reason or paged_decode8.available(device_type) or paged_decode16.available(device_type)
 
 
-def supports(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    query_start: torch.Tensor,
-    context_lens: torch.Tensor,
-    max_query: int,
-    max_context: int,
-    scale: float,
-    window: int | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> bool:
+def supports(inputs: PagedAttentionInputs) -> bool:
     """Whether the kernels serve these operands.
 
     Prompts in 16 bits, heads of 64 or 128, packed caches with pages of 8 to 128 tokens, up to
@@ -62,6 +50,8 @@ def supports(
 
     Of a step's single queries, alone or among prompts, what paged_decode8 and paged_decode16 serve.
     """
+    q, k_cache, v_cache, block_tables, query_start, context_lens = inputs[:6]
+    max_query, (k_scale, v_scale) = inputs.max_query, inputs[10:]
     indices = (block_tables, query_start, context_lens)
     if k_scale is None and _supports_prefill(q, k_cache, v_cache, indices, max_query):
         return True
@@ -91,19 +81,7 @@ def specializations(
 
 
 def run(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    query_start: torch.Tensor,
-    context_lens: torch.Tensor,
-    max_query: int,
-    max_context: int,
-    scale: float,
-    window: int | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    fallback: Callable[..., torch.Tensor] | None = None,
+    inputs: PagedAttentionInputs, fallback: Callable[..., torch.Tensor] | None = None
 ) -> torch.Tensor:
     """As the reference; ``fallback`` computes the parts that these kernels do not serve.
 
@@ -111,6 +89,8 @@ def run(
 
     Rows of padding sequences (context_len 0) are zero; rows of no sequence are undefined.
     """
+    q, k_cache, v_cache, block_tables, query_start, context_lens = inputs[:6]
+    max_query, max_context, scale, window, k_scale, v_scale = inputs[6:]
     indices, sizes = (
         (block_tables, query_start, context_lens),
         (max_query, max_context, scale, window),
@@ -122,17 +102,7 @@ def run(
             prompts = (
                 fallback or importlib.import_module("modelmill.ops.triton.paged_attention").run
             )
-            prompts(
-                q,
-                k_cache,
-                v_cache,
-                *indices,
-                *sizes,
-                k_scale,
-                v_scale,
-                out=out,
-                include_decode=False,
-            )
+            prompts(inputs, out=out, include_decode=False)
         return _decode(q, caches, indices, sizes, out)
     served = _supports_decode(q, caches, indices)
     mixed = block_tables.shape[0] > 1 and (served or fallback is not None)
@@ -140,7 +110,7 @@ def run(
     if mixed and served:
         _decode(q, caches, indices, sizes, out)
     elif mixed and fallback is not None:
-        fallback(q, k_cache, v_cache, *indices, 1, *sizes[1:], out=out)
+        fallback(inputs._replace(max_query=1), out=out)
     return out
 
 

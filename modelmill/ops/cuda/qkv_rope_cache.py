@@ -8,6 +8,7 @@ import torch
 
 from modelmill.ops.cuda import build, gemm, launch
 from modelmill.ops.cuda.gemm import LARGE_M_THREADS, TILE_ROWS, TYPES, supports_operands
+from modelmill.ops.rope_cache import RopeCacheInputs
 
 TILE_WIDTH = 256  # rows of the weight of a tile
 HEAD_DIMS = (64, 128)
@@ -32,21 +33,7 @@ def kernel_macros(dim: int, *, biased: bool, dtype: torch.dtype) -> tuple[str, .
 
 
 def supports(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,
-    heads: int,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
-    q_scale: torch.Tensor | None = None,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, inputs: RopeCacheInputs
 ) -> bool:
     """Whether the kernel serves these operands and is faster.
 
@@ -58,6 +45,8 @@ def supports(
         return False
     if not supports_operands(x, weight, bias):
         return False
+    k_cache, v_cache, slots, heads, cos, sin, q_scale, q_norm, k_norm = inputs[:9]
+    k_scale, v_scale = inputs[10:]
     if any(each is not None for each in (q_norm, k_norm, k_scale, v_scale)) or (cos is None) != (
         sin is None
     ):
@@ -111,23 +100,10 @@ def specializations(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> lis
 
 
 def run(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,
-    heads: int,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
-    q_scale: torch.Tensor | None = None,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, inputs: RopeCacheInputs
 ) -> torch.Tensor:
     """As the reference, sums in float32; negative slots are left out."""
+    k_cache, v_cache, slots, heads, cos, sin, q_scale, q_norm, _, _, k_scale, _ = inputs
     assert q_norm is None, "see supports"
     assert k_scale is None, "see supports"
     _, kv_heads, page, dim = k_cache.shape

@@ -15,6 +15,7 @@ from modelmill.ops.cuda.weight_only import (
     fits_shared_memory,
     group_shift,
 )
+from modelmill.ops.rptq_linear import RptqLinearInputs
 
 # rows of q up to … → how the kernel is compiled, for 8-bit and for 4-bit weights
 KERNEL_CONFIGS = {
@@ -51,22 +52,13 @@ def config_for(tokens: int, dtype: torch.dtype) -> WqMmaKernelConfig:
     return next(form for most, form in KERNEL_CONFIGS[dtype] if tokens <= most)
 
 
-def supports(
-    q: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    group: int,
-    step: torch.Tensor,
-    constant: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> bool:
+def supports(inputs: RptqLinearInputs) -> bool:
     """Whether the kernels serve these operands.
 
     Up to 64 rows, K a multiple of 128, groups of 128, 256, 512 … columns or of all,
     everything packed.
     """
+    q, weight, scale, offset, group, step, constant, bias, dtype = inputs
     if q.dim() != 2 or not 0 < q.shape[0] <= MAX_ROWS or not q.is_cuda or dtype not in TYPES:
         return False
     packed = all(
@@ -90,18 +82,9 @@ def supports(
     )
 
 
-def run(
-    q: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    group: int,
-    step: torch.Tensor,
-    constant: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def run(inputs: RptqLinearInputs) -> torch.Tensor:
     """As the reference."""
+    q, weight, scale, offset, group, step, constant, bias, dtype = inputs
     tokens, columns = q.shape
     rows, groups = weight.shape[0], scale.shape[1]
     if wq_gemv.supports_weight(q, weight, scale, offset, group):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.triton import paged_decode, paged_prefill
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.device import max_shared_bytes, power_of_two, sm_count, supports_fp8
@@ -27,25 +28,14 @@ MAX_SPLITS = 64
 SPARE_PREFILL_TILES = 8  # extra programs for the last tiles of prompts in a mixed batch
 
 
-def supports(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    query_start: torch.Tensor,
-    context_lens: torch.Tensor,
-    max_query: int,
-    max_context: int,
-    scale: float,
-    window: int | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> bool:
+def supports(inputs: PagedAttentionInputs) -> bool:
     """Whether the kernels support the arguments.
 
     Head sizes 8 to 256; power-of-two page size; k and v caches of one layout, of q's dtype or
     contiguous 8 bits with scales.
     """
+    q, k_cache, v_cache = inputs[:3]
+    k_scale, v_scale = inputs[10:]
     _, _, page_size, dim = k_cache.shape
     layout = k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1 and q.stride(2) == 1
     sizes = 8 <= dim <= 256 and page_size & (page_size - 1) == 0
@@ -61,20 +51,7 @@ def supports(
 
 
 def run(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    query_start: torch.Tensor,
-    context_lens: torch.Tensor,
-    max_query: int,
-    max_context: int,
-    scale: float,
-    window: int | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    include_decode: bool = True,
+    inputs: PagedAttentionInputs, out: torch.Tensor | None = None, include_decode: bool = True
 ) -> torch.Tensor:
     """Run the op.
 
@@ -85,6 +62,8 @@ def run(
     rows of single queries are written. ``include_decode``: whether single queries in a mixed batch
     are computed.
     """
+    q, k_cache, v_cache, block_tables, query_start, context_lens = inputs[:6]
+    max_query, max_context, scale, window, k_scale, v_scale = inputs[6:]
     tokens, heads, dim = q.shape
     if out is None:
         out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)

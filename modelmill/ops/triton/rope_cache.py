@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.carveout import DECODE_CARVEOUT_PERCENT
+from modelmill.ops.rope_cache import RopeCacheInputs
 from modelmill.ops.triton.device import as_rows, power_of_two, supports_fp8
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.dtype_convert import amax_to_scale, round_to_dtype
@@ -16,26 +17,14 @@ from modelmill.ops.triton.pdl import pdl_launch_options, pdl_wait
 QUANT_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
-def supports(
-    qkv: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,
-    heads: int,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
-    q_scale: torch.Tensor | None = None,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> bool:
+def supports(qkv: torch.Tensor, inputs: RopeCacheInputs) -> bool:
     """Whether the kernel supports the arguments.
 
     Even head sizes up to 256; k and v caches of one layout with contiguous channels; contiguous
     scales.
     """
+    k_cache, v_cache = inputs[:2]
+    k_scale, v_scale = inputs[10:]
     supported = k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
     if k_scale is not None and v_scale is not None:
         supported = (
@@ -48,22 +37,10 @@ def supports(
     return supported and k_cache.shape[3] % 2 == 0 and k_cache.shape[3] <= 256 and qkv.numel() > 0
 
 
-def run(
-    qkv: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,
-    heads: int,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
-    q_scale: torch.Tensor | None = None,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
+def run(qkv: torch.Tensor, inputs: RopeCacheInputs) -> torch.Tensor:
     """Run the op; negative slots are skipped on every device."""
+    k_cache, v_cache, slots, heads, cos, sin, q_scale, q_norm, k_norm, eps = inputs[:10]
+    k_scale, v_scale = inputs[10:]
     _, kv_heads, page_size, dim = k_cache.shape
     flat = as_rows(qkv)
     tokens, total = flat.shape[0], heads + 2 * kv_heads

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.rptq_linear import RptqLinearInputs
 from modelmill.ops.triton.device import available as available
 from modelmill.ops.triton.pdl import pdl_launch_options, pdl_wait
 
@@ -20,18 +21,9 @@ MAX_BLOCK_K = 256
 LAUNCH_CONFIGS = ((16, 16, 32, 256, 4, 4), (64, 64, 64, 128, 4, 4), (1 << 31, 128, 128, 128, 3, 8))
 
 
-def supports(
-    q: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    group: int,
-    step: torch.Tensor,
-    constant: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> bool:
+def supports(inputs: RptqLinearInputs) -> bool:
     """All tensors contiguous; group size a multiple of 32."""
+    q, weight, scale, offset, group, step, constant, bias, _ = inputs
     tensors = (q, weight, scale, offset, step, constant, bias)
     return (
         q.dim() == 2
@@ -41,18 +33,9 @@ def supports(
     )
 
 
-def run(
-    q: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    group: int,
-    step: torch.Tensor,
-    constant: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def run(inputs: RptqLinearInputs) -> torch.Tensor:
     """Run the op."""
+    q, weight, scale, offset, group, step, constant, bias, dtype = inputs
     tokens, columns = q.shape
     n = weight.shape[0]
     out = torch.empty((tokens, n), dtype=dtype, device=q.device)
