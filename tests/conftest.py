@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import optional_extras
+from tests.full_only import is_full_only
 
 try:
     from hypothesis import HealthCheck, settings
@@ -23,6 +24,22 @@ if settings is not None:
     settings.register_profile("same", _PATIENT, derandomize=True)
     settings.register_profile("search", _PATIENT)
     settings.load_profile("same")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--quick``: what ``make test`` runs."""
+    parser.addoption(
+        "--quick", action="store_true", help="leave out the tests of tests/full_only.py"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests that only ``make test-all`` runs."""
+    if not config.getoption("--quick"):
+        return
+    left_out = [item for item in items if is_full_only(item.nodeid)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not is_full_only(item.nodeid)]
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:

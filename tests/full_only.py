@@ -1,0 +1,212 @@
+"""Tests that only ``make test-all`` runs: ``make test`` sees the same faults by smaller cases.
+
+Per file, names of tests as pytest prints them behind ``::``; ``*`` stands for any characters, so
+that a pattern with brackets leaves out some of a test's cases. ``python -m tools.mutation_check``
+shows that the rest sees planted faults of every area, and ``tests/test_full_only.py`` that each
+pattern matches a test and that every test left out in part keeps a case.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+FULL_ONLY: Mapping[str, Sequence[str]] = {
+    # further dtypes, sizes and launch configs of kernels, and compilations of CUDA variants
+    "tests/ops/test_implementations.py": ("*-triton-cpu-float16]", "*-triton-cpu-bfloat16]"),
+    "tests/ops/test_norm_quant.py": ("test_every_form_agrees_with_the_reference[cpu-dtype[12]]",),
+    "tests/ops/test_rptq_linear.py": (
+        "test_the_product_is_the_fake_quantized_one[*-2100-9-torch]",
+        "test_the_product_is_the_fake_quantized_one[w8a8-*-triton]",
+    ),
+    "tests/ops/test_launch_configs.py": (
+        "test_every_choice_computes_the_same[1-*",
+        "test_every_choice_computes_the_same_in_8_bits[1-*",
+    ),
+    "tests/ops/test_rope_cache_8bit.py": (
+        "test_the_cache_write_rounds_as_the_reference[cpu-*-dtype[12]]",
+    ),
+    "tests/ops/test_integer_linear.py": (
+        "test_the_kernel_is_the_fake_quantized_product[100-1-triton]",
+        "test_the_kernel_is_the_fake_quantized_product[576-*-triton]",
+    ),
+    "tests/ops/test_wq_gemv_emulated.py": (
+        "test_eight_bits_in_groups[32-2048-128-False]",
+        "test_eight_bits_in_groups[48-672-32-True]",
+        "test_four_bits[64-1056-32]",
+        "test_four_bits[160-576-128]",
+        "test_clustered_integers[4224-8]",
+    ),
+    "tests/ops/test_rptq_quant_emulated.py": (
+        "test_clustered_integers[size0-dtype0]",
+        "test_compiles_without_spills*",
+    ),
+    "tests/ops/test_wq_gemm_pipelined_emulated.py": (
+        "test_products[size0-*",
+        "test_products[size1-*",
+        "test_products_of_eight_bits[size1-*",
+        "test_products_of_eight_bits[size2-*",
+    ),
+    "tests/ops/test_qkv_rope_cache_emulated.py": ("test_queries_keys_and_values[*size=(300*",),
+    "tests/ops/test_rmsnorm_quant_permute_small_m_emulated.py": (
+        "test_values_and_scales[case[12]]",
+    ),
+    "tests/ops/test_paged_decode_emulated.py": ("test_16_bits[case[01]]", "test_8_bits[case[12]]"),
+    "tests/ops/test_cuda_wq_gemm_pipelined.py": ("test_compiles_without_spills*",),
+    "tests/ops/test_cuda_build.py": (
+        "test_int4_of_many_rows_compiles_without_spills[form[1-5]]",
+        "test_int4_compiles_without_spills[*-8]",
+        "test_int4_compiles_without_spills[*-32]",
+        "test_int4_compiles_without_spills[False-*",
+        "test_products_of_one_row_compile_without_spills[kind[1-8]]",
+        "test_int8_compiles_without_spills[8]",
+        "test_int8_compiles_without_spills[16]",
+        "test_int8_compiles_without_spills[32]",
+        "test_clustered_compiles_without_spills*",
+        "test_prefill_attention_compiles_without_spills[macros[1-4]]",
+    ),
+    "tests/ops/test_cuda_paged_decode16.py": ("test_compiles_without_spills*",),
+    "tests/ops/test_cuda_paged_decode8.py": ("test_compiles_without_spills*",),
+    "tests/ops/test_cuda_gemm_8bit.py": ("test_forms_compile_without_spills*",),
+    "tests/ops/test_sample.py": (
+        "test_values_that_are_no_numbers[triton]",
+        "test_draws_follow_the_distribution[triton]",
+    ),
+    "tests/ops/test_cpu_kernels.py": (
+        "test_two_processes_may_build_at_once_and_share_torchs_threads",
+    ),
+    # faults and honest engines of further families and dtypes
+    "tests/accept/test_segmentation.py": (
+        "test_planted_faults_are_named[*float16*",
+        "test_planted_faults_are_named[*float32-*",
+    ),
+    "tests/accept/test_planted_faults.py": (
+        "test_the_build_is_refused_in_every_dtype[gpt2-*",
+        "test_an_honest_engine_is_accepted_in_every_dtype[llama-*",
+        "test_an_honest_engine_is_accepted_in_every_dtype[qwen*",
+    ),
+    "tests/accept/test_act_quant.py": (
+        "test_an_honest_engine_is_accepted[gpt2]",
+        "test_an_honest_engine_is_accepted[llama-*",
+        "test_an_honest_engine_is_accepted[qwen2]",
+        "test_an_honest_engine_is_accepted[qwen]",
+        "test_a_fault_is_refused_and_named[gpt2-*",
+        "test_a_fault_is_refused_and_named[qwen-*",
+    ),
+    "tests/accept/test_low_bits.py": (
+        "test_an_honest_engine_is_accepted[gpt2]",
+        "test_an_honest_engine_is_accepted[llama-*",
+        "test_an_honest_engine_is_accepted[qwen2]",
+        "test_an_honest_engine_is_accepted[qwen]",
+        "test_a_fault_is_refused_and_named[gpt2-*",
+    ),
+    "tests/accept/test_vision_encoder.py": (
+        "test_planted_faults_are_named[float16-*",
+        "test_planted_faults_are_named[bfloat16-*",
+        "test_faults_of_a_tower_in_8_bits_are_named[('bfloat16'*",
+    ),
+    "tests/accept/test_biases.py": (
+        "test_a_wrong_bias_is_refused[*-rptq]",
+        "test_a_wrong_bias_is_refused[*-int4]",
+    ),
+    "tests/accept/test_blockwise.py": (
+        "test_an_engine_with_such_a_fault_is_refused[*-fp8]",
+        "test_an_engine_with_such_a_fault_is_refused[*-smoothquant]",
+    ),
+    # whole builds
+    "tests/builder/test_memory_plan.py": (
+        "test_six_plans_are_within_15_percent_of_the_peak",
+        "test_of_many_batches_only_one_is_inside_a_layer",
+    ),
+    "tests/builder/test_multimodal_calibration.py": (
+        "test_no_sequence_ends_inside_a_picture",
+        "test_auto_looks_at_pictures_too",
+        "test_a_build_with_pictures_is_the_same_twice_and_told[{}]",
+    ),
+    "tests/builder/test_act_quant_builds.py": (
+        "test_a_head_in_integers_scales_its_inputs_as_they_come[gpt2-*",
+        "test_a_head_in_integers_scales_its_inputs_as_they_come[llama-w4a8*",
+        "test_clusters_are_as_large_as_planned_and_heavy_inputs_alone_have_copies[{'*",
+    ),
+    "tests/builder/test_auto_precision.py": (
+        "test_a_wider_limit_is_never_larger_and_what_is_told_is_kept",
+    ),
+    "tests/test_segmenter.py": ("test_mobilesam_engines_keep_the_facts",),
+    # servers that are loaded, killed or kept waiting
+    "tests/serve/test_server.py": (
+        "test_a_system_without_descriptors_for_a_while",
+        "test_a_shutdown_that_does_not_wait[twice]",
+        "test_two_engines_from_a_file",
+        "test_two_engines_share_the_memory",
+    ),
+    "tests/serve/test_watchdog.py": (
+        "test_a_server_with_a_worker_that_is_stopped",
+        "test_a_rank_that_is_stopped_*",
+        "test_a_worker_for_pictures_that_is_stopped",
+    ),
+    "tests/serve/test_worker.py": (
+        "test_a_worker_ends_with_its_server[loading]",
+        "test_what_cannot_be_opened_is_told_in_one_line",
+    ),
+    "tests/serve/test_tools.py": ("test_several_calls_at_once",),
+    "tests/serve/test_structured.py": (
+        "test_an_answer_whose_grammar_takes_too_much_work_is_an_error_and_not_whole",
+    ),
+    "tests/trust/test_soak.py": ("*",),
+    "tests/trust/test_builds.py": (
+        "test_killed_at_any_moment*",
+        "test_a_stranger_in_the_staging_folder_does_not_reach_the_engine",
+    ),
+    "tests/trust/test_replies.py": (
+        "test_a_large_reply_holds_nobody_up[*-1048576*",
+        "test_a_large_reply_holds_nobody_up[*-4194304]",
+    ),
+    "tests/trust/test_request_bodies.py": (
+        "test_a_large_body_holds_nobody_up[/detokenize-tokens-texts-4]",
+        "test_an_answer_with_its_log_probabilities_comes_back*",
+    ),
+    "tests/trust/test_pictures.py": ("test_the_key_is_needed_here_too",),
+    "tests/trust/test_grammars.py": (
+        "test_ten_thousand_schemas_leave_nothing_behind",
+        "test_hundreds_of_schemas_through_the_api_leave_nothing_behind",
+    ),
+    "tests/trust/test_fuzz.py": ("test_hostile_requests_at_random",),
+    # numbers and texts of many kinds
+    "tests/weights/test_row_independence.py": (
+        "test_what_is_no_number_in_one_row_stays_there[*float16]",
+        "test_what_is_no_number_in_one_row_stays_there[*-80-*",
+    ),
+    "tests/models/test_blip2.py": (
+        "test_the_same_tokens_as_transformers[qwen*",
+        "test_the_same_tokens_as_transformers[mistral]",
+    ),
+    "tests/text/test_tool_grammar.py": (
+        "test_what_a_forced_call_writes_is_a_call_that_the_function_takes[*-True]",
+    ),
+    "tests/vision/test_automatic_mask_generator.py": (
+        "test_blots_are_kept_as_plain_loops_keep_them[options3-4]",
+    ),
+}
+
+
+def pattern_expression(pattern: str) -> re.Pattern[str]:
+    """``*``: any characters; ``[12]`` or ``[1-5]`` behind a letter or digit: one such digit."""
+    parts = re.split(r"(\*|(?<=\w)\[\d-?\d\](?=\]))", pattern)
+    return re.compile(
+        "".join(
+            ".*" if part == "*" else part if index % 2 else re.escape(part)
+            for index, part in enumerate(parts)
+        )
+    )
+
+
+@cache
+def _expressions(path: str) -> tuple[re.Pattern[str], ...]:
+    return tuple(map(pattern_expression, FULL_ONLY.get(path, ())))
+
+
+def is_full_only(node_id: str) -> bool:
+    """Whether ``make test`` leaves a test out; ``node_id``: as pytest prints it."""
+    path, _, name = node_id.partition("::")
+    return any(expression.fullmatch(name) for expression in _expressions(path))

@@ -1,0 +1,73 @@
+"""The list of tests that only ``make test-all`` runs names tests that exist, and leaves no gap."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from tests.full_only import FULL_ONLY, is_full_only, pattern_expression
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def names() -> dict[str, list[str]]:
+    """Names of the collected tests by file, of the files in the list."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, *FULL_ONLY], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    found: dict[str, list[str]] = defaultdict(list)
+    for line in done.stdout.splitlines():
+        path, separator, name = line.partition("::")
+        if separator and path in FULL_ONLY:
+            found[path].append(name)
+    assert found.keys() == FULL_ONLY.keys(), done.stdout[-2000:]
+    return found
+
+
+def test_every_pattern_matches_a_test(names: dict[str, list[str]]) -> None:
+    unused = [
+        (path, pattern)
+        for path, patterns in FULL_ONLY.items()
+        for pattern in patterns
+        if not any(pattern_expression(pattern).fullmatch(name) for name in names[path])
+    ]
+    assert not unused
+
+
+def test_a_test_that_is_left_out_in_part_keeps_a_case(names: dict[str, list[str]]) -> None:
+    for path, collected in names.items():
+        kept = {name.partition("[")[0] for name in collected if not is_full_only(f"{path}::{name}")}
+        for pattern in FULL_ONLY[path]:
+            test, bracket, _ = pattern.partition("[")
+            if bracket and "*" not in test:
+                assert test in kept, f"{path}: no case of {test} is left"
+
+
+def test_every_op_and_backend_keeps_a_case(names: dict[str, list[str]]) -> None:
+    path = "tests/ops/test_implementations.py"
+    labels = [name for name in names[path] if "-cpu-" in name]
+    operands = {label.rpartition("-")[0] for label in labels}
+    kept = {label.rpartition("-")[0] for label in labels if not is_full_only(f"{path}::{label}")}
+    assert kept == operands
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "matches"),
+    [
+        ("test_a[1-*", "test_a[1-x]", True),
+        ("test_a[1-*", "test_a[2-x]", False),
+        ("test_a[case[12]]", "test_a[case2]", True),
+        ("test_a[case[12]]", "test_a[case0]", False),
+        ("test_a[kind[1-8]]", "test_a[kind7]", True),
+        ("test_a[{}]", "test_a[{}]", True),
+        ("*", "test_b", True),
+    ],
+)
+def test_patterns(pattern: str, name: str, matches: bool) -> None:
+    assert bool(pattern_expression(pattern).fullmatch(name)) == matches
