@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from tests.source_files import facts, parse
 
 ROOT = Path(__file__).resolve().parent.parent / "modelmill"
 
@@ -128,19 +130,9 @@ def files() -> list[Path]:
     return sorted(ROOT.rglob("*.py"))
 
 
-def imports(path: Path) -> Iterator[tuple[str, int]]:
+def imports(path: Path) -> Sequence[tuple[str, int]]:
     """Every imported module of a file, wherever in the file the import stands."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: relative import"
-            yield node.module or "", node.lineno
-            for alias in node.names:
-                if (
-                    ROOT.parent / (node.module or "").replace(".", "/") / f"{alias.name}.py"
-                ).exists():
-                    yield f"{node.module}.{alias.name}", node.lineno
+    return facts(path).imports
 
 
 def room(path: Path) -> str:
@@ -226,13 +218,11 @@ def test_functions_fit_on_a_screen(path: Path) -> None:
     """A function's body has fewer than 60 lines; kernels may have more."""
     if path.is_relative_to(ROOT / "ops" / "triton"):
         return
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            body = node.body[1:] if ast.get_docstring(node) and node.body[1:] else node.body
-            lines = (node.end_lineno or node.lineno) - body[0].lineno + 1
-            assert lines < 60, (
-                f"{path.relative_to(ROOT)}:{node.lineno}: {node.name} has {lines} lines; divide it"
-            )
+    for function in facts(path).functions:
+        assert function.length < 60, (
+            f"{path.relative_to(ROOT)}:{function.line}: {function.name} has {function.length} "
+            "lines; divide it"
+        )
 
 
 def test_importing_is_light() -> None:
@@ -256,9 +246,7 @@ def test_skipped_modules_lend_nothing() -> None:
         ".".join(("tests", *path.relative_to(tests).with_suffix("").parts))
         for path in tests.rglob("test_*.py")
         if any(
-            "importorskip" in ast.unparse(line)
-            for line in ast.parse(path.read_text()).body
-            if not _defines(line)
+            "importorskip" in ast.unparse(line) for line in parse(path).body if not _defines(line)
         )
     }
     for path in tests.rglob("*.py"):

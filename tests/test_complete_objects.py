@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
+from tests.source_files import parse
+
 ROOT = Path(__file__).resolve().parent.parent / "modelmill"
 SETTERS = {"setattr", "delattr", "object.__setattr__"}
 
@@ -117,7 +119,7 @@ def _made_here(function: ast.AST) -> set[str]:
 
 def _foreign_assignments(path: Path) -> Iterator[tuple[int, str]]:
     """Lines where an attribute of another object is assigned, with what is assigned."""
-    tree = ast.parse(path.read_text())
+    tree = parse(path)
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     made_in = [(f, _made_here(f)) for f in functions]
     local_to = {id(n): made for f, made in made_in for n in ast.walk(f)}

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.source_files import parse
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "modelmill"
 GLOSSARY = ROOT / "docs" / "glossary.md"
@@ -62,7 +64,7 @@ FIELD_WORDS = {
 
 @cache
 def _trees() -> dict[Path, ast.Module]:
-    return {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+    return {path: parse(path) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def _names(path: Path) -> Iterator[tuple[int, str]]:

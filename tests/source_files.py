@@ -1,0 +1,63 @@
+"""What tests read of the package's sources, each file parsed once."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+class FunctionLines(NamedTuple):
+    """A function: its first line, its name and the lines of its body without the docstring."""
+
+    line: int
+    name: str
+    length: int
+
+
+class SourceFacts(NamedTuple):
+    """Imported modules with their lines, and functions of a file."""
+
+    imports: tuple[tuple[str, int], ...]
+    functions: tuple[FunctionLines, ...]
+
+
+def parse(path: Path) -> ast.Module:
+    """The file's syntax tree."""
+    for _ in range(3):
+        try:
+            return ast.parse(path.read_text())
+        except SystemError:  # CPython gh-106905: another thread parsed at the same time
+            continue
+    return ast.parse(path.read_text())
+
+
+@cache
+def facts(path: Path) -> SourceFacts:
+    """One walk over the file's tree; the tree is not kept."""
+    imports: list[tuple[str, int]] = []
+    functions: list[FunctionLines] = []
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            imports += _imported(path, node)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) and node.body[1:] else node.body
+            length = (node.end_lineno or node.lineno) - body[0].lineno + 1
+            functions.append(FunctionLines(node.lineno, node.name, length))
+    return SourceFacts(tuple(imports), tuple(functions))
+
+
+def _imported(path: Path, node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, int]]:
+    if isinstance(node, ast.Import):
+        yield from ((alias.name, node.lineno) for alias in node.names)
+        return
+    assert node.level == 0, f"{path}:{node.lineno}: relative import"
+    module = node.module or ""
+    yield module, node.lineno
+    for alias in node.names:
+        if (REPOSITORY / module.replace(".", "/") / f"{alias.name}.py").exists():
+            yield f"{module}.{alias.name}", node.lineno
