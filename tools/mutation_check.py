@@ -263,9 +263,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         copy_tree(folder)
         for number, fault in enumerate(chosen, 1):
             started = time.monotonic()
-            seen = failing_test(folder, fault, options.marks)
-            missed += seen is None
-            verdict = "NOT SEEN" if seen is None else seen
+            test = failing_test(folder, fault, options.marks)
+            missed += test is None
+            verdict = test or "NOT SEEN"
             seconds = time.monotonic() - started
             print(f"[{number}/{len(chosen)}] {fault.name}: {verdict} ({seconds:.0f} s)", flush=True)
     print(f"{len(chosen) - missed} of {len(chosen)} faults seen")
