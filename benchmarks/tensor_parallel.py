@@ -75,7 +75,7 @@ class OtherRanks:
         """Trust that the ranks are there."""
 
     def close(self) -> None:
-        """Leave the ranks running: whoever started them ends them."""
+        """Leave the ranks running; the process that started them ends them."""
 
 
 def random_model(options: argparse.Namespace, tp_group: TPGroup) -> nn.Module:

@@ -32,13 +32,13 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_op_with_its_ceiling(cli: Cli, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    code, told, _ = cli("bench", "ops", "--device", "cpu", "--runs", 1, "--save", rows, "--json")
+    code, report, _ = cli("bench", "ops", "--device", "cpu", "--runs", 1, "--save", rows, "--json")
     assert code == 0
-    assert {each["op"] for each in told["results"]} == set(registry.op_names())
-    assert told["ceilings"]["memory_gbps"] > 0
-    assert told["dtype"] == "float32"
+    assert {each["op"] for each in report["results"]} == set(registry.op_names())
+    assert report["ceilings"]["memory_gbps"] > 0
+    assert report["dtype"] == "float32"
     saved = [json.loads(line) for line in rows.read_text().splitlines()]
-    assert len(saved) == len(told["results"])
+    assert len(saved) == len(report["results"])
     assert {"command", "device", "versions", "date", "op", "variant", "bench", "spread"} <= set(
         saved[0]
     )

@@ -1,5 +1,5 @@
-// mbarriers, the copy engine and the kernel in front: who does not wait for them finds rubbish, and
-// who asks for a copy too early spoils what is read.
+// mbarriers, TMA and the kernel in front: a thread that does not wait for them reads garbage, and
+// one that starts a copy too early overwrites what others read.
 #include "random_delay.h"
 #include <deque>
 #include <functional>
@@ -50,8 +50,8 @@ struct Box {
     unsigned dimensions;
     std::uint64_t rows = 1, width;
 
-    Box(const void* told, const int* at, unsigned dimensions) : dimensions(dimensions) {
-        std::memcpy(&map, told, sizeof map);
+    Box(const void* tensor_map, const int* at, unsigned dimensions) : dimensions(dimensions) {
+        std::memcpy(&map, tensor_map, sizeof map);
         for (unsigned d = 0; d < dimensions; ++d) corner[d] = at[d];
         for (unsigned d = 1; d < dimensions; ++d) rows *= map.box[d];
         width = map.box[0] * map.bytes;
@@ -112,9 +112,9 @@ bool ended(unsigned address, unsigned parity) {
     return done;
 }
 
-void load_box(unsigned target, const void* told, const int* corner, unsigned dimensions,
+void load_box(unsigned target, const void* tensor_map, const int* corner, unsigned dimensions,
               unsigned address) {
-    const Box box(told, corner, dimensions);
+    const Box box(tensor_map, corner, dimensions);
     box.fits(target);
     unsigned char* const memory = at(target) - target;
     std::memset(memory + target, 0xFF, box.rows * box.width);
@@ -131,8 +131,8 @@ void load_box(unsigned target, const void* told, const int* corner, unsigned dim
     });
 }
 
-void store_box(const void* told, const int* corner, unsigned dimensions, unsigned source) {
-    const Box box(told, corner, dimensions);
+void store_box(const void* tensor_map, const int* corner, unsigned dimensions, unsigned source) {
+    const Box box(tensor_map, corner, dimensions);
     box.fits(source);
     const unsigned char* const memory = at(source) - source;
     const auto done = std::make_shared<bool>(false);

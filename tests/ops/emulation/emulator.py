@@ -84,10 +84,10 @@ class Emulator:
 
     def library(self, source: str, macros: tuple[str, ...]) -> ctypes.CDLL:
         """``<source>.cu`` with all its kernels."""
-        told = repr((source, macros, self.change)).encode()
+        key = repr((source, macros, self.change)).encode()
         path = (
             self.folder
-            / f"{source}-{hashlib.sha1(told, usedforsecurity=False).hexdigest()[:16]}.so"
+            / f"{source}-{hashlib.sha1(key, usedforsecurity=False).hexdigest()[:16]}.so"
         )
         if not path.exists():
             text = preprocessed(self.sources() / f"{source}.cu", macros)

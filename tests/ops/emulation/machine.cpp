@@ -50,10 +50,10 @@ Fiber* current;
 const char* reason;
 bool moved;
 void (*body)(const void*);
-const void* told;
+const void* kernel_parameters;
 
 void enter() {
-    body(told);
+    body(kernel_parameters);
     current->done = moved = true;
     Block& block = *current->block;  // nobody may read what was a block's when it has ended
     if (--block.left == 0) std::memset(block.memory.get(), 0xFF, DYNAMIC + NAMED);
@@ -193,7 +193,7 @@ const Words* shown(const Words& mine) {
 }
 
 const char* run(const Grid& grid, void (*kernel)(const void*), const void* parameters) {
-    body = kernel, told = parameters, reason = nullptr, shared_bytes = grid.shared;
+    body = kernel, kernel_parameters = parameters, reason = nullptr, shared_bytes = grid.shared;
     generator.seed(grid.seed);
     gridDim = {grid.blocks, 1, 1}, blockDim = {grid.threads, 1, 1};
     for (unsigned first = 0; first < grid.blocks && !reason; first += grid.cluster) {

@@ -1,6 +1,6 @@
 // Blocks of CUDA threads on the CPU: each thread is a fiber, and whatever waits for others gives
 // way. The blocks of a cluster run together, one cluster after another. machine.cpp runs them,
-// async_copy.cpp has the barriers and the copy engine, tensor_core.cpp the tensor cores.
+// async_copy.cpp has the barriers and TMA, tensor_core.cpp the tensor cores.
 //
 // An address in shared memory is an offset in the block's own; with a rank in the cluster, plus
 // one, in the upper byte, in that block's.
@@ -49,7 +49,7 @@ struct Words {
 };
 const Words* shown(const Words& mine);  // all 32 lanes' words, until the warp's next but one
 
-// ---- Barriers and the copy engine. Copies arrive late and in any order, and their target is
+// ---- Barriers and TMA. Copies arrive late and in any order, and their target is
 // rubbish from the moment that they are asked for.
 void barrier_init(unsigned barrier, unsigned arrivals);
 void arrive(unsigned barrier, unsigned bytes);
@@ -99,22 +99,22 @@ struct Grid {
     const Stretch* front;
     unsigned stretches;
 };
-const char* run(const Grid& grid, void (*body)(const void*), const void* told);
+const char* run(const Grid& grid, void (*body)(const void*), const void* parameters);
 
 // Parameters are read as the driver reads them: one pointer each. Returns why it failed, or null.
 template <typename... Parameters>
 const char* launch(void (*kernel)(Parameters...), const Grid& grid, const void* const* pointers) {
     struct Call {
         void (*kernel)(Parameters...);
-        std::tuple<std::remove_const_t<Parameters>...> told;
+        std::tuple<std::remove_const_t<Parameters>...> parameters;
     };
     Call call = {kernel, {}};
     int next = 0;
     std::apply([&](auto&... each) { (std::memcpy(&each, pointers[next++], sizeof each), ...); },
-               call.told);
+               call.parameters);
     const auto body = [](const void* from) {
         const Call& call = *static_cast<const Call*>(from);
-        std::apply(call.kernel, call.told);
+        std::apply(call.kernel, call.parameters);
     };
     return run(grid, body, &call);
 }
@@ -124,6 +124,6 @@ const char* launch(void (*kernel)(Parameters...), const Grid& grid, const void* 
 // bytes, seed, stretches of memory in ``front``.
 #define EMULATED(KERNEL, CLUSTER)                                                                  \
     extern "C" const char* emulate_##KERNEL(const unsigned* n, const emu::Stretch* front,          \
-                                            const void* const* told) {                             \
-        return emu::launch(KERNEL, {n[0], n[1], CLUSTER, n[2], n[3], front, n[4]}, told);          \
+                                            const void* const* parameters) {                       \
+        return emu::launch(KERNEL, {n[0], n[1], CLUSTER, n[2], n[3], front, n[4]}, parameters);    \
     }

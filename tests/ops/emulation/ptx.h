@@ -104,12 +104,12 @@ inline void mbarrier(How, bool& done, u32 address, u32 parity) {
     done = emu::ended(address, parity);
 }
 
-// ---- The copy engine: boxes, to one block or to several; bytes side by side; bytes to the L2
+// ---- TMA: boxes, to one block or to several; bytes side by side; bytes to the L2
 // cache; boxes that are stored, and groups of them.
 template <std::size_t DIMENSIONS>
-inline std::array<int, DIMENSIONS> corner_of(std::array<u32, DIMENSIONS> told) {
+inline std::array<int, DIMENSIONS> corner_of(std::array<u32, DIMENSIONS> coordinates) {
     std::array<int, DIMENSIONS> corner;
-    for (std::size_t i = 0; i < DIMENSIONS; ++i) corner[i] = static_cast<int>(told[i]);
+    for (std::size_t i = 0; i < DIMENSIONS; ++i) corner[i] = static_cast<int>(coordinates[i]);
     return corner;
 }
 template <std::size_t DIMENSIONS>

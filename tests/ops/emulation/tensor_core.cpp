@@ -119,7 +119,7 @@ void finish(GroupProduct& product) {
     product.done = true;
 }
 
-// The next product of this thread's warpgroup; what this thread is to it is told.
+// The next product of this thread's warpgroup, and this thread's place in it.
 GroupProduct& issued(How how, float* const* d, Address b, bool add) {
     const unsigned thread = thread_in_cluster();
     const std::size_t number = threads[thread].issued++;

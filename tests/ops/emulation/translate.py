@@ -42,9 +42,9 @@ def cluster_sizes(text: str) -> dict[str, int]:
     return {name: _number(found[1], text) if found else 1 for name, found in dims}
 
 
-def _number(told: str, text: str) -> int:
+def _number(word: str, text: str) -> int:
     """A number, or a constant's name."""
-    return int(told) if told.isdigit() else int(re.findall(rf"\b{told} = (\d+)\b", text)[0])
+    return int(word) if word.isdigit() else int(re.findall(rf"\b{word} = (\d+)\b", text)[0])
 
 
 def _shared_by_name(text: str) -> str:
@@ -104,13 +104,13 @@ def _statement(inside: str, known: set[str]) -> str:
         )
         values.append(f"({expression})" if written or kind == "n" else cast)
         targets.append(f"&({expression})")
-    told = " ".join(ast.literal_eval(f"({template})").split())
-    if told.startswith("{"):
-        told = told[1:].rsplit("}", 1)[0].strip()
+    body = " ".join(ast.literal_eval(f"({template})").split())
+    if body.startswith("{"):
+        body = body[1:].rsplit("}", 1)[0].strip()
     own: list[str] = []
     lines = [
         _instruction(part.strip(), values, targets, own, known)
-        for part in told.split(";")
+        for part in body.split(";")
         if part.strip()
     ]
     labels = re.findall(r"^(\w+): ", "\n".join(lines), re.MULTILINE)
