@@ -111,8 +111,8 @@ FAULTS = (
     Fault(
         "runtime: a preempted sequence keeps its progress",
         "modelmill/runtime/scheduler.py",
-        "        self._release(seq)\n        seq.computed = 0\n",
-        "        self._release(seq)\n",
+        "        seq.restart()\n",
+        "",
         ("tests/runtime",),
     ),
     Fault(

@@ -199,8 +199,8 @@ FRONT = (
     "        for (int i = 0; i < ahead",
 )
 LEFT = (
-    "if (SPLIT > 1) cluster_sync_relaxed(); "
-    "// no block may exit while others read its shared memory",
+    "// no block may exit while others read its shared memory\n"
+    "    if (SPLIT > 1) cluster_sync_relaxed();",
     "",
 )
 BASE = (" - MAGIC * scale;", ";")

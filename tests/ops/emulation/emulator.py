@@ -86,8 +86,7 @@ class Emulator:
         """``<source>.cu`` with all its kernels."""
         key = repr((source, macros, self.change)).encode()
         path = (
-            self.folder
-            / f"{source}-{hashlib.sha1(key, usedforsecurity=False).hexdigest()[:16]}.so"
+            self.folder / f"{source}-{hashlib.sha1(key, usedforsecurity=False).hexdigest()[:16]}.so"
         )
         if not path.exists():
             text = preprocessed(self.sources() / f"{source}.cu", macros)
@@ -120,10 +119,15 @@ class Emulator:
         )
         folder.mkdir(exist_ok=True)
         texts = {path.name: path.read_text() for path in FOLDER.glob("*.cu*")}
-        if not any(old in text for text in texts.values()):
+        # as it stands, else by its tokens: the sources are formatted by a program
+        place = re.compile(re.escape(old))
+        if not any(place.search(text) for text in texts.values()):
+            words = re.findall(r"\w+|[^\w\s]", old)
+            place = re.compile(r"\s*".join(re.escape(word) for word in words))
+        if not any(place.search(text) for text in texts.values()):
             raise LookupError(f"no kernel has this in it any more: {old}")
         for name, text in texts.items():
-            (folder / name).write_text(text.replace(old, new))
+            (folder / name).write_text(place.sub(lambda _: new, text))
         return folder
 
     def load_kernel(
