@@ -37,9 +37,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselect the tests that only ``make test-all`` runs."""
     if not config.getoption("--quick"):
         return
-    left_out = [item for item in items if is_full_only(item.nodeid)]
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        (left_out if is_full_only(item.nodeid) else kept).append(item)
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if not is_full_only(item.nodeid)]
+    items[:] = kept
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
