@@ -42,6 +42,7 @@ MAY = {
         "runtime",
         "vision",
         "nn.linear",
+        "nn.layer_spec",
         "nn.vision_context",
         "checkpoint",
         "artifact",

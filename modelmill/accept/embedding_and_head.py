@@ -26,7 +26,7 @@ def check_embedding_tables(
     checkpoint_reference: ReferenceModel, model: Any, dtype: str
 ) -> Iterator[Finding]:
     """Check the embedding tables, whole and row by row; no recipe quantizes them."""
-    bound = module_bound("embed", dtype)
+    bound = module_bound("embedding", dtype)
     for suffix, source in checkpoint_reference.embedding_tables().items():
         table = getattr(model.embed, suffix)
         for row in _compare_rows(

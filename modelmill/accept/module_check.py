@@ -19,12 +19,12 @@ from modelmill.accept.metrics import compare_tensors
 from modelmill.accept.quantized_reference import language_formats
 from modelmill.accept.reference import LayerTrace, ReferenceModel
 from modelmill.accept.reference_trace import (
-    MODULE_OUTPUTS,
     OtherSequence,
     ReferenceTrace,
     cast_like,
     norm_args_for_stream,
-    reference_input,
+    reference_output,
+    reference_value,
     split_layer_path,
     split_output,
 )
@@ -35,6 +35,7 @@ from modelmill.accept.tolerances import (
     module_bound,
     whole_formats,
 )
+from modelmill.nn.layer_spec import CacheSpec, ModuleSpec, NormSpec, layer_spec
 from modelmill.runtime.engine_core import EngineCore
 
 # Rows of the probe for which the final norm and the head are checked: a vocabulary is wide.
@@ -74,6 +75,11 @@ class ModuleCheck:
         )
         self.dtype = engine_core.artifact.manifest.build["dtype"]
         self.weight_formats = language_formats(engine_core.artifact.manifest.weight_formats)
+        layers = engine_core.model_runner.model.get_submodule("layers")
+        self.specs = [layer_spec(layer) for layer in layers.children()]
+        for spec, layer in zip(self.specs, layers.children(), strict=True):
+            spec.check(layer)
+        self.depth = max(len(spec.modules) for spec in self.specs) - 1
         self.findings: list[Finding] = []
         self._streams: list[torch.Tensor] = []
 
@@ -94,7 +100,7 @@ class ModuleCheck:
 
         def before(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             layer, part = split_layer_path(name)
-            if layer is not None and part == "attn_norm":
+            if layer is not None and self._is_first(layer, part):
                 on_layer(layer)
             return self._replace_inputs(state, name, args)
 
@@ -111,7 +117,7 @@ class ModuleCheck:
 
         def before(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             layer, part = split_layer_path(name)
-            if part != "attn_norm" and name != "norm":
+            if name != "norm" and not (layer is not None and self._is_first(layer, part)):
                 return None
             index = self.reference.num_layers if layer is None else layer
             x, residual = args[0], args[1]
@@ -130,7 +136,6 @@ class ModuleCheck:
     def check_norms(self) -> None:
         """Check every norm, including QK norms, on inputs of the size of √eps."""
         eps, dtype = self.reference.eps, getattr(torch, self.dtype)
-        canonical = {"attn_norm": "input_norm", "mlp_norm": "mlp_norm", "norm": "final_norm"}
 
         def tiny(width: int) -> torch.Tensor:
             generator = torch.Generator().manual_seed(17)
@@ -141,30 +146,31 @@ class ModuleCheck:
             )
 
         def before(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            part = split_layer_path(name)[1]
-            if part == "attn.rope_cache":
+            module = self._module(name)
+            if name == "norm" or (isinstance(module, NormSpec) and len(module.reads) > 1):
+                return norm_args_for_stream(tiny(args[0].shape[1])[: len(args[0])], args)
+            if isinstance(module, NormSpec | CacheSpec):
                 return cast_like(tiny(args[0].shape[1]), args[0]), *args[1:]
-            return (
-                norm_args_for_stream(tiny(args[0].shape[1])[: len(args[0])], args)
-                if part in canonical
-                else None
-            )
+            return None
 
         def after(name: str, args: tuple[Any, ...], output: Any) -> None:
             layer, part = split_layer_path(name)
-            if part in canonical:
-                x = tiny(args[0].shape[1])[: len(output[0])]
-                expected = self.reference.run_norm(layer, canonical[part], x)
-                self._add_finding(
-                    f"{name}.eps", layer, f"{part}.eps", canonical[part], output[0], expected
-                )
-            elif part == "attn.rope_cache" and layer is not None:
+            module = self._module(name)
+            if name == "norm" or isinstance(module, NormSpec):
+                canonical = module.reference[0] if module is not None else "final_norm"
+                normed = output[0] if isinstance(output, tuple) else output
+                x = tiny(args[0].shape[1])[: len(normed)]
+                expected = self.reference.run_norm(layer, canonical, x)
+                self._add_finding(f"{name}.eps", layer, f"{part}.eps", "norm", normed, expected)
+            elif isinstance(module, CacheSpec) and layer is not None:
                 q = output.reshape(len(output), -1)
                 heads = self.reference.norm_and_rope_queries(
                     layer, tiny(args[0].shape[1])[:, : q.shape[1]]
                 )
                 if heads is not None:
-                    self._add_finding(f"{name}.eps", layer, f"{part}.eps", "q_rot", q, heads)
+                    self._add_finding(
+                        f"{name}.eps", layer, f"{part}.eps", module.arithmetic, q, heads
+                    )
 
         self._run_with_hooks(before, after)
 
@@ -180,36 +186,54 @@ class ModuleCheck:
     ) -> tuple[Any, ...] | None:
         """Return a module's arguments with the reference's inputs; None leaves them unchanged."""
         layer, part = split_layer_path(name)
-        if part == "attn_norm" and layer is not None:
-            previous = reference_trace.layer_trace
+        if name == "head":
+            return cast_like(reference_trace.head_trace()["final_norm"].output, args[0]), *args[1:]
+        if layer is not None and self._is_first(layer, part):
+            previous = self._layer_outputs(reference_trace, layer - 1)
             reference_trace.enter_layer(layer)
             if previous is None:
                 return norm_args_for_stream(reference_trace.stream, args)
-            return (
-                cast_like(previous["down"].output, args[0]),
-                cast_like(previous["post_attn_residual"].output, args[0]),
-                *args[2:],
-            )
-        if name == "norm" and reference_trace.layer_trace is not None:
-            last = reference_trace.layer_trace
+            return *map(cast_like, previous, args[:2]), *args[2:]
+        if name == "norm":
+            previous = self._layer_outputs(reference_trace, self.reference.num_layers - 1)
             reference_trace.finish_layer()
-            branch, residual = (
-                last[n].output[self.head_rows] for n in ("down", "post_attn_residual")
-            )
-            return cast_like(branch, args[0]), cast_like(residual, args[0]), *args[2:]
-        if name == "head":
-            return cast_like(reference_trace.head_trace()["final_norm"].output, args[0]), *args[1:]
-        trace = reference_trace.layer_trace
-        if layer is None or trace is None:
+            if previous is None:
+                return None
+            rows = [value[self.head_rows] for value in previous]
+            return *map(cast_like, rows, args[:2]), *args[2:]
+        module, trace = self._module(name), reference_trace.layer_trace
+        if module is None or trace is None or layer is None:
             return None
-        if part == "mlp_norm":
-            return (
-                cast_like(trace["o_proj"].output, args[0]),
-                cast_like(reference_trace.stream, args[0]),
-                *args[2:],
-            )
-        reference_args = reference_input(part, trace)
-        return None if reference_args is None else (cast_like(reference_args, args[0]), *args[1:])
+        values = [
+            reference_value(self.specs[layer], value, trace, reference_trace.stream)
+            for value in module.reads
+        ]
+        replaced = [
+            arg if value is None else cast_like(value, arg)
+            for value, arg in zip(values, args, strict=False)
+        ]
+        return *replaced, *args[len(replaced) :]
+
+    def _is_first(self, layer: int, part: str) -> bool:
+        """Return whether a module is the one that reads a layer's (branch, residual)."""
+        return part == self.specs[layer].modules[0].path
+
+    def _module(self, name: str) -> ModuleSpec | None:
+        """Return what a layer's spec says of a module by its path in the model."""
+        layer, part = split_layer_path(name)
+        return None if layer is None else self.specs[layer].by_path.get(part)
+
+    def _layer_outputs(
+        self, reference_trace: ReferenceTrace, layer: int
+    ) -> list[torch.Tensor] | None:
+        """Return the reference's (branch, residual) of the layer that it has entered last."""
+        trace = reference_trace.layer_trace
+        if trace is None:
+            return None
+        spec = self.specs[layer]
+        values = [reference_value(spec, v, trace, reference_trace.stream) for v in spec.outputs]
+        assert all(value is not None for value in values), f"layer {layer} returns such values"
+        return [value for value in values if value is not None]
 
     def _compare_output(
         self, reference_trace: ReferenceTrace, name: str, args: tuple[Any, ...], output: Any
@@ -219,84 +243,83 @@ class ModuleCheck:
         if layer is None:
             self._compare_outside_layers(reference_trace, name, output)
             return
-        if reference_trace.layer_trace is None:
+        module, trace = self._module(name), reference_trace.layer_trace
+        if module is None or trace is None:
             return
-        trace = reference_trace.layer_trace
-        if part == "attn_norm":
-            if layer > 0:
-                self._compare_stream(layer - 1, output[1], reference_trace.stream)
-            self._add_finding(
-                name, layer, part, "input_norm", output[0], trace["input_norm"].output
-            )
-        elif part == "mlp_norm":
-            expected = trace["post_attn_residual"].output
-            residual = f"layers.{layer}.attn.residual"
-            self._add_finding(
-                residual, layer, "attn.residual", "post_attn_residual", output[1], expected
-            )
-            self._add_finding(name, layer, part, "mlp_norm", output[0], trace["mlp_norm"].output)
-        elif part in MODULE_OUTPUTS:
-            self._compare_projections(layer, part, name, output, trace)
-        elif part == "attn.rope_cache":
+        if isinstance(module, CacheSpec):
             self._compare_rope_and_cache(layer, name, args, output, trace)
+            return
+        if isinstance(module, NormSpec) and len(module.writes) > 1:
+            normed, stream = output
+            if self._is_first(layer, part) and layer > 0:
+                self._compare_stream(layer - 1, stream, reference_trace.stream)
+            if module.stream_reference:
+                where = module.writes[1]
+                expected = reference_output(trace, (module.stream_reference,))
+                self._add_finding(
+                    f"layers.{layer}.{where}", layer, where, "residual", stream, expected
+                )
+            output = normed
+        self._compare_parts(layer, module, name, output, trace)
 
     def _compare_outside_layers(
         self, reference_trace: ReferenceTrace, name: str, output: Any
     ) -> None:
         """Compare the embedding, the final norm with the last layer's output, and the logits."""
         if name == "embed":
-            self._add_finding(name, None, "embed", "embed", output, reference_trace.stream)
+            self._add_finding(name, None, "embed", "embedding", output, reference_trace.stream)
         elif name == "norm":
             expected = reference_trace.stream[self.head_rows]
             self._compare_stream(self.reference.num_layers - 1, output[1], expected)
             expected = reference_trace.head_trace()["final_norm"].output
-            self._add_finding(name, None, "norm", "final_norm", output[0], expected)
+            self._add_finding(name, None, "norm", "norm", output[0], expected)
         elif name == "head":
             expected = reference_trace.head_trace()["logits"].output
-            self._add_finding(name, None, "head", "logits", output, expected)
+            self._add_finding(name, None, "head", "linear", output, expected)
 
     def _compare_stream(self, layer: int, output: Any, expected: Any) -> None:
         """Compare the residual stream after a layer."""
-        self._add_finding(f"layers.{layer}.output", layer, "output", "output", output, expected)
+        self._add_finding(f"layers.{layer}.output", layer, "output", "residual", output, expected)
 
-    def _compare_projections(
-        self, layer: int, part: str, name: str, output: Any, trace: LayerTrace
+    def _compare_parts(
+        self, layer: int, module: ModuleSpec, name: str, output: Any, trace: LayerTrace
     ) -> None:
-        """Compare each projection of a fused linear."""
+        """Compare a module's output, of a fused linear each part."""
         parent = name.rpartition(".")[0]
-        names = [n for n in MODULE_OUTPUTS[part] if n in trace]
-        outputs = split_output(output, [trace[n].output for n in names])
-        for ours, canonical in zip(outputs, names, strict=True):
-            label = f"{canonical}_proj" if len(names) > 1 else part.rpartition(".")[2]
-            path = f"{parent}.{label}"
-            module = path.removeprefix(f"layers.{layer}.")
-            expected = trace[canonical].output
-            self._add_finding(path, layer, module, canonical, ours, expected, name)
+        names = module.reference
+        expected = [reference_output(trace, (part,)) for part in names]
+        for ours, canonical, right in zip(
+            split_output(output, expected), names, expected, strict=True
+        ):
+            path = f"{parent}.{canonical}_proj" if len(names) > 1 else name
+            label = path.removeprefix(f"layers.{layer}.")
+            self._add_finding(path, layer, label, module.arithmetic, ours, right, name)
 
     def _compare_rope_and_cache(
         self, layer: int, name: str, args: tuple[Any, ...], q: torch.Tensor, trace: LayerTrace
     ) -> None:
         """Compare the returned q, and k and v as stored in the KV pages."""
-        step = args[2]
+        spec, step, tokens = self._module(name), args[-1], q.shape[0]
+        assert isinstance(spec, CacheSpec), f"{name} writes to the KV cache"
         slots, size = step.slots, step.kv.page_size
-        rotated = "q_rot" in trace
-        tokens = q.shape[0]
-        self._add_finding(f"{name}.q", layer, "attn.rope_cache.q", "q_rot" if rotated else "output",
-                   q.reshape(tokens, -1),
-                   trace["q_rot" if rotated else "q"].output)  # fmt: skip
-        k = step.kv.k[layer][slots // size, :, slots % size].reshape(tokens, -1)
-        v = step.kv.v[layer][slots // size, :, slots % size].reshape(tokens, -1)
-        self._add_finding(f"{name}.k", layer, "attn.rope_cache.k", "k_rot" if rotated else "output",
-            k,
-                   trace["k_rot" if rotated else "k"].output)  # fmt: skip
-        self._add_finding(f"{name}.v", layer, "attn.rope_cache.v", "output", v, trace["v"].output)
+        k = step.kv.k[layer][slots // size, :, slots % size]
+        v = step.kv.v[layer][slots // size, :, slots % size]
+        compared = (
+            ("q", q, spec.reference[0], spec.arithmetic),
+            ("k", k, spec.keys, spec.arithmetic),
+            ("v", v, spec.values, "residual"),
+        )
+        for label, ours, canonical, arithmetic in compared:
+            expected = reference_output(trace, (canonical,))
+            where, module = f"{name}.{label}", f"{spec.path}.{label}"
+            self._add_finding(where, layer, module, arithmetic, ours.reshape(tokens, -1), expected)
 
     def _add_finding(
         self,
         name: str,
         layer: int | None,
         module: str,
-        reference_module: str,
+        arithmetic: str,
         ours: torch.Tensor,
         expected: torch.Tensor,
         linear_path: str | None = None,
@@ -308,31 +331,35 @@ class ModuleCheck:
             or (weight_format in whole_formats() and not self.uses_engine_weights)
             else "none"
         )
-        if reference_module == "layer":
+        if arithmetic == "layer":
             coarse = sorted(
                 set(self.weight_formats.values())
                 & (act_quant_formats() if self.uses_engine_weights else whole_formats())
             )
-            bound = layer_bound(self.dtype, coarse[0] if coarse else "none", len(self.ids))
+            bound = layer_bound(
+                self.dtype, coarse[0] if coarse else "none", len(self.ids), self.depth
+            )
         else:
-            bound = module_bound(reference_module, self.dtype, recipe, length=len(self.ids))
+            bound = module_bound(arithmetic, self.dtype, recipe, length=len(self.ids))
         self.findings.append(
             Finding(name, layer, module, compare_tensors(name, ours, expected), bound)
         )
 
 
-def layer_bound(dtype: str, recipe: str, length: int) -> ErrorBound:
+def layer_bound(dtype: str, recipe: str, length: int, depth: int) -> ErrorBound:
     """Return the bound of a whole layer that runs freely on the reference's input.
 
-    It is the sum of the modules' bounds along the longest path: a layer has eight modules in a row,
-    independent errors grow with the root of their number, and adding the residual stream only makes
-    the relative error smaller.
+    It is the sum of the modules' bounds along the longest path: independent errors grow with the
+    root of the number of modules in a row (``depth``: behind the first norm, whose error is part of
+    the product that reads it), and adding the residual stream only makes the relative error
+    smaller.
     """
     rounded = act_quant_layer_bound(recipe)
     if rounded is not None:
         return rounded
-    parts = [module_bound(m, dtype, recipe, length=length) for m in ("q", "q_rot", "attn", "act")]
-    root = 8**0.5
+    kinds = ("linear", "rotary", "attention", "activation")
+    parts = [module_bound(kind, dtype, recipe, length=length) for kind in kinds]
+    root = depth**0.5
     return ErrorBound(
         root * max(b.rel_l2 for b in parts),
         root * max(b.max_rel for b in parts),

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelmill.accept.quantized_reference import LINEAR_MODULES
 from modelmill.accept.reference import LayerTrace, LayerWeights
 from modelmill.accept.stage_check import round_digits
+from modelmill.nn.layer_spec import layer_spec
 
 NUM_OUTLIERS = 4
 
@@ -40,18 +40,17 @@ def layer_quantization_error(
         model: the engine's model.
         weight_formats: weight format by module path.
     """
-    for path, (names, _) in LINEAR_MODULES.items():
-        if (
-            names[0] not in checkpoint_weights
-            or weight_formats.get(f"layers.{index}.{path}", "dense") == "dense"
-        ):
+    layer = model.layers[index]
+    for linear in layer_spec(layer).linears:
+        path, names = linear.path, linear.reference
+        if weight_formats.get(f"layers.{index}.{path}", "dense") == "dense":
             continue
         if any(
             engine_weights[name].weight.shape != checkpoint_weights[name].weight.shape
             for name in names
         ):
             continue  # refused anyway
-        stored = model.layers[index].get_submodule(path).weight.tensors().values()
+        stored = layer.get_submodule(path).weight.tensors().values()
         bits = (
             8
             * sum(t.numel() * t.element_size() for t in stored)

@@ -22,6 +22,7 @@ from modelmill.accept.quantized_reference import (
     with_engine_weights,
 )
 from modelmill.accept.reference import LayerWeights, ReferenceModel
+from modelmill.nn.layer_spec import layer_spec
 
 
 class QuantizedLayersCheck:
@@ -110,7 +111,7 @@ class QuantizedLayersCheck:
             self.dtype,
             scales,
             index,
-            self.model.kv,
+            layer_spec(self.model.layers[index]),
         ):
             self.findings.append(Finding(path, index, module, row, bound))
 

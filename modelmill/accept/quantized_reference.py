@@ -28,16 +28,8 @@ from modelmill.accept.tolerances import (
     weight_bound,
     whole_formats,
 )
+from modelmill.nn.layer_spec import LayerSpec, NormSpec, RowProducer, layer_spec
 
-NORM_MODULES = {"input_norm": "attn_norm", "mlp_norm": "mlp_norm"}
-# engine matrix → the reference's names for its rows, and the site that they read
-LINEAR_MODULES = {
-    "attn.qkv_proj": (("q", "k", "v"), "qkv"),
-    "attn.o_proj": (("o_proj",), "o"),
-    "mlp.gate_up_proj": (("gate", "up"), "up"),
-    "mlp.fc_proj": (("fc",), "up"),
-    "mlp.down_proj": (("down",), "down"),
-}
 Scales = Mapping[str, Tensor]
 
 
@@ -53,11 +45,13 @@ def quantized_reference(
 
     def norm_weights(index: int | None, name: str) -> Affine:
         plain = plain_norm(index, name)
-        return (
-            _cast_like(_norm_weights(model, index, name, made.device), plain)
-            if index is not None and name in NORM_MODULES
-            else plain
-        )
+        if index is None:
+            return plain
+        layer = model.layers[index]
+        paths = {norm.reference[0]: norm.path for norm in layer_spec(layer).norms}
+        if name not in paths:
+            return plain
+        return _cast_like(_norm_weights(layer, paths[name], made.device), plain)
 
     def head(x: Tensor) -> HeadTrace:
         normed = made.run_norm(None, "final_norm", x.to(made.dtype))
@@ -91,18 +85,17 @@ def read_engine_weights(
 
     They are on the device of ``weights``.
     """
-    layer, device = model.layers[index], weights["input_norm"].weight.device
-    for name in NORM_MODULES:
-        yield name, _norm_weights(model, index, name, device)
-    for path, (names, _) in LINEAR_MODULES.items():
-        if names[0] not in weights:
-            continue
-        linear = layer.get_submodule(path)
+    layer, device = model.layers[index], next(iter(weights.values())).weight.device
+    spec = layer_spec(layer)
+    for norm in spec.norms:
+        yield norm.reference[0], _norm_weights(layer, norm.path, device)
+    for each in spec.linears:
+        linear = layer.get_submodule(each.path)
         weight = linear.weight.to(str(device))
         dense, fake_quantize = weight.dense(), input_quantizer(weight)
         bias = None if linear.bias is None else linear.bias.float().to(device)
         first = 0
-        for name in names:
+        for name in each.reference:
             rows = slice(first, first + len(weights[name].weight))
             yield name, Affine(dense[rows], None if bias is None else bias[rows], fake_quantize)
             first = rows.stop
@@ -111,26 +104,26 @@ def read_engine_weights(
 def compare_layer_weights(
     checkpoint_weights: LayerWeights, engine_weights: LayerWeights,
     weight_formats: Mapping[str, str], dtype: str,
-    folded_scales: Scales, index: int, kv: Any,
+    folded_scales: Scales, index: int, spec: LayerSpec,
 ) -> Iterator[tuple[str, str, ErrorMetrics, ErrorBound]]:  # fmt: skip
     """Yield (path, module, row, bound) of every tensor of a layer, engine against checkpoint.
 
-    folded_scales: the recipe's folded scales by site. kv: the model's KVShape. A quantized matrix
-    is followed by its worst row and tile, as ``….weight.worst_block``.
+    folded_scales: the recipe's folded scales by site. spec: of the layer. A quantized matrix is
+    followed by its worst row and tile, as ``….weight.worst_block``.
     """
-    places = {
-        name: (path, site) for path, (names, site) in LINEAR_MODULES.items() for name in names
-    }
+    places = {name: (each, each.site) for each in spec.linears for name in each.reference}
+    norms = {norm.reference[0]: norm for norm in spec.norms}
     for name, engine_weight in engine_weights.items():
-        path, site = places.get(name, (NORM_MODULES.get(name, name), ""))
+        module_spec, site = places.get(name) or (norms[name], "")
+        path = module_spec.path
         weight_format = weight_formats.get(f"layers.{index}.{path}", "dense")
-        several = name in places and len(LINEAR_MODULES[path][0]) > 1
+        several = len(module_spec.reference) > 1
         module = f"{path.rpartition('.')[0]}.{name}_proj" if several else path
         where = f"layers.{index}.{module}.weight"
         right = checkpoint_weights[name].weight
         # where columns are scaled, the weights are compared as they are multiplied
         smoothed = scales_columns(weight_format) and site in folded_scales
-        ours = unfold_scales(name, "" if smoothed else site, engine_weight, folded_scales, kv)
+        ours = unfold_scales(name, "" if smoothed else site, engine_weight, folded_scales, spec)
         fits = ours.weight.shape == right.shape
         right = right * folded_scales[site] if fits and smoothed else right
         blocks = block_bound(weight_format)
@@ -155,24 +148,27 @@ def compare_layer_weights(
             yield row.name, module, row, weight_bound(dtype, "dense")
 
 
-def unfold_scales(name: str, site: str, affine: Affine, scales: Scales, kv: Any) -> Affine:
+def unfold_scales(name: str, site: str, affine: Affine, scales: Scales, spec: LayerSpec) -> Affine:
     """Undo the scales that a recipe folded into a weight.
 
     They multiply the rows that produce a site's input and the columns that read it.
     """
     weight, bias, _ = affine
-    made = {"input_norm": "qkv", "mlp_norm": "up", "v": "o", "up": "down"}.get(name)
-    if made is not None and made in scales:
-        factor = scales[made]
-        if name == "v":  # one vector for all query heads of a KV head
-            factor = factor.view(kv.kv_heads, -1, kv.head_dim)[:, 0].reshape(-1)
+    for produced in scales:
+        producer = spec.site_producer(produced)
+        factor = scales[produced]
+        if isinstance(producer, RowProducer) and producer.part == name:
+            if producer.groups is not None:  # one vector for all query heads of a KV head
+                factor = producer.groups.by_group(factor)[:, 0].reshape(-1)
+        elif not (isinstance(producer, NormSpec) and producer.reference[0] == name):
+            continue
         weight = weight * (factor[:, None] if weight.dim() == 2 else factor)
         bias = None if bias is None else bias * factor
     return Affine(weight / scales[site] if site in scales else weight, bias)
 
 
-def _norm_weights(model: Any, index: int, name: str, device: torch.device) -> Affine:
-    norm = getattr(model.layers[index], NORM_MODULES[name])
+def _norm_weights(layer: torch.nn.Module, path: str, device: torch.device) -> Affine:
+    norm: Any = layer.get_submodule(path)
     bias = getattr(norm, "bias", None)
     return Affine(norm.weight.float().to(device), None if bias is None else bias.float().to(device))
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from modelmill.accept.reference import HeadTrace, LayerTrace, ReferenceModel
+from modelmill.nn.layer_spec import LayerSpec, NormSpec
 
 
 @dataclass
@@ -63,33 +64,38 @@ class ReferenceTrace:
         return self._head_trace
 
 
-# engine module → the reference's names for its output, in the order in which they are concatenated
-MODULE_OUTPUTS = {
-    "attn.qkv_proj": ("q", "k", "v"),
-    "attn.core": ("attn",),
-    "attn.o_proj": ("o_proj",),
-    "mlp.gate_up_proj": ("gate", "up"),
-    "mlp.fc_proj": ("fc",),
-    "mlp.act": ("act",),
-    "mlp.down_proj": ("down",),
-}
+def reference_output(trace: LayerTrace, names: Sequence[str]) -> torch.Tensor:
+    """Return the concatenation of the reference's outputs.
+
+    Raises:
+        ValueError: if the reference records no such output.
+    """
+    missing = [name for name in names if name not in trace]
+    if missing:
+        raise ValueError(
+            f"the reference records no output {', '.join(missing)} (it has {', '.join(trace)}); "
+            "correct the names in the layer's spec"
+        )
+    outputs = [trace[name].output for name in names]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
 
-def reference_input(module_path: str, trace: LayerTrace) -> torch.Tensor | None:
-    """Return the input of the reference's module."""
-    if module_path == "attn.qkv_proj":
-        return trace["input_norm"].output
-    if module_path == "attn.rope_cache":
-        return torch.cat([trace[n].output for n in ("q", "k", "v")], -1)
-    if module_path == "attn.core":
-        return trace["q_rot"].output if "q_rot" in trace else trace["q"].output
-    if module_path == "attn.o_proj":
-        return trace["attn"].output
-    if module_path in ("mlp.gate_up_proj", "mlp.fc_proj"):
-        return trace["mlp_norm"].output
-    if module_path == "mlp.act":
-        return torch.cat([trace[n].output for n in ("gate", "up", "fc") if n in trace], -1)
-    return trace["act"].output if module_path == "mlp.down_proj" else None
+def reference_value(
+    spec: LayerSpec, value: str, trace: LayerTrace, stream: torch.Tensor
+) -> torch.Tensor | None:
+    """Return the reference's tensor of a value of a layer; None for a value that it has not.
+
+    stream: the residual stream that enters the layer.
+    """
+    writer = spec.writers.get(value)
+    if writer is None:
+        return None
+    if value == writer.writes[0]:
+        return reference_output(trace, writer.reference) if writer.reference else None
+    if not isinstance(writer, NormSpec):
+        return None
+    name = writer.stream_reference
+    return reference_output(trace, (name,)) if name else stream
 
 
 def split_output(output: torch.Tensor, expected: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -31,6 +31,7 @@ from modelmill.core import log
 from modelmill.core.config import RunConfig
 from modelmill.core.progress_types import StageProgress
 from modelmill.core.quoting import one_line
+from modelmill.nn.layer_spec import layer_spec
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.text.tokenizer import load_tokenizer
 
@@ -224,7 +225,7 @@ def _report(
         why = "; ".join(first.bound.violations(first.metrics))
         reason = (
             f"{verdict}: {why}; compare tells more, another --dtype or --kernel "
-            f"{_kernel_hint(first.module)} may help"
+            f"{_kernel_hint(first, engine_core.model_runner.model)} may help"
         )
     elif not sequence_report["ok"]:
         verdict = "bug between the modules: every module is right alone, whole sequences are not"
@@ -272,14 +273,13 @@ def _layer_depth(finding: Finding) -> float:
     return -1 if finding.module == "embed" else math.inf
 
 
-def _kernel_hint(module: str) -> str:
-    op = {
-        "attn.core": "paged_attention",
-        "attn.rope_cache": "rope_cache",
-        "attn_norm": "add_rms_norm",
-        "mlp.act": "silu_mul",
-    }
-    return f"{next((o for m, o in op.items() if module.startswith(m)), 'linear')}=torch"
+def _kernel_hint(first: Finding, model: Any) -> str:
+    specs = (
+        ()
+        if first.layer is None
+        else layer_spec(model.get_submodule(f"layers.{first.layer}")).modules
+    )
+    return f"{next((s.op for s in specs if first.module.startswith(s.path)), 'linear')}=torch"
 
 
 def _kv_bytes(artifact: Artifact) -> int:

@@ -95,14 +95,6 @@ from modelmill.core.recipe_declaration import (
 )
 
 DTYPES = ("float32", "float16", "bfloat16")
-LINEAR_MODULES = ("q", "k", "v", "o_proj", "gate", "up", "fc", "down", "logits")
-MODULE_TYPES = {
-    "q_rot": "rotary",
-    "k_rot": "rotary",
-    "attn": "attention",
-    "act": "activation",
-    "embed": "embedding",
-}
 
 
 @dataclass(frozen=True)
@@ -148,7 +140,7 @@ class LogitsBound:
 
 
 GAIN_BOUNDS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.4e-2}
-# module type → dtype → (rel_l2, max_rel)
+# arithmetic → dtype → (rel_l2, max_rel)
 MODULE_BOUNDS: dict[str, dict[str, tuple[float, float]]] = {
     "norm": {"float32": (5e-6, 1e-5), "float16": (1.3e-3, 3.3e-3), "bfloat16": (1.1e-2, 2.7e-2)},
     "linear": {"float32": (1e-5, 3e-5), "float16": (1.7e-3, 2.6e-3), "bfloat16": (1.4e-2, 2.3e-2)},
@@ -218,18 +210,10 @@ def _whole_tolerances(weight_format: str) -> WholeTolerances | None:
     return None if tolerances is None else tolerances.whole
 
 
-def module_type(module: str) -> str:
-    """Return the type of a canonical module name.
-
-    It is norm, linear, rotary, attention, activation, residual or embedding.
-    """
-    if module in LINEAR_MODULES:
-        return "linear"
-    return MODULE_TYPES.get(module, "norm" if module.endswith("norm") else "residual")
-
-
-def module_bound(module: str, dtype: str, recipe: str = "none", *, length: int = 0) -> ErrorBound:
-    """Return the bound for one module (canonical name) of an engine.
+def module_bound(
+    arithmetic: str, dtype: str, recipe: str = "none", *, length: int = 0
+) -> ErrorBound:
+    """Return the bound for one module of an engine by its arithmetic (a key of MODULE_BOUNDS).
 
     length: tokens of the sequence, for RoPE.
 
@@ -237,18 +221,17 @@ def module_bound(module: str, dtype: str, recipe: str = "none", *, length: int =
         UsageError: if no tolerances are published for the dtype or recipe.
     """
     _check_published(dtype, recipe)
-    type_ = module_type(module)
-    rel_l2, max_rel = MODULE_BOUNDS[type_][dtype]
+    rel_l2, max_rel = MODULE_BOUNDS[arithmetic][dtype]
     gain = GAIN_BOUNDS[dtype]
-    if type_ == "rotary":
+    if arithmetic == "rotary":
         rel_l2, max_rel = (
             rel_l2 + ROPE_BOUND_PER_TOKEN[0] * length,
             max_rel + ROPE_BOUND_PER_TOKEN[1] * length,
         )
     whole, rounded = _whole_tolerances(recipe), _act_quant_tolerances(recipe)
-    if whole is not None and type_ in ("linear", "embedding"):
+    if whole is not None and arithmetic in ("linear", "embedding"):
         rel_l2, max_rel, gain = *whole.linear, whole.gain
-    if rounded is not None and type_ == "linear":
+    if rounded is not None and arithmetic == "linear":
         rel_l2, max_rel = rounded.product[dtype]
         gain = max(gain, 1e-3)
     return ErrorBound(rel_l2, max_rel, gain)

@@ -19,7 +19,6 @@ from modelmill.artifact.store import Artifact
 from modelmill.core.errors import CorruptArtifact
 
 FOLDER = "quantization"
-SITES = ("qkv", "o", "up", "down")
 Scales = dict[str, torch.Tensor]
 
 
@@ -49,9 +48,7 @@ def read_quantization_facts(artifact: Artifact) -> dict[int, tuple[dict[str, Any
             continue
         try:
             raw = json.loads((artifact.path / name).read_bytes())
-            scales = {
-                site: _decode_vector(text) for site, text in raw["scales"].items() if site in SITES
-            }
+            scales = {str(site): _decode_vector(text) for site, text in raw["scales"].items()}
             facts_by_layer[int(name.removesuffix(".json").rpartition("-")[2])] = (
                 dict(raw["facts"]),
                 scales,

@@ -33,8 +33,6 @@ from modelmill.quant.bit_allocation import (
     quantize_linears,
 )
 from modelmill.quant.calibration_state import (
-    SITES,
-    AttentionHeads,
     CalibrationState,
     QuantizableLayer,
 )
@@ -147,9 +145,6 @@ class LayerStreamer:
         self.checkpoint, self.model_config, self.device = checkpoint, model_config, device
         self.renames = renames
         self.model = family.Model(model_config)
-        self.heads = AttentionHeads(
-            model_config.heads, model_config.kv_heads, model_config.head_dim
-        )
         for name, buffer in list(self.model.named_buffers()):
             if not buffer.is_meta:
                 self._set_tensor(name, buffer.to(device))
@@ -160,7 +155,7 @@ class LayerStreamer:
         for index in range(self.model_config.layers):
             module = self.model.layers[index]
             self.load_prefix(f"layers.{index}.")
-            yield QuantizableLayer(module, self.heads)
+            yield QuantizableLayer(module)
             for linear in module.modules():
                 if isinstance(linear, Linear):
                     del linear.weight
@@ -337,7 +332,7 @@ def _measure_layers_alone(
         on_progress("auto: layers alone", index, streamer.model_config.layers)
         for *_, stream in streams:
             stream.forward_layer(block)
-        dense = {site: block.linear(site).weight for site in SITES}
+        dense = {path: linear.weight for path, linear in block.all_linears().items()}
         energy.append(_forward_with_energy(block, unquantized))
         sizes.append(sum(4 * weight.shape[0] * weight.shape[1] for weight in dense.values()))
         for form in BIT_CHOICES:
@@ -345,8 +340,8 @@ def _measure_layers_alone(
             nbytes = quantize_linears(block, form, energy[index], dense)
             stream.forward_layer(block)
             streams.append((index, form, nbytes, stream))
-        for site, weight in dense.items():
-            block.linear(site).weight = weight
+        for path, weight in dense.items():
+            block.linear(path).weight = weight
         probe.forward_layer(block)
     streamer.load_head()
     right = [part.double().log_softmax(-1) for part in streamer.logits(probe)]
@@ -374,7 +369,7 @@ def measure_choice(
     other = unquantized.fork()
     for index, block in enumerate(streamer.layers()):
         unquantized.forward_layer(block)
-        dense = {site: block.linear(site).weight for site in SITES}
+        dense = {path: linear.weight for path, linear in block.all_linears().items()}
         quantize_linears(block, bit_choices[index], importance[index], dense)
         other.forward_layer(block)
     streamer.load_head()
@@ -401,7 +396,7 @@ def _forward_with_energy(
 ) -> dict[str, torch.Tensor]:
     """Run tokens through a layer; return the mean square of each input channel by site."""
     energy = {}
-    for site in SITES:
+    for site in block.sites:
         calibration.forward_to(block, site)
         energy[site] = torch.cat(
             [x.square().mean(0, keepdim=True) for x in calibration.site_inputs()]

@@ -198,7 +198,7 @@ def _write_tensor(
         )
     else:
         # the same bits on every device: the bytes of an engine do not depend on the machine
-        quantized = plan.recipe_for(planned.module).quantize(
+        quantized = plan.recipe_for(planned.module, planned.site).quantize(
             tensor.to(_rounding_device(plan, tensor.numel())).float(), None
         )
     for suffix, part in quantized.tensors().items():

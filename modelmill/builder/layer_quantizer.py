@@ -23,7 +23,7 @@ from modelmill.checkpoint.rename import apply_rule
 from modelmill.nn.linear import Linear
 from modelmill.ops import registry
 from modelmill.quant.calibrate import quantize_layer
-from modelmill.quant.calibration_state import AttentionHeads, CalibrationState, QuantizableLayer
+from modelmill.quant.calibration_state import CalibrationState, QuantizableLayer
 from modelmill.weights import base
 from modelmill.weights.dense import DenseWeight as Dense
 
@@ -43,7 +43,6 @@ class LayerQuantizer:
         self.plan, self.staging, self.check = plan, staging, check
         self.device = plan.device
         sizes = plan.model_config
-        self.heads = AttentionHeads(sizes.heads, sizes.kv_heads, sizes.head_dim)
         self.model = plan.family.Model(sizes)
         for name, buffer in list(self.model.named_buffers()):
             if not buffer.is_meta:
@@ -68,7 +67,7 @@ class LayerQuantizer:
         self._load(
             planned_tensors, lambda piece: {name: reader.get(name) for name in piece.stored_info}
         )
-        self.calibration.forward_layer(QuantizableLayer(self.model.layers[layer], self.heads))
+        self.calibration.forward_layer(QuantizableLayer(self.model.layers[layer]))
         self._release_layer(layer)
 
     def quantize_and_write(
@@ -92,7 +91,7 @@ class LayerQuantizer:
         if next_tensors:
             self._prefetched = next_tensors, self._reader.submit(self._read_all, next_tensors)
         self._load(planned_tensors, lambda _: read.pop(0))
-        block = QuantizableLayer(self.model.layers[layer], self.heads)
+        block = QuantizableLayer(self.model.layers[layer])
         with torch.inference_mode():
             recipe = self.plan.recipe_for(f"layers.{layer}.")
             facts, scales = quantize_layer(

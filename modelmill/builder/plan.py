@@ -49,6 +49,7 @@ from modelmill.core.generation_defaults import GenerationDefaults, read_generati
 from modelmill.core.progress_types import StageProgress
 from modelmill.nn.kv import QUANTIZED_KV_DTYPES as KV_DTYPES
 from modelmill.nn.kv import KVShape, kv_cache_dtype
+from modelmill.nn.layer_spec import SiteSpec
 from modelmill.ops import registry
 from modelmill.quant.mixed_precision import MixedPrecisionRecipe
 from modelmill.quant.recipe import Recipe, make_recipe
@@ -95,12 +96,15 @@ class BuildPlan:
         """Return the text that influenced the engine; no evaluation may use it."""
         return self.calibration or self.auto_source
 
-    def recipe_for(self, module_path: str) -> Recipe:
-        """Return the recipe of a linear module, or of a layer ("layers.3.")."""
+    def recipe_for(self, module_path: str, site: SiteSpec | None = None) -> Recipe:
+        """Return the recipe of a linear module, or of a layer ("layers.3.").
+
+        site: what a linear module inside a layer reads.
+        """
         if module_path.startswith(VISION_BLOCKS_PREFIX):
             return W8A8NearestRecipe(self.config)
         assert self.recipe is not None, "a build with a recipe"
-        return self.recipe.recipe_for(module_path)
+        return self.recipe.recipe_for(module_path, site)
 
     @property
     def engine_type(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +18,7 @@ from modelmill.checkpoint.open import Checkpoint
 from modelmill.checkpoint.rename import ResolvedRule, Rule, plan_renames, result_info
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import TensorMismatch
+from modelmill.nn.layer_spec import SiteSpec, module_site
 from modelmill.nn.linear import Linear
 from modelmill.quant.recipe import Recipe
 from modelmill.quant.vision_encoder import W8A8NearestRecipe
@@ -35,6 +36,7 @@ class PlannedTensor:
         weight_format: of a linear's weight, None for everything else.
         stored_info: shape and dtype by full name.
         kept_weight: set if the checkpoint's own integers are stored.
+        site: what a linear of a layer reads.
     """
 
     module: str
@@ -43,6 +45,7 @@ class PlannedTensor:
     shape: tuple[int, ...]
     stored_info: PackedInfo
     kept_weight: KeptWeight | None = None
+    site: SiteSpec | None = None
 
     @property
     def nbytes(self) -> int:
@@ -139,9 +142,10 @@ def plan_tensors(
     for resolved in rules:
         module, _, suffix = resolved.target.rpartition(".")
         quantization: Recipe | str | None = None
+        site = module_site(model, module) if module in linears else None
         if module in linears and suffix == "weight":
             quantization = (
-                quantization_for(recipe, config, module) if module in quantized else "dense"
+                quantization_for(recipe, config, module, site) if module in quantized else "dense"
             )
             if config.tower != "none" and module.startswith(VISION_BLOCKS_PREFIX):
                 quantization = W8A8NearestRecipe(config)
@@ -153,14 +157,16 @@ def plan_tensors(
                 "asks for "
                 f"{list(expected[resolved.target])}; config.json and weights do not belong together"
             )
-        out.append(planned)
+        out.append(replace(planned, site=site))
     return out
 
 
-def quantization_for(recipe: Recipe | None, config: BuildConfig, module_path: str) -> Recipe | str:
+def quantization_for(
+    recipe: Recipe | None, config: BuildConfig, module_path: str, site: SiteSpec | None = None
+) -> Recipe | str:
     """Return how a linear's weight is quantized: the recipe, or "keep"."""
     if recipe is not None:
-        return recipe.recipe_for(module_path)
+        return recipe.recipe_for(module_path, site)
     return KEEP if config.quantization == KEEP else "dense"
 
 

@@ -18,11 +18,22 @@ from modelmill.models._hf_config import (
     require_value,
     rope_spec,
 )
+from modelmill.models._layer_rules import layer_rules
 from modelmill.nn.decoder import DecoderConfig
 
 IGNORED_BUFFERS = (r"(.*\.)?rotary_emb\.inv_freq", r".*\.masked_bias")
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 CHECKPOINT_PREFIXES = ("model.",)
+CHECKPOINT_NAMES = {
+    "attn_norm": ("input_layernorm",),
+    "attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn.rope_cache.q_norm": ("self_attn.q_norm",),
+    "attn.rope_cache.k_norm": ("self_attn.k_norm",),
+    "attn.o_proj": ("self_attn.o_proj",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down_proj": ("mlp.down_proj",),
+}
 DEFAULT_WINDOW = 4096
 """``sliding_window`` of MistralConfig, Qwen2Config and Qwen3Config where config.json does not name
 it.
@@ -164,34 +175,11 @@ def rules(config: DecoderConfig) -> list[Rule]:
     if not config.tied:
         out.append(Rule("head.weight", ("lm_head.weight",)))
     for i in range(config.layers):
-        target, source = f"layers.{i}", f"model.layers.{i}"
-        attention = f"{source}.self_attn"
-        qkv = tuple(f"{attention}.{n}_proj" for n in "qkv")
-        gate_up = (f"{source}.mlp.gate_proj", f"{source}.mlp.up_proj")
-        out += [
-            Rule(f"{target}.attn_norm.weight", (f"{source}.input_layernorm.weight",)),
-            Rule(f"{target}.mlp_norm.weight", (f"{source}.post_attention_layernorm.weight",)),
-            *_linear(f"{target}.attn.qkv_proj", qkv, config.qkv_bias),
-            *_linear(f"{target}.attn.o_proj", (f"{attention}.o_proj",), config.out_bias),
-            *_linear(f"{target}.mlp.gate_up_proj", gate_up, config.mlp_bias),
-            *_linear(f"{target}.mlp.down_proj", (f"{source}.mlp.down_proj",), config.mlp_bias),
-        ]
-        if config.qk_norm:
-            out += [
-                Rule(f"{target}.attn.rope_cache.{n}_norm.weight", (f"{attention}.{n}_norm.weight",))
-                for n in "qk"
-            ]
+        names = (f"layers.{i}", f"model.layers.{i}")
+        out += layer_rules(config.layer_spec(i), CHECKPOINT_NAMES, *names)
     return out
 
 
 def ignored_tensors(config: DecoderConfig) -> tuple[str, ...]:
     """Unused tensors: buffers, and the copy of a tied head."""
     return (*IGNORED_BUFFERS, r"lm_head\.weight") if config.tied else IGNORED_BUFFERS
-
-
-def _linear(target: str, sources: tuple[str, ...], bias: bool) -> list[Rule]:
-    how = "cat0" if len(sources) > 1 else "copy"
-    out = [Rule(f"{target}.weight", tuple(f"{s}.weight" for s in sources), how)]
-    if bias:
-        out.append(Rule(f"{target}.bias", tuple(f"{s}.bias" for s in sources), how))
-    return out

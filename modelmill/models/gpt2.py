@@ -19,15 +19,26 @@ from modelmill.models._hf_config import (
     positive_int,
     require_value,
 )
+from modelmill.models._layer_rules import layer_rules
 from modelmill.nn.attention import Attention, AttentionSpec, RopeCosSin
 from modelmill.nn.causal_lm import CausalLM
+from modelmill.nn.decoder import pre_norm_layer
 from modelmill.nn.embedding import LMHead, TokenEmbedding
 from modelmill.nn.kv import KVShape
+from modelmill.nn.layer_spec import LayerSpec
 from modelmill.nn.mlp import PlainMLP
 from modelmill.nn.norm import LayerNorm
 from modelmill.nn.step import Step
 
 CHECKPOINT_PREFIXES = ("transformer.",)
+CHECKPOINT_NAMES = {
+    "attn_norm": ("ln_1",),
+    "attn.qkv_proj": ("attn.c_attn",),
+    "attn.o_proj": ("attn.c_proj",),
+    "mlp_norm": ("ln_2",),
+    "mlp.fc_proj": ("mlp.c_fc",),
+    "mlp.down_proj": ("mlp.c_proj",),
+}
 UNUSED_CONFIG_KEYS = ("reorder_and_upcast_attn", "n_special", "predict_special_tokens")
 
 
@@ -54,6 +65,25 @@ class Gpt2Config:
     def kv_heads(self) -> int:
         """GPT-2 shares no heads."""
         return self.heads
+
+    @property
+    def attention_spec(self) -> AttentionSpec:
+        """The attention of each layer."""
+        return AttentionSpec(
+            self.hidden, self.heads, self.heads, self.head_dim, qkv_bias=True, out_bias=True
+        )
+
+    @property
+    def layer_spec(self) -> LayerSpec:
+        """What each layer is made of."""
+        return pre_norm_layer(
+            self.attention_spec,
+            self.inner,
+            PlainMLP.modules(self.hidden, self.inner),
+            PlainMLP.sites(),
+            ("weight", "bias"),
+            rotates=False,
+        )
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> Gpt2Config:
@@ -96,15 +126,8 @@ def rules(config: Gpt2Config) -> list[Rule]:
     if not config.tied:
         out.append(Rule("head.weight", ("lm_head.weight",)))
     for i in range(config.layers):
-        target, source = f"layers.{i}", f"transformer.h.{i}"
-        out += [
-            *_affine(f"{target}.attn_norm", f"{source}.ln_1"),
-            *_affine(f"{target}.mlp_norm", f"{source}.ln_2"),
-            *_affine(f"{target}.attn.qkv_proj", f"{source}.attn.c_attn", "transpose"),
-            *_affine(f"{target}.attn.o_proj", f"{source}.attn.c_proj", "transpose"),
-            *_affine(f"{target}.mlp.fc_proj", f"{source}.mlp.c_fc", "transpose"),
-            *_affine(f"{target}.mlp.down_proj", f"{source}.mlp.c_proj", "transpose"),
-        ]
+        names = (f"layers.{i}", f"transformer.h.{i}")
+        out += layer_rules(config.layer_spec, CHECKPOINT_NAMES, *names, transposed=True)
     return out
 
 
@@ -114,9 +137,9 @@ def ignored_tensors(config: Gpt2Config) -> tuple[str, ...]:
     return (*masks, r"lm_head\.weight") if config.tied else masks
 
 
-def _affine(target: str, source: str, how: str = "copy") -> list[Rule]:
+def _affine(target: str, source: str) -> list[Rule]:
     return [
-        Rule(f"{target}.weight", (f"{source}.weight",), how),
+        Rule(f"{target}.weight", (f"{source}.weight",)),
         Rule(f"{target}.bias", (f"{source}.bias",)),
     ]
 
@@ -138,13 +161,13 @@ class Gpt2Embedding(TokenEmbedding):
 class Gpt2Layer(nn.Module):
     """norm → attention → add and norm → MLP."""
 
+    spec: LayerSpec
+
     def __init__(self, config: Gpt2Config, index: int) -> None:
         super().__init__()
-        spec = AttentionSpec(
-            config.hidden, config.heads, config.heads, config.head_dim, qkv_bias=True, out_bias=True
-        )
+        self.spec = config.layer_spec
         self.attn_norm = LayerNorm(config.hidden, config.eps)
-        self.attn = Attention(spec, index)
+        self.attn = Attention(config.attention_spec, index)
         self.mlp_norm = LayerNorm(config.hidden, config.eps)
         self.mlp = PlainMLP(config.hidden, config.inner)
 

@@ -20,10 +20,19 @@ from modelmill.models._hf_config import (
     positive_float,
     positive_int,
 )
+from modelmill.models._layer_rules import layer_rules
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.rotary import RopeSpec
 
 CHECKPOINT_PREFIXES = ("transformer.",)
+CHECKPOINT_NAMES = {
+    "attn_norm": ("ln_1",),
+    "attn.qkv_proj": ("attn.c_attn",),
+    "attn.o_proj": ("attn.c_proj",),
+    "mlp_norm": ("ln_2",),
+    "mlp.gate_up_proj": ("mlp.w2", "mlp.w1"),
+    "mlp.down_proj": ("mlp.c_proj",),
+}
 # α grows with the prompt; beyond this multiple of seq_length the original was never measured
 MAX_NTK_FACTOR = 16
 SUPPORTED_VALUES = {"activation": ("swiglu",), "pos_emb": ("rotary",)}
@@ -94,30 +103,8 @@ def rules(config: DecoderConfig) -> list[Rule]:
     if not config.tied:
         out.append(Rule("head.weight", ("lm_head.weight",)))
     for i in range(config.layers):
-        target, source = f"layers.{i}", f"transformer.h.{i}"
-        out += [
-            Rule(f"{target}.attn_norm.weight", (f"{source}.ln_1.weight",)),
-            Rule(f"{target}.mlp_norm.weight", (f"{source}.ln_2.weight",)),
-            Rule(f"{target}.attn.qkv_proj.weight", (f"{source}.attn.c_attn.weight",)),
-            Rule(f"{target}.attn.qkv_proj.bias", (f"{source}.attn.c_attn.bias",)),
-            Rule(f"{target}.attn.o_proj.weight", (f"{source}.attn.c_proj.weight",)),
-            Rule(
-                f"{target}.mlp.gate_up_proj.weight",
-                (f"{source}.mlp.w2.weight", f"{source}.mlp.w1.weight"),
-                "cat0",
-            ),
-            Rule(f"{target}.mlp.down_proj.weight", (f"{source}.mlp.c_proj.weight",)),
-        ]
-        if config.out_bias:
-            out += [
-                Rule(f"{target}.attn.o_proj.bias", (f"{source}.attn.c_proj.bias",)),
-                Rule(
-                    f"{target}.mlp.gate_up_proj.bias",
-                    (f"{source}.mlp.w2.bias", f"{source}.mlp.w1.bias"),
-                    "cat0",
-                ),
-                Rule(f"{target}.mlp.down_proj.bias", (f"{source}.mlp.c_proj.bias",)),
-            ]
+        names = (f"layers.{i}", f"transformer.h.{i}")
+        out += layer_rules(config.layer_spec(i), CHECKPOINT_NAMES, *names)
     return out
 
 

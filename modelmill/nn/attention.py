@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from modelmill.nn.layer_spec import (
+    ROPE,
+    CacheSpec,
+    HeadGroups,
+    HeadPartition,
+    LinearSpec,
+    ModuleSpec,
+    Part,
+    RowProducer,
+    SiteSpec,
+    linear_tensors,
+)
 from modelmill.nn.linear import Linear
 from modelmill.nn.norm import QKNorm
 from modelmill.nn.step import Step
 from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.rope_cache import RopeCacheInputs
-from modelmill.parallel.shard import Shard, partition_heads
-from modelmill.parallel.tp_group import TPGroup
+from modelmill.parallel.shard import Range
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,66 @@ class AttentionSpec:
     eps: float = 1e-6
     window: int | None = None
 
+    @property
+    def groups(self) -> HeadGroups:
+        """The query heads, and the KV heads that they read."""
+        return HeadGroups(self.heads, self.kv_heads, self.head_dim)
+
+    @property
+    def partition(self) -> HeadPartition:
+        """How ranks divide the heads."""
+        return HeadPartition("attn", self.groups)
+
+    @property
+    def sites(self) -> tuple[SiteSpec, ...]:
+        """The inputs of the two projections."""
+        return SiteSpec("qkv"), SiteSpec("o", RowProducer("attn.qkv_proj", "v", self.groups))
+
+    def modules(self, *, rotates: bool = True) -> tuple[ModuleSpec, ...]:
+        """The modules of ``Attention`` as a layer's ``attn``; "attn_input" → "attn_out".
+
+        rotates: whether q and k are rotated; where positions are learned they are only stored.
+        """
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        rows = Part("q", q, "q_heads"), Part("k", kv, "kv_heads"), Part("v", kv, "kv_heads")
+        return (
+            LinearSpec(
+                path="attn.qkv_proj",
+                reads=("attn_input",),
+                writes=("qkv",),
+                site="qkv",
+                parts=rows,
+                tensors=linear_tensors(self.qkv_bias),
+            ),
+            CacheSpec(
+                path="attn.rope_cache",
+                reads=("qkv", ROPE),
+                writes=("q",),
+                reference=("q_rot" if rotates else "q",),
+                keys="k_rot" if rotates else "k",
+                values="v",
+                arithmetic="rotary" if rotates else "residual",
+                tensors=("q_norm.weight", "k_norm.weight") if self.qk_norm else (),
+            ),
+            ModuleSpec(
+                path="attn.core",
+                reads=("q",),
+                writes=("attn",),
+                reference=("attn",),
+                arithmetic="attention",
+                op="paged_attention",
+            ),
+            LinearSpec(
+                path="attn.o_proj",
+                reads=("attn",),
+                writes=("attn_out",),
+                site="o",
+                parts=(Part("o_proj", self.hidden),),
+                split_columns="q_heads",
+                tensors=linear_tensors(self.out_bias),
+            ),
+        )
+
 
 class Attention(nn.Module):
     """qkv projection → rotate and store → attend → output projection."""
@@ -64,23 +134,10 @@ class Attention(nn.Module):
         q = self.rope_cache(self.qkv_proj(x, step), rope, step)
         return self.o_proj(self.core(q, step), step)
 
-    def shard(self, tp_group: TPGroup, alignment_for: Callable[[str], int]) -> None:
-        """Keep this rank's heads; ``forward`` then returns a partial sum.
-
-        Args:
-            tp_group: The ranks that share the layer.
-            alignment_for: Of a child's name, the multiple at which its columns may be cut.
-        """
-        spec = self.spec
-        heads, kv_heads, dim = spec.heads, spec.kv_heads, spec.head_dim
-        shards = partition_heads(heads, kv_heads, dim, tp_group.size, alignment_for("o_proj"))
-        shard = shards[tp_group.rank]
-        rows = shard.qkv_rows(heads, kv_heads, dim)
-        self.qkv_proj.take_shard(Shard.from_rows(self.qkv_proj.shape, *rows))
-        columns = shard.q[0] * dim, shard.q[1] * dim
-        self.o_proj.take_shard(Shard.from_columns(self.o_proj.shape, columns, tp_group.rank))
-        self.rope_cache.heads = shard.q[1] - shard.q[0]
-        self.kv_heads = shard.kv[1] - shard.kv[0]
+    def take_heads(self, heads: Range, kv_heads: Range) -> None:
+        """Keep a rank's heads; ``forward`` then returns a partial sum."""
+        self.rope_cache.heads = heads[1] - heads[0]
+        self.kv_heads = kv_heads[1] - kv_heads[0]
 
 
 class RopeAndCache(nn.Module):

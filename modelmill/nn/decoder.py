@@ -14,6 +14,15 @@ from modelmill.nn.attention import Attention, AttentionSpec, RopeCosSin
 from modelmill.nn.causal_lm import CausalLM
 from modelmill.nn.embedding import LMHead, TokenEmbedding
 from modelmill.nn.kv import KVShape
+from modelmill.nn.layer_spec import (
+    INPUTS,
+    ROPE,
+    ChannelPartition,
+    LayerSpec,
+    ModuleSpec,
+    NormSpec,
+    SiteSpec,
+)
 from modelmill.nn.mlp import GatedMLP
 from modelmill.nn.norm import RMSNorm
 from modelmill.nn.rotary import RopeSpec, Rotary
@@ -64,12 +73,77 @@ class DecoderConfig:
             self.windows[layer] if self.windows else None,
         )
 
+    def layer_spec(self, layer: int) -> LayerSpec:
+        """What layer ``layer`` is made of."""
+        mlp = GatedMLP.modules(self.hidden, self.inner, self.mlp_bias)
+        return pre_norm_layer(self.attention_spec(layer), self.inner, mlp, GatedMLP.sites())
+
+
+PRE_NORM_OUTPUTS = ("mlp_out", "attn.residual")
+# the modules of a pre-norm layer outside its MLP, with what each reads
+PRE_NORM_DATAFLOW = [
+    ("attn_norm", INPUTS),
+    ("attn.qkv_proj", ("attn_input",)),
+    ("attn.rope_cache", ("qkv", ROPE)),
+    ("attn.core", ("q",)),
+    ("attn.o_proj", ("attn",)),
+    ("mlp_norm", ("attn_out", "stream")),
+]
+
+
+def pre_norm_layer(
+    attention: AttentionSpec,
+    inner: int,
+    mlp: tuple[ModuleSpec, ...],
+    mlp_sites: tuple[SiteSpec, ...],
+    norm_tensors: tuple[str, ...] = ("weight",),
+    *,
+    rotates: bool = True,
+) -> LayerSpec:
+    """A layer norm → attention → add and norm → MLP.
+
+    Args:
+        attention: The layer's attention.
+        inner: Channels inside the MLP.
+        mlp: The modules of the MLP, "mlp_input" → "mlp_out".
+        mlp_sites: Their sites.
+        norm_tensors: The tensors of each norm.
+        rotates: Whether q and k are rotated.
+    """
+    norm_op = "layer_norm" if "bias" in norm_tensors else "add_rms_norm"
+    attn_norm = NormSpec(
+        path="attn_norm",
+        reads=INPUTS,
+        writes=("attn_input", "stream"),
+        reference=("input_norm",),
+        tensors=norm_tensors,
+        op=norm_op,
+    )
+    mlp_norm = NormSpec(
+        path="mlp_norm",
+        reads=("attn_out", "stream"),
+        writes=("mlp_input", "attn.residual"),
+        reference=("mlp_norm",),
+        stream_reference="post_attn_residual",
+        tensors=norm_tensors,
+        op=norm_op,
+    )
+    return LayerSpec(
+        modules=(attn_norm, *attention.modules(rotates=rotates), mlp_norm, *mlp),
+        sites=(*attention.sites, *mlp_sites),
+        outputs=PRE_NORM_OUTPUTS,
+        partitions=(attention.partition, ChannelPartition("inner", inner)),
+    )
+
 
 class DecoderLayer(nn.Module):
     """norm → attention → add and norm → gated MLP; the residual travels beside the branch."""
 
+    spec: LayerSpec
+
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
+        self.spec = config.layer_spec(index)
         self.attn_norm = RMSNorm(config.hidden, config.eps)
         self.attn = Attention(config.attention_spec(index), index)
         self.mlp_norm = RMSNorm(config.hidden, config.eps)

@@ -25,11 +25,12 @@ from torch import nn
 
 from modelmill.nn.attention import Attention, RopeCosSin
 from modelmill.nn.causal_lm import CausalLM
-from modelmill.nn.decoder import Decoder
+from modelmill.nn.decoder import PRE_NORM_DATAFLOW, PRE_NORM_OUTPUTS, Decoder
 from modelmill.nn.fused_decode import MAX_FUSED_TOKENS, StackedWeights, run_fused_decode
+from modelmill.nn.layer_spec import layer_spec
 from modelmill.nn.linear import Linear
 from modelmill.nn.logit_rows import select_logit_rows
-from modelmill.nn.mlp import GatedMLP
+from modelmill.nn.mlp import GatedMLP, PlainMLP
 from modelmill.nn.norm import RMSNorm
 from modelmill.nn.step import Step
 from modelmill.ops.quant_types import ActQuantSpec, QuantizedInput
@@ -39,8 +40,21 @@ Activation = torch.Tensor | QuantizedInput
 
 
 def fuse(model: nn.Module) -> nn.Module:
-    """The fused tree of a language model; any other model as it is."""
-    return FusedCausalLM(model) if isinstance(model, CausalLM) else model
+    """The fused tree of a language model of pre-norm layers; any other model as it is."""
+    if isinstance(model, CausalLM) and all(map(_is_pre_norm, model.layers)):
+        return FusedCausalLM(model)
+    return model
+
+
+def _is_pre_norm(layer: nn.Module) -> bool:
+    """Whether a layer is norm → attention → add and norm → MLP, which ``FusedLayer`` computes."""
+    spec = layer_spec(layer)
+    dataflow = [(m.path, m.reads) for m in spec.modules if not m.path.startswith("mlp.")]
+    return (
+        dataflow == PRE_NORM_DATAFLOW
+        and spec.outputs == PRE_NORM_OUTPUTS
+        and isinstance(layer.mlp, GatedMLP | PlainMLP)
+    )
 
 
 class FusedModule(nn.Module):

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from math import lcm
-
 import torch
 from torch import nn
 
+from modelmill.nn.layer_spec import (
+    LinearSpec,
+    ModuleSpec,
+    Part,
+    RowProducer,
+    SiteSpec,
+    linear_tensors,
+)
 from modelmill.nn.linear import Linear
 from modelmill.nn.step import Step
-from modelmill.parallel.shard import Range, Shard, partition
-from modelmill.parallel.tp_group import TPGroup
-
-# A rank's inner channels are a multiple of this where there are many: rows start at cache lines.
-_CHANNEL_ALIGNMENT = 64
 
 
 class SiluMul(nn.Module):
@@ -46,19 +46,33 @@ class GatedMLP(nn.Module):
         """[T, H] → [T, H]."""
         return self.down_proj(self.act(self.gate_up_proj(x, step), step), step)
 
-    def shard(self, tp_group: TPGroup, alignment_for: Callable[[str], int]) -> None:
-        """Keep this rank's inner channels; ``forward`` then returns a partial sum.
-
-        Args:
-            tp_group: The ranks that share the layer.
-            alignment_for: Of a child's name, the multiple at which its columns may be cut.
-        """
-        inner = self.down_proj.shape[1]
-        a, b = _channel_range(inner, tp_group, alignment_for("down_proj"))
-        self.gate_up_proj.take_shard(
-            Shard.from_rows(self.gate_up_proj.shape, (a, b), (inner + a, inner + b))
+    @staticmethod
+    def modules(hidden: int, inner: int, bias: bool = False) -> tuple[ModuleSpec, ...]:
+        """Its modules as a layer's ``mlp``; "mlp_input" → "mlp_out"."""
+        return (
+            LinearSpec(
+                path="mlp.gate_up_proj",
+                reads=("mlp_input",),
+                writes=("gate_up",),
+                site="up",
+                parts=(Part("gate", inner, "inner"), Part("up", inner, "inner")),
+                tensors=linear_tensors(bias),
+            ),
+            ModuleSpec(
+                path="mlp.act",
+                reads=("gate_up",),
+                writes=("act",),
+                reference=("act",),
+                op="silu_mul",
+            ),
+            _down_proj(hidden, bias),
         )
-        self.down_proj.take_shard(Shard.from_columns(self.down_proj.shape, (a, b), tp_group.rank))
+
+    @staticmethod
+    def sites() -> tuple[SiteSpec, ...]:
+        """The inputs of both products; the second is linear in up."""
+        producer = RowProducer("mlp.gate_up_proj", "up")
+        return SiteSpec("up"), SiteSpec("down", producer, heavy_tailed=True)
 
 
 class PlainMLP(nn.Module):
@@ -74,21 +88,41 @@ class PlainMLP(nn.Module):
         """[T, H] → [T, H]."""
         return self.down_proj(self.act(self.fc_proj(x, step), step), step)
 
-    def shard(self, tp_group: TPGroup, alignment_for: Callable[[str], int]) -> None:
-        """Keep this rank's inner channels; ``forward`` then returns a partial sum.
+    @staticmethod
+    def modules(hidden: int, inner: int) -> tuple[ModuleSpec, ...]:
+        """Its modules as a layer's ``mlp``; "mlp_input" → "mlp_out"."""
+        return (
+            LinearSpec(
+                path="mlp.fc_proj",
+                reads=("mlp_input",),
+                writes=("fc",),
+                site="up",
+                parts=(Part("fc", inner, "inner"),),
+                tensors=linear_tensors(bias=True),
+            ),
+            ModuleSpec(
+                path="mlp.act",
+                reads=("fc",),
+                writes=("act",),
+                reference=("act",),
+                op="gelu_tanh",
+            ),
+            _down_proj(hidden, bias=True),
+        )
 
-        Args:
-            tp_group: The ranks that share the layer.
-            alignment_for: Of a child's name, the multiple at which its columns may be cut.
-        """
-        inner = _channel_range(self.down_proj.shape[1], tp_group, alignment_for("down_proj"))
-        self.fc_proj.take_shard(Shard.from_rows(self.fc_proj.shape, inner))
-        self.down_proj.take_shard(Shard.from_columns(self.down_proj.shape, inner, tp_group.rank))
+    @staticmethod
+    def sites() -> tuple[SiteSpec, ...]:
+        """The inputs of both products; the second is linear in none of its inputs."""
+        return SiteSpec("up"), SiteSpec("down", heavy_tailed=True)
 
 
-def _channel_range(inner: int, tp_group: TPGroup, alignment: int) -> Range:
-    """The inner channels of a rank."""
-    aligned = lcm(alignment, _CHANNEL_ALIGNMENT)
-    has_many = inner >= 8 * tp_group.size * aligned
-    ranges = partition(inner, tp_group.size, aligned if has_many else alignment, "inner channels")
-    return ranges[tp_group.rank]
+def _down_proj(hidden: int, bias: bool) -> LinearSpec:
+    return LinearSpec(
+        path="mlp.down_proj",
+        reads=("act",),
+        writes=("mlp_out",),
+        site="down",
+        parts=(Part("down", hidden),),
+        split_columns="inner",
+        tensors=linear_tensors(bias),
+    )

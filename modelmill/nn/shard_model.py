@@ -2,18 +2,30 @@
 
 A branch (attention, MLP) is sharded so that it needs nothing of the other ranks: by heads, or by
 inner channels, with the columns of its last product that read them. The ranks' outputs are partial
-sums of the branch; the norm behind it all-reduces them.
+sums of the branch; the norm behind it all-reduces them. What is divided how is in the layer's spec.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import lcm
+from typing import cast
 
 from torch import nn
 
-from modelmill.nn.attention import Attention
+from modelmill.nn.embedding import LMHead
 from modelmill.nn.kv import KVShape
+from modelmill.nn.layer_spec import (
+    ChannelPartition,
+    HeadPartition,
+    LayerSpec,
+    LinearSpec,
+    SplitsHeads,
+    layer_spec,
+)
+from modelmill.nn.linear import Linear
+from modelmill.parallel.shard import Range, Shard
 from modelmill.parallel.tp_group import TPGroup
 
 
@@ -25,15 +37,69 @@ def shard_model(model: nn.Module, tp_group: TPGroup, alignment_for: Callable[[st
     """
     if tp_group.size == 1:
         return
+    heads = {
+        count
+        for index, layer in enumerate(model.get_submodule("layers").children())
+        for count in _shard_layer(layer, tp_group, _prefixed(f"layers.{index}", alignment_for))
+    }
     for name, module in model.named_modules():
-        shard = getattr(module, "shard", None)
-        if shard is not None:
-            shard(tp_group, _prefixed(name, alignment_for))
-    heads = {m.kv_heads for m in model.modules() if isinstance(m, Attention)}
-    assert len(heads) == 1, "all layers have as many KV heads"
+        if isinstance(module, LMHead):
+            module.shard(tp_group, _prefixed(name, alignment_for))
+    assert len(heads) <= 1, "all layers with attention have as many KV heads"
     shape = model.kv
     assert isinstance(shape, KVShape)
-    model.kv = replace(shape, kv_heads=heads.pop())
+    if heads:
+        model.kv = replace(shape, kv_heads=heads.pop())
+
+
+def _shard_layer(
+    layer: nn.Module, tp_group: TPGroup, alignment_for: Callable[[str], int]
+) -> list[int]:
+    """Shard a layer by its spec; return the rank's KV heads of each attention."""
+    spec, rank, size = layer_spec(layer), tp_group.rank, tp_group.size
+    ranges: dict[str, Range] = {}
+    kv_heads = []
+    for part in spec.partitions:
+        alignment = _column_alignment(spec, part, alignment_for)
+        ranges |= part.ranges(rank, size, alignment)
+        if isinstance(part, HeadPartition):
+            attention = cast(SplitsHeads, layer.get_submodule(part.module))
+            attention.take_heads(*part.heads(rank, size, alignment))
+            kv_heads.append(attention.kv_heads)
+    for linear in spec.linears:
+        shard = _linear_shard(linear, ranges, rank)
+        if shard is not None:
+            module = layer.get_submodule(linear.path)
+            assert isinstance(module, Linear)
+            module.take_shard(shard(module.shape))
+    return kv_heads
+
+
+def _column_alignment(
+    spec: LayerSpec,
+    part: HeadPartition | ChannelPartition,
+    alignment_for: Callable[[str], int],
+) -> int:
+    """The multiple at which all linears can be cut whose columns a partition divides."""
+    paths = [linear.path for linear in spec.linears if linear.split_columns in part.names]
+    return lcm(*map(alignment_for, paths))
+
+
+def _linear_shard(
+    linear: LinearSpec, ranges: dict[str, Range], rank: int
+) -> Callable[[tuple[int, int]], Shard] | None:
+    """Of a linear's full shape, the rank's shard; None: every rank has all of it."""
+    if linear.split_columns:
+        columns = ranges[linear.split_columns]
+        return lambda shape: Shard.from_columns(shape, columns, rank)
+    if not any(part.split for part in linear.parts):
+        return None
+    rows = []
+    for part in linear.parts:
+        first, end = linear.part_range(part.name)
+        a, b = ranges[part.split] if part.split else (0, end - first)
+        rows.append((first + a, first + b))
+    return lambda shape: Shard.from_rows(shape, *rows)
 
 
 def _prefixed(name: str, alignment_for: Callable[[str], int]) -> Callable[[str], int]:

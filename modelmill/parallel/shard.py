@@ -14,6 +14,8 @@ from math import lcm
 from modelmill.core.errors import UsageError
 
 Range = tuple[int, int]
+# A rank's inner channels are a multiple of this where there are many: rows start at cache lines.
+_CHANNEL_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,6 @@ class HeadShard:
     q: Range
     kv: Range
 
-    def qkv_rows(self, heads: int, kv_heads: int, dim: int) -> tuple[Range, Range, Range]:
-        """Row ranges of these heads in a fused projection [q; k; v]."""
-        k, v = heads * dim, (heads + kv_heads) * dim
-        a, b = self.kv[0] * dim, self.kv[1] * dim
-        return (self.q[0] * dim, self.q[1] * dim), (k + a, k + b), (v + a, v + b)
-
 
 def partition(count: int, size: int, alignment: int = 1, item_name: str = "items") -> list[Range]:
     """Split ``count`` items over ``size`` ranks as evenly as the alignment allows.
@@ -86,6 +82,24 @@ def partition(count: int, size: int, alignment: int = 1, item_name: str = "items
     base, extra = divmod(units, size)
     edges = [min((rank * base + min(rank, extra)) * alignment, count) for rank in range(size + 1)]
     return list(pairwise(edges))
+
+
+def partition_channels(channels: int, size: int, alignment: int = 1) -> list[Range]:
+    """Split the inner channels of a branch over ranks.
+
+    Where there are many, each rank starts at a cache line.
+
+    Args:
+        channels: Inner channels.
+        size: Number of ranks.
+        alignment: Of the columns that read them.
+
+    Raises:
+        UsageError: A rank would get no channels.
+    """
+    aligned = lcm(alignment, _CHANNEL_ALIGNMENT)
+    has_many = channels >= 8 * size * aligned
+    return partition(channels, size, aligned if has_many else alignment, "inner channels")
 
 
 def partition_heads(

@@ -2,11 +2,11 @@
 
 Xiao et al. 2022, arXiv:2211.10438. s_j = max|X_j|^α / max|W_j|^(1−α), max|W_j| over all rows that
 read channel j; inputs are divided by s in the op that produces them, the weight's columns
-multiplied, so that the layer computes the same. Four sites: the norm before qkv, the norm before
-gate/up, the attention output (folded into the v rows), SwiGLU's output (into the up rows: out = up
-· silu(gate) is linear in up). Under GQA the smoother of o is one vector for all q heads of a KV
-head: both maxima are taken over them. GPT-2's activation is linear in none of its inputs, so the
-input of its second matrix is not scaled.
+multiplied, so that the layer computes the same. The layer's spec names what produces each site: a
+norm, or rows of a linear layer (v for the attention output; up for SwiGLU's output, since out = up
+· silu(gate) is linear in up). Under GQA a smoother is one vector for all q heads of a KV head: both
+maxima are taken over them. GPT-2's activation is linear in none of its inputs, so the input of its
+second matrix is not scaled.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from modelmill.nn.layer_spec import HeadGroups
 from modelmill.quant.awq import fold_scales, is_foldable
 from modelmill.quant.calibration_state import (
-    SITES,
     CalibrationBatch,
     CalibrationState,
     QuantizableLayer,
@@ -27,8 +27,6 @@ from modelmill.quant.calibration_state import (
 from modelmill.quant.recipe import InputStatistics, PrepareResult, Scales
 
 MIN_SCALE = 1e-5
-# folding o and down changes the weights that read the norms' outputs
-FOLD_ORDER = ("o", "down", "qkv", "up")
 ALPHA_GRID = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 ALPHA_STEP = 0.05
 SiteAlphas = dict[str, float | None]  # site → α; None: not smoothed
@@ -42,9 +40,10 @@ def smoothing_scales(
     A channel that is always 0, or that no matrix reads, is not scaled. The mean is free: per-token
     and per-tensor scales absorb a common factor, and a norm's weight keeps its magnitude.
     """
-    weight = block.linear(site).weight.dense().abs().amax(0)
-    if site == "o":
-        max_abs, weight = max_over_kv_group(block, max_abs), max_over_kv_group(block, weight)
+    weight = block.site_weight(site).abs().amax(0)
+    groups = block.head_groups(site)
+    if groups is not None:
+        max_abs, weight = max_over_kv_group(groups, max_abs), max_over_kv_group(groups, weight)
     scales = max_abs.pow(alpha) / weight.clamp(min=MIN_SCALE).pow(1 - alpha)
     known = (max_abs > 0) & (weight > 0)
     mean = (
@@ -55,10 +54,9 @@ def smoothing_scales(
     return torch.where(known, scales / mean, torch.ones_like(scales)).clamp(min=MIN_SCALE)
 
 
-def max_over_kv_group(block: QuantizableLayer, vector: torch.Tensor) -> torch.Tensor:
+def max_over_kv_group(groups: HeadGroups, vector: torch.Tensor) -> torch.Tensor:
     """Return, for each q head of a KV head, the maximum over these heads."""
-    heads = block.heads
-    each = vector.view(heads.num_kv_heads, heads.num_q_heads // heads.num_kv_heads, heads.head_dim)
+    each = groups.by_group(vector)
     return each.amax(1, keepdim=True).expand_as(each).reshape(-1)
 
 
@@ -80,9 +78,9 @@ def apply_smoothing(
         What the inputs were divided by, by site.
     """
     folded: Scales = {}
-    for site in FOLD_ORDER:
+    for site in block.spec.fold_order:
         alpha = alphas.get(site)
-        if alpha is not None and is_foldable(block, site):
+        if alpha is not None:
             scales = smoothing_scales(block, site, statistics[site].max_abs, alpha)
             folded[site] = fold_scales(block, site, scales, dtype)
     return folded
@@ -138,7 +136,8 @@ def search_alphas(trial: SmoothingTrial) -> tuple[SiteAlphas, float, float]:
     Returns:
         α by site, the layer's error with them, and the error without smoothing.
     """
-    nothing: SiteAlphas = dict.fromkeys(SITES)
+    sites = trial.block.sites
+    nothing: SiteAlphas = dict.fromkeys(sites)
     plain = trial.output_error(nothing)
     best, least = nothing, plain
 
@@ -149,12 +148,12 @@ def search_alphas(trial: SmoothingTrial) -> tuple[SiteAlphas, float, float]:
             best, least = alphas, error
 
     for alpha in ALPHA_GRID:
-        tried(dict.fromkeys(SITES, alpha))
+        tried(dict.fromkeys(sites, alpha))
     middle = next(iter(best.values()))
     if middle is not None:
         for alpha in (middle - ALPHA_STEP, middle + ALPHA_STEP):
-            tried(dict.fromkeys(SITES, round(alpha, 2)))
-    for site in (s for s in FOLD_ORDER if is_foldable(trial.block, s)):
+            tried(dict.fromkeys(sites, round(alpha, 2)))
+    for site in trial.block.spec.fold_order:
         now = best[site]
         others: tuple[float | None, ...] = ALPHA_GRID[::2]
         if now is not None:
@@ -167,11 +166,10 @@ def search_alphas(trial: SmoothingTrial) -> tuple[SiteAlphas, float, float]:
 @contextmanager
 def restore_layer_on_exit(block: QuantizableLayer) -> Iterator[None]:
     """Restore the layer's weights, norms and biases on exit; changes inside replace the tensors."""
-    modules = [block.linear(site) for site in SITES]
-    norms = [norm for norm in map(block.norm, SITES) if norm is not None]
+    modules = block.all_linears().values()
     saved = [(linear, linear.weight, linear.bias) for linear in modules]
     affine: list[tuple[Any, Any, Any]] = [
-        (norm, norm.weight, getattr(norm, "bias", None)) for norm in norms
+        (norm, norm.weight, getattr(norm, "bias", None)) for norm in block.norms()
     ]
     try:
         yield
@@ -189,7 +187,7 @@ def smoothing_result(
 ) -> PrepareResult:
     """Return the smoothing of the layer for the report."""
     facts: dict[str, Any] = {}
-    for site in SITES:
+    for site in block.sites:
         facts[site] = {"alpha": alphas.get(site) if site in folded_scales else None}
         if not is_foldable(block, site):
             facts[site]["note"] = "its input is linear in nothing: not smoothed"

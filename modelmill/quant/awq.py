@@ -1,10 +1,10 @@
 """AWQ: channels that carry large activations are scaled up before rounding.
 
 Lin et al. 2023, arXiv:2306.00978. The inverse of a scale is folded into the op that produces the
-input: the norm before qkv and gate/up, the v rows before o, the up rows before down (out = up ·
-silu(gate) is linear in up). So the layer computes the same and costs the same. Under GQA the scales
-of o are one vector for all q heads of a KV head. A site whose input no linear op produces (GPT-2's
-activation) is not scaled.
+input, as the layer's spec names it: a norm, or rows of a linear layer (v before the attention's
+output projection, up before down: out = up · silu(gate) is linear in up). So the layer computes the
+same and costs the same. Under GQA the scales are one vector for all q heads of a KV head. A site
+whose input no linear op produces (GPT-2's activation) is not scaled.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from modelmill.quant.calibration_state import SITES, QuantizableLayer
+from modelmill.nn.layer_spec import NormSpec, RowProducer
+from modelmill.quant.calibration_state import QuantizableLayer
 from modelmill.quant.recipe import InputStatistics, PrepareResult
 from modelmill.weights.dense import DenseWeight as Dense
 
@@ -31,14 +32,12 @@ def scale_layer(
 ) -> PrepareResult:
     """Search the scales of all sites and fold them in.
 
-    o and down go first, since folding them changes the weights that read the norms' outputs.
+    Sites go in the layer's fold order: those that change weights which read a norm come first.
     round_weight: quantizes and dequantizes a weight, for the search.
     """
     done = PrepareResult()
-    for site in ("o", "down", "qkv", "up"):
-        if not is_foldable(block, site):
-            continue
-        weight = block.linear(site).weight.dense()
+    for site in block.spec.fold_order:
+        weight = block.site_weight(site)
         scales, alpha, gain = search_scales(
             weight, average_kv_group_statistics(block, site, statistics[site]), round_weight
         )
@@ -47,14 +46,14 @@ def scale_layer(
             done.scales[site] = fold_scales(
                 block, site, average_kv_group(block, site, scales), dtype
             )
-    for site in SITES:
+    for site in block.sites:
         done.facts.setdefault(site, {"alpha": 0.0})
     return done
 
 
 def is_foldable(block: QuantizableLayer, site: str) -> bool:
     """Return whether a linear op produces a site's input."""
-    return site != "down" or block.has_gated_mlp
+    return block.spec.site_producer(site) is not None
 
 
 def search_scales(
@@ -100,8 +99,8 @@ def scale_statistics(statistics: InputStatistics, scales: torch.Tensor) -> Input
 def average_kv_group_statistics(
     block: QuantizableLayer, site: str, statistics: InputStatistics
 ) -> InputStatistics:
-    """For "o", average the statistics over the q heads of a KV head, as folding requires."""
-    if site != "o":
+    """Average the statistics over the q heads of a KV head, where folding requires it."""
+    if block.head_groups(site) is None:
         return statistics
     s = statistics
     return InputStatistics(
@@ -116,11 +115,11 @@ def average_kv_group_statistics(
 
 
 def average_kv_group(block: QuantizableLayer, site: str, vector: torch.Tensor) -> torch.Tensor:
-    """For "o", average a vector over the q heads that share a KV head."""
-    if site != "o":
+    """Average a vector over the q heads that share a KV head, where the site has such."""
+    groups = block.head_groups(site)
+    if groups is None:
         return vector
-    heads = block.heads
-    each = vector.view(heads.num_kv_heads, heads.num_q_heads // heads.num_kv_heads, heads.head_dim)
+    each = groups.by_group(vector)
     return each.mean(1, keepdim=True).expand_as(each).reshape(-1)
 
 
@@ -134,8 +133,9 @@ def fold_scales(
     Returns:
         What the input was divided by.
     """
-    norm = block.norm(site)
-    if norm is not None:
+    producer = block.spec.site_producer(site)
+    if isinstance(producer, NormSpec):
+        norm = block.layer.get_submodule(producer.path)
         old = norm.weight
         assert isinstance(old, torch.Tensor)
         new = (old / scales).to(dtype).float()
@@ -144,37 +144,26 @@ def fold_scales(
         bias = getattr(norm, "bias", None)
         if isinstance(bias, torch.Tensor):
             norm.bias = (bias / scales).to(dtype).float()
-    elif site == "o":
-        _divide_rows(
-            block,
-            "qkv",
-            (block.heads.num_q_heads + block.heads.num_kv_heads) * block.heads.head_dim,
-            _per_kv_head(block, scales),
-            dtype,
-        )
     else:
-        _divide_rows(block, "up", len(scales), scales, dtype)
-    reads = block.linear(site)
-    reads.weight = Dense(reads.weight.dense() * scales)
+        assert producer is not None, f"a site that can be folded, not {site}"
+        _divide_rows(block, producer, scales, dtype)
+    for reads in block.linears(site).values():
+        reads.weight = Dense(reads.weight.dense() * scales)
     return scales
 
 
-def _per_kv_head(block: QuantizableLayer, scales: torch.Tensor) -> torch.Tensor:
-    heads = block.heads
-    return scales.view(heads.num_kv_heads, heads.num_q_heads // heads.num_kv_heads, heads.head_dim)[
-        :, 0
-    ].reshape(-1)
-
-
 def _divide_rows(
-    block: QuantizableLayer, site: str, first: int, scales: torch.Tensor, dtype: torch.dtype
+    block: QuantizableLayer, producer: RowProducer, scales: torch.Tensor, dtype: torch.dtype
 ) -> None:
-    """Divide the last rows of a fused weight and its bias, from ``first`` on."""
-    makes = block.linear(site)
+    """Divide the rows of a weight and its bias that produce a site's input."""
+    if producer.groups is not None:
+        scales = producer.groups.by_group(scales)[:, 0].reshape(-1)
+    rows = slice(*block.spec.linear(producer.linear).part_range(producer.part))
+    makes = block.linear(producer.linear)
     weight = makes.weight.dense().clone()
-    weight[first:] /= scales[:, None]
+    weight[rows] /= scales[:, None]
     makes.weight = Dense(weight)
     if makes.bias is not None:
         bias = makes.bias.clone()
-        bias[first:] /= scales
+        bias[rows] /= scales
         makes.bias = bias.to(dtype).float()

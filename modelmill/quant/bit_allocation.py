@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from modelmill.quant.calibration_state import SITES, QuantizableLayer
+from modelmill.quant.calibration_state import QuantizableLayer
 from modelmill.quant.group_grid import QUICK_SEARCH, find_grid
 from modelmill.weights.base import WeightFormat, pack
 from modelmill.weights.dense import DenseWeight as Dense
@@ -58,12 +58,13 @@ def quantize_linears(
 ) -> int:
     """Quantize a layer's linears to one bit choice; return their bytes.
 
-    dense_weights: the unquantized weights, by site.
+    dense_weights: the unquantized weights, by path.
     """
     total = 0
-    for site in SITES:
-        quantized = quantize_quickly(dense_weights[site].dense(), bit_choice, importance[site])
-        block.linear(site).weight = quantized
+    for spec in block.spec.linears:
+        weight = dense_weights[spec.path].dense()
+        quantized = quantize_quickly(weight, bit_choice, importance[spec.site])
+        block.linear(spec.path).weight = quantized
         total += sum(t.numel() * t.element_size() for t in quantized.tensors().values())
     return total
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from modelmill.core.errors import UsageError
-from modelmill.quant.calibration_state import SITES, CalibrationState, QuantizableLayer
+from modelmill.quant.calibration_state import CalibrationState, QuantizableLayer
 from modelmill.quant.recipe import InputStatistics, PrepareResult, Recipe, Scales
 from modelmill.weights.base import WeightFormat, pack
 
@@ -83,23 +83,24 @@ def quantize_layer(
         else:
             prepared = recipe.prepare(block, survey, dtype)
     facts: dict[str, Any] = {}
-    for site in SITES:
+    for site in block.sites:
         statistics = None
         if calibration is not None:
             calibration.forward_to(block, site)
             statistics = collect_statistics(
                 calibration.site_inputs(),
-                f"{layer_name}.{block.linear_paths[site]}",
+                f"{layer_name}.{block.site_label(site)}",
                 needs_hessian=needs_hessian,
             )
-        linear = block.linear(site)
-        weight = linear.weight.dense()
-        linear_recipe = recipe.recipe_for(block.linear_paths[site])
-        quantized = prepared.quantize_by_site.get(site, linear_recipe.quantize)(weight, statistics)
-        facts[block.linear_paths[site]] = quantization_facts(
-            weight, quantized, linear_recipe, statistics
-        ) | prepared.facts.get(site, {})
-        linear.weight = quantized
+        for path, linear in block.linears(site).items():
+            weight = linear.weight.dense()
+            linear_recipe = recipe.recipe_for(path, block.spec.site(site))
+            quantize = prepared.quantize_by_site.get(site, linear_recipe.quantize)
+            quantized = quantize(weight, statistics)
+            facts[path] = quantization_facts(
+                weight, quantized, linear_recipe, statistics
+            ) | prepared.facts.get(site, {})
+            linear.weight = quantized
     if calibration is not None:
         calibration.finish_layer(block)
     return facts, prepared.scales
@@ -110,11 +111,11 @@ def _collect_all_sites(
 ) -> dict[str, InputStatistics]:
     """Collect the statistics of all sites of an unquantized layer."""
     statistics = {}
-    for site in SITES:
+    for site in block.sites:
         calibration.forward_to(block, site)
         statistics[site] = collect_statistics(
             calibration.site_inputs(),
-            f"{layer_name}.{block.linear_paths[site]}",
+            f"{layer_name}.{block.site_label(site)}",
             needs_hessian=needs_hessian,
         )
     return statistics

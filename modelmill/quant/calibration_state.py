@@ -1,15 +1,13 @@
-"""A decoder layer split at its four sites, and the calibration tokens on their way through it.
+"""A decoder layer split at its sites, and the calibration tokens on their way through it.
 
-A site is an input that one or more matrices share: "qkv" (the norm before attention), "o" (the
-attention output), "up" (the norm before the MLP; gate and up, or GPT-2's fc) and "down" (the
-activation). Statistics of inputs are collected by site, and a recipe treats the matrices of a site
-together.
+A site is an input that one or more linear layers share (nn/layer_spec.py). Statistics of inputs are
+collected by site, and a recipe treats the matrices of a site together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,60 +15,88 @@ from torch import nn
 
 from modelmill.nn.attention import RopeCosSin
 from modelmill.nn.kv import KVCache, KVShape
+from modelmill.nn.layer_spec import (
+    INPUTS,
+    ROPE,
+    HeadGroups,
+    NormSpec,
+    RowProducer,
+    layer_spec,
+)
 from modelmill.nn.linear import Linear
 from modelmill.nn.step import Step
 
-SITES = ("qkv", "o", "up", "down")
 PAGE_SIZE = 16
 ImageEmbeddings = Mapping[int, torch.Tensor]
 BATCH_TOKENS = 4096
 
 
-@dataclass(frozen=True)
-class AttentionHeads:
-    """The division of qkv's rows and o's columns: q heads, kv heads, channels per head."""
-
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-
 class QuantizableLayer:
-    """One layer of a model, by site.
+    """One layer of a model, by site."""
 
-    ``layer`` has the modules that the layers of nn.decoder and GPT-2 have in common.
-    """
-
-    def __init__(self, layer: Any, heads: AttentionHeads) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
-        self.heads = heads
-        self.has_gated_mlp = hasattr(layer.mlp, "gate_up_proj")
+        self.spec = layer_spec(layer)
 
     @property
-    def linear_paths(self) -> dict[str, str]:
-        """Return site → path of the linear module that reads it."""
-        up = "mlp.gate_up_proj" if self.has_gated_mlp else "mlp.fc_proj"
-        return {"qkv": "attn.qkv_proj", "o": "attn.o_proj", "up": up, "down": "mlp.down_proj"}
+    def sites(self) -> tuple[str, ...]:
+        """Return the sites in the order of computation."""
+        return self.spec.site_names
 
-    def linear(self, site: str) -> Linear:
-        """Return the module that reads a site."""
-        module = self.layer.get_submodule(self.linear_paths[site])
+    def linears(self, site: str) -> dict[str, Linear]:
+        """Return path → linear module of all that read a site."""
+        return {each.path: self.linear(each.path) for each in self.spec.site_linears(site)}
+
+    def linear(self, path: str) -> Linear:
+        """Return a linear module by its path."""
+        module = self.layer.get_submodule(path)
         assert isinstance(module, Linear)
         return module
 
+    def all_linears(self) -> dict[str, Linear]:
+        """Return path → linear module of the layer."""
+        return {each.path: self.linear(each.path) for each in self.spec.linears}
+
+    def site_weight(self, site: str) -> torch.Tensor:
+        """Return the rows of all matrices that read a site, [N, K]."""
+        weights = [linear.weight.dense() for linear in self.linears(site).values()]
+        return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+    def site_label(self, site: str) -> str:
+        """Return the linear modules that read a site, for messages."""
+        return ", ".join(self.linears(site))
+
     def norm(self, site: str) -> nn.Module | None:
-        """Return the norm whose output a site is; None for "o" and "down"."""
-        return {"qkv": self.layer.attn_norm, "up": self.layer.mlp_norm}.get(site)
+        """Return the norm whose output a site is; None where it is none."""
+        producer = self.spec.site_producer(site)
+        return self.layer.get_submodule(producer.path) if isinstance(producer, NormSpec) else None
+
+    def norms(self) -> list[nn.Module]:
+        """Return the layer's norms."""
+        return [self.layer.get_submodule(norm.path) for norm in self.spec.norms]
+
+    def head_groups(self, site: str) -> HeadGroups | None:
+        """Return the heads that share a row of the site's producer; None: one row per channel."""
+        producer = self.spec.site_producer(site)
+        return producer.groups if isinstance(producer, RowProducer) else None
 
 
 @dataclass
 class CalibrationBatch:
-    """Some calibration sequences between two layers or at a site; all tensors are [T, …]."""
+    """Some calibration sequences between two layers or at a site; all tensors are [T, …].
+
+    Attributes:
+        values: Inside a layer, the values that later modules read, by name.
+        num_done: Modules of the layer that are computed.
+        site_input: At a site, its input.
+    """
 
     step: Step
     rope: RopeCosSin
     x: torch.Tensor
     residual: torch.Tensor | None = None
+    values: dict[str, Any] = field(default_factory=dict)
+    num_done: int = 0
     site_input: torch.Tensor | None = None
 
 
@@ -164,20 +190,23 @@ class CalibrationState:
     @torch.inference_mode()
     def forward_to(self, block: QuantizableLayer, site: str) -> None:
         """Compute from the site before (or the layer's input) up to this site."""
+        value = block.spec.site_value(site)
         for batch in self.batches:
-            _FORWARD_TO[site](block.layer, batch)
+            while batch.num_done == 0 or value not in batch.values:
+                _forward_module(block, batch)
+            batch.site_input = batch.values[value]
 
     @torch.inference_mode()
     def finish_layer(self, block: QuantizableLayer) -> None:
         """Compute from the last site to the layer's output."""
         for batch in self.batches:
-            batch.x = block.layer.mlp.down_proj(batch.site_input, batch.step)
-            batch.site_input = None
+            while batch.num_done < len(block.spec.modules):
+                _forward_module(block, batch)
+            batch.x, batch.residual = (batch.values[name] for name in block.spec.outputs)
+            batch.values, batch.num_done, batch.site_input = {}, 0, None
 
     def forward_layer(self, block: QuantizableLayer) -> None:
         """Compute a whole layer."""
-        for site in SITES:
-            self.forward_to(block, site)
         self.finish_layer(block)
 
     def site_inputs(self) -> Iterator[torch.Tensor]:
@@ -187,34 +216,21 @@ class CalibrationState:
             yield batch.site_input.float()
 
 
-def _forward_to_qkv(layer: Any, b: CalibrationBatch) -> None:
-    b.site_input, b.residual = layer.attn_norm(b.x, b.residual, b.step)
-
-
-def _forward_to_o(layer: Any, b: CalibrationBatch) -> None:
-    attn = layer.attn
-    q = attn.rope_cache(attn.qkv_proj(b.site_input, b.step), b.rope, b.step)
-    b.site_input = attn.core(q, b.step)
-
-
-def _forward_to_up(layer: Any, b: CalibrationBatch) -> None:
-    b.site_input, b.residual = layer.mlp_norm(
-        layer.attn.o_proj(b.site_input, b.step), b.residual, b.step
-    )
-
-
-def _forward_to_down(layer: Any, b: CalibrationBatch) -> None:
-    mlp = layer.mlp
-    first = mlp.gate_up_proj if hasattr(mlp, "gate_up_proj") else mlp.fc_proj
-    b.site_input = mlp.act(first(b.site_input, b.step), b.step)
-
-
-_FORWARD_TO = {
-    "qkv": _forward_to_qkv,
-    "o": _forward_to_o,
-    "up": _forward_to_up,
-    "down": _forward_to_down,
-}
+def _forward_module(block: QuantizableLayer, batch: CalibrationBatch) -> None:
+    """Compute the next module of a layer; values that no later module reads are dropped."""
+    spec = block.spec
+    if batch.num_done == 0:
+        batch.values = dict(
+            zip((*INPUTS, ROPE), (batch.x, batch.residual, batch.rope), strict=True)
+        )
+    module = spec.modules[batch.num_done]
+    args = [batch.values[name] for name in module.reads]
+    output = block.layer.get_submodule(module.path)(*args, batch.step)
+    results = output if len(module.writes) > 1 else (output,)
+    batch.num_done += 1
+    needed = {*spec.outputs, *(name for m in spec.modules[batch.num_done :] for name in m.reads)}
+    batch.values |= zip(module.writes, results, strict=True)
+    batch.values = {name: value for name, value in batch.values.items() if name in needed}
 
 
 def _batch_sequences(ids: Sequence[Sequence[int]]) -> Iterator[list[list[int]]]:

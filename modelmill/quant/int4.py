@@ -19,7 +19,7 @@ from modelmill.core.recipe_declaration import (
 )
 from modelmill.quant.awq import scale_layer
 from modelmill.quant.calibrate import output_error
-from modelmill.quant.calibration_state import SITES, QuantizableLayer
+from modelmill.quant.calibration_state import QuantizableLayer
 from modelmill.quant.gptq import damped, gptq, refine
 from modelmill.quant.group_grid import QUICK_SEARCH, find_grid
 from modelmill.quant.recipe import InputStatistics, PrepareResult, Recipe
@@ -81,11 +81,13 @@ class Int4Recipe(Recipe):
         if not self.needs_prepare:
             return PrepareResult()
         before = {
-            site: self._nearest_error(block.linear(site).weight.dense(), statistics[site])
-            for site in SITES
+            site: self._nearest_error(block.site_weight(site), statistics[site])
+            for site in block.sites
         }
         done = scale_layer(block, statistics, self._round_quickly, dtype)
-        done.facts = {site: {**done.facts.get(site, {}), "before": before[site]} for site in SITES}
+        done.facts = {
+            site: {**done.facts.get(site, {}), "before": before[site]} for site in block.sites
+        }
         return done
 
     def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> WeightFormat:

@@ -15,6 +15,7 @@ from modelmill.core.recipe_declaration import (
     RecipeDeclaration,
     RecipeOption,
 )
+from modelmill.nn.layer_spec import SiteSpec
 from modelmill.quant.bit_allocation import BIT_CHOICES, UNQUANTIZED
 from modelmill.quant.int4 import Int4Recipe as Int4
 from modelmill.quant.int8 import Int8Recipe as Int8
@@ -92,7 +93,7 @@ class MixedPrecisionRecipe(Recipe):
         methods = {recipe.method for recipe in made.values() if isinstance(recipe, Int4)}
         self.method = methods.pop() if methods else "nearest"
 
-    def recipe_for(self, module_path: str) -> Recipe:
+    def recipe_for(self, module_path: str, site: SiteSpec | None = None) -> Recipe:  # noqa: ARG002  all sites of a layer alike
         """Return the recipe of a linear module by its name in the model."""
         parts = module_path.split(".")
         return self._recipes[int(parts[1])] if parts[0] == "layers" else self._head_recipe

@@ -20,6 +20,7 @@ import torch
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
 from modelmill.core.registry import find_module, module_names
+from modelmill.nn.layer_spec import SiteSpec
 from modelmill.quant.calibration_state import CalibrationState, QuantizableLayer
 from modelmill.weights.base import WeightFormat
 
@@ -118,8 +119,11 @@ class Recipe(ABC):
         """
         return self.prepare(block, statistics, dtype)
 
-    def recipe_for(self, module_path: str) -> Recipe:  # noqa: ARG002  one recipe for all modules
-        """Return the recipe of a linear module by its name, or of a layer ("layers.3.")."""
+    def recipe_for(self, module_path: str, site: SiteSpec | None = None) -> Recipe:  # noqa: ARG002  one recipe for all modules
+        """Return the recipe of a linear module by its name, or of a layer ("layers.3.").
+
+        site: what a linear module inside a layer reads.
+        """
         return self
 
     @abstractmethod

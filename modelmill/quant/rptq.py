@@ -24,6 +24,7 @@ from modelmill.core.recipe_declaration import (
     RecipeDeclaration,
     RecipeOption,
 )
+from modelmill.nn.layer_spec import SiteSpec
 from modelmill.quant.channel_clustering import cluster_channels
 from modelmill.quant.gptq import damped, gptq, refine
 from modelmill.quant.group_grid import GroupGrid, find_grid
@@ -123,7 +124,7 @@ class RptqRecipe(Recipe):
             "weight_bits": self.weight_bits,
             "bits": self.input_bits,
         }
-        self._down_proj_recipe = self
+        self._heavy_tailed_recipe = self
         splits = resolve_splits(config)
         if splits_per_channel > 1:
             self.pack_options = {**self.pack_options, "splits_per_channel": splits_per_channel}
@@ -133,7 +134,7 @@ class RptqRecipe(Recipe):
                     f"--splits-per-channel {splits}: is for --mode exact, not {self.mode}; leave "
                     "it out"
                 )
-            self._down_proj_recipe = RptqRecipe(config, splits)
+            self._heavy_tailed_recipe = RptqRecipe(config, splits)
         # the head's inputs are not calibrated: dynamic scales
         self._head_recipe = (
             self
@@ -153,11 +154,11 @@ class RptqRecipe(Recipe):
             reasons["splits_per_channel"] = f"{splits}: {why}"
         return {"splits_per_channel": splits}, reasons
 
-    def recipe_for(self, module_path: str) -> RptqRecipe:
-        """Return the recipe of a linear module by its name: R5's inputs have heavy tails."""
+    def recipe_for(self, module_path: str, site: SiteSpec | None = None) -> RptqRecipe:
+        """Return the recipe of a linear module by the site that it reads: R5 has heavy tails."""
         if module_path == "head":
             return self._head_recipe
-        return self._down_proj_recipe if module_path.endswith("mlp.down_proj") else self
+        return self._heavy_tailed_recipe if site is not None and site.heavy_tailed else self
 
     def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> WeightFormat:
         """Quantize [N, K] float32 to integers.

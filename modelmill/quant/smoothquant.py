@@ -22,7 +22,7 @@ from modelmill.core.recipe_declaration import (
 )
 from modelmill.quant import activation_smoothing
 from modelmill.quant.calibrate import collect_statistics, output_error, round_digits
-from modelmill.quant.calibration_state import SITES, CalibrationState, QuantizableLayer
+from modelmill.quant.calibration_state import CalibrationState, QuantizableLayer
 from modelmill.quant.recipe import InputStatistics, PrepareResult, Recipe
 from modelmill.weights.w8a8 import FLOAT_INPUT, W8A8Weight
 
@@ -96,7 +96,7 @@ class SmoothQuantRecipe(Recipe):
     ) -> PrepareResult:
         """Apply one α to all sites, without a search."""
         alphas: activation_smoothing.SiteAlphas = dict.fromkeys(
-            SITES, 0.5 if self.alpha is None else self.alpha
+            block.sites, 0.5 if self.alpha is None else self.alpha
         )
         return activation_smoothing.smoothing_result(
             block, activation_smoothing.apply_smoothing(block, statistics, alphas, dtype), alphas
@@ -110,23 +110,26 @@ class SmoothQuantRecipe(Recipe):
         dtype: torch.dtype,
     ) -> PrepareResult:
         """Search the α with the smallest layer error, and the sites that keep float inputs."""
-        before = {site: self._error_before(block, site, statistics[site]) for site in SITES}
+        before = {site: self._error_before(block, site, statistics[site]) for site in block.sites}
         trial = activation_smoothing.SmoothingTrial(
             block, statistics, calibration, dtype, self._quantize_layer
         )
         if self.alpha is None:
             alphas, error, plain = activation_smoothing.search_alphas(trial)
         else:
-            alphas = dict.fromkeys(SITES, self.alpha)
-            error, plain = trial.output_error(alphas), trial.output_error(dict.fromkeys(SITES))
+            alphas = dict.fromkeys(block.sites, self.alpha)
+            error, plain = (
+                trial.output_error(alphas),
+                trial.output_error(dict.fromkeys(block.sites)),
+            )
         floats: frozenset[str] = frozenset()
         while (
             self.max_layer_error is not None
             and error > self.max_layer_error
-            and len(floats) < len(SITES)
+            and len(floats) < len(block.sites)
         ):
             tried = {}
-            for site in SITES:
+            for site in block.sites:
                 if site not in floats:
                     trial.round_layer = partial(
                         self._quantize_layer, weight_only_sites=floats | {site}
@@ -137,7 +140,7 @@ class SmoothQuantRecipe(Recipe):
         done = activation_smoothing.smoothing_result(
             block, activation_smoothing.apply_smoothing(block, statistics, alphas, dtype), alphas
         )
-        for site in SITES:
+        for site in block.sites:
             done.facts[site] |= before[site] | {
                 "layer_error": round_digits(error),
                 "layer_error_unsmoothed": round_digits(plain),
@@ -172,24 +175,23 @@ class SmoothQuantRecipe(Recipe):
         weight_only_sites: frozenset[str] = frozenset(),
     ) -> None:
         """Quantize each matrix of a layer when its input is computed."""
-        for site in SITES:
+        for site in block.sites:
             calibration.forward_to(block, site)
-            linear = block.linear(site)
             statistics = (
                 collect_statistics(calibration.site_inputs(), site, needs_hessian=False)
                 if self.static_input_scale
                 else None
             )
-            linear.weight = (
-                self.quantize_weight_only if site in weight_only_sites else self.quantize
-            )(linear.weight.dense(), statistics)
+            quantize = self.quantize_weight_only if site in weight_only_sites else self.quantize
+            for linear in block.linears(site).values():
+                linear.weight = quantize(linear.weight.dense(), statistics)
         calibration.finish_layer(block)
 
     def _error_before(
         self, block: QuantizableLayer, site: str, statistics: InputStatistics
     ) -> dict[str, float]:
         """Return the error of a site's outputs without smoothing."""
-        weight = block.linear(site).weight.dense()
+        weight = block.site_weight(site)
         return {"before": output_error(weight, self.quantize(weight, statistics), statistics)}
 
 

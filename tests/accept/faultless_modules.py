@@ -135,3 +135,12 @@ class FaultlessModules:
         )
         weight = reference.source.get(reference.head_weight_name())
         return self.linear(normed, Affine(weight))
+
+
+def arithmetic_of(name: str) -> str:
+    """The arithmetic of a reference's output, by its name."""
+    if name in (*PROJECTIONS, "logits"):
+        return "linear"
+    others = {"q_rot": "rotary", "k_rot": "rotary", "attn": "attention", "act": "activation"}
+    others["embed"] = "embedding"
+    return others.get(name, "norm" if name.endswith("norm") else "residual")

@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT))
 
 from modelmill.accept.metrics import center_logits, compare_logits  # noqa: E402
 from modelmill.accept.reference import ReferenceModel, open_reference  # noqa: E402
-from modelmill.accept.tolerances import DTYPES, module_type  # noqa: E402
-from tests.accept.faultless_modules import FaultlessModules  # noqa: E402
+from modelmill.accept.tolerances import DTYPES  # noqa: E402
+from tests.accept.faultless_modules import FaultlessModules, arithmetic_of  # noqa: E402
 from tests.accept.memory_checkpoint import MemoryCheckpoint, MemoryContainer, memory_checkpoint  # noqa: E402
 from tests.accept.reference_faults import FAULTS, fault_rows  # noqa: E402
 from tests.accept.seeded_checkpoint import seeded_decoder  # noqa: E402
@@ -69,7 +69,7 @@ def honest_lines(reference: ReferenceModel, ids: Tensor) -> Iterator[str]:
         trace = reference.run_layer(index, weights, exact, len(ids))
         for s in SETTINGS:
             for name, row in honest[s].module_errors(index, weights, trace):
-                now = worst.setdefault((s, module_type(name)), [0.0, 0.0, 0.0])
+                now = worst.setdefault((s, arithmetic_of(name)), [0.0, 0.0, 0.0])
                 now[:] = [
                     max(a, b)
                     for a, b in zip(now, (row.rel_l2, row.max_rel, abs(row.gain - 1)), strict=True)

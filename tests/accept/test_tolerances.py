@@ -13,7 +13,7 @@ from modelmill.accept.metrics import ErrorMetrics, compare_logits, compare_tenso
 from modelmill.accept.reference import ReferenceModel, open_reference
 from modelmill.accept.tolerances import DTYPES, logits_bound, module_bound
 from modelmill.core.errors import UsageError
-from tests.accept.faultless_modules import FaultlessModules
+from tests.accept.faultless_modules import FaultlessModules, arithmetic_of
 from tests.accept.memory_checkpoint import memory_checkpoint
 from tests.accept.reference_faults import FAULTS, fault_rows, norm_probe
 from tests.accept.seeded_checkpoint import seeded_decoder
@@ -59,7 +59,9 @@ def test_honest_rounding_is_within(reference: ReferenceModel, dtype: str, recipe
         for name, row in walk(
             reference, FaultlessModules(reference, getattr(torch, dtype), recipe)
         ):
-            assert not module_bound(name, dtype, recipe, length=len(IDS)).violations(row), name
+            assert not module_bound(arithmetic_of(name), dtype, recipe, length=len(IDS)).violations(
+                row
+            ), name
 
 
 @pytest.mark.parametrize(("dtype", "recipe"), SETTINGS)
@@ -69,18 +71,20 @@ def test_every_fault_is_out_of_bounds(
 ) -> None:
     with torch.no_grad():
         for row in fault_rows(reference, fault, IDS, getattr(torch, dtype), recipe):
-            bound = module_bound(row.name.split()[-1], dtype, recipe, length=len(IDS))
+            bound = module_bound(
+                arithmetic_of(row.name.split()[-1]), dtype, recipe, length=len(IDS)
+            )
             assert bound.violations(row), row
             assert bound.excess(row) > 2, row
 
 
 def test_nan_is_out_of_bounds() -> None:
     row = compare_tensors("q", torch.tensor([float("nan")]), torch.ones(1))
-    assert len(module_bound("q", "bfloat16", "int8").violations(row)) == 3
+    assert len(module_bound("linear", "bfloat16", "int8").violations(row)) == 3
 
 
 def test_what_is_not_published_says_so() -> None:
     with pytest.raises(UsageError, match="float8"):
-        module_bound("q", "float8")
+        module_bound("linear", "float8")
     with pytest.raises(UsageError, match="int3"):
         logits_bound("float16", "int3", num_layers=2)

@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelmill.core.errors import UsageError
+from modelmill.nn.attention import AttentionSpec
+from modelmill.nn.layer_spec import LinearSpec
 from modelmill.parallel.shard import Shard, partition, partition_heads, range_lengths
 
 
@@ -64,7 +66,11 @@ def test_rows_of_a_fused_projection() -> None:
     """SmolLM2: 9 heads of 64, 3 KV heads."""
     two = partition_heads(9, 3, 64, 2)
     assert [p.q for p in two] == [(0, 6), (6, 9)]
-    assert two[1].qkv_rows(9, 3, 64) == ((384, 576), (704, 768), (896, 960))
+    spec = AttentionSpec(576, 9, 3, 64)
+    assert spec.partition.ranges(1, 2, 1) == {"q_heads": (384, 576), "kv_heads": (128, 192)}
+    qkv = spec.modules()[0]
+    assert isinstance(qkv, LinearSpec)
+    assert [qkv.part_range(name) for name in "qkv"] == [(0, 576), (576, 768), (768, 960)]
     four = partition_heads(9, 3, 64, 4)
     assert [(p.q, p.kv) for p in four] == [
         ((0, 2), (0, 1)),

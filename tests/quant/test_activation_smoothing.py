@@ -14,13 +14,17 @@ from hypothesis import strategies as st
 
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
+from modelmill.nn.decoder import DecoderConfig, DecoderLayer
+from modelmill.nn.layer_spec import HeadGroups
+from modelmill.nn.rotary import RopeSpec
 from modelmill.quant import activation_smoothing
 from modelmill.quant.awq import is_foldable
 from modelmill.quant.calibrate import collect_statistics, output_error, quantize_layer
-from modelmill.quant.calibration_state import SITES, AttentionHeads, QuantizableLayer
+from modelmill.quant.calibration_state import QuantizableLayer
 from modelmill.quant.recipe import make_recipe
 from modelmill.quant.smoothquant import search_static_scale
 from modelmill.weights import fp8, w8a8
+from modelmill.weights.dense import DenseWeight
 from tests.quant.test_calibrate import flow_of, opened, streams
 
 FAMILIES = ("llama", "llama-bias", "llama-mqa", "gpt2", "qwen2", "qwen3", "qwen")
@@ -32,10 +36,10 @@ def recipe_of(**options: Any) -> Any:
     return made
 
 
-def surveyed(model: Any, heads: AttentionHeads) -> tuple[QuantizableLayer, Any, dict[str, Any]]:
-    block, flow = QuantizableLayer(model.layers[0], heads), flow_of(model, 60, 40)
+def surveyed(model: Any) -> tuple[QuantizableLayer, Any, dict[str, Any]]:
+    block, flow = QuantizableLayer(model.layers[0]), flow_of(model, 60, 40)
     probe, found = flow.fork(), {}
-    for site in SITES:
+    for site in block.sites:
         probe.forward_to(block, site)
         found[site] = collect_statistics(probe.site_inputs(), site)
     return block, flow, found
@@ -43,13 +47,18 @@ def surveyed(model: Any, heads: AttentionHeads) -> tuple[QuantizableLayer, Any, 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_smoothed_layer_computes_what_it_did(family: str, tmp_path: Path) -> None:
-    model, heads = opened(family, tmp_path)
-    block, flow, statistics = surveyed(model, heads)
+    model = opened(family, tmp_path)
+    block, flow, statistics = surveyed(model)
     before = flow.fork()
     before.forward_layer(block)
-    for alphas in (dict.fromkeys(SITES, 0.5), {"o": 1.0, "down": 0.0, "qkv": None, "up": 0.8}):
+    for alphas in (
+        dict.fromkeys(block.sites, 0.5),
+        {"o": 1.0, "down": 0.0, "qkv": None, "up": 0.8},
+    ):
         folded = activation_smoothing.apply_smoothing(block, statistics, alphas, torch.float32)
-        assert set(folded) == {s for s in SITES if alphas[s] is not None and is_foldable(block, s)}
+        assert set(folded) == {
+            s for s in block.sites if alphas[s] is not None and is_foldable(block, s)
+        }
         after = flow.fork()
         after.forward_layer(block)
         torch.testing.assert_close(streams(after), streams(before), rtol=1e-4, atol=2e-5)
@@ -68,7 +77,7 @@ def test_smoothers_are_the_formula_up_to_a_common_factor(
     peak = torch.rand(32, generator=draw) * 10 ** torch.randn(32, generator=draw)
     peak[dead] = 0.0
     found = activation_smoothing.smoothing_scales(block, "qkv", peak, alpha)
-    weight = block.linear("qkv").weight.dense().abs().amax(0)
+    weight = block.site_weight("qkv").abs().amax(0)
     plain = peak**alpha / weight.clamp(min=1e-5) ** (1 - alpha)
     ratio = (found / plain)[peak > 0]
     torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), rtol=1e-4, atol=0)
@@ -79,36 +88,28 @@ def test_smoothers_are_the_formula_up_to_a_common_factor(
 
 
 def _plain_block(draw: torch.Generator) -> QuantizableLayer:
-    """A block of four matrices of 32 columns, 4 q heads of 8 over 2 KV heads."""
-    from torch import nn
-
-    from modelmill.nn.linear import Linear
-    from modelmill.weights.dense import DenseWeight
-
-    layer = nn.Module()
-    layer.attn, layer.mlp = nn.Module(), nn.Module()
-    for parent, name in (
-        (layer.attn, "qkv_proj"),
-        (layer.attn, "o_proj"),
-        (layer.mlp, "gate_up_proj"),
-    ):
-        linear = Linear(32, 16)
-        linear.weight = DenseWeight(torch.randn(16, 32, generator=draw))
-        setattr(parent, name, linear)
-    return QuantizableLayer(layer, AttentionHeads(4, 2, 8))
+    """A decoder layer of width 32, 4 q heads of 8 over 2 KV heads."""
+    config = DecoderConfig(
+        hidden=32, inner=16, layers=1, heads=4, kv_heads=2, head_dim=8, vocab=8, eps=1e-6,
+        max_len=8, rope=RopeSpec(8, 1e4, 8),
+    )  # fmt: skip
+    block = QuantizableLayer(DecoderLayer(config, 0))
+    for linear in block.all_linears().values():
+        linear.weight = DenseWeight(torch.randn(linear.shape, generator=draw))
+    return block
 
 
 def test_maxima_are_taken_over_the_heads_of_a_group() -> None:
-    block = _plain_block(torch.Generator().manual_seed(0))
+    groups = HeadGroups(4, 2, 8)
     peak = torch.arange(1.0, 33.0)
-    assert torch.equal(activation_smoothing.max_over_kv_group(block, peak)[:8], peak[8:16])
-    assert torch.equal(activation_smoothing.max_over_kv_group(block, peak)[16:24], peak[24:32])
+    assert torch.equal(activation_smoothing.max_over_kv_group(groups, peak)[:8], peak[8:16])
+    assert torch.equal(activation_smoothing.max_over_kv_group(groups, peak)[16:24], peak[24:32])
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_the_search_errs_less_and_leaves_the_layer_as_it_was(family: str, tmp_path: Path) -> None:
-    model, heads = opened(family, tmp_path)
-    block, _, _ = surveyed(model, heads)
+    model = opened(family, tmp_path)
+    block, _, _ = surveyed(model)
     norm = block.norm("qkv")
     assert norm is not None
     scales = torch.ones(norm.weight.shape)
@@ -116,24 +117,24 @@ def test_the_search_errs_less_and_leaves_the_layer_as_it_was(family: str, tmp_pa
     from modelmill.quant.awq import fold_scales
 
     fold_scales(block, "qkv", 1 / scales, torch.float32)
-    block, flow, statistics = surveyed(model, heads)
-    kept = {site: block.linear(site).weight for site in SITES}
+    block, flow, statistics = surveyed(model)
+    kept = {path: linear.weight for path, linear in block.all_linears().items()}
     trial = activation_smoothing.SmoothingTrial(
         block, statistics, flow, torch.float32, recipe_of()._quantize_layer
     )
     alphas, error, plain = activation_smoothing.search_alphas(trial)
-    assert all(block.linear(site).weight is kept[site] for site in SITES)
+    assert all(linear.weight is kept[path] for path, linear in block.all_linears().items())
     assert error < 0.8 * plain
     assert alphas["qkv"] is not None
     assert trial.output_error(alphas) == pytest.approx(error)
-    assert trial.output_error(dict.fromkeys(SITES)) == pytest.approx(plain)
+    assert trial.output_error(dict.fromkeys(block.sites)) == pytest.approx(plain)
 
 
 def test_a_layer_beyond_the_limit_keeps_some_activations(tmp_path: Path) -> None:
-    model, heads = opened("llama", tmp_path)
+    model = opened("llama", tmp_path)
     errors = {}
     for limit in (None, 1e-9):
-        block, flow, _ = surveyed(model, heads)
+        block, flow, _ = surveyed(model)
         with activation_smoothing.restore_layer_on_exit(block):
             recipe = recipe_of(max_layer_error=limit)
             facts, _ = quantize_layer(
@@ -141,7 +142,7 @@ def test_a_layer_beyond_the_limit_keeps_some_activations(tmp_path: Path) -> None
             )
             floats = {name for name, fact in facts.items() if fact["activations"] == 16}
             assert len(floats) == (0 if limit is None else 4)
-            held = block.linear("down").weight
+            held = block.linear("mlp.down_proj").weight
             assert isinstance(held, w8a8.W8A8Weight)
             assert held.float_input == (limit is not None)
             errors[limit] = facts["mlp.down_proj"]["layer_error"]

@@ -14,7 +14,9 @@ from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
+from modelmill.nn.decoder import DecoderConfig, DecoderLayer
 from modelmill.nn.linear import Linear
+from modelmill.nn.rotary import RopeSpec
 from modelmill.ops import registry
 from modelmill.quant.awq import (
     average_kv_group,
@@ -31,8 +33,6 @@ from modelmill.quant.calibrate import (
     quantize_layer,
 )
 from modelmill.quant.calibration_state import (
-    SITES,
-    AttentionHeads,
     CalibrationState,
     QuantizableLayer,
 )
@@ -44,12 +44,17 @@ FAMILIES = ("llama", "llama-bias", "gpt2", "qwen3", "qwen")
 
 
 def opened(family: str, folder: Path) -> Any:
-    """The model of a tiny engine in float32, and its heads."""
+    """The model of a tiny engine in float32."""
     plan = make_plan(open_checkpoint(save_tiny(family, folder / "hf")), BuildConfig(target="cpu"))
     build(plan, folder / "engine", None)
-    model = load_model(open_artifact(folder / "engine"), "cpu")
-    return model, AttentionHeads(
-        plan.model_config.heads, plan.model_config.kv_heads, plan.model_config.head_dim
+    return load_model(open_artifact(folder / "engine"), "cpu")
+
+
+def decoder_layer() -> DecoderLayer:
+    """A layer without weights: 6 query heads of 4 over 2 KV heads."""
+    sizes = {"hidden": 24, "inner": 32, "layers": 1, "heads": 6, "kv_heads": 2, "head_dim": 4}
+    return DecoderLayer(
+        DecoderConfig(**sizes, vocab=8, eps=1e-6, max_len=8, rope=RopeSpec(4, 1e4, 8)), 0
     )
 
 
@@ -73,7 +78,7 @@ def test_what_rounding_costs_before_does_not_hang_on_the_method(tmp_path: Path) 
     """AWQ has scaled the weights when they are rounded: plain rounding of those is not what is
     compared with.
     """
-    model, heads = opened("llama", tmp_path)
+    model = opened("llama", tmp_path)
     told = []
     for method in ("gptq", "awq", "awq+gptq"):
         kept = {
@@ -84,11 +89,11 @@ def test_what_rounding_costs_before_does_not_hang_on_the_method(tmp_path: Path) 
         recipe = make_recipe(BuildConfig(quantization="int4", method=method, group_size=32))
         assert recipe is not None
         norms = {name: t.clone() for name, t in model.layers[0].named_buffers()}
-        block = QuantizableLayer(model.layers[0], heads)
+        block = QuantizableLayer(model.layers[0])
         facts, _ = quantize_layer(
             block, recipe, flow_of(model, 60, 70), dtype=torch.float32, layer_name="layers.0"
         )
-        told.append(facts[block.linear_paths["qkv"]]["before"])
+        told.append(facts["attn.qkv_proj"]["before"])
         for name, held in kept.items():
             model.layers[0].get_submodule(name).weight = held
         for name, t in norms.items():
@@ -99,7 +104,7 @@ def test_what_rounding_costs_before_does_not_hang_on_the_method(tmp_path: Path) 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_arrive_as_in_a_forward_pass(family: str, tmp_path: Path) -> None:
-    model, heads = opened(family, tmp_path)
+    model = opened(family, tmp_path)
     flow = flow_of(model, 7, 40, 1, 33)
     step = flow.batches[0].step
     expected: list[torch.Tensor] = []
@@ -114,7 +119,7 @@ def test_tokens_arrive_as_in_a_forward_pass(family: str, tmp_path: Path) -> None
     model(wide.batches[0].step)
     hook.remove()
     for layer in model.layers:
-        flow.forward_layer(QuantizableLayer(layer, heads))
+        flow.forward_layer(QuantizableLayer(layer))
     assert len(flow.batches) == 1
     assert flow.num_tokens == len(step.ids) == 81
     torch.testing.assert_close(streams(flow), expected[0])
@@ -122,23 +127,25 @@ def test_tokens_arrive_as_in_a_forward_pass(family: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_folding_keeps_what_the_layer_computes(family: str, tmp_path: Path) -> None:
-    model, heads = opened(family, tmp_path)
-    block, flow = QuantizableLayer(model.layers[1], heads), flow_of(model, 30, 20)
-    flow.forward_layer(QuantizableLayer(model.layers[0], heads))
+    model = opened(family, tmp_path)
+    block, flow = QuantizableLayer(model.layers[1]), flow_of(model, 30, 20)
+    flow.forward_layer(QuantizableLayer(model.layers[0]))
     before, at_sites, factors = flow.fork(), {}, {}
-    for site in SITES:
+    for site in block.sites:
         before.forward_to(block, site)
         at_sites[site] = torch.cat(list(before.site_inputs()))
     before.finish_layer(block)
     draw = torch.Generator().manual_seed(0)
-    for site in ("o", "down", "qkv", "up"):
-        if is_foldable(block, site):
-            scales = torch.rand(block.linear(site).shape[1], generator=draw) * 3 + 0.3
-            factors[site] = fold_scales(
-                block, site, average_kv_group(block, site, scales), torch.float32
-            )
-    assert set(factors) == (set(SITES) if block.has_gated_mlp else {"qkv", "o", "up"})
-    for site in SITES:
+    assert block.sites == ("qkv", "o", "up", "down")
+    order = ("o", "qkv", "up") if family == "gpt2" else ("o", "down", "qkv", "up")
+    assert block.spec.fold_order == order
+    assert not is_foldable(block, "down") or family != "gpt2"
+    for site in order:
+        scales = torch.rand(block.site_weight(site).shape[1], generator=draw) * 3 + 0.3
+        factors[site] = fold_scales(
+            block, site, average_kv_group(block, site, scales), torch.float32
+        )
+    for site in block.sites:
         flow.forward_to(block, site)
         given = torch.cat(list(flow.site_inputs())) * factors.get(site, 1.0)
         torch.testing.assert_close(given, at_sites[site], rtol=1e-3, atol=1e-4)
@@ -147,24 +154,22 @@ def test_folding_keeps_what_the_layer_computes(family: str, tmp_path: Path) -> N
 
 
 def test_what_rounds_a_norm_is_given_to_the_columns(tmp_path: Path) -> None:
-    model, heads = opened("llama", tmp_path)
-    block = QuantizableLayer(model.layers[0], heads)
-    before = block.linear("qkv").weight.dense() * model.layers[0].attn_norm.weight
+    model = opened("llama", tmp_path)
+    block = QuantizableLayer(model.layers[0])
+    before = block.site_weight("qkv") * model.layers[0].attn_norm.weight
     fold_scales(block, "qkv", torch.linspace(0.7, 1.9, 48), torch.bfloat16)
     norm = block.layer.attn_norm.weight
     assert torch.equal(norm.bfloat16().float(), norm)
-    torch.testing.assert_close(block.linear("qkv").weight.dense() * norm, before)
+    torch.testing.assert_close(block.site_weight("qkv") * norm, before)
 
 
 def test_heads_that_share_keys_share_scales() -> None:
-    class Fake:
-        heads = AttentionHeads(6, 2, 4)
-
-    tied = average_kv_group(Fake(), "o", torch.arange(24.0)).view(2, 3, 4)  # type: ignore[arg-type]
+    block = QuantizableLayer(decoder_layer())
+    tied = average_kv_group(block, "o", torch.arange(24.0)).view(2, 3, 4)
     assert torch.equal(tied[:, 0], tied[:, 1])
     assert torch.equal(tied[0, 0], torch.arange(24.0).view(2, 3, 4)[0].mean(0))
     vector = torch.arange(24.0)
-    assert average_kv_group(Fake(), "qkv", vector) is vector  # type: ignore[arg-type]
+    assert average_kv_group(QuantizableLayer(decoder_layer()), "qkv", vector) is vector
 
 
 def test_scales_follow_the_formula() -> None:
@@ -204,11 +209,11 @@ def test_statistics_are_the_same_however_the_tokens_are_batched() -> None:
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "awq+gptq"])
 def test_a_method_errs_less_than_nearest(method: str, tmp_path: Path) -> None:
-    model, heads = opened("llama", tmp_path)
+    model = opened("llama", tmp_path)
     recipe = make_recipe(BuildConfig(quantization="int4", method=method, group_size=32))
     assert recipe is not None
     facts, scales = quantize_layer(
-        QuantizableLayer(model.layers[0], heads),
+        QuantizableLayer(model.layers[0]),
         recipe,
         flow_of(model, 100, 90),
         dtype=torch.float32,
@@ -226,20 +231,20 @@ def test_a_method_errs_less_than_nearest(method: str, tmp_path: Path) -> None:
 
 
 def test_a_layer_sees_what_the_quantized_ones_before_computed(tmp_path: Path) -> None:
-    model, heads = opened("llama", tmp_path)
+    model = opened("llama", tmp_path)
     exact, flow = flow_of(model, 100, 90), flow_of(model, 100, 90)
-    exact.forward_layer(QuantizableLayer(model.layers[0], heads))
+    exact.forward_layer(QuantizableLayer(model.layers[0]))
     recipe = make_recipe(BuildConfig(quantization="int4", method="gptq", group_size=32))
     assert recipe is not None
     quantize_layer(
-        QuantizableLayer(model.layers[0], heads),
+        QuantizableLayer(model.layers[0]),
         recipe,
         flow,
         dtype=torch.float32,
         layer_name="layers.0",
     )
     again = flow_of(model, 100, 90)
-    again.forward_layer(QuantizableLayer(model.layers[0], heads))
+    again.forward_layer(QuantizableLayer(model.layers[0]))
     assert torch.equal(streams(again), streams(flow)), (
         "passing by a finished layer gives the same bits"
     )

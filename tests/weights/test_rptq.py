@@ -7,6 +7,7 @@ import torch
 
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CorruptArtifact, UsageError
+from modelmill.nn.layer_spec import SiteSpec
 from modelmill.ops import registry
 from modelmill.ops.quant_types import QuantizedInput
 from modelmill.ops.rms_norm_quant import rms_norm_quant
@@ -38,7 +39,7 @@ def _made(
     )
     made = RptqRecipe(
         BuildConfig(quantization="rptq", bits=bits, mode=mode, splits_per_channel=splits)
-    ).recipe_for("layers.0.mlp.down_proj")
+    ).recipe_for("layers.0.mlp.down_proj", SiteSpec("down", heavy_tailed=True))
     held = made.quantize(weight, statistics)
     assert isinstance(held, RptqWeight)
     return held, weight, x

@@ -1,7 +1,8 @@
 """The independent reference of the acceptance contract: dense float32, one layer in memory.
 
 It uses the checkpoint's own names. Nothing is shared with the engine's models, nn, ops, weights or
-rename rules, so that an error there is not repeated here.
+rename rules, so that an error there is not repeated here. A family is a file of this folder with
+MODEL_TYPES, NAME_PREFIX and REFERENCE.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from modelmill.accept.reference import decoder, gpt2, qwen
+from modelmill.accept.reference import decoder
 from modelmill.accept.reference.base import (
     Affine,
     HeadTrace,
@@ -24,6 +25,7 @@ from modelmill.accept.reference.dequantize import DequantizedContainer
 from modelmill.accept.reference.gguf_source import GgufSource, gguf_config, gguf_rope
 from modelmill.accept.reference.tensor_source import OpenedCheckpoint, RawContainer, TensorSource
 from modelmill.core.errors import UnknownArchitecture
+from modelmill.core.registry import find_module, module_names
 
 __all__ = [
     "Affine",
@@ -36,8 +38,6 @@ __all__ = [
     "ReferenceModel",
     "open_reference",
 ]
-
-FAMILIES = (decoder, gpt2, qwen)
 
 
 def open_reference(
@@ -64,11 +64,8 @@ def open_reference(
         container = DequantizedContainer(container, config)
     family = _family(config)
     source = TensorSource(container, dtype, family.NAME_PREFIX, device=device)
-    if family is gpt2:
-        return gpt2.Gpt2Reference(source, config)
-    if family is qwen:
-        return qwen.QwenReference(source, config)
-    return decoder.DecoderReference(source, config)
+    reference: ReferenceModel = family.REFERENCE(source, config)
+    return reference
 
 
 def _open_gguf(
@@ -77,19 +74,23 @@ def _open_gguf(
     config = gguf_config(container)
     family = _family(config)
     source = GgufSource(container, dtype, config, device=device)
-    if family is gpt2:
-        return gpt2.Gpt2Reference(source, config)
-    if family is qwen:
-        return qwen.QwenReference(source, config)
+    if family is not decoder:
+        reference: ReferenceModel = family.REFERENCE(source, config)
+        return reference
     if "rope_freqs.weight" in container.names():
         source.stored_tensor("rope_freqs.weight")  # rotary frequencies are computed from it
     return decoder.DecoderReference(source, config, gguf_rope(container, config))
 
 
 def _family(config: Mapping[str, Any]) -> Any:
-    model_type = config.get("model_type")
-    for family in FAMILIES:
-        if model_type in family.MODEL_TYPES:
+    """Return the file of this folder whose MODEL_TYPES has the config's model_type."""
+    model_type, known = config.get("model_type"), []
+    for name in module_names(__name__):
+        family = find_module(__name__, name)
+        model_types = vars(family).get("MODEL_TYPES", ())
+        if model_type in model_types:
             return family
-    known = ", ".join(sorted(name for family in FAMILIES for name in family.MODEL_TYPES))
-    raise UnknownArchitecture(f"no reference supports model_type {model_type!r}; known are {known}")
+        known += model_types
+    raise UnknownArchitecture(
+        f"no reference supports model_type {model_type!r}; known are {', '.join(sorted(known))}"
+    )

@@ -220,3 +220,6 @@ class DecoderReference(ReferenceModel):
         down = linear("down", act)
         record("output", middle + down, middle, down)
         return trace
+
+
+REFERENCE = DecoderReference

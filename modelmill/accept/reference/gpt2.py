@@ -119,3 +119,6 @@ class Gpt2Reference(ReferenceModel):
         down = linear("down", act)
         record("output", middle + down, middle, down)
         return trace
+
+
+REFERENCE = Gpt2Reference

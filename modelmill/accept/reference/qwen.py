@@ -114,3 +114,6 @@ class QwenReference(DecoderReference):
                 get(f"{stem}.{path}.weight"), get(f"{stem}.{path}.bias") if biased else None
             )
         return weights
+
+
+REFERENCE = QwenReference

@@ -1,0 +1,369 @@
+"""What a decoder layer is made of, as data: modules, sites, parallel splits, reference names.
+
+A layer has a ``spec``. Calibration, quantization, acceptance and tensor parallelism walk it, so
+that a layer of another shape needs no edit there. Modules stand in the order of computation, and
+name the values that they read and write. The layer takes (branch, residual) and returns
+``outputs``, whose sum is its output.
+
+A *site* is an input that one or more linear layers share. Its statistics are collected once, and a
+recipe treats its linears together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from modelmill.nn.linear import Linear
+from modelmill.parallel.shard import Range, partition_channels, partition_heads
+
+INPUTS = ("branch", "residual")
+ROPE = "rope"  # the step's rotation, a value that modules may read
+_Spec = TypeVar("_Spec", bound="ModuleSpec")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleSpec:
+    """A module that is called with the values ``reads`` and the step.
+
+    Attributes:
+        path: The module inside the layer.
+        reads: Names of its arguments before the step.
+        writes: Names of its results.
+        reference: The reference's outputs whose concatenation is the first result; empty: not
+            compared.
+        arithmetic: Chooses the acceptance bound: norm, linear, rotary, attention, activation or
+            residual.
+        tensors: The tensors that it reads from a checkpoint.
+        op: The op that computes it, for hints.
+    """
+
+    path: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    reference: tuple[str, ...] = ()
+    arithmetic: str = "activation"
+    tensors: tuple[str, ...] = ()
+    op: str = "linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormSpec(ModuleSpec):
+    """A norm, [T, H] → [T, H].
+
+    With two values read it adds a branch to the stream, and writes (normed, stream).
+
+    Attributes:
+        stream_reference: The reference's output that the written stream equals; empty: the
+            stream that enters the layer.
+    """
+
+    arithmetic: str = "norm"
+    tensors: tuple[str, ...] = ("weight",)
+    op: str = "add_rms_norm"
+    stream_reference: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSpec(ModuleSpec):
+    """Rotation of q and k, and the write of k and v to the KV cache; it returns q.
+
+    Attributes:
+        keys, values: The reference's names of what is in the cache.
+    """
+
+    keys: str
+    values: str
+    arithmetic: str = "rotary"
+    op: str = "rope_cache"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive rows of a linear layer.
+
+    Attributes:
+        name: Its output in the reference.
+        rows: How many.
+        split: The partition by which ranks divide the rows; empty: every rank has all of them.
+    """
+
+    name: str
+    rows: int
+    split: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearSpec(ModuleSpec):
+    """A linear layer.
+
+    Attributes:
+        site: The site that it reads.
+        parts: Its rows.
+        split_columns: The partition by which ranks divide the columns, which makes the outputs
+            partial sums; empty: every rank has all of them.
+    """
+
+    site: str
+    parts: tuple[Part, ...]
+    split_columns: str = ""
+    arithmetic: str = "linear"
+    tensors: tuple[str, ...] = ("weight",)
+
+    def __post_init__(self) -> None:
+        """Its outputs in the reference are its parts."""
+        object.__setattr__(self, "reference", tuple(part.name for part in self.parts))
+
+    def part_range(self, name: str) -> Range:
+        """The rows [first, last) of a part."""
+        first = 0
+        for part in self.parts:
+            if part.name == name:
+                return first, first + part.rows
+            first += part.rows
+        raise KeyError(name)
+
+
+@dataclass(frozen=True)
+class HeadGroups:
+    """Query heads that read the channels of fewer KV heads."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+
+    def by_group(self, vector: torch.Tensor) -> torch.Tensor:
+        """A vector over the query heads' channels as [kv_heads, q_heads / kv_heads, head_dim]."""
+        return vector.view(self.kv_heads, self.q_heads // self.kv_heads, self.head_dim)
+
+
+@dataclass(frozen=True)
+class RowProducer:
+    """Rows of a linear layer in which a site's input is linear: scales can be folded into them.
+
+    Attributes:
+        linear: Path of the linear layer.
+        part: The rows.
+        groups: Where several channels of the input come from one row; None: one each.
+    """
+
+    linear: str
+    part: str
+    groups: HeadGroups | None = None
+
+
+@dataclass(frozen=True)
+class SiteSpec:
+    """An input that linear layers share.
+
+    Attributes:
+        name: Stored with the scales folded at the site.
+        producer: The rows that produce it. A norm that writes the input is found by itself.
+        heavy_tailed: Products of an activation, whose largest values are many times the others.
+    """
+
+    name: str
+    producer: RowProducer | None = None
+    heavy_tailed: bool = False
+
+
+class SplitsHeads(Protocol):
+    """A module that keeps a rank's heads.
+
+    Attributes:
+        kv_heads: Its KV heads.
+    """
+
+    kv_heads: int
+
+    def take_heads(self, heads: Range, kv_heads: Range) -> None:
+        """Keep these query heads and KV heads."""
+
+
+@dataclass(frozen=True)
+class HeadPartition:
+    """Ranks divide query heads, with the KV heads that they read.
+
+    Attributes:
+        module: The module that takes the rank's heads (``take_heads``).
+        groups: The heads.
+        q, kv: The names of both in ``Part.split`` and ``LinearSpec.split_columns``.
+    """
+
+    module: str
+    groups: HeadGroups
+    q: str = "q_heads"
+    kv: str = "kv_heads"
+
+    def heads(self, rank: int, size: int, alignment: int) -> tuple[Range, Range]:
+        """The rank's query heads and KV heads."""
+        g = self.groups
+        shard = partition_heads(g.q_heads, g.kv_heads, g.head_dim, size, alignment)[rank]
+        return shard.q, shard.kv
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names by which linears are divided."""
+        return self.q, self.kv
+
+    def ranges(self, rank: int, size: int, alignment: int) -> dict[str, Range]:
+        """The rank's channels by name."""
+        dim = self.groups.head_dim
+        q, kv = self.heads(rank, size, alignment)
+        return {self.q: (q[0] * dim, q[1] * dim), self.kv: (kv[0] * dim, kv[1] * dim)}
+
+
+@dataclass(frozen=True)
+class ChannelPartition:
+    """Ranks divide inner channels."""
+
+    name: str
+    channels: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names by which linears are divided."""
+        return (self.name,)
+
+    def ranges(self, rank: int, size: int, alignment: int) -> dict[str, Range]:
+        """The rank's channels by name."""
+        return {self.name: partition_channels(self.channels, size, alignment)[rank]}
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """A layer.
+
+    Attributes:
+        modules: In the order of computation; the first reads the layer's (branch, residual).
+        sites: In the order of computation.
+        outputs: The values (branch, residual) that the layer returns.
+        partitions: What ranks divide.
+    """
+
+    modules: tuple[ModuleSpec, ...]
+    sites: tuple[SiteSpec, ...]
+    outputs: tuple[str, str]
+    partitions: tuple[HeadPartition | ChannelPartition, ...] = ()
+
+    @cached_property
+    def by_path(self) -> dict[str, ModuleSpec]:
+        """The modules by path."""
+        return {module.path: module for module in self.modules}
+
+    @cached_property
+    def writers(self) -> dict[str, ModuleSpec]:
+        """By value, the module that writes it."""
+        return {value: module for module in self.modules for value in module.writes}
+
+    def of_type(self, kind: type[_Spec]) -> Iterator[_Spec]:
+        """The modules of one type."""
+        return (module for module in self.modules if isinstance(module, kind))
+
+    @property
+    def linears(self) -> Iterator[LinearSpec]:
+        """The linear layers."""
+        return self.of_type(LinearSpec)
+
+    @property
+    def norms(self) -> Iterator[NormSpec]:
+        """The norms."""
+        return self.of_type(NormSpec)
+
+    @property
+    def site_names(self) -> tuple[str, ...]:
+        """The sites' names."""
+        return tuple(site.name for site in self.sites)
+
+    def site(self, name: str) -> SiteSpec:
+        """A site by its name."""
+        return next(site for site in self.sites if site.name == name)
+
+    def site_of(self, path: str) -> SiteSpec | None:
+        """The site that a module reads; None for a module that is no linear layer."""
+        linear = self.by_path.get(path)
+        return self.site(linear.site) if isinstance(linear, LinearSpec) else None
+
+    def linear(self, path: str) -> LinearSpec:
+        """A linear layer by its path."""
+        linear = self.by_path[path]
+        assert isinstance(linear, LinearSpec), f"{path} is no linear layer"
+        return linear
+
+    def site_linears(self, name: str) -> tuple[LinearSpec, ...]:
+        """The linear layers that read a site."""
+        return tuple(linear for linear in self.linears if linear.site == name)
+
+    def site_value(self, name: str) -> str:
+        """The value that a site is."""
+        return self.site_linears(name)[0].reads[0]
+
+    def site_producer(self, name: str) -> NormSpec | RowProducer | None:
+        """What produces a site's input linearly; None: scales cannot be folded into it.
+
+        Nor can they where something else reads the same value.
+        """
+        value = self.site_value(name)
+        readers = [module for module in self.modules if value in module.reads]
+        if any(not isinstance(m, LinearSpec) or m.site != name for m in readers):
+            return None
+        writer = self.writers[value]
+        return writer if isinstance(writer, NormSpec) else self.site(name).producer
+
+    @property
+    def fold_order(self) -> tuple[str, ...]:
+        """The sites whose scales can be folded, those of rows before those of norms.
+
+        Folding into rows changes weights that read a norm's output.
+        """
+        producers = {name: self.site_producer(name) for name in self.site_names}
+        rows = [name for name, each in producers.items() if isinstance(each, RowProducer)]
+        return (*rows, *(name for name, each in producers.items() if isinstance(each, NormSpec)))
+
+    def check(self, layer: nn.Module) -> None:
+        """Compare with the modules of a layer.
+
+        Raises:
+            ValueError: A tensor of the layer is not declared, or a declared one is missing.
+        """
+        declared = {f"{module.path}.{name}" for module in self.modules for name in module.tensors}
+        present = {name for name, _ in layer.named_buffers()} | {
+            f"{name}.weight" for name, module in layer.named_modules() if isinstance(module, Linear)
+        }
+        if declared != present:
+            names = ", ".join(sorted(declared ^ present))
+            raise ValueError(
+                f"{type(layer).__name__}: its spec and its modules differ in {names}; declare "
+                "every tensor of the layer"
+            )
+        sites = [linear.site for linear in self.linears]
+        if list(dict.fromkeys(sites)) != list(self.site_names):
+            raise ValueError(
+                f"{type(layer).__name__}: the linears read the sites {sites}, which are declared "
+                f"as {list(self.site_names)}; declare each, in the order of computation"
+            )
+
+
+def linear_tensors(bias: bool) -> tuple[str, ...]:
+    """The tensors of a linear layer."""
+    return ("weight", "bias") if bias else ("weight",)
+
+
+def layer_spec(layer: nn.Module) -> LayerSpec:
+    """The spec of a layer of a language model."""
+    spec = vars(layer).get("spec")
+    assert isinstance(spec, LayerSpec), f"{type(layer).__name__} has no spec"
+    return spec
+
+
+def module_site(model: nn.Module, path: str) -> SiteSpec | None:
+    """The site that a linear of a model reads by its path; None outside the layers."""
+    parts = path.split(".", 2)
+    if parts[0] != "layers" or len(parts) < 3:
+        return None
+    return layer_spec(model.get_submodule(f"layers.{parts[1]}")).site_of(parts[2])
