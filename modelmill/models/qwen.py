@@ -33,6 +33,7 @@ CHECKPOINT_NAMES = {
     "mlp.gate_up_proj": ("mlp.w2", "mlp.w1"),
     "mlp.down_proj": ("mlp.c_proj",),
 }
+OPTIONAL_BIASES = ("o_proj.bias", "gate_up_proj.bias", "down_proj.bias")
 # α grows with the prompt; beyond this multiple of seq_length the original was never measured
 MAX_NTK_FACTOR = 16
 SUPPORTED_VALUES = {"activation": ("swiglu",), "pos_emb": ("rotary",)}
@@ -104,7 +105,9 @@ def rules(config: DecoderConfig) -> list[Rule]:
         out.append(Rule("head.weight", ("lm_head.weight",)))
     for i in range(config.layers):
         names = (f"layers.{i}", f"transformer.h.{i}")
-        out += layer_rules(config.layer_spec(i), CHECKPOINT_NAMES, *names)
+        layer = layer_rules(config.layer_spec(i), CHECKPOINT_NAMES, *names)
+        # engines have the optional biases behind the matrices: their files keep their hashes
+        out += sorted(layer, key=lambda rule: rule.target.endswith(OPTIONAL_BIASES))
     return out
 
 
