@@ -22,8 +22,9 @@ from modelmill.core.options import (
     accept_options,
     check_option_names,
 )
+from modelmill.core.progress import Progress
 from modelmill.core.types import POOL_MEAN, SamplingParams
-from modelmill.llm import LLM, ProgressCallback
+from modelmill.llm import LLM
 from modelmill.outputs import OutputDelta, RequestOutput
 from modelmill.prompt_inputs import as_prompt_list, stack_embeddings
 from modelmill.request_state import RequestState
@@ -48,7 +49,7 @@ class AsyncLLM:
         *,
         tensor_parallel_size: int | None = None,
         chat_template: str | Path | None = None,
-        progress: ProgressCallback | bool | None = None,
+        progress: Progress | bool | None = None,
         openai_defaults: bool = False,
         **options: Unpack[EngineOptions],
     ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from modelmill.core.options import (
     check_option_names,
     describe_options,
 )
+from modelmill.core.progress import Progress
 from modelmill.core.types import POOL_MEAN, SamplingParams
 from modelmill.loader.device import compile_cpu_kernels
 from modelmill.outputs import OutputDelta, RequestOutput
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from modelmill.builder.plan import BuildPlan
 
 _log = log.get_logger(__name__)
-ProgressCallback = Callable[[str, int, int], None]
 """Called with (stage, done, total)."""
 PROGRESS_DELAY_SECONDS = 1.0
 """Seconds of generation before a progress bar is shown."""
@@ -82,7 +82,7 @@ class LLM:
         *,
         tensor_parallel_size: int | None = None,
         chat_template: str | Path | None = None,
-        progress: ProgressCallback | bool | None = None,
+        progress: Progress | bool | None = None,
         openai_defaults: bool = False,
         **options: Unpack[EngineOptions],
     ) -> None:
@@ -103,7 +103,7 @@ class LLM:
         engine: Path,
         chat_template: str | Path | None,
         options: EngineOptions,
-        progress: ProgressCallback,
+        progress: Progress,
         openai_defaults: bool,
     ) -> None:
         build = {name: value for name, value in options.items() if name in BUILD_FIELDS}
@@ -373,7 +373,7 @@ def build_engine(
     *,
     delta: Path | None = None,
     vision: Sequence[Path] = (),
-    on_progress: Callable[[str, int, int], None] | None = None,
+    on_progress: Progress | None = None,
     check: bool = True,
     tune: bool = True,
     plan: BuildPlan | None = None,
@@ -419,7 +419,7 @@ def build_engine(
 def cached_engine(
     checkpoint: Path,
     config: BuildConfig,
-    on_progress: Callable[[str, int, int], None] | None = None,
+    on_progress: Progress | None = None,
     engine_type: str | None = "language",
 ) -> Path:
     """Return the checkpoint's engine in the cache folder; build it first if it is missing.

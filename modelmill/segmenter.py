@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -20,8 +20,9 @@ from modelmill.core.options import (
     check_option_names,
     describe_options,
 )
+from modelmill.core.progress import Progress
 from modelmill.loader.device import compile_cpu_kernels, pick_device, use_threads
-from modelmill.progress import ProgressCallback, show_progress
+from modelmill.progress import show_progress
 from modelmill.vision.automatic_mask_generator import AutomaticMaskOptions
 from modelmill.vision.draw import mask_prompt_logits
 from modelmill.vision.image import BLACK, as_image, open_image
@@ -65,7 +66,7 @@ class Segmenter:
         device: str = "auto",
         kernels: Mapping[str, str] | None = None,
         threads: int | None = None,
-        progress: Callable[[str, int, int], None] | bool | None = None,
+        progress: Progress | bool | None = None,
         **build: Unpack[SegmenterOptions],
     ) -> None:
         check_option_names(build, SegmenterOptions.__annotations__, type(self).__name__)
@@ -83,7 +84,7 @@ class Segmenter:
         kernels: Mapping[str, str] | None,
         threads: int | None,
         build: SegmenterOptions,
-        progress: ProgressCallback,
+        progress: Progress,
     ) -> None:
         engine = self.path
         compile_cpu_kernels(self.device, progress)
@@ -230,7 +231,7 @@ class Segmenter:
         image: Any,
         options: AutomaticMaskOptions | None = None,
         *,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Progress | None = None,
         **changes: Any,
     ) -> list[Mask]:
         """Segment everything in an image with a grid of point prompts; masks are best first.
@@ -238,7 +239,7 @@ class Segmenter:
         Args:
             image: As for ``set_image``.
             options: None uses the defaults.
-            progress: Called with (done, total).
+            progress: Called with ("points", done, total).
             changes: Fields of ``AutomaticMaskOptions``, instead of ``options``.
         """
         if changes:

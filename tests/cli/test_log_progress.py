@@ -81,7 +81,7 @@ class Recorded:
     def __init__(self, *_: Any) -> None:
         Recorded.told = []
 
-    def update(self, stage: str, done: float, total: float) -> None:
+    def update(self, stage: str, done: int, total: int) -> None:
         Recorded.told.append(format_progress(stage, done, total, 0))
 
     def close(self) -> None:

@@ -181,13 +181,13 @@ def test_addresses(url: str, expected: Any) -> None:
 
 
 def test_all_requests_are_made_and_counted() -> None:
-    told: list[tuple[int, int]] = []
+    told: list[tuple[str, int, int]] = []
     load = ServingLoad([(3, 4)] * 9, rate=500.0, concurrency=2, first_ms=60000, token_ms=1e-9)
     answer = OK + chunked(WHOLE, 7) + b"0\r\n\r\n"
     visits, seconds = against(
         answer, lambda remote: run_load(remote, "m", load, lambda *ended: told.append(ended))
     )
-    assert told == [(place, 9) for place in range(1, 10)]
+    assert told == [("requests", place, 9) for place in range(1, 10)]
     found = summarize_load(visits, seconds, load)
     assert (found["requests"], found["failed"], found["output_tokens"], found["prompt_tokens"]) == (
         9,
