@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from modelmill.core.errors import UsageError
-from modelmill.ops.cpu import build as kernels
+from modelmill.ops.cpu.common import build as kernels
 from modelmill.runtime.device import COMPILING_STAGE, compile_cpu_kernels
 
 

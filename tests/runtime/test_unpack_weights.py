@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from modelmill.nn.decoder import Decoder
 from modelmill.nn.linear import Linear
 from modelmill.ops import int8_linear, registry
-from modelmill.ops.cpu import build
+from modelmill.ops.cpu.common import build
 from modelmill.ops.int8_linear import PACKED_ROWS, packable, takes_packed
 from modelmill.ops.quant_types import MAX_EXACT_COLUMNS, exact_int_matmul
 from modelmill.runtime import kv_memory, unpack_weights
