@@ -13,7 +13,7 @@ from torch import nn
 from modelmill.core import log, memory_limits
 from modelmill.core.byte_size import format_bytes
 from modelmill.nn.linear import Linear
-from modelmill.ops.cpu import build as kernels
+from modelmill.ops.cpu.common import build as kernels
 from modelmill.ops.registry import Ops
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 from modelmill.weights.base import (

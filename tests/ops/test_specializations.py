@@ -27,15 +27,9 @@ if torch.cuda.is_available():
 
 from triton.runtime import interpreter
 
-from modelmill.ops.triton import (
-    device,
-    launch_configs,
-    norm_quant,
-    paged_attention,
-    paged_decode,
-    pdl,
-    silu_mul,
-)
+from modelmill.ops.triton.attention import paged_attention, paged_decode
+from modelmill.ops.triton.common import device, launch_configs, pdl
+from modelmill.ops.triton.norm_quantize import norm_quant, silu_mul
 
 Q_CACHE_DTYPES = [
     (torch.bfloat16, torch.bfloat16),

@@ -8,7 +8,7 @@ import torch
 from modelmill.accept.token_scorer import TokenScorer
 from modelmill.core.config import RunConfig
 from modelmill.nn.linear import Linear
-from modelmill.ops.cpu import build
+from modelmill.ops.cpu.common import build
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.weights import base
 from tests.runtime import tiny
