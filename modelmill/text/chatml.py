@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from modelmill.core.errors import RequestError
 from modelmill.text import react
-from modelmill.text.messages import validate_messages
+from modelmill.text.messages import Messages, TemplateInputs, validate_messages
 from modelmill.text.tokenizer_base import Tokenizer
 from modelmill.text.tool_prompts import REACT_STYLE
 
@@ -48,18 +48,16 @@ class QwenChat:
 
     def encode(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         add_generation_prompt: bool = True,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
+        **template: Unpack[TemplateInputs],
     ) -> list[int]:
         """Return the prompt ids.
 
         Raises:
             RequestError: if this format lacks the order of roles or an option.
         """
-        blocks, continues = self._blocks(messages, tools, options)
+        blocks, continues = self._blocks(messages, **template)
         ids = [
             id
             for role, content in blocks
@@ -79,14 +77,12 @@ class QwenChat:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         add_generation_prompt: bool = True,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
+        **template: Unpack[TemplateInputs],
     ) -> str:
         """Return the same prompt as text; raises RequestError as ``encode``."""
-        blocks, continues = self._blocks(messages, tools, options)
+        blocks, continues = self._blocks(messages, **template)
         text = "\n".join(f"{START}{role}\n{content}{END}" for role, content in blocks)
         if not add_generation_prompt:
             return text
@@ -97,9 +93,9 @@ class QwenChat:
 
     def _blocks(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: object,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> tuple[list[tuple[str, str]], bool]:
         """Return (role and text of each kept block, whether to continue the last answer)."""
         if options:
