@@ -12,29 +12,9 @@ from modelmill.core.types import FinishReason
 from modelmill.outputs import OutputDelta
 from modelmill.request_state import RequestState
 from modelmill.runtime.stats import Stats
-from modelmill.serve.segment_client import SegmentMetrics
+from modelmill.serve.segment_client import PREFIX, SUBSECOND_BUCKETS, SegmentMetrics
 
-PREFIX = "modelmill:"
-LATENCY_BUCKETS = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    40.0,
-)
+LATENCY_BUCKETS = (0.001, *SUBSECOND_BUCKETS, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
 E2E_LATENCY_BUCKETS = (
     0.3,
     0.5,
