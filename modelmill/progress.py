@@ -17,6 +17,7 @@ from modelmill.core import env
 
 ProgressCallback = Callable[..., None]
 """Called with (stage, done, total) or (done, total)."""
+"""Called with (stage, done, total) or (done, total)."""
 
 COMPILING = "compiling kernels"
 """Prefix of the stages that compile: they take long, so plain output announces them as well."""

@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from modelmill.core.errors import CapacityError, ModelmillError
+from modelmill.core.progress_types import StageProgress
 from modelmill.eval.datasets import random_requests
 from modelmill.eval.report import Spread
-from modelmill.eval.targets import BenchTarget, ProgressCallback, TargetRun
+from modelmill.eval.targets import BenchTarget, TargetRun
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def measure_latency(
     runs: int = 5,
     warmup: int = 1,
     seed: int = 0,
-    on_progress: ProgressCallback | None = None,
+    on_progress: StageProgress | None = None,
 ) -> list[Latency]:
     """Measure every target at one shape, in turn, on the same ids.
 

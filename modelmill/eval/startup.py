@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from modelmill.core.errors import ModelmillError
+from modelmill.core.progress_types import StageProgress
 from modelmill.eval.datasets import random_requests
 from modelmill.eval.report import Spread
-from modelmill.eval.targets import EngineTarget, ProgressCallback
+from modelmill.eval.targets import EngineTarget
 
 TIMEOUT_SECONDS = 1800
 
@@ -43,7 +44,7 @@ def measure_startup(
     *,
     input_length: int,
     runs: int,
-    on_progress: ProgressCallback | None = None,
+    on_progress: StageProgress | None = None,
 ) -> StartupTimes:
     """Start ``runs`` processes one after another, after one that fills the file cache.
 

@@ -17,6 +17,7 @@ from modelmill.checkpoint.open import Checkpoint
 from modelmill.core.config import to_dict
 from modelmill.core.errors import TokenizerError, UsageError
 from modelmill.core.logits_processors import LogitsProcessors
+from modelmill.core.progress_types import StageProgress
 from modelmill.core.types import SamplingParams
 from modelmill.eval.datasets import Article, parse_jsonl, read_text
 from modelmill.eval.report import device_name, versions
@@ -25,7 +26,6 @@ from modelmill.eval.rouge import ROUGE_TYPES, RougeScorer
 TASK = "Summarize the following news article in three sentences.\n\n"
 TLDR = "\nTL;DR:"
 
-ProgressCallback = Callable[[str, int, int], None]
 Facts = dict[str, Any]
 
 
@@ -171,7 +171,7 @@ def summarize_articles(
     *,
     store: SummaryStore,
     facts: Facts | None = None,
-    on_progress: ProgressCallback | None = None,
+    on_progress: StageProgress | None = None,
 ) -> list[Summary]:
     """Return all summaries of one summarizer, in the order of the articles.
 

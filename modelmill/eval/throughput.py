@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from modelmill.core.progress_types import StageProgress
 from modelmill.eval.datasets import BenchRequest
 from modelmill.eval.report import Spread
-from modelmill.eval.targets import BenchTarget, ProgressCallback, TargetRun
+from modelmill.eval.targets import BenchTarget, TargetRun
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def measure_throughput(
     *,
     runs: int = 3,
     warmup: int = 1,
-    on_progress: ProgressCallback | None = None,
+    on_progress: StageProgress | None = None,
 ) -> list[Throughput]:
     """Serve all of ``requests`` at once, ``runs`` times, the targets in turn.
 
