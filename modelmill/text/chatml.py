@@ -22,23 +22,15 @@ class QwenChat:
     User text never becomes control tokens.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        window: int = HISTORY_WINDOW_TOKENS,
-        system: str = DEFAULT_SYSTEM,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, window: int = HISTORY_WINDOW_TOKENS) -> None:
         """Make the format.
 
         Args:
             tokenizer: a Qwen v1 tokenizer.
             window: the newest turns are kept while they and the system prompt have fewer tokens.
-            system: system prompt of conversations without one.
         """
         self._tokenizer = tokenizer
         self._window = window
-        self._system = system
         self._start, self._end = tokenizer.special[START], tokenizer.special[END]
         self._newline = tokenizer.encode("\n", bos=False)
         self.stop_ids: tuple[int, ...] = (self._end, self._start)
@@ -109,7 +101,7 @@ class QwenChat:
                 *query,
             ], False
         parsed = react.parse_conversation(conversation, tools)
-        system = self._system if parsed.system is None else parsed.system
+        system = DEFAULT_SYSTEM if parsed.system is None else parsed.system
         turns = [[("user", question), ("assistant", answer)] for question, answer in parsed.turns]
         if parsed.question is None:
             # as upstream: if the last answer is continued, all history is kept
@@ -121,7 +113,7 @@ class QwenChat:
         self, messages: Sequence[Mapping[str, Any]]
     ) -> tuple[str, list[list[tuple[str, str]]], list[tuple[str, str]]]:
         """Return (system prompt, finished turns oldest first, the open question)."""
-        system = self._system
+        system = DEFAULT_SYSTEM
         turns: list[list[tuple[str, str]]] = []
         for index, message in enumerate(messages):
             role, content = message["role"], message["content"]
