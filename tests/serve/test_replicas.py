@@ -365,9 +365,9 @@ def test_the_application_called_without_a_socket(running: ServiceThread) -> None
                     break
         return texts
 
-    (status, _), whole = running.run(call_body(how))
+    (status, _), reply = running.run(call_body(how))
     assert status == 200
-    text = json.loads(whole)["choices"][0]["text"]
+    text = json.loads(reply)["choices"][0]["text"]
     start, *pieces = running.run(call_body({**how, "stream": True}))
     assert start[0] == 200
     events = [
