@@ -156,7 +156,10 @@ class NotebookLine:
 
     def __init__(self, label: str, delay: float = 0.0) -> None:
         self._display = importlib.import_module("IPython.display").display
-        self._began, self._stage, self._done, self._total = time.monotonic(), label, 0.0, 0.0
+        self._began = time.monotonic()
+        self._stage = label
+        self._done = 0.0
+        self._total = 0.0
         self._handle: Any = None
         self._closed = threading.Event()
         self._thread = threading.Thread(
@@ -168,7 +171,9 @@ class NotebookLine:
 
     def update(self, stage: str, done: float, total: float) -> None:
         """Store the state; a thread draws it at most twice a second."""
-        self._stage, self._done, self._total = stage, done, total
+        self._stage = stage
+        self._done = done
+        self._total = total
 
     def close(self) -> None:
         """Stop the thread and clear the output."""

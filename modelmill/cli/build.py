@@ -278,7 +278,9 @@ def show_tuning(tuning: AutotuneRecord) -> None:
 
 def show_plan(plan: dict[str, Any]) -> None:
     """Print the plan: options with reasons, and memory."""
-    build, reasons, memory = plan["build"], plan["reasons"], plan["memory"]
+    build = plan["build"]
+    reasons = plan["reasons"]
+    memory = plan["memory"]
     language = plan["engine_type"] == "language"
     cache = (
         f"{format_bytes(memory['kv_per_token'])} ({format_bytes(memory['kv_per_token_8bit'])} in "

@@ -23,15 +23,21 @@ class LogProgress:
     def __init__(
         self, label: str, write_line: Callable[[str], None], every: float = MIN_INTERVAL_SECONDS
     ) -> None:
-        self._write_line, self._every, self._start_time = write_line, every, time.monotonic()
-        self._stage, self._done, self._total = label, 0.0, 0.0
+        self._write_line = write_line
+        self._every = every
+        self._start_time = time.monotonic()
+        self._stage = label
+        self._done = 0.0
+        self._total = 0.0
         self._stop_event = threading.Event()
         self._thread = threading.Thread(target=self._print, name="progress", daemon=True)
         self._thread.start()
 
     def update(self, stage: str, done: float, total: float) -> None:
         """Store the current progress."""
-        self._stage, self._done, self._total = stage, done, total
+        self._stage = stage
+        self._done = done
+        self._total = total
 
     def close(self) -> None:
         """Stop the thread."""

@@ -66,7 +66,9 @@ class EngineSummarizer:
     """The engine, with ``batch`` prompts in flight."""
 
     def __init__(self, llm: Any, batch: int, name: str = "modelmill") -> None:
-        self.llm, self.batch, self.name = llm, batch, name
+        self.llm = llm
+        self.batch = batch
+        self.name = name
 
     def answer(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_ids: Sequence[int]
@@ -92,7 +94,9 @@ class HfSummarizer:
     """The transformers model, in static batches of ``batch``."""
 
     def __init__(self, reference: Any, batch: int, name: str = "transformers") -> None:
-        self.reference, self.batch, self.name = reference, batch, name
+        self.reference = reference
+        self.batch = batch
+        self.name = name
 
     def answer(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_ids: Sequence[int]

@@ -197,7 +197,12 @@ def _case(
     dtype: torch.dtype,
     seed: int,
 ) -> dict[str, Any]:
-    dim, hidden, inner, vocab, depth, size = 24, 72, 100, 131, 2, 16
+    dim = 24
+    hidden = 72
+    inner = 100
+    vocab = 131
+    depth = 2
+    size = 16
     count = sum(n for n, _ in lengths)
 
     def random(*shape: int, dtype: torch.dtype = dtype, scale: float = 1.0) -> torch.Tensor:

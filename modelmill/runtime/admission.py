@@ -39,7 +39,9 @@ def peak_pages(seqs: Iterable[Sequence], page_size: int) -> int:
     Last pages count as half full; a shared page counts once per sequence. Returns 0 if no output
     length is known.
     """
-    lengths, tokens_left, unknown_pages = [], [], 0
+    lengths = []
+    tokens_left = []
+    unknown_pages = 0
     for seq in seqs:
         if ends_at_limit(seq):
             lengths.append(seq.length)

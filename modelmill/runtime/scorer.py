@@ -31,7 +31,9 @@ class TokenScorer:
     def __init__(
         self, runner: ModelRunner, scheduler: Scheduler, rope_rule: RopeRule, max_tokens: int
     ) -> None:
-        self.runner, self.scheduler, self.rope_rule = runner, scheduler, rope_rule
+        self.runner = runner
+        self.scheduler = scheduler
+        self.rope_rule = rope_rule
         self.max_tokens = max_tokens
 
     def logits(
@@ -110,11 +112,9 @@ class TokenScorer:
         self, ids: Seq[Seq[int]], starts: Seq[int | None], todo: list[int]
     ) -> tuple[list[Sequence], list[int]]:
         """Start as many sequences as pages and rows last, with all pages; returns the rest too."""
-        size, pool, tables = (
-            self.scheduler.limits.page_size,
-            self.scheduler.pool,
-            self.scheduler.tables,
-        )
+        size = self.scheduler.limits.page_size
+        pool = self.scheduler.pool
+        tables = self.scheduler.tables
         seqs: list[Sequence] = []
         for index in todo:
             need = -(-len(ids[index]) // size)

@@ -14,7 +14,10 @@ from modelmill.runtime.batch import PackedBatch
 from modelmill.runtime.batch_layout import BatchLayout, BatchViews
 from modelmill.runtime.decode_graphs import GREEDY, LOGITS, SAMPLED
 
-FORWARD, COPY, END, PING = "forward", "copy", "end", "ping"
+FORWARD = "forward"
+COPY = "copy"
+END = "end"
+PING = "ping"
 COMMANDS = (FORWARD, GREEDY, SAMPLED, LOGITS, COPY, END, PING)
 _HEADER_STRUCT = struct.Struct("<13q")
 HEADER_BYTES = _HEADER_STRUCT.size

@@ -216,7 +216,9 @@ class TPWorkers:
             killed = next((i for i, c in enumerate(codes, 1) if c is not None and c < 0), None)
             code = codes[rank - 1]
             if killed is not None:
-                rank, error, code = killed, None, codes[killed - 1]
+                rank = killed
+                error = None
+                code = codes[killed - 1]
             if killed is not None or (error is None and code is not None):
                 break
             time.sleep(0.01)

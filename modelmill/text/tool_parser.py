@@ -128,7 +128,9 @@ class ParserOutput:
             short_ids: ids of nine letters and digits, which Mistral's templates require.
             silent: whether there is content only if no call came and the answer was not cut.
         """
-        self._max_calls, self._short_ids, self._silent = max_calls, short_ids, silent
+        self._max_calls = max_calls
+        self._short_ids = short_ids
+        self._silent = silent
         self._withheld: list[str] = []
         self._blank = ""
         self._pieces: list[str | ToolCallDelta] = []

@@ -74,7 +74,9 @@ def run(
     gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As the reference."""
-    rows, columns, own = x.shape[0], perm.numel(), inv_scale is None
+    rows = x.shape[0]
+    columns = perm.numel()
+    own = inv_scale is None
     width = x.shape[1] // (2 if gated else 1)
     q = torch.empty((rows, columns), dtype=torch.int8, device=x.device)
     step = (
