@@ -59,7 +59,7 @@ class LayerQuantizer:
         ) = None
 
     def close(self) -> None:
-        """Stop reading ahead."""
+        """Stop the thread that reads the next layer ahead."""
         self._reader.shutdown()
 
     def forward_finished_layer(

@@ -140,7 +140,7 @@ class GgufAsHf:
         return TensorInfo(name, entry.shape, source.dtype, source.nbytes)
 
     def get(self, name: str) -> torch.Tensor:
-        """Read a tensor."""
+        """Read one tensor by its name."""
         entry = self._entry(name)
         tensor = self._raw.get(entry.source)
         return tensor if entry.restore is None else entry.restore(tensor)

@@ -64,7 +64,7 @@ DEFAULT_RUNS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Args(CommonArgs):
-    """Options of ``bench``."""
+    """Command-line options of ``modelmill bench``."""
 
     what: str = option(
         help="latency, throughput, startup, serve, ops",

@@ -54,7 +54,7 @@ CALIBRATION_OPTIONS = ("calibration_samples", "calibration_length")
 
 @dataclass(frozen=True, kw_only=True)
 class Args(CommonArgs):
-    """Options of ``build``."""
+    """Command-line options of ``modelmill build``."""
 
     checkpoint: Path = option(
         help="a Hugging Face folder, or a .gguf, .safetensors, .bin or .pth file",

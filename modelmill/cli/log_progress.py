@@ -40,7 +40,7 @@ class LogProgress:
         self._total = total
 
     def close(self) -> None:
-        """Stop the thread."""
+        """Stop the thread that writes the progress lines."""
         self._stop_event.set()
         self._thread.join()
 

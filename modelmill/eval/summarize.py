@@ -59,7 +59,7 @@ class Summarizer(Protocol):
     def answer(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_ids: Sequence[int]
     ) -> list[list[int]]:
-        """Return greedy answers."""
+        """Return the greedy answer to each prompt, in order."""
 
 
 class EngineSummarizer:
@@ -101,7 +101,7 @@ class HfSummarizer:
     def answer(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_ids: Sequence[int]
     ) -> list[list[int]]:
-        """Return greedy answers."""
+        """Return the greedy answer to each prompt, in order."""
         answers, _ = self.reference.generate(prompts, max_new_tokens, eos_ids)
         return answers
 

@@ -57,7 +57,7 @@ def positive_float(raw: Mapping[str, Any], *keys: str, default: float | None = N
 
 
 def boolean(raw: Mapping[str, Any], key: str, default: bool) -> bool:
-    """A true/false key."""
+    """Read a key of config.json that must be true or false."""
     value = raw.get(key)
     value = default if value is None else value
     if not isinstance(value, bool):

@@ -69,7 +69,7 @@ class DecodeLinearWeights:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape (N, K)."""
+        """Shape (N, K) of the weight."""
         return self.weight.shape[0], self.in_features if self.group_size else self.weight.shape[1]
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:

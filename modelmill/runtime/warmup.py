@@ -43,7 +43,7 @@ class AttentionRecorder:
         self.calls: dict[tuple[Any, ...], PagedAttentionInputs] = {}
 
     def __call__(self, inputs: PagedAttentionInputs) -> torch.Tensor:
-        """Call the op."""
+        """Call the op; keep the first inputs of every specialization."""
         q = inputs.q
         k = inputs.k_cache
         window = inputs.window

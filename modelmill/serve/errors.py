@@ -19,7 +19,7 @@ _WORD = re.compile(r"[a-z_]+")
 
 
 class ApiError(Exception):
-    """An error response."""
+    """An error that is answered as an HTTP response."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The JSON body."""
+        """Return the JSON body of the error response."""
         return {
             "error": {
                 "message": self.message,

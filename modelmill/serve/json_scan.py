@@ -112,7 +112,7 @@ class _Scanner:
         self._slices: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     def scan_slice(self, begin: int) -> None:
-        """Scan one slice."""
+        """Scan one slice of the body."""
         raw = self._raw[begin : begin + SLICE_BYTES]
         classes = _CLASSES[raw]
         positions = np.flatnonzero(classes)

@@ -194,7 +194,7 @@ class _BodyLimit:
     flag: str
 
     def too_large_error(self) -> ApiError:
-        """The error 413."""
+        """Return the error 413 that names the limit and its flag."""
         message = (
             f"the request is larger than {self.max_bytes} bytes, the most that this path takes "
             f"({self.flag})"

@@ -261,7 +261,7 @@ TokenIdLists = Annotated[list[TokenIds], FAIL_FAST]
 
 
 class CompletionRequest(GenerationFields):
-    """POST /v1/completions."""
+    """Request body of POST /v1/completions."""
 
     prompt: str | TextList | TokenIds | TokenIdLists = Field(
         description="a string, a list of strings, token ids, or lists of them"
@@ -349,7 +349,7 @@ class NamedToolChoice(StrictModel):
 
 
 class ChatRequest(GenerationFields):
-    """POST /v1/chat/completions."""
+    """Request body of POST /v1/chat/completions."""
 
     messages: JsonObjectList = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
@@ -444,7 +444,7 @@ class TokenizeRequest(StrictModel):
 
 
 class DetokenizeRequest(StrictModel):
-    """POST /detokenize."""
+    """Request body of POST /detokenize."""
 
     model: str | None = Field(None, max_length=1024)
     tokens: TokenIds

@@ -15,7 +15,7 @@ class CallSink(Protocol):
     """Receives the parsed calls."""
 
     def begin_call(self, name: str) -> None:
-        """Begin a call."""
+        """Begin a call of the function ``name``."""
 
     def add_arguments(self, text: str) -> None:
         """Append to the arguments of the last call."""

@@ -138,7 +138,7 @@ class ParserOutput:
         self.num_calls = 0
 
     def add_text(self, text: str) -> None:
-        """Add content."""
+        """Append text to the answer's content."""
         if self._silent:
             self._withheld.append(text)
             return
@@ -150,7 +150,7 @@ class ParserOutput:
         self._blank += text[len(kept) :]
 
     def begin_call(self, name: str) -> None:
-        """Begin a call."""
+        """Begin a call of the function ``name``."""
         id = secrets.token_hex(5)[:9] if self._short_ids else f"call_{secrets.token_hex(12)}"
         self._put(ToolCallDelta(self.num_calls, "", id, name))
         self.num_calls += 1
@@ -279,7 +279,7 @@ class JsonToolParser:
         self._mode = self._scan_content
 
     def _parse_named_call(self) -> bool:
-        """Parse ``name[ARGS]{``."""
+        """Parse the head of a call, ``name[ARGS]{``."""
         place = self._buffer.find("{", 0, MAX_CALL_HEAD_CHARS)
         if place < 0 and len(self._buffer) < MAX_CALL_HEAD_CHARS:
             return False

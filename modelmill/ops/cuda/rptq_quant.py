@@ -73,7 +73,7 @@ def run(
     group: int,
     gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As the reference."""
+    """Compute the op with the CUDA kernel; same contract as the reference."""
     rows = x.shape[0]
     columns = perm.numel()
     own = inv_scale is None

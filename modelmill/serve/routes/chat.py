@@ -179,7 +179,7 @@ class ChatResponseBuilder(EventFormatter):
         return "stop" if cut else "tool_calls"
 
     def full_response(self) -> dict[str, Any]:
-        """The whole response."""
+        """Return the response body of a request without streaming."""
         result = self._handle.request_states[0].output
         response = {
             **self._head,
