@@ -120,8 +120,8 @@ class TokenScorer:
             need = -(-len(ids[index]) // size)
             if need > tables.table.shape[1] or not len(ids[index]):
                 raise CapacityError(
-                    f"{len(ids[index])} tokens are outside 1…{tables.table.shape[1] * size}, the "
-                    "longest sequence here"
+                    "a sequence must have between 1 and "
+                    f"{tables.table.shape[1] * size} tokens here, not {len(ids[index])}"
                 )
             if need > pool.num_available or not tables.num_free_rows:
                 break

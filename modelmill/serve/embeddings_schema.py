@@ -50,7 +50,7 @@ class EmbeddingRequest(StrictModel):
         if not input_list or any(len(each) == 0 for each in input_list):
             raise RequestError("input is empty; give at least one token")
         if len(input_list) > MAX_INPUTS:
-            raise RequestError(f"input has {len(input_list)} texts; the limit is {MAX_INPUTS}")
+            raise RequestError(f"input has {len(input_list)} items; the limit is {MAX_INPUTS}")
         return input_list
 
     @property

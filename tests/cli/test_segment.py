@@ -157,7 +157,7 @@ def test_everything_tells_how_far_it_is_without_a_terminal(
         ),
         (["--box", "1,1,5,5", "--masks", __file__], "name a folder for the masks"),
         (["--point", "1,1", "--mask", "no.png"], "No such file"),
-        (["--point", "1,1", "--batch", "0"], "--batch 0"),
+        (["--point", "1,1", "--batch", "0"], "--batch must be between 1 and 64, not 0"),
     ],
 )
 def test_mistakes(engine: Path, photos: Path, words: list[str], says: str, capsys) -> None:
