@@ -28,6 +28,7 @@ from modelmill.core.options import (
     describe_options,
 )
 from modelmill.core.types import POOL_MEAN, SamplingParams
+from modelmill.loader.device import compile_cpu_kernels
 from modelmill.outputs import OutputDelta, RequestOutput
 from modelmill.progress import show_progress
 from modelmill.prompt_inputs import (
@@ -37,7 +38,6 @@ from modelmill.prompt_inputs import (
     stack_embeddings,
 )
 from modelmill.request_state import RequestState
-from modelmill.runtime.device import compile_cpu_kernels
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.text_processor import Messages, Prompt, TextProcessor
 

@@ -20,8 +20,8 @@ from modelmill.core.options import (
     check_option_names,
     describe_options,
 )
+from modelmill.loader.device import compile_cpu_kernels, pick_device, use_threads
 from modelmill.progress import ProgressCallback, show_progress
-from modelmill.runtime.device import compile_cpu_kernels, pick_device, use_threads
 from modelmill.vision.automatic_mask_generator import AutomaticMaskOptions
 from modelmill.vision.draw import mask_prompt_logits
 from modelmill.vision.image import BLACK, as_image, open_image
