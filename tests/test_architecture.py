@@ -190,7 +190,7 @@ def test_variants_know_nothing_of_ours() -> None:
     common = ("modelmill.core", "modelmill.ops.carveout")
     for backend in ("triton", "cuda"):
         own = f"modelmill.ops.{backend}"
-        for path in (ROOT / "ops" / backend).glob("*.py"):
+        for path in (ROOT / "ops" / backend).rglob("*.py"):
             inputs = f"modelmill.ops.{path.stem.removeprefix('qkv_')}"  # of its own op
             for name, line in imports(path):
                 allowed = not name.startswith("modelmill.") or name.startswith((*common, own))

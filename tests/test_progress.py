@@ -14,7 +14,7 @@ import pytest
 
 from modelmill import LLM, SamplingParams, progress
 from modelmill.loader import device
-from modelmill.ops.cpu import build as kernels
+from modelmill.ops.cpu.common import build as kernels
 from modelmill.progress import DelayedStart, NotebookLine, TerminalLine, format_bar, show_progress
 from tests.wait import wait_until
 

@@ -16,8 +16,6 @@ from modelmill.core import env
 from modelmill.core.progress import Progress
 from modelmill.progress import CompileAnnouncer, TerminalLine
 
-"""Called with (stage, done, total) or (done, total)."""
-
 
 def emit_json(value: Any) -> None:
     """Print one JSON value on stdout; NaN and infinities, which JSON lacks, become null."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from modelmill.core.errors import CapacityError, ModelmillError
 from modelmill.core.progress import Progress
 from modelmill.eval.datasets import random_requests
-from modelmill.eval.report import Spread
+from modelmill.eval.report import BenchResult, Spread
 from modelmill.eval.targets import BenchTarget, TargetRun
 
 
@@ -24,7 +24,7 @@ class LatencyShape:
 
 
 @dataclass(frozen=True)
-class Latency:
+class Latency(BenchResult):
     """Latency of one target at one shape: milliseconds, and tokens per second of the whole batch.
 
     per_token_ms: mean time per token after the first, averaged over the answers of a run.
@@ -40,10 +40,6 @@ class Latency:
     total_ms: Spread
     input_tokens_per_s: Spread
     output_tokens_per_s: Spread | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-serializable dict."""
-        return asdict(self)
 
 
 def measure_latency(

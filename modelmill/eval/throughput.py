@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from modelmill.core.progress import Progress
 from modelmill.eval.datasets import BenchRequest
-from modelmill.eval.report import Spread
+from modelmill.eval.report import BenchResult, Spread
 from modelmill.eval.targets import BenchTarget, TargetRun
 
 
 @dataclass(frozen=True)
-class Throughput:
+class Throughput(BenchResult):
     """Throughput of one target over one set of requests, input and output tokens apart."""
 
     subject: str
@@ -25,10 +24,6 @@ class Throughput:
     input_tokens_per_s: Spread
     output_tokens_per_s: Spread
     first_token_ms: Spread
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-serializable dict."""
-        return asdict(self)
 
 
 def measure_throughput(

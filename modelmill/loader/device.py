@@ -11,8 +11,8 @@ import torch
 from modelmill.core import memory_limits
 from modelmill.core.errors import MissingDependency, UsageError
 from modelmill.core.progress import Progress
-from modelmill.ops.cpu import build as kernels
-from modelmill.ops.cpu import openmp
+from modelmill.ops.cpu.common import build as kernels
+from modelmill.ops.cpu.common import openmp
 
 
 def pick_device(name: str) -> str:

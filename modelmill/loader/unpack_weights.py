@@ -13,7 +13,7 @@ from torch import nn
 from modelmill.core import log, memory_limits
 from modelmill.core.byte_size import format_bytes
 from modelmill.nn.linear import Linear
-from modelmill.ops.cpu import build as kernels
+from modelmill.ops.cpu.common import build as kernels
 from modelmill.ops.registry import Ops
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 from modelmill.weights.base import (
@@ -98,7 +98,9 @@ class _Unpacker:
     """One pass over a model's weights."""
 
     def __init__(self, ops: Ops, dtype: torch.dtype, max_bytes: int) -> None:
-        self.ops, self.dtype, self.max_bytes = ops, dtype, max_bytes
+        self.ops = ops
+        self.dtype = dtype
+        self.max_bytes = max_bytes
         self.report = UnpackReport()
         self._unpacked_by_address: dict[int, WeightFormat] = {}
 

@@ -16,7 +16,7 @@ from modelmill.loader import capacity, unpack_weights
 from modelmill.nn.decoder import Decoder
 from modelmill.nn.linear import Linear
 from modelmill.ops import int8_linear, registry
-from modelmill.ops.cpu import build
+from modelmill.ops.cpu.common import build
 from modelmill.ops.int8_linear import PACKED_ROWS, packable, takes_packed
 from modelmill.ops.quant_types import MAX_EXACT_COLUMNS, exact_int_matmul
 from modelmill.weights import base, int8_group
