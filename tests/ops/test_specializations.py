@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from modelmill.core.types import Request, SamplingParams
 from modelmill.ops import registry
 from modelmill.runtime.batch import PackedBatch
-from modelmill.runtime.decode_graphs import LOGITS, SAMPLED, context_bucket, graph_batch_sizes
+from modelmill.runtime.cuda_graphs import LOGITS, SAMPLED, context_bucket, graph_batch_sizes
 from modelmill.runtime.engine_core import EngineCore
 from tests.runtime import tiny
 
