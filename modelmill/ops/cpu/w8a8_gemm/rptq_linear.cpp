@@ -4,7 +4,7 @@
 //     bias; rptq_quant: permuted int8 activations with static factors or dynamic steps
 // Dtypes: q int8; weights int8 or packed int4; int32 sums of a group, float32 sums
 // Layout: q[M, K], weights [N, K] row-major; scales and offsets [N, groups]
-// Range: any M; groups of a multiple of 32 columns up to 65,536
+// Range: any M (rptq_quant: any M); groups of a multiple of 32 columns up to 65,536
 // Technique: AVX-512 VNNI (vpdpbusd, 256-bit vectors) or portable C++, thread pool
 // Ops: rptq_linear, rptq_quant
 #include "common/simd.h"

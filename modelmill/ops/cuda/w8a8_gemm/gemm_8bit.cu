@@ -6,8 +6,9 @@
 //     or float32
 // Layout: row-major, packed, 16-byte aligned; tiles of 128 columns in shared memory (128-byte
 //     swizzle)
-// Range: M ≥ 17 (w8a8_linear_swiglu: M ≥ 65; fp8_linear: 17 ≤ M ≤ 2047 where torch has a product
-//     for more rows); K a multiple of 16, N of 8
+// Range: M ≥ 17 (w8a8_linear_swiglu: M ≥ 65, K and N multiples of 16; fp8_linear: 8-bit
+//     activations, 17 ≤ M ≤ 2047 where torch has a product for more rows); K a multiple of 16, N of
+//     8
 // Technique: TMA, mbarrier pipeline, wgmma, pingpong or cooperative warpgroups, named barriers,
 //     setmaxnreg, PDL
 // Ops: w8a8_linear, w8a8_linear_swiglu, fp8_linear (launched by gemm_8bit.py)

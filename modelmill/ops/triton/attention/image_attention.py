@@ -3,7 +3,8 @@
 Computes: softmax(q · Kᵀ · scale (+ bias)) · V per window and head over an image's tokens
 Dtypes: float32, bfloat16 or float16
 Layout: qkv read in place, windows never copied; contiguous channels
-Range: any M; D ≤ 128; on a GPU in 16 bits only with a window, positions or bias
+Range: a table of biases by offset, or no positions (on a GPU in 16 bits then only in windows); D ≤
+    128
 Technique: flash attention on tensor cores, keys beyond the edge from fill
 Ops: image_attention
 

@@ -4,7 +4,7 @@ Computes: softmax(q · Kᵀ · scale + relative positions by row and column) · 
     image
 Dtypes: float32, bfloat16 or float16
 Layout: qkv read in place, windows never copied; contiguous channels
-Range: any M; D ≤ 128
+Range: relative positions; D ≤ 128
 Technique: flash attention on tensor cores, position terms as additional channels (one-hot) or from
     tables, PDL
 Ops: image_attention

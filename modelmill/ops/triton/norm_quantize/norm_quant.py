@@ -4,7 +4,7 @@ Computes: quantize(rmsnorm(x[M, N] (+ residual)))[:, perm], the norm, the residu
     permutation optional
 Dtypes: bfloat16, float16 or float32; values int8 or e4m3; float32 scales, int32 zero-points
 Layout: rows; perm, factors and zero-points [columns]
-Range: any M; N ≤ 16,384 (quantize: N ≤ 32,768)
+Range: any M; N ≤ 16,384 (quantize: any M, N ≤ 32,768)
 Technique: whole rows in registers, cached launcher, PDL
 Ops: quantize, rms_norm_quant, add_rms_norm_quant
 

@@ -3,7 +3,8 @@
 Computes: out[M, N] = (x[M, K] · weight[N, K]ᵀ) · x_scale · scale (+ bias[N])
 Dtypes: x and weight int8 (int32 sums) or e4m3 (float32 sums); out bfloat16, float16 or float32
 Layout: row-major, contiguous rows; float32 scales [N] and [M] or [1]
-Range: any M (fp8_linear: M ≤ 255 where torch has a row-scaled product for more rows)
+Range: any M (fp8_linear: 8-bit activations, M ≤ 255 where torch has a row-scaled product for more
+    rows)
 Technique: dp4a GEMV (M = 1), tensor cores with the weight as left operand, autotuned launch
     configs, PDL
 Ops: w8a8_linear, fp8_linear

@@ -3,7 +3,7 @@
 Computes: out[M, N] = x[M, K] · dequant(weight[N, K])ᵀ (+ bias[N])
 Dtypes: x and out bfloat16, float16 or (M ≤ 16) float32; packed int4 codes
 Layout: row-major; codes as in ops/int4_linear.py; scales and offsets [N, groups]
-Range: any M (more than 64 rows: dequantized for cuBLAS); groups of a multiple of 32 columns
+Range: M ≤ 64 (more rows: dequantized for cuBLAS); groups of a multiple of 32 columns
 Technique: magic-number dequantization, tensor cores with the weight as left operand, cached
     launcher, PDL
 Ops: int4_linear

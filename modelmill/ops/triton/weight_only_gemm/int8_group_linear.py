@@ -3,7 +3,7 @@
 Computes: out[M, N] = x[M, K] · dequant(weight[N, K])ᵀ (+ bias[N])
 Dtypes: x and out bfloat16, float16 or (M ≤ 16) float32; int8 weights
 Layout: row-major; scales and offsets [N, groups]
-Range: any M (more than 64 rows: dequantized for cuBLAS); groups of a multiple of 32 columns
+Range: M ≤ 64 (more rows: dequantized for cuBLAS); groups of a multiple of 32 columns
 Technique: tensor cores with the weight as left operand, scaled per group, PDL
 Ops: int8_group_linear
 
