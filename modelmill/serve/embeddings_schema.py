@@ -19,7 +19,7 @@ MAX_OUTPUT_FLOATS = 1 << 21
 
 
 class EmbeddingRequest(StrictModel):
-    """POST /v1/embeddings."""
+    """Request body of POST /v1/embeddings."""
 
     model: str = Field(max_length=1024)
     input: str | TextList | TokenIds | TokenIdLists = Field(

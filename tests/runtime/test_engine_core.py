@@ -24,10 +24,10 @@ from modelmill.runtime.scheduler import SchedulerLimits
 from modelmill.weights import base
 from tests.runtime import tiny
 
-KINDS = [("fixed", None), ("prompt", None), ("running", None), ("fixed", 12)]
+MODEL_KINDS = [("fixed", None), ("prompt", None), ("running", None), ("fixed", 12)]
 
 
-def whole(model, ids: list[int], prompt: int) -> torch.Tensor:
+def unbatched_logits(model, ids: list[int], prompt: int) -> torch.Tensor:
     """Logits of one sequence in a single step on its own pages, in order: no scheduler, no
     packer.
     """
@@ -55,7 +55,7 @@ def whole(model, ids: list[int], prompt: int) -> torch.Tensor:
         return model(step)
 
 
-@pytest.mark.parametrize(("rope_rule", "window"), KINDS)
+@pytest.mark.parametrize(("rope_rule", "window"), MODEL_KINDS)
 def test_equal_however_it_is_cut(rope_rule: str, window: int | None) -> None:
     model = tiny.decoder(rope_rule, window)
     todo = tiny.requests(tiny.prompts(9, 1, 60), tiny.params(max_tokens=20))
@@ -75,13 +75,13 @@ def test_equal_however_it_is_cut(rope_rule: str, window: int | None) -> None:
     )
 
 
-@pytest.mark.parametrize(("rope_rule", "window"), KINDS)
+@pytest.mark.parametrize(("rope_rule", "window"), MODEL_KINDS)
 def test_greedy_is_the_argmax_of_one_whole_pass(rope_rule: str, window: int | None) -> None:
     model = tiny.decoder(rope_rule, window)
     for prompt in tiny.prompts(4, 5, 45, seed=3):
         request = tiny.requests([prompt], tiny.params(max_tokens=15, ignore_eos=True))
         answer = tiny.run(tiny.make_engine(model, max_num_batched_tokens=11), request)["0", 0]
-        logits = whole(model, [*prompt, *answer], len(prompt))
+        logits = unbatched_logits(model, [*prompt, *answer], len(prompt))
         if window is None and rope_rule != "running":
             assert tuple(logits[len(prompt) - 1 : -1].argmax(-1).tolist()) == answer
 
@@ -90,9 +90,9 @@ def test_running_rule_rotates_a_late_token_by_its_own_position() -> None:
     model = tiny.decoder("running")
     engine = tiny.make_engine(model)
     ids = list(tiny.prompts(1, 30, 30)[0])
-    ours = TokenScorer(engine).logits([ids], decode_from=10)[0]
-    assert torch.allclose(ours, whole(model, ids, 10), atol=1e-4)
-    assert not torch.allclose(TokenScorer(engine).logits([ids])[0], ours, atol=1e-2)
+    logits = TokenScorer(engine).logits([ids], decode_from=10)[0]
+    assert torch.allclose(logits, unbatched_logits(model, ids, 10), atol=1e-4)
+    assert not torch.allclose(TokenScorer(engine).logits([ids])[0], logits, atol=1e-2)
     tiny.assert_idle(engine)
 
 
@@ -103,10 +103,12 @@ def test_score_equals_one_whole_pass(rope_rule: str) -> None:
     engine = tiny.make_engine(model, max_num_batched_tokens=16)
     for start in (None, 18):
         for ids, logits in zip(lists, TokenScorer(engine).logits(lists, start)):
-            assert torch.allclose(logits, whole(model, ids, start or len(ids)), atol=1e-4)
+            assert torch.allclose(
+                logits, unbatched_logits(model, ids, start or len(ids)), atol=1e-4
+            )
     few = tiny.make_engine(model, pages=9)
     for ids, logits in zip(lists, TokenScorer(few).logits([i[:60] for i in lists], 18)):
-        assert torch.allclose(logits, whole(model, ids, 18), atol=1e-4)
+        assert torch.allclose(logits, unbatched_logits(model, ids, 18), atol=1e-4)
     tiny.assert_idle(few)
     runs: list[tuple[int, int, int]] = []
     TokenScorer(engine).run(
@@ -237,8 +239,8 @@ def test_what_can_never_be_served_is_refused() -> None:
     engine = tiny.make_engine(pages=16, max_model_len=100)
     bad = [
         ((), tiny.params(), "empty"),
-        ((3, tiny.VOCAB), tiny.params(), "outside"),
-        ((-1,), tiny.params(), "outside"),
+        ((3, tiny.VOCAB), tiny.params(), "token ids must be between"),
+        ((-1,), tiny.params(), "token ids must be between"),
         ((3,) * 100, tiny.params(), "shorten"),
         ((3,) * 101, tiny.params(max_tokens=0), "shorten"),
         ((3,), tiny.params(num_beams=17), "num_beams=17"),
@@ -312,7 +314,7 @@ def test_logprobs(how: str) -> None:
     ]
     events = events[:5]
     answer = [e.token_id for e in events]
-    logs = whole(model, [*prompt, *answer], 25).log_softmax(-1)
+    logs = unbatched_logits(model, [*prompt, *answer], 25).log_softmax(-1)
     prompt_logprobs = events[0].prompt_logprobs
     assert prompt_logprobs[0] is None
     assert len(prompt_logprobs) == 25

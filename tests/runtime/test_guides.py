@@ -23,19 +23,19 @@ class Alternating:
     """
 
     def __init__(self, lost: bool = False) -> None:
-        self.taken: list[int] = []
+        self.tokens: list[int] = []
         self.failed = lost
 
     def mask(self) -> np.ndarray:
         fine = np.zeros(8 * -(-tiny.VOCAB // 8), dtype=np.uint8)
-        if len(self.taken) < 6:
-            fine[2 + len(self.taken) % 2 : tiny.VOCAB : 2] = 1
+        if len(self.tokens) < 6:
+            fine[2 + len(self.tokens) % 2 : tiny.VOCAB : 2] = 1
         else:
             fine[tiny.EOS] = 1
         return np.packbits(fine, bitorder="little")
 
     def accept(self, token: int) -> None:
-        self.taken.append(token)
+        self.tokens.append(token)
 
 
 def guided(prompts: list[tuple[int, ...]], **params: object) -> list[Request]:
