@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from modelmill.core.errors import UsageError
-from modelmill.core.progress_types import StageProgress
+from modelmill.core.progress import Progress
 from modelmill.progress import show_progress
 
 
@@ -50,7 +50,7 @@ def closed_error(opened: object, path: Path) -> UsageError:
 
 
 @contextlib.contextmanager
-def opening_progress(model: Path, progress: StageProgress | bool | None) -> Iterator[StageProgress]:
+def opening_progress(model: Path, progress: Progress | bool | None) -> Iterator[Progress]:
     """Yield the progress callback of opening ``model``.
 
     Args:
