@@ -13,7 +13,7 @@ from torch import nn
 from modelmill.core.embedding_cache import EmbeddingCache
 from modelmill.core.errors import RequestError
 from modelmill.nn.vision_context import VisionContext
-from modelmill.ops.cpu.thread_pool import single_thread_torch
+from modelmill.ops.cpu.common.thread_pool import single_thread_torch
 from modelmill.ops.registry import with_heartbeat
 from modelmill.ops.upsample_masks import masks_to_boxes
 from modelmill.vision import masks as shapes
@@ -377,7 +377,11 @@ class SamModel:
             else self.embed_image(picture if crop.layer == 0 else picture.crop(crop.box))
         )
         grid = point_grid(crop, options)
-        kept_logits, kept_ious, kept_stability, kept_boxes, kept_points = [], [], [], [], []
+        kept_logits = []
+        kept_ious = []
+        kept_stability = []
+        kept_boxes = []
+        kept_points = []
         for start in range(0, len(grid), options.points_per_batch):
             on_progress(start)
             batch = grid[start : start + options.points_per_batch]
