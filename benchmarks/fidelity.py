@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from modelmill.accept.token_scorer import TokenScorer
+
 ROWS_PER_STEP = 64
 """Rows whose float64 distributions are in memory at a time."""
 
@@ -101,7 +103,7 @@ def measure_fidelity(
             )
             sums.add(logits.float(), right, targets[to].to(logits.device))
 
-        engine_core.scorer().run([window], None, take)
+        TokenScorer(engine_core).run([window], None, take)
         first += len(window)
         on_progress(number + 1, len(windows))
     return sums.facts()
@@ -134,7 +136,7 @@ def cached_logits(
             def take(_: int, at: int, logits: torch.Tensor, start: int = first) -> None:
                 logits_file[start + at : start + at + len(logits)] = logits.float().cpu()
 
-            loop.scorer().run([window], None, take)
+            TokenScorer(loop).run([window], None, take)
             first += len(window)
             on_progress(number + 1, len(windows))
         del logits_file

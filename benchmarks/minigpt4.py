@@ -42,11 +42,11 @@ from modelmill.core.config import RunConfig  # noqa: E402
 from modelmill.core.types import EmbeddingSpan  # noqa: E402
 from modelmill.eval.report import device_name, versions  # noqa: E402
 from modelmill.eval.targets import greedy_request  # noqa: E402
+from modelmill.loader.model_loader import build_model  # noqa: E402
 from modelmill.models.minigpt4 import IMAGE_MEAN, IMAGE_STD  # noqa: E402
 from modelmill.nn.linear import Linear  # noqa: E402
 from modelmill.nn.synthetic_step import fill_random_weights  # noqa: E402
 from modelmill.runtime.engine_core import EngineCore  # noqa: E402
-from modelmill.runtime.model_loader import build_model  # noqa: E402
 
 VISION_ENCODER = {"width": 1408, "depth": 39, "heads": 16, "inner": 6144, "image": 224, "patch": 14}
 QFORMER = {

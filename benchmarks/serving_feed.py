@@ -91,7 +91,7 @@ class FakeEngineCore:
 
     def stats(self) -> Any:
         """Where it stands."""
-        from modelmill.runtime.stats import Stats
+        from modelmill.core.types import Stats
 
         return Stats(len(self._left), 0, 1, 1, 0, self.steps, 0, self.num_tokens, 0, 0)
 

@@ -38,6 +38,7 @@ from benchmarks.model_step import kv_bytes_per_token, weight_bytes  # noqa: E402
 from benchmarks.workloads import parse_pairs  # noqa: E402
 from modelmill.core.config import RunConfig  # noqa: E402
 from modelmill.core.types import Request, SamplingParams  # noqa: E402
+from modelmill.loader.model_loader import build_model  # noqa: E402
 from modelmill.nn.fusion import fuse  # noqa: E402
 from modelmill.nn.shard_model import shard_model  # noqa: E402
 from modelmill.nn.synthetic_step import fill_random_weights, synthetic_step  # noqa: E402
@@ -46,11 +47,10 @@ from modelmill.ops.registry import select_backends  # noqa: E402
 from modelmill.ops.timing import capture_graph, copy_bandwidth, median_time  # noqa: E402
 from modelmill.parallel.rendezvous import RendezvousServer, connect  # noqa: E402
 from modelmill.parallel.tp_group import SINGLE_RANK, DistributedTPGroup, TPGroup  # noqa: E402
-from modelmill.runtime.decode_graphs import context_bucket  # noqa: E402
+from modelmill.runtime.cuda_graphs import context_bucket  # noqa: E402
 from modelmill.runtime.engine_core import EngineCore  # noqa: E402
-from modelmill.runtime.model_loader import build_model  # noqa: E402
-from modelmill.runtime.step_commands import END, StepCommand  # noqa: E402
 from modelmill.runtime.tp_worker import run_commands  # noqa: E402
+from modelmill.runtime.tp_workers import END, StepCommand  # noqa: E402
 
 Row = dict[str, Any]
 OUTPUT_TOKENS = 128

@@ -29,6 +29,7 @@ from modelmill.core.options import (
 )
 from modelmill.core.progress_types import StageProgress
 from modelmill.core.types import POOL_MEAN, SamplingParams
+from modelmill.loader.device import compile_cpu_kernels
 from modelmill.opened_engine import (
     OpenedEngine,
     closed_error,
@@ -43,7 +44,6 @@ from modelmill.prompt_inputs import (
     stack_embeddings,
 )
 from modelmill.request_state import RequestState
-from modelmill.runtime.device import compile_cpu_kernels
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.text_processor import Messages, Prompt, TextProcessor
 

@@ -21,12 +21,12 @@ from modelmill.core.options import (
     describe_options,
 )
 from modelmill.core.progress_types import StageProgress
+from modelmill.loader.device import compile_cpu_kernels, pick_device, use_threads
 from modelmill.opened_engine import (
     OpenedEngine,
     closed_error,
     opening_progress,
 )
-from modelmill.runtime.device import compile_cpu_kernels, pick_device, use_threads
 from modelmill.vision.automatic_mask_generator import AutomaticMaskOptions
 from modelmill.vision.draw import mask_prompt_logits
 from modelmill.vision.image import BLACK, as_image, open_image

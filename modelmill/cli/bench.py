@@ -346,7 +346,7 @@ def _startup(args: Args) -> dict[str, Any]:
     from modelmill.artifact.store import is_engine, open_artifact
     from modelmill.eval.report import device_name
     from modelmill.eval.startup import measure_startup
-    from modelmill.runtime.device import compile_cpu_kernels, pick_device, use_threads
+    from modelmill.loader.device import compile_cpu_kernels, pick_device, use_threads
 
     # a checkpoint is built first; the build is not part of start-up
     path = _engine_path(args)

@@ -100,7 +100,7 @@ def run(args: Args) -> int:
         from modelmill.artifact.store import check_target, is_engine
         from modelmill.builder.plan import make_plan
         from modelmill.checkpoint.open import open_checkpoint
-        from modelmill.runtime.device import compile_cpu_kernels
+        from modelmill.loader.device import compile_cpu_kernels
 
         source, vision = args.vision_files.split_checkpoint(args.checkpoint)
         if is_engine(source):

@@ -26,7 +26,7 @@ from modelmill.parallel.tp_group import DistributedTPGroup
 from modelmill.runtime.batch import Packer
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.model_runner import ModelRunner
-from modelmill.runtime.step_commands import COPY, END, HEADER_BYTES, PING, StepCommand
+from modelmill.runtime.tp_workers import COPY, END, HEADER_BYTES, PING, StepCommand
 
 _log = log.get_logger(__name__)
 _PR_SET_PDEATHSIG = 1

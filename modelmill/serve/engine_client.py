@@ -20,10 +20,9 @@ from modelmill.core.errors import (
     RequestError,
     UsageError,
 )
-from modelmill.core.types import FinishReason, TokenOutput
+from modelmill.core.types import FinishReason, Stats, TokenOutput
 from modelmill.request_state import RequestState
-from modelmill.runtime.request_limits import RequestLimits, check_request
-from modelmill.runtime.stats import Stats
+from modelmill.runtime.admission import RequestLimits, check_request
 from modelmill.serve import budget
 from modelmill.serve.metrics import EngineMetrics, SegmentMetrics
 from modelmill.serve.request_handle import RequestHandle, WorkerLost

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from modelmill.core.types import FinishReason
+from modelmill.core.types import FinishReason, Stats
 from modelmill.outputs import OutputDelta
 from modelmill.request_state import RequestState
-from modelmill.runtime.stats import Stats
 from modelmill.serve.segment_client import PREFIX, SUBSECOND_BUCKETS, SegmentMetrics
 
 LATENCY_BUCKETS = (0.001, *SUBSECOND_BUCKETS, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)

@@ -18,8 +18,8 @@ import torch
 from modelmill.core import malloc
 from modelmill.core.config import RunConfig, from_dict
 from modelmill.core.errors import RequestError
-from modelmill.runtime.device import pick_device, use_threads
-from modelmill.runtime.stats import Stats
+from modelmill.core.types import Stats
+from modelmill.loader.device import pick_device, use_threads
 from modelmill.serve.segment_messages import SEGMENTATION, SegmentFailure, SegmentJob, SegmentResult
 from modelmill.serve.worker_messages import (
     AbortRequest,

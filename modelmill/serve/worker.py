@@ -29,9 +29,9 @@ from modelmill.core.config import BuildConfig, RunConfig, from_dict
 from modelmill.core.errors import ModelmillError, RequestError, UsageError
 from modelmill.core.progress_types import StageProgress
 from modelmill.core.types import Request
-from modelmill.runtime.device import compile_cpu_kernels, pick_device
+from modelmill.loader.capacity import free_cpu_bytes
+from modelmill.loader.device import compile_cpu_kernels, pick_device
 from modelmill.runtime.engine_core import OUT_OF_MEMORY_ERRORS, EngineCore
-from modelmill.runtime.kv_memory import free_cpu_bytes
 from modelmill.runtime.sequence import Sequence
 from modelmill.serve import budget
 from modelmill.serve.segment_messages import SEGMENTATION

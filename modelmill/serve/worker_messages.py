@@ -179,7 +179,7 @@ class RequestRejected:
 
 @dataclass(frozen=True)
 class StatsReply:
-    """The statistics: the fields of runtime.stats.Stats."""
+    """The statistics: the fields of core.types.Stats."""
 
     number: int
     stats: Mapping[str, int]

@@ -13,7 +13,7 @@ from torch import nn
 from modelmill.core.embedding_cache import EmbeddingCache
 from modelmill.core.errors import RequestError
 from modelmill.nn.vision_context import VisionContext
-from modelmill.ops.cpu.thread_pool import single_thread_torch
+from modelmill.ops.cpu.common.thread_pool import single_thread_torch
 from modelmill.ops.registry import with_heartbeat
 from modelmill.ops.upsample_masks import masks_to_boxes
 from modelmill.vision import masks as shapes

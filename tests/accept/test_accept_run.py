@@ -138,7 +138,7 @@ def test_a_fault_of_decode_alone_is_found(
     built: tuple[Path, Path, dict[str, Any]], monkeypatch: Any
 ) -> None:
     """Modules see prefill only; what goes wrong with one token at a time shows in the sequences."""
-    from modelmill.runtime.scorer import TokenScorer
+    from modelmill.accept.token_scorer import TokenScorer
 
     honest = TokenScorer._decode
 

@@ -13,7 +13,7 @@ from modelmill.accept.quantized_reference import read_engine_weights
 from modelmill.accept.reference import open_reference
 from modelmill.artifact.store import open_artifact
 from modelmill.checkpoint.open import open_checkpoint
-from modelmill.runtime.model_loader import load_model
+from modelmill.loader.model_loader import load_model
 from tests.accept.build_and_accept import build_and_accept, save_tiny
 
 BITS = {"int8": 8, "int4": 4, "fp8": 8}

@@ -13,9 +13,9 @@ import torch
 from modelmill.artifact.store import open_artifact
 from modelmill.builder.plan import BuildPlan
 from modelmill.core.config import RunConfig
+from modelmill.loader.model_loader import load_model
 from modelmill.nn.fused_decode import StackedWeights
 from modelmill.runtime.engine_core import EngineCore
-from modelmill.runtime.model_loader import load_model
 from tests.accept.build_and_accept import save_tiny
 from tests.builder.test_build_engine import digest
 from tests.builder.test_quantized_builds import goes_on_after_two_layers, make, plan

@@ -264,7 +264,7 @@ def test_embeddings_enter_the_first_layer(folder: Path, tmp_path: Path) -> None:
     build_engine.build(
         make_plan(open_checkpoint(folder), BuildConfig(dtype="float32", target="cpu")), engine, None
     )
-    from modelmill.runtime.model_loader import load_model
+    from modelmill.loader.model_loader import load_model
 
     model: Any = load_model(open_artifact(engine), "cpu")
     x = torch.cat([batch.x for batch in flow.batches])

@@ -27,7 +27,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("modelmill.ops.timing.MATMUL_SIDE", {"cpu": 32})
     # other tests may have chosen Triton's interpreter, which takes minutes to be timed
     pytest.importorskip("triton")
-    monkeypatch.setattr("modelmill.ops.triton.device.INTERPRETED", False)
+    monkeypatch.setattr("modelmill.ops.triton.common.device.INTERPRETED", False)
 
 
 def test_every_op_with_its_ceiling(cli: Cli, tmp_path: Path) -> None:

@@ -85,8 +85,8 @@ def test_a_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 LATE = """
 import time, torch
-from modelmill.ops.cpu import openmp
-from modelmill.runtime.device import use_threads
+from modelmill.ops.cpu.common import openmp
+from modelmill.loader.device import use_threads
 x = torch.randn(1 << 22)
 
 def spun():

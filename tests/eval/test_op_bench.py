@@ -39,7 +39,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("modelmill.ops.timing.MATMUL_SIDE", {"cpu": 32, "cuda": 32})
     # other tests may have chosen Triton's interpreter, which takes minutes to be timed
     pytest.importorskip("triton")
-    monkeypatch.setattr("modelmill.ops.triton.device.INTERPRETED", False)
+    monkeypatch.setattr("modelmill.ops.triton.common.device.INTERPRETED", False)
 
 
 def test_every_op_of_the_shelf_is_timed(quick: None) -> None:

@@ -11,12 +11,12 @@ import torch
 from modelmill.checkpoint.blip2 import Blip2Container, convert_configs
 from modelmill.checkpoint.container import TensorInfo
 from modelmill.checkpoint.rename import apply_rule, plan_renames
+from modelmill.loader.model_loader import fill_weights
 from modelmill.models import _blip2_vision, minigpt4
 from modelmill.models._blip2_vision import Blip2ImageEmbedder, Blip2VisionSpec
 from modelmill.models._eva_vit import interpolate_positions
 from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.registry import select_backends
-from modelmill.runtime.model_loader import fill_weights
 
 RAW: dict[str, Any] = {
     "vision_config": {

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from modelmill.accept.token_scorer import TokenScorer
 from modelmill.builder.config_keys import check_unread_keys
 from modelmill.core.config_view import ConfigView
 from modelmill.core.errors import CheckpointError
@@ -191,7 +192,7 @@ def equal_or_named(raw: dict[str, Any], key: str, folder: Path) -> str:
     ids = torch.randint(0, 60, (LENGTH,), generator=torch.Generator().manual_seed(4)).tolist()
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0]
-    off = float((loop.score([ids])[0] - expected).abs().max())
+    off = float((TokenScorer(loop).logits([ids])[0] - expected).abs().max())
     return "equal" if off < 1e-4 else f"off by {off:.2g}"
 
 

@@ -13,11 +13,11 @@ import torch
 
 from modelmill.checkpoint.rename import apply_rule, plan_renames
 from modelmill.core.errors import CheckpointError, TensorMismatch, UnknownArchitecture
+from modelmill.loader.model_loader import fill_weights
 from modelmill.models import sam
 from modelmill.models._sam_vit import resize_rel_pos
 from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.registry import select_backends
-from modelmill.runtime.model_loader import fill_weights
 from tests.models.sam_seeded import hf_sam_model
 
 SMALL = {

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from modelmill.loader.model_loader import build_model
 from modelmill.nn.fusion import fuse
 from modelmill.nn.linear import Linear
 from modelmill.nn.synthetic_step import fill_random_weights, synthetic_step
 from modelmill.ops import registry
-from modelmill.runtime.model_loader import build_model
 from modelmill.weights import base
 
 LLAMA = {

@@ -24,7 +24,8 @@ from modelmill.core import env
 from modelmill.core.errors import MissingDependency
 from modelmill.ops import int8_group_linear, registry
 from modelmill.ops.case import Case, randn
-from modelmill.ops.cpu import build, groupwise, prebuilt
+from modelmill.ops.cpu.common import build, prebuilt
+from modelmill.ops.cpu.weight_only_gemm import groupwise
 from modelmill.ops.int4_linear import random_weight
 from modelmill.ops.int8_linear import quantize
 from modelmill.ops.paged_attention import PagedAttentionInputs
@@ -461,7 +462,7 @@ def test_empty_batches() -> None:
 
 SCRIPT = f"""
 import torch
-from modelmill.ops.cpu import build
+from modelmill.ops.cpu.common import build
 library = build.open_library(build.compile_library({QUICK!r}))
 torch.set_num_threads(2)
 torch.randn(2000, 2000) @ torch.randn(2000, 200)

@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from modelmill.ops.cpu import build, int8_linear, linear
-from modelmill.ops.cpu.thread_pool import single_thread_torch
+from modelmill.ops.cpu.common import build, prebuilt
+from modelmill.ops.cpu.common.thread_pool import single_thread_torch
+from modelmill.ops.cpu.gemm_16bit import linear
+from modelmill.ops.cpu.weight_only_gemm import int8_linear
 from modelmill.ops.int8_linear import quantize
 
 pytestmark = pytest.mark.skipif(
@@ -137,7 +139,7 @@ PROBE = """
 #include <time.h>
 #include <unistd.h>
 
-#include "thread_pool.cpp"
+#include "common/thread_pool.cpp"
 
 // Two pieces for two threads: the caller waits in its own until the other has come, at most `patience` nanoseconds; the
 // other sleeps for `sleep` nanoseconds in its piece. Returns pieces that the other took.
@@ -173,7 +175,7 @@ def test_a_worker_without_a_core_is_left_out_for_a_while(tmp_path: Path) -> None
         "-shared",
         "-fPIC",
         "-pthread",
-        f"-I{Path(build.__file__).parent}",
+        prebuilt.include_flag(),
     ]
     subprocess.run([compiler, *flags, str(source), "-o", str(library)], check=True)
     team = ctypes.CDLL(str(library))

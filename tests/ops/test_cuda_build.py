@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from modelmill.core.errors import MissingDependency
-from modelmill.ops.cuda import (
-    build,
+from modelmill.ops.cuda.attention import paged_attention
+from modelmill.ops.cuda.common import build, launch
+from modelmill.ops.cuda.w8a8_gemm import rptq_linear
+from modelmill.ops.cuda.weight_only_gemm import (
     int4_gemm_small_m,
     int4_linear,
     int8_gemm_small_m,
-    launch,
-    paged_attention,
-    rptq_linear,
     wq_gemv,
 )
 from tests.ops.nvcc import NVCC, compiles_without_spills, requires_nvcc
@@ -112,17 +111,15 @@ def test_kernels_are_given_as_many_bytes_as_they_read() -> None:
     ``struct.pack`` makes it.
     """
     told = [
-        (int(size), module)
-        for source in build.FOLDER.glob("*.cu")
+        (int(size), source.with_name(f"{module}.py"))
+        for source in build.FOLDER.rglob("*.cu")
         for size, module in re.findall(
             r'sizeof\(\w+\) == (\d+), "(\w+)\.py packs \1 bytes"', source.read_text()
         )
     ]
     assert len(told) == 18
     for size, module in told:
-        formats = re.findall(
-            r'struct\.pack\(\s*"(=\w+)"', (build.FOLDER / f"{module}.py").read_text()
-        )
+        formats = re.findall(r'struct\.pack\(\s*"(=\w+)"', module.read_text())
         assert size in map(struct.calcsize, formats), module
 
 

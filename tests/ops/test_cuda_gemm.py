@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelmill.ops import registry
-from modelmill.ops.cuda import gemm, qkv_rope_cache, rmsnorm_quant_permute
+from modelmill.ops.cuda.gemm_16bit import gemm, qkv_rope_cache
+from modelmill.ops.cuda.norm_quantize import rmsnorm_quant_permute
 from tests.ops.nvcc import compiles_without_spills, requires_nvcc
 
 MULTIPROCESSORS = st.integers(1, 300)

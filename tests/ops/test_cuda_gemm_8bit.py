@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelmill.ops import fp8_linear, w8a8_linear
-from modelmill.ops.cuda import gemm_8bit
+from modelmill.ops.cuda.w8a8_gemm import gemm_8bit
 from tests.ops.nvcc import compiles_without_spills, requires_nvcc
 from tests.ops.test_integer_linear import fake_quantized, float64_noise
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelmill.ops import registry
-from modelmill.ops.cuda import paged_attention as variant
+from modelmill.ops.cuda.attention import paged_attention as variant
 from modelmill.ops.paged_attention import PagedAttentionInputs, paged_attention
 
 LIMIT = {torch.bfloat16: 6e-3, torch.float16: 1e-3}  # of the whole, in the norm

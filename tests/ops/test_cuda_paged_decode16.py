@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelmill.ops import registry
-from modelmill.ops.cuda import paged_attention, paged_decode16
+from modelmill.ops.cuda.attention import paged_attention, paged_decode16
 from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.paged_attention import paged_attention as reference
 from tests.ops.nvcc import compiles_without_spills, requires_nvcc

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from modelmill.ops import registry
-from modelmill.ops.cuda import paged_attention, paged_decode8
+from modelmill.ops.cuda.attention import paged_attention, paged_decode8
 from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.paged_attention import paged_attention as reference
 from tests.ops.nvcc import compiles_without_spills, requires_nvcc

@@ -13,9 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelmill.ops import int8_group_linear, registry
-from modelmill.ops.cuda import build, int4_gemm_small_m, int8_gemm_small_m, wq_gemm_pipelined
-from modelmill.ops.cuda.int8_group_linear import supports
-from modelmill.ops.cuda.wq_gemm_pipelined import WqSpec
+from modelmill.ops.cuda.common import build
+from modelmill.ops.cuda.weight_only_gemm import (
+    int4_gemm_small_m,
+    int8_gemm_small_m,
+    wq_gemm_pipelined,
+)
+from modelmill.ops.cuda.weight_only_gemm.int8_group_linear import supports
+from modelmill.ops.cuda.weight_only_gemm.wq_gemm_pipelined import WqSpec
 from modelmill.ops.int4_linear import int4_linear, pack_codes
 from tests.ops.nvcc import compiles_without_spills, requires_nvcc
 

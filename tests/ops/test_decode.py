@@ -11,8 +11,8 @@ import torch
 from modelmill.ops import decode as op
 from modelmill.ops import registry
 from modelmill.ops.case import Case
-from modelmill.ops.cpu import build
-from modelmill.ops.cpu.decode import MAX_ROWS
+from modelmill.ops.cpu.common import build
+from modelmill.ops.cpu.decoder.decode import MAX_ROWS
 from modelmill.ops.decode import DecodeInputs, DecodeLinearWeights, DecoderStackWeights
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from modelmill.ops.cuda import gemm
+from modelmill.ops.cuda.gemm_16bit import gemm
 from tests.ops.emulation.emulator import Emulator, memory_ranges, requires_emulation
 
 slow = pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from modelmill.ops.cuda import int8_gemm_small_m
+from modelmill.ops.cuda.weight_only_gemm import int8_gemm_small_m
 from modelmill.ops.int8_group_linear import dequantize_weight, random_weight
 from tests.ops.emulation.emulator import Emulator, requires_emulation
 

@@ -149,7 +149,7 @@ def test_a_few_rows_in_another_order_as_many_of_them(sizes: tuple[int, int, int]
     """The kernel for one row at a time beside that for groups of rows; sums of squares are added in
     other orders.
     """
-    from modelmill.ops.cuda import rmsnorm_quant_permute
+    from modelmill.ops.cuda.norm_quantize import rmsnorm_quant_permute
 
     rows, width, columns = sizes
     generator = torch.Generator("cuda").manual_seed(rows + columns)

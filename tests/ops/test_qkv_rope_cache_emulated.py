@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from modelmill.ops import registry
-from modelmill.ops.cuda import qkv_rope_cache
+from modelmill.ops.cuda.gemm_16bit import qkv_rope_cache
 from modelmill.ops.rope_cache import RopeCacheInputs, rope_cache
 from tests.ops.emulation.emulator import Emulator, memory_ranges, requires_emulation
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from modelmill.ops.add_rms_norm_quant import add_rms_norm_quant
-from modelmill.ops.cuda import rmsnorm_quant_permute
+from modelmill.ops.cuda.norm_quantize import rmsnorm_quant_permute
 from modelmill.ops.rms_norm_quant import TOLERANCE, rms_norm_quant
 from tests.ops.emulation.emulator import Emulator, memory_ranges, requires_emulation
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from modelmill.ops.case import Case
-from modelmill.ops.cuda import rptq_quant
+from modelmill.ops.cuda.norm_quantize import rptq_quant
 from modelmill.ops.rptq_quant import cases_for_shapes
 from modelmill.ops.rptq_quant import rptq_quant as reference
 from tests.ops.emulation.emulator import Emulator, requires_emulation

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelmill.ops.cpu import upsample_masks as fast
+from modelmill.ops.cpu.vision import upsample_masks as fast
 from modelmill.ops.upsample_masks import masks_to_boxes, upsample_logits, upsample_masks
 
 SIDES = st.integers(1, 12)

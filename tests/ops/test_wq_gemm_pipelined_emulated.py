@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from modelmill.ops import int4_linear, int8_group_linear
-from modelmill.ops.cuda import wq_gemm_pipelined
-from modelmill.ops.cuda.wq_gemm_pipelined import WqGemmKernelConfig
+from modelmill.ops.cuda.weight_only_gemm import wq_gemm_pipelined
+from modelmill.ops.cuda.weight_only_gemm.wq_gemm_pipelined import WqGemmKernelConfig
 from tests.ops.emulation.emulator import Emulator, requires_emulation
 
 slow = pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.weight_formats import calibrated_rptq_weight
 from modelmill.ops import int8_group_linear
-from modelmill.ops.cuda import wq_gemv
+from modelmill.ops.cuda.weight_only_gemm import wq_gemv
 from modelmill.ops.int4_linear import dequantize_weight, random_weight
 from modelmill.ops.rptq_linear import RptqLinearInputs, rptq_linear
 from modelmill.weights import rptq

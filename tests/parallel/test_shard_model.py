@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from modelmill.core.errors import UsageError
+from modelmill.loader.capacity import weight_bytes
+from modelmill.loader.model_loader import build_model, fill_weights
 from modelmill.nn.fusion import fuse
 from modelmill.nn.kv import KVCache
 from modelmill.nn.linear import Linear
@@ -17,8 +19,6 @@ from modelmill.nn.shard_model import shard_model
 from modelmill.nn.step import Step
 from modelmill.ops.registry import select_backends
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
-from modelmill.runtime.kv_memory import weight_bytes
-from modelmill.runtime.model_loader import build_model, fill_weights
 from modelmill.weights import base
 from tests.parallel.thread_tp_group import run_on_ranks
 from tests.runtime import tiny

@@ -14,6 +14,7 @@ from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
+from modelmill.loader.model_loader import load_model
 from modelmill.nn.linear import Linear
 from modelmill.ops import registry
 from modelmill.quant.awq import (
@@ -37,7 +38,6 @@ from modelmill.quant.calibration_state import (
     QuantizableLayer,
 )
 from modelmill.quant.recipe import make_recipe, recipe_names
-from modelmill.runtime.model_loader import load_model
 from tests.accept.build_and_accept import save_tiny
 
 FAMILIES = ("llama", "llama-bias", "gpt2", "qwen3", "qwen")

@@ -23,7 +23,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def kernel(device: str) -> Any:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    from modelmill.ops.triton import gptq_columns
+    from modelmill.ops.triton.norm_quantize import gptq_columns
 
     reason = gptq_columns.available(device)
     if reason is not None:

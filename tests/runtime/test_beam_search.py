@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from modelmill.core.types import FinishReason, Request
+from modelmill.loader.model_loader import fill_weights
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.rotary import RopeSpec
-from modelmill.runtime.model_loader import fill_weights
 from tests.runtime import tiny
 
 

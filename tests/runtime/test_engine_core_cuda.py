@@ -6,28 +6,12 @@ import pytest
 import torch
 
 from modelmill.core.types import Request
+from modelmill.loader.model_loader import fill_weights
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.rotary import RopeSpec
-from modelmill.runtime.decode_graphs import context_bucket, graph_batch_sizes
-from modelmill.runtime.model_loader import fill_weights
 from tests.runtime import tiny
 
 KINDS = [("fixed", None), ("prompt", None), ("running", None), ("fixed", 12)]
-
-
-def test_sizes_and_buckets() -> None:
-    assert graph_batch_sizes(1) == [1]
-    assert graph_batch_sizes(3) == [1, 2, 4]
-    assert graph_batch_sizes(20) == [1, 2, 4, 8, 16, 24]
-    assert graph_batch_sizes(256)[-1] == 256
-    assert graph_batch_sizes(300)[-2:] == [288, 320]
-    assert [context_bucket(n) for n in (1, 4096, 4097, 16384, 16385)] == [
-        4096,
-        4096,
-        16384,
-        16384,
-        65536,
-    ]
 
 
 def work() -> list[Request]:

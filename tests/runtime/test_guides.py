@@ -10,7 +10,7 @@ import torch
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import FinishReason, Grammar, Request
-from modelmill.runtime import logit_penalties
+from modelmill.runtime import logits_processors
 from tests.runtime import tiny
 
 GRAMMAR = Grammar("regex", "anything")
@@ -96,5 +96,5 @@ def test_bits(vocab: int) -> None:
     fine = torch.rand(3, vocab) < 0.5
     packed = np.packbits(fine.numpy(), axis=1, bitorder="little")
     logits = torch.randn(3, vocab)
-    masked = logit_penalties.apply_token_mask(logits, torch.from_numpy(packed))
+    masked = logits_processors.apply_token_mask(logits, torch.from_numpy(packed))
     assert torch.equal(masked, logits.masked_fill(~fine, float("-inf")))

@@ -93,7 +93,7 @@ def test_what_the_build_reads_of_the_package_is_there() -> None:
     every installation.
     """
     setup = ast.parse((ROOT / "setup.py").read_text())
-    module = ROOT / "modelmill/ops/cpu/prebuilt.py"
+    module = ROOT / "modelmill/ops/cpu/common/prebuilt.py"
     called = {
         node.attr
         for node in ast.walk(setup)

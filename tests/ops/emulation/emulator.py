@@ -20,8 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from modelmill.ops.cuda import launch
-from modelmill.ops.cuda.build import FOLDER
+from modelmill.ops.cuda.common import build, launch
 from tests.ops.emulation.translate import cluster_sizes, translate
 
 HERE = Path(__file__).parent
@@ -89,7 +88,7 @@ class Emulator:
             self.folder / f"{source}-{hashlib.sha1(key, usedforsecurity=False).hexdigest()[:16]}.so"
         )
         if not path.exists():
-            text = preprocessed(self.sources() / f"{source}.cu", macros)
+            text = preprocessed(source, macros, self.sources())
             known = set(re.findall(r"inline void (\w+)\(How", (HERE / "ptx.h").read_text()))
             entries = (
                 f"EMULATED({name}, {blocks})" for name, blocks in cluster_sizes(text).items()
@@ -111,14 +110,16 @@ class Emulator:
     def sources(self) -> Path:
         """The kernels' folder, or a copy with the change in it."""
         if self.change is None:
-            return FOLDER
+            return build.FOLDER
         old, new = self.change
         folder = (
             self.folder
             / hashlib.sha1(repr(self.change).encode(), usedforsecurity=False).hexdigest()[:16]
         )
         folder.mkdir(exist_ok=True)
-        texts = {path.name: path.read_text() for path in FOLDER.glob("*.cu*")}
+        texts = {
+            path.relative_to(build.FOLDER): path.read_text() for path in build.FOLDER.rglob("*.cu*")
+        }
         # as it stands, else by its tokens: the sources are formatted by a program
         place = re.compile(re.escape(old))
         if not any(place.search(text) for text in texts.values()):
@@ -127,6 +128,7 @@ class Emulator:
         if not any(place.search(text) for text in texts.values()):
             raise LookupError(f"no kernel has this in it any more: {old}")
         for name, text in texts.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(place.sub(lambda _: new, text))
         return folder
 
@@ -211,7 +213,8 @@ def replace_gpu(emulator: Emulator, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 
 
-def preprocessed(source: Path, macros: tuple[str, ...]) -> str:
+def preprocessed(name: str, macros: tuple[str, ...], folder: Path = build.FOLDER) -> str:
+    """``<name>.cu`` of a folder of sources, with its headers and macros expanded."""
     command = [
         str(GXX),
         "-E",
@@ -219,8 +222,9 @@ def preprocessed(source: Path, macros: tuple[str, ...]) -> str:
         "-x",
         "c++",
         "-std=c++17",
+        f"-I{folder}",
         *(f"-D{macro}" for macro in macros),
-        str(source),
+        str(folder / build.source_path(name).relative_to(build.FOLDER)),
     ]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 

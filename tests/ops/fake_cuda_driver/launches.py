@@ -41,7 +41,8 @@ def main() -> None:
     fake_cuda_driver.fake_hopper_device()
     driver = ctypes.CDLL("libcuda.so.1")
     driver.expect((ctypes.c_int * len(WIDTHS))(*WIDTHS), len(WIDTHS))
-    from modelmill.ops.triton import fast_launch, norm_quant
+    from modelmill.ops.triton.common import fast_launch
+    from modelmill.ops.triton.norm_quantize import norm_quant
 
     weight = torch.ones(512, dtype=torch.bfloat16)
     inputs = [torch.randn(rows, 512).to(torch.bfloat16) for rows in (7, 7, 5)]

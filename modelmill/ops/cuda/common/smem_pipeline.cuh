@@ -1,0 +1,30 @@
+// Shared-memory pipeline: a ring of stages between the producer, one thread that issues TMA loads,
+// and the consumers, the warpgroups that compute. Each stage has a full and an empty mbarrier. Used
+// by the warp-specialized GEMMs and by prefill attention (paged_attention.cu).
+#pragma once
+#include "common/hopper.cuh"
+
+// Index of the current stage of COUNT and the parity of its full phase. The producer waits at the
+// empty barrier with the opposite parity, so its first round over the ring does not wait.
+template <int COUNT> struct PipelineState {
+    int stage = 0;
+    u32 parity = 0;
+    __device__ void advance() {
+        if (++stage == COUNT) stage = 0, parity ^= 1;
+    }
+};
+
+// full: completes when the stage's bytes have landed; empty: when all consumers have arrived.
+template <int COUNT> struct PipelineBarriers {
+    u64 full[COUNT], empty[COUNT];
+
+    // Called by one thread, followed by fence_mbarrier_init and a block or cluster barrier.
+    __device__ void init(int consumers) {
+        for (int stage = 0; stage < COUNT; ++stage) init(stage, consumers);
+    }
+
+    __device__ void init(int stage, int consumers) {
+        mbarrier_init(shared_address(&full[stage]), 1);
+        mbarrier_init(shared_address(&empty[stage]), consumers);
+    }
+};
