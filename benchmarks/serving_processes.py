@@ -156,7 +156,7 @@ def _generate(
     return {
         "seconds": time.perf_counter() - began,
         "cpu": time.process_time() - cpu,
-        "told": num_tokens,
+        "num_tokens": num_tokens,
     }
 
 

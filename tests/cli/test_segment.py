@@ -262,9 +262,9 @@ def test_thresholds_of_everything(engine: Path, photos: Path, capsys) -> None:
     assert counts[0] > max(counts[1:])
 
 
-def _saved(picture: PIL.Image.Image, file_format: str, **how) -> bytes:
+def _saved(picture: PIL.Image.Image, file_format: str, **options) -> bytes:
     out = io.BytesIO()
-    picture.save(out, file_format, **how)
+    picture.save(out, file_format, **options)
     return out.getvalue()
 
 

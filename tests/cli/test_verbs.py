@@ -306,9 +306,15 @@ def test_chat_from_a_pipe(
     assert "there is no command /nonsense" in text
     assert text.rstrip().endswith("Be kind")
     assert err.count("tokens/s") == 2
-    talk = json.loads(saved.read_text())
-    assert [each["role"] for each in talk] == ["system", "user", "assistant", "user", "assistant"]
-    assert (talk[0]["content"], talk[3]["content"]) == ("Be kind", "Again")
+    messages = json.loads(saved.read_text())
+    assert [each["role"] for each in messages] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+    ]
+    assert (messages[0]["content"], messages[3]["content"]) == ("Be kind", "Again")
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\nAgain\n"))
     code, output, _ = cli(*words, "--json", "--no-stream")
     assert [each["role"] for each in output["messages"]] == [

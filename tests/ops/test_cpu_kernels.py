@@ -136,8 +136,8 @@ def _check(op: str, args: dict[str, Any], dtype: torch.dtype, writes: tuple[str,
     }
     wide.update({n: wide[n] for n in writes})
     expected = registry.by_name(op, registry.reference(op))(**wide)
-    got = registry.by_name(op, KERNELS[op].run)(**args)
-    pairs = list(zip(got, expected)) if isinstance(got, tuple) else [(got, expected)]
+    outputs = registry.by_name(op, KERNELS[op].run)(**args)
+    pairs = list(zip(outputs, expected)) if isinstance(outputs, tuple) else [(outputs, expected)]
     pairs += [(args[n], wide[n]) for n in writes]
     for actual, truth in pairs:
         if truth is None:  # a scale that the caller knows
@@ -392,8 +392,8 @@ def test_float8_values_all_survive_and_nan_is_none(k: int, isa: str) -> None:
     run = KERNELS["fp8_linear"].run
     as_weights = run(torch.ones(1, k), codes, torch.ones(256), None, torch.float32)[0]
     as_inputs = run(codes, torch.ones(1, k).to(every.dtype), one, one, torch.float32)[:, 0]
-    for got in (as_weights, as_inputs):
-        torch.testing.assert_close(got, expected, rtol=1e-6, atol=0, equal_nan=True)
+    for actual in (as_weights, as_inputs):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)

@@ -82,15 +82,15 @@ def _check(args: dict[str, Any], run: Any = variant.run) -> None:
     if reason is not None:
         pytest.skip(reason)
     assert variant.supports(PagedAttentionInputs(**args))
-    got = _poisoned(run, args).double()
+    actual = _poisoned(run, args).double()
     wide = {
         k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
         for k, v in args.items()
     }
     truth = paged_attention(PagedAttentionInputs(**wide))
-    assert not got.isnan().any()
-    assert float((got - truth).norm() / truth.norm()) < LIMIT[args["q"].dtype]
-    assert all(torch.equal(run(PagedAttentionInputs(**args)).double(), got) for _ in range(3)), (
+    assert not actual.isnan().any()
+    assert float((actual - truth).norm() / truth.norm()) < LIMIT[args["q"].dtype]
+    assert all(torch.equal(run(PagedAttentionInputs(**args)).double(), actual) for _ in range(3)), (
         "the bits change from call to call"
     )
 

@@ -108,16 +108,16 @@ def _check(args: dict[str, Any], *, served: bool = True) -> None:
     run = registry.select_backends("cuda").paged_attention
     torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
     try:
-        got = run(PagedAttentionInputs(**args)).double()
+        actual = run(PagedAttentionInputs(**args)).double()
     finally:
         torch.use_deterministic_algorithms(False)
-    assert not got.isnan().any()
+    assert not actual.isnan().any()
     singles = args["query_start"].diff() == 1
     rows = args["query_start"][:-1][singles].long()
-    got, truth = got[rows], _truth(args)[rows]
-    assert float((got - truth).norm() / truth.norm()) < LIMIT[args["q"].dtype]
+    actual, truth = actual[rows], _truth(args)[rows]
+    assert float((actual - truth).norm() / truth.norm()) < LIMIT[args["q"].dtype]
     assert all(
-        torch.equal(run(PagedAttentionInputs(**args)).double()[rows], got) for _ in range(3)
+        torch.equal(run(PagedAttentionInputs(**args)).double()[rows], actual) for _ in range(3)
     ), "the bits change from call to call"
 
 
@@ -217,15 +217,15 @@ def test_what_is_no_number_stays_none(place: str, value: str) -> None:
         args["q"][1, 2, 5] = float(value)
     else:
         args["k_cache"][args["block_tables"][1, 3].item(), 1, 4, 7] = float(value)
-    got = (
+    actual = (
         registry.select_backends("cuda")
         .paged_attention(PagedAttentionInputs(**args))
         .view(2, 8, 128)
     )
-    assert got[1, 2].isnan().all()
-    assert got[1, 3].isnan().all() == (place == "k_cache")
-    assert not got[0].isnan().any()
-    assert not got[1, 4:].isnan().any()
+    assert actual[1, 2].isnan().all()
+    assert actual[1, 3].isnan().all() == (place == "k_cache")
+    assert not actual[0].isnan().any()
+    assert not actual[1, 4:].isnan().any()
 
 
 @pytest.mark.gpu
@@ -235,13 +235,13 @@ def test_a_graph_serves_shorter_contexts() -> None:
     run(PagedAttentionInputs(**args))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = run(PagedAttentionInputs(**args))
+        actual = run(PagedAttentionInputs(**args))
     for lengths in ((1000, 300), (1, 0), (17, 299), (0, 64)):
         args["context_lens"].copy_(torch.tensor(lengths))
         graph.replay()
         torch.cuda.synchronize()
         truth = _truth(args)
-        assert float((got.double() - truth).norm()) <= 2.5e-3 * float(truth.norm())
+        assert float((actual.double() - truth).norm()) <= 2.5e-3 * float(truth.norm())
 
 
 @pytest.mark.gpu

@@ -87,19 +87,19 @@ def _check(args: dict[str, Any]) -> None:
     run = registry.select_backends("cuda").paged_attention
     torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
     try:
-        got = run(PagedAttentionInputs(**args)).double()
+        actual = run(PagedAttentionInputs(**args)).double()
     finally:
         torch.use_deterministic_algorithms(False)
     floats = ("q", "k_scale", "v_scale")
     wide = {k: v.double() if k in floats else v for k, v in args.items()}
     truth = reference(PagedAttentionInputs(**wide))
-    assert not got.isnan().any()
+    assert not actual.isnan().any()
     singles = args["query_start"].diff() == 1
     rows = args["query_start"][:-1][singles].long()
-    got, truth = (got[rows], truth[rows]) if args["max_query"] > 1 else (got, truth)
-    assert float((got - truth).norm() / truth.norm()) < LIMIT[args["q"].dtype]
+    actual, truth = (actual[rows], truth[rows]) if args["max_query"] > 1 else (actual, truth)
+    assert float((actual - truth).norm() / truth.norm()) < LIMIT[args["q"].dtype]
     assert all(
-        torch.equal(run(PagedAttentionInputs(**args)).double()[rows], got) for _ in range(3)
+        torch.equal(run(PagedAttentionInputs(**args)).double()[rows], actual) for _ in range(3)
     ), "the bits change from call to call"
 
 
@@ -139,11 +139,11 @@ def test_padding_and_prompts_beside_it() -> None:
 def test_what_is_no_number_stays_none() -> None:
     args = _arguments([(1, 100), (1, 200)])
     args["q"][1, 2, 5] = float("inf")
-    got = (
+    actual = (
         registry.select_backends("cuda")
         .paged_attention(PagedAttentionInputs(**args))
         .view(2, 4, 128)
     )
-    assert got[1, 2].isnan().all()
-    assert not got[0].isnan().any()
-    assert not got[1, 3].isnan().any()
+    assert actual[1, 2].isnan().all()
+    assert not actual[0].isnan().any()
+    assert not actual[1, 3].isnan().any()

@@ -41,11 +41,11 @@ def error(emulator: Emulator, case: Case) -> float:
         *memory_ranges(out),
     ]
     gemm.gemm_swiglu_large_m(x, weight, bias, out, case.wide)
-    right = x.double() @ weight.double().T
-    right = right if bias is None else right + bias.double()
-    gate, up = right.to(case.dtype).double().chunk(2, 1)
-    right = torch.nn.functional.silu(gate) * up
-    return float((out.double() - right).norm() / right.norm())
+    expected = x.double() @ weight.double().T
+    expected = expected if bias is None else expected + bias.double()
+    gate, up = expected.to(case.dtype).double().chunk(2, 1)
+    expected = torch.nn.functional.silu(gate) * up
+    return float((out.double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize(

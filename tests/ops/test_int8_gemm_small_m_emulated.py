@@ -48,16 +48,16 @@ def error(
         (x.data_ptr(), tokens * x.stride(0) * x.element_size())
     ]
     grids_and_group = (scale.to(grids), None if offset is None else offset.to(grids), group)
-    got = int8_gemm_small_m.int8_gemm(x, weight, grids_and_group, bias, gated=gated)
-    right = (
+    actual = int8_gemm_small_m.int8_gemm(x, weight, grids_and_group, bias, gated=gated)
+    expected = (
         x.double()
         @ dequantize_weight(weight, scale, offset, min(group, columns), columns, torch.float64).T
     )
-    right = right if bias is None else right + bias.double()
+    expected = expected if bias is None else expected + bias.double()
     if gated:
-        gate, up = right.to(dtype).double().chunk(2, 1)
-        right = torch.nn.functional.silu(gate) * up
-    return float((got.double() - right).norm() / right.norm())
+        gate, up = expected.to(dtype).double().chunk(2, 1)
+        expected = torch.nn.functional.silu(gate) * up
+    return float((actual.double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize(

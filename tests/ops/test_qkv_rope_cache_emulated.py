@@ -79,8 +79,8 @@ def error(emulator: Emulator, case: Case) -> float:
         projected = projected + args["bias"].double()
     caches = {name: torch.full_like(args[name], 7.0) for name in ("k_cache", "v_cache")}
     rest = {name: args[name] for name in ("slots", "heads", "cos", "sin", "q_scale")}
-    right = rope_cache(projected.to(case.dtype), RopeCacheInputs(**caches, **rest))
-    pairs = ((q, right), *((args[name], caches[name]) for name in caches))
+    expected = rope_cache(projected.to(case.dtype), RopeCacheInputs(**caches, **rest))
+    pairs = ((q, expected), *((args[name], caches[name]) for name in caches))
     return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
 
 

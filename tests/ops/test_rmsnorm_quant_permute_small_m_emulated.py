@@ -73,19 +73,19 @@ def off(emulator: Emulator, case: Case) -> float:
         x, updated_residual, weight, EPS, quant_dtype, (factor, zero, order), bits
     )
     if updated_residual is not None:
-        right, of_rows, total = add_rms_norm_quant(
+        expected, of_rows, total = add_rms_norm_quant(
             x, residual, weight, EPS, quant_dtype, factor, zero, order, bits
         )
         alike = torch.equal(updated_residual, total)
     else:
-        right, of_rows = rms_norm_quant(x, weight, EPS, quant_dtype, factor, zero, order, bits)
+        expected, of_rows = rms_norm_quant(x, weight, EPS, quant_dtype, factor, zero, order, bits)
         alike = True
     if of_rows is not None:
         assert scale is not None
         alike = alike and torch.allclose(scale, of_rows, rtol=float(torch.finfo(dtype).eps), atol=0)
     if not alike or values.float()[:, order == -1].any():
         return float("inf")
-    return float((steps(values) - steps(right)).abs().max())
+    return float((steps(values) - steps(expected)).abs().max())
 
 
 @pytest.mark.parametrize(

@@ -62,16 +62,16 @@ def error(
     x[:, ::37] *= 30
     bias = torch.randn(rows, generator=generator).to(dtype) if biased else None
     emulator.preceding_writes = in_front
-    got = wq_gemm_pipelined.wq_gemm(x, weight, scale, offset, group, bias, config, gated=gated)
-    right = (
+    actual = wq_gemm_pipelined.wq_gemm(x, weight, scale, offset, group, bias, config, gated=gated)
+    expected = (
         x.double()
         @ of.dequantize_weight(weight, scale, offset, min(group, columns), columns, torch.float64).T
     )
-    right = right if bias is None else right + bias.double()
+    expected = expected if bias is None else expected + bias.double()
     if gated:
-        gate, up = right.to(dtype).double().chunk(2, 1)
-        right = torch.nn.functional.silu(gate) * up
-    return float((got.double() - right).norm() / right.norm())
+        gate, up = expected.to(dtype).double().chunk(2, 1)
+        expected = torch.nn.functional.silu(gate) * up
+    return float((actual.double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize(

@@ -162,10 +162,10 @@ def test_a_process_that_opens_an_engine_answers_for_itself() -> None:
 class Watched:
     """An engine whose watchdog's time passes when the test says so."""
 
-    def __init__(self, order: OpenEngine, **how: Any) -> None:
+    def __init__(self, order: OpenEngine, **options: Any) -> None:
         self.turns, self.metrics = ManualClock(), ServerMetrics()
         self.engine = EngineClient(
-            "tiny", order, max_waiting=8, restart_delay=0.001, sleep=self.turns, **how
+            "tiny", order, max_waiting=8, restart_delay=0.001, sleep=self.turns, **options
         )
         self.engine.metrics = self.metrics.for_engine("tiny")
         self.engine.segment_client.metrics = self.metrics.segment
