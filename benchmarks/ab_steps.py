@@ -169,10 +169,10 @@ def main() -> None:
         "device": device_name("cuda"),
         "versions": versions(), "date": now.isoformat(timespec="seconds"),
     }  # fmt: skip
-    how = (states, options.pause, options.seconds)
+    fields = (states, options.pause, options.seconds)
     for row in itertools.chain(
         *(decode(model, b, c, states) for b, c in parse_pairs(options.decode)),
-        *(prefill(model, b, n, *how) for b, n in parse_pairs(options.prefill)),
+        *(prefill(model, b, n, *fields) for b, n in parse_pairs(options.prefill)),
     ):
         print(json.dumps(row), flush=True)
         if options.save is not None:

@@ -43,18 +43,18 @@ class FidelitySums:
         """
         for at in range(0, len(logits), ROWS_PER_STEP):
             part = slice(at, at + ROWS_PER_STEP)
-            ours, came = logits[part].double().log_softmax(-1), targets[part]
+            log_probs, came = logits[part].double().log_softmax(-1), targets[part]
             known = came >= 0
             self.scored += int(known.sum())
-            self.nats -= float(ours[known].gather(-1, came[known, None]).sum())
+            self.nats -= float(log_probs[known].gather(-1, came[known, None]).sum())
             if reference is None:
                 continue
             exact = reference[part].double().log_softmax(-1)
-            each = (exact.exp() * (exact - ours)).sum(-1).clamp(min=0)
+            each = (exact.exp() * (exact - log_probs)).sum(-1).clamp(min=0)
             self.rows += len(each)
             self.kl += float(each.sum())
             self.max_kl = max(self.max_kl, float(each.max()))
-            self.num_equal += int((ours.argmax(-1) == exact.argmax(-1)).sum())
+            self.num_equal += int((log_probs.argmax(-1) == exact.argmax(-1)).sum())
 
     def facts(self) -> dict[str, Any]:
         """perplexity, and what was compared with a reference."""
@@ -96,12 +96,12 @@ def measure_fidelity(
             targets: torch.Tensor = targets,
         ) -> None:
             to = slice(at, at + len(logits))
-            right = (
+            expected = (
                 None
                 if reference is None
                 else reference[start + to.start : start + to.stop].to(logits.device)
             )
-            sums.add(logits.float(), right, targets[to].to(logits.device))
+            sums.add(logits.float(), expected, targets[to].to(logits.device))
 
         TokenScorer(engine_core).run([window], None, take)
         first += len(window)

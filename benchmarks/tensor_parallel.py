@@ -294,7 +294,7 @@ def run_all_ranks(options: argparse.Namespace) -> Iterator[Row]:
     links: list[socket.socket] = []
     children = []
     for number in range(1, options.tp):
-        ours, child_socket = socket.socketpair()
+        parent_socket, child_socket = socket.socketpair()
         word = [
             sys.executable,
             __file__,
@@ -306,7 +306,7 @@ def run_all_ranks(options: argparse.Namespace) -> Iterator[Row]:
             subprocess.Popen(word, pass_fds=(child_socket.fileno(),), stdout=subprocess.DEVNULL)
         )
         child_socket.close()
-        links.append(ours)
+        links.append(parent_socket)
     try:
         store = meeting.serve()
         torch.cuda.set_device(0)
@@ -316,10 +316,10 @@ def run_all_ranks(options: argparse.Namespace) -> Iterator[Row]:
             yield from time_engine_core(options, model, SINGLE_RANK, [])
             del model
             _free_memory()
-        mesh = DistributedTPGroup(0, options.tp, store, "cuda:0")
-        yield from run_rank(options, mesh, links)
+        tp_group = DistributedTPGroup(0, options.tp, store, "cuda:0")
+        yield from run_rank(options, tp_group, links)
         torch.cuda.synchronize()
-        mesh.abort()
+        tp_group.abort()
         for child in children:
             child.wait(30)
     finally:
@@ -343,8 +343,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.rank:
         number, port, descriptor = map(int, options.rank.split(","))
-        mesh = DistributedTPGroup(number, options.tp, connect(port), f"cuda:{number}", 300)
-        for _ in run_rank(options, mesh, [socket.socket(fileno=descriptor)]):
+        tp_group = DistributedTPGroup(number, options.tp, connect(port), f"cuda:{number}", 300)
+        for _ in run_rank(options, tp_group, [socket.socket(fileno=descriptor)]):
             pass
         os._exit(0)  # the other ranks are gone: no NCCL shutdown
     stamp = {

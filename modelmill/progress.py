@@ -35,7 +35,7 @@ class ProgressDisplay(Protocol):
         """Show how far a stage is."""
 
     def close(self) -> None:
-        """Clear the display."""
+        """Remove the progress display from the terminal."""
 
 
 @contextlib.contextmanager
@@ -148,7 +148,7 @@ class TerminalLine:
         task.finished_time = None
 
     def close(self) -> None:
-        """Clear the line."""
+        """Remove the progress line from the terminal."""
         if self._delayed.cancel():
             self._bars.stop()
 

@@ -96,7 +96,9 @@ class Segmenter(OpenedEngine):
             use_threads(threads)
         model = open_sam_model(artifact, self.device, kernels)
         verify(artifact)
-        self.path, self.manifest, self._model = engine, artifact.manifest, model
+        self.path = engine
+        self.manifest = artifact.manifest
+        self._model = model
 
     @property
     def model(self) -> SamModel:

@@ -67,7 +67,9 @@ class TextProcessor:
         files = dict(files)
         if chat_template is not None:
             files = _with_chat_template(files, chat_template)
-        self.path, self.manifest, self._allow_local_files = path, manifest, allow_local_files
+        self.path = path
+        self.manifest = manifest
+        self._allow_local_files = allow_local_files
         # of an image in a conversation; None: the limit in vision.image_input
         self.max_image_pixels: int | None = None
         self.tokenizer: Tokenizer | None = load_tokenizer(files) if files else None

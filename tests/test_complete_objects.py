@@ -79,22 +79,22 @@ def _targets(node: ast.AST) -> Iterator[ast.Attribute]:
     """The attributes that a statement assigns or deletes."""
     match node:
         case ast.Assign(targets=targets) | ast.Delete(targets=targets):
-            found = list(targets)
+            pending = list(targets)
         case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
-            found = [target]
+            pending = [target]
         case ast.For(target=target) | ast.AsyncFor(target=target):
-            found = [target]
+            pending = [target]
         case ast.withitem(optional_vars=ast.expr() as target):
-            found = [target]
+            pending = [target]
         case _:
             return
-    while found:
-        target = found.pop()
+    while pending:
+        target = pending.pop()
         match target:
             case ast.Tuple(elts=parts) | ast.List(elts=parts):
-                found += parts
+                pending += parts
             case ast.Starred(value=value):
-                found.append(value)
+                pending.append(value)
             case ast.Attribute():
                 yield target
 

@@ -210,9 +210,9 @@ def test_embeddings_have_length_1_alone_and_in_a_batch(llm: LLM) -> None:
 
 
 def test_embeddings_take_the_servers_options(llm: LLM) -> None:
-    whole, short = llm.embed("The dog"), llm.embed("The dog", dimensions=8)
-    assert short[0] == pytest.approx(whole[0, :8] / np.linalg.norm(whole[0, :8]), abs=1e-6)
-    assert not np.allclose(llm.embed("The dog", pooling="last"), whole)
+    full, short = llm.embed("The dog"), llm.embed("The dog", dimensions=8)
+    assert short[0] == pytest.approx(full[0, :8] / np.linalg.norm(full[0, :8]), abs=1e-6)
+    assert not np.allclose(llm.embed("The dog", pooling="last"), full)
     assert np.allclose(llm.embed([[1, 403, 407]]), llm.embed({"prompt_token_ids": [1, 403, 407]}))
     for wrong in ({"pooling": "max"}, {"dimensions": 65}):
         with pytest.raises(RequestError):

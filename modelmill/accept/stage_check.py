@@ -34,7 +34,10 @@ class StageCheck:
         dtype: str,
         uses_engine_dtype: Callable[[str], bool],
     ) -> None:
-        self.model, self.vision, self.device, self.dtype = model, vision, device, dtype
+        self.model = model
+        self.vision = vision
+        self.device = device
+        self.dtype = dtype
         self._uses_engine_dtype = uses_engine_dtype
         self.findings: list[Finding] = []
 

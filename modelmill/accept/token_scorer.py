@@ -29,11 +29,9 @@ class TokenScorer:
     """Prefills given ids in chunks of at most ``max_tokens``, then decodes the rest, in batches."""
 
     def __init__(self, core: EngineCore) -> None:
-        self.runner, self.scheduler, self.rope_rule = (
-            core.model_runner,
-            core.scheduler,
-            core.rope_rule,
-        )
+        self.runner = core.model_runner
+        self.scheduler = core.scheduler
+        self.rope_rule = core.rope_rule
         self.max_tokens = core.config.max_num_batched_tokens
 
     def logits(
@@ -131,18 +129,16 @@ class TokenScorer:
         self, ids: Seq[Seq[int]], starts: Seq[int | None], todo: list[int]
     ) -> tuple[list[Sequence], list[int]]:
         """Start as many sequences as pages and rows last, with all pages; returns the rest too."""
-        size, pool, tables = (
-            self.scheduler.limits.page_size,
-            self.scheduler.pool,
-            self.scheduler.tables,
-        )
+        size = self.scheduler.limits.page_size
+        pool = self.scheduler.pool
+        tables = self.scheduler.tables
         seqs: list[Sequence] = []
         for index in todo:
             need = -(-len(ids[index]) // size)
             if need > tables.table.shape[1] or not len(ids[index]):
                 raise CapacityError(
-                    f"{len(ids[index])} tokens are outside 1…{tables.table.shape[1] * size}, the "
-                    "longest sequence here"
+                    "a sequence must have between 1 and "
+                    f"{tables.table.shape[1] * size} tokens here, not {len(ids[index])}"
                 )
             if need > pool.num_available or not tables.num_free_rows:
                 break

@@ -96,7 +96,7 @@ def load_calibration_ids(
     if not tokenizer_files:
         if source.path is not None:
             raise UsageError(
-                f"--calibration {source.path}: the checkpoint has no tokenizer for texts; "
+                f"--calibration {source.path}: the checkpoint has no tokenizer for text; "
                 "with; leave it out"
             )
         generator = torch.Generator().manual_seed(seed)

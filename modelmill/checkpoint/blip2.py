@@ -87,7 +87,7 @@ class Blip2Container:
         return TensorInfo(name, (info.shape[0] // 3,), info.dtype, info.nbytes // 3)
 
     def get(self, name: str) -> torch.Tensor:
-        """Read a tensor."""
+        """Read one tensor by its name."""
         file_name, third = self._locate(name)
         tensor = self._container.get(file_name)
         return tensor if third is None else tensor.chunk(3)[third]
@@ -123,7 +123,7 @@ class PrefixedView:
         return TensorInfo(name, info.shape, info.dtype, info.nbytes)
 
     def get(self, name: str) -> torch.Tensor:
-        """Read a tensor."""
+        """Read one tensor by its name."""
         return self._container.get(self._prefix + name)
 
     def files(self) -> list[Path]:

@@ -88,11 +88,9 @@ def _check_group(group: Mapping[str, Any], format_name: str, path: Path) -> None
             f"{path} is a compressed-tensors checkpoint of format {format_name}, "
             f"known are {', '.join(FORMATS)}; {ADVICE}"
         )
-    bits, kind, strategy = (
-        weights.get("num_bits", 8),
-        weights.get("type", "int"),
-        weights.get("strategy") or "tensor",
-    )
+    bits = weights.get("num_bits", 8)
+    kind = weights.get("type", "int")
+    strategy = weights.get("strategy") or "tensor"
     if kind != "int" or type(bits) is not int or bits not in (4, 8) or strategy not in STRATEGIES:
         raise CheckpointError(
             f"{path} is a compressed-tensors checkpoint of {quote(bits, 60)}-bit {kind} weights "

@@ -133,7 +133,7 @@ class GgufAsHf:
         return TensorInfo(name, entry.shape, source.dtype, source.nbytes)
 
     def get(self, name: str) -> torch.Tensor:
-        """Read a tensor."""
+        """Read one tensor by its name."""
         entry = self._entry(name)
         tensor = self._raw.get(entry.source)
         return tensor if entry.restore is None else entry.restore(tensor)
@@ -180,11 +180,8 @@ class GgufAsHf:
                 )
             undo = _unpermute(heads)
         elif architecture.transposed and base.startswith("blk.") and len(shape) == 2:
-            shape, undo, transposed = (
-                (shape[1], shape[0]),
-                lambda tensor: tensor.t().contiguous(),
-                True,
-            )
+            shape = (shape[1], shape[0])
+            undo, transposed = _transpose, True
         if target in self._entries:
             raise CorruptCheckpoint(f"{self._raw.path}: two tensors mean {target}")
         self._entries[target] = _HfTensor(name, shape, undo, transposed)
@@ -229,6 +226,10 @@ def _unpermute(heads: int) -> Callable[[torch.Tensor], torch.Tensor]:
         return pairs.transpose(1, 2).reshape(tensor.shape)
 
     return undo
+
+
+def _transpose(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.t().contiguous()
 
 
 def _to_json_value(value: Any) -> Any:

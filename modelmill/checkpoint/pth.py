@@ -53,7 +53,7 @@ class PthFiles(ShardedFiles):
         return TensorInfo(name, tuple(tensor.shape), label, tensor.numel() * tensor.itemsize)
 
     def get(self, name: str) -> torch.Tensor:
-        """Read a tensor."""
+        """Read one tensor by its name."""
         if name not in self._tensors:
             raise no_such_tensor(self._paths[0], name)
         return self._tensors[name]

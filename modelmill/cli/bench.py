@@ -64,7 +64,7 @@ DEFAULT_RUNS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Args(CommonArgs):
-    """Options of ``bench``."""
+    """Command-line options of ``modelmill bench``."""
 
     what: str = option(
         help="latency, throughput, startup, serve, ops",
@@ -321,7 +321,9 @@ def _throughput(args: Args) -> dict[str, Any]:
 def _requests(args: Args, llm: LLM) -> list[BenchRequest]:
     from modelmill.eval.datasets import MAX_TRACE_TOKENS, random_requests, read_dataset, read_trace
 
-    limit, vocab, seed = llm.engine_core.max_model_len, llm.engine_core.vocab, args.run.seed
+    limit = llm.engine_core.max_model_len
+    vocab = llm.engine_core.vocab
+    seed = args.run.seed
     if args.trace is not None:
         return random_requests(
             read_trace(args.trace, args.num_prompts or 500, min(limit, MAX_TRACE_TOKENS)),

@@ -43,7 +43,7 @@ COMPILERS = ("c++", "g++", "clang++")
 
 @dataclass(frozen=True, kw_only=True)
 class Args(CommonArgs):
-    """Options of ``doctor``."""
+    """Command-line options of ``modelmill doctor``."""
 
     engine: Path | None = option(
         None, "an engine: whether it fits this machine", positional=True, metavar="ENGINE"

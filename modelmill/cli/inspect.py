@@ -40,7 +40,7 @@ EXAMPLE_CHAT = [{"role": "user", "content": "Hello"}]
 
 @dataclass(frozen=True, kw_only=True)
 class Args(CommonArgs):
-    """Options of ``inspect``."""
+    """Command-line options of ``modelmill inspect``."""
 
     path: Path = option(help="a checkpoint or an engine", positional=True, metavar="PATH")
     tensors: bool = option(False, "list every tensor", flags=("--tensors",))

@@ -32,7 +32,7 @@ PHASES = ("decode", "prefill", "both")
 
 @dataclass(frozen=True, kw_only=True)
 class Args(CommonArgs):
-    """Options of ``profile``."""
+    """Command-line options of ``modelmill profile``."""
 
     engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
     phase: str = option("both", "which step", choices=PHASES)

@@ -405,5 +405,5 @@ def _check_number(
     if not is_int and not (isinstance(value, float) and math.isfinite(value)):
         raise RequestError(f"{name} must be a finite number, not {quote(value, 60)}")
     if value < low or value > high or (open_low and value == low):
-        bracket = "(" if open_low else "["
-        raise RequestError(f"{name}={quote(value, 60)} is outside {bracket}{low:g}, {high:g}]")
+        valid = f"above {low:g} and at most" if open_low else f"between {low:g} and"
+        raise RequestError(f"{name} must be {valid} {high:g}, not {quote(value, 60)}")

@@ -46,7 +46,9 @@ from modelmill.runtime.cuda_graphs import context_bucket
 
 Tracks = dict[str, list[chrome_trace.TraceEvent]]
 PHASES = ("decode", "prefill")
-ROUNDS, QUEUED_STEPS, GRAPH_REPLAYS = 15, 4, 3
+ROUNDS = 15
+QUEUED_STEPS = 4
+GRAPH_REPLAYS = 3
 CPU_ROUNDS, CPU_WARMUP_ROUNDS = 7, 2
 
 

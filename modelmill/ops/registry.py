@@ -269,7 +269,9 @@ def _pick(
         run = _with_launch_configs(op, module, tuning)
         if lower is not None and getattr(module, "USES_FALLBACK", False):
             run = functools.partial(run, fallback=lower)
-        selected, backend, lower = _with_fallback(module, run, selected), name, run
+        selected = _with_fallback(module, run, selected)
+        backend = name
+        lower = run
     return selected, backend
 
 

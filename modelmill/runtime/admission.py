@@ -48,7 +48,7 @@ def check_request(request: Request, limits: RequestLimits) -> np.ndarray:
         raise RequestError("the prompt is empty; give at least one token")
     ids = prompt_ids(prompt)
     if ids is None or ids.min() < 0 or ids.max() >= limits.vocab_size:
-        raise RequestError(f"the prompt holds token ids outside 0…{limits.vocab_size - 1}")
+        raise RequestError(f"the prompt's token ids must be between 0 and {limits.vocab_size - 1}")
     max_prompt = limits.max_len - (params.max_tokens != 0)
     if len(prompt) > max_prompt:
         raise RequestError(
@@ -77,7 +77,7 @@ def check_request(request: Request, limits: RequestLimits) -> np.ndarray:
         outside = [t for t in option_ids if t >= limits.vocab_size]
         if outside:
             raise RequestError(
-                f"{name} has a token id outside 0…{limits.vocab_size - 1}: {outside[0]}"
+                f"{name}: token ids must be between 0 and {limits.vocab_size - 1}, not {outside[0]}"
             )
     for span in request.embedding_spans:
         if span.position < 0 or span.length < 1 or span.position + span.length > len(prompt):
@@ -120,7 +120,9 @@ def peak_pages(seqs: Iterable[Sequence], page_size: int) -> int:
     Last pages count as half full; a shared page counts once per sequence. Returns 0 if no output
     length is known.
     """
-    lengths, tokens_left, unknown_pages = [], [], 0
+    lengths = []
+    tokens_left = []
+    unknown_pages = 0
     for seq in seqs:
         if ends_at_limit(seq):
             lengths.append(seq.length)

@@ -395,13 +395,11 @@ class Packer:
         out.block_tables[:n] = self.tables.table[table_rows, :columns]
         out.query_start[:] = np.arange(seqs + 1)
         if seqs > n:
-            out.ids[n:], out.last_id_rows[n:], positions[n:], out.slots[n:], out.rope_keys[n:] = (
-                0,
-                -1,
-                0,
-                -1,
-                0,
-            )
+            out.ids[n:] = 0
+            out.last_id_rows[n:] = -1
+            positions[n:] = 0
+            out.slots[n:] = -1
+            out.rope_keys[n:] = 0
             out.context_lens[n:] = 0
             out.block_tables[n:] = 0
         return max(last_id_rows, default=-1) >= 0

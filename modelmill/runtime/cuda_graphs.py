@@ -111,12 +111,10 @@ class DecodeGraphs:
             max_seqs: Most sequences of a graph.
             max_len: Most tokens of a sequence.
         """
-        self._forward, self._select_ids, self._last_ids, self._packer = (
-            forward,
-            select_ids,
-            last_ids,
-            packer,
-        )
+        self._forward = forward
+        self._select_ids = select_ids
+        self._last_ids = last_ids
+        self._packer = packer
         self.sizes = graph_batch_sizes(max_seqs)
         self.max_seqs = max_seqs
         self._max_len = max_len

@@ -196,11 +196,9 @@ class EngineCore:
             use_threads(config.threads, tp_group.size)
         model = load_model(artifact, device, tp_group)
         manifest = artifact.manifest
-        length, digest, tuning = (
-            manifest.max_model_len,
-            manifest.digest(),
-            load_tuning(artifact.path, device),
-        )
+        length = manifest.max_model_len
+        digest = manifest.digest()
+        tuning = load_tuning(artifact.path, device)
         return cls(
             model,
             config,

@@ -42,12 +42,10 @@ class InputProcessor:
             seed: For requests without one.
             digest: Identifies the weights in prefix cache keys.
         """
-        self._output_processor, self._vision_runner, self._rope_rule, self._limits = (
-            output_processor,
-            vision_runner,
-            rope_rule,
-            limits,
-        )
+        self._output_processor = output_processor
+        self._vision_runner = vision_runner
+        self._rope_rule = rope_rule
+        self._limits = limits
         self._seed, self._digest = seed, digest
         self._num_arrivals = 0
 

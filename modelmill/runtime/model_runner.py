@@ -279,7 +279,9 @@ class ModelRunner:
         """
         self.tp_group = tp_group
         self.tp_workers = tp_workers
-        self.model, self.ops, self.kv = model, ops, kv
+        self.model = model
+        self.ops = ops
+        self.kv = kv
         self.packer, self.sampler = packer, sampler
         self.device = packer.device
         # one more than there are rows: index −1, the last one, takes the ids of padding rows
@@ -436,15 +438,15 @@ class ModelRunner:
     @torch.inference_mode()
     def sample(self, forward: StepForward) -> PendingStep:
         """Launch the sampling of a step and the copies of its results to the host."""
-        schedule, rows, sampling, batch = (
-            forward.schedule,
-            forward.rows,
-            forward.sampling,
-            forward.batch,
-        )
+        schedule = forward.schedule
+        rows = forward.rows
+        sampling = forward.sampling
+        batch = forward.batch
         if sampling is None or batch is None:
             return PendingStep(schedule)
-        ids, logits, n = forward.ids, forward.logits, len(rows.seqs)
+        ids = forward.ids
+        logits = forward.logits
+        n = len(rows.seqs)
         pooled = [] if forward.states is None else pool_states(rows, forward.states)
         logprob_table = None
         if n and ids is None and logits is not None:

@@ -90,7 +90,9 @@ class OutputProcessor:
         if token in seq.stop_ids:
             # a failed guide allows only stop ids
             failed = seq.guide is not None and seq.guide.failed
-            finish, stop, visible = FinishReason.ERROR if failed else FinishReason.STOP, token, None
+            finish = FinishReason.ERROR if failed else FinishReason.STOP
+            stop = token
+            visible = None
         elif len(seq.tokens) >= seq.max_length:
             finish = FinishReason.LENGTH
         if finish is not None:

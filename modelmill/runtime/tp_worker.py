@@ -69,7 +69,9 @@ def run_worker(connection: socket.socket) -> None:
     if startup["bound"]:
         _set_parent_death_signal(startup["parent"])
     _send(connection, {"ready": True})
-    rank, size, device = startup["rank"], startup["size"], startup["device"]
+    rank = startup["rank"]
+    size = startup["size"]
+    device = startup["device"]
     tp_group = DistributedTPGroup(rank, size, connect(startup["port"]), device)
     config = from_dict(RunConfig, startup["config"], "rank 0")
     core = EngineCore.for_rank(

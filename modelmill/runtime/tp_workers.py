@@ -31,7 +31,10 @@ from modelmill.parallel.tp_group import DistributedTPGroup, TPGroup
 from modelmill.runtime.batch import BatchLayout, BatchViews, PackedBatch
 from modelmill.runtime.cuda_graphs import GREEDY, LOGITS, SAMPLED
 
-FORWARD, COPY, END, PING = "forward", "copy", "end", "ping"
+FORWARD = "forward"
+COPY = "copy"
+END = "end"
+PING = "ping"
 COMMANDS = (FORWARD, GREEDY, SAMPLED, LOGITS, COPY, END, PING)
 _HEADER_STRUCT = struct.Struct("<13q")
 HEADER_BYTES = _HEADER_STRUCT.size
@@ -308,7 +311,9 @@ class TPWorkers:
             killed = next((i for i, c in enumerate(codes, 1) if c is not None and c < 0), None)
             code = codes[rank - 1]
             if killed is not None:
-                rank, error, code = killed, None, codes[killed - 1]
+                rank = killed
+                error = None
+                code = codes[killed - 1]
             if killed is not None or (error is None and code is not None):
                 break
             time.sleep(0.01)

@@ -80,8 +80,10 @@ class AttentionRecorder:
         self.calls: dict[tuple[Any, ...], PagedAttentionInputs] = {}
 
     def __call__(self, inputs: PagedAttentionInputs) -> torch.Tensor:
-        """Call the op."""
-        q, k, window = inputs.q, inputs.k_cache, inputs.window
+        """Call the op; keep the first inputs of every specialization."""
+        q = inputs.q
+        k = inputs.k_cache
+        window = inputs.window
         self.calls.setdefault((q.shape[1:], q.dtype, k.shape[1:], k.dtype, window), inputs)
         return self._run(inputs)
 

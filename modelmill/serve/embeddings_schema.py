@@ -19,7 +19,7 @@ MAX_OUTPUT_FLOATS = 1 << 21
 
 
 class EmbeddingRequest(StrictModel):
-    """POST /v1/embeddings."""
+    """Request body of POST /v1/embeddings."""
 
     model: str = Field(max_length=1024)
     input: str | TextList | TokenIds | TokenIdLists = Field(
@@ -40,7 +40,7 @@ class EmbeddingRequest(StrictModel):
         Raises:
             RequestError: an input is empty, or there are too many.
         """
-        return list_prompts(self.input, "input", "texts", MAX_INPUTS)
+        return list_prompts(self.input, "input", "items", MAX_INPUTS)
 
     @property
     def pooling_type(self) -> str:

@@ -137,18 +137,13 @@ class EngineMetrics:
         finished: dict[str, Counter],
         restarts: dict[str, Counter],
     ) -> None:
-        (
-            self._observe_first_token,
-            self._observe_inter_token,
-            self._observe_e2e,
-            self.observe_queue_time,
-        ) = (
-            time_to_first_token.observe,
-            inter_token_latency.observe,
-            e2e_latency.observe,
-            queue_time.observe,
-        )
-        self._tokens, self._finished, self._restarts = tokens, finished, restarts
+        self._observe_first_token = time_to_first_token.observe
+        self._observe_inter_token = inter_token_latency.observe
+        self._observe_e2e = e2e_latency.observe
+        self.observe_queue_time = queue_time.observe
+        self._tokens = tokens
+        self._finished = finished
+        self._restarts = restarts
         self._last_token_time: dict[tuple[str, int], float] = {}
 
     def record_delta(

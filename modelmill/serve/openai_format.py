@@ -103,7 +103,9 @@ class ChatLogprobsFormatter:
     """Formats logprobs of one choice of a chat completion incrementally."""
 
     def __init__(self, tokenizer: Tokenizer | None, num_top: int) -> None:
-        self._tokenizer, self._num_top, self._num_formatted = tokenizer, num_top, 0
+        self._tokenizer = tokenizer
+        self._num_top = num_top
+        self._num_formatted = 0
 
     def format_next(self, output: CompletionOutput, count: int) -> dict[str, Any] | None:
         """Format the next ``count`` tokens; None if logprobs are not requested."""
@@ -158,7 +160,10 @@ class TextLogprobsFormatter:
             continues_prompt: as in the request.
             skip_special: as in the request.
         """
-        self._tokenizer, self._num_top, self._num_formatted, self._offset = tokenizer, num_top, 0, 0
+        self._tokenizer = tokenizer
+        self._num_top = num_top
+        self._num_formatted = 0
+        self._offset = 0
         self._detokenizer = (
             None
             if tokenizer is None

@@ -284,7 +284,7 @@ def list_prompts(
 
 
 class CompletionRequest(GenerationFields):
-    """POST /v1/completions."""
+    """Request body of POST /v1/completions."""
 
     prompt: str | TextList | TokenIds | TokenIdLists = Field(
         description="a string, a list of strings, token ids, or lists of them"
@@ -362,7 +362,7 @@ class NamedToolChoice(StrictModel):
 
 
 class ChatRequest(GenerationFields):
-    """POST /v1/chat/completions."""
+    """Request body of POST /v1/chat/completions."""
 
     messages: JsonObjectList = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
@@ -457,7 +457,7 @@ class TokenizeRequest(StrictModel):
 
 
 class DetokenizeRequest(StrictModel):
-    """POST /detokenize."""
+    """Request body of POST /detokenize."""
 
     model: str | None = Field(None, max_length=1024)
     tokens: TokenIds

@@ -99,7 +99,9 @@ class SegmentClient:
             abandon: aborts the job of an id at the worker.
         """
         self.metrics: SegmentMetrics | None = None
-        self._name, self._send, self._send_abort = name, send, abandon
+        self._name = name
+        self._send = send
+        self._send_abort = abandon
         self._waiting: dict[str, PendingSegment] = {}
         self._waiting_bytes = 0
 

@@ -89,12 +89,10 @@ class SegmentWorker:
             inbox: of the worker.
             max_pixels: limit of one image.
         """
-        self.sam, self._channel, self._inbox, self._max_pixels = (
-            sam,
-            channel,
-            inbox.messages,
-            max_pixels,
-        )
+        self.sam = sam
+        self._channel = channel
+        self._inbox = inbox.messages
+        self._max_pixels = max_pixels
         self._waiting_jobs: deque[SegmentJob] = deque()
         self._current_job: SegmentJob | None = None
         self._num_answered = 0

@@ -62,7 +62,9 @@ class EventStream(Response):
                 loop.
         """
         super().__init__(media_type="text/event-stream")
-        self._handle, self._formatter, self._run_in_thread = handle, formatter, run_in_thread
+        self._handle = handle
+        self._formatter = formatter
+        self._run_in_thread = run_in_thread
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
         """Send everything, or stop when the client disconnects or stalls."""

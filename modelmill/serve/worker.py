@@ -114,7 +114,9 @@ class HeartbeatSender:
             send: sends a message.
             interval: seconds between two heartbeats.
         """
-        self._send, self._interval, self._last = send, interval, time.monotonic()
+        self._send = send
+        self._interval = interval
+        self._last = time.monotonic()
 
     def __call__(self) -> None:
         """Called after each op: send a Heartbeat if it is due."""
@@ -223,7 +225,9 @@ class EngineWorker:
     """Steps an engine core until its server is gone."""
 
     def __init__(self, engine_core: EngineCore, channel: MessageChannel, inbox: Inbox) -> None:
-        self.engine_core, self._channel, self._inbox = engine_core, channel, inbox
+        self.engine_core = engine_core
+        self._channel = channel
+        self._inbox = inbox
         self._unstarted: deque[tuple[float, Sequence]] = deque()
 
     def run(self) -> None:
@@ -392,7 +396,9 @@ class _GuideFactory:
     """
 
     def __init__(self, path: Path, chat_template: str | None, vocab_size: int) -> None:
-        self._path, self._chat_template, self._vocab_size = path, chat_template, vocab_size
+        self._path = path
+        self._chat_template = chat_template
+        self._vocab_size = vocab_size
         self._text_processor: TextProcessor | None = None
 
     def __call__(self, request: Request) -> GrammarGuide:
@@ -425,7 +431,9 @@ class _ProgressArtifact(Artifact):
 
     def __init__(self, artifact: Artifact, on_progress: StageProgress) -> None:
         super().__init__(artifact.path, artifact.manifest)
-        self._on_progress, self._done_bytes, self._total_bytes = on_progress, 0, artifact.nbytes()
+        self._on_progress = on_progress
+        self._done_bytes = 0
+        self._total_bytes = artifact.nbytes()
 
     def tensor(self, name: str) -> Any:
         tensor = super().tensor(name)

@@ -81,7 +81,7 @@ class OpenEngine:
 
 @dataclass(frozen=True)
 class AddRequest:
-    """Queue a request."""
+    """Message to the worker: queue a request."""
 
     request: Request
 

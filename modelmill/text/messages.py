@@ -137,7 +137,8 @@ def _check_content(message: Mapping[str, Any], location: str) -> str | list[dict
         )
         if isinstance(part, Mapping) and part.get("type") == "image_url":
             raise RequestError(
-                f"{location}.content[{index}]: this model reads no pictures; give text parts only"
+                f"{location}.content[{index}]: the model has no vision encoder; "
+                "give text parts only"
             )
         if not isinstance(text, str):
             raise RequestError(f'{location}.content[{index}] must be {{"type": "text", "text": …}}')

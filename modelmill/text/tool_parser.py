@@ -142,7 +142,9 @@ class ParserOutput:
             short_ids: ids of nine letters and digits, which Mistral's templates require.
             silent: whether there is content only if no call came and the answer was not cut.
         """
-        self._max_calls, self._short_ids, self._silent = max_calls, short_ids, silent
+        self._max_calls = max_calls
+        self._short_ids = short_ids
+        self._silent = silent
         self._withheld: list[str] = []
         self._blank = ""
         self._pieces: list[str | ToolCallDelta] = []
@@ -150,7 +152,7 @@ class ParserOutput:
         self.num_calls = 0
 
     def add_text(self, text: str) -> None:
-        """Add content."""
+        """Append text to the answer's content."""
         if self._silent:
             self._withheld.append(text)
             return
@@ -162,7 +164,7 @@ class ParserOutput:
         self._blank += text[len(kept) :]
 
     def begin_call(self, name: str) -> None:
-        """Begin a call."""
+        """Begin a call of the function ``name``."""
         id = secrets.token_hex(5)[:9] if self._short_ids else f"call_{secrets.token_hex(12)}"
         self._put(ToolCallDelta(self.num_calls, "", id, name))
         self.num_calls += 1
@@ -283,7 +285,7 @@ class JsonToolParser(ToolParser):
         self._mode = self._scan_content
 
     def _parse_named_call(self) -> bool:
-        """Parse ``name[ARGS]{``."""
+        """Parse the head of a call, ``name[ARGS]{``."""
         place = self._buffer.find("{", 0, MAX_CALL_HEAD_CHARS)
         if place < 0 and len(self._buffer) < MAX_CALL_HEAD_CHARS:
             return False

@@ -79,8 +79,8 @@ def test_a_head_of_its_own_is_used_and_said(name: str, tmp_path: Path) -> None:
     artifact = open_artifact(tmp_path / "e")
     assert artifact.manifest.aliases == {}
     assert any(
-        "tie_word_embeddings=true, but lm_head.weight differs" in said
-        for said in artifact.manifest.source["warnings"]
+        "tie_word_embeddings=true, but lm_head.weight differs" in warning
+        for warning in artifact.manifest.source["warnings"]
     )
     model = AutoModelForCausalLM.from_pretrained(
         tmp_path / "hf", attn_implementation="eager"

@@ -155,7 +155,7 @@ def test_thirty_two_streams_give_the_text_of_the_class(server: Server, llm: LLM)
 
 
 def test_seeds_conversations_ids_and_whole_answers(server: Server, llm: LLM) -> None:
-    how = {
+    options = {
         "temperature": 0.8,
         "top_p": 0.95,
         "top_k": 40,
@@ -163,19 +163,19 @@ def test_seeds_conversations_ids_and_whole_answers(server: Server, llm: LLM) -> 
         "max_tokens": 24,
         "stop": ["Tom", "."],
     }
-    talk = [{"role": "user", "content": "Tell me a story"}]
+    messages = [{"role": "user", "content": "Tell me a story"}]
     ids = llm.tokenizer.encode("One day")  # type: ignore[union-attr]
-    params = SamplingParams(**how)  # type: ignore[arg-type]
+    params = SamplingParams(**options)  # type: ignore[arg-type]
     expected = [
         llm.generate("One day", params)[0],
         llm.generate("One day", params)[0],
-        llm.chat(talk, params)[0],
+        llm.chat(messages, params)[0],
     ]
     replies = together(
         server,
-        {"input_ids": ids, **how},
-        {"text_input": "One day", "stream": True, **how},
-        {"messages": json.dumps(talk), **how},
+        {"input_ids": ids, **options},
+        {"text_input": "One day", "stream": True, **options},
+        {"messages": json.dumps(messages), **options},
     )
     assert [each.text for each in replies] == [answer.outputs[0].text for answer in expected]
     assert [each.finish for each in replies] == [
@@ -201,9 +201,12 @@ def test_mistakes_are_errors_of_one_line(server: Server) -> None:
     from tritonclient.utils import InferenceServerException
 
     for fields, expected in (
-        ({"text_input": "a", "temperature": -1.0}, "temperature=-1.0 is outside [0, 100]"),
+        (
+            {"text_input": "a", "temperature": -1.0},
+            "temperature must be between 0 and 100, not -1.0",
+        ),
         ({"text_input": "a", "input_ids": [1]}, "give one of text_input, messages and input_ids"),
-        ({"input_ids": [10**6]}, "outside"),
+        ({"input_ids": [10**6]}, "token ids must be between 0 and"),
         ({"text_input": "a " * 200_000}, "shorten it"),
     ):
         with pytest.raises(InferenceServerException) as refused:

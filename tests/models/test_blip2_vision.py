@@ -108,8 +108,8 @@ def spec_of(raw: dict[str, Any]) -> Blip2VisionSpec:
         "num_attention_heads": 4,
     }
     text |= {"intermediate_size": 8, "max_position_embeddings": 32, "rms_norm_eps": 1e-6}
-    whole, *_ = convert_configs({**raw, "text_config": text}, Path("here"))
-    return minigpt4.config_from_hf(whole).image_embedder
+    raw_config, *_ = convert_configs({**raw, "text_config": text}, Path("here"))
+    return minigpt4.config_from_hf(raw_config).image_embedder
 
 
 def made(spec: Blip2VisionSpec, tensors: dict[str, torch.Tensor]) -> Blip2ImageEmbedder:

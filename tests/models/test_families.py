@@ -55,18 +55,18 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
         # beyond max_position_embeddings=40 the rotation depends on the length of the whole prompt
         _compare_whole(model, loop, ids)
         return
-    for got, row in zip(TokenScorer(loop).logits(ids, decode_from=5), ids, strict=True):
+    for actual, row in zip(TokenScorer(loop).logits(ids, decode_from=5), ids, strict=True):
         with torch.no_grad():
             expected = model(torch.tensor([row])).logits[0]
-        assert (got - expected).abs().max() < 1e-4
+        assert (actual - expected).abs().max() < 1e-4
     _compare_whole(model, loop, ids)
 
 
 def _compare_whole(model: torch.nn.Module, loop: EngineCore, ids: list[list[int]]) -> None:
-    for got, row in zip(TokenScorer(loop).logits(ids), ids, strict=True):
+    for actual, row in zip(TokenScorer(loop).logits(ids), ids, strict=True):
         with torch.no_grad():
             expected = model(torch.tensor([row])).logits[0]
-        assert (got - expected).abs().max() < 1e-4
+        assert (actual - expected).abs().max() < 1e-4
 
 
 def test_dynamic_ntk_decodes_as_transformers(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_dynamic_ntk_decodes_as_transformers(tmp_path: Path) -> None:
     model = save_hf("llama-dynamic", tmp_path / "hf")
     loop = engine(tmp_path / "hf", tmp_path / "e")
     ids = torch.randint(0, 160, (60,), generator=torch.Generator().manual_seed(1)).tolist()
-    got = TokenScorer(loop).logits([ids], decode_from=35)[0]
+    actual = TokenScorer(loop).logits([ids], decode_from=35)[0]
     with torch.no_grad():
         out = model(torch.tensor([ids[:35]]), use_cache=True)
         rows = [out.logits[0]]
@@ -85,7 +85,7 @@ def test_dynamic_ntk_decodes_as_transformers(tmp_path: Path) -> None:
                 torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True
             )
             rows.append(out.logits[0])
-    assert (got - torch.cat(rows)).abs().max() < 1e-4
+    assert (actual - torch.cat(rows)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize(

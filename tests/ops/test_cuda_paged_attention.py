@@ -26,9 +26,9 @@ LIMIT = {torch.bfloat16: 6e-3, torch.float16: 1e-3}  # of the whole, in the norm
 
 @given(st.integers(1, 64), st.integers(1, 1 << 30))
 def test_heads_at_once_divide_the_heads_and_fit_the_cache(kv_heads: int, each: int) -> None:
-    found = variant._heads_per_pass(kv_heads, each)
-    assert kv_heads % found == 0
-    assert found == 1 or found * each <= variant.L2_RESIDENT_BYTES
+    heads_per_pass = variant._heads_per_pass(kv_heads, each)
+    assert kv_heads % heads_per_pass == 0
+    assert heads_per_pass == 1 or heads_per_pass * each <= variant.L2_RESIDENT_BYTES
 
 
 def _arguments(
@@ -70,15 +70,15 @@ def _check(args: dict[str, Any], run: Any = variant.run) -> None:
     if reason is not None:
         pytest.skip(reason)
     assert variant.supports(PagedAttentionInputs(**args))
-    got = run_with_nan_memory(run, args)
+    actual = run_with_nan_memory(run, args)
     wide = {
         k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
         for k, v in args.items()
     }
     truth = paged_attention(PagedAttentionInputs(**wide))
-    assert not got.isnan().any()
-    assert float((got - truth).norm() / truth.norm()) < LIMIT[args["q"].dtype]
-    assert_same_bits(run, args, slice(None), got)
+    assert not actual.isnan().any()
+    assert float((actual - truth).norm() / truth.norm()) < LIMIT[args["q"].dtype]
+    assert_same_bits(run, args, slice(None), actual)
 
 
 RAGGED = [(300, 1000), (17, 33), (129, 129), (1, 1), (1, 999), (64, 64), (128, 2050)]

@@ -36,13 +36,13 @@ def test_compiles_without_spills(
     dim: int, page: int, group: int, splits: int, tmp_path: Path
 ) -> None:
     dtype = torch.float16 if dim == 64 else torch.bfloat16
-    form = paged_decode16.SPLIT_CONFIGS[dim]
+    config = paged_decode16.SPLIT_CONFIGS[dim]
     others = (
-        [paged_decode16.UNSPLIT_CONFIGS.get(dim, form)]
+        [paged_decode16.UNSPLIT_CONFIGS.get(dim, config)]
         if splits == 1
-        else [paged_decode16.GQA_CONFIGS.get(dim, form)]
+        else [paged_decode16.GQA_CONFIGS.get(dim, config)]
     )
-    for each in dict.fromkeys((form, *others)):
+    for each in dict.fromkeys((config, *others)):
         macros = paged_decode16.kernel_macros(dtype, dim, page, group, splits, each)
         compiles_without_spills("paged_decode16.cu", macros, tmp_path / "out")
 
@@ -64,14 +64,14 @@ def _arguments(
     pages = sum(map(len, order))
     caches = torch.full((2, pages, heads[1], page, dim), float("nan"))
     for b, (queries, context) in enumerate(lengths):
-        seen = 0 if window is None else max(0, context - queries + 1 - window)
+        first_key = 0 if window is None else max(0, context - queries + 1 - window)
         drawn = torch.randn(2, counts[b] * page, heads[1], dim, generator=generator)
         drawn[0, ::7] *= 4
         drawn[:, context:] = float("nan")
-        drawn[:, :seen] = float("nan")
+        drawn[:, :first_key] = float("nan")
         caches[:, order[b].long()] = drawn.view(2, counts[b], page, heads[1], dim).transpose(2, 3)
         # a page in front of the window is somebody else's
-        tables[b, seen // page : counts[b]] = order[b][seen // page :]
+        tables[b, first_key // page : counts[b]] = order[b][first_key // page :]
     tokens = sum(n for n, _ in lengths)
     q = torch.randn(tokens, heads[0] + 1, dim, generator=generator)[:, : heads[0]]
     caches = caches.to(device, dtype)
@@ -103,13 +103,13 @@ def _check(args: dict[str, Any], *, served: bool = True) -> None:
         pytest.skip(reason)
     assert paged_attention.supports(PagedAttentionInputs(**args)) == served
     run = registry.select_backends("cuda").paged_attention
-    got = run_with_nan_memory(run, args)
-    assert not got.isnan().any()
+    actual = run_with_nan_memory(run, args)
+    assert not actual.isnan().any()
     singles = args["query_start"].diff() == 1
     rows = args["query_start"][:-1][singles].long()
-    got, truth = got[rows], _truth(args)[rows]
-    assert float((got - truth).norm() / truth.norm()) < LIMIT[args["q"].dtype]
-    assert_same_bits(run, args, rows, got)
+    actual, truth = actual[rows], _truth(args)[rows]
+    assert float((actual - truth).norm() / truth.norm()) < LIMIT[args["q"].dtype]
+    assert_same_bits(run, args, rows, actual)
 
 
 @given(
@@ -121,9 +121,9 @@ def _check(args: dict[str, Any], *, served: bool = True) -> None:
 def test_a_step_has_room_where_its_contexts_are_split(
     pairs: int, group: int, dim: int, keys: int
 ) -> None:
-    form, splits = paged_decode16.plan_launch(pairs, group, dim, keys, 132)
-    assert splits == 1 or pairs * splits <= 132 * form.blocks_per_sm
-    assert splits == 1 or keys > (splits - 1) * form.min_keys
+    config, splits = paged_decode16.plan_launch(pairs, group, dim, keys, 132)
+    assert splits == 1 or pairs * splits <= 132 * config.blocks_per_sm
+    assert splits == 1 or keys > (splits - 1) * config.min_keys
 
 
 @given(
@@ -208,15 +208,15 @@ def test_what_is_no_number_stays_none(place: str, value: str) -> None:
         args["q"][1, 2, 5] = float(value)
     else:
         args["k_cache"][args["block_tables"][1, 3].item(), 1, 4, 7] = float(value)
-    got = (
+    actual = (
         registry.select_backends("cuda")
         .paged_attention(PagedAttentionInputs(**args))
         .view(2, 8, 128)
     )
-    assert got[1, 2].isnan().all()
-    assert got[1, 3].isnan().all() == (place == "k_cache")
-    assert not got[0].isnan().any()
-    assert not got[1, 4:].isnan().any()
+    assert actual[1, 2].isnan().all()
+    assert actual[1, 3].isnan().all() == (place == "k_cache")
+    assert not actual[0].isnan().any()
+    assert not actual[1, 4:].isnan().any()
 
 
 @pytest.mark.gpu
@@ -226,13 +226,13 @@ def test_a_graph_serves_shorter_contexts() -> None:
     run(PagedAttentionInputs(**args))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = run(PagedAttentionInputs(**args))
+        actual = run(PagedAttentionInputs(**args))
     for lengths in ((1000, 300), (1, 0), (17, 299), (0, 64)):
         args["context_lens"].copy_(torch.tensor(lengths))
         graph.replay()
         torch.cuda.synchronize()
         truth = _truth(args)
-        assert float((got.double() - truth).norm()) <= 2.5e-3 * float(truth.norm())
+        assert float((actual.double() - truth).norm()) <= 2.5e-3 * float(truth.norm())
 
 
 @pytest.mark.gpu

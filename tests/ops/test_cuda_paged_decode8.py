@@ -81,16 +81,16 @@ def _check(args: dict[str, Any]) -> None:
         pytest.skip(reason)
     assert paged_attention.supports(PagedAttentionInputs(**args))
     run = registry.select_backends("cuda").paged_attention
-    got = run_with_nan_memory(run, args)
+    actual = run_with_nan_memory(run, args)
     floats = ("q", "k_scale", "v_scale")
     wide = {k: v.double() if k in floats else v for k, v in args.items()}
     truth = reference(PagedAttentionInputs(**wide))
-    assert not got.isnan().any()
+    assert not actual.isnan().any()
     singles = args["query_start"].diff() == 1
     rows = args["query_start"][:-1][singles].long()
-    got, truth = (got[rows], truth[rows]) if args["max_query"] > 1 else (got, truth)
-    assert float((got - truth).norm() / truth.norm()) < LIMIT[args["q"].dtype]
-    assert_same_bits(run, args, rows, got)
+    actual, truth = (actual[rows], truth[rows]) if args["max_query"] > 1 else (actual, truth)
+    assert float((actual - truth).norm() / truth.norm()) < LIMIT[args["q"].dtype]
+    assert_same_bits(run, args, rows, actual)
 
 
 EDGES = [(1, n) for n in (1, 2, 31, 32, 33, 127, 128, 129, 500, 1025)]
@@ -129,11 +129,11 @@ def test_padding_and_prompts_beside_it() -> None:
 def test_what_is_no_number_stays_none() -> None:
     args = _arguments([(1, 100), (1, 200)])
     args["q"][1, 2, 5] = float("inf")
-    got = (
+    actual = (
         registry.select_backends("cuda")
         .paged_attention(PagedAttentionInputs(**args))
         .view(2, 4, 128)
     )
-    assert got[1, 2].isnan().all()
-    assert not got[0].isnan().any()
-    assert not got[1, 3].isnan().any()
+    assert actual[1, 2].isnan().all()
+    assert not actual[0].isnan().any()
+    assert not actual[1, 3].isnan().any()

@@ -31,7 +31,7 @@ from modelmill.runtime.cuda_graphs import (
 )
 from tests.runtime import tiny
 
-KINDS = [("fixed", None), ("prompt", None), ("running", None), ("fixed", 12)]
+MODEL_KINDS = [("fixed", None), ("prompt", None), ("running", None), ("fixed", 12)]
 
 
 class FakeCapturer:
@@ -93,7 +93,7 @@ def test_a_token_alone_is_no_prompt() -> None:
     )
 
 
-@pytest.mark.parametrize(("rope_rule", "window"), KINDS)
+@pytest.mark.parametrize(("rope_rule", "window"), MODEL_KINDS)
 def test_the_same_tokens_as_without(rope_rule: str, window: int | None) -> None:
     model = tiny.decoder(rope_rule, window)
     todo = tiny.requests(tiny.prompts(12, 1, 60, seed=4))
@@ -120,8 +120,8 @@ def test_whatever_comes_the_tokens_are_the_same(
 ) -> None:
     model = tiny.decoder("prompt")
     todo = tiny.requests([tuple(prompt) for prompt in prompts], tiny.params(max_tokens=4))
-    how = tiny.run if together else tiny.run_one_by_one
-    assert how(filling(FakeCapturer(), model, **options), todo) == how(
+    fields = tiny.run if together else tiny.run_one_by_one
+    assert fields(filling(FakeCapturer(), model, **options), todo) == fields(
         tiny.make_engine(model, **options), todo
     )
 

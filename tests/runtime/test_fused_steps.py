@@ -40,12 +40,12 @@ def test_whole_steps_equal_watched_ones(rope_rule: str, window: int | None, weig
         torch.randint(tiny.VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist()
         for n in (5, 30, 1)
     ]
-    whole = TokenScorer(loop).logits(ids, decode_from=3)
+    fused_logits = TokenScorer(loop).logits(ids, decode_from=3)
     visited = []
     with loop.model_runner.forward_hooks(after=lambda name, *_: visited.append(name)):
         watched = TokenScorer(loop).logits(ids, decode_from=3)
     assert "layers.1.mlp.down_proj" in visited
-    for fused, other in zip(whole, watched, strict=True):
+    for fused, other in zip(fused_logits, watched, strict=True):
         assert torch.equal(fused, other)
 
 

@@ -77,11 +77,11 @@ def test_runs_of_any_size_are_packed_five_bits_at_a_time(runs: list[int]) -> Non
 def test_suppression_is_the_greedy_rule(raw: list[tuple[int, ...]], threshold: float) -> None:
     boxes = torch.tensor([[x, y, x + w + 1, y + h + 1] for x, y, w, h, _ in raw]).float()
     scores = torch.tensor([float(s) for *_, s in raw])
-    kept: list[int] = []
+    expected: list[int] = []
     for i in sorted(range(len(raw)), key=lambda i: (-raw[i][4], i)):
-        if all(_iou(boxes[i].tolist(), boxes[j].tolist()) <= threshold for j in kept):
-            kept.append(i)
-    assert masks.nms(boxes, scores, threshold).tolist() == kept
+        if all(_iou(boxes[i].tolist(), boxes[j].tolist()) <= threshold for j in expected):
+            expected.append(i)
+    assert masks.nms(boxes, scores, threshold).tolist() == expected
 
 
 def _iou(a: list[float], b: list[float]) -> float:

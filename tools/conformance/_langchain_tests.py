@@ -83,9 +83,9 @@ class TestServedSmolLM2(ChatModelIntegrationTests):
 
     # LangChain wants this mark on a test that is overridden
     @pytest.mark.xfail(reason=NAMES, strict=False)
-    def test_unicode_tool_call_integration(self, model: Any, **how: Any) -> None:
+    def test_unicode_tool_call_integration(self, model: Any, **options: Any) -> None:
         plain = model.model_copy(update={"temperature": 0.7, "seed": 1, "extra_body": None})
-        super().test_unicode_tool_call_integration(plain, **how)
+        super().test_unicode_tool_call_integration(plain, **options)
 
     @pytest.mark.xfail(reason=BY_ITSELF, strict=False)
     @pytest.mark.parametrize("model", [{}, {"output_version": "v1"}], indirect=True)

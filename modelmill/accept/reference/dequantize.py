@@ -51,7 +51,7 @@ class DequantizedContainer:
         return []
 
     def get(self, name: str) -> torch.Tensor:
-        """Read a tensor."""
+        """Read one tensor by its name, in the reference's dtype."""
         stem, _, suffix = name.rpartition(".")
         if stem not in self._stems or suffix != "weight":
             return self._raw.get(name)

@@ -49,7 +49,9 @@ class SamReference(VisionReference):
             self.eps = float(vision.get("layer_norm_eps", 1e-6))
             self.image_size = self.grid * self.patch_size
         else:
-            self.grid, self.image_size, self.eps = 64, 1024, 1e-5
+            self.grid = 64
+            self.image_size = 1024
+            self.eps = 1e-5
         self.depth = 0 if self.is_mobile_sam else self._depth()
         # the longer tables belong to layers with global attention, for this image size or another
         rows = [

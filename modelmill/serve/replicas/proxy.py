@@ -108,7 +108,10 @@ class _ProxiedRequest:
     """One request on its way to a replica."""
 
     def __init__(self, replicas: ReplicaSet, head: dict[str, Any], body: bytes, send: Send) -> None:
-        self._replicas, self._head, self._body, self._send = replicas, head, body, send
+        self._replicas = replicas
+        self._head = head
+        self._body = body
+        self._send = send
         self._started = False
 
     async def run(self) -> None:

@@ -79,11 +79,9 @@ def chat_request_state(
     check_functions(tool.function for tool in body.tools or ())
     check_message_sizes(text_processor, body.messages, max_model_len, body.offered_tools)
     grammar = body.validated_grammar()
-    style, offered, params = (
-        text_processor.chat_format.tool_style,
-        body.offered_tools,
-        body.sampling_params(),
-    )
+    style = text_processor.chat_format.tool_style
+    offered = body.offered_tools
+    params = body.sampling_params()
     messages, template = tool_prompts.prepare_tools(
         style, body.messages, offered, writes_calls=text_processor.chat_format.writes_calls
     )
@@ -178,7 +176,7 @@ class ChatResponseBuilder(EventFormatter):
         return "stop" if cut else "tool_calls"
 
     def full_response(self) -> dict[str, Any]:
-        """The whole response."""
+        """Return the response body of a request without streaming."""
         result = self._handle.request_states[0].output
         response = {
             **self._head,

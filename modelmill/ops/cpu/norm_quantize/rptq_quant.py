@@ -24,7 +24,7 @@ def run(
     group: int,
     gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As the reference."""
+    """Compute the op on the CPU; same contract as the reference."""
     operands = ((perm, torch.int32), (inv_scale, torch.float32), (zero_point, torch.int32))
     fits = all(t is None or (t.is_contiguous() and t.dtype is dtype) for t, dtype in operands)
     if (

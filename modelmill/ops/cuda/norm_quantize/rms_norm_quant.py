@@ -21,7 +21,7 @@ def supports(
     perm: torch.Tensor | None = None,
     bits: int = 8,
 ) -> bool:
-    """As ``rmsnorm_quant_permute.supports_rows``."""
+    """Whether the kernel takes these rows; see ``rmsnorm_quant_permute.supports_rows``."""
     return rmsnorm_quant_permute.supports_rows(x, weight, dtype, (inv_scale, zero_point, perm))
 
 
@@ -35,7 +35,7 @@ def run(
     perm: torch.Tensor | None = None,
     bits: int = 8,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As the reference."""
+    """Compute the op with the CUDA kernel; same contract as the reference."""
     return rmsnorm_quant_permute.rms_norm_quant(
         x, None, weight, eps, dtype, (inv_scale, zero_point, perm), bits
     )

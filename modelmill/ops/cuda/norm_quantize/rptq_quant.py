@@ -73,8 +73,10 @@ def run(
     group: int,
     gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As the reference."""
-    rows, columns, own = x.shape[0], perm.numel(), inv_scale is None
+    """Compute the op with the CUDA kernel; same contract as the reference."""
+    rows = x.shape[0]
+    columns = perm.numel()
+    own = inv_scale is None
     width = x.shape[1] // (2 if gated else 1)
     q = torch.empty((rows, columns), dtype=torch.int8, device=x.device)
     step = (

@@ -84,7 +84,7 @@ def supports(inputs: RptqLinearInputs) -> bool:
 
 
 def run(inputs: RptqLinearInputs) -> torch.Tensor:
-    """As the reference."""
+    """Compute the op with the CUDA kernel; same contract as the reference."""
     q, weight, scale, offset, group, step, constant, bias, dtype = inputs
     tokens, columns = q.shape
     rows, groups = weight.shape[0], scale.shape[1]

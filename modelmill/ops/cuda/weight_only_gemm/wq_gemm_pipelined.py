@@ -33,7 +33,7 @@ class WqSpec(NamedTuple):
 
     @property
     def k_tiles(self) -> int:
-        """Of 128 columns."""
+        """Number of tiles of 128 columns along K."""
         return -(-self.columns // K_TILE)
 
     @property
@@ -163,7 +163,9 @@ def wq_gemm(
     """X [T, K] · weightᵀ → [T, N]; gated: silu(first half) · second half of it, [T, N / 2]."""
     tokens, columns = x.shape
     rows, spec = weight.shape[0], weight_spec(weight, scale, offset, group, columns)
-    groups, pieces, box = scale.numel() // rows, spec.k_tiles, padded_rows(tokens)
+    groups = scale.numel() // rows
+    pieces = spec.k_tiles
+    box = padded_rows(tokens)
     assert spec.group_shift is not None
     by, chunks = (
         (spec.group_shift if spec.groups_per_tile == 1 else 0),

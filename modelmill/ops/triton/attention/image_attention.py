@@ -47,7 +47,7 @@ def run(
     rel_w: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run the op."""
+    """Compute the op with the Triton kernel; same contract as the reference."""
     batch, height, width, _, _, dim = qkv.shape
     win_h, win_w = (height, width) if window is None else (window, window)
     rows, columns = -(-height // win_h), -(-width // win_w)

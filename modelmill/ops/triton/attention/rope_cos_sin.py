@@ -43,7 +43,7 @@ def run(
     logn: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Run the op."""
+    """Compute the op with the Triton kernel; same contract as the reference."""
     tokens, half = positions.shape[0], table.shape[1]
     cos = torch.empty((tokens, half), dtype=torch.float32, device=positions.device)
     sin = torch.empty_like(cos)

@@ -24,5 +24,5 @@ def run(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float,
     dtype: torch.dtype, inv_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:  # fmt: skip
-    """Run the op."""
+    """Compute the op with the Triton kernel; same contract as the reference."""
     return layer_norm_quant(x, residual, weight, bias, eps, dtype, inv_scale)

@@ -16,7 +16,7 @@ def supports(
     perm: torch.Tensor | None = None,
     bits: int = 8,
 ) -> bool:
-    """As ``norm_quant.supports_rows``."""
+    """Whether the kernel takes these rows; see ``norm_quant.supports_rows``."""
     return supports_rows(x, None, dtype, (inv_scale, zero_point, perm))
 
 
@@ -28,7 +28,7 @@ def run(
     perm: torch.Tensor | None = None,
     bits: int = 8,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run the op."""
+    """Compute the op with the Triton kernel; same contract as the reference."""
     values, scale, _ = rms_norm_quant(
         x, None, None, 0.0, dtype, (inv_scale, zero_point, perm), bits
     )

@@ -18,7 +18,7 @@ def supports(
     perm: torch.Tensor | None = None,
     bits: int = 8,
 ) -> bool:
-    """As ``norm_quant.supports_rows``."""
+    """Whether the kernel takes these rows; see ``norm_quant.supports_rows``."""
     return supports_rows(x, weight, dtype, (inv_scale, zero_point, perm))
 
 
@@ -32,7 +32,7 @@ def run(
     perm: torch.Tensor | None = None,
     bits: int = 8,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run the op."""
+    """Compute the op with the Triton kernel; same contract as the reference."""
     values, scale, _ = rms_norm_quant(
         x, None, weight, eps, dtype, (inv_scale, zero_point, perm), bits
     )

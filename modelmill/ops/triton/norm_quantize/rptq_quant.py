@@ -43,7 +43,7 @@ def run(
     group: int,
     gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run the op."""
+    """Compute the op with the Triton kernel; same contract as the reference."""
     flat = as_rows(x)
     rows, columns = flat.shape[0], perm.numel()
     q = torch.empty((rows, columns), dtype=torch.int8, device=x.device)

@@ -26,7 +26,7 @@ def supports(
     offset: float | None = None,
     pixels: bool = True,
 ) -> bool:
-    """Contiguous float32."""
+    """The kernel takes contiguous float32 masks."""
     return logits.dtype == torch.float32 and logits.is_contiguous() and logits.numel() > 0
 
 
@@ -38,7 +38,7 @@ def run(
     offset: float | None = None,
     pixels: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Run the op."""
+    """Compute the op with the Triton kernel; same contract as the reference."""
     count, grid, _ = logits.shape
     width, height = size
     columns, column_weights = _axis_taps(width, resized[0], image, grid, logits.device)
