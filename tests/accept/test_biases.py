@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from modelmill.accept import run
-from tests.accept.build_and_accept import build_and_accept, save_tiny
+from tests.accept.build_and_accept import build_and_accept
 
 CALIBRATED = {"calibration_samples": 4, "calibration_length": 64}
 RECIPES: dict[str, dict[str, Any]] = {
@@ -54,12 +54,6 @@ CASES: dict[str, tuple[str, Callable[[Any], None], tuple[str, ...]]] = {
     "norm": ("gpt2", zeroed, ("mlp_norm",)),
     "made up": ("llama", made_up, ("mlp.down_proj",)),
 }
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("tiny")
-    return {name: save_tiny(name, root / name) for name in ("gpt2", "llama", "llama-bias")}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

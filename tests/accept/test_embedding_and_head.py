@@ -22,7 +22,7 @@ from modelmill.accept.embedding_and_head import (
 from modelmill.accept.reference import tensor_source
 from modelmill.accept.run import sample_ids
 from modelmill.weights import base
-from tests.accept.build_and_accept import build_and_accept, save_tiny
+from tests.accept.build_and_accept import build_and_accept
 from tests.accept.planted_faults import change_tensor
 
 LENGTH = 24  # so that the text shows few of 160 ids, and few of GPT-2's 256 positions
@@ -39,12 +39,6 @@ SMALL = {
     "rptq": {"calibration_samples": 4, "calibration_length": 64},
 }
 Change = Callable[[Tensor], Tensor]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("tiny")
-    return {name: save_tiny(name, root / name) for name in ("llama", "llama-tied", "gpt2", "qwen")}
 
 
 def rolled(head: Tensor) -> Tensor:

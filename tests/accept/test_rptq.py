@@ -10,16 +10,9 @@ import pytest
 
 from modelmill.quant import calibrate
 from modelmill.weights.rptq import RptqWeight
-from tests.accept.build_and_accept import build_and_accept, save_tiny
+from tests.accept.build_and_accept import build_and_accept
 
 SMALL = {"calibration_samples": 4, "calibration_length": 64}
-FAMILIES = ("gpt2", "llama", "llama-bias")
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("tiny")
-    return {name: save_tiny(name, root / name) for name in FAMILIES}
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("llama-bias", "float32"), ("gpt2", "bfloat16")])
