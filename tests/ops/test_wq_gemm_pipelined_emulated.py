@@ -13,10 +13,9 @@ import torch
 from modelmill.ops import int4_linear, int8_group_linear
 from modelmill.ops.cuda.weight_only_gemm import wq_gemm_pipelined
 from modelmill.ops.cuda.weight_only_gemm.wq_gemm_pipelined import WqGemmKernelConfig
-from tests.ops.emulation.emulator import Emulator, mistakes, requires_emulation
+from tests.ops.emulation.emulator import Emulator, mistakes, requires_emulation, slow_cases
 from tests.ops.matmul_error import matmul_error
 
-slow = pytest.mark.slow
 pytestmark = requires_emulation
 BF, HF, F32 = torch.bfloat16, torch.float16, torch.float32
 LIMIT = {BF: 3e-3, HF: 5e-4}  # of the whole, in the norm: the output's own rounding
@@ -74,36 +73,25 @@ def error(
         ((9, 136, 672), 128, BF, WqGemmKernelConfig(2, 1), {"biased": True}),
         ((33, 144, 544), ALL, HF, WqGemmKernelConfig(2, 1), {"gated": True, "symmetric": True}),
         ((10, 72, 1056), 256, BF, WqGemmKernelConfig(2, 2), {}),
-        pytest.param(
-            (17, 136, 1056),
-            128,
-            BF,
-            WqGemmKernelConfig(2, 1),
-            {"symmetric": True, "biased": True},
-            marks=slow,
-        ),
-        pytest.param(
-            (64, 400, 2080),
-            128,
-            BF,
-            WqGemmKernelConfig(3, 1),
-            {"gated": True, "biased": True},
-            marks=slow,
-        ),
-        pytest.param((40, 264, 2144), 512, HF, WqGemmKernelConfig(3, 2), {}, marks=slow),
-        pytest.param(
-            (9, 128, 4128), 128, HF, WqGemmKernelConfig(2, 2), {"gated": True}, marks=slow
-        ),
-        pytest.param(
-            (64, 8, 3104), ALL, BF, WqGemmKernelConfig(2, 4), {"symmetric": True}, marks=slow
-        ),
-        pytest.param(
-            (31, 192, 2048),
-            128,
-            BF,
-            WqGemmKernelConfig(3, 4),
-            {"gated": True, "symmetric": True},
-            marks=slow,
+        *slow_cases(
+            (
+                (17, 136, 1056),
+                128,
+                BF,
+                WqGemmKernelConfig(2, 1),
+                {"symmetric": True, "biased": True},
+            ),
+            ((64, 400, 2080), 128, BF, WqGemmKernelConfig(3, 1), {"gated": True, "biased": True}),
+            ((40, 264, 2144), 512, HF, WqGemmKernelConfig(3, 2), {}),
+            ((9, 128, 4128), 128, HF, WqGemmKernelConfig(2, 2), {"gated": True}),
+            ((64, 8, 3104), ALL, BF, WqGemmKernelConfig(2, 4), {"symmetric": True}),
+            (
+                (31, 192, 2048),
+                128,
+                BF,
+                WqGemmKernelConfig(3, 4),
+                {"gated": True, "symmetric": True},
+            ),
         ),
     ],
 )
@@ -132,32 +120,28 @@ def test_products(
             {"gated": True, "symmetric": True},
         ),
         ((10, 72, 1056), 64, BF, WqGemmKernelConfig(2, 2), HF, {"symmetric": True}),
-        pytest.param(
-            (17, 136, 1056), 128, BF, WqGemmKernelConfig(2, 1), HF, {"biased": True}, marks=slow
+        *slow_cases(
+            ((17, 136, 1056), 128, BF, WqGemmKernelConfig(2, 1), HF, {"biased": True}),
+            (
+                (64, 400, 2080),
+                32,
+                BF,
+                WqGemmKernelConfig(3, 1),
+                HF,
+                {"gated": True, "symmetric": True},
+            ),
+            ((40, 264, 2144), 64, HF, WqGemmKernelConfig(3, 2), HF, {}),
+            (
+                (64, 8, 3104),
+                ALL,
+                BF,
+                WqGemmKernelConfig(2, 4),
+                F32,
+                {"symmetric": True, "biased": True},
+            ),
+            ((31, 192, 2048), 256, BF, WqGemmKernelConfig(3, 4), HF, {"gated": True}),
+            ((12, 64, 2080), 32, HF, WqGemmKernelConfig(2, 4), HF, {}),
         ),
-        pytest.param(
-            (64, 400, 2080),
-            32,
-            BF,
-            WqGemmKernelConfig(3, 1),
-            HF,
-            {"gated": True, "symmetric": True},
-            marks=slow,
-        ),
-        pytest.param((40, 264, 2144), 64, HF, WqGemmKernelConfig(3, 2), HF, {}, marks=slow),
-        pytest.param(
-            (64, 8, 3104),
-            ALL,
-            BF,
-            WqGemmKernelConfig(2, 4),
-            F32,
-            {"symmetric": True, "biased": True},
-            marks=slow,
-        ),
-        pytest.param(
-            (31, 192, 2048), 256, BF, WqGemmKernelConfig(3, 4), HF, {"gated": True}, marks=slow
-        ),
-        pytest.param((12, 64, 2080), 32, HF, WqGemmKernelConfig(2, 4), HF, {}, marks=slow),
     ],
 )
 def test_products_of_eight_bits(

@@ -178,6 +178,11 @@ class EmulatedKernel:
             raise EmulationError(wrong.decode())
 
 
+def slow_cases(*cases: tuple[Any, ...]) -> list[Any]:
+    """Cases of a parametrized test that are slow."""
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
 def mistakes(changes: Mapping[str, tuple[str, str]]) -> list[Any]:
     """Parameters of a test of planted mistakes, by name; all but the first are slow tests."""
     return [
