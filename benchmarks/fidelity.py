@@ -95,12 +95,12 @@ def measure_fidelity(
             targets: torch.Tensor = targets,
         ) -> None:
             to = slice(at, at + len(logits))
-            right = (
+            expected = (
                 None
                 if reference is None
                 else reference[start + to.start : start + to.stop].to(logits.device)
             )
-            sums.add(logits.float(), right, targets[to].to(logits.device))
+            sums.add(logits.float(), expected, targets[to].to(logits.device))
 
         TokenScorer(engine_core).run([window], None, take)
         first += len(window)

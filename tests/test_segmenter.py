@@ -194,8 +194,8 @@ def mobile(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     folder = tmp_path_factory.mktemp("mobile")
     source = shared / "data/models/mobile_sam/mobile_sam.safetensors"
     engines = {"one": "float32", "two": "float32", "half": "bfloat16", "eight": "bfloat16-int8"}
-    for name, how in engines.items():
-        dtype, _, recipe = how.partition("-")
+    for name, dtype_and_recipe in engines.items():
+        dtype, _, recipe = dtype_and_recipe.partition("-")
         build_engine(
             source,
             folder / name,

@@ -14,11 +14,11 @@ import torch
 
 import modelmill
 from modelmill.artifact.autotune_store import AutotuneRecord, record_path, record_to_bytes
-from modelmill.artifact.manifest import SCHEMA, Manifest
+from modelmill.artifact.manifest import PACKING, SCHEMA, Manifest
 from modelmill.artifact.shard import ShardWriter
 from modelmill.artifact.store import ACCEPTANCE_FILE, TOKENIZER_FOLDER, Staging
 from modelmill.builder.layer_quantizer import LayerQuantizer
-from modelmill.builder.plan import PACKING, BuildPlan, layer_index
+from modelmill.builder.plan import BuildPlan, layer_index
 from modelmill.builder.prefetch import BackgroundFingerprint, prefetch
 from modelmill.builder.segmentation import LANGUAGE
 from modelmill.builder.tensor_plan import VISION_BLOCKS_PREFIX, PlannedTensor

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import modelmill
+from modelmill.artifact.manifest import PACKING
 from modelmill.builder import memory_plan
 from modelmill.builder.auto_precision import AUTO, AutoPrecisionResult, resolve_auto_precision
 from modelmill.builder.calibration_data import CalibrationSource, find_calibration
@@ -58,8 +59,6 @@ from modelmill.quant.vision_encoder import (
     vision_encoder_recipe,
 )
 from modelmill.weights.base import UNPACKED_MEMORY_FRACTION, unpacked_size
-
-PACKING = "rows/2"
 
 
 @dataclass(frozen=True)

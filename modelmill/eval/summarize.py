@@ -62,7 +62,7 @@ class Summarizer(ABC):
 
     @abstractmethod
     def answer(self, prompts: Sequence[Ids], max_new_tokens: int, eos_ids: Ids) -> list[list[int]]:
-        """Return greedy answers."""
+        """Return the greedy answer to each prompt, in order."""
 
 
 @dataclass
@@ -96,7 +96,7 @@ class HfSummarizer(Summarizer):
     name: str = "transformers"
 
     def answer(self, prompts: Sequence[Ids], max_new_tokens: int, eos_ids: Ids) -> list[list[int]]:
-        """Return greedy answers."""
+        """Return the greedy answer to each prompt, in order."""
         answers, _ = self.model.generate(prompts, max_new_tokens, eos_ids)
         return answers
 

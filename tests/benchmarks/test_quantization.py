@@ -68,9 +68,9 @@ def test_the_measures_are_those_of_the_formulas(tmp_path: Path) -> None:
     ids = torch.randint(0, VOCAB, (150,), generator=torch.Generator().manual_seed(5)).tolist()
     windows = split_windows(ids, 64)
     plain, other = FakeLoop(0.0), FakeLoop(0.5)
-    right = cached_logits(lambda: plain, windows, tmp_path / "r", lambda *_: None)
-    assert torch.equal(right, torch.cat([plain.logits(w) for w in windows]))
-    fidelity = measure_fidelity(other, windows, right, lambda *_: None)
+    expected = cached_logits(lambda: plain, windows, tmp_path / "r", lambda *_: None)
+    assert torch.equal(expected, torch.cat([plain.logits(w) for w in windows]))
+    fidelity = measure_fidelity(other, windows, expected, lambda *_: None)
 
     nats, kl, same, scored = 0.0, [], 0, 0
     for window in windows:
