@@ -1,5 +1,5 @@
 """Builds wheels that carry the CPU kernels, compiled for common levels of processors
-(modelmill/ops/cpu/prebuilt.py).
+(modelmill/ops/cpu/common/prebuilt.py).
 
 Everything else stands in pyproject.toml. The compiler is CXX, or the first of g++, clang++ and c++
 that is here; for another kind of machine name a cross compiler (CXX=aarch64-linux-gnu-g++). Without
@@ -34,7 +34,7 @@ SYSTEM = "linux"
 
 def _prebuilt() -> ModuleType:
     spec = importlib.util.spec_from_file_location(
-        "prebuilt", Path(__file__).parent / KERNELS / "prebuilt.py"
+        "prebuilt", Path(__file__).parent / KERNELS / "common" / "prebuilt.py"
     )
     assert spec is not None
     assert spec.loader is not None

@@ -43,8 +43,8 @@ def driver_environment(folder: Path) -> dict[str, str]:
         "TRITON_LIBCUDA_PATH": folder,
         "TRITON_CACHE_DIR": folder / "triton",
     }
-    kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    return kept | {key: str(path) for key, path in paths.items()}
+    inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    return inherited | {key: str(path) for key, path in paths.items()}
 
 
 def rerun_with_driver(folder: Path, arguments: Sequence[str]) -> int:
@@ -79,7 +79,8 @@ def disable_kernels() -> None:
 
     import modelmill.ops.cuda as cuda_backend
     import modelmill.ops.triton as triton_backend
-    from modelmill.ops.cuda import build, launch, paged_attention
+    from modelmill.ops.cuda.attention import paged_attention
+    from modelmill.ops.cuda.common import build, launch
 
     @functools.cache
     def kernel(*args: Any) -> launch.CudaKernel:
@@ -99,8 +100,8 @@ def disable_kernels() -> None:
     }
     replaced = set()
     for backend in (triton_backend, cuda_backend):
-        for module_info in pkgutil.iter_modules(backend.__path__):
-            module = importlib.import_module(f"{backend.__name__}.{module_info.name}")
+        for module_info in pkgutil.walk_packages(backend.__path__, f"{backend.__name__}."):
+            module = importlib.import_module(module_info.name)
             for name, answer in everywhere.items():
                 if hasattr(module, name):
                     setattr(module, name, answer)

@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import fake_cuda_driver  # noqa: E402
+from benchmarks.weights_option import add_weights_option  # noqa: E402
 
 WEIGHT_FORMATS = ("smoothquant", "smoothquant-static", "fp8", "fp8-static")
 SMALL_CONFIG = {
@@ -47,13 +48,13 @@ def make_step(shape: str, weight_format: str, kv_dtype: str) -> Callable[[], Any
 
     from benchmarks.make_checkpoint import SHAPES
     from benchmarks.weight_formats import weight_quantizer
+    from modelmill.loader.model_loader import build_model
     from modelmill.nn.fusion import fuse
     from modelmill.nn.kv import KVCache, kv_cache_dtype
     from modelmill.nn.linear import Linear
     from modelmill.nn.synthetic_step import PAGE_SIZE, fill_random_weights, synthetic_step
     from modelmill.ops.registry import select_backends
-    from modelmill.runtime.decode_graphs import context_bucket
-    from modelmill.runtime.model_loader import build_model
+    from modelmill.runtime.cuda_graphs import context_bucket
 
     raw = {
         **SHAPES["llama-7b"],
@@ -106,14 +107,7 @@ def cpu_ms(call: Callable[[], Any], rounds: int) -> list[float]:
 def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument(
-        "-q",
-        "--weights",
-        default="smoothquant",
-        choices=WEIGHT_FORMATS,
-        metavar="KIND",
-        help=", ".join(WEIGHT_FORMATS),
-    )
+    add_weights_option(parser, WEIGHT_FORMATS, "smoothquant")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "int8", "fp8"))
     parser.add_argument("--steps", default="1024,768+230")
     parser.add_argument("--rounds", type=int, default=60)

@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.make_checkpoint import SHAPES  # noqa: E402
 from benchmarks.weight_formats import WEIGHT_FORMATS, weight_quantizer  # noqa: E402
+from benchmarks.weights_option import add_weights_option  # noqa: E402
 from benchmarks.workloads import parse_pairs  # noqa: E402
 from modelmill.cli.profile import show_profile  # noqa: E402
 from modelmill.core.config import KV_DTYPES, RunConfig  # noqa: E402
@@ -39,6 +40,7 @@ from modelmill.eval.profile import ProfileCase, profile_step  # noqa: E402
 from modelmill.eval.profile import profile_case as profiled  # noqa: E402
 from modelmill.eval.report import Spread, versions  # noqa: E402
 from modelmill.eval.roofline import Roofline, measure_roofline  # noqa: E402
+from modelmill.loader.model_loader import build_model  # noqa: E402
 from modelmill.nn.fusion import fuse  # noqa: E402
 from modelmill.nn.kv import KVCache, kv_cache_dtype  # noqa: E402
 from modelmill.nn.linear import Linear  # noqa: E402
@@ -47,9 +49,8 @@ from modelmill.nn.synthetic_step import PAGE_SIZE, fill_random_weights, syntheti
 from modelmill.ops.launch_configs import Tuning  # noqa: E402
 from modelmill.ops.registry import select_backends  # noqa: E402
 from modelmill.ops.timing import capture_graph, copy_bandwidth, time_interleaved  # noqa: E402
-from modelmill.runtime.decode_graphs import context_bucket  # noqa: E402
+from modelmill.runtime.cuda_graphs import context_bucket  # noqa: E402
 from modelmill.runtime.engine_core import EngineCore  # noqa: E402
-from modelmill.runtime.model_loader import build_model  # noqa: E402
 
 ROUNDS, PROMPT = 15, 512
 
@@ -238,14 +239,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--decode", default="")
     parser.add_argument("--prefill", default="")
     parser.add_argument("--mixed", default="")
-    parser.add_argument(
-        "-q",
-        "--weights",
-        default="dense",
-        choices=WEIGHT_FORMATS,
-        metavar="KIND",
-        help=", ".join(WEIGHT_FORMATS),
-    )
+    add_weights_option(parser, WEIGHT_FORMATS, "dense")
     parser.add_argument("--quantize-head", action="store_true")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_DTYPES)
     parser.add_argument("--kernel", action="append", default=[], metavar="OP=VARIANT")

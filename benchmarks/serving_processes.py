@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.serve_command import serve_command
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import ModelmillError
 from modelmill.core.types import Request, SamplingParams
@@ -85,17 +86,7 @@ class ServedEngine:
     def __init__(self, engine: Path, run: dict[str, Any], worker_core: int, core: int) -> None:
         """run: fields of RunConfig, given as flags."""
         self._cores = worker_core, core
-        words = [
-            sys.executable,
-            "-m",
-            "modelmill",
-            "serve",
-            str(engine),
-            "--port",
-            "0",
-            "--served-model-name",
-            "load",
-        ]
+        words = serve_command([engine], 0, "--served-model-name", "load")
         for name, value in run.items():
             words += ["--" + name.replace("_", "-"), str(value)]
         self._process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
@@ -156,7 +147,7 @@ def _generate(
     return {
         "seconds": time.perf_counter() - began,
         "cpu": time.process_time() - cpu,
-        "told": num_tokens,
+        "num_tokens": num_tokens,
     }
 
 
@@ -168,7 +159,7 @@ def _burst(
     On a CPU in CPU seconds: what else runs there does not count.
     """
     scheduler = loop.scheduler
-    kept = scheduler.limits, scheduler.adaptive_chunk, loop.clock
+    saved = scheduler.limits, scheduler.adaptive_chunk, loop.clock
     scheduler.set_interactive(None, on_gpu=loop.device != "cpu")
     loop.clock = time.thread_time if loop.device == "cpu" else time.perf_counter
     step_times: dict[str, list[float]] = {"quiet": [], "during": []}
@@ -192,7 +183,7 @@ def _burst(
         loop.abort(request.id)
     while loop.has_work:
         loop.step()
-    scheduler.limits, scheduler.adaptive_chunk, loop.clock = kept
+    scheduler.limits, scheduler.adaptive_chunk, loop.clock = saved
     return {"quiet": step_times["quiet"][4:], "during": step_times["during"]}
 
 

@@ -10,13 +10,12 @@ import importlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from modelmill.core import env
-
-ProgressCallback = Callable[..., None]
-"""Called with (stage, done, total) or (done, total)."""
+from modelmill.core.progress import Progress
 
 COMPILING = "compiling kernels"
 """Prefix of the stages that compile: they take long, so plain output announces them as well."""
@@ -29,21 +28,21 @@ REFRESH_SECONDS = 0.5
 class ProgressDisplay(Protocol):
     """Interface of a progress display."""
 
-    def update(self, stage: str, done: float, total: float) -> None:
-        """Show how far a stage is."""
+    def update(self, stage: str, done: int, total: int) -> None:
+        """Show how far a stage is: the ``Progress`` callback."""
 
     def close(self) -> None:
-        """Clear the display."""
+        """Remove the progress display from the terminal."""
 
 
 @contextlib.contextmanager
 def show_progress(
     label: str, *, enabled: bool | None = None, delay: float = 0.0
-) -> Iterator[ProgressCallback]:
+) -> Iterator[Progress]:
     """Show progress while the block runs; yields the progress callback.
 
     Args:
-        label: Stage to show while a report names none.
+        label: Stage to show before the first report.
         enabled: None shows it on a terminal (stderr) and in a notebook; True elsewhere too; False
             nowhere. Where no line is drawn, only compilations are announced, in a plain line on
             stderr.
@@ -56,7 +55,7 @@ def show_progress(
         sys.stderr.write
     )
     try:
-        yield make_reporter(label, display)
+        yield display.update
     finally:
         display.close()
 
@@ -72,23 +71,6 @@ def open_display(
     return None
 
 
-def make_reporter(label: str, display: ProgressDisplay) -> ProgressCallback:
-    """Make the progress callback of a display; ``label`` is the stage if a report names none."""
-
-    def report(*args: Any) -> None:
-        stage, numbers = parse_report(label, args)
-        if len(numbers) >= 2:
-            display.update(stage, *numbers[:2])
-
-    return report
-
-
-def parse_report(label: str, args: Sequence[Any]) -> tuple[str, list[float]]:
-    """Split (stage, done, total) or (done, total) into stage (default ``label``) and numbers."""
-    stage = str(args[0]) if args and isinstance(args[0], str) else label
-    return stage, [arg for arg in args if isinstance(arg, (int, float))]
-
-
 def in_notebook() -> bool:
     """Whether this process is a Jupyter kernel; imports nothing."""
     get = getattr(sys.modules.get("IPython"), "get_ipython", None)
@@ -102,7 +84,7 @@ class CompileAnnouncer:
         self._write = write
         self._announced: set[str] = set()
 
-    def update(self, stage: str, done: float, total: float) -> None:  # noqa: ARG002
+    def update(self, stage: str, done: int, total: int) -> None:  # noqa: ARG002
         """Announce a stage once, if it is a compilation."""
         if stage.startswith(COMPILING) and stage not in self._announced:
             self._announced.add(stage)
@@ -133,7 +115,7 @@ class TerminalLine:
         self._task = self._bars.add_task(label, total=None, share="")
         self._delayed = DelayedStart(self._bars.start, delay)
 
-    def update(self, stage: str, done: float, total: float) -> None:
+    def update(self, stage: str, done: int, total: int) -> None:
         """Show a stage; one with a total of 1 has no percentage, its bar only pulses."""
         counted = total > 1
         task = self._bars.tasks[0]
@@ -146,45 +128,65 @@ class TerminalLine:
         task.finished_time = None
 
     def close(self) -> None:
-        """Clear the line."""
+        """Remove the progress line from the terminal."""
         if self._delayed.cancel():
             self._bars.stop()
 
 
-class NotebookLine:
-    """A cell output that is updated in place; needs no widgets."""
+class ProgressThread(ABC):
+    """Stores the last report; a thread shows it, since minutes may pass between two reports."""
+
+    def __init__(self, label: str) -> None:
+        self._start_time = time.monotonic()
+        self._stage, self._done, self._total = label, 0, 0
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._show, name="progress", daemon=True)
+
+    def update(self, stage: str, done: int, total: int) -> None:
+        """Store the current progress."""
+        self._stage, self._done, self._total = stage, done, total
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._closed.set()
+        self._thread.join()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._start_time
+
+    @abstractmethod
+    def _show(self) -> None:
+        """Show the stored report from time to time, until ``_closed`` is set."""
+
+
+class NotebookLine(ProgressThread):
+    """A cell output that is updated in place, at most twice a second; needs no widgets."""
 
     def __init__(self, label: str, delay: float = 0.0) -> None:
+        super().__init__(label)
         self._display = importlib.import_module("IPython.display").display
-        self._began, self._stage, self._done, self._total = time.monotonic(), label, 0.0, 0.0
         self._handle: Any = None
-        self._closed = threading.Event()
-        self._thread = threading.Thread(
-            target=self._refresh, args=(delay,), name="progress", daemon=True
-        )
+        self._delay = delay
         if delay <= 0:
             self._draw()
         self._thread.start()
 
-    def update(self, stage: str, done: float, total: float) -> None:
-        """Store the state; a thread draws it at most twice a second."""
-        self._stage, self._done, self._total = stage, done, total
-
     def close(self) -> None:
         """Stop the thread and clear the output."""
-        self._closed.set()
-        self._thread.join()
+        super().close()
         if self._handle is not None:
             self._handle.update({"text/plain": ""}, raw=True)
 
-    def _refresh(self, delay: float) -> None:
-        pause = max(delay, REFRESH_SECONDS)
+    def _show(self) -> None:
+        pause = max(self._delay, REFRESH_SECONDS)
         while not self._closed.wait(pause):
             self._draw()
             pause = REFRESH_SECONDS
 
     def _draw(self) -> None:
-        line = format_bar(self._stage, self._done, self._total, time.monotonic() - self._began)
+        line = format_bar(self._stage, self._done, self._total, self.seconds)
         if self._handle is None:
             self._handle = self._display({"text/plain": line}, raw=True, display_id=True)
         else:

@@ -74,8 +74,8 @@ def test_the_known_story(llm: LLM) -> None:
 
 def test_every_form_of_a_prompt(llm: LLM) -> None:
     ids = llm.tokenizer.encode("Once upon")  # type: ignore[union-attr]
-    forms = ["Once upon", {"prompt": "Once upon"}, {"prompt_token_ids": ids}, ids]
-    texts = {a.outputs[0].text for a in llm.generate(forms, GREEDY)}
+    prompts = ["Once upon", {"prompt": "Once upon"}, {"prompt_token_ids": ids}, ids]
+    texts = {a.outputs[0].text for a in llm.generate(prompts, GREEDY)}
     assert len(texts) == 1
     assert text(llm, "Once upon") in texts
 
@@ -91,18 +91,18 @@ def test_streamed_alone_and_in_a_batch_are_one_text(llm: LLM) -> None:
 
 @pytest.mark.parametrize("cut", [1, 2, 5, 9])
 def test_a_stop_string_ends_the_text_before_it(llm: LLM, cut: int) -> None:
-    whole = text(llm, "Once upon a time", max_tokens=60)
-    stop = whole[20 : 20 + cut]
+    full_text = text(llm, "Once upon a time", max_tokens=60)
+    stop = full_text[20 : 20 + cut]
     answer = llm.generate(
         "Once upon a time", SamplingParams(temperature=0, max_tokens=60, stop=(stop,))
     )[0].outputs[0]
-    assert answer.text == whole[: whole.index(stop)]
+    assert answer.text == full_text[: full_text.index(stop)]
     assert answer.finish_reason == "stop"
     assert answer.stop_reason == stop
-    kept = SamplingParams(temperature=0, max_tokens=60, stop=(stop,), include_stop=True)
+    params = SamplingParams(temperature=0, max_tokens=60, stop=(stop,), include_stop=True)
     assert (
-        llm.generate("Once upon a time", kept)[0].outputs[0].text
-        == whole[: whole.index(stop)] + stop
+        llm.generate("Once upon a time", params)[0].outputs[0].text
+        == full_text[: full_text.index(stop)] + stop
     )
     assert llm.engine_core.stats().running == 0
 
@@ -157,9 +157,9 @@ def test_closing_a_stream_frees_the_engine(llm: LLM) -> None:
 def test_chat_needs_a_template_and_takes_one(engine: Path, llm: LLM) -> None:
     with pytest.raises(UsageError, match="no chat template"):
         llm.chat([{"role": "user", "content": "hi"}])
-    talk = LLM(engine, device="cpu", chat_template=TEMPLATE)
-    one = talk.chat([{"role": "user", "content": "hi"}], GREEDY)
-    two = talk.chat(
+    messages = LLM(engine, device="cpu", chat_template=TEMPLATE)
+    one = messages.chat([{"role": "user", "content": "hi"}], GREEDY)
+    two = messages.chat(
         [[{"role": "user", "content": "hi"}], [{"role": "user", "content": "ho"}]], GREEDY
     )
     assert one[0].outputs[0].text == two[0].outputs[0].text
@@ -167,14 +167,14 @@ def test_chat_needs_a_template_and_takes_one(engine: Path, llm: LLM) -> None:
 
 
 def test_shipped_templates_by_name(engine: Path) -> None:
-    talk = LLM(engine, device="cpu", chat_template="vicuna")
+    conversation = LLM(engine, device="cpu", chat_template="vicuna")
     messages = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "ho"},
         {"role": "user", "content": "x"},
     ]
-    assert talk.chat_format is not None
-    rendered = talk.chat_format.render(messages)
+    assert conversation.chat_format is not None
+    rendered = conversation.chat_format.render(messages)
     assert rendered.startswith("<s>A chat between a curious user")
     assert rendered.endswith(" USER: hi ASSISTANT: ho</s> USER: x ASSISTANT:")
     with pytest.raises(UsageError, match="vicuna and chatml"):
@@ -246,8 +246,13 @@ def test_an_engine_that_says_nothing_has_our_defaults_and_openais(engine: Path, 
     assert llm.defaults == dict(MODELMILL_DEFAULTS)
     assert client.defaults == dict(OPENAI_DEFAULTS)
     for ask in ("Once upon", [1, 2, 3]):
-        how, openai = llm.request(ask).request.params, client.request(ask).request.params
-        assert (how.temperature, how.top_p, how.top_k, how.min_p) == (0.6, 0.95, 40, 0.05)
+        options, openai = llm.request(ask).request.params, client.request(ask).request.params
+        assert (options.temperature, options.top_p, options.top_k, options.min_p) == (
+            0.6,
+            0.95,
+            40,
+            0.05,
+        )
         assert (openai.temperature, openai.top_p, openai.top_k, openai.min_p) == (1.0, 1.0, 0, 0.0)
     assert client.suggested_defaults.values == llm.defaults
 
@@ -264,11 +269,11 @@ def test_a_generation_config_reaches_every_request(engine: Path) -> None:
             TEMPLATE,
             openai_defaults=openai,
         )
-        talk = [{"role": "user", "content": "Hi"}]
-        for state in (language.request("Once"), language.chat_request(talk, None)):
-            how = state.request.params
-            assert (how.temperature, how.top_k, how.stop) == (1.0, 7, ("###",))
-            assert how.logits_processors == LogitsProcessors(suppress_tokens=(3,))
+        messages = [{"role": "user", "content": "Hi"}]
+        for state in (language.request("Once"), language.chat_request(messages, None)):
+            options = state.request.params
+            assert (options.temperature, options.top_k, options.stop) == (1.0, 7, ("###",))
+            assert options.logits_processors == LogitsProcessors(suppress_tokens=(3,))
 
 
 def test_what_has_no_effect_is_said_in_one_line_at_start(
@@ -300,12 +305,12 @@ def test_streams_read_in_turns_do_not_starve_each_other(llm: LLM) -> None:
     """
     alone = [text(llm, p) for p in ("Once upon a time", "The dog", "Lily said")]
     first, second = llm.stream("Once upon a time", GREEDY), llm.stream("The dog", GREEDY)
-    got = [next(first).text, next(second).text]
-    got[0] += next(first).text
+    actual = [next(first).text, next(second).text]
+    actual[0] += next(first).text
     third = text(llm, "Lily said")
-    got[1] += "".join(d.text for d in second)
-    got[0] += "".join(d.text for d in first)
-    assert [*got, third] == alone
+    actual[1] += "".join(d.text for d in second)
+    actual[0] += "".join(d.text for d in first)
+    assert [*actual, third] == alone
     assert not llm.engine_core.has_work
 
 
@@ -320,14 +325,14 @@ def test_an_unread_stream_is_aborted_when_it_is_closed(llm: LLM) -> None:
 
 
 def test_stop_strings_wait_for_min_tokens(llm: LLM) -> None:
-    whole = text(llm, "Once upon a time", max_tokens=60)
-    stop = whole[4]
+    full_text = text(llm, "Once upon a time", max_tokens=60)
+    stop = full_text[4]
     answer = llm.generate(
         "Once upon a time",
         SamplingParams(temperature=0, max_tokens=60, min_tokens=20, stop=(stop,)),
     )[0].outputs[0]
     assert len(answer.token_ids) > 20
-    assert whole.startswith(answer.text)
+    assert full_text.startswith(answer.text)
     assert len(answer.text) > len(text(llm, "Once upon a time", max_tokens=60, stop=(stop,)))
 
 

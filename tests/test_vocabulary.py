@@ -47,15 +47,15 @@ BANNED_WORDS = re.compile(
 )
 # The field's word → the file that does it, where a search for the word has to land.
 FIELD_WORDS = {
-    "GEMM": "modelmill/ops/cuda/gemm.py",
-    "GEMV": "modelmill/ops/cuda/wq_gemv.py",
-    "dequant": "modelmill/ops/triton/dequant.py",
+    "GEMM": "modelmill/ops/cuda/gemm_16bit/gemm.py",
+    "GEMV": "modelmill/ops/cuda/weight_only_gemm/wq_gemv.py",
+    "dequant": "modelmill/ops/triton/weight_only_gemm/dequant.py",
     "all_reduce": "modelmill/parallel/tp_group.py",
     "chunked prefill": "modelmill/runtime/chunked_prefill.py",
     "continuous batching": "modelmill/runtime/scheduler.py",
     "fused": "modelmill/nn/fusion.py",
-    "warpgroup": "modelmill/ops/cuda/smem_pipeline.cuh",
-    "producer": "modelmill/ops/cuda/smem_pipeline.cuh",
+    "warpgroup": "modelmill/ops/cuda/common/smem_pipeline.cuh",
+    "producer": "modelmill/ops/cuda/common/smem_pipeline.cuh",
     "prefetch": "modelmill/builder/prefetch.py",
     "prefix cach": "modelmill/runtime/kv_pages.py",
     "tensor.parallel": "modelmill/parallel/tp_group.py",

@@ -15,9 +15,11 @@ import torch
 
 from modelmill.checkpoint.container import Container
 from modelmill.checkpoint.quant_layout import (
-    GROUP_SIZE_MULTIPLE,
     PackedMatrix,
     QuantLayout,
+    check_group_size,
+    columns_per_group,
+    group_label,
     packed_words_shape,
     scales_shape,
     unpack_fields,
@@ -48,14 +50,7 @@ def make(settings: Mapping[str, Any], path: Path) -> AwqScheme:
             f"{path} is an AWQ checkpoint of {quote(bits, 60)} bits, 4 can be read; "
             "take the original and build with -q int4"
         )
-    if not isinstance(group, int) or (
-        group != -1 and (group < GROUP_SIZE_MULTIPLE or group % GROUP_SIZE_MULTIPLE)
-    ):
-        raise CheckpointError(
-            f"{path} is an AWQ checkpoint in groups of {quote(group, 60)}; "
-            f"groups of −1 or a multiple of {GROUP_SIZE_MULTIPLE} "
-            "can be kept; take the original and build with -q int4 --group-size 32"
-        )
+    group = check_group_size(group, f"{path} is an AWQ checkpoint")
     return AwqScheme(path, group)
 
 
@@ -74,9 +69,7 @@ class AwqScheme:
     @property
     def label(self) -> str:
         """Return the format's name and bits, for messages."""
-        return "AWQ, 4 bits" + (
-            " a channel" if self.group_size == -1 else f" in groups of {self.group_size}"
-        )
+        return f"AWQ, 4 bits{group_label(self.group_size)}"
 
     def quant_layout(self, raw: Container, stem: str) -> QuantLayout:
         """Return the quantization layout of the matrix called stem."""
@@ -94,11 +87,7 @@ class AwqScheme:
                 f"{self.path}: {stem}.qzeros {list(zeros)} and scales {list(grids)} do not fit"
             )
         columns = here[0]
-        group = (
-            -(-columns // GROUP_SIZE_MULTIPLE) * GROUP_SIZE_MULTIPLE
-            if self.group_size == -1
-            else self.group_size
-        )
+        group = columns_per_group(self.group_size, columns)
         if -(-columns // group) != grids[0]:
             raise CorruptCheckpoint(
                 f"{self.path}: {stem} has {grids[0]} groups for {columns} columns of {group}"

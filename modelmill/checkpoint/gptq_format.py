@@ -16,9 +16,11 @@ import torch
 
 from modelmill.checkpoint.container import Container
 from modelmill.checkpoint.quant_layout import (
-    GROUP_SIZE_MULTIPLE,
     PackedMatrix,
     QuantLayout,
+    check_group_size,
+    columns_per_group,
+    group_label,
     packed_words_shape,
     perm_digest,
     perm_from_group_index,
@@ -51,14 +53,7 @@ def make(settings: Mapping[str, Any], path: Path) -> GptqScheme:
             f"{path} is a GPTQ checkpoint of {quote(bits, 60)} bits, 4 and 8 can be read; "
             f"{_advice(bits)}"
         )
-    if not isinstance(group, int) or (
-        group != -1 and (group < GROUP_SIZE_MULTIPLE or group % GROUP_SIZE_MULTIPLE)
-    ):
-        raise CheckpointError(
-            f"{path} is a GPTQ checkpoint in groups of {quote(group, 60)}; "
-            f"groups of −1 or a multiple of {GROUP_SIZE_MULTIPLE} "
-            "can be kept; take the original and build with -q int4 --group-size 32"
-        )
+    group = check_group_size(group, f"{path} is a GPTQ checkpoint")
     return GptqScheme(
         path, bits, group, bool(settings.get("sym", True)), 1 if form == "gptq" else 0
     )
@@ -92,7 +87,7 @@ class GptqScheme:
     @property
     def label(self) -> str:
         """Return the format's name and bits, for messages."""
-        return f"GPTQ, {self.bits} bits{_group_label(self.group_size)}"
+        return f"GPTQ, {self.bits} bits{group_label(self.group_size)}"
 
     def quant_layout(self, raw: Container, stem: str) -> QuantLayout:
         """Return the quantization layout of the matrix called stem."""
@@ -110,11 +105,7 @@ class GptqScheme:
                 f"{self.path}: {stem}.qzeros {list(zeros)} and scales {list(grids)} do not fit"
             )
         columns = here[0] * 32 // self.bits
-        group = (
-            -(-columns // GROUP_SIZE_MULTIPLE) * GROUP_SIZE_MULTIPLE
-            if self.group_size == -1
-            else self.group_size
-        )
+        group = columns_per_group(self.group_size, columns)
         if -(-columns // group) != grids[0]:
             raise CheckpointError(
                 f"{self.path}: {stem} has {grids[0]} groups for {columns} columns, not groups of "
@@ -174,7 +165,3 @@ class GptqScheme:
 
 def _names(raw: Container) -> set[str]:
     return set(raw.names())
-
-
-def _group_label(group_size: int) -> str:
-    return " a channel" if group_size == -1 else f" in groups of {group_size}"

@@ -43,7 +43,7 @@ COMPILERS = ("c++", "g++", "clang++")
 
 @dataclass(frozen=True, kw_only=True)
 class Args(CommonArgs):
-    """Options of ``doctor``."""
+    """Command-line options of ``modelmill doctor``."""
 
     engine: Path | None = option(
         None, "an engine: whether it fits this machine", positional=True, metavar="ENGINE"
@@ -53,7 +53,7 @@ class Args(CommonArgs):
 def run(args: Args) -> int:
     """Print the environment; exit code 1 if a required package is missing."""
     with show_progress("looking around", lines=True) as on_progress:
-        from modelmill.runtime.device import compile_cpu_kernels
+        from modelmill.loader.device import compile_cpu_kernels
 
         compile_cpu_kernels("cpu", on_progress)
         facts = {
@@ -72,7 +72,7 @@ def collect_facts() -> dict[str, Any]:
     from modelmill import __version__
     from modelmill.core import memory_limits
     from modelmill.eval.report import cpu_name
-    from modelmill.ops.cpu.openmp import describe_wait_policy
+    from modelmill.ops.cpu.common.openmp import describe_wait_policy
 
     cache, memory = env.cache_dir(), memory_limits.available_memory()
     return {
@@ -160,7 +160,7 @@ def _kernels(torch: Any) -> list[dict[str, Any]]:
 
 def _cpu_kernels() -> dict[str, str | None]:
     """Return the origin and path of the compiled CPU kernels, or why there are none."""
-    from modelmill.ops.cpu import build
+    from modelmill.ops.cpu.common import build
 
     library = build.load()
     if isinstance(library, str):

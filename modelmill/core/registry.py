@@ -13,10 +13,15 @@ def module_names(package: str) -> list[str]:
     return list(_listed(tuple(importlib.import_module(package).__path__)))
 
 
-# opening an engine calls this thousands of times; folders of an installed package do not change
+# opening an engine calls these thousands of times; folders of an installed package do not change
 @cache
 def _listed(folders: tuple[str, ...]) -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(folders) if not m.name.startswith("_"))
+
+
+@cache
+def _sub_folders(folders: tuple[str, ...]) -> list[str]:
+    return sorted(m.name for m in pkgutil.iter_modules(folders) if m.ispkg)
 
 
 def find_module(package: str, name: str) -> ModuleType | None:
@@ -24,6 +29,15 @@ def find_module(package: str, name: str) -> ModuleType | None:
     if name not in module_names(package):
         return None
     return importlib.import_module(f"{package}.{name}")
+
+
+def find_module_below(package: str, name: str) -> ModuleType | None:
+    """Import the module ``name`` of one of the package's sub-folders; None if none has the file."""
+    for folder in _sub_folders(tuple(importlib.import_module(package).__path__)):
+        found = find_module(f"{package}.{folder}", name)
+        if found is not None:
+            return found
+    return None
 
 
 def closest_name(name: str, names: list[str]) -> str | None:

@@ -2,8 +2,8 @@
 
 The folder is the registry: an op is a file ``ops/<op>.py`` that holds a ``DECLARATION`` and a
 function of the file's name, the torch reference. The reference defines what the op computes. A
-backend's implementation is a file of the same name in ``ops/cpu``, ``ops/triton`` or ``ops/cuda``
-with
+backend's implementation is a file of the same name in a sub-folder of ``ops/cpu``, ``ops/triton``
+or ``ops/cuda`` (attention, gemm_16bit, ...) with
 
 * ``available(device_type) -> str | None``: None where it can run, else the reason why it cannot;
 * ``run(...)``: same signature and meaning as the reference; an op with many arguments takes them
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from modelmill.core.errors import UsageError
-from modelmill.core.registry import closest_name, find_module, module_names
+from modelmill.core.registry import closest_name, find_module_below, module_names
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.launch_configs import Tuning, filter_supported
 
@@ -129,7 +129,7 @@ def implementation(op: str, backend: str) -> ModuleType | None:
     if backend not in BACKENDS:
         return None
     try:
-        return find_module(f"modelmill.ops.{backend}", op)
+        return find_module_below(f"modelmill.ops.{backend}", op)
     except ModuleNotFoundError as error:
         # a third-party package may be missing; a modelmill module that fails to import is a bug
         if (error.name or "").startswith("modelmill"):
@@ -269,7 +269,9 @@ def _pick(
         run = _with_launch_configs(op, module, tuning)
         if lower is not None and getattr(module, "USES_FALLBACK", False):
             run = functools.partial(run, fallback=lower)
-        selected, backend, lower = _with_fallback(module, run, selected), name, run
+        selected = _with_fallback(module, run, selected)
+        backend = name
+        lower = run
     return selected, backend
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from modelmill.ops.cpu import build
+from modelmill.ops.cpu.common import build
 from modelmill.ops.cuda_graph import GraphCapturer, on_side_stream
 
 Call = Callable[[], Any]

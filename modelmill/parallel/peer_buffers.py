@@ -1,10 +1,10 @@
 """GPU memory that all ranks of a host map, and the all-reduces of decode steps through it.
 
 NCCL needs 10 to 15 µs to all-reduce the 8 KB of one token, twice per layer. Here an all-reduce is
-one kernel (``ops.triton.custom_all_reduce``) that takes little longer than the NVLink transfer, and
-that is fused with residual add and RMSNorm. NVLink multicast is not used: it needs a fabric setup
-that many hosts do not have. NCCL calls are kept out of CUDA graphs: a communicator cannot be closed
-while a graph that contains a call of it exists.
+one kernel (``ops.triton.communication.custom_all_reduce``) that takes little longer than the NVLink
+transfer, and that is fused with residual add and RMSNorm. NVLink multicast is not used: it needs a
+fabric setup that many hosts do not have. NCCL calls are kept out of CUDA graphs: a communicator
+cannot be closed while a graph that contains a call of it exists.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PeerBuffers:
     """This rank's buffer and the mapped addresses of the other ranks' buffers."""
 
     def __init__(self, rank: int, addresses: tuple[int, ...], device: torch.device) -> None:
-        from modelmill.ops.triton import custom_all_reduce
+        from modelmill.ops.triton.communication import custom_all_reduce
 
         self._kernels = custom_all_reduce
         self._abort_flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
@@ -65,7 +65,7 @@ class PeerBuffers:
         """
         addresses: tuple[int, ...] | None = None
         try:
-            from modelmill.ops.triton.custom_all_reduce import AllReduceBuffers
+            from modelmill.ops.triton.communication.custom_all_reduce import AllReduceBuffers
 
             own = cuda_ipc.allocate(8 * AllReduceBuffers.words(size, ROW_WORDS))
             rendezvous.set(f"peer {rank}", cuda_ipc.export_handle(own))

@@ -111,7 +111,7 @@ def _gptq_columns_kernel(device_type: str) -> Any:
     if device_type != "cuda":
         return None
     try:
-        from modelmill.ops.triton import gptq_columns
+        from modelmill.ops.triton.norm_quantize import gptq_columns
     except ImportError:
         return None
     return gptq_columns if gptq_columns.available(device_type) is None else None

@@ -12,8 +12,9 @@ from torch import nn
 
 from modelmill.core.embedding_cache import EmbeddingCache
 from modelmill.core.errors import RequestError
+from modelmill.core.progress import Progress
 from modelmill.nn.vision_context import VisionContext
-from modelmill.ops.cpu.thread_pool import single_thread_torch
+from modelmill.ops.cpu.common.thread_pool import single_thread_torch
 from modelmill.ops.registry import with_heartbeat
 from modelmill.ops.upsample_masks import masks_to_boxes
 from modelmill.vision import masks as shapes
@@ -318,7 +319,7 @@ class SamModel:
         self,
         image: Any,
         options: AutomaticMaskOptions | None = None,
-        on_progress: Callable[[int, int], None] | None = None,
+        on_progress: Progress | None = None,
     ) -> list[Mask]:
         """Segment everything in a picture with a grid of points; best predicted IoU first.
 
@@ -345,11 +346,11 @@ class SamModel:
 
             def report(done: int, before: int = before) -> None:
                 if on_progress is not None:
-                    on_progress(before + done, sum(points))
+                    on_progress("points", before + done, sum(points))
 
             masks += self._masks_of_crop(picture, crop, options, report)
         if on_progress is not None:
-            on_progress(sum(points), sum(points))
+            on_progress("points", sum(points), sum(points))
         if len(crops) > 1 and masks:
             # masks of smaller crops are finer: they win
             areas = torch.tensor(
@@ -377,7 +378,11 @@ class SamModel:
             else self.embed_image(picture if crop.layer == 0 else picture.crop(crop.box))
         )
         grid = point_grid(crop, options)
-        kept_logits, kept_ious, kept_stability, kept_boxes, kept_points = [], [], [], [], []
+        kept_logits = []
+        kept_ious = []
+        kept_stability = []
+        kept_boxes = []
+        kept_points = []
         for start in range(0, len(grid), options.points_per_batch):
             on_progress(start)
             batch = grid[start : start + options.points_per_batch]

@@ -19,7 +19,9 @@ Cli = Callable[..., tuple[int, Any, str]]
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        op_bench, "bench_cases", lambda op, kind, dtype: [next(iter(bench_cases(op, kind, dtype)))]
+        op_bench,
+        "bench_cases",
+        lambda op, device_type, dtype: [next(iter(bench_cases(op, device_type, dtype)))],
     )
     monkeypatch.setattr(op_bench, "CACHE_FLUSH_BYTES", {"cpu": 1 << 16})
     monkeypatch.setattr(op_bench, "MIN_ROUNDS", 1)
@@ -27,7 +29,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("modelmill.ops.timing.MATMUL_SIDE", {"cpu": 32})
     # other tests may have chosen Triton's interpreter, which takes minutes to be timed
     pytest.importorskip("triton")
-    monkeypatch.setattr("modelmill.ops.triton.device.INTERPRETED", False)
+    monkeypatch.setattr("modelmill.ops.triton.common.device.INTERPRETED", False)
 
 
 def test_every_op_with_its_ceiling(cli: Cli, tmp_path: Path) -> None:
@@ -45,19 +47,8 @@ def test_every_op_with_its_ceiling(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_the_table_marks_what_is_picked(cli: Cli, tmp_path: Path) -> None:
-    words = (
-        "bench",
-        "ops",
-        "--op",
-        "rms_norm",
-        "--op",
-        "linear",
-        "--device",
-        "cpu",
-        "--dtype",
-        "bfloat16",
-    )
-    code, text, _ = cli(*words, "--runs", 1, "--plot", tmp_path / "ops.png")
+    picked = ("--op", "rms_norm", "--op", "linear", "--device", "cpu", "--dtype", "bfloat16")
+    code, text, _ = cli("bench", "ops", *picked, "--runs", 1, "--plot", tmp_path / "ops.png")
     assert code == 0
     assert text.count("▸") == 3  # two ops, and the line that says what it means
     assert "bfloat16" in text

@@ -14,6 +14,7 @@ import pytest
 from modelmill.cli import main as command
 from modelmill.cli.options import CommonArgs
 from modelmill.core.errors import AcceptanceError, RequestError
+from tests.run_code import run_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ def raising(error: BaseException) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "told"),
+    ("error", "code", "message"),
     [
         (
             AcceptanceError("bug at layer 3,\n module o_proj"),
@@ -52,12 +53,12 @@ def test_mistakes_are_one_line(
     capsys: pytest.CaptureFixture[str],
     error: BaseException,
     code: int,
-    told: str,
+    message: str,
 ) -> None:
     install(monkeypatch, raising(error))
     assert command.execute(["probe"]) == code
     out = capsys.readouterr()
-    assert (out.out, out.err) == ("", told)
+    assert (out.out, out.err) == ("", message)
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +77,7 @@ def test_the_exit_code_is_the_verbs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["prob"], "did you mean probe?"),
         (["quantize", "model.gguf"], "did you mean build -q?"),
@@ -86,20 +87,23 @@ def test_the_exit_code_is_the_verbs(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_unknown_words(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
 ) -> None:
     install(monkeypatch, lambda args: 0)
     assert command.execute(words) == 2
     out = capsys.readouterr()
-    assert told in out.err
+    assert message in out.err
     assert out.err.count("\n") == 1
 
 
 def test_help_of_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.execute(["--help"]) == 0
-    told = capsys.readouterr().out
+    out = capsys.readouterr().out
     for name in command.verbs():
-        assert name in told
+        assert name in out
         assert command.execute([name, "--help"]) == 0
         page = capsys.readouterr().out
         assert "--json" in page
@@ -144,10 +148,7 @@ def test_help_imports_nothing_heavy() -> None:
         "set(sys.modules)\n"
         "assert heavy <= {'pydantic'}, heavy\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    run_code(code)
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
@@ -191,9 +192,9 @@ def test_alone_it_shows_the_help_and_nothing_else(capsys: pytest.CaptureFixture[
 
 
 def test_a_prompt_without_its_flag(cli: Any) -> None:
-    code, _, said = cli("run", "some.engine", "Hello there")
+    code, _, err = cli("run", "some.engine", "Hello there")
     assert code == 2
-    assert "--prompt" in said
+    assert "--prompt" in err
 
 
 @pytest.mark.parametrize(
@@ -208,7 +209,7 @@ def test_a_refused_value_of_the_environment_is_told_as_such(
     assert command.execute(["run", "an.engine", "--prompt", "hi"]) == 2
     assert f"invalid value in {variable} for '{flag}'" in capsys.readouterr().err
     assert command.execute(["run", "an.engine", "--prompt", "hi", flag, value]) == 2
-    told = capsys.readouterr().err
-    assert f"invalid value for '{flag}'" in told
-    assert variable not in told
-    assert "Value error" not in told
+    err = capsys.readouterr().err
+    assert f"invalid value for '{flag}'" in err
+    assert variable not in err
+    assert "Value error" not in err

@@ -13,11 +13,11 @@ import torch
 
 from modelmill.checkpoint.rename import apply_rule, plan_renames
 from modelmill.core.errors import CheckpointError, TensorMismatch, UnknownArchitecture
+from modelmill.loader.model_loader import fill_weights
 from modelmill.models import sam
 from modelmill.models._sam_vit import resize_rel_pos
 from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.registry import select_backends
-from modelmill.runtime.model_loader import fill_weights
 from tests.models.sam_seeded import hf_sam_model
 
 SMALL = {
@@ -88,19 +88,19 @@ def test_masks_equal_transformers(hf_model, prompt: str) -> None:
         dense_prompt_embeddings=dense,
         multimask_output=True,
     )
-    ours_points, ours_labels = [], []
+    prompt_points, prompt_labels = [], []
     if with_points:
-        ours_points.append(points[0])
-        ours_labels.append(labels[0])
+        prompt_points.append(points[0])
+        prompt_labels.append(labels[0])
     if with_boxes:
-        ours_points.append(boxes[0].view(2, 2, 2))
-        ours_labels.append(torch.tensor([[2, 3]] * 2))
+        prompt_points.append(boxes[0].view(2, 2, 2))
+        prompt_labels.append(torch.tensor([[2, 3]] * 2))
     elif with_points:
-        ours_points.append(torch.zeros(2, 1, 2))
-        ours_labels.append(torch.full((2, 1), -1))
+        prompt_points.append(torch.zeros(2, 1, 2))
+        prompt_labels.append(torch.full((2, 1), -1))
     mask_prompts = None if masks is None else masks[:1].expand(2, -1, -1, -1)
     actual, own = model.decode_masks(
-        embedding, torch.cat(ours_points, 1), torch.cat(ours_labels, 1), mask_prompts, still()
+        embedding, torch.cat(prompt_points, 1), torch.cat(prompt_labels, 1), mask_prompts, still()
     )
     close(actual[:, 1:], expected[0])
     close(own[:, 1:], scores[0])
@@ -122,11 +122,11 @@ def test_the_original_layout_is_recognised_and_gives_the_same(hf_model) -> None:
 
 
 def test_heads_of_the_published_sizes() -> None:
-    for width, depth, heads, whole in (
+    for width, depth, heads, global_blocks in (
         (768, 12, 12, (2, 5, 8, 11)),
         (1280, 32, 16, (7, 15, 23, 31)),
     ):
-        spec = sam.SamVitSpec(width, depth, heads, whole, 4 * width)
+        spec = sam.SamVitSpec(width, depth, heads, global_blocks, 4 * width)
         model = sam.Model(sam.SamConfig(spec))
         shapes = {name: tuple(t.shape) for name, t in model.named_buffers()}
         for name, module in model.named_modules():

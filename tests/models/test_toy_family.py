@@ -22,6 +22,7 @@ from modelmill.artifact.quantization_facts import read_quantization_facts
 from modelmill.artifact.store import open_artifact
 from modelmill.cli.main import execute
 from modelmill.eval import profile as profiling
+from modelmill.loader.model_loader import build_model, load_model
 from modelmill.nn.fusion import fuse
 from modelmill.nn.layer_spec import LayerSpec, layer_spec
 from modelmill.nn.shard_model import shard_model
@@ -30,7 +31,6 @@ from modelmill.parallel.tp_group import TPGroup
 from modelmill.quant.activation_smoothing import apply_smoothing
 from modelmill.quant.calibrate import collect_statistics
 from modelmill.quant.calibration_state import CalibrationState, QuantizableLayer
-from modelmill.runtime.model_loader import build_model, load_model
 from tests.accept.build_and_accept import build_and_accept
 from tests.models.toy_family import CONFIG, MODEL, REFERENCE, save_toy
 

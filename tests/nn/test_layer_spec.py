@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from modelmill.loader.model_loader import build_model
 from modelmill.nn.layer_spec import LinearSpec, layer_spec, module_site
-from modelmill.runtime.model_loader import build_model
 from tests.parallel.test_shard_model import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent.parent / "modelmill"

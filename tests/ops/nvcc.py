@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from modelmill.ops.cuda import build
+from modelmill.ops.cuda.common import build
 
 NVCC = build.find_nvcc()
-requires_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc not found")
+requires_nvcc = pytest.mark.skipif(
+    NVCC is None, reason="needs nvcc: install the CUDA toolkit, 12 or newer"
+)
 
 
 def compiles_without_spills(
@@ -28,13 +30,15 @@ def compiles_without_spills(
     target = [
         "-gencode=arch=compute_90a,code=sm_90a",
         *build.FLAGS,
+        build.include_flag(),
         "-Xcompiler=-Wall,-Wextra",
         "-Werror=all-warnings",
         "-Xptxas",
         "-v",
         *(f"-D{m}" for m in macros),
     ]
-    command = [NVCC.path, "-cubin", *target, "-o", str(out), str(build.FOLDER / source)]
+    path = build.source_path(Path(source).stem)
+    command = [NVCC.path, "-cubin", *target, "-o", str(out), str(path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", result.stderr)

@@ -24,7 +24,8 @@ from modelmill.core import env
 from modelmill.core.errors import MissingDependency
 from modelmill.ops import int8_group_linear, registry
 from modelmill.ops.case import Case, randn
-from modelmill.ops.cpu import build, groupwise, prebuilt
+from modelmill.ops.cpu.common import build, prebuilt
+from modelmill.ops.cpu.weight_only_gemm import groupwise
 from modelmill.ops.int4_linear import random_weight
 from modelmill.ops.int8_linear import quantize
 from modelmill.ops.paged_attention import PagedAttentionInputs
@@ -41,9 +42,9 @@ INSTRUCTION_SETS = {
 }
 QUICK = ("-O0", "-std=c++17", "-fPIC", "-Wall", "-Wextra", "-Werror")
 KERNELS: dict[str, ModuleType] = {
-    op: found["cpu"]
+    op: by_backend["cpu"]
     for op, declared in registry.declarations().items()
-    if not declared.fuses and "cpu" in (found := registry.implementations(op))
+    if not declared.fuses and "cpu" in (by_backend := registry.implementations(op))
 }
 
 pytestmark = pytest.mark.skipif(
@@ -54,7 +55,9 @@ pytestmark = pytest.mark.skipif(
 def _forget() -> None:
     """Drop every function that the bindings, and what they share, hold of the library in use."""
     for module in [
-        found for name, found in sys.modules.items() if name.startswith("modelmill.ops.cpu.")
+        module_name
+        for name, module_name in sys.modules.items()
+        if name.startswith("modelmill.ops.cpu.")
     ]:
         for value in vars(module).values() if module is not build else ():
             if isinstance(value, functools._lru_cache_wrapper):
@@ -133,17 +136,17 @@ def _check(op: str, args: dict[str, Any], dtype: torch.dtype, writes: tuple[str,
     }
     wide.update({n: wide[n] for n in writes})
     expected = registry.by_name(op, registry.reference(op))(**wide)
-    got = registry.by_name(op, KERNELS[op].run)(**args)
-    pairs = list(zip(got, expected)) if isinstance(got, tuple) else [(got, expected)]
+    outputs = registry.by_name(op, KERNELS[op].run)(**args)
+    pairs = list(zip(outputs, expected)) if isinstance(outputs, tuple) else [(outputs, expected)]
     pairs += [(args[n], wide[n]) for n in writes]
-    for mine, truth in pairs:
+    for actual, truth in pairs:
         if truth is None:  # a scale that the caller knows
-            assert mine is None
+            assert actual is None
             continue
-        assert mine.shape == truth.shape
-        mine, truth = mine.double(), truth.double()
-        assert torch.equal(mine.isnan(), truth.isnan())
-        error = ((mine - truth).abs() / truth.abs().clamp(min=1.0)).nan_to_num()
+        assert actual.shape == truth.shape
+        actual, truth = actual.double(), truth.double()
+        assert torch.equal(actual.isnan(), truth.isnan())
+        error = ((actual - truth).abs() / truth.abs().clamp(min=1.0)).nan_to_num()
         assert float(error.max()) <= import_module(f"modelmill.ops.{op}").TOLERANCE[dtype]
 
 
@@ -192,8 +195,8 @@ def test_products_of_any_size(rows: int, k: int, n: int, dtype: torch.dtype, bia
     weight = randn(n, k, device="cpu", dtype=torch.float32, seed=n, scale=k**-0.5)
     args = {"x": x, "bias": randn(n, device="cpu", dtype=dtype, seed=k) if bias else None}
     _check("linear", args | {"weight": weight.to(dtype)}, dtype)
-    held, scale = quantize(weight)
-    _check("int8_linear", args | {"weight": held, "scale": scale}, dtype)
+    packed, scale = quantize(weight)
+    _check("int8_linear", args | {"weight": packed, "scale": scale}, dtype)
     for group in (32, 96):
         four = random_weight(n, k, group, device="cpu", symmetric=bias) | {"group": group}
         _check("int4_linear", args | four, dtype)
@@ -212,7 +215,7 @@ def test_a_row_gives_the_same_bits_alone_and_in_a_batch(dtype: torch.dtype, isa:
 def _alone_and_in(batches: tuple[int, ...], dtype: torch.dtype) -> None:
     x = randn(65, 333, device="cpu", dtype=dtype, seed=1)
     weight = randn(45, 333, device="cpu", dtype=dtype, seed=2)
-    held, scale = quantize(weight)
+    packed, scale = quantize(weight)
     codes = weight.float().clamp(-4, 4).to(torch.float8_e4m3fn)
     four = random_weight(45, 333, 64, device="cpu", symmetric=False) | {"group": 64}
     eight = int8_group_linear.random_weight(45, 333, 64, device="cpu", symmetric=False) | {
@@ -220,7 +223,7 @@ def _alone_and_in(batches: tuple[int, ...], dtype: torch.dtype) -> None:
     }
     products: dict[str, dict[str, Any]] = {
         "linear": {"weight": weight},
-        "int8_linear": {"weight": held, "scale": scale},
+        "int8_linear": {"weight": packed, "scale": scale},
         "fp8_linear": {"weight": codes, "scale": scale, "x_scale": None, "dtype": dtype},
         "int4_linear": four,
         "int8_group_linear": eight,
@@ -241,24 +244,26 @@ def test_bfloat16_the_other_way(dtype: torch.dtype, other_way: None) -> None:
     _alone_and_in((1, 2, 3, 4, 6, 7, 13, 16), dtype)
 
 
-@pytest.mark.parametrize(("vendor", "floats"), [("GenuineIntel", True), ("AuthenticAMD", False)])
-def test_who_multiplies_bfloat16_as_floats(
-    vendor: str, floats: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        build, "_cpu", lambda: f"vendor_id\t: {vendor}\nflags\t\t: avx512f avx512_bf16"
-    )
-    assert ("-DMILL_BF16_AS_FP32" in build.machine_flags()) is floats
+AMD = "vendor_id\t: AuthenticAMD\n"
 
 
-@pytest.mark.parametrize(("family", "far"), [("25", True), ("26", False), ("125", False)])
-def test_who_asks_for_weights_far_ahead(
-    family: str, far: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("cpu", "flag", "expected"),
+    [
+        ("vendor_id\t: GenuineIntel\nflags\t\t: avx512f avx512_bf16", "BF16_AS_FP32", True),
+        (AMD + "flags\t\t: avx512f avx512_bf16", "BF16_AS_FP32", False),
+        (AMD + "cpu family\t: 25\nmodel\t\t: 17", "PREFETCH_L2", True),
+        (AMD + "cpu family\t: 26\nmodel\t\t: 17", "PREFETCH_L2", False),
+        (AMD + "cpu family\t: 125\nmodel\t\t: 17", "PREFETCH_L2", False),
+    ],
+    ids=["Intel", "AMD", "AMD family 25", "AMD family 26", "AMD family 125"],
+)
+def test_flags_of_a_cpu(
+    cpu: str, flag: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        build, "_cpu", lambda: f"vendor_id\t: AuthenticAMD\ncpu family\t: {family}\nmodel\t\t: 17"
-    )
-    assert ("-DMILL_PREFETCH_L2" in build.machine_flags()) is far
+    """Who multiplies bfloat16 as floats, and who fetches weights far ahead."""
+    monkeypatch.setattr(build, "_cpu", lambda: cpu)
+    assert (f"-DMILL_{flag}" in build.machine_flags()) is expected
 
 
 def _attention(
@@ -380,8 +385,8 @@ def test_float8_values_all_survive_and_nan_is_none(k: int, isa: str) -> None:
     value.
     """
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    wanted = every.float() * k
-    assert int(wanted.isnan().sum()) == 2
+    expected = every.float() * k
+    assert int(expected.isnan().sum()) == 2
     codes, one = (
         every.view(torch.uint8)[:, None].expand(256, k).contiguous().view(every.dtype),
         torch.ones(1),
@@ -389,8 +394,8 @@ def test_float8_values_all_survive_and_nan_is_none(k: int, isa: str) -> None:
     run = KERNELS["fp8_linear"].run
     as_weights = run(torch.ones(1, k), codes, torch.ones(256), None, torch.float32)[0]
     as_inputs = run(codes, torch.ones(1, k).to(every.dtype), one, one, torch.float32)[:, 0]
-    for got in (as_weights, as_inputs):
-        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=0, equal_nan=True)
+    for actual in (as_weights, as_inputs):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
@@ -400,14 +405,14 @@ def test_a_clusters_own_step_tells_what_is_no_number(place: int, value: float, i
     x[0, place] = value
     order = torch.arange(64, dtype=torch.int32)
     args = (x, order, None, None, 8, 32)
-    (q, step), (wanted, steps) = (
+    (q, step), (expected, steps) = (
         KERNELS["rptq_quant"].run(*args),
         registry.reference("rptq_quant")(*args),
     )
     torch.testing.assert_close(step, steps, rtol=1e-6, atol=0, equal_nan=True)
     assert not steps[0, 0].isfinite()
     assert bool((q[0, :32] == 0).all()), "a cast of NaN is not defined"
-    assert bool(((q.int() - wanted.int()).abs() <= 1)[:, 32:].all())
+    assert bool(((q.int() - expected.int()).abs() <= 1)[:, 32:].all())
     product = KERNELS["rptq_linear"].run(
         RptqLinearInputs(
             q,
@@ -461,7 +466,7 @@ def test_empty_batches() -> None:
 
 SCRIPT = f"""
 import torch
-from modelmill.ops.cpu import build
+from modelmill.ops.cpu.common import build
 library = build.open_library(build.compile_library({QUICK!r}))
 torch.set_num_threads(2)
 torch.randn(2000, 2000) @ torch.randn(2000, 200)
@@ -481,12 +486,12 @@ def test_two_processes_may_build_at_once_and_share_torchs_threads(tmp_path: Path
         subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    said = [process.communicate()[0].split() for process in running]
+    outputs = [process.communicate()[0].split() for process in running]
     assert [process.returncode for process in running] == [0, 0]
-    assert said[0] == said[1]
-    assert [path.name for path in (tmp_path / "cpu").iterdir()] == [Path(said[0][0]).name]
+    assert outputs[0] == outputs[1]
+    assert [path.name for path in (tmp_path / "cpu").iterdir()] == [Path(outputs[0][0]).name]
     if sys.platform == "linux":
-        assert said[0][1] == "1"  # one OpenMP runtime in the process: torch's
+        assert outputs[0][1] == "1"  # one OpenMP runtime in the process: torch's
 
 
 def test_another_processor_flag_or_compiler_is_another_file(
@@ -502,10 +507,10 @@ def test_another_processor_flag_or_compiler_is_another_file(
 def _reason() -> str:
     with pytest.MonkeyPatch.context() as compiling:  # whatever kernels these tests run with
         compiling.setenv("MODELMILL_CPU_KERNELS", "native")
-        found = build.load.__wrapped__()
-    assert isinstance(found, str)
-    assert "\n" not in found
-    return found
+        reason = build.load.__wrapped__()
+    assert isinstance(reason, str)
+    assert "\n" not in reason
+    return reason
 
 
 def test_without_a_compiler_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:

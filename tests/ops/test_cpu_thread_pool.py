@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from modelmill.ops.cpu import build, int8_linear, linear
-from modelmill.ops.cpu.thread_pool import single_thread_torch
+from modelmill.ops.cpu.common import build, prebuilt
+from modelmill.ops.cpu.common.thread_pool import single_thread_torch
+from modelmill.ops.cpu.gemm_16bit import linear
+from modelmill.ops.cpu.weight_only_gemm import int8_linear
 from modelmill.ops.int8_linear import quantize
 
 pytestmark = pytest.mark.skipif(
@@ -125,9 +127,9 @@ def test_own_threads_carry_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         args, expected = _product(40)
         monkeypatch.setattr(torch, "mm", lambda *_, **__: pytest.fail("torch multiplies"))
-        given, weight, scale = args
-        found = int8_linear.run(given.bfloat16(), weight, scale)
-        assert torch.allclose(found.float(), expected, rtol=0.05, atol=0.5)
+        x, weight, scale = args
+        output = int8_linear.run(x.bfloat16(), weight, scale)
+        assert torch.allclose(output.float(), expected, rtol=0.05, atol=0.5)
     finally:
         linear.max_native_rows.cache_clear()
 
@@ -137,7 +139,7 @@ PROBE = """
 #include <time.h>
 #include <unistd.h>
 
-#include "thread_pool.cpp"
+#include "common/thread_pool.cpp"
 
 // Two pieces for two threads: the caller waits in its own until the other has come, at most `patience` nanoseconds; the
 // other sleeps for `sleep` nanoseconds in its piece. Returns pieces that the other took.
@@ -164,7 +166,7 @@ def test_a_worker_without_a_core_is_left_out_for_a_while(tmp_path: Path) -> None
     """Its piece sleeps as a thread does whose core another program has."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
-        pytest.skip("no C++ compiler")
+        pytest.skip("needs a C++ compiler: apt-get install g++")
     source, library = tmp_path / "probe.cpp", tmp_path / "probe.so"
     source.write_text(PROBE)
     flags = [
@@ -173,7 +175,7 @@ def test_a_worker_without_a_core_is_left_out_for_a_while(tmp_path: Path) -> None
         "-shared",
         "-fPIC",
         "-pthread",
-        f"-I{Path(build.__file__).parent}",
+        prebuilt.include_flag(),
     ]
     subprocess.run([compiler, *flags, str(source), "-o", str(library)], check=True)
     team = ctypes.CDLL(str(library))
@@ -183,8 +185,8 @@ def test_a_worker_without_a_core_is_left_out_for_a_while(tmp_path: Path) -> None
 
     def all_called() -> bool:
         """Whether both threads take part, sooner or later: this machine may be a busy one."""
-        until = time.monotonic() + 20
-        while time.monotonic() < until:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
             if probe(0, second // 100) > 0 and team.modelmill_resting_workers() == 0:
                 return True
         return False

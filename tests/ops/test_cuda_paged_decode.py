@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelmill.ops.cuda import paged_decode
+from modelmill.ops.cuda.attention import paged_decode
 
 
 @given(

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from modelmill.ops.triton import fast_launch
-from modelmill.ops.triton.fast_launch import CachedLauncher
+from modelmill.ops.triton.common import fast_launch
+from modelmill.ops.triton.common.fast_launch import CachedLauncher
 
 
 class Kernel:

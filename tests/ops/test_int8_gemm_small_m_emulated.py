@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from modelmill.ops.cuda import int8_gemm_small_m
+from modelmill.ops.cuda.weight_only_gemm import int8_gemm_small_m
 from modelmill.ops.int8_group_linear import dequantize_weight, random_weight
 from tests.ops.emulation.emulator import Emulator, requires_emulation
+from tests.ops.matmul_error import matmul_error
 
 slow = pytest.mark.slow
 pytestmark = requires_emulation
@@ -36,8 +37,8 @@ def error(
         switches.get(name, False) for name in ("gated", "symmetric", "biased")
     )
     generator = torch.Generator().manual_seed(rows)
-    held = random_weight(rows, columns, min(group, columns), device="cpu", symmetric=symmetric)
-    weight, scale, offset = held["weight"], held["scale"], held["offset"]
+    tensors = random_weight(rows, columns, min(group, columns), device="cpu", symmetric=symmetric)
+    weight, scale, offset = tensors["weight"], tensors["scale"], tensors["offset"]
     assert weight is not None
     assert scale is not None
     x = torch.full((tokens, columns + 24), float("nan")).to(dtype)[:, :columns]
@@ -47,17 +48,10 @@ def error(
     emulator.preceding_writes = lambda name, arguments: [
         (x.data_ptr(), tokens * x.stride(0) * x.element_size())
     ]
-    told = (scale.to(grids), None if offset is None else offset.to(grids), group)
-    got = int8_gemm_small_m.int8_gemm(x, weight, told, bias, gated=gated)
-    right = (
-        x.double()
-        @ dequantize_weight(weight, scale, offset, min(group, columns), columns, torch.float64).T
-    )
-    right = right if bias is None else right + bias.double()
-    if gated:
-        gate, up = right.to(dtype).double().chunk(2, 1)
-        right = torch.nn.functional.silu(gate) * up
-    return float((got.double() - right).norm() / right.norm())
+    grids_and_group = (scale.to(grids), None if offset is None else offset.to(grids), group)
+    actual = int8_gemm_small_m.int8_gemm(x, weight, grids_and_group, bias, gated=gated)
+    dense = dequantize_weight(weight, scale, offset, min(group, columns), columns, torch.float64)
+    return matmul_error(actual, x, dense, bias, gated=gated)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from modelmill.ops.int8_linear import quantize
 from modelmill.ops.launch_configs import DTYPES, Tuning, filter_supported, format_key, parse_key
 
 pytest.importorskip("triton")
-from modelmill.ops.triton import launch_configs
+from modelmill.ops.triton.common import launch_configs
 
 TUNABLE = ("linear", "int8_linear", "linear_swiglu")
 KEYS = st.tuples(
@@ -49,7 +49,7 @@ def test_rows_share_the_bucket_that_holds_them(rows: int) -> None:
 
 @pytest.mark.parametrize("op", TUNABLE)
 def test_a_variant_takes_only_what_it_offers(op: str) -> None:
-    module = import_module(f"modelmill.ops.triton.{op}")
+    module = registry.implementations(op)["triton"]
     key = (1, 4096, 4096, torch.bfloat16)
     offered = module.candidates(key)
     assert len(offered) == len(set(offered)) > 1
@@ -62,7 +62,7 @@ def test_a_variant_takes_only_what_it_offers(op: str) -> None:
 
 
 def test_an_op_without_sizes_takes_none() -> None:
-    module = import_module("modelmill.ops.triton.rms_norm")
+    module = registry.implementations("rms_norm")["triton"]
     assert filter_supported(module, {(1, 64, 64, torch.bfloat16): (1, 1, 1)}) == {}
 
 
@@ -71,7 +71,7 @@ def test_an_op_without_sizes_takes_none() -> None:
 def test_every_choice_computes_the_same_in_8_bits(op: str, rows: int) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     module, reference = (
-        import_module(f"modelmill.ops.triton.{op}"),
+        registry.implementations(op)["triton"],
         import_module(f"modelmill.ops.{op}"),
     )
     args = reference.random_inputs(rows, 96, 70, device=device) | {"dtype": torch.float32}
@@ -90,7 +90,7 @@ def test_every_choice_computes_the_same_in_8_bits(op: str, rows: int) -> None:
 def test_every_choice_computes_the_same(op: str, rows: int) -> None:
     """Compiled on a GPU, else interpreted: odd sizes, bias, more rows than one program."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    module = import_module(f"modelmill.ops.triton.{op}")
+    module = registry.implementations(op)["triton"]
     n, k, dtype = 70, 90, torch.float16
     x = randn(rows, k, device=device, dtype=dtype, seed=1)
     weight = randn(n, k, device=device, dtype=dtype, seed=2, scale=k**-0.5)
@@ -111,7 +111,7 @@ def test_the_choice_reaches_the_kernel_and_no_other_product(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     requested_configs = []
-    module = import_module("modelmill.ops.triton.linear")
+    module = registry.implementations("linear")["triton"]
     monkeypatch.setattr(
         module, "run", lambda *args, configs=None, **more: requested_configs.append(configs)
     )

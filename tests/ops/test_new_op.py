@@ -54,7 +54,7 @@ def run(x):
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with toy ops, read as if its files were in ``modelmill/ops``."""
     before = set(sys.modules)
-    for package in ("modelmill.ops", "modelmill.ops.cpu"):
+    for package in ("modelmill.ops", "modelmill.ops.cpu.norm_quantize"):
         own = tmp_path.joinpath(*package.split("."))
         own.mkdir(parents=True, exist_ok=True)
         module = importlib.import_module(package)
@@ -64,8 +64,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (ops / "toy_add.py").write_text(
         REFERENCE.format(declared='fuses=("toy",), optional=True', name="toy_add", more="+ 1")
     )
-    (ops / "cpu" / "toy.py").write_text(IMPLEMENTATION.format(more=""))
-    (ops / "cpu" / "toy_add.py").write_text(IMPLEMENTATION.format(more="+ 1"))
+    (ops / "cpu" / "norm_quantize" / "toy.py").write_text(IMPLEMENTATION.format(more=""))
+    (ops / "cpu" / "norm_quantize" / "toy_add.py").write_text(IMPLEMENTATION.format(more="+ 1"))
     yield ops
     for name in set(sys.modules) - before:
         if ".toy" in name:
@@ -101,13 +101,15 @@ def test_a_new_op_can_be_switched(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("op", ["toy", "toy_add"])
-def test_its_cases_are_checked_against_the_reference(folder: Path, op: str) -> None:
-    check(op, "cpu", "cpu", torch.float32)
+def test_its_cases_are_checked_against_the_reference(
+    folder: Path, op: str, pytestconfig: pytest.Config
+) -> None:
+    check(op, "cpu", "cpu", torch.float32, pytestconfig)
     kernel = registry.implementations(op)["cpu"]
     assert set(kernel.calls) == {3}, "the case of 7 rows is not supported"
     kernel.run = lambda x: x
     with pytest.raises(AssertionError):
-        check(op, "cpu", "cpu", torch.float32)
+        check(op, "cpu", "cpu", torch.float32, pytestconfig)
 
 
 def test_ops_are_bound_once() -> None:

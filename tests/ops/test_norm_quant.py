@@ -149,7 +149,7 @@ def test_a_few_rows_in_another_order_as_many_of_them(sizes: tuple[int, int, int]
     """The kernel for one row at a time beside that for groups of rows; sums of squares are added in
     other orders.
     """
-    from modelmill.ops.cuda import rmsnorm_quant_permute
+    from modelmill.ops.cuda.norm_quantize import rmsnorm_quant_permute
 
     rows, width, columns = sizes
     generator = torch.Generator("cuda").manual_seed(rows + columns)
@@ -171,7 +171,7 @@ def test_a_few_rows_in_another_order_as_many_of_them(sizes: tuple[int, int, int]
         for residual_or_none in (None, residual):
             assert rmsnorm_quant_permute.supports_rows(x, weight, quant_dtype, per_column)
             together = (4 if per_column[1] is None else 2) * (1 if residual_or_none is None else 2)
-            form = rmsnorm_quant_permute.config_for(width, columns, together, threads_per_sm=512)
+            config = rmsnorm_quant_permute.config_for(width, columns, together, threads_per_sm=512)
             sums = [
                 None if residual_or_none is None else residual_or_none.clone() for _ in range(2)
             ]
@@ -179,7 +179,7 @@ def test_a_few_rows_in_another_order_as_many_of_them(sizes: tuple[int, int, int]
                 x, sums[0], weight, 1e-5, quant_dtype, per_column, 8
             )
             many = rmsnorm_quant_permute.rms_norm_quant(
-                x, sums[1], weight, 1e-5, quant_dtype, per_column, 8, form
+                x, sums[1], weight, 1e-5, quant_dtype, per_column, 8, config
             )
             apart = (few[0].view(torch.int8).int() - many[0].view(torch.int8).int()).abs()
             assert int(apart.max()) <= 1

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from modelmill.ops.cuda import paged_decode8, paged_decode16
+from modelmill.ops.cuda.attention import paged_decode8, paged_decode16
 from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.paged_attention import paged_attention as reference
 from tests.ops import test_cuda_paged_decode8 as of_8

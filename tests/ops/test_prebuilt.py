@@ -9,7 +9,7 @@ import pytest
 
 from modelmill.core import env
 from modelmill.core.errors import UsageError
-from modelmill.ops.cpu import build, prebuilt
+from modelmill.ops.cpu.common import build, prebuilt
 
 V2 = "fpu sse sse2 pni ssse3 cx16 sse4_1 sse4_2 popcnt lahf_lm"
 V3 = f"{V2} avx avx2 f16c fma movbe bmi1 bmi2 abm xsave"
@@ -78,7 +78,9 @@ def test_required_features_cover_the_compiler_flags() -> None:
 def _copy(folder: Path) -> Path:
     folder.mkdir()
     for path in prebuilt.native_sources():
-        shutil.copy(path, folder)
+        copy = folder / path.relative_to(prebuilt.SOURCES)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy(path, copy)
     return folder
 
 
@@ -86,20 +88,20 @@ def test_other_sources_are_another_file(tmp_path: Path) -> None:
     level, folder = prebuilt.LEVELS[0], _copy(tmp_path / "sources")
     assert prebuilt.file_name(level, folder) == prebuilt.file_name(level)
     assert len({prebuilt.file_name(each) for each in prebuilt.LEVELS}) == len(prebuilt.LEVELS)
-    header = folder / "simd.h"
+    header = folder / "common" / "simd.h"
     header.write_text(header.read_text() + "// another word\n")
     assert prebuilt.file_name(level, folder) != prebuilt.file_name(level)
 
 
 def test_a_file_of_other_sources_is_never_found(tmp_path: Path) -> None:
     level = prebuilt.cpu_levels("x86_64")[-1]
-    right, stale = prebuilt.file_name(level), f"{level.name}-{'0' * 24}.so"
+    expected, stale = prebuilt.file_name(level), f"{level.name}-{'0' * 24}.so"
     (tmp_path / stale).touch()
     assert list(prebuilt.available_levels(cpuinfo(BF16), "x86_64", tmp_path)) == []
-    (tmp_path / right).touch()
+    (tmp_path / expected).touch()
     assert [
         path.name for _, path in prebuilt.available_levels(cpuinfo(BF16), "x86_64", tmp_path)
-    ] == [right]
+    ] == [expected]
     assert list(prebuilt.available_levels(cpuinfo("sse"), "x86_64", tmp_path)) == []
     assert list(prebuilt.available_levels(cpuinfo(BF16), "x86_64", tmp_path / "none")) == []
 

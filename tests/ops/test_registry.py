@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from modelmill.core.errors import UsageError
 from modelmill.ops import registry
 
+SOURCES = (".py", ".cpp", ".h", ".cu", ".cuh")
 FUSED = {op: each.fuses for op, each in registry.declarations().items() if each.fuses}
 
 
@@ -113,6 +115,42 @@ def test_a_variant_that_shares_is_given_the_next_ones_run(monkeypatch: pytest.Mo
     assert log == [("cuda", second.run), ("cuda", None)]
 
 
+def _by_name(backend: str) -> dict[str, list[str]]:
+    """Sub-folders of a backend's Python files and native sources, by file name without suffix."""
+    root = Path(registry.__file__).parent / backend
+    folders_by_name: dict[str, list[str]] = {}
+    for suffix in SOURCES:
+        for path in root.rglob(f"*{suffix}"):
+            if path.name != "__init__.py":
+                folders_by_name.setdefault(path.name, []).append(
+                    path.parent.relative_to(root).as_posix()
+                )
+    return folders_by_name
+
+
+@pytest.mark.parametrize("backend", registry.BACKENDS)
+def test_a_file_name_is_unique_in_its_backend(backend: str) -> None:
+    """The registry, includes and compiled objects find a file by its name alone."""
+    folders_by_name = _by_name(backend)
+    assert {name: folders for name, folders in folders_by_name.items() if len(folders) > 1} == {}
+    families = {folder for folders in folders_by_name.values() for folder in folders}
+    assert "." not in families, "a kernel is in the sub-folder of its family"
+    assert families.isdisjoint(Path(name).stem for name in folders_by_name), (
+        "no file is called as a folder"
+    )
+
+
+def test_an_op_has_one_family() -> None:
+    """Its implementation is in the sub-folder of the same name in each backend."""
+    names_by_backend = {backend: _by_name(backend) for backend in registry.BACKENDS}
+    families = {
+        op: {folder for names in names_by_backend.values() for folder in names.get(f"{op}.py", ())}
+        for op in registry.op_names()
+    }
+    assert {op: family for op, family in families.items() if len(family) > 1} == {}
+    assert families["linear"] == {"gemm_16bit"}
+
+
 def test_kernels_of_another_device_are_not_imported() -> None:
     """Triton takes a second, and no kernel of its is ever chosen on a CPU."""
     code = "import sys; from modelmill.ops.registry import select_backends as select; select('cpu')"
@@ -129,7 +167,7 @@ def test_an_absent_package_is_no_fault_but_a_broken_file_is(
     def broken(package: str, name: str) -> None:
         raise error
 
-    monkeypatch.setattr(registry, "find_module", broken)
+    monkeypatch.setattr(registry, "find_module_below", broken)
     if says is None:
         assert registry.implementations("linear") == {}
     else:
@@ -141,6 +179,6 @@ def test_a_missing_file_of_ours_is_not_passed_over(monkeypatch: pytest.MonkeyPat
     def broken(package: str, name: str) -> None:
         raise ModuleNotFoundError("gone", name="modelmill.ops.triton.gone")
 
-    monkeypatch.setattr(registry, "find_module", broken)
+    monkeypatch.setattr(registry, "find_module_below", broken)
     with pytest.raises(ModuleNotFoundError, match="gone"):
         registry.implementations("linear")

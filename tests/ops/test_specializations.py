@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from modelmill.core.types import Request, SamplingParams
 from modelmill.ops import registry
 from modelmill.runtime.batch import PackedBatch
-from modelmill.runtime.decode_graphs import LOGITS, SAMPLED, context_bucket, graph_batch_sizes
+from modelmill.runtime.cuda_graphs import LOGITS, SAMPLED, context_bucket, graph_batch_sizes
 from modelmill.runtime.engine_core import EngineCore
 from tests.runtime import tiny
 
@@ -27,15 +27,9 @@ if torch.cuda.is_available():
 
 from triton.runtime import interpreter
 
-from modelmill.ops.triton import (
-    device,
-    launch_configs,
-    norm_quant,
-    paged_attention,
-    paged_decode,
-    pdl,
-    silu_mul,
-)
+from modelmill.ops.triton.attention import paged_attention, paged_decode
+from modelmill.ops.triton.common import device, launch_configs, pdl
+from modelmill.ops.triton.norm_quantize import norm_quant, silu_mul
 
 Q_CACHE_DTYPES = [
     (torch.bfloat16, torch.bfloat16),
@@ -100,7 +94,7 @@ def test_forms_are_all_that_a_step_can_meet(
     with launch_recorder() as launched_variants:
         listed = paged_attention.specializations(q, k, most, longest, window)
         assert all(1 <= batch <= most and 1 <= context <= longest for batch, context in listed)
-        known = set().union(*(launched(*form) for form in listed))
+        known = set().union(*(launched(*sizes) for sizes in listed))
         for a, b in steps:
             assert launched(1 + int(a * (most - 1)), 1 + int(b * (longest - 1))) <= known
 

@@ -30,7 +30,7 @@ def _unwrapped(function: Any) -> Any:
     return getattr(function, "fn", function)
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.py")), ids=lambda path: path.stem)
 def test_keywords_of_triton_calls_exist(path: Path) -> None:
     language = pytest.importorskip("triton.language")
     for call in _language_calls(path):

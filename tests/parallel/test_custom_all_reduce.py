@@ -19,7 +19,7 @@ def ranks(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
     """Buffers of ranks that all live on one device, and a stream for each; small blocks are at hand
     in every stream.
     """
-    from modelmill.ops.triton.custom_all_reduce import MAX_PROGRAMS, AllReduceBuffers
+    from modelmill.ops.triton.communication.custom_all_reduce import MAX_PROGRAMS, AllReduceBuffers
 
     size, region = request.param, 4096
     stores = [
@@ -62,7 +62,7 @@ def run(ranks, call):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("ranks", [2, 3, 4], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_sums_are_right_and_the_same(ranks, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
-    from modelmill.ops.triton import custom_all_reduce
+    from modelmill.ops.triton.communication import custom_all_reduce
 
     size = len(ranks[0])
     generator = torch.Generator().manual_seed(1)
@@ -112,7 +112,7 @@ def test_sums_are_right_and_the_same(ranks, dtype: torch.dtype) -> None:  # type
 @pytest.mark.parametrize("ranks", [2, 4], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gathers_put_columns_side_by_side(ranks, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
-    from modelmill.ops.triton import custom_all_reduce
+    from modelmill.ops.triton.communication import custom_all_reduce
     from modelmill.parallel.shard import range_starts
 
     size = len(ranks[0])
@@ -142,7 +142,7 @@ def test_gathers_put_columns_side_by_side(ranks, dtype: torch.dtype) -> None:  #
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_nobody_waits_once_stopped(ranks) -> None:  # type: ignore[no-untyped-def]
     """A rank whose neighbour never comes ends all the same."""
-    from modelmill.ops.triton import custom_all_reduce
+    from modelmill.ops.triton.communication import custom_all_reduce
 
     x = torch.randn(1, 4096, device=DEVICE)
     ranks[0][0].abort.fill_(1)

@@ -28,7 +28,7 @@ def _names(node: ast.expr) -> Iterator[str]:
             yield each.attr
 
 
-def _asked_members() -> Iterator[str]:
+def _getattr_members() -> Iterator[str]:
     for path in sorted(ROOT.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if (
@@ -42,7 +42,7 @@ def _asked_members() -> Iterator[str]:
 
 
 def test_no_member_of_a_recipe_or_weight_is_looked_up_by_name() -> None:
-    assert not list(_asked_members())
+    assert not list(_getattr_members())
 
 
 def _classes(package: str, base: type) -> Iterator[type]:
@@ -60,10 +60,10 @@ def test_a_recipe_adds_no_public_flag_that_the_base_class_does_not_know(cls: typ
 
 
 def test_every_format_is_a_weight_format() -> None:
-    found = {
+    formats = {
         cls.__module__.rpartition(".")[2] for cls in _classes("modelmill.weights", WeightFormat)
     }
-    assert found == set(module_names("modelmill.weights"))
+    assert formats == set(module_names("modelmill.weights"))
 
 
 def test_a_format_without_optional_members_has_the_defaults() -> None:

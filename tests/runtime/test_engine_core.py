@@ -9,17 +9,25 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from modelmill.accept.token_scorer import TokenScorer
+from modelmill.core.config import RunConfig
 from modelmill.core.errors import CapacityError, RequestError
 from modelmill.core.types import FinishReason, Request, SamplingParams
+from modelmill.loader.capacity import weight_bytes
 from modelmill.nn.kv import KVCache
+from modelmill.nn.linear import Linear
 from modelmill.nn.step import Step
 from modelmill.ops.registry import select_backends
+from modelmill.runtime.chunked_prefill import max_mixed_tokens
+from modelmill.runtime.engine_core import scheduler_limits
+from modelmill.runtime.scheduler import SchedulerLimits
+from modelmill.weights import base
 from tests.runtime import tiny
 
-KINDS = [("fixed", None), ("prompt", None), ("running", None), ("fixed", 12)]
+MODEL_KINDS = [("fixed", None), ("prompt", None), ("running", None), ("fixed", 12)]
 
 
-def whole(model, ids: list[int], prompt: int) -> torch.Tensor:
+def unbatched_logits(model, ids: list[int], prompt: int) -> torch.Tensor:
     """Logits of one sequence in a single step on its own pages, in order: no scheduler, no
     packer.
     """
@@ -47,7 +55,7 @@ def whole(model, ids: list[int], prompt: int) -> torch.Tensor:
         return model(step)
 
 
-@pytest.mark.parametrize(("rope_rule", "window"), KINDS)
+@pytest.mark.parametrize(("rope_rule", "window"), MODEL_KINDS)
 def test_equal_however_it_is_cut(rope_rule: str, window: int | None) -> None:
     model = tiny.decoder(rope_rule, window)
     todo = tiny.requests(tiny.prompts(9, 1, 60), tiny.params(max_tokens=20))
@@ -67,13 +75,13 @@ def test_equal_however_it_is_cut(rope_rule: str, window: int | None) -> None:
     )
 
 
-@pytest.mark.parametrize(("rope_rule", "window"), KINDS)
+@pytest.mark.parametrize(("rope_rule", "window"), MODEL_KINDS)
 def test_greedy_is_the_argmax_of_one_whole_pass(rope_rule: str, window: int | None) -> None:
     model = tiny.decoder(rope_rule, window)
     for prompt in tiny.prompts(4, 5, 45, seed=3):
         request = tiny.requests([prompt], tiny.params(max_tokens=15, ignore_eos=True))
         answer = tiny.run(tiny.make_engine(model, max_num_batched_tokens=11), request)["0", 0]
-        logits = whole(model, [*prompt, *answer], len(prompt))
+        logits = unbatched_logits(model, [*prompt, *answer], len(prompt))
         if window is None and rope_rule != "running":
             assert tuple(logits[len(prompt) - 1 : -1].argmax(-1).tolist()) == answer
 
@@ -82,9 +90,9 @@ def test_running_rule_rotates_a_late_token_by_its_own_position() -> None:
     model = tiny.decoder("running")
     engine = tiny.make_engine(model)
     ids = list(tiny.prompts(1, 30, 30)[0])
-    ours = engine.score([ids], decode_from=10)[0]
-    assert torch.allclose(ours, whole(model, ids, 10), atol=1e-4)
-    assert not torch.allclose(engine.score([ids])[0], ours, atol=1e-2)
+    logits = TokenScorer(engine).logits([ids], decode_from=10)[0]
+    assert torch.allclose(logits, unbatched_logits(model, ids, 10), atol=1e-4)
+    assert not torch.allclose(TokenScorer(engine).logits([ids])[0], logits, atol=1e-2)
     tiny.assert_idle(engine)
 
 
@@ -94,21 +102,23 @@ def test_score_equals_one_whole_pass(rope_rule: str) -> None:
     lists = [list(p) for p in tiny.prompts(5, 20, 60, seed=5)]
     engine = tiny.make_engine(model, max_num_batched_tokens=16)
     for start in (None, 18):
-        for ids, logits in zip(lists, engine.score(lists, start)):
-            assert torch.allclose(logits, whole(model, ids, start or len(ids)), atol=1e-4)
+        for ids, logits in zip(lists, TokenScorer(engine).logits(lists, start)):
+            assert torch.allclose(
+                logits, unbatched_logits(model, ids, start or len(ids)), atol=1e-4
+            )
     few = tiny.make_engine(model, pages=9)
-    for ids, logits in zip(lists, few.score([i[:60] for i in lists], 18)):
-        assert torch.allclose(logits, whole(model, ids, 18), atol=1e-4)
+    for ids, logits in zip(lists, TokenScorer(few).logits([i[:60] for i in lists], 18)):
+        assert torch.allclose(logits, unbatched_logits(model, ids, 18), atol=1e-4)
     tiny.assert_idle(few)
     runs: list[tuple[int, int, int]] = []
-    engine.scorer().run(
+    TokenScorer(engine).run(
         lists, None, lambda w, f, x: runs.append((w, f, len(x))), lambda w, p: p % 10 == 9
     )
     assert {(w, f) for w, f, _ in runs} == {
         (w, p) for w, ids in enumerate(lists) for p in range(9, len(ids), 10)
     }
-    with pytest.raises(CapacityError, match="longest sequence"):
-        engine.score([[5] * 200])
+    with pytest.raises(CapacityError, match="between 1 and 128 tokens here, not 200"):
+        TokenScorer(engine).logits([[5] * 200])
     tiny.assert_idle(engine)
 
 
@@ -134,7 +144,7 @@ def test_salt_and_inserts_keep_prefixes_apart() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_seeded_sampling_is_the_same_alone_and_in_a_batch(overlap: bool) -> None:
     model = tiny.decoder()
-    hows = [
+    params_list = [
         tiny.params(temperature=1.0, seed=7, max_tokens=15),
         tiny.params(temperature=0.7, seed=8, top_k=5, max_tokens=15),
         tiny.params(temperature=1.3, seed=9, top_p=0.8, max_tokens=15),
@@ -143,10 +153,10 @@ def test_seeded_sampling_is_the_same_alone_and_in_a_batch(overlap: bool) -> None
         tiny.params(frequency_penalty=1.5, max_tokens=15),
         tiny.params(temperature=2.0, max_tokens=5, logit_bias={5: 3.0}, seed=-3),
     ]
-    prompts = tiny.prompts(len(hows), 3, 30)
+    prompts = tiny.prompts(len(params_list), 3, 30)
     todo = [
         Request(id=str(i), prompt=p, params=h, eos_ids=(1,))
-        for i, (p, h) in enumerate(zip(prompts, hows))
+        for i, (p, h) in enumerate(zip(prompts, params_list))
     ]
     expected = tiny.run_one_by_one(tiny.make_engine(model), todo)
     assert tiny.run(tiny.make_engine(model, overlap=overlap), todo) == expected
@@ -157,8 +167,8 @@ def test_seeded_sampling_is_the_same_alone_and_in_a_batch(overlap: bool) -> None
 
 
 def test_unseeded_requests_differ_and_follow_the_run_seed() -> None:
-    how = tiny.params(temperature=1.5, max_tokens=12)
-    todo = tiny.requests([(5, 6, 7)] * 4, how)
+    options = tiny.params(temperature=1.5, max_tokens=12)
+    todo = tiny.requests([(5, 6, 7)] * 4, options)
     first = tiny.run(tiny.make_engine(seed=1), todo)
     assert len(set(first.values())) == 4
     assert tiny.run(tiny.make_engine(seed=1), todo) == first
@@ -167,8 +177,8 @@ def test_unseeded_requests_differ_and_follow_the_run_seed() -> None:
 
 def test_n_forks_share_the_prompt_and_more_than_the_rows_wait() -> None:
     prompt = tiny.prompts(1, 30, 30)[0]
-    how = tiny.params(temperature=1.0, seed=3, n=7, max_tokens=20, ignore_eos=True)
-    request = tiny.requests([prompt], how)
+    fields = tiny.params(temperature=1.0, seed=3, n=7, max_tokens=20, ignore_eos=True)
+    request = tiny.requests([prompt], fields)
     expected = tiny.run(tiny.make_engine(), request)
     assert len(expected) == 7
     for options in (
@@ -191,8 +201,8 @@ def test_stops_and_limits() -> None:
     stop = free[at]
     for overlap in (False, True):
         engine = tiny.make_engine(model, overlap=overlap)
-        for how, eos in ((tiny.params(), (stop,)), (tiny.params(stop_token_ids=(stop,)), ())):
-            engine.add(Request(id="x", prompt=prompt, params=how, eos_ids=eos))
+        for options, eos in ((tiny.params(), (stop,)), (tiny.params(stop_token_ids=(stop,)), ())):
+            engine.add(Request(id="x", prompt=prompt, params=options, eos_ids=eos))
             events = tiny.drain(engine)
             assert tuple(e.token_id for e in events) == (*free[:at], None)
             assert (events[-1].finish_reason, events[-1].stop_token_id) == (FinishReason.STOP, stop)
@@ -229,16 +239,16 @@ def test_what_can_never_be_served_is_refused() -> None:
     engine = tiny.make_engine(pages=16, max_model_len=100)
     bad = [
         ((), tiny.params(), "empty"),
-        ((3, tiny.VOCAB), tiny.params(), "outside"),
-        ((-1,), tiny.params(), "outside"),
+        ((3, tiny.VOCAB), tiny.params(), "token ids must be between"),
+        ((-1,), tiny.params(), "token ids must be between"),
         ((3,) * 100, tiny.params(), "shorten"),
         ((3,) * 101, tiny.params(max_tokens=0), "shorten"),
         ((3,), tiny.params(num_beams=17), "num_beams=17"),
         ((3,), tiny.params(logit_bias={tiny.VOCAB: 1.0}), "logit_bias"),
     ]
-    for prompt, how, match in bad:
+    for prompt, options, match in bad:
         with pytest.raises(RequestError, match=match):
-            engine.add(Request(id="x", prompt=prompt, params=how))
+            engine.add(Request(id="x", prompt=prompt, params=options))
     engine.add(Request(id="x", prompt=(3,) * 99, params=tiny.params()))
     with pytest.raises(RequestError, match="already running"):
         engine.add(Request(id="x", prompt=(3,), params=tiny.params()))
@@ -285,12 +295,14 @@ def test_abort_and_finish_give_everything_back() -> None:
         tiny.assert_idle(engine)
 
 
-@pytest.mark.parametrize("how", ["all", "last"])
-def test_logprobs(how: str) -> None:
+@pytest.mark.parametrize("logprobs_of", ["all", "last"])
+def test_logprobs(logprobs_of: str) -> None:
     model = tiny.decoder()
     prompt = tiny.prompts(1, 25, 25)[0]
     engine = tiny.make_engine(
-        model, max_num_batched_tokens=64 if how == "all" else 6, overlap=how == "last"
+        model,
+        max_num_batched_tokens=64 if logprobs_of == "all" else 6,
+        overlap=logprobs_of == "last",
     )
     options = tiny.params(
         temperature=0.8, seed=1, logprobs=3, prompt_logprobs=2, max_tokens=5, ignore_eos=True
@@ -304,7 +316,7 @@ def test_logprobs(how: str) -> None:
     ]
     events = events[:5]
     answer = [e.token_id for e in events]
-    logs = whole(model, [*prompt, *answer], 25).log_softmax(-1)
+    logs = unbatched_logits(model, [*prompt, *answer], 25).log_softmax(-1)
     prompt_logprobs = events[0].prompt_logprobs
     assert prompt_logprobs[0] is None
     assert len(prompt_logprobs) == 25
@@ -369,7 +381,7 @@ def test_out_of_memory_fails_only_what_must_fail() -> None:
 def test_trace_sees_modules_and_may_replace_their_inputs() -> None:
     engine = tiny.make_engine()
     ids = [list(range(2, 12))]
-    plain = engine.trace(ids, "layers.*.mlp*")
+    plain = TokenScorer(engine).trace(ids, "layers.*.mlp*")
     assert set(plain) == {
         f"layers.{i}.mlp{s}"
         for i in (0, 1)
@@ -380,9 +392,9 @@ def test_trace_sees_modules_and_may_replace_their_inputs() -> None:
     def before(name, args):
         return (torch.zeros_like(args[0]), *args[1:]) if name == "layers.1.mlp" else None
 
-    silent = engine.trace(ids, "layers.1.mlp", before=before)
+    silent = TokenScorer(engine).trace(ids, "layers.1.mlp", before=before)
     assert not silent["layers.1.mlp"][0].any()
-    assert engine.trace(ids, "head", decode_from=7)["head"][1].shape == (1, tiny.VOCAB)
+    assert TokenScorer(engine).trace(ids, "head", decode_from=7)["head"][1].shape == (1, tiny.VOCAB)
 
 
 mixes = st.lists(
@@ -440,11 +452,11 @@ def ends_with_nothing_left(mix, pages, budget, seqs, prefix, overlap) -> None:
     while waiting or engine.has_work:
         while waiting and (waiting[0][1][6] <= clock or not engine.has_work):
             i, (length, most, n, beams, warm, fate, _) = waiting.pop(0)
-            how = SamplingParams(
+            options = SamplingParams(
                 temperature=warm, max_tokens=most, n=n if beams == 1 else 1, num_beams=beams, seed=i
             ).with_defaults({})
-            engine.add(Request(id=str(i), prompt=prompts[0][:length], params=how, eos_ids=(1,)))
-            expected |= {(str(i), k) for k in range(how.n)}
+            engine.add(Request(id=str(i), prompt=prompts[0][:length], params=options, eos_ids=(1,)))
+            expected |= {(str(i), k) for k in range(options.n)}
         clock += 1
         events += engine.step()
         check(engine)
@@ -481,3 +493,35 @@ def check(engine) -> None:
     assert scheduler.pool.num_available + len(holders) == engine.num_pages
     assert all(not s.pages and s.table_row < 0 for s in scheduler.waiting)
     assert all(a.priority < b.priority for a, b in pairwise(scheduler.running))
+
+
+def test_what_a_step_may_hold() -> None:
+    model = tiny.decoder()
+    config = RunConfig(
+        max_num_batched_tokens=60, max_num_seqs=5, page_size=8, enable_prefix_caching=False
+    )
+    assert scheduler_limits(model, config, on_gpu=False) == SchedulerLimits(
+        60, 5, 8, False, None, prefill_all_first=True
+    )
+    assert scheduler_limits(model, config, on_gpu=True).max_mixed_tokens == max_mixed_tokens(
+        weight_bytes(model)
+    )
+    explicit = RunConfig(max_mixed_tokens=9)
+    assert [
+        scheduler_limits(model, explicit, on_gpu=gpu).max_mixed_tokens for gpu in (False, True)
+    ] == [9, 9]
+    assert not scheduler_limits(model, explicit, on_gpu=True).prefill_all_first, (
+        "an explicit limit is kept"
+    )
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "eight"), [("w8a8", True), ("fp8", True), ("int8", False), ("dense", False)]
+)
+def test_steps_are_larger_where_inputs_have_8_bits(weight_format: str, eight: bool) -> None:
+    model = tiny.decoder()
+    for module in model.modules():
+        if isinstance(module, Linear) and module is not model.head:
+            module.weight = base.pack(weight_format, torch.randn(module.shape), torch.float32)
+    expected = max_mixed_tokens(weight_bytes(model), inputs_8bit=eight)
+    assert scheduler_limits(model, RunConfig(), on_gpu=True).max_mixed_tokens == expected

@@ -13,8 +13,15 @@ from hypothesis import strategies as st
 from modelmill.core.types import Request, SamplingParams
 from modelmill.ops import registry
 from modelmill.ops import sample as op
-from modelmill.runtime import counter_rng, logprobs
-from modelmill.runtime.sampler import Sampler, SamplingBatch
+from modelmill.runtime.sampler import (
+    Sampler,
+    SamplingBatch,
+    derive_seed,
+    logprob_table,
+    read_logprobs,
+    splitmix64,
+    uniform,
+)
 from modelmill.runtime.sequence import RopeRule, Sequence
 
 VOCAB = 200
@@ -22,16 +29,16 @@ OPS = registry.select_backends("cpu")
 
 
 def sequence(
-    prompt: list[int], answer: list[int], how: SamplingParams, eos: tuple[int, ...] = ()
+    prompt: list[int], answer: list[int], options: SamplingParams, eos: tuple[int, ...] = ()
 ) -> Sequence:
-    request = Request(id="x", prompt=tuple(prompt), params=how.with_defaults({}), eos_ids=eos)
+    request = Request(id="x", prompt=tuple(prompt), params=options.with_defaults({}), eos_ids=eos)
     seq = Sequence(
         request,
         0,
         0,
         RopeRule("fixed", lambda n: 0),
         max_length=999,
-        seed=(how.seed or 0) % (1 << 64),
+        seed=(options.seed or 0) % (1 << 64),
     )
     seq.tokens += answer
     return seq
@@ -40,24 +47,24 @@ def sequence(
 def processed(seq: Sequence, logits: torch.Tensor) -> torch.Tensor:
     """What transformers makes of one row."""
     hf = pytest.importorskip("transformers").generation.logits_process
-    how = seq.request.params
+    options = seq.request.params
     ids = torch.tensor([seq.tokens])
     steps = (
-        [hf.RepetitionPenaltyLogitsProcessor(how.repetition_penalty)]
-        if how.repetition_penalty != 1
+        [hf.RepetitionPenaltyLogitsProcessor(options.repetition_penalty)]
+        if options.repetition_penalty != 1
         else []
     )
-    if how.min_tokens:
+    if options.min_tokens:
         steps.append(
             hf.MinNewTokensLengthLogitsProcessor(
-                seq.prompt_len, how.min_tokens, list(seq.request.eos_ids), device="cpu"
+                seq.prompt_len, options.min_tokens, list(seq.request.eos_ids), device="cpu"
             )
         )
-    if not how.greedy:
-        steps.append(hf.TemperatureLogitsWarper(float(how.temperature)))
-        steps += [hf.TopKLogitsWarper(how.top_k)] if how.top_k else []
-        steps += [hf.TopPLogitsWarper(how.top_p)] if how.top_p < 1 else []
-        steps += [hf.MinPLogitsWarper(how.min_p)] if how.min_p else []
+    if not options.greedy:
+        steps.append(hf.TemperatureLogitsWarper(float(options.temperature)))
+        steps += [hf.TopKLogitsWarper(options.top_k)] if options.top_k else []
+        steps += [hf.TopPLogitsWarper(options.top_p)] if options.top_p < 1 else []
+        steps += [hf.MinPLogitsWarper(options.min_p)] if options.min_p else []
     for step in steps:
         logits = step(ids, logits)
     return logits
@@ -77,21 +84,23 @@ hows = st.builds(
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(hows, min_size=1, max_size=5), st.integers(0, 10_000))
-def test_against_transformers(given_hows: list[SamplingParams], seed: int) -> None:
+def test_against_transformers(params_list: list[SamplingParams], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(len(given_hows), VOCAB, generator=generator) * 3
-    ids = torch.randint(0, VOCAB, (len(given_hows), 12), generator=generator).tolist()
+    logits = torch.randn(len(params_list), VOCAB, generator=generator) * 3
+    ids = torch.randint(0, VOCAB, (len(params_list), 12), generator=generator).tolist()
     seqs = [
-        sequence(row[:7], row[7 : 7 + i % 5], how, (3, 9))
-        for i, (row, how) in enumerate(zip(ids, given_hows))
+        sequence(row[:7], row[7 : 7 + i % 5], options, (3, 9))
+        for i, (row, options) in enumerate(zip(ids, params_list))
     ]
     sampler = Sampler(VOCAB, "cpu", OPS)
     plan = sampler.prepare(seqs)
     before = logits.clone()
     changed = sampler._process_logits(logits, plan)
-    how = brought(plan)
+    options = brought(plan)
     left = (
-        op.token_weights(changed, **{k: v for k, v in how.items() if k != "noise"}) if how else None
+        op.token_weights(changed, **{k: v for k, v in options.items() if k != "noise"})
+        if options
+        else None
     )
     for i, seq in enumerate(seqs):
         want = processed(seq, logits[i : i + 1])[0]
@@ -107,7 +116,7 @@ def test_against_transformers(given_hows: list[SamplingParams], seed: int) -> No
             (left[i] > 0) & (above.abs() > 1e-3), (reference > 0) & (above.abs() > 1e-3)
         )
         assert torch.allclose(left[i].double() / left[i].sum(), reference, rtol=2e-5, atol=1e-11)
-    first = sampler.sample(logits, plan, how)
+    first = sampler.sample(logits, plan, options)
     assert torch.equal(logits, before)
     for i, seq in enumerate(seqs):
         single = Sampler(VOCAB, "cpu", OPS)
@@ -123,10 +132,10 @@ def brought(plan: SamplingBatch) -> dict[str, torch.Tensor]:
 
 
 def test_presence_frequency_bias_follow_the_answer_only() -> None:
-    how = SamplingParams(
+    options = SamplingParams(
         temperature=0.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={11: 2.0}
     )
-    seq = sequence([5, 6], [7, 7, 8], how)
+    seq = sequence([5, 6], [7, 7, 8], options)
     sampler = Sampler(VOCAB, "cpu", OPS)
     for extra in range(3):
         want = torch.zeros(VOCAB)
@@ -147,22 +156,19 @@ def test_ties_take_the_lowest_id() -> None:
 
 def test_chance_is_uniform_and_reproducible() -> None:
     seeds = np.array([0, 1, 2, 2**64 - 1] * 5000, dtype=np.uint64)
-    numbers = counter_rng.uniform(seeds, np.arange(20_000))
+    numbers = uniform(seeds, np.arange(20_000))
     assert numbers.min() >= 0
     assert numbers.max() < 1
     assert abs(numbers.mean() - 0.5) < 0.01
     assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.03
-    assert np.array_equal(counter_rng.uniform(seeds[10:20], np.arange(10, 20)), numbers[10:20])
+    assert np.array_equal(uniform(seeds[10:20], np.arange(10, 20)), numbers[10:20])
     assert (
-        len(
-            {counter_rng.derive_seed(0, i) for i in range(1000)}
-            | {counter_rng.derive_seed(1, i) for i in range(1000)}
-        )
+        len({derive_seed(0, i) for i in range(1000)} | {derive_seed(1, i) for i in range(1000)})
         == 2000
     )
     # the first outputs of splitmix64 from seed 0, as its authors publish them
     states = np.arange(1, 4, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    assert counter_rng.splitmix64(states).tolist() == [
+    assert splitmix64(states).tolist() == [
         0xE220A8397B1DCDAF,
         0x6E789E6AA1B965F4,
         0x06C45D188009454F,
@@ -171,10 +177,10 @@ def test_chance_is_uniform_and_reproducible() -> None:
 
 def test_logprob_table() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]])
-    row = logprobs.logprob_table(logits, torch.tensor([3]), 2).tolist()[0]
-    by_id = logprobs.read_logprobs(row, 2)
+    row = logprob_table(logits, torch.tensor([3]), 2).tolist()[0]
+    by_id = read_logprobs(row, 2)
     want = logits.log_softmax(-1)[0]
     assert list(by_id) == [1, 2, 3]
     assert [by_id[i].rank for i in (1, 2, 3)] == [1, 2, 4]
     assert by_id[3].logprob == pytest.approx(want[3].item())
-    assert list(logprobs.read_logprobs(row, 0)) == [3]
+    assert list(read_logprobs(row, 0)) == [3]

@@ -32,11 +32,11 @@ class SegmentService(ServiceThread):
     ) -> Service:
         service = await super()._make_service(path, limits, template, run)
         order = OpenEngine(str(self._sam), {}, RUN, **{"max_pixels": 1 << 20, **self._open_options})
-        eye = with_long_stats_timeout(EngineClient("sam", order, max_waiting=16))
-        self._second = asyncio.create_task(eye.run())
-        await eye.load_finished.wait()
-        assert eye.error is None, eye.error
-        return Service({**service.engines, "sam": eye}, limits)
+        client = with_long_stats_timeout(EngineClient("sam", order, max_waiting=16))
+        self._second = asyncio.create_task(client.run())
+        await client.load_finished.wait()
+        assert client.error is None, client.error
+        return Service({**service.engines, "sam": client}, limits)
 
     def close(self) -> None:
         async def end() -> None:
@@ -53,9 +53,9 @@ def random_photo(seed: int = 0, size: tuple[int, int] = (120, 80)) -> PIL.Image.
     return PIL.Image.fromarray(noise).resize(size, PIL.Image.Resampling.BICUBIC)
 
 
-def encode_image(picture: PIL.Image.Image, image_format: str = "PNG", **how: Any) -> bytes:
+def encode_image(picture: PIL.Image.Image, image_format: str = "PNG", **options: Any) -> bytes:
     out = io.BytesIO()
-    picture.save(out, image_format, **how)
+    picture.save(out, image_format, **options)
     return out.getvalue()
 
 

@@ -56,16 +56,18 @@ def weather(town: str) -> str:
 
 def test_streaming_and_usage(model: Any, stories: Path) -> None:
     llm = LLM(stories, device="cpu", threads=1, chat_template=BRIEF, kv_cache_bytes=8 << 20)
-    how = SamplingParams(temperature=0, max_tokens=250)
-    expected = llm.chat([{"role": "user", "content": "The dog"}], how, progress=False)[0].outputs[0]
+    options = SamplingParams(temperature=0, max_tokens=250)
+    expected = llm.chat([{"role": "user", "content": "The dog"}], options, progress=False)[
+        0
+    ].outputs[0]
     assert model.invoke("The dog").content == expected.text
     chunks = list(model.stream("The dog"))
     assert len(chunks) > 10
-    whole = chunks[0]
+    joined = chunks[0]
     for chunk in chunks[1:]:
-        whole += chunk
-    assert whole.content == expected.text
-    assert whole.usage_metadata["output_tokens"] == len(expected.token_ids)
+        joined += chunk
+    assert joined.content == expected.text
+    assert joined.usage_metadata["output_tokens"] == len(expected.token_ids)
 
     async def several() -> list[Any]:
         return await asyncio.gather(
@@ -85,10 +87,10 @@ def test_tools(model: Any) -> None:
     assert list(call["args"]) == ["town"]
     pieces = list(bound.stream("Weather?"))
     assert sum(bool(piece.tool_call_chunks) for piece in pieces) > 3
-    whole = pieces[0]
+    joined = pieces[0]
     for piece in pieces[1:]:
-        whole += piece
-    assert [(each["name"], each["args"]) for each in whole.tool_calls] == [
+        joined += piece
+    assert [(each["name"], each["args"]) for each in joined.tool_calls] == [
         ("weather", call["args"])
     ]
     result = {"role": "tool", "tool_call_id": call["id"], "content": weather(call["args"]["town"])}

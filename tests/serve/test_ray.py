@@ -23,19 +23,10 @@ import pytest
 from modelmill.core.types import SamplingParams
 from modelmill.llm import LLM
 from tests.serve.server_process import ServerProcess, read_all
+from tests.stories import STORY_STARTS
 from tests.wait import TIMEOUT_SECONDS, wait_until
 
 pytestmark = pytest.mark.ray
-STARTS = (
-    "Once upon a time",
-    "The dog",
-    "Lily said",
-    "A",
-    "Ben and Tom",
-    "One day",
-    "The sun",
-    "Mom",
-)
 TOKENS = 60
 LONG = {"model": "stories", "prompt": "Once", "max_tokens": 450, "ignore_eos": True, "stream": True}
 
@@ -47,7 +38,7 @@ class Cluster(ServerProcess):
         if importlib.util.find_spec("ray") is None:
             pytest.skip("needs ray[serve]: run it with make test-ray")
         super().__init__(engine, "--ray", "--replicas", 2, *words, ready=False)
-        self.whole()
+        self.wait_for_replicas()
 
     def __exit__(self, *parts: object) -> None:
         children = (
@@ -58,8 +49,8 @@ class Cluster(ServerProcess):
         super().__exit__(*parts)
         gone(children)
 
-    def whole(self, seconds: float = 240) -> None:
-        """Until both replicas run, and Ray Serve has nothing left to do."""
+    def wait_for_replicas(self, seconds: float = 240) -> None:
+        """Wait until both replicas run and Ray Serve has nothing left to do."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.finish()[1]
@@ -133,13 +124,18 @@ class Load:
     async def _ask(
         self, api: openai.AsyncOpenAI, prompt: str, stream: bool
     ) -> tuple[str, str | None]:
-        how: Any = {"model": "stories", "prompt": prompt, "temperature": 0, "max_tokens": TOKENS,
-                    "extra_body": {"ignore_eos": True}}  # fmt: skip
+        options: Any = {
+            "model": "stories",
+            "prompt": prompt,
+            "temperature": 0,
+            "max_tokens": TOKENS,
+            "extra_body": {"ignore_eos": True},
+        }
         if not stream:
-            choice = (await api.completions.create(**how)).choices[0]
+            choice = (await api.completions.create(**options)).choices[0]
             return choice.text, choice.finish_reason
         text, finish = "", None
-        async for chunk in await api.completions.create(**how, stream=True):
+        async for chunk in await api.completions.create(**options, stream=True):
             text += chunk.choices[0].text
             finish = chunk.choices[0].finish_reason or finish
         return text, finish
@@ -166,8 +162,10 @@ def cluster(stories: Path) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def expected(llm: LLM) -> dict[str, str]:
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    answers = llm.generate(list(STARTS), params, progress=False)
-    return {start: answer.outputs[0].text for start, answer in zip(STARTS, answers, strict=True)}
+    answers = llm.generate(list(STORY_STARTS), params, progress=False)
+    return {
+        start: answer.outputs[0].text for start, answer in zip(STORY_STARTS, answers, strict=True)
+    }
 
 
 def test_the_text_of_the_class_from_both(cluster: Cluster, expected: dict[str, str]) -> None:
@@ -184,14 +182,14 @@ def test_the_text_of_the_class_from_both(cluster: Cluster, expected: dict[str, s
 def test_requests_of_one_beginning_go_to_the_replica_that_has_it(cluster: Cluster) -> None:
     before = cluster.counters("prefix_cache_hits_total")
     prompt_tokens = cluster.counters("prompt_tokens_total")
-    for talk in range(2):
-        start = f"{talk} said: " + "The miller of the old mill was a big man. " * 8
+    for messages in range(2):
+        start = f"{messages} said: " + "The miller of the old mill was a big man. " * 8
         for turn in range(6):
             body = {"model": "stories", "prompt": f"{start} {turn}", "max_tokens": 1}
             status, answer, headers = cluster.request(
-                "/v1/completions", body, **{"X-Request-Id": f"t{talk}-{turn}"}
+                "/v1/completions", body, **{"X-Request-Id": f"t{messages}-{turn}"}
             )
-            assert (status, headers["x-request-id"]) == (200, f"t{talk}-{turn}")
+            assert (status, headers["x-request-id"]) == (200, f"t{messages}-{turn}")
             cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
             assert bool(cached) == bool(turn), "another replica got the request"
     hits, prompts = (
@@ -288,7 +286,7 @@ def test_a_replica_is_killed_under_load(cluster: Cluster, expected: dict[str, st
             ),
             240,
         )
-        cluster.whole()
+        cluster.wait_for_replicas()
         done = load.complete
         wait_until(lambda: load.complete >= done + 24, 240)
 
@@ -320,7 +318,7 @@ def test_an_engine_s_process_is_killed(cluster: Cluster, expected: dict[str, str
     asyncio.run(load.run(kill))
     assert not load.wrong
     assert len(load.errors) <= 12
-    cluster.whole()
+    cluster.wait_for_replicas()
 
 
 def test_replicas_are_replaced_one_after_another(
@@ -334,7 +332,7 @@ def test_replicas_are_replaced_one_after_another(
         wait_until(lambda: load.complete >= 12, 240)
         cluster.process.send_signal(signal.SIGHUP)
         wait_until(lambda: not before & {each.pid for each in cluster.replicas}, 240)
-        cluster.whole()
+        cluster.wait_for_replicas()
         done = load.complete
         wait_until(lambda: load.complete >= done + 12, 240)
 
@@ -361,13 +359,13 @@ def test_sigterm_lets_answers_finish_and_leaves_nothing(stories: Path) -> None:
 def test_a_front_that_is_killed_leaves_nothing(stories: Path) -> None:
     with Cluster(stories) as cluster:
         children = psutil.Process(cluster.process.pid).children(recursive=True)
-        ours = [
+        processes = [
             each
             for each in children
             if "modelmill" in " ".join(each.cmdline()) or "Replica" in each.name()
         ]
-        assert len(ours) >= 2
+        assert len(processes) >= 2
         cluster.process.kill()
-        gone(ours, 60)
+        gone(processes, 60)
         # Ray looks only now and then whether its own are still wanted
         gone(children, 180)

@@ -156,15 +156,15 @@ SAME: list[tuple[Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])
 @pytest.mark.parametrize(("input", "messages"), SAME, ids=["text", "instructions", "items"])
 def test_the_text_is_that_of_a_chat_whole_and_streamed(
-    running: ServiceThread, input: Any, messages: Any, how: Any
+    running: ServiceThread, input: Any, messages: Any, options: Any
 ) -> None:
-    expected = chat(running, messages, **how)["message"]["content"]
-    whole = ask(running, **input, **how)
-    assert text_of(whole) == expected
-    events = stream(running, **input, **how)
+    expected = chat(running, messages, **options)["message"]["content"]
+    response = ask(running, **input, **options)
+    assert text_of(response) == expected
+    events = stream(running, **input, **options)
     deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
     assert "".join(deltas) == expected
     assert len(deltas) > 1
@@ -322,10 +322,10 @@ def test_each_token_is_told_beside_the_text_that_it_is_in(
         "max_output_tokens": 200,
     }
     body["structured_outputs"] = {"choice": [before + CALL + after]}
-    whole = ask(running, **body)["output"]
+    output_items = ask(running, **body)["output"]
     events = stream(running, **body)
     pairs = []
-    for output in (whole, events[-1]["response"]["output"]):
+    for output in (output_items, events[-1]["response"]["output"]):
         assert [item["name"] for item in output if item["type"] == "function_call"] == ["weather"]
         parts = [item["content"][0] for item in output if item["type"] == "message"]
         assert [part["text"].strip() for part in parts] == [each.strip() for each in around if each]

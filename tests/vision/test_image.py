@@ -19,9 +19,9 @@ from modelmill.vision import image
 RED = (200, 30, 10)
 
 
-def saved(picture: PIL.Image.Image, image_format: str, **how) -> bytes:
+def saved(picture: PIL.Image.Image, image_format: str, **options) -> bytes:
     out = io.BytesIO()
-    picture.save(out, image_format, **how)
+    picture.save(out, image_format, **options)
     return out.getvalue()
 
 
@@ -75,13 +75,13 @@ def test_every_orientation_is_undone() -> None:
     picture = PIL.Image.fromarray(
         np.random.default_rng(0).integers(0, 256, (4, 6, 3), dtype=np.uint8)
     )
-    for form in ("PNG", "TIFF", "JPEG", "WEBP"):
+    for file_format in ("PNG", "TIFF", "JPEG", "WEBP"):
         for note in range(10):
             exif = PIL.Image.Exif()
             exif[0x0112] = note
-            data = saved(picture, form, exif=exif)
+            data = saved(picture, file_format, exif=exif)
             expected = ImageOps.exif_transpose(PIL.Image.open(io.BytesIO(data))).convert("RGB")
-            assert np.array_equal(image.open_image(data), expected), (form, note)
+            assert np.array_equal(image.open_image(data), expected), (file_format, note)
 
 
 @pytest.mark.parametrize(

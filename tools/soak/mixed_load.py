@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from modelmill.core.progress import Progress
 from tools.soak import segment_requests
 from tools.soak.client import disconnect_mid_stream, send_request
 from tools.soak.hostile_requests import random_request, response_problem
@@ -97,8 +98,15 @@ def structured_output(rng: random.Random) -> RequestSpec:
         "properties": {name: {"type": "integer"}, "ok": {"type": "boolean"}},
         "required": [name],
     }
-    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, "strict": True}}
-    return "/v1/chat/completions", {**_random_chat(rng), "response_format": form, "max_tokens": 30}
+    response_format = {
+        "type": "json_schema",
+        "json_schema": {"name": "s", "schema": schema, "strict": True},
+    }
+    return "/v1/chat/completions", {
+        **_random_chat(rng),
+        "response_format": response_format,
+        "max_tokens": 30,
+    }
 
 
 def tool_call(rng: random.Random) -> RequestSpec:
@@ -117,7 +125,7 @@ def segment(rng: random.Random) -> RequestSpec:
     return segment_requests.PATH, segment_requests.valid_request(rng)
 
 
-KINDS: dict[str, tuple[int, Callable[[random.Random], RequestSpec]]] = {
+REQUEST_TYPES: dict[str, tuple[int, Callable[[random.Random], RequestSpec]]] = {
     "chat": (4, chat),
     "completion": (4, completion),
     "structured": (2, structured_output),
@@ -136,7 +144,9 @@ async def send_one(
     Raises:
         SoakFailure: the response is not allowed.
     """
-    request_types = KINDS if server.segment_model is None else {**KINDS, **SEGMENT_KINDS}
+    request_types = (
+        REQUEST_TYPES if server.segment_model is None else {**REQUEST_TYPES, **SEGMENT_KINDS}
+    )
     name = rng.choices(
         [*request_types, "left", "bad"],
         [weight for weight, _ in request_types.values()] + [DISCONNECT_WEIGHT, HOSTILE_WEIGHT],
@@ -172,7 +182,7 @@ def run_mixed_load(
     server: SoakServer,
     minutes: float,
     seed: int,
-    on_progress: Callable[[int, int], None],
+    on_progress: Progress,
     clients: int = 8,
 ) -> dict[str, Any]:
     """Run ``clients`` in parallel for ``minutes``."""
@@ -192,7 +202,7 @@ def run_mixed_load(
         while time.monotonic() < end:
             memory = server.memory()
             series.append((time.monotonic() - started_at, memory["api"], memory["worker"]))
-            on_progress(int(time.monotonic() - started_at), int(60 * minutes))
+            on_progress("seconds", int(time.monotonic() - started_at), int(60 * minutes))
             await asyncio.sleep(pause)
 
     async def everything() -> None:

@@ -90,10 +90,10 @@ def _reference_facts(context: VerifyContext, one: Any) -> list[Fact]:
     for photo in photos:
         picture = open_image(photo)
         size = fit_longest_side(picture.size, one.model.image_size)
-        right = np.asarray(
+        expected = np.asarray(
             PIL.Image.open(photo).convert("RGB").resize(size, PIL.Image.Resampling.BILINEAR)
         )
-        same.append(np.array_equal(resize_pixels(picture, size).permute(1, 2, 0).numpy(), right))
+        same.append(np.array_equal(resize_pixels(picture, size).permute(1, 2, 0).numpy(), expected))
     one.set_image(photos[0])
     best, single = one.predict([(500, 375)])[0], one.predict([(500, 375)], multimask=False)[0]
     return [
@@ -170,13 +170,13 @@ def _chosen(segmenter: Any, photo: Path, best: Any) -> tuple[Any, Any, Any]:
     return best, logits[rows, best], scores[rows, best]
 
 
-def _mask_ious(model: Any, embedding: Any, ours: Any, reference: Any) -> Any:
+def _mask_ious(model: Any, embedding: Any, actual: Any, reference: Any) -> Any:
     """IoU [N] of masks at the photo's size, a few at a time."""
     import torch
 
     from modelmill.vision.masks import mask_iou
 
-    pairs = zip(ours.split(GRID_SIDE), reference.split(GRID_SIDE), strict=True)
+    pairs = zip(actual.split(GRID_SIDE), reference.split(GRID_SIDE), strict=True)
     sized = (
         [
             model.vision.ops.upsample_masks(

@@ -13,15 +13,15 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from modelmill.ops.cuda import launch
-from modelmill.ops.cuda.build import FOLDER
+from modelmill.ops.cuda.common import build, launch
 from tests.ops.emulation.translate import cluster_sizes, translate
 
 HERE = Path(__file__).parent
@@ -32,7 +32,7 @@ HAS_FLOAT16 = (
 )
 CAN_EMULATE = HAS_FLOAT16 and sys.platform == "linux"  # elsewhere g++ may be another compiler
 requires_emulation = pytest.mark.skipif(
-    not CAN_EMULATE, reason="g++ 12 or newer, on Linux, is not here"
+    not CAN_EMULATE, reason="needs Linux with g++ 12 or newer: apt-get install g++"
 )
 FLAGS = ("-O1", "-std=c++17", "-ffp-contract=off", "-w", "-Wno-psabi", "-fPIC", f"-I{HERE}")
 MAX_SHARED_BYTES = 227 << 10
@@ -89,7 +89,7 @@ class Emulator:
             self.folder / f"{source}-{hashlib.sha1(key, usedforsecurity=False).hexdigest()[:16]}.so"
         )
         if not path.exists():
-            text = preprocessed(self.sources() / f"{source}.cu", macros)
+            text = preprocessed(source, macros, self.sources())
             known = set(re.findall(r"inline void (\w+)\(How", (HERE / "ptx.h").read_text()))
             entries = (
                 f"EMULATED({name}, {blocks})" for name, blocks in cluster_sizes(text).items()
@@ -111,14 +111,16 @@ class Emulator:
     def sources(self) -> Path:
         """The kernels' folder, or a copy with the change in it."""
         if self.change is None:
-            return FOLDER
+            return build.FOLDER
         old, new = self.change
         folder = (
             self.folder
             / hashlib.sha1(repr(self.change).encode(), usedforsecurity=False).hexdigest()[:16]
         )
         folder.mkdir(exist_ok=True)
-        texts = {path.name: path.read_text() for path in FOLDER.glob("*.cu*")}
+        texts = {
+            path.relative_to(build.FOLDER): path.read_text() for path in build.FOLDER.rglob("*.cu*")
+        }
         # as it stands, else by its tokens: the sources are formatted by a program
         place = re.compile(re.escape(old))
         if not any(place.search(text) for text in texts.values()):
@@ -127,6 +129,7 @@ class Emulator:
         if not any(place.search(text) for text in texts.values()):
             raise LookupError(f"no kernel has this in it any more: {old}")
         for name, text in texts.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(place.sub(lambda _: new, text))
         return folder
 
@@ -175,6 +178,19 @@ class EmulatedKernel:
             raise EmulationError(wrong.decode())
 
 
+def slow_cases(*cases: tuple[Any, ...]) -> list[Any]:
+    """Cases of a parametrized test that are slow."""
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+def mistakes(changes: Mapping[str, tuple[str, str]]) -> list[Any]:
+    """Parameters of a test of planted mistakes, by name; all but the first are slow tests."""
+    return [
+        pytest.param(change, id=name, marks=[pytest.mark.slow] if number else [])
+        for number, (name, change) in enumerate(changes.items())
+    ]
+
+
 def memory_ranges(*tensors: torch.Tensor | None) -> list[tuple[int, int]]:
     """Where contiguous tensors lie."""
     there = [t for t in tensors if t is not None]
@@ -197,7 +213,7 @@ def tensor_map(
     assert all(stride % 16 == 0 for stride in strides)
     assert max(box) <= 256
     assert box[0] * BYTES[dtype] % 16 == 0
-    filled = ((*given, 1, 1, 1)[:count] for given, count in ((sizes, 4), (strides, 3), (box, 4)))
+    filled = ((*values, 1, 1, 1)[:count] for values, count in ((sizes, 4), (strides, 3), (box, 4)))
     return struct.pack(
         "=16Q", address, BYTES[dtype], swizzled, *(each for part in filled for each in part), 0, 0
     )
@@ -211,7 +227,8 @@ def replace_gpu(emulator: Emulator, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 
 
-def preprocessed(source: Path, macros: tuple[str, ...]) -> str:
+def preprocessed(name: str, macros: tuple[str, ...], folder: Path = build.FOLDER) -> str:
+    """``<name>.cu`` of a folder of sources, with its headers and macros expanded."""
     command = [
         str(GXX),
         "-E",
@@ -219,8 +236,9 @@ def preprocessed(source: Path, macros: tuple[str, ...]) -> str:
         "-x",
         "c++",
         "-std=c++17",
+        f"-I{folder}",
         *(f"-D{macro}" for macro in macros),
-        str(source),
+        str(folder / build.source_path(name).relative_to(build.FOLDER)),
     ]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 

@@ -1,0 +1,288 @@
+"""How much fits: the longest sequence, and the KV pages beside the weights and the largest step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from modelmill.core import memory_limits
+from modelmill.core.byte_size import format_bytes
+from modelmill.core.config import RunConfig
+from modelmill.core.errors import CapacityError, UsageError
+from modelmill.nn.kv import KVCache, KVShape, kv_cache_dtype
+from modelmill.nn.linear import Linear
+from modelmill.nn.step import Step
+from modelmill.ops.registry import Ops
+from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
+
+CPU_MEMORY_FRACTION = 0.3
+_GIB = 1 << 30
+
+
+def max_sequence_len(model: nn.Module, config: RunConfig, built_max_len: int | None) -> int:
+    """Most tokens of a sequence.
+
+    Args:
+        model: The model.
+        config: Run options.
+        built_max_len: The engine's limit; None: the model's.
+
+    Raises:
+        UsageError: ``config.max_model_len`` exceeds the limit.
+    """
+    limit = int(model.config.max_len) if built_max_len is None else built_max_len  # type: ignore[union-attr, arg-type]
+    if config.max_model_len is None:
+        return limit
+    if config.max_model_len > limit:
+        raise UsageError(
+            f"--max-model-len {config.max_model_len} exceeds the engine's {limit}; lower it or "
+            "rebuild"
+        )
+    if config.max_model_len < 1:
+        raise UsageError(f"--max-model-len must be at least 1, not {config.max_model_len}")
+    return config.max_model_len
+
+
+def num_kv_pages(
+    model: nn.Module,
+    ops: Ops,
+    config: RunConfig,
+    kv_dtype: torch.dtype,
+    max_model_len: int,
+    tp_group: TPGroup = SINGLE_RANK,
+    graph_bytes: int = 0,
+) -> int:
+    """Pages of the KV cache of a loaded model: as configured, or as free memory allows.
+
+    Args:
+        model: The model, on its device.
+        ops: The ops that it calls.
+        config: Run options.
+        kv_dtype: Of the cache.
+        max_model_len: Most tokens of a sequence.
+        tp_group: This rank's group.
+        graph_bytes: Device memory that CUDA graphs captured later will take.
+
+    Raises:
+        CapacityError: Not even one sequence or one step fits, or the configured size exceeds the
+            memory.
+    """
+    weights, device = weight_bytes(model), model_device(model)
+    if config.kv_cache_bytes is not None:
+        free = config.kv_cache_bytes
+    elif device.startswith("cuda"):
+        try:
+            free = free_cuda_bytes(
+                model, ops, config, device, config.max_num_seqs, tp_group, graph_bytes
+            )
+        except torch.OutOfMemoryError:
+            raise CapacityError(
+                f"a step of {config.max_num_batched_tokens} tokens does not fit beside "
+                f"{weights / _GIB:.2f} GiB of "
+                "weights; lower --max-num-batched-tokens or --max-num-seqs"
+            ) from None
+    else:
+        free = free_cpu_bytes(tp_group.size)
+    shape = model.kv
+    assert isinstance(shape, KVShape)
+    pages = kv_pages_for_bytes(shape, kv_dtype, config, max_model_len, free, weights, tp_group)
+    if device == "cpu":
+        _check_fits_in_ram(
+            (pages + 1) * shape.page_bytes(config.page_size, kv_dtype) * tp_group.size
+        )
+    return pages
+
+
+def kv_pages_for_bytes(
+    shape: KVShape,
+    dtype: torch.dtype,
+    config: RunConfig,
+    max_model_len: int,
+    free_bytes: int,
+    weights: int = 0,
+    tp_group: TPGroup = SINGLE_RANK,
+) -> int:
+    """Pages for ``free_bytes``, or for ``config.kv_cache_bytes``; at most as many as can be used.
+
+    All ranks get the smallest number of any rank, since they share page numbers.
+
+    Args:
+        shape: Of the model's cache.
+        dtype: Of the cache.
+        config: Run options.
+        max_model_len: Most tokens of a sequence.
+        free_bytes: Memory for pages.
+        weights: Bytes of the weights, for the message.
+        tp_group: This rank's group.
+
+    Raises:
+        CapacityError: Not even one sequence of ``max_model_len`` tokens fits.
+    """
+    size = shape.page_bytes(config.page_size, dtype)
+    per_seq = -(-max_model_len // config.page_size)
+    available = free_bytes if config.kv_cache_bytes is None else config.kv_cache_bytes
+    # one page is reserved: kernels write padding there
+    pages = min(tp_group.all_reduce_min(available // size) - 1, per_seq * config.max_num_seqs)
+    if pages < per_seq:
+        max_len = max(pages, 0) * config.page_size
+        source = "free memory gives" if config.kv_cache_bytes is None else "--kv-cache-bytes gives"
+        advice = (
+            f"--max-model-len {max_len} would fit"
+            if max_len
+            else "free memory or use a smaller model or dtype"
+        )
+        beside_weights = f" beside {format_bytes(weights)} of weights" if weights else ""
+        raise CapacityError(
+            f"one sequence of {max_model_len} tokens needs {format_bytes((per_seq + 1) * size)} "
+            "of KV cache, "
+            f"{source} {format_bytes(max(available, 0))}{beside_weights}; {advice}"
+        )
+    return pages
+
+
+def max_idle_pages(config: RunConfig, pages: int, page_bytes: int, device: str) -> int:
+    """``max_idle`` of the page pool: most pages that the prefix cache keeps idle."""
+    if not config.enable_prefix_caching:
+        return 0
+    if config.prefix_cache_bytes is not None:
+        return min(config.prefix_cache_bytes // page_bytes, pages)
+    if device == "cpu" and config.kv_cache_bytes is None:
+        return memory_limits.prefix_cache_bytes(pages * page_bytes) // page_bytes
+    return pages
+
+
+def _check_fits_in_ram(required_bytes: int) -> None:
+    """Raise CapacityError if a cache in RAM exceeds the process's memory.
+
+    Pages take memory when first written, so the process would be killed in the middle of a request.
+    """
+    total = memory_limits.available_memory().total
+    if required_bytes > total:
+        raise CapacityError(
+            f"the KV cache would take {format_bytes(required_bytes)}, and this process may have "
+            f"{format_bytes(total)}; "
+            "lower --kv-cache-bytes"
+        )
+
+
+def free_cpu_bytes(ranks: int = 1, reserved_bytes: int = 0) -> int:
+    """Bytes of RAM for one rank's KV cache: CPU_MEMORY_FRACTION of the free memory.
+
+    Args:
+        ranks: Ranks on this machine.
+        reserved_bytes: Memory needed for other purposes.
+    """
+    return (
+        int(max(memory_limits.available_memory().free - reserved_bytes, 0) * CPU_MEMORY_FRACTION)
+        // ranks
+    )
+
+
+def free_cuda_bytes(
+    model: nn.Module,
+    ops: Ops,
+    config: RunConfig,
+    device: str,
+    max_logit_rows: int,
+    tp_group: TPGroup = SINGLE_RANK,
+    graph_bytes: int = 0,
+) -> int:
+    """Bytes left for KV pages after weights and the largest step, measured by running one.
+
+    Args:
+        model: The model, on its device.
+        ops: The ops that it calls.
+        config: Run options.
+        device: A GPU.
+        max_logit_rows: Most rows that a step samples.
+        tp_group: This rank's group.
+        graph_bytes: Device memory that CUDA graphs captured later will take.
+    """
+    index = torch.device(device)
+    torch.cuda.synchronize(index)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(index)
+    torch.cuda.reset_peak_memory_stats(index)
+    _run_largest_step(model, ops, config, device, max_logit_rows, tp_group)
+    torch.cuda.synchronize(index)
+    peak = torch.cuda.max_memory_allocated(index) - before
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(index)
+    # for graphs, the sampler's tables and fragmentation
+    reserve = _GIB // 2 + peak // 8 + graph_bytes
+    return int(total * config.gpu_memory_utilization) - (total - free) - peak - reserve
+
+
+@torch.inference_mode()
+def _run_largest_step(
+    model: nn.Module,
+    ops: Ops,
+    config: RunConfig,
+    device: str,
+    max_logit_rows: int,
+    tp_group: TPGroup,
+) -> None:
+    """Run a step with the most tokens, in sequences of one page that all write to the same page."""
+    size, shape = config.page_size, model.kv
+    assert isinstance(shape, KVShape)
+    dtype = kv_cache_dtype(config.kv_cache_dtype, activation_dtype(model))
+    count = max(config.max_num_batched_tokens // size, 1)
+    kv = KVCache.allocate(shape, 1, size, dtype, device)
+    positions = torch.arange(size, device=device).repeat(count)
+    starts = torch.arange(0, (count + 1) * size, size, dtype=torch.int32, device=device)
+    step = Step(
+        ids=torch.zeros_like(positions),
+        positions=positions,
+        slots=positions.clone(),
+        rope_keys=torch.zeros_like(positions),
+        block_tables=torch.zeros(count, 1, dtype=torch.int32, device=device),
+        query_start=starts,
+        context_lens=torch.full((count,), size, dtype=torch.int32, device=device),
+        logit_rows=torch.zeros(max_logit_rows, dtype=torch.int64, device=device),
+        max_query=size,
+        max_context=size,
+        kv=kv,
+        ops=ops,
+        tp_group=tp_group,
+    )
+    logits = model(step)
+    # sampling needs a second buffer of this size
+    torch.empty_like(logits)
+
+
+def model_device(model: nn.Module) -> str:
+    """The device of a model: that of its embedding."""
+    weight = model.embed.weight  # type: ignore[union-attr]
+    assert isinstance(weight, torch.Tensor)
+    return str(weight.device)
+
+
+def activation_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of activations (and of a KV cache that is not 8-bit): that of the embedding."""
+    weight = model.embed.weight  # type: ignore[union-attr]
+    assert isinstance(weight, torch.Tensor)
+    return weight.dtype
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all weights and their unpacked copies; shared tensors are counted once."""
+    size_by_address: dict[int, int] = {}
+    for module in model.modules():
+        tensors = [*module.buffers(recurse=False)]
+        weight = getattr(module, "weight", None) if isinstance(module, Linear) else None
+        if weight is not None:
+            tensors += [*weight.tensors().values(), *weight.unpacked_tensors()]
+        for t in tensors:
+            size_by_address[t.data_ptr()] = t.numel() * t.element_size()
+    return sum(size_by_address.values())
+
+
+def mostly_8bit_inputs(model: nn.Module) -> bool:
+    """Whether most of the weights take 8-bit inputs."""
+    balance = 0
+    for module in model.modules():
+        if isinstance(module, Linear):
+            balance += math.prod(module.shape) * (1 if module.weight.act_quant is not None else -1)
+    return balance > 0

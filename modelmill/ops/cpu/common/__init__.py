@@ -1,0 +1,1 @@
+"""What the CPU kernels share: compilation, threads, vector instructions."""

@@ -1,0 +1,316 @@
+"""Loads the C++ kernels of this backend: prebuilt ones (prebuilt.py), or compiled on this machine.
+
+One shared object holds all of them. Its name in the cache is a digest of everything that decides
+its code: the sources, the flags, the compiler's version and this CPU's instruction sets, so that a
+cache carried to another machine is never run there. Threads are a small team of the library's own
+(thread_pool.cpp), or torch's where torch has just computed a product; how many there may be is what
+torch uses. Torch's OpenMP is reached through pointers: nothing is linked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modelmill.core import env
+from modelmill.core.errors import MissingDependency, UsageError
+from modelmill.ops.cpu.common import prebuilt
+
+FLAGS = (*prebuilt.COMMON_FLAGS, "-march=native")
+COMPILERS = ("g++", "clang++", "c++")
+COMPILED_HERE = "compiled here"
+# What MODELMILL_CPU_KERNELS may say; auto: brought along, else compiled here.
+CHOICES = ("auto", "prebuilt", "native", "none")
+# Rows of activations of a decode step: there bandwidth counts, and calls are too short to release
+# Python's lock.
+SMALL_M_LIMIT = 16
+# Codes of simd.h.
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int, "d": ctypes.c_double}
+
+
+@dataclass(frozen=True)
+class Library:
+    """The loaded kernels.
+
+    Calls through ``with_gil`` keep the GIL (they take microseconds); ``without_gil`` releases
+    it.
+
+    origin: for people, "compiled here" or the level that was brought along.
+    """
+
+    path: Path
+    with_gil: ctypes.PyDLL
+    without_gil: ctypes.CDLL
+    vector_width: int
+    origin: str = COMPILED_HERE
+
+
+def available(device_type: str) -> str | None:
+    """None where the kernels serve ``device_type``; else the reason, in one line."""
+    if device_type != "cpu":
+        return "it runs on the CPU only"
+    library = load()
+    return library if isinstance(library, str) else None
+
+
+def function(name: str, signature: str, *, release_gil: bool = False) -> Callable[..., Any]:
+    """Return the C function ``name``.
+
+    signature: its argument types: p pointer, q int64, i int, d double.
+
+    Raises MissingDependency where the kernels cannot be built.
+    """
+    library = load()
+    if isinstance(library, str):
+        raise MissingDependency(f"the CPU kernels cannot be used: {library}")
+    kernel = getattr(library.without_gil if release_gil else library.with_gil, name)
+    kernel.argtypes = [_TYPES[c] for c in signature]
+    kernel.restype = None
+    return kernel
+
+
+@functools.cache
+def load() -> Library | str:
+    """Load the prebuilt library for this CPU, else compile one unless it is cached.
+
+    A string says why there is none. Raises UsageError where MODELMILL_CPU_KERNELS says something
+    unknown.
+    """
+    choice = _requested_kernels()
+    if choice == "none":
+        return "MODELMILL_CPU_KERNELS=none switches them off"
+    reasons = []
+    if choice in ("auto", "prebuilt"):
+        for level, path in prebuilt.available_levels():
+            try:
+                return replace(open_library(path), origin=f"prebuilt for {level.name}")
+            except _KernelsUnavailable as problem:
+                reasons.append(str(problem))
+        if choice == "prebuilt":
+            return (
+                "; ".join(reasons)
+                or f"this installation has none for this processor in {prebuilt.FOLDER}"
+            )
+    try:
+        return open_library(compile_library(machine_flags()))
+    except _KernelsUnavailable as problem:
+        return "; ".join([*reasons, str(problem)])
+
+
+def _requested_kernels() -> str:
+    choice = env.cpu_kernels()
+    if choice not in CHOICES:
+        raise UsageError(
+            f"MODELMILL_CPU_KERNELS must be one of {', '.join(CHOICES)}, not {choice!r}"
+        )
+    return choice
+
+
+def machine_flags() -> tuple[str, ...]:
+    """Compiler flags for this machine.
+
+    MILL_PREFETCH_L2: weights are prefetched far ahead and only to L2, on Zen 4 (AMD family 25):
+    decode of one row becomes 1.5 times as fast. Not measured on other processors.
+    MILL_BF16_AS_FP32: bfloat16 is multiplied as floats. Intel's processors take two cycles for
+    AVX512_BF16's product of 32 numbers, in which they multiply 64 floats, and two more to round 32
+    weights of 8 bits to bfloat16; AMD's do not.
+    """
+    cpu = _cpu()
+    if "GenuineIntel" in cpu:
+        return (*FLAGS, "-DMILL_BF16_AS_FP32")
+    far = "AuthenticAMD" in cpu and re.search(r"^cpu family\s*: 25$", cpu, re.MULTILINE)
+    return (*FLAGS, "-DMILL_PREFETCH_L2") if far else FLAGS
+
+
+@functools.cache
+def torch_gemm_is_faster() -> bool:
+    """Whether torch's products of many bfloat16 rows are faster than ours on this processor.
+
+    With AMX many times. On Intel's AVX-512 without it ours take 0.9 of the time for int8 weights
+    and as long for dense ones, and they wait at no barrier of OpenMP. Without AVX512_BF16 torch has
+    no fast product. AMD's pairs of bfloat16 have not been measured: as before.
+    """
+    cpu = _cpu()
+    return "amx_bf16" in cpu or ("avx512_bf16" in cpu and "GenuineIntel" not in cpu)
+
+
+def compile_library(flags: tuple[str, ...]) -> Path:
+    """Path of the shared object for ``flags``, compiled now if it is not in the cache.
+
+    Raises _KernelsUnavailable.
+    """
+    compiler, version = _compiler()
+    target = _target(flags, compiler, version)
+    if not target.exists():
+        _compile(compiler, version, flags, target)
+    return target
+
+
+def needs_compile() -> bool:
+    """Whether ``load`` would have to compile, which takes half a minute."""
+    choice = _requested_kernels()
+    if choice in ("none", "prebuilt") or (choice == "auto" and any(prebuilt.available_levels())):
+        return False
+    try:
+        return not _target(machine_flags(), *_compiler()).exists()
+    except _KernelsUnavailable:
+        return False
+
+
+def _target(flags: tuple[str, ...], compiler: str, version: str) -> Path:
+    return env.cache_dir() / "cpu" / f"{_key(flags, compiler, version)}.so"
+
+
+def open_library(path: Path) -> Library:
+    """Load a shared object, set its thread count and run its self-check.
+
+    Raises _KernelsUnavailable.
+    """
+    try:
+        library = Library(path, ctypes.PyDLL(str(path)), ctypes.CDLL(str(path)), 0)
+    except OSError as problem:
+        raise _KernelsUnavailable(
+            f"{path} cannot be loaded: {problem}; delete it to build it again"
+        ) from None
+    hand_over = library.with_gil.modelmill_threads
+    hand_over.argtypes = [ctypes.c_void_p] * 3
+    hand_over.restype = None
+    hand_over(*_openmp_symbols())
+    library.with_gil.modelmill_torch_multiplies(int(torch_gemm_is_faster()))
+    failed = library.with_gil.modelmill_self_check()
+    if failed:
+        raise _KernelsUnavailable(
+            f"{path} computes wrongly (check {failed}): the compiler or the machine is not what "
+            "it says"
+        )
+    return Library(
+        path, library.with_gil, library.without_gil, library.with_gil.modelmill_vector_width()
+    )
+
+
+class _KernelsUnavailable(Exception):
+    """Why there are no kernels; its text is one line."""
+
+
+def _compiler() -> tuple[str, str]:
+    named = env.cxx_compiler()
+    for name in (named,) if named else COMPILERS:
+        path = shutil.which(name)
+        if path is None:
+            continue
+        shown = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+        if shown.returncode == 0:
+            return path, shown.stdout
+    if named:
+        raise _KernelsUnavailable(f"the compiler {named!r} that CXX names does not run")
+    ways = "install g++ or clang++ (apt install g++)"
+    if prebuilt.cpu_levels(platform.machine()) and not prebuilt.FOLDER.is_dir():
+        ways += ", or install modelmill from a wheel for this platform, which brings the kernels"
+    raise _KernelsUnavailable(f"no C++ compiler is here; {ways}")
+
+
+def _key(flags: tuple[str, ...], compiler: str, version: str) -> str:
+    digest = hashlib.sha256()
+    for part in (*flags, compiler, version, _cpu()):
+        digest.update(part.encode() + b"\0")
+    for path in prebuilt.native_sources():
+        relative = path.relative_to(prebuilt.SOURCES).as_posix()
+        digest.update(relative.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+def _cpu() -> str:
+    """What decides -march=native: family, model, stepping and flags of the first processor."""
+    try:
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0]
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    fields = (
+        "vendor_id",
+        "cpu family",
+        "model",
+        "stepping",
+        "flags",
+        "Features",
+        "CPU part",
+        "CPU implementer",
+    )
+    return "\n".join(line for line in first.splitlines() if line.split(":")[0].strip() in fields)
+
+
+def _compile(compiler: str, version: str, flags: tuple[str, ...], target: Path) -> None:
+    """Build in a temporary folder and move the result in place, so that processes may race."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="building-", dir=target.parent) as folder:
+            sources = prebuilt.native_sources(suffixes=(".cpp",))
+            objects = [Path(folder) / f"{source.stem}.o" for source in sources]
+            prefix = [compiler, *flags, prebuilt.include_flag()]
+            if "Free Software Foundation" in version:  # g++, not a clang of that name
+                prefix += _precompile_headers(prefix, Path(folder))
+            commands = [[*prefix, "-c", str(s), "-o", str(o)] for s, o in zip(sources, objects)]
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(_execute, commands))
+            made = Path(folder) / "kernels.so"
+            _execute([compiler, "-shared", *map(str, objects), "-pthread", "-o", str(made)])
+            made.replace(target)
+    except OSError as problem:
+        raise _KernelsUnavailable(
+            f"the compiled kernels cannot be written to {target.parent}: {problem.strerror}"
+        ) from None
+
+
+def _precompile_headers(prefix: list[str], folder: Path) -> list[str]:
+    """Parse what most sources include once, into ``folder``: 27 instead of 39 s of one core.
+
+    The objects' machine code is the same with and without. Returns the flags that include it.
+    """
+    header = folder / "shared_headers.h"
+    header.write_text('#include "common/simd.h"\n#include "common/parallel_for.h"\n')
+    _execute([*prefix, "-x", "c++-header", str(header), "-o", f"{header}.gch"])
+    return ["-include", str(header)]
+
+
+def _execute(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    except subprocess.TimeoutExpired:
+        raise _KernelsUnavailable(f"{command[0]} did not finish within 300 s") from None
+    if done.returncode:
+        lines = (
+            [line for line in done.stderr.splitlines() if "error" in line]
+            or done.stderr.splitlines()
+            or ["?"]
+        )
+        raise _KernelsUnavailable(f"{command[0]} fails: {lines[0].strip()}")
+
+
+def _openmp_symbols() -> tuple[int | None, ...]:
+    """Addresses of the functions of torch's OpenMP runtime that thread_pool.cpp calls; or None."""
+    library = next(Path(torch.__file__).parent.glob("lib/libtorch_cpu.*"), None)
+    try:
+        # already loaded: a lookup searches it and what it depends on
+        torch_cpu = ctypes.CDLL(str(library))
+        symbols = [
+            torch_cpu.omp_get_max_threads,
+            torch_cpu.GOMP_parallel,
+            torch_cpu.omp_get_thread_num,
+        ]
+    except (OSError, AttributeError):
+        return None, None, None
+    return tuple(ctypes.cast(entry, ctypes.c_void_p).value for entry in symbols)

@@ -1,0 +1,1 @@
+"""All layers of a decoder in one call."""

@@ -1,0 +1,230 @@
+// Small-M GEMM.
+//
+// Computes: out[M, N] = x[M, K] · weight[N, K]ᵀ
+// Dtypes: x and out float32, bfloat16 or float16; weights of those types, int8 or e4m3; float32
+//     accumulators
+// Layout: row-major
+// Range: any M, tuned for M ≤ 16
+// Technique: AVX-512 or AVX2 FMA, AVX512_BF16 dot products, register blocking (6 rows of x by 8
+//     weight rows), software prefetch, per-thread scratch for the packed activations
+// Used by: e4m3.h, groupwise.h, int8_linear.cpp, linear.cpp
+//
+// Each output is one chain of multiply-adds along K and one final reduction, whatever the blocking,
+// so that a row gives the same bits alone and in a batch. Register blocking of up to 6 rows of x by
+// 8 weight rows; weights are streamed with software prefetch (prefetch.h).
+#pragma once
+#include "common/simd.h"
+#include "common/prefetch.h"
+#include "common/parallel_for.h"
+
+namespace mill {
+
+constexpr int64_t kInputBlock = 192 << 10;  // bytes of activations per block (L2)
+
+// Dot product traits: weights of type T and activations as floats. A step covers kStep columns in
+// kParts vectors.
+template <class T> struct FloatDot {
+    using Weight = T;
+    using Input = float;
+    using Vector = vf;
+    static constexpr int kParts = 1, kStep = W;
+    static Vector input(const float* p) { return load(p); }
+    static Vector weight(const T* p, int n, int) { return take(p, n); }
+    static vf accumulate(Vector w, Vector x, vf acc) { return fma(w, x, acc); }
+    template <class X> static void pack(float* out, const X* x) { store(out, load(x)); }
+};
+
+#if defined(MILL_AVX512)
+// bfloat16 is the upper half of a float: the even columns of a vector are shifted, the odd ones
+// masked. The activations are packed in that order once.
+struct Bf16SplitDot {
+    using Weight = bf16;
+    using Input = float;
+    using Vector = vf;
+    static constexpr int kParts = 2, kStep = 2 * W;
+    static Vector input(const float* p) { return load(p); }
+    static Vector weight(const bf16* p, int n, int part) {
+        const __m512i raw =
+            n == kStep ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi16((1u << n) - 1u, p);
+        return _mm512_castsi512_ps(part ? _mm512_and_si512(raw, _mm512_set1_epi32(-65536))
+                                        : _mm512_slli_epi32(raw, 16));
+    }
+    static vf accumulate(Vector w, Vector x, vf acc) { return fma(w, x, acc); }
+    static void pack(float* out, const bf16* x) {
+        for (int part = 0; part < kParts; part++) store(out + part * W, weight(x, kStep, part));
+    }
+};
+#endif
+
+// Not if float FMAs are faster (MILL_BF16_AS_FP32: build.machine_flags).
+#if defined(MILL_BF16) && !defined(MILL_BF16_AS_FP32)
+// Pairs of bfloat16, multiplied exactly and summed in float by one instruction.
+struct Bf16PairDot {
+    using Weight = bf16;
+    using Input = bf16;
+    using Vector = __m512i;
+    static constexpr int kParts = 1, kStep = 2 * W;
+    static Vector input(const bf16* p) { return _mm512_loadu_si512(p); }
+    static Vector weight(const bf16* p, int n, int) {
+        return n == kStep ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi16((1u << n) - 1u, p);
+    }
+    static void pack(bf16* out, const bf16* x) { std::memcpy(out, x, kStep * sizeof(bf16)); }
+    static vf accumulate(Vector w, Vector x, vf acc) {
+        return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(w), reinterpret_cast<__m512bh>(x));
+    }
+};
+// Bytes become bfloat16, which holds them exactly, in registers.
+struct Int8AsBf16Dot : Bf16PairDot {
+    using Weight = int8_t;
+    static Vector weight(const int8_t* p, int n, int) {
+        const vf low = n >= W ? load(p) : load_n(p, n);
+        const vf high = n == kStep ? load(p + W) : n > W ? load_n(p + W, n - W) : zero();
+        return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+    }
+};
+template <class T>
+using DotTraits = std::conditional_t<std::is_same_v<T, bf16>, Bf16PairDot, FloatDot<T>>;
+template <class T>
+using Int8DotTraits = std::conditional_t<std::is_same_v<T, bf16>, Int8AsBf16Dot, FloatDot<int8_t>>;
+#else
+#    if defined(MILL_AVX512)
+template <class T>
+using DotTraits = std::conditional_t<std::is_same_v<T, bf16>, Bf16SplitDot, FloatDot<T>>;
+#    else
+template <class T> using DotTraits = FloatDot<T>;
+#    endif
+template <class T> using Int8DotTraits = FloatDot<int8_t>;
+#endif
+
+// Packs activations for the kernel: rows padded with zeros to whole steps, columns in the kernel's
+// order.
+template <class H> inline int64_t padded(int64_t k) {
+    return (k + H::kStep - 1) / H::kStep * H::kStep;
+}
+
+template <class H, class X>
+inline const typename H::Input* pack_inputs(Scratch& scratch, const X* x, int64_t rows, int64_t k) {
+    using Input = typename H::Input;
+    const int64_t stride = padded<H>(k);
+    if constexpr (std::is_same_v<Input, X>)  // then pack() copies
+        if (stride == k) return x;
+    Input* out = scratch.get<Input>(rows * stride);
+    for (int64_t m = 0; m < rows; m++) {
+        Input* row = out + m * stride;
+        const X* begin = x + m * k;
+        int64_t i = 0;
+        for (; i + H::kStep <= k; i += H::kStep) H::pack(row + i, begin + i);
+        if (i == k) continue;
+        X rest[H::kStep];
+        std::memset(static_cast<void*>(rest), 0, sizeof rest);
+        std::memcpy(static_cast<void*>(rest), begin + i, static_cast<size_t>(k - i) * sizeof(X));
+        H::pack(row + i, rest);
+    }
+    return out;
+}
+
+// MB activation rows x NB weight rows. sums: [MB][NB].
+template <class H, int MB, int NB>
+__attribute__((noinline)) void dot_block(float* sums, const typename H::Input* x, int64_t stride,
+                                         const typename H::Weight* w, int64_t k) {
+    constexpr int kLine = 64 / sizeof(typename H::Weight);
+    vf acc[MB][NB];
+    for (int m = 0; m < MB; m++)
+        for (int n = 0; n < NB; n++) acc[m][n] = zero();
+    const int64_t distance =
+        prefetch_distance<MB>(NB * k * static_cast<int64_t>(sizeof(typename H::Weight)));
+    int64_t i = 0;
+    const auto step = [&](int count) {
+        for (int part = 0; part < H::kParts; part++) {
+            typename H::Vector xs[MB];
+            for (int m = 0; m < MB; m++) xs[m] = H::input(x + m * stride + i + part * W);
+            for (int n = 0; n < NB; n++) {
+                const auto weight = H::weight(w + n * k + i, count, part);
+                for (int m = 0; m < MB; m++) acc[m][n] = H::accumulate(weight, xs[m], acc[m][n]);
+            }
+        }
+        i += H::kStep;
+    };
+    while (i + kLine <= k) {
+        for (int n = 0; n < NB; n++)
+            prefetch_line<MB>(reinterpret_cast<const char*>(w + n * k + i) + distance);
+        for (int j = 0; j < kLine / H::kStep; j++) step(H::kStep);
+    }
+    while (i + H::kStep <= k) step(H::kStep);
+    if (i < k) step(static_cast<int>(k - i));
+    sums_of(sums, &acc[0][0], MB * NB);
+}
+
+template <class H, int MB, int NB, class StoreOut>
+inline void dot_columns(const typename H::Input* x, const typename H::Weight* w, int64_t k,
+                        int64_t m0, int64_t n0, const StoreOut& store_out) {
+    float sums[MB * NB];
+    const int64_t stride = padded<H>(k);
+    dot_block<H, MB, NB>(sums, x + m0 * stride, stride, w + n0 * k, k);
+    for (int m = 0; m < MB; m++) store_out(m0 + m, n0, sums + m * NB, NB);
+}
+
+// Activation rows [m, last) for NB weight rows, six at a time where there are 32 registers, else
+// four.
+template <class H, int NB, class StoreOut>
+inline void dot_rows(const typename H::Input* x, int64_t m, int64_t last,
+                     const typename H::Weight* w, int64_t k, int64_t n0,
+                     const StoreOut& store_out) {
+    if constexpr (W == 16)
+        for (; m + 6 <= last; m += 6) dot_columns<H, 6, NB>(x, w, k, m, n0, store_out);
+    for (; m + 4 <= last; m += 4) dot_columns<H, 4, NB>(x, w, k, m, n0, store_out);
+    if (last - m == 3)
+        dot_columns<H, 3, NB>(x, w, k, m, n0, store_out);
+    else if (last - m == 2)
+        dot_columns<H, 2, NB>(x, w, k, m, n0, store_out);
+    else if (last - m == 1)
+        dot_columns<H, 1, NB>(x, w, k, m, n0, store_out);
+}
+
+// Activation rows that stay in L2 while weight rows are streamed.
+template <class H> inline int64_t block_rows(int64_t k) {
+    return (kInputBlock / (padded<H>(k + 1) * static_cast<int64_t>(sizeof(typename H::Input))) /
+                12 +
+            1) *
+           12;
+}
+
+// Weight rows [from, to) for activation rows [m, last), at most a block; put_out(m, n, sums, count)
+// receives the results of a row m for columns n to n + count.
+template <class H, class StoreOut>
+inline void dot_range(const typename H::Input* x, int64_t m, int64_t last,
+                      const typename H::Weight* w, int64_t k, int64_t begin, int64_t to,
+                      const StoreOut& store_out) {
+    // accumulators that fit the registers beside the activation rows
+    constexpr int kColumns = W == 16 ? 4 : 2;
+    if (last - m == 1) {
+        for (; begin + 8 <= to; begin += 8) dot_columns<H, 1, 8>(x, w, k, m, begin, store_out);
+    }
+    for (; begin + kColumns <= to; begin += kColumns)
+        dot_rows<H, kColumns>(x, m, last, w, k, begin, store_out);
+    for (; begin < to; begin++) dot_rows<H, 1>(x, m, last, w, k, begin, store_out);
+}
+
+// The whole GEMM over all threads, in blocks of activation rows by weight rows; adjacent blocks
+// share the activations. X: type of the activations.
+template <class H, class X, class StoreOut>
+inline void multiply(const X* x, const typename H::Weight* w, int64_t rows, int64_t k, int64_t n,
+                     const StoreOut& store_out) {
+    thread_local Scratch scratch;
+    const auto* input = pack_inputs<H>(scratch, x, rows, k);
+    const int64_t bytes = (k > 0 ? k : 1) * static_cast<int64_t>(sizeof(typename H::Weight));
+    const int64_t block = block_rows<H>(k), blocks = (rows + block - 1) / block;
+    int64_t chunk_bytes = rows > 16 ? 256 << 10 : 64 << 10;
+    const int64_t max_chunk_bytes = n * bytes * blocks / 16;  // enough blocks for load balancing
+    if (chunk_bytes > max_chunk_bytes) chunk_bytes = max_chunk_bytes;
+    const int64_t step = (chunk_bytes / bytes / 8 + 1) * 8, n_blocks = (n + step - 1) / step;
+    parallel_for(blocks * n_blocks, 1, n * bytes * (rows + 3) / 4, [&](int64_t first, int64_t end) {
+        for (int64_t i = first; i < end; i++) {
+            const int64_t m = i / n_blocks * block, begin = i % n_blocks * step;
+            dot_range<H>(input, m, m + block < rows ? m + block : rows, w, k, begin,
+                         begin + step < n ? begin + step : n, store_out);
+        }
+    });
+}
+
+}  // namespace mill

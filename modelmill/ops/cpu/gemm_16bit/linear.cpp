@@ -1,0 +1,29 @@
+// Dense GEMM.
+//
+// Computes: out[M, N] = x[M, K] · weight[N, K]ᵀ + bias
+// Dtypes: float32, bfloat16 or float16; float32 accumulators
+// Layout: row-major
+// Range: any M (from 17 rows of bfloat16 on torch's product where the CPU multiplies matrices)
+// Technique: AVX-512 or AVX2 FMA, AVX512_BF16 dot products, software prefetch
+// Ops: linear, decode
+#include "gemm_16bit/gemm_small_m.h"
+#include "common/ops.h"
+
+// out[rows, n] = x[rows, k] · weight[n, k]ᵀ + bias; bias may be null; all of one dtype.
+extern "C" void linear(void* out, const void* x, const void* weight, const void* bias, int64_t rows,
+                       int64_t k, int64_t n, int dtype) {
+    mill::by_dtype(dtype, [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        T* target = static_cast<T*>(out);
+        const T* added = static_cast<const T*>(bias);
+        const auto put_out = [=](int64_t m, int64_t j, const float* sums, int count) {
+            mill::for_each_vector(count, [&](int64_t i, int c) {
+                const mill::vf some = mill::take(sums + i, c);
+                mill::put(target + m * n + j + i,
+                          added ? mill::add(some, mill::take(added + j + i, c)) : some, c);
+            });
+        };
+        mill::multiply<mill::DotTraits<T>>(static_cast<const T*>(x), static_cast<const T*>(weight),
+                                           rows, k, n, put_out);
+    });
+}

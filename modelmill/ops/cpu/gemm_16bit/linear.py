@@ -1,0 +1,74 @@
+"""Dense products in C++ (linear.cpp).
+
+Every number of rows is served here, and a row gives the same bits alone and in a batch; but in
+bfloat16 torch's product is faster from 17 rows on where the processor multiplies matrices
+(``build.torch_gemm_is_faster``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from modelmill.ops.cpu.common import build
+from modelmill.ops.linear import AMX_COLUMNS, linear
+
+available = build.available
+_DTYPES = build.DTYPES
+
+
+def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """As the reference, which also serves other dimensions, mixed dtypes and weights with gaps."""
+    dtype = x.dtype
+    if (
+        dtype not in _DTYPES
+        or x.dim() != 2
+        or weight.dtype is not dtype
+        or not weight.is_contiguous()
+    ):
+        return linear(x, weight, bias)
+    rows, k = x.shape
+    if not prefers_native(dtype, rows, k) or (
+        bias is not None and not (bias.is_contiguous() and bias.dtype is dtype)
+    ):
+        return linear(x, weight, bias)
+    x = x.contiguous()
+    n = weight.shape[0]
+    out = torch.empty(rows, n, dtype=dtype)
+    added = None if bias is None else bias.data_ptr()
+    kernel = _kernel() if rows <= build.SMALL_M_LIMIT else _long_kernel()
+    kernel(out.data_ptr(), x.data_ptr(), weight.data_ptr(), added, rows, k, n, _DTYPES[dtype])
+    return out
+
+
+def prefers_native(dtype: torch.dtype, rows: int, k: int) -> bool:
+    """Whether a product of so many rows of K columns is better done here than by torch.
+
+    Of rows that torch would read beyond their ends (``ops.linear``) always.
+    """
+    return rows <= max_native_rows(dtype) or (dtype.itemsize == 2 and k % AMX_COLUMNS != 0)
+
+
+@functools.cache
+def max_native_rows(dtype: torch.dtype) -> int:
+    """Rows up to which these kernels beat torch's product."""
+    library = build.load()
+    narrow = isinstance(library, str) or library.vector_width < 8
+    return (
+        build.SMALL_M_LIMIT
+        if narrow or (dtype is torch.bfloat16 and build.torch_gemm_is_faster())
+        else 1 << 62
+    )
+
+
+@functools.cache
+def _kernel() -> Callable[..., Any]:
+    return build.function("linear", "ppppqqqi")
+
+
+@functools.cache
+def _long_kernel() -> Callable[..., Any]:
+    return build.function("linear", "ppppqqqi", release_gil=True)

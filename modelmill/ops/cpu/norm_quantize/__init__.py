@@ -1,0 +1,1 @@
+"""Norms, activation functions and quantization of activations, and what fuses them."""

@@ -1,0 +1,25 @@
+// RMSNorm by rows.
+//
+// Computes: out[M, N] = rmsnorm(x[M, N]) · weight[N]
+// Dtypes: float32, bfloat16 or float16; float32 arithmetic
+// Layout: row-major
+// Range: any M
+// Technique: SIMD (simd.h), thread pool
+// Ops: rms_norm, decode
+#include "norm_quantize/norm.h"
+#include "common/ops.h"
+#include "common/parallel_for.h"
+
+extern "C" void rms_norm(void* out, const void* x, const void* weight, int64_t rows, int64_t width,
+                         double eps, int dtype) {
+    const mill::UseTorchThreads team(mill::torch_multiplies(rows, dtype));
+    mill::by_dtype(dtype, [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        mill::parallel_for_rows(rows, width * 2 * sizeof(T), [&](int64_t from, int64_t to) {
+            for (int64_t r = from; r < to; r++)
+                mill::rms_norm_row(static_cast<T*>(out) + r * width,
+                                   static_cast<const T*>(x) + r * width,
+                                   static_cast<const T*>(weight), width, static_cast<float>(eps));
+        });
+    });
+}

@@ -1,0 +1,49 @@
+"""Linear with fp8 weights in C++ (fp8_linear.cpp), converted to float in registers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from modelmill.ops.cpu.common import build
+from modelmill.ops.fp8_linear import FP8, fp8_linear
+
+available = build.available
+
+
+def run(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As the reference, which also serves other dimensions and memory with gaps."""
+    floats = scale.dtype is torch.float32 and (x_scale is None or x_scale.dtype is torch.float32)
+    dtypes_match = x.dtype is (dtype if x_scale is None else FP8) and weight.dtype is FP8
+    packed = all(t is None or t.is_contiguous() for t in (weight, scale, x_scale, bias))
+    known = dtype in build.DTYPES and (bias is None or bias.dtype is dtype)
+    if not (floats and dtypes_match and packed and known) or x.dim() != 2:
+        return fp8_linear(x, weight, scale, x_scale, dtype, bias)
+    x = x.contiguous()
+    (rows, k), n = x.shape, weight.shape[0]
+    out = torch.empty(rows, n, dtype=dtype)
+    pointers = [None if t is None else t.data_ptr() for t in (out, x, weight, scale, x_scale, bias)]
+    each = int(x_scale is not None and x_scale.numel() > 1)
+    kernel = _kernel() if rows <= build.SMALL_M_LIMIT else _long_kernel()
+    kernel(*pointers, rows, k, n, each, build.DTYPES[dtype])
+    return out
+
+
+@functools.cache
+def _kernel() -> Callable[..., Any]:
+    return build.function("fp8_linear", "ppppppqqqqi")
+
+
+@functools.cache
+def _long_kernel() -> Callable[..., Any]:
+    return build.function("fp8_linear", "ppppppqqqqi", release_gil=True)

@@ -1,0 +1,59 @@
+"""Int8 by int8 linear in C++ (w8a8_linear.cpp): exact, the same bits on every machine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from modelmill.ops.cpu.common import build
+from modelmill.ops.w8a8_linear import w8a8_linear
+
+available = build.available
+
+
+def run(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    x_scale: torch.Tensor,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As the reference, which also serves other dimensions and memory with gaps."""
+    packed = [weight, scale, x_scale] if bias is None else [weight, scale, x_scale, bias]
+    floats = scale.dtype is torch.float32 and x_scale.dtype is torch.float32
+    if (
+        dtype not in build.DTYPES
+        or x.dim() != 2
+        or not floats
+        or not all(t.is_contiguous() for t in packed)
+    ):
+        return w8a8_linear(x, weight, scale, x_scale, dtype, bias)
+    if (
+        x.dtype is not torch.int8
+        or weight.dtype is not torch.int8
+        or (bias is not None and bias.dtype is not dtype)
+    ):
+        return w8a8_linear(x, weight, scale, x_scale, dtype, bias)
+    x = x.contiguous()
+    (rows, k), n = x.shape, weight.shape[0]
+    out = torch.empty(rows, n, dtype=dtype)
+    pointers = [t.data_ptr() for t in (out, x, weight, scale, x_scale)]
+    added = None if bias is None else bias.data_ptr()
+    each = int(x_scale.numel() > 1)
+    kernel = _kernel() if rows <= build.SMALL_M_LIMIT else _long_kernel()
+    kernel(*pointers, added, rows, k, n, each, build.DTYPES[dtype])
+    return out
+
+
+@functools.cache
+def _kernel() -> Callable[..., Any]:
+    return build.function("w8a8_linear", "ppppppqqqqi")
+
+
+@functools.cache
+def _long_kernel() -> Callable[..., Any]:
+    return build.function("w8a8_linear", "ppppppqqqqi", release_gil=True)

@@ -1,0 +1,113 @@
+"""Products with weights in groups along K, in C++ (groupwise.h). Activations stay as they are.
+
+The codes become floats in registers, so that only half a byte or a byte a weight comes from memory.
+Many rows of bfloat16: a slice of the weights is rounded to bfloat16, then torch's blocked product.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from modelmill.ops.cpu.common import build
+from modelmill.ops.cpu.gemm_16bit.linear import prefers_native
+
+PACK_COLUMNS = 32
+_DTYPES = build.DTYPES
+# Weights widened at a time: the copies stay in the cache until the product has read them.
+DEQUANT_SLICE_BYTES = 2 << 20
+
+
+@dataclass(frozen=True)
+class GroupwiseLinear:
+    """The C functions of one width of codes, and the reference that serves what they do not."""
+
+    kernel: str
+    dequant_kernel: str
+    reference: Callable[..., torch.Tensor]
+
+    def run(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        offset: torch.Tensor | None,
+        group: int,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As the reference, but that many rows of bfloat16 meet weights rounded to bfloat16."""
+        dtype = x.dtype
+        if (
+            dtype not in _DTYPES
+            or x.dim() != 2
+            or group % PACK_COLUMNS
+            or not _supports_weight(weight, scale, offset)
+        ):
+            return self.reference(x, weight, scale, offset, group, bias)
+        if bias is not None and not (bias.is_contiguous() and bias.dtype is dtype):
+            return self.reference(x, weight, scale, offset, group, bias)
+        x = x.contiguous()
+        rows, k = x.shape
+        if not prefers_native(dtype, rows, k):
+            return self._dequantized_matmul(x, weight, scale, offset, group, bias)
+        n = weight.shape[0]
+        out = torch.empty(rows, n, dtype=dtype)
+        added = None if bias is None else bias.data_ptr()
+        kernel = _function(self.kernel, "ppppppqqqqii", long=rows > build.SMALL_M_LIMIT)
+        low = None if offset is None else offset.data_ptr()
+        pointers = (out.data_ptr(), x.data_ptr(), weight.data_ptr(), scale.data_ptr(), low, added)
+        kernel(*pointers, rows, k, n, group, _DTYPES[dtype], scale.dtype is torch.float16)
+        return out
+
+    def _dequantized_matmul(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        offset: torch.Tensor | None,
+        group: int,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """X [T, K] times slices of the widened weight."""
+        n, k = weight.shape[0], x.shape[1]
+        step = min(n, max(256, DEQUANT_SLICE_BYTES // max(k, 1)))
+        wide = torch.empty(step, k, dtype=x.dtype)
+        out = torch.empty(x.shape[0], n, dtype=x.dtype)
+        widen = _function(self.dequant_kernel, "ppppqqqii", long=False)
+        for first in range(0, n, step):
+            count = min(step, n - first)
+            parts = [
+                None if t is None else t[first : first + count].data_ptr()
+                for t in (weight, scale, offset)
+            ]
+            widen(
+                wide.data_ptr(),
+                *parts,
+                k,
+                count,
+                group,
+                _DTYPES[x.dtype],
+                scale.dtype is torch.float16,
+            )
+            torch.mm(x, wide[:count].t(), out=out[:, first : first + count])
+        return out if bias is None else out.add_(bias)
+
+
+def _supports_weight(
+    weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None
+) -> bool:
+    grids = (scale,) if offset is None else (scale, offset)
+    return (
+        weight.is_contiguous()
+        and scale.dtype in (torch.float16, torch.float32)
+        and all(t.dtype is scale.dtype and t.is_contiguous() for t in grids)
+    )
+
+
+@functools.cache
+def _function(name: str, signature: str, *, long: bool) -> Callable[..., Any]:
+    return build.function(name, signature, release_gil=long)

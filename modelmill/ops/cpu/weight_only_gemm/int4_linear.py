@@ -1,0 +1,10 @@
+"""Products with 4-bit weights in C++ (int4_linear.cpp)."""
+
+from __future__ import annotations
+
+from modelmill.ops.cpu.common import build
+from modelmill.ops.cpu.weight_only_gemm.groupwise import GroupwiseLinear
+from modelmill.ops.int4_linear import int4_linear
+
+available = build.available
+run = GroupwiseLinear("int4_linear", "int4_dequant", int4_linear).run

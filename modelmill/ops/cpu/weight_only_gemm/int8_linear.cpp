@@ -1,0 +1,67 @@
+// Weight-only int8 GEMM; and the dequantization and epilogue for many rows, where torch computes
+//     the GEMM.
+//
+// Computes: out[M, N] = (x[M, K] · weight[N, K]ᵀ) · scale[N] + bias
+// Dtypes: x and out float32, bfloat16 or float16; weights int8; float32 scales
+// Layout: row-major
+// Range: any M (from 17 rows of bfloat16 on torch's product where that is faster)
+// Technique: AVX-512 or AVX2 FMA, AVX512_BF16 dot products, software prefetch
+// Ops: int8_linear, decode
+#include "gemm_16bit/gemm_small_m.h"
+#include "common/ops.h"
+
+// out[rows, n] = (x[rows, k] · weight[n, k]ᵀ) · scale[n] + bias: the integers become floats, or
+// bfloat16 where the activations are, in registers.
+extern "C" void int8_linear(void* out, const void* x, const int8_t* weight, const float* scale,
+                            const void* bias, int64_t rows, int64_t k, int64_t n, int dtype) {
+    mill::by_dtype(dtype, [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        T* target = static_cast<T*>(out);
+        const T* added = static_cast<const T*>(bias);
+        const auto put_out = [=](int64_t m, int64_t j, const float* sums, int count) {
+            mill::for_each_vector(count, [&](int64_t i, int c) {
+                const mill::vf some =
+                    mill::mul(mill::take(sums + i, c), mill::take(scale + j + i, c));
+                mill::put(target + m * n + j + i,
+                          added ? mill::add(some, mill::take(added + j + i, c)) : some, c);
+            });
+        };
+        mill::multiply<mill::Int8DotTraits<T>>(static_cast<const T*>(x), weight, rows, k, n,
+                                               put_out);
+    });
+}
+
+// Exact floating-point copies of `count` integers, for products large enough that a library's
+// blocked kernel wins.
+extern "C" void int8_dequant(void* out, const int8_t* weight, int64_t count, int dtype) {
+    const mill::UseTorchThreads team(true);
+    mill::by_dtype(dtype, [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        mill::parallel_for(count, 16 << 10, count, [&](int64_t from, int64_t to) {
+            T* target = static_cast<T*>(out) + from;
+            mill::for_each_vector(to - from, [&](int64_t i, int c) {
+                mill::put(target + i, mill::take(weight + from + i, c), c);
+            });
+        });
+    });
+}
+
+// out[rows, n] = out · scale[n] + bias, in place: the end of a product with widened integers.
+extern "C" void int8_epilogue(void* out, const float* scale, const void* bias, int64_t rows,
+                              int64_t n, int dtype) {
+    const mill::UseTorchThreads team(true);
+    mill::by_dtype(dtype, [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        const T* added = static_cast<const T*>(bias);
+        mill::parallel_for_rows(rows, n * 2 * sizeof(T), [&](int64_t from, int64_t to) {
+            for (int64_t m = from; m < to; m++) {
+                T* row = static_cast<T*>(out) + m * n;
+                mill::for_each_vector(n, [&](int64_t j, int c) {
+                    const mill::vf wide =
+                        mill::mul(mill::take(row + j, c), mill::take(scale + j, c));
+                    mill::put(row + j, added ? mill::add(wide, mill::take(added + j, c)) : wide, c);
+                });
+            }
+        });
+    });
+}

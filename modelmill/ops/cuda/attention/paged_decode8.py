@@ -1,0 +1,108 @@
+"""Decode attention over int8 pages in integer arithmetic (paged_decode8.cu), without GQA."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+
+from modelmill.ops.cuda.attention import paged_decode
+from modelmill.ops.cuda.attention.paged_decode import LOG2E, TYPES
+from modelmill.ops.cuda.common import build, launch
+
+# Sizes of paged_decode8.cu; blocks whose registers fit an SM together.
+KEYS, WARPS, BLOCKS_PER_SM = 32, 4, 4
+
+
+def available(device_type: str) -> str | None:
+    """None if the kernel supports this device type; else the reason.
+
+    Compiles the most common config (cached on disk).
+    """
+    return build.why_unavailable(
+        device_type, "paged_decode8", _kernel_macros(torch.bfloat16, 128, 16, 1)
+    )
+
+
+def supports_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    indices: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> bool:
+    """Whether the kernel serves these operands.
+
+    q in 16 bits, heads of 64 or 128, one KV head each, packed int8 caches with pages of 8 to
+    128 tokens.
+
+    indices: page tables, starts, lengths.
+    """
+    if k_scale is None or v_scale is None or q.dtype not in TYPES or not q.is_cuda:
+        return False
+    _, kv_heads, _, dim = k_cache.shape
+    if (
+        k_cache.dtype != torch.int8
+        or v_cache.dtype != torch.int8
+        or q.shape[1] != kv_heads
+        or dim not in (64, 128)
+    ):
+        return False
+    return q.stride(2) == 1 and paged_decode.supports_cache(
+        (k_cache, v_cache, k_scale, v_scale), indices
+    )
+
+
+def specializations(
+    heads: int, max_sequences: int, max_context: int, device: int
+) -> list[tuple[int, int]]:
+    """Return (sequences, context bound) of decode steps that cover every kernel config.
+
+    max_sequences, max_context: sequences of a step, keys that a query of one sees.
+    """
+    room = BLOCKS_PER_SM * launch.sm_count(device)
+    return paged_decode.specializations(
+        lambda batch, keys: paged_decode.num_splits(batch * heads, keys, room, KEYS * WARPS),
+        max_sequences,
+        max_context,
+    )
+
+
+def run(
+    q: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    indices: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    max_context: int,
+    scale: float,
+    window: int | None,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Fill the rows of single queries of ``out`` [T, heads · D], and leave the others alone.
+
+    caches: keys, values and their scales; indices: page tables, starts, lengths.
+    """
+    tables = indices[0]
+    _, heads, page, dim = caches[0].shape
+    pairs = tables.shape[0] * heads
+    keys = max_context if window is None else min(max_context, window)
+    room = BLOCKS_PER_SM * launch.sm_count(q.get_device())
+    splits = paged_decode.num_splits(pairs, keys, room, KEYS * WARPS)
+    pointers = launch.data_pointers(q, *caches, *indices, out)
+    counts = (heads, tables.shape[1], tables.stride(0), q.stride(0), q.stride(1), window or 0)
+    work = struct.pack("=9Q6if4x", *pointers, *counts, scale * LOG2E)
+    paged_decode.launch_decode(
+        q, "paged_decode8", _kernel_macros(q.dtype, dim, page, splits), WARPS, pairs * splits, work
+    )
+    return out
+
+
+def _kernel_macros(dtype: torch.dtype, dim: int, page: int, splits: int) -> tuple[str, ...]:
+    return (
+        f"DIM={dim}",
+        f"PAGE={page}",
+        f"SPLITS={splits}",
+        f"WARPS={WARPS}",
+        f"BLOCKS={BLOCKS_PER_SM}",
+        *TYPES[dtype],
+    )

@@ -1,0 +1,62 @@
+// Thread-block clusters in PTX.
+//
+// Computes: rank, cluster barriers, arrivals at a remote mbarrier, DSMEM loads and TMA multicast
+//     loads
+// Range: clusters of 2, 4 or 8 blocks, sm_90a
+// Technique: thread-block cluster, distributed shared memory (DSMEM), TMA multicast
+// Used by: gemm_large_m.cuh, gemm_small_m.cu, int4_gemm_small_m.cu, paged_decode.cuh,
+//     wq_gemm_pipelined.cu
+#pragma once
+#include "common/hopper.cuh"
+
+__device__ inline u32 cluster_rank() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// Cluster barrier with a relaxed arrive: earlier stores are not made visible, except mbarriers that
+// were published with fence_mbarrier_init.
+__device__ inline void cluster_sync_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                     : "memory");
+}
+
+// Cluster barrier with release and acquire: stores before it are visible to all blocks after it.
+__device__ inline void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                     : "memory");
+}
+
+// Arrives at the same mbarrier of block `rank` of the cluster. Has no release semantics, which
+// would cost a fence: only for stages that wgmma has read and no thread has written.
+__device__ inline void mbarrier_arrive_cluster(u32 barrier, u32 rank) {
+    asm volatile("{ .reg .b32 there;\n"
+                 "mapa.shared::cluster.u32 there, %0, %1;\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
+                 "r"(rank)
+                 : "memory");
+}
+
+// Loads a box to the same shared-memory offset of every block in the bit mask `blocks`; each
+// block's own mbarrier counts the bytes.
+__device__ inline void tma_load_multicast(u32 target, const TensorMap& map, u32 barrier, int x,
+                                          int y, unsigned short blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target),
+        "l"(&map), "r"(barrier), "r"(x), "r"(y), "h"(blocks)
+        : "memory");
+}
+
+// Loads a float of block `rank` at the shared-memory offset of `local`.
+__device__ inline float dsmem_load(const float* local, int rank) {
+    float loaded;
+    asm volatile("{ .reg .b32 there;\n"
+                 "mapa.shared::cluster.u32 there, %1, %2;\n"
+                 "ld.shared::cluster.f32 %0, [there]; }"
+                 : "=f"(loaded)
+                 : "r"(shared_address(local)), "r"(rank)
+                 : "memory");
+    return loaded;
+}

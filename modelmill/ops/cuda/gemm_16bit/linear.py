@@ -1,0 +1,31 @@
+"""16-bit linear of up to 64 rows by TMA and wgmma where faster than Triton and cuBLAS."""
+
+from __future__ import annotations
+
+import torch
+
+from modelmill.ops.cuda.common import build
+from modelmill.ops.cuda.gemm_16bit import gemm
+
+
+def available(device_type: str) -> str | None:
+    """None if the kernel supports this device type; else the reason.
+
+    Compiles one config (cached on disk).
+    """
+    sizes = gemm.small_m_config(8, 4096, 132, gated=False)
+    return build.why_unavailable(
+        device_type, "gemm_small_m", sizes.macros(torch.bfloat16, gated=False)
+    )
+
+
+def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    """As ``products.supports_small_m``: up to 64 rows in 16 bits."""
+    return gemm.supports_small_m(x, weight, bias) and weight.shape[0] % 2 == 0
+
+
+def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """As the reference, sums in float32."""
+    out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    gemm.gemm_small_m(x, weight, bias, out)
+    return out

@@ -1,0 +1,43 @@
+"""16-bit linear of prompts added to the residual by cuBLAS (addmm), rounded once.
+
+Computes: residual[M, N] += x[M, K] · weight[N, K]ᵀ
+Dtypes: bfloat16 or float16
+Layout: row-major, residual contiguous
+Range: M ≥ 512; no bias
+Technique: cuBLAS through torch (addmm)
+Ops: linear_add
+
+A kernel of our own (gemm_swiglu_large_m.cu with the sum in its store) was no faster than cuBLAS,
+and is not here.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from modelmill.ops.cuda.gemm_16bit.linear import available as available
+
+MIN_ROWS = 512  # fewer rows are other kernels' work, and the norm behind adds for nothing
+
+
+def supports(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None
+) -> bool:
+    """Prompts in 16 bits, without a bias."""
+    if (
+        x.dim() != 2
+        or x.shape[0] < MIN_ROWS
+        or bias is not None
+        or not x.is_cuda
+        or x.dtype.itemsize != 2
+    ):
+        return False
+    return x.dtype == weight.dtype == residual.dtype and residual.is_contiguous()
+
+
+def run(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As the reference, rounded once instead of twice."""
+    assert bias is None, "see supports"
+    return residual.addmm_(x, weight.t())

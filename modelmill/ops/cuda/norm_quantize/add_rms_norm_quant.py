@@ -1,0 +1,46 @@
+"""Residual add and RMSNorm to 8 bits in another order of columns; all else is Triton's."""
+
+from __future__ import annotations
+
+import torch
+
+from modelmill.ops.cuda.common.build import available as available
+from modelmill.ops.cuda.norm_quantize import rmsnorm_quant_permute
+
+
+def supports(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    inv_scale: torch.Tensor | None = None,
+    zero_point: torch.Tensor | None = None,
+    perm: torch.Tensor | None = None,
+    bits: int = 8,
+) -> bool:
+    """As ``rmsnorm_quant_permute.supports_rows``, over a residual like x."""
+    alike = residual.shape == x.shape and residual.dtype == x.dtype and residual.is_contiguous()
+    return (
+        alike
+        and residual.data_ptr() % 16 == 0
+        and rmsnorm_quant_permute.supports_rows(x, weight, dtype, (inv_scale, zero_point, perm))
+    )
+
+
+def run(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    inv_scale: torch.Tensor | None = None,
+    zero_point: torch.Tensor | None = None,
+    perm: torch.Tensor | None = None,
+    bits: int = 8,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """As the reference; the sum is written over ``residual``."""
+    values, scale = rmsnorm_quant_permute.rms_norm_quant(
+        x, residual, weight, eps, dtype, (inv_scale, zero_point, perm), bits
+    )
+    return values, scale, residual

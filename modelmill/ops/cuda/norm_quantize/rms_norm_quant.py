@@ -1,0 +1,41 @@
+"""RMSNorm to permuted 8-bit values (rmsnorm_quant_permute.cu).
+
+All other cases are served by Triton.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from modelmill.ops.cuda.common.build import available as available
+from modelmill.ops.cuda.norm_quantize import rmsnorm_quant_permute
+
+
+def supports(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    inv_scale: torch.Tensor | None = None,
+    zero_point: torch.Tensor | None = None,
+    perm: torch.Tensor | None = None,
+    bits: int = 8,
+) -> bool:
+    """Whether the kernel takes these rows; see ``rmsnorm_quant_permute.supports_rows``."""
+    return rmsnorm_quant_permute.supports_rows(x, weight, dtype, (inv_scale, zero_point, perm))
+
+
+def run(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    inv_scale: torch.Tensor | None = None,
+    zero_point: torch.Tensor | None = None,
+    perm: torch.Tensor | None = None,
+    bits: int = 8,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute the op with the CUDA kernel; same contract as the reference."""
+    return rmsnorm_quant_permute.rms_norm_quant(
+        x, None, weight, eps, dtype, (inv_scale, zero_point, perm), bits
+    )

@@ -1,0 +1,109 @@
+"""Rows to clustered integers, their columns exchanged in shared memory (rptq_quant.cu)."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+
+from modelmill.ops.cuda.common import build, launch
+from modelmill.ops.cuda.weight_only_gemm.weight_only import TYPES
+
+# rows: with 64 x 4,096 Triton's kernel is faster on an H200, with thousands a tenth as fast
+MIN_ROWS = 128
+_TOKENS, _THREADS, _MAX_SHARED_BYTES = 4, 512, 224 << 10
+
+
+def available(device_type: str) -> str | None:
+    """None if the kernel supports this device type; else the reason.
+
+    Compiles the most common config (cached on disk).
+    """
+    return build.why_unavailable(
+        device_type,
+        "rptq_quant",
+        kernel_macros(torch.bfloat16, 128, gated=False, dynamic=True, has_zero_point=False),
+    )
+
+
+def supports(
+    x: torch.Tensor,
+    perm: torch.Tensor,
+    inv_scale: torch.Tensor | None,
+    zero_point: torch.Tensor | None,
+    bits: int,
+    group: int,
+    gated: bool = False,
+) -> bool:
+    """Whether the kernel serves these operands.
+
+    128 rows of 16 bits or more, widths in fours, packed; dynamic steps need groups of 32, 64,
+    128, 256 ….
+    """
+    if (
+        x.dim() != 2
+        or x.shape[0] < MIN_ROWS
+        or x.dtype.itemsize != 2
+        or not x.is_cuda
+        or x.stride(1) != 1
+    ):
+        return False
+    width, columns = x.shape[1] // (2 if gated else 1), perm.numel()
+    packed = all(
+        t is None or (t.is_contiguous() and t.numel() == columns)
+        for t in (perm, inv_scale, zero_point)
+    )
+    tables = [t for t in (perm, inv_scale, zero_point) if t is not None]
+    aligned = (
+        x.stride(0) % 4 == 0
+        and x.data_ptr() % 8 == 0
+        and all(t.data_ptr() % 16 == 0 for t in tables)
+    )
+    grouped = columns % group == 0 and (group in (32, 64) or group % 128 == 0)
+    fours = width % 4 == 0 and columns % 4 == 0 and width * 2 * _TOKENS <= _MAX_SHARED_BYTES
+    return packed and aligned and fours and (inv_scale is not None or grouped)
+
+
+def run(
+    x: torch.Tensor,
+    perm: torch.Tensor,
+    inv_scale: torch.Tensor | None,
+    zero_point: torch.Tensor | None,
+    bits: int,
+    group: int,
+    gated: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute the op with the CUDA kernel; same contract as the reference."""
+    rows = x.shape[0]
+    columns = perm.numel()
+    own = inv_scale is None
+    width = x.shape[1] // (2 if gated else 1)
+    q = torch.empty((rows, columns), dtype=torch.int8, device=x.device)
+    step = (
+        torch.empty((rows, columns // group), dtype=torch.float32, device=x.device) if own else None
+    )
+    with torch.cuda.device(x.device):
+        macros = kernel_macros(
+            x.dtype, group, gated=gated, dynamic=own, has_zero_point=zero_point is not None
+        )
+        shared = width * 2 * _TOKENS
+        kernel = launch.load_kernel(
+            "rptq_quant", "rptq_quant", macros, _THREADS, shared, x.get_device()
+        )
+        pointers = launch.data_pointers(x, perm, inv_scale, zero_point, q, step)
+        counts = (x.stride(0), rows, width, columns, group, float(2 ** (bits - 1) - 1))
+        kernel.launch(-(-rows // _TOKENS), struct.pack("=6Qq4if4x", *pointers, *counts), pdl=True)
+    return q, step
+
+
+def kernel_macros(
+    dtype: torch.dtype, group: int, *, gated: bool, dynamic: bool, has_zero_point: bool
+) -> tuple[str, ...]:
+    """Macros of the kernel."""
+    sizes = {
+        "GATED": gated,
+        "DYNAMIC": dynamic,
+        "ZERO_POINTS": has_zero_point,
+        "LANES": min(group, 128) // 4 if dynamic else 32,
+    }
+    return (*(f"{name}={int(size)}" for name, size in sizes.items()), *TYPES[dtype])

@@ -1,0 +1,66 @@
+"""Shared host code of the small-M weight-only kernels: kernel configs and sizes."""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import NamedTuple
+
+import torch
+
+THREADS, K_TILE, RUN = 256, 128, 32
+WARPS = THREADS // 32
+TYPES: dict[torch.dtype, tuple[str, ...]] = {
+    torch.bfloat16: (),
+    torch.float16: ("HALF",),
+    torch.float32: ("OUT_FP32",),
+}
+_MAX_SHARED_BYTES = 200 << 10  # bytes of a block, beside what the kernels take anyway
+
+
+class WqMmaKernelConfig(NamedTuple):
+    """Kernel config of the mma.sync kernels.
+
+    m_tiles: tiles of 8 rows of x; n_warps: warps along N (the others split K);
+    prefetch_depth: K tiles in flight per warp; blocks_per_sm: for __launch_bounds__.
+    """
+
+    m_tiles: int
+    n_warps: int
+    prefetch_depth: int
+    blocks_per_sm: int
+
+    @property
+    def macros(self) -> tuple[str, ...]:
+        """Preprocessor macros that select this launch config."""
+        return (
+            f"M_TILES={self.m_tiles}",
+            f"WARPS_N={self.n_warps}",
+            f"PREFETCH={self.prefetch_depth}",
+            f"BLOCKS={self.blocks_per_sm}",
+        )
+
+    def grid(self, rows: int, *, gated: bool = False) -> int:
+        """Blocks of a launch over a weight of so many rows."""
+        return -(-rows // (2 if gated else 1) // ((8 if gated else 16) * self.n_warps))
+
+    def shared_bytes(self, groups: int) -> int:
+        """Bytes of a block's scales and offsets."""
+        return 16 * self.n_warps * (groups + 1) * 8
+
+
+def fits_shared_memory(config: WqMmaKernelConfig, groups: int) -> bool:
+    """Whether a block's scales find room."""
+    return config.shared_bytes(groups) <= _MAX_SHARED_BYTES - config.m_tiles * 4096
+
+
+def k_tile_for(group: int, columns: int) -> int:
+    """Columns that a warp takes at a time, all of one group: 128, 64 or 32."""
+    return K_TILE if group >= columns else gcd(group, K_TILE)
+
+
+def group_shift(group: int, columns: int, k_tile: int = K_TILE) -> int | None:
+    """How many pieces share a scale, as a power of two; None where it is none."""
+    if group >= columns:
+        return 30
+    pieces = group // k_tile
+    return pieces.bit_length() - 1 if group % k_tile == 0 and pieces & (pieces - 1) == 0 else None

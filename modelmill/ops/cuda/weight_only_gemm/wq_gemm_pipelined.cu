@@ -1,0 +1,592 @@
+// Weight-only int4/int8 GEMM with weights and x through shared memory.
+//
+// Computes: out[M, N] = x[M, K] · dequant(weight[N, K])ᵀ (+ bias[N]); with GATED SwiGLU of the two
+//     halves of N
+// Dtypes: x and out bfloat16 or float16; weights int8 or packed int4; float16 group scales and
+//     offsets (float32 scales of int8 weights without offsets); float32 accumulators
+// Layout: row-major; packed codes as in ops/int4_linear.py; scales and offsets [N, groups]
+// Range: 9 ≤ M ≤ 64 (2 ≤ M ≤ 64 for int8 weights of N · K ≥ 2^25); N a multiple of 8 (GATED: of
+//     16), K of 32
+// Technique: TMA, mbarrier pipeline, wgmma with A in registers, split-K over a thread-block cluster
+//     (DSMEM), PDL
+// Ops: int4_linear, int4_linear_swiglu, int8_linear, int8_linear_swiglu, int8_group_linear
+//     (launched by wq_gemm_pipelined.py)
+//
+// Weights and x both go through shared memory, so that consumer warps have no pending global loads
+// when they issue wgmma. One producer thread keeps STAGES K tiles of 128 columns of weights and x
+// in flight; the first weights are loaded before griddepcontrol.wait (PDL). CONSUMERS warpgroups
+// own 64 weight rows each, dequantized to the A operand of wgmma in registers. A thread uses the
+// bytes of two rows as loaded: K may be permuted if x uses the same permutation. The kernel
+// wq_permute_and_sum, launched before, permutes x accordingly and computes the group sums of x.
+//
+// Dequantization: a 4-bit code c is combined with the exponent of 128 and reads as 128 + c
+// (bfloat16); in float16 c alone is the subnormal c / 2^24, exact in wgmma. int8: dequant_int8.cuh.
+// out = sum over groups of scale · acc + base · sum(x), base = offset − 128 · scale or the offset.
+// The second term is a wgmma with groups as K: base and sums are split in three bfloat16 each
+// (bf16x3), six of whose nine products are significant.
+//
+// SPLIT blocks of a cluster share K (split-K) and reduce through DSMEM in rank order.
+//
+// Macros: BITS (of a weight), GROUPS (groups per K tile of int8 weights: 1, 2, 4), BLOCK_M (rows of
+// x, padded: 32, 64), CONSUMERS, SPLIT, STAGES, GATED (as weight_only.cuh), OFFSET (0: symmetric),
+// SCALE_FP32 (scales are float32), HALF.
+#include "common/cluster.cuh"
+#include "weight_only_gemm/weight_only_types.cuh"
+#include "common/smem_pipeline.cuh"
+#include "weight_only_gemm/dequant_int8.cuh"
+#include "common/wgmma.cuh"
+
+#if BITS == 8
+constexpr float CODE_SCALE = 1.0f, MAGIC = 0.0f;
+#elif defined(HALF)
+constexpr u32 MAGIC_PAIR_4 = 0;
+constexpr float CODE_SCALE = 16777216.0f, MAGIC = 0.0f;
+#else
+constexpr u32 MAGIC_PAIR_4 = MAGIC_PAIR;
+constexpr float CODE_SCALE = 1.0f, MAGIC = 128.0f;
+#endif
+constexpr int ROWS = 64 * CONSUMERS, CONSUMER_THREADS = 128 * CONSUMERS, PITCH = ROWS + 4,
+              COLUMNS = 128, CHUNK = 16;
+// A K tile of the weight is stored in parts of a few columns each: a warp reads one part
+// contiguously.
+constexpr int ROW_BYTES = COLUMNS * BITS / 8,
+              PARTS = BITS == 4     ? 1
+                      : GROUPS == 4 ? 4
+                                    : 2,
+              PART_BYTES = ROW_BYTES / PARTS;
+constexpr u32 PART_TILE_BYTES = ROWS * PART_BYTES, W_BYTES = PARTS * PART_TILE_BYTES;
+// SLAB_BYTES: 64 columns of x
+constexpr u32 SLAB_BYTES = BLOCK_M * 128, STAGE_BYTES = W_BYTES + 2 * SLAB_BYTES;
+// words of a thread per row of a K tile; per part
+constexpr int WORDS = ROW_BYTES / 16, WORDS_PER_PART = WORDS / PARTS;
+constexpr int MMAS_PER_GROUP = 8 / GROUPS;  // wgmmas per group
+constexpr bool USES_SUMS = BITS == 4 || OFFSET;
+static_assert(GROUPS == 1 || BITS == 8, "4-bit weights have one group per K tile");
+static_assert(!SCALE_FP32 || !USES_SUMS, "scale and offset are packed in one word");
+static_assert(STAGES * STAGE_BYTES >= BLOCK_M * PITCH * 4,
+              "the results must fit in the pipeline's memory");
+static_assert(BLOCK_M % SPLIT == 0, "each block of a cluster writes BLOCK_M / SPLIT output rows");
+
+struct Work {
+    const ScaleT *scale, *offset;  // [N, groups]
+    const u16* bias;               // of x's type, or null
+    u16* out;
+    // shift: log2 of the K tiles per group; pitch: row pitch of the scales
+    int tokens, rows, k_tiles, groups, shift, pitch;
+};
+static_assert(sizeof(Work) == 56, "wq_gemm_pipelined.py packs 56 bytes");
+
+typedef PipelineBarriers<STAGES> Barriers;
+
+extern __shared__ __align__(1024) unsigned char shared[];
+
+// Packs two bfloat16, whatever the type of x is.
+__device__ inline u32 bf16_pair(float low, float high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+// D += A · B in bfloat16, whatever the type of x is, with A in registers (as in wgmma.cuh).
+__device__ inline void wgmma_bf16(float (&d)[32], const u32 (&a)[4], u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGS_32
+                 "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
+                 : ACC_32(d, 0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+__device__ inline void wgmma_bf16(float (&d)[16], const u32 (&a)[4], u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" REGS_16
+                 "}, {%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
+                 : ACC_16(d, 0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+#if BITS == 4
+// (word >> by) & 0x000F000F | MAGIC_PAIR_4 by one lop3 after the shift; the compiler would emit
+// two.
+__device__ inline u32 biased_int4_codes(u32 word, int by) {
+    u32 both;
+    asm("lop3.b32 %0, %1, 0x000F000F, %2, 0xEA;" : "=r"(both) : "r"(word >> by), "r"(MAGIC_PAIR_4));
+    return both;
+}
+#endif
+
+// DSMEM load of four floats of block `rank`.
+__device__ inline float4 dsmem_load_float4(const float* local, int rank) {
+    float4 loaded;
+    asm volatile("{ .reg .b32 there;\n"
+                 "mapa.shared::cluster.u32 there, %4, %5;\n"
+                 "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there]; }"
+                 : "=f"(loaded.x), "=f"(loaded.y), "=f"(loaded.z), "=f"(loaded.w)
+                 : "r"(shared_address(local)), "r"(rank)
+                 : "memory");
+    return loaded;
+}
+
+// Weight row in memory of a row of the stage; rows past the end repeat the last. GATED: gate rows,
+// then up.
+__device__ inline int row_of(int tile, int mine, int rows) {
+    if (GATED) {
+        const int half = rows / 2, below = mine >= ROWS / 2;
+        return min(tile * (ROWS / 2) + mine - below * (ROWS / 2), half - 1) + below * half;
+    }
+    return min(tile * ROWS + mine, rows - 1);
+}
+
+// A block's range of K tiles, the groups that begin in it (whose sums it multiplies), and these
+// groups in chunks of 16.
+struct Range {
+    int begin, end, group_begin, group_end, chunk, chunks;
+};
+
+__device__ inline Range range_of(const Work& w, int rank) {
+    const int each = (w.k_tiles + SPLIT - 1) / SPLIT, up = (1 << w.shift) - 1;
+    Range r;
+    r.begin = min(rank * each, w.k_tiles), r.end = min((rank + 1) * each, w.k_tiles);
+    r.group_begin = GROUPS > 1 ? min(r.begin * GROUPS, w.groups) : (r.begin + up) >> w.shift;
+    r.group_end = GROUPS > 1 ? min(r.end * GROUPS, w.groups) : (r.end + up) >> w.shift;
+    r.chunk = r.group_begin / CHUNK, r.chunks = USES_SUMS && r.group_end > r.group_begin
+                                                    ? (r.group_end - 1) / CHUNK - r.chunk + 1
+                                                    : 0;
+    return r;
+}
+
+struct Producer {
+    const TensorMap &x_map, &w_map;
+    const Work& work;
+    Barriers& barriers;
+    u32 base;
+    int tile;
+
+    __device__ u32 full(int stage) const { return shared_address(&barriers.full[stage]); }
+
+    __device__ void load_w(int stage, int k_tile) const {
+        const u32 target = base + stage * STAGE_BYTES;
+        mbarrier_arrive_expect_tx(full(stage), STAGE_BYTES);
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) {
+            const u32 part = target + i * PART_TILE_BYTES,
+                      byte = k_tile * ROW_BYTES + i * PART_BYTES;
+            if (GATED) {
+                tma_load(part, w_map, full(stage), byte, tile * (ROWS / 2));
+                tma_load(part + PART_TILE_BYTES / 2, w_map, full(stage), byte,
+                         work.rows / 2 + tile * (ROWS / 2));
+            } else {
+                tma_load(part, w_map, full(stage), byte, tile * ROWS);
+            }
+        }
+    }
+
+    __device__ void load_x(int stage, int k_tile) const {
+        const u32 target = base + stage * STAGE_BYTES + W_BYTES;
+        tma_load(target, x_map, full(stage), k_tile * COLUMNS, 0);
+        tma_load(target + SLAB_BYTES, x_map, full(stage), k_tile * COLUMNS + 64, 0);
+    }
+
+    __device__ void run(Range range) const {
+        const int ahead = min(range.end - range.begin, STAGES);
+        for (int i = 0; i < ahead; ++i) load_w(i, range.begin + i);
+        pdl_wait();
+        for (int i = 0; i < ahead; ++i) load_x(i, range.begin + i);
+        PipelineState<STAGES> state;
+        for (int i = 0; i < ahead; ++i) state.advance();
+        for (int k_tile = range.begin + ahead; k_tile < range.end; ++k_tile, state.advance()) {
+            mbarrier_wait(shared_address(&barriers.empty[state.stage]), state.parity ^ 1);
+            load_w(state.stage, k_tile);
+            load_x(state.stage, k_tile);
+        }
+        for (int chunk = 0; chunk < range.chunks; ++chunk, state.advance()) {
+            mbarrier_wait(shared_address(&barriers.empty[state.stage]), state.parity ^ 1);
+            mbarrier_arrive_expect_tx(full(state.stage), SLAB_BYTES);
+            tma_load(base + state.stage * STAGE_BYTES + W_BYTES, x_map, full(state.stage),
+                     work.k_tiles * COLUMNS + (range.chunk + chunk) * 64, 0);
+        }
+    }
+};
+
+// Scale and offset of a row and group: two float16 in a word, or the scale alone if symmetric.
+#if OFFSET
+typedef u32 ScaleOffset;
+__device__ inline ScaleOffset pack_scale_offset(u16 scale, u16 offset) {
+    return scale | static_cast<u32>(offset) << 16;
+}
+#else
+typedef ScaleT ScaleOffset;
+__device__ inline ScaleOffset pack_scale_offset(ScaleT scale, ScaleT) { return scale; }
+#endif
+__device__ inline float scale_of(u32 both) { return half_to_float(both & 0xFFFF); }
+__device__ inline float scale_of(u16 scale) { return half_to_float(scale); }
+__device__ inline float scale_of(float scale) { return scale; }
+
+// Copies the scales of the block's rows and groups to shared memory. A warp issues all loads before
+// the first store; one after the other they took a third of the kernel's time.
+__device__ inline void stage_scales(const Work& w, ScaleOffset* grids, int tile, int first,
+                                    int count) {
+    constexpr int WARPS = CONSUMER_THREADS / 32, PER_RANK = ROWS / WARPS;
+    const int warp = threadIdx.x / 32;
+    for (int g = threadIdx.x % 32; g < count; g += 32) {
+        ScaleT scale[PER_RANK], offset[PER_RANK];
+#pragma unroll
+        for (int i = 0; i < PER_RANK; ++i) {
+            const long long at =
+                static_cast<long long>(row_of(tile, warp + i * WARPS, w.rows)) * w.groups + first +
+                g;
+            scale[i] = __ldg(w.scale + at);
+            offset[i] = OFFSET ? __ldg(w.offset + at) : ScaleT(0);
+        }
+#pragma unroll
+        for (int i = 0; i < PER_RANK; ++i)
+            grids[(warp + i * WARPS) * w.pitch + g] = pack_scale_offset(scale[i], offset[i]);
+    }
+}
+
+// Reads a thread's words of a row of a K tile, from `at` on.
+__device__ inline void read(u32 (&words)[WORDS], const unsigned char* at) {
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i) {
+        u32* to = words + i * WORDS_PER_PART;
+        if (WORDS_PER_PART == 4) {
+            const uint4 four = *reinterpret_cast<const uint4*>(at + i * PART_TILE_BYTES);
+            to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+        } else {
+            const uint2 two = *reinterpret_cast<const uint2*>(at + i * PART_TILE_BYTES);
+            to[0] = two.x, to[1] = two.y;
+        }
+    }
+}
+
+// A fragments of a K tile's eight wgmmas, from two weight rows.
+struct AOperand {
+    u32 a[8][4];
+
+    __device__ void load(const unsigned char* low_at, const unsigned char* high_at) {
+        u32 low[WORDS], high[WORDS];
+        read(low, low_at);
+        read(high, high_at);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const u32 l = low[i * WORDS / 8], h = high[i * WORDS / 8];
+#if BITS == 4
+            const int by = i % 2 * 4;
+            a[i][0] = biased_int4_codes(l, by), a[i][1] = biased_int4_codes(h, by),
+            a[i][2] = biased_int4_codes(l, by + 8), a[i][3] = biased_int4_codes(h, by + 8);
+#else
+            a[i][0] = dequant_int8_pair(l), a[i][1] = dequant_int8_pair(h);
+            a[i][2] = dequant_int8_pair(l >> 8), a[i][3] = dequant_int8_pair(h >> 8);
+#endif
+        }
+    }
+
+    __device__ void fence() {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) wgmma_fence_operand(a[i]);
+    }
+
+    // Issues the wgmmas of one group of the K tile.
+    __device__ void issue(float (&part)[BLOCK_M / 2], u64 x, int group) {
+        wgmma_fence();
+#pragma unroll
+        for (int j = 0; j < MMAS_PER_GROUP; ++j) {
+            const int i = group * MMAS_PER_GROUP + j;
+            // descriptor addresses count 16 bytes
+            const u64 right = x + (i / 4 * SLAB_BYTES + i % 4 * 32) / 16;
+            wgmma(part, a[i][0], a[i][1], a[i][2], a[i][3], right, j > 0);
+        }
+        wgmma_commit();
+    }
+};
+
+struct Pair {
+    ScaleOffset low, high;  // of this thread's two rows
+};
+
+__device__ inline void flush(float (&total)[BLOCK_M / 2], const float (&part)[BLOCK_M / 2],
+                             Pair of) {
+    const float low = scale_of(of.low) * CODE_SCALE, high = scale_of(of.high) * CODE_SCALE;
+#pragma unroll
+    for (int i = 0; i < BLOCK_M / 2; ++i)
+        total[i] = fmaf(i % 4 < 2 ? low : high, part[i], total[i]);
+}
+
+__device__ inline float base_of(ScaleOffset both) {
+    const float scale = scale_of(both);
+#if OFFSET
+    return half_to_float(both >> 16) - MAGIC * scale;
+#else
+    return -8.0f * scale - MAGIC * scale;  // of 4 bits
+#endif
+}
+
+// Splits two floats into three pairs of bfloat16 that sum to them (bf16x3).
+__device__ inline void split_bf16x3(float low, float high, u32& first, u32& second, u32& third) {
+    first = bf16_pair(low, high);
+    low -= __uint_as_float(first << 16), high -= __uint_as_float(first & 0xFFFF0000u);
+    second = bf16_pair(low, high);
+    third = bf16_pair(low - __uint_as_float(second << 16),
+                      high - __uint_as_float(second & 0xFFFF0000u));
+}
+
+struct Consumer {
+    const Work& w;
+    Barriers& barriers;
+    const ScaleOffset *low_grid, *high_grid;  // of this thread's two rows
+    int first, last;                          // first and last group in them
+    float total[BLOCK_M / 2];
+    PipelineState<STAGES> state;
+
+    __device__ u32 full() const { return shared_address(&barriers.full[state.stage]); }
+
+    // This warp has read a stage.
+    __device__ void release(int stage) const {
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&barriers.empty[stage]));
+    }
+
+    // Scales of a K tile; read before its wgmmas are issued, so that nothing is pending after them.
+    __device__ void grids(Pair (&to)[GROUPS], int k_tile) const {
+#pragma unroll
+        for (int i = 0; i < GROUPS; ++i) {
+            const int group = GROUPS > 1 ? min(k_tile * GROUPS + i, last) : k_tile >> w.shift;
+            to[i] = {low_grid[group - first], high_grid[group - first]};
+        }
+    }
+
+    __device__ void run_k_tiles(Range range, const unsigned char* low_at,
+                                const unsigned char* high_at, u64 x) {
+        float part[BLOCK_M / 2];
+        for (int k_tile = range.begin; k_tile < range.end; ++k_tile) {
+            Pair grid[GROUPS];
+            grids(grid, k_tile);
+            mbarrier_wait(full(), state.parity);
+            AOperand a_operand;
+            a_operand.load(low_at + state.stage * STAGE_BYTES, high_at + state.stage * STAGE_BYTES);
+            const u64 columns = x + state.stage * (STAGE_BYTES / 16);
+#pragma unroll
+            for (int i = 0; i < GROUPS; ++i) {
+                a_operand.issue(part, columns, i);
+                a_operand.fence();  // wgmma reads these registers until it completes
+                wgmma_wait<0>();
+                wgmma_fence_operand(part);
+                a_operand.fence();
+                if (i == GROUPS - 1) {
+                    release(state.stage);
+                    state.advance();
+                }
+                flush(total, part, grid[i]);
+            }
+        }
+    }
+
+    // Adds base · sum(x) of the groups.
+    __device__ void add_offsets(Range range, u64 x) {
+        const int lane = threadIdx.x % 4;
+        for (int chunk = 0; chunk < range.chunks; ++chunk, state.advance()) {
+            u32 a[3][4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const ScaleOffset* grid = i % 2 ? high_grid : low_grid;
+                float pair[2];
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    const int group =
+                        (range.chunk + chunk) * CHUNK + 2 * lane + j + (i >= 2 ? 8 : 0);
+                    pair[j] = group >= range.group_begin && group < range.group_end
+                                  ? base_of(grid[group - first])
+                                  : 0.0f;
+                }
+                split_bf16x3(pair[0], pair[1], a[0][i], a[1][i], a[2][i]);
+            }
+            mbarrier_wait(full(), state.parity);
+            const u64 sums = x + state.stage * (STAGE_BYTES / 16);
+            wgmma_fence_operand(total);
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < 3; ++i)
+#pragma unroll
+                for (int j = 0; j < 3 - i; ++j) wgmma_bf16(total, a[i], sums + j * 2);
+            wgmma_commit();
+#pragma unroll
+            for (int i = 0; i < 3; ++i) wgmma_fence_operand(a[i]);
+            wgmma_wait<0>();
+            wgmma_fence_operand(total);
+#pragma unroll
+            for (int i = 0; i < 3; ++i) wgmma_fence_operand(a[i]);
+            release(state.stage);
+        }
+    }
+};
+
+__device__ inline void consume_tiles(const Work& w, Barriers& barriers, ScaleOffset* grids,
+                                     int tile, Range range) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, mine = warp * 16 + lane / 4;
+    // in a stage
+    const int low = GATED ? warp * 8 + lane / 4 : mine, high = GATED ? low + ROWS / 2 : mine + 8;
+    const int first = GROUPS > 1 ? range.begin * GROUPS : range.begin >> w.shift;
+    const int last =
+        (GROUPS > 1 ? min(range.end * GROUPS, w.groups) : ((range.end - 1) >> w.shift) + 1) - 1;
+    stage_scales(w, grids, tile, first, last - first + 1);
+    pdl_wait();
+    pdl_launch_dependents();
+    named_barrier_sync(1, CONSUMER_THREADS);
+    Consumer consumer = {w, barriers, grids + low * w.pitch, grids + high * w.pitch, first, last};
+#pragma unroll
+    for (int i = 0; i < BLOCK_M / 2; ++i) consumer.total[i] = 0.0f;
+    const u64 x = k_major_descriptor(shared_address(shared) + W_BYTES, SWIZZLE_ATOM_BYTES);
+    const int quad_offset = lane % 4 * (PART_BYTES / 4);
+    const unsigned char *low_at = shared + low * PART_BYTES + quad_offset,
+                        *high_at = shared + high * PART_BYTES + quad_offset;
+    consumer.run_k_tiles(range, low_at, high_at, x);
+    if (USES_SUMS) consumer.add_offsets(range, x);
+    named_barrier_sync(1, CONSUMER_THREADS);            // all consumers have read x
+    float* results = reinterpret_cast<float*>(shared);  // [BLOCK_M][PITCH]
+#pragma unroll
+    for (int i = 0; i < BLOCK_M / 2; ++i) {
+        const int token = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        results[token * PITCH + mine + (i % 4 >= 2 ? 8 : 0)] = consumer.total[i];
+    }
+}
+
+// Reduces four adjacent columns over the blocks of the cluster.
+__device__ inline void summed(float (&sum)[4], const float* at, const u16* bias, int column) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[i] = 0.0f;
+#pragma unroll
+    for (int rank = 0; rank < SPLIT; ++rank) {
+        const float4 loaded =
+            SPLIT > 1 ? dsmem_load_float4(at, rank) : *reinterpret_cast<const float4*>(at);
+        sum[0] += loaded.x, sum[1] += loaded.y, sum[2] += loaded.z, sum[3] += loaded.w;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        if (bias) sum[i] += to_float(bias[column + i]);
+}
+
+// Stores this block's output rows, all columns of the tile (a multiple of 8).
+__device__ inline void finish(const Work& w, int tile, int rank) {
+    constexpr int SPAN = GATED ? ROWS / 2 : ROWS, FOURS = SPAN / 4, PER_RANK = BLOCK_M / SPLIT;
+    const float* results = reinterpret_cast<const float*>(shared);
+    const int columns = GATED ? w.rows / 2 : w.rows;
+    for (int i = threadIdx.x; i < PER_RANK * FOURS; i += CONSUMER_THREADS) {
+        const int token = rank * PER_RANK + i / FOURS, own_column = i % FOURS * 4,
+                  column = tile * SPAN + own_column;
+        if (token >= w.tokens || column >= columns) continue;
+        const float* at =
+            results + token * PITCH + (GATED ? own_column / 8 * 16 + own_column % 8 : own_column);
+        float sum[4];
+        summed(sum, at, w.bias, column);
+        u16 result[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) result[j] = rounded(sum[j]);
+        if (GATED) {
+            summed(sum, at + 8, w.bias, column + columns);
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                result[j] = rounded(silu_mul(to_float(result[j]), to_float(rounded(sum[j]))));
+        }
+        const uint2 four = {result[0] | static_cast<u32>(result[1]) << 16,
+                            result[2] | static_cast<u32>(result[3]) << 16};
+        *reinterpret_cast<uint2*>(w.out + static_cast<long long>(token) * columns + column) = four;
+    }
+}
+
+extern "C" __global__ void
+#if SPLIT > 1
+__cluster_dims__(SPLIT, 1, 1)
+#endif
+    __launch_bounds__(CONSUMER_THREADS + 32, 1)
+        wq_gemm_pipelined(const __grid_constant__ TensorMap x_map,
+                          const __grid_constant__ TensorMap w_map, const __grid_constant__ Work w) {
+    const int rank = SPLIT > 1 ? cluster_rank() : 0, tile = blockIdx.x / SPLIT;
+    Barriers& barriers = *reinterpret_cast<Barriers*>(shared + STAGES * STAGE_BYTES);
+    // [ROWS][pitch]
+    ScaleOffset* grids =
+        reinterpret_cast<ScaleOffset*>(shared + STAGES * STAGE_BYTES + sizeof(Barriers));
+    if (threadIdx.x == 0) {
+        barriers.init(CONSUMERS * 4);
+        fence_mbarrier_init();
+        prefetch_tensor_map(x_map);
+        prefetch_tensor_map(w_map);
+    }
+    __syncthreads();
+    const Range range = range_of(w, rank);
+    const bool is_consumer = __shfl_sync(~0u, threadIdx.x / 128, 0) < CONSUMERS;
+    if (is_consumer) {
+        consume_tiles(w, barriers, grids, tile, range);
+    } else {
+        if (threadIdx.x % 32 == 0)
+            Producer{x_map, w_map, w, barriers, shared_address(shared), tile}.run(range);
+        __syncwarp();
+    }
+    if (SPLIT > 1)
+        cluster_sync();
+    else if (is_consumer)
+        named_barrier_sync(1, CONSUMER_THREADS);
+    if (is_consumer) finish(w, tile, rank);
+    // no block may exit while others read its shared memory
+    if (SPLIT > 1) cluster_sync_relaxed();
+}
+
+// work of a warp: a K tile, or a group
+constexpr bool WARP_PER_TILE = GROUPS > 1 || !USES_SUMS;
+// lanes that reduce one group's sum
+constexpr int LANES_PER_SUM = WARP_PER_TILE ? 32 / GROUPS : 32;
+
+struct PermuteWork {
+    const u16* x;
+    // [tokens, pitch]: K tiles of 128 columns, then per 16 groups 64 columns with their sums as
+    // bf16x3
+    u16* to;
+    int tokens, columns, stride, pitch, k_tiles, groups, shift, units;  // units: warps for a row
+};
+static_assert(sizeof(PermuteWork) == 48, "wq_gemm_pipelined.py packs 48 bytes");
+
+// Position in the permuted K tile of the first and third of a lane's four adjacent columns; the
+// other two are at + 8.
+//
+// Slot 16 s + k is byte 2 (k % 2) + k / 8 of word s of the quad's thread k % 8 / 2; for 4-bit
+// weights word s / 2, whose high nibbles are the odd s.
+__device__ inline int slot_of(int lane) {
+    if (BITS == 4) return (2 * (lane % 4) + lane / 4 % 2) * 16 + 2 * (lane / 8);
+    if (GROUPS == 4) return (lane / 8 * 2 + lane % 2) * 16 + lane % 8 / 2 * 2;
+    return (lane / 16 * 4 + lane % 4) * 16 + lane / 4 % 4 * 2;
+}
+
+// Permutes the columns of x to the order of the weight fragments and computes the group sums of x.
+extern "C" __global__ void __launch_bounds__(256)
+    wq_permute_and_sum(const __grid_constant__ PermuteWork w) {
+    pdl_launch_dependents();  // the GEMM's blocks load weights and scales meanwhile
+    pdl_wait();
+    const int lane = threadIdx.x % 32, at = blockIdx.x * 8 + threadIdx.x / 32;
+    const int token = at / w.units, unit = at - token * w.units;
+    if (token >= w.tokens) return;
+    const u16* row = w.x + static_cast<long long>(token) * w.stride;
+    u16* to = w.to + static_cast<long long>(token) * w.pitch;
+    const int slot = slot_of(lane);
+    float sum = 0.0f;
+    if (unit < (WARP_PER_TILE ? w.k_tiles : w.groups)) {
+        const int begin = WARP_PER_TILE ? unit : unit << w.shift,
+                  end = WARP_PER_TILE ? unit + 1 : min(begin + (1 << w.shift), w.k_tiles);
+        for (int tile_index = begin; tile_index < end; ++tile_index) {
+            const int column = tile_index * COLUMNS + lane * 4;
+            uint2 four = {0, 0};
+            if (column < w.columns) four = *reinterpret_cast<const uint2*>(row + column);
+            sum += (to_float(four.x & 0xFFFF) + to_float(four.x >> 16)) +
+                   (to_float(four.y & 0xFFFF) + to_float(four.y >> 16));
+            u32* piece_to = reinterpret_cast<u32*>(to + tile_index * COLUMNS + slot);
+            piece_to[0] = __byte_perm(four.x, four.y, 0x5410);
+            piece_to[4] = __byte_perm(four.x, four.y, 0x7632);
+        }
+    }
+    if constexpr (USES_SUMS) {
+#pragma unroll
+        for (int by = LANES_PER_SUM / 2; by > 0; by /= 2) sum += __shfl_xor_sync(~0u, sum, by);
+        if (lane % LANES_PER_SUM == 0) {
+            u32 parts[3];
+            split_bf16x3(sum, 0.0f, parts[0], parts[1], parts[2]);
+            const int group = unit * (32 / LANES_PER_SUM) + lane / LANES_PER_SUM;
+            u16* sums = to + w.k_tiles * COLUMNS + group / CHUNK * 64 + group % CHUNK;
+#pragma unroll
+            for (int i = 0; i < 3; ++i) sums[i * CHUNK] = parts[i] & 0xFFFF;
+        }
+    }
+}

@@ -1,0 +1,237 @@
+"""Weight-only int4/int8 GEMM for up to 64 rows through shared memory (wq_gemm_pipelined.cu)."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from typing import NamedTuple
+
+import torch
+
+from modelmill.ops.cuda.common import launch
+from modelmill.ops.cuda.weight_only_gemm.int4_gemm_small_m import (
+    MIN_K_TILES_PER_SPLIT,
+    best_occupancy,
+    groups_per_split,
+    padded_rows,
+)
+from modelmill.ops.cuda.weight_only_gemm.weight_only import K_TILE, TYPES, group_shift, k_tile_for
+
+_MAX_SHARED_BYTES = 222 << 10  # bytes of a block at most
+_MAX_STAGES = 8
+_GROUPS_PER_MMA = 16  # groups whose sums are multiplied at once
+
+
+class WqSpec(NamedTuple):
+    """Format of a weight: bits, columns, group size, offsets and scale dtype."""
+
+    bits: int
+    columns: int
+    group: int
+    offset: bool
+    float32_scales: bool = False
+
+    @property
+    def k_tiles(self) -> int:
+        """Number of tiles of 128 columns along K."""
+        return -(-self.columns // K_TILE)
+
+    @property
+    def group_shift(self) -> int | None:
+        """Pieces that share a scale, as a power of two; None where that is none."""
+        return group_shift(self.group, self.columns, K_TILE // self.groups_per_tile)
+
+    @property
+    def groups_per_tile(self) -> int:
+        """Of a piece: several only of 8-bit weights."""
+        return K_TILE // k_tile_for(self.group, self.columns) if self.bits == 8 else 1
+
+    @property
+    def needs_input_sums(self) -> bool:
+        """Whether the offsets need group sums of x."""
+        return self.bits == 4 or self.offset
+
+    def groups_per_split(self, split_k: int) -> int:
+        """Groups of which one of ``split_k`` blocks that share K has at most something."""
+        if self.groups_per_tile > 1:
+            return -(-self.k_tiles // split_k) * self.groups_per_tile
+        return groups_per_split(self.k_tiles, split_k, self.group_shift or 0)
+
+
+class WqGemmKernelConfig(NamedTuple):
+    """How the kernel is compiled: warpgroups of a block, blocks that share K."""
+
+    consumers: int
+    split_k: int
+
+
+KERNEL_CONFIGS = (
+    WqGemmKernelConfig(2, 1),
+    WqGemmKernelConfig(2, 2),
+    WqGemmKernelConfig(2, 4),
+    WqGemmKernelConfig(3, 1),
+    WqGemmKernelConfig(3, 2),
+    WqGemmKernelConfig(3, 4),
+)
+
+
+def weight_spec(
+    weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, group: int, columns: int
+) -> WqSpec:
+    """Of a weight as the ops are given it."""
+    return WqSpec(
+        4 if weight.dtype is torch.uint8 else 8,
+        columns,
+        group,
+        offset is not None,
+        scale.dtype is torch.float32,
+    )
+
+
+def supports_weight(rows: int, spec: WqSpec, *, gated: bool) -> bool:
+    """Whether the kernel serves such a weight.
+
+    The group size must be supported, outputs a multiple of 8, and scales float16 if group
+    sums of x are needed.
+    """
+    return (
+        spec.group_shift is not None
+        and rows % (16 if gated else 8) == 0
+        and not (spec.float32_scales and spec.needs_input_sums)
+    )
+
+
+def stage_bytes(config: WqGemmKernelConfig, spec: WqSpec, padded: int) -> int:
+    """Bytes of a piece: weights and columns of x."""
+    return 64 * config.consumers * K_TILE * spec.bits // 8 + padded * 256
+
+
+def _scale_bytes(config: WqGemmKernelConfig, spec: WqSpec) -> int:
+    return (
+        64
+        * config.consumers
+        * (spec.groups_per_split(config.split_k) | 1)
+        * (4 if spec.offset or spec.float32_scales else 2)
+    )
+
+
+def num_stages(config: WqGemmKernelConfig, spec: WqSpec, padded: int) -> int:
+    """Pieces on their way beside the scales of a block's groups."""
+    left = _MAX_SHARED_BYTES - _scale_bytes(config, spec)
+    return min(_MAX_STAGES, left // (stage_bytes(config, spec, padded) + 16))
+
+
+def shared_bytes(config: WqGemmKernelConfig, spec: WqSpec, padded: int) -> int:
+    """Bytes of a block's shared memory."""
+    return num_stages(config, spec, padded) * (
+        stage_bytes(config, spec, padded) + 16
+    ) + _scale_bytes(config, spec)
+
+
+def fits_shared_memory(config: WqGemmKernelConfig, spec: WqSpec, padded: int) -> bool:
+    """Whether a block's scales leave room for pieces enough, and for the sums where they were."""
+    if spec.group_shift is None or (
+        config.split_k > 1 and spec.k_tiles < MIN_K_TILES_PER_SPLIT * config.split_k
+    ):
+        return False
+    stages = num_stages(config, spec, padded)
+    return (
+        stages >= 3
+        and stages * stage_bytes(config, spec, padded) >= padded * (64 * config.consumers + 4) * 4
+    )
+
+
+@functools.lru_cache(1024)  # called at each launch
+def config_for(rows: int, spec: WqSpec, padded: int, num_sms: int) -> WqGemmKernelConfig | None:
+    """The config with the best occupancy of ``num_sms`` SMs for ``rows`` weight rows, or None."""
+    return best_occupancy(
+        [form for form in KERNEL_CONFIGS if fits_shared_memory(form, spec, padded)], rows, num_sms
+    )
+
+
+def wq_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    group: int,
+    bias: torch.Tensor | None,
+    config: WqGemmKernelConfig,
+    *,
+    gated: bool,
+) -> torch.Tensor:
+    """X [T, K] · weightᵀ → [T, N]; gated: silu(first half) · second half of it, [T, N / 2]."""
+    tokens, columns = x.shape
+    rows, spec = weight.shape[0], weight_spec(weight, scale, offset, group, columns)
+    groups = scale.numel() // rows
+    pieces = spec.k_tiles
+    box = padded_rows(tokens)
+    assert spec.group_shift is not None
+    by, chunks = (
+        (spec.group_shift if spec.groups_per_tile == 1 else 0),
+        (-(-groups // _GROUPS_PER_MMA) if spec.needs_input_sums else 0),
+    )
+    # warps per row of x: one per group whose sum is needed, or per K tile
+    units = (
+        max(pieces, chunks * _GROUPS_PER_MMA // spec.groups_per_tile)
+        if spec.groups_per_tile > 1 or not spec.needs_input_sums
+        else chunks * _GROUPS_PER_MMA
+    )
+    out = torch.empty((tokens, rows // 2 if gated else rows), dtype=x.dtype, device=x.device)
+    pitch = pieces * K_TILE + chunks * 64
+    ready = torch.empty((tokens, pitch), dtype=x.dtype, device=x.device)
+    device = x.get_device()
+    with torch.cuda.device(x.device):
+        macros = kernel_macros(x.dtype, config, spec, box, gated=gated)
+        put = launch.load_kernel("wq_gemm_pipelined", "wq_permute_and_sum", macros, 256, 0, device)
+        counts = (tokens, columns, x.stride(0), pitch, pieces, groups, by, units)
+        work = struct.pack("=2Q8i", x.data_ptr(), ready.data_ptr(), *counts)
+        put.launch(-(-tokens * units // 8), work, pdl=True)
+        high, size = 64 * config.consumers, shared_bytes(config, spec, box)
+        kernel = launch.load_kernel(
+            "wq_gemm_pipelined", "wq_gemm_pipelined", macros, 2 * high + 32, size, device
+        )
+        x_map = launch.tensor_map(
+            ready.data_ptr(), x.dtype, (pitch, tokens), (pitch * 2,), (64, box)
+        )
+        wide, part = (
+            weight.shape[1],
+            (32 if spec.groups_per_tile == 4 else 64, high // 2 if gated else high),
+        )
+        w_map = launch.tensor_map(
+            weight.data_ptr(), weight.dtype, (wide, rows), (wide,), part, False
+        )
+        pointers = launch.data_pointers(scale, offset, bias, out)
+        work = struct.pack(
+            "=4Q6i",
+            *pointers,
+            tokens,
+            rows,
+            pieces,
+            groups,
+            by,
+            spec.groups_per_split(config.split_k) | 1,
+        )
+        kernel.launch(config.split_k * -(-rows // high), x_map, w_map, work, pdl=True)
+    return out
+
+
+@functools.lru_cache(1024)
+def kernel_macros(
+    dtype: torch.dtype, config: WqGemmKernelConfig, spec: WqSpec, padded: int, *, gated: bool
+) -> tuple[str, ...]:
+    """Macros of the kernel."""
+    sizes = {
+        "BITS": spec.bits,
+        "GROUPS": spec.groups_per_tile,
+        "BLOCK_M": padded,
+        "CONSUMERS": config.consumers,
+        "SPLIT": config.split_k,
+    }
+    sizes |= {
+        "STAGES": num_stages(config, spec, padded),
+        "GATED": gated,
+        "OFFSET": spec.offset,
+        "SCALE_FP32": spec.float32_scales,
+    }
+    return (*(f"{name}={int(size)}" for name, size in sizes.items()), *TYPES[dtype])

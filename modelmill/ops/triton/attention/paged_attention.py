@@ -1,0 +1,299 @@
+"""Attention over a paged KV cache: split-context decode and tiled prefill.
+
+The kernels are in paged_decode and paged_prefill.
+
+Launch sizes depend only on host integers (max_query, max_context, shapes); the kernels read the
+lengths on the device. So a CUDA graph captured for an upper bound is valid for every shorter
+context. Decoding divides each sequence's *own* context among its programs, so a short context under
+a large bound still uses the whole GPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from modelmill.ops.paged_attention import PagedAttentionInputs
+from modelmill.ops.triton.attention import paged_decode, paged_prefill
+from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.triton.common.device import (
+    max_shared_bytes,
+    power_of_two,
+    sm_count,
+    supports_fp8,
+)
+from modelmill.ops.triton.common.fast_launch import CachedLauncher
+from modelmill.ops.triton.common.pdl import pdl_launch_options
+
+LOG2E = 1.4426950408889634
+MIN_SPLIT_KEYS = 64  # minimum keys of a split
+MIN_SPLIT_KEYS_PER_HEAD = 16  # the same where each head has its own program
+MAX_SPLITS = 64
+SPARE_PREFILL_TILES = 8  # extra programs for the last tiles of prompts in a mixed batch
+
+
+def supports(inputs: PagedAttentionInputs) -> bool:
+    """Whether the kernels support the arguments.
+
+    Head sizes 8 to 256; power-of-two page size; k and v caches of one layout, of q's dtype or
+    contiguous 8 bits with scales.
+    """
+    q, k_cache, v_cache = inputs[:3]
+    k_scale, v_scale = inputs[10:]
+    _, _, page_size, dim = k_cache.shape
+    layout = k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1 and q.stride(2) == 1
+    sizes = 8 <= dim <= 256 and page_size & (page_size - 1) == 0
+    if k_scale is None or v_scale is None:
+        cache_ok = k_cache.dtype == q.dtype
+    else:
+        packed = k_cache.is_contiguous() and k_scale.is_contiguous() and v_scale.is_contiguous()
+        dtype_ok = k_cache.dtype is torch.int8 or (
+            k_cache.dtype is torch.float8_e4m3fn and supports_fp8(q.device)
+        )
+        cache_ok = packed and dtype_ok
+    return layout and sizes and cache_ok and k_cache.dtype == v_cache.dtype and q.shape[0] > 0
+
+
+def run(
+    inputs: PagedAttentionInputs, out: torch.Tensor | None = None, include_decode: bool = True
+) -> torch.Tensor:
+    """Run the op.
+
+    Rows of padding sequences (context_len 0) are zero; rows that belong to no sequence are
+    undefined.
+
+    Two arguments are not in the reference: ``out`` is filled and returned; with max_query 1 only
+    rows of single queries are written. ``include_decode``: whether single queries in a mixed batch
+    are computed.
+    """
+    q, k_cache, v_cache, block_tables, query_start, context_lens = inputs[:6]
+    max_query, max_context, scale, window, k_scale, v_scale = inputs[6:]
+    tokens, heads, dim = q.shape
+    if out is None:
+        out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
+    scales = (q, q) if k_scale is None or v_scale is None else (k_scale, v_scale)
+    tensors = (q, k_cache, v_cache, *scales, block_tables, query_start, context_lens, out)
+    # Sequences with one query would use one row of a prefill tile each: the decode kernel runs.
+    mixed = max_query > 1 and block_tables.shape[0] > 1
+    if max_query > 1:
+        _prefill(tensors, (max_query, max_context), scale * LOG2E, window, mixed)
+    if max_query == 1 or (mixed and include_decode):
+        _decode(tensors, max_context, scale * LOG2E, window)
+    return out
+
+
+_prefill_launcher = CachedLauncher(paged_prefill.prefill_tiles)
+
+
+class _DecodeLaunchConfig(NamedTuple):
+    """How a decode step is divided.
+
+    Attributes:
+        group_heads: one program computes all query heads of a KV head.
+        tile: (keys per block, warps, stages).
+        splits: programs that share a context.
+        min_keys: minimum keys of a split.
+    """
+
+    group_heads: bool
+    tile: tuple[int, int, int]
+    splits: int
+    min_keys: int
+
+
+def specializations(
+    q: torch.Tensor, k_cache: torch.Tensor, max_sequences: int, max_context: int, window: int | None
+) -> list[tuple[int, int]]:
+    """Decode steps that together use every compiled variant of the decode kernels.
+
+    Every variant is compiled at its first launch, which takes a fraction of a second.
+
+    Args:
+        q: as for ``run``.
+        k_cache: as for ``run``.
+        max_sequences: maximum sequences of a step.
+        max_context: maximum tokens of a sequence.
+        window: as for ``run``.
+
+    Returns:
+        (sequences, bound of their context) for each variant.
+    """
+    steps: dict[tuple[_DecodeLaunchConfig, bool], tuple[int, int]] = {}
+    max_context = max_context if window is None else min(max_context, window)
+    for batch in range(1, max_sequences + 1):
+        max_config = _decode_config(q, k_cache, batch, max_context)
+        for count in range(1, max_config.splits + 1):
+            keys = min(count * max_config.min_keys, max_context)
+            steps.setdefault((_decode_config(q, k_cache, batch, keys), batch == 1), (batch, keys))
+    return list(steps.values())
+
+
+def _decode_config(q: torch.Tensor, k: torch.Tensor, batch: int, keys: int) -> _DecodeLaunchConfig:
+    heads, kv_heads = q.shape[1], k.shape[1]
+    # One query head per KV head would fill 1/16 of a tensor-core tile, and float32 must not be
+    # rounded to tf32: both use vector instructions, one head per program.
+    if heads != kv_heads and q.dtype != torch.float32:
+        block_keys, warps, stages, programs_per_sm = _group_decode_tile(k, q, batch * kv_heads)
+        splits = _num_splits(batch * kv_heads, programs_per_sm, keys, MIN_SPLIT_KEYS, q.device)
+        return _DecodeLaunchConfig(True, (block_keys, warps, stages), splits, MIN_SPLIT_KEYS)
+    return _DecodeLaunchConfig(
+        False,
+        (0, 2, 0),
+        _num_splits(batch * heads, 8, keys, MIN_SPLIT_KEYS_PER_HEAD, q.device),
+        MIN_SPLIT_KEYS_PER_HEAD,
+    )
+
+
+def _num_splits(
+    pairs: int, programs_per_sm: int, keys: int, min_keys: int, device: torch.device
+) -> int:
+    """Number of programs that share one context: at most ``programs_per_sm`` per SM, none empty.
+
+    Rounded down: one program more than fit at once would have to wait, and all others for it.
+    """
+    splits = programs_per_sm * sm_count(device) // pairs
+    return max(1, min(splits, -(-keys // min_keys), MAX_SPLITS))
+
+
+def _decode(
+    tensors: tuple[torch.Tensor, ...], max_context: int, scale: float, window: int | None
+) -> None:
+    q, k, v, k_scale, v_scale, tables, starts, lengths, out = tensors
+    _, kv_heads, page_size, dim = k.shape
+    heads, batch = q.shape[1], tables.shape[0]
+    keys = max_context if window is None else min(max_context, window)
+    group_heads, (block_keys, warps, stages), splits, min_keys = _decode_config(q, k, batch, keys)
+    parts = sums = out
+    if splits > 1:
+        parts = torch.empty((batch, heads, splits, dim), dtype=torch.float32, device=q.device)
+        sums = torch.empty((batch, heads, splits, 2), dtype=torch.float32, device=q.device)
+    common = {
+        "HEADS": heads,
+        "DIM": dim,
+        "WINDOW": window or 0,
+        "SPLITS": splits,
+        "MIN_KEYS": min_keys,
+    }
+    # The merge kernel may start early (PDL); it waits for the splits.
+    first, last = (
+        pdl_launch_options(q.device, 1 if splits > 1 else batch),
+        pdl_launch_options(q.device, batch),
+    )
+    layout = {
+        "GROUP": heads // kv_heads,
+        "PAGE": page_size,
+        "WIDE": _needs_int64(k),
+        "SCALED": k_scale is not q,
+    }
+    block_d = power_of_two(dim)
+    strides = (tables.shape[1], tables.stride(0), q.stride(0), q.stride(1), *k.stride()[:3])
+    pointers = (q, k, v, k_scale, v_scale, tables, starts, lengths, out, parts, sums, scale)
+    if group_heads:
+        group = max(16, power_of_two(heads // kv_heads))
+        paged_decode.decode_head_groups[(kv_heads, batch, splits)](
+            *pointers, *strides, BLOCK_G=group, BLOCK_N=block_keys, BLOCK_D=max(16, block_d),
+            PAIRED=k_scale is not q and dim % 2 == 0 and block_d >= 32,
+            num_warps=warps, num_stages=stages, **common, **layout, **first,
+        )  # fmt: skip
+    else:
+        block_n = max(1, 16 * 128 // max(128, block_d * q.element_size() // 2))
+        paged_decode.decode_heads[(heads, batch, splits)](
+            *pointers,
+            *strides,
+            TURNS=2,
+            BLOCK_N=block_n,
+            BLOCK_D=block_d,
+            num_warps=warps,
+            **common,
+            **layout,
+            **first,
+        )
+    if splits > 1:
+        paged_decode.merge_splits[(heads, batch)](
+            parts, sums, starts, lengths, out, BLOCK_S=power_of_two(splits), BLOCK_D=block_d,
+            num_warps=4,
+            **common, **last,
+        )  # fmt: skip
+
+
+def _group_decode_tile(k: torch.Tensor, q: torch.Tensor, pairs: int) -> tuple[int, int, int, int]:
+    """(keys per block, warps, stages, programs per SM) of grouped decode, measured on an H200."""
+    if k.shape[3] > 128 or q.shape[1] > 16 * k.shape[1]:
+        return MIN_SPLIT_KEYS, 4, 2, 4
+    if k.dtype == q.dtype:
+        return 32, 1, 2, 6
+    # int8 is limited by its conversion: with enough programs, one warp per program avoids barriers.
+    if k.dtype == torch.int8 and pairs >= 2 * sm_count(q.device):
+        return 32, 1, 3, 8
+    return MIN_SPLIT_KEYS, 2, 3, 4
+
+
+def _needs_int64(cache: torch.Tensor) -> bool:
+    """Whether offsets in a cache need 64 bits; 32-bit arithmetic is faster."""
+    return cache.stride(0) * cache.shape[0] >= 1 << 31
+
+
+def _prefill(
+    tensors: tuple[torch.Tensor, ...],
+    bounds: tuple[int, int],
+    scale: float,
+    window: int | None,
+    mixed: bool,
+) -> None:
+    q, k, _, k_scale, _, tables, *_ = tensors
+    _, kv_heads, page_size, dim = k.shape
+    heads, batch = q.shape[1], tables.shape[0]
+    block_d = max(16, power_of_two(dim))
+    block_m, block_n, warps, stages, registers = _prefill_tile(bounds, heads * batch, block_d, q, k)
+    # Each sequence has at most one partial tile. In a mixed batch most sequences have a single
+    # query and no tile, so a program per sequence would be idle; if there are more tiles, programs
+    # process several.
+    programs = q.shape[0] // block_m + (min(batch, SPARE_PREFILL_TILES) if mixed else batch)
+    fixed = (q.stride(0), q.stride(1), *k.stride()[:3])
+    scaled, sequences = k_scale is not q, 16 if batch <= 16 else max(256, power_of_two(batch))
+    sizes = (
+        heads,
+        heads // kv_heads,
+        dim,
+        page_size,
+        _needs_int64(k),
+        window or 0,
+        scaled,
+        mixed,
+        sequences,
+    )
+    _prefill_launcher(
+        (heads, programs, 1),
+        tensors,
+        (scale, batch, tables.shape[1], tables.stride(0), *fixed),
+        fixed,
+        (*sizes, block_m, block_n, block_d),
+        {"num_warps": warps, "num_stages": stages, "maxnreg": registers},
+    )
+
+
+def _prefill_tile(
+    bounds: tuple[int, int], pairs: int, block_d: int, q: torch.Tensor, k: torch.Tensor
+) -> tuple[int, int, int, int, int | None]:
+    """(queries, keys, warps, stages, maximum registers) of a prefill tile, measured on an H200."""
+    max_query, max_context = bounds
+    if q.dtype == torch.float32:
+        return (16, 16, 4, 1, None) if block_d > 128 else (32, 32, 4, 1, None)
+    if max_query <= 16:
+        return 16, 64, 4, 3 if block_d <= 128 else 2, None
+    if k.element_size() == 1 and block_d <= 128:
+        # The conversion needs registers: large tiles, one program per SM.
+        if max_shared_bytes(q.device) < 160 << 10:
+            return 64, 64, 4, 2, None
+        return (64, 128, 4, 2, None) if max_query <= 64 else (128, 128, 8, 2, None)
+    # Tiles of 128 queries read the keys half as often, but need enough tiles for an even load.
+    tiles = -(-max_query // 128) * pairs
+    is_balanced = tiles >= 4 * sm_count(q.device) or max_context >= 2 * max_query
+    if block_d > 128:
+        return 64, 64, 8, 2, None
+    if max_query <= 64 or not is_balanced:
+        return 64, 64, 4, 3, None
+    # With 128 registers two programs share an SM: the softmax of one overlaps the products of the
+    # other.
+    return 128, 64, 8, 2, 128

@@ -1,0 +1,1 @@
+"""What the Triton kernels share: devices, launches, launch configs, conversions."""

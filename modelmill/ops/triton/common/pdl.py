@@ -1,0 +1,45 @@
+"""Programmatic dependent launch (PDL): a kernel starts before the previous one ends (Hopper+).
+
+A kernel launched with ``**pdl_launch_options(device, rows)`` may start before the previous kernel
+has ended. Until ``pdl_wait`` returns it may only read what no kernel of the step writes: weights,
+page tables, lengths. A matrix product can thus load its first weights while a norm or attention
+kernel computes. Every program must call ``pdl_wait`` before it returns, so that the end of a kernel
+implies the end of all kernels before it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from modelmill.ops.triton.common.device import supports_pdl
+
+TRIGGER_AT_START = 1  # the next kernel may start once all programs of this one have started
+TRIGGER_AFTER_WAIT = 2  # the same, but only after the previous kernels have ended
+
+
+def pdl_launch_options(device: torch.device, rows: int) -> dict[str, Any]:
+    """Launch options, with the kernel's PDL constexpr, for ``rows`` tokens.
+
+    A kernel for one row has thousands of small programs, which can use any free SM resources. With
+    more rows there are fewer and larger programs: started while two earlier kernels are still
+    running, they would crowd the SMs that the first of those frees.
+    """
+    if not supports_pdl(device):
+        return {"PDL": 0, "launch_pdl": False}
+    return {"PDL": TRIGGER_AT_START if rows == 1 else TRIGGER_AFTER_WAIT, "launch_pdl": True}
+
+
+@triton.jit
+def pdl_wait(PDL: tl.constexpr):
+    """Trigger the launch of the next kernel as PDL requires, and wait for the previous kernels."""
+    if PDL == 1:
+        gdc_launch_dependents()
+    if PDL:
+        gdc_wait()
+    if PDL == 2:
+        gdc_launch_dependents()

@@ -1,0 +1,49 @@
+"""Gate and up projections for decoding, in one kernel."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from modelmill.ops.triton.common import launch_configs
+from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.triton.common.launch_configs import GemmKey, LaunchConfig, TunedConfigs
+from modelmill.ops.triton.common.launch_configs import gemm_key as gemm_key
+from modelmill.ops.triton.gemm_16bit.linear import MAX_ROWS, gemm_small_m, gemv
+from modelmill.ops.triton.norm_quantize import silu_mul
+
+
+def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    """16 bits, or one row in float32; contiguous rows of x and weight."""
+    if (
+        x.dim() != 2
+        or x.shape[0] == 0
+        or x.stride(1) != 1
+        or weight.stride(1) != 1
+        or x.dtype != weight.dtype
+    ):
+        return False
+    return x.dtype != torch.float32 or x.shape[0] == 1
+
+
+def candidates(key: GemmKey) -> tuple[LaunchConfig, ...]:
+    """The launch configs that may be chosen for a product; none where cuBLAS is used."""
+    return launch_configs.candidates(key, key[3].itemsize, gated=True) if key[0] <= MAX_ROWS else ()
+
+
+def run(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    configs: TunedConfigs | None = None,
+) -> torch.Tensor:
+    """Run the op with float32 sums; many rows use cuBLAS and a separate SwiGLU kernel."""
+    if x.shape[0] > MAX_ROWS:
+        return silu_mul.run(F.linear(x, weight, bias))
+    out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
+    if x.shape[0] == 1:
+        gemv(x, weight, None, bias, out, configs)
+    else:
+        gemm_small_m(x, weight, None, bias, out, configs)
+    return out

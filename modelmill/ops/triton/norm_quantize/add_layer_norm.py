@@ -1,0 +1,23 @@
+"""Residual add and LayerNorm: two reads and two writes per value."""
+
+from __future__ import annotations
+
+import torch
+
+from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.triton.norm_quantize.layer_norm_quant import layer_norm_quant, supports_rows
+
+
+def supports(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> bool:
+    """As ``layer_norm_quant.supports_rows``; x and residual have one shape and dtype."""
+    return x.dtype == residual.dtype and x.shape == residual.shape and supports_rows(x)
+
+
+def run(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the op with the Triton kernel; same contract as the reference."""
+    out, _, total = layer_norm_quant(x, residual, weight, bias, eps)
+    return out, total

@@ -1,0 +1,117 @@
+"""Activations quantized to clustered integers, with optional gate and permutation.
+
+Computes: q[M, columns] = clamp(round(y[:, perm] / step)) with y = x or the SwiGLU of x; dynamic
+    steps [M, groups] = amax / qmax
+Dtypes: x bfloat16, float16 or float32; q int8; float32 steps and factors
+Layout: row-major; perm, factors and zero-points [columns]
+Range: any M; dynamic groups of up to 8,192 columns
+Technique: gathered loads, a program per part of a row, PDL
+Ops: rptq_quant
+
+A program computes some columns of one token.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from modelmill.ops.triton.common.device import as_rows, power_of_two
+from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+
+_MIN_AMAX = tl.constexpr(1e-6)
+_ROUND_TO_INT = tl.constexpr(12582912.0)  # 1.5 · 2²³: float32 of this size are integers
+
+
+def supports(
+    x: torch.Tensor,
+    perm: torch.Tensor,
+    inv_scale: torch.Tensor | None,
+    zero_point: torch.Tensor | None,
+    bits: int,
+    group: int,
+    gated: bool = False,
+) -> bool:
+    """All tensors contiguous; a scale for each column."""
+    packed = all(
+        t is None or (t.is_contiguous() and t.numel() == perm.numel())
+        for t in (perm, inv_scale, zero_point)
+    )
+    return x.dim() == 2 and x.numel() > 0 and packed and (inv_scale is not None or group <= 8192)
+
+
+def run(
+    x: torch.Tensor,
+    perm: torch.Tensor,
+    inv_scale: torch.Tensor | None,
+    zero_point: torch.Tensor | None,
+    bits: int,
+    group: int,
+    gated: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute the op with the Triton kernel; same contract as the reference."""
+    flat = as_rows(x)
+    rows, columns = flat.shape[0], perm.numel()
+    q = torch.empty((rows, columns), dtype=torch.int8, device=x.device)
+    dynamic = inv_scale is None
+    step = (
+        torch.empty((rows, columns // group), dtype=torch.float32, device=x.device)
+        if dynamic
+        else None
+    )
+    # Columns per program: a group if its step is computed here (dynamic), else 512.
+    columns_per_program = group if dynamic else 512
+    block = power_of_two(columns_per_program)
+    _kernel[(rows, -(-columns // columns_per_program))](
+        flat, perm, perm if inv_scale is None else inv_scale,
+        perm if zero_point is None else zero_point, q,
+        flat if step is None else step, columns, flat.stride(0), flat.shape[1] // 2,
+        columns_per_program,
+        GATED=gated, DYNAMIC=dynamic, SHIFT=zero_point is not None, MOST=float(2 ** (bits - 1) - 1),
+        BLOCK=block,
+        num_warps=max(1, min(4, block // 128)), **pdl_launch_options(x.device, rows),
+    )  # fmt: skip
+    return q, step
+
+
+@triton.jit
+def _kernel(
+    x_ptr, order_ptr, factor_ptr, zero_ptr, q_ptr, step_ptr, columns, stride, half,
+    columns_per_program,
+    GATED: tl.constexpr, DYNAMIC: tl.constexpr, SHIFT: tl.constexpr, MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    lane = tl.arange(0, BLOCK)
+    column = part * columns_per_program + lane
+    inside = (lane < columns_per_program) & (column < columns)
+    order = tl.load(order_ptr + column, mask=inside, other=-1)
+    real = order >= 0
+    pdl_wait(PDL)
+    x = tl.load(x_ptr + row * stride + order, mask=real, other=0.0)
+    y = x.to(tl.float32)
+    if GATED:
+        up = tl.load(x_ptr + row * stride + half + order, mask=real, other=0.0).to(tl.float32)
+        # Rounded at the same places as in the reference.
+        y = (y / (1.0 + tl.exp(-y))).to(x.dtype).to(tl.float32)
+        y = (y * up).to(x.dtype).to(tl.float32)
+    if DYNAMIC:
+        amax = tl.maximum(tl.max(tl.abs(y), axis=0), _MIN_AMAX)
+        quant_max = amax * 0.0 + MOST
+        y *= tl.div_rn(quant_max, amax)
+        tl.store(
+            step_ptr + row * (columns // columns_per_program) + part, tl.div_rn(amax, quant_max)
+        )
+    else:
+        y *= tl.load(factor_ptr + column, mask=real, other=0.0)
+    # Adding 1.5 · 2²³ does not round values beyond 2²²; those are clamped anyway, because
+    # zero-points are at most 1e4.
+    y = tl.minimum(tl.maximum(y, -65536.0), 65536.0)
+    y = (y + _ROUND_TO_INT) - _ROUND_TO_INT
+    if SHIFT:
+        y += tl.load(zero_ptr + column, mask=real, other=0).to(tl.float32)
+    y = tl.minimum(tl.maximum(y, -MOST - SHIFT), MOST)
+    tl.store(q_ptr + row * columns + column, tl.where(real, y, 0.0).to(tl.int8), mask=inside)

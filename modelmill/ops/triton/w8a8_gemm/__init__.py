@@ -1,0 +1,1 @@
+"""Products whose weights and activations are quantized to 8 bits or fewer."""

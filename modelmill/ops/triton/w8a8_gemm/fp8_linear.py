@@ -1,0 +1,103 @@
+"""Products with fp8 weights: fp8 activations on fp8 tensor cores, others with converted weights.
+
+Many tokens of fp8 use torch's row-scaled product where it supports the shapes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from modelmill.ops.triton.common import launch_configs
+from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.triton.common.device import dequantizes_in_kernel, supports_fp8
+from modelmill.ops.triton.common.launch_configs import GemmKey, LaunchConfig, TunedConfigs
+from modelmill.ops.triton.common.launch_configs import gemm_key as gemm_key
+from modelmill.ops.triton.gemm_16bit.linear import gemm_small_m
+from modelmill.ops.triton.w8a8_gemm.gemm_8bit import gemm_8bit, gemv_8bit, is_word_aligned
+
+FP8 = torch.float8_e4m3fn
+SCALED_MM_MIN_ROWS = 256  # tokens from which torch's product is used
+
+
+def supports(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> bool:
+    """Device with fp8; contiguous rows of x and weight; few tokens if activations are float32."""
+    if (
+        x.dim() != 2
+        or not x.numel()
+        or not weight.numel()
+        or x.stride(1) != 1
+        or weight.stride(1) != 1
+    ):
+        return False
+    if (
+        weight.dtype != FP8
+        or scale.dtype != torch.float32
+        or not scale.is_contiguous()
+        or not supports_fp8(x.device)
+    ):
+        return False
+    if x_scale is None:
+        return x.dtype == dtype and dequantizes_in_kernel(x)
+    return (
+        x.dtype == FP8
+        and x_scale.dtype == torch.float32
+        and x_scale.is_contiguous()
+        and dtype != torch.float64
+    )
+
+
+def candidates(key: GemmKey) -> tuple[LaunchConfig, ...]:
+    """The launch configs that may be chosen for a product."""
+    return launch_configs.candidates_8bit(key)
+
+
+def run(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    *,
+    configs: TunedConfigs | None = None,
+) -> torch.Tensor:
+    """Run the op; sums in float32, fp8 sums as precise as the tensor cores accumulate them."""
+    if x_scale is not None and _scaled_mm_supports(x, weight, dtype):
+        row_scale = x_scale.expand(x.shape[0]).reshape(-1, 1).contiguous()
+        return torch._scaled_mm(
+            x,
+            weight.t(),
+            scale_a=row_scale,
+            scale_b=scale.view(1, -1),
+            bias=bias,
+            out_dtype=dtype,
+            use_fast_accum=True,
+        )
+    out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
+    if x_scale is None:
+        gemm_small_m(x, weight, scale, bias, out)
+    elif is_word_aligned(x, weight):
+        gemv_8bit(x, weight, scale, x_scale, bias, out, configs)
+    else:
+        gemm_8bit(x, weight, scale, x_scale, bias, out, configs)
+    return out
+
+
+def _scaled_mm_supports(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether torch's row-scaled product can be used: Hopper, bfloat16 output, multiples of 16."""
+    if not x.is_cuda or x.shape[0] < SCALED_MM_MIN_ROWS or dtype != torch.bfloat16:
+        return False
+    packed = (
+        x.is_contiguous()
+        and weight.is_contiguous()
+        and weight.shape[0] % 16 == 0
+        and x.shape[1] % 16 == 0
+    )
+    return packed and torch.cuda.get_device_capability(x.device) == (9, 0)

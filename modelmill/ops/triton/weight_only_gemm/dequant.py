@@ -1,0 +1,91 @@
+"""Dequantize 8-bit weights to x's dtype, for products with so many rows that cuBLAS is fastest.
+
+Computes: weight[N, K] in x's dtype from int8 codes, scales and offsets
+Dtypes: int8 to bfloat16, float16 or float32
+Layout: row-major; scales and offsets [N, groups]
+Range: any N and K
+Technique: elementwise, cached launcher
+Used by: int4_linear.py, int8_group_linear.py, int8_linear.py
+
+Each weight is rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from modelmill.ops.triton.common.fast_launch import CachedLauncher
+
+_PACK_COLUMNS = 32  # columns that share a scale, at least
+_BLOCK_N, _PACKS_PER_PROGRAM = 2, 64  # per program
+
+
+def dequantize(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    group: int,
+    columns: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Dequantize: scale · code + offset as [N, columns] of ``dtype``.
+
+    Args:
+        weight: [N, ≥ columns] int8.
+        scale: [N, G] or [N].
+        offset: as scale, or None.
+        group: columns that share a scale, a multiple of 32, or all columns.
+        columns: columns of the result.
+        dtype: dtype of the result.
+    """
+    n = weight.shape[0]
+    out = torch.empty((n, columns), dtype=dtype, device=weight.device)
+    group = group if group < columns else 1 << 30
+    fixed = (n, columns, weight.stride(0), scale.stride(0))
+    _launcher(
+        (-(-n // _BLOCK_N), -(-columns // (_PACK_COLUMNS * _PACKS_PER_PROGRAM)), 1),
+        (weight, scale, scale if offset is None else offset, out),
+        fixed,
+        fixed,
+        (offset is not None, group, _PACK_COLUMNS, _BLOCK_N, _PACKS_PER_PROGRAM),
+        {"num_warps": 4},
+    )
+    return out
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Compute x [T, K] · weight [N, K]ᵀ + bias [N] with cuBLAS: [T, N] of x's dtype.
+
+    bias may have another dtype.
+    """
+    if bias is None or bias.dtype == x.dtype:
+        return F.linear(x, weight, bias)
+    return (F.linear(x, weight) + bias).to(x.dtype)
+
+
+@triton.jit
+def _dequantize_kernel(
+    weight_ptr, scale_ptr, offset_ptr, out_ptr, n, k, stride, grid_stride,
+    OFFSET: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, BLOCK_N: tl.constexpr,
+    RUNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    run = tl.program_id(1) * RUNS + tl.arange(0, RUNS)
+    in_range = (row < n)[:, None] & (run * RUN < k)[None, :]
+    column = run[None, :, None] * RUN + tl.arange(0, RUN)[None, None, :]
+    inside = in_range[:, :, None] & (column < k)
+    codes = tl.load(weight_ptr + row[:, None, None] * stride + column, mask=inside, other=0)
+    grid = row[:, None] * grid_stride + (run * RUN // GROUP)[None, :]
+    scale = tl.load(scale_ptr + grid, mask=in_range, other=0.0).to(tl.float32)
+    value = codes.to(tl.float32) * scale[:, :, None]
+    if OFFSET:
+        value += tl.load(offset_ptr + grid, mask=in_range, other=0.0).to(tl.float32)[:, :, None]
+    tl.store(
+        out_ptr + row[:, None, None] * k + column, value.to(out_ptr.dtype.element_ty), mask=inside
+    )
+
+
+_launcher = CachedLauncher(_dequantize_kernel)

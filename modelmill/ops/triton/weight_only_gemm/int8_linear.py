@@ -1,0 +1,55 @@
+"""Products with int8 weights: converted in registers, scaled once at the end.
+
+From DEQUANT_MIN_ROWS rows on the weight is dequantized to x's dtype for cuBLAS (``dequant.py``).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from modelmill.ops.triton.common import launch_configs
+from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.triton.common.device import dequantizes_in_kernel
+from modelmill.ops.triton.common.launch_configs import GemmKey, LaunchConfig, TunedConfigs
+from modelmill.ops.triton.common.launch_configs import gemm_key as gemm_key
+from modelmill.ops.triton.gemm_16bit.linear import gemm_small_m, gemv
+from modelmill.ops.triton.weight_only_gemm.dequant import dequantize, linear
+
+DEQUANT_MIN_ROWS = 257
+
+
+def supports(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
+) -> bool:
+    """Any number of rows in 16 bits, up to 16 in float32; contiguous rows of x and weight."""
+    if x.dim() != 2 or x.shape[0] == 0 or x.stride(1) != 1 or weight.stride(1) != 1:
+        return False
+    return dequantizes_in_kernel(x)
+
+
+def candidates(key: GemmKey) -> tuple[LaunchConfig, ...]:
+    """The launch configs that may be chosen for a product."""
+    return launch_configs.candidates(key, 1)
+
+
+def run(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    configs: TunedConfigs | None = None,
+) -> torch.Tensor:
+    """Run the op with float32 sums.
+
+    The integers are multiplied in x's dtype, then scale and bias are applied; with many rows the
+    weight is scaled first.
+    """
+    if x.shape[0] >= DEQUANT_MIN_ROWS:
+        return linear(x, dequantize(weight, scale, None, x.shape[1], x.shape[1], x.dtype), bias)
+    out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    if x.shape[0] == 1:
+        gemv(x, weight, scale, bias, out, configs)
+    else:
+        gemm_small_m(x, weight, scale, bias, out, configs)
+    return out

@@ -1,0 +1,34 @@
+"""Devices by name, and the kernels that one needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from modelmill.core.errors import UsageError
+from modelmill.loader.device import COMPILING_STAGE, compile_cpu_kernels
+from modelmill.ops.cpu.common import build as kernels
+
+
+def test_who_waits_for_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    stages, made = [], []
+    monkeypatch.setattr(kernels, "load", lambda: made.append(1))
+    for missing in (True, False):
+        monkeypatch.setattr(kernels, "needs_compile", lambda: missing)  # noqa: B023
+        compile_cpu_kernels("cpu", lambda *stage: stages.append(stage))
+    assert (stages, made) == ([(COMPILING_STAGE, 0, 1)], [1])
+    with pytest.raises(UsageError, match="--device"):
+        compile_cpu_kernels("tpu", lambda *_: None)
+
+
+def test_kernels_are_missing_in_an_empty_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels.env, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(kernels, "_compiler", lambda: ("c++", "a version"))
+    assert kernels.needs_compile()
+    target = kernels._target(kernels.machine_flags(), "c++", "a version")
+    target.parent.mkdir()
+    target.touch()
+    assert not kernels.needs_compile()

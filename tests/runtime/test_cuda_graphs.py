@@ -1,0 +1,311 @@
+"""Which graphs there are; steps of a prompt alone: filled up to few sizes, captured when met again,
+the same tokens as without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelmill.core.config import RunConfig
+from modelmill.core.types import Request
+from modelmill.ops.cuda_graph import CapturedGraph, NotCapturable
+from modelmill.parallel.tp_group import TPGroup
+from modelmill.runtime import cuda_graphs, model_runner
+from modelmill.runtime.batch import BatchLayout, PackedBatch, Packer, reserve_step_buffers
+from modelmill.runtime.cuda_graphs import (
+    CAPTURE_AFTER_USES,
+    MAX_PREFILL_GRAPHS,
+    PREFILL_GRAPH_SIZES,
+    GraphLimits,
+    PrefillGraphs,
+    context_bucket,
+    graph_batch_sizes,
+    graph_limits,
+)
+from tests.runtime import tiny
+
+MODEL_KINDS = [("fixed", None), ("prompt", None), ("running", None), ("fixed", 12)]
+
+
+class FakeCapturer:
+    """Records as a GPU does: what was called is called again on what stands at the same places."""
+
+    def __init__(self, *, broken: bool = False) -> None:
+        self.tried = self.captured = self.replayed = 0
+        self.broken, self.full = broken, False
+
+    def __call__(self, call: Callable[[], torch.Tensor]) -> CapturedGraph[torch.Tensor]:
+        self.tried += 1
+        if self.broken:
+            raise NotCapturable("it waits for the host")
+        if self.full:
+            raise torch.OutOfMemoryError("no memory")
+        self.captured += 1
+        out = torch.empty_like(call())
+
+        def replay() -> None:
+            self.replayed += 1
+            out.copy_(call())
+
+        return CapturedGraph(cast(Any, SimpleNamespace(replay=replay)), out)
+
+
+def filling(
+    capturer: FakeCapturer, model: tiny.Decoder | None = None, **options: object
+) -> tiny.EngineCore:
+    """A loop on the CPU whose prompts go as they do on a GPU."""
+    engine = tiny.make_engine(model, **options)
+    most, longest = engine.config.max_num_batched_tokens, -(-engine.max_model_len // 8) * 8
+    engine.model_runner.prefill_graphs = PrefillGraphs(
+        engine.model_runner.forward, capturer, most, longest
+    )
+    return engine
+
+
+@given(st.integers(2, 1200), st.integers(0, 9000), st.integers(1, 1500), st.integers(1, 40_000))
+def test_a_step_is_filled_up_to_the_next_size(
+    tokens: int, before: int, most: int, longest: int
+) -> None:
+    padded = PrefillGraphs(lambda _: torch.empty(0), FakeCapturer(), most, longest).padded_size(
+        tokens, before + tokens
+    )
+    sizes = [
+        size
+        for i, size in enumerate(PREFILL_GRAPH_SIZES)
+        if i == 0 or PREFILL_GRAPH_SIZES[i - 1] < longest
+    ]
+    holding = [size for size in sizes if tokens <= size <= most]
+    little = bool(holding) and (holding[0] <= 512 or 64 * (holding[0] - tokens) <= holding[0])
+    assert (padded is not None) == little
+    assert padded is None or (padded[0] == holding[0] and padded[1] >= before + tokens)
+
+
+def test_a_token_alone_is_no_prompt() -> None:
+    assert (
+        PrefillGraphs(lambda _: torch.empty(0), FakeCapturer(), 512, 4096).padded_size(1, 1) is None
+    )
+
+
+@pytest.mark.parametrize(("rope_rule", "window"), MODEL_KINDS)
+def test_the_same_tokens_as_without(rope_rule: str, window: int | None) -> None:
+    model = tiny.decoder(rope_rule, window)
+    todo = tiny.requests(tiny.prompts(12, 1, 60, seed=4))
+    capturer = FakeCapturer()
+    assert tiny.run_one_by_one(filling(capturer, model), todo) == tiny.run_one_by_one(
+        tiny.make_engine(model), todo
+    )
+    assert 0 < capturer.captured < 8
+    assert capturer.replayed >= 12 - 1 - CAPTURE_AFTER_USES * capturer.captured
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.integers(2, tiny.VOCAB - 1), min_size=1, max_size=70), min_size=1, max_size=6
+    ),
+    st.sampled_from(
+        [{}, {"pages": 16}, {"max_num_batched_tokens": 20}, {"enable_prefix_caching": False}]
+    ),
+    st.booleans(),
+)
+def test_whatever_comes_the_tokens_are_the_same(
+    prompts: list[list[int]], options: dict, together: bool
+) -> None:
+    model = tiny.decoder("prompt")
+    todo = tiny.requests([tuple(prompt) for prompt in prompts], tiny.params(max_tokens=4))
+    fields = tiny.run if together else tiny.run_one_by_one
+    assert fields(filling(FakeCapturer(), model, **options), todo) == fields(
+        tiny.make_engine(model, **options), todo
+    )
+
+
+def test_many_ways_to_ask_beside_it() -> None:
+    """Forks, beams, log-probabilities of the prompt and draws: their steps are left as they are, or
+    filled.
+    """
+    ways = [
+        tiny.params(n=3, temperature=1.0, seed=1),
+        tiny.params(num_beams=3, n=2),
+        tiny.params(logprobs=2, prompt_logprobs=1),
+        tiny.params(temperature=0.8, seed=3, top_p=0.9),
+        tiny.params(repetition_penalty=1.3, min_tokens=5),
+        tiny.params(max_tokens=0),
+    ]
+    model = tiny.decoder()
+    prompts = tiny.prompts(len(ways), 20, 20)
+    todo = [
+        Request(id=str(i), prompt=p, params=h, eos_ids=(1,))
+        for i, (p, h) in enumerate(zip(prompts, ways))
+    ]
+    engine = filling(FakeCapturer(), model)
+    for _ in range(3):
+        for request in todo:
+            assert tiny.run(engine, [request]) == tiny.run(
+                tiny.make_engine(model, seed=0), [request]
+            ), request
+            engine.scheduler.pool.clear()
+
+
+def test_the_first_meeting_is_not_recorded_and_each_kind_is_once() -> None:
+    capturer = FakeCapturer()
+    engine = filling(capturer, enable_prefix_caching=False)
+    one = tiny.requests([(5, 6, 7)], tiny.params(max_tokens=1))
+    for meeting in range(1, 6):
+        tiny.run(engine, one)
+        assert capturer.captured == (meeting >= CAPTURE_AFTER_USES)
+        assert capturer.replayed == max(0, meeting - CAPTURE_AFTER_USES + 1)
+    assert engine.model_runner.prefill_graphs is not None
+    assert len(engine.model_runner.prefill_graphs) == 1
+
+
+def test_what_cannot_be_recorded_is_launched_and_not_tried_again() -> None:
+    todo = tiny.requests([(5, 6, 7)], tiny.params(max_tokens=3))
+    capturer = FakeCapturer(broken=True)
+    engine = filling(capturer, enable_prefix_caching=False)
+    for _ in range(CAPTURE_AFTER_USES + 2):
+        assert tiny.run(engine, todo) == tiny.run(tiny.make_engine(), todo)
+    assert capturer.tried == 1
+    assert engine.model_runner.prefill_graphs is not None
+    assert len(engine.model_runner.prefill_graphs) == 0
+    assert engine.model_runner.prefill_graphs.padded_size(3, 3) is None, (
+        "filling without a graph costs time"
+    )
+
+
+def test_without_memory_it_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "OOM_RETRY_USES", 3)
+    todo = tiny.requests([(5, 6, 7)], tiny.params(max_tokens=1))
+    capturer = FakeCapturer()
+    engine = filling(capturer, enable_prefix_caching=False)
+    capturer.full = True
+    for _ in range(CAPTURE_AFTER_USES):
+        assert tiny.run(engine, todo) == tiny.run(tiny.make_engine(), todo)
+    capturer.full = False
+    for meeting in range(1, 3 + CAPTURE_AFTER_USES + 1):
+        assert tiny.run(engine, todo) == tiny.run(tiny.make_engine(), todo)
+        assert capturer.tried == (2 if meeting == 3 + CAPTURE_AFTER_USES else 1)
+    assert capturer.captured == 1
+
+
+def test_no_more_are_kept_than_memory_was_set_aside_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "MAX_PREFILL_GRAPHS", 2)
+    engine = filling(FakeCapturer(), enable_prefix_caching=False)
+    todo = tiny.requests([tuple(range(2, 2 + n)) for n in (10, 20, 40)], tiny.params(max_tokens=1))
+    for _ in range(CAPTURE_AFTER_USES + 1):
+        assert tiny.run_one_by_one(engine, todo) == tiny.run_one_by_one(tiny.make_engine(), todo)
+    graphs = engine.model_runner.prefill_graphs
+    assert graphs is not None
+    assert len(graphs) == 2
+    assert [graphs.padded_size(n, n) is not None for n in (10, 20, 40)] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("longest", "most"), [(112, 8192), (40, 8192), (4608, 8192), (100_000, 300)]
+)
+def test_what_is_recorded_beforehand_is_what_requests_bring(longest: int, most: int) -> None:
+    graphs = PrefillGraphs(lambda _: torch.empty(0), FakeCapturer(), most, longest)
+    brought = {graphs.padded_size(n, n) for n in range(2, min(longest, most, 1024) + 1)} - {None}
+    assert set(graphs.all_sizes()) == brought
+    assert len(brought) <= MAX_PREFILL_GRAPHS
+
+
+def test_somebody_who_watches_modules_sees_the_prompt_as_it_is() -> None:
+    engine = filling(FakeCapturer())
+    lengths: list[int] = []
+    with engine.model_runner.forward_hooks(
+        after=lambda name, _, out: lengths.append(len(out)) if name == "embed" else None
+    ):
+        tiny.run(engine, tiny.requests([(5, 6, 7)], tiny.params(max_tokens=1)))
+    assert lengths == [3]
+
+
+def test_nothing_is_written_behind_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the copy is under way by then."""
+    engine = filling(FakeCapturer())
+    packer, sent = engine.model_runner.packer, []
+    pack, send = packer.pack, packer.send
+
+    def checked(*args: object, **named: object) -> PackedBatch:
+        batch = pack(*args, **named)  # type: ignore[arg-type]
+        assert bytes(packer.packed_bytes(batch)) == sent[-1]
+        return batch
+
+    monkeypatch.setattr(
+        packer,
+        "send",
+        lambda views: (
+            sent.append(bytes(packer._buffer_bytes(packer._buffer_index, views))),
+            send(views),
+        ),
+    )
+    monkeypatch.setattr(packer, "pack", checked)
+    tiny.run(engine, tiny.requests(tiny.prompts(6, 1, 60)))
+    tiny.run_one_by_one(engine, tiny.requests(tiny.prompts(6, 1, 60, seed=2)))
+    assert len(sent) > 12
+
+
+def test_sizes_and_buckets() -> None:
+    assert graph_batch_sizes(1) == [1]
+    assert graph_batch_sizes(3) == [1, 2, 4]
+    assert graph_batch_sizes(20) == [1, 2, 4, 8, 16, 24]
+    assert graph_batch_sizes(256)[-1] == 256
+    assert graph_batch_sizes(300)[-2:] == [288, 320]
+    assert [context_bucket(n) for n in (1, 4096, 4097, 16384, 16385)] == [
+        4096,
+        4096,
+        16384,
+        16384,
+        65536,
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("enabled", "rows", "max_seqs"), [(True, 40, 40), (True, 4000, 512), (False, 40, None)]
+)
+def test_graphs_and_the_buffer_whose_address_they_know(
+    enabled: bool, rows: int, max_seqs: int | None, ranks: int
+) -> None:
+    reserved: list[BatchLayout] = []
+    packer = SimpleNamespace(reserve=reserved.append)
+    config = RunConfig(
+        cuda_graphs=enabled, max_num_seqs=rows, max_num_batched_tokens=5000, page_size=16
+    )
+    reserve_step_buffers(cast(Packer, packer), config, 7)
+    assert reserved == [BatchLayout(5000, rows, 5000 + rows, 14)]
+    limits = graph_limits(config, 7, TPGroup(size=ranks))
+    if max_seqs is None:
+        assert limits is None
+    else:
+        assert limits == GraphLimits(max_seqs, 7 * 16, 5000 if ranks == 1 else None)
+
+
+@pytest.mark.parametrize("prefill_tokens", [None, 96])
+def test_a_runner_has_its_graphs_from_the_start(
+    monkeypatch: pytest.MonkeyPatch, prefill_tokens: int | None
+) -> None:
+    """What the constructors get: on a GPU they would reserve a memory pool."""
+    made: dict[str, tuple[Any, ...]] = {}
+    for name in ("DecodeGraphs", "PrefillGraphs"):
+        monkeypatch.setattr(
+            model_runner, name, lambda *args, name=name: made.update({name: args}) or name
+        )
+    monkeypatch.setattr(model_runner, "PrefillGraphCapturer", lambda: "capturer")
+    before = tiny.make_engine().model_runner
+    runner = model_runner.ModelRunner(
+        before.model, before.ops, before.kv, before.packer, before.sampler, 4,
+        graph_limits=GraphLimits(3, 112, prefill_tokens),
+    )  # fmt: skip
+    forward, select_ids = runner.forward, runner.sampler.select_ids
+    decode = {"DecodeGraphs": (forward, select_ids, runner.last_ids, runner.packer, 3, 112)}
+    prefill = {"PrefillGraphs": (forward, "capturer", 96, 112)}
+    assert made == decode | ({} if prefill_tokens is None else prefill)
+    assert runner.decode_graphs == "DecodeGraphs"
+    assert runner.prefill_graphs == (None if prefill_tokens is None else "PrefillGraphs")
