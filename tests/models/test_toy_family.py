@@ -90,9 +90,9 @@ def test_every_recipe_builds_and_is_accepted(recipe: str, checkpoint: Path, tmp_
     }  # fmt: skip
     if recipe in ("int4", "smoothquant"):
         facts, scales = read_quantization_facts(open_artifact(out))[0]
-        assert list(facts) == [
+        assert facts.keys() == {
             "mix.in_proj", "mix.out_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
-        ]  # fmt: skip
+        }  # fmt: skip
         assert set(scales) <= {"mix_in", "mix_out", "ffn", "ffn_down"}
         assert bool(scales) == (recipe == "smoothquant")
 
@@ -194,7 +194,7 @@ def test_its_modules_are_profiled_and_it_runs(
     prompts.write_text('{"prompt_token_ids": [3, 1, 4]}\n')
     more = ["--max-tokens", "4", "--device", "cpu", "--json"]
     assert execute(["run", str(engine), "--file", str(prompts), *more]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert json.loads(capsys.readouterr().out)
 
 
 def test_a_tensor_that_the_spec_lacks_is_named(family: Any, monkeypatch: Any) -> None:
