@@ -6,7 +6,7 @@ OUT ?= out
 DEMO_ENGINE ?= $(OUT)/smollm2.engine
 PROMPT ?= What is a watermill? Answer in two sentences.
 
-.PHONY: demo demo-sam quantization test test-all test-half test-rest test-versions test-gpu test-triton test-ray test-browser verify conformance performance lint format clean
+.PHONY: demo demo-sam quantization test test-all test-half test-rest test-versions test-gpu test-triton test-ray test-browser verify conformance performance kernels lint format clean
 
 demo: $(VENV)/.core
 	@$(BIN)/modelmill pull smollm2 -o $(OUT)/models
@@ -107,6 +107,10 @@ performance: $(VENV)/.test
 # docs/quantization.md and its plot from benchmarks/results and docs/quantization.story.md; after new rows or new text
 quantization: $(VENV)/.test
 	$(BIN)/python -m tools.quantization
+
+# docs/kernels.md from the heads of the kernel files and benchmarks/results; after a new kernel, head or row
+kernels: $(VENV)/.test
+	$(BIN)/python -m tools.kernels_page
 
 $(VENV)/bin/python:
 	@$(PYTHON) tools/setup_venv.py create $(VENV)

@@ -1,4 +1,4 @@
-"""Seeded checkpoints that the acceptance tests read, each saved once per run."""
+"""Tiny seeded checkpoints that the tests of acceptance share."""
 
 from __future__ import annotations
 
@@ -6,22 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.accept.build_and_accept import save_tiny
-
-
-class TinyCheckpoints(dict[str, Path]):
-    """Folders by the name of a family; a checkpoint is saved when it is first read."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__()
-        self._root = root
-
-    def __missing__(self, name: str) -> Path:
-        self[name] = save_tiny(name, self._root / name)
-        return self[name]
+from tests.accept.build_and_accept import TinyCheckpoints
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoints:
-    """The checkpoints of ``save_tiny``."""
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of checkpoints by family; each is written when a test first reads it."""
     return TinyCheckpoints(tmp_path_factory.mktemp("tiny"))

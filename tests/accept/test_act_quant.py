@@ -15,14 +15,12 @@ import torch
 from modelmill.ops import registry
 from modelmill.ops import w8a8_linear as op
 from modelmill.quant import activation_smoothing
-from tests.accept.build_and_accept import build_and_accept
-from tests.accept.planted_faults import faults, plant_fault
+from tests.accept.build_and_accept import FAMILIES, build_and_accept
+from tests.accept.planted_faults import FAULTS, assert_names, find_fault, plant_fault
 
 SMALL = {"calibration_samples": 4, "calibration_length": 64}
 FIXED = SMALL | {"alpha": "0.5"}
 STATIC = {"activation_scales": "tensor", "weight_scales": "tensor"}
-CASES = [(family, fault.name) for family in ("llama", "gpt2", "qwen") for fault in faults(family)]
-HONEST = ("gpt2", "llama", "llama-bias", "llama-mqa", "llama-tied", "qwen", "qwen2", "qwen3")
 
 
 def _honest_settings(name: str) -> list[tuple[str, str, dict[str, Any]]]:
@@ -45,7 +43,7 @@ def _honest_settings(name: str) -> list[tuple[str, str, dict[str, Any]]]:
     ("name", "dtype", "recipe", "options"),
     [
         pytest.param(name, *setting, id=f"{name}-{number}")
-        for name in HONEST
+        for name in FAMILIES
         for number, setting in enumerate(_honest_settings(name))
     ],
 )
@@ -61,11 +59,11 @@ def test_an_honest_engine_is_accepted(
     assert written, report["reason"]
 
 
-@pytest.mark.parametrize(("family", "name"), CASES)
+@pytest.mark.parametrize(("family", "name"), FAULTS)
 def test_a_fault_is_refused_and_named(
     family: str, name: str, tiny: Mapping[str, Path], tmp_path: Path
 ) -> None:
-    fault = next(f for f in faults(family) if f.name == name)
+    fault = find_fault(family, name)
     settings: list[tuple[str, str, dict[str, Any]]] = [("bfloat16", "fp8", SMALL)]
     if name in ("o_proj x 1.05", "k renamed v", "the two norms renamed"):
         settings += [("float32", "smoothquant", FIXED)]
@@ -75,9 +73,7 @@ def test_a_fault_is_refused_and_named(
                 tiny[family], tmp_path / "e", dtype, recipe, **options
             )
         assert not written, f"{dtype} {recipe}"
-        assert (report["layer"], report["module"] in fault.modules) == (fault.layer, True), report[
-            "reason"
-        ]
+        assert_names(report, fault)
 
 
 def test_a_smoother_folded_on_one_side_is_refused(tiny: Mapping[str, Path], tmp_path: Path) -> None:

@@ -15,12 +15,10 @@ import torch
 from modelmill.ops import int4_linear as op
 from modelmill.ops import registry
 from modelmill.quant import awq
-from tests.accept.build_and_accept import build_and_accept
-from tests.accept.planted_faults import faults, plant_fault
+from tests.accept.build_and_accept import FAMILIES, build_and_accept
+from tests.accept.planted_faults import FAULTS, assert_names, find_fault, plant_fault
 
 SMALL = {"calibration_samples": 4, "calibration_length": 64, "group_size": 32}
-CASES = [(family, fault.name) for family in ("llama", "gpt2", "qwen") for fault in faults(family)]
-HONEST = ("gpt2", "llama", "llama-bias", "llama-mqa", "llama-tied", "qwen", "qwen2", "qwen3")
 
 
 def _honest_settings(name: str) -> list[tuple[str, str]]:
@@ -30,7 +28,7 @@ def _honest_settings(name: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(
     ("name", "dtype", "method"),
-    [(name, *setting) for name in HONEST for setting in _honest_settings(name)],
+    [(name, *setting) for name in FAMILIES for setting in _honest_settings(name)],
 )
 def test_an_honest_engine_is_accepted(
     name: str, dtype: str, method: str, tiny: Mapping[str, Path], tmp_path: Path
@@ -54,11 +52,11 @@ def test_so_is_one_of_every_form(
         assert written, report["reason"]
 
 
-@pytest.mark.parametrize(("family", "name"), CASES)
+@pytest.mark.parametrize(("family", "name"), FAULTS)
 def test_a_fault_is_refused_and_named(
     family: str, name: str, tiny: Mapping[str, Path], tmp_path: Path
 ) -> None:
-    fault = next(f for f in faults(family) if f.name == name)
+    fault = find_fault(family, name)
     settings = [("bfloat16", "nearest")]
     if family == "llama" and name in ("o_proj x 1.05", "k renamed v"):
         settings += [("float32", "awq+gptq")]
@@ -68,9 +66,7 @@ def test_a_fault_is_refused_and_named(
                 tiny[family], tmp_path / "e", dtype, "int4", method=method, **SMALL
             )
         assert not written, f"{dtype} {method}"
-        assert (report["layer"], report["module"] in fault.modules) == (fault.layer, True), report[
-            "reason"
-        ]
+        assert_names(report, fault)
 
 
 def test_a_fold_that_forgets_one_side_is_refused(tiny: Mapping[str, Path], tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from modelmill.ops import qkv_rope_cache, registry
 from modelmill.ops.case import Case, randn
 from modelmill.ops.quant_types import quantize_per_row
+from tests.ops.paged_batches import ragged_inputs
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INTERPRETED_AT_MOST = (
@@ -417,18 +418,14 @@ def _paged(
     tables = torch.zeros(len(lengths), -(-bound // page), dtype=torch.int32)
     for b, count in enumerate(counts):
         tables[b, :count] = order[b]
-    starts = torch.tensor(
-        [0, *torch.tensor([n for n, _ in lengths]).cumsum(0).tolist()], dtype=torch.int32
-    )
+    tokens = sum(n for n, _ in lengths)
     caches = randn(2, sum(counts) + 2, kv_heads, page, dim, device=device, dtype=dtype, seed=seed)
     args = {
-        "q": randn(int(starts[-1]), heads, dim, device=device, dtype=dtype, seed=seed + 50),
+        "q": randn(tokens, heads, dim, device=device, dtype=dtype, seed=seed + 50),
         "k_cache": caches[0],
         "v_cache": caches[1],
         "block_tables": tables.to(device),
-        "query_start": starts.to(device),
-        "context_lens": torch.tensor([c for _, c in lengths], dtype=torch.int32, device=device),
-        "max_query": max(n for n, _ in lengths),
+        **ragged_inputs(lengths, device),
         "max_context": bound,
         "scale": dim**-0.5,
         "window": window,
