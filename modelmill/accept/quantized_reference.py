@@ -87,6 +87,7 @@ def read_engine_weights(
     """
     layer, device = model.layers[index], next(iter(weights.values())).weight.device
     spec = layer_spec(layer)
+    _check_declared(spec, weights)
     for norm in spec.norms:
         yield norm.reference[0], _norm_weights(layer, norm.path, device)
     for each in spec.linears:
@@ -99,6 +100,22 @@ def read_engine_weights(
             rows = slice(first, first + len(weights[name].weight))
             yield name, Affine(dense[rows], None if bias is None else bias[rows], fake_quantize)
             first = rows.stop
+
+
+def _check_declared(spec: LayerSpec, weights: LayerWeights) -> None:
+    """Compare the reference's weights of a layer with its spec.
+
+    Raises:
+        ValueError: if no module declares a weight: it would not be compared.
+    """
+    compared = {name for m in spec.modules if m.reference for name in m.reference}
+    inner = {tensor.partition(".")[0] for module in spec.modules for tensor in module.tensors}
+    missing = weights.keys() - compared - inner
+    if missing:
+        raise ValueError(
+            f"the reference has weights {', '.join(sorted(missing))}, which no module of the "
+            "layer's spec names; declare them"
+        )
 
 
 def compare_layer_weights(

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from modelmill.accept.quantized_reference import read_engine_weights
+from modelmill.accept.reference import Affine
 from modelmill.loader.model_loader import build_model
-from modelmill.nn.layer_spec import LinearSpec, layer_spec, module_site
+from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, NormSpec, layer_spec, module_site
 from tests.parallel.test_shard_model import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent.parent / "modelmill"
@@ -75,10 +79,6 @@ def test_every_tensor_of_every_family_is_declared(family: str) -> None:
 
 
 def test_a_norm_whose_output_something_else_reads_takes_no_scales() -> None:
-    from dataclasses import replace
-
-    from modelmill.nn.layer_spec import ModuleSpec, NormSpec
-
     model = build_model(*FAMILIES["llama"])
     spec = layer_spec(model.get_submodule("layers.0"))
     assert isinstance(spec.site_producer("up"), NormSpec)
@@ -86,3 +86,10 @@ def test_a_norm_whose_output_something_else_reads_takes_no_scales() -> None:
     routed = replace(spec, modules=(*spec.modules, router))
     assert routed.site_producer("up") is None
     assert routed.fold_order == ("o", "down", "qkv")
+
+
+def test_a_weight_of_the_reference_that_no_module_names_is_refused() -> None:
+    model = build_model(*FAMILIES["llama"])
+    weight = Affine(torch.zeros(1))
+    with pytest.raises(ValueError, match="has weights router, which no module"):
+        list(read_engine_weights(model, 0, {"q": weight, "router": weight}))
