@@ -79,8 +79,8 @@ class Gpt2Config:
         return pre_norm_layer(
             self.attention_spec,
             self.inner,
-            PlainMLP.modules(self.hidden, self.inner),
-            PlainMLP.sites(),
+            PlainMLP.module_specs(self.hidden, self.inner),
+            PlainMLP.site_specs(),
             ("weight", "bias"),
             rotates=False,
         )

@@ -66,11 +66,11 @@ class AttentionSpec:
         return HeadPartition("attn", self.groups)
 
     @property
-    def sites(self) -> tuple[SiteSpec, ...]:
+    def site_specs(self) -> tuple[SiteSpec, ...]:
         """The inputs of the two projections."""
         return SiteSpec("qkv"), SiteSpec("o", RowProducer("attn.qkv_proj", "v", self.groups))
 
-    def modules(self, *, rotates: bool = True) -> tuple[ModuleSpec, ...]:
+    def module_specs(self, *, rotates: bool = True) -> tuple[ModuleSpec, ...]:
         """The modules of ``Attention`` as a layer's ``attn``; "attn_input" → "attn_out".
 
         rotates: whether q and k are rotated; where positions are learned they are only stored.

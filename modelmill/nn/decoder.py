@@ -75,8 +75,8 @@ class DecoderConfig:
 
     def layer_spec(self, layer: int) -> LayerSpec:
         """What layer ``layer`` is made of."""
-        mlp = GatedMLP.modules(self.hidden, self.inner, self.mlp_bias)
-        return pre_norm_layer(self.attention_spec(layer), self.inner, mlp, GatedMLP.sites())
+        mlp = GatedMLP.module_specs(self.hidden, self.inner, self.mlp_bias)
+        return pre_norm_layer(self.attention_spec(layer), self.inner, mlp, GatedMLP.site_specs())
 
 
 PRE_NORM_OUTPUTS = ("mlp_out", "attn.residual")
@@ -129,8 +129,8 @@ def pre_norm_layer(
         op=norm_op,
     )
     return LayerSpec(
-        modules=(attn_norm, *attention.modules(rotates=rotates), mlp_norm, *mlp),
-        sites=(*attention.sites, *mlp_sites),
+        modules=(attn_norm, *attention.module_specs(rotates=rotates), mlp_norm, *mlp),
+        sites=(*attention.site_specs, *mlp_sites),
         outputs=PRE_NORM_OUTPUTS,
         partitions=(attention.partition, ChannelPartition("inner", inner)),
     )

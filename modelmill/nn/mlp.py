@@ -47,7 +47,7 @@ class GatedMLP(nn.Module):
         return self.down_proj(self.act(self.gate_up_proj(x, step), step), step)
 
     @staticmethod
-    def modules(hidden: int, inner: int, bias: bool = False) -> tuple[ModuleSpec, ...]:
+    def module_specs(hidden: int, inner: int, bias: bool = False) -> tuple[ModuleSpec, ...]:
         """Its modules as a layer's ``mlp``; "mlp_input" → "mlp_out"."""
         return (
             LinearSpec(
@@ -69,7 +69,7 @@ class GatedMLP(nn.Module):
         )
 
     @staticmethod
-    def sites() -> tuple[SiteSpec, ...]:
+    def site_specs() -> tuple[SiteSpec, ...]:
         """The inputs of both products; the second is linear in up."""
         producer = RowProducer("mlp.gate_up_proj", "up")
         return SiteSpec("up"), SiteSpec("down", producer, heavy_tailed=True)
@@ -89,7 +89,7 @@ class PlainMLP(nn.Module):
         return self.down_proj(self.act(self.fc_proj(x, step), step), step)
 
     @staticmethod
-    def modules(hidden: int, inner: int) -> tuple[ModuleSpec, ...]:
+    def module_specs(hidden: int, inner: int) -> tuple[ModuleSpec, ...]:
         """Its modules as a layer's ``mlp``; "mlp_input" → "mlp_out"."""
         return (
             LinearSpec(
@@ -111,7 +111,7 @@ class PlainMLP(nn.Module):
         )
 
     @staticmethod
-    def sites() -> tuple[SiteSpec, ...]:
+    def site_specs() -> tuple[SiteSpec, ...]:
         """The inputs of both products; the second is linear in none of its inputs."""
         return SiteSpec("up"), SiteSpec("down", heavy_tailed=True)
 

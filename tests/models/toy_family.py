@@ -77,8 +77,8 @@ class ToyConfig:
 
     def layer_spec(self, layer):
         if self.has_attention(layer):
-            branch = self.attention.modules(rotates=False)
-            sites, partition = self.attention.sites, self.attention.partition
+            branch = self.attention.module_specs(rotates=False)
+            sites, partition = self.attention.site_specs, self.attention.partition
         else:
             branch = mixer_modules(self.hidden, self.width)
             partition = ChannelPartition("width", self.width)
