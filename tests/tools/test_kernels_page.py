@@ -72,7 +72,7 @@ def head(text: str, name: str = "x.cu") -> KernelHead:
 
 def test_the_newest_row_of_the_largest_case_in_range() -> None:
     rows = [
-        row("8x64->48", 0.1, gbps=400.0),
+        row("8x64->48", 0.1, gbps=40.0),
         row("8x4096->4096", 0.2),
         row("8x4096->4096", 0.3),
         row("512x4096->4096", 0.9, gbps=9000.0),
