@@ -8,6 +8,7 @@ import torch
 from modelmill.ops.cuda.weight_only_gemm import int8_gemm_small_m
 from modelmill.ops.int8_group_linear import dequantize_weight, random_weight
 from tests.ops.emulation.emulator import Emulator, requires_emulation
+from tests.ops.matmul_error import matmul_error
 
 slow = pytest.mark.slow
 pytestmark = requires_emulation
@@ -48,16 +49,9 @@ def error(
         (x.data_ptr(), tokens * x.stride(0) * x.element_size())
     ]
     grids_and_group = (scale.to(grids), None if offset is None else offset.to(grids), group)
-    got = int8_gemm_small_m.int8_gemm(x, weight, grids_and_group, bias, gated=gated)
-    right = (
-        x.double()
-        @ dequantize_weight(weight, scale, offset, min(group, columns), columns, torch.float64).T
-    )
-    right = right if bias is None else right + bias.double()
-    if gated:
-        gate, up = right.to(dtype).double().chunk(2, 1)
-        right = torch.nn.functional.silu(gate) * up
-    return float((got.double() - right).norm() / right.norm())
+    actual = int8_gemm_small_m.int8_gemm(x, weight, grids_and_group, bias, gated=gated)
+    dense = dequantize_weight(weight, scale, offset, min(group, columns), columns, torch.float64)
+    return matmul_error(actual, x, dense, bias, gated=gated)
 
 
 @pytest.mark.parametrize(
