@@ -3,14 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.kernel_range import GemmProblem, gemm_problem
 from modelmill.ops.linear import linear
 
 PACK_COLUMNS = 32  # columns that are packed together; a group size is a multiple of it
+
+
+class GroupwiseLinearInputs(NamedTuple):
+    """Activations and a weight in groups of columns: operands of the group-wise products.
+
+    Attributes:
+        x: [T, K], floating point.
+        weight: [N, row] codes, in the layout that the op's file describes.
+        scale: [N, ⌈K/group⌉] float16 or float32.
+        offset: as scale, or None (symmetric).
+        group: columns that share a scale, a multiple of 32.
+        bias: [N] or None.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    scale: torch.Tensor
+    offset: torch.Tensor | None
+    group: int
+    bias: torch.Tensor | None = None
+
+
+def groupwise_problem(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    group: int,
+    bias: torch.Tensor | None = None,
+) -> GemmProblem:
+    """The product of ``GroupwiseLinearInputs``."""
+    return gemm_problem(x, weight, scale, bias, group=group, offset=offset)
 
 
 class RandomWeight(Protocol):

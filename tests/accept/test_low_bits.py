@@ -94,17 +94,10 @@ def test_a_kernel_that_errs_is_refused(tiny: dict[str, Path], tmp_path: Path) ->
     """Offsets are left out of one group: far less than what 4 bits cost, but wrong."""
     honest = op.int4_linear
 
-    def wrong(
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        scale: torch.Tensor,
-        offset: Any,
-        group: int,
-        bias: Any,
-    ) -> Any:
-        scale = scale.clone()
+    def wrong(inputs: Any) -> Any:
+        scale = inputs.scale.clone()
         scale[:, 0] *= 1.01
-        return honest(x, weight, scale, offset, group, bias)
+        return honest(inputs._replace(scale=scale))
 
     real = registry.select_backends
 

@@ -10,6 +10,7 @@ import torch
 
 from modelmill.ops.add_rms_norm_quant import add_rms_norm_quant
 from modelmill.ops.cuda.norm_quantize import rmsnorm_quant_permute
+from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.rms_norm_quant import TOLERANCE, rms_norm_quant
 from tests.ops.emulation.emulator import Emulator, memory_ranges, requires_emulation
 
@@ -69,16 +70,13 @@ def off(emulator: Emulator, case: Case) -> float:
     factor, zero, order = per_column(width, columns, way)
     held = residual.clone() if add else None
     emulator.preceding_writes = lambda name, arguments: memory_ranges(x, held)
-    values, scale = rmsnorm_quant_permute.rms_norm_quant(
-        x, held, weight, EPS, kind, (factor, zero, order), bits
-    )
+    spec = ActQuantSpec(kind, factor, zero, order, bits)
+    values, scale = rmsnorm_quant_permute.rms_norm_quant(x, held, weight, EPS, spec)
     if held is not None:
-        right, of_rows, total = add_rms_norm_quant(
-            x, residual, weight, EPS, kind, factor, zero, order, bits
-        )
+        right, of_rows, total = add_rms_norm_quant(x, residual, weight, EPS, spec)
         alike = torch.equal(held, total)
     else:
-        right, of_rows = rms_norm_quant(x, weight, EPS, kind, factor, zero, order, bits)
+        right, of_rows = rms_norm_quant(x, weight, EPS, spec)
         alike = True
     if of_rows is not None:
         assert scale is not None

@@ -13,6 +13,7 @@ import torch
 from modelmill.ops import int4_linear, int8_group_linear
 from modelmill.ops.cuda.weight_only_gemm import wq_gemm_pipelined
 from modelmill.ops.cuda.weight_only_gemm.wq_gemm_pipelined import WqGemmKernelConfig
+from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
 from tests.ops.emulation.emulator import Emulator, requires_emulation
 
 slow = pytest.mark.slow
@@ -52,15 +53,16 @@ def error(
     held = of.random_weight(rows, columns, min(group, columns), device="cpu", symmetric=symmetric)
     weight, scale, offset = held["weight"], held["scale"].to(grids), held["offset"]
     offset = None if offset is None else offset.to(grids)
-    kind = wq_gemm_pipelined.weight_spec(weight, scale, offset, group, columns)
-    assert wq_gemm_pipelined.supports_weight(rows, kind, gated=gated)
-    assert wq_gemm_pipelined.fits_shared_memory(form, kind, wq_gemm_pipelined.padded_rows(tokens))
     x = torch.full((tokens, columns + 24), float("nan")).to(dtype)[:, :columns]
     x[:] = torch.randn(tokens, columns, generator=generator)
     x[:, ::37] *= 30
     bias = torch.randn(rows, generator=generator).to(dtype) if biased else None
     emulator.preceding_writes = in_front
-    got = wq_gemm_pipelined.wq_gemm(x, weight, scale, offset, group, bias, form, gated=gated)
+    inputs = GroupwiseLinearInputs(x, weight, scale, offset, group, bias)
+    kind = wq_gemm_pipelined.problem_spec(groupwise_problem(*inputs))
+    assert wq_gemm_pipelined.supports_weight(rows, kind, gated=gated)
+    assert wq_gemm_pipelined.fits_shared_memory(form, kind, wq_gemm_pipelined.padded_rows(tokens))
+    got = wq_gemm_pipelined.wq_gemm(inputs, form, gated=gated)
     right = (
         x.double()
         @ of.dequantize_weight(weight, scale, offset, min(group, columns), columns, torch.float64).T

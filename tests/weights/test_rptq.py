@@ -89,7 +89,7 @@ def test_a_norm_puts_out_what_the_product_wants() -> None:
     assert held.act_quant is not None
     norm = torch.rand(100) + 0.5
     ops = registry.select_backends("cpu")
-    values, scale = rms_norm_quant(x, norm, 1e-5, *held.act_quant)
+    values, scale = rms_norm_quant(x, norm, 1e-5, held.act_quant)
     fused = held.matmul(QuantizedInput(values, scale, x.dtype), None, ops)
     assert torch.equal(
         fused, held.matmul(ops.rms_norm(x, norm, 1e-5), None, ops)

@@ -41,6 +41,7 @@ def main() -> None:
     fake_cuda_driver.fake_hopper_device()
     driver = ctypes.CDLL("libcuda.so.1")
     driver.expect((ctypes.c_int * len(WIDTHS))(*WIDTHS), len(WIDTHS))
+    from modelmill.ops.quant_types import ActQuantSpec
     from modelmill.ops.triton.common import fast_launch
     from modelmill.ops.triton.norm_quantize import norm_quant
 
@@ -51,9 +52,7 @@ def main() -> None:
     def launched() -> list[dict[str, Any]]:
         found = []
         for x in inputs:
-            held.append(
-                norm_quant.rms_norm_quant(x, None, weight, 1e-5, torch.int8, (None, None, None), 8)
-            )
+            held.append(norm_quant.rms_norm_quant(x, None, weight, 1e-5, ActQuantSpec(torch.int8)))
             found.append(
                 last_launch(driver)
                 | {"x": x.data_ptr(), "values": held[-1][0].data_ptr(), "rows": x.shape[0]}
