@@ -67,14 +67,14 @@ class EagerPromptSide(EngineCoreSide):
 
     def generate(self, lengths: Lengths, seed: int) -> float:
         """As that of ``Alone``."""
-        kept, self.engine_core.model_runner.prefill_graphs = (
+        graphs, self.engine_core.model_runner.prefill_graphs = (
             self.engine_core.model_runner.prefill_graphs,
             None,
         )
         try:
             return super().generate(lengths, seed)
         finally:
-            self.engine_core.model_runner.prefill_graphs = kept
+            self.engine_core.model_runner.prefill_graphs = graphs
 
 
 def workloads(options: argparse.Namespace) -> list[Workload]:
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("shape", choices=sorted(SHAPES))
     parser.add_argument(
         "--as",
-        dest="forms",
+        dest="weights_and_kv",
         action="append",
         required=True,
         metavar="WEIGHTS:KV",
@@ -152,8 +152,8 @@ def main() -> None:
     )
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()
-    for form in options.forms:
-        weights, _, kv = form.partition(":")
+    for weight_and_kv in options.weights_and_kv:
+        weights, _, kv = weight_and_kv.partition(":")
         measure(options, weights, kv or "auto")
         gc.collect()
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-// A CUDA driver (libcuda.so.1) that launches nothing and keeps what the last launch was told: for
+// A CUDA driver (libcuda.so.1) that launches nothing and keeps the arguments of the last launch: for
 // Triton's own launchers on a machine without a GPU. It answers as an H200 would where it is asked.
 #include <stdint.h>
 #include <string.h>
@@ -23,7 +23,7 @@ static int widths[MOST], words;
 void expect(const int* bytes, int count) {
     for (words = 0; words < count && words < MOST; ++words) widths[words] = bytes[words];
 }
-const void* told(void) { return &last; }
+const void* last_launch(void) { return &last; }
 
 int cuLaunchKernelEx(const Config* config, void* function, void** parameters, void** extra) {
     ++last.launches;

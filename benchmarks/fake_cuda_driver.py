@@ -43,8 +43,8 @@ def driver_environment(folder: Path) -> dict[str, str]:
         "TRITON_LIBCUDA_PATH": folder,
         "TRITON_CACHE_DIR": folder / "triton",
     }
-    kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    return kept | {key: str(path) for key, path in paths.items()}
+    inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    return inherited | {key: str(path) for key, path in paths.items()}
 
 
 def rerun_with_driver(folder: Path, arguments: Sequence[str]) -> int:

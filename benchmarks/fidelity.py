@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from modelmill.accept.token_scorer import TokenScorer
+
 ROWS_PER_STEP = 64
 """Rows whose float64 distributions are in memory at a time."""
 
@@ -41,18 +43,18 @@ class FidelitySums:
         """
         for at in range(0, len(logits), ROWS_PER_STEP):
             part = slice(at, at + ROWS_PER_STEP)
-            ours, came = logits[part].double().log_softmax(-1), targets[part]
+            log_probs, came = logits[part].double().log_softmax(-1), targets[part]
             known = came >= 0
             self.scored += int(known.sum())
-            self.nats -= float(ours[known].gather(-1, came[known, None]).sum())
+            self.nats -= float(log_probs[known].gather(-1, came[known, None]).sum())
             if reference is None:
                 continue
             exact = reference[part].double().log_softmax(-1)
-            each = (exact.exp() * (exact - ours)).sum(-1).clamp(min=0)
+            each = (exact.exp() * (exact - log_probs)).sum(-1).clamp(min=0)
             self.rows += len(each)
             self.kl += float(each.sum())
             self.max_kl = max(self.max_kl, float(each.max()))
-            self.num_equal += int((ours.argmax(-1) == exact.argmax(-1)).sum())
+            self.num_equal += int((log_probs.argmax(-1) == exact.argmax(-1)).sum())
 
     def facts(self) -> dict[str, Any]:
         """perplexity, and what was compared with a reference."""
@@ -101,7 +103,7 @@ def measure_fidelity(
             )
             sums.add(logits.float(), right, targets[to].to(logits.device))
 
-        engine_core.scorer().run([window], None, take)
+        TokenScorer(engine_core).run([window], None, take)
         first += len(window)
         on_progress(number + 1, len(windows))
     return sums.facts()
@@ -134,7 +136,7 @@ def cached_logits(
             def take(_: int, at: int, logits: torch.Tensor, start: int = first) -> None:
                 logits_file[start + at : start + at + len(logits)] = logits.float().cpu()
 
-            loop.scorer().run([window], None, take)
+            TokenScorer(loop).run([window], None, take)
             first += len(window)
             on_progress(number + 1, len(windows))
         del logits_file

@@ -60,6 +60,6 @@ def whole_call_figure(seconds: Sequence[float], scale: float = 1.0) -> MeasuredF
     )
 
 
-def speedup(peer: MeasuredFigure, ours: MeasuredFigure) -> float:
+def speedup(peer: MeasuredFigure, engine: MeasuredFigure) -> float:
     """How many times ours the peer takes. Above 1, ours is faster."""
-    return peer.value / ours.value
+    return peer.value / engine.value

@@ -47,13 +47,13 @@ def make_step(shape: str, weight_format: str, kv_dtype: str) -> Callable[[], Any
 
     from benchmarks.make_checkpoint import SHAPES
     from benchmarks.weight_formats import weight_quantizer
+    from modelmill.loader.model_loader import build_model
     from modelmill.nn.fusion import fuse
     from modelmill.nn.kv import KVCache, kv_cache_dtype
     from modelmill.nn.linear import Linear
     from modelmill.nn.synthetic_step import PAGE_SIZE, fill_random_weights, synthetic_step
     from modelmill.ops.registry import select_backends
-    from modelmill.runtime.decode_graphs import context_bucket
-    from modelmill.runtime.model_loader import build_model
+    from modelmill.runtime.cuda_graphs import context_bucket
 
     raw = {
         **SHAPES["llama-7b"],

@@ -267,9 +267,11 @@ def record(
     with options.out.open("a", encoding="utf-8") as file:
         for length in PROMPTS:
             for phase in ("prefill", "decode"):
-                ours, peer = (sorted(speeds[length, phase, side]) for side in ("ours", "llama.cpp"))
-                our_median, other = statistics.median(ours), statistics.median(peer)
-                shown = f"{our_median:>8.0f}{ours[0]:>8.0f}{ours[-1]:>8.0f}{other:>12.0f}{peer[0]:>8.0f}{peer[-1]:>8.0f}"  # noqa: E501
+                engine_speeds, peer = (
+                    sorted(speeds[length, phase, side]) for side in ("ours", "llama.cpp")
+                )
+                our_median, other = statistics.median(engine_speeds), statistics.median(peer)
+                shown = f"{our_median:>8.0f}{engine_speeds[0]:>8.0f}{engine_speeds[-1]:>8.0f}{other:>12.0f}{peer[0]:>8.0f}{peer[-1]:>8.0f}"  # noqa: E501
                 print(f"{phase + ', prompt ' + str(length):24}{shown}{our_median / other:>8.2f}")
                 row = {
                     "op": "llamacpp_peer",
@@ -278,7 +280,7 @@ def record(
                     "ours": round(our_median, 1),
                 }
                 row |= {
-                    "ours_spread": [round(ours[0], 1), round(ours[-1], 1)],
+                    "ours_spread": [round(engine_speeds[0], 1), round(engine_speeds[-1], 1)],
                     "llamacpp": round(other, 1),
                 }
                 row |= {

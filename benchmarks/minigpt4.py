@@ -42,11 +42,11 @@ from modelmill.core.config import RunConfig  # noqa: E402
 from modelmill.core.types import EmbeddingSpan  # noqa: E402
 from modelmill.eval.report import device_name, versions  # noqa: E402
 from modelmill.eval.targets import greedy_request  # noqa: E402
+from modelmill.loader.model_loader import build_model  # noqa: E402
 from modelmill.models.minigpt4 import IMAGE_MEAN, IMAGE_STD  # noqa: E402
 from modelmill.nn.linear import Linear  # noqa: E402
 from modelmill.nn.synthetic_step import fill_random_weights  # noqa: E402
 from modelmill.runtime.engine_core import EngineCore  # noqa: E402
-from modelmill.runtime.model_loader import build_model  # noqa: E402
 
 VISION_ENCODER = {"width": 1408, "depth": 39, "heads": 16, "inner": 6144, "image": 224, "patch": 14}
 QFORMER = {
@@ -132,7 +132,7 @@ def modelmill_side(name: str, config: dict[str, Any], device: str) -> MiniGPT4Si
     def asks(count: int, new: int) -> Prepare:
         return functools.partial(_prepare_requests, loop, (count, new), queries, side)
 
-    def eyes(count: int) -> Prepare:
+    def prepare_images(count: int) -> Prepare:
         def prepare(seed: int) -> Callable[[], int]:
             shown = list(random_images(count, seed, side))
             return lambda: len(torch.stack(loop.vision_runner.encode_images(shown)).cpu())
@@ -144,7 +144,7 @@ def modelmill_side(name: str, config: dict[str, Any], device: str) -> MiniGPT4Si
         "versions": versions(),
         "kernels": dict(loop.ops.backends),
     }
-    return MiniGPT4Side(name, asks, eyes, facts)
+    return MiniGPT4Side(name, asks, prepare_images, facts)
 
 
 def _prepare_requests(
@@ -257,7 +257,7 @@ def transformers_side(config: dict[str, Any], device: str) -> MiniGPT4Side:
 
         return prepare
 
-    def eyes(count: int) -> Prepare:
+    def prepare_images(count: int) -> Prepare:
         def prepare(seed: int) -> Callable[[], int]:
             shown = floats(count, seed)
 
@@ -275,7 +275,9 @@ def transformers_side(config: dict[str, Any], device: str) -> MiniGPT4Side:
         return prepare
 
     versions = {each: importlib.metadata.version(each) for each in ("transformers", "torch")}
-    return MiniGPT4Side(PEER, asks, eyes, {"device": device_name(device), "versions": versions})
+    return MiniGPT4Side(
+        PEER, asks, prepare_images, {"device": device_name(device), "versions": versions}
+    )
 
 
 def measure_rows(

@@ -39,6 +39,7 @@ from modelmill.eval.profile import ProfileCase, profile_step  # noqa: E402
 from modelmill.eval.profile import profile_case as profiled  # noqa: E402
 from modelmill.eval.report import Spread, versions  # noqa: E402
 from modelmill.eval.roofline import Roofline, measure_roofline  # noqa: E402
+from modelmill.loader.model_loader import build_model  # noqa: E402
 from modelmill.nn.fusion import fuse  # noqa: E402
 from modelmill.nn.kv import KVCache, kv_cache_dtype  # noqa: E402
 from modelmill.nn.linear import Linear  # noqa: E402
@@ -47,9 +48,8 @@ from modelmill.nn.synthetic_step import PAGE_SIZE, fill_random_weights, syntheti
 from modelmill.ops.launch_configs import Tuning  # noqa: E402
 from modelmill.ops.registry import select_backends  # noqa: E402
 from modelmill.ops.timing import capture_graph, copy_bandwidth, time_interleaved  # noqa: E402
-from modelmill.runtime.decode_graphs import context_bucket  # noqa: E402
+from modelmill.runtime.cuda_graphs import context_bucket  # noqa: E402
 from modelmill.runtime.engine_core import EngineCore  # noqa: E402
-from modelmill.runtime.model_loader import build_model  # noqa: E402
 
 ROUNDS, PROMPT = 15, 512
 

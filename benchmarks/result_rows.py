@@ -106,7 +106,7 @@ def has_summaries(row: Row, options: argparse.Namespace) -> bool:
 def requested_device(options: argparse.Namespace) -> str:
     """Return the requested GPU's or CPU's name; the thread count affects only a row's seconds."""
     from modelmill.eval.report import device_name
-    from modelmill.runtime.device import pick_device
+    from modelmill.loader.device import pick_device
 
     return without_threads(device_name(pick_device(options.device)))
 

@@ -91,11 +91,11 @@ def random_model(name: str, spec: SamVitSpec, device: str) -> nn.Module:
 def modelmill_side(name: str, spec: SamVitSpec, device: str, kernels: Mapping[str, str]) -> SamSide:
     """An eye around a drawn model. kernels: OP → variant, switched by hand."""
     ops = select_backends(device, kernels)
-    eye = SamModel(
+    sam_model = SamModel(
         random_model(name, spec, device), VisionContext(ops), sam.IMAGE_MEAN, sam.IMAGE_STD
     )
     facts = {"device": device_name(device), "versions": versions(), "kernels": dict(ops.backends)}
-    return SamSide(name, lambda pixels: torch.cat(eye.run_encoder(pixels)), facts, eye)
+    return SamSide(name, lambda pixels: torch.cat(sam_model.run_encoder(pixels)), facts, sam_model)
 
 
 def transformers_side(name: str, spec: SamVitSpec, device: str) -> SamSide:
@@ -150,11 +150,11 @@ def encoder_rows(
 def click_row(side: SamSide, rounds: int) -> dict[str, Any]:
     """Milliseconds from a point to its three masks."""
     assert side.model is not None, "ours"
-    eye, seconds = side.model, []
-    embedding = eye.embed_image(random_image(0))
+    sam_model, seconds = side.model, []
+    embedding = sam_model.embed_image(random_image(0))
     for turn in range(-3, rounds):
         prompt = Prompt(((900.0 + 40 * turn, 600.0 - 20 * turn),), (1,))
-        took = time_call(functools.partial(eye.predict, embedding, prompt))
+        took = time_call(functools.partial(sam_model.predict, embedding, prompt))
         if turn >= 0:
             seconds.append(took)
     return make_row("click", side, seconds)
@@ -163,9 +163,9 @@ def click_row(side: SamSide, rounds: int) -> dict[str, Any]:
 def everything_row(side: SamSide, rounds: int) -> dict[str, Any]:
     """Milliseconds from a picture to all its masks."""
     assert side.model is not None, "ours"
-    eye, seconds, returned = side.model, [], 0
+    sam_model, seconds, returned = side.model, [], 0
     points = [Prompt(((float(x), 600.0),), (1,)) for x in range(0, IMAGE_SIZE[0], 15)]
-    scores = eye.decode(eye.embed_image(random_image(1)), points)[1][:, 1:]
+    scores = sam_model.decode(sam_model.embed_image(random_image(1)), points)[1][:, 1:]
     passing = float(scores.flatten().quantile(1 - IOU_THRESHOLD))
     thresholds = {"pred_iou_thresh": min(1.0, max(0.0, passing)), "stability_score_thresh": 0.0}
     # drawn masks have nearly one box: how much two may overlap is found, not given
@@ -174,7 +174,7 @@ def everything_row(side: SamSide, rounds: int) -> dict[str, Any]:
         middle = sum(overlap) / 2
         few = (
             len(
-                eye.generate_masks(
+                sam_model.generate_masks(
                     random_image(1), AutomaticMaskOptions(**thresholds, box_nms_thresh=middle)
                 )
             )
@@ -185,7 +185,7 @@ def everything_row(side: SamSide, rounds: int) -> dict[str, Any]:
     for turn in range(-2, rounds):
         shown = random_image(turn + 10)
         began = time.perf_counter()
-        returned = len(eye.generate_masks(shown, options))
+        returned = len(sam_model.generate_masks(shown, options))
         torch.cuda.synchronize()
         if turn >= 0:
             seconds.append(time.perf_counter() - began)

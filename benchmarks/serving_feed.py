@@ -91,7 +91,7 @@ class FakeEngineCore:
 
     def stats(self) -> Any:
         """Where it stands."""
-        from modelmill.runtime.stats import Stats
+        from modelmill.core.types import Stats
 
         return Stats(len(self._left), 0, 1, 1, 0, self.steps, 0, self.num_tokens, 0, 0)
 
@@ -125,7 +125,7 @@ def run_api(engine: str, root: str, step: float) -> None:
     async def launch() -> Any:
         import socket
 
-        ours, child_socket = socket.socketpair()
+        api_socket, child_socket = socket.socketpair()
         with child_socket:
             words = [
                 sys.executable,
@@ -139,7 +139,7 @@ def run_api(engine: str, root: str, step: float) -> None:
             process = await asyncio.create_subprocess_exec(
                 *words, "--step-ms", str(1000 * step), pass_fds=(child_socket.fileno(),)
             )
-        return ours, worker_process.WorkerSubprocess(process)
+        return api_socket, worker_process.WorkerSubprocess(process)
 
     async def serve() -> None:
         served = EngineClient("load", OpenEngine(engine, {}, {}), max_waiting=4096, launch=launch)

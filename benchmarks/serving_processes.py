@@ -168,7 +168,7 @@ def _burst(
     On a CPU in CPU seconds: what else runs there does not count.
     """
     scheduler = loop.scheduler
-    kept = scheduler.limits, scheduler.adaptive_chunk, loop.clock
+    saved = scheduler.limits, scheduler.adaptive_chunk, loop.clock
     scheduler.set_interactive(None, on_gpu=loop.device != "cpu")
     loop.clock = time.thread_time if loop.device == "cpu" else time.perf_counter
     step_times: dict[str, list[float]] = {"quiet": [], "during": []}
@@ -192,7 +192,7 @@ def _burst(
         loop.abort(request.id)
     while loop.has_work:
         loop.step()
-    scheduler.limits, scheduler.adaptive_chunk, loop.clock = kept
+    scheduler.limits, scheduler.adaptive_chunk, loop.clock = saved
     return {"quiet": step_times["quiet"][4:], "during": step_times["during"]}
 
 

@@ -88,8 +88,8 @@ class SpeedTable:
         known = (
             peer != "vLLM" or self.options.peer is not None or self.options.peer_python is not None
         )
-        ours = [MODELMILL, *(self.variants if part == "trace" else ())]
-        names = [*ours, *([peer] if known else [])]
+        engines = [MODELMILL, *(self.variants if part == "trace" else ())]
+        names = [*engines, *([peer] if known else [])]
         return [name for name in names if not self.options.only or name in self.options.only]
 
     def run_parts(self, parts: Sequence[str], shape: str) -> None:

@@ -38,6 +38,7 @@ from benchmarks.model_step import kv_bytes_per_token, weight_bytes  # noqa: E402
 from benchmarks.workloads import parse_pairs  # noqa: E402
 from modelmill.core.config import RunConfig  # noqa: E402
 from modelmill.core.types import Request, SamplingParams  # noqa: E402
+from modelmill.loader.model_loader import build_model  # noqa: E402
 from modelmill.nn.fusion import fuse  # noqa: E402
 from modelmill.nn.shard_model import shard_model  # noqa: E402
 from modelmill.nn.synthetic_step import fill_random_weights, synthetic_step  # noqa: E402
@@ -46,11 +47,10 @@ from modelmill.ops.registry import select_backends  # noqa: E402
 from modelmill.ops.timing import capture_graph, copy_bandwidth, median_time  # noqa: E402
 from modelmill.parallel.rendezvous import RendezvousServer, connect  # noqa: E402
 from modelmill.parallel.tp_group import SINGLE_RANK, DistributedTPGroup, TPGroup  # noqa: E402
-from modelmill.runtime.decode_graphs import context_bucket  # noqa: E402
+from modelmill.runtime.cuda_graphs import context_bucket  # noqa: E402
 from modelmill.runtime.engine_core import EngineCore  # noqa: E402
-from modelmill.runtime.model_loader import build_model  # noqa: E402
-from modelmill.runtime.step_commands import END, StepCommand  # noqa: E402
 from modelmill.runtime.tp_worker import run_commands  # noqa: E402
+from modelmill.runtime.tp_workers import END, StepCommand  # noqa: E402
 
 Row = dict[str, Any]
 OUTPUT_TOKENS = 128
@@ -294,7 +294,7 @@ def run_all_ranks(options: argparse.Namespace) -> Iterator[Row]:
     links: list[socket.socket] = []
     children = []
     for number in range(1, options.tp):
-        ours, child_socket = socket.socketpair()
+        parent_socket, child_socket = socket.socketpair()
         word = [
             sys.executable,
             __file__,
@@ -306,7 +306,7 @@ def run_all_ranks(options: argparse.Namespace) -> Iterator[Row]:
             subprocess.Popen(word, pass_fds=(child_socket.fileno(),), stdout=subprocess.DEVNULL)
         )
         child_socket.close()
-        links.append(ours)
+        links.append(parent_socket)
     try:
         store = meeting.serve()
         torch.cuda.set_device(0)
@@ -316,10 +316,10 @@ def run_all_ranks(options: argparse.Namespace) -> Iterator[Row]:
             yield from time_engine_core(options, model, SINGLE_RANK, [])
             del model
             _free_memory()
-        mesh = DistributedTPGroup(0, options.tp, store, "cuda:0")
-        yield from run_rank(options, mesh, links)
+        tp_group = DistributedTPGroup(0, options.tp, store, "cuda:0")
+        yield from run_rank(options, tp_group, links)
         torch.cuda.synchronize()
-        mesh.abort()
+        tp_group.abort()
         for child in children:
             child.wait(30)
     finally:
@@ -343,8 +343,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.rank:
         number, port, descriptor = map(int, options.rank.split(","))
-        mesh = DistributedTPGroup(number, options.tp, connect(port), f"cuda:{number}", 300)
-        for _ in run_rank(options, mesh, [socket.socket(fileno=descriptor)]):
+        tp_group = DistributedTPGroup(number, options.tp, connect(port), f"cuda:{number}", 300)
+        for _ in run_rank(options, tp_group, [socket.socket(fileno=descriptor)]):
             pass
         os._exit(0)  # the other ranks are gone: no NCCL shutdown
     stamp = {

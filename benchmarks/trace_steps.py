@@ -40,7 +40,7 @@ from modelmill.core.types import Request, SamplingParams  # noqa: E402
 from modelmill.eval.datasets import read_trace  # noqa: E402
 from modelmill.nn.linear import Linear  # noqa: E402
 from modelmill.runtime.engine_core import EngineCore  # noqa: E402
-from modelmill.runtime.pending_step import StepForward  # noqa: E402
+from modelmill.runtime.model_runner import StepForward  # noqa: E402
 from modelmill.runtime.scheduler import Schedule  # noqa: E402
 
 FLOPS = 700e12  # bfloat16 products of many rows on an H200 that is warm
@@ -75,7 +75,7 @@ class StepRecord:
 
 def record_steps(engine_core: EngineCore) -> list[StepRecord]:
     """Have every launched step noted, with events around it."""
-    kept: list[StepRecord] = []
+    records: list[StepRecord] = []
     runner = engine_core.model_runner
     run, sample = runner.run, runner.sample
     starts: list[torch.cuda.Event] = []
@@ -92,11 +92,11 @@ def record_steps(engine_core: EngineCore) -> list[StepRecord]:
         end.record()
         singles = sum(1 for _, c in counts if c == 1)
         keys = sum(done + c for done, c in counts)
-        kept.append(StepRecord(singles, sum(c for _, c in counts if c > 1), keys, start, end))
+        records.append(StepRecord(singles, sum(c for _, c in counts if c > 1), keys, start, end))
         return pending
 
     runner.run, runner.sample = started, noted  # type: ignore[method-assign]
-    return kept
+    return records
 
 
 def serve_trace(
@@ -156,7 +156,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--order", action="append", choices=sorted(ORDERS))
     parser.add_argument(
         "--as",
-        dest="forms",
+        dest="weights_and_kv",
         action="append",
         metavar="WEIGHTS:KV[:N]",
         help=", ".join(WEIGHT_FORMATS),
@@ -182,13 +182,13 @@ def measure(
     loop = EngineCore(model, config)
     loop.warm_up()
     serve_trace(loop, warm_up(work), 1, together=True)
-    kept = record_steps(loop)
+    records = record_steps(loop)
     for number, name in enumerate((options.order or ["together"]) * options.runs):
         order = ORDERS[name]
-        kept.clear()
+        records.clear()
         done = work if order is None else sorted(work, key=order)
         seconds = serve_trace(loop, done, 2 + number, together=name == "together")
-        rows = group_table(kept, loop, rate)
+        rows = group_table(records, loop, rate)
         for row in rows:
             print(
                 f"{row['group']:16} {row['steps']:5} steps {row['s']:7.2f} s   floor: keys "
@@ -224,8 +224,8 @@ def main() -> None:
     options = parse_args()
     work = read_trace(options.trace, options.requests, 4096)
     rate = copy_bandwidth()
-    for form in options.forms or ["dense:auto"]:
-        measure(options, form, work, rate)
+    for weight_and_kv in options.weights_and_kv or ["dense:auto"]:
+        measure(options, weight_and_kv, work, rate)
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -36,7 +36,9 @@ class RequestState:
             continues_prompt: Whether the output continues the prompt's text (a completion) instead
                 of being a separate text (a chat message).
         """
-        self.request, self.continues_prompt, self.echo_text = request, continues_prompt, ""
+        self.request = request
+        self.continues_prompt = continues_prompt
+        self.echo_text = ""
         params = request.params
         self.start_time = time.perf_counter()  # output.seconds counts from here
         self._prompt_computed = False

@@ -22,11 +22,11 @@ from modelmill.text import grammar as grammars
 from modelmill.text.chat import ChatFormat, load_chat
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
 from modelmill.text.image_chat import ImageChat, ImagePart, with_prompt_style
+from modelmill.text.messages import Messages
 from modelmill.text.tokenizer import Tokenizer, load_tokenizer
 from modelmill.text.tool_prompts import CALL_MARKS
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
-Messages = Sequence[Mapping[str, Any]]
 PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 _TOKENIZER_FOLDER = "tokenizer"
 
@@ -67,7 +67,9 @@ class TextProcessor:
         files = dict(files)
         if chat_template is not None:
             files = _with_chat_template(files, chat_template)
-        self.path, self.manifest, self._allow_local_files = path, manifest, allow_local_files
+        self.path = path
+        self.manifest = manifest
+        self._allow_local_files = allow_local_files
         # of an image in a conversation; None: the limit in vision.image_input
         self.max_image_pixels: int | None = None
         self.tokenizer: Tokenizer | None = load_tokenizer(files) if files else None

@@ -37,12 +37,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselect the tests that only ``make test-all`` runs."""
     if not config.getoption("--quick"):
         return
-    kept: list[pytest.Item] = []
+    selected: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
     for item in items:
-        (left_out if is_full_only(item.nodeid) else kept).append(item)
+        (left_out if is_full_only(item.nodeid) else selected).append(item)
     config.hook.pytest_deselected(items=left_out)
-    items[:] = kept
+    items[:] = selected
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:

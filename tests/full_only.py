@@ -65,11 +65,11 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
     ),
     "tests/ops/test_cuda_wq_gemm_pipelined.py": ("test_compiles_without_spills*",),
     "tests/ops/test_cuda_build.py": (
-        "test_int4_of_many_rows_compiles_without_spills[form[1-5]]",
+        "test_int4_of_many_rows_compiles_without_spills[config[1-5]]",
         "test_int4_compiles_without_spills[*-8]",
         "test_int4_compiles_without_spills[*-32]",
         "test_int4_compiles_without_spills[False-*",
-        "test_products_of_one_row_compile_without_spills[kind[1-8]]",
+        "test_products_of_one_row_compile_without_spills[spec[1-8]]",
         "test_int8_compiles_without_spills[8]",
         "test_int8_compiles_without_spills[16]",
         "test_int8_compiles_without_spills[32]",

@@ -21,13 +21,13 @@ def names() -> dict[str, list[str]]:
     done = subprocess.run(
         [*command, *FULL_ONLY], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    found: dict[str, list[str]] = defaultdict(list)
+    names_by_file: dict[str, list[str]] = defaultdict(list)
     for line in done.stdout.splitlines():
         path, separator, name = line.partition("::")
         if separator and path in FULL_ONLY:
-            found[path].append(name)
-    assert found.keys() == FULL_ONLY.keys(), done.stdout[-2000:]
-    return found
+            names_by_file[path].append(name)
+    assert names_by_file.keys() == FULL_ONLY.keys(), done.stdout[-2000:]
+    return names_by_file
 
 
 def test_every_pattern_matches_a_test(names: dict[str, list[str]]) -> None:
@@ -42,19 +42,23 @@ def test_every_pattern_matches_a_test(names: dict[str, list[str]]) -> None:
 
 def test_a_test_that_is_left_out_in_part_keeps_a_case(names: dict[str, list[str]]) -> None:
     for path, collected in names.items():
-        kept = {name.partition("[")[0] for name in collected if not is_full_only(f"{path}::{name}")}
+        remaining = {
+            name.partition("[")[0] for name in collected if not is_full_only(f"{path}::{name}")
+        }
         for pattern in FULL_ONLY[path]:
             test, bracket, _ = pattern.partition("[")
             if bracket and "*" not in test:
-                assert test in kept, f"{path}: no case of {test} is left"
+                assert test in remaining, f"{path}: no case of {test} is left"
 
 
 def test_every_op_and_backend_keeps_a_case(names: dict[str, list[str]]) -> None:
     path = "tests/ops/test_implementations.py"
     labels = [name for name in names[path] if "-cpu-" in name]
     operands = {label.rpartition("-")[0] for label in labels}
-    kept = {label.rpartition("-")[0] for label in labels if not is_full_only(f"{path}::{label}")}
-    assert kept == operands
+    remaining = {
+        label.rpartition("-")[0] for label in labels if not is_full_only(f"{path}::{label}")
+    }
+    assert remaining == operands
 
 
 @pytest.mark.parametrize(

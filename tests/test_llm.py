@@ -74,8 +74,8 @@ def test_the_known_story(llm: LLM) -> None:
 
 def test_every_form_of_a_prompt(llm: LLM) -> None:
     ids = llm.tokenizer.encode("Once upon")  # type: ignore[union-attr]
-    forms = ["Once upon", {"prompt": "Once upon"}, {"prompt_token_ids": ids}, ids]
-    texts = {a.outputs[0].text for a in llm.generate(forms, GREEDY)}
+    prompts = ["Once upon", {"prompt": "Once upon"}, {"prompt_token_ids": ids}, ids]
+    texts = {a.outputs[0].text for a in llm.generate(prompts, GREEDY)}
     assert len(texts) == 1
     assert text(llm, "Once upon") in texts
 
@@ -91,18 +91,18 @@ def test_streamed_alone_and_in_a_batch_are_one_text(llm: LLM) -> None:
 
 @pytest.mark.parametrize("cut", [1, 2, 5, 9])
 def test_a_stop_string_ends_the_text_before_it(llm: LLM, cut: int) -> None:
-    whole = text(llm, "Once upon a time", max_tokens=60)
-    stop = whole[20 : 20 + cut]
+    full_text = text(llm, "Once upon a time", max_tokens=60)
+    stop = full_text[20 : 20 + cut]
     answer = llm.generate(
         "Once upon a time", SamplingParams(temperature=0, max_tokens=60, stop=(stop,))
     )[0].outputs[0]
-    assert answer.text == whole[: whole.index(stop)]
+    assert answer.text == full_text[: full_text.index(stop)]
     assert answer.finish_reason == "stop"
     assert answer.stop_reason == stop
-    kept = SamplingParams(temperature=0, max_tokens=60, stop=(stop,), include_stop=True)
+    params = SamplingParams(temperature=0, max_tokens=60, stop=(stop,), include_stop=True)
     assert (
-        llm.generate("Once upon a time", kept)[0].outputs[0].text
-        == whole[: whole.index(stop)] + stop
+        llm.generate("Once upon a time", params)[0].outputs[0].text
+        == full_text[: full_text.index(stop)] + stop
     )
     assert llm.engine_core.stats().running == 0
 
@@ -320,14 +320,14 @@ def test_an_unread_stream_is_aborted_when_it_is_closed(llm: LLM) -> None:
 
 
 def test_stop_strings_wait_for_min_tokens(llm: LLM) -> None:
-    whole = text(llm, "Once upon a time", max_tokens=60)
-    stop = whole[4]
+    full_text = text(llm, "Once upon a time", max_tokens=60)
+    stop = full_text[4]
     answer = llm.generate(
         "Once upon a time",
         SamplingParams(temperature=0, max_tokens=60, min_tokens=20, stop=(stop,)),
     )[0].outputs[0]
     assert len(answer.token_ids) > 20
-    assert whole.startswith(answer.text)
+    assert full_text.startswith(answer.text)
     assert len(answer.text) > len(text(llm, "Once upon a time", max_tokens=60, stop=(stop,)))
 
 

@@ -22,7 +22,7 @@ from modelmill import LLM, AsyncLLM, SamplingParams, Segmenter
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.errors import ModelmillError, RequestError, UnknownOption, UsageError
 from modelmill.core.options import BuildOptions, EngineOptions, RunOptions, SegmenterOptions
-from modelmill.llm import build_engine
+from modelmill.llm import LLMOptions, build_engine
 
 CHECKPOINT = "data/models/stories260K"
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -79,6 +79,7 @@ def test_types_of_options_are_those_of_the_configs() -> None:
 def test_the_signature_names_every_option(cls: type) -> None:
     shown = inspect.signature(cls).parameters
     assert not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in shown.values())
+    assert {"model", *LLMOptions.__annotations__} == set(shown)
     assert set(shown) == OWN | set(hints_of(RunConfig)) | set(hints_of(BuildConfig))
     for config in (BuildConfig(), RunConfig()):
         for name, hint in hints_of(type(config)).items():
@@ -209,9 +210,9 @@ def test_embeddings_have_length_1_alone_and_in_a_batch(llm: LLM) -> None:
 
 
 def test_embeddings_take_the_servers_options(llm: LLM) -> None:
-    whole, short = llm.embed("The dog"), llm.embed("The dog", dimensions=8)
-    assert short[0] == pytest.approx(whole[0, :8] / np.linalg.norm(whole[0, :8]), abs=1e-6)
-    assert not np.allclose(llm.embed("The dog", pooling="last"), whole)
+    full, short = llm.embed("The dog"), llm.embed("The dog", dimensions=8)
+    assert short[0] == pytest.approx(full[0, :8] / np.linalg.norm(full[0, :8]), abs=1e-6)
+    assert not np.allclose(llm.embed("The dog", pooling="last"), full)
     assert np.allclose(llm.embed([[1, 403, 407]]), llm.embed({"prompt_token_ids": [1, 403, 407]}))
     for wrong in ({"pooling": "max"}, {"dimensions": 65}):
         with pytest.raises(RequestError):

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from modelmill import LLM, SamplingParams, progress
+from modelmill.loader import device
 from modelmill.ops.cpu.common import build as kernels
 from modelmill.progress import DelayedStart, NotebookLine, TerminalLine, format_bar, show_progress
-from modelmill.runtime import device
 from tests.wait import wait_until
 
 

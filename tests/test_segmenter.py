@@ -60,9 +60,14 @@ def test_a_rough_mask_in_any_of_its_forms(engine: Path, tmp_path: Path) -> None:
     white[30:80, 40:150] = True
     PIL.Image.fromarray(white).save(tmp_path / "rough.png")
     drawn = segmenter.predict(mask=white)
-    for form in (torch.from_numpy(white), white.astype(np.uint8) * 255, PIL.Image.fromarray(white),
-                 tmp_path / "rough.png", (tmp_path / "rough.png").read_bytes()):  # fmt: skip
-        assert [m.score for m in segmenter.predict(mask=form)] == [m.score for m in drawn]
+    for rough_mask in (
+        torch.from_numpy(white),
+        white.astype(np.uint8) * 255,
+        PIL.Image.fromarray(white),
+        tmp_path / "rough.png",
+        (tmp_path / "rough.png").read_bytes(),
+    ):
+        assert [m.score for m in segmenter.predict(mask=rough_mask)] == [m.score for m in drawn]
     side = segmenter.model.mask_size
     for wrong in (
         torch.zeros(7, 7),
@@ -290,9 +295,9 @@ def test_a_checkpoint_in_8_bits_through_the_class(
     assert quantized.manifest.build["quantization"] == recipe
     for segmenter in (quantized, plain):
         segmenter.set_image(photo())
-    ours, reference = quantized.predict([(50, 60)]), plain.predict([(50, 60)])
-    assert float(mask_iou(ours[0].pixels, reference[0].pixels)) > 0.7
-    assert ours[0].score != reference[0].score
+    actual, reference = quantized.predict([(50, 60)]), plain.predict([(50, 60)])
+    assert float(mask_iou(actual[0].pixels, reference[0].pixels)) > 0.7
+    assert actual[0].score != reference[0].score
 
 
 @pytest.mark.parametrize(

@@ -117,14 +117,14 @@ FAULTS = (
     ),
     Fault(
         "runtime: negative logits are not penalized",
-        "modelmill/runtime/logit_penalties.py",
+        "modelmill/runtime/logits_processors.py",
         "torch.where(logits > 0, logits / penalty, logits * penalty)",
         "logits / penalty",
         ("tests/runtime",),
     ),
     Fault(
         "runtime: noise does not depend on the position",
-        "modelmill/runtime/counter_rng.py",
+        "modelmill/runtime/sampler.py",
         "counter = positions.astype(np.uint64) * _GOLDEN",
         "counter = np.zeros_like(positions).astype(np.uint64) * _GOLDEN",
         ("tests/runtime",),

@@ -50,9 +50,13 @@ def select_rows(file: Path, second: bool = False) -> list[Row]:
 
 def row_name(row: Row) -> str:
     """What was built and how it was run."""
-    kept = row.get("kv_cache_dtype", "auto")
-    whole = ", inputs as they are" if row.get("whole_inputs") else ""
-    return f"`{row['options'] or '-q none'}`" + ("" if kept == "auto" else f", KV {kept}") + whole
+    kv_dtype = row.get("kv_cache_dtype", "auto")
+    input_note = ", inputs as they are" if row.get("whole_inputs") else ""
+    return (
+        f"`{row['options'] or '-q none'}`"
+        + ("" if kv_dtype == "auto" else f", KV {kv_dtype}")
+        + input_note
+    )
 
 
 def table(rows: Sequence[Row]) -> list[str]:

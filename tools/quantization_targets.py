@@ -41,11 +41,13 @@ TOLERANCE_STEP = 0.01  # per cent are shown in hundredths
 def targets_table(rows: Sequence[Row]) -> list[str]:
     """Markdown lines: what, must, measured, and whether it was reached."""
     lines = ["| what | must | measured | |", "|---|---|---|---|"]
-    for what, options, kept, must in SINGLE_TARGETS:
-        value = _excess(rows, options, kept)
+    for what, options, kv_dtype, must in SINGLE_TARGETS:
+        value = _excess(rows, options, kv_dtype)
         lines.append(_line(f"{what}, over float32", f"≤ +{must:g} %", value, must, "%"))
-    whole, alone = (_excess(rows, W4A8_BUILDS, "auto", whole) for whole in (False, True))
-    over = None if whole is None or alone is None else whole - alone
+    quantized_inputs, alone = (
+        _excess(rows, W4A8_BUILDS, "auto", quantized_inputs) for quantized_inputs in (False, True)
+    )
+    over = None if quantized_inputs is None or alone is None else quantized_inputs - alone
     lines.append(
         _line("rptq W4A8, over its own W4A16", f"≤ {MAX_RATIO:g} points", over, MAX_RATIO, "points")
     )

@@ -32,12 +32,12 @@ def newest(rows: Sequence[Row]) -> list[Row]:
         if not last or again or last[-1]["command"] != row["command"]:
             runs.append([])
         runs[-1].append(row)
-    whole = [
+    complete_runs = [
         run
         for run in runs
         if len({row["weights"] for row in run}) > 1 and any(_is_plain(r) for r in run)
     ]
-    return max(whole, key=lambda run: run[-1]["date"], default=[])
+    return max(complete_runs, key=lambda run: run[-1]["date"], default=[])
 
 
 def table(run: Sequence[Row]) -> list[str]:

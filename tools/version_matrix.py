@@ -150,11 +150,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     for place, cell in enumerate(cells, 1):
         print(f"[{place}/{len(cells)}] {cell.name}", flush=True)
-        kept = None if options.again else stored_result(cell, sources)
-        results[cell] = kept or dated(run(cell, sources, options.pin, options.keep))
-        if kept is None:
+        stored = None if options.again else stored_result(cell, sources)
+        results[cell] = stored or dated(run(cell, sources, options.pin, options.keep))
+        if stored is None:
             (OUT / f"{cell.name}.json").write_text(json.dumps(asdict(results[cell]), indent=1))
-        print(f"    {summary(results[cell])}{' (kept)' if kept else ''}", flush=True)
+        print(f"    {summary(results[cell])}{' (kept)' if stored else ''}", flush=True)
     print("\n" + table(results))
     if options.write is not None:
         options.write.write_text(page(results))
@@ -209,8 +209,10 @@ def oldest(requirement: Requirement) -> str:
 
 def without_upper_bound(requirement: Requirement) -> str:
     """The range without its upper end."""
-    kept = [str(part) for part in requirement.specifier if not part.operator.startswith("<")]
-    return f"{_package_name(requirement)}{','.join(kept)}"
+    lower_bounds = [
+        str(part) for part in requirement.specifier if not part.operator.startswith("<")
+    ]
+    return f"{_package_name(requirement)}{','.join(lower_bounds)}"
 
 
 def _package_name(requirement: Requirement) -> str:

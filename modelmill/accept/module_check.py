@@ -28,6 +28,7 @@ from modelmill.accept.reference_trace import (
     split_layer_path,
     split_output,
 )
+from modelmill.accept.token_scorer import TokenScorer
 from modelmill.accept.tolerances import (
     ErrorBound,
     act_quant_formats,
@@ -171,7 +172,7 @@ class ModuleCheck:
     def _run_with_hooks(self, before: Callable[..., Any], after: Callable[..., Any] | None) -> None:
         head_rows = frozenset(self.head_rows)
         with self.engine_core.model_runner.forward_hooks(before, after):
-            self.engine_core.scorer().run(
+            TokenScorer(self.engine_core).run(
                 [self.ids], None, lambda *_: None, lambda _, place: place in head_rows
             )
 

@@ -53,12 +53,10 @@ class QuantizedLayersCheck:
         sequences: (ids, length of the prompt). has_stored_errors: whether the engine stores its
         quantization errors.
         """
-        self.checkpoint_reference, self.model, self.weight_formats, self.dtype = (
-            checkpoint_reference,
-            model,
-            weight_formats,
-            dtype,
-        )
+        self.checkpoint_reference = checkpoint_reference
+        self.model = model
+        self.weight_formats = weight_formats
+        self.dtype = dtype
         self._uses_engine_weights, self._has_stored_errors = uses_engine_weights, has_stored_errors
         self._folded_scales = {
             layer: _to_device(scales, checkpoint_reference.device)

@@ -15,6 +15,7 @@ from torch import Tensor
 from modelmill.accept.metrics import compare_logits, kl_divergence, perplexity, top1_agreement
 from modelmill.accept.quantized_reference import language_formats
 from modelmill.accept.reference import ReferenceModel
+from modelmill.accept.token_scorer import TokenScorer
 from modelmill.accept.tolerances import LogitsBound, act_quant_formats, logits_bound, whole_formats
 from modelmill.runtime.engine_core import EngineCore
 
@@ -139,7 +140,7 @@ def _engine_logits(
     """Return the engine's logits [sum of rows, V] float32 on the CPU, sequence by sequence."""
     row_sets = [frozenset(r) for r in rows]
     kept: list[list[Tensor]] = [[] for _ in ids]
-    engine_core.scorer().run(
+    TokenScorer(engine_core).run(
         ids,
         prompt_lengths,
         lambda which, _, logits: kept[which].append(logits.float().cpu()),

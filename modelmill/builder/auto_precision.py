@@ -144,7 +144,9 @@ class LayerStreamer:
         renames: Sequence[ResolvedRule],
         device: str,
     ) -> None:
-        self.checkpoint, self.model_config, self.device = checkpoint, model_config, device
+        self.checkpoint = checkpoint
+        self.model_config = model_config
+        self.device = device
         self.renames = renames
         self.model = family.Model(model_config)
         self.heads = AttentionHeads(

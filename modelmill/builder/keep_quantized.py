@@ -58,7 +58,7 @@ class KeptWeight:
         return tensors
 
     def read(self, checkpoint: Checkpoint, dtype: torch.dtype) -> WeightFormat:
-        """Read the matrix."""
+        """Read the matrix from its source tensors, in the weight format it is kept in."""
         if self.weight_format != "mixed_rows":
             parts = [checkpoint.read_packed(name) for name in self.sources]
             assert self.layouts[0] is not None, "a kept matrix of one form"

@@ -40,7 +40,9 @@ class LayerQuantizer:
     def __init__(self, plan: BuildPlan, staging: Staging, check: TensorCheck) -> None:
         assert plan.recipe is not None, "a build with a recipe"
         assert plan.calibration is not None, "a recipe that is calibrated"
-        self.plan, self.staging, self.check = plan, staging, check
+        self.plan = plan
+        self.staging = staging
+        self.check = check
         self.device = plan.device
         sizes = plan.model_config
         self.heads = AttentionHeads(sizes.heads, sizes.kv_heads, sizes.head_dim)
@@ -57,7 +59,7 @@ class LayerQuantizer:
         ) = None
 
     def close(self) -> None:
-        """Stop reading ahead."""
+        """Stop the thread that reads the next layer ahead."""
         self._reader.shutdown()
 
     def forward_finished_layer(

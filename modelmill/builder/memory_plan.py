@@ -25,12 +25,10 @@ from modelmill.quant.calibration_state import BATCH_TOKENS
 MIB = 1 << 20
 LATE_IMPORT_BYTES = 20 * MIB
 """Memory that the process loads after the plan: the runtime's modules and the kernels."""
-WRITING_BYTES, CALIBRATION_BYTES, ACCEPTANCE_BYTES, ENCODING_BYTES = (
-    40 * MIB,
-    60 * MIB,
-    60 * MIB,
-    110 * MIB,
-)
+WRITING_BYTES = 40 * MIB
+CALIBRATION_BYTES = 60 * MIB
+ACCEPTANCE_BYTES = 60 * MIB
+ENCODING_BYTES = 110 * MIB
 """Allocations of a stage for a model of size zero: buffers of threads, KV pages of the acceptance
 text.
 """

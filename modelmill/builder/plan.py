@@ -161,7 +161,7 @@ class BuildPlan:
     def expanded_bytes(self) -> int:
         """Return the additional bytes of expanded weights on a CPU without a compiled kernel.
 
-        They are expanded once at load, as far as memory allows (``runtime.unpack_weights``).
+        They are expanded once at load, as far as memory allows (``loader.unpack_weights``).
         """
         if self.config.target != "cpu":
             return 0

@@ -55,7 +55,9 @@ def check_generation_config(checkpoint: Checkpoint, vocab_size: int) -> None:
         defaults = read_generation(checkpoint.generation_config, checkpoint.container)
         outside = next((id for id in defaults.processors.token_ids() if id >= vocab_size), None)
         if outside is not None:
-            raise RequestError(f"it names the token id {outside}, outside 0…{vocab_size - 1}")
+            raise RequestError(
+                f"its token ids must be between 0 and {vocab_size - 1}, not {outside}"
+            )
     except RequestError as error:
         raise CheckpointError(
             f"{checkpoint.path}: generation_config.json: {error}; correct it there"

@@ -24,7 +24,6 @@ from modelmill.core.quoting import quote
 
 BLIP2_TYPE = "blip-2"
 INSTRUCTBLIP_TYPES = ("instructblip", "instructblipvideo")
-HF_LANGUAGE_PREFIX = "language_model."
 _NAME_PATTERNS = (
     (r"vision_model\.embeddings\.class_embedding", VISION_ENCODER_PREFIX + "cls_token"),
     (r"vision_model\.embeddings\.position_embedding", VISION_ENCODER_PREFIX + "pos_embed"),
@@ -88,7 +87,7 @@ class Blip2Container:
         return TensorInfo(name, (info.shape[0] // 3,), info.dtype, info.nbytes // 3)
 
     def get(self, name: str) -> torch.Tensor:
-        """Read a tensor."""
+        """Read one tensor by its name."""
         file_name, third = self._locate(name)
         tensor = self._container.get(file_name)
         return tensor if third is None else tensor.chunk(3)[third]
@@ -124,7 +123,7 @@ class PrefixedView:
         return TensorInfo(name, info.shape, info.dtype, info.nbytes)
 
     def get(self, name: str) -> torch.Tensor:
-        """Read a tensor."""
+        """Read one tensor by its name."""
         return self._container.get(self._prefix + name)
 
     def files(self) -> list[Path]:

@@ -23,6 +23,7 @@ from modelmill.checkpoint.quant_layout import (
     GROUP_SIZE_MULTIPLE,
     PackedMatrix,
     QuantLayout,
+    columns_per_group,
     packed_words_shape,
     perm_digest,
     perm_from_group_index,
@@ -87,11 +88,9 @@ def _check_group(group: Mapping[str, Any], format_name: str, path: Path) -> None
             f"{path} is a compressed-tensors checkpoint of format {format_name}, "
             f"known are {', '.join(FORMATS)}; {ADVICE}"
         )
-    bits, kind, strategy = (
-        weights.get("num_bits", 8),
-        weights.get("type", "int"),
-        weights.get("strategy") or "tensor",
-    )
+    bits = weights.get("num_bits", 8)
+    kind = weights.get("type", "int")
+    strategy = weights.get("strategy") or "tensor"
     if kind != "int" or type(bits) is not int or bits not in (4, 8) or strategy not in STRATEGIES:
         raise CheckpointError(
             f"{path} is a compressed-tensors checkpoint of {quote(bits, 60)}-bit {kind} weights "
@@ -171,7 +170,7 @@ class CompressedTensorsScheme:
             (rows, columns), bits = info.shape, 8
         groups = self._count_groups(raw, stem, rows)
         group = -(-columns // groups)
-        whole = -(-columns // GROUP_SIZE_MULTIPLE) * GROUP_SIZE_MULTIPLE
+        whole = columns_per_group(-1, columns)
         if groups == 1:
             group = whole
         elif group % GROUP_SIZE_MULTIPLE or -(-columns // group) != groups:

@@ -60,7 +60,7 @@ class DeltaContainer:
         return TensorInfo(name, other.shape, str(dtype).removeprefix("torch."), nbytes)
 
     def get(self, name: str) -> torch.Tensor:
-        """Read a tensor."""
+        """Read one tensor by its name."""
         one = self._base.get(name)
         if name not in self._delta_names:
             return one

@@ -38,7 +38,7 @@ LLAMA_NAMES = {
     "blk.ffn_up": "mlp.up_proj",
     "blk.ffn_down": "mlp.down_proj",
 }
-QWEN_NAMES = {
+TRANSFORMER_H_NAMES = {
     "token_embd": "transformer.wte",
     "output_norm": "transformer.ln_f",
     "output": "lm_head",
@@ -46,21 +46,14 @@ QWEN_NAMES = {
     "blk.attn_qkv": "attn.c_attn",
     "blk.attn_output": "attn.c_proj",
     "blk.ffn_norm": "ln_2",
-    "blk.ffn_up": "mlp.w1",
-    "blk.ffn_gate": "mlp.w2",
     "blk.ffn_down": "mlp.c_proj",
 }
+"""What GPT-2 and Qwen v1 have in common."""
+QWEN_NAMES = {**TRANSFORMER_H_NAMES, "blk.ffn_up": "mlp.w1", "blk.ffn_gate": "mlp.w2"}
 GPT2_NAMES = {
-    "token_embd": "transformer.wte",
+    **TRANSFORMER_H_NAMES,
     "position_embd": "transformer.wpe",
-    "output_norm": "transformer.ln_f",
-    "output": "lm_head",
-    "blk.attn_norm": "ln_1",
-    "blk.attn_qkv": "attn.c_attn",
-    "blk.attn_output": "attn.c_proj",
-    "blk.ffn_norm": "ln_2",
     "blk.ffn_up": "mlp.c_fc",
-    "blk.ffn_down": "mlp.c_proj",
 }
 
 CONSUMED_TENSORS = dict.fromkeys(("llama", "qwen", "qwen2", "qwen3"), ("rope_freqs.weight",))
@@ -140,7 +133,7 @@ class GgufAsHf:
         return TensorInfo(name, entry.shape, source.dtype, source.nbytes)
 
     def get(self, name: str) -> torch.Tensor:
-        """Read a tensor."""
+        """Read one tensor by its name."""
         entry = self._entry(name)
         tensor = self._raw.get(entry.source)
         return tensor if entry.restore is None else entry.restore(tensor)
@@ -187,11 +180,8 @@ class GgufAsHf:
                 )
             undo = _unpermute(heads)
         elif architecture.transposed and base.startswith("blk.") and len(shape) == 2:
-            shape, undo, transposed = (
-                (shape[1], shape[0]),
-                lambda tensor: tensor.t().contiguous(),
-                True,
-            )
+            shape = (shape[1], shape[0])
+            undo, transposed = _transpose, True
         if target in self._entries:
             raise CorruptCheckpoint(f"{self._raw.path}: two tensors mean {target}")
         self._entries[target] = _HfTensor(name, shape, undo, transposed)
@@ -236,6 +226,10 @@ def _unpermute(heads: int) -> Callable[[torch.Tensor], torch.Tensor]:
         return pairs.transpose(1, 2).reshape(tensor.shape)
 
     return undo
+
+
+def _transpose(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.t().contiguous()
 
 
 def _to_json_value(value: Any) -> Any:

@@ -88,7 +88,7 @@ class MiniGpt4Container:
         return TensorInfo(name, info.shape, info.dtype, info.nbytes)
 
     def get(self, name: str) -> torch.Tensor:
-        """Read a tensor."""
+        """Read one tensor by its name."""
         container, file_name = self._locate(name)
         return container.get(file_name)
 

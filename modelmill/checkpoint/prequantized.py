@@ -77,7 +77,9 @@ class PrequantizedContainer:
     """
 
     def __init__(self, raw: Container, scheme: QuantScheme, *, transposed: bool = False) -> None:
-        self._raw, self.scheme, self._transposed = raw, scheme, transposed
+        self._raw = raw
+        self.scheme = scheme
+        self._transposed = transposed
         self.metadata = raw.metadata
         self._stems: dict[str, str] = {}
         self._layouts: dict[str, QuantLayout] = {}

@@ -64,7 +64,7 @@ DEFAULT_RUNS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Args(CommonArgs):
-    """Options of ``bench``."""
+    """Command-line options of ``modelmill bench``."""
 
     what: str = option(
         help="latency, throughput, startup, serve, ops",
@@ -321,7 +321,9 @@ def _throughput(args: Args) -> dict[str, Any]:
 def _requests(args: Args, llm: LLM) -> list[BenchRequest]:
     from modelmill.eval.datasets import MAX_TRACE_TOKENS, random_requests, read_dataset, read_trace
 
-    limit, vocab, seed = llm.engine_core.max_model_len, llm.engine_core.vocab, args.run.seed
+    limit = llm.engine_core.max_model_len
+    vocab = llm.engine_core.vocab
+    seed = args.run.seed
     if args.trace is not None:
         return random_requests(
             read_trace(args.trace, args.num_prompts or 500, min(limit, MAX_TRACE_TOKENS)),
@@ -346,7 +348,7 @@ def _startup(args: Args) -> dict[str, Any]:
     from modelmill.artifact.store import is_engine, open_artifact
     from modelmill.eval.report import device_name
     from modelmill.eval.startup import measure_startup
-    from modelmill.runtime.device import compile_cpu_kernels, pick_device, use_threads
+    from modelmill.loader.device import compile_cpu_kernels, pick_device, use_threads
 
     # a checkpoint is built first; the build is not part of start-up
     path = _engine_path(args)

@@ -59,8 +59,8 @@ def measure_ops(args: Any) -> dict[str, Any]:
     from modelmill.eval.op_bench import OpBenchSelection, bench_ops
     from modelmill.eval.report import device_name
     from modelmill.eval.roofline import measure_roofline
+    from modelmill.loader.device import compile_cpu_kernels, pick_device, use_threads
     from modelmill.ops import registry
-    from modelmill.runtime.device import compile_cpu_kernels, pick_device, use_threads
 
     device = pick_device(args.run.device)
     if device == "cpu":

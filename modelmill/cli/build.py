@@ -54,7 +54,7 @@ CALIBRATION_OPTIONS = ("calibration_samples", "calibration_length")
 
 @dataclass(frozen=True, kw_only=True)
 class Args(CommonArgs):
-    """Options of ``build``."""
+    """Command-line options of ``modelmill build``."""
 
     checkpoint: Path = option(
         help="a Hugging Face folder, or a .gguf, .safetensors, .bin or .pth file",
@@ -100,7 +100,7 @@ def run(args: Args) -> int:
         from modelmill.artifact.store import check_target, is_engine
         from modelmill.builder.plan import make_plan
         from modelmill.checkpoint.open import open_checkpoint
-        from modelmill.runtime.device import compile_cpu_kernels
+        from modelmill.loader.device import compile_cpu_kernels
 
         source, vision = args.vision_files.split_checkpoint(args.checkpoint)
         if is_engine(source):
@@ -278,7 +278,9 @@ def show_tuning(tuning: AutotuneRecord) -> None:
 
 def show_plan(plan: dict[str, Any]) -> None:
     """Print the plan: options with reasons, and memory."""
-    build, reasons, memory = plan["build"], plan["reasons"], plan["memory"]
+    build = plan["build"]
+    reasons = plan["reasons"]
+    memory = plan["memory"]
     language = plan["engine_type"] == "language"
     cache = (
         f"{format_bytes(memory['kv_per_token'])} ({format_bytes(memory['kv_per_token_8bit'])} in "

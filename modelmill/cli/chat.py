@@ -222,7 +222,7 @@ class ChatSession:
 
         text_processor = getattr(self.llm, "text_processor", None)
         if text_processor is not None and not text_processor.reads_images:
-            raise UsageError(f"{text_processor.path} reads no pictures")
+            raise UsageError(f"{text_processor.path} has no vision encoder: it takes text only")
         self._attached_images.append(to_data_url(image))
 
     def _attach_file(self, name: str) -> None:

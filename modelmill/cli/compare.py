@@ -107,7 +107,7 @@ def _compare_masks(args: Args, artifact: Artifact, checkpoint: Checkpoint) -> in
     from modelmill.accept.segmentation import compare_segmentation
     from modelmill.builder.segmentation import with_config
     from modelmill.cli.build import show_acceptance
-    from modelmill.runtime.device import compile_cpu_kernels, pick_device
+    from modelmill.loader.device import compile_cpu_kernels, pick_device
     from modelmill.vision.open_model import open_sam_model
 
     if args.plot is not None or args.all:

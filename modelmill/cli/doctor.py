@@ -43,7 +43,7 @@ COMPILERS = ("c++", "g++", "clang++")
 
 @dataclass(frozen=True, kw_only=True)
 class Args(CommonArgs):
-    """Options of ``doctor``."""
+    """Command-line options of ``modelmill doctor``."""
 
     engine: Path | None = option(
         None, "an engine: whether it fits this machine", positional=True, metavar="ENGINE"
@@ -53,7 +53,7 @@ class Args(CommonArgs):
 def run(args: Args) -> int:
     """Print the environment; exit code 1 if a required package is missing."""
     with show_progress("looking around", lines=True) as on_progress:
-        from modelmill.runtime.device import compile_cpu_kernels
+        from modelmill.loader.device import compile_cpu_kernels
 
         compile_cpu_kernels("cpu", on_progress)
         facts = {

@@ -40,7 +40,7 @@ EXAMPLE_CHAT = [{"role": "user", "content": "Hello"}]
 
 @dataclass(frozen=True, kw_only=True)
 class Args(CommonArgs):
-    """Options of ``inspect``."""
+    """Command-line options of ``modelmill inspect``."""
 
     path: Path = option(help="a checkpoint or an engine", positional=True, metavar="PATH")
     tensors: bool = option(False, "list every tensor", flags=("--tensors",))
@@ -142,7 +142,7 @@ def tuning_facts(engine: Path) -> dict[str, Any]:
     import torch
 
     from modelmill.artifact.autotune_store import tuned_devices
-    from modelmill.runtime.autotune_load import look_up_tuning
+    from modelmill.loader.tuning import look_up_tuning
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     here = dict.fromkeys(torch.cuda.get_device_name(index) for index in range(count))

@@ -34,7 +34,7 @@ MAX_WINDOW_TOKENS = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class Args(CommonArgs):
-    """Options of ``perplexity``."""
+    """Command-line options of ``modelmill perplexity``."""
 
     engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
     data: Path | None = option(None, "UTF-8 text file", required=True, metavar="FILE")

@@ -32,7 +32,7 @@ PHASES = ("decode", "prefill", "both")
 
 @dataclass(frozen=True, kw_only=True)
 class Args(CommonArgs):
-    """Options of ``profile``."""
+    """Command-line options of ``modelmill profile``."""
 
     engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
     phase: str = option("both", "which step", choices=PHASES)
@@ -53,7 +53,7 @@ def run(args: Args) -> int:
     from modelmill.eval.profile import ProfileCase, profile_case
     from modelmill.eval.report import device_name
     from modelmill.eval.roofline import describe_rates, measure_matmul_rates, measure_roofline
-    from modelmill.runtime.device import compile_cpu_kernels, pick_device, use_threads
+    from modelmill.loader.device import compile_cpu_kernels, pick_device, use_threads
 
     if args.batch < 1 or args.prompt < 1 or args.lines < 0:
         raise UsageError("--batch and --prompt must be at least 1, --lines at least 0")

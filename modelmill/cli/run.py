@@ -96,7 +96,7 @@ def run(args: Args) -> int:
     )
     llm = open_llm(args.engine, args.build, args.run, chat_template=args.chat_template)
     if args.image and (args.raw or not llm.language.reads_images):
-        why = "--raw continues a text" if args.raw else f"{args.engine} reads no pictures"
+        why = "--raw continues a text" if args.raw else f"{args.engine} has no vision encoder"
         raise UsageError(
             f"--image: {why}; pictures need a multimodal engine (minigpt4) and a conversation"
         )

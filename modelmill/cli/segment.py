@@ -187,7 +187,7 @@ def _make_query(args: Args) -> SegmentQuery:
     if args.rle and not args.json:
         raise UsageError("--rle writes into the JSON: add --json")
     if args.batch < 1 or args.batch > 64:
-        raise UsageError(f"--batch {args.batch} is outside 1…64")
+        raise UsageError(f"--batch must be between 1 and 64, not {args.batch}")
     if args.everything:
         if has_prompt or args.label or args.single:
             raise UsageError(

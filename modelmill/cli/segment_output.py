@@ -34,7 +34,9 @@ class SegmentOutputs:
         Raises:
             UsageError: if a path cannot be written or is an input.
         """
-        self.overlay, self.masks, self.several = overlay, masks, several
+        self.overlay = overlay
+        self.masks = masks
+        self.several = several
         self._used_paths = {path.resolve() for path in read}
         if masks is not None and masks.exists() and not masks.is_dir():
             raise UsageError(f"--masks {masks}: this is a file; name a folder for the masks")

@@ -41,7 +41,7 @@ LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True, kw_only=True)
 class Args(CommonArgs):
-    """Options of ``serve``."""
+    """Command-line options of ``modelmill serve``."""
 
     engines: tuple[Path, ...] = option(
         (),

@@ -36,7 +36,7 @@ def serve_replicas(
         flag = "--replicas" if args.replicas != 1 else "--ray-address"
         raise UsageError(f"{flag} needs --ray: modelmill serve ENGINE --ray --replicas 2")
     if not 1 <= args.replicas <= 1024:
-        raise UsageError(f"--replicas must be in 1…1024, not {args.replicas}")
+        raise UsageError(f"--replicas must be between 1 and 1024, not {args.replicas}")
     if ":" in args.run.device:
         raise UsageError(
             f"--device {args.run.device}: Ray gives each replica its GPUs; give --device cuda"

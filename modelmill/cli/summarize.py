@@ -39,7 +39,7 @@ MAX_BATCH_SIZE = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Args(CommonArgs):
-    """Options of ``summarize``."""
+    """Command-line options of ``modelmill summarize``."""
 
     engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
     data: Path | None = option(

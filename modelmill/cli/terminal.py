@@ -37,7 +37,9 @@ class WordWrapper:
     def _take(self, char: str) -> str:
         if char == "\n":
             out = self._place_word() + self._gap + char
-            self._gap, self._column, self._line_started = "", 0, False
+            self._gap = ""
+            self._column = 0
+            self._line_started = False
             return out
         if char in " \t":
             out = self._place_word()

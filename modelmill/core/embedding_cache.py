@@ -12,7 +12,7 @@ class HasBytes(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """Size of the embedding in bytes."""
 
 
 K = TypeVar("K", bound=Hashable)
@@ -45,7 +45,7 @@ class EmbeddingCache(Generic[K, V]):
         return entry
 
     def clear(self) -> None:
-        """Remove all entries."""
+        """Remove all entries and set the size to 0."""
         self._entries.clear()
         self.nbytes = 0
 

@@ -352,6 +352,36 @@ _FLOAT_RANGES = tuple((name, each) for name, each in _RANGES if isinstance(each.
 _NOT_NONE = {each.name for each in fields(SamplingParams) if each.default is not None}
 
 
+@dataclass(frozen=True)
+class Stats:
+    """Counters since the engine was opened, and current gauges.
+
+    Attributes:
+        free_pages: Pages that can be allocated, idle ones included.
+        cached_pages: Pages in the prefix cache.
+        cached_tokens: Prompt tokens taken from the prefix cache.
+        idle_pages: Unreferenced pages, kept for their prefixes.
+        kept_pages: Most idle pages that may be kept while unused pages are available.
+        touched_pages: Pages ever written; a cache in RAM takes memory for these only.
+        page_bytes: Bytes of one page on all ranks together.
+    """
+
+    running: int
+    waiting: int
+    pages: int
+    free_pages: int
+    cached_pages: int
+    steps: int
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    preemptions: int
+    idle_pages: int = 0
+    kept_pages: int = 0
+    touched_pages: int = 0
+    page_bytes: int = 0
+
+
 def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
@@ -375,5 +405,5 @@ def _check_number(
     if not is_int and not (isinstance(value, float) and math.isfinite(value)):
         raise RequestError(f"{name} must be a finite number, not {quote(value, 60)}")
     if value < low or value > high or (open_low and value == low):
-        bracket = "(" if open_low else "["
-        raise RequestError(f"{name}={quote(value, 60)} is outside {bracket}{low:g}, {high:g}]")
+        valid = f"above {low:g} and at most" if open_low else f"between {low:g} and"
+        raise RequestError(f"{name} must be {valid} {high:g}, not {quote(value, 60)}")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelmill.accept.token_scorer import TokenScorer
 from modelmill.core.errors import UsageError
 from modelmill.core.registry import closest_name
 
@@ -36,7 +37,7 @@ def dump_module_outputs(
             f"--dump {pattern!r} matches no module" + (f"; did you mean {hint}?" if hint else "")
             + f" (modules: {', '.join(known[:4])}, …)"
         )  # fmt: skip
-    tensors = _concat_chunks(engine_core.trace([list(ids)], pattern))
+    tensors = _concat_chunks(TokenScorer(engine_core).trace([list(ids)], pattern))
     tensors["ids"] = torch.tensor(list(ids))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -102,7 +102,7 @@ class _StepTimer:
         self._prompt_received = True
 
     def end(self) -> None:
-        """Nothing to flush."""
+        """Called by ``generate`` after the last token; nothing is buffered."""
 
 
 def _cut_at_eos(ids: list[int], eos_ids: Sequence[int]) -> list[int]:

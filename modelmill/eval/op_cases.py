@@ -20,7 +20,12 @@ from modelmill.ops.rms_norm_quant import quant_modes as norm_quant_modes
 from modelmill.ops.sample import random_case as sample_case
 
 Shapes = tuple[tuple[int, int, int], ...]
-HIDDEN, INNER, HEADS, KV_HEADS, DIM, VOCAB = 576, 1536, 9, 3, 64, 49152
+HIDDEN = 576
+INNER = 1536
+HEADS = 9
+KV_HEADS = 3
+DIM = 64
+VOCAB = 49152
 CPU_ROWS = (1, 16)
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 

@@ -113,7 +113,9 @@ def act_8bit_dtype(args: Mapping[str, Any]) -> str | None:
 
 def attention_cost(args: Mapping[str, Any], out: int) -> OpCost:
     """Count an attention call: each key and value is read once; causal pairs only."""
-    q, starts, lengths = args["q"], args["query_start"].tolist(), args["context_lens"].tolist()
+    q = args["q"]
+    starts = args["query_start"].tolist()
+    lengths = args["context_lens"].tolist()
     window = args.get("window")
     keys, pairs = attended_keys([b - a for a, b in itertools.pairwise(starts)], lengths, window)
     read = 2 * keys * _token_bytes(args["k_cache"])

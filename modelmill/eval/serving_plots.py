@@ -86,7 +86,9 @@ def draw_timeline(axes: Any, good: Sequence[RequestTiming]) -> None:
         [(each.start - start, 1) for each in good]
         + [(each.chunk_times[-1] - start, -1) for each in good]
     )
-    at_once, times, counts = 0, [0.0], [0]
+    at_once = 0
+    times = [0.0]
+    counts = [0]
     for when, change in moments:
         at_once += change
         times.append(when)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from modelmill.runtime.stats import Stats
+from modelmill.core.types import Stats
 
 PREFIX = "modelmill:"
 GAUGES: Mapping[str, tuple[str, Callable[[Stats], float]]] = {

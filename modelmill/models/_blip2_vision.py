@@ -37,7 +37,7 @@ class Blip2VisionSpec:
 
 
 class Blip2ImageEmbedder(nn.Module):
-    """Images to embeddings."""
+    """BLIP-2's image path: vision encoder, Q-Former, projection to the LLM's width."""
 
     def __init__(self, spec: Blip2VisionSpec) -> None:
         super().__init__()

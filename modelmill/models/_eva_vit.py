@@ -21,7 +21,7 @@ from modelmill.ops.quant_types import QuantizedInput
 
 @dataclass(frozen=True)
 class EvaSpec:
-    """Sizes."""
+    """Sizes of EVA's vision transformer."""
 
     width: int = 1408
     depth: int = 39
@@ -33,7 +33,7 @@ class EvaSpec:
 
     @property
     def grid(self) -> int:
-        """Patches a side."""
+        """Number of patches along one side of the image."""
         return self.image // self.patch
 
 
@@ -61,7 +61,7 @@ class EvaAttention(VitBranch):
 
 
 class EvaMLP(VitBranch):
-    """Up, GELU, down."""
+    """Feed-forward block: down(gelu(up(x)))."""
 
     def __init__(self, spec: EvaSpec) -> None:
         super().__init__()

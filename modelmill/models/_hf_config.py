@@ -23,11 +23,11 @@ MAX_FLOAT = 1e12
 def positive_int(
     raw: Mapping[str, Any], *keys: str, default: int | None = None, max_value: int = MAX_SIZE
 ) -> int:
-    """The first of ``keys`` that is set, as a whole number from 1 to ``max_value``."""
+    """The first of ``keys`` that is set, as an integer between 1 and ``max_value``."""
     value = _first_value(raw, keys, default)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= max_value:
         raise CheckpointError(
-            f"config.json: {keys[0]} must be a whole number from 1 to {max_value}, not "
+            f"config.json: {keys[0]} must be an integer between 1 and {max_value}, not "
             f"{quote(value, 60)}"
         )
     return value
@@ -57,7 +57,7 @@ def positive_float(raw: Mapping[str, Any], *keys: str, default: float | None = N
 
 
 def boolean(raw: Mapping[str, Any], key: str, default: bool) -> bool:
-    """A true/false key."""
+    """Read a key of config.json that must be true or false."""
     value = raw.get(key)
     value = default if value is None else value
     if not isinstance(value, bool):

@@ -125,7 +125,7 @@ def spec_from_sizes(raw: Mapping[str, Any]) -> SamVitSpec:
 
 
 def _layer_indices(value: Any, key: str) -> tuple[int, ...]:
-    """Numbers of layers."""
+    """Check a key that lists layer indices; return them as a tuple."""
     if not isinstance(value, (list, tuple)) or any(type(n) is not int or n < 0 for n in value):
         raise CheckpointError(
             f"config.json: {key} must be a list of numbers of layers, not {quote(value, 60)}"

@@ -60,7 +60,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 class SamTokenMLP(nn.Module):
-    """Up, ReLU, down."""
+    """Feed-forward block of the mask tokens: down(relu(up(x)))."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()

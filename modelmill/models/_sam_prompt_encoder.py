@@ -14,7 +14,10 @@ from torch import nn
 from modelmill.nn.conv import Conv2d, LayerNorm2d
 
 # labels of points; the two corners of a box are 2 and 3
-NOT_A_POINT, NEGATIVE_POINT, POSITIVE_POINT, BOX_CORNER = -1, 0, 1, 2
+NOT_A_POINT = -1
+NEGATIVE_POINT = 0
+POSITIVE_POINT = 1
+BOX_CORNER = 2
 
 
 class SamEmbedding(nn.Module):
@@ -59,7 +62,9 @@ class SamPromptEncoder(nn.Module):
 
     def __init__(self, width: int, image_size: int, grid_size: int) -> None:
         super().__init__()
-        self.width, self.image_size, self.grid_size = width, image_size, grid_size
+        self.width = width
+        self.image_size = image_size
+        self.grid_size = grid_size
         self._dense_pe_cache: tuple[torch.Tensor, torch.Tensor] | None = None
         self.pe_layer = FourierPositionEncoding(width)
         self.point_embeddings = nn.ModuleList(SamEmbedding(1, width) for _ in range(4))

@@ -44,7 +44,7 @@ class SamVitSpec:
 
     @property
     def grid(self) -> int:
-        """Tokens a side."""
+        """Number of tokens along one side of the image."""
         return self.image // self.patch
 
 
@@ -100,7 +100,7 @@ class SamVitAttention(VitBranch):
 
 
 class SamVitMLP(VitBranch):
-    """Up, GELU, down."""
+    """Feed-forward block: down(gelu(up(x)))."""
 
     def __init__(self, spec: SamVitSpec) -> None:
         super().__init__()

@@ -57,7 +57,7 @@ class Gpt2Config:
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> Gpt2Config:
-    """Sizes from config.json."""
+    """Convert a Hugging Face config.json."""
     require_value(raw, "activation_function", ("gelu_new", "gelu_pytorch_tanh"), "gelu_new")
     require_value(raw, "scale_attn_weights", (True,), True)
     require_value(raw, "scale_attn_by_inverse_layer_idx", (False,), False)
@@ -173,5 +173,5 @@ class Model(CausalLM):
         self.head = LMHead(config.hidden, config.vocab)
 
     def rope_key(self, length: int) -> int:  # noqa: ARG002  positions are learned, nothing rotates
-        """Always 0."""
+        """The key of the rotary frequencies: 0, as positions are learned."""
         return 0

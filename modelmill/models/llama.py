@@ -29,4 +29,4 @@ UNUSED_CONFIG_KEYS = ("max_window_layers",)  # there are no windows
 
 
 class Model(Decoder):
-    """The plain decoder."""
+    """LLaMA: the decoder as ``nn/decoder.py`` has it."""

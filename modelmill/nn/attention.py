@@ -88,7 +88,9 @@ class RopeAndCache(nn.Module):
 
     def __init__(self, spec: AttentionSpec, layer: int) -> None:
         super().__init__()
-        self.heads, self.layer, self.eps = spec.heads, layer, spec.eps
+        self.heads = spec.heads
+        self.layer = layer
+        self.eps = spec.eps
         self.q_norm = QKNorm(spec.head_dim) if spec.qk_norm else None
         self.k_norm = QKNorm(spec.head_dim) if spec.qk_norm else None
 
@@ -120,7 +122,9 @@ class AttentionCore(nn.Module):
 
     def __init__(self, spec: AttentionSpec, layer: int) -> None:
         super().__init__()
-        self.layer, self.window, self.scale = layer, spec.window, spec.head_dim**-0.5
+        self.layer = layer
+        self.window = spec.window
+        self.scale = spec.head_dim**-0.5
 
     def forward(self, q: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, heads, D] → [T, heads·D]."""

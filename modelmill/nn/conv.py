@@ -34,12 +34,10 @@ class Conv2d(nn.Module):
         transposed: bool = False,
     ) -> None:
         super().__init__()
-        self.stride, self.padding, self.groups, self.transposed = (
-            stride,
-            padding,
-            groups,
-            transposed,
-        )
+        self.stride = stride
+        self.padding = padding
+        self.groups = groups
+        self.transposed = transposed
         shape = (
             (in_channels, out_channels // groups, kernel_size, kernel_size)
             if transposed

@@ -87,7 +87,7 @@ class KVCache:
 
     @property
     def pages(self) -> int:
-        """Number of pages."""
+        """Number of KV pages per layer."""
         return self.k[0].shape[0]
 
     @property

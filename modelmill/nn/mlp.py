@@ -1,4 +1,4 @@
-"""Feed-forward blocks."""
+"""Feed-forward blocks: SwiGLU (``GatedMLP``) and GPT-2's GELU (``PlainMLP``)."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class SiluMul(nn.Module):
 
 
 class GeluTanh(nn.Module):
-    """GPT-2's activation."""
+    """GELU in its tanh approximation, GPT-2's activation."""
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """Any shape."""
+        """Apply GELU elementwise to a tensor of any shape."""
         return step.ops.gelu_tanh(x)
 
 

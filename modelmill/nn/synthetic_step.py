@@ -79,7 +79,9 @@ def synthetic_step(
         *((new, context) for count, new, context in groups for _ in range(count)), strict=True
     )
     new, contexts = (torch.tensor(numbers) for numbers in each)
-    batch, longest, widest = len(new), int(contexts.max()), int(new.max())
+    batch = len(new)
+    longest = int(contexts.max())
+    widest = int(new.max())
     weight = model.embed.weight  # type: ignore[union-attr]
     assert isinstance(weight, torch.Tensor)
     shape, device = model.kv, weight.device

@@ -146,6 +146,7 @@ class BoundGemm:
         declaration, names = op.declaration, op.declaration.operand_names
         self._takes_inputs = declaration.inputs is not None
         self._dtype, self._strides = operands[0].dtype, operands[0].stride()
+        self._weight = operands[1]
         self._bias_at = names.index("bias") if "bias" in names else 0
         self._bias = operands[self._bias_at] if self._bias_at else None
         self._other_at = names.index(declaration.per_call) if declaration.per_call else 0
@@ -162,6 +163,7 @@ class BoundGemm:
             x.dtype is self._dtype
             and x.stride() == self._strides
             and not x.data_ptr() % ALIGNMENT
+            and operands[1] is self._weight
             and (not self._bias_at or operands[self._bias_at] is self._bias)
             and (not self._other_at or _layout(operands[self._other_at]) == self._other)
         ):

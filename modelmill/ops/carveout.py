@@ -33,5 +33,5 @@ def set_carveout(function: int, percent: int) -> None:
 
 @functools.cache
 def cuda_driver() -> ctypes.CDLL:
-    """The CUDA driver."""
+    """Load the CUDA driver library, libcuda.so.1."""
     return ctypes.CDLL("libcuda.so.1")

@@ -21,7 +21,7 @@ class NotCapturable(RuntimeError):
 
 
 class CapturedGraph(Generic[T]):
-    """A captured call."""
+    """A call captured in a CUDA graph, with its output tensors."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, output: T) -> None:
         self._graph = graph

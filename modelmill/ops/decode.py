@@ -70,7 +70,7 @@ class DecodeLinearWeights:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape (N, K)."""
+        """Shape (N, K) of the weight."""
         return self.weight.shape[0], self.in_features if self.group_size else self.weight.shape[1]
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
@@ -199,7 +199,12 @@ def _case(
     dtype: torch.dtype,
     seed: int,
 ) -> dict[str, Any]:
-    dim, hidden, inner, vocab, depth, size = 24, 72, 100, 131, 2, 16
+    dim = 24
+    hidden = 72
+    inner = 100
+    vocab = 131
+    depth = 2
+    size = 16
     count = sum(n for n, _ in lengths)
 
     def random(*shape: int, dtype: torch.dtype = dtype, scale: float = 1.0) -> torch.Tensor:

@@ -52,7 +52,7 @@ class RandomWeight(Protocol):
     def __call__(
         self, n: int, k: int, group: int, *, device: str, symmetric: bool
     ) -> dict[str, torch.Tensor | None]:
-        """Make the weight."""
+        """Return the weight's tensors by name."""
         ...
 
 

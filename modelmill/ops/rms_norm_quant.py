@@ -44,7 +44,9 @@ def quantize_rows(y: torch.Tensor, spec: ActQuantSpec) -> tuple[torch.Tensor, to
     """Quantize y [..., H] as described in ``rms_norm_quant``: (values, scale or None)."""
     dtype, inv_scale, zero_point, perm, bits = spec
     min_value, max_value = quant_range(dtype, bits, has_zero_point=zero_point is not None)
-    y32, scale, factor = y.float(), None, inv_scale
+    y32 = y.float()
+    scale = None
+    factor = inv_scale
     if factor is None:
         amax = y32.abs().amax(-1).clamp(min=MIN_AMAX)
         # torch computes number / tensor as number · reciprocal: two roundings, kernels have one

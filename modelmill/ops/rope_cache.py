@@ -81,7 +81,10 @@ def rope_cache(qkv: torch.Tensor, inputs: RopeCacheInputs) -> torch.Tensor:
     page, offset = slots.div(page_size, rounding_mode="floor"), slots % page_size
     if not slots.is_cuda and bool((slots < 0).any()):
         keep = slots >= 0
-        page, offset, k, v = page[keep], offset[keep], k[keep], v[keep]
+        page = page[keep]
+        offset = offset[keep]
+        k = k[keep]
+        v = v[keep]
     for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
         if scale is not None:
             x, scale[page, :, offset] = quantize_per_row(x, cache.dtype)

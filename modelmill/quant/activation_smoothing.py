@@ -102,13 +102,11 @@ class SmoothingTrial:
         dtype: torch.dtype,
         round_layer: Callable[[QuantizableLayer, CalibrationState], None],
     ) -> None:
-        self.block, self.statistics, self.calibration, self.dtype, self.round_layer = (
-            block,
-            statistics,
-            calibration,
-            dtype,
-            round_layer,
-        )
+        self.block = block
+        self.statistics = statistics
+        self.calibration = calibration
+        self.dtype = dtype
+        self.round_layer = round_layer
         exact = calibration.fork()
         exact.forward_layer(block)
         self._expected = [_residual_stream(batch) for batch in exact.batches]

@@ -66,7 +66,10 @@ def search_scales(
         Scales [K], α, and the error relative to the error without scales.
     """
     weight = weight[:: max(1, len(weight) // _SEARCH_ROWS)]
-    best, chosen, alpha, first = float("inf"), torch.ones_like(statistics.mean_abs), 0.0, 0.0
+    best = float("inf")
+    chosen = torch.ones_like(statistics.mean_abs)
+    alpha = 0.0
+    first = 0.0
     for step in range(ALPHA_STEPS):
         scales = awq_scales(statistics.mean_abs, step / ALPHA_STEPS)
         scaled_statistics = scale_statistics(statistics, scales)
@@ -75,7 +78,9 @@ def search_scales(
         error = float(((off @ scaled_statistics.hessian) * off).sum())
         first = error if step == 0 else first
         if error < best:
-            best, chosen, alpha = error, scales, step / ALPHA_STEPS
+            best = error
+            chosen = scales
+            alpha = step / ALPHA_STEPS
     return chosen, alpha, best / first if first > 0 else 1.0
 
 

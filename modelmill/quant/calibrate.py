@@ -48,7 +48,8 @@ def check_calibration_ids(
         )
     if any(not 0 <= i < vocab for one in ids for i in one):
         raise UsageError(
-            f"{source_name} has token ids outside 0…{vocab - 1}: it was made with another tokenizer"
+            f"{source_name}: token ids must be between 0 and {vocab - 1}; it was made with another "
+            "tokenizer"
         )
 
 

@@ -160,7 +160,9 @@ def fit_grid(
 
     A row whose error would not decrease keeps its scales and offsets.
     """
-    columns, group, count = weight.shape[1], grid.group_size, grid.scale.shape[1]
+    columns = weight.shape[1]
+    group = grid.group_size
+    count = grid.scale.shape[1]
     missing = count * group - columns
     h = F.pad(hessian, (0, missing, 0, missing))
     summed = h.view(count, group, -1).sum(1)  # [G, K]: effect of each group's offset

@@ -38,7 +38,7 @@ class Int8Recipe(Recipe):
         """It has no options."""
 
     def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> WeightFormat:  # noqa: ARG002
-        """Rounded to nearest."""
+        """Round the weight to the nearest int8 values, one scale per row."""
         return pack("int8", weight, torch.float32)
 
 

@@ -33,7 +33,7 @@ class W8A8NearestRecipe(Recipe):
         }
 
     def quantize(self, weight: torch.Tensor, statistics: InputStatistics | None) -> WeightFormat:  # noqa: ARG002
-        """Round to nearest."""
+        """Round the weight to the nearest values of its format."""
         return pack(self.weight_format, weight, torch.float32, **self.pack_options)
 
 

@@ -1,7 +1,9 @@
 """Packs a schedule: all integers that a forward pass needs, in one buffer.
 
 They are written into one host buffer (pinned for a GPU) and go to the device in one asynchronous
-copy. Tensors there are views of the buffer, at offsets that a ``BatchLayout`` determines.
+copy. Tensors there are views of the buffer, at offsets that a ``BatchLayout`` determines. A layout
+depends on four numbers only, so that a CUDA graph captured for it reads its inputs at fixed
+addresses.
 """
 
 from __future__ import annotations
@@ -13,14 +15,109 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from modelmill.core.config import RunConfig
 from modelmill.core.types import EmbeddingSpan
 from modelmill.nn.kv import KVCache
 from modelmill.nn.step import Step
 from modelmill.ops.registry import Ops
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
-from modelmill.runtime.batch_layout import BatchLayout, BatchViews, HostArrays
 from modelmill.runtime.kv_pages import PageTables
 from modelmill.runtime.sequence import Sequence
+
+_ALIGN = 8  # int64 words: sections start at multiples of 64 bytes, for vectorized loads
+# inputs of ``ops.sample`` for each row
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "noise")
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """Sizes that determine the layout.
+
+    Attributes:
+        tokens: T.
+        seqs: B.
+        num_logit_rows: Rows whose logits are computed, R.
+        table_columns: Columns of the block tables.
+    """
+
+    tokens: int
+    seqs: int
+    num_logit_rows: int
+    table_columns: int
+
+    def sections(self) -> list[tuple[str, int, int]]:
+        """The sections in order: (name, elements, bytes per element)."""
+        t, b, r = self.tokens, self.seqs, self.num_logit_rows
+        wide = [("ids", t), ("last_id_rows", t), ("positions", t), ("slots", t), ("rope_keys", t)]
+        wide += [("logit_rows", r), ("keep_slots", r), ("noise", r)]
+        narrow = [("temperature", r), ("top_k", r), ("top_p", r), ("min_p", r)]
+        narrow += [
+            ("query_start", b + 1),
+            ("context_lens", b),
+            ("block_tables", b * self.table_columns),
+        ]
+        return [(n, c, 8) for n, c in wide] + [(n, c, 4) for n, c in narrow]
+
+    def num_words(self) -> int:
+        """Size of the buffer in int64 words."""
+        return sum(_words(count, width) for _, count, width in self.sections())
+
+
+class BatchViews:
+    """The sections of a layout as tensors over one int64 buffer; ``noise`` is float64."""
+
+    ids: torch.Tensor
+    last_id_rows: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    rope_keys: torch.Tensor
+    logit_rows: torch.Tensor
+    keep_slots: torch.Tensor
+    noise: torch.Tensor
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    query_start: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+
+    def __init__(self, buffer: torch.Tensor, layout: BatchLayout) -> None:
+        self.layout = layout
+        start = 0
+        for name, count, width in layout.sections():
+            words = _words(count, width)
+            part = buffer[start : start + words]
+            part = part[:count] if width == 8 else part.view(torch.int32)[:count]
+            setattr(self, name, part)
+            start += words
+        self.num_words = start
+        self.noise = self.noise.view(torch.float64)
+        for name in ("temperature", "top_p", "min_p"):
+            setattr(self, name, getattr(self, name).view(torch.float32))
+        self.block_tables = self.block_tables.view(layout.seqs, layout.table_columns)
+
+    def sampling_inputs(self, num_rows: int) -> dict[str, torch.Tensor]:
+        """Inputs of ``ops.sample`` for the first ``num_rows`` rows."""
+        return {name: getattr(self, name)[:num_rows] for name in SAMPLING_FIELDS}
+
+
+class HostArrays:
+    """The same sections of a host buffer as writable numpy arrays."""
+
+    def __init__(self, views: BatchViews) -> None:
+        self.ids, self.last_id_rows = views.ids.numpy(), views.last_id_rows.numpy()
+        self.positions, self.slots = views.positions.numpy(), views.slots.numpy()
+        self.rope_keys = views.rope_keys.numpy()
+        self.logit_rows, self.keep_slots = views.logit_rows.numpy(), views.keep_slots.numpy()
+        self.sampling_inputs = {name: getattr(views, name).numpy() for name in SAMPLING_FIELDS}
+        self.query_start, self.context_lens = views.query_start.numpy(), views.context_lens.numpy()
+        self.block_tables = views.block_tables.numpy()
+
+
+def _words(count: int, width: int) -> int:
+    words = -(-count * width // 8)
+    return -(-words // _ALIGN) * _ALIGN
 
 
 @dataclass(frozen=True)
@@ -298,13 +395,11 @@ class Packer:
         out.block_tables[:n] = self.tables.table[table_rows, :columns]
         out.query_start[:] = np.arange(seqs + 1)
         if seqs > n:
-            out.ids[n:], out.last_id_rows[n:], positions[n:], out.slots[n:], out.rope_keys[n:] = (
-                0,
-                -1,
-                0,
-                -1,
-                0,
-            )
+            out.ids[n:] = 0
+            out.last_id_rows[n:] = -1
+            positions[n:] = 0
+            out.slots[n:] = -1
+            out.rope_keys[n:] = 0
             out.context_lens[n:] = 0
             out.block_tables[n:] = 0
         return max(last_id_rows, default=-1) >= 0
@@ -354,6 +449,15 @@ class Packer:
             out.logit_rows[n:] = 0
             out.keep_slots[n:] = -1
             out.sampling_inputs["temperature"][n:] = 0.0
+
+
+def reserve_step_buffers(packer: Packer, config: RunConfig, max_pages_per_seq: int) -> None:
+    """Reserve the buffers of the largest step.
+
+    Graphs contain the buffer's address, so it must never be reallocated.
+    """
+    tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
+    packer.reserve(BatchLayout(tokens, seqs, tokens + seqs, 2 * max_pages_per_seq))
 
 
 def _gather_embeds(

@@ -17,7 +17,7 @@ import torch
 
 from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.types import FinishReason
-from modelmill.runtime import logit_penalties, logits_processors
+from modelmill.runtime import logits_processors
 from modelmill.runtime.sequence import Sequence
 
 _RowProcessor = Callable[[torch.Tensor, Sequence, LogitsProcessors], None]
@@ -165,14 +165,14 @@ class BeamSearch:
                     seq.tokens[seq.prompt_len :], dtype=torch.int64, device=logs.device
                 )
                 counts[i] = torch.bincount(output, minlength=logs.shape[1])
-            logs = logit_penalties.apply_repetition_penalty(
+            logs = logits_processors.apply_repetition_penalty(
                 logs, token_mask, logs.new_tensor(params.repetition_penalty or 1.0)
             )
             presence, frequency = (
                 logs.new_tensor(params.presence_penalty or 0.0),
                 logs.new_tensor(params.frequency_penalty or 0.0),
             )
-            logs = logit_penalties.apply_presence_penalties(logs, counts, presence, frequency)
+            logs = logits_processors.apply_presence_penalties(logs, counts, presence, frequency)
         if settings:
             self._apply_by_row(logits_processors.apply_after_penalties, logs, settings)
         if first.num_outputs < (params.min_tokens or 0) and first.stop_ids:

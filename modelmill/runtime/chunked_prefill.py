@@ -56,7 +56,9 @@ class AdaptiveChunk:
             initial: The first chunk; None: as many tokens as sequences decode.
             alignment: The chunk is a multiple of this.
         """
-        self.min_tokens, self.max_tokens, self.alignment = min_tokens, max_tokens, alignment
+        self.min_tokens = min_tokens
+        self.max_tokens = max_tokens
+        self.alignment = alignment
         self._chunk = float(initial) if initial is not None else 0.0
         self._decode_seconds: deque[float] = deque(maxlen=TIMED_STEPS_WINDOW)
         self._timed_rows = 0

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,32 +21,29 @@ from modelmill.artifact.manifest import check_engine_type
 from modelmill.artifact.store import Artifact, open_artifact
 from modelmill.artifact.verify import verify
 from modelmill.core.config import RunConfig
-from modelmill.core.types import FinishReason, Request, TokenOutput
+from modelmill.core.types import FinishReason, Request, Stats, TokenOutput
+from modelmill.loader import capacity
+from modelmill.loader.device import pick_device, rank_devices, use_threads
+from modelmill.loader.model_loader import build_rank_model, load_model
+from modelmill.loader.tuning import load_tuning
+from modelmill.loader.unpack_weights import unpack_cpu_weights
 from modelmill.nn.kv import KVCache, KVShape, kv_cache_dtype
 from modelmill.ops.launch_configs import Tuning
 from modelmill.ops.registry import select_backends, with_heartbeat
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
-from modelmill.runtime import capacity, kv_memory
-from modelmill.runtime.autotune_load import load_tuning
-from modelmill.runtime.batch import Packer
-from modelmill.runtime.device import pick_device as pick_device
-from modelmill.runtime.device import rank_devices, use_threads
-from modelmill.runtime.forward_hooks import PostHook, PreHook
+from modelmill.runtime import cuda_graphs, warmup
+from modelmill.runtime.admission import RequestLimits
+from modelmill.runtime.batch import Packer, reserve_step_buffers
+from modelmill.runtime.chunked_prefill import max_mixed_tokens
 from modelmill.runtime.input_processor import InputProcessor, MakeGuide
 from modelmill.runtime.kv_pages import PagePool
-from modelmill.runtime.model_loader import build_rank_model, load_model
-from modelmill.runtime.model_runner import ModelRunner, TPBroadcaster
+from modelmill.runtime.model_runner import ModelRunner, PendingStep
 from modelmill.runtime.output_processor import OutputProcessor
-from modelmill.runtime.pending_step import PendingStep
-from modelmill.runtime.request_limits import RequestLimits
 from modelmill.runtime.sampler import Sampler
-from modelmill.runtime.scheduler import Schedule, Scheduler
-from modelmill.runtime.scorer import TokenScorer
+from modelmill.runtime.scheduler import Schedule, Scheduler, SchedulerLimits
 from modelmill.runtime.sequence import RopeRule
-from modelmill.runtime.stats import Stats
 from modelmill.runtime.tp_workers import TPWorkers
-from modelmill.runtime.unpack_weights import unpack_cpu_weights
-from modelmill.runtime.vision_runner import VisionEncoderRunner
+from modelmill.vision.encoder_runner import VisionEncoderRunner
 
 OUT_OF_MEMORY_ERRORS = (torch.OutOfMemoryError, MemoryError)
 _BUDGET_RETRY_STEPS = 100
@@ -70,7 +66,7 @@ class EngineCore:
         overlap: bool | None = None,
         tuning: Tuning | None = None,
         tp_group: TPGroup = SINGLE_RANK,
-        tp_workers: TPBroadcaster | None = None,
+        tp_workers: TPWorkers | None = None,
     ) -> None:
         """Allocate the KV cache and set up the step loop for a loaded model.
 
@@ -88,25 +84,26 @@ class EngineCore:
         self.config = config = config or RunConfig()
         self.artifact = artifact
         self.model = model
-        self.device = kv_memory.model_device(model)
-        self.dtype = kv_memory.activation_dtype(model)
+        self.device = capacity.model_device(model)
+        self.dtype = capacity.activation_dtype(model)
         self.kv_dtype = kv_cache_dtype(config.kv_cache_dtype, self.dtype)
         self.ops = select_backends(self.device, config.kernels, tuning)
         unpack_cpu_weights(model, self.ops, self.dtype, self.device, tp_group)
         self.vocab = int(model.config.vocab)  # type: ignore[union-attr, arg-type]
         self.max_model_len = capacity.max_sequence_len(model, config, max_model_len)
         self.page_size = config.page_size
-        self._rope_rule = RopeRule.from_model(model)
-        self.num_pages = kv_memory.num_kv_pages(
-            model, self.ops, config, self.kv_dtype, self.max_model_len, tp_group
+        self.rope_rule = RopeRule.from_model(model)
+        graph_bytes = cuda_graphs.prefill_graph_bytes(config, tp_group)
+        self.num_pages = capacity.num_kv_pages(
+            model, self.ops, config, self.kv_dtype, self.max_model_len, tp_group, graph_bytes
         )
         max_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         num_slots = self.num_pages * self.page_size
         self.request_limits = RequestLimits(self.vocab, self.max_model_len, num_slots, max_seqs)
         cuda = self.device.startswith("cuda")
         width = -(-self.max_model_len // self.page_size)
-        limits = capacity.scheduler_limits(model, config, on_gpu=cuda)
-        max_idle_pages = kv_memory.max_idle_pages(
+        limits = scheduler_limits(model, config, on_gpu=cuda)
+        max_idle_pages = capacity.max_idle_pages(
             config, self.num_pages, self.page_bytes, self.device
         )
         self.scheduler = Scheduler(limits, PagePool(self.num_pages, max_idle_pages), width)
@@ -120,7 +117,7 @@ class EngineCore:
         self.sampler = Sampler(self.vocab, self.device, self.ops)
         self._overlap = cuda if overlap is None else overlap
         if cuda:
-            capacity.reserve_step_buffers(packer, config, width)
+            reserve_step_buffers(packer, config, width)
         self.model_runner = ModelRunner(
             model,
             self.ops,
@@ -130,12 +127,12 @@ class EngineCore:
             config.max_num_seqs,
             tp_group,
             tp_workers=tp_workers,
-            graph_limits=capacity.graph_limits(config, width, tp_group) if cuda else None,
+            graph_limits=cuda_graphs.graph_limits(config, width, tp_group) if cuda else None,
             keep_last_ids=self._overlap or cuda,
         )
         self.output_processor = OutputProcessor(self.scheduler, self.sampler)
         self._finalizer = _finalizer(self, tp_workers)
-        parts = (self.output_processor, self.vision_runner, self._rope_rule, self.request_limits)
+        parts = (self.output_processor, self.vision_runner, self.rope_rule, self.request_limits)
         self.input_processor = InputProcessor(*parts, seed=config.seed, digest=digest)
         self._events: list[TokenOutput] = []
         self._pending: PendingStep | None = None
@@ -192,18 +189,16 @@ class EngineCore:
         config: RunConfig,
         device: str,
         tp_group: TPGroup = SINGLE_RANK,
-        tp_workers: TPBroadcaster | None = None,
+        tp_workers: TPWorkers | None = None,
     ) -> EngineCore:
         """Load the engine core of one rank."""
         if device == "cpu":
             use_threads(config.threads, tp_group.size)
         model = load_model(artifact, device, tp_group)
         manifest = artifact.manifest
-        length, digest, tuning = (
-            manifest.max_model_len,
-            manifest.digest(),
-            load_tuning(artifact.path, device),
-        )
+        length = manifest.max_model_len
+        digest = manifest.digest()
+        tuning = load_tuning(artifact.path, device)
         return cls(
             model,
             config,
@@ -356,52 +351,12 @@ class EngineCore:
             sequences = min(
                 max_seqs or self.config.max_num_seqs, self.model_runner.decode_graphs.max_seqs
             )
-            self.model_runner.warm_up(
+            warmup.warm_up(
+                self.model_runner,
                 sequences,
                 self.config.max_num_batched_tokens,
                 all_specializations=all_specializations,
             )
-
-    def scorer(self) -> TokenScorer:
-        """A TokenScorer: runs given token ids through this engine's KV pages, for evaluation."""
-        return TokenScorer(
-            self.model_runner, self.scheduler, self._rope_rule, self.config.max_num_batched_tokens
-        )
-
-    def score(self, ids: list[list[int]], decode_from: int | None = None) -> list[torch.Tensor]:
-        """Compute the logits after each token of each list of ids.
-
-        Args:
-            ids: Token ids of each text.
-            decode_from: From this position on, run one token per step; None: prefill all.
-
-        Returns:
-            [T, V] float32 on the CPU for each list.
-        """
-        return self.scorer().logits(ids, decode_from)
-
-    def trace(
-        self,
-        ids: list[list[int]],
-        pattern: str = "*",
-        *,
-        decode_from: int | None = None,
-        before: PreHook | None = None,
-        after: PostHook | None = None,
-    ) -> dict[str, list[Any]]:
-        """Score ``ids`` and record the outputs of the modules whose names match ``pattern``.
-
-        Args:
-            ids: Token ids of each text.
-            pattern: Glob of module names.
-            decode_from: As for ``score``.
-            before: Called for every module, as in ``ModelRunner.forward_hooks``.
-            after: Called for every module, as in ``ModelRunner.forward_hooks``.
-
-        Returns:
-            By module name, one output per step, on the CPU.
-        """
-        return self.scorer().trace(ids, pattern, decode_from, before=before, after=after)
 
     def _step_start(self) -> float:
         """When the current step starts.
@@ -495,8 +450,25 @@ class EngineCore:
         return PendingStep(Schedule(out_of_pages=schedule.out_of_pages))
 
 
+def scheduler_limits(model: nn.Module, config: RunConfig, *, on_gpu: bool) -> SchedulerLimits:
+    """Limits of a step; on a GPU the size of the weights decides ``max_mixed_tokens``."""
+    mixed = config.max_mixed_tokens
+    if mixed is None and on_gpu:
+        mixed = max_mixed_tokens(
+            capacity.weight_bytes(model), inputs_8bit=capacity.mostly_8bit_inputs(model)
+        )
+    return SchedulerLimits(
+        config.max_num_batched_tokens,
+        config.max_num_seqs,
+        config.page_size,
+        config.enable_prefix_caching,
+        mixed,
+        prefill_all_first=config.max_mixed_tokens is None,
+    )
+
+
 def _finalizer(
-    core: EngineCore, tp_workers: TPBroadcaster | None
+    core: EngineCore, tp_workers: TPWorkers | None
 ) -> weakref.finalize[..., EngineCore] | None:
     """Ends the other ranks when the engine core is collected; None: there are none."""
     if tp_workers is None:
@@ -504,6 +476,6 @@ def _finalizer(
     return weakref.finalize(core, _close, tp_workers, core.model_runner)
 
 
-def _close(tp_workers: TPBroadcaster, runner: ModelRunner) -> None:
+def _close(tp_workers: TPWorkers, runner: ModelRunner) -> None:
     runner.free_decode_graphs()
     tp_workers.close()

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import Guide, Request
-from modelmill.runtime import counter_rng
+from modelmill.runtime.admission import RequestLimits, check_request
 from modelmill.runtime.beam_search import BeamSearch
 from modelmill.runtime.output_processor import OutputProcessor
-from modelmill.runtime.request_limits import RequestLimits, check_request
+from modelmill.runtime.sampler import derive_seed
 from modelmill.runtime.sequence import RopeRule, Sequence
-from modelmill.runtime.vision_runner import VisionEncoderRunner
+from modelmill.vision.encoder_runner import VisionEncoderRunner
 
 MakeGuide = Callable[[Request], Guide]
 """Makes the guide of one sequence of a request with a grammar."""
@@ -42,12 +42,10 @@ class InputProcessor:
             seed: For requests without one.
             digest: Identifies the weights in prefix cache keys.
         """
-        self._output_processor, self._vision_runner, self._rope_rule, self._limits = (
-            output_processor,
-            vision_runner,
-            rope_rule,
-            limits,
-        )
+        self._output_processor = output_processor
+        self._vision_runner = vision_runner
+        self._rope_rule = rope_rule
+        self._limits = limits
         self._seed, self._digest = seed, digest
         self._num_arrivals = 0
 
@@ -92,7 +90,7 @@ class InputProcessor:
             raise RequestError(f"request id {request.id!r} is already running; choose another")
         ids = check_request(request, self._limits)
         limit = len(request.prompt) + self._max_output_tokens(request)
-        seed = counter_rng.derive_seed(self._seed, number) if params.seed is None else params.seed
+        seed = derive_seed(self._seed, number) if params.seed is None else params.seed
         searches = params.num_beams > 1 and limit > len(request.prompt)
         guides = _make_guides(request, 1 if searches else params.n, make_guide)
         seqs = [
@@ -131,4 +129,4 @@ def _make_guides(request: Request, count: int, make_guide: MakeGuide | None) -> 
 
 def _sequence_seed(seed: int, index: int) -> int:
     """The seed of one of n sequences; the first has the request's own."""
-    return seed & ((1 << 64) - 1) if index == 0 else counter_rng.derive_seed(seed, index)
+    return seed & ((1 << 64) - 1) if index == 0 else derive_seed(seed, index)

@@ -142,7 +142,7 @@ class PageTables:
 
     @property
     def num_free_rows(self) -> int:
-        """Unused rows."""
+        """Number of unused rows of the table."""
         return len(self._rows)
 
     def alloc_row(self, pages: list[int]) -> int:
@@ -152,5 +152,5 @@ class PageTables:
         return row
 
     def free_row(self, row: int) -> None:
-        """Release a row."""
+        """Return a row of the table to the free list."""
         self._rows.append(row)

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from modelmill.core.types import POOL_MEAN, FinishReason, Logprob, TokenOutput
-from modelmill.runtime import logprobs
 from modelmill.runtime.beam_search import BeamSearch
 from modelmill.runtime.logits_processors import active_processors
-from modelmill.runtime.pending_step import PendingStep
-from modelmill.runtime.sampler import Sampler
+from modelmill.runtime.model_runner import PendingStep
+from modelmill.runtime.sampler import Sampler, read_logprobs
 from modelmill.runtime.scheduler import Scheduler
 from modelmill.runtime.sequence import Sequence
 
@@ -53,7 +52,7 @@ class OutputProcessor:
             assert prompt.seq.prompt_logprobs is not None
             top = prompt.seq.request.params.prompt_logprobs or 0
             prompt.seq.prompt_logprobs.extend(
-                logprobs.read_logprobs(row, top) for row in prompt.logprob_table.tolist()
+                read_logprobs(row, top) for row in prompt.logprob_table.tolist()
             )
         for i, seq in enumerate(pending.seqs):
             if seq.finish_reason is None:  # else it ended after this step was launched ahead
@@ -91,7 +90,9 @@ class OutputProcessor:
         if token in seq.stop_ids:
             # a failed guide allows only stop ids
             failed = seq.guide is not None and seq.guide.failed
-            finish, stop, visible = FinishReason.ERROR if failed else FinishReason.STOP, token, None
+            finish = FinishReason.ERROR if failed else FinishReason.STOP
+            stop = token
+            visible = None
         elif len(seq.tokens) >= seq.max_length:
             finish = FinishReason.LENGTH
         if finish is not None:
@@ -127,7 +128,7 @@ class OutputProcessor:
         params = [s.request.params for s in pending.seqs]
         rows = pending.logprob_table.tolist()
         return {
-            i: logprobs.read_logprobs(row, params[i].logprobs or 0)
+            i: read_logprobs(row, params[i].logprobs or 0)
             for i, row in zip(pending.sampling.logprob_indices, rows)
         }
 

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from modelmill.core.logits_processors import LogitsProcessors
-from modelmill.core.types import SamplingParams
+from modelmill.core.types import Logprob, SamplingParams
 from modelmill.ops.registry import Ops
 from modelmill.ops.sample import SampleInputs
-from modelmill.runtime import counter_rng, logit_penalties, logits_processors, logprobs
+from modelmill.runtime import logits_processors
 from modelmill.runtime.sequence import Sequence
 
 
@@ -105,7 +105,7 @@ class SamplingBatch:
         if self.seeds is None:
             return None
         # noise depends on (seed, length) only: the same in any batch and after a preemption
-        noise = counter_rng.uniform(self.seeds, np.array([s.length for s in self.seqs]))
+        noise = uniform(self.seeds, np.array([s.length for s in self.seqs]))
         return {**self.sampling_arrays, "noise": noise}
 
 
@@ -230,7 +230,7 @@ class Sampler:
         """The log-probability table of the rows that request it; None if none does."""
         if batch.logprob_rows is None:
             return None
-        return logprobs.logprob_table(
+        return logprob_table(
             logits[batch.logprob_rows], ids[batch.logprob_rows], batch.top_logprobs
         )
 
@@ -255,7 +255,7 @@ class Sampler:
             logits_processors.apply_after_min_tokens(logits[row], batch.seqs[row], settings)
         if changes.guided_rows is not None:
             masks = self._grammar_masks(batch)
-            logits[changes.guided_rows] = logit_penalties.apply_token_mask(
+            logits[changes.guided_rows] = logits_processors.apply_token_mask(
                 logits[changes.guided_rows], masks
             )
         return logits
@@ -263,11 +263,11 @@ class Sampler:
     def _apply_penalties(self, logits: torch.Tensor, penalties: PenaltyRows) -> torch.Tensor:
         counts = self.token_counts
         if penalties.repetition is not None:
-            logits = logit_penalties.apply_repetition_penalty(
+            logits = logits_processors.apply_repetition_penalty(
                 logits, counts.token_mask[penalties.slots], penalties.repetition
             )
         if penalties.presence is not None and penalties.frequency is not None:
-            logits = logit_penalties.apply_presence_penalties(
+            logits = logits_processors.apply_presence_penalties(
                 logits, counts.counts[penalties.slots], penalties.presence, penalties.frequency
             )
         return logits
@@ -371,3 +371,70 @@ def _needs_counts(params: SamplingParams) -> bool:
     return bool(
         _repetition_penalty(params) != 1.0 or params.presence_penalty or params.frequency_penalty
     )
+
+
+def logprob_table(logits: torch.Tensor, chosen: torch.Tensor, top: int) -> torch.Tensor:
+    """Log-probabilities of the chosen and the most likely tokens, as one table for one copy.
+
+    Args:
+        logits: [R, V] float32.
+        chosen: Ids [R] int64.
+        top: Number of most likely tokens.
+
+    Returns:
+        [R, 3 + 2·top] float64 (exact for ids): the chosen token's id, log-probability and rank,
+        then the ``top`` most likely ids, then their log-probabilities.
+    """
+    logs = logits.log_softmax(-1)
+    chosen_logs = logs.gather(1, chosen[:, None])
+    rank = (logs > chosen_logs).sum(-1, keepdim=True) + 1
+    columns = [chosen[:, None].double(), chosen_logs.double(), rank.double()]
+    if top:
+        values, ids = logs.topk(top, dim=-1)
+        columns += [ids.double(), values.double()]
+    return torch.cat(columns, 1)
+
+
+def read_logprobs(row: list[float], top: int) -> dict[int, Logprob]:
+    """Read one row of a ``logprob_table``, whose own ``top`` may be larger.
+
+    Returns:
+        By id, the ``top`` most likely tokens, most likely first, and the chosen one.
+    """
+    width = (len(row) - 3) // 2
+    by_id = {int(row[3 + i]): Logprob(row[3 + width + i], i + 1) for i in range(min(top, width))}
+    by_id.setdefault(int(row[0]), Logprob(row[1], int(row[2])))
+    return by_id
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_A = np.uint64(0xBF58476D1CE4E5B9)
+_B = np.uint64(0x94D049BB133111EB)
+_MASK = (1 << 64) - 1
+
+
+def splitmix64(x: np.ndarray) -> np.ndarray:
+    """A bijection of uint64 in which every input bit flips about half of the output bits."""
+    x = (x ^ (x >> np.uint64(30))) * _A
+    x = (x ^ (x >> np.uint64(27))) * _B
+    return x ^ (x >> np.uint64(31))
+
+
+def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Uniform numbers in [0, 1): [B] float64 with 53 random bits.
+
+    Args:
+        seeds: [B] uint64.
+        positions: [B] integers.
+    """
+    counter = positions.astype(np.uint64) * _GOLDEN
+    return (splitmix64(splitmix64(seeds + _GOLDEN) ^ counter) >> np.uint64(11)).astype(
+        np.float64
+    ) * 2.0**-53
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """The seed of stream ``index`` of ``seed``; that of stream 0 differs from ``seed``."""
+    state = np.array([seed & _MASK], dtype=np.uint64)
+    step = np.array([(index + 1) & _MASK], dtype=np.uint64)
+    return int(splitmix64(splitmix64(state + _GOLDEN) + step * _GOLDEN)[0])

@@ -92,7 +92,9 @@ class Sequence:
         guide: Guide | None = None,
     ) -> None:
         """Start a sequence from its prompt; ``ids``: the prompt as an array, if there is one."""
-        self.request, self.index, self.arrival = request, index, arrival
+        self.request = request
+        self.index = index
+        self.arrival = arrival
         self.tokens: list[int] = list(request.prompt)
         self.prompt_len = len(self.tokens)
         self.prompt_ids = (

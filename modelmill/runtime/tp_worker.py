@@ -26,7 +26,7 @@ from modelmill.parallel.tp_group import DistributedTPGroup
 from modelmill.runtime.batch import Packer
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.model_runner import ModelRunner
-from modelmill.runtime.step_commands import COPY, END, HEADER_BYTES, PING, StepCommand
+from modelmill.runtime.tp_workers import COPY, END, HEADER_BYTES, PING, StepCommand
 
 _log = log.get_logger(__name__)
 _PR_SET_PDEATHSIG = 1
@@ -69,7 +69,9 @@ def run_worker(connection: socket.socket) -> None:
     if startup["bound"]:
         _set_parent_death_signal(startup["parent"])
     _send(connection, {"ready": True})
-    rank, size, device = startup["rank"], startup["size"], startup["device"]
+    rank = startup["rank"]
+    size = startup["size"]
+    device = startup["device"]
     tp_group = DistributedTPGroup(rank, size, connect(startup["port"]), device)
     config = from_dict(RunConfig, startup["config"], "rank 0")
     core = EngineCore.for_rank(

@@ -23,13 +23,50 @@ from modelmill.core.quoting import one_line
 from modelmill.ops import registry
 from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.registry import Ops
+from modelmill.runtime.model_runner import ModelRunner
 
 _log = log.get_logger(__name__)
+# chunk sizes and batch sizes that together use every tile size of the kernels
+QUERY_LENS, BATCH_SIZES = (16, 64, 512), (1, 2, 17)
+# (tokens, sequences) as in mixed steps: Triton specializes kernels on divisibility by 16
+ODD_STEPS = ((37, 9), (137, 9), (501, 17))
 # GEMM ops whose kernel depends on the number of rows.
 GEMM_OPS = ("linear_swiglu", "w8a8_linear", "w8a8_linear_swiglu", "fp8_linear", "qkv_rope_cache")
 # Operands beside x that have one row per row of x: its scales, if per row; slots, angles and query
 # factors of qkv_rope_cache.
 ROW_OPERANDS = ("x_scale", "slots", "cos", "sin", "q_scale")
+
+
+@torch.inference_mode()
+def warm_up(
+    runner: ModelRunner, max_seqs: int, max_tokens: int, *, all_specializations: bool = False
+) -> None:
+    """Run steps with prompts, so that kernels are compiled, and capture the decode graphs.
+
+    Args:
+        runner: Runs the steps, on all ranks.
+        max_seqs: Capture the graphs of every batch size up to this, for the shortest contexts.
+        max_tokens: Most tokens of a step.
+        all_specializations: Also compile all specializations of attention and GEMMs, and capture
+            the prefill graphs.
+    """
+    packer = runner.packer
+    for query in QUERY_LENS:
+        for seqs in BATCH_SIZES:
+            runner.forward_all_ranks(packer.dummy_batch(query, seqs))
+    usual_ops = runner.ops
+    attention = AttentionRecorder(usual_ops.paged_attention)
+    recording_ops, gemms = record_gemms(usual_ops)
+    runner.set_ops(recording_ops.replace({"paged_attention": attention}))
+    for tokens, seqs in ODD_STEPS:
+        runner.forward_all_ranks(packer.dummy_batch(tokens, seqs))
+    runner.set_ops(usual_ops)
+    if all_specializations:
+        columns = packer.tables.table.shape[1]
+        warm_up_attention(usual_ops, attention, max_seqs, columns * packer.page_size, columns)
+        warm_up_gemms(usual_ops, gemms, max_tokens)
+        runner.capture_prefill_graphs()
+    runner.capture_decode_graphs(max_seqs)
 
 
 class AttentionRecorder:
@@ -40,8 +77,10 @@ class AttentionRecorder:
         self.calls: dict[tuple[Any, ...], PagedAttentionInputs] = {}
 
     def __call__(self, inputs: PagedAttentionInputs) -> torch.Tensor:
-        """Call the op."""
-        q, k, window = inputs.q, inputs.k_cache, inputs.window
+        """Call the op; keep the first inputs of every specialization."""
+        q = inputs.q
+        k = inputs.k_cache
+        window = inputs.window
         self.calls.setdefault((q.shape[1:], q.dtype, k.shape[1:], k.dtype, window), inputs)
         return self._run(inputs)
 

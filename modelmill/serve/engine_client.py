@@ -20,10 +20,9 @@ from modelmill.core.errors import (
     RequestError,
     UsageError,
 )
-from modelmill.core.types import FinishReason, TokenOutput
+from modelmill.core.types import FinishReason, Stats, TokenOutput
 from modelmill.request_state import RequestState
-from modelmill.runtime.request_limits import RequestLimits, check_request
-from modelmill.runtime.stats import Stats
+from modelmill.runtime.admission import RequestLimits, check_request
 from modelmill.serve import budget
 from modelmill.serve.metrics import EngineMetrics, SegmentMetrics
 from modelmill.serve.request_handle import RequestHandle, WorkerLost
@@ -124,7 +123,9 @@ class EngineClient:
             restart_delay: seconds before the first restart.
             sleep: waits between two checks of the watchdog.
         """
-        self.name, self.state, self.progress = name, EngineState.LOADING, LoadProgress()
+        self.name = name
+        self.state = EngineState.LOADING
+        self.progress = LoadProgress()
         self.error: str | None = None
         self.is_usage_error = False
         self.restarts = 0
@@ -132,11 +133,9 @@ class EngineClient:
         self.created_at = int(time.time())
         self.load_finished = asyncio.Event()
         self._open_engine, self._max_waiting = open_engine, max_waiting
-        self._launch, self._load_text_processor, self._restart_delay = (
-            launch,
-            load_text_processor,
-            restart_delay,
-        )
+        self._launch = launch
+        self._load_text_processor = load_text_processor
+        self._restart_delay = restart_delay
         self._text_processor: TextProcessor | None = None
         self._worker_process: WorkerProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -395,7 +394,9 @@ class EngineClient:
         num_failed_starts = 0
         try:
             while not self._is_closing:
-                started_at, code, self._hang_reason = time.monotonic(), None, ""
+                started_at = time.monotonic()
+                code = None
+                self._hang_reason = ""
                 try:
                     code = await self._run_worker()
                     end_reason = self._hang_reason or f"ended with status {code}"
@@ -541,18 +542,18 @@ class EngineClient:
                 )
                 self._text_processor = text_processor
             except ModelmillError as error:
-                self.error, self.is_usage_error, self._is_closing = (
-                    str(error),
-                    isinstance(error, UsageError),
-                    True,
-                )
+                self.error = str(error)
+                self.is_usage_error = isinstance(error, UsageError)
+                self._is_closing = True
                 self.state = EngineState.FAILED
                 raise ConnectionAbortedError from None
             if (warning := text_processor.generation_defaults.warning()) is not None:
                 _log.warning(
                     "generation_config", extra={"data": {"engine": self.name, "reason": warning}}
                 )
-        self.engine_info, self.state, self.error = engine_info, EngineState.READY, None
+        self.engine_info = engine_info
+        self.state = EngineState.READY
+        self.error = None
         self.load_finished.set()
         data = {"engine": self.name, "device": engine_info.device, "pages": engine_info.num_pages}
         if engine_info.engine_type != SEGMENTATION:

@@ -19,7 +19,7 @@ _WORD = re.compile(r"[a-z_]+")
 
 
 class ApiError(Exception):
-    """An error response."""
+    """An error that is answered as an HTTP response."""
 
     def __init__(
         self,
@@ -31,11 +31,15 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.error_type = status, message, error_type
-        self.param, self.code, self.headers = param, code, dict(headers or {})
+        self.status = status
+        self.message = message
+        self.error_type = error_type
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The JSON body."""
+        """Return the JSON body of the error response."""
         return {
             "error": {
                 "message": self.message,

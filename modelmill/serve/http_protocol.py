@@ -20,7 +20,7 @@ HEADER_SECONDS = 20.0
 
 
 class HttpProtocol(H11Protocol):
-    """One connection."""
+    """uvicorn's protocol of one connection, with a timeout for the request head."""
 
     _header_timer: asyncio.TimerHandle | None = None
 
@@ -38,7 +38,7 @@ class HttpProtocol(H11Protocol):
             self._stop_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer."""
+        """Cancel the timeout of the request head."""
         self._stop_header_timer()
         super().connection_lost(exc)
 

@@ -23,7 +23,10 @@ for _chars, _class in (
     (b"\\", BACKSLASH),
 ):
     _CLASSES[list(_chars)] = _class
-OBJECT_BYTES, LIST_BYTES, STRING_BYTES, VALUE_BYTES = 240, 96, 64, 24
+OBJECT_BYTES = 240
+LIST_BYTES = 96
+STRING_BYTES = 64
+VALUE_BYTES = 24
 """Approximate memory in CPython of a small object of each type, with its reference in the
 container.
 
@@ -109,7 +112,7 @@ class _Scanner:
         self._slices: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     def scan_slice(self, begin: int) -> None:
-        """Scan one slice."""
+        """Scan one slice of the body."""
         raw = self._raw[begin : begin + SLICE_BYTES]
         classes = _CLASSES[raw]
         positions = np.flatnonzero(classes)

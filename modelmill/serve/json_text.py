@@ -54,7 +54,9 @@ def _iter_object(value: dict[str, Any]) -> Iterator[bytes]:
 
 
 def _iter_list(value: list[Any] | tuple[Any, ...]) -> Iterator[bytes]:
-    prefix, begin, num_values = b"[", 0, 0
+    prefix = b"["
+    begin = 0
+    num_values = 0
     for index, each in enumerate(value):
         size = _count_values(each, MAX_CHUNK_VALUES)
         if num_values + size < MAX_CHUNK_VALUES:
@@ -67,7 +69,9 @@ def _iter_list(value: list[Any] | tuple[Any, ...]) -> Iterator[bytes]:
         if size >= MAX_CHUNK_VALUES:
             yield prefix
             yield from _iter_chunks(each)
-            prefix, begin, num_values = b",", index + 1, 0
+            prefix = b","
+            begin = index + 1
+            num_values = 0
     if begin < len(value):
         yield prefix + dump_small_json(value[begin:])[1:-1]
     yield b"]"

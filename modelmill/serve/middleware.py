@@ -194,7 +194,7 @@ class _BodyLimit:
     flag: str
 
     def too_large_error(self) -> ApiError:
-        """The error 413."""
+        """Return the error 413 that names the limit and its flag."""
         message = (
             f"the request is larger than {self.max_bytes} bytes, the most that this path takes "
             f"({self.flag})"
@@ -213,12 +213,10 @@ class _BodyReader:
     """``receive`` with a size limit and a timeout for the body."""
 
     def __init__(self, receive: Receive, limit: _BodyLimit, timeout: float) -> None:
-        self._receive, self._limit, self._received_bytes, self._is_complete = (
-            receive,
-            limit,
-            0,
-            False,
-        )
+        self._receive = receive
+        self._limit = limit
+        self._received_bytes = 0
+        self._is_complete = False
         self._deadline = asyncio.get_running_loop().time() + timeout
         self.error: ApiError | None = None
 
@@ -251,7 +249,9 @@ class _RequestContext:
         requested_id = headers.get(b"x-request-id", b"").decode("latin-1")
         self.id = requested_id if _ID.fullmatch(requested_id) else secrets.token_hex(16)
         scope["modelmill.request_id"] = self.id
-        self._scope, self._send, self._started_at = scope, send, time.perf_counter()
+        self._scope = scope
+        self._send = send
+        self._started_at = time.perf_counter()
         self._status: int | None = None
         self._headers, self._traces = headers, traces
         self._body: _BodyReader | None = None

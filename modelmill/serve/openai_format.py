@@ -29,6 +29,13 @@ def sse_event(value: Mapping[str, Any], name: str = "") -> bytes:
     return head + b"data: " + dump_json(value) + b"\n\n"
 
 
+def end_of_stream(head: Mapping[str, Any], request_states: Iterable[RequestState] | None) -> bytes:
+    """Format the end of a stream, after an event with the usage of ``request_states`` if given."""
+    if request_states is None:
+        return DONE
+    return sse_event({**head, "choices": [], "usage": token_usage(request_states)}) + DONE
+
+
 class ChunkTemplate:
     """Formats events that differ only in their choice: the rest is serialized once."""
 
@@ -96,7 +103,9 @@ class ChatLogprobsFormatter:
     """Formats logprobs of one choice of a chat completion incrementally."""
 
     def __init__(self, tokenizer: Tokenizer | None, num_top: int) -> None:
-        self._tokenizer, self._num_top, self._num_formatted = tokenizer, num_top, 0
+        self._tokenizer = tokenizer
+        self._num_top = num_top
+        self._num_formatted = 0
 
     def format_next(self, output: CompletionOutput, count: int) -> dict[str, Any] | None:
         """Format the next ``count`` tokens; None if logprobs are not requested."""
@@ -151,7 +160,10 @@ class TextLogprobsFormatter:
             continues_prompt: as in the request.
             skip_special: as in the request.
         """
-        self._tokenizer, self._num_top, self._num_formatted, self._offset = tokenizer, num_top, 0, 0
+        self._tokenizer = tokenizer
+        self._num_top = num_top
+        self._num_formatted = 0
+        self._offset = 0
         self._detokenizer = (
             None
             if tokenizer is None

@@ -21,7 +21,7 @@ class ResponseModel(BaseModel):
 
 
 class EngineStatus(ResponseModel):
-    """One served engine."""
+    """State of one served engine."""
 
     name: str
     state: Literal["loading", "ready", "restarting", "failed", "stopped"]
@@ -30,20 +30,20 @@ class EngineStatus(ResponseModel):
 
 
 class HealthResponse(ResponseModel):
-    """GET /health."""
+    """Response body of GET /health."""
 
     status: Literal["ok", "loading", "unavailable", "draining"]
     engines: list[EngineStatus]
 
 
 class VersionResponse(ResponseModel):
-    """GET /version."""
+    """Response body of GET /version."""
 
     version: str
 
 
 class ModelCard(ResponseModel):
-    """A served model."""
+    """OpenAI's model object of one served engine."""
 
     id: str
     object: Literal["model"]
@@ -64,14 +64,14 @@ class ModelCard(ResponseModel):
 
 
 class ModelList(ResponseModel):
-    """GET /v1/models."""
+    """Response body of GET /v1/models."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
 class TokenizeResponse(ResponseModel):
-    """POST /tokenize."""
+    """Response body of POST /tokenize."""
 
     count: int
     max_model_len: int
@@ -80,7 +80,7 @@ class TokenizeResponse(ResponseModel):
 
 
 class DetokenizeResponse(ResponseModel):
-    """POST /detokenize."""
+    """Response body of POST /detokenize."""
 
     prompt: str
 
@@ -92,7 +92,7 @@ class PromptTokensDetails(ResponseModel):
 
 
 class Usage(ResponseModel):
-    """Token counts."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -129,7 +129,7 @@ class FunctionCall(ResponseModel):
 
 
 class MessageToolCall(ResponseModel):
-    """A call."""
+    """A tool call in an assistant message."""
 
     id: str
     type: Literal["function"]
@@ -156,15 +156,20 @@ class ChatChoice(ResponseModel):
     token_ids: list[int] = Field(default_factory=list)
 
 
-class ChatCompletionResponse(ResponseModel):
+class GeneratedResponse(ResponseModel):
+    """What both responses with choices have."""
+
+    created: int
+    model: str
+    usage: Usage
+
+
+class ChatCompletionResponse(GeneratedResponse):
     """POST /v1/chat/completions."""
 
     id: str = Field(pattern="^chatcmpl-")
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
-    usage: Usage
     prompt_token_ids: list[int] = Field(default_factory=list)
 
 
@@ -189,15 +194,12 @@ class CompletionChoice(ResponseModel):
     prompt_token_ids: list[int] = Field(default_factory=list)
 
 
-class CompletionResponse(ResponseModel):
+class CompletionResponse(GeneratedResponse):
     """POST /v1/completions."""
 
     id: str = Field(pattern="^cmpl-")
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
-    usage: Usage
 
 
 class EmbeddingData(ResponseModel):
@@ -209,14 +211,14 @@ class EmbeddingData(ResponseModel):
 
 
 class EmbeddingUsage(ResponseModel):
-    """Counts of tokens."""
+    """Token counts of an embeddings request."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 class EmbeddingResponse(ResponseModel):
-    """POST /v1/embeddings."""
+    """Response body of POST /v1/embeddings."""
 
     object: Literal["list"]
     data: list[EmbeddingData]
@@ -234,7 +236,7 @@ class OutputText(ResponseModel):
 
 
 class OutputMessage(ResponseModel):
-    """A message."""
+    """A message of the model in a response's output."""
 
     type: Literal["message"]
     id: str = Field(pattern="^msg_")
@@ -261,13 +263,13 @@ class InputTokensDetails(PromptTokensDetails):
 
 
 class OutputTokensDetails(ResponseModel):
-    """Always 0."""
+    """Details of the output tokens; reasoning tokens are always 0."""
 
     reasoning_tokens: Literal[0]
 
 
 class ResponseUsage(ResponseModel):
-    """Counts of tokens."""
+    """Token counts of a response."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -283,7 +285,7 @@ class IncompleteDetails(ResponseModel):
 
 
 class ResponsesResponse(ResponseModel):
-    """POST /v1/responses."""
+    """Response body of POST /v1/responses."""
 
     id: str = Field(pattern="^resp_")
     object: Literal["response"]

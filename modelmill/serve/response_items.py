@@ -158,7 +158,9 @@ class ResponseItems:
         item = self._message(status, [part])
         yield {"type": "response.output_item.done", "output_index": len(self.output), "item": item}
         self.output.append(item)
-        self._id, self._texts, self._logprobs = "", [], []
+        self._id = ""
+        self._texts = []
+        self._logprobs = []
 
     def _content_position(self) -> dict[str, Any]:
         return {"item_id": self._id, "output_index": len(self.output), "content_index": 0}

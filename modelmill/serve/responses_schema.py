@@ -75,7 +75,7 @@ ContentParts = Annotated[list[ContentPart], FAIL_FAST, Field(max_length=MAX_ITEM
 
 
 class MessageItem(StrictModel):
-    """A message."""
+    """A message in the input of a responses request."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -133,7 +133,7 @@ class FunctionTool(FunctionDefinition):
 
 
 class FunctionToolChoice(StrictModel):
-    """Call this function."""
+    """Tool choice that forces one function."""
 
     type: Literal["function"]
     name: str
@@ -187,7 +187,7 @@ class TextConfig(StrictModel):
 
 
 class ReasoningConfig(StrictModel):
-    """Accepted and ignored."""
+    """Reasoning options of the OpenAI API; accepted and ignored."""
 
     effort: str | None = None
     summary: str | None = None
@@ -195,13 +195,13 @@ class ReasoningConfig(StrictModel):
 
 
 class ResponseStreamOptions(StrictModel):
-    """Accepted and ignored."""
+    """Stream options of the OpenAI API; accepted and ignored."""
 
     include_obfuscation: bool | None = None
 
 
 class ResponsesRequest(SamplingFields):
-    """POST /v1/responses."""
+    """Request body of POST /v1/responses."""
 
     # input[i].content[j].logprobs, copied from a response: of 16,000 tokens with five each, or
     # 7,000 with twenty

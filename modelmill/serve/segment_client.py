@@ -12,25 +12,8 @@ from modelmill.core.errors import CapacityError, ModelmillError, RequestError
 from modelmill.serve.segment_messages import SegmentFailure, SegmentJob, SegmentResult
 
 PREFIX = "modelmill:"
-SEGMENT_LATENCY_BUCKETS = (
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
-)
+SUBSECOND_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0)
+SEGMENT_LATENCY_BUCKETS = (*SUBSECOND_BUCKETS, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 MAX_WAITING_BYTES = 256 << 20
 """Limit of image bytes that wait for one engine."""
 
@@ -116,7 +99,9 @@ class SegmentClient:
             abandon: aborts the job of an id at the worker.
         """
         self.metrics: SegmentMetrics | None = None
-        self._name, self._send, self._send_abort = name, send, abandon
+        self._name = name
+        self._send = send
+        self._send_abort = abandon
         self._waiting: dict[str, PendingSegment] = {}
         self._waiting_bytes = 0
 

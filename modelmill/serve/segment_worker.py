@@ -18,8 +18,8 @@ import torch
 from modelmill.core import malloc
 from modelmill.core.config import RunConfig, from_dict
 from modelmill.core.errors import RequestError
-from modelmill.runtime.device import pick_device, use_threads
-from modelmill.runtime.stats import Stats
+from modelmill.core.types import Stats
+from modelmill.loader.device import pick_device, use_threads
 from modelmill.serve.segment_messages import SEGMENTATION, SegmentFailure, SegmentJob, SegmentResult
 from modelmill.serve.worker_messages import (
     AbortRequest,
@@ -89,12 +89,10 @@ class SegmentWorker:
             inbox: of the worker.
             max_pixels: limit of one image.
         """
-        self.sam, self._channel, self._inbox, self._max_pixels = (
-            sam,
-            channel,
-            inbox.messages,
-            max_pixels,
-        )
+        self.sam = sam
+        self._channel = channel
+        self._inbox = inbox.messages
+        self._max_pixels = max_pixels
         self._waiting_jobs: deque[SegmentJob] = deque()
         self._current_job: SegmentJob | None = None
         self._num_answered = 0

@@ -56,7 +56,7 @@ class _UvicornServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture nothing."""
+        """Leave the signal handlers as they are; ``Server`` sets its own."""
         yield
 
 

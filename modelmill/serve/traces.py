@@ -83,7 +83,9 @@ class Traces:
         """Make the span of a request; return its trace id, 32 hexadecimal digits."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
-        scope, now, clock = request.scope, time.time_ns(), time.perf_counter()
+        scope = request.scope
+        now = time.time_ns()
+        clock = time.perf_counter()
 
         def to_nanoseconds(moment: float) -> int:
             return now - int((clock - moment) * NANOSECONDS_PER_SECOND)

@@ -62,7 +62,9 @@ class Watchdog:
 
     def on_message(self) -> None:
         """Record that the worker sent a message."""
-        self._silent_polls, self._received_any, self._ping_sent = 0, True, False
+        self._silent_polls = 0
+        self._received_any = True
+        self._ping_sent = False
 
     async def wait_until_hung(self) -> float:
         """Wait until the worker hangs, forever if it does not or if ``timeout`` is 0.

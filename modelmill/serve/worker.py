@@ -27,10 +27,11 @@ from modelmill.artifact.verify import verify
 from modelmill.core import malloc
 from modelmill.core.config import BuildConfig, RunConfig, from_dict
 from modelmill.core.errors import ModelmillError, RequestError, UsageError
+from modelmill.core.progress_types import StageProgress
 from modelmill.core.types import Request
-from modelmill.runtime.device import compile_cpu_kernels, pick_device
+from modelmill.loader.capacity import free_cpu_bytes
+from modelmill.loader.device import compile_cpu_kernels, pick_device
 from modelmill.runtime.engine_core import OUT_OF_MEMORY_ERRORS, EngineCore
-from modelmill.runtime.kv_memory import free_cpu_bytes
 from modelmill.runtime.sequence import Sequence
 from modelmill.serve import budget
 from modelmill.serve.segment_messages import SEGMENTATION
@@ -113,7 +114,9 @@ class HeartbeatSender:
             send: sends a message.
             interval: seconds between two heartbeats.
         """
-        self._send, self._interval, self._last = send, interval, time.monotonic()
+        self._send = send
+        self._interval = interval
+        self._last = time.monotonic()
 
     def __call__(self) -> None:
         """Called after each op: send a Heartbeat if it is due."""
@@ -222,7 +225,9 @@ class EngineWorker:
     """Steps an engine core until its server is gone."""
 
     def __init__(self, engine_core: EngineCore, channel: MessageChannel, inbox: Inbox) -> None:
-        self.engine_core, self._channel, self._inbox = engine_core, channel, inbox
+        self.engine_core = engine_core
+        self._channel = channel
+        self._inbox = inbox
         self._unstarted: deque[tuple[float, Sequence]] = deque()
 
     def run(self) -> None:
@@ -311,9 +316,7 @@ def ready_message(engine_core: EngineCore, path: str) -> EngineReady:
     )
 
 
-def open_or_build_artifact(
-    open_engine: OpenEngine, on_progress: Callable[[str, int, int], None]
-) -> Artifact:
+def open_or_build_artifact(open_engine: OpenEngine, on_progress: StageProgress) -> Artifact:
     """Open and verify the engine; a checkpoint is first built into the cache.
 
     Raises:
@@ -339,7 +342,7 @@ def open_or_build_artifact(
 
 
 def load_engine_core(
-    open_engine: OpenEngine, artifact: Artifact, on_progress: Callable[[str, int, int], None]
+    open_engine: OpenEngine, artifact: Artifact, on_progress: StageProgress
 ) -> EngineCore:
     """Load the engine core of an engine that generates text.
 
@@ -393,7 +396,9 @@ class _GuideFactory:
     """
 
     def __init__(self, path: Path, chat_template: str | None, vocab_size: int) -> None:
-        self._path, self._chat_template, self._vocab_size = path, chat_template, vocab_size
+        self._path = path
+        self._chat_template = chat_template
+        self._vocab_size = vocab_size
         self._text_processor: TextProcessor | None = None
 
     def __call__(self, request: Request) -> GrammarGuide:
@@ -424,9 +429,11 @@ def _with_memory_budget(config: RunConfig, weight_bytes: int, open_engine: OpenE
 class _ProgressArtifact(Artifact):
     """An artifact that reports how many of its bytes have been read."""
 
-    def __init__(self, artifact: Artifact, on_progress: Callable[[str, int, int], None]) -> None:
+    def __init__(self, artifact: Artifact, on_progress: StageProgress) -> None:
         super().__init__(artifact.path, artifact.manifest)
-        self._on_progress, self._done_bytes, self._total_bytes = on_progress, 0, artifact.nbytes()
+        self._on_progress = on_progress
+        self._done_bytes = 0
+        self._total_bytes = artifact.nbytes()
 
     def tensor(self, name: str) -> Any:
         tensor = super().tensor(name)
@@ -435,9 +442,7 @@ class _ProgressArtifact(Artifact):
         return tensor
 
 
-def _loading_reporter(
-    channel: MessageChannel, seconds: float = 0.1
-) -> Callable[[str, int, int], None]:
+def _loading_reporter(channel: MessageChannel, seconds: float = 0.1) -> StageProgress:
     """Make a callback that sends LoadingUpdate, at most every ``seconds`` for each stage."""
     last: dict[str, float] = {}
 
@@ -450,9 +455,7 @@ def _loading_reporter(
     return on_progress
 
 
-def _announce(
-    on_progress: Callable[[str, int, int], None], stage: str, done: int, total: int
-) -> None:
+def _announce(on_progress: StageProgress, stage: str, done: int, total: int) -> None:
     """Report progress to the server and to the terminal.
 
     Used for a stage that takes long and comes before everything else.

@@ -81,7 +81,7 @@ class OpenEngine:
 
 @dataclass(frozen=True)
 class AddRequest:
-    """Queue a request."""
+    """Message to the worker: queue a request."""
 
     request: Request
 
@@ -179,7 +179,7 @@ class RequestRejected:
 
 @dataclass(frozen=True)
 class StatsReply:
-    """The statistics: the fields of runtime.stats.Stats."""
+    """The statistics: the fields of core.types.Stats."""
 
     number: int
     stats: Mapping[str, int]

@@ -16,11 +16,11 @@ from modelmill.core import env
 
 
 class WorkerProcess(Protocol):
-    """A running worker."""
+    """Interface of a running worker process."""
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Process id of the worker."""
 
     def kill(self) -> None:
         """Kill it now; does nothing once it has ended."""
@@ -48,7 +48,7 @@ class WorkerSubprocess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id of the worker."""
         return self._process.pid
 
     def kill(self) -> None:
@@ -72,7 +72,7 @@ class WorkerSubprocess:
                 process.kill()
 
     async def wait(self) -> int:
-        """Its exit code."""
+        """Wait for the end of the process; return its exit code."""
         return await self._process.wait()
 
 

@@ -72,7 +72,7 @@ def load_gguf(files: Mapping[str, bytes]) -> Tokenizer:
         or not tokens
         or not all(isinstance(text, str) for text in tokens)
     ):
-        raise TokenizerError("the GGUF file's tokenizer.ggml.tokens must be a list of texts")
+        raise TokenizerError("the GGUF file's tokenizer.ggml.tokens must be a list of strings")
     types = data.get("token_type", [NORMAL] * len(tokens))
     if not isinstance(types, list) or len(types) != len(tokens) or not all(map(is_token_id, types)):
         raise TokenizerError(

@@ -8,12 +8,12 @@ calls of unknown tools are text.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from modelmill.core.errors import RequestError
-from modelmill.text.tool_parser import ParserOutput, ToolCallDelta, suffix_overlap
+from modelmill.text.tool_parser import ParserOutput, ToolCallDelta, ToolParser, suffix_overlap
 from modelmill.text.tool_prompts import OBSERVATION, arguments_json, split_parallel_calls
 
 TOOL = (
@@ -37,7 +37,10 @@ Thought: I now know the final answer
 Final Answer: the final answer to the original input question
 
 Begin!"""  # noqa: E501
-THOUGHT, ACTION, INPUT, FINAL = "Thought:", "Action:", "Action Input:", "Final Answer:"
+THOUGHT = "Thought:"
+ACTION = "Action:"
+INPUT = "Action Input:"
+FINAL = "Final Answer:"
 
 
 @dataclass
@@ -154,23 +157,16 @@ def _insert_instruction(conversation: ReactConversation, text: str) -> None:
         conversation.question = f"{text}\n\nQuestion: {conversation.question}"
 
 
-class ReactToolParser:
+class ReactToolParser(ToolParser):
     """Tool parser of ReAct; a thought before a call is content, before a final answer it is not."""
 
     def __init__(self, names: Sequence[str], output: ParserOutput, thinking: bool) -> None:
         """Start an answer; thinking: the prompt ended in "Thought:"."""
-        self._names, self._output = frozenset(names), output
-        self._buffer, self._lead = "", ""
-        self._mode: Callable[[], bool] = self._scan_thought if thinking else self._scan_start
+        super().__init__(names, output)
+        self._lead = ""
+        self._mode = self._scan_thought if thinking else self._scan_start
         self._added_chars = 0  # characters at the head of the buffer that the model did not write
         self._has_arguments = self._has_answer = False
-
-    def push(self, text: str) -> list[str | ToolCallDelta]:
-        """See ``ToolParser.push``."""
-        self._buffer += text
-        while self._buffer and self._mode():
-            pass
-        return self._output.drain()
 
     def flush(self, cut: bool = False) -> list[str | ToolCallDelta]:
         """See ``ToolParser.flush``."""
@@ -190,14 +186,14 @@ class ReactToolParser:
             return False
         if text.startswith(THOUGHT):
             place = self._buffer.index(THOUGHT) + len(THOUGHT)
-            self._lead, self._buffer, self._mode = (
-                self._buffer[:place],
-                self._buffer[place:],
-                self._scan_thought,
-            )
+            self._lead = self._buffer[:place]
+            self._buffer = self._buffer[place:]
+            self._mode = self._scan_thought
         elif text.startswith((ACTION, FINAL)):
             self._lead = self._buffer[: len(self._buffer) - len(text)]
-            self._buffer, self._mode, self._added_chars = "\n" + text, self._scan_thought, 1
+            self._buffer = "\n" + text
+            self._mode = self._scan_thought
+            self._added_chars = 1
         else:
             self._mode = self._scan_content
         return True
@@ -218,25 +214,27 @@ class ReactToolParser:
         name = self._buffer[action + 1 + len(ACTION) : input_start].strip()
         if name not in self._names:
             self._output.add_text(self._lead + self._buffer[self._added_chars : input_start + 1])
-            self._lead, self._buffer, self._mode, self._added_chars = (
-                "",
-                self._buffer[input_start + 1 :],
-                self._scan_content,
-                0,
-            )
+            self._lead = ""
+            self._buffer = self._buffer[input_start + 1 :]
+            self._mode = self._scan_content
+            self._added_chars = 0
             return True
         self._output.add_text(self._buffer[:action].strip())
         self._begin_call(name, input_start)
         return True
 
     def _end_thought(self, position: int) -> bool:
-        self._lead, self._mode, self._added_chars = "", self._scan_answer, 0
+        self._lead = ""
+        self._mode = self._scan_answer
+        self._added_chars = 0
         self._buffer = self._buffer[position + 1 + len(FINAL) :]
         return True
 
     def _begin_call(self, name: str, input_start: int) -> None:
         self._output.begin_call(name)
-        self._lead, self._mode, self._added_chars = "", self._scan_arguments, 0
+        self._lead = ""
+        self._mode = self._scan_arguments
+        self._added_chars = 0
         self._buffer = self._buffer[input_start + 1 + len(INPUT) :]
 
     def _scan_content(self) -> bool:

@@ -235,7 +235,7 @@ def _added_tokens(
     """Tokens beyond the model's pieces: added_tokens.json and added_tokens_decoder."""
     for text, id in added_tokens.items():
         if not is_token_id(id) or not text:
-            raise TokenizerError("added_tokens.json must map token texts to ids")
+            raise TokenizerError("added_tokens.json must map token strings to ids")
     added_tokens = {
         entry["content"]: id for id, entry in settings.added_tokens.items()
     } | added_tokens

@@ -12,13 +12,29 @@ from dataclasses import dataclass
 
 from modelmill.core.errors import TokenizerError
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
+BYTE = 6
+VARINT = 0
+FIXED64 = 1
+BYTES = 2
+FIXED32 = 5
 # field numbers of sentencepiece_model.proto
 PIECES, TRAINER, NORMALIZER = 1, 2, 3
 PIECE_TEXT, PIECE_SCORE, PIECE_TYPE = 1, 2, 3
-MODEL_TYPE, BYTE_FALLBACK, UNK_ID, BOS_ID, EOS_ID, PAD_ID = 3, 35, 40, 41, 42, 43
-CHARSMAP, DUMMY_PREFIX, EXTRA_SPACES, ESCAPE_SPACES = 2, 3, 4, 5
+MODEL_TYPE = 3
+BYTE_FALLBACK = 35
+UNK_ID = 40
+BOS_ID = 41
+EOS_ID = 42
+PAD_ID = 43
+CHARSMAP = 2
+DUMMY_PREFIX = 3
+EXTRA_SPACES = 4
+ESCAPE_SPACES = 5
 BPE = 2
 
 
@@ -127,7 +143,9 @@ def check_pieces(pieces: Sequence[SpmPiece], file: str) -> None:
 
 
 def _parse_piece(data: bytes) -> SpmPiece:
-    text, score, type_ = "", 0.0, NORMAL
+    text = ""
+    score = 0.0
+    type_ = NORMAL
     for field, value in _iter_fields(data):
         if field == PIECE_TEXT and isinstance(value, bytes):
             text = value.decode("utf-8")

@@ -18,7 +18,11 @@ from modelmill.text.messages import join_text_parts, parse_arguments
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
 # words that occur in no template; lowercase letters and digits, since some templates change case
 # or shorten identifiers
-_ONE, _TWO, _NAME, _KEY, _ID = "qzx7one", "qzx7two", "qzx7name", "qzx7key", "qzx7ident"
+_ONE = "qzx7one"
+_TWO = "qzx7two"
+_NAME = "qzx7name"
+_KEY = "qzx7key"
+_ID = "qzx7ident"
 _OBJECT = {_KEY: "v"}
 _TEXT = json.dumps(_OBJECT)
 _USER, _RESULT = (

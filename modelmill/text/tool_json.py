@@ -15,7 +15,7 @@ class CallSink(Protocol):
     """Receives the parsed calls."""
 
     def begin_call(self, name: str) -> None:
-        """Begin a call."""
+        """Begin a call of the function ``name``."""
 
     def add_arguments(self, text: str) -> None:
         """Append to the arguments of the last call."""
@@ -52,7 +52,9 @@ class ToolJsonParser:
     def begin(self, name: str) -> None:
         """Begin a call whose name came before the JSON; the next character opens its arguments."""
         self._reset()
-        self._name, self._key, self._state = name, ARGUMENT_KEYS[0], self._scan_value
+        self._name = name
+        self._key = ARGUMENT_KEYS[0]
+        self._state = self._scan_value
 
     def feed(self, char: str) -> bool:
         """Consume a character; returns False, without consuming it, if no call can contain it."""
@@ -125,12 +127,10 @@ class ToolJsonParser:
             self._state = self._scan_string
             return True
         if char in "{[":
-            self._depth, self._quoted, self._escaped, self._state = (
-                1,
-                False,
-                False,
-                self._scan_nested,
-            )
+            self._depth = 1
+            self._quoted = False
+            self._escaped = False
+            self._state = self._scan_nested
             self._passing = (
                 char == "{"
                 and self._key in ARGUMENT_KEYS

@@ -12,9 +12,9 @@ import ast
 import json
 import re
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from modelmill.text.tokenizer_base import replace_surrogates
 from modelmill.text.tool_json import ToolJsonParser
@@ -65,12 +65,26 @@ class ParsedToolCall:
     arguments: str
 
 
-class ToolParser(Protocol):
-    """Splits an answer into content and tool calls."""
+class ToolParser(ABC):
+    """Splits an answer into content and tool calls: a state machine over what is still open.
+
+    A state (``_mode``) reads from the buffer and returns whether the next one can go on.
+    """
+
+    _mode: Callable[[], bool]
+
+    def __init__(self, names: Sequence[str], output: ParserOutput) -> None:
+        self._names, self._output = frozenset(names), output
+        self._buffer = ""
 
     def push(self, text: str) -> list[str | ToolCallDelta]:
         """Add text; return the content and deltas of calls that are now certain, in order."""
+        self._buffer += text
+        while self._buffer and self._mode():
+            pass
+        return self._output.drain()
 
+    @abstractmethod
     def flush(self, cut: bool = False) -> list[str | ToolCallDelta]:
         """Return what is still buffered; cut: the answer was cut off by a limit."""
 
@@ -128,7 +142,9 @@ class ParserOutput:
             short_ids: ids of nine letters and digits, which Mistral's templates require.
             silent: whether there is content only if no call came and the answer was not cut.
         """
-        self._max_calls, self._short_ids, self._silent = max_calls, short_ids, silent
+        self._max_calls = max_calls
+        self._short_ids = short_ids
+        self._silent = silent
         self._withheld: list[str] = []
         self._blank = ""
         self._pieces: list[str | ToolCallDelta] = []
@@ -136,7 +152,7 @@ class ParserOutput:
         self.num_calls = 0
 
     def add_text(self, text: str) -> None:
-        """Add content."""
+        """Append text to the answer's content."""
         if self._silent:
             self._withheld.append(text)
             return
@@ -148,7 +164,7 @@ class ParserOutput:
         self._blank += text[len(kept) :]
 
     def begin_call(self, name: str) -> None:
-        """Begin a call."""
+        """Begin a call of the function ``name``."""
         id = secrets.token_hex(5)[:9] if self._short_ids else f"call_{secrets.token_hex(12)}"
         self._put(ToolCallDelta(self.num_calls, "", id, name))
         self.num_calls += 1
@@ -182,27 +198,19 @@ class ParserOutput:
         return self.drain()
 
 
-class JsonToolParser:
+class JsonToolParser(ToolParser):
     """Parser of JSON calls: after an opening mark, or an answer that begins with a call."""
 
     def __init__(self, style: str, names: Sequence[str], output: ParserOutput) -> None:
-        self._names, self._output = frozenset(names), output
+        super().__init__(names, output)
         self._mark, self._close = {
             BARE_STYLE: (PYTHON_MARK, ""),
             LISTED_STYLE: (CALL_LIST_MARK, ""),
         }.get(style, (CALL_OPEN, CALL_CLOSE))
-        self._buffer = ""
-        self._mode: Callable[[], bool] = self._scan_content
+        self._mode = self._scan_content
         # small models omit the marks even though the prompt describes them
         if style in (BARE_STYLE, DESCRIBED_STYLE):
             self._begin_block("")
-
-    def push(self, text: str) -> list[str | ToolCallDelta]:
-        """See ``ToolParser.push``."""
-        self._buffer += text
-        while self._buffer and self._mode():
-            pass
-        return self._output.drain()
 
     def flush(self, cut: bool = False) -> list[str | ToolCallDelta]:
         """See ``ToolParser.flush``."""
@@ -277,7 +285,7 @@ class JsonToolParser:
         self._mode = self._scan_content
 
     def _parse_named_call(self) -> bool:
-        """Parse ``name[ARGS]{``."""
+        """Parse the head of a call, ``name[ARGS]{``."""
         place = self._buffer.find("{", 0, MAX_CALL_HEAD_CHARS)
         if place < 0 and len(self._buffer) < MAX_CALL_HEAD_CHARS:
             return False

@@ -22,13 +22,11 @@ from typing import Any
 
 from modelmill.text.messages import validate_messages
 
-MARKED_STYLE, BARE_STYLE, LISTED_STYLE, REACT_STYLE, DESCRIBED_STYLE = (
-    "marked",
-    "bare",
-    "listed",
-    "react",
-    "described",
-)
+MARKED_STYLE = "marked"
+BARE_STYLE = "bare"
+LISTED_STYLE = "listed"
+REACT_STYLE = "react"
+DESCRIBED_STYLE = "described"
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_MARK = "<|python_tag|>"
 CALL_LIST_MARK, CALL_ARGS_MARK, CALL_ID_MARK = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"

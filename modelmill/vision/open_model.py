@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from modelmill.artifact.manifest import check_engine_type
 from modelmill.artifact.store import Artifact
 from modelmill.core.registry import find_module
+from modelmill.loader.model_loader import load_model
+from modelmill.loader.unpack_weights import unpack_cpu_weights
 from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.registry import select_backends
-from modelmill.runtime.model_loader import load_model
-from modelmill.runtime.unpack_weights import unpack_cpu_weights
 from modelmill.vision.image_embedding import DEFAULT_CACHE_BYTES
 from modelmill.vision.sam_model import SamModel
 

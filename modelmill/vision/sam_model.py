@@ -377,7 +377,11 @@ class SamModel:
             else self.embed_image(picture if crop.layer == 0 else picture.crop(crop.box))
         )
         grid = point_grid(crop, options)
-        kept_logits, kept_ious, kept_stability, kept_boxes, kept_points = [], [], [], [], []
+        kept_logits = []
+        kept_ious = []
+        kept_stability = []
+        kept_boxes = []
+        kept_points = []
         for start in range(0, len(grid), options.points_per_batch):
             on_progress(start)
             batch = grid[start : start + options.points_per_batch]

@@ -178,7 +178,7 @@ class W8A8Weight(WeightFormat):
     def matmul_float_input(
         self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops
     ) -> torch.Tensor:
-        """Multiply float activations."""
+        """Multiply activations that are not quantized, by the dequantized weight."""
         return self.run_gemm(ops.int8_linear, x, self.weight, self.scale, bias)
 
     def try_linear_swiglu(

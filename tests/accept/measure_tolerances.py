@@ -59,26 +59,26 @@ def text_ids(reader: Any, text: str) -> list[int]:
     return tokenizer.encode(text).ids
 
 
-def honest_lines(reference: ReferenceModel, ids: Tensor) -> Iterator[str]:
+def faultless_lines(reference: ReferenceModel, ids: Tensor) -> Iterator[str]:
     worst: dict[Any, list[Any]] = {}
-    honest = {s: FaultlessModules(reference, *s) for s in SETTINGS}
+    faultless = {s: FaultlessModules(reference, *s) for s in SETTINGS}
     exact = reference.embed(ids)
     streams = {s: exact.to(s[0]) for s in SETTINGS}
     for index in range(reference.num_layers):
         weights = reference.layer_weights(index)
         trace = reference.run_layer(index, weights, exact, len(ids))
         for s in SETTINGS:
-            for name, row in honest[s].module_errors(index, weights, trace):
+            for name, row in faultless[s].module_errors(index, weights, trace):
                 now = worst.setdefault((s, module_type(name)), [0.0, 0.0, 0.0])
                 now[:] = [
                     max(a, b)
                     for a, b in zip(now, (row.rel_l2, row.max_rel, abs(row.gain - 1)), strict=True)
                 ]
-            streams[s] = honest[s].layer(index, weights, streams[s], trace)
+            streams[s] = faultless[s].layer(index, weights, streams[s], trace)
         exact = trace["output"].output
-    for (s, kind), values in worst.items():
+    for (s, check), values in worst.items():
         yield (
-            f"{str(s[0])[6:]:9} {s[1]:5} {kind:11} l2 {values[0]:.1e} max {values[1]:.1e} gain "
+            f"{str(s[0])[6:]:9} {s[1]:5} {check:11} l2 {values[0]:.1e} max {values[1]:.1e} gain "
             f"{values[2]:.1e}"
         )
     final = reference.head(exact)["logits"].output
@@ -86,9 +86,9 @@ def honest_lines(reference: ReferenceModel, ids: Tensor) -> Iterator[str]:
     best = wide.topk(2).values
     margins = (best[:, 0] - best[:, 1]) / wide.std(-1)
     for s in SETTINGS:
-        ours = honest[s].head(streams[s])
-        row = compare_logits("logits", ours, final)
-        lost = margins[ours.argmax(-1) != final.argmax(-1)]
+        logits = faultless[s].head(streams[s])
+        row = compare_logits("logits", logits, final)
+        lost = margins[logits.argmax(-1) != final.argmax(-1)]
         yield (
             f"{str(s[0])[6:]:9} {s[1]:5} logits      l2 {row.rel_l2:.1e} "
             f"lost {len(lost)}/{len(ids)} at margins up to "
@@ -132,7 +132,7 @@ def main(arguments: list[str]) -> None:
         count = int(arguments[1]) if len(arguments) > 1 else 128
         models["SmolLM2"] = (open_reference(checkpoint), ids[:count])
     for label, (reference, ids) in models.items():
-        for line in (*honest_lines(reference, ids), *fault_lines(reference, ids)):
+        for line in (*faultless_lines(reference, ids), *fault_lines(reference, ids)):
             sys.stdout.write(f"{label:14} {line}\n")
             sys.stdout.flush()
 

@@ -52,7 +52,7 @@ def faults(model_type: str, *, layer: int = LAYER) -> list[Fault]:
     """The faults that this family can have, those of one layer in ``layer``."""
     gpt2, qwen = model_type == "gpt2", model_type == "qwen"
     block = f"layers.{layer}"
-    found = [
+    planted = [
         Fault("the two norms renamed", layer, ("attn_norm",), _rules(_norms_swapped(block))),
         Fault(
             "o_proj x 1.05", layer, ("attn.o_proj",), _scaled(f"{block}.attn.o_proj.weight", 1.05)
@@ -69,7 +69,7 @@ def faults(model_type: str, *, layer: int = LAYER) -> list[Fault]:
     ]
     if not gpt2:
         gate_up = ("mlp.gate_proj", "mlp.up_proj")
-        found += [
+        planted += [
             Fault(
                 "RoPE base x 2",
                 0,
@@ -90,7 +90,7 @@ def faults(model_type: str, *, layer: int = LAYER) -> list[Fault]:
             ),
         ]
     if not gpt2 and not qwen:
-        found.append(
+        planted.append(
             Fault(
                 "k renamed v",
                 layer,
@@ -98,15 +98,15 @@ def faults(model_type: str, *, layer: int = LAYER) -> list[Fault]:
                 _rules(_reordered(f"{block}.attn.qkv_proj.weight", (0, 2, 1))),
             )
         )
-    return found
+    return planted
 
 
 def _rules(change: Callable[[list[Rule]], list[Rule]]) -> Callable[[ModuleType], Any]:
     """A patch of the family's rename rules."""
 
     def plant(family: ModuleType) -> Any:
-        honest = family.rules
-        return mock.patch.object(family, "rules", lambda config: change(honest(config)))
+        real_rules = family.rules
+        return mock.patch.object(family, "rules", lambda config: change(real_rules(config)))
 
     return plant
 
@@ -115,8 +115,8 @@ def _config(change: Callable[[Any], Any]) -> Callable[[ModuleType], Any]:
     """A patch of how the family reads its config."""
 
     def plant(family: ModuleType) -> Any:
-        honest = family.config_from_hf
-        return mock.patch.object(family, "config_from_hf", lambda raw: change(honest(raw)))
+        real_config = family.config_from_hf
+        return mock.patch.object(family, "config_from_hf", lambda raw: change(real_config(raw)))
 
     return plant
 
@@ -130,10 +130,10 @@ def change_tensor(
     target: str, change: Callable[[Tensor], Tensor]
 ) -> contextlib.AbstractContextManager[Any]:
     """A patch of the builder: one tensor comes out as something else."""
-    honest = build_engine.apply_rule
+    real_apply = build_engine.apply_rule
 
     def apply(resolved: Any, *more: Any) -> Any:
-        tensor = honest(resolved, *more)
+        tensor = real_apply(resolved, *more)
         return change(tensor) if resolved.target == target else tensor
 
     both = contextlib.ExitStack()

@@ -55,7 +55,7 @@ def fault_rows(
 ) -> Iterator[ErrorMetrics]:
     """Module-local errors of the faulty modules, layer by layer."""
     assert isinstance(reference, DecoderReference)
-    honest = FaultlessModules(reference, dtype, recipe)
+    faultless = FaultlessModules(reference, dtype, recipe)
     x = reference.embed(ids)
     right_rope, right_eps = reference.rope, reference.eps
     for index in range(min(reference.num_layers, 30)):
@@ -73,8 +73,8 @@ def fault_rows(
                     reference.rope = replace(right_rope, theta=10000.0)
                 if fault == "eps":
                     reference.eps = right_eps / 10
-                ours = honest.module(index, wrong, name, inputs)
+                actual = faultless.module(index, wrong, name, inputs)
             finally:
                 reference.rope, reference.eps = right_rope, right_eps
-            yield compare_tensors(f"layer {index} {name}", ours, output)
+            yield compare_tensors(f"layer {index} {name}", actual, output)
         x = trace["output"].output

@@ -62,17 +62,20 @@ def test_two_judgements_are_equal(built: tuple[Path, Path, dict[str, Any]]) -> N
 
 def test_progress_is_told(built: tuple[Path, Path, dict[str, Any]]) -> None:
     checkpoint, engine, _ = built
-    told: list[tuple[str, int, int]] = []
+    updates: list[tuple[str, int, int]] = []
     loop = EngineCore.open(engine, RunConfig(device="cpu", kv_cache_bytes=1 << 22))
     assert loop.artifact is not None
     compare_engine(
-        loop, open_checkpoint(checkpoint), [list(range(20))], on_progress=lambda *a: told.append(a)
+        loop,
+        open_checkpoint(checkpoint),
+        [list(range(20))],
+        on_progress=lambda *a: updates.append(a),
     )
-    assert list(dict.fromkeys(stage.removeprefix("acceptance: ") for stage, _, _ in told)) == [
+    assert list(dict.fromkeys(stage.removeprefix("acceptance: ") for stage, _, _ in updates)) == [
         "modules of layers", "wiring", "norms", "sequences", "done",
     ]  # fmt: skip
     depth = len(loop.model_runner.model.layers)  # type: ignore[arg-type]
-    assert [each[1:] for each in told if "modules" in each[0]] == [
+    assert [each[1:] for each in updates if "modules" in each[0]] == [
         (layer, depth) for layer in range(depth)
     ]
 
@@ -101,10 +104,10 @@ def test_what_connects_the_modules_is_judged(
     """Every module is right alone, but a layer reads its branch twice: the layer is named."""
     from modelmill.nn.decoder import DecoderLayer
 
-    honest = DecoderLayer.forward
+    real_forward = DecoderLayer.forward
 
     def doubled(self: Any, x: Any, residual: Any, rope: Any, step: Any) -> Any:
-        branch, residual = honest(self, x, residual, rope, step)
+        branch, residual = real_forward(self, x, residual, rope, step)
         return (branch * 2 if step.kv.k[2] is step.kv.k[self.attn.core.layer] else branch), residual
 
     monkeypatch.setattr(DecoderLayer, "forward", doubled)
@@ -138,16 +141,16 @@ def test_a_fault_of_decode_alone_is_found(
     built: tuple[Path, Path, dict[str, Any]], monkeypatch: Any
 ) -> None:
     """Modules see prefill only; what goes wrong with one token at a time shows in the sequences."""
-    from modelmill.runtime.scorer import TokenScorer
+    from modelmill.accept.token_scorer import TokenScorer
 
-    honest = TokenScorer._decode
+    real_decode = TokenScorer._decode
 
     def late(self: Any, seqs: Any, *more: Any) -> None:
         for seq in seqs:
             # the last page of the prompt is forgotten
             for cache in self.runner.kv.k:
                 cache[seq.pages[0]] = 0
-        honest(self, seqs, *more)
+        real_decode(self, seqs, *more)
 
     monkeypatch.setattr(TokenScorer, "_decode", late)
     loop = EngineCore.open(built[1], RunConfig(device="cpu", kv_cache_bytes=1 << 22))
@@ -187,9 +190,11 @@ def test_the_eps_of_a_head_norm_is_judged(
     from modelmill.nn.decoder import DecoderConfig
 
     checkpoint = save_tiny("qwen3", tmp_path / "hf")
-    honest = DecoderConfig.attention_spec
+    real_spec = DecoderConfig.attention_spec
     monkeypatch.setattr(
-        DecoderConfig, "attention_spec", lambda self, i: replace(honest(self, i), eps=self.eps * 10)
+        DecoderConfig,
+        "attention_spec",
+        lambda self, i: replace(real_spec(self, i), eps=self.eps * 10),
     )
     report, written = build_and_accept(checkpoint, tmp_path / "e", dtype, recipe)
     assert not written

@@ -72,14 +72,14 @@ def test_a_fault_is_refused_and_named(
 
 def test_a_smoother_folded_on_one_side_is_refused(tiny: dict[str, Path], tmp_path: Path) -> None:
     """The v rows are divided, the columns of o are left alone."""
-    honest = activation_smoothing.fold_scales
+    real_fold = activation_smoothing.fold_scales
 
     def half(block: Any, site: str, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        kept = block.linear(site).weight
-        found = honest(block, site, scales, dtype)
+        weight = block.linear(site).weight
+        result = real_fold(block, site, scales, dtype)
         if site == "o":
-            block.linear(site).weight = kept
-        return found
+            block.linear(site).weight = weight
+        return result
 
     with mock.patch.object(activation_smoothing, "fold_scales", half):
         report, written = build_and_accept(
@@ -91,12 +91,12 @@ def test_a_smoother_folded_on_one_side_is_refused(tiny: dict[str, Path], tmp_pat
 
 @pytest.mark.parametrize("wrong", ["a scale", "a sum that saturates"])
 def test_a_kernel_that_errs_is_refused(wrong: str, tiny: dict[str, Path], tmp_path: Path) -> None:
-    honest, real = op.w8a8_linear, registry.select_backends
+    real_linear, real = op.w8a8_linear, registry.select_backends
 
     def run(inputs: Any) -> Any:
         x, weight, scale, x_scale, dtype, _ = inputs
         if wrong == "a scale":
-            return honest(inputs._replace(x_scale=x_scale * 1.003))
+            return real_linear(inputs._replace(x_scale=x_scale * 1.003))
         total = (x.double() @ weight.double().T).clamp(-(2**15), 2**15 - 1)
         return (total.float() * x_scale[:, None] * scale).to(dtype)
 
@@ -116,8 +116,8 @@ def test_the_report_tells_what_smoothing_did(tiny: dict[str, Path], tmp_path: Pa
         tiny["gpt2"], tmp_path / "e", "float32", "smoothquant", **SMALL
     )
     assert written, report["reason"]
-    told = report["quantization_errors"]
-    wanted = {
+    errors = report["quantization_errors"]
+    required_keys = {
         "layer",
         "module",
         "before",
@@ -128,9 +128,9 @@ def test_the_report_tells_what_smoothing_did(tiny: dict[str, Path], tmp_path: Pa
         "layer_error",
         "activations",
     }
-    assert all(wanted <= set(each) for each in told)
-    notes = {each["module"] for each in told if "note" in each}
+    assert all(required_keys <= set(each) for each in errors)
+    notes = {each["module"] for each in errors if "note" in each}
     assert notes == {"mlp.down_proj"}, "GPT-2's second matrix cannot be smoothed, and that is said"
-    assert all(each["layer_error"] <= each["layer_error_unsmoothed"] for each in told)
+    assert all(each["layer_error"] <= each["layer_error_unsmoothed"] for each in errors)
     assert report["logits"]["mean_kl"] > 0
     assert 0 < report["logits"]["agreement"] <= 1

@@ -68,10 +68,10 @@ def test_a_wrong_bias_is_refused(
     case: str, recipe: str, tiny: dict[str, Path], tmp_path: Path
 ) -> None:
     name, plant, modules = CASES[case]
-    honest = run.EngineCore.open
+    real_open = run.EngineCore.open
 
     def opened(*args: Any, **options: Any) -> Any:
-        loop = honest(*args, **options)
+        loop = real_open(*args, **options)
         plant(loop.model)
         return loop
 

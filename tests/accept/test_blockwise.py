@@ -75,54 +75,54 @@ def drawn(rows: int, columns: int, seed: int = 0) -> Tensor:
 
 # Ten per cent of a scale is what rounding to 16 levels does to rows, too.
 SHOWN = [
-    (kind, fault)
-    for kind in ("fp8", "int8", "w8a8", "int4")
+    (fmt, fault)
+    for fmt in ("fp8", "int8", "w8a8", "int4")
     for fault in FAULTS
-    if (kind, fault) != ("int4", scale_off)
+    if (fmt, fault) != ("int4", scale_off)
 ]
 HIDDEN = [("fp8", scale_off), ("int8", scale_off), ("w8a8", scale_off), ("fp8", rows_swapped),
     ("int4", rows_swapped),
           ("fp8", tile_moved)]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "fault"), SHOWN)
-def test_the_parts_show_what_the_matrix_hides(kind: str, fault: FAULT) -> None:
+@pytest.mark.parametrize(("weight_format", "fault"), SHOWN)
+def test_the_parts_show_what_the_matrix_hides(weight_format: str, fault: FAULT) -> None:
     """A matrix of the size of SmolLM2's gate and up."""
     right = drawn(1536, 576)
-    ours = base.pack(kind, fault(right), torch.float32).dense()
-    if (kind, fault) in HIDDEN:
-        assert not weight_bound("float32", kind).violations(compare_tensors("w", ours, right)), (
-            "the whole matrix looks rounded"
-        )
-    assert _blocks(kind).violations(compare_matrix("w", ours, right)[1])
+    actual = base.pack(weight_format, fault(right), torch.float32).dense()
+    if (weight_format, fault) in HIDDEN:
+        assert not weight_bound("float32", weight_format).violations(
+            compare_tensors("w", actual, right)
+        ), "the whole matrix looks rounded"
+    assert _blocks(weight_format).violations(compare_matrix("w", actual, right)[1])
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8", "w8a8", "int4"])
+@pytest.mark.parametrize("weight_format", ["fp8", "int8", "w8a8", "int4"])
 @settings(max_examples=15, deadline=None)
 @given(
     rows=st.integers(1, 70), columns=st.integers(1, 90), spread=st.floats(0, 2), zero=st.booleans(),
     seed=st.integers(0, 99),
 )  # fmt: skip
 def test_rounding_is_within_the_bounds(
-    kind: str, rows: int, columns: int, spread: float, zero: bool, seed: int
+    weight_format: str, rows: int, columns: int, spread: float, zero: bool, seed: int
 ) -> None:
     """Whatever the shape, rows of very different sizes and rows of zeros among them."""
     right = drawn(rows, columns, seed) * torch.exp(spread * drawn(rows, 1, seed + 1))
     if zero:
         right[rows // 2] = 0
-    found = compare_matrix("w", base.pack(kind, right, torch.float32).dense(), right)[1]
-    assert not _blocks(kind).violations(found), found
+    metrics = compare_matrix("w", base.pack(weight_format, right, torch.float32).dense(), right)[1]
+    assert not _blocks(weight_format).violations(metrics), metrics
 
 
 def test_the_numbers_are_those_of_the_worst_row_and_tile() -> None:
     right = torch.ones(64, 40)
-    ours = right.clone()
-    ours[3] *= 1.5
-    ours[40, 33] = 5.0  # in the tile of 32 rows and the last 8 columns
-    found = compare_matrix("w", ours, right)[1]
-    assert found.rel_l2 == pytest.approx((16 / 40) ** 0.5)
-    assert found.gain == pytest.approx(1.5)
-    assert found.max_rel == pytest.approx((16 / (32 * 8)) ** 0.5)
+    actual = right.clone()
+    actual[3] *= 1.5
+    actual[40, 33] = 5.0  # in the tile of 32 rows and the last 8 columns
+    metrics = compare_matrix("w", actual, right)[1]
+    assert metrics.rel_l2 == pytest.approx((16 / 40) ** 0.5)
+    assert metrics.gain == pytest.approx(1.5)
+    assert metrics.max_rel == pytest.approx((16 / (32 * 8)) ** 0.5)
 
 
 @settings(max_examples=25, deadline=None)
@@ -137,20 +137,22 @@ def test_it_makes_no_difference_where_a_matrix_is_cut(
     right = drawn(32 * sum(blocks) + last, 45, seed) * torch.exp(
         drawn(32 * sum(blocks) + last, 1, seed + 1)
     )
-    ours = right + 0.1 * drawn(*right.shape, seed + 2)
+    actual = right + 0.1 * drawn(*right.shape, seed + 2)
     sizes = [*(32 * block for block in blocks), last]
-    whole, parts = compare_blocks("w", zip(ours.split(sizes), right.split(sizes), strict=True))
-    once, worst = compare_matrix("w", ours, right)
-    plain = compare_tensors("w", ours, right)
+    matrix_row, parts = compare_blocks(
+        "w", zip(actual.split(sizes), right.split(sizes), strict=True)
+    )
+    once, worst = compare_matrix("w", actual, right)
+    plain = compare_tensors("w", actual, right)
     for name in ("max_abs", "mean_abs", "max_rel", "rel_l2", "cosine", "scale"):
-        assert getattr(whole, name) == pytest.approx(getattr(plain, name), rel=1e-6), name
+        assert getattr(matrix_row, name) == pytest.approx(getattr(plain, name), rel=1e-6), name
     # sums in another order
     for name in vars(worst).keys() - {"name"}:
         assert getattr(parts, name) == pytest.approx(getattr(worst, name), rel=1e-9), name
-    assert whole.gain == pytest.approx(once.gain, rel=1e-9)
-    error = (ours.double() - right.double()).abs()
+    assert matrix_row.gain == pytest.approx(once.gain, rel=1e-9)
+    error = (actual.double() - right.double()).abs()
     assert (
-        whole.median_abs
+        matrix_row.median_abs
         == once.median_abs
         == pytest.approx(float(error[::8].median(1).values.median()))
     )
@@ -161,13 +163,13 @@ def test_nothing_and_what_is_not_finite() -> None:
     for row in compare_matrix("w", zeros, zeros):
         assert not _blocks("fp8").violations(row)
         assert row.rel_l2 == 0
-    for ours, right in (
+    for actual, right in (
         (zeros + 1, zeros),
         (zeros * torch.nan, zeros + 1),
         (zeros, zeros[:2]),
         (zeros[:2], zeros),
     ):
-        for row in compare_matrix("w", ours, right):
+        for row in compare_matrix("w", actual, right):
             assert _blocks("int4").violations(row)
 
 
@@ -183,14 +185,14 @@ def test_an_engine_with_such_a_fault_is_refused(
 ) -> None:
     if recipe == "int4" and fault is scale_off:
         pytest.skip("ten per cent is what rounding to 16 levels does to rows, too")
-    honest = RECIPES[recipe].RECIPE.quantize
+    real_quantize = RECIPES[recipe].RECIPE.quantize
     fallen: list[Any] = []
 
     def hold(self: Any, weight: Tensor, statistics: Any) -> Any:
         if fault is None or weight.shape[1] != INNER:
-            return honest(self, weight, statistics)
+            return real_quantize(self, weight, statistics)
         fallen.append(weight)
-        return honest(self, fault(weight), statistics)
+        return real_quantize(self, fault(weight), statistics)
 
     with mock.patch.object(RECIPES[recipe].RECIPE, "quantize", hold):
         report, written = build_and_accept(llama, tmp_path / "e", "float32", recipe, **SMALL)

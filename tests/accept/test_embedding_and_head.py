@@ -142,13 +142,13 @@ def test_honest_tables_are_accepted(tiny: dict[str, Path], tmp_path: Path) -> No
         tiny["gpt2"], tmp_path / "e", "float16", "none", max_model_len=LENGTH
     )
     assert written, report["reason"]
-    wanted = {
+    required_names = {
         "embed.weight",
         "embed.weight.worst_block",
         "embed.positions",
         "embed.positions.worst_block",
     }
-    assert wanted <= {row["name"] for row in report["layers"]}
+    assert required_names <= {row["name"] for row in report["layers"]}
 
 
 class Rows:
@@ -170,11 +170,11 @@ class Rows:
         return self.matrix.split(tensor_source.BLOCK_ROWS)
 
 
-KINDS = ("int8", "int4", "fp8", "w8a8", "rptq")
+WEIGHT_FORMATS = ("int8", "int4", "fp8", "w8a8", "rptq")
 
 
-def holding(matrix: Tensor, kind: str) -> Any:
-    head = SimpleNamespace(weight=base.pack(kind, matrix, torch.float32))
+def holding(matrix: Tensor, weight_format: str) -> Any:
+    head = SimpleNamespace(weight=base.pack(weight_format, matrix, torch.float32))
     return SimpleNamespace(head=head, embed=SimpleNamespace(weight=matrix))
 
 
@@ -186,15 +186,16 @@ def vocabulary(monkeypatch: pytest.MonkeyPatch) -> Tensor:
     return torch.randn(150, 48, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_vocabulary_is_walked_in_blocks(kind: str, vocabulary: Tensor) -> None:
+@pytest.mark.parametrize("weight_format", WEIGHT_FORMATS)
+def test_a_vocabulary_is_walked_in_blocks(weight_format: str, vocabulary: Tensor) -> None:
     true: Any = Rows(vocabulary)
-    model = holding(vocabulary, kind)
+    model = holding(vocabulary, weight_format)
     blocks = list(dequantize_blocks(model.head.weight, true.device))
     assert [len(block) for block in blocks] == [64, 64, 22]
     torch.testing.assert_close(torch.cat(blocks), model.head.weight.dense(), rtol=0, atol=0)
     assert [
-        finding.ok for finding in check_quantized_head(true, model, {"head": kind}, "float32")
+        finding.ok
+        for finding in check_quantized_head(true, model, {"head": weight_format}, "float32")
     ] == [True, True]
     assert not list(check_quantized_head(true, model, {"head": "dense"}, "float32"))
     assert [finding.ok for finding in check_embedding_tables(true, model, "float32")] == [
@@ -203,12 +204,15 @@ def test_a_vocabulary_is_walked_in_blocks(kind: str, vocabulary: Tensor) -> None
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("weight_format", WEIGHT_FORMATS)
 @pytest.mark.parametrize("change", [rolled, quiet, rows_swapped, lambda rows: rows[:-1]])
-def test_a_wrong_vocabulary_is_found(change: Change, kind: str, vocabulary: Tensor) -> None:
+def test_a_wrong_vocabulary_is_found(
+    change: Change, weight_format: str, vocabulary: Tensor
+) -> None:
     true: Any = Rows(vocabulary)
-    model = holding(change(vocabulary), kind)
+    model = holding(change(vocabulary), weight_format)
     assert not all(
-        finding.ok for finding in check_quantized_head(true, model, {"head": kind}, "bfloat16")
+        finding.ok
+        for finding in check_quantized_head(true, model, {"head": weight_format}, "bfloat16")
     )
     assert not all(finding.ok for finding in check_embedding_tables(true, model, "bfloat16"))

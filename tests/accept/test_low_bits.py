@@ -74,11 +74,11 @@ def test_a_fault_is_refused_and_named(
 
 def test_a_fold_that_forgets_one_side_is_refused(tiny: dict[str, Path], tmp_path: Path) -> None:
     """The norm is divided, the columns are left alone."""
-    honest = awq.fold_scales
+    real_fold = awq.fold_scales
 
     def half(block: Any, site: str, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if site != "up":
-            return honest(block, site, scales, dtype)
+            return real_fold(block, site, scales, dtype)
         block.norm(site).weight = block.norm(site).weight / scales
         return scales
 
@@ -92,12 +92,12 @@ def test_a_fold_that_forgets_one_side_is_refused(tiny: dict[str, Path], tmp_path
 
 def test_a_kernel_that_errs_is_refused(tiny: dict[str, Path], tmp_path: Path) -> None:
     """Offsets are left out of one group: far less than what 4 bits cost, but wrong."""
-    honest = op.int4_linear
+    real_linear = op.int4_linear
 
     def wrong(inputs: Any) -> Any:
         scale = inputs.scale.clone()
         scale[:, 0] *= 1.01
-        return honest(inputs._replace(scale=scale))
+        return real_linear(inputs._replace(scale=scale))
 
     real = registry.select_backends
 

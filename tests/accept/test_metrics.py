@@ -51,8 +51,8 @@ def test_a_factor_is_the_gain(factor: float, size: int, exponent: int, seed: int
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_infinitely_wrong(bad: float) -> None:
     fine, broken = torch.ones(3), torch.tensor([1.0, bad, 1.0])
-    for ours, reference in ((broken, fine), (fine, broken), (broken, broken)):
-        row = compare_tensors("x", ours, reference)
+    for actual, reference in ((broken, fine), (fine, broken), (broken, broken)):
+        row = compare_tensors("x", actual, reference)
         assert (
             row.max_abs == row.mean_abs == row.median_abs == row.max_rel == row.rel_l2 == math.inf
         )
@@ -103,11 +103,11 @@ def test_logits_measures() -> None:
 def test_blocks_of_rows_change_nothing(rows: int, vocab: int, block: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     right = torch.randn(rows, vocab, generator=generator)
-    ours = right + 0.1 * torch.randn(rows, vocab, generator=generator)
+    actual = right + 0.1 * torch.randn(rows, vocab, generator=generator)
     targets = torch.randint(0, vocab, (rows,), generator=generator)
 
-    def told() -> list[float]:
-        row, agreed = compare_logits("x", ours, right), top1_agreement(ours, right, 0.3)
+    def all_metrics() -> list[float]:
+        row, agreed = compare_logits("x", actual, right), top1_agreement(actual, right, 0.3)
         numbers = [
             row.max_abs,
             row.mean_abs,
@@ -122,14 +122,19 @@ def test_blocks_of_rows_change_nothing(rows: int, vocab: int, block: int, seed: 
             float(agreed.num_agreed),
             float(-1 if agreed.first_mismatch is None else agreed.first_mismatch),
         ]
-        return [*numbers, *counts, *kl_divergence(ours, right).tolist(), perplexity(ours, targets)]
+        return [
+            *numbers,
+            *counts,
+            *kl_divergence(actual, right).tolist(),
+            perplexity(actual, targets),
+        ]
 
-    whole = told()
+    expected = all_metrics()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(metrics, "LOGITS_BLOCK", block)
-        assert told() == pytest.approx(whole, rel=1e-12)
-    plain = compare_tensors("x", center_logits(ours), center_logits(right))
-    row = compare_logits("x", ours, right)
+        assert all_metrics() == pytest.approx(expected, rel=1e-12)
+    plain = compare_tensors("x", center_logits(actual), center_logits(right))
+    row = compare_logits("x", actual, right)
     assert (row.rel_l2, row.gain, row.cosine) == pytest.approx(
         (plain.rel_l2, plain.gain, plain.cosine), rel=1e-12
     )
@@ -143,8 +148,8 @@ def test_one_bad_logit_in_any_block_makes_the_rows_incomparable(
 ) -> None:
     monkeypatch.setattr(metrics, "LOGITS_BLOCK", 8)
     right = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-    ours = right.clone()
-    ours[at, 1] = worst
-    assert not compare_logits("x", ours, right).is_finite
-    assert not top1_agreement(ours, right, -1.0).all_agree
-    assert math.isinf(float(kl_divergence(ours, right)[at]))
+    actual = right.clone()
+    actual[at, 1] = worst
+    assert not compare_logits("x", actual, right).is_finite
+    assert not top1_agreement(actual, right, -1.0).all_agree
+    assert math.isinf(float(kl_divergence(actual, right)[at]))

@@ -92,12 +92,13 @@ def test_gpt2_c_attn_left_as_stored_does_not_even_fit(
 
     from modelmill.models import gpt2
 
-    honest = gpt2.rules
+    real_rules = gpt2.rules
     monkeypatch.setattr(
         gpt2,
         "rules",
         lambda config: [
-            replace(r, how="copy") if "c_attn.weight" in r.sources[0] else r for r in honest(config)
+            replace(r, how="copy") if "c_attn.weight" in r.sources[0] else r
+            for r in real_rules(config)
         ],
     )
     with pytest.raises(TensorMismatch, match="c_attn"):

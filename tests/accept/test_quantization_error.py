@@ -13,7 +13,7 @@ from modelmill.accept.quantized_reference import read_engine_weights
 from modelmill.accept.reference import open_reference
 from modelmill.artifact.store import open_artifact
 from modelmill.checkpoint.open import open_checkpoint
-from modelmill.runtime.model_loader import load_model
+from modelmill.loader.model_loader import load_model
 from tests.accept.build_and_accept import build_and_accept, save_tiny
 
 BITS = {"int8": 8, "int4": 4, "fp8": 8}
@@ -31,12 +31,12 @@ def test_every_quantized_matrix_has_its_errors_bits_and_outliers(
     method = {} if recipe == "int8" else {"method": "nearest"}
     report, written = build_and_accept(llama, tmp_path / "e", "float32", recipe, **method)
     assert written, report["reason"]
-    told = report["quantization_errors"]
+    errors = report["quantization_errors"]
     modules = ("attn.qkv_proj", "attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
-    assert [(row["layer"], row["module"]) for row in told] == [
+    assert [(row["layer"], row["module"]) for row in errors] == [
         (i, name) for i in range(3) for name in modules
     ]
-    for row in told:
+    for row in errors:
         assert 0 < row["before"] == row["after"] < 0.5
         assert BITS[recipe] < row["bits"] < BITS[recipe] + 3
         assert [times for _, times in row["outliers"]] == sorted(
@@ -71,9 +71,9 @@ def test_the_error_is_that_of_the_outputs(llama: Path, tmp_path: Path) -> None:
     x = reference.run_norm(0, "input_norm", reference.embed(torch.tensor(ids))).double()
     weights = reference.layer_weights(0)
     right = torch.cat([weights[name].weight for name in ("q", "k", "v")]).double()
-    held = model.layers[0].attn.qkv_proj.weight.dense().double()  # type: ignore[union-attr, index]
+    stored = model.layers[0].attn.qkv_proj.weight.dense().double()  # type: ignore[union-attr, index]
     assert row["after"] == pytest.approx(
-        float((x @ (held - right).T).norm() / (x @ right.T).norm()), rel=5e-3
+        float((x @ (stored - right).T).norm() / (x @ right.T).norm()), rel=5e-3
     )
     peak = x.abs().amax(0)
     assert row["outliers"][0][0] == int(peak.argmax())

@@ -49,15 +49,15 @@ def test_prompts_around_and_beyond_seq_length(times: float, decoded: int) -> Non
     ids = random_ids(prompt + decoded)
     tensors = seeded_qwen(CONFIG, 1)
     expected = plain_qwen_logits(tensors, CONFIG, ids, prompt)
-    ours = reference_logits(
+    logits = reference_logits(
         open_reference(memory_checkpoint(tensors, CONFIG)), ids, prompt_length=prompt
     )
-    torch.testing.assert_close(ours.double(), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(logits.double(), expected, atol=1e-4, rtol=0)
     if times > 1:
         other = reference_logits(
             open_reference(memory_checkpoint(tensors, CONFIG)), ids, prompt_length=1
         )
-        assert (other - ours).abs().max() > 1e-2
+        assert (other - logits).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("off", ["use_dynamic_ntk", "use_logn_attn"])
@@ -65,8 +65,8 @@ def test_either_can_be_off(off: str) -> None:
     config = CONFIG | {off: False, "rotary_emb_base": 100000, "layer_norm_epsilon": 1e-5}
     tensors, ids = seeded_qwen(config, 2), random_ids(40)
     expected = plain_qwen_logits(tensors, config, ids, 40)
-    ours = reference_logits(open_reference(memory_checkpoint(tensors, config)), ids)
-    torch.testing.assert_close(ours.double(), expected, atol=1e-4, rtol=0)
+    logits = reference_logits(open_reference(memory_checkpoint(tensors, config)), ids)
+    torch.testing.assert_close(logits.double(), expected, atol=1e-4, rtol=0)
 
 
 def test_alpha_of_the_published_sizes() -> None:
@@ -90,9 +90,9 @@ def test_old_config_keys() -> None:
     renamed = {v: k for k, v in old.items()}
     config = {renamed.get(key, key): value for key, value in CONFIG.items()}
     tensors, ids = seeded_qwen(CONFIG, 1), random_ids(20)
-    ours = reference_logits(open_reference(memory_checkpoint(tensors, config)), ids)
+    logits = reference_logits(open_reference(memory_checkpoint(tensors, config)), ids)
     assert torch.equal(
-        ours, reference_logits(open_reference(memory_checkpoint(tensors, CONFIG)), ids)
+        logits, reference_logits(open_reference(memory_checkpoint(tensors, CONFIG)), ids)
     )
 
 
@@ -135,10 +135,12 @@ def test_gguf_container() -> None:
         "qwen.attention.layer_norm_rms_epsilon": 1e-6,
         "qwen.rope.freq_base": 10000.0,
     }
-    ours = reference_logits(open_reference(MemoryCheckpoint(MemoryContainer(renamed, facts))), ids)
+    logits = reference_logits(
+        open_reference(MemoryCheckpoint(MemoryContainer(renamed, facts))), ids
+    )
     config = CONFIG | {"use_dynamic_ntk": False, "use_logn_attn": False}
     assert torch.equal(
-        ours, reference_logits(open_reference(memory_checkpoint(tensors, config)), ids)
+        logits, reference_logits(open_reference(memory_checkpoint(tensors, config)), ids)
     )
 
 
@@ -178,5 +180,7 @@ def test_llama_relaid_as_qwen_computes_the_same() -> None:
         "use_logn_attn": False,
     }
     ids = torch.arange(3, 35)
-    ours = reference_logits(open_reference(memory_checkpoint(tensors, config)), ids)
-    torch.testing.assert_close(ours, reference_logits(reference_of(model), ids), atol=1e-5, rtol=0)
+    logits = reference_logits(open_reference(memory_checkpoint(tensors, config)), ids)
+    torch.testing.assert_close(
+        logits, reference_logits(reference_of(model), ids), atol=1e-5, rtol=0
+    )

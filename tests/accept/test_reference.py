@@ -73,16 +73,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def original(kind: str, changes: dict[str, Any]) -> Any:
+def original(model_type: str, changes: dict[str, Any]) -> Any:
     """A seeded transformers model with weights (biases and norms too) away from their plain
     defaults.
     """
     transformers = pytest.importorskip("transformers")
     sizes = dict(SMALL)
-    if kind == "gpt2":
+    if model_type == "gpt2":
         sizes = {"vocab_size": 97, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64}
         sizes |= {"bos_token_id": 1, "eos_token_id": 2}
-    config = transformers.AutoConfig.for_model(kind, **(sizes | changes))
+    config = transformers.AutoConfig.for_model(model_type, **(sizes | changes))
     config._attn_implementation = "eager"
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -91,8 +91,8 @@ def original(kind: str, changes: dict[str, Any]) -> Any:
             spread = 0.2 if weight.ndim == 1 else 2.5 * weight.shape[-1] ** -0.5 / 3
             plain = "norm" in name or "ln_" in name
             centre = 1.0 if plain and not name.endswith("bias") else 0.0
-            kept = centre if weight.ndim == 1 else weight
-            weight.copy_(kept + spread * torch.randn_like(weight))
+            offset = centre if weight.ndim == 1 else weight
+            weight.copy_(offset + spread * torch.randn_like(weight))
     return model
 
 
@@ -120,8 +120,8 @@ def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("length", [9, 41])
 def test_logits_equal_transformers(case: str, length: int) -> None:
-    kind, changes = CASES[case]
-    model = original(kind, changes)
+    model_type, changes = CASES[case]
+    model = original(model_type, changes)
     ids = torch.randint(3, 97, (length,), generator=torch.Generator().manual_seed(3))
     expected = logits_of(model, ids)
     assert expected.std() > 0.1
@@ -134,8 +134,8 @@ def test_logits_equal_transformers(case: str, length: int) -> None:
 @pytest.mark.parametrize("case", ["llama-dynamic", "llama", "mistral-window", "gpt2"])
 def test_decode_equals_transformers_with_its_cache(case: str) -> None:
     """Dynamic NTK: a prefill knows its prompt, every decoded token its own length."""
-    kind, changes = CASES[case]
-    model = original(kind, changes)
+    model_type, changes = CASES[case]
+    model = original(model_type, changes)
     ids = torch.randint(3, 97, (40,), generator=torch.Generator().manual_seed(4))
     prompt = 19
     with torch.no_grad():
@@ -146,58 +146,60 @@ def test_decode_equals_transformers_with_its_cache(case: str) -> None:
                 ids[None, place : place + 1], past_key_values=out.past_key_values, use_cache=True
             )
             rows.append(out.logits[0])
-    ours = reference_logits(reference_of(model), ids, prompt_length=prompt)
-    torch.testing.assert_close(ours, torch.cat(rows), atol=1e-4, rtol=0)
+    logits = reference_logits(reference_of(model), ids, prompt_length=prompt)
+    torch.testing.assert_close(logits, torch.cat(rows), atol=1e-4, rtol=0)
 
 
 def test_names_without_the_outer_prefix() -> None:
     ids = torch.tensor([5, 6, 7, 8])
-    for kind, prefix in (("gpt2", "transformer."), ("llama", "model.")):
-        model = original(kind, {})
+    for model_type, prefix in (("gpt2", "transformer."), ("llama", "model.")):
+        model = original(model_type, {})
         bare = {name.removeprefix(prefix): tensor for name, tensor in model.state_dict().items()}
-        ours = reference_logits(
+        logits = reference_logits(
             open_reference(memory_checkpoint(bare, model.config.to_dict())), ids
         )
-        torch.testing.assert_close(ours, logits_of(model, ids), atol=1e-4, rtol=0)
+        torch.testing.assert_close(logits, logits_of(model, ids), atol=1e-4, rtol=0)
 
 
-def gguf_checkpoint(model: Any, kind: str) -> MemoryCheckpoint:
+def gguf_checkpoint(model: Any, model_type: str) -> MemoryCheckpoint:
     """The model under GGUF names, its q and k rows interleaved as llama.cpp's converter leaves
     them.
     """
     gguf = pytest.importorskip("gguf")
     config = model.config.to_dict()
-    architecture = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "gpt2": "GPT2"}[kind]
+    architecture = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "gpt2": "GPT2"}[
+        model_type
+    ]
     names = gguf.get_tensor_name_map(
         getattr(gguf.MODEL_ARCH, architecture), model.config.num_hidden_layers
     )
     tensors = {}
     for name, tensor in model.state_dict().items():
-        if kind == "llama" and ("q_proj" in name or "k_proj" in name):
+        if model_type == "llama" and ("q_proj" in name or "k_proj" in name):
             heads = (
                 config["num_attention_heads"] if "q_proj" in name else config["num_key_value_heads"]
             )
             split = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
             tensor = split.swapaxes(1, 2).reshape(tensor.shape)
-        if kind == "gpt2" and tensor.ndim == 2 and ".h." in name:
+        if model_type == "gpt2" and tensor.ndim == 2 and ".h." in name:
             tensor = tensor.T
         tensors[names.get_name(name, try_suffixes=(".weight", ".bias"))] = tensor
     if config.get("tie_word_embeddings", True):
         tensors.pop("output.weight", None)
     facts = {
-        "general.architecture": kind,
-        f"{kind}.block_count": model.config.num_hidden_layers,
-        f"{kind}.embedding_length": model.config.hidden_size,
-        f"{kind}.context_length": model.config.max_position_embeddings,
-        f"{kind}.attention.head_count": model.config.num_attention_heads,
+        "general.architecture": model_type,
+        f"{model_type}.block_count": model.config.num_hidden_layers,
+        f"{model_type}.embedding_length": model.config.hidden_size,
+        f"{model_type}.context_length": model.config.max_position_embeddings,
+        f"{model_type}.attention.head_count": model.config.num_attention_heads,
     }
-    if kind == "gpt2":
+    if model_type == "gpt2":
         facts["gpt2.attention.layer_norm_epsilon"] = 1e-5
     else:
-        facts[f"{kind}.attention.head_count_kv"] = model.config.num_key_value_heads
-        facts[f"{kind}.attention.layer_norm_rms_epsilon"] = model.config.rms_norm_eps
-        facts[f"{kind}.rope.freq_base"] = model.config.rope_parameters["rope_theta"]
-        facts[f"{kind}.attention.key_length"] = getattr(model.config, "head_dim", None) or 8
+        facts[f"{model_type}.attention.head_count_kv"] = model.config.num_key_value_heads
+        facts[f"{model_type}.attention.layer_norm_rms_epsilon"] = model.config.rms_norm_eps
+        facts[f"{model_type}.rope.freq_base"] = model.config.rope_parameters["rope_theta"]
+        facts[f"{model_type}.attention.key_length"] = getattr(model.config, "head_dim", None) or 8
     return MemoryCheckpoint(MemoryContainer(tensors, facts))
 
 
@@ -205,11 +207,11 @@ def gguf_checkpoint(model: Any, kind: str) -> MemoryCheckpoint:
     "case", ["llama", "llama-mha-bias", "llama-tied", "llama-theta", "qwen2", "qwen3", "gpt2"]
 )
 def test_gguf_names_and_layout(case: str) -> None:
-    kind, changes = CASES[case]
-    model = original(kind, changes)
+    model_type, changes = CASES[case]
+    model = original(model_type, changes)
     ids = torch.randint(3, 97, (15,), generator=torch.Generator().manual_seed(5))
-    ours = reference_logits(open_reference(gguf_checkpoint(model, kind)), ids)
-    torch.testing.assert_close(ours, logits_of(model, ids), atol=1e-4, rtol=0)
+    logits = reference_logits(open_reference(gguf_checkpoint(model, model_type)), ids)
+    torch.testing.assert_close(logits, logits_of(model, ids), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("scaling", [{"rope_type": "linear", "factor": 2.0}, YARN, LLAMA3])
@@ -227,8 +229,8 @@ def test_gguf_rope_scaling(scaling: dict[str, Any]) -> None:
             "llama.rope.scaling.original_context_length": 24,
         }
     ids = torch.randint(3, 97, (30,), generator=torch.Generator().manual_seed(6))
-    ours = reference_logits(open_reference(checkpoint), ids)
-    torch.testing.assert_close(ours, logits_of(model, ids), atol=1e-4, rtol=0)
+    logits = reference_logits(open_reference(checkpoint), ids)
+    torch.testing.assert_close(logits, logits_of(model, ids), atol=1e-4, rtol=0)
 
 
 def test_gguf_yarn_keys_are_read_or_refused() -> None:
@@ -248,22 +250,22 @@ def test_gguf_yarn_keys_are_read_or_refused() -> None:
     }
     plain = dict(checkpoint.raw.metadata)
 
-    def told(**keys: Any) -> ReferenceModel:
+    def open_with(**keys: Any) -> ReferenceModel:
         checkpoint.raw.metadata = plain | {
             f"llama.rope.scaling.{key}": value for key, value in keys.items()
         }
         return open_reference(checkpoint)
 
     ids = torch.randint(3, 97, (30,), generator=torch.Generator().manual_seed(6))
-    ours = reference_logits(told(**scaling, **idle), ids)
-    torch.testing.assert_close(ours, logits_of(model, ids), atol=1e-4, rtol=0)
+    logits = reference_logits(open_with(**scaling, **idle), ids)
+    torch.testing.assert_close(logits, logits_of(model, ids), atol=1e-4, rtol=0)
     for name in idle:
         with pytest.raises(UnknownArchitecture, match=f"{name} is 0.5"):
-            told(**scaling | idle | {name: 0.5})
+            open_with(**scaling | idle | {name: 0.5})
     with pytest.raises(UnknownArchitecture, match=r"yarn_ext_factor is 1\.0"):
-        told(type="linear", factor=2.0, yarn_ext_factor=1.0)
-    assert told(type="none", factor=2.0).rope.rope_type == "default"
-    assert told(yarn_ext_factor=-1.0).rope.rope_type == "default"
+        open_with(type="linear", factor=2.0, yarn_ext_factor=1.0)
+    assert open_with(type="none", factor=2.0).rope.rope_type == "default"
+    assert open_with(yarn_ext_factor=-1.0).rope.rope_type == "default"
 
 
 def test_what_a_config_leaves_out_is_the_original_classes() -> None:
@@ -281,16 +283,18 @@ def test_what_a_config_leaves_out_is_the_original_classes() -> None:
         ("qwen3", {}),
         ("llama", {}),
     ]
-    for kind, changes in cases:
-        original_kind = "ministral" if "layer_types" in changes else kind
-        theirs = transformers.AutoConfig.for_model(original_kind, **(small | changes))
-        ours = open_reference(memory_checkpoint({}, small | changes | {"model_type": kind}))
-        layers = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 3
-        size = getattr(theirs, "sliding_window", None)
-        assert ours.sliding_windows == [
+    for model_type, changes in cases:
+        original_kind = "ministral" if "layer_types" in changes else model_type
+        hf_config = transformers.AutoConfig.for_model(original_kind, **(small | changes))
+        reference = open_reference(
+            memory_checkpoint({}, small | changes | {"model_type": model_type})
+        )
+        layers = getattr(hf_config, "layer_types", None) or ["sliding_attention"] * 3
+        size = getattr(hf_config, "sliding_window", None)
+        assert reference.sliding_windows == [
             size if layer == "sliding_attention" else None for layer in layers
         ]
-        assert ours.num_kv_heads == theirs.num_key_value_heads
+        assert reference.num_kv_heads == hf_config.num_key_value_heads
     model = original("llama", {"partial_rotary_factor": 0.5, "head_dim": 16})
     ids = torch.randint(3, 97, (15,), generator=torch.Generator().manual_seed(5))
     torch.testing.assert_close(
@@ -317,9 +321,9 @@ def test_trace_names_order_and_shapes(case: str, modules: list[str]) -> None:
     model = original(*CASES[case])
     reference = reference_of(model)
     ids = torch.tensor([3, 4, 5, 6, 7])
-    seen: list[int] = []
-    reference_logits(reference, ids, on_layer=lambda index, trace: seen.append(index))
-    assert seen == [0, 1, 2]
+    layers: list[int] = []
+    reference_logits(reference, ids, on_layer=lambda index, trace: layers.append(index))
+    assert layers == [0, 1, 2]
     trace = reference.run_layer(0, reference.layer_weights(0), reference.embed(ids), 5)
     assert list(trace) == modules
     for name, (inputs, output) in trace.items():

@@ -73,10 +73,10 @@ def coarse(reference: ReferenceModel) -> ReferenceModel:
     plain = reference.layer_weights
 
     def layer_weights(index: int) -> Any:
-        found = plain(index)
+        weights = plain(index)
         return {
             name: w._replace(weight=w.weight.half().float()) if w.weight.dim() > 1 else w
-            for name, w in found.items()
+            for name, w in weights.items()
         }
 
     reference.layer_weights = layer_weights  # type: ignore[method-assign]
@@ -130,18 +130,18 @@ def test_a_gpu_with_forced_tf32_is_not_believed(
     loop = EngineCore.open(
         open_artifact(tmp_path / "e"), RunConfig(device="cuda", kv_cache_bytes=1 << 24)
     )
-    honest = reference_device.open_reference
+    real_open = reference_device.open_reference
 
     def opened(
         checkpoint: Any, dtype: torch.dtype = torch.float32, device: str = "cpu"
     ) -> ReferenceModel:
-        found = honest(checkpoint, dtype, device)
-        return coarse(found) if torch.device(device).type == "cuda" else found
+        reference = real_open(checkpoint, dtype, device)
+        return coarse(reference) if torch.device(device).type == "cuda" else reference
 
     monkeypatch.setattr(reference_device, "open_reference", opened)
-    found = place_reference(checkpoints["llama"], loop, IDS)
-    assert "off by" in found.description
-    assert found.reference.device.type == "cpu"
+    placement = place_reference(checkpoints["llama"], loop, IDS)
+    assert "off by" in placement.description
+    assert placement.reference.device.type == "cpu"
 
 
 def test_a_gpu_that_cannot_compute_the_reference_leaves_it_to_the_cpu(

@@ -52,18 +52,18 @@ def test_so_is_one_whose_heavy_inputs_have_several_columns(
     assert written, report["reason"]
 
 
-def _order(held: RptqWeight) -> RptqWeight:
-    return replace(held, perm=held.perm.roll(1))
+def _order(weight: RptqWeight) -> RptqWeight:
+    return replace(weight, perm=weight.perm.roll(1))
 
 
-def _zero(held: RptqWeight) -> RptqWeight:
-    assert held.input_zero_points is not None
-    return replace(held, input_zero_points=held.input_zero_points + 3)
+def _zero(weight: RptqWeight) -> RptqWeight:
+    assert weight.input_zero_points is not None
+    return replace(weight, input_zero_points=weight.input_zero_points + 3)
 
 
-def _step(held: RptqWeight) -> RptqWeight:
-    assert held.input_scales is not None
-    return replace(held, input_scales=held.input_scales.roll(1))
+def _step(weight: RptqWeight) -> RptqWeight:
+    assert weight.input_scales is not None
+    return replace(weight, input_scales=weight.input_scales.roll(1))
 
 
 @pytest.mark.parametrize("fault", [_order, _zero, _step], ids=lambda f: f.__name__)

@@ -36,15 +36,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Artifact, 
 
     folder = tmp_path_factory.mktemp("sam")
     source = small_file(folder)
-    found = {}
+    engines = {}
     for case in CASES:
         dtype, _, recipe = case.partition("-")
         config = BuildConfig(dtype=dtype, quantization=recipe or "none")
         report = build_engine(source, folder / f"{case}.engine", config)
         assert report["accepted"], report["reason"]
         plan = make_plan(open_checkpoint(source), config)
-        found[case] = (open_artifact(folder / f"{case}.engine"), plan.checkpoint)
-    return found
+        engines[case] = (open_artifact(folder / f"{case}.engine"), plan.checkpoint)
+    return engines
 
 
 def test_the_report_tells_of_embedding_masks_and_scores(made: dict) -> None:
@@ -68,9 +68,9 @@ def test_the_report_tells_of_embedding_masks_and_scores(made: dict) -> None:
 
 def _scaled(model) -> None:
     linear = model.image_encoder.blocks[1].mlp.lin2
-    kind, tensors = linear.weight.format, linear.weight.tensors()
-    part = "weight" if kind == "dense" else "scale"
-    linear.weight = from_tensors(kind, tensors | {part: tensors[part] * 1.05})
+    weight_format, tensors = linear.weight.format, linear.weight.tensors()
+    part = "weight" if weight_format == "dense" else "scale"
+    linear.weight = from_tensors(weight_format, tensors | {part: tensors[part] * 1.05})
 
 
 def _biases(model) -> None:
@@ -122,9 +122,9 @@ def _token(model) -> None:
 )
 def test_planted_faults_are_named(made: dict, case: str, fault: Callable, where: tuple) -> None:
     artifact, checkpoint = made[case]
-    eye = open_sam_model(artifact, "cpu")
-    fault(eye.model)
-    report = compare_segmentation(artifact, eye, checkpoint)
+    sam_model = open_sam_model(artifact, "cpu")
+    fault(sam_model.model)
+    report = compare_segmentation(artifact, sam_model, checkpoint)
     assert not report["accepted"]
     if fault is _scaled and "-" in case:  # what is held is compared with the checkpoint's
         where = (1, "mlp.lin2.weight")
@@ -133,13 +133,13 @@ def test_planted_faults_are_named(made: dict, case: str, fault: Callable, where:
 
 def test_matrices_in_each_others_place_are_named(made: dict) -> None:
     artifact, checkpoint = made["bfloat16-int8"]
-    eye = open_sam_model(artifact, "cpu")
-    blocks = eye.model.image_encoder.blocks
+    sam_model = open_sam_model(artifact, "cpu")
+    blocks = sam_model.model.image_encoder.blocks
     blocks[0].attn.proj.weight, blocks[1].attn.proj.weight = (
         blocks[1].attn.proj.weight,
         blocks[0].attn.proj.weight,
     )
-    report = compare_segmentation(artifact, eye, checkpoint)
+    report = compare_segmentation(artifact, sam_model, checkpoint)
     assert (report["layer"], report["module"]) == (0, "attn.proj.weight"), report["reason"]
 
 
@@ -159,11 +159,11 @@ def rows_swapped(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("change", [row_scaled, rows_swapped])
 def test_rows_that_a_matrix_hides_are_named(made: dict, case: str, change: Callable) -> None:
     artifact, checkpoint = made[case]
-    eye = open_sam_model(artifact, "cpu")
-    linear = eye.model.image_encoder.blocks[1].mlp.lin1
+    sam_model = open_sam_model(artifact, "cpu")
+    linear = sam_model.model.image_encoder.blocks[1].mlp.lin1
     tensors = linear.weight.tensors()
     linear.weight = from_tensors(linear.weight.format, tensors | change(tensors))
-    report = compare_segmentation(artifact, eye, checkpoint)
+    report = compare_segmentation(artifact, sam_model, checkpoint)
     assert not report["accepted"]
     assert (report["layer"], report["module"]) == (1, "mlp.lin1.weight"), report["reason"]
     wrong = {row["name"] for row in report["layers"] if not row["ok"]}
@@ -173,9 +173,11 @@ def test_rows_that_a_matrix_hides_are_named(made: dict, case: str, change: Calla
 @pytest.mark.parametrize("case", ["float32", "bfloat16", "bfloat16-int8", "float32-fp8"])
 def test_what_connects_the_modules_is_judged(made: dict, case: str) -> None:
     artifact, checkpoint = made[case]
-    eye = open_sam_model(artifact, "cpu")
-    eye.model.image_encoder.pos_embed = eye.model.image_encoder.pos_embed.transpose(1, 2)
-    report = compare_segmentation(artifact, eye, checkpoint)
+    sam_model = open_sam_model(artifact, "cpu")
+    sam_model.model.image_encoder.pos_embed = sam_model.model.image_encoder.pos_embed.transpose(
+        1, 2
+    )
+    report = compare_segmentation(artifact, sam_model, checkpoint)
     assert not report["accepted"]
     assert "between the modules" in report["verdict"]
 
@@ -232,10 +234,10 @@ def test_an_overflow_between_the_modules_is_called_one(
     made: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     artifact, checkpoint = made["float16"]
-    eye = open_sam_model(artifact, "cpu")
-    embed = eye.model.encode_image
-    monkeypatch.setattr(eye.model, "encode_image", lambda x, vision: embed(x, vision) * 1e5)
-    report = compare_segmentation(artifact, eye, checkpoint)
+    sam_model = open_sam_model(artifact, "cpu")
+    embed = sam_model.model.encode_image
+    monkeypatch.setattr(sam_model.model, "encode_image", lambda x, vision: embed(x, vision) * 1e5)
+    report = compare_segmentation(artifact, sam_model, checkpoint)
     assert not report["accepted"]
     assert "overflow between the modules" in report["reason"]
     assert "--dtype bfloat16" in report["reason"]
@@ -266,17 +268,19 @@ def test_the_reference_is_transformers(tmp_path: Path) -> None:
     reference = SamReference(open_checkpoint(tmp_path))
     pixels = reference.normalize_image(sample_image(160))
     stages = list(reference.encoder_stages(pixels))
-    wanted = model.vision_encoder(pixels)[0]
-    assert (stages[-1].expected[0] - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    expected = model.vision_encoder(pixels)[0]
+    assert (stages[-1].expected[0] - expected).abs().max() < 1e-5 * expected.abs().max()
     points, labels = torch.tensor([[[30.0, 40.0], [0.0, 0.0]]]), torch.tensor([[1, -1]])
     decoder = SamDecoderReference(reference)
     sparse, dense, at = (s.expected[0] for s in decoder.prompt_stages(points, labels, None))
-    *_, last = decoder.decoder_stages(wanted, at, sparse, dense)
-    told = model(
+    *_, last = decoder.decoder_stages(expected, at, sparse, dense)
+    outputs = model(
         pixel_values=pixels, input_points=points[:, None, :1], input_labels=labels[:, None, :1]
     )
-    for ours, theirs in zip(last.expected, (told.pred_masks[0], told.iou_scores[0]), strict=True):
-        assert (ours[:, 1:] - theirs).abs().max() < 1e-4 * theirs.abs().max()
+    for actual, hf_output in zip(
+        last.expected, (outputs.pred_masks[0], outputs.iou_scores[0]), strict=True
+    ):
+        assert (actual[:, 1:] - hf_output).abs().max() < 1e-4 * hf_output.abs().max()
 
 
 def test_tables_made_for_another_size_are_stretched_as_the_reference_does(tmp_path: Path) -> None:

@@ -29,24 +29,28 @@ def reference(request: pytest.FixtureRequest) -> ReferenceModel:
     )
 
 
-def walk(reference: ReferenceModel, honest: FaultlessModules) -> Iterator[tuple[str, ErrorMetrics]]:
+def walk(
+    reference: ReferenceModel, faultless: FaultlessModules
+) -> Iterator[tuple[str, ErrorMetrics]]:
     """Every module-local row of an honest engine, its norm probes, and at the end its own
     logits.
     """
-    exact, ours = reference.embed(IDS), reference.embed(IDS).to(honest.dtype)
+    exact, stream = reference.embed(IDS), reference.embed(IDS).to(faultless.dtype)
     for index in range(reference.num_layers):
         weights = reference.layer_weights(index)
         trace = reference.run_layer(index, weights, exact, len(IDS))
-        yield from honest.module_errors(index, weights, trace)
+        yield from faultless.module_errors(index, weights, trace)
         for name in ("input_norm", "mlp_norm"):
             x = norm_probe(reference, index, name)
             right = reference.run_norm(index, name, x)
-            yield name, compare_tensors(name, honest.module(index, weights, name, (x,)), right)
-        ours = honest.layer(index, weights, ours, trace)
+            yield name, compare_tensors(name, faultless.module(index, weights, name, (x,)), right)
+        stream = faultless.layer(index, weights, stream, trace)
         exact = trace["output"].output
     right = reference.head(exact)["logits"].output
-    final = honest.head(ours)
-    bound = logits_bound(str(honest.dtype)[6:], honest.recipe, num_layers=reference.num_layers)
+    final = faultless.head(stream)
+    bound = logits_bound(
+        str(faultless.dtype)[6:], faultless.recipe, num_layers=reference.num_layers
+    )
     assert compare_logits("logits", final, right).rel_l2 <= bound.rel_l2
     agreement = top1_agreement(final, right, bound.margin)
     assert agreement.all_agree

@@ -53,8 +53,8 @@ def eps(path: str, value: float) -> Callable[[EngineCore], None]:
 
 def scaled(path: str) -> Callable[[EngineCore], None]:
     def plant(loop: EngineCore) -> None:
-        held = image_embedder(loop).get_submodule(path).weight
-        held.weight.data = held.weight.data * 1.05
+        weight = image_embedder(loop).get_submodule(path).weight
+        weight.weight.data = weight.weight.data * 1.05
 
     return plant
 
@@ -106,10 +106,10 @@ def test_planted_faults_are_named(opened: tuple[EngineCore, Checkpoint], name: s
     broken = EngineCore.open(engine, loop.config)
     # weights are views of the file: a planted fault must not write there
     plant(broken)
-    told = check_vision_encoder(broken, checkpoint)
-    assert not told["ok"]
-    assert told["layer"] == layer, told["reason"]
-    assert told["module"].removesuffix(".eps") == module, told["reason"]
+    report = check_vision_encoder(broken, checkpoint)
+    assert not report["ok"]
+    assert report["layer"] == layer, report["reason"]
+    assert report["module"].removesuffix(".eps") == module, report["reason"]
     assert check_vision_encoder(loop, checkpoint)["ok"]
 
 
@@ -118,8 +118,8 @@ def test_what_no_module_shows(opened: tuple[EngineCore, Checkpoint]) -> None:
     assert loop.artifact is not None
     broken = EngineCore.open(loop.artifact, loop.config)
     no_positions(broken)
-    told = check_vision_encoder(broken, checkpoint)
-    assert "between the modules of the vision encoder" in told["verdict"]
+    report = check_vision_encoder(broken, checkpoint)
+    assert "between the modules of the vision encoder" in report["verdict"]
 
 
 @pytest.mark.parametrize("opened", ["float32"], indirect=True)
@@ -127,8 +127,8 @@ def test_the_language_model_is_judged_as_well(opened: tuple[EngineCore, Checkpoi
     loop, checkpoint = opened
     assert loop.artifact is not None
     broken = EngineCore.open(loop.artifact, loop.config)
-    held = broken.model.layers[1].mlp.down_proj.weight  # type: ignore[index, union-attr]
-    held.weight.data = held.weight.data * 1.05
+    weight = broken.model.layers[1].mlp.down_proj.weight  # type: ignore[index, union-attr]
+    weight.weight.data = weight.weight.data * 1.05
     report = compare_engine(broken, checkpoint, sample_ids(loop.artifact))
     assert not report["accepted"]
     assert (report["layer"], report["module"]) == (1, "mlp.down_proj")
@@ -137,11 +137,11 @@ def test_the_language_model_is_judged_as_well(opened: tuple[EngineCore, Checkpoi
 def test_a_refused_engine_is_not_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from modelmill.models import _blip2_vision
 
-    honest = _blip2_vision.Blip2ImageEmbedder.forward
+    real_forward = _blip2_vision.Blip2ImageEmbedder.forward
     monkeypatch.setattr(
         _blip2_vision.Blip2ImageEmbedder,
         "forward",
-        lambda self, x, vision: honest(self, x, vision) * 1.1,
+        lambda self, x, vision: real_forward(self, x, vision) * 1.1,
     )
     with pytest.raises(AcceptanceError, match="of the vision encoder"):
         build_engine(folder, folder.parent / "refused.engine", BuildConfig(dtype="float32"))
@@ -158,37 +158,47 @@ def eight(request: pytest.FixtureRequest, folder: Path) -> tuple[EngineCore, Che
     engine = folder.parent / f"{dtype}-eight.engine"
     report = build_engine(folder, engine, config)
     assert report["accepted"], report["reason"]
-    kinds = {row["module"] for row in report["layers"]}
+    module_names = {row["module"] for row in report["layers"]}
     assert {
         "vision_encoder.qkv.weight",
         "vision_encoder.fc2.weight",
         "vision_encoder.attn",
         "qformer.layer",
         "proj",
-    } <= kinds
+    } <= module_names
     loop = EngineCore.open(engine, RunConfig(kv_cache_bytes=1 << 22, max_model_len=128))
     assert loop.artifact is not None
-    held = loop.artifact.manifest.weight_formats
-    assert {kind for name, kind in held.items() if "visual_encoder.blocks" in name} == {"w8a8"}
+    weight_formats = loop.artifact.manifest.weight_formats
     assert {
-        kind for name, kind in held.items() if "qformer" in name or name == "image_embedder.proj"
+        weight_format
+        for name, weight_format in weight_formats.items()
+        if "visual_encoder.blocks" in name
+    } == {"w8a8"}
+    assert {
+        weight_format
+        for name, weight_format in weight_formats.items()
+        if "qformer" in name or name == "image_embedder.proj"
     } == {"dense"}
-    wanted = {"none": "dense"}.get(recipe, recipe)
-    assert {kind for name, kind in held.items() if name.startswith("layers.")} == {wanted}
+    language_format = {"none": "dense"}.get(recipe, recipe)
+    assert {
+        weight_format
+        for name, weight_format in weight_formats.items()
+        if name.startswith("layers.")
+    } == {language_format}
     return loop, open_checkpoint(folder)
 
 
 def louder(loop: EngineCore) -> None:
-    held = image_embedder(loop).visual_encoder.blocks[1].mlp.fc2.weight
-    held.scale.data = held.scale.data * 1.05
+    weight = image_embedder(loop).visual_encoder.blocks[1].mlp.fc2.weight
+    weight.scale.data = weight.scale.data * 1.05
 
 
 def one_louder(loop: EngineCore) -> None:
     """A single row."""
-    held = image_embedder(loop).visual_encoder.blocks[1].mlp.fc1.weight
-    scale = held.scale.clone()
+    weight = image_embedder(loop).visual_encoder.blocks[1].mlp.fc1.weight
+    scale = weight.scale.clone()
     scale[5] *= 1.2
-    held.scale.data = scale
+    weight.scale.data = scale
 
 
 def turned(loop: EngineCore) -> None:
@@ -220,8 +230,10 @@ def test_faults_of_a_tower_in_8_bits_are_named(
     plant, layer, module = ROUNDED_FAULTS[name]
     broken = EngineCore.open(loop.artifact, loop.config)
     plant(broken)
-    told = check_vision_encoder(broken, checkpoint)
-    assert (told["ok"], told["layer"], told["module"]) == (False, layer, module), told["reason"]
+    report = check_vision_encoder(broken, checkpoint)
+    assert (report["ok"], report["layer"], report["module"]) == (False, layer, module), report[
+        "reason"
+    ]
     assert check_vision_encoder(loop, checkpoint)["ok"]
 
 

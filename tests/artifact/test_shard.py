@@ -39,9 +39,9 @@ def test_round_trip(
 ) -> None:
     path = tmp_path_factory.mktemp("shard") / "w.safetensors"
     content = tensors(shapes)
-    told = write(path, content)
-    assert told["bytes"] == path.stat().st_size
-    assert told["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    facts = write(path, content)
+    assert facts["bytes"] == path.stat().st_size
+    assert facts["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
     reader = ShardReader(path)
     assert reader.names() == list(content)
     library = safetensors.torch.load_file(path)

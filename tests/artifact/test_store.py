@@ -111,9 +111,9 @@ def test_a_place_that_cannot_be_taken_is_told_and_only_the_move_is_left(
 
 
 def test_only_a_build_in_the_making_is_called_one(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError) as told:
+    with pytest.raises(ArtifactError) as error:
         open_artifact(made(tmp_path / "e.staging", "{}"))
-    assert "unfinished" not in str(told.value)
+    assert "unfinished" not in str(error.value)
     made(tmp_path / ".e.staging", "{}")
     with pytest.raises(ArtifactError, match="unfinished"):
         open_artifact(tmp_path / ".e.staging")

@@ -8,7 +8,7 @@ from benchmarks import peer_process
 from benchmarks.engine_core_table import EagerPromptSide, EngineCoreSide
 from benchmarks.workloads import Workload, measure_in_turn
 from tests.runtime import tiny
-from tests.runtime.test_prefill_graphs import FakeCapturer, filling
+from tests.runtime.test_cuda_graphs import FakeCapturer, filling
 
 
 def test_launched_leaves_the_graphs_of_prompts_aside_for_its_own_calls(

@@ -133,19 +133,17 @@ def test_summaries_that_are_wanted_must_be_there(repository: Path) -> None:
     summary_args = ("--summaries", "../shared/data/text/cnndm_eval.jsonl")
     key = row_key(parse_options(), BUILD)
     without = {"key": key, "accepted": True, "device": "A CPU"}
-    whole = without | {"summaries": 100}
+    row = without | {"summaries": 100}
     digest = result_rows.rouge_articles(parse_options(*summary_args))
     assert matching_rows([without], parse_options(*summary_args), BUILD) == (key, []), (
         "measured with them, it has one line in a report"
     )
-    assert matching_rows([whole], parse_options(*summary_args), BUILD)[1] == [whole]
-    assert matching_rows([whole], parse_options(), BUILD)[1] == [whole]
-    assert matching_rows([whole], parse_options(*summary_args, "--num", "110"), BUILD)[1] == []
-    assert (
-        matching_rows([whole | {"articles": digest}], parse_options(*summary_args), BUILD)[1] != []
-    )
+    assert matching_rows([row], parse_options(*summary_args), BUILD)[1] == [row]
+    assert matching_rows([row], parse_options(), BUILD)[1] == [row]
+    assert matching_rows([row], parse_options(*summary_args, "--num", "110"), BUILD)[1] == []
+    assert matching_rows([row | {"articles": digest}], parse_options(*summary_args), BUILD)[1] != []
     other = ("--summaries", "../shared/data/text/other.jsonl")
-    assert matching_rows([whole | {"articles": digest}], parse_options(*other), BUILD)[1] == []
+    assert matching_rows([row | {"articles": digest}], parse_options(*other), BUILD)[1] == []
     refused = {"key": key, "accepted": False, "device": "A CPU"}
     assert matching_rows([refused], parse_options(*summary_args), BUILD)[1] == [refused]
     assert matching_rows([without], parse_options(*summary_args, "--whole-inputs"), BUILD)[1] == []

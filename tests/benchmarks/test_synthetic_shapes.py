@@ -29,8 +29,8 @@ def test_a_peer_has_as_many_weights_as_we_have(shape: str, tmp_path: Path) -> No
         reference = transformers.AutoModelForCausalLM.from_config(
             transformers.AutoConfig.for_model(**config)
         )
-    ours = sum(torch.Size(size).numel() for shard in tensors(raw) for size in shard.values())
-    assert sum(weight.numel() for weight in reference.parameters()) == ours
+    num_weights = sum(torch.Size(size).numel() for shard in tensors(raw) for size in shard.values())
+    assert sum(weight.numel() for weight in reference.parameters()) == num_weights
 
 
 def test_qwen_is_told_as_qwen2() -> None:

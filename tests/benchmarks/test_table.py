@@ -129,10 +129,14 @@ def test_rows_say_where_weights_are_drawn_another_way(
 
 def test_the_trace_is_served_by_ours_again_after_the_peer(bench: table.SpeedTable) -> None:
     bench.run_trace()
-    ours, peer = rows(bench)
-    assert (ours["requests"], ours["input"], ours["output"]) == (3, 350, 35)
-    assert (ours["spread"]["runs"], peer["spread"]["runs"]) == (3, 2)  # type: ignore[index]
-    assert (ours["unit"], ours["subject"], peer["subject"]) == ("s", "modelmill", "vLLM")
+    engine_row, peer = rows(bench)
+    assert (engine_row["requests"], engine_row["input"], engine_row["output"]) == (3, 350, 35)
+    assert (engine_row["spread"]["runs"], peer["spread"]["runs"]) == (3, 2)  # type: ignore[index]
+    assert (engine_row["unit"], engine_row["subject"], peer["subject"]) == (
+        "s",
+        "modelmill",
+        "vLLM",
+    )
 
 
 def test_both_sides_are_handed_the_trace_in_one_order(bench: table.SpeedTable) -> None:
@@ -219,9 +223,9 @@ def test_without_a_peer_only_ours_is_measured(bench: table.SpeedTable) -> None:
 
 
 def test_a_printed_line_has_the_target_both_sides_and_the_ratio() -> None:
-    ours, peer = MeasuredFigure(3.7, 3.69, 3.72, 3), MeasuredFigure(4.84, 4.8, 4.9, 3)
+    engine_figure, peer = MeasuredFigure(3.7, 3.69, 3.72, 3), MeasuredFigure(4.84, 4.8, 4.9, 3)
     cells = table.table_line(
-        "decode-1x128", {"modelmill": ours, "vLLM": peer}, ["vLLM", "transformers"]
+        "decode-1x128", {"modelmill": engine_figure, "vLLM": peer}, ["vLLM", "transformers"]
     )
     assert cells == [
         "decode, batch 1, prompt 128", "ms/token", "3.34", "3.8", "3.70 (3.69 … 3.72)",

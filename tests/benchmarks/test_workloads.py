@@ -23,11 +23,11 @@ from benchmarks.workloads import (
 class Clocked:
     """A side that answers with made-up seconds and notes who was asked when."""
 
-    def __init__(self, name: str, step: float, asked: list[tuple[str, int, int]]) -> None:
-        self.name, self.step, self.asked = name, step, asked
+    def __init__(self, name: str, step: float, calls: list[tuple[str, int, int]]) -> None:
+        self.name, self.step, self.calls = name, step, calls
 
     def generate(self, lengths: Lengths, seed: int) -> float:
-        self.asked.append((self.name, lengths[0][1], seed))
+        self.calls.append((self.name, lengths[0][1], seed))
         return 1.0 + lengths[0][1] * self.step
 
 
@@ -41,8 +41,8 @@ def test_every_line_with_turns_has_a_target() -> None:
 
 def test_sides_take_turns_on_the_same_ids_and_the_first_round_is_not_counted() -> None:
     calls: list[tuple[str, int, int]] = []
-    ours, peer = Clocked("ours", 0.004, calls), Clocked("peer", 0.008, calls)
-    figures = measure_in_turn(Workload("decode-2x8", (8, 8)), [ours, peer], rounds=2)  # type: ignore[list-item]
+    engine, peer = Clocked("ours", 0.004, calls), Clocked("peer", 0.008, calls)
+    figures = measure_in_turn(Workload("decode-2x8", (8, 8)), [engine, peer], rounds=2)  # type: ignore[list-item]
     assert figures["ours"].value == pytest.approx(4.0)
     assert figures["peer"].value == pytest.approx(8.0)
     assert figures["ours"].runs == 4
@@ -59,7 +59,7 @@ class Warm(Clocked):
 
     def generate(self, lengths: Lengths, seed: int) -> float:
         """After a short call a call takes 0.3 s more."""
-        late = 0.3 if self.asked and self.asked[-1][1] == SHORT else 0.0
+        late = 0.3 if self.calls and self.calls[-1][1] == SHORT else 0.0
         return super().generate(lengths, seed) + late
 
 
@@ -86,8 +86,8 @@ def test_the_warm_part_is_the_first_token_under_names_of_its_own() -> None:
 
 def test_marks_are_taken_in_blocks_of_one_length_and_sides_take_turns() -> None:
     calls: list[tuple[str, int, int]] = []
-    ours, peer = Clocked("ours", 0.004, calls), Clocked("peer", 0.008, calls)
-    (decode, steps), (first, firsts) = measure_in_blocks(1, 1024, [ours, peer], rounds=2)  # type: ignore[list-item]
+    engine, peer = Clocked("ours", 0.004, calls), Clocked("peer", 0.008, calls)
+    (decode, steps), (first, firsts) = measure_in_blocks(1, 1024, [engine, peer], rounds=2)  # type: ignore[list-item]
     assert (decode.name, first.name) == ("decode-1x1024", "first-1024")
     assert [steps[name].value for name in ("ours", "peer")] == pytest.approx([4.0, 8.0])
     assert firsts["ours"].value == pytest.approx(1004.0)

@@ -13,15 +13,15 @@ import torch
 from modelmill.artifact.store import open_artifact
 from modelmill.builder.plan import BuildPlan
 from modelmill.core.config import RunConfig
+from modelmill.loader.model_loader import load_model
 from modelmill.nn.fused_decode import StackedWeights
 from modelmill.runtime.engine_core import EngineCore
-from modelmill.runtime.model_loader import load_model
 from tests.accept.build_and_accept import save_tiny
 from tests.builder.test_build_engine import digest
 from tests.builder.test_quantized_builds import goes_on_after_two_layers, make, plan
 
 SMOOTH = {"quantization": "smoothquant", "alpha": "0.5"}
-FORMS: list[dict[str, Any]] = [
+OPTION_SETS: list[dict[str, Any]] = [
     SMOOTH,
     SMOOTH | {"activation_scales": "tensor", "weight_scales": "tensor"},
     {"quantization": "fp8"},
@@ -41,17 +41,17 @@ def llama(tmp_path: Path) -> Path:
     return save_tiny("llama", tmp_path / "hf")
 
 
-@pytest.mark.parametrize("options", FORMS, ids=str)
+@pytest.mark.parametrize("options", OPTION_SETS, ids=str)
 def test_the_engine_is_as_large_as_planned_and_says_what_it_is(
     llama: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    told = plan(llama, **options)
-    assert (told.calibration is None) == (options.get("method") == "nearest")
+    build_plan = plan(llama, **options)
+    assert (build_plan.calibration is None) == (options.get("method") == "nearest")
     artifact = open_artifact(make(llama, tmp_path / "e", **options))
     stored = {name: artifact.tensor(name) for name in artifact.names()}
-    assert sum(t.nbytes for t in stored.values()) == told.weight_bytes
-    kind = "fp8" if options["quantization"] == "fp8" else "w8a8"
-    assert set(artifact.manifest.weight_formats.values()) == {kind} | (
+    assert sum(t.nbytes for t in stored.values()) == build_plan.weight_bytes
+    weight_format = "fp8" if options["quantization"] == "fp8" else "w8a8"
+    assert set(artifact.manifest.weight_formats.values()) == {weight_format} | (
         set() if "quantize_head" in options else {"dense"}
     )
     for layer in load_model(artifact, "cpu").layers:  # type: ignore[union-attr]
@@ -97,8 +97,8 @@ def test_clusters_are_as_large_as_planned_and_heavy_inputs_alone_have_copies(
         if "mode" not in options
         else 1
     )
-    asked = options.get("splits_per_channel", usual)
-    assert artifact.manifest.build["splits_per_channel"] == asked
+    num_splits = options.get("splits_per_channel", usual)
+    assert artifact.manifest.build["splits_per_channel"] == num_splits
     for layer in load_model(artifact, "cpu").layers:  # type: ignore[union-attr]
         for linear in (
             layer.attn.qkv_proj,
@@ -107,7 +107,7 @@ def test_clusters_are_as_large_as_planned_and_heavy_inputs_alone_have_copies(
             layer.mlp.down_proj,
         ):
             order = linear.weight.perm
-            copies = asked if linear is layer.mlp.down_proj else 1
+            copies = num_splits if linear is layer.mlp.down_proj else 1
             assert order[order >= 0].bincount().tolist() == [copies] * linear.weight.columns
 
 
@@ -134,8 +134,8 @@ def test_a_head_in_integers_scales_its_inputs_as_they_come(
     )
     head = load_model(artifact, "cpu").head.weight  # type: ignore[union-attr]
     assert head.inv_input_scales is None
-    whole = open_artifact(make(folder, tmp_path / "w", dtype="float32"))
-    weight = whole.tensor("head.weight" if "head.weight" in whole.names() else "embed.weight")
+    unscaled = open_artifact(make(folder, tmp_path / "w", dtype="float32"))
+    weight = unscaled.tensor("head.weight" if "head.weight" in unscaled.names() else "embed.weight")
     step = weight.abs().amax(1) / (127 if bits == "w8a8" else 7)
     assert (
         bool(((head.dense() - weight).abs() <= 0.51 * step[:, None] + 1e-6).all()) or bits == "w4a8"

@@ -43,8 +43,10 @@ def menu(costs: list[float]) -> list[LayerOption]:
     """One layer: forms of growing size, the last whole."""
     sizes = (425, 450, 500, 800, 3200)
     return [
-        LayerOption(form, size, kl)
-        for form, size, kl in zip((*BIT_CHOICES, UNQUANTIZED), sizes, (*costs, 0.0), strict=True)
+        LayerOption(bit_choice, size, kl)
+        for bit_choice, size, kl in zip(
+            (*BIT_CHOICES, UNQUANTIZED), sizes, (*costs, 0.0), strict=True
+        )
     ]
 
 
@@ -88,8 +90,8 @@ def test_finer_forms_err_less() -> None:
     weight = torch.randn(48, 256, generator=generator)
     energy = torch.rand(256, generator=generator) + 0.1
     errors = []
-    for form in (*BIT_CHOICES, UNQUANTIZED):
-        off = quantize_quickly(weight, form, energy).dense() - weight
+    for bit_choice in (*BIT_CHOICES, UNQUANTIZED):
+        off = quantize_quickly(weight, bit_choice, energy).dense() - weight
         errors.append(float((off.square() * energy).sum()))
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] == 0.0
@@ -110,11 +112,11 @@ def test_a_wider_limit_is_never_larger_and_what_is_told_is_kept(llama: Path) -> 
         assert made.config.layer_recipes == {
             str(i): o.bit_choice for i, o in enumerate(made.auto_result.chosen)
         }
-        told = made.describe()["auto"]
-        assert [row["bit_choice"] for row in told["layers"]] == list(
+        auto_facts = made.describe()["auto"]
+        assert [row["bit_choice"] for row in auto_facts["layers"]] == list(
             made.config.layer_recipes.values()
         )
-        assert set(told["layers"][0]["kl"]) == {*BIT_CHOICES, UNQUANTIZED}
+        assert set(auto_facts["layers"][0]["kl"]) == {*BIT_CHOICES, UNQUANTIZED}
         sizes.append(made.weight_bytes)
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > sizes[1]
@@ -143,8 +145,10 @@ def test_a_mixed_engine_is_built_and_accepted(llama: Path, tmp_path: Path, dtype
     )
     assert written, report.get("reason")
     artifact = open_artifact(tmp_path / "e")
-    kinds = [artifact.manifest.weight_formats[f"layers.{i}.mlp.down_proj"] for i in range(3)]
-    assert kinds == ["int4", "int8", "dense"]
+    weight_formats = [
+        artifact.manifest.weight_formats[f"layers.{i}.mlp.down_proj"] for i in range(3)
+    ]
+    assert weight_formats == ["int4", "int8", "dense"]
     assert artifact.tensor("layers.2.mlp.down_proj.weight").dtype is getattr(torch, dtype)
     assert artifact.tensor("layers.0.attn.o_proj.sizes").tolist() == [48, 32]
     made = plan(llama, dtype=dtype, layer_recipes=mixed)
@@ -197,7 +201,7 @@ def test_a_rounded_head_is_within_the_limit(llama: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({}, "needs a limit: --max-kl"),
         ({"max_kl": 0.0}, "--max-kl must be above 0"),
@@ -212,7 +216,7 @@ def test_a_rounded_head_is_within_the_limit(llama: Path) -> None:
         ),
     ],
 )
-def test_what_makes_no_sense_is_named(llama: Path, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said) as told:
+def test_what_makes_no_sense_is_named(llama: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as error:
         plan(llama, **options)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)

@@ -86,12 +86,12 @@ def test_the_products_of_a_step_are_watched(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module, "candidates", lambda key: ((1,), (2,)))
     ops = registry.select_backends("cpu", {"linear": "triton", "paged_attention": "torch"})
     model = decoder()
-    found = autotune_measure.tunable_gemms(model, synthetic_step(model, ops, (1, 1, 20)))
-    shapes = {each.key[1:3] for each in found}
+    gemms = autotune_measure.tunable_gemms(model, synthetic_step(model, ops, (1, 1, 20)))
+    shapes = {each.key[1:3] for each in gemms}
     assert shapes == {(64, 32), (32, 32), (96, 32), (32, 48), (97, 32)}
-    assert sum(each.time_share for each in found) == pytest.approx(1.0)
+    assert sum(each.time_share for each in gemms) == pytest.approx(1.0)
     layers = 2 * (64 * 32 + 32 * 32 + 96 * 32 + 32 * 48)
-    head = next(each for each in found if each.key[1] == 97)
+    head = next(each for each in gemms if each.key[1] == 97)
     assert head.time_share == pytest.approx(97 * 32 / (layers + 97 * 32))
 
 

@@ -50,13 +50,13 @@ class Machine:
         return float(self.raced)
 
 
-def found(gains: dict[Any, Any], until: float = 1e9, noise: float = 0.0) -> Any:
+def search(gains: dict[Any, Any], deadline: float = 1e9, noise: float = 0.0) -> Any:
     machine = Machine(gains, noise)
-    return search_launch_configs([DOWN, GATE], machine.race, machine.now, until)
+    return search_launch_configs([DOWN, GATE], machine.race, machine.now, deadline)
 
 
 def test_each_product_keeps_what_is_fastest() -> None:
-    outcome = found({("linear", (2,)): 0.02, ("linear", (3,)): 0.05, ("linear_swiglu", (4,)): 0.1})
+    outcome = search({("linear", (2,)): 0.02, ("linear", (3,)): 0.05, ("linear_swiglu", (4,)): 0.1})
     assert outcome.choices == {"linear_swiglu": {GATE.key: (4,)}, "linear": {DOWN.key: (3,)}}
     assert outcome.tuned_seconds == pytest.approx(0.85)
     assert (outcome.default_seconds, outcome.num_untried) == (1.0, 0)
@@ -65,7 +65,7 @@ def test_each_product_keeps_what_is_fastest() -> None:
 def test_a_small_gain_keeps_the_default() -> None:
     """1 % of the product's time is no reason to leave a default."""
     assert (
-        found(
+        search(
             {
                 ("linear", (3,)): 0.01 * DOWN.time_share,
                 ("linear_swiglu", (4,)): 0.01 * GATE.time_share,
@@ -76,11 +76,11 @@ def test_a_small_gain_keeps_the_default() -> None:
 
 
 def test_noise_chooses_nothing() -> None:
-    assert found({}, noise=MIN_STEP_GAIN / 3).choices == {}
+    assert search({}, noise=MIN_STEP_GAIN / 3).choices == {}
 
 
 def test_sizes_that_cannot_run_are_no_candidates() -> None:
-    outcome = found({("linear", (1,)): None, ("linear", (2,)): 0.03, ("linear", (3,)): None})
+    outcome = search({("linear", (1,)): None, ("linear", (2,)): 0.03, ("linear", (3,)): None})
     assert outcome.choices == {"linear": {DOWN.key: (2,)}}
 
 
@@ -108,7 +108,7 @@ def test_a_winner_must_win_twice() -> None:
 
 
 def test_time_ends_the_search_with_the_largest_products_done() -> None:
-    outcome = found({("linear", (3,)): 0.05, ("linear_swiglu", (4,)): 0.1}, until=1.0)
+    outcome = search({("linear", (3,)): 0.05, ("linear_swiglu", (4,)): 0.1}, deadline=1.0)
     assert outcome.choices == {"linear_swiglu": {GATE.key: (4,)}}
     assert outcome.num_untried == 1
 

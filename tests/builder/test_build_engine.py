@@ -183,10 +183,10 @@ def test_left_over_and_missing_tensors_are_named(llama: Path, tmp_path: Path) ->
     tensors["model.layers.0.self_attn.mystery"] = torch.zeros(2)
     del tensors["model.layers.2.mlp.gate_proj.weight"]
     save_file(tensors, llama / "model.safetensors")
-    with pytest.raises(TensorMismatch) as told:
+    with pytest.raises(TensorMismatch) as error:
         plan(llama)
-    assert "mystery" in str(told.value)
-    assert "layers.2.mlp.gate_proj.weight" in str(told.value)
+    assert "mystery" in str(error.value)
+    assert "layers.2.mlp.gate_proj.weight" in str(error.value)
 
 
 def test_wrong_shapes_are_named(llama: Path) -> None:
@@ -206,10 +206,10 @@ def test_integer_weights_are_refused(llama: Path) -> None:
 def test_an_unknown_architecture_names_the_nearest(tmp_path: Path) -> None:
     config = {"model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"]}
     folder = save_raw(tmp_path / "hf", {"a": torch.zeros(2)}, config)
-    with pytest.raises(UnknownArchitecture) as told:
+    with pytest.raises(UnknownArchitecture) as error:
         plan(folder)
-    assert "qwen2_moe" in str(told.value)
-    assert "nearest known family is qwen2" in str(told.value)
+    assert "qwen2_moe" in str(error.value)
+    assert "nearest known family is qwen2" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -231,9 +231,9 @@ def test_bad_configs_are_one_line(llama: Path, change: dict[str, Any]) -> None:
         raw.update(change)
 
     edit(llama, apply)
-    with pytest.raises(CheckpointError) as told:
+    with pytest.raises(CheckpointError) as error:
         plan(llama)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_damaged_checkpoint_leaves_nothing_behind(llama: Path, tmp_path: Path) -> None:
@@ -257,14 +257,14 @@ def test_too_long_is_refused(llama: Path) -> None:
 
 def test_the_plan_tells_sizes_that_come_true(llama: Path, tmp_path: Path) -> None:
     made = plan(llama, quantization="int8")
-    told = json.loads(json.dumps(made.describe()))
+    output = json.loads(json.dumps(made.describe()))
     build_engine.build(made, tmp_path / "e", None)
     on_disk = sum(p.stat().st_size for p in (tmp_path / "e" / "weights").iterdir())
     # headers and padding come on top of the tensors
-    assert told["memory"]["weights"] <= on_disk <= told["memory"]["weights"] + 40_000
-    assert told["memory"]["kv_per_token"] == 2 * 3 * 2 * 12 * 4
-    assert told["memory"]["kv_per_token_8bit"] == 2 * 3 * 2 * (12 + 4)
-    assert told["bytes_by_format"]["int8"] > 0
+    assert output["memory"]["weights"] <= on_disk <= output["memory"]["weights"] + 40_000
+    assert output["memory"]["kv_per_token"] == 2 * 3 * 2 * 12 * 4
+    assert output["memory"]["kv_per_token_8bit"] == 2 * 3 * 2 * (12 + 4)
+    assert output["bytes_by_format"]["int8"] > 0
 
 
 def test_a_flipped_bit_is_found(llama: Path, tmp_path: Path) -> None:

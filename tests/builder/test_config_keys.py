@@ -32,7 +32,7 @@ from tests.trust.error_lines import check_one_line
 FLOAT = BuildConfig(dtype="float32", target="cpu")
 
 
-def said(raw: dict[str, Any]) -> list[str]:
+def config_warnings(raw: dict[str, Any]) -> list[str]:
     """What a build says of a config.json."""
     family, view = find_module("modelmill.models", raw["model_type"]), ConfigView(raw)
     assert family is not None
@@ -154,7 +154,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_files_say_nothing(name: str) -> None:
-    assert said(PUBLISHED[name]) == []
+    assert config_warnings(PUBLISHED[name]) == []
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -214,9 +214,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_what_changes_the_arithmetic_is_refused_by_name(
     name: str, change: dict[str, Any], line: str
 ) -> None:
-    with pytest.raises(CheckpointError, match=line) as told:
-        said({**PUBLISHED[name], **change})
-    assert check_one_line(told.value).startswith("config.json: ")
+    with pytest.raises(CheckpointError, match=line) as error:
+        config_warnings({**PUBLISHED[name], **change})
+    assert check_one_line(error.value).startswith("config.json: ")
 
 
 FINE: list[tuple[str, dict[str, Any]]] = [
@@ -235,7 +235,7 @@ FINE: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "change"), FINE)
 def test_neutral_values_say_nothing(name: str, change: dict[str, Any]) -> None:
-    assert said({**PUBLISHED[name], **change}) == []
+    assert config_warnings({**PUBLISHED[name], **change}) == []
 
 
 NAMED: list[tuple[str, dict[str, Any], list[str]]] = [
@@ -256,9 +256,9 @@ NAMED: list[tuple[str, dict[str, Any], list[str]]] = [
 def test_keys_that_nobody_knows_are_named(
     name: str, change: dict[str, Any], lines: list[str]
 ) -> None:
-    found = said({**PUBLISHED[name], **change})
-    assert len(found) == len(lines)
-    for line, expected in zip(found, lines, strict=True):
+    warnings = config_warnings({**PUBLISHED[name], **change})
+    assert len(warnings) == len(lines)
+    for line, expected in zip(warnings, lines, strict=True):
         assert line.startswith(expected)
         assert line.isprintable()
 
@@ -330,10 +330,10 @@ def test_a_ggufs_window_is_named(tmp_path: Path) -> None:
         == "w.gguf: llama.attention.sliding_window is a key that is not read and has no effect"
     )
     for no_limit in (0, LLAMA_CONFIG["max_position_embeddings"]):
-        whole = open_checkpoint(
+        checkpoint = open_checkpoint(
             gguf(tmp_path / "w.gguf", attention__sliding_window=("add_uint32", no_limit))
         )
-        assert make_plan(whole, FLOAT).warnings == ()
+        assert make_plan(checkpoint, FLOAT).warnings == ()
 
 
 def test_rotary_factors_of_a_gpt2_are_left_over(tmp_path: Path) -> None:
@@ -370,9 +370,9 @@ def test_sams_parts(part: str) -> None:
         vision_config={"image_size": 64, "patch_size": 16}, prompt_encoder_config={"image_size": 64}
     ).to_dict()
     raw["mask_decoder_config"]["layer_norm_eps"] = 1e-5
-    assert said(raw) == []
+    assert config_warnings(raw) == []
     raw[part]["unheard_of"] = 3
-    [line] = said(raw)
+    [line] = config_warnings(raw)
     assert f"{part}.unheard_of" in line
 
 
@@ -384,7 +384,7 @@ def test_qwens_keys_of_its_first_release_say_nothing() -> None:
         "n_layer": QWEN["num_hidden_layers"],
         "n_inner": None,
     }
-    assert said(old) == []
+    assert config_warnings(old) == []
 
 
 def test_a_view_knows_what_was_read() -> None:

@@ -61,10 +61,12 @@ def plain(seed: int = 0) -> Tensors:
             for n in ("input_layernorm", "post_attention_layernorm")
         ),
     ]
-    found = {f"{name}.weight": 1 + 0.1 * torch.randn(HIDDEN, generator=generator) for name in names}
+    tensors = {
+        f"{name}.weight": 1 + 0.1 * torch.randn(HIDDEN, generator=generator) for name in names
+    }
     for name in ("model.embed_tokens", "lm_head"):
-        found[f"{name}.weight"] = torch.randn(VOCAB, HIDDEN, generator=generator)
-    return found
+        tensors[f"{name}.weight"] = torch.randn(VOCAB, HIDDEN, generator=generator)
+    return tensors
 
 
 def stems() -> list[tuple[str, tuple[int, int]]]:
@@ -75,22 +77,22 @@ def stems() -> list[tuple[str, tuple[int, int]]]:
 
 def matrices(artifact: Any) -> dict[str, np.ndarray]:
     """What the engine's linears hold, float32 as float64."""
-    found = {}
-    for module, kind in artifact.manifest.weight_formats.items():
+    matrix_by_name = {}
+    for module, weight_format in artifact.manifest.weight_formats.items():
         prefix = f"{module}."
         names = [n for n in artifact.names() if n.startswith(prefix)]
         if names:
             weight = base.from_tensors(
-                kind, {n.removeprefix(prefix): artifact.tensor(n) for n in names}
+                weight_format, {n.removeprefix(prefix): artifact.tensor(n) for n in names}
             )
-            found[module] = weight.dense().double().numpy()
-    return found
+            matrix_by_name[module] = weight.dense().double().numpy()
+    return matrix_by_name
 
 
 def check(
     folder: Path,
     out: Path,
-    meant: dict[str, np.ndarray],
+    expected_weights: dict[str, np.ndarray],
     dtype: str = "float32",
     recipe: str = "none",
 ) -> Any:
@@ -99,11 +101,13 @@ def check(
     assert written, report.get("reason")
     artifact = open_artifact(out)
     assert artifact.manifest.build["quantization"] == "keep"
-    mine = matrices(artifact)
+    actual = matrices(artifact)
     for layer in range(LAYERS):
-        for ours, theirs in FUSED.items():
-            expected = np.concatenate([meant[f"model.layers.{layer}.{name}"] for name in theirs])
-            assert np.array_equal(mine[f"layers.{layer}.{ours}"], expected), ours
+        for module, sources in FUSED.items():
+            expected = np.concatenate(
+                [expected_weights[f"model.layers.{layer}.{name}"] for name in sources]
+            )
+            assert np.array_equal(actual[f"layers.{layer}.{module}"], expected), module
     plan = make_plan(
         open_checkpoint(folder), BuildConfig(dtype=dtype, quantization=recipe, target="cpu")
     )
@@ -115,14 +119,14 @@ def foreign(
     folder: Path, settings: dict[str, Any], make: Any
 ) -> tuple[Path, dict[str, np.ndarray]]:
     """A checkpoint whose matrices ``make(shape, seed)`` gives as (parts, weight)."""
-    tensors, meant = plain(), {}
+    tensors, expected = plain(), {}
     for seed, (stem, shape) in enumerate(stems()):
         parts, weight = make(shape, seed)
         tensors |= {f"{stem}.{suffix}": part for suffix, part in parts.items()}
-        meant[stem] = weight
+        expected[stem] = weight
     return writers.write_checkpoint(
         folder, CONFIG | {"quantization_config": settings}, tensors
-    ), meant
+    ), expected
 
 
 def gptq(bits: int, **options: Any) -> Any:
@@ -138,10 +142,10 @@ def gptq(bits: int, **options: Any) -> Any:
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_gptq_is_kept(tmp_path: Path, bits: int, symmetric: bool, dtype: str) -> None:
     settings = {"quant_method": "gptq", "bits": bits, "group_size": 32, "sym": symmetric}
-    folder, meant = foreign(tmp_path / "hf", settings, gptq(bits, symmetric=symmetric))
-    artifact = check(folder, tmp_path / "e", meant, dtype)
-    kind = "int4" if bits == 4 else "int8_group"
-    assert artifact.manifest.weight_formats["layers.0.attn.qkv_proj"] == kind
+    folder, expected = foreign(tmp_path / "hf", settings, gptq(bits, symmetric=symmetric))
+    artifact = check(folder, tmp_path / "e", expected, dtype)
+    weight_format = "int4" if bits == 4 else "int8_group"
+    assert artifact.manifest.weight_formats["layers.0.attn.qkv_proj"] == weight_format
     assert artifact.manifest.weight_formats["head"] == "dense"
 
 
@@ -159,8 +163,8 @@ def with_biases(make: Any, value: float) -> Any:
 
 def test_biases_of_zeros_that_the_family_has_not_are_left_out(tmp_path: Path) -> None:
     settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
-    folder, meant = foreign(tmp_path / "hf", settings, with_biases(gptq(4, symmetric=True), 0.0))
-    artifact = check(folder, tmp_path / "e", meant)
+    folder, expected = foreign(tmp_path / "hf", settings, with_biases(gptq(4, symmetric=True), 0.0))
+    artifact = check(folder, tmp_path / "e", expected)
     assert not any(name.endswith("bias") for name in artifact.names())
 
 
@@ -172,9 +176,9 @@ def test_a_bias_that_the_family_has_not_is_named_where_it_is_not_zero(
     folder, _ = foreign(tmp_path / "hf", settings, with_biases(gptq(4, symmetric=True), value))
     with pytest.raises(
         TensorMismatch, match=r"layers\.0\.self_attn\.o_proj\.bias beside a packed matrix"
-    ) as told:
+    ) as error:
         make_plan(open_checkpoint(folder), BuildConfig(target="cpu"))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 def test_biases_that_the_family_has_are_kept_and_zeros_elsewhere_are_named(tmp_path: Path) -> None:
@@ -183,8 +187,8 @@ def test_biases_that_the_family_has_are_kept_and_zeros_elsewhere_are_named(tmp_p
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"attention_bias": True}))
     plan = make_plan(open_checkpoint(folder), BuildConfig(target="cpu"))
-    kept = {piece.rule.target for piece in plan.tensors if piece.rule.target.endswith("bias")}
-    assert kept == {
+    biases = {piece.rule.target for piece in plan.tensors if piece.rule.target.endswith("bias")}
+    assert biases == {
         f"layers.{i}.attn.{name}.bias" for i in range(LAYERS) for name in ("qkv_proj", "o_proj")
     }
     tensors = load_file(folder / "model.safetensors") | {"model.norm.bias": torch.zeros(HIDDEN)}
@@ -195,8 +199,8 @@ def test_biases_that_the_family_has_are_kept_and_zeros_elsewhere_are_named(tmp_p
 
 def test_orders_that_differ_are_held_apart_and_equal_ones_together(tmp_path: Path) -> None:
     settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": True}
-    folder, meant = foreign(tmp_path / "hf", settings, gptq(4, symmetric=True, act_order=True))
-    artifact = check(folder, tmp_path / "e", meant)
+    folder, expected = foreign(tmp_path / "hf", settings, gptq(4, symmetric=True, act_order=True))
+    artifact = check(folder, tmp_path / "e", expected)
     assert artifact.manifest.weight_formats["layers.0.attn.qkv_proj"] == "mixed_rows"
     assert artifact.manifest.weight_formats["layers.0.attn.o_proj"] == "int4"
 
@@ -205,8 +209,8 @@ def test_orders_that_differ_are_held_apart_and_equal_ones_together(tmp_path: Pat
         drawn.group_index = drawn.group_index[np.random.default_rng(shape[1]).permutation(shape[1])]
         return writers.gptq_tensors(drawn, 4), drawn.weight
 
-    folder, meant = foreign(tmp_path / "same", settings, alike)
-    artifact = check(folder, tmp_path / "f", meant)
+    folder, expected = foreign(tmp_path / "same", settings, alike)
+    artifact = check(folder, tmp_path / "f", expected)
     assert artifact.manifest.weight_formats["layers.0.attn.qkv_proj"] == "int4"
 
 
@@ -239,9 +243,9 @@ def test_compressed_tensors_with_some_modules_left_whole(tmp_path: Path) -> None
         drawn = writers.seeded_matrix(*shape, 32, symmetric=True, dtype=torch.bfloat16, seed=seed)
         return writers.compressed_tensors(drawn, 4, symmetric=True), drawn.weight
 
-    settings = ct(4, strategy="group", group=32, symmetric=True, form="pack-quantized")
-    folder, meant = foreign(tmp_path / "hf", settings, make)
-    artifact = check(folder, tmp_path / "e", meant)
+    settings = ct(4, strategy="group", group=32, symmetric=True, ct_format="pack-quantized")
+    folder, expected = foreign(tmp_path / "hf", settings, make)
+    artifact = check(folder, tmp_path / "e", expected)
     assert artifact.manifest.weight_formats["layers.1.attn.qkv_proj"] == "mixed_rows"
     assert artifact.manifest.weight_formats["layers.1.mlp.gate_up_proj"] == "int4"
 
@@ -253,17 +257,17 @@ def test_int8_of_compressed_tensors_runs_as_int8(tmp_path: Path) -> None:
         )
         return writers.compressed_tensors(drawn, 8, symmetric=True, pack=False), drawn.weight
 
-    asked = {"num_bits": 8, "dynamic": True, "strategy": "token"}
+    activations = {"num_bits": 8, "dynamic": True, "strategy": "token"}
     settings = ct(
         8,
         strategy="channel",
         group=None,
         symmetric=True,
-        form="int-quantized",
-        input_activations=asked,
+        ct_format="int-quantized",
+        input_activations=activations,
     )
-    folder, meant = foreign(tmp_path / "hf", settings, make)
-    artifact = check(folder, tmp_path / "e", meant)
+    folder, expected = foreign(tmp_path / "hf", settings, make)
+    artifact = check(folder, tmp_path / "e", expected)
     assert artifact.manifest.weight_formats["layers.0.mlp.down_proj"] == "int8"
     plan = make_plan(open_checkpoint(folder), BuildConfig(target="cpu"))
     assert (
@@ -278,11 +282,11 @@ def test_a_wrong_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}
     folder, _ = foreign(tmp_path / "hf", settings, gptq(4))
-    honest = gptq_format.make
+    real_make = gptq_format.make
     monkeypatch.setattr(
         gptq_format,
         "make",
-        lambda *a: gptq_format.GptqScheme(**{**vars(honest(*a)), "zero_point_offset": 0}),
+        lambda *a: gptq_format.GptqScheme(**{**vars(real_make(*a)), "zero_point_offset": 0}),
     )
     report, written = build_and_accept(folder, tmp_path / "e", "float32", "none")
     assert not written
@@ -294,7 +298,7 @@ RULES = ("gate and up swapped", "k renamed v", "the two norms renamed", "eps x 1
 
 @pytest.mark.parametrize("name", RULES)
 def test_planted_faults_are_refused_in_kept_engines_too(tmp_path: Path, name: str) -> None:
-    path, _ = write_gguf(tmp_path / "m.gguf", dict.fromkeys(KINDS, "Q4_1"))
+    path, _ = write_gguf(tmp_path / "m.gguf", dict.fromkeys(GGUF_TYPES, "Q4_1"))
     fault = next(fault for fault in faults("llama") if fault.name == name)
     with plant_fault(fault, "llama"):
         report, written = build_and_accept(path, tmp_path / "e", "bfloat16", "keep")
@@ -315,7 +319,7 @@ def test_another_recipe_rounds_what_the_numbers_mean(tmp_path: Path) -> None:
 # -- GGUF
 # ---------------------------------------------------------------------------
 
-KINDS = {
+GGUF_TYPES = {
     "self_attn.q_proj": "Q4_1", "self_attn.k_proj": "Q4_1", "self_attn.v_proj": "Q4_1",
     "self_attn.o_proj": "Q4_0",
     "mlp.gate_proj": "Q8_0", "mlp.up_proj": "Q4_0", "mlp.down_proj": "F16",
@@ -323,7 +327,7 @@ KINDS = {
 
 
 def write_gguf(
-    path: Path, kinds: dict[str, str], *, tied: bool = False
+    path: Path, ggml_types: dict[str, str], *, tied: bool = False
 ) -> tuple[Path, dict[str, np.ndarray]]:
     """A llama of ``kinds`` by the gguf package, and the matrices that its own reader gives, rows
     put back.
@@ -342,20 +346,20 @@ def write_gguf(
     for name, tensor in plain().items():
         if not (tied and name.startswith("lm_head")):
             stem = names.get_name(name.removesuffix(".weight"))
-            kind = "Q8_0" if name.startswith("model.embed") else "F32"
-            add(writer, f"{stem}.weight", tensor.numpy(), kind)
-    meant = {}
+            ggml_type = "Q8_0" if name.startswith("model.embed") else "F32"
+            add(writer, f"{stem}.weight", tensor.numpy(), ggml_type)
+    expected = {}
     generator = torch.Generator().manual_seed(5)
     for stem, shape in stems():
         weight = (torch.randn(shape, generator=generator) * shape[1] ** -0.5).numpy()
         heads = {"q_proj": HEADS, "k_proj": KV}.get(stem.rpartition(".")[2])
         stored = weight if heads is None else permute(weight, heads)
-        kind = kinds[stem.split(".", 3)[3]]
-        read = add(writer, f"{names.get_name(stem)}.weight", stored, kind).astype(np.float64)
+        ggml_type = ggml_types[stem.split(".", 3)[3]]
+        read = add(writer, f"{names.get_name(stem)}.weight", stored, ggml_type).astype(np.float64)
         # the converter's order undone: within a head rows 2j, 2j + 1 are channels j, j + half
-        meant[stem] = read if heads is None else _unpermuted(read, heads)
+        expected[stem] = read if heads is None else _unpermuted(read, heads)
     write_tensors(writer)
-    return path, meant
+    return path, expected
 
 
 def _unpermuted(stored: np.ndarray, heads: int) -> np.ndarray:
@@ -367,39 +371,41 @@ def _unpermuted(stored: np.ndarray, heads: int) -> np.ndarray:
     return out
 
 
-def add(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str) -> np.ndarray:
+def add(writer: gguf.GGUFWriter, name: str, values: np.ndarray, ggml_type: str) -> np.ndarray:
     """Add a tensor; returns what the gguf package reads back."""
-    number = gguf.GGMLQuantizationType[kind]
+    number = gguf.GGMLQuantizationType[ggml_type]
     stored = gguf.quants.quantize(values, number)
     writer.add_tensor(name, stored, raw_dtype=number)
     return gguf.quants.dequantize(stored, number)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
-def test_gguf_blocks_are_kept(tmp_path: Path, kind: str) -> None:
-    path, meant = write_gguf(tmp_path / "m.gguf", dict.fromkeys(KINDS, kind))
-    artifact = check(path, tmp_path / "e", meant, recipe="keep")
-    kinds = {k for module, k in artifact.manifest.weight_formats.items() if module != "head"}
-    assert kinds == {"int8_group" if kind == "Q8_0" else "int4"}
+@pytest.mark.parametrize("ggml_type", ["Q4_0", "Q4_1", "Q8_0"])
+def test_gguf_blocks_are_kept(tmp_path: Path, ggml_type: str) -> None:
+    path, expected = write_gguf(tmp_path / "m.gguf", dict.fromkeys(GGUF_TYPES, ggml_type))
+    artifact = check(path, tmp_path / "e", expected, recipe="keep")
+    weight_formats = {
+        k for module, k in artifact.manifest.weight_formats.items() if module != "head"
+    }
+    assert weight_formats == {"int8_group" if ggml_type == "Q8_0" else "int4"}
     assert artifact.tensor("layers.0.mlp.down_proj.scale").shape == (HIDDEN, INNER // 32)
 
 
 def test_a_mixed_gguf_keeps_what_it_can(tmp_path: Path) -> None:
-    path, meant = write_gguf(tmp_path / "m.gguf", KINDS | {"self_attn.k_proj": "Q5_1"})
-    artifact = check(path, tmp_path / "e", meant, recipe="keep")
-    found = {
+    path, expected = write_gguf(tmp_path / "m.gguf", GGUF_TYPES | {"self_attn.k_proj": "Q5_1"})
+    artifact = check(path, tmp_path / "e", expected, recipe="keep")
+    weight_formats = {
         m.removeprefix("layers.0."): k
         for m, k in artifact.manifest.weight_formats.items()
         if m.startswith("layers.0.")
     }
-    assert found == {
+    assert weight_formats == {
         "attn.qkv_proj": "mixed_rows", "attn.o_proj": "int4", "mlp.gate_up_proj": "mixed_rows",
         "mlp.down_proj": "dense"
     }  # fmt: skip
 
 
 def test_the_tied_head_is_kept_where_it_is_asked_for(tmp_path: Path) -> None:
-    path, _ = write_gguf(tmp_path / "m.gguf", KINDS, tied=True)
+    path, _ = write_gguf(tmp_path / "m.gguf", GGUF_TYPES, tied=True)
     plan = make_plan(
         open_checkpoint(path), BuildConfig(quantization="keep", quantize_head=True, target="cpu")
     )
@@ -409,10 +415,10 @@ def test_the_tied_head_is_kept_where_it_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_nothing_to_keep_is_named(tmp_path: Path) -> None:
-    path, _ = write_gguf(tmp_path / "m.gguf", dict.fromkeys(KINDS, "F16"))
+    path, _ = write_gguf(tmp_path / "m.gguf", dict.fromkeys(GGUF_TYPES, "F16"))
     checkpoint = open_checkpoint(path)
-    found = make_plan(checkpoint, BuildConfig(quantization="keep", target="cpu"))
-    assert set(found.weight_formats.values()) == {"dense"}, "the embedding alone is in blocks"
+    plan = make_plan(checkpoint, BuildConfig(quantization="keep", target="cpu"))
+    assert set(plan.weight_formats.values()) == {"dense"}, "the embedding alone is in blocks"
     with pytest.raises(UsageError, match=r"has no matrix that can be kept.*-q int4"):
         make_plan(
             open_checkpoint(save_tiny("llama", tmp_path / "hf")), BuildConfig(quantization="keep")
@@ -443,49 +449,52 @@ def pile() -> mixed_rows.MixedRowsWeight:
 
 
 def test_a_stack_is_its_rows() -> None:
-    found = pile()
-    assert found.shape == (15, 96)
-    assert found.alignment == 32
-    again = base.from_tensors("mixed_rows", found.tensors())
-    assert torch.equal(again.dense(), found.dense())
+    stack = pile()
+    assert stack.shape == (15, 96)
+    assert stack.alignment == 32
+    again = base.from_tensors("mixed_rows", stack.tensors())
+    assert torch.equal(again.dense(), stack.dense())
     x, bias = torch.randn(3, 96), torch.randn(15)
-    expected = x @ found.dense().T + bias
+    expected = x @ stack.dense().T + bias
     torch.testing.assert_close(
-        found.matmul(x, bias, registry.select_backends("cpu")), expected, rtol=1e-4, atol=1e-3
+        stack.matmul(x, bias, registry.select_backends("cpu")), expected, rtol=1e-4, atol=1e-3
     )
-    part = found.slice([(2, 8), (12, 15)], (32, 96))
-    rows = torch.cat([found.dense()[2:8], found.dense()[12:15]])
+    part = stack.slice([(2, 8), (12, 15)], (32, 96))
+    rows = torch.cat([stack.dense()[2:8], stack.dense()[12:15]])
     assert torch.equal(part.dense(), rows[:, 32:])
 
 
 def test_a_damaged_stack_is_named() -> None:
-    found = pile().tensors()
+    tensors = pile().tensors()
     with pytest.raises(CorruptArtifact, match="part 'weight'"):
-        base.from_tensors("mixed_rows", found | {"weight": torch.zeros(1)})
+        base.from_tensors("mixed_rows", tensors | {"weight": torch.zeros(1)})
     with pytest.raises(CorruptArtifact, match="do not fit together"):
-        base.from_tensors("mixed_rows", {**found, "2-dense-weight": torch.zeros(4, 64)})
+        base.from_tensors("mixed_rows", {**tensors, "2-dense-weight": torch.zeros(4, 64)})
 
 
-@pytest.mark.parametrize("kind", [int4.Int4Weight, int8_group.Int8GroupWeight])
-def test_a_reordered_weight_reads_its_inputs_in_order(kind: Any) -> None:
+@pytest.mark.parametrize("format_class", [int4.Int4Weight, int8_group.Int8GroupWeight])
+def test_a_reordered_weight_reads_its_inputs_in_order(format_class: Any) -> None:
     generator = torch.Generator().manual_seed(2)
-    four = kind is int4.Int4Weight
+    four = format_class is int4.Int4Weight
     codes = torch.randint(0, 16, (8, 70), generator=generator).to(torch.uint8)
     order = torch.randperm(70, generator=generator).to(torch.int32)
     scale = torch.rand(8, 3, generator=generator)
     if four:
-        found: Any = int4.Int4Weight(int4.pack_codes(codes), scale, None, 70, 32, perm=order)
+        weight: Any = int4.Int4Weight(int4.pack_codes(codes), scale, None, 70, 32, perm=order)
     else:
-        found = int8_group.Int8GroupWeight.from_codes(codes.to(torch.int8), scale, None, 32, order)
+        weight = int8_group.Int8GroupWeight.from_codes(codes.to(torch.int8), scale, None, 32, order)
     wide = (codes.float() - (8 if four else 0)) * scale.repeat_interleave(32, 1)[:, :70]
     expected = torch.empty(8, 70)
     expected[:, order.long()] = wide
-    assert torch.equal(found.dense(), expected)
-    again = base.from_tensors(found.format, found.tensors())
+    assert torch.equal(weight.dense(), expected)
+    again = base.from_tensors(weight.format, weight.tensors())
     assert torch.equal(again.dense(), expected)
     assert again.alignment == 70, "columns of another order are not cut"
-    assert torch.equal(found.slice([(2, 5)], (0, 70)).dense(), expected[2:5])
+    assert torch.equal(weight.slice([(2, 5)], (0, 70)).dense(), expected[2:5])
     x = torch.randn(3, 70)
     torch.testing.assert_close(
-        found.matmul(x, None, registry.select_backends("cpu")), x @ expected.T, rtol=1e-4, atol=1e-4
+        weight.matmul(x, None, registry.select_backends("cpu")),
+        x @ expected.T,
+        rtol=1e-4,
+        atol=1e-4,
     )

@@ -32,7 +32,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("asked", "held"),
+    ("requested", "dtype"),
     [
         ("auto", torch.int8),
         ("activations", torch.float32),
@@ -41,14 +41,14 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_the_stored_default_holds_unless_another_is_asked_for(
-    engine: Path, asked: str, held: torch.dtype
+    engine: Path, requested: str, dtype: torch.dtype
 ) -> None:
     assert open_artifact(engine).manifest.build["kv_cache_dtype"] == "int8"
     loop = EngineCore.open(
-        engine, RunConfig(kv_cache_dtype=asked, kv_cache_bytes=ROOM, device="cpu")
+        engine, RunConfig(kv_cache_dtype=requested, kv_cache_bytes=ROOM, device="cpu")
     )
-    assert loop.kv_dtype is held
-    assert loop.model_runner.kv.k[0].dtype is held
+    assert loop.kv_dtype is dtype
+    assert loop.model_runner.kv.k[0].dtype is dtype
 
 
 def test_without_one_the_cache_is_as_the_activations(tmp_path: Path) -> None:

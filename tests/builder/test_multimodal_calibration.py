@@ -58,9 +58,9 @@ def save(path: Path, seed: int = 0) -> Path:
 
 
 def url(path: Path) -> str:
-    held = io.BytesIO()
-    PIL.Image.open(path).save(held, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(held.getvalue()).decode()}"
+    buffer = io.BytesIO()
+    PIL.Image.open(path).save(buffer, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def written(path: Path, *lines: Any) -> Path:
@@ -76,7 +76,7 @@ def test_lines_of_every_kind(tmp_path: Path, files: dict[str, bytes]) -> None:
     photo = save(tmp_path / "photo.png")
     (tmp_path / "more").mkdir()
     save(tmp_path / "more" / "other.png", 1)
-    said = {"role": "assistant", "content": "A cat."}
+    answer = {"role": "assistant", "content": "A cat."}
     path = written(
         tmp_path / "lines.jsonl",
         {"image": "photo.png", "text": "What is it?", "answer": "A dog in the snow."},
@@ -86,7 +86,7 @@ def test_lines_of_every_kind(tmp_path: Path, files: dict[str, bytes]) -> None:
         {
             "messages": [
                 {"role": "user", "content": [{"type": "image", "image": "more/other.png"}]},
-                said,
+                answer,
             ]
         },
         {
@@ -104,24 +104,24 @@ def test_lines_of_every_kind(tmp_path: Path, files: dict[str, bytes]) -> None:
             ]
         },
     )
-    found = load_samples(source_of(path, 400), files, SIDE)
-    assert [len(sample.images) for sample in found] == [1, 1, 2, 1, 1, 0]
+    samples = load_samples(source_of(path, 400), files, SIDE)
+    assert [len(sample.images) for sample in samples] == [1, 1, 2, 1, 1, 0]
     right, _ = load_square_image(photo, SIDE)
     other, _ = load_square_image(tmp_path / "more" / "other.png", SIDE)
-    for number, wanted in (
+    for number, expected in (
         (0, [right]),
         (1, [right]),
         (2, [right, other]),
         (3, [other]),
         (4, [right]),
     ):
-        pictures = list(found[number].images.values())
-        assert all(np.array_equal(a, b) for a, b in zip(pictures, wanted, strict=True))
-        for at in found[number].images:
-            assert found[number].ids[at : at + PLACES] == [0] * PLACES
+        pictures = list(samples[number].images.values())
+        assert all(np.array_equal(a, b) for a, b in zip(pictures, expected, strict=True))
+        for at in samples[number].images:
+            assert samples[number].ids[at : at + PLACES] == [0] * PLACES
     # both lines of words alone
-    assert found[-1].images == {}
-    assert len(found[-1].ids) > 8
+    assert samples[-1].images == {}
+    assert len(samples[-1].ids) > 8
 
 
 def test_no_sequence_ends_inside_a_picture(tmp_path: Path, files: dict[str, bytes]) -> None:
@@ -130,9 +130,9 @@ def test_no_sequence_ends_inside_a_picture(tmp_path: Path, files: dict[str, byte
         tmp_path / "l.jsonl",
         {"images": ["a.png"] * 4, "text": "word " * 30, "answer": "word " * 30},
     )
-    [whole] = load_samples(source_of(path, 1000), files, SIDE)
-    places = sorted(whole.images)
-    ends = range(places[0] + PLACES, len(whole.ids) + 2)
+    [sample] = load_samples(source_of(path, 1000), files, SIDE)
+    places = sorted(sample.images)
+    ends = range(places[0] + PLACES, len(sample.ids) + 2)
     for length in (
         n
         for n in ends
@@ -140,7 +140,7 @@ def test_no_sequence_ends_inside_a_picture(tmp_path: Path, files: dict[str, byte
     ):
         [cut] = load_samples(source_of(path, length), files, SIDE)
         assert len(cut.ids) <= length
-        assert cut.ids == whole.ids[: len(cut.ids)]
+        assert cut.ids == sample.ids[: len(cut.ids)]
         assert sorted(cut.images) == [at for at in places if at + PLACES <= len(cut.ids)]
         assert not any(at < len(cut.ids) < at + PLACES for at in places)
     with pytest.raises(
@@ -150,12 +150,12 @@ def test_no_sequence_ends_inside_a_picture(tmp_path: Path, files: dict[str, byte
 
 
 def test_our_own_pictures_are_the_same_every_time(files: dict[str, bytes]) -> None:
-    found = load_samples(source_of(None, 200, 12), files, SIDE)
+    samples = load_samples(source_of(None, 200, 12), files, SIDE)
     again = load_samples(source_of(None, 200, 12), files, SIDE)
-    assert len(found) == 12
-    assert [s.ids for s in found] == [s.ids for s in again]
-    shown = [p for s in found for p in s.images.values()]
-    assert 3 <= sum(bool(s.images) for s in found) <= 10
+    assert len(samples) == 12
+    assert [s.ids for s in samples] == [s.ids for s in again]
+    shown = [p for s in samples for p in s.images.values()]
+    assert 3 <= sum(bool(s.images) for s in samples) <= 10
     assert all(
         np.array_equal(a, b)
         for a, b in zip(shown, (p for s in again for p in s.images.values()), strict=True)
@@ -213,16 +213,16 @@ BAD: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("line", "told"), BAD, ids=[str(i) for i in range(len(BAD))])
+@pytest.mark.parametrize(("line", "message"), BAD, ids=[str(i) for i in range(len(BAD))])
 def test_lines_that_are_no_good_are_named(
-    tmp_path: Path, files: dict[str, bytes], folder: Path, line: Any, told: str
+    tmp_path: Path, files: dict[str, bytes], folder: Path, line: Any, message: str
 ) -> None:
     save(tmp_path / "ok.png")
     (tmp_path / "words.png").write_text("no picture")
     (tmp_path / "half.png").write_bytes((tmp_path / "ok.png").read_bytes()[:200])
     path = written(tmp_path / "bad.jsonl", {"text": "A good line."}, line)
     config = BuildConfig(**SMALL | {"calibration": str(path)})
-    with pytest.raises(UsageError, match=told) as caught:
+    with pytest.raises(UsageError, match=message) as caught:
         LayerQuantizer(make_plan(open_checkpoint(folder), config), None, lambda *_: None)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
@@ -257,25 +257,25 @@ def test_embeddings_enter_the_first_layer(folder: Path, tmp_path: Path) -> None:
     )
     plan = make_plan(open_checkpoint(folder), BuildConfig(**SMALL | {"calibration": str(path)}))
     layers = LayerQuantizer(plan, None, lambda *_: None)  # type: ignore[arg-type]
-    kinds = [bool(sample.images) for sample in layers.samples]
-    assert kinds.count(True) == 1
+    has_images = [bool(sample.images) for sample in layers.samples]
+    assert has_images.count(True) == 1
     flow = layers.calibration
     engine = tmp_path / "plain.engine"
     build_engine.build(
         make_plan(open_checkpoint(folder), BuildConfig(dtype="float32", target="cpu")), engine, None
     )
-    from modelmill.runtime.model_loader import load_model
+    from modelmill.loader.model_loader import load_model
 
     model: Any = load_model(open_artifact(engine), "cpu")
     x = torch.cat([batch.x for batch in flow.batches])
-    first = sum(len(sample.ids) for sample in layers.samples[: kinds.index(True)])
-    sample: CalibrationSample = layers.samples[kinds.index(True)]
+    first = sum(len(sample.ids) for sample in layers.samples[: has_images.index(True)])
+    sample: CalibrationSample = layers.samples[has_images.index(True)]
     for at, picture in sample.images.items():
-        wanted = model.encode_images(
+        expected = model.encode_images(
             torch.as_tensor(picture).permute(2, 0, 1)[None], select_backends("cpu")
         )[0]
-        ours = x[first + at : first + at + PLACES]
-        assert (ours - wanted).norm() <= 1e-5 * wanted.norm()
+        actual = x[first + at : first + at + PLACES]
+        assert (actual - expected).norm() <= 1e-5 * expected.norm()
     last = first + max(sample.images) + PLACES
     assert torch.equal(x[last], model.embed.weight[sample.ids[max(sample.images) + PLACES]])
 
@@ -292,9 +292,13 @@ def test_a_build_with_pictures_is_the_same_twice_and_told(
         digests.add(artifact.manifest.digest())
         assert artifact.manifest.source["calibration"]["pictures"] == "drawn"
     assert len(digests) == 1
-    held = artifact.manifest.weight_formats
-    assert {held[name] for name in held if name.startswith("image_embedder.")} == {"dense"}
-    assert {held[name] for name in held if name.startswith("layers.")} != {"dense"}
+    weight_formats = artifact.manifest.weight_formats
+    assert {
+        weight_formats[name] for name in weight_formats if name.startswith("image_embedder.")
+    } == {"dense"}
+    assert {weight_formats[name] for name in weight_formats if name.startswith("layers.")} != {
+        "dense"
+    }
 
 
 def test_auto_looks_at_pictures_too(folder: Path, tmp_path: Path) -> None:

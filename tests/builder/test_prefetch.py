@@ -26,15 +26,15 @@ def test_two_are_there_at_most_and_in_order() -> None:
 
     def make(_: int) -> Tensor:
         nonlocal most
-        found = Tensor()
-        alive.add(found)
+        tensor = Tensor()
+        alive.add(tensor)
         most = max(most, len(alive))
-        return found
+        return tensor
 
     items = []
-    for item, found in prefetch(make, range(20)):
+    for item, tensor in prefetch(make, range(20)):
         items.append(item)
-        del found  # an assert on it would keep it
+        del tensor  # an assert on it would keep it
     assert items == list(range(20))
     assert 1 <= most <= 2
 
@@ -46,10 +46,10 @@ def test_the_next_one_is_made_meanwhile() -> None:
 
 
 def test_an_error_comes_with_its_item() -> None:
-    found = prefetch(lambda item: 1 // (3 - item), range(9))
-    assert [next(found)[0] for _ in range(3)] == [0, 1, 2]
+    items = prefetch(lambda item: 1 // (3 - item), range(9))
+    assert [next(items)[0] for _ in range(3)] == [0, 1, 2]
     with pytest.raises(ZeroDivisionError):
-        next(found)
+        next(items)
     assert list(prefetch(str, [])) == []
 
 
@@ -66,10 +66,10 @@ def test_a_fingerprint_that_is_not_needed_ends() -> None:
     class Slow:
         """A checkpoint that reads until it is stopped."""
 
-        def fingerprint(self, told: Any) -> str:
+        def fingerprint(self, on_progress: Any) -> str:
             begun.set()
             released.wait(20)
-            told(1, 2)
+            on_progress(1, 2)
             raise AssertionError("it went on")
 
     slow: Any = Slow()

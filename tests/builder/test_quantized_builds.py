@@ -53,20 +53,20 @@ def goes_on_after_two_layers(
     """Finished layers are not quantized again, and the rest comes out as if nothing had
     happened.
     """
-    real, seen = calibrate.quantize_layer, []
+    real, quantized_layers = calibrate.quantize_layer, []
 
     def interrupted(*args: Any, layer_name: str, **more: Any) -> Any:
-        if layer_name == "layers.2" and len(seen) == 2:
+        if layer_name == "layers.2" and len(quantized_layers) == 2:
             raise KeyboardInterrupt
-        seen.append(layer_name)
+        quantized_layers.append(layer_name)
         return real(*args, layer_name=layer_name, **more)
 
     monkeypatch.setattr("modelmill.builder.layer_quantizer.quantize_layer", interrupted)
     with pytest.raises(KeyboardInterrupt):
         make(folder, tmp_path / "e", **options)
-    seen.append("again")
+    quantized_layers.append("again")
     make(folder, tmp_path / "e", **options)
-    assert seen == ["layers.0", "layers.1", "again", "layers.2"]
+    assert quantized_layers == ["layers.0", "layers.1", "again", "layers.2"]
     monkeypatch.undo()
     assert digest(tmp_path / "e") == digest(make(folder, tmp_path / "fresh", **options))
 
@@ -78,11 +78,11 @@ def llama(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("method", ["nearest", "awq+gptq"])
 def test_the_engine_is_as_large_as_planned(llama: Path, tmp_path: Path, method: str) -> None:
-    told = plan(llama, method=method)
+    build_plan = plan(llama, method=method)
     artifact = open_artifact(make(llama, tmp_path / "e", method=method))
     stored = {name: artifact.tensor(name) for name in artifact.names()}
-    assert sum(t.nbytes for t in stored.values()) == told.weight_bytes
-    assert told.describe()["bytes_by_format"]["int4"] == sum(
+    assert sum(t.nbytes for t in stored.values()) == build_plan.weight_bytes
+    assert build_plan.describe()["bytes_by_format"]["int4"] == sum(
         t.nbytes for name, t in stored.items() if "_proj" in name and not name.endswith("bias")
     )
     assert set(artifact.manifest.weight_formats.values()) == {"int4", "dense"}
@@ -109,9 +109,9 @@ def test_an_interrupted_calibration_goes_on_where_it_was(
 def test_what_was_done_is_kept_with_the_engine(llama: Path, tmp_path: Path) -> None:
     engine = make(llama, tmp_path / "e", method="awq+gptq")
     artifact = open_artifact(engine)
-    kept = read_quantization_facts(artifact)
-    assert sorted(kept) == [0, 1, 2]
-    for facts, scales in kept.values():
+    facts_by_layer = read_quantization_facts(artifact)
+    assert sorted(facts_by_layer) == [0, 1, 2]
+    for facts, scales in facts_by_layer.values():
         assert all(fact["after"] < fact["before"] for fact in facts.values())
         assert all(s.dtype == torch.float32 and bool((s > 0).all()) for s in scales.values())
     assert artifact.manifest.build["method"] == "awq+gptq"
@@ -125,9 +125,9 @@ def test_what_was_done_is_kept_with_the_engine(llama: Path, tmp_path: Path) -> N
 
 
 def test_progress_is_told_layer_by_layer(llama: Path, tmp_path: Path) -> None:
-    told: list[tuple[str, int, int]] = []
-    build_engine.build(plan(llama), tmp_path / "e", None, lambda *each: told.append(each))
-    steps = [(done, total) for stage, done, total in told if stage == "quantizing layers"]
+    updates: list[tuple[str, int, int]] = []
+    build_engine.build(plan(llama), tmp_path / "e", None, lambda *each: updates.append(each))
+    steps = [(done, total) for stage, done, total in updates if stage == "quantizing layers"]
     assert len(steps) >= 4
     assert steps == sorted(steps)
     assert steps[-1][0] == steps[-1][1]
@@ -164,12 +164,12 @@ def test_texts_are_read_by_any_of_their_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"), [("[1]", "line 2: has no text"), ("{", "line 2: is not JSON")]
+    ("line", "message"), [("[1]", "line 2: has no text"), ("{", "line 2: is not JSON")]
 )
-def test_a_line_that_is_no_text_is_named(tmp_path: Path, line: str, said: str) -> None:
+def test_a_line_that_is_no_text_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text('{"text": "a"}\n' + line)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         list(read_texts(path))
 
 

@@ -34,10 +34,10 @@ def test_two_builds_are_the_same_bits(tmp_path: Path, dtype: str) -> None:
     assert artifact.manifest.engine_type == "segmentation"
     assert artifact.tokenizer_files() == {}
     for name in artifact.names():
-        kept = name.startswith(("prompt_encoder.", "mask_decoder."))
-        assert artifact.tensor(name).dtype == (torch.float32 if kept else getattr(torch, dtype)), (
-            name
-        )
+        is_float = name.startswith(("prompt_encoder.", "mask_decoder."))
+        assert artifact.tensor(name).dtype == (
+            torch.float32 if is_float else getattr(torch, dtype)
+        ), name
 
 
 def test_a_pth_and_a_folder_give_the_same_weights(tmp_path: Path) -> None:
@@ -52,11 +52,11 @@ def test_a_pth_and_a_folder_give_the_same_weights(tmp_path: Path) -> None:
 
 
 def test_the_plan_tells_of_memory_without_a_cache(tmp_path: Path) -> None:
-    told = make_plan(open_checkpoint(small_file(tmp_path)), BuildConfig()).describe()
-    assert told["engine_type"] == "segmentation"
-    assert told["memory"]["workspace"] > 0
-    assert not any("kv" in name for name in told["memory"])
-    assert told["memory"]["fits"].startswith("one picture needs")
+    plan_facts = make_plan(open_checkpoint(small_file(tmp_path)), BuildConfig()).describe()
+    assert plan_facts["engine_type"] == "segmentation"
+    assert plan_facts["memory"]["workspace"] > 0
+    assert not any("kv" in name for name in plan_facts["memory"])
+    assert plan_facts["memory"]["fits"].startswith("one picture needs")
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_options_of_language_models_are_refused(tmp_path: Path, options: dict) -
 
 
 @pytest.mark.parametrize(
-    ("options", "kind"),
+    ("options", "weight_format"),
     [
         ({"quantization": "int8"}, "w8a8"),
         ({"quantization": "int8", "activation_scales": "none"}, "int8"),
@@ -84,7 +84,7 @@ def test_options_of_language_models_are_refused(tmp_path: Path, options: dict) -
     ],
 )
 def test_the_encoders_linear_layers_are_quantized_and_nothing_else(
-    tmp_path: Path, options: dict, kind: str
+    tmp_path: Path, options: dict, weight_format: str
 ) -> None:
     checkpoint = small_file(tmp_path / "from")
     build(
@@ -93,10 +93,10 @@ def test_the_encoders_linear_layers_are_quantized_and_nothing_else(
         None,
     )
     artifact = open_artifact(tmp_path / "e")
-    held = artifact.manifest.weight_formats
+    weight_formats = artifact.manifest.weight_formats
     inside = {f"image_encoder.blocks.{i}.{name}" for i in range(2) for name in _LINEARS}
-    assert {name for name, how in held.items() if how == kind} == inside
-    assert {how for name, how in held.items() if name not in inside} == {"dense"}
+    assert {name for name, how in weight_formats.items() if how == weight_format} == inside
+    assert {how for name, how in weight_formats.items() if name not in inside} == {"dense"}
     scale = artifact.tensor("image_encoder.blocks.0.attn.qkv.scale")
     assert scale.dtype == torch.float32
     assert torch.equal(

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from modelmill.accept.reference import open_reference
 from modelmill.accept.run import accept
+from modelmill.accept.token_scorer import TokenScorer
 from modelmill.artifact.store import open_artifact
 from modelmill.builder import build_engine, plan
 from modelmill.builder.plan import make_plan
@@ -78,8 +79,8 @@ def test_a_head_of_its_own_is_used_and_said(name: str, tmp_path: Path) -> None:
     artifact = open_artifact(tmp_path / "e")
     assert artifact.manifest.aliases == {}
     assert any(
-        "tie_word_embeddings=true, but lm_head.weight differs" in said
-        for said in artifact.manifest.source["warnings"]
+        "tie_word_embeddings=true, but lm_head.weight differs" in warning
+        for warning in artifact.manifest.source["warnings"]
     )
     model = AutoModelForCausalLM.from_pretrained(
         tmp_path / "hf", attn_implementation="eager"
@@ -88,7 +89,7 @@ def test_a_head_of_its_own_is_used_and_said(name: str, tmp_path: Path) -> None:
     loop = EngineCore.open(tmp_path / "e", RunConfig(device="cpu", kv_cache_bytes=1 << 20))
     with torch.no_grad():
         expected = model(torch.tensor(IDS)).logits[0]
-    assert (loop.score(IDS)[0] - expected).abs().max() < 1e-4
+    assert (TokenScorer(loop).logits(IDS)[0] - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("head", ["equal", "half"])
@@ -136,7 +137,8 @@ def test_qwen_v1(tmp_path: Path) -> None:
     assert judged(tmp_path / "hf", tmp_path / "e")["accepted"]
     loop = EngineCore.open(tmp_path / "e", RunConfig(device="cpu", kv_cache_bytes=1 << 20))
     assert (
-        loop.score(IDS)[0] - plain_qwen_logits(tensors, QWEN, IDS[0], prompt=len(IDS[0]))
+        TokenScorer(loop).logits(IDS)[0]
+        - plain_qwen_logits(tensors, QWEN, IDS[0], prompt=len(IDS[0]))
     ).abs().max() < 1e-4
 
 

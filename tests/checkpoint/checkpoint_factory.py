@@ -123,12 +123,12 @@ def write_llama_gguf(
     for key, (method, value) in (extra or {}).items():
         getattr(writer, method)(f"{arch}.{key}", value)
     write_vocabulary(writer)
-    kinds = {
+    architectures = {
         "llama": gguf.MODEL_ARCH.LLAMA,
         "qwen2": gguf.MODEL_ARCH.QWEN2,
         "qwen3": gguf.MODEL_ARCH.QWEN3,
     }
-    names = gguf_names(kinds[arch], 2)
+    names = gguf_names(architectures[arch], 2)
     for name, tensor in state.items():
         values = tensor.numpy()
         if arch == "llama" and ("q_proj" in name or "k_proj" in name):
@@ -138,7 +138,7 @@ def write_llama_gguf(
         )
     for name, values in (more or {}).items():
         writer.add_tensor(name, values)
-    for name, (blocks, kind) in (raw or {}).items():
-        writer.add_tensor(name, blocks, raw_dtype=kind)
+    for name, (blocks, ggml_type) in (raw or {}).items():
+        writer.add_tensor(name, blocks, raw_dtype=ggml_type)
     write_tensors(writer)
     return path

@@ -58,11 +58,13 @@ def seeded_matrix(
         if symmetric
         else source.integers(1, 2**bits, (rows, groups))
     )
-    wanted = torch.from_numpy(source.uniform(0.5, 1.5, (rows, groups)) / (middle * columns**0.5))
+    ideal_scale = torch.from_numpy(
+        source.uniform(0.5, 1.5, (rows, groups)) / (middle * columns**0.5)
+    )
     of = np.arange(columns) // size
     if act_order:
         of = of[source.permutation(columns)]
-    return SeededMatrix(codes, zeros, wanted.to(dtype).double().numpy(), of, dtype)
+    return SeededMatrix(codes, zeros, ideal_scale.to(dtype).double().numpy(), of, dtype)
 
 
 def pack_fields(fields: np.ndarray, bits: int) -> torch.Tensor:

@@ -11,26 +11,30 @@ from gguf.quants import dequantize, quantize
 from modelmill.checkpoint import ggml_types
 from modelmill.checkpoint.ggml_types import GGML_TYPES, dequantize_blocks
 
-BLOCKS = {number: kind for number, kind in GGML_TYPES.items() if kind.dequantize is not None}
-KNOWN_TO_GGUF = [number for number, kind in BLOCKS.items() if kind.name != "Q8_K"]
+BLOCKS = {
+    number: ggml_type
+    for number, ggml_type in GGML_TYPES.items()
+    if ggml_type.dequantize is not None
+}
+KNOWN_TO_GGUF = [number for number, ggml_type in BLOCKS.items() if ggml_type.name != "Q8_K"]
 
 
 def expanded(number: int, data: np.ndarray) -> np.ndarray:
-    kind = GGML_TYPES[number]
-    out = torch.empty(data.size // kind.block_bytes * kind.block_values)
-    dequantize_blocks(kind, torch.from_numpy(data), out)
+    ggml_type = GGML_TYPES[number]
+    out = torch.empty(data.size // ggml_type.block_bytes * ggml_type.block_values)
+    dequantize_blocks(ggml_type, torch.from_numpy(data), out)
     return out.numpy()
 
 
 def test_numbers_names_and_sizes_are_those_of_the_gguf_package():
-    for number, kind in GGML_TYPES.items():
-        theirs = gguf.GGMLQuantizationType(number)
-        assert theirs.name == kind.name
+    for number, ggml_type in GGML_TYPES.items():
+        gguf_type = gguf.GGMLQuantizationType(number)
+        assert gguf_type.name == ggml_type.name
         # Q8_1 never reaches a file; the package still counts its two halves as floats, ggml.h does
         # not.
-        assert kind.name == "Q8_1" or gguf.GGML_QUANT_SIZES[theirs] == (
-            kind.block_values,
-            kind.block_bytes,
+        assert ggml_type.name == "Q8_1" or gguf.GGML_QUANT_SIZES[gguf_type] == (
+            ggml_type.block_values,
+            ggml_type.block_bytes,
         )
     assert set(GGML_TYPES) == {int(t) for t in gguf.GGMLQuantizationType}
 
@@ -42,16 +46,16 @@ def test_random_bytes_expand_to_the_same_floats(number):
         0, 256, 500 * GGML_TYPES[number].block_bytes, dtype=np.uint8
     )
     with np.errstate(all="ignore"):
-        theirs = dequantize(data.reshape(1, -1), gguf.GGMLQuantizationType(number)).reshape(-1)
-    np.testing.assert_array_equal(expanded(number, data), theirs)
+        expected = dequantize(data.reshape(1, -1), gguf.GGMLQuantizationType(number)).reshape(-1)
+    np.testing.assert_array_equal(expanded(number, data), expected)
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 def test_real_values_come_back_within_the_formats_step(name):
-    kind = gguf.GGMLQuantizationType[name]
+    ggml_type = gguf.GGMLQuantizationType[name]
     values = np.random.default_rng(0).standard_normal((8, 64), dtype=np.float32)
-    data = quantize(values, kind)
-    got = expanded(int(kind), data.reshape(-1)).reshape(8, 64)
+    data = quantize(values, ggml_type)
+    got = expanded(int(ggml_type), data.reshape(-1)).reshape(8, 64)
     np.testing.assert_allclose(got, values, atol=0.5 if "4" in name else 0.25)
 
 
@@ -67,9 +71,9 @@ def test_q8_k_is_a_float_scale_times_signed_bytes():
 
 def test_chunks_do_not_change_the_result(monkeypatch):
     data = np.random.default_rng(0).integers(0, 100, 37 * 144, dtype=np.uint8)
-    whole = expanded(12, data)
+    expected = expanded(12, data)
     monkeypatch.setattr(ggml_types, "CHUNK_VALUES", 512)
-    np.testing.assert_array_equal(expanded(12, data), whole)
+    np.testing.assert_array_equal(expanded(12, data), expected)
 
 
 def test_labels_tell_plain_types_by_torch_name():

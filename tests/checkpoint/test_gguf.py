@@ -79,22 +79,22 @@ def test_what_the_gguf_package_writes_is_read_back(tmp_path, metadata, drawn, al
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16"])
 def test_stored_blocks_are_expanded(tmp_path, name, monkeypatch):
     monkeypatch.setattr("modelmill.checkpoint.gguf.CHUNK_VALUES", 64)
-    kind = gguf.GGMLQuantizationType[name]
-    data = quantize(np.random.default_rng(0).standard_normal((5, 64), dtype=np.float32), kind)
+    ggml_type = gguf.GGMLQuantizationType[name]
+    data = quantize(np.random.default_rng(0).standard_normal((5, 64), dtype=np.float32), ggml_type)
     writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "llama")
-    writer.add_tensor("w", data, raw_dtype=kind)
+    writer.add_tensor("w", data, raw_dtype=ggml_type)
     write_tensors(writer)
     file = GgufFile(tmp_path / "m.gguf")
     assert file.info("w").shape == (5, 64)
     assert file.info("w").nbytes == data.nbytes
     assert file.info("w").dtype == ("bfloat16" if name == "BF16" else name)
-    np.testing.assert_array_equal(file.get("w").float().numpy(), dequantize(data, kind))
+    np.testing.assert_array_equal(file.get("w").float().numpy(), dequantize(data, ggml_type))
 
 
 def test_types_without_expansion_are_named(tmp_path):
     writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "llama")
-    kind = gguf.GGMLQuantizationType.IQ4_NL
-    writer.add_tensor("w", np.zeros((2, 18), np.uint8), raw_dtype=kind)
+    ggml_type = gguf.GGMLQuantizationType.IQ4_NL
+    writer.add_tensor("w", np.zeros((2, 18), np.uint8), raw_dtype=ggml_type)
     write_tensors(writer)
     with pytest.raises(CheckpointError, match="IQ4_NL"):
         GgufFile(tmp_path / "m.gguf").get("w")
@@ -152,12 +152,12 @@ class Writer:
         self.data += struct.pack("<Q", len(text) if length is None else length) + text
         return self
 
-    def put(self, form: str, *numbers: int) -> Writer:
-        self.data += struct.pack("<" + form, *numbers)
+    def put(self, struct_format: str, *numbers: int) -> Writer:
+        self.data += struct.pack("<" + struct_format, *numbers)
         return self
 
-    def tensor(self, name: str, dims: list[int], kind: int = 0, offset: int = 0) -> Writer:
-        return self.text(name).put(f"I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+    def tensor(self, name: str, dims: list[int], ggml_type: int = 0, offset: int = 0) -> Writer:
+        return self.text(name).put(f"I{len(dims)}QIQ", len(dims), *dims, ggml_type, offset)
 
 
 LIES = [

@@ -59,16 +59,16 @@ def test_llama_comes_back_value_by_value(tmp_path):
 
 def test_what_its_publisher_recommends_is_read_as_llama_cpp_reads_it(tmp_path):
     raw = GgufFile(write_llama_gguf(tmp_path / "m.gguf", llama_state()))
-    said = {
+    metadata = {
         "temp": float(np.float32(0.6)),
         "top_k": 20,
         "top_p": float(np.float32(0.95)),
         "mirostat": 1,
     }
-    raw.metadata |= {f"general.sampling.{key}": value for key, value in said.items()}
-    found = read_generation(GgufAsHf(raw).generation_config, "gguf")
-    assert found.source == "checkpoint"
-    assert found.values == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    raw.metadata |= {f"general.sampling.{key}": value for key, value in metadata.items()}
+    defaults = read_generation(GgufAsHf(raw).generation_config, "gguf")
+    assert defaults.source == "checkpoint"
+    assert defaults.values == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
     assert (
         read_generation(present(tmp_path / "m.gguf").generation_config, "gguf").source
         == "modelmill"
@@ -83,10 +83,10 @@ def test_transformers_own_gguf_reader_agrees(tmp_path):
     view = present(path)
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**view.config))
-    theirs = utils.load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
-    for name, tensor in theirs["tensors"].items():
+    hf_checkpoint = utils.load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
+    for name, tensor in hf_checkpoint["tensors"].items():
         assert torch.equal(view.get(name), tensor), name
-    assert len(theirs["tensors"]) == len(view.names())
+    assert len(hf_checkpoint["tensors"]) == len(view.names())
     same = [
         "model_type hidden_size intermediate_size num_hidden_layers num_attention_heads "
         "num_key_value_heads",
@@ -94,8 +94,8 @@ def test_transformers_own_gguf_reader_agrees(tmp_path):
         "tie_word_embeddings",
     ]
     for key in " ".join(same).split():
-        assert theirs["config"].get(key, view.config[key]) == view.config[key], key
-    assert theirs["config"]["rms_norm_eps"] == pytest.approx(view.config["rms_norm_eps"])
+        assert hf_checkpoint["config"].get(key, view.config[key]) == view.config[key], key
+    assert hf_checkpoint["config"]["rms_norm_eps"] == pytest.approx(view.config["rms_norm_eps"])
 
 
 def test_biases_of_q_and_k_are_put_back_too(tmp_path):
@@ -196,13 +196,13 @@ def test_rope_freqs_of_a_wrong_length_are_corrupt(tmp_path):
 
 
 def write_other(
-    path: Path, arch: str, kind: int, state: dict[str, torch.Tensor], keys: dict[str, float]
+    path: Path, arch: str, gguf_arch: int, state: dict[str, torch.Tensor], keys: dict[str, float]
 ) -> Path:
     writer = gguf.GGUFWriter(str(path), arch)
     for key, value in keys.items():
         add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
         add(f"{arch}.{key}", value)
-    names = gguf_names(kind, 1)
+    names = gguf_names(gguf_arch, 1)
     for name, tensor in state.items():
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         writer.add_tensor(target, np.ascontiguousarray(tensor.numpy()))

@@ -38,11 +38,11 @@ def test_the_same_model_opens_from_every_container(tmp_path):
     (tmp_path / "pth").mkdir()
     torch.save({"model": STATE}, tmp_path / "pth/weights.pth")
     (tmp_path / "pth/config.json").write_text(config)
-    for kind, index, suffix in (
+    for container_name, index, suffix in (
         ("safe", "model.safetensors.index.json", "safetensors"),
         ("bins", "pytorch_model.bin.index.json", "bin"),
     ):
-        folder = tmp_path / kind
+        folder = tmp_path / container_name
         folder.mkdir()
         halves = [dict(list(STATE.items())[i::2]) for i in range(2)]
         for i, half in enumerate(halves):
@@ -177,10 +177,10 @@ def test_the_quick_fingerprint_sees_touches_and_the_progress_is_told(tmp_path):
     before = open_checkpoint(folder)
     quick = before.quick_fingerprint()
     assert quick == open_checkpoint(folder).quick_fingerprint()
-    told: list[tuple[int, int]] = []
-    before.fingerprint(lambda done, total: told.append((done, total)))
+    updates: list[tuple[int, int]] = []
+    before.fingerprint(lambda done, total: updates.append((done, total)))
     size = (folder / "model.safetensors").stat().st_size
-    assert told[-1] == (size, size)
+    assert updates[-1] == (size, size)
     os.utime(folder / "model.safetensors", ns=(1, 1))
     assert open_checkpoint(folder).quick_fingerprint() != quick
     assert open_checkpoint(folder).fingerprint() == before.fingerprint()

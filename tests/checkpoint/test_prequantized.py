@@ -30,24 +30,24 @@ def opened(
     return open_checkpoint(folder)
 
 
-def same(found: Checkpoint, drawn: writers.SeededMatrix, bits: int) -> None:
+def same(checkpoint: Checkpoint, drawn: writers.SeededMatrix, bits: int) -> None:
     """Bits, whole numbers and values, by our reader and by the reference's own."""
-    form = found.quant_layout(NAME)
-    assert form is not None
-    assert (form.bits, form.rows, form.columns) == (bits, *drawn.codes.shape)
-    assert found.names() == [NAME, "model.norm.weight"] or set(found.names()) == {
+    layout = checkpoint.quant_layout(NAME)
+    assert layout is not None
+    assert (layout.bits, layout.rows, layout.columns) == (bits, *drawn.codes.shape)
+    assert checkpoint.names() == [NAME, "model.norm.weight"] or set(checkpoint.names()) == {
         NAME,
         "model.norm.weight",
     }
-    assert found.info(NAME).shape == drawn.codes.shape
-    packed = found.read_packed(NAME)
+    assert checkpoint.info(NAME).shape == drawn.codes.shape
+    packed = checkpoint.read_packed(NAME)
     order = np.arange(len(drawn.group_index)) if packed.perm is None else packed.perm.numpy()
     shift = 0 if bits == 4 else 128
     assert np.array_equal(packed.codes.numpy().astype(np.int64) + shift, drawn.codes[:, order])
     # float32 holds scale · (code − zero) exactly for scales of 11 bits
-    assert np.array_equal(found.get(NAME).double().numpy(), drawn.weight)
-    reference = DequantizedContainer(found.raw, found.config)
-    assert set(reference.names()) == set(found.names())
+    assert np.array_equal(checkpoint.get(NAME).double().numpy(), drawn.weight)
+    reference = DequantizedContainer(checkpoint.raw, checkpoint.config)
+    assert set(reference.names()) == set(checkpoint.names())
     assert np.array_equal(reference.get(NAME).numpy(), drawn.weight)
 
 
@@ -70,14 +70,16 @@ def test_gptq(
         "desc_act": act_order,
     }
     settings |= {"checkpoint_format": "gptq_v2"} if second else {}
-    found = opened(tmp_path, settings, writers.gptq_tensors(drawn, bits, second=second))
-    same(found, drawn, bits)
-    form = found.quant_layout(NAME)
-    assert form is not None
-    assert form.has_offset is not symmetric
-    assert (form.perm_digest is not None) == (act_order and group != -1)
-    kept = {("int8" if symmetric and group == -1 else "int8_group") if bits == 8 else "int4"}
-    assert {form.weight_format} == kept
+    checkpoint = opened(tmp_path, settings, writers.gptq_tensors(drawn, bits, second=second))
+    same(checkpoint, drawn, bits)
+    layout = checkpoint.quant_layout(NAME)
+    assert layout is not None
+    assert layout.has_offset is not symmetric
+    assert (layout.perm_digest is not None) == (act_order and group != -1)
+    weight_formats = {
+        ("int8" if symmetric and group == -1 else "int8_group") if bits == 8 else "int4"
+    }
+    assert {layout.weight_format} == weight_formats
 
 
 def test_gptq_without_g_idx_and_with_a_short_last_group(tmp_path: Path) -> None:
@@ -121,12 +123,12 @@ def test_an_old_awq_folder_has_its_settings_in_a_file_beside(tmp_path: Path) -> 
     )
     side = {"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"}
     (tmp_path / "quant_config.json").write_text(json.dumps(side))
-    found = open_checkpoint(tmp_path)
-    assert np.array_equal(found.get(NAME).double().numpy(), drawn.weight)
+    checkpoint = open_checkpoint(tmp_path)
+    assert np.array_equal(checkpoint.get(NAME).double().numpy(), drawn.weight)
 
 
 def ct(
-    bits: int, *, strategy: str, group: int | None, symmetric: bool, form: str, **more: Any
+    bits: int, *, strategy: str, group: int | None, symmetric: bool, ct_format: str, **more: Any
 ) -> dict[str, Any]:
     weights = {
         "num_bits": bits,
@@ -140,7 +142,7 @@ def ct(
     }
     return {
         "quant_method": "compressed-tensors",
-        "format": form,
+        "format": ct_format,
         "config_groups": groups,
         "ignore": ["lm_head"],
     }
@@ -158,7 +160,9 @@ def test_compressed_pack_quantized(
         20, 256, group, bits=bits, symmetric=symmetric, dtype=dtype, seed=bits + group
     )
     strategy = "channel" if group == -1 else "group"
-    settings = ct(bits, strategy=strategy, group=group, symmetric=symmetric, form="pack-quantized")
+    settings = ct(
+        bits, strategy=strategy, group=group, symmetric=symmetric, ct_format="pack-quantized"
+    )
     parts = writers.compressed_tensors(
         drawn, bits, symmetric=symmetric, pack_zeros=zeros == "packed zeros"
     )
@@ -167,17 +171,17 @@ def test_compressed_pack_quantized(
 
 def test_compressed_with_reordered_columns(tmp_path: Path) -> None:
     drawn = writers.seeded_matrix(20, 256, 64, symmetric=True, act_order=True, seed=8)
-    settings = ct(4, strategy="group", group=64, symmetric=True, form="pack-quantized")
-    found = opened(tmp_path, settings, writers.compressed_tensors(drawn, 4, symmetric=True))
-    same(found, drawn, 4)
-    form = found.quant_layout(NAME)
-    assert form is not None
-    assert form.perm_digest is not None
+    settings = ct(4, strategy="group", group=64, symmetric=True, ct_format="pack-quantized")
+    checkpoint = opened(tmp_path, settings, writers.compressed_tensors(drawn, 4, symmetric=True))
+    same(checkpoint, drawn, 4)
+    layout = checkpoint.quant_layout(NAME)
+    assert layout is not None
+    assert layout.perm_digest is not None
 
 
 def test_columns_that_fill_no_whole_word(tmp_path: Path) -> None:
     drawn = writers.seeded_matrix(7, 100, -1, symmetric=False, seed=8)
-    settings = ct(4, strategy="channel", group=None, symmetric=False, form="pack-quantized")
+    settings = ct(4, strategy="channel", group=None, symmetric=False, ct_format="pack-quantized")
     same(
         opened(tmp_path, settings, writers.compressed_tensors(drawn, 4, symmetric=False)), drawn, 4
     )
@@ -198,19 +202,19 @@ def test_compressed_int8(
         strategy="channel",
         group=None,
         symmetric=symmetric,
-        form="int-quantized",
+        ct_format="int-quantized",
         input_activations=activations,
     )
-    found = opened(
+    checkpoint = opened(
         tmp_path,
         settings,
         writers.compressed_tensors(drawn, 8, symmetric=symmetric, pack=False, pack_zeros=False),
     )
-    same(found, drawn, 8)
-    form = found.quant_layout(NAME)
-    assert form is not None
-    assert form.weight_format == ("int8" if symmetric else "int8_group")
-    assert ("8 bits, per token are ignored, activations stay floating point" in form.label) == (
+    same(checkpoint, drawn, 8)
+    layout = checkpoint.quant_layout(NAME)
+    assert layout is not None
+    assert layout.weight_format == ("int8" if symmetric else "int8_group")
+    assert ("8 bits, per token are ignored, activations stay floating point" in layout.label) == (
         activations is not None
     )
 
@@ -221,34 +225,34 @@ def test_one_scale_for_a_whole_tensor(tmp_path: Path) -> None:
     parts = writers.compressed_tensors(drawn, 8, symmetric=True, pack=False) | {
         "weight_scale": torch.tensor(drawn.scales[0]).to(torch.float16)
     }
-    settings = ct(8, strategy="tensor", group=None, symmetric=True, form="int-quantized")
+    settings = ct(8, strategy="tensor", group=None, symmetric=True, ct_format="int-quantized")
     same(opened(tmp_path, settings, parts), drawn, 8)
 
 
 def test_gpt2_names_mean_the_transposes(tmp_path: Path) -> None:
     drawn = writers.seeded_matrix(16, 64, 32, seed=2)
     settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}
-    found = opened(tmp_path, settings, writers.gptq_tensors(drawn, 4), model_type="gpt2")
-    assert found.info(NAME).shape == (64, 16)
-    assert np.array_equal(found.get(NAME).double().numpy(), drawn.weight.T)
+    checkpoint = opened(tmp_path, settings, writers.gptq_tensors(drawn, 4), model_type="gpt2")
+    assert checkpoint.info(NAME).shape == (64, 16)
+    assert np.array_equal(checkpoint.get(NAME).double().numpy(), drawn.weight.T)
     assert np.array_equal(
-        DequantizedContainer(found.raw, found.config).get(NAME).numpy(), drawn.weight.T
+        DequantizedContainer(checkpoint.raw, checkpoint.config).get(NAME).numpy(), drawn.weight.T
     )
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
-CT = ct(4, strategy="group", group=128, symmetric=True, form="pack-quantized")
+CT = ct(4, strategy="group", group=128, symmetric=True, ct_format="pack-quantized")
 
 
 def ct_weights(**changes: Any) -> dict[str, Any]:
-    found = json.loads(json.dumps(CT))
-    found["config_groups"]["group_0"]["weights"] |= changes
-    return dict(found)
+    settings = json.loads(json.dumps(CT))
+    settings["config_groups"]["group_0"]["weights"] |= changes
+    return dict(settings)
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (GPTQ | {"bits": 2}, "2 bits.*-q int4"),
         (GPTQ | {"bits": 3}, "3 bits.*-q int4"),
@@ -270,7 +274,7 @@ def ct_weights(**changes: Any) -> dict[str, Any]:
                 strategy="group",
                 group=128,
                 symmetric=True,
-                form="pack-quantized",
+                ct_format="pack-quantized",
                 input_activations="x",
             ),
             "no object",
@@ -291,11 +295,11 @@ def ct_weights(**changes: Any) -> dict[str, Any]:
     ids=str,
 )
 def test_what_cannot_be_read_is_named_with_a_way_out(
-    tmp_path: Path, settings: Any, said: str
+    tmp_path: Path, settings: Any, message: str
 ) -> None:
-    with pytest.raises(CheckpointError, match=said) as told:
+    with pytest.raises(CheckpointError, match=message) as error:
         opened(tmp_path, settings, {"qweight": torch.zeros(1, dtype=torch.int32)})
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 def test_contradictions_are_named(tmp_path: Path) -> None:
@@ -335,7 +339,7 @@ def _shapes(tensor: torch.Tensor) -> list[torch.Tensor]:
         tensor[..., :0],
         tensor[..., :-1],
     ]
-    kinds = [
+    dtypes = [
         torch.float32,
         torch.float16,
         torch.int64,
@@ -351,7 +355,7 @@ def _shapes(tensor: torch.Tensor) -> list[torch.Tensor]:
     )
     return [
         *ranks,
-        *(tensor.to(kind) for kind in kinds),
+        *(tensor.to(dtype) for dtype in dtypes),
         torch.full(tensor.shape, float("nan")),
         *odd,
     ]
@@ -372,7 +376,9 @@ def test_damaged_parts_are_named_and_never_end_in_a_traceback(
     elif container == "awq":
         settings, parts = AWQ, writers.awq_tensors(drawn)
     else:
-        settings = ct(bits, strategy="group", group=128, symmetric=False, form="pack-quantized")
+        settings = ct(
+            bits, strategy="group", group=128, symmetric=False, ct_format="pack-quantized"
+        )
         parts = writers.compressed_tensors(
             drawn, bits, symmetric=False, pack=bits == 4, pack_zeros=bits == 4
         )
@@ -380,19 +386,21 @@ def test_damaged_parts_are_named_and_never_end_in_a_traceback(
     refused = 0
     for suffix, tensor in parts.items():
         for number, changed in enumerate(_shapes(tensor)):
-            found = opened(tmp_path / f"{suffix}-{number}", settings, parts | {suffix: changed})
-            told = ""
+            checkpoint = opened(
+                tmp_path / f"{suffix}-{number}", settings, parts | {suffix: changed}
+            )
+            message = ""
             try:
-                assert found.get(NAME).shape == (16, 256)
+                assert checkpoint.get(NAME).shape == (16, 256)
             except CheckpointError as problem:
-                told = str(problem)
+                message = str(problem)
                 refused += 1
-            assert "\n" not in told
+            assert "\n" not in message
     assert refused >= 9 * len(parts)
 
 
 @pytest.mark.parametrize(
-    ("suffix", "changed", "said"),
+    ("suffix", "changed", "message"),
     [
         ("weight_shape", torch.tensor([16, 256, 1]), "does not contain rows and columns"),
         ("weight_shape", torch.tensor([float("nan"), 256.0]), "does not contain rows and columns"),
@@ -407,12 +415,12 @@ def test_damaged_parts_are_named_and_never_end_in_a_traceback(
     ],
 )
 def test_what_compressed_parts_must_be(
-    tmp_path: Path, suffix: str, changed: torch.Tensor, said: str
+    tmp_path: Path, suffix: str, changed: torch.Tensor, message: str
 ) -> None:
     parts = writers.compressed_tensors(
         writers.seeded_matrix(16, 256, 128, symmetric=True, seed=1), 4, symmetric=True
     )
-    with pytest.raises(CorruptCheckpoint, match=said):
+    with pytest.raises(CorruptCheckpoint, match=message):
         opened(tmp_path, CT, parts | {suffix: changed}).quant_layout(NAME)
 
 
@@ -420,8 +428,8 @@ def test_one_zero_point_for_a_whole_tensor(tmp_path: Path) -> None:
     drawn = writers.seeded_matrix(16, 256, 128, bits=8, seed=2)
     drawn.zeros[:] = 130
     parts = writers.compressed_tensors(drawn, 8, symmetric=False, pack=False, pack_zeros=False)
-    settings = ct(8, strategy="group", group=128, symmetric=False, form="int-quantized")
-    found = opened(
+    settings = ct(8, strategy="group", group=128, symmetric=False, ct_format="int-quantized")
+    checkpoint = opened(
         tmp_path, settings, parts | {"weight_zero_point": torch.tensor([2], dtype=torch.int8)}
     )
-    assert np.array_equal(found.get(NAME).double().numpy(), drawn.weight)
+    assert np.array_equal(checkpoint.get(NAME).double().numpy(), drawn.weight)

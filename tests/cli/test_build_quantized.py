@@ -19,7 +19,7 @@ TEXT = "Once upon a time there was a little mill. The miller had a cat and the c
 
 
 @pytest.fixture
-def seen(tmp_path: Path) -> Path:
+def calibration_data(tmp_path: Path) -> Path:
     path = tmp_path / "seen.jsonl"
     lines = [
         {"article": f"{TEXT} They saw {n} birds and {n} boats.", "highlights": "a mill"}
@@ -30,11 +30,19 @@ def seen(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def built(cli: Cli, checkpoint: Path, seen: Path, tmp_path: Path) -> tuple[Path, str]:
+def built(cli: Cli, checkpoint: Path, calibration_data: Path, tmp_path: Path) -> tuple[Path, str]:
     out = tmp_path / "e"
     words = ("-q", "int4", "--group-size", 32, "--method", "awq+gptq", "--calibration-samples", 8)
     code, shown, err = cli(
-        "build", checkpoint, "-o", out, "--calibration", seen, "--calibration-length", 64, *words
+        "build",
+        checkpoint,
+        "-o",
+        out,
+        "--calibration",
+        calibration_data,
+        "--calibration-length",
+        64,
+        *words,
     )
     assert code == 0, err
     return out, shown
@@ -53,26 +61,35 @@ def test_the_report_shows_each_layers_errors_and_outliers(built: tuple[Path, str
 
 
 def test_an_engine_is_not_evaluated_on_what_it_has_seen(
-    cli: Cli, built: tuple[Path, str], seen: Path, tmp_path: Path
+    cli: Cli, built: tuple[Path, str], calibration_data: Path, tmp_path: Path
 ) -> None:
     engine, copy = built[0], tmp_path / "renamed.txt"
-    copy.write_bytes(seen.read_bytes())
+    copy.write_bytes(calibration_data.read_bytes())
     for words in (
         ("perplexity", engine, "--data", copy),
-        ("summarize", engine, "--data", seen, "--num", 1),
+        ("summarize", engine, "--data", calibration_data, "--num", 1),
     ):
         code, _, err = cli(*words)
         assert code == 2
         assert "calibrated on" in err
         assert len(err.strip().splitlines()) == 1
-    copy.write_bytes(seen.read_bytes() + b"\n")
+    copy.write_bytes(calibration_data.read_bytes() + b"\n")
     assert cli("perplexity", engine, "--data", copy, "--limit-tokens", 60)[0] == 0
 
 
 def test_dry_run_tells_the_size_that_is_written(
-    cli: Cli, checkpoint: Path, built: tuple[Path, str], seen: Path
+    cli: Cli, checkpoint: Path, built: tuple[Path, str], calibration_data: Path
 ) -> None:
-    words = ("-q", "int4", "--group-size", 32, "--method", "awq+gptq", "--calibration", seen)
+    words = (
+        "-q",
+        "int4",
+        "--group-size",
+        32,
+        "--method",
+        "awq+gptq",
+        "--calibration",
+        calibration_data,
+    )
     code, plan, _ = cli("build", checkpoint, "--dry-run", "--json", *words)
     assert code == 0
     files = (built[0] / "weights").glob("*.safetensors")
@@ -86,7 +103,7 @@ def test_dry_run_tells_the_size_that_is_written(
 def test_bad_options_are_one_line(cli: Cli, checkpoint: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
-    for words, said in (
+    for words, message in (
         (("--group-size", 48), "48"),
         (("--method", "magic"), "magic"),
         (("--calibration", empty), "empty"),
@@ -94,5 +111,5 @@ def test_bad_options_are_one_line(cli: Cli, checkpoint: Path, tmp_path: Path) ->
     ):
         code, _, err = cli("build", checkpoint, "-o", tmp_path / "e", "-q", "int4", *words)
         assert code == 2
-        assert said in err
+        assert message in err
         assert not (tmp_path / "e").exists()

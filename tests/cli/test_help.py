@@ -45,8 +45,8 @@ def page(
 def test_every_name_is_whole(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str, width: int
 ) -> None:
-    told = page(monkeypatch, capsys, width, verb)
-    words = {word.rstrip(",") for word in told.split()}
+    help_text = page(monkeypatch, capsys, width, verb)
+    words = {word.rstrip(",") for word in help_text.split()}
     module = find_module("modelmill.cli", verb)
     assert module is not None
     for flag in collect_flags(module.Args):
@@ -57,7 +57,7 @@ def test_every_name_is_whole(
         names += [f"--no-{flag.long}"] if flag.negatable else []
         missing = [name for name in names if name not in words]
         assert not missing, f"{missing} of {verb} at {width} columns"
-        assert all(str(choice) in told for choice in flag.choices), flag.name
+        assert all(str(choice) in help_text for choice in flag.choices), flag.name
     assert {"--help", "-h"} <= words
 
 
@@ -65,11 +65,11 @@ def test_every_name_is_whole(
 def test_lines_keep_to_the_width_but_for_what_is_copied(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
-    told = page(monkeypatch, capsys, 80, verb)
+    help_text = page(monkeypatch, capsys, 80, verb)
     module = find_module("modelmill.cli", verb)
-    whole = {line.strip() for line in getattr(module, "EPILOG", "").splitlines()}
-    for line in told.splitlines():
-        assert len(line) <= 80 or line.strip() in whole or line.startswith("Usage: "), line
+    epilog_lines = {line.strip() for line in getattr(module, "EPILOG", "").splitlines()}
+    for line in help_text.splitlines():
+        assert len(line) <= 80 or line.strip() in epilog_lines or line.startswith("Usage: "), line
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -84,19 +84,19 @@ def test_examples_are_there_as_they_can_be_copied(
         if line
     ]
     assert verb in ("inspect", "doctor") or examples
-    told = page(monkeypatch, capsys, 60, verb).splitlines()
-    assert all(f"  {example}" in told for example in examples if example)
-    assert told[0] == f"Usage: {usage(verb, module)}"
+    help_lines = page(monkeypatch, capsys, 60, verb).splitlines()
+    assert all(f"  {example}" in help_lines for example in examples if example)
+    assert help_lines[0] == f"Usage: {usage(verb, module)}"
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_top_page_names_every_verb(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int
 ) -> None:
-    told = page(monkeypatch, capsys, width)
-    assert all(re.search(rf"^  {verb}\b", told, re.MULTILINE) for verb in VERBS)
+    help_text = page(monkeypatch, capsys, width)
+    assert all(re.search(rf"^  {verb}\b", help_text, re.MULTILINE) for verb in VERBS)
     assert all(
-        name in told
+        name in help_text
         for name in ("--version", "--install-completion", "--show-completion", "--help")
     )
 
@@ -138,6 +138,6 @@ def test_pages_are_coloured_on_a_terminal_only(
     monkeypatch.setattr(help_page, "_use_color", lambda: True)
     module = find_module("modelmill.cli", "run")
     assert module is not None
-    told = help_page.verb_page("run", module, 80)
-    assert "\x1b[36m--raw\x1b[0m" in told
-    assert re.sub(r"\x1b\[\d+m", "", told) == page(monkeypatch, capsys, 80, "run")
+    help_text = help_page.verb_page("run", module, 80)
+    assert "\x1b[36m--raw\x1b[0m" in help_text
+    assert re.sub(r"\x1b\[\d+m", "", help_text) == page(monkeypatch, capsys, 80, "run")

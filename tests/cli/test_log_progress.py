@@ -21,7 +21,7 @@ from tests.wait import wait_until
 
 
 @pytest.mark.parametrize(
-    ("told", "shown"),
+    ("update", "shown"),
     [
         (("quantizing layers", 7, 32), "quantizing layers: 7 of 32 done, 41 s"),
         (("weights", 3 << 30, 12 << 30), "weights: 25 %, 41 s"),
@@ -29,8 +29,8 @@ from tests.wait import wait_until
         (("building", 0, 0), "building, 41 s"),
     ],
 )
-def test_a_line_says_how_far_it_is(told: tuple[str, int, int], shown: str) -> None:
-    assert format_progress(*told, 41.4) == shown
+def test_a_line_says_how_far_it_is(update: tuple[str, int, int], shown: str) -> None:
+    assert format_progress(*update, 41.4) == shown
 
 
 def test_lines_become_rarer() -> None:
@@ -39,17 +39,17 @@ def test_lines_become_rarer() -> None:
 
 
 def test_a_stage_that_reports_nothing_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stderr", heard := io.StringIO())
+    monkeypatch.setattr("sys.stderr", stderr := io.StringIO())
     monkeypatch.setattr(log_progress, "MIN_INTERVAL_SECONDS", 0.01)
-    monkeypatch.setattr(output, "print_note", lambda text: print(text, file=heard))
-    told = LogProgress("building", output.print_note, every=0.01)
-    told.update("quantizing layers", 7, 32)
+    monkeypatch.setattr(output, "print_note", lambda text: print(text, file=stderr))
+    progress = LogProgress("building", output.print_note, every=0.01)
+    progress.update("quantizing layers", 7, 32)
     wait_until(
         lambda: re.search(
-            r"^quantizing layers: 7 of 32 done, \d+ s$", heard.getvalue(), re.MULTILINE
+            r"^quantizing layers: 7 of 32 done, \d+ s$", stderr.getvalue(), re.MULTILINE
         )
     )
-    told.close()
+    progress.close()
 
 
 def test_without_a_terminal_progress_is_lines_where_they_are_wanted(
@@ -61,31 +61,31 @@ def test_without_a_terminal_progress_is_lines_where_they_are_wanted(
         "LogProgress",
         lambda *args: made.append(LogProgress(*args, every=0.01)) or made[-1],
     )
-    monkeypatch.setattr("sys.stderr", heard := io.StringIO())
-    with output.show_progress("building", lines=True) as told:
-        told("weights", 1 << 20, 1 << 22)
+    monkeypatch.setattr("sys.stderr", stderr := io.StringIO())
+    with output.show_progress("building", lines=True) as on_progress:
+        on_progress("weights", 1 << 20, 1 << 22)
         wait_until(
-            lambda: re.search(r"^modelmill: weights: 25 %, \d+ s$", heard.getvalue(), re.MULTILINE)
+            lambda: re.search(r"^modelmill: weights: 25 %, \d+ s$", stderr.getvalue(), re.MULTILINE)
         )
     for options in ({}, {"lines": True, "quiet": True}):
-        with output.show_progress("building", **options) as told:
-            told("weights", 1, 2)
+        with output.show_progress("building", **options) as on_progress:
+            on_progress("weights", 1, 2)
     assert len(made) == 1
 
 
-class Recorded:
-    """In the place of Lines: what they would have been told."""
+class RecordedLines:
+    """Replaces LogProgress; keeps the lines."""
 
-    told: list[str]
+    lines: list[str]
 
     def __init__(self, *_: Any) -> None:
-        Recorded.told = []
+        RecordedLines.lines = []
 
     def update(self, stage: str, done: float, total: float) -> None:
-        Recorded.told.append(format_progress(stage, done, total, 0))
+        RecordedLines.lines.append(format_progress(stage, done, total, 0))
 
     def close(self) -> None:
-        Recorded.told.append("ended")
+        RecordedLines.lines.append("ended")
 
 
 def test_a_build_without_a_terminal_tells_of_itself(
@@ -94,13 +94,13 @@ def test_a_build_without_a_terminal_tells_of_itself(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(log_progress, "LogProgress", Recorded)
+    monkeypatch.setattr(log_progress, "LogProgress", RecordedLines)
     assert cli("build", checkpoint, "-o", tmp_path / "e.engine", "-q", "int8")[0] == 0
-    told = Recorded.told
-    assert told[-1] == "ended"
-    assert any(each.startswith("acceptance: modules of layers: 1 of ") for each in told), told
-    assert "acceptance: wiring, 0 s" in told
-    assert any(each.startswith("weights") for each in told)
+    lines = RecordedLines.lines
+    assert lines[-1] == "ended"
+    assert any(each.startswith("acceptance: modules of layers: 1 of ") for each in lines), lines
+    assert "acceptance: wiring, 0 s" in lines
+    assert any(each.startswith("weights") for each in lines)
 
 
 def test_with_json_it_says_nothing(

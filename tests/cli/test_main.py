@@ -36,7 +36,7 @@ def raising(error: BaseException) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "told"),
+    ("error", "code", "message"),
     [
         (
             AcceptanceError("bug at layer 3,\n module o_proj"),
@@ -52,12 +52,12 @@ def test_mistakes_are_one_line(
     capsys: pytest.CaptureFixture[str],
     error: BaseException,
     code: int,
-    told: str,
+    message: str,
 ) -> None:
     install(monkeypatch, raising(error))
     assert command.execute(["probe"]) == code
     out = capsys.readouterr()
-    assert (out.out, out.err) == ("", told)
+    assert (out.out, out.err) == ("", message)
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_the_exit_code_is_the_verbs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["prob"], "did you mean probe?"),
         (["quantize", "model.gguf"], "did you mean build -q?"),
@@ -86,20 +86,23 @@ def test_the_exit_code_is_the_verbs(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_unknown_words(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
 ) -> None:
     install(monkeypatch, lambda args: 0)
     assert command.execute(words) == 2
     out = capsys.readouterr()
-    assert told in out.err
+    assert message in out.err
     assert out.err.count("\n") == 1
 
 
 def test_help_of_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.execute(["--help"]) == 0
-    told = capsys.readouterr().out
+    out = capsys.readouterr().out
     for name in command.verbs():
-        assert name in told
+        assert name in out
         assert command.execute([name, "--help"]) == 0
         page = capsys.readouterr().out
         assert "--json" in page
@@ -191,9 +194,9 @@ def test_alone_it_shows_the_help_and_nothing_else(capsys: pytest.CaptureFixture[
 
 
 def test_a_prompt_without_its_flag(cli: Any) -> None:
-    code, _, said = cli("run", "some.engine", "Hello there")
+    code, _, err = cli("run", "some.engine", "Hello there")
     assert code == 2
-    assert "--prompt" in said
+    assert "--prompt" in err
 
 
 @pytest.mark.parametrize(
@@ -208,7 +211,7 @@ def test_a_refused_value_of_the_environment_is_told_as_such(
     assert command.execute(["run", "an.engine", "--prompt", "hi"]) == 2
     assert f"invalid value in {variable} for '{flag}'" in capsys.readouterr().err
     assert command.execute(["run", "an.engine", "--prompt", "hi", flag, value]) == 2
-    told = capsys.readouterr().err
-    assert f"invalid value for '{flag}'" in told
-    assert variable not in told
-    assert "Value error" not in told
+    err = capsys.readouterr().err
+    assert f"invalid value for '{flag}'" in err
+    assert variable not in err
+    assert "Value error" not in err

@@ -44,36 +44,36 @@ class Probe:
     """A verb that keeps its arguments."""
 
     def __init__(self) -> None:
-        self.seen: Any = None
+        self.args: Any = None
 
     def run(self, args: Any) -> int:
-        self.seen = args
+        self.args = args
         return 0
 
 
 @pytest.fixture
 def probe(monkeypatch: pytest.MonkeyPatch) -> Probe:
-    found = Probe()
+    result = Probe()
     module = types.ModuleType("modelmill.cli.probe")
-    module.HELP, module.Args, module.run = "a probe", Args, found.run  # type: ignore[attr-defined]
+    module.HELP, module.Args, module.run = "a probe", Args, result.run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "modelmill.cli.probe", module)
     monkeypatch.setattr(command, "verbs", lambda: ["probe"])
     monkeypatch.setattr(command, "find_module", lambda package, name: module)
-    return found
+    return result
 
 
 def parse(probe: Probe, *words: str) -> Args:
     assert command.execute(["probe", "e", "--data", "d", *words]) == 0
-    return probe.seen  # type: ignore[no-any-return]
+    return probe.args  # type: ignore[no-any-return]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert command.execute(["probe", *words]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.startswith("modelmill: ")
-    assert told.err.count("\n") == 1, told.err
-    return told.err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("modelmill: ")
+    assert captured.err.count("\n") == 1, captured.err
+    return captured.err
 
 
 def test_defaults_are_the_dataclasses(probe: Probe) -> None:
@@ -187,7 +187,7 @@ def test_numbers_and_pairs_of_a_variable(
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "message"),
     [
         ("STOP", '["a", "b]', "MODELMILL_STOP begins like a list"),
         ("STOP", "[1]", "MODELMILL_STOP must be text, not 1"),
@@ -201,21 +201,21 @@ def test_mistakes_in_a_variable(
     capsys: pytest.CaptureFixture[str],
     name: str,
     text: str,
-    told: str,
+    message: str,
 ) -> None:
     monkeypatch.setenv(f"MODELMILL_{name}", text)
-    assert told in refused(capsys, "e", "--data", "d")
+    assert message in refused(capsys, "e", "--data", "d")
 
 
 def test_required_flags_may_stand_in_the_file(probe: Probe, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("data: from-file\nratio: 1\nbare: true\n")
     assert command.execute(["probe", "e", "--config", str(path)]) == 0
-    assert (probe.seen.data, probe.seen.ratio, probe.seen.bare) == (Path("from-file"), 1.0, True)
+    assert (probe.args.data, probe.args.ratio, probe.args.bare) == (Path("from-file"), 1.0, True)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("max_num_seq: 3", "did you mean max_num_seqs"),
         ("config: other.yaml", "unknown option 'config'\n"),
@@ -232,11 +232,11 @@ def test_required_flags_may_stand_in_the_file(probe: Probe, tmp_path: Path) -> N
     ],
 )
 def test_mistakes_in_the_file(
-    probe: Probe, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, told: str
+    probe: Probe, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
 ) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(text)
-    assert told in refused(capsys, "e", "--data", "d", "--config", str(path))
+    assert message in refused(capsys, "e", "--data", "d", "--config", str(path))
 
 
 def test_a_missing_file(probe: Probe, capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,7 +244,7 @@ def test_a_missing_file(probe: Probe, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ([], "ENGINE"),
         (["e"], "--data is missing"),
@@ -259,9 +259,9 @@ def test_a_missing_file(probe: Probe, capsys: pytest.CaptureFixture[str]) -> Non
     ],
 )
 def test_mistakes_on_the_command_line(
-    probe: Probe, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+    probe: Probe, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
-    assert told in refused(capsys, *words)
+    assert message in refused(capsys, *words)
 
 
 def test_flags_stand_once_with_help_and_a_variable() -> None:

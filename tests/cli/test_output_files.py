@@ -43,10 +43,10 @@ def test_the_same_build_again_leaves_what_is_there(cli: Cli, checkpoint: Path, b
     code, out, err = cli("build", checkpoint, "-o", built, "--dtype", "float32")
     assert (code, err) == (0, "")
     assert f"{built} is already built from this checkpoint with these options" in out
-    code, told, _ = cli("build", checkpoint, "-o", built, "--dtype", "float32", "--json")
+    code, output, _ = cli("build", checkpoint, "-o", built, "--dtype", "float32", "--json")
     assert code == 0
-    assert told["acceptance"]["accepted"] is True
-    assert told["plan"]["build"]["dtype"] == "float32"
+    assert output["acceptance"]["accepted"] is True
+    assert output["plan"]["build"]["dtype"] == "float32"
     assert contents(built) == before
 
 
@@ -63,13 +63,13 @@ def test_another_build_replaces_nothing_unless_told_to(
     cli: Cli, checkpoint: Path, built: Path, words: tuple[str, ...], why: str
 ) -> None:
     before = contents(built)
-    asked = words if "--dtype" in words else (*words, "--dtype", "float32")
-    code, _, err = cli("build", checkpoint, "-o", built, *asked)
+    options = words if "--dtype" in words else (*words, "--dtype", "float32")
+    code, _, err = cli("build", checkpoint, "-o", built, *options)
     assert (code, err.count("\n")) == (2, 1)
     assert why in err
     assert "choose another -o, or replace it with --force" in err
     assert contents(built) == before
-    assert cli("build", checkpoint, "-o", built, *asked, "--dry-run")[0] == 0, (
+    assert cli("build", checkpoint, "-o", built, *options, "--dry-run")[0] == 0, (
         "a plan writes nothing"
     )
 
@@ -130,12 +130,12 @@ def test_a_dump_replaces_dumps_only(
     cli: Cli, engine: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
     words = ("run", engine, "--prompt", "Once", "--max-tokens", 1, "--dump", "layers.0.*")
-    mine, dumped = tmp_path / "model.safetensors", tmp_path / "d.safetensors"
-    mine.write_bytes((checkpoint / "model.safetensors").read_bytes())
-    code, _, err = cli(*words, mine)
+    model_file, dumped = tmp_path / "model.safetensors", tmp_path / "d.safetensors"
+    model_file.write_bytes((checkpoint / "model.safetensors").read_bytes())
+    code, _, err = cli(*words, model_file)
     assert (code, err.count("\n")) == (2, 1)
     assert "exists and is not a dump" in err
-    assert mine.read_bytes() == (checkpoint / "model.safetensors").read_bytes()
+    assert model_file.read_bytes() == (checkpoint / "model.safetensors").read_bytes()
     for _ in range(2):
         assert cli(*words, dumped)[0] == 0
     assert "ids" in load_file(dumped)
@@ -143,12 +143,12 @@ def test_a_dump_replaces_dumps_only(
 
 def test_a_trace_replaces_traces_only(cli: Cli, engine: Path, tmp_path: Path) -> None:
     words = ("profile", engine, "--phase", "decode", "--prompt", 4, "--trace")
-    mine = tmp_path / "config.json"
-    mine.write_text('{"hidden_size": 64}')
-    code, _, err = cli(*words, mine)
+    config_file = tmp_path / "config.json"
+    config_file.write_text('{"hidden_size": 64}')
+    code, _, err = cli(*words, config_file)
     assert (code, err.count("\n")) == (2, 1)
     assert "exists and is not a trace" in err
-    assert mine.read_text() == '{"hidden_size": 64}'
+    assert config_file.read_text() == '{"hidden_size": 64}'
 
 
 def test_an_export_replaces_nothing(cli: Cli, engine: Path, tmp_path: Path) -> None:
@@ -195,11 +195,11 @@ def test_a_checkpoint_where_the_cache_cannot_be_written(
 def test_a_full_disk_is_not_called_a_missing_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = (
+    pip_error = (
         "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n"
     )
     monkeypatch.setattr(
-        subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 1, "", told)
+        subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 1, "", pip_error)
     )
     with pytest.raises(OSError, match="No space left") as caught:
         download_wheel("some==1", tmp_path)
@@ -218,9 +218,9 @@ def test_every_refusal_of_the_system_is_one_line_in_every_verb(
     monkeypatch.setattr(module, "run", refused)
     monkeypatch.setattr(refused, "__module__", "modelmill.cli.doctor", raising=False)
     assert command.execute(["doctor"]) == 1
-    told = capsys.readouterr().err
-    assert told.startswith(f"modelmill: /some/file: {os.strerror(number)}; ")
-    assert told.count("\n") == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"modelmill: /some/file: {os.strerror(number)}; ")
+    assert err.count("\n") == 1
 
 
 def test_what_may_be_a_fault_of_ours_keeps_its_traceback() -> None:

@@ -53,9 +53,9 @@ def test_both_phases_as_tables_with_a_trace(cli: Cli, engine: Path, tmp_path: Pa
 
 def test_json_and_few_lines(cli: Cli, engine: Path) -> None:
     words = ("profile", engine, "--device", "cpu", "--phase", "prefill", "--prompt", 16)
-    code, told, _ = cli(*words, "--json")
+    code, output, _ = cli(*words, "--json")
     assert code == 0
-    (phase,) = told["phases"]
+    (phase,) = output["phases"]
     assert phase["step_us"]["median"] > 0
     assert all(line["floor_us"] > 0 for line in phase["lines"])
     assert "more" in cli(*words, "--lines", 2)[1]

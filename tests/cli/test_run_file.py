@@ -13,7 +13,7 @@ IDS = {"prompt_token_ids": [1, 403, 407]}
 
 
 @pytest.mark.parametrize(
-    ("line", "words", "told"),
+    ("line", "words", "message"),
     [
         (TALK, ("--system", "be short"), "--system goes before a prompt"),
         (IDS, ("--system", "be short"), "--system goes before a prompt"),
@@ -29,13 +29,18 @@ IDS = {"prompt_token_ids": [1, 403, 407]}
     ],
 )
 def test_nothing_is_dropped(
-    cli: Any, engine: Path, tmp_path: Path, line: dict[str, Any], words: tuple[str, ...], told: str
+    cli: Any,
+    engine: Path,
+    tmp_path: Path,
+    line: dict[str, Any],
+    words: tuple[str, ...],
+    message: str,
 ) -> None:
     file = tmp_path / "asks.jsonl"
     file.write_text(json.dumps(line) + "\n")
     code, out, err = cli("run", engine, "--file", file, "--chat-template", "chatml", *words)
     assert (code, out) == (2, "")
-    assert told in err
+    assert message in err
     assert err.count("\n") == 1
 
 

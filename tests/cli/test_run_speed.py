@@ -34,9 +34,9 @@ def answer(counts: list[int], score: float | None = None) -> RequestOutput:
 def test_each_answer_of_a_prompt_has_a_first_token(
     counts: list[int], rate: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = answer(counts) if counts else answer([0])
-    assert output_to_json(given, 9.0)["timing"]["tokens_per_s"] == pytest.approx(rate)
-    note_speed([given], 3.0)
+    request_output = answer(counts) if counts else answer([0])
+    assert output_to_json(request_output, 9.0)["timing"]["tokens_per_s"] == pytest.approx(rate)
+    note_speed([request_output], 3.0)
     assert f" {rate:.1f} tokens/s" in capsys.readouterr().err
 
 
@@ -45,5 +45,5 @@ def test_beams_and_several_prompts_are_counted_whole(capsys: pytest.CaptureFixtu
         "tokens_per_s"
     ] == pytest.approx(8 / 3)
     note_speed([answer([3]), answer([3])], 3.0)
-    assert "first token" not in (told := capsys.readouterr().err)
-    assert "2.0 tokens/s" in told
+    assert "first token" not in (err := capsys.readouterr().err)
+    assert "2.0 tokens/s" in err

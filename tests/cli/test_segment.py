@@ -17,8 +17,8 @@ from modelmill.core.config import BuildConfig
 from modelmill.llm import build_engine
 from modelmill.models import sam
 from modelmill.nn.vision_context import VisionContext
-from modelmill.vision.masks import decode_rle, from_coco_rle
 from tests.models.sam_seeded import small_file
+from tests.vision.coco_rle import decode_rle, from_coco_rle
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def photos(tmp_path: Path) -> Path:
     return folder
 
 
-def asked(*words: object) -> int:
+def run_segment(*words: object) -> int:
     return execute(["segment", *map(str, words)])
 
 
@@ -47,29 +47,32 @@ def test_json_overlay_masks_and_run_lengths(
     engine: Path, photos: Path, tmp_path: Path, capsys
 ) -> None:
     out, masks = tmp_path / "out.png", tmp_path / "masks"
-    code = asked(engine, photos / "0.png", "--point", "40,30", "--point", "1,1", "--label", "1,0",
-        "-o", out,
-                 "--masks", masks, "--json", "--rle")  # fmt: skip
+    points = ("--point", "40,30", "--point", "1,1", "--label", "1,0")
+    code = run_segment(
+        engine, photos / "0.png", *points, "-o", out, "--masks", masks, "--json", "--rle"
+    )
     assert code == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["size"] == [80, 60]
-    assert len(found["masks"]) == 3
-    scores = [m["score"] for m in found["masks"]]
+    output = json.loads(capsys.readouterr().out)
+    assert output["size"] == [80, 60]
+    assert len(output["masks"]) == 3
+    scores = [m["score"] for m in output["masks"]]
     assert scores == sorted(scores, reverse=True)
-    for mask in found["masks"]:
+    for mask in output["masks"]:
         shown = torch.from_numpy(np.array(PIL.Image.open(mask["file"])))
         assert torch.equal(decode_rle(from_coco_rle(mask["rle"]), *mask["rle"]["size"]), shown)
         assert int(shown.sum()) == mask["area"]
     assert PIL.Image.open(out).size == (80, 60)
-    assert asked(engine, photos / "0.png", "--point", "40,30", "--masks", masks) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert f"masks: {masks / '0-0.png'} … {masks / '0-2.png'}" in said
-    assert asked(engine, photos / "0.png", "--point", "40,30", "--masks", masks, "--single") == 0
+    assert run_segment(engine, photos / "0.png", "--point", "40,30", "--masks", masks) == 0
+    stdout = capsys.readouterr().out.splitlines()
+    assert f"masks: {masks / '0-0.png'} … {masks / '0-2.png'}" in stdout
+    assert (
+        run_segment(engine, photos / "0.png", "--point", "40,30", "--masks", masks, "--single") == 0
+    )
     assert f"masks: {masks / '0-0.png'}" in capsys.readouterr().out.splitlines()
 
 
 def test_folders_and_globs_in_batches(engine: Path, photos: Path, tmp_path: Path, capsys) -> None:
-    code = asked(
+    code = run_segment(
         engine,
         photos,
         f"{photos}/*.png",
@@ -82,14 +85,14 @@ def test_folders_and_globs_in_batches(engine: Path, photos: Path, tmp_path: Path
         "--json",
     )
     assert code == 0
-    found = json.loads(capsys.readouterr().out)["images"]
-    assert [Path(each["image"]).name for each in found] == ["0.png", "1.png", "2.png"]
+    output = json.loads(capsys.readouterr().out)["images"]
+    assert [Path(each["image"]).name for each in output] == ["0.png", "1.png", "2.png"]
     assert sorted(p.name for p in (tmp_path / "o").iterdir()) == ["0.png", "1.png", "2.png"]
     alone = []
     for i in range(3):
-        asked(engine, photos / f"{i}.png", "--box", "5,5,70,50", "--json")
+        run_segment(engine, photos / f"{i}.png", "--box", "5,5,70,50", "--json")
         alone.append(json.loads(capsys.readouterr().out)["masks"])
-    assert [[m["box"] for m in each["masks"]] for each in found] == [
+    assert [[m["box"] for m in each["masks"]] for each in output] == [
         [m["box"] for m in masks] for masks in alone
     ]
 
@@ -101,20 +104,28 @@ def test_a_mask_as_prompt_and_everything(
     rough.paste(255, (20, 10, 60, 50))
     rough.save(tmp_path / "rough.png")
     assert (
-        asked(engine, photos / "0.png", "--mask", tmp_path / "rough.png", "--single", "--json") == 0
+        run_segment(
+            engine, photos / "0.png", "--mask", tmp_path / "rough.png", "--single", "--json"
+        )
+        == 0
     )
     assert len(json.loads(capsys.readouterr().out)["masks"]) == 1
-    assert asked(engine, photos / "0.png", "--everything", "--points-per-side", "2", "--json") == 0
+    assert (
+        run_segment(engine, photos / "0.png", "--everything", "--points-per-side", "2", "--json")
+        == 0
+    )
     assert isinstance(json.loads(capsys.readouterr().out)["masks"], list)
 
 
 def test_everything_tells_how_far_it_is_without_a_terminal(
     engine: Path, photos: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    told: list[tuple[str, float, float]] = []
-    monkeypatch.setattr(log_progress.LogProgress, "update", lambda _, *given: told.append(given))
-    assert asked(engine, photos / "0.png", "--everything", "--points-per-side", "2") == 0
-    assert {("points", 0, 4), ("points", 4, 4)} <= set(told)
+    updates: list[tuple[str, float, float]] = []
+    monkeypatch.setattr(
+        log_progress.LogProgress, "update", lambda _, *update: updates.append(update)
+    )
+    assert run_segment(engine, photos / "0.png", "--everything", "--points-per-side", "2") == 0
+    assert {("points", 0, 4), ("points", 4, 4)} <= set(updates)
     capsys.readouterr()
 
 
@@ -146,15 +157,15 @@ def test_everything_tells_how_far_it_is_without_a_terminal(
         ),
         (["--box", "1,1,5,5", "--masks", __file__], "name a folder for the masks"),
         (["--point", "1,1", "--mask", "no.png"], "No such file"),
-        (["--point", "1,1", "--batch", "0"], "--batch 0"),
+        (["--point", "1,1", "--batch", "0"], "--batch must be between 1 and 64, not 0"),
     ],
 )
 def test_mistakes(engine: Path, photos: Path, words: list[str], says: str, capsys) -> None:
-    assert asked(engine, photos / "0.png", *words) == 2
-    told = capsys.readouterr()
-    assert says in told.err
-    assert told.err.count("\n") == 1
-    assert told.out == ""
+    assert run_segment(engine, photos / "0.png", *words) == 2
+    captured = capsys.readouterr()
+    assert says in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
 
 
 def test_nothing_is_written_over_a_picture(
@@ -164,29 +175,34 @@ def test_nothing_is_written_over_a_picture(
     each other.
     """
     one, before = photos / "0.png", (photos / "0.png").read_bytes()
-    assert asked(engine, one, "--point", "1,1", "-o", photos / "." / "0.png") == 2
-    told = capsys.readouterr().err
-    assert "is an input picture" in told
-    assert told.count("\n") == 1
+    assert run_segment(engine, one, "--point", "1,1", "-o", photos / "." / "0.png") == 2
+    err = capsys.readouterr().err
+    assert "is an input picture" in err
+    assert err.count("\n") == 1
     assert one.read_bytes() == before
     out = tmp_path / "seg" / "0-0.png"
-    assert asked(engine, one, "--point", "1,1", "-o", out, "--masks", out.parent, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    files = [found["overlay"], *(mask["file"] for mask in found["masks"])]
+    assert (
+        run_segment(engine, one, "--point", "1,1", "-o", out, "--masks", out.parent, "--json") == 0
+    )
+    output = json.loads(capsys.readouterr().out)
+    files = [output["overlay"], *(mask["file"] for mask in output["masks"])]
     assert len(set(files)) == len(files) == 4, "a mask is not written over its own overlay"
     assert all(Path(file).is_file() for file in files)
     (tmp_path / "more").mkdir()
     for twin in (photos / "0.bmp", tmp_path / "more" / "0.png"):
         PIL.Image.open(one).save(twin)
-    given = [one, photos / "0.bmp", tmp_path / "more" / "0.png"]
-    assert asked(engine, *given, "--point", "1,1", "-o", photos, "--masks", photos, "--json") == 0
-    found = json.loads(capsys.readouterr().out)["images"]
-    files = [each["overlay"] for each in found] + [
-        mask["file"] for each in found for mask in each["masks"]
+    inputs = [one, photos / "0.bmp", tmp_path / "more" / "0.png"]
+    assert (
+        run_segment(engine, *inputs, "--point", "1,1", "-o", photos, "--masks", photos, "--json")
+        == 0
+    )
+    output = json.loads(capsys.readouterr().out)["images"]
+    files = [each["overlay"] for each in output] + [
+        mask["file"] for each in output for mask in each["masks"]
     ]
     assert len(set(files)) == len(files) == 3 * 4
     assert all(Path(file).is_file() for file in files)
-    assert not set(files) & set(map(str, given))
+    assert not set(files) & set(map(str, inputs))
     assert one.read_bytes() == before
 
 
@@ -195,16 +211,19 @@ def test_several_boxes_are_several_prompts(
 ) -> None:
     boxes = ["5,5,70,50", "10,1,20,9"]
     words = [word for box in boxes for word in ("--box", box)]
-    assert asked(engine, photos / "0.png", *words, "--json", "--rle", "-o", tmp_path / "o.png") == 0
+    assert (
+        run_segment(engine, photos / "0.png", *words, "--json", "--rle", "-o", tmp_path / "o.png")
+        == 0
+    )
     together = json.loads(capsys.readouterr().out)["masks"]
     assert [mask.pop("prompt") for mask in together] == [0, 0, 0, 1, 1, 1]
     alone = []
     for box in boxes:
-        assert asked(engine, photos / "0.png", "--box", box, "--json", "--rle") == 0
+        assert run_segment(engine, photos / "0.png", "--box", box, "--json", "--rle") == 0
         alone += json.loads(capsys.readouterr().out)["masks"]
     assert [m["rle"] for m in together] == [m["rle"] for m in alone]
     assert [m["score"] for m in together] == pytest.approx([m["score"] for m in alone], rel=1e-5)
-    assert asked(engine, photos / "0.png", *words, "--single") == 0
+    assert run_segment(engine, photos / "0.png", *words, "--single") == 0
     assert "of box" in capsys.readouterr().out
 
 
@@ -217,11 +236,13 @@ def test_what_is_clear_in_a_drawn_mask_is_no_object(
     clear = PIL.Image.new("RGBA", (80, 60), (255, 255, 255, 0))
     clear.putalpha(drawn)
     clear.save(tmp_path / "clear.png")
-    found = []
+    masks_of_runs = []
     for name in ("black.png", "clear.png"):
-        assert asked(engine, photos / "0.png", "--mask", tmp_path / name, "--json", "--rle") == 0
-        found.append(json.loads(capsys.readouterr().out)["masks"])
-    assert found[0] == found[1]
+        assert (
+            run_segment(engine, photos / "0.png", "--mask", tmp_path / name, "--json", "--rle") == 0
+        )
+        masks_of_runs.append(json.loads(capsys.readouterr().out)["masks"])
+    assert masks_of_runs[0] == masks_of_runs[1]
 
 
 def test_thresholds_of_everything(engine: Path, photos: Path, capsys) -> None:
@@ -236,14 +257,14 @@ def test_thresholds_of_everything(engine: Path, photos: Path, capsys) -> None:
             "--box-nms-thresh",
             nms,
         ]
-        assert asked(engine, photos / "0.png", *words, *limits) == 0
+        assert run_segment(engine, photos / "0.png", *words, *limits) == 0
         counts.append(len(json.loads(capsys.readouterr().out)["masks"]))
     assert counts[0] > max(counts[1:])
 
 
-def _saved(picture: PIL.Image.Image, kind: str, **how) -> bytes:
+def _saved(picture: PIL.Image.Image, file_format: str, **how) -> bytes:
     out = io.BytesIO()
-    picture.save(out, kind, **how)
+    picture.save(out, file_format, **how)
     return out.getvalue()
 
 
@@ -267,7 +288,8 @@ BAD = {"empty.png": b"", "text.png": b"hello", "cut.png": GOOD["deep.png"][:40]}
 def test_odd_pictures_are_segmented(engine: Path, tmp_path: Path, name: str, capsys) -> None:
     (tmp_path / name).write_bytes(GOOD[name])
     assert (
-        asked(engine, tmp_path / name, "--point", "0,0", "--json", "-o", tmp_path / "out.png") == 0
+        run_segment(engine, tmp_path / name, "--point", "0,0", "--json", "-o", tmp_path / "out.png")
+        == 0
     )
     assert len(json.loads(capsys.readouterr().out)["masks"]) == 3
 
@@ -277,15 +299,15 @@ def test_bad_pictures_are_one_line(
     engine: Path, photos: Path, tmp_path: Path, name: str, capsys
 ) -> None:
     (tmp_path / name).write_bytes(BAD[name])
-    assert asked(engine, tmp_path / name, "--point", "0,0", "--json") == 2
-    told = capsys.readouterr()
-    assert name in told.err
-    assert told.err.count("\n") == 1
+    assert run_segment(engine, tmp_path / name, "--point", "0,0", "--json") == 2
+    captured = capsys.readouterr()
+    assert name in captured.err
+    assert captured.err.count("\n") == 1
     # among others it is told, and the others are answered
-    assert asked(engine, photos / "0.png", tmp_path / name, "--point", "0,0", "--json") == 1
-    found = json.loads(capsys.readouterr().out)["images"]
-    assert len(found[0]["masks"]) == 3
-    assert name in found[1]["error"]
+    assert run_segment(engine, photos / "0.png", tmp_path / name, "--point", "0,0", "--json") == 1
+    output = json.loads(capsys.readouterr().out)["images"]
+    assert len(output[0]["masks"]) == 3
+    assert name in output[1]["error"]
 
 
 @pytest.mark.parametrize("verb", [["run", "--prompt", "x"], ["chat"], ["bench"]])
@@ -294,9 +316,9 @@ def test_other_verbs_refuse_in_one_line(engine: Path, verb: list[str], capsys) -
         execute([*verb[:1], *(["latency"] if verb[0] == "bench" else []), str(engine), *verb[1:]])
         == 2
     )
-    told = capsys.readouterr().err
-    assert f"segments images: modelmill segment {engine} IMAGE" in told
-    assert told.count("\n") == 1
+    err = capsys.readouterr().err
+    assert f"segments images: modelmill segment {engine} IMAGE" in err
+    assert err.count("\n") == 1
 
 
 def test_inspect_and_build_show_it(engine: Path, tmp_path: Path, capsys) -> None:
@@ -305,9 +327,9 @@ def test_inspect_and_build_show_it(engine: Path, tmp_path: Path, capsys) -> None
     source = small_file(tmp_path)
     assert execute(["inspect", str(source)]) == 0
     assert execute(["build", str(source), "-o", str(tmp_path / "new.engine")]) == 0
-    told = capsys.readouterr().out
-    assert "IoU with the reference" in told
-    assert "modelmill segment" in told
+    out = capsys.readouterr().out
+    assert "IoU with the reference" in out
+    assert "modelmill segment" in out
     assert execute(["inspect", str(tmp_path / "new.engine")]) == 0
     assert "numerical noise" in capsys.readouterr().out
 
@@ -328,7 +350,7 @@ def test_nothing_there(engine: Path, tmp_path: Path, capsys) -> None:
         ([tmp_path / "none"], "no pictures"),
         ([f"{tmp_path}/*.png"], "no file matches"),
     ):
-        assert asked(engine, *words, "--point", "1,1") == 2
+        assert run_segment(engine, *words, "--point", "1,1") == 2
         assert says in capsys.readouterr().err
 
 
@@ -341,15 +363,17 @@ def test_a_picture_that_overflows_is_left_out(
     embed = sam.Model.encode_image
 
     def embedded(model: sam.Model, images: torch.Tensor, still: VisionContext) -> torch.Tensor:
-        found = embed(model, images, still)
-        return torch.where(images[:, :1, :8, :8].amin((2, 3), keepdim=True) > 2, found * 1e6, found)
+        embedding = embed(model, images, still)
+        return torch.where(
+            images[:, :1, :8, :8].amin((2, 3), keepdim=True) > 2, embedding * 1e6, embedding
+        )
 
     PIL.Image.new("RGB", (80, 60), "white").save(photos / "1.png")
     monkeypatch.setattr(sam.Model, "encode_image", embedded)
-    assert asked(tmp_path / "half.engine", photos, "--point", "5,5", "--json") == 1
-    told = json.loads(capsys.readouterr().out)["images"]
-    assert ["error" in each for each in told] == [False, True, False]
-    assert "1.png: the picture overflows the engine's float16" in told[1]["error"]
+    assert run_segment(tmp_path / "half.engine", photos, "--point", "5,5", "--json") == 1
+    output = json.loads(capsys.readouterr().out)["images"]
+    assert ["error" in each for each in output] == [False, True, False]
+    assert "1.png: the picture overflows the engine's float16" in output[1]["error"]
 
 
 def test_a_checkpoint_in_8_bits(
@@ -358,26 +382,27 @@ def test_a_checkpoint_in_8_bits(
     monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path / "cache"))
     checkpoint = small_file(tmp_path)
     words = [photos / "0.png", "--point", "5,5", "--json"]
-    assert asked(checkpoint, *words, "-q", "int8", "--dtype", "bfloat16") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert len(told["masks"]) == 3
+    assert run_segment(checkpoint, *words, "-q", "int8", "--dtype", "bfloat16") == 0
+    output = json.loads(capsys.readouterr().out)
+    assert len(output["masks"]) == 3
     [engine] = (tmp_path / "cache" / "engines").iterdir()
     manifest = json.loads((engine / "manifest.json").read_text())
     assert "w8a8" in manifest["weight_formats"].values()
-    assert asked(checkpoint, *words, "-q", "int4") == 2
+    assert run_segment(checkpoint, *words, "-q", "int4") == 2
     assert "take -q int8 (weights and activations) or -q fp8" in capsys.readouterr().err
 
 
 def test_the_plan_of_8_bits_says_what_is_rounded(tmp_path: Path, capsys) -> None:
     assert execute(["build", str(small_file(tmp_path)), "--dry-run", "-q", "fp8"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
+    plan_text = " ".join(capsys.readouterr().out.split())
     assert (
-        "weights of the encoder's linear layers in 8 bits, activations too, scaled by token" in told
+        "weights of the encoder's linear layers in 8 bits, activations too, scaled by token"
+        in plan_text
     )
 
 
 def test_small_regions_are_filled_and_dropped(engine: Path, photos: Path, capsys) -> None:
     words = (engine, photos / "0.png", "--everything", "--points-per-side", 2, "--json")
-    assert asked(*words, "--min-region", 50) == 0
-    assert asked(*words, "--min-region", -1) == 2
+    assert run_segment(*words, "--min-region", 50) == 0
+    assert run_segment(*words, "--min-region", -1) == 2
     assert "min_mask_region_area must not be negative" in capsys.readouterr().err

@@ -105,18 +105,18 @@ def test_a_full_disk_is_one_line(engine: Path, words: tuple[str, ...]) -> None:
         done = modelmill(*words, stdout=out, stderr=subprocess.PIPE)
     assert done.returncode == 1
     # run says first how answers are drawn
-    said = [
+    messages = [
         line for line in done.stderr.splitlines() if not line.startswith("modelmill: sampling: ")
     ]
-    assert said == [
+    assert messages == [
         "modelmill: cannot write to stdout: No space left on device; the output is incomplete"
     ]
 
 
 @pytest.mark.parametrize("closed", [1, 2, 0], ids=["stdout", "stderr", "stdin"])
 def test_a_stream_that_was_closed_before(engine: Path, closed: int, tmp_path: Path) -> None:
-    said = tmp_path / "said"
-    with said.open("w") as sink:
+    stdout_file = tmp_path / "said"
+    with stdout_file.open("w") as sink:
         command = f'exec "$@" {closed}{"<" if closed == 0 else ">"}&-'
         words = [
             sys.executable,
@@ -132,5 +132,5 @@ def test_a_stream_that_was_closed_before(engine: Path, closed: int, tmp_path: Pa
             stdout=sink,
             stderr=sink, check=False, timeout=300,
         )  # fmt: skip
-    assert done.returncode == 0, said.read_text()
-    assert "Traceback" not in said.read_text()
+    assert done.returncode == 0, stdout_file.read_text()
+    assert "Traceback" not in stdout_file.read_text()

@@ -78,7 +78,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
 
-    def until(self, mark: str, start: int = 0) -> int:
+    def wait_for(self, mark: str, start: int = 0) -> int:
         """Read until ``mark`` has come behind ``start``; returns where it ends."""
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while mark not in self.text[start:]:
@@ -115,12 +115,12 @@ def talking(words: list[str]) -> Iterator[tuple[Terminal, Callable[[], None]]]:
 
 def test_keys_typed_into_an_answer_wait_for_the_next_prompt() -> None:
     with talking(["third"]) as (terminal, go_on):
-        terminal.until("> ")
+        terminal.wait_for("> ")
         terminal.type("hello\n")
-        begins = terminal.until("first", terminal.until("read 'hello'"))
+        begins = terminal.wait_for("first", terminal.wait_for("read 'hello'"))
         terminal.type("next question\nhalf a")
         go_on()
-        ends = terminal.until("echo", begins)
+        ends = terminal.wait_for("echo", begins)
         assert terminal.text[begins:ends].split() == [
             "second",
             "third",
@@ -129,27 +129,27 @@ def test_keys_typed_into_an_answer_wait_for_the_next_prompt() -> None:
         ]
         assert "next" not in terminal.text[begins:ends]
         assert "half" not in terminal.text[begins:ends]
-        at = terminal.until("True", ends)  # the terminal is as it was
-        at = terminal.until("read 'next question'", at)
+        at = terminal.wait_for("True", ends)  # the terminal is as it was
+        at = terminal.wait_for("read 'next question'", at)
         go_on()
-        at = terminal.until("True", terminal.until("echo", at))
+        at = terminal.wait_for("True", terminal.wait_for("echo", at))
         terminal.type(" line\n")
-        at = terminal.until("read 'half a line'", at)
+        at = terminal.wait_for("read 'half a line'", at)
         go_on()
-        terminal.until("True", terminal.until("echo", at))
+        terminal.wait_for("True", terminal.wait_for("echo", at))
         terminal.type("/exit\n")
-        terminal.until("read '/exit'")
+        terminal.wait_for("read '/exit'")
         assert terminal.process.wait(TIMEOUT_SECONDS) == 0
 
 
 def test_an_answer_breaks_between_words() -> None:
     words = [f"{'abcdefghi'[: 3 + i % 7]}{i} " for i in range(40)]
     with talking(words) as (terminal, go_on):
-        terminal.until("> ")
+        terminal.wait_for("> ")
         terminal.type("hello\n")
-        begins = terminal.until("read 'hello'")
+        begins = terminal.wait_for("read 'hello'")
         go_on()
-        ends = terminal.until("modelmill: ", begins)
+        ends = terminal.wait_for("modelmill: ", begins)
         text = terminal.text[begins:ends].removesuffix("modelmill: ")
         lines = text.strip("\n").split("\n")
         assert " ".join(text.split()) == " ".join(
@@ -173,7 +173,7 @@ def test_a_talk_with_an_engine(engine: Path) -> None:
     terminal = Terminal([sys.executable, "-m", "modelmill", *words])
     try:
         terminal.type("Hello\n/exit\n")  # before there is a prompt
-        terminal.until("tokens/s")
+        terminal.wait_for("tokens/s")
         assert terminal.process.wait(TIMEOUT_SECONDS) == 0
     finally:
         terminal.close()
@@ -236,20 +236,24 @@ def test_pieces_make_no_difference_and_no_word_is_lost(seed: int) -> None:
 def test_save_writes_over_nothing_but_its_own(
     cli: Cli, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, own = tmp_path / "kept.json", tmp_path / "own.json"
-    kept.write_text("mine")
-    lines = f"/save {kept}\nHello\n/save {own}\nAgain\n/save {own}\n/save\n/save {tmp_path}\n"
+    foreign_file, own = tmp_path / "kept.json", tmp_path / "own.json"
+    foreign_file.write_text("mine")
+    lines = (
+        f"/save {foreign_file}\nHello\n/save {own}\nAgain\n/save {own}\n/save\n/save {tmp_path}\n"
+    )
     words = ("chat", engine, "--chat-template", "chatml", "--temperature", 0, "--max-tokens", 2)
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     code, out, _ = cli(*words)
     assert code == 0
-    assert f"{kept} exists; /save! {kept} replaces it" in out
+    assert f"{foreign_file} exists; /save! {foreign_file} replaces it" in out
     assert f"{tmp_path} exists" in out
-    assert kept.read_text() == "mine"
+    assert foreign_file.read_text() == "mine"
     assert len(json.loads(own.read_text())) == 4, "what this talk has saved it may save again"
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"Hello\n/save! {kept}\n/save! {tmp_path}\n"))
+    monkeypatch.setattr(
+        sys, "stdin", io.StringIO(f"Hello\n/save! {foreign_file}\n/save! {tmp_path}\n")
+    )
     code, out, _ = cli(*words)
-    assert len(json.loads(kept.read_text())) == 2
+    assert len(json.loads(foreign_file.read_text())) == 2
     assert f"cannot write {tmp_path}: Is a directory" in out
 
 

@@ -50,10 +50,10 @@ def test_build_tells_plan_and_acceptance_as_json(
     cli: Cli, checkpoint: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "made" / "int8.engine"
-    code, told, _ = cli("build", checkpoint, "-o", out, "-q", "int8", "--json")
+    code, output, _ = cli("build", checkpoint, "-o", out, "-q", "int8", "--json")
     assert code == 0
-    assert told["acceptance"]["accepted"] is True
-    assert told["plan"]["build"]["quantization"] == "int8"
+    assert output["acceptance"]["accepted"] is True
+    assert output["plan"]["build"]["quantization"] == "int8"
     assert (out / "manifest.json").is_file()
 
 
@@ -82,14 +82,18 @@ def test_build_needs_an_output(cli: Cli, checkpoint: Path) -> None:
 
 
 def test_inspect(cli: Cli, checkpoint: Path, engine: Path) -> None:
-    code, told, _ = cli("inspect", engine, "--json", "--tensors", "--verify")
+    code, output, _ = cli("inspect", engine, "--json", "--tensors", "--verify")
     assert code == 0
-    assert (told["kind"], told["model_type"], told["sizes"]["layers"]) == ("engine", "llama", 5)
-    assert told["tokenizer"]["vocab_size"] == 512
-    assert told["acceptance"]["accepted"] is True
-    assert told["parameters"] == sum(math.prod(t["shape"]) for t in told["tensors"])
-    code, told, _ = cli("inspect", checkpoint, "--json")
-    assert (told["kind"], told["container"], told["bytes_by_dtype"]) == (
+    assert (output["kind"], output["model_type"], output["sizes"]["layers"]) == (
+        "engine",
+        "llama",
+        5,
+    )
+    assert output["tokenizer"]["vocab_size"] == 512
+    assert output["acceptance"]["accepted"] is True
+    assert output["parameters"] == sum(math.prod(t["shape"]) for t in output["tensors"])
+    code, output, _ = cli("inspect", checkpoint, "--json")
+    assert (output["kind"], output["container"], output["bytes_by_dtype"]) == (
         "checkpoint",
         "safetensors",
         {"float32": 1040128},
@@ -112,11 +116,11 @@ def test_inspect_says_ids_only(cli: Cli, checkpoint: Path, tmp_path: Path) -> No
     assert "ids-only" in err
     jobs = tmp_path / "jobs.jsonl"
     jobs.write_text('{"prompt_token_ids": [1, 403, 407]}\n')
-    code, told, _ = cli(
+    code, output, _ = cli(
         "run", engine, "--file", jobs, "--json", "--temperature", 0, "--max-tokens", 3
     )
     assert code == 0
-    assert len(told[0]["outputs"][0]["token_ids"]) == 3
+    assert len(output[0]["outputs"][0]["token_ids"]) == 3
     assert cli("perplexity", engine, "--data", jobs)[0] == 1
     assert (
         cli("bench", "latency", engine, "--input-len", 4, "--output-len", 2, "--runs", 1, "--json")[
@@ -131,14 +135,14 @@ def test_doctor_names_versions_that_were_not_tested(
 ) -> None:
     from modelmill.core import packages
 
-    found = [
+    untested = [
         packages.UntestedVersion("torch", "9.1", ">=2.11,<2.16"),
         packages.UntestedVersion("Python", "4.0", ">=3.11,<3.15"),
     ]
-    monkeypatch.setattr(packages, "untested_versions", lambda: found)
-    code, told, _ = cli("doctor", "--json")
+    monkeypatch.setattr(packages, "untested_versions", lambda: untested)
+    code, output, _ = cli("doctor", "--json")
     assert code == 0
-    assert told["outside"][0] == {"name": "torch", "version": "9.1", "tested": ">=2.11,<2.16"}
+    assert output["outside"][0] == {"name": "torch", "version": "9.1", "tested": ">=2.11,<2.16"}
     text = " ".join(cli("doctor")[1].split())
     assert "outside what was tested" in text
     assert "9.1" in text
@@ -148,12 +152,12 @@ def test_doctor_names_versions_that_were_not_tested(
 
 
 def test_doctor(cli: Cli) -> None:
-    code, told, _ = cli("doctor", "--json")
+    code, output, _ = cli("doctor", "--json")
     assert code == 0
-    assert {"cpu", "gpus", "packages", "kernels", "missing", "compiler"} <= set(told)
-    kernels = told["cpu_kernels"]
+    assert {"cpu", "gpus", "packages", "kernels", "missing", "compiler"} <= set(output)
+    kernels = output["cpu_kernels"]
     assert (kernels["origin"] is None) == (kernels["reason"] is not None)
-    assert all("torch" in each["available"] for each in told["kernels"])
+    assert all("torch" in each["available"] for each in output["kernels"])
     assert "Kernels" in cli("doctor")[1]
 
 
@@ -173,11 +177,11 @@ def test_run_streams_and_tells_the_speed(cli: Cli, engine: Path) -> None:
     assert code == 0
     assert text.startswith(", there was a little girl")
     assert "tokens/s" in err
-    code, told, err = cli(*words, "--json")
-    assert told["outputs"][0]["text"] + "\n" == text
-    assert told["outputs"][0]["finish_reason"] == "length"
-    assert len(told["outputs"][0]["token_ids"]) == told["timing"]["output_tokens"] == 12
-    assert told["prompt_token_ids"] == [1, 403, 407, 261, 378]
+    code, output, err = cli(*words, "--json")
+    assert output["outputs"][0]["text"] + "\n" == text
+    assert output["outputs"][0]["finish_reason"] == "length"
+    assert len(output["outputs"][0]["token_ids"]) == output["timing"]["output_tokens"] == 12
+    assert output["prompt_token_ids"] == [1, 403, 407, 261, 378]
 
 
 def test_run_reads_stdin(cli: Cli, engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,30 +214,30 @@ def test_run_answers_a_file_in_its_order(cli: Cli, engine: Path, tmp_path: Path)
         "--chat-template",
         template,
     )
-    code, told, _ = cli(*words, "--json")
+    code, output, _ = cli(*words, "--json")
     assert code == 0
-    ids = [each["prompt_token_ids"] for each in told]
+    ids = [each["prompt_token_ids"] for each in output]
     assert ids[0] == ids[2] == [1, 403, 407, 261, 378]
-    assert told[0]["outputs"] == told[2]["outputs"]
+    assert output[0]["outputs"] == output[2]["outputs"]
     assert ids[1] == ids[3], "a prompt goes through the template, text does not"
-    code, told, _ = cli(*words, "--json", "--raw")
-    assert told[3]["prompt_token_ids"] != ids[3]
+    code, output, _ = cli(*words, "--json", "--raw")
+    assert output[3]["prompt_token_ids"] != ids[3]
     assert cli(*words)[0] == 0
 
 
 def test_run_samples_n_and_beams(cli: Cli, engine: Path) -> None:
     words = ("run", engine, "--prompt", "Once", "--max-tokens", 6, "--json")
-    code, told, _ = cli(*words, "--n", 3, "--seed", 5, "--temperature", 1)
+    code, output, _ = cli(*words, "--n", 3, "--seed", 5, "--temperature", 1)
     assert code == 0
-    assert len(told["outputs"]) == 3
-    assert cli(*words, "--n", 3, "--seed", 5, "--temperature", 1)[1]["outputs"] == told["outputs"]
-    code, told, _ = cli(*words, "--num-beams", 3, "--temperature", 0)
+    assert len(output["outputs"]) == 3
+    assert cli(*words, "--n", 3, "--seed", 5, "--temperature", 1)[1]["outputs"] == output["outputs"]
+    code, output, _ = cli(*words, "--num-beams", 3, "--temperature", 0)
     assert code == 0
-    assert told["outputs"][0]["token_ids"]
+    assert output["outputs"][0]["token_ids"]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ((), "give one of --prompt"),
         (("--prompt", "x", "--file", "y"), "give one of --prompt"),
@@ -245,10 +249,12 @@ def test_run_samples_n_and_beams(cli: Cli, engine: Path) -> None:
         (("--file", "none.jsonl"), "cannot read"),
     ],
 )
-def test_run_refuses_in_one_line(cli: Cli, engine: Path, words: tuple[str, ...], told: str) -> None:
+def test_run_refuses_in_one_line(
+    cli: Cli, engine: Path, words: tuple[str, ...], message: str
+) -> None:
     code, out, err = cli("run", engine, *words)
     assert (code, out) == (2, "")
-    assert told in err
+    assert message in err
     assert err.count("\n") == 1
 
 
@@ -304,8 +310,8 @@ def test_chat_from_a_pipe(
     assert [each["role"] for each in talk] == ["system", "user", "assistant", "user", "assistant"]
     assert (talk[0]["content"], talk[3]["content"]) == ("Be kind", "Again")
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\nAgain\n"))
-    code, told, _ = cli(*words, "--json", "--no-stream")
-    assert [each["role"] for each in told["messages"]] == [
+    code, output, _ = cli(*words, "--json", "--no-stream")
+    assert [each["role"] for each in output["messages"]] == [
         "system",
         "user",
         "assistant",
@@ -336,11 +342,11 @@ def test_a_long_talk_forgets_its_oldest_turns(
         "--max-model-len",
         128,
     )
-    code, told, err = cli(*words, "--json", "--ignore-eos")
+    code, output, err = cli(*words, "--json", "--ignore-eos")
     assert code == 0
     assert "oldest turns forgotten" in err
-    assert [each["role"] for each in told["messages"]][-2:] == ["user", "assistant"]
-    assert told["messages"][-2]["content"].startswith("Tell"), "what is too long was never said"
+    assert [each["role"] for each in output["messages"]][-2:] == ["user", "assistant"]
+    assert output["messages"][-2]["content"].startswith("Tell"), "what is too long was never said"
 
 
 def test_chat_needs_a_template(cli: Cli, engine: Path) -> None:
@@ -354,12 +360,12 @@ def test_chat_needs_a_template(cli: Cli, engine: Path) -> None:
 
 def test_compare(cli: Cli, engine: Path, checkpoint: Path, tmp_path: Path) -> None:
     plot = tmp_path / "errors.png"
-    code, told, _ = cli("compare", engine, checkpoint, "--json", "--plot", plot)
+    code, output, _ = cli("compare", engine, checkpoint, "--json", "--plot", plot)
     assert code == 0
-    assert (told["verdict"], told["layer"], told["module"]) == ("numerical noise", None, None)
+    assert (output["verdict"], output["layer"], output["module"]) == ("numerical noise", None, None)
     keys = {"name", "max_abs", "mean_abs", "median_abs", "max_rel", "cosine", "tolerance"}
-    assert all(keys <= set(layer) for layer in told["layers"])
-    assert all(check["equal"] for check in told["text"])
+    assert all(keys <= set(layer) for layer in output["layers"])
+    assert all(check["equal"] for check in output["text"])
     assert plot.stat().st_size > 1000
     code, text, _ = cli("compare", engine, checkpoint, "--all")
     assert "layers.4.mlp.act" in text
@@ -391,10 +397,10 @@ def test_compare_with_a_changed_checkpoint_fails(
     save_file(tensors, tmp_path / "model.safetensors")
     for name in ("config.json", "pieces.json"):
         (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
-    code, told, _ = cli("compare", engine, tmp_path, "--json")
+    code, output, _ = cli("compare", engine, tmp_path, "--json")
     assert code == 1
-    assert told["passed"] is False
-    assert (told["layer"], told["module"]) == (3, "attn.o_proj")
+    assert output["passed"] is False
+    assert (output["layer"], output["module"]) == (3, "attn.o_proj")
     assert cli("compare", checkpoint, checkpoint)[0] == 1, (
         "a checkpoint is no engine, and nothing is built"
     )
@@ -406,10 +412,12 @@ def test_perplexity_equals_transformers(
     data = shared / "data/text/wikitext2_test_a.txt"
     words = ("perplexity", engine, "--data", data, "--limit-tokens", 600, "--reference", checkpoint)
     for stride in (128, 48):
-        code, told, _ = cli(*words, "--max-length", 128, "--stride", stride, "--json")
+        code, output, _ = cli(*words, "--max-length", 128, "--stride", stride, "--json")
         assert code == 0
-        assert told["perplexity"] == pytest.approx(told["reference"]["perplexity"], rel=1e-4)
-        assert told["tokens"] == told["reference"]["tokens"] == (600 - 5 if stride == 128 else 599)
+        assert output["perplexity"] == pytest.approx(output["reference"]["perplexity"], rel=1e-4)
+        assert (
+            output["tokens"] == output["reference"]["tokens"] == (600 - 5 if stride == 128 else 599)
+        )
     assert "difference" in cli(*words, "--max-length", 128)[1]
     assert cli("perplexity", engine, "--data", data, "--max-length", 4096)[0] == 2
     assert "--data is missing" in cli("perplexity", engine)[2]
@@ -418,7 +426,7 @@ def test_perplexity_equals_transformers(
 def test_summaries_equal_transformers(
     cli: Cli, engine: Path, checkpoint: Path, shared: Path, tmp_path: Path
 ) -> None:
-    data, kept = shared / "data/text/cnndm_eval.jsonl", tmp_path / "kept.jsonl"
+    data, saved = shared / "data/text/cnndm_eval.jsonl", tmp_path / "kept.jsonl"
     words = (
         "summarize",
         engine,
@@ -431,18 +439,18 @@ def test_summaries_equal_transformers(
         "--max-input-tokens",
         200,
     )
-    more = ("--reference", checkpoint, "--save", kept)
-    code, told, _ = cli(*words, *more, "--check-accuracy", 0.5, "--json", "--texts")
+    more = ("--reference", checkpoint, "--save", saved)
+    code, output, _ = cli(*words, *more, "--check-accuracy", 0.5, "--json", "--texts")
     assert code == 0
-    assert told["passed"] is True
-    assert told["equal_summaries"] == told["engine"]["items"] == 3
-    assert set(told["difference"]) == {"rouge1", "rouge2", "rougeL", "rougeLsum"}
-    assert len(told["summaries"]) == 3
-    assert len(kept.read_text().splitlines()) == 6
-    rows = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert output["passed"] is True
+    assert output["equal_summaries"] == output["engine"]["items"] == 3
+    assert set(output["difference"]) == {"rouge1", "rouge2", "rougeL", "rougeLsum"}
+    assert len(output["summaries"]) == 3
+    assert len(saved.read_text().splitlines()) == 6
+    rows = [json.loads(line) for line in saved.read_text().splitlines()]
     for row in rows[3:]:
         row["text"] = "words that no article has"
-    kept.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    saved.write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, text, _ = cli(*words, *more, "--check-accuracy", 0.0)
     assert (code, "NOT within" in text) == (1, True)
     assert "×, 3 at once against 1" in text
@@ -452,7 +460,7 @@ def test_summaries_equal_transformers(
 def test_kept_summaries_are_of_one_reference_and_one_way_to_run(
     cli: Cli, engine: Path, checkpoint: Path, shared: Path, tmp_path: Path
 ) -> None:
-    data, kept, other = (
+    data, saved, other = (
         shared / "data/text/cnndm_eval.jsonl",
         tmp_path / "kept.jsonl",
         tmp_path / "other",
@@ -478,8 +486,8 @@ def test_kept_summaries_are_of_one_reference_and_one_way_to_run(
         ("--reference", checkpoint),
         ("--reference", other),
     ):
-        assert cli(*words, *more, "--save", kept)[0] == 0
-        lines.append(len(kept.read_text().splitlines()))
+        assert cli(*words, *more, "--save", saved)[0] == 0
+        lines.append(len(saved.read_text().splitlines()))
     # a share of the GPU beside transformers is another way to run, too
     assert lines == [2, 2, 4, 8, 10]
     before = data.read_bytes()
@@ -508,13 +516,13 @@ def test_bench_latency(cli: Cli, engine: Path, checkpoint: Path, tmp_path: Path)
         "1,2",
     )
     reference = ("--reference", "hf", "--checkpoint", checkpoint)
-    code, told, _ = cli(*words, *reference, "--json", "--plot", plot, "--save", rows)
+    code, output, _ = cli(*words, *reference, "--json", "--plot", plot, "--save", rows)
     assert code == 0
-    assert [each["shape"]["batch"] for each in told["results"]] == [1, 1, 2, 2]
-    assert len(told["speedups"]) == 2
+    assert [each["shape"]["batch"] for each in output["results"]] == [1, 1, 2, 2]
+    assert len(output["speedups"]) == 2
     assert plot.stat().st_size > 1000
     saved = [json.loads(line) for line in rows.read_text().splitlines()]
-    assert saved == told["rows"]
+    assert saved == output["rows"]
     assert all(
         {"command", "device", "versions", "date", "figure", "value", "unit"} <= set(row)
         for row in saved
@@ -550,12 +558,12 @@ def test_bench_throughput(cli: Cli, engine: Path, shared: Path, tmp_path: Path) 
     data = tmp_path / "s.json"
     data.write_text(json.dumps(talks))
     words = ("bench", "throughput", engine, "--runs", 1, "--warmup", 0)
-    code, told, _ = cli(*words, "--dataset", data, "--num-prompts", 4, "--json")
-    assert (code, told["results"][0]["requests"]) == (0, 4)
+    code, output, _ = cli(*words, "--dataset", data, "--num-prompts", 4, "--json")
+    assert (code, output["results"][0]["requests"]) == (0, 4)
     trace = tmp_path / "t.csv"
     trace.write_text("ContextTokens,GeneratedTokens\n10,3\n20,2\n3,3\n")
-    code, told, _ = cli(*words, "--trace", trace, "--json")
-    result = told["results"][0]
+    code, output, _ = cli(*words, "--trace", trace, "--json")
+    result = output["results"][0]
     assert (result["requests"], result["input_tokens"], result["output_tokens"]) == (2, 30, 5)
     code, text, _ = cli(*words, "--num-prompts", 3, "--input-len", 5, "--output-len", 3)
     assert code == 0
@@ -563,9 +571,9 @@ def test_bench_throughput(cli: Cli, engine: Path, shared: Path, tmp_path: Path) 
 
 
 def test_bench_startup(cli: Cli, engine: Path) -> None:
-    code, told, _ = cli("bench", "startup", engine, "--runs", 1, "--input-len", 4, "--json")
+    code, output, _ = cli("bench", "startup", engine, "--runs", 1, "--input-len", 4, "--json")
     assert code == 0
-    result = told["results"][0]
+    result = output["results"][0]
     stages = sum(result[name]["median"] for name in ("import_s", "load_s", "first_s"))
     assert 0 < stages < result["total_s"]["median"]
 
@@ -600,8 +608,8 @@ def test_pull(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         return dest / "m.gguf"
 
     monkeypatch.setattr(source, "pull", fake)
-    code, told, _ = cli("pull", "demo", "-o", tmp_path / "m", "--json")
-    assert (code, told) == (0, {"name": "demo", "path": str(tmp_path / "m/m.gguf"), "bytes": 5})
+    code, output, _ = cli("pull", "demo", "-o", tmp_path / "m", "--json")
+    assert (code, output) == (0, {"name": "demo", "path": str(tmp_path / "m/m.gguf"), "bytes": 5})
     code, text, _ = cli("pull", "demo", "-o", tmp_path / "m")
     assert text == f"{tmp_path / 'm/m.gguf'}\n"
 
@@ -610,7 +618,7 @@ def test_pull(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (
             ("perplexity", "--data", "README.md", "--max-length", "0"),
@@ -628,11 +636,13 @@ def test_pull(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         (("run", "--prompt", "x", "--dtype", "float16"), "decided when an engine is built"),
     ],
 )
-def test_wrong_values_are_named(cli: Cli, engine: Path, words: tuple[str, ...], told: str) -> None:
+def test_wrong_values_are_named(
+    cli: Cli, engine: Path, words: tuple[str, ...], message: str
+) -> None:
     verb, rest = words[0].split("-"), words[1:]
     code, _, err = cli(*verb, engine, *rest)
     assert code == 2
-    assert told in err
+    assert message in err
     assert err.count("\n") == 1
     assert "is not JSON" not in err
 
@@ -748,7 +758,7 @@ def test_a_small_dataset_is_told(cli: Cli, engine: Path, tmp_path: Path) -> None
     file = tmp_path / "few.jsonl"
     file.write_text('{"prompt": "Once upon a time"}\n')
     words = ("--num-prompts", 5, "--output-len", 2, "--runs", 1, "--warmup", 0)
-    code, told, err = cli("bench", "throughput", engine, "--dataset", file, *words, "--json")
+    code, output, err = cli("bench", "throughput", engine, "--dataset", file, *words, "--json")
     assert code == 0
-    assert told["results"][0]["requests"] == 1
+    assert output["results"][0]["requests"] == 1
     assert "only 1 prompts that fit, not 5" in err

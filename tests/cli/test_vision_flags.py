@@ -38,9 +38,9 @@ def test_built_asked_and_compared(parts: Path, photo: Path, tmp_path: Path, cli:
     )  # fmt: skip
     code, out, err = cli("build", "minigpt4", *named, "-o", engine, "--dtype", "float32", "--json")
     assert code == 0, err
-    told = out
-    assert told["acceptance"]["accepted"]
-    assert told["acceptance"]["image_embeddings"]["rel_l2"] < 1e-5
+    build_report = out
+    assert build_report["acceptance"]["accepted"]
+    assert build_report["acceptance"]["image_embeddings"]["rel_l2"] < 1e-5
     ask = ("--prompt", "What is this?", "--max-tokens", "6", "--temperature", "0", "--json")
     answers = []
     for images in ((), ("--image", photo), ("--image", photo, "--image", photo)):
@@ -71,8 +71,8 @@ def test_talked_with(
     )
     assert code == 0, err
     users = [each["content"] for each in out["messages"] if each["role"] == "user"]
-    kinds = [[part["type"] for part in c] if isinstance(c, list) else "text" for c in users]
-    assert kinds == [["image_url", "text"], ["image_url", "text"], "text"]
+    part_types = [[part["type"] for part in c] if isinstance(c, list) else "text" for c in users]
+    assert part_types == [["image_url", "text"], ["image_url", "text"], "text"]
     assert "nothing.png" in err
 
 

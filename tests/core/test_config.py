@@ -11,7 +11,7 @@ from modelmill.core.errors import UsageError
 
 
 @pytest.mark.parametrize(
-    ("bad", "told"),
+    ("bad", "message"),
     [
         ({"threads": 0}, "--threads must be at least 1"),
         ({"max_num_seqs": "a"}, "--max-num-seqs must be an integer"),
@@ -36,8 +36,8 @@ from modelmill.core.errors import UsageError
         ({"device": 0}, "--device must be cpu, cuda or cuda:N, not 0"),
     ],
 )
-def test_what_makes_no_sense(bad: dict[str, Any], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_what_makes_no_sense(bad: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         RunConfig(**bad)
 
 

@@ -43,10 +43,10 @@ def spins(code: str, **more: str) -> tuple[str | None, str]:
         text=True,
         check=True,
     )
-    told = re.search(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
-    if told is None:
+    match = re.search(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
+    if match is None:
         pytest.skip("this torch has no GNU OpenMP")
-    return told[1], done.stdout
+    return match[1], done.stdout
 
 
 @pytest.mark.parametrize("code", [LIBRARY, COMMAND], ids=["library", "command line"])
@@ -66,10 +66,10 @@ def test_a_users_own_word_stands() -> None:
 
 
 def test_a_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[dict[str, str]] = []
+    environments: list[dict[str, str]] = []
 
     async def start(*_: Any, **options: Any) -> None:
-        told.append(options["env"])
+        environments.append(options["env"])
         raise OSError
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
@@ -80,13 +80,13 @@ def test_a_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setenv("OMP_WAIT_POLICY", value)
         with pytest.raises(OSError):
             asyncio.run(worker_process.launch_worker())
-    assert [each["OMP_WAIT_POLICY"] for each in told] == ["PASSIVE", "ACTIVE"]
+    assert [each["OMP_WAIT_POLICY"] for each in environments] == ["PASSIVE", "ACTIVE"]
 
 
 LATE = """
 import time, torch
 from modelmill.ops.cpu.common import openmp
-from modelmill.runtime.device import use_threads
+from modelmill.loader.device import use_threads
 x = torch.randn(1 << 22)
 
 def spun():
@@ -106,10 +106,10 @@ print(before[-1], spun()[4], openmp.describe_wait_policy())
 
 
 def test_where_torch_was_first_its_threads_spin_no_longer() -> None:
-    before, after, told = spins(LATE)[1].split(maxsplit=2)
+    before, after, output = spins(LATE)[1].split(maxsplit=2)
     if float(before) < 0.001:
         pytest.skip("threads do not spin here: more of them than processors")
     assert float(after) < float(before) / 4, "seconds of processor time while the process sleeps"
-    assert told.startswith("spin for microseconds")
-    *_, told = spins(LATE, GOMP_SPINCOUNT="200000")[1].split(maxsplit=2)
-    assert told.strip() == "GOMP_SPINCOUNT=200000", "a user's own word stands"
+    assert output.startswith("spin for microseconds")
+    *_, output = spins(LATE, GOMP_SPINCOUNT="200000")[1].split(maxsplit=2)
+    assert output.strip() == "GOMP_SPINCOUNT=200000", "a user's own word stands"

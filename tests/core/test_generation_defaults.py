@@ -30,18 +30,18 @@ SAMPLES = {
 IDS = {"bos_token_id": 1, "eos_token_id": 2}
 
 
-def drawn(found: GenerationDefaults, prompt: int = 5, **given: Any) -> SamplingParams:
-    return found.resolve(SamplingParams(**given), prompt)
+def drawn(defaults: GenerationDefaults, prompt: int = 5, **request_fields: Any) -> SamplingParams:
+    return defaults.resolve(SamplingParams(**request_fields), prompt)
 
 
 @pytest.mark.parametrize("openai", [False, True])
 @pytest.mark.parametrize("container", ["safetensors", "gguf"])
 def test_what_the_checkpoint_says_is_taken_at_every_door(container: str, openai: bool) -> None:
-    found = read_generation(SAMPLES, container, openai=openai)
-    assert found.source == "checkpoint"
-    how = drawn(found)
+    defaults = read_generation(SAMPLES, container, openai=openai)
+    assert defaults.source == "checkpoint"
+    how = drawn(defaults)
     assert (how.temperature, how.top_p, how.top_k, how.repetition_penalty) == (0.7, 0.8, 20, 1.1)
-    assert drawn(found, temperature=0.0, top_k=3).top_k == 3
+    assert drawn(defaults, temperature=0.0, top_k=3).top_k == 3
 
 
 @pytest.mark.parametrize("openai", [False, True])
@@ -49,18 +49,18 @@ def test_what_the_checkpoint_says_is_taken_at_every_door(container: str, openai:
     "more", [{}, {"do_sample": False}, {"temperature": 0.7, "top_p": 0.5}], ids=str
 )
 def test_without_do_sample_the_likeliest_token_is_taken(more: dict[str, Any], openai: bool) -> None:
-    found = read_generation(
+    defaults = read_generation(
         {**IDS, "transformers_version": "4.40.0", **more}, "safetensors", openai=openai
     )
-    assert found.greedy
-    assert drawn(found).greedy
-    assert found.values["temperature"] == 0.0
+    assert defaults.greedy
+    assert drawn(defaults).greedy
+    assert defaults.values["temperature"] == 0.0
 
 
 def test_a_request_that_asks_for_a_draw_gets_one_from_a_greedy_engine() -> None:
-    found = read_generation({**IDS, "do_sample": False, "top_p": 0.5}, "safetensors")
-    for asked in ({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"n": 3}):
-        assert drawn(found, **asked).temperature == 1.0
+    defaults = read_generation({**IDS, "do_sample": False, "top_p": 0.5}, "safetensors")
+    for request_fields in ({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"n": 3}):
+        assert drawn(defaults, **request_fields).temperature == 1.0
     for other in (
         {"top_p": 1.0},
         {"top_k": 0},
@@ -69,8 +69,8 @@ def test_a_request_that_asks_for_a_draw_gets_one_from_a_greedy_engine() -> None:
         {"seed": 3},
         {"n": 2, "num_beams": 2},
     ):
-        assert drawn(found, **other).temperature == 0.0
-    assert drawn(found, temperature=0.3).top_p == 0.5
+        assert drawn(defaults, **other).temperature == 0.0
+    assert drawn(defaults, temperature=0.3).top_p == 0.5
     assert drawn(read_generation({**IDS, "temperature": 0.4}), n=2).temperature == 0.4
 
 
@@ -81,8 +81,8 @@ def test_where_it_says_nothing_people_and_clients_differ(
     raw: dict[str, Any], container: str
 ) -> None:
     own, client = read_generation(raw, container), read_generation(raw, container, openai=True)
-    for found, values in ((own, MODELMILL_DEFAULTS), (client, OPENAI_DEFAULTS)):
-        how = drawn(found)
+    for defaults, values in ((own, MODELMILL_DEFAULTS), (client, OPENAI_DEFAULTS)):
+        how = drawn(defaults)
         assert {name: getattr(how, name) for name in values} == values
     assert (own.source, client.source) == ("modelmill", "openai")
     assert drawn(client).top_k == 0
@@ -91,9 +91,9 @@ def test_where_it_says_nothing_people_and_clients_differ(
         drawn(own, seed=1, repetition_penalty=1.2, max_tokens=3).temperature
         == MODELMILL_DEFAULTS["temperature"]
     )
-    for said in ({"temperature": 1.3}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.0}):
+    for request_fields in ({"temperature": 1.3}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.0}):
         # who says how to draw gets just that
-        assert drawn(own, **said) == SamplingParams(**said).with_defaults({})
+        assert drawn(own, **request_fields) == SamplingParams(**request_fields).with_defaults({})
     # the eyes of a MiniGPT-4 bring a generation_config of their own
     assert read_generation({**IDS, "do_sample": True}, "joined/gguf").source == "checkpoint"
 
@@ -114,9 +114,9 @@ def test_lengths_are_those_of_transformers() -> None:
 
 
 def test_stop_strings_end_an_answer_unless_others_are_asked_for() -> None:
-    found = read_generation({"stop_strings": ["###", "\n\n"]})
-    assert drawn(found).stop == ("###", "\n\n")
-    assert drawn(found, stop=("a",)).stop == ("a",)
+    defaults = read_generation({"stop_strings": ["###", "\n\n"]})
+    assert drawn(defaults).stop == ("###", "\n\n")
+    assert drawn(defaults, stop=("a",)).stop == ("a",)
     assert drawn(read_generation({"stop_strings": "###"})).stop == ("###",)
 
 
@@ -148,15 +148,15 @@ def test_every_field_of_transformers_is_read_or_named_or_changes_no_answer() -> 
     config = pytest.importorskip("transformers").GenerationConfig()
     assert read_generation(READ).unused == {}
     for name, value in READ.items():
-        whole = {"do_sample": True, name: value}
+        raw = {"do_sample": True, name: value}
         if name not in ("do_sample", "eos_token_id"):
-            assert read_generation(whole) != read_generation({"do_sample": True}), (
+            assert read_generation(raw) != read_generation({"do_sample": True}), (
                 f"{name} has no effect"
             )
     for name, value in NAMED.items():
-        found = read_generation({"do_sample": True, name: value})
-        assert list(found.unused) == [name]
-        assert name in (found.warning() or "")
+        defaults = read_generation({"do_sample": True, name: value})
+        assert list(defaults.unused) == [name]
+        assert name in (defaults.warning() or "")
     values = vars(config).items()
     rest = [
         name
@@ -176,17 +176,17 @@ def test_neutral_values_and_null_say_nothing() -> None:
         "no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "penalty_alpha": None,
         "early_stopping": False,
     }  # fmt: skip
-    found = read_generation(neutral)
-    assert found.warning() is None
-    assert not found.processors
-    assert "logits_processors" not in found.values
+    defaults = read_generation(neutral)
+    assert defaults.warning() is None
+    assert not defaults.processors
+    assert "logits_processors" not in defaults.values
 
 
 def test_a_key_that_nobody_knows_and_a_draw_that_never_happens_are_named() -> None:
-    said = read_generation({"temperature": 0.6, "odd\nkey": 3}).warning() or ""
-    assert "temperature applies only if a request samples" in said
-    assert "is not known" in said
-    assert "\n" not in said
+    warning = read_generation({"temperature": 0.6, "odd\nkey": 3}).warning() or ""
+    assert "temperature applies only if a request samples" in warning
+    assert "is not known" in warning
+    assert "\n" not in warning
     many = (
         read_generation({"do_sample": True} | {f"key{i}" * 100: 3 for i in range(10_000)}).warning()
         or ""
@@ -214,10 +214,10 @@ BAD = [
 
 @pytest.mark.parametrize("raw", BAD, ids=lambda raw: str(raw)[:60])
 def test_what_makes_no_sense_is_one_line_that_names_the_key(raw: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match=next(iter(raw))) as told:
+    with pytest.raises(RequestError, match=next(iter(raw))) as error:
         read_generation(raw)
-    assert "\n" not in str(told.value)
-    assert len(str(told.value)) < 300
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 300
 
 
 anything = st.recursive(
@@ -232,8 +232,8 @@ anything = st.recursive(
 @given(st.dictionaries(st.sampled_from(sorted({*READ, *NAMED, "odd"})), anything, max_size=6))
 def test_any_json_is_read_or_refused(raw: dict[str, Any]) -> None:
     try:
-        found = read_generation(raw)
+        defaults = read_generation(raw)
     except RequestError:
         return
-    assert "\n" not in found.summary()
-    assert LogitsProcessors.from_config(found.processors.non_default()) == found.processors
+    assert "\n" not in defaults.summary()
+    assert LogitsProcessors.from_config(defaults.processors.non_default()) == defaults.processors

@@ -34,19 +34,23 @@ print(json.dumps([kept, found, before - resident()]))
 """  # noqa: E501
 
 
-def asked(mode: str, **more: str) -> tuple[bool | None, list[int], int]:
+def run_with_malloc(mode: str, **more: str) -> tuple[bool | None, list[int], int]:
     clean = {n: v for n, v in env.child_env().items() if not n.startswith(("MALLOC_", "GLIBC_"))}
     command = [sys.executable, "-c", CODE, mode]
-    kept, faults, returned = json.loads(subprocess.check_output(command, env={**clean, **more}))
-    return kept, faults, returned
+    keeps_blocks, faults, returned = json.loads(
+        subprocess.check_output(command, env={**clean, **more})
+    )
+    return keeps_blocks, faults, returned
 
 
 @pytest.mark.skipif(malloc._glibc() is None, reason="another C library than glibc")
 def test_a_large_block_is_the_one_before() -> None:
-    _, usual, _ = asked("usual")
-    kept, ours, returned = asked("kept")
-    assert kept
-    assert min(usual) > 8 * max(ours[1:]), "a fault for each of 10,240 pages, or for each huge one"
+    _, usual, _ = run_with_malloc("usual")
+    keeps_blocks, faults, returned = run_with_malloc("kept")
+    assert keeps_blocks
+    assert min(usual) > 8 * max(faults[1:]), (
+        "a fault for each of 10,240 pages, or for each huge one"
+    )
     assert returned > 32 << 20, "and it can be given back"
 
 
@@ -54,4 +58,4 @@ def test_a_large_block_is_the_one_before() -> None:
     "more", [{"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}]
 )
 def test_a_users_own_word_stands(more: dict[str, str]) -> None:
-    assert asked("kept", **more)[0] is False
+    assert run_with_malloc("kept", **more)[0] is False

@@ -18,15 +18,15 @@ from tests.conftest import ROOT
 def _pretend(
     monkeypatch: pytest.MonkeyPatch, requires: list[str], versions: dict[str, str], python: str = ""
 ) -> None:
-    ours = Message()
-    ours["Requires-Python"] = python
+    package_metadata = Message()
+    package_metadata["Requires-Python"] = python
 
     def version(name: str) -> str:
         if name not in versions:
             raise metadata.PackageNotFoundError(name)
         return versions[name]
 
-    monkeypatch.setattr(metadata, "metadata", lambda _: ours)
+    monkeypatch.setattr(metadata, "metadata", lambda _: package_metadata)
     monkeypatch.setattr(metadata, "requires", lambda _: requires)
     monkeypatch.setattr(metadata, "version", version)
 

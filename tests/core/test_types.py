@@ -32,18 +32,18 @@ from modelmill.core.types import SamplingParams, sampling_range
     ids=str,
 )  # fmt: skip
 def test_out_of_range_is_one_clear_line(bad: dict[str, Any]) -> None:
-    with pytest.raises(RequestError) as told:
+    with pytest.raises(RequestError) as error:
         SamplingParams(**bad)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 def test_unset_fields_take_the_defaults_and_set_ones_win() -> None:
     defaults = {"temperature": 0.7, "top_p": 0.8, "unknown": 3}
     assert SamplingParams().with_defaults(defaults).temperature == 0.7
-    kept = SamplingParams(temperature=0.0).with_defaults(defaults)
-    assert kept.temperature == 0.0
-    assert kept.greedy
-    assert kept.top_p == 0.8
+    params = SamplingParams(temperature=0.0).with_defaults(defaults)
+    assert params.temperature == 0.0
+    assert params.greedy
+    assert params.top_p == 0.8
     assert SamplingParams().with_defaults({}).temperature == 1.0
 
 

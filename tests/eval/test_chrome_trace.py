@@ -72,8 +72,8 @@ def test_a_trace_is_as_perfetto_reads_it(
 
 @given(EVENTS)
 def test_lanes_lose_nothing(events: list[TraceEvent]) -> None:
-    found = assign_lanes(events)
-    assert sorted(map(repr, (each for lane in found for each in lane))) == sorted(map(repr, events))
+    lanes = assign_lanes(events)
+    assert sorted(map(repr, (each for lane in lanes for each in lane))) == sorted(map(repr, events))
 
 
 def test_overlap_takes_a_second_lane_and_nesting_does_not() -> None:

@@ -74,17 +74,17 @@ def check(llm: Any, judge: TextReference, monkeypatch: pytest.MonkeyPatch) -> li
 
 
 def test_equal_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = check(fake(list, plain), TextReference("other", list, plain), monkeypatch)
-    assert {each.what for each in found} == {"template", "tokens"}
-    assert all(each.equal for each in found)
-    assert found[0].what == "template", "the template comes first"
+    checks = check(fake(list, plain), TextReference("other", list, plain), monkeypatch)
+    assert {each.what for each in checks} == {"template", "tokens"}
+    assert all(each.equal for each in checks)
+    assert checks[0].what == "template", "the template comes first"
 
 
 def test_the_first_difference_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = check(
+    checks = check(
         fake(list, plain), TextReference("other", lambda text: [*text[:4], "X"], None), monkeypatch
     )
-    template, first = found[0], found[1]
+    template, first = checks[0], checks[1]
     assert template.equal is False
     assert "only other has no chat template" in str(template.note)
     assert (first.place, first.ours, first.theirs) == (4, "q", "X")
@@ -96,8 +96,8 @@ def test_a_template_that_the_other_side_cannot_render_proves_nothing(
     def fails(talk: list[dict[str, str]]) -> str:
         raise ValueError("no system role")
 
-    found = check(fake(list, plain), TextReference("other", list, fails), monkeypatch)
-    assert [each.equal for each in found if each.what == "template"] == [None, None]
+    checks = check(fake(list, plain), TextReference("other", list, fails), monkeypatch)
+    assert [each.equal for each in checks if each.what == "template"] == [None, None]
 
 
 def test_a_missing_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,8 +51,8 @@ def test_sharegpt(tmp_path: Path) -> None:
     ]
     path = tmp_path / "s.json"
     path.write_text(json.dumps(talks))
-    found = read_dataset(path, None, encode, 20, 7)
-    assert [(bytes(w.prompt), w.output) for w in found] == [(b"hello", 2), (b"last", 7)]
+    requests = read_dataset(path, None, encode, 20, 7)
+    assert [(bytes(w.prompt), w.output) for w in requests] == [(b"hello", 2), (b"last", 7)]
     assert len(read_dataset(path, 1, encode, 20, 7)) == 1
 
 
@@ -67,8 +67,8 @@ def test_jsonl_forms(tmp_path: Path) -> None:
     ]
     path = tmp_path / "d.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    found = read_dataset(path, None, encode, 100, 9)
-    assert [(bytes(w.prompt).decode(), w.output) for w in found] == [
+    requests = read_dataset(path, None, encode, 100, 9)
+    assert [(bytes(w.prompt).decode(), w.output) for w in requests] == [
         ("p", 3), ("t", 3), ("m", 2), ("a", 4), ("first", 9),
     ]  # fmt: skip
 

@@ -78,8 +78,8 @@ EVENTS = [
 
 
 def test_a_kernel_belongs_to_the_innermost_label_of_its_launch() -> None:
-    found = kernels_from_events(EVENTS)
-    assert [(each.name, each.call) for each in found] == [
+    kernels = kernels_from_events(EVENTS)
+    assert [(each.name, each.call) for each in kernels] == [
         ("gemv", ("layers.0.mlp", "linear", 0)),
         ("gemv", ("layers.0.mlp", "linear", 1)),
         ("copy", ("layers.0", "", 0)),
@@ -103,7 +103,7 @@ def test_a_graph_learns_from_launches_by_name_and_order() -> None:
 
 def test_overlap_is_charged_once_and_gaps_are_seen() -> None:
     """a: 0 to 10; b begins early at 6 and ends at 14; c lies within b; d begins 3 after."""
-    found = timeline(
+    kernels = timeline(
         [
             KernelRecord("a", 0, 10),
             KernelRecord("b", 6, 8),
@@ -111,7 +111,7 @@ def test_overlap_is_charged_once_and_gaps_are_seen() -> None:
             KernelRecord("d", 17, 3),
         ]
     )
-    assert [(each.added_us, each.gap_us) for each in found] == [(10, 0), (4, 0), (0, 0), (3, 3)]
+    assert [(each.added_us, each.gap_us) for each in kernels] == [(10, 0), (4, 0), (0, 0), (3, 3)]
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e3), st.floats(0, 50)), min_size=1, max_size=30))
@@ -119,9 +119,9 @@ def test_what_is_added_and_the_gaps_make_the_step(times: list[tuple[float, float
     kernels = [
         KernelRecord(str(i), begins, lasts) for i, (begins, lasts) in enumerate(sorted(times))
     ]
-    found = timeline(kernels)
-    whole = max(k.start_us + k.duration_us for k in kernels) - kernels[0].start_us
-    assert sum(k.added_us + k.gap_us for k in found) == pytest.approx(whole, abs=1e-6)
+    records = timeline(kernels)
+    step_us = max(k.start_us + k.duration_us for k in kernels) - kernels[0].start_us
+    assert sum(k.added_us + k.gap_us for k in records) == pytest.approx(step_us, abs=1e-6)
 
 
 def test_equal_runs_are_told_apart() -> None:

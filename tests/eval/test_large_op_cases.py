@@ -115,13 +115,13 @@ def test_bytes_and_operations_are_counted(op: str) -> None:
 
 
 def test_orders_are_timed_with_both_types() -> None:
-    told = {
+    args_by_dtype = {
         case.name: case.args
         for case in large_op_cases.quantize_cases(3, 1024, "cpu", torch.float32)
     }
     orders = {
         (args["dtype"], "inv_scale" in args)
-        for args in told.values()
+        for args in args_by_dtype.values()
         if "perm" in args and "zero_point" not in args
     }
     assert {(torch.int8, True), (torch.int8, False), (torch.float8_e4m3fn, False)} <= orders

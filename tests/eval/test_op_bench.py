@@ -31,7 +31,9 @@ POSITIVE = st.floats(1.0, 1e12)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """One small case an op, few copies, small ceilings."""
     monkeypatch.setattr(
-        op_bench, "bench_cases", lambda op, kind, dtype: [next(iter(bench_cases(op, kind, dtype)))]
+        op_bench,
+        "bench_cases",
+        lambda op, device_type, dtype: [next(iter(bench_cases(op, device_type, dtype)))],
     )
     monkeypatch.setattr(op_bench, "CACHE_FLUSH_BYTES", {"cpu": 1 << 16, "cuda": 1 << 16})
     monkeypatch.setattr(op_bench, "MIN_ROUNDS", 1)
@@ -43,25 +45,25 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_op_of_the_shelf_is_timed(quick: None) -> None:
-    found = list(
+    results = list(
         bench_ops(
             measure_roofline("cpu", [torch.float32]), torch.float32, OpBenchSelection(rounds=2)
         )
     )
-    assert {each.op for each in found} == set(registry.op_names())
-    assert not [each for each in found if each.failed]
-    for each in found:
+    assert {each.op for each in results} == set(registry.op_names())
+    assert not [each for each in results if each.failed]
+    for each in results:
         assert each.us is not None
         assert each.us.median > 0
         assert each.fraction is None or each.fraction > 0
     for op in (op for op, each in registry.declarations().items() if not each.fuses):
-        assert [each.op for each in found if each.op == op and each.chosen] == [op]
+        assert [each.op for each in results if each.op == op and each.chosen] == [op]
 
 
 def test_only_what_is_wanted_is_timed(quick: None) -> None:
-    wanted = OpBenchSelection(ops=("rms_norm", "linear"), implementations=("torch",), rounds=1)
-    found = list(bench_ops(measure_roofline("cpu", [torch.float32]), torch.float32, wanted))
-    assert [(each.op, each.variant) for each in found] == [
+    selection = OpBenchSelection(ops=("rms_norm", "linear"), implementations=("torch",), rounds=1)
+    results = list(bench_ops(measure_roofline("cpu", [torch.float32]), torch.float32, selection))
+    assert [(each.op, each.variant) for each in results] == [
         ("linear", "torch"),
         ("rms_norm", "torch"),
     ]
@@ -73,13 +75,13 @@ def test_the_fraction_is_the_floor_over_the_time() -> None:
     half.
     """
     base = OpTiming("linear", "x", "float32", "torch", True, "graph")
-    found = with_roofline(
+    result = with_roofline(
         base, Case("x", {}, 1_000_000, 2_000_000), [300e-6, 200e-6, 150e-6], CEILINGS
     )
-    assert found.fraction == pytest.approx(0.5)
-    assert found.bound == "memory"
-    assert found.gbps == pytest.approx(5.0)
-    assert found.tflops == pytest.approx(0.01)
+    assert result.fraction == pytest.approx(0.5)
+    assert result.bound == "memory"
+    assert result.gbps == pytest.approx(5.0)
+    assert result.tflops == pytest.approx(0.01)
     many = with_roofline(base, Case("x", {}, 1_000_000, 40_000_000), [800e-6], CEILINGS)
     assert (many.bound, many.fraction) == ("products", pytest.approx(0.5))
     best = with_roofline(
@@ -105,15 +107,15 @@ def test_products_of_8_bits_have_a_ceiling_of_their_own() -> None:
 
 
 def test_what_is_8_bits_of_a_sum_takes_its_own_time() -> None:
-    found = Roofline("cuda", 1e9, {"float32": 100.0, "int8": 400.0})
-    assert found.min_seconds(0, 500, "float32", {"int8": 400}) == pytest.approx(2.0)
-    assert found.min_seconds(0, 500, "float32", {"float8_e4m3fn": 400}) == pytest.approx(5.0)
-    assert found.min_seconds(0, 400, "float16", {"int8": 400}) == pytest.approx(1.0)
+    roofline = Roofline("cuda", 1e9, {"float32": 100.0, "int8": 400.0})
+    assert roofline.min_seconds(0, 500, "float32", {"int8": 400}) == pytest.approx(2.0)
+    assert roofline.min_seconds(0, 500, "float32", {"float8_e4m3fn": 400}) == pytest.approx(5.0)
+    assert roofline.min_seconds(0, 400, "float16", {"int8": 400}) == pytest.approx(1.0)
     assert Roofline("cuda", 1e9, {"float32": 0.0}).min_seconds(2e9, 0, "float32") == 2.0, (
         "a rate that is not known"
     )
-    assert found.bound(3e9, 500, "float32", {"int8": 400}) == "memory"
-    assert found.bound(1e9, 500, "float32", {"int8": 400}) == "products"
+    assert roofline.bound(3e9, 500, "float32", {"int8": 400}) == "memory"
+    assert roofline.bound(1e9, 500, "float32", {"int8": 400}) == "products"
 
 
 @pytest.mark.gpu
@@ -121,30 +123,30 @@ def test_a_gpu_has_rates_of_8_bits() -> None:
     """Both above those of 16 bits. GPUs before 8.9 multiply no fp8."""
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a GPU that multiplies fp8")
-    found = measure_roofline("cuda", [torch.bfloat16])
-    assert set(found.matmul_rates) == {"bfloat16", "int8", "float8_e4m3fn"}
+    roofline = measure_roofline("cuda", [torch.bfloat16])
+    assert set(roofline.matmul_rates) == {"bfloat16", "int8", "float8_e4m3fn"}
     assert (
-        min(found.matmul_rates["int8"], found.matmul_rates["float8_e4m3fn"])
-        > 1.1 * found.matmul_rates["bfloat16"]
+        min(roofline.matmul_rates["int8"], roofline.matmul_rates["float8_e4m3fn"])
+        > 1.1 * roofline.matmul_rates["bfloat16"]
     )
 
 
 def test_what_counts_no_bytes_has_no_fraction() -> None:
-    found = with_roofline(
+    result = with_roofline(
         OpTiming("decode", "x", "float32", "cpu", True, "host"), Case("x", {}), [1e-3], CEILINGS
     )
-    assert (found.fraction, found.gbps, found.bound) == (None, None, None)
+    assert (result.fraction, result.gbps, result.bound) == (None, None, None)
 
 
 @given(POSITIVE, POSITIVE, st.floats(1.0, 1e9), st.floats(1.0, 1e9))
 def test_a_floor_is_the_larger_of_two_times(
     memory: float, products: float, nbytes: float, operations: float
 ) -> None:
-    found = Roofline("cpu", memory, {"float32": products})
-    floor = found.min_seconds(nbytes, operations, "float32")
+    roofline = Roofline("cpu", memory, {"float32": products})
+    floor = roofline.min_seconds(nbytes, operations, "float32")
     assert floor == max(nbytes / memory, operations / products)
-    assert found.min_seconds(nbytes, operations, "int4") == nbytes / memory
-    assert (floor == nbytes / memory) == (found.bound(nbytes, operations, "float32") == "memory")
+    assert roofline.min_seconds(nbytes, operations, "int4") == nbytes / memory
+    assert (floor == nbytes / memory) == (roofline.bound(nbytes, operations, "float32") == "memory")
 
 
 def test_copies_leave_the_cache_and_share_nothing() -> None:
@@ -168,15 +170,15 @@ def test_a_kernel_that_fails_is_told_and_the_others_are_timed(
     monkeypatch.setattr(
         op_bench, "runnable_implementations", lambda *args: {**real(*args), "odd": broken}
     )
-    found = list(
+    results = list(
         bench_ops(
             measure_roofline("cpu", [torch.float32]),
             torch.float32,
             OpBenchSelection(ops=("rms_norm",), rounds=1),
         )
     )
-    assert {each.variant: each.failed for each in found}["odd"] == "RuntimeError: out of order"
-    assert [each for each in found if each.variant == "torch" and each.us]
+    assert {each.variant: each.failed for each in results}["odd"] == "RuntimeError: out of order"
+    assert [each for each in results if each.variant == "torch" and each.us]
 
 
 @pytest.mark.parametrize(
@@ -202,10 +204,10 @@ def test_what_is_picked_is_the_first_that_serves(
         lambda op, *rest: dict.fromkeys(serve, registry.reference(op)),
     )
     case = next(iter(bench_cases("rms_norm", "cpu", torch.float32)))
-    found = op_bench.measure_case(
+    results = op_bench.measure_case(
         "rms_norm", case, torch.float32, CEILINGS, OpBenchSelection(rounds=1), "cuda"
     )
-    assert [each.variant for each in found if each.chosen] == [expected]
+    assert [each.variant for each in results if each.chosen] == [expected]
 
 
 @pytest.mark.parametrize("device", EXTRA_CASES)

@@ -24,8 +24,8 @@ def of(op: str, **args: Any) -> OpCost:
 
 def test_a_product_reads_its_weight_once() -> None:
     x, weight, bias = torch.randn(3, 64), torch.randn(128, 64), torch.randn(128)
-    found = of("linear", x=x, weight=weight, bias=bias)
-    assert found == OpCost(
+    cost = of("linear", x=x, weight=weight, bias=bias)
+    assert cost == OpCost(
         4 * (3 * 64 + 128 * 64 + 128 + 3 * 128), 4 * (128 * 64 + 128), 2 * 3 * 64 * 128
     )
     assert op_cost("linear", (x, weight), {}, torch.empty(3, 128)).unavoidable_bytes == 4 * 128 * 64
@@ -35,24 +35,24 @@ def test_a_product_reads_its_weight_once() -> None:
 
 def test_a_weight_of_8_bits_is_a_quarter_with_its_scales() -> None:
     x, (weight, scale) = torch.randn(1, 64), quantize(torch.randn(128, 64))
-    found = of("int8_linear", x=x, weight=weight, scale=scale)
-    assert found == OpCost(4 * 64 + 128 * 64 + 4 * 128 + 4 * 128, 128 * 64 + 4 * 128, 2 * 64 * 128)
+    cost = of("int8_linear", x=x, weight=weight, scale=scale)
+    assert cost == OpCost(4 * 64 + 128 * 64 + 4 * 128 + 4 * 128, 128 * 64 + 4 * 128, 2 * 64 * 128)
 
 
 def test_operations_of_8_bits_are_told_apart() -> None:
     x, scale = torch.ones(3, 64, dtype=torch.int8), torch.ones(128)
     weight = torch.ones(128, 64, dtype=torch.int8)
     args = {"weight": weight, "scale": scale, "x_scale": torch.ones(3), "dtype": torch.float32}
-    found = of("w8a8_linear", x=x, **args)
-    assert found.int8_operations == found.operations == 2 * 3 * 64 * 128
-    assert found.ops_by_8bit_dtype == {"int8": found.operations}
+    cost = of("w8a8_linear", x=x, **args)
+    assert cost.int8_operations == cost.operations == 2 * 3 * 64 * 128
+    assert cost.ops_by_8bit_dtype == {"int8": cost.operations}
     eight = {"weight": weight.to(torch.float8_e4m3fn), "scale": scale, "dtype": torch.float32}
     narrow = of("fp8_linear", x=x.to(torch.float8_e4m3fn), x_scale=torch.ones(3), **eight)
     wide = of("fp8_linear", x=x.float(), x_scale=None, **eight)
     assert (narrow.fp8_operations, wide.ops_by_8bit_dtype) == (narrow.operations, {})
-    total = found + narrow + wide
-    assert total.ops_by_8bit_dtype == {"int8": found.operations, "float8_e4m3fn": narrow.operations}
-    assert total.operations == 3 * found.operations
+    total = cost + narrow + wide
+    assert total.ops_by_8bit_dtype == {"int8": cost.operations, "float8_e4m3fn": narrow.operations}
+    assert total.operations == 3 * cost.operations
 
 
 def test_attention_reads_each_key_once() -> None:
@@ -71,19 +71,19 @@ def test_attention_reads_each_key_once() -> None:
         "max_context": 5,
         "scale": 1.0,
     }
-    found = of("paged_attention", **args)
+    cost = of("paged_attention", **args)
     read = 2 * (5 + 3) * 2 * 8 * 4
-    assert found.unavoidable_bytes == read
-    assert found.nbytes == read + 2 * q.nbytes
-    assert found.operations == 4 * 4 * 8 * (5 + (1 + 2 + 3))
+    assert cost.unavoidable_bytes == read
+    assert cost.nbytes == read + 2 * q.nbytes
+    assert cost.operations == 4 * 4 * 8 * (5 + (1 + 2 + 3))
 
 
 @given(st.integers(1, 40), st.integers(0, 40), st.none() | st.integers(1, 50))
 def test_attended_is_what_a_mask_shows(new: int, before: int, window: int | None) -> None:
     context = new + before
     row, column = torch.arange(before, context)[:, None], torch.arange(context)[None]
-    seen = (column <= row) & (column > row - (window or context + 1))
-    assert attended_keys([new], [context], window) == (int(seen.any(0).sum()), int(seen.sum()))
+    mask = (column <= row) & (column > row - (window or context + 1))
+    assert attended_keys([new], [context], window) == (int(mask.any(0).sum()), int(mask.sum()))
 
 
 def test_a_cache_of_8_bits_counts_its_scales() -> None:
@@ -102,8 +102,8 @@ def test_a_cache_of_8_bits_counts_its_scales() -> None:
         "scale": 1.0,
     }
     called_with = {"inputs": PagedAttentionInputs(**{**args, **named})}
-    found = op_cost("paged_attention", (), called_with, torch.empty(1, 8))
-    assert found.unavoidable_bytes == 2 * (8 + 4)
+    cost = op_cost("paged_attention", (), called_with, torch.empty(1, 8))
+    assert cost.unavoidable_bytes == 2 * (8 + 4)
 
 
 def test_a_projection_that_is_rotated_and_stored_counts_no_stop_between() -> None:
@@ -113,11 +113,13 @@ def test_a_projection_that_is_rotated_and_stored_counts_no_stop_between() -> Non
     cache, angles = torch.zeros(1, 1, 16, 8), torch.zeros(3, 4)
     x, weight, bias = torch.randn(3, 16), torch.randn(32, 16), torch.randn(32)
     args = {"k_cache": cache, "v_cache": cache.clone(), "slots": torch.arange(3), "heads": 2}
-    found = of(
+    cost = of(
         "qkv_rope_cache", x=x, weight=weight, bias=bias, cos=angles.cos(), sin=angles.sin(), **args
     )
-    held = weight.nbytes + bias.nbytes
-    assert found == OpCost(x.nbytes + 2 * angles.nbytes + held + 3 * 32 * 4, held, 2 * 3 * 16 * 32)
+    weight_bytes = weight.nbytes + bias.nbytes
+    assert cost == OpCost(
+        x.nbytes + 2 * angles.nbytes + weight_bytes + 3 * 32 * 4, weight_bytes, 2 * 3 * 16 * 32
+    )
 
 
 def test_a_norm_reads_and_writes_its_rows() -> None:
@@ -125,8 +127,8 @@ def test_a_norm_reads_and_writes_its_rows() -> None:
     assert of("rms_norm", x=x, weight=weight, eps=1e-5) == OpCost(
         2 * x.nbytes + weight.nbytes, 0, 0
     )
-    found = of("add_rms_norm", x=x, residual=x.clone(), weight=weight, eps=1e-5)
-    assert found.nbytes == 4 * x.nbytes + weight.nbytes
+    cost = of("add_rms_norm", x=x, residual=x.clone(), weight=weight, eps=1e-5)
+    assert cost.nbytes == 4 * x.nbytes + weight.nbytes
 
 
 def test_the_whole_layers_count_as_their_parts() -> None:
@@ -146,10 +148,10 @@ def test_the_whole_layers_count_as_their_parts() -> None:
         model(_with(step, apart.ops))
     reference = registry.reference("decode")
     fused = fuse(model)
-    with trace_ops(fused, ops.replace({"decode": reference})) as whole:
-        fused(_with(step, whole.ops))
+    with trace_ops(fused, ops.replace({"decode": reference})) as trace:
+        fused(_with(step, trace.ops))
     parts = sum((each.cost for each in apart.calls), OpCost())
-    (one,) = [each.cost for each in whole.calls if each.op == "decode"]
+    (one,) = [each.cost for each in trace.calls if each.op == "decode"]
     assert one.unavoidable_bytes == parts.unavoidable_bytes
     assert one.operations == parts.operations
     assert 0 < one.nbytes < parts.nbytes

@@ -28,10 +28,10 @@ def test_every_call_is_seen_with_its_module() -> None:
 
         def __exit__(self, *rest: object) -> None: ...
 
-    with trace_ops(model, ops, Around) as seen:
-        found = model(replace(step, ops=seen.ops))
-    assert torch.equal(found, expected)
-    calls = [(each.module, each.op) for each in seen.calls]
+    with trace_ops(model, ops, Around) as trace:
+        logits = model(replace(step, ops=trace.ops))
+    assert torch.equal(logits, expected)
+    calls = [(each.module, each.op) for each in trace.calls]
     assert calls[:5] == [
         ("rotary", "rope_cos_sin"),
         ("layers.0.attn_norm", "rms_norm"),
@@ -42,9 +42,9 @@ def test_every_call_is_seen_with_its_module() -> None:
     assert calls[-1] == ("head", "linear")
     assert len(calls) == 1 + 2 * 9 + 2
     assert {"modelmill|layers.1.mlp.act|silu_mul", "modelmill|embed|"} <= set(labels)
-    modules = {each.module for each in seen.slices if not each.op}
+    modules = {each.module for each in trace.slices if not each.op}
     assert {"embed", "layers.1", "layers.1.attn.core", "head"} <= modules
-    assert all(each.end >= each.start for each in seen.slices)
+    assert all(each.end >= each.start for each in trace.slices)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 

@@ -73,20 +73,24 @@ def test_windows_are_those_of_the_usual_recipe() -> None:
 def test_mean_over_scored_tokens() -> None:
     ids = torch.randint(0, 7, (50,), generator=torch.Generator().manual_seed(2)).tolist()
     model = Bigram(7)
-    found = measure_perplexity(ids, model, max_length=10, stride=10)
+    result = measure_perplexity(ids, model, max_length=10, stride=10)
     losses = [-model.table[a][b] for i, (a, b) in enumerate(itertools.pairwise(ids), 1) if i % 10]
-    assert found.tokens == len(losses) == 45
-    assert found.perplexity == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-12)
+    assert result.tokens == len(losses) == 45
+    assert result.perplexity == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-12)
     # one token of context is all that a bigram needs: the windows do not matter
     assert measure_perplexity(ids, model, max_length=20, stride=7).tokens == 49
 
 
 def test_progress_is_told() -> None:
-    told: list[tuple[str, int, int]] = []
+    updates: list[tuple[str, int, int]] = []
     measure_perplexity(
-        [1, 2, 3, 4], Bigram(7), max_length=2, stride=2, on_progress=lambda *each: told.append(each)
+        [1, 2, 3, 4],
+        Bigram(7),
+        max_length=2,
+        stride=2,
+        on_progress=lambda *each: updates.append(each),
     )
-    assert told == [("perplexity", 1, 2), ("perplexity", 2, 2)]
+    assert updates == [("perplexity", 1, 2), ("perplexity", 2, 2)]
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,8 @@ def _few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_is_told_op_by_op(phase: str) -> None:
     # no op that spans others
     engine = make_engine(kernels=dict.fromkeys(("linear", "silu_mul"), "torch"))
-    found, tracks = profile_case(engine, ProfileCase(phase, 2, 24), CEILINGS)
-    lines = {(line.module, line.op): line for line in found.lines}
+    profile, tracks = profile_case(engine, ProfileCase(phase, 2, 24), CEILINGS)
+    lines = {(line.module, line.op): line for line in profile.lines}
     assert {op for _, op in lines} == {
         *(
             "rms_norm",
@@ -50,14 +50,14 @@ def test_a_step_is_told_op_by_op(phase: str) -> None:
     assert qkv.operations == 2 * 2 * tokens * 32 * 64
     assert qkv.floor_us == pytest.approx(max(qkv.nbytes or 0, qkv.operations) / 1e9 * 1e6)
     assert qkv.fraction == pytest.approx(qkv.floor_us / qkv.us)
-    assert sum(line.share for line in found.lines) + found.gap_us / found.seen_us == pytest.approx(
-        1.0
+    assert sum(
+        line.share for line in profile.lines
+    ) + profile.gap_us / profile.seen_us == pytest.approx(1.0)
+    assert [line.us for line in profile.lines] == sorted(
+        (line.us for line in profile.lines), reverse=True
     )
-    assert [line.us for line in found.lines] == sorted(
-        (line.us for line in found.lines), reverse=True
-    )
-    assert 0 < found.floor_us < sum(line.floor_us or 0 for line in found.lines)
-    assert found.inside == ()
+    assert 0 < profile.floor_us < sum(line.floor_us or 0 for line in profile.lines)
+    assert profile.inside == ()
     check_trace(make_trace({phase: tracks}, {}))
     names = {event.name for event in tracks["modules and ops"]}
     assert {"embed", "layers.0", "layers.0.attn.qkv_proj", "linear", "paged_attention"} <= names
@@ -67,16 +67,16 @@ def test_all_layers_in_one_op_are_one_line_and_what_is_inside() -> None:
     engine = make_engine()
     if engine.ops.decode is None:
         pytest.skip("no compiler here")
-    found, _ = profile_case(engine, ProfileCase("decode", 1, 24), CEILINGS)
-    assert {(line.module, line.op) for line in found.lines} == {
+    profile, _ = profile_case(engine, ProfileCase("decode", 1, 24), CEILINGS)
+    assert {(line.module, line.op) for line in profile.lines} == {
         ("", "decode"),
         ("rotary", "rope_cos_sin"),
     }
     assert ("layers.*.attn.core", "paged_attention") in {
-        (line.module, line.op) for line in found.inside
+        (line.module, line.op) for line in profile.inside
     }
-    products = sum(line.operations or 0 for line in found.inside)
-    assert max(line.operations or 0 for line in found.lines) == products
+    products = sum(line.operations or 0 for line in profile.inside)
+    assert max(line.operations or 0 for line in profile.lines) == products
 
 
 def test_an_engine_answers_as_before_after_a_profile() -> None:
@@ -98,15 +98,15 @@ def test_an_engine_answers_as_before_after_a_profile() -> None:
     ids=["too long", "no single step", "too many pages"],
 )
 def test_a_step_that_does_not_fit_is_one_line(work: ProfileCase, error: type[Exception]) -> None:
-    with pytest.raises(error) as told:
+    with pytest.raises(error) as raised:
         make_step(make_engine(pages=16), work)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
 
 
 def kernels() -> list[KernelRecord]:
     """Two layers: a product of two kernels, an attention; then one that nobody is known for."""
     product, split, mix = "layers.{}.mlp", "layers.{}.mlp", "layers.{}.attn.core"
-    found: list[KernelRecord] = []
+    records: list[KernelRecord] = []
     for layer in range(2):
         at = layer * 100.0
         calls: list[tuple[str, str, int]] = [
@@ -115,11 +115,11 @@ def kernels() -> list[KernelRecord]:
             (mix.format(layer), "paged_attention", 0),
         ]
         times = ((0.0, 40.0, "gemv"), (35.0, 15.0, "splitk"), (60.0, 40.0, "attend"))
-        found += [
+        records += [
             KernelRecord(name, at + begins, lasts, call)
             for (begins, lasts, name), call in zip(times, calls)
         ]
-    return timeline([*found, KernelRecord("argmax", 200.0, 5.0)])
+    return timeline([*records, KernelRecord("argmax", 200.0, 5.0)])
 
 
 def test_kernels_become_lines_with_the_floor_of_their_op() -> None:
@@ -157,10 +157,10 @@ def test_kernels_of_a_graph_are_seen_and_known() -> None:
     engine = make_engine(decoder(device="cuda"))
     ceilings = measure_roofline("cuda", [torch.float32])
     for phase in profiling.PHASES:
-        found, tracks = profile_case(engine, ProfileCase(phase, 2, 24), ceilings)
-        assert found.how == ("graph" if phase == "decode" else "launched")
-        ops = {line.op for line in found.lines}
+        profile, tracks = profile_case(engine, ProfileCase(phase, 2, 24), ceilings)
+        assert profile.how == ("graph" if phase == "decode" else "launched")
+        ops = {line.op for line in profile.lines}
         assert {"linear", "paged_attention", "rope_cache"} <= ops
-        known = sum(line.us for line in found.lines if line.op)
-        assert known > 0.5 * sum(line.us for line in found.lines)
+        known = sum(line.us for line in profile.lines if line.op)
+        assert known > 0.5 * sum(line.us for line in profile.lines)
         check_trace(make_trace({phase: tracks}, {}))

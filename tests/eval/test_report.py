@@ -14,8 +14,8 @@ from modelmill.eval.report import Spread
 
 
 def test_spread() -> None:
-    found = Spread.from_values([3.0, 1.0, 2.0, 4.0, 5.0])
-    assert (found.median, found.min, found.max, found.p25, found.p75, found.runs) == (
+    spread = Spread.from_values([3.0, 1.0, 2.0, 4.0, 5.0])
+    assert (spread.median, spread.min, spread.max, spread.p25, spread.p75, spread.runs) == (
         3,
         1,
         5,
@@ -23,8 +23,8 @@ def test_spread() -> None:
         4,
         5,
     )
-    assert found.scaled(10).max == 50
-    rate = found.inverse(60)
+    assert spread.scaled(10).max == 50
+    rate = spread.inverse(60)
     assert (rate.median, rate.min, rate.max) == (20, 12, 60)
     assert rate.p25 == pytest.approx(15)
     with pytest.raises(ValueError):

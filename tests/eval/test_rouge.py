@@ -24,8 +24,8 @@ from modelmill.eval.rouge import RougeScorer, split_sentences
     ],
 )
 def test_sentences(text: str, parts: int | list[str]) -> None:
-    found = split_sentences(text)
-    assert (found if isinstance(parts, list) else len(found)) == parts
+    actual = split_sentences(text)
+    assert (actual if isinstance(parts, list) else len(actual)) == parts
 
 
 @settings(deadline=None)

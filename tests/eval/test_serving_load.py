@@ -47,7 +47,7 @@ def chunked(body: bytes, size: int) -> bytes:
 def against(
     answer: bytes | Callable[[], bytes],
     work: Callable[[OpenAIClient], Any],
-    seen: list[bytes] | None = None,
+    sent_requests: list[bytes] | None = None,
 ) -> Any:
     """Run ``work`` with a server that answers so to everything."""
 
@@ -55,8 +55,8 @@ def against(
         head = await reader.readuntil(b"\r\n\r\n")
         size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
         body = await reader.readexactly(size)
-        if seen is not None:
-            seen.append(head + body)
+        if sent_requests is not None:
+            sent_requests.append(head + body)
         writer.write(answer if isinstance(answer, bytes) else answer())
         await writer.drain()
         writer.close()
@@ -74,26 +74,28 @@ def against(
 
 @pytest.mark.parametrize("size", [1, 3, 50, 10**6])
 def test_a_stream_in_any_pieces(size: int) -> None:
-    seen: list[bytes] = []
+    sent_requests: list[bytes] = []
     body = {"model": "m", "prompt": "x"}
-    found = against(
-        OK + chunked(WHOLE, size) + b"0\r\n\r\n", lambda remote: time_request(remote, body), seen
+    visit = against(
+        OK + chunked(WHOLE, size) + b"0\r\n\r\n",
+        lambda remote: time_request(remote, body),
+        sent_requests,
     )
-    assert (found.error, found.prompt_tokens, found.output_tokens, len(found.chunk_times)) == (
+    assert (visit.error, visit.prompt_tokens, visit.output_tokens, len(visit.chunk_times)) == (
         None,
         7,
         3,
         3,
     )
-    assert found.start < found.chunk_times[0] <= found.chunk_times[-1]
-    head, sent = seen[0].split(b"\r\n\r\n")
+    assert visit.start < visit.chunk_times[0] <= visit.chunk_times[-1]
+    head, sent = sent_requests[0].split(b"\r\n\r\n")
     assert head.startswith(b"POST /v1/completions HTTP/1.1\r\n")
     assert b"authorization: Bearer key" in head
     assert json.loads(sent)["stream_options"] == {"include_usage": True}
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "message"),
     [
         (OK + chunked(sse(chunk("a"), {"error": {"message": "gone"}}), 20) + b"0\r\n\r\n", "gone"),
         (OK + chunked(WHOLE, 10)[:60], "middle"),
@@ -123,19 +125,19 @@ def test_a_stream_in_any_pieces(size: int) -> None:
         ),
     ],
 )
-def test_what_goes_wrong_is_noted(answer: bytes, told: str) -> None:
-    found = against(answer, lambda remote: time_request(remote, {}))
-    assert told in found.error
+def test_what_goes_wrong_is_noted(answer: bytes, message: str) -> None:
+    visit = against(answer, lambda remote: time_request(remote, {}))
+    assert message in visit.error
 
 
 def test_one_malformed_event_costs_one_visit() -> None:
     """The others keep what they saw."""
-    asked: list[bytes] = []
+    sent_requests: list[bytes] = []
     bad = OK + chunked(sse(b"{"), 20) + b"0\r\n\r\n"
     good = OK + chunked(WHOLE, 20) + b"0\r\n\r\n"
     load = ServingLoad([(3, 3)] * 4, concurrency=1)
     work = lambda remote: run_load(remote, "m", load, lambda *_: None)  # noqa: E731
-    visits, _ = against(lambda: bad if len(asked) == 2 else good, work, asked)
+    visits, _ = against(lambda: bad if len(sent_requests) == 2 else good, work, sent_requests)
     assert [each.error is None for each in visits] == [True, False, True, True]
 
 
@@ -176,38 +178,47 @@ def test_addresses_that_are_none(url: str) -> None:
     ],
 )
 def test_addresses(url: str, expected: Any) -> None:
-    found = OpenAIClient.from_url(url)
-    assert (found.host, found.port, found.path, found.secure) == expected
+    client = OpenAIClient.from_url(url)
+    assert (client.host, client.port, client.path, client.secure) == expected
 
 
 def test_all_requests_are_made_and_counted() -> None:
-    told: list[tuple[int, int]] = []
+    updates: list[tuple[int, int]] = []
     load = ServingLoad([(3, 4)] * 9, rate=500.0, concurrency=2, first_ms=60000, token_ms=1e-9)
     answer = OK + chunked(WHOLE, 7) + b"0\r\n\r\n"
     visits, seconds = against(
-        answer, lambda remote: run_load(remote, "m", load, lambda *ended: told.append(ended))
+        answer, lambda remote: run_load(remote, "m", load, lambda *ended: updates.append(ended))
     )
-    assert told == [(place, 9) for place in range(1, 10)]
-    found = summarize_load(visits, seconds, load)
-    assert (found["requests"], found["failed"], found["output_tokens"], found["prompt_tokens"]) == (
+    assert updates == [(place, 9) for place in range(1, 10)]
+    summary = summarize_load(visits, seconds, load)
+    assert (
+        summary["requests"],
+        summary["failed"],
+        summary["output_tokens"],
+        summary["prompt_tokens"],
+    ) == (
         9,
         0,
         27,
         63,
     )
-    assert found["requests_per_s"] == pytest.approx(9 / seconds)
+    assert summary["requests_per_s"] == pytest.approx(9 / seconds)
 
 
 def test_figures() -> None:
     fast = RequestTiming(10.0, [10.1, 10.2, 10.4], 5, 3)
     slow = RequestTiming(10.0, [11.0, 12.0], 5, 2)
     failed = RequestTiming(10.0, error="no")
-    found = summarize_load([fast, slow, failed], 2.0, ServingLoad([], first_ms=200, token_ms=200))
-    assert found["first_token_ms"]["mean"] == pytest.approx(550)
-    assert found["per_token_ms"]["median"] == pytest.approx((150 + 1000) / 2)
-    assert found["between_pieces_ms"]["mean"] == pytest.approx((100 + 200 + 1000) / 3)
-    assert found["whole_ms"]["p99"] == pytest.approx(400 + 0.99 * 1600)
-    assert (found["failed"], found["errors"], found["good_requests_per_s"]) == (1, ["no"], 0.5)
+    summary = summarize_load([fast, slow, failed], 2.0, ServingLoad([], first_ms=200, token_ms=200))
+    assert summary["first_token_ms"]["mean"] == pytest.approx(550)
+    assert summary["per_token_ms"]["median"] == pytest.approx((150 + 1000) / 2)
+    assert summary["between_pieces_ms"]["mean"] == pytest.approx((100 + 200 + 1000) / 3)
+    assert summary["whole_ms"]["p99"] == pytest.approx(400 + 0.99 * 1600)
+    assert (summary["failed"], summary["errors"], summary["good_requests_per_s"]) == (
+        1,
+        ["no"],
+        0.5,
+    )
     assert percentiles_ms([]) is None
     with pytest.raises(ModelmillError, match="all 1 requests failed"):
         summarize_load([failed], 1.0, ServingLoad([]))
@@ -216,15 +227,18 @@ def test_figures() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 100])
 def test_quantiles_are_those_of_every_other_figure(count: int) -> None:
     values = [float(each) for each in range(1, count + 1)]
-    found, expected = percentiles_ms([each / 1000 for each in values]), Spread.from_values(values)
-    assert found is not None
-    assert (found["median"], found["p99"]) == pytest.approx((expected.median, expected.p99))
+    quantiles, expected = (
+        percentiles_ms([each / 1000 for each in values]),
+        Spread.from_values(values),
+    )
+    assert quantiles is not None
+    assert (quantiles["median"], quantiles["p99"]) == pytest.approx((expected.median, expected.p99))
 
 
 def test_the_median_of_two_is_between_them() -> None:
-    found = percentiles_ms([0.001, 0.009])
-    assert found is not None
-    assert found["median"] == pytest.approx(5)
+    quantiles = percentiles_ms([0.001, 0.009])
+    assert quantiles is not None
+    assert quantiles["median"] == pytest.approx(5)
 
 
 def test_pieces_without_text_are_no_tokens() -> None:
@@ -237,13 +251,15 @@ def test_pieces_without_text_are_no_tokens() -> None:
         {"choices": [{"index": 0, "delta": {"content": "b"}}]},
         {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
     ]
-    seen: list[bytes] = []
+    sent_requests: list[bytes] = []
     load = ServingLoad([(3, 2)], chat=True, ignore_eos=False)
     answer = OK + chunked(sse(*events, b"[DONE]"), 31) + b"0\r\n\r\n"
-    (found,), _ = against(answer, lambda remote: run_load(remote, "m", load, lambda *_: None), seen)
-    assert (found.error, len(found.chunk_times), found.output_tokens) == (None, 2, 2)
-    assert seen[0].startswith(b"POST /v1/chat/completions ")
-    body = json.loads(seen[0].split(b"\r\n\r\n", 1)[1])
+    (visit,), _ = against(
+        answer, lambda remote: run_load(remote, "m", load, lambda *_: None), sent_requests
+    )
+    assert (visit.error, len(visit.chunk_times), visit.output_tokens) == (None, 2, 2)
+    assert sent_requests[0].startswith(b"POST /v1/chat/completions ")
+    body = json.loads(sent_requests[0].split(b"\r\n\r\n", 1)[1])
     assert "ignore_eos" not in body
     assert len(body["messages"][0]["content"].split()) == 3
 
@@ -282,20 +298,20 @@ def test_what_is_drawn(load: ServingLoad, tmp_path: Path) -> None:
         made(0.2, [], 0.1),
         RequestTiming(0.0, error="gone"),
     ]
-    kept: list[Any] = []
+    drawn_axes: list[Any] = []
 
     def drawn(axes: Any) -> None:
         draw_plots(axes, visits, 2.0, load)
-        kept.extend(axes)
+        drawn_axes.extend(axes)
 
     plot(tmp_path / "x.png", drawn, "t", GRID_SHAPE)
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-    first = kept[0].get_lines()
+    first = drawn_axes[0].get_lines()
     assert list(first[0].get_xdata()) == pytest.approx([100, 100, 200, 300])
     assert first[0].get_ydata()[-1] == 1.0
     assert first[1].get_xdata()[0] == pytest.approx(200)
     assert len(first) == (3 if load.first_ms is None else 4)
-    assert len(kept[1].get_lines()) == (3 if load.first_ms is None else 4)
-    goods = kept[4].get_lines()[0].get_ydata()
+    assert len(drawn_axes[1].get_lines()) == (3 if load.first_ms is None else 4)
+    goods = drawn_axes[4].get_lines()[0].get_ydata()
     assert goods[-1] == pytest.approx(1.5)
-    assert max(kept[5].get_lines()[0].get_ydata()) == 2
+    assert max(drawn_axes[5].get_lines()[0].get_ydata()) == 2

@@ -70,12 +70,12 @@ class Copier:
 
     def __init__(self, batch: int = 2) -> None:
         self.batch = batch
-        self.asked: list[int] = []
+        self.num_prompts: list[int] = []
 
     def answer(
         self, prompts: Sequence[Sequence[int]], limit: int, eos_ids: Sequence[int]
     ) -> list[list[int]]:
-        self.asked.append(len(prompts))
+        self.num_prompts.append(len(prompts))
         return [list(p[:limit]) for p in prompts]
 
 
@@ -111,24 +111,24 @@ def test_an_ids_only_engine_is_refused() -> None:
 def test_a_broken_run_goes_on_where_it_ended(tmp_path: Path) -> None:
     task, path = make_task(fake_llm(), ITEMS, 5), tmp_path / "kept.jsonl"
     decode = Letters().decode
-    whole = summarize_articles(task, Copier(), decode, store=SummaryStore(path))
+    summaries = summarize_articles(task, Copier(), decode, store=SummaryStore(path))
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:1]))
     again = Copier()
     assert [
         each.text for each in summarize_articles(task, again, decode, store=SummaryStore(path))
-    ] == [each.text for each in whole]
-    assert again.asked == [2]
+    ] == [each.text for each in summaries]
+    assert again.num_prompts == [2]
     other = Copier()
     summarize_articles(make_task(fake_llm(), ITEMS, 6), other, decode, store=SummaryStore(path))
-    assert other.asked == [2, 1], "other settings are other summaries"
+    assert other.num_prompts == [2, 1], "other settings are other summaries"
 
 
 def test_articles_of_one_id_keep_their_own_summaries(tmp_path: Path) -> None:
     items = [Article("2", "one two", "x"), Article("2", "three", "y")]
     task, decode, path = make_task(fake_llm(), items, 5), Letters().decode, tmp_path / "kept.jsonl"
     for _ in range(2):  # made, and kept
-        found = summarize_articles(task, Copier(), decode, store=SummaryStore(path))
-        assert [each.text for each in found] == ["one t", "three"]
+        summaries = summarize_articles(task, Copier(), decode, store=SummaryStore(path))
+        assert [each.text for each in summaries] == ["one t", "three"]
     path.write_text(path.read_text().splitlines(keepends=True)[1])
     again = Copier()
     assert [
@@ -137,7 +137,7 @@ def test_articles_of_one_id_keep_their_own_summaries(tmp_path: Path) -> None:
         "one t",
         "three",
     ]
-    assert again.asked == [1]
+    assert again.num_prompts == [1]
 
 
 class Manifest:
@@ -175,10 +175,14 @@ def test_an_engine_that_is_run_otherwise_makes_its_own_summaries(
         Letters().decode,
         SummaryStore(tmp_path / "kept.jsonl"),
     )
-    for facts, asked in ((facts_of(), [2, 1]), (facts_of(), []), (facts_of(**change), [2, 1])):
+    for facts, num_prompts in (
+        (facts_of(), [2, 1]),
+        (facts_of(), []),
+        (facts_of(**change), [2, 1]),
+    ):
         side = Copier()
         summarize_articles(task, side, decode, store=store, facts=facts)
-        assert side.asked == asked
+        assert side.num_prompts == num_prompts
 
 
 def test_another_reference_is_another_side(tmp_path: Path) -> None:
@@ -196,17 +200,19 @@ def test_another_reference_is_another_side(tmp_path: Path) -> None:
 @pytest.mark.parametrize("at", [1, 9, 60, -1])
 def test_a_line_that_was_cut_off_is_made_again(at: int, tmp_path: Path) -> None:
     task, decode, path = make_task(fake_llm(), ITEMS, 5), Letters().decode, tmp_path / "kept.jsonl"
-    whole = summarize_articles(task, Copier(), decode, store=SummaryStore(path))
+    summaries = summarize_articles(task, Copier(), decode, store=SummaryStore(path))
     lines = path.read_text().splitlines(keepends=True)
-    for kept in (0, 2):  # behind no line, and behind two
-        path.write_text("".join(lines[:kept]) + lines[kept][:at])
+    for num_lines in (0, 2):  # behind no line, and behind two
+        path.write_text("".join(lines[:num_lines]) + lines[num_lines][:at])
         SummaryStore(path).check_file()
         again = Copier()
         assert [
             each.text for each in summarize_articles(task, again, decode, store=SummaryStore(path))
-        ] == [e.text for e in whole]
-        assert sum(again.asked) == 3 - kept
-        assert sorted(path.read_text().splitlines(keepends=True)[:kept]) == sorted(lines[:kept])
+        ] == [e.text for e in summaries]
+        assert sum(again.num_prompts) == 3 - num_lines
+        assert sorted(path.read_text().splitlines(keepends=True)[:num_lines]) == sorted(
+            lines[:num_lines]
+        )
         assert [json.loads(line)["place"] for line in path.read_text().splitlines()] == [0, 1, 2]
 
 
@@ -237,26 +243,26 @@ def test_a_file_of_another_kind_is_refused_and_not_touched(content: str, tmp_pat
 
 def test_report_and_differences() -> None:
     task = make_task(fake_llm(), ITEMS, 9)
-    found = summarize_articles(task, Copier(), Letters().decode, store=SummaryStore(None))
-    told = score_summaries(found, ITEMS, RougeScorer())
-    assert told["items"] == 3
-    assert told["output_tokens"] == 27
-    assert told["rouge"]["rouge1"] > 0
-    assert rouge_differences(told, told) == dict.fromkeys(told["rouge"], 0.0)
-    assert count_equal_texts(found, found) == 3
+    summaries = summarize_articles(task, Copier(), Letters().decode, store=SummaryStore(None))
+    report = score_summaries(summaries, ITEMS, RougeScorer())
+    assert report["items"] == 3
+    assert report["output_tokens"] == 27
+    assert report["rouge"]["rouge1"] > 0
+    assert rouge_differences(report, report) == dict.fromkeys(report["rouge"], 0.0)
+    assert count_equal_texts(summaries, summaries) == 3
 
 
 def test_both_sides_get_prompts_lengths_and_stops() -> None:
-    asked: list[Any] = []
+    calls: list[Any] = []
 
     def generate(prompts: list[Any], params: Any, progress: bool) -> list[Any]:
-        asked.append((prompts, params))
+        calls.append((prompts, params))
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7, 0])]) for _ in prompts]
 
     assert EngineSummarizer(SimpleNamespace(generate=generate), 4).answer([[1, 2]], 11, (0, 3)) == [
         [7, 0]
     ]
-    prompts, params = asked[0]
+    prompts, params = calls[0]
     assert prompts == [{"prompt_token_ids": [1, 2]}]
     assert (params.max_tokens, params.stop_token_ids, params.temperature) == (11, (0, 3), 0.0)
     assert params.repetition_penalty == 1.0, "generation_config must not bend a greedy comparison"

@@ -22,10 +22,10 @@ from tests.eval.fake_engine_core import FakeEngineCore
 
 def test_an_engine_serves_all_requests_to_their_lengths() -> None:
     work = random_requests([(3, 4), (5, 1), (2, 7)], 50, 0)
-    found = EngineTarget(FakeEngineCore()).run(work)
-    assert (found.input_tokens, found.output_tokens) == (10, 12)
-    assert len(found.all_first_token_seconds) == 3
-    assert 0 < found.first_token_seconds <= found.total_seconds
+    run = EngineTarget(FakeEngineCore()).run(work)
+    assert (run.input_tokens, run.output_tokens) == (10, 12)
+    assert len(run.all_first_token_seconds) == 3
+    assert 0 < run.first_token_seconds <= run.total_seconds
 
 
 def test_running_out_of_memory_is_an_error_and_leaves_nothing_behind() -> None:
@@ -48,10 +48,10 @@ def test_a_batch_must_fit_the_kv_cache_as_a_whole() -> None:
 def test_a_sweep_ends_where_memory_ends_and_says_so() -> None:
     subject = EngineTarget(FakeEngineCore(num_pages=4))
     shapes = [LatencyShape(batch, 8, 4) for batch in (1, 2, 4, 8, 16)]
-    found = latency.sweep_shapes([subject], shapes, 50, runs=2, warmup=1)
-    assert [each.shape.batch for each in found.results] == [1, 2, 4]
-    assert found.stop_reason is not None
-    assert found.stop_reason.startswith("batch 8: ")
+    sweep = latency.sweep_shapes([subject], shapes, 50, runs=2, warmup=1)
+    assert [each.shape.batch for each in sweep.results] == [1, 2, 4]
+    assert sweep.stop_reason is not None
+    assert sweep.stop_reason.startswith("batch 8: ")
     with pytest.raises(CapacityError):
         latency.sweep_shapes([subject], shapes[4:], 50, runs=1)
 
@@ -88,32 +88,32 @@ def test_tokens_of_early_answers_while_late_ones_wait_are_not_counted_after_the_
     clock: list[float],
 ) -> None:
     # four answers of five tokens begin at 1, 2, 3, 4 s and end at 5, 6, 7, 8 s
-    found = one_by_one(clock).run([BenchRequest((1,), 5)] * 4)
-    assert (found.first_token_seconds, found.total_seconds, found.all_first_token_seconds) == (
+    run = one_by_one(clock).run([BenchRequest((1,), 5)] * 4)
+    assert (run.first_token_seconds, run.total_seconds, run.all_first_token_seconds) == (
         4.0,
         8.0,
         (1.0, 2.0, 3.0, 4.0),
     )
-    assert found.seconds_per_token == (1.0, 1.0, 1.0, 1.0)
-    assert found.later_tokens == 1 + 2 + 3 + 4, "16 - 6: what came until 4 s is before"
+    assert run.seconds_per_token == (1.0, 1.0, 1.0, 1.0)
+    assert run.later_tokens == 1 + 2 + 3 + 4, "16 - 6: what came until 4 s is before"
     clock[0] = 0.0
-    told = latency.measure_latency(
+    report = latency.measure_latency(
         [one_by_one(clock)], LatencyShape(4, 1, 5), 50, runs=2, warmup=0
     )[0]
-    assert told.per_token_ms is not None
-    assert told.output_tokens_per_s is not None
-    assert told.per_token_ms.median == pytest.approx(1000.0)
-    assert told.output_tokens_per_s.median == pytest.approx(10 / 4)
+    assert report.per_token_ms is not None
+    assert report.output_tokens_per_s is not None
+    assert report.per_token_ms.median == pytest.approx(1000.0)
+    assert report.output_tokens_per_s.median == pytest.approx(10 / 4)
 
 
 def test_an_early_answer_that_ended_before_the_last_began(clock: list[float]) -> None:
-    found = latency.measure_latency(
+    report = latency.measure_latency(
         [one_by_one(clock)], LatencyShape(8, 1, 2), 50, runs=1, warmup=0
     )[0]
-    assert found.per_token_ms is not None
-    assert found.output_tokens_per_s is not None
-    assert found.per_token_ms.median == pytest.approx(1000.0)
-    assert found.output_tokens_per_s.median == pytest.approx(1.0), (
+    assert report.per_token_ms is not None
+    assert report.output_tokens_per_s is not None
+    assert report.per_token_ms.median == pytest.approx(1000.0)
+    assert report.output_tokens_per_s.median == pytest.approx(1.0), (
         "one token came after the last first"
     )
 
@@ -128,14 +128,14 @@ def test_transformers_times_per_token_and_after_the_first(clock: list[float]) ->
             clock[0] += 0.5 + 0.25 * (length - 1)
             return [[0] * length for _ in prompts], [0.5 + 0.25 * step for step in range(length)]
 
-    found = HfTarget(Fake(), 2).run(
+    run = HfTarget(Fake(), 2).run(
         [BenchRequest((1,), 3), BenchRequest((1,), 5), BenchRequest((1,), 1)]
     )
-    assert found.all_first_token_seconds == (0.5, 0.5, 2.0)
-    assert found.seconds_per_token == (0.25, 0.25), (
+    assert run.all_first_token_seconds == (0.5, 0.5, 2.0)
+    assert run.seconds_per_token == (0.25, 0.25), (
         "an answer of one token has no time between tokens"
     )
-    assert (found.first_token_seconds, found.later_tokens) == (2.0, 0)
+    assert (run.first_token_seconds, run.later_tokens) == (2.0, 0)
     assert (
         HfTarget(Fake(), 2).run([BenchRequest((1,), 3), BenchRequest((1,), 5)]).later_tokens
         == 2 + 4
@@ -148,14 +148,14 @@ class Timed:
     def __init__(self, name: str, first: float, step: float) -> None:
         self.name, self.device = name, "cpu"
         self.firsts, self.step = first, step
-        self.seen: list[list[BenchRequest]] = []
+        self.batches: list[list[BenchRequest]] = []
         self.warmed = 0
 
     def warm_up(self, max_requests: int) -> None:
         self.warmed = max_requests
 
     def run(self, work: Sequence[BenchRequest], on_progress: object = None) -> TargetRun:
-        self.seen.append(list(work))
+        self.batches.append(list(work))
         total = self.firsts + self.step * (work[0].output - 1)
         inputs, outputs = sum(len(w.prompt) for w in work), sum(w.output for w in work)
         steps = tuple([self.step] * len(work))
@@ -174,39 +174,43 @@ class Timed:
 
 
 def test_latency_figures_and_turns() -> None:
-    ours, theirs = Timed("modelmill", 0.1, 0.01), Timed("transformers", 0.4, 0.04)
-    found = latency.measure_latency([ours, theirs], LatencyShape(4, 100, 11), 50, runs=3, warmup=2)
-    assert [each.subject for each in found] == ["modelmill", "transformers"]
-    mine = found[0]
-    assert mine.per_token_ms is not None
-    assert mine.output_tokens_per_s is not None
-    assert mine.first_token_ms.median == pytest.approx(100)
-    assert mine.per_token_ms.median == pytest.approx(10)
-    assert mine.input_tokens_per_s.median == pytest.approx(4 * 100 / 0.1)
-    assert mine.output_tokens_per_s.median == pytest.approx(4 / 0.01)
-    assert mine.total_ms.runs == 3
-    assert ours.seen == theirs.seen, "both sides get the same ids"
-    assert len({tuple(work[0].prompt) for work in ours.seen}) == 5, "every run has fresh ids"
+    engine_target, hf_target = Timed("modelmill", 0.1, 0.01), Timed("transformers", 0.4, 0.04)
+    reports = latency.measure_latency(
+        [engine_target, hf_target], LatencyShape(4, 100, 11), 50, runs=3, warmup=2
+    )
+    assert [each.subject for each in reports] == ["modelmill", "transformers"]
+    engine_report = reports[0]
+    assert engine_report.per_token_ms is not None
+    assert engine_report.output_tokens_per_s is not None
+    assert engine_report.first_token_ms.median == pytest.approx(100)
+    assert engine_report.per_token_ms.median == pytest.approx(10)
+    assert engine_report.input_tokens_per_s.median == pytest.approx(4 * 100 / 0.1)
+    assert engine_report.output_tokens_per_s.median == pytest.approx(4 / 0.01)
+    assert engine_report.total_ms.runs == 3
+    assert engine_target.batches == hf_target.batches, "both sides get the same ids"
+    assert len({tuple(work[0].prompt) for work in engine_target.batches}) == 5, (
+        "every run has fresh ids"
+    )
 
 
 def test_one_output_token_has_no_time_per_token() -> None:
-    found = latency.measure_latency(
+    reports = latency.measure_latency(
         [Timed("modelmill", 0.1, 0.01)], LatencyShape(1, 8, 1), 50, runs=1, warmup=0
     )
-    assert found[0].per_token_ms is None
-    assert found[0].to_dict()["output_tokens_per_s"] is None
+    assert reports[0].per_token_ms is None
+    assert reports[0].to_dict()["output_tokens_per_s"] is None
 
 
 def test_throughput_figures() -> None:
     work = [BenchRequest((1, 2, 3), 11)] * 5
-    found = throughput.measure_throughput([Timed("modelmill", 0.1, 0.09)], work, runs=2, warmup=1)[
+    report = throughput.measure_throughput([Timed("modelmill", 0.1, 0.09)], work, runs=2, warmup=1)[
         0
     ]
-    assert found.seconds.median == pytest.approx(1.0)
-    assert found.requests_per_s.median == pytest.approx(5.0)
-    assert found.input_tokens_per_s.median == pytest.approx(15.0)
-    assert found.output_tokens_per_s.median == pytest.approx(55.0)
-    assert found.first_token_ms.median == pytest.approx(100.0)
+    assert report.seconds.median == pytest.approx(1.0)
+    assert report.requests_per_s.median == pytest.approx(5.0)
+    assert report.input_tokens_per_s.median == pytest.approx(15.0)
+    assert report.output_tokens_per_s.median == pytest.approx(55.0)
+    assert report.first_token_ms.median == pytest.approx(100.0)
 
 
 def test_transformers_runs_in_static_batches_and_counts_what_was_asked() -> None:
@@ -223,12 +227,12 @@ def test_transformers_runs_in_static_batches_and_counts_what_was_asked() -> None
             return [[0] * length for _ in prompts], [0.01] * length
 
     fake = Fake()
-    found = HfTarget(fake, 2).run(
+    run = HfTarget(fake, 2).run(
         [BenchRequest((1,), 3), BenchRequest((1, 2), 5), BenchRequest((1,), 1)]
     )
     assert fake.calls == [(2, 5), (1, 1)]
-    assert (found.input_tokens, found.output_tokens) == (4, 9)
-    assert len(found.all_first_token_seconds) == 3
+    assert (run.input_tokens, run.output_tokens) == (4, 9)
+    assert len(run.all_first_token_seconds) == 3
 
 
 def test_engine_scores_are_those_of_its_prompt_logprobs() -> None:

@@ -170,13 +170,16 @@ def test_every_source_and_seeded_sampling(backend: TritonBackend, llm: LLM) -> N
     [
         ({}, "give one of text_input, messages and input_ids, not none of them"),
         ({"text_input": "a", "input_ids": [1]}, "not text_input and input_ids"),
-        ({"text_input": "a", "temperature": -1.0}, "temperature=-1.0 is outside [0, 100]"),
+        (
+            {"text_input": "a", "temperature": -1.0},
+            "temperature must be between 0 and 100, not -1.0",
+        ),
         ({"text_input": "a", "temperature": float("nan")}, "temperature must be a finite number"),
         ({"text_input": "a", "max_tokens": [1, 2]}, "max_tokens has 2 values; give one"),
         ({"text_input": ["a", "b"]}, "text_input has 2 values; give one"),
         ({"text_input": b"\xff\xfe"}, "text_input is not UTF-8"),
         ({"input_ids": []}, "the prompt is empty"),
-        ({"input_ids": [999999]}, "outside"),
+        ({"input_ids": [999999]}, "token ids must be between 0 and"),
         ({"messages": "{"}, "messages must be a JSON list"),
         ({"messages": "[]"}, "messages must be a JSON list"),
         ({"messages": "[1]"}, "messages must be a JSON list"),

@@ -34,7 +34,7 @@ class MiniGpt4Reference:
             checkpoint = torch.load(folder / name, weights_only=True)
             return checkpoint.get("model", checkpoint)
 
-        eva, blip, ours = (
+        eva, blip, projection = (
             load(f)
             for f in ("eva_vit_g.pth", "blip2_pretrained_flant5xxl.pth", "pretrained_minigpt4.pth")
         )
@@ -62,7 +62,9 @@ class MiniGpt4Reference:
         self.qformer.load_state_dict(_qformer(blip), strict=True)
         self.queries = blip["query_tokens"]
         self.projection = torch.nn.Linear(QFORMER["width"], HIDDEN)
-        self.projection.load_state_dict({k.removeprefix("llama_proj."): v for k, v in ours.items()})
+        self.projection.load_state_dict(
+            {k.removeprefix("llama_proj."): v for k, v in projection.items()}
+        )
         self.llama = transformers.LlamaForCausalLM.from_pretrained(folder / "vicuna").float().eval()
         self.tokenizer = sentencepiece.SentencePieceProcessor(
             model_file=str(folder / "vicuna" / "tokenizer.model")
@@ -121,21 +123,21 @@ def _vision(eva: dict[str, torch.Tensor], blip: dict[str, torch.Tensor]) -> dict
         "post_layernorm.bias": blip["ln_vision.bias"],
     }
     for i in range(VISION_ENCODER["depth"]):
-        ours, reference = f"blocks.{i}.", f"encoder.layers.{i}."
-        zeros = torch.zeros_like(eva[ours + "attn.q_bias"])
-        out[reference + "self_attn.qkv.weight"] = eva[ours + "attn.qkv.weight"]
+        eva_block, reference = f"blocks.{i}.", f"encoder.layers.{i}."
+        zeros = torch.zeros_like(eva[eva_block + "attn.q_bias"])
+        out[reference + "self_attn.qkv.weight"] = eva[eva_block + "attn.qkv.weight"]
         out[reference + "self_attn.qkv.bias"] = torch.cat(
-            (eva[ours + "attn.q_bias"], zeros, eva[ours + "attn.v_bias"])
+            (eva[eva_block + "attn.q_bias"], zeros, eva[eva_block + "attn.v_bias"])
         )
         for end in ("weight", "bias"):
-            out[f"{reference}self_attn.projection.{end}"] = eva[f"{ours}attn.proj.{end}"]
+            out[f"{reference}self_attn.projection.{end}"] = eva[f"{eva_block}attn.proj.{end}"]
             for one, other in (
                 ("norm1", "layer_norm1"),
                 ("norm2", "layer_norm2"),
                 ("mlp.fc1", "mlp.fc1"),
                 ("mlp.fc2", "mlp.fc2"),
             ):
-                out[f"{reference}{other}.{end}"] = eva[f"{ours}{one}.{end}"]
+                out[f"{reference}{other}.{end}"] = eva[f"{eva_block}{one}.{end}"]
     return out
 
 

@@ -138,8 +138,12 @@ def write_checkpoint(folder: Path, shared: Path, seed: int = 3, **settings: Any)
     llama_folder(folder / "vicuna", tokenizer)
     torch.save(vision_encoder_state(generator), folder / "eva_vit_g.pth")
     torch.save({"model": qformer_state(generator)}, folder / "blip2_pretrained_flant5xxl.pth")
-    ours = {"model": projection_state(generator), "iters": 20000, "config": {"run": {"seed": 42}}}
-    torch.save(ours, folder / "pretrained_minigpt4.pth")
+    projection = {
+        "model": projection_state(generator),
+        "iters": 20000,
+        "config": {"run": {"seed": 42}},
+    }
+    torch.save(projection, folder / "pretrained_minigpt4.pth")
     sizes = {
         "vision_encoder": {"depth": VISION_ENCODER["depth"], "heads": VISION_ENCODER["heads"]},
         "qformer": {"heads": QFORMER["heads"]},

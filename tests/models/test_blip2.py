@@ -196,7 +196,7 @@ def changed(folder: Path, target: Path, change: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "told"),
+    ("change", "error", "message"),
     [
         (
             lambda c: c["text_config"].update(model_type="opt"),
@@ -242,12 +242,12 @@ def changed(folder: Path, target: Path, change: Any) -> Path:
     ],
 )
 def test_what_is_not_known_is_told_in_a_line(
-    folder: Path, tmp_path: Path, change: Any, error: type[Exception], told: str
+    folder: Path, tmp_path: Path, change: Any, error: type[Exception], message: str
 ) -> None:
     if "llama" not in folder.name:
         pytest.skip("once is enough")
     wrong = changed(folder, tmp_path / "wrong", change)
-    with pytest.raises(error, match=told) as caught:
+    with pytest.raises(error, match=message) as caught:
         make_plan(open_checkpoint(wrong), BuildConfig(dtype="float32"))
     assert "\n" not in str(caught.value)
 

@@ -11,12 +11,12 @@ import torch
 from modelmill.checkpoint.blip2 import Blip2Container, convert_configs
 from modelmill.checkpoint.container import TensorInfo
 from modelmill.checkpoint.rename import apply_rule, plan_renames
+from modelmill.loader.model_loader import fill_weights
 from modelmill.models import _blip2_vision, minigpt4
 from modelmill.models._blip2_vision import Blip2ImageEmbedder, Blip2VisionSpec
 from modelmill.models._eva_vit import interpolate_positions
 from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.registry import select_backends
-from modelmill.runtime.model_loader import fill_weights
 
 RAW: dict[str, Any] = {
     "vision_config": {
@@ -108,8 +108,8 @@ def spec_of(raw: dict[str, Any]) -> Blip2VisionSpec:
         "num_attention_heads": 4,
     }
     text |= {"intermediate_size": 8, "max_position_embeddings": 32, "rms_norm_eps": 1e-6}
-    whole, *_ = convert_configs({**raw, "text_config": text}, Path("here"))
-    return minigpt4.config_from_hf(whole).image_embedder
+    raw_config, *_ = convert_configs({**raw, "text_config": text}, Path("here"))
+    return minigpt4.config_from_hf(raw_config).image_embedder
 
 
 def made(spec: Blip2VisionSpec, tensors: dict[str, torch.Tensor]) -> Blip2ImageEmbedder:

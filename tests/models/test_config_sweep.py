@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from modelmill.accept.token_scorer import TokenScorer
 from modelmill.builder.config_keys import check_unread_keys
 from modelmill.core.config_view import ConfigView
 from modelmill.core.errors import CheckpointError
@@ -131,13 +132,13 @@ FOREIGN: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
-def names_of(kind: str) -> set[str]:
+def names_of(model_type: str) -> set[str]:
     """Every field of a configuration class."""
-    return {each.name for each in fields(transformers.AutoConfig.for_model(kind))}
+    return {each.name for each in fields(transformers.AutoConfig.for_model(model_type))}
 
 
-def raw_of(kind: str, **changes: Any) -> dict[str, Any]:
-    return {"model_type": kind, **(GPT2 if kind == "gpt2" else SMALL), **changes}
+def raw_of(model_type: str, **changes: Any) -> dict[str, Any]:
+    return {"model_type": model_type, **(GPT2 if model_type == "gpt2" else SMALL), **changes}
 
 
 def their_model(raw: dict[str, Any], folder: Path) -> Any:
@@ -191,19 +192,21 @@ def equal_or_named(raw: dict[str, Any], key: str, folder: Path) -> str:
     ids = torch.randint(0, 60, (LENGTH,), generator=torch.Generator().manual_seed(4)).tolist()
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0]
-    off = float((loop.score([ids])[0] - expected).abs().max())
+    off = float((TokenScorer(loop).logits([ids])[0] - expected).abs().max())
     return "equal" if off < 1e-4 else f"off by {off:.2g}"
 
 
-@pytest.mark.parametrize("kind", TYPES)
-def test_every_field_is_tried(kind: str) -> None:
+@pytest.mark.parametrize("model_type", TYPES)
+def test_every_field_is_tried(model_type: str) -> None:
     """A field that a later version of the classes brings has to be looked at."""
-    assert names_of(kind) <= {*IDLE, *TOLD}
+    assert names_of(model_type) <= {*IDLE, *TOLD}
 
 
-@pytest.mark.parametrize("kind", TYPES)
-def test_fields_that_change_nothing_say_nothing(kind: str, tmp_path: Path) -> None:
-    raw = raw_of(kind, **{key: value for key, value in IDLE.items() if key in names_of(kind)})
+@pytest.mark.parametrize("model_type", TYPES)
+def test_fields_that_change_nothing_say_nothing(model_type: str, tmp_path: Path) -> None:
+    raw = raw_of(
+        model_type, **{key: value for key, value in IDLE.items() if key in names_of(model_type)}
+    )
     assert equal_or_named(raw, "", tmp_path) == "equal"
     assert configured(raw) == []
 
@@ -216,20 +219,22 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("kind", TYPES)
-def test_other_values_are_computed_or_refused_by_name(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", TYPES)
+def test_other_values_are_computed_or_refused_by_name(model_type: str, tmp_path: Path) -> None:
     wrong = {}
     # one code for all four
-    here = names_of(kind) - ({"rope_parameters"} if kind in ("mistral", "qwen3") else set())
+    here = names_of(model_type) - (
+        {"rope_parameters"} if model_type in ("mistral", "qwen3") else set()
+    )
     tried = {**FOREIGN, **{key: values for key, values in TOLD.items() if key in here}}
     for key, values in tried.items():
         for number, value in enumerate(values):
             outcome = equal_or_named(
-                raw_of(kind, **{key: value}), key, tmp_path / f"{key}-{number}"
+                raw_of(model_type, **{key: value}), key, tmp_path / f"{key}-{number}"
             )
             if (
                 outcome not in ("equal", "refused", "warned")
-                and (kind, f"{key}={value}") not in MORE
+                and (model_type, f"{key}={value}") not in MORE
             ):
                 wrong[f"{key}={value}"] = outcome
     assert not wrong

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from modelmill.accept.token_scorer import TokenScorer
 from modelmill.builder.build_engine import build
 from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
@@ -54,7 +55,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
         # beyond max_position_embeddings=40 the rotation depends on the length of the whole prompt
         _compare_whole(model, loop, ids)
         return
-    for got, row in zip(loop.score(ids, decode_from=5), ids, strict=True):
+    for got, row in zip(TokenScorer(loop).logits(ids, decode_from=5), ids, strict=True):
         with torch.no_grad():
             expected = model(torch.tensor([row])).logits[0]
         assert (got - expected).abs().max() < 1e-4
@@ -62,7 +63,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
 
 
 def _compare_whole(model: torch.nn.Module, loop: EngineCore, ids: list[list[int]]) -> None:
-    for got, row in zip(loop.score(ids), ids, strict=True):
+    for got, row in zip(TokenScorer(loop).logits(ids), ids, strict=True):
         with torch.no_grad():
             expected = model(torch.tensor([row])).logits[0]
         assert (got - expected).abs().max() < 1e-4
@@ -75,7 +76,7 @@ def test_dynamic_ntk_decodes_as_transformers(tmp_path: Path) -> None:
     model = save_hf("llama-dynamic", tmp_path / "hf")
     loop = engine(tmp_path / "hf", tmp_path / "e")
     ids = torch.randint(0, 160, (60,), generator=torch.Generator().manual_seed(1)).tolist()
-    got = loop.score([ids], decode_from=35)[0]
+    got = TokenScorer(loop).logits([ids], decode_from=35)[0]
     with torch.no_grad():
         out = model(torch.tensor([ids[:35]]), use_cache=True)
         rows = [out.logits[0]]
@@ -109,8 +110,11 @@ def test_qwen_v1_at_every_length(switches: dict[str, bool], tmp_path: Path) -> N
         plain_qwen_logits(tensors, config, row, prompt=n)
         for row, n in zip(ids, prompts, strict=True)
     ]
-    alone = [loop.score([row], decode_from=n)[0] for row, n in zip(ids, prompts, strict=True)]
-    mixed = loop.score(ids, decode_from=prompts)
+    alone = [
+        TokenScorer(loop).logits([row], decode_from=n)[0]
+        for row, n in zip(ids, prompts, strict=True)
+    ]
+    mixed = TokenScorer(loop).logits(ids, decode_from=prompts)
     for one, many, right in zip(alone, mixed, expected, strict=True):
         assert (one - right).abs().max() < 1e-4
         assert (many - right).abs().max() < 1e-4
@@ -130,4 +134,4 @@ def test_old_qwen_keys_are_accepted(tmp_path: Path) -> None:
     loop = engine(save_raw(tmp_path / "hf", bare, old), tmp_path / "e")
     ids = list(range(20))
     expected = plain_qwen_logits(tensors, QWEN, ids, prompt=20)
-    assert (loop.score([ids])[0] - expected).abs().max() < 1e-4
+    assert (TokenScorer(loop).logits([ids])[0] - expected).abs().max() < 1e-4

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from modelmill.accept.token_scorer import TokenScorer
 from modelmill.core.errors import CheckpointError
 from modelmill.core.registry import find_module
 from modelmill.nn.rotary import Rotary
@@ -75,38 +76,40 @@ def hf_config(raw: dict[str, Any]) -> Any:
     return transformers.AutoConfig.for_model(raw["model_type"], **sizes)
 
 
-def ours(raw: dict[str, Any]) -> Any:
+def engine_config(raw: dict[str, Any]) -> Any:
     return find_module("modelmill.models", raw["model_type"]).config_from_hf(raw)
 
 
 def same_rotation(raw: dict[str, Any]) -> None:
     model = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(hf_config(raw))
-    rotary = Rotary(ours(raw).rope)
+    rotary = Rotary(engine_config(raw).rope)
     torch.testing.assert_close(rotary.inv_freq, model.inv_freq, rtol=1e-6, atol=0)
     assert rotary.factor == pytest.approx(model.attention_scaling, rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("model_type", TYPES)
 @pytest.mark.parametrize("case", RESOLVED)
-def test_the_rotation_is_the_one_transformers_resolves(kind: str, case: str) -> None:
-    same_rotation(SIZES | RESOLVED[case] | {"model_type": kind})
+def test_the_rotation_is_the_one_transformers_resolves(model_type: str, case: str) -> None:
+    same_rotation(SIZES | RESOLVED[case] | {"model_type": model_type})
 
 
-@pytest.mark.parametrize("kind", TYPES)
-def test_a_length_that_is_absent_is_the_familys(kind: str) -> None:
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_length_that_is_absent_is_the_familys(model_type: str) -> None:
     raw = {key: value for key, value in SIZES.items() if key != "max_position_embeddings"} | {
-        "model_type": kind
+        "model_type": model_type
     }
-    assert ours(raw).max_len == hf_config(raw).max_position_embeddings
+    assert engine_config(raw).max_len == hf_config(raw).max_position_embeddings
     same_rotation(raw | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
 
 
-@pytest.mark.parametrize("kind", TYPES)
-def test_key_value_heads_that_are_absent_are_the_familys_and_null_means_all(kind: str) -> None:
+@pytest.mark.parametrize("model_type", TYPES)
+def test_key_value_heads_that_are_absent_are_the_familys_and_null_means_all(
+    model_type: str,
+) -> None:
     raw = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
-    raw |= {"model_type": kind, "num_attention_heads": 64}
-    assert ours(raw).kv_heads == hf_config(raw).num_key_value_heads
-    assert ours(raw | {"num_key_value_heads": None}).kv_heads == 64
+    raw |= {"model_type": model_type, "num_attention_heads": 64}
+    assert engine_config(raw).kv_heads == hf_config(raw).num_key_value_heads
+    assert engine_config(raw | {"num_key_value_heads": None}).kv_heads == 64
 
 
 WINDOWS: dict[str, dict[str, Any]] = {
@@ -124,17 +127,18 @@ WINDOWS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("case", WINDOWS)
-def test_windows_are_those_of_the_original_classes(kind: str, case: str) -> None:
-    raw = SIZES | WINDOWS[case] | {"model_type": kind}
-    listed = kind == "mistral" and "layer_types" in raw
+def test_windows_are_those_of_the_original_classes(model_type: str, case: str) -> None:
+    raw = SIZES | WINDOWS[case] | {"model_type": model_type}
+    listed = model_type == "mistral" and "layer_types" in raw
     config = hf_config(raw | {"model_type": "ministral"} if listed else raw)
     layer_types = getattr(config, "layer_types", None) or ["sliding_attention"] * 3
     expected = [
-        config.sliding_window if kind == "sliding_attention" else None for kind in layer_types
+        config.sliding_window if model_type == "sliding_attention" else None
+        for model_type in layer_types
     ]
-    assert list(ours(raw).windows or [None] * 3) == expected
+    assert list(engine_config(raw).windows or [None] * 3) == expected
 
 
 SMALL = SIZES | {
@@ -183,7 +187,7 @@ def test_logits_of_such_files_equal_transformers(case: str, tmp_path: Path) -> N
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0]
     assert expected.std() > 0.1
-    assert (loop.score([ids])[0] - expected).abs().max() < 1e-4
+    assert (TokenScorer(loop).logits([ids])[0] - expected).abs().max() < 1e-4
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -220,7 +224,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_cannot_be_rotated_is_one_line(case: str) -> None:
     changes, line = REFUSED[case]
     with pytest.raises(CheckpointError, match=line) as caught:
-        ours(SIZES | changes | {"model_type": "llama"})
+        engine_config(SIZES | changes | {"model_type": "llama"})
     assert "\n" not in str(caught.value)
 
 
@@ -236,7 +240,7 @@ QWEN = {
 
 def test_qwen_v1_heads_that_cannot_rotate_are_refused() -> None:
     with pytest.raises(CheckpointError, match="kv_channels=5 is odd"):
-        ours(QWEN | {"kv_channels": 5})
+        engine_config(QWEN | {"kv_channels": 5})
     with pytest.raises(CheckpointError, match="2 channels"):
-        ours(QWEN | {"kv_channels": 2, "use_dynamic_ntk": True})
-    assert ours(QWEN | {"kv_channels": 2}).head_dim == 2
+        engine_config(QWEN | {"kv_channels": 2, "use_dynamic_ntk": True})
+    assert engine_config(QWEN | {"kv_channels": 2}).head_dim == 2

@@ -13,11 +13,11 @@ import torch
 
 from modelmill.checkpoint.rename import apply_rule, plan_renames
 from modelmill.core.errors import CheckpointError, TensorMismatch, UnknownArchitecture
+from modelmill.loader.model_loader import fill_weights
 from modelmill.models import sam
 from modelmill.models._sam_vit import resize_rel_pos
 from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.registry import select_backends
-from modelmill.runtime.model_loader import fill_weights
 from tests.models.sam_seeded import hf_sam_model
 
 SMALL = {
@@ -122,11 +122,11 @@ def test_the_original_layout_is_recognised_and_gives_the_same(hf_model) -> None:
 
 
 def test_heads_of_the_published_sizes() -> None:
-    for width, depth, heads, whole in (
+    for width, depth, heads, global_blocks in (
         (768, 12, 12, (2, 5, 8, 11)),
         (1280, 32, 16, (7, 15, 23, 31)),
     ):
-        spec = sam.SamVitSpec(width, depth, heads, whole, 4 * width)
+        spec = sam.SamVitSpec(width, depth, heads, global_blocks, 4 * width)
         model = sam.Model(sam.SamConfig(spec))
         shapes = {name: tuple(t.shape) for name, t in model.named_buffers()}
         for name, module in model.named_modules():

@@ -33,14 +33,14 @@ def original(model: Any, vision: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {rule.target: state[rule.sources[0]] for rule in rules}
 
 
-def judge(reference: Any, ours: sam.Model, side: int) -> None:
+def judge(reference: Any, model: sam.Model, side: int) -> None:
     """Two pictures; points, boxes, both, a mask, one alone; two prompts at a time; three masks and
     one.
     """
     generator = torch.Generator().manual_seed(5)
     pixels = torch.randn(2, 3, side, side, generator=generator)
     expected = reference.vision_encoder(pixels)[0]
-    actual = ours.encode_image(pixels, still())
+    actual = model.encode_image(pixels, still())
     assert (actual - expected).abs().max() <= 1e-3 * expected.abs().max()
     points = torch.rand(2, 2, 3, 2, generator=generator) * (side - 1)
     labels = torch.tensor([[[1, 0, 1], [1, 1, 0]]] * 2)
@@ -62,11 +62,11 @@ def judge(reference: Any, ours: sam.Model, side: int) -> None:
             output = reference(image_embeddings=expected, **prompt, multimask_output=several)
             for number in range(2):
                 right = output.pred_masks[number], output.iou_scores[number]
-                compare(ours, actual[number : number + 1], prompt, number, right, several, side)
+                compare(model, actual[number : number + 1], prompt, number, right, several, side)
 
 
 def compare(
-    ours: sam.Model,
+    model: sam.Model,
     embedding: torch.Tensor,
     prompt: dict[str, Any],
     number: int,
@@ -94,7 +94,7 @@ def compare(
         if mask_prompt is None
         else mask_prompt[number][None].expand(len(places[0]), -1, -1, -1)
     )
-    logits, scores = ours.decode_masks(
+    logits, scores = model.decode_masks(
         embedding, torch.cat(places, 1), torch.cat(marks, 1), mask_prompt, still()
     )
     chosen = slice(1, None) if several else slice(0, 1)
@@ -143,10 +143,10 @@ def test_relative_positions_made_for_another_size_are_stretched(rows: int) -> No
 @torch.inference_mode()
 @pytest.mark.parametrize("size", SIZES)
 def test_the_published_sizes_are_transformers(size: str) -> None:
-    width, layers, heads, inner, whole = SIZES[size]
+    width, layers, heads, inner, global_blocks = SIZES[size]
     vision = {
         "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "global_attn_indexes": whole,
+        "global_attn_indexes": global_blocks,
         "image_size": 1024, "patch_size": 16, "mlp_dim": inner, "window_size": 14,
         "output_channels": 256,
     }  # fmt: skip

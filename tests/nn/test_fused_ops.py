@@ -52,12 +52,12 @@ def own_cache(step: Step) -> Step:
 
 
 @pytest.mark.parametrize("ops_used", [(op,) for op in FUSED_OPS] + [FUSED_OPS], ids="+".join)
-@pytest.mark.parametrize("kind", [{}, {"qkv_bias": False, "out_bias": True, "logn": 4}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"qkv_bias": False, "out_bias": True, "logn": 4}], ids=str)
 @torch.inference_mode()
 def test_the_logits_and_the_cache_are_those_of_single_ops(
-    ops_used: tuple[str, ...], kind: dict[str, Any]
+    ops_used: tuple[str, ...], options: dict[str, Any]
 ) -> None:
-    model = decoder(**kind)
+    model = decoder(**options)
     step, calls = step_and_calls(model, ops_used)
     fused, plain = own_cache(step), own_cache(step)
     actual, expected = fuse(model)(fused), model(plain)

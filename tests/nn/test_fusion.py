@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from modelmill.loader.model_loader import build_model
 from modelmill.nn.decoder import DecoderLayer
 from modelmill.nn.fusion import FusedCausalLM, fuse
 from modelmill.nn.linear import Linear
 from modelmill.nn.synthetic_step import fill_random_weights, synthetic_step
 from modelmill.ops import registry
-from modelmill.runtime.model_loader import build_model
 from tests.parallel.test_shard_model import GPT2, LLAMA
 from tests.runtime import tiny
 

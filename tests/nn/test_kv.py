@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from modelmill.accept.token_scorer import TokenScorer
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import UsageError
 from modelmill.nn.kv import KVCache, KVShape, kv_cache_dtype
@@ -16,11 +17,11 @@ from modelmill.ops.quant_types import QUANT_MAX, quantize_per_row
 from tests.runtime import tiny
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=64)
-KINDS = ("int8", "fp8")
+QUANTIZED_DTYPES = ("int8", "fp8")
 PAGES, PAGE = Path("/proc/self/pagemap"), mmap.PAGESIZE
 
 
-@pytest.mark.parametrize("name", ["auto", *KINDS])
+@pytest.mark.parametrize("name", ["auto", *QUANTIZED_DTYPES])
 def test_a_page_costs_what_is_allocated(name: str) -> None:
     dtype = kv_cache_dtype(name, torch.bfloat16)
     cache = KVCache.allocate(SHAPE, 5, 16, dtype, "cpu")
@@ -31,7 +32,7 @@ def test_a_page_costs_what_is_allocated(name: str) -> None:
 
 
 @pytest.mark.skipif(not PAGES.exists(), reason="only Linux tells which pages are backed by memory")
-@pytest.mark.parametrize("name", ["auto", *KINDS])
+@pytest.mark.parametrize("name", ["auto", *QUANTIZED_DTYPES])
 def test_pages_in_ram_are_backed_by_memory_once_they_are_written(name: str) -> None:
     """A gigabyte is there at once: zeros are not written where the system hands out zeros."""
     dtype = kv_cache_dtype(name, torch.bfloat16)
@@ -50,16 +51,16 @@ def _backed(tensor: torch.Tensor) -> float:
     first, last = tensor.data_ptr() // PAGE, (tensor.data_ptr() + tensor.nbytes - 1) // PAGE
     with PAGES.open("rb") as pages:
         pages.seek(8 * first)
-        told = np.frombuffer(pages.read(8 * (last - first + 1)), np.uint64)
-    return float((told >> np.uint64(63)).mean())
+        entries = np.frombuffer(pages.read(8 * (last - first + 1)), np.uint64)
+    return float((entries >> np.uint64(63)).mean())
 
 
-@pytest.mark.parametrize("kind", list(QUANT_MAX))
-def test_rows_come_back_within_half_a_step(kind: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", list(QUANT_MAX))
+def test_rows_come_back_within_half_a_step(dtype: torch.dtype) -> None:
     x = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
     x[3], x[4, 5], x[6] = 0.0, 1e4, x[6] * 1e-5
-    values, scale = quantize_per_row(x, kind)
-    assert values.dtype is kind
+    values, scale = quantize_per_row(x, dtype)
+    assert values.dtype is dtype
     assert scale.dtype is torch.float32
     assert bool((scale > 0).all())
     back = values.float() * scale[:, None]
@@ -67,11 +68,11 @@ def test_rows_come_back_within_half_a_step(kind: torch.dtype) -> None:
     # step of the type
     step = (
         scale[:, None] * 0.5
-        if kind is torch.int8
+        if dtype is torch.int8
         else (x.abs() / 16).clamp(min=scale[:, None] * 2.0**-10)
     )
     assert bool(((back - x).abs() <= step * 1.001).all())
-    assert bool((values.float().abs().amax(-1)[x.abs().amax(-1) > 1e-6] == QUANT_MAX[kind]).all())
+    assert bool((values.float().abs().amax(-1)[x.abs().amax(-1) > 1e-6] == QUANT_MAX[dtype]).all())
 
 
 def test_halves_go_to_the_even_number() -> None:
@@ -80,7 +81,7 @@ def test_halves_go_to_the_even_number() -> None:
     assert values.tolist() == [[127, 0, 2, -2, 4]]
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", QUANTIZED_DTYPES)
 def test_loop_runs_on_8_bit_pages(name: str) -> None:
     """Many sequences at once, with shared prefixes, forks and preemption, answer as each does
     alone.
@@ -97,7 +98,7 @@ def test_loop_runs_on_8_bit_pages(name: str) -> None:
     assert engine.model_runner.kv.k_scale[1].count_nonzero() > 0
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", QUANTIZED_DTYPES)
 def test_copied_pages_bring_their_scales(name: str) -> None:
     runner = tiny.make_engine(kv_cache_dtype=name, kv_cache_bytes=1 << 16).model_runner
     for seed, t in enumerate(runner.kv.tensors):
@@ -110,9 +111,9 @@ def test_copied_pages_bring_their_scales(name: str) -> None:
 
 def test_logits_stay_near_those_of_full_pages() -> None:
     ids = [list(p) for p in tiny.prompts(3, low=20)]
-    full = tiny.make_engine().score(ids, decode_from=10)
+    full = TokenScorer(tiny.make_engine()).logits(ids, decode_from=10)
     for name, most in (("int8", 0.05), ("fp8", 0.3)):
-        near = tiny.make_engine(kv_cache_dtype=name).score(ids, decode_from=10)
+        near = TokenScorer(tiny.make_engine(kv_cache_dtype=name)).logits(ids, decode_from=10)
         error = max(float((a - b).abs().max()) for a, b in zip(near, full))
         assert 0 < error < most * max(float(a.abs().max()) for a in full)
 

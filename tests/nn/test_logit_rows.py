@@ -22,7 +22,7 @@ REFERENCE = dict.fromkeys(("linear", "paged_attention", "rope_cache", "decode"),
 
 
 def step_of(
-    model, lengths: list[tuple[int, int]], wanted: list[int], seed: int, kernels: dict[str, str]
+    model, lengths: list[tuple[int, int]], rows: list[int], seed: int, kernels: dict[str, str]
 ) -> Step:
     """Sequences of (new tokens, context) each, with histories already in the cache, pages in any
     order.
@@ -53,7 +53,7 @@ def step_of(
         block_tables=tables,
         query_start=torch.tensor([0, *starts], dtype=torch.int32),
         context_lens=torch.tensor([c for _, c in lengths], dtype=torch.int32),
-        logit_rows=torch.tensor(wanted),
+        logit_rows=torch.tensor(rows),
         max_query=max(n for n, _ in lengths),
         max_context=max(c for _, c in lengths),
         kv=kv,
@@ -74,12 +74,10 @@ def test_the_logits_are_those_of_all_rows(
     model = tiny.decoder(window=window)
     lengths = [(new, new + history) for new, history in drawn]
     tokens = sum(new for new, _ in lengths)
-    wanted = data.draw(
-        st.lists(st.integers(0, tokens - 1), min_size=1, max_size=max(1, tokens // 2))
-    )
-    step = step_of(model, lengths, wanted, tokens, kernels)
+    rows = data.draw(st.lists(st.integers(0, tokens - 1), min_size=1, max_size=max(1, tokens // 2)))
+    step = step_of(model, lengths, rows, tokens, kernels)
     narrow = logit_rows.select_logit_rows(step)
-    assert (narrow is None) == (tokens < logit_rows.MIN_ROW_RATIO * len(wanted))
+    assert (narrow is None) == (tokens < logit_rows.MIN_ROW_RATIO * len(rows))
     actual = fuse(model)(step)
     all_rows = model(step)
     assert actual.shape == all_rows.shape

@@ -37,11 +37,11 @@ def test_the_spanning_op_gives_the_same_and_is_left_out_where_modules_are_watche
     plain_ops = registry.select_backends("cpu", {"linear": "torch", "silu_mul": "torch"})
     ops = plain_ops.replace({"linear_swiglu": linear_swiglu})
     mlp, x = block(weight_format), torch.randn(3, 48, generator=torch.Generator().manual_seed(1))
-    seen: list[torch.Tensor] = []
-    mlp.act.register_forward_hook(lambda *given: seen.append(given[2]))
+    hook_outputs: list[torch.Tensor] = []
+    mlp.act.register_forward_hook(lambda *hook_args: hook_outputs.append(hook_args[2]))
     step = SimpleNamespace(ops=ops, tp_group=SINGLE_RANK)
     plain = mlp(x, step)
-    assert len(seen) == 1
+    assert len(hook_outputs) == 1
     assert not calls
     residual = torch.zeros(3, 48)
     branch = FusedGatedMLP(mlp)(x, residual, step)

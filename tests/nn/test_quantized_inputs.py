@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from modelmill.loader.model_loader import build_model
 from modelmill.nn.fusion import fuse
 from modelmill.nn.linear import Linear
 from modelmill.nn.synthetic_step import fill_random_weights, synthetic_step
 from modelmill.ops import registry
-from modelmill.runtime.model_loader import build_model
 from modelmill.weights import base
 
 LLAMA = {
@@ -26,27 +26,31 @@ LLAMA = {
 }  # fmt: skip
 
 
-def drawn(kind: str, static: bool, dtype: torch.dtype) -> Any:
+def drawn(weight_format: str, static: bool, dtype: torch.dtype) -> Any:
     model = build_model("llama", LLAMA)
-    kinds = {n: kind for n, m in model.named_modules() if hasattr(m, "shape") and n != "head"}
-    fill_random_weights(model, kinds, dtype, "cpu")
+    weight_formats = {
+        n: weight_format for n, m in model.named_modules() if hasattr(m, "shape") and n != "head"
+    }
+    fill_random_weights(model, weight_formats, dtype, "cpu")
     for module in model.modules():
-        if static and isinstance(module, Linear) and module.weight.format == kind:
-            given = module.weight.tensors() | {"input_scale": torch.tensor([0.03])}
-            module.weight = base.from_tensors(kind, given)
+        if static and isinstance(module, Linear) and module.weight.format == weight_format:
+            tensors = module.weight.tensors() | {"input_scale": torch.tensor([0.03])}
+            module.weight = base.from_tensors(weight_format, tensors)
     return model
 
 
-@pytest.mark.parametrize("kind", ["w8a8", "fp8"])
+@pytest.mark.parametrize("weight_format", ["w8a8", "fp8"])
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_fused_and_unfused_give_the_same_bits(kind: str, static: bool, dtype: torch.dtype) -> None:
+def test_fused_and_unfused_give_the_same_bits(
+    weight_format: str, static: bool, dtype: torch.dtype
+) -> None:
     plain = registry.select_backends("cpu", dict.fromkeys(registry.op_names(), "torch"))
-    seen: list[Any] = []
+    norm_args: list[Any] = []
     gates: list[Any] = []
 
     def norm(*args: Any) -> Any:
-        seen.append(args[4].dtype)
+        norm_args.append(args[4].dtype)
         return registry.reference("add_rms_norm_quant")(*args)
 
     def gate(*args: Any) -> Any:
@@ -60,16 +64,16 @@ def test_fused_and_unfused_give_the_same_bits(kind: str, static: bool, dtype: to
     assert fused.fuses_silu_mul_quant
     assert not plain.fuses_norm_quant
     assert not plain.fuses_silu_mul_quant
-    model = drawn(kind, static, dtype)
+    model = drawn(weight_format, static, dtype)
     with torch.inference_mode():
         step = synthetic_step(model, plain, (2, 5, 20))
         shape = [c.clone() for c in (*step.kv.k, *step.kv.v)]
         right = fuse(model)(step)
-        for cache, kept in zip((*step.kv.k, *step.kv.v), shape, strict=True):
-            cache.copy_(kept)
-        mine = fuse(model)(replace(step, ops=fused))
-        assert torch.equal(mine, right)
-        assert len(seen) == 3, "all norms but the first (which has no residual) and the last"
+        for cache, original in zip((*step.kv.k, *step.kv.v), shape, strict=True):
+            cache.copy_(original)
+        fused_logits = fuse(model)(replace(step, ops=fused))
+        assert torch.equal(fused_logits, right)
+        assert len(norm_args) == 3, "all norms but the first (which has no residual) and the last"
         assert len(gates) == 2
         model(replace(step, ops=fused))
-        assert (len(seen), len(gates)) == (3, 2), "plain modules put out floating point"
+        assert (len(norm_args), len(gates)) == (3, 2), "plain modules put out floating point"

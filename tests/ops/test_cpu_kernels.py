@@ -43,9 +43,9 @@ INSTRUCTION_SETS = {
 }
 QUICK = ("-O0", "-std=c++17", "-fPIC", "-Wall", "-Wextra", "-Werror")
 KERNELS: dict[str, ModuleType] = {
-    op: found["cpu"]
+    op: by_backend["cpu"]
     for op, declared in registry.declarations().items()
-    if not declared.fuses and "cpu" in (found := registry.implementations(op))
+    if not declared.fuses and "cpu" in (by_backend := registry.implementations(op))
 }
 
 pytestmark = pytest.mark.skipif(
@@ -56,7 +56,9 @@ pytestmark = pytest.mark.skipif(
 def _forget() -> None:
     """Drop every function that the bindings, and what they share, hold of the library in use."""
     for module in [
-        found for name, found in sys.modules.items() if name.startswith("modelmill.ops.cpu.")
+        module_name
+        for name, module_name in sys.modules.items()
+        if name.startswith("modelmill.ops.cpu.")
     ]:
         for value in vars(module).values() if module is not build else ():
             if isinstance(value, functools._lru_cache_wrapper):
@@ -138,14 +140,14 @@ def _check(op: str, args: dict[str, Any], dtype: torch.dtype, writes: tuple[str,
     got = registry.by_name(op, KERNELS[op].run)(**args)
     pairs = list(zip(got, expected)) if isinstance(got, tuple) else [(got, expected)]
     pairs += [(args[n], wide[n]) for n in writes]
-    for mine, truth in pairs:
+    for actual, truth in pairs:
         if truth is None:  # a scale that the caller knows
-            assert mine is None
+            assert actual is None
             continue
-        assert mine.shape == truth.shape
-        mine, truth = mine.double(), truth.double()
-        assert torch.equal(mine.isnan(), truth.isnan())
-        error = ((mine - truth).abs() / truth.abs().clamp(min=1.0)).nan_to_num()
+        assert actual.shape == truth.shape
+        actual, truth = actual.double(), truth.double()
+        assert torch.equal(actual.isnan(), truth.isnan())
+        error = ((actual - truth).abs() / truth.abs().clamp(min=1.0)).nan_to_num()
         assert float(error.max()) <= import_module(f"modelmill.ops.{op}").TOLERANCE[dtype]
 
 
@@ -194,8 +196,8 @@ def test_products_of_any_size(rows: int, k: int, n: int, dtype: torch.dtype, bia
     weight = randn(n, k, device="cpu", dtype=torch.float32, seed=n, scale=k**-0.5)
     args = {"x": x, "bias": randn(n, device="cpu", dtype=dtype, seed=k) if bias else None}
     _check("linear", args | {"weight": weight.to(dtype)}, dtype)
-    held, scale = quantize(weight)
-    _check("int8_linear", args | {"weight": held, "scale": scale}, dtype)
+    packed, scale = quantize(weight)
+    _check("int8_linear", args | {"weight": packed, "scale": scale}, dtype)
     for group in (32, 96):
         four = random_weight(n, k, group, device="cpu", symmetric=bias) | {"group": group}
         _check("int4_linear", args | four, dtype)
@@ -214,7 +216,7 @@ def test_a_row_gives_the_same_bits_alone_and_in_a_batch(dtype: torch.dtype, isa:
 def _alone_and_in(batches: tuple[int, ...], dtype: torch.dtype) -> None:
     x = randn(65, 333, device="cpu", dtype=dtype, seed=1)
     weight = randn(45, 333, device="cpu", dtype=dtype, seed=2)
-    held, scale = quantize(weight)
+    packed, scale = quantize(weight)
     codes = weight.float().clamp(-4, 4).to(torch.float8_e4m3fn)
     four = random_weight(45, 333, 64, device="cpu", symmetric=False) | {"group": 64}
     eight = int8_group_linear.random_weight(45, 333, 64, device="cpu", symmetric=False) | {
@@ -222,7 +224,7 @@ def _alone_and_in(batches: tuple[int, ...], dtype: torch.dtype) -> None:
     }
     products: dict[str, dict[str, Any]] = {
         "linear": {"weight": weight},
-        "int8_linear": {"weight": held, "scale": scale},
+        "int8_linear": {"weight": packed, "scale": scale},
         "fp8_linear": {"weight": codes, "scale": scale, "x_scale": None, "dtype": dtype},
         "int4_linear": four,
         "int8_group_linear": eight,
@@ -382,8 +384,8 @@ def test_float8_values_all_survive_and_nan_is_none(k: int, isa: str) -> None:
     value.
     """
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    wanted = every.float() * k
-    assert int(wanted.isnan().sum()) == 2
+    expected = every.float() * k
+    assert int(expected.isnan().sum()) == 2
     codes, one = (
         every.view(torch.uint8)[:, None].expand(256, k).contiguous().view(every.dtype),
         torch.ones(1),
@@ -392,7 +394,7 @@ def test_float8_values_all_survive_and_nan_is_none(k: int, isa: str) -> None:
     as_weights = run(torch.ones(1, k), codes, torch.ones(256), None, torch.float32)[0]
     as_inputs = run(codes, torch.ones(1, k).to(every.dtype), one, one, torch.float32)[:, 0]
     for got in (as_weights, as_inputs):
-        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=0, equal_nan=True)
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
@@ -402,14 +404,14 @@ def test_a_clusters_own_step_tells_what_is_no_number(place: int, value: float, i
     x[0, place] = value
     order = torch.arange(64, dtype=torch.int32)
     inputs = RptqQuantInputs(x, order, None, None, 8, 32)
-    (q, step), (wanted, steps) = (
+    (q, step), (expected, steps) = (
         KERNELS["rptq_quant"].run(inputs),
         registry.reference("rptq_quant")(inputs),
     )
     torch.testing.assert_close(step, steps, rtol=1e-6, atol=0, equal_nan=True)
     assert not steps[0, 0].isfinite()
     assert bool((q[0, :32] == 0).all()), "a cast of NaN is not defined"
-    assert bool(((q.int() - wanted.int()).abs() <= 1)[:, 32:].all())
+    assert bool(((q.int() - expected.int()).abs() <= 1)[:, 32:].all())
     product = KERNELS["rptq_linear"].run(
         RptqLinearInputs(
             q,
@@ -483,12 +485,12 @@ def test_two_processes_may_build_at_once_and_share_torchs_threads(tmp_path: Path
         subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    said = [process.communicate()[0].split() for process in running]
+    outputs = [process.communicate()[0].split() for process in running]
     assert [process.returncode for process in running] == [0, 0]
-    assert said[0] == said[1]
-    assert [path.name for path in (tmp_path / "cpu").iterdir()] == [Path(said[0][0]).name]
+    assert outputs[0] == outputs[1]
+    assert [path.name for path in (tmp_path / "cpu").iterdir()] == [Path(outputs[0][0]).name]
     if sys.platform == "linux":
-        assert said[0][1] == "1"  # one OpenMP runtime in the process: torch's
+        assert outputs[0][1] == "1"  # one OpenMP runtime in the process: torch's
 
 
 def test_another_processor_flag_or_compiler_is_another_file(
@@ -504,10 +506,10 @@ def test_another_processor_flag_or_compiler_is_another_file(
 def _reason() -> str:
     with pytest.MonkeyPatch.context() as compiling:  # whatever kernels these tests run with
         compiling.setenv("MODELMILL_CPU_KERNELS", "native")
-        found = build.load.__wrapped__()
-    assert isinstance(found, str)
-    assert "\n" not in found
-    return found
+        reason = build.load.__wrapped__()
+    assert isinstance(reason, str)
+    assert "\n" not in reason
+    return reason
 
 
 def test_without_a_compiler_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,9 +127,9 @@ def test_own_threads_carry_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         args, expected = _product(40)
         monkeypatch.setattr(torch, "mm", lambda *_, **__: pytest.fail("torch multiplies"))
-        given, weight, scale = args
-        found = int8_linear.run(given.bfloat16(), weight, scale)
-        assert torch.allclose(found.float(), expected, rtol=0.05, atol=0.5)
+        x, weight, scale = args
+        output = int8_linear.run(x.bfloat16(), weight, scale)
+        assert torch.allclose(output.float(), expected, rtol=0.05, atol=0.5)
     finally:
         linear.max_native_rows.cache_clear()
 
@@ -185,8 +185,8 @@ def test_a_worker_without_a_core_is_left_out_for_a_while(tmp_path: Path) -> None
 
     def all_called() -> bool:
         """Whether both threads take part, sooner or later: this machine may be a busy one."""
-        until = time.monotonic() + 20
-        while time.monotonic() < until:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
             if probe(0, second // 100) > 0 and team.modelmill_resting_workers() == 0:
                 return True
         return False

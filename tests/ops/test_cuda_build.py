@@ -23,7 +23,7 @@ from modelmill.ops.cuda.weight_only_gemm import (
 )
 from tests.ops.nvcc import NVCC, compiles_without_spills, requires_nvcc
 
-FORMS = (
+MACRO_SETS = (
     ("DIM=128", "PAGE=16"),
     ("DIM=128", "PAGE=16", "HALF"),
     ("DIM=64", "PAGE=16"),
@@ -88,9 +88,9 @@ def test_a_failing_compiler_is_one_line_and_leaves_nothing(
         monkeypatch,
         "echo note >&2; echo 'kernel.cu(3): error: no such thing' >&2; exit 2",
     )
-    with pytest.raises(MissingDependency, match="no such thing") as told:
+    with pytest.raises(MissingDependency, match="no such thing") as error:
         build.compile_cubin("kernel")
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
     assert not (tmp_path / "cache").exists()
 
 
@@ -110,15 +110,15 @@ def test_kernels_are_given_as_many_bytes_as_they_read() -> None:
     """Each kernel's ``static_assert`` of its parameter's size names the module whose
     ``struct.pack`` makes it.
     """
-    told = [
+    arguments = [
         (int(size), source.with_name(f"{module}.py"))
         for source in build.FOLDER.rglob("*.cu")
         for size, module in re.findall(
             r'sizeof\(\w+\) == (\d+), "(\w+)\.py packs \1 bytes"', source.read_text()
         )
     ]
-    assert len(told) == 18
-    for size, module in told:
+    assert len(arguments) == 18
+    for size, module in arguments:
         formats = re.findall(r'struct\.pack\(\s*"(=\w+)"', module.read_text())
         assert size in map(struct.calcsize, formats), module
 
@@ -157,7 +157,7 @@ def test_a_cpu_is_told_why() -> None:
 
 
 @requires_nvcc
-@pytest.mark.parametrize("macros", FORMS, ids=" ".join)
+@pytest.mark.parametrize("macros", MACRO_SETS, ids=" ".join)
 def test_prefill_attention_compiles_without_spills(macros: tuple[str, ...], tmp_path: Path) -> None:
     compiles_without_spills("paged_attention.cu", macros, tmp_path / "out")
 
@@ -166,7 +166,7 @@ def test_prefill_attention_compiles_without_spills(macros: tuple[str, ...], tmp_
 @pytest.mark.parametrize("tokens", [most for most, _ in int4_linear.KERNEL_CONFIGS])
 @pytest.mark.parametrize("gated", [False, True])
 def test_int4_compiles_without_spills(tokens: int, gated: bool, tmp_path: Path) -> None:
-    form = int4_linear.config_for(tokens)
+    config = int4_linear.config_for(tokens)
     for offset, piece, dtype in (
         (True, 128, torch.bfloat16),
         (False, 64, torch.float16),
@@ -174,14 +174,14 @@ def test_int4_compiles_without_spills(tokens: int, gated: bool, tmp_path: Path) 
     ):
         if tokens == int4_linear.MAX_ROWS and piece == 128:
             continue  # int4_gemm_small_m serves those
-        macros = int4_linear._kernel_macros(dtype, form, piece, offset=offset, gated=gated)
+        macros = int4_linear._kernel_macros(dtype, config, piece, offset=offset, gated=gated)
         compiles_without_spills("int4_linear.cu", macros, tmp_path / "out")
 
 
 @requires_nvcc
 @pytest.mark.parametrize("tokens", [most for most, _ in int8_gemm_small_m.KERNEL_CONFIGS])
 def test_int8_compiles_without_spills(tokens: int, tmp_path: Path) -> None:
-    form, most = (
+    config, most = (
         int8_gemm_small_m.config_for(tokens),
         int8_gemm_small_m.k_tile_for_rows(tokens, 4096, 4096),
     )
@@ -193,26 +193,26 @@ def test_int8_compiles_without_spills(tokens: int, tmp_path: Path) -> None:
     ):
         dtype, wide = (torch.float16, False) if piece == 64 else (torch.bfloat16, gated)
         macros = int8_gemm_small_m.kernel_macros(
-            dtype, form, piece, offset=offset, float32_scales=wide, gated=gated
+            dtype, config, piece, offset=offset, float32_scales=wide, gated=gated
         )
         compiles_without_spills("int8_gemm_small_m.cu", macros, tmp_path / "out")
 
 
 @requires_nvcc
-@pytest.mark.parametrize("form", int4_gemm_small_m.KERNEL_CONFIGS)
+@pytest.mark.parametrize("config", int4_gemm_small_m.KERNEL_CONFIGS)
 def test_int4_of_many_rows_compiles_without_spills(
-    form: int4_gemm_small_m.Int4GemmKernelConfig, tmp_path: Path
+    config: int4_gemm_small_m.Int4GemmKernelConfig, tmp_path: Path
 ) -> None:
     for box, gated, dtype in (
         (64, False, torch.bfloat16),
         (64, True, torch.bfloat16),
         (32, False, torch.float16),
     ):
-        macros = int4_gemm_small_m._kernel_macros(dtype, form, box, offset=not gated, gated=gated)
-        if form.stages * box * 256 >= box * (64 * form.consumers + 4) * 4:
+        macros = int4_gemm_small_m._kernel_macros(dtype, config, box, offset=not gated, gated=gated)
+        if config.stages * box * 256 >= box * (64 * config.consumers + 4) * 4:
             # with three workers a gated pair puts one word away before the loop and takes it back
             # behind it
-            most = 4 if gated and form.consumers == 3 else 0
+            most = 4 if gated and config.consumers == 3 else 0
             compiles_without_spills("int4_gemm_small_m.cu", macros, tmp_path / "out", most)
 
 
@@ -222,44 +222,46 @@ ONE_ROW += [(8, False, True, False, 1), (8, False, False, False, 2), (8, False, 
 
 
 @requires_nvcc
-@pytest.mark.parametrize("kind", [wq_gemv.WqGemvSpec(*each) for each in ONE_ROW])
+@pytest.mark.parametrize("spec", [wq_gemv.WqGemvSpec(*each) for each in ONE_ROW])
 def test_products_of_one_row_compile_without_spills(
-    kind: wq_gemv.WqGemvSpec, tmp_path: Path
+    spec: wq_gemv.WqGemvSpec, tmp_path: Path
 ) -> None:
-    groups = 1 if kind.float32_scales else 4096 // 128 * kind.groups_per_tile
+    groups = 1 if spec.float32_scales else 4096 // 128 * spec.groups_per_tile
     for dtype, gated in (
-        (torch.bfloat16, not kind.int8_input),
-        (torch.float32 if kind.int8_input else torch.float16, False),
+        (torch.bfloat16, not spec.int8_input),
+        (torch.float32 if spec.int8_input else torch.float16, False),
     ):
-        plan = wq_gemv.plan_launch(kind, (4096, 4096), 4096 // groups, groups, dtype, gated=gated)
+        plan = wq_gemv.plan_launch(spec, (4096, 4096), 4096 // groups, groups, dtype, gated=gated)
         compiles_without_spills("wq_gemv.cu", plan.macros, tmp_path / "out")
 
 
-@pytest.mark.parametrize("kind", [wq_gemv.WqGemvSpec(*each) for each in ONE_ROW])
+@pytest.mark.parametrize("spec", [wq_gemv.WqGemvSpec(*each) for each in ONE_ROW])
 @pytest.mark.parametrize("columns", [32, 576, 4096, 11008, 14336, 28672])
-def test_blocks_of_one_row_have_room_and_are_alone(kind: wq_gemv.WqGemvSpec, columns: int) -> None:
+def test_blocks_of_one_row_have_room_and_are_alone(spec: wq_gemv.WqGemvSpec, columns: int) -> None:
     """More than half of a multiprocessor's 228 KB, no more than a block may have, up to the widths
     of 70B models.
     """
-    groups = 1 if kind.float32_scales else -(-columns // 128) * kind.groups_per_tile
-    shape = wq_gemv.config_for(kind, columns, groups)
-    if columns * kind.groups_per_tile > 1 << 16 and kind == wq_gemv.WqGemvSpec(
+    groups = 1 if spec.float32_scales else -(-columns // 128) * spec.groups_per_tile
+    shape = wq_gemv.config_for(spec, columns, groups)
+    if columns * spec.groups_per_tile > 1 << 16 and spec == wq_gemv.WqGemvSpec(
         8, False, True, False, 4
     ):
         assert shape is None, "scales and offsets of 896 groups: int8_gemm_small_m serves those"
         return
     assert shape is not None
-    assert 114 << 10 < wq_gemv.shared_bytes(kind, shape) <= 227 << 10
+    assert 114 << 10 < wq_gemv.shared_bytes(spec, shape) <= 227 << 10
 
 
 @requires_nvcc
-@pytest.mark.parametrize("kind", rptq_linear.KERNEL_CONFIGS, ids=str)
+@pytest.mark.parametrize("weight_dtype", rptq_linear.KERNEL_CONFIGS, ids=str)
 @pytest.mark.parametrize("tokens", [most for most, _ in rptq_linear.KERNEL_CONFIGS[torch.int8]])
-def test_clustered_compiles_without_spills(kind: torch.dtype, tokens: int, tmp_path: Path) -> None:
-    form, packed = rptq_linear.config_for(tokens, kind), kind is torch.uint8
+def test_clustered_compiles_without_spills(
+    weight_dtype: torch.dtype, tokens: int, tmp_path: Path
+) -> None:
+    config, packed = rptq_linear.config_for(tokens, weight_dtype), weight_dtype is torch.uint8
     for dtype, dynamic in ((torch.bfloat16, False), (torch.float32, True)):
         macros = rptq_linear._kernel_macros(
-            dtype, form, packed=packed, offset=packed, float32_scales=dynamic, dynamic=dynamic
+            dtype, config, packed=packed, offset=packed, float32_scales=dynamic, dynamic=dynamic
         )
         compiles_without_spills("rptq_linear.cu", macros, tmp_path / "out")
 

@@ -222,8 +222,8 @@ PER_COLUMN_MACROS = "PER_TOKEN=0 PER_COLUMN=1 ZERO_POINTS=1 ADD_RESIDUAL=1"
 @requires_nvcc
 @pytest.mark.parametrize("what", [PER_TOKEN_MACROS, PER_COLUMN_MACROS])
 def test_norms_in_another_order_compile_without_spills(what: str, tmp_path: Path) -> None:
-    form = rmsnorm_quant_permute.config_for(4096, 4096, 4)
-    sizes = (f"BLOCKS={form.blocks_per_sm}", f"STAGES={form.stages}")
+    config = rmsnorm_quant_permute.config_for(4096, 4096, 4)
+    sizes = (f"BLOCKS={config.blocks_per_sm}", f"STAGES={config.stages}")
     compiles_without_spills(
         "rmsnorm_quant_permute.cu",
         ("WIDTH=4096", "COLUMNS=4096", *what.split(), *sizes),

@@ -19,9 +19,9 @@ from modelmill.ops.w8a8_linear import Linear8BitInputs, linear_8bit_problem
 from tests.ops.nvcc import compiles_without_spills, requires_nvcc
 from tests.ops.test_integer_linear import fake_quantized, float64_noise
 
-FORMS = [
-    pytest.param(form, id=f"{form[0] * 64}x{form[1]}{'-turns' if form[2] else ''}")
-    for form in gemm_8bit.KERNEL_CONFIGS
+CONFIGS = [
+    pytest.param(config, id=f"{config[0] * 64}x{config[1]}{'-turns' if config[2] else ''}")
+    for config in gemm_8bit.KERNEL_CONFIGS
 ]
 
 
@@ -43,10 +43,10 @@ def _run(args: dict[str, Any], **more: Any) -> torch.Tensor:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("rows", [1, 7, 64, 129, 1000, 2100])
 def test_whole_numbers_are_exact_but_for_the_scales(
-    form: gemm_8bit.Gemm8BitKernelConfig, rows: int
+    config: gemm_8bit.Gemm8BitKernelConfig, rows: int
 ) -> None:
     """Channels × 30, K not a multiple of 128, N not of a tile: float64 but for three roundings of
     float32.
@@ -60,46 +60,46 @@ def test_whole_numbers_are_exact_but_for_the_scales(
         if bias is not None:
             right = right + bias.double()
             most = most + 1.01 * 2.0**-24 * (right.abs() + most)
-        mine = _run(args, dtype=torch.float32, bias=bias, config=form).double()
-        assert bool(((mine - right).abs() <= most).all()), (
-            f"{k} {n}: {float((mine - right).abs().max())}"
+        actual = _run(args, dtype=torch.float32, bias=bias, config=config).double()
+        assert bool(((actual - right).abs() <= most).all()), (
+            f"{k} {n}: {float((actual - right).abs().max())}"
         )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sixteen_bits_are_the_wide_ones_rounded(
-    form: gemm_8bit.Gemm8BitKernelConfig, dtype: torch.dtype
+    config: gemm_8bit.Gemm8BitKernelConfig, dtype: torch.dtype
 ) -> None:
     _need()
     for rows, k, n in ((5, 592, 72), (300, 1040, 520)):
         args = w8a8_linear.random_inputs(rows, k, n, device="cuda")
         bias = torch.randn(n, device="cuda", dtype=dtype)
-        wide = _run(args, dtype=torch.float32, bias=bias.float(), config=form)
-        assert torch.equal(_run(args, dtype=dtype, bias=bias, config=form), wide.to(dtype))
+        wide = _run(args, dtype=torch.float32, bias=bias.float(), config=config)
+        assert torch.equal(_run(args, dtype=dtype, bias=bias, config=config), wide.to(dtype))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("rows", [1, 200, 1000])
-def test_fp8(form: gemm_8bit.Gemm8BitKernelConfig, rows: int) -> None:
+def test_fp8(config: gemm_8bit.Gemm8BitKernelConfig, rows: int) -> None:
     _need()
     for k, n in ((592, 72), (4096, 1032)):
         args = fp8_linear.random_inputs(rows, k, n, device="cuda")
         wide = {a: t.double() for a, t in args.items()}
         right = fp8_linear.fp8_linear(Linear8BitInputs(**wide, dtype=torch.float64))
-        mine = _run(args, dtype=torch.float32, config=form).double()
-        assert float((mine - right).norm() / right.norm()) < 2e-3
+        actual = _run(args, dtype=torch.float32, config=config).double()
+        assert float((actual - right).norm() / right.norm()) < 2e-3
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("rows", [1, 129, 1000])
-def test_gated(form: gemm_8bit.Gemm8BitKernelConfig, rows: int) -> None:
+def test_gated(config: gemm_8bit.Gemm8BitKernelConfig, rows: int) -> None:
     """Halves that no tile divides; a gate that is far below 0, and one far above."""
     _need()
-    if form[1] < 64:
+    if config[1] < 64:
         pytest.skip("too narrow for two halves")
     for k, inner, dtype in (
         (592, 72, torch.float32),
@@ -110,13 +110,13 @@ def test_gated(form: gemm_8bit.Gemm8BitKernelConfig, rows: int) -> None:
             "dtype": dtype
         }
         args["bias"] = torch.randn(2 * inner, device="cuda", dtype=dtype) if inner == 520 else None
-        plain = _run(args, config=form)
+        plain = _run(args, config=config)
         gate, up = plain.double().chunk(2, -1)
         right = torch.nn.functional.silu(gate) * up
-        mine = _run(args, config=form, gated=True)
-        assert mine.shape == right.shape
+        actual = _run(args, config=config, gated=True)
+        assert actual.shape == right.shape
         eps = 2.0**-20 + torch.finfo(dtype).eps
-        assert bool(((mine.double() - right).abs() <= eps * right.abs() + 1e-6).all())
+        assert bool(((actual.double() - right).abs() <= eps * right.abs() + 1e-6).all())
 
 
 @pytest.mark.gpu
@@ -125,8 +125,8 @@ def test_long_sums_do_not_overflow() -> None:
     x = torch.full((130, 40_000), 127, dtype=torch.int8, device="cuda")
     weight = torch.full((16, 40_000), -127, dtype=torch.int8, device="cuda")
     one = torch.ones(16, device="cuda")
-    mine = _run({"x": x, "weight": weight, "scale": one, "x_scale": one[:1]}, dtype=torch.float32)
-    assert bool((mine == -127 * 127 * 40_000).all())
+    actual = _run({"x": x, "weight": weight, "scale": one, "x_scale": one[:1]}, dtype=torch.float32)
+    assert bool((actual == -127 * 127 * 40_000).all())
 
 
 def test_what_the_copy_engine_cannot_read_is_left_to_others() -> None:
@@ -140,19 +140,19 @@ def test_what_the_copy_engine_cannot_read_is_left_to_others() -> None:
         sizes = gemm_8bit.kernel_range((1, 80))
         return sizes.covers(linear_8bit_problem(*inputs)) and gemm_8bit.supports(inputs)
 
-    def seen(x: torch.Tensor, **more: Any) -> Any:
+    def quantized(x: torch.Tensor, **more: Any) -> Any:
         """A tensor that says it were on a GPU."""
         names = ("dim", "numel", "dtype", "shape", "is_contiguous", "data_ptr", "get_device")
         return SimpleNamespace(**{n: getattr(x, n) for n in names}, is_cuda=True, **more)
 
-    assert served(seen(x))
+    assert served(quantized(x))
     assert not served(x)
-    assert not served(seen(x[:, :40].contiguous()), weight[:, :40].contiguous())
-    assert not served(seen(x[:, :32]), weight[:, :32])
-    assert not served(seen(x), weight[:9])
-    assert not served(seen(x), dtype=torch.float16)
-    assert not served(seen(x.float()), weight.float())
-    assert served(seen(x), bias=None, dtype=torch.float16)
+    assert not served(quantized(x[:, :40].contiguous()), weight[:, :40].contiguous())
+    assert not served(quantized(x[:, :32]), weight[:, :32])
+    assert not served(quantized(x), weight[:9])
+    assert not served(quantized(x), dtype=torch.float16)
+    assert not served(quantized(x.float()), weight.float())
+    assert served(quantized(x), bias=None, dtype=torch.float16)
 
 
 def test_every_size_has_a_form_and_few_tiles_are_small() -> None:
@@ -160,19 +160,21 @@ def test_every_size_has_a_form_and_few_tiles_are_small() -> None:
     assert gemm_8bit.best_config(1024, 22016, 132, True) == (2, 128, 1)
     assert gemm_8bit.best_config(64, 4096, 132) == (1, 32, 1)
     assert gemm_8bit.best_config(65, 64, 132, True)[1] >= 64
-    for form in gemm_8bit.KERNEL_CONFIGS:
-        assert gemm_8bit._shared_bytes(form) <= gemm_8bit.SHARED_BYTES
-        assert gemm_8bit._stages(form) >= 4
+    for config in gemm_8bit.KERNEL_CONFIGS:
+        assert gemm_8bit._shared_bytes(config) <= gemm_8bit.SHARED_BYTES
+        assert gemm_8bit._stages(config) >= 4
 
 
 @requires_nvcc
-@pytest.mark.parametrize("form", FORMS)
-def test_forms_compile_without_spills(form: gemm_8bit.Gemm8BitKernelConfig, tmp_path: Path) -> None:
-    kind, dtype = (
-        (torch.float8_e4m3fn, torch.float16) if form[1] == 64 else (torch.int8, torch.bfloat16)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_forms_compile_without_spills(
+    config: gemm_8bit.Gemm8BitKernelConfig, tmp_path: Path
+) -> None:
+    quant_dtype, dtype = (
+        (torch.float8_e4m3fn, torch.float16) if config[1] == 64 else (torch.int8, torch.bfloat16)
     )
-    gated = form[1] >= 64
-    macros = gemm_8bit.kernel_macros(form, kind, dtype, ("BIAS=1", f"GATED={int(gated)}"))
+    gated = config[1] >= 64
+    macros = gemm_8bit.kernel_macros(config, quant_dtype, dtype, ("BIAS=1", f"GATED={int(gated)}"))
     compiles_without_spills("gemm_8bit.cu", macros, tmp_path / "out")
 
 

@@ -20,9 +20,9 @@ LIMIT = {torch.bfloat16: 6e-3, torch.float16: 1e-3}  # of the whole, in the norm
 
 @given(st.integers(1, 64), st.integers(1, 1 << 30))
 def test_heads_at_once_divide_the_heads_and_fit_the_cache(kv_heads: int, each: int) -> None:
-    found = variant._heads_per_pass(kv_heads, each)
-    assert kv_heads % found == 0
-    assert found == 1 or found * each <= variant.L2_RESIDENT_BYTES
+    heads_per_pass = variant._heads_per_pass(kv_heads, each)
+    assert kv_heads % heads_per_pass == 0
+    assert heads_per_pass == 1 or heads_per_pass * each <= variant.L2_RESIDENT_BYTES
 
 
 def _arguments(

@@ -30,13 +30,13 @@ def test_compiles_without_spills(
     dim: int, page: int, group: int, splits: int, tmp_path: Path
 ) -> None:
     dtype = torch.float16 if dim == 64 else torch.bfloat16
-    form = paged_decode16.SPLIT_CONFIGS[dim]
+    config = paged_decode16.SPLIT_CONFIGS[dim]
     others = (
-        [paged_decode16.UNSPLIT_CONFIGS.get(dim, form)]
+        [paged_decode16.UNSPLIT_CONFIGS.get(dim, config)]
         if splits == 1
-        else [paged_decode16.GQA_CONFIGS.get(dim, form)]
+        else [paged_decode16.GQA_CONFIGS.get(dim, config)]
     )
-    for each in dict.fromkeys((form, *others)):
+    for each in dict.fromkeys((config, *others)):
         macros = paged_decode16.kernel_macros(dtype, dim, page, group, splits, each)
         compiles_without_spills("paged_decode16.cu", macros, tmp_path / "out")
 
@@ -62,14 +62,14 @@ def _arguments(
     )
     caches = torch.full((2, pages, heads[1], page, dim), float("nan"))
     for b, (queries, context) in enumerate(lengths):
-        seen = 0 if window is None else max(0, context - queries + 1 - window)
+        first_key = 0 if window is None else max(0, context - queries + 1 - window)
         drawn = torch.randn(2, counts[b] * page, heads[1], dim, generator=generator)
         drawn[0, ::7] *= 4
         drawn[:, context:] = float("nan")
-        drawn[:, :seen] = float("nan")
+        drawn[:, :first_key] = float("nan")
         caches[:, order[b].long()] = drawn.view(2, counts[b], page, heads[1], dim).transpose(2, 3)
         # a page in front of the window is somebody else's
-        tables[b, seen // page : counts[b]] = order[b][seen // page :]
+        tables[b, first_key // page : counts[b]] = order[b][first_key // page :]
     starts = torch.tensor(
         [0, *torch.tensor([n for n, _ in lengths]).cumsum(0).tolist()], dtype=torch.int32
     )
@@ -130,9 +130,9 @@ def _check(args: dict[str, Any], *, served: bool = True) -> None:
 def test_a_step_has_room_where_its_contexts_are_split(
     pairs: int, group: int, dim: int, keys: int
 ) -> None:
-    form, splits = paged_decode16.plan_launch(pairs, group, dim, keys, 132)
-    assert splits == 1 or pairs * splits <= 132 * form.blocks_per_sm
-    assert splits == 1 or keys > (splits - 1) * form.min_keys
+    config, splits = paged_decode16.plan_launch(pairs, group, dim, keys, 132)
+    assert splits == 1 or pairs * splits <= 132 * config.blocks_per_sm
+    assert splits == 1 or keys > (splits - 1) * config.min_keys
 
 
 @given(

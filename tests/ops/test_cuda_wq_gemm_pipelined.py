@@ -27,7 +27,7 @@ from tests.ops.nvcc import compiles_without_spills, requires_nvcc
 LIMIT = {torch.bfloat16: 3e-3, torch.float16: 5e-4}  # of the whole, in the norm
 
 
-KINDS = [
+BITS_AND_GROUPS = [
     (4, 128),
     (4, 256),
     (4, 512),
@@ -43,32 +43,34 @@ KINDS = [
 @given(
     st.integers(1, 4000),
     st.integers(1, 800),
-    st.sampled_from(KINDS),
+    st.sampled_from(BITS_AND_GROUPS),
     st.booleans(),
     st.sampled_from([32, 64]),
 )
 def test_a_form_fits_wherever_one_is_chosen(
-    eights: int, runs: int, kind: tuple[int, int], offset: bool, box: int
+    eights: int, runs: int, bits_and_group: tuple[int, int], offset: bool, box: int
 ) -> None:
-    (bits, group), rows = kind, 8 * eights
+    (bits, group), rows = bits_and_group, 8 * eights
     made = WqSpec(bits, 32 * runs, group, offset)
     assert wq_gemm_pipelined.supports_weight(rows, made, gated=False)
-    form = wq_gemm_pipelined.config_for(rows, made, box, 132)
+    config = wq_gemm_pipelined.config_for(rows, made, box, 132)
     if made.groups_per_tile == 1 or made.groups_per_split(4) <= 128:
-        assert form is not None
-    if form is not None:
-        assert wq_gemm_pipelined.shared_bytes(form, made, box) <= 227 << 10
-        assert 3 <= wq_gemm_pipelined.num_stages(form, made, box) <= 8
+        assert config is not None
+    if config is not None:
+        assert wq_gemm_pipelined.shared_bytes(config, made, box) <= 227 << 10
+        assert 3 <= wq_gemm_pipelined.num_stages(config, made, box) <= 8
 
 
 def test_what_it_does_not_serve() -> None:
-    for rows, kind in (
+    for rows, spec_args in (
         (4096, (4, 4096, 64)),
         (4096, (8, 4096, 96)),
         (4096, (4, 4096, 384)),
         (4100, (8, 4096, 128)),
     ):
-        assert not wq_gemm_pipelined.supports_weight(rows, WqSpec(*kind, offset=False), gated=False)
+        assert not wq_gemm_pipelined.supports_weight(
+            rows, WqSpec(*spec_args, offset=False), gated=False
+        )
     assert not wq_gemm_pipelined.supports_weight(
         4104, WqSpec(4, 4096, 128, offset=True), gated=True
     )
@@ -79,7 +81,7 @@ def test_what_it_does_not_serve() -> None:
 
 @requires_nvcc
 @pytest.mark.parametrize(
-    "form",
+    "config",
     [
         wq_gemm_pipelined.WqGemmKernelConfig(2, 4),
         wq_gemm_pipelined.WqGemmKernelConfig(3, 1),
@@ -89,42 +91,42 @@ def test_what_it_does_not_serve() -> None:
 )
 @pytest.mark.parametrize("box", [32, 64])
 def test_compiles_without_spills(
-    form: wq_gemm_pipelined.WqGemmKernelConfig, box: int, tmp_path: Path
+    config: wq_gemm_pipelined.WqGemmKernelConfig, box: int, tmp_path: Path
 ) -> None:
-    kinds = [WqSpec(4, 2816, 128, True), WqSpec(4, 2816, 128, False), WqSpec(8, 2816, 128, True)]
-    kinds += [
+    specs = [WqSpec(4, 2816, 128, True), WqSpec(4, 2816, 128, False), WqSpec(8, 2816, 128, True)]
+    specs += [
         WqSpec(8, 2048, 32, True),
         WqSpec(8, 2816, 64, False),
         WqSpec(8, 2816, 2816, False, True),
     ]
-    for kind, dtype, gated in zip(kinds, 3 * (torch.bfloat16, torch.float16), 3 * (True, False)):
-        assert wq_gemm_pipelined.fits_shared_memory(form, kind, box)
-        macros = wq_gemm_pipelined.kernel_macros(dtype, form, kind, box, gated=gated)
+    for spec, dtype, gated in zip(specs, 3 * (torch.bfloat16, torch.float16), 3 * (True, False)):
+        assert wq_gemm_pipelined.fits_shared_memory(config, spec, box)
+        macros = wq_gemm_pipelined.kernel_macros(dtype, config, spec, box, gated=gated)
         compiles_without_spills("wq_gemm_pipelined.cu", macros, tmp_path / "out")
 
 
-def _drawn(kind: WqSpec, rows: int, seed: int) -> dict[str, torch.Tensor | int | None]:
+def _drawn(spec: WqSpec, rows: int, seed: int) -> dict[str, torch.Tensor | int | None]:
     generator = torch.Generator().manual_seed(seed)
-    size = (rows, -(-kind.columns // kind.group))
-    low, most = (0, 15) if kind.bits == 4 else (-128, 127)
+    size = (rows, -(-spec.columns // spec.group))
+    low, most = (0, 15) if spec.bits == 4 else (-128, 127)
     codes = torch.randint(
-        low, most + 1, (rows, kind.columns), generator=generator, dtype=torch.int16
+        low, most + 1, (rows, spec.columns), generator=generator, dtype=torch.int16
     )
-    weight = pack_codes(codes.to(torch.uint8)) if kind.bits == 4 else codes.to(torch.int8)
+    weight = pack_codes(codes.to(torch.uint8)) if spec.bits == 4 else codes.to(torch.int8)
     scale = (torch.rand(size, generator=generator) * 0.45 / most + 0.03 / most).half().cuda()
     shift = (-scale.float() * (torch.rand(size, generator=generator) * most).cuda()).half()
     return {
         "weight": weight.cuda(),
         "scale": scale,
-        "offset": shift if kind.offset else None,
-        "group": kind.group,
+        "offset": shift if spec.offset else None,
+        "group": spec.group,
     }
 
 
 def _check(
     x: torch.Tensor,
     args: dict,
-    form: wq_gemm_pipelined.WqGemmKernelConfig,
+    config: wq_gemm_pipelined.WqGemmKernelConfig,
     bias: torch.Tensor | None,
     *,
     gated: bool,
@@ -132,7 +134,7 @@ def _check(
     inputs = GroupwiseLinearInputs(x, *args.values(), bias)
     torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
     try:
-        got = wq_gemm_pipelined.wq_gemm(inputs, form, gated=gated)
+        got = wq_gemm_pipelined.wq_gemm(inputs, config, gated=gated)
     finally:
         torch.use_deterministic_algorithms(False)
     wide = {
@@ -147,16 +149,16 @@ def _check(
         truth = gate / (1 + torch.exp(-gate)) * up
     assert not got.isnan().any()
     assert float((got.double() - truth).norm() / truth.norm()) < LIMIT[x.dtype]
-    again = wq_gemm_pipelined.wq_gemm(inputs, form, gated=gated)
+    again = wq_gemm_pipelined.wq_gemm(inputs, config, gated=gated)
     assert torch.equal(again, got), "the bits change from call to call"
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", wq_gemm_pipelined.KERNEL_CONFIGS, ids=str)
+@pytest.mark.parametrize("config", wq_gemm_pipelined.KERNEL_CONFIGS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_every_form(
-    form: wq_gemm_pipelined.WqGemmKernelConfig, dtype: torch.dtype, bits: int
+    config: wq_gemm_pipelined.WqGemmKernelConfig, dtype: torch.dtype, bits: int
 ) -> None:
     if build.available("cuda") is not None:
         pytest.skip(str(build.available("cuda")))
@@ -172,18 +174,18 @@ def test_every_form(
         else [(2, 144, 4128, 32), (64, 400, 2080, 32), (17, 208, 4160, 64)]
     )
     for (tokens, rows, columns, group), gated in itertools.product(shapes, (False, True)):
-        kind = WqSpec(bits, columns, group, offset=not gated or tokens == 64)
+        spec = WqSpec(bits, columns, group, offset=not gated or tokens == 64)
         if not wq_gemm_pipelined.fits_shared_memory(
-            form, kind, int4_gemm_small_m.padded_rows(tokens)
+            config, spec, int4_gemm_small_m.padded_rows(tokens)
         ):
             continue
-        args = _drawn(kind, rows, seed=tokens)
+        args = _drawn(spec, rows, seed=tokens)
         bias = torch.randn(rows, device="cuda", dtype=dtype) if tokens == 33 else None
         x = torch.randn(tokens, columns + 64, device="cuda", dtype=dtype)[:, :columns]
-        _check(x, args, form, bias, gated=gated)
+        _check(x, args, config, bias, gated=gated)
         x = x.abs() if not gated else x
         x[:, 7] *= 30
-        _check(x, args, form, bias, gated=gated)
+        _check(x, args, config, bias, gated=gated)
 
 
 @pytest.mark.gpu

@@ -112,12 +112,15 @@ def test_numbers_are_torchs(emulator: Emulator, tmp_path: Path) -> None:
     )
     for which, dtype in enumerate((torch.bfloat16, torch.float16, torch.float8_e4m3fn)):
         values = torch.cat([drawn, halves, ends])
-        held = values.clamp(-448, 448) if dtype is torch.float8_e4m3fn else values
+        clamped = values.clamp(-448, 448) if dtype is torch.float8_e4m3fn else values
         right = (
-            held.to(dtype).view(torch.uint8 if dtype.itemsize == 1 else torch.int16).int() & 0xFFFF
+            clamped.to(dtype).view(torch.uint8 if dtype.itemsize == 1 else torch.int16).int()
+            & 0xFFFF
         )
         assert [library.number(which, value) for value in values.tolist()] == right.tolist()
         assert library.number(which, float("nan")) & 0x7F == 0x7F or dtype is torch.float16
         if dtype.itemsize == 2:
-            bits = right[~held.to(dtype).isnan()].tolist()
-            assert [library.wide(which, each) for each in bits] == held.to(dtype).float().tolist()
+            bits = right[~clamped.to(dtype).isnan()].tolist()
+            assert [library.wide(which, each) for each in bits] == clamped.to(
+                dtype
+            ).float().tolist()

@@ -37,8 +37,8 @@ def error(
         switches.get(name, False) for name in ("gated", "symmetric", "biased")
     )
     generator = torch.Generator().manual_seed(rows)
-    held = random_weight(rows, columns, min(group, columns), device="cpu", symmetric=symmetric)
-    weight, scale, offset = held["weight"], held["scale"], held["offset"]
+    tensors = random_weight(rows, columns, min(group, columns), device="cpu", symmetric=symmetric)
+    weight, scale, offset = tensors["weight"], tensors["scale"], tensors["offset"]
     assert weight is not None
     assert scale is not None
     x = torch.full((tokens, columns + 24), float("nan")).to(dtype)[:, :columns]

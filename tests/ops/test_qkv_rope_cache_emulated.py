@@ -33,7 +33,7 @@ class Case(NamedTuple):
     multiprocessors: int = 2
 
 
-def given(case: Case) -> dict[str, Any]:
+def make_args(case: Case) -> dict[str, Any]:
     """Arguments; an x inside a wider tensor, pages in shuffled order with more between them, slots
     that are none.
     """
@@ -65,13 +65,13 @@ def given(case: Case) -> dict[str, Any]:
 def error(emulator: Emulator, case: Case) -> float:
     """The largest of queries, keys and values."""
     emulator.num_sms = case.multiprocessors
-    args = given(case)
+    args = make_args(case)
     # the kernel in front still writes what a row needs, and reads where the queries go
     row = [args[name] for name in ("cos", "sin", "q_scale", "slots")]
     size = case.size[0] * case.size[2] * case.size[4] * case.dtype.itemsize
-    emulator.preceding_writes = lambda _, told: [
+    emulator.preceding_writes = lambda _, arguments: [
         *memory_ranges(*row),
-        (int.from_bytes(told[2][8:16], "little"), size),
+        (int.from_bytes(arguments[2][8:16], "little"), size),
     ]
     q = registry.by_name("qkv_rope_cache", qkv_rope_cache.run)(**args)
     projected = args["x"].double() @ args["weight"].double().T

@@ -118,29 +118,33 @@ def test_a_variant_that_shares_is_given_the_next_ones_run(monkeypatch: pytest.Mo
 def _by_name(backend: str) -> dict[str, list[str]]:
     """Sub-folders of a backend's Python files and native sources, by file name without suffix."""
     root = Path(registry.__file__).parent / backend
-    found: dict[str, list[str]] = {}
+    folders_by_name: dict[str, list[str]] = {}
     for suffix in SOURCES:
         for path in root.rglob(f"*{suffix}"):
             if path.name != "__init__.py":
-                found.setdefault(path.name, []).append(path.parent.relative_to(root).as_posix())
-    return found
+                folders_by_name.setdefault(path.name, []).append(
+                    path.parent.relative_to(root).as_posix()
+                )
+    return folders_by_name
 
 
 @pytest.mark.parametrize("backend", registry.BACKENDS)
 def test_a_file_name_is_unique_in_its_backend(backend: str) -> None:
     """The registry, includes and compiled objects find a file by its name alone."""
-    found = _by_name(backend)
-    assert {name: folders for name, folders in found.items() if len(folders) > 1} == {}
-    families = {folder for folders in found.values() for folder in folders}
+    folders_by_name = _by_name(backend)
+    assert {name: folders for name, folders in folders_by_name.items() if len(folders) > 1} == {}
+    families = {folder for folders in folders_by_name.values() for folder in folders}
     assert "." not in families, "a kernel is in the sub-folder of its family"
-    assert families.isdisjoint(Path(name).stem for name in found), "no file is called as a folder"
+    assert families.isdisjoint(Path(name).stem for name in folders_by_name), (
+        "no file is called as a folder"
+    )
 
 
 def test_an_op_has_one_family() -> None:
     """Its implementation is in the sub-folder of the same name in each backend."""
-    found = {backend: _by_name(backend) for backend in registry.BACKENDS}
+    names_by_backend = {backend: _by_name(backend) for backend in registry.BACKENDS}
     families = {
-        op: {folder for names in found.values() for folder in names.get(f"{op}.py", ())}
+        op: {folder for names in names_by_backend.values() for folder in names.get(f"{op}.py", ())}
         for op in registry.op_names()
     }
     assert {op: family for op, family in families.items() if len(family) > 1} == {}

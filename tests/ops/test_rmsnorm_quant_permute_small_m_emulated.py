@@ -55,7 +55,7 @@ class Case(NamedTuple):
 
     size: tuple[int, int, int]
     way: str
-    kind: torch.dtype
+    quant_dtype: torch.dtype
     dtype: torch.dtype
     add: bool
     bits: int
@@ -63,18 +63,18 @@ class Case(NamedTuple):
 
 def off(emulator: Emulator, case: Case) -> float:
     """The most steps that a value is off, all if something else is wrong."""
-    (rows, width, columns), way, kind, dtype, add, bits = case
+    (rows, width, columns), way, quant_dtype, dtype, add, bits = case
     generator = torch.Generator().manual_seed(rows)
     x, residual = (torch.randn(2, rows, width, generator=generator) * 3).to(dtype)
     weight = (torch.randn(width, generator=generator) + 1).to(dtype)
     factor, zero, order = per_column(width, columns, way)
-    held = residual.clone() if add else None
-    emulator.preceding_writes = lambda name, arguments: memory_ranges(x, held)
-    spec = ActQuantSpec(kind, factor, zero, order, bits)
-    values, scale = rmsnorm_quant_permute.rms_norm_quant(x, held, weight, EPS, spec)
-    if held is not None:
+    updated_residual = residual.clone() if add else None
+    emulator.preceding_writes = lambda name, arguments: memory_ranges(x, updated_residual)
+    spec = ActQuantSpec(quant_dtype, factor, zero, order, bits)
+    values, scale = rmsnorm_quant_permute.rms_norm_quant(x, updated_residual, weight, EPS, spec)
+    if updated_residual is not None:
         right, of_rows, total = add_rms_norm_quant(x, residual, weight, EPS, spec)
-        alike = torch.equal(held, total)
+        alike = torch.equal(updated_residual, total)
     else:
         right, of_rows = rms_norm_quant(x, weight, EPS, spec)
         alike = True

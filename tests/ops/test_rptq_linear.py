@@ -18,7 +18,7 @@ from modelmill.weights.rptq import RptqWeight
 ROWS = (1, 7, 64, 1000)
 # K: a multiple of nothing, of 32, one channel, more than a group of 64
 SHAPES = ((100, 24), (96, 40), (1, 5), (2100, 9))
-FORMS = [
+BITS_AND_MODES = [
     (bits, mode) for bits in ("w8a8", "w4a8", "w4a4") for mode in ("exact", "folded", "dynamic")
 ]
 
@@ -115,7 +115,7 @@ def _check(module: ModuleType, name: str, weight: RptqWeight, rows: int, device:
 
 @pytest.mark.parametrize("name", [name for name, _ in _kernels()])
 @pytest.mark.parametrize(("columns", "n"), SHAPES)
-@pytest.mark.parametrize(("bits", "mode"), FORMS)
+@pytest.mark.parametrize(("bits", "mode"), BITS_AND_MODES)
 def test_the_product_is_the_fake_quantized_one(
     name: str, columns: int, n: int, bits: str, mode: str
 ) -> None:
@@ -129,7 +129,7 @@ def test_the_product_is_the_fake_quantized_one(
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name, _ in _kernels()])
 @pytest.mark.parametrize(("columns", "n"), [*SHAPES, (4100, 48)])
-@pytest.mark.parametrize(("bits", "mode"), FORMS)
+@pytest.mark.parametrize(("bits", "mode"), BITS_AND_MODES)
 def test_the_product_on_the_gpu_is_the_fake_quantized_one(
     name: str, columns: int, n: int, bits: str, mode: str
 ) -> None:
@@ -142,7 +142,7 @@ def test_the_product_on_the_gpu_is_the_fake_quantized_one(
         pytest.skip("the kernel leaves these shapes to another")
 
 
-@pytest.mark.parametrize(("bits", "mode"), FORMS)
+@pytest.mark.parametrize(("bits", "mode"), BITS_AND_MODES)
 def test_fake_quantize_and_dense_multiply_to_the_output(bits: str, mode: str) -> None:
     weight, x = _weight(bits, mode, 100, 24), _inputs(33, 100, 8)
     got = weight.matmul(x, None, registry.select_backends("cpu"))

@@ -93,21 +93,21 @@ def test_each_filter_keeps_what_it_says() -> None:
     shares = torch.tensor([0.1, 0.4, 0.05, 0.2, 0.2, 0.05])
     logits = shares.log()[None]
 
-    def kept(**how: float) -> list[int]:
+    def kept_ids(**how: float) -> list[int]:
         return token_weights(logits, **sampling_params(1, **how))[0].nonzero()[:, 0].tolist()
 
-    assert kept() == [0, 1, 2, 3, 4, 5]
-    assert kept(top_k=1) == [1]
-    assert kept(top_k=2) == [1, 3, 4]  # the second largest occurs twice
-    assert kept(top_k=6) == kept(top_k=99) == [0, 1, 2, 3, 4, 5]
-    assert kept(top_p=0.3) == [1]
-    assert kept(top_p=0.5) == [1, 3]  # of equal ones the lower id
-    assert kept(top_p=0.7) == [1, 3, 4]
-    assert kept(top_p=1e-9) == [1]
-    assert kept(top_k=3, top_p=0.7) == [1, 3]  # 0.7 of the 0.8 that top-k leaves
-    assert kept(min_p=0.4) == [1, 3, 4]
-    assert kept(min_p=1.0) == [1]
-    assert kept(temperature=0.5, min_p=0.4) == [1]
+    assert kept_ids() == [0, 1, 2, 3, 4, 5]
+    assert kept_ids(top_k=1) == [1]
+    assert kept_ids(top_k=2) == [1, 3, 4]  # the second largest occurs twice
+    assert kept_ids(top_k=6) == kept_ids(top_k=99) == [0, 1, 2, 3, 4, 5]
+    assert kept_ids(top_p=0.3) == [1]
+    assert kept_ids(top_p=0.5) == [1, 3]  # of equal ones the lower id
+    assert kept_ids(top_p=0.7) == [1, 3, 4]
+    assert kept_ids(top_p=1e-9) == [1]
+    assert kept_ids(top_k=3, top_p=0.7) == [1, 3]  # 0.7 of the 0.8 that top-k leaves
+    assert kept_ids(min_p=0.4) == [1, 3, 4]
+    assert kept_ids(min_p=1.0) == [1]
+    assert kept_ids(temperature=0.5, min_p=0.4) == [1]
 
 
 # inf − inf, which is not used

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from modelmill.core.types import Request, SamplingParams
 from modelmill.ops import registry
 from modelmill.runtime.batch import PackedBatch
-from modelmill.runtime.decode_graphs import LOGITS, SAMPLED, context_bucket, graph_batch_sizes
+from modelmill.runtime.cuda_graphs import LOGITS, SAMPLED, context_bucket, graph_batch_sizes
 from modelmill.runtime.engine_core import EngineCore
 from tests.runtime import tiny
 
@@ -94,7 +94,7 @@ def test_forms_are_all_that_a_step_can_meet(
     with launch_recorder() as launched_variants:
         listed = paged_attention.specializations(q, k, most, longest, window)
         assert all(1 <= batch <= most and 1 <= context <= longest for batch, context in listed)
-        known = set().union(*(launched(*form) for form in listed))
+        known = set().union(*(launched(*sizes) for sizes in listed))
         for a, b in steps:
             assert launched(1 + int(a * (most - 1)), 1 + int(b * (longest - 1))) <= known
 

@@ -38,7 +38,7 @@ def error(
     size: tuple[int, int, int],
     group: int,
     dtype: torch.dtype,
-    form: WqGemmKernelConfig,
+    config: WqGemmKernelConfig,
     of: ModuleType = int4_linear,
     grids: torch.dtype = HF,
     **switches: bool,
@@ -50,8 +50,10 @@ def error(
         switches.get(name, False) for name in ("gated", "symmetric", "biased")
     )
     generator = torch.Generator().manual_seed(rows)
-    held = of.random_weight(rows, columns, min(group, columns), device="cpu", symmetric=symmetric)
-    weight, scale, offset = held["weight"], held["scale"].to(grids), held["offset"]
+    tensors = of.random_weight(
+        rows, columns, min(group, columns), device="cpu", symmetric=symmetric
+    )
+    weight, scale, offset = tensors["weight"], tensors["scale"].to(grids), tensors["offset"]
     offset = None if offset is None else offset.to(grids)
     x = torch.full((tokens, columns + 24), float("nan")).to(dtype)[:, :columns]
     x[:] = torch.randn(tokens, columns, generator=generator)
@@ -59,10 +61,10 @@ def error(
     bias = torch.randn(rows, generator=generator).to(dtype) if biased else None
     emulator.preceding_writes = in_front
     inputs = GroupwiseLinearInputs(x, weight, scale, offset, group, bias)
-    kind = wq_gemm_pipelined.problem_spec(groupwise_problem(*inputs))
-    assert wq_gemm_pipelined.supports_weight(rows, kind, gated=gated)
-    assert wq_gemm_pipelined.fits_shared_memory(form, kind, wq_gemm_pipelined.padded_rows(tokens))
-    got = wq_gemm_pipelined.wq_gemm(inputs, form, gated=gated)
+    spec = wq_gemm_pipelined.problem_spec(groupwise_problem(*inputs))
+    assert wq_gemm_pipelined.supports_weight(rows, spec, gated=gated)
+    assert wq_gemm_pipelined.fits_shared_memory(config, spec, wq_gemm_pipelined.padded_rows(tokens))
+    got = wq_gemm_pipelined.wq_gemm(inputs, config, gated=gated)
     right = (
         x.double()
         @ of.dequantize_weight(weight, scale, offset, min(group, columns), columns, torch.float64).T
@@ -75,7 +77,7 @@ def error(
 
 
 @pytest.mark.parametrize(
-    ("size", "group", "dtype", "form", "switches"),
+    ("size", "group", "dtype", "config", "switches"),
     [
         ((9, 136, 672), 128, BF, WqGemmKernelConfig(2, 1), {"biased": True}),
         ((33, 144, 544), ALL, HF, WqGemmKernelConfig(2, 1), {"gated": True, "symmetric": True}),
@@ -118,15 +120,15 @@ def test_products(
     size: tuple[int, int, int],
     group: int,
     dtype: torch.dtype,
-    form: WqGemmKernelConfig,
+    config: WqGemmKernelConfig,
     switches: dict[str, bool],
 ) -> None:
-    assert error(emulator, size, group, dtype, form, **switches) < LIMIT[dtype]
+    assert error(emulator, size, group, dtype, config, **switches) < LIMIT[dtype]
     assert [name for name, _ in emulator.launched] == ["wq_permute_and_sum", "wq_gemm_pipelined"]
 
 
 @pytest.mark.parametrize(
-    ("size", "group", "dtype", "form", "grids", "switches"),
+    ("size", "group", "dtype", "config", "grids", "switches"),
     [
         ((9, 72, 544), 32, BF, WqGemmKernelConfig(2, 1), HF, {"biased": True}),
         (
@@ -171,12 +173,12 @@ def test_products_of_eight_bits(
     size: tuple[int, int, int],
     group: int,
     dtype: torch.dtype,
-    form: WqGemmKernelConfig,
+    config: WqGemmKernelConfig,
     grids: torch.dtype,
     switches: dict[str, bool],
 ) -> None:
     assert (
-        error(emulator, size, group, dtype, form, int8_group_linear, grids, **switches)
+        error(emulator, size, group, dtype, config, int8_group_linear, grids, **switches)
         < LIMIT[dtype]
     )
     assert [name for name, _ in emulator.launched] == ["wq_permute_and_sum", "wq_gemm_pipelined"]

@@ -39,13 +39,13 @@ def run(
     return wq_gemv.wq_gemv(x, weight, (scale, offset, group), more, dtype, gated=gated)
 
 
-def held4(
+def random_int4_weight(
     n: int, k: int, group: int, *, symmetric: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
     """Of 4 bits."""
-    held = random_weight(n, k, group, device="cpu", symmetric=symmetric)
-    assert held["weight"] is not None and held["scale"] is not None  # noqa: PT018
-    return held["weight"], held["scale"], held["offset"], group
+    tensors = random_weight(n, k, group, device="cpu", symmetric=symmetric)
+    assert tensors["weight"] is not None and tensors["scale"] is not None  # noqa: PT018
+    return tensors["weight"], tensors["scale"], tensors["offset"], group
 
 
 def wild(k: int) -> torch.Tensor:
@@ -70,7 +70,7 @@ def wild(k: int) -> torch.Tensor:
     ],
 )
 def test_four_bits(emulator: Emulator, n: int, k: int, group: int) -> None:
-    x, grids = wild(k), held4(n, k, group, symmetric=n == 96)
+    x, grids = wild(k), random_int4_weight(n, k, group, symmetric=n == 96)
     right = x.double() @ dequantize_weight(*grids, k, torch.float64).T
     assert (run(emulator, x, grids).double() - right).norm() < 1e-6 * right.norm()
 
@@ -78,7 +78,7 @@ def test_four_bits(emulator: Emulator, n: int, k: int, group: int) -> None:
 @slow
 @pytest.mark.parametrize("bits", [4, 8])
 def test_gated(emulator: Emulator, bits: int) -> None:
-    weight, scale, offset, group = held4(96, 4096, 128, symmetric=False)
+    weight, scale, offset, group = random_int4_weight(96, 4096, 128, symmetric=False)
     full = dequantize_weight(weight, scale, offset, group, 4096, torch.float64)
     if bits == 8:
         weight, scale, offset, group = (
@@ -125,8 +125,8 @@ def test_eight_bits(emulator: Emulator, n: int, k: int) -> None:
 def test_eight_bits_in_groups(
     emulator: Emulator, n: int, k: int, group: int, symmetric: bool
 ) -> None:
-    held = int8_group_linear.random_weight(n, k, group, device="cpu", symmetric=symmetric)
-    weight, scale, offset = held["weight"], held["scale"], held["offset"]
+    tensors = int8_group_linear.random_weight(n, k, group, device="cpu", symmetric=symmetric)
+    weight, scale, offset = tensors["weight"], tensors["scale"], tensors["offset"]
     assert weight is not None
     assert scale is not None
     for dtype in (torch.float16, F32):
@@ -139,16 +139,16 @@ def test_eight_bits_in_groups(
 @pytest.mark.parametrize("k", [pytest.param(4096, marks=slow), 4224])
 def test_clustered_integers(emulator: Emulator, bits: int, k: int) -> None:
     generator = torch.Generator().manual_seed(k)
-    held = calibrated_rptq_weight(
+    rptq_weight = calibrated_rptq_weight(
         rptq.RptqWeight.pack(
             torch.randn(48, k, generator=generator) * k**-0.5, BF, weight_bits=bits
         )
     )
-    columns = held.perm.numel()
+    columns = rptq_weight.perm.numel()
     x = torch.randint(-128, 128, (1, columns), generator=generator).to(torch.int8)
     grids, more = (
-        (held.weight, held.scale, held.offset, held.group_size),
-        (held.input_scales, held.zero_point_bias, None),
+        (rptq_weight.weight, rptq_weight.scale, rptq_weight.offset, rptq_weight.group_size),
+        (rptq_weight.input_scales, rptq_weight.zero_point_bias, None),
     )
     right = rptq_linear(RptqLinearInputs(x, *grids, *more, F32)).double()
     assert (run(emulator, x, grids, more).double() - right).norm() < 1e-6 * right.norm()
@@ -181,7 +181,7 @@ def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]
     """All but where a thread's rows are: any order of them is right, and only how banks are read
     hangs on it.
     """
-    x, grids = wild(4096), held4(192, 4096, 128, symmetric=False)
+    x, grids = wild(4096), random_int4_weight(192, 4096, 128, symmetric=False)
     right = x.double() @ dequantize_weight(*grids, 4096, torch.float64).T
 
     def is_right() -> bool:

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from modelmill.core.errors import UsageError
+from modelmill.loader.capacity import weight_bytes
+from modelmill.loader.model_loader import build_model, fill_weights
 from modelmill.nn.fusion import fuse
 from modelmill.nn.kv import KVCache
 from modelmill.nn.linear import Linear
@@ -17,8 +19,6 @@ from modelmill.nn.shard_model import shard_model
 from modelmill.nn.step import Step
 from modelmill.ops.registry import select_backends
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
-from modelmill.runtime.kv_memory import weight_bytes
-from modelmill.runtime.model_loader import build_model, fill_weights
 from modelmill.weights import base
 from tests.parallel.thread_tp_group import run_on_ranks
 from tests.runtime import tiny
@@ -48,14 +48,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def made(name: str, weight_format: str, tp_group: TPGroup) -> nn.Module:
     """A rank's part of a family's model, its weights the same at every call."""
     model_type, config = FAMILIES[name]
-    whole = build_model(model_type, config)
-    tensors = tiny.random_tensors(whole)  # type: ignore[arg-type]
-    tied = bool(getattr(whole.config, "tied", False))
+    full_model = build_model(model_type, config)
+    tensors = tiny.random_tensors(full_model)  # type: ignore[arg-type]
+    tied = bool(getattr(full_model.config, "tied", False))
     aliases = {"head.weight": "embed.weight"} if tied else {}
     if tied:
         del tensors["head.weight"]
     weight_formats = {}
-    for linear in [n for n, m in whole.named_modules() if isinstance(m, Linear) and n != "head"]:
+    for linear in [
+        n for n, m in full_model.named_modules() if isinstance(m, Linear) and n != "head"
+    ]:
         packed = base.pack(weight_format, tensors.pop(f"{linear}.weight"), torch.float32)
         tensors |= {f"{linear}.{s}": t for s, t in packed.tensors().items()}
         weight_formats[linear] = weight_format
@@ -106,11 +108,11 @@ def test_split_equals_whole(name: str, size: int) -> None:
 
 def test_each_rank_holds_its_share() -> None:
     """What is not split (embedding, norms) is small beside what is."""
-    whole = weight_bytes(made("llama", "dense", SINGLE_RANK))
+    full_bytes = weight_bytes(made("llama", "dense", SINGLE_RANK))
     shares = run_on_ranks(3, lambda tp_group: weight_bytes(made("llama", "dense", tp_group)))
     embedding = 61 * 32 * 4
-    assert sum(shares) < whole + 2 * embedding + 2 * 4096
-    assert max(shares) - embedding < 0.4 * whole
+    assert sum(shares) < full_bytes + 2 * embedding + 2 * 4096
+    assert max(shares) - embedding < 0.4 * full_bytes
 
 
 def test_shares_follow_the_grain() -> None:

@@ -34,11 +34,11 @@ def recipe_of(**options: Any) -> Any:
 
 def surveyed(model: Any, heads: AttentionHeads) -> tuple[QuantizableLayer, Any, dict[str, Any]]:
     block, flow = QuantizableLayer(model.layers[0], heads), flow_of(model, 60, 40)
-    probe, found = flow.fork(), {}
+    probe, statistics = flow.fork(), {}
     for site in SITES:
         probe.forward_to(block, site)
-        found[site] = collect_statistics(probe.site_inputs(), site)
-    return block, flow, found
+        statistics[site] = collect_statistics(probe.site_inputs(), site)
+    return block, flow, statistics
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -67,13 +67,13 @@ def test_smoothers_are_the_formula_up_to_a_common_factor(
     block = _plain_block(draw)
     peak = torch.rand(32, generator=draw) * 10 ** torch.randn(32, generator=draw)
     peak[dead] = 0.0
-    found = activation_smoothing.smoothing_scales(block, "qkv", peak, alpha)
+    scales = activation_smoothing.smoothing_scales(block, "qkv", peak, alpha)
     weight = block.linear("qkv").weight.dense().abs().amax(0)
     plain = peak**alpha / weight.clamp(min=1e-5) ** (1 - alpha)
-    ratio = (found / plain)[peak > 0]
+    ratio = (scales / plain)[peak > 0]
     torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), rtol=1e-4, atol=0)
-    assert float(found[dead]) == 1.0
-    assert bool((found >= activation_smoothing.MIN_SCALE).all())
+    assert float(scales[dead]) == 1.0
+    assert bool((scales >= activation_smoothing.MIN_SCALE).all())
     tied = activation_smoothing.smoothing_scales(block, "o", peak, alpha).view(2, 2, 8)
     assert torch.equal(tied[:, 0], tied[:, 1]), "one vector for all q heads of a KV head"
 
@@ -117,12 +117,12 @@ def test_the_search_errs_less_and_leaves_the_layer_as_it_was(family: str, tmp_pa
 
     fold_scales(block, "qkv", 1 / scales, torch.float32)
     block, flow, statistics = surveyed(model, heads)
-    kept = {site: block.linear(site).weight for site in SITES}
+    weights = {site: block.linear(site).weight for site in SITES}
     trial = activation_smoothing.SmoothingTrial(
         block, statistics, flow, torch.float32, recipe_of()._quantize_layer
     )
     alphas, error, plain = activation_smoothing.search_alphas(trial)
-    assert all(block.linear(site).weight is kept[site] for site in SITES)
+    assert all(block.linear(site).weight is weights[site] for site in SITES)
     assert error < 0.8 * plain
     assert alphas["qkv"] is not None
     assert trial.output_error(alphas) == pytest.approx(error)
@@ -141,34 +141,36 @@ def test_a_layer_beyond_the_limit_keeps_some_activations(tmp_path: Path) -> None
             )
             floats = {name for name, fact in facts.items() if fact["activations"] == 16}
             assert len(floats) == (0 if limit is None else 4)
-            held = block.linear("down").weight
-            assert isinstance(held, w8a8.W8A8Weight)
-            assert held.float_input == (limit is not None)
+            weight = block.linear("down").weight
+            assert isinstance(weight, w8a8.W8A8Weight)
+            assert weight.float_input == (limit is not None)
             errors[limit] = facts["mlp.down_proj"]["layer_error"]
     assert errors[1e-9] < errors[None]
 
 
-@pytest.mark.parametrize("kind", [w8a8.W8A8Weight, fp8.Fp8Weight])
-def test_a_static_scale_is_the_best_of_those_tried(kind: Any) -> None:
+@pytest.mark.parametrize("format_class", [w8a8.W8A8Weight, fp8.Fp8Weight])
+def test_a_static_scale_is_the_best_of_those_tried(format_class: Any) -> None:
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(300, 48, generator=draw)
     x[7, 5] = 400.0  # one value that would cost all others their bits
     weight = torch.randn(20, 48, generator=draw)
     statistics = collect_statistics([x], "x", needs_hessian=False)
     assert statistics.hessian.numel() == 0
-    held = kind.pack(weight, torch.float32)
-    found = search_static_scale(weight, held, statistics)
-    assert float(found.input_scale) > 0
-    whole = kind.from_stored(
-        held.weight,
-        held.scale,
-        statistics.max_abs.max().view(1) / (127 if kind is w8a8.W8A8Weight else 448),
+    packed = format_class.pack(weight, torch.float32)
+    searched = search_static_scale(weight, packed, statistics)
+    assert float(searched.input_scale) > 0
+    max_scaled = format_class.from_stored(
+        packed.weight,
+        packed.scale,
+        statistics.max_abs.max().view(1) / (127 if format_class is w8a8.W8A8Weight else 448),
     )
-    assert output_error(weight, found, statistics) <= output_error(weight, whole, statistics)
+    assert output_error(weight, searched, statistics) <= output_error(
+        weight, max_scaled, statistics
+    )
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"alpha": "1.5"}, "--alpha"),
         ({"alpha": "much"}, "--alpha"),
@@ -177,8 +179,8 @@ def test_a_static_scale_is_the_best_of_those_tried(kind: Any) -> None:
         ({"weight_scales": "group"}, "--weight-scales"),
     ],
 )
-def test_options_that_make_no_sense_are_named(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_options_that_make_no_sense_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         BuildConfig(**{"quantization": "smoothquant"} | options)
 
 

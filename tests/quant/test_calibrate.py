@@ -14,6 +14,7 @@ from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
+from modelmill.loader.model_loader import load_model
 from modelmill.nn.linear import Linear
 from modelmill.ops import registry
 from modelmill.quant.awq import (
@@ -37,7 +38,6 @@ from modelmill.quant.calibration_state import (
     QuantizableLayer,
 )
 from modelmill.quant.recipe import make_recipe, recipe_names
-from modelmill.runtime.model_loader import load_model
 from tests.accept.build_and_accept import save_tiny
 
 FAMILIES = ("llama", "llama-bias", "gpt2", "qwen3", "qwen")
@@ -74,9 +74,9 @@ def test_what_rounding_costs_before_does_not_hang_on_the_method(tmp_path: Path) 
     compared with.
     """
     model, heads = opened("llama", tmp_path)
-    told = []
+    errors_before = []
     for method in ("gptq", "awq", "awq+gptq"):
-        kept = {
+        weights = {
             name: linear.weight
             for name, linear in model.layers[0].named_modules()
             if isinstance(linear, Linear)
@@ -88,13 +88,13 @@ def test_what_rounding_costs_before_does_not_hang_on_the_method(tmp_path: Path) 
         facts, _ = quantize_layer(
             block, recipe, flow_of(model, 60, 70), dtype=torch.float32, layer_name="layers.0"
         )
-        told.append(facts[block.linear_paths["qkv"]]["before"])
-        for name, held in kept.items():
-            model.layers[0].get_submodule(name).weight = held
+        errors_before.append(facts[block.linear_paths["qkv"]]["before"])
+        for name, weight in weights.items():
+            model.layers[0].get_submodule(name).weight = weight
         for name, t in norms.items():
             module, _, leaf = name.rpartition(".")
             setattr(model.layers[0].get_submodule(module), leaf, t)
-    assert told[0] == told[1] == told[2]
+    assert errors_before[0] == errors_before[1] == errors_before[2]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -140,8 +140,8 @@ def test_folding_keeps_what_the_layer_computes(family: str, tmp_path: Path) -> N
     assert set(factors) == (set(SITES) if block.has_gated_mlp else {"qkv", "o", "up"})
     for site in SITES:
         flow.forward_to(block, site)
-        given = torch.cat(list(flow.site_inputs())) * factors.get(site, 1.0)
-        torch.testing.assert_close(given, at_sites[site], rtol=1e-3, atol=1e-4)
+        site_input = torch.cat(list(flow.site_inputs())) * factors.get(site, 1.0)
+        torch.testing.assert_close(site_input, at_sites[site], rtol=1e-3, atol=1e-4)
     flow.finish_layer(block)
     torch.testing.assert_close(streams(flow), streams(before), rtol=1e-3, atol=1e-3)
 
@@ -247,16 +247,16 @@ def test_a_layer_sees_what_the_quantized_ones_before_computed(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("ids", "said"),
+    ("ids", "message"),
     [
         ([], "empty"),
         ([[]], "empty"),
         ([[1] * (MIN_TOKENS - 1)], "too short"),
-        ([[5] * 500, [50]], "outside"),
+        ([[5] * 500, [50]], "token ids must be between"),
     ],
 )
-def test_bad_calibration_ids_are_named(ids: list[list[int]], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_bad_calibration_ids_are_named(ids: list[list[int]], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         check_calibration_ids(ids, 50)
 
 

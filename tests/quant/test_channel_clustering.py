@@ -28,15 +28,15 @@ def test_kmeans_finds_clusters_that_are_there() -> None:
     st.sampled_from(["normal", "same", "zero", "tailed"]),
 )
 def test_every_channel_has_one_column(
-    columns: int, unit: int, spare: int, seed: int, form: str
+    columns: int, unit: int, spare: int, seed: int, input_range: str
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     high = torch.rand(columns, generator=generator)
-    if form == "same":
+    if input_range == "same":
         high = torch.ones(columns)
-    elif form == "zero":
+    elif input_range == "zero":
         high = torch.zeros(columns)
-    elif form == "tailed":
+    elif input_range == "tailed":
         high = high**-3.0
     groups = -(-columns // unit) + spare
     order = cluster_channels(-high, high * 0.5, torch.ones(columns), unit, groups)

@@ -76,9 +76,9 @@ def test_a_search_never_errs_more_than_the_exact_range(symmetric: bool) -> None:
 def test_channels_that_are_never_seen_do_no_harm() -> None:
     weight, hessian = layer(8, 96)
     hessian[5], hessian[:, 5] = 0, 0
-    whole = damped(hessian)
-    assert float(whole[5, 5]) > 0
-    codes = gptq(weight, whole, find_grid(weight, 32, importance=hessian.diagonal()))
+    damped_hessian = damped(hessian)
+    assert float(damped_hessian[5, 5]) > 0
+    codes = gptq(weight, damped_hessian, find_grid(weight, 32, importance=hessian.diagonal()))
     assert bool(torch.isfinite(codes).all())
     blind = find_grid(weight, 32, importance=torch.zeros(96))
     assert bool(torch.isfinite(blind.scale).all())
@@ -112,8 +112,8 @@ def test_gptq_is_the_textbooks_column_by_column() -> None:
         if len(rest):
             move = torch.linalg.solve(h[rest][:, rest], h[rest, j])
             work[:, rest] += error[:, None] * move
-    mine = gptq(weight, hessian, grid, act_order=False)
-    assert float((mine != expected).float().mean()) < 0.02, "but for ties in float32"
+    actual = gptq(weight, hessian, grid, act_order=False)
+    assert float((actual != expected).float().mean()) < 0.02, "but for ties in float32"
 
 
 @pytest.mark.parametrize("columns", [96, 128, 300])
@@ -156,17 +156,22 @@ def test_each_step_of_refining_lowers_every_rows_error(symmetric: bool) -> None:
 def test_fp8_weights_that_carry_errors_err_less_on_the_outputs(per_channel: bool) -> None:
     weight, hessian = layer(24, 200)
     weight[3] = 0
-    kind = torch.float8_e4m3fn
-    plain, scale = quantize_per_row(weight if per_channel else weight.flatten(), kind)
+    dtype = torch.float8_e4m3fn
+    plain, scale = quantize_per_row(weight if per_channel else weight.flatten(), dtype)
     scale = scale.expand(24).clone()
-    values, found = gptq_to_e4m3(weight, hessian, scale, per_channel=per_channel)
-    assert values.dtype is kind
-    assert bool(((found >= scale) & (found < 2 * scale)).all()), "of the binade above the least"
-    assert (len(set(found.tolist())) > 1) == per_channel
-    assert not values[3].float().any()
-    held, nearest = (
-        v.view_as(weight).float() * s[:, None] for v, s in ((values, found), (plain, scale))
+    values, new_scale = gptq_to_e4m3(weight, hessian, scale, per_channel=per_channel)
+    assert values.dtype is dtype
+    assert bool(((new_scale >= scale) & (new_scale < 2 * scale)).all()), (
+        "of the binade above the least"
     )
-    errors = [float(squared_output_error(weight, hessian, each).sum()) for each in (held, nearest)]
+    assert (len(set(new_scale.tolist())) > 1) == per_channel
+    assert not values[3].float().any()
+    with_feedback, nearest = (
+        v.view_as(weight).float() * s[:, None] for v, s in ((values, new_scale), (plain, scale))
+    )
+    errors = [
+        float(squared_output_error(weight, hessian, each).sum())
+        for each in (with_feedback, nearest)
+    ]
     assert errors[0] < 0.6 * errors[1]
-    assert float((held - weight).abs().max()) < 0.2 * float(weight.abs().max())
+    assert float((with_feedback - weight).abs().max()) < 0.2 * float(weight.abs().max())

@@ -53,18 +53,18 @@ def test_the_kernel_walks_as_torch_does(
         )
     weight, hessian = (t.to(device) for t in layer(rows, columns, seed=columns))
     steps = steps_of(weight, hessian, how)
-    found = []
+    results = []
     for used in (None, walks):
         monkeypatch.setattr(
             "modelmill.quant.rounding_grid._gptq_columns_kernel", lambda _, used=used: used
         )
         first = round_with_compensation(weight, hessian, steps)
-        found.append((first, coordinate_descent_sweep(weight, hessian, first, steps)))
-    for right, mine in zip(*found, strict=True):
-        same = (right - mine).abs() <= 1e-5 * right.abs()
+        results.append((first, coordinate_descent_sweep(weight, hessian, first, steps)))
+    for right, actual in zip(*results, strict=True):
+        same = (right - actual).abs() <= 1e-5 * right.abs()
         assert float(same.float().mean()) > 0.97, "but for values between two steps"
         errors = [
-            float(squared_output_error(weight, hessian, each).sum()) for each in (right, mine)
+            float(squared_output_error(weight, hessian, each).sum()) for each in (right, actual)
         ]
         assert errors[1] == pytest.approx(errors[0], rel=0.03)
 
@@ -72,11 +72,11 @@ def test_the_kernel_walks_as_torch_does(
 @pytest.mark.gpu
 def test_a_matrix_of_a_large_model_is_rounded_on_the_gpu_as_on_the_cpu() -> None:
     weight, hessian = layer(300, 1000)
-    right, mine = (
+    right, on_gpu = (
         round_with_compensation(
             weight.to(device), hessian.to(device), steps_of(weight, hessian, "grid").to(device)
         ).cpu()
         for device in ("cpu", "cuda")
     )
-    errors = [float(squared_output_error(weight, hessian, each).sum()) for each in (right, mine)]
+    errors = [float(squared_output_error(weight, hessian, each).sum()) for each in (right, on_gpu)]
     assert errors[1] == pytest.approx(errors[0], rel=0.02)

@@ -32,8 +32,10 @@ def _declared_in_modules() -> dict[str, RecipeDeclaration]:
     modules = {
         name: find_module("modelmill.quant", name) for name in module_names("modelmill.quant")
     }
-    found = {n: vars(m)["DECLARATION"] for n, m in modules.items() if "DECLARATION" in vars(m)}
-    return {declaration.name or name: declaration for name, declaration in found.items()}
+    declarations = {
+        n: vars(m)["DECLARATION"] for n, m in modules.items() if "DECLARATION" in vars(m)
+    }
+    return {declaration.name or name: declaration for name, declaration in declarations.items()}
 
 
 def test_what_is_read_from_the_source_is_what_the_module_has() -> None:

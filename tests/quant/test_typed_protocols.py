@@ -60,10 +60,10 @@ def test_a_recipe_adds_no_public_flag_that_the_base_class_does_not_know(cls: typ
 
 
 def test_every_format_is_a_weight_format() -> None:
-    found = {
+    formats = {
         cls.__module__.rpartition(".")[2] for cls in _classes("modelmill.weights", WeightFormat)
     }
-    assert found == set(module_names("modelmill.weights"))
+    assert formats == set(module_names("modelmill.weights"))
 
 
 def test_a_format_without_optional_members_has_the_defaults() -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from modelmill.core.types import FinishReason, Request
+from modelmill.loader.model_loader import fill_weights
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.rotary import RopeSpec
-from modelmill.runtime.model_loader import fill_weights
 from tests.runtime import tiny
 
 
@@ -21,9 +21,9 @@ def pair():
         max_len=128,
         rope=RopeSpec(8, 10000.0, 128),
     )  # fmt: skip
-    ours = Decoder(config)
-    values = tiny.random_tensors(ours, seed=4)
-    fill_weights(ours, values.__getitem__, values, {}, {}, "cpu")
+    model = Decoder(config)
+    values = tiny.random_tensors(model, seed=4)
+    fill_weights(model, values.__getitem__, values, {}, {}, "cpu")
     reference = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -48,7 +48,7 @@ def pair():
         state[f"{b}.input_layernorm.weight"] = values[f"{a}.attn_norm.weight"]
         state[f"{b}.post_attention_layernorm.weight"] = values[f"{a}.mlp_norm.weight"]
     reference.load_state_dict(state, strict=True)
-    return ours, reference
+    return model, reference
 
 
 def expected(
@@ -82,13 +82,13 @@ CASES = [
 
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_results_and_scores(pair, case: int) -> None:
-    ours, reference = pair
+    model, reference = pair
     options = CASES[case]
     eos = [(), (7,), (7, 11, 30, 2, 44)][case % 3]
     names = {"n": "num_return_sequences", "min_tokens": "min_new_tokens"}
     engines = [
-        tiny.make_engine(ours),
-        tiny.make_engine(ours, pages=14, max_num_batched_tokens=9, overlap=True),
+        tiny.make_engine(model),
+        tiny.make_engine(model, pages=14, max_num_batched_tokens=9, overlap=True),
     ]
     for seed in range(6):
         prompt = tiny.prompts(1, 3, 30, seed=seed, vocab=61)[0]
@@ -115,7 +115,7 @@ def test_results_and_scores(pair, case: int) -> None:
 
 
 def test_among_others_and_preempted(pair) -> None:
-    ours, _ = pair
+    model, _ = pair
     prompts = tiny.prompts(5, 10, 40, vocab=61)
     hows = [
         tiny.params(num_beams=3),
@@ -128,10 +128,10 @@ def test_among_others_and_preempted(pair) -> None:
         Request(id=str(i), prompt=p, params=h, eos_ids=(7,))
         for i, (p, h) in enumerate(zip(prompts, hows))
     ]
-    expected = tiny.run_one_by_one(tiny.make_engine(ours), todo)
-    assert tiny.run(tiny.make_engine(ours), todo) == expected
-    assert tiny.run(tiny.make_engine(ours, max_num_seqs=5), todo) == expected
-    small = tiny.make_engine(ours, pages=12)
+    expected = tiny.run_one_by_one(tiny.make_engine(model), todo)
+    assert tiny.run(tiny.make_engine(model), todo) == expected
+    assert tiny.run(tiny.make_engine(model, max_num_seqs=5), todo) == expected
+    small = tiny.make_engine(model, pages=12)
     assert tiny.run(small, todo) == expected
     assert small.stats().preemptions > 0
 

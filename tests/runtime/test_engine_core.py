@@ -9,17 +9,25 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from modelmill.accept.token_scorer import TokenScorer
+from modelmill.core.config import RunConfig
 from modelmill.core.errors import CapacityError, RequestError
 from modelmill.core.types import FinishReason, Request, SamplingParams
+from modelmill.loader.capacity import weight_bytes
 from modelmill.nn.kv import KVCache
+from modelmill.nn.linear import Linear
 from modelmill.nn.step import Step
 from modelmill.ops.registry import select_backends
+from modelmill.runtime.chunked_prefill import max_mixed_tokens
+from modelmill.runtime.engine_core import scheduler_limits
+from modelmill.runtime.scheduler import SchedulerLimits
+from modelmill.weights import base
 from tests.runtime import tiny
 
-KINDS = [("fixed", None), ("prompt", None), ("running", None), ("fixed", 12)]
+MODEL_KINDS = [("fixed", None), ("prompt", None), ("running", None), ("fixed", 12)]
 
 
-def whole(model, ids: list[int], prompt: int) -> torch.Tensor:
+def unbatched_logits(model, ids: list[int], prompt: int) -> torch.Tensor:
     """Logits of one sequence in a single step on its own pages, in order: no scheduler, no
     packer.
     """
@@ -47,7 +55,7 @@ def whole(model, ids: list[int], prompt: int) -> torch.Tensor:
         return model(step)
 
 
-@pytest.mark.parametrize(("rope_rule", "window"), KINDS)
+@pytest.mark.parametrize(("rope_rule", "window"), MODEL_KINDS)
 def test_equal_however_it_is_cut(rope_rule: str, window: int | None) -> None:
     model = tiny.decoder(rope_rule, window)
     todo = tiny.requests(tiny.prompts(9, 1, 60), tiny.params(max_tokens=20))
@@ -67,13 +75,13 @@ def test_equal_however_it_is_cut(rope_rule: str, window: int | None) -> None:
     )
 
 
-@pytest.mark.parametrize(("rope_rule", "window"), KINDS)
+@pytest.mark.parametrize(("rope_rule", "window"), MODEL_KINDS)
 def test_greedy_is_the_argmax_of_one_whole_pass(rope_rule: str, window: int | None) -> None:
     model = tiny.decoder(rope_rule, window)
     for prompt in tiny.prompts(4, 5, 45, seed=3):
         request = tiny.requests([prompt], tiny.params(max_tokens=15, ignore_eos=True))
         answer = tiny.run(tiny.make_engine(model, max_num_batched_tokens=11), request)["0", 0]
-        logits = whole(model, [*prompt, *answer], len(prompt))
+        logits = unbatched_logits(model, [*prompt, *answer], len(prompt))
         if window is None and rope_rule != "running":
             assert tuple(logits[len(prompt) - 1 : -1].argmax(-1).tolist()) == answer
 
@@ -82,9 +90,9 @@ def test_running_rule_rotates_a_late_token_by_its_own_position() -> None:
     model = tiny.decoder("running")
     engine = tiny.make_engine(model)
     ids = list(tiny.prompts(1, 30, 30)[0])
-    ours = engine.score([ids], decode_from=10)[0]
-    assert torch.allclose(ours, whole(model, ids, 10), atol=1e-4)
-    assert not torch.allclose(engine.score([ids])[0], ours, atol=1e-2)
+    logits = TokenScorer(engine).logits([ids], decode_from=10)[0]
+    assert torch.allclose(logits, unbatched_logits(model, ids, 10), atol=1e-4)
+    assert not torch.allclose(TokenScorer(engine).logits([ids])[0], logits, atol=1e-2)
     tiny.assert_idle(engine)
 
 
@@ -94,21 +102,23 @@ def test_score_equals_one_whole_pass(rope_rule: str) -> None:
     lists = [list(p) for p in tiny.prompts(5, 20, 60, seed=5)]
     engine = tiny.make_engine(model, max_num_batched_tokens=16)
     for start in (None, 18):
-        for ids, logits in zip(lists, engine.score(lists, start)):
-            assert torch.allclose(logits, whole(model, ids, start or len(ids)), atol=1e-4)
+        for ids, logits in zip(lists, TokenScorer(engine).logits(lists, start)):
+            assert torch.allclose(
+                logits, unbatched_logits(model, ids, start or len(ids)), atol=1e-4
+            )
     few = tiny.make_engine(model, pages=9)
-    for ids, logits in zip(lists, few.score([i[:60] for i in lists], 18)):
-        assert torch.allclose(logits, whole(model, ids, 18), atol=1e-4)
+    for ids, logits in zip(lists, TokenScorer(few).logits([i[:60] for i in lists], 18)):
+        assert torch.allclose(logits, unbatched_logits(model, ids, 18), atol=1e-4)
     tiny.assert_idle(few)
     runs: list[tuple[int, int, int]] = []
-    engine.scorer().run(
+    TokenScorer(engine).run(
         lists, None, lambda w, f, x: runs.append((w, f, len(x))), lambda w, p: p % 10 == 9
     )
     assert {(w, f) for w, f, _ in runs} == {
         (w, p) for w, ids in enumerate(lists) for p in range(9, len(ids), 10)
     }
     with pytest.raises(CapacityError, match="longest sequence"):
-        engine.score([[5] * 200])
+        TokenScorer(engine).logits([[5] * 200])
     tiny.assert_idle(engine)
 
 
@@ -229,8 +239,8 @@ def test_what_can_never_be_served_is_refused() -> None:
     engine = tiny.make_engine(pages=16, max_model_len=100)
     bad = [
         ((), tiny.params(), "empty"),
-        ((3, tiny.VOCAB), tiny.params(), "outside"),
-        ((-1,), tiny.params(), "outside"),
+        ((3, tiny.VOCAB), tiny.params(), "token ids must be between"),
+        ((-1,), tiny.params(), "token ids must be between"),
         ((3,) * 100, tiny.params(), "shorten"),
         ((3,) * 101, tiny.params(max_tokens=0), "shorten"),
         ((3,), tiny.params(num_beams=17), "num_beams=17"),
@@ -304,7 +314,7 @@ def test_logprobs(how: str) -> None:
     ]
     events = events[:5]
     answer = [e.token_id for e in events]
-    logs = whole(model, [*prompt, *answer], 25).log_softmax(-1)
+    logs = unbatched_logits(model, [*prompt, *answer], 25).log_softmax(-1)
     prompt_logprobs = events[0].prompt_logprobs
     assert prompt_logprobs[0] is None
     assert len(prompt_logprobs) == 25
@@ -369,7 +379,7 @@ def test_out_of_memory_fails_only_what_must_fail() -> None:
 def test_trace_sees_modules_and_may_replace_their_inputs() -> None:
     engine = tiny.make_engine()
     ids = [list(range(2, 12))]
-    plain = engine.trace(ids, "layers.*.mlp*")
+    plain = TokenScorer(engine).trace(ids, "layers.*.mlp*")
     assert set(plain) == {
         f"layers.{i}.mlp{s}"
         for i in (0, 1)
@@ -380,9 +390,9 @@ def test_trace_sees_modules_and_may_replace_their_inputs() -> None:
     def before(name, args):
         return (torch.zeros_like(args[0]), *args[1:]) if name == "layers.1.mlp" else None
 
-    silent = engine.trace(ids, "layers.1.mlp", before=before)
+    silent = TokenScorer(engine).trace(ids, "layers.1.mlp", before=before)
     assert not silent["layers.1.mlp"][0].any()
-    assert engine.trace(ids, "head", decode_from=7)["head"][1].shape == (1, tiny.VOCAB)
+    assert TokenScorer(engine).trace(ids, "head", decode_from=7)["head"][1].shape == (1, tiny.VOCAB)
 
 
 mixes = st.lists(
@@ -481,3 +491,35 @@ def check(engine) -> None:
     assert scheduler.pool.num_available + len(holders) == engine.num_pages
     assert all(not s.pages and s.table_row < 0 for s in scheduler.waiting)
     assert all(a.priority < b.priority for a, b in pairwise(scheduler.running))
+
+
+def test_what_a_step_may_hold() -> None:
+    model = tiny.decoder()
+    config = RunConfig(
+        max_num_batched_tokens=60, max_num_seqs=5, page_size=8, enable_prefix_caching=False
+    )
+    assert scheduler_limits(model, config, on_gpu=False) == SchedulerLimits(
+        60, 5, 8, False, None, prefill_all_first=True
+    )
+    assert scheduler_limits(model, config, on_gpu=True).max_mixed_tokens == max_mixed_tokens(
+        weight_bytes(model)
+    )
+    explicit = RunConfig(max_mixed_tokens=9)
+    assert [
+        scheduler_limits(model, explicit, on_gpu=gpu).max_mixed_tokens for gpu in (False, True)
+    ] == [9, 9]
+    assert not scheduler_limits(model, explicit, on_gpu=True).prefill_all_first, (
+        "an explicit limit is kept"
+    )
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "eight"), [("w8a8", True), ("fp8", True), ("int8", False), ("dense", False)]
+)
+def test_steps_are_larger_where_inputs_have_8_bits(weight_format: str, eight: bool) -> None:
+    model = tiny.decoder()
+    for module in model.modules():
+        if isinstance(module, Linear) and module is not model.head:
+            module.weight = base.pack(weight_format, torch.randn(module.shape), torch.float32)
+    expected = max_mixed_tokens(weight_bytes(model), inputs_8bit=eight)
+    assert scheduler_limits(model, RunConfig(), on_gpu=True).max_mixed_tokens == expected

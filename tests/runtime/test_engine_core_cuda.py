@@ -6,28 +6,12 @@ import pytest
 import torch
 
 from modelmill.core.types import Request
+from modelmill.loader.model_loader import fill_weights
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.rotary import RopeSpec
-from modelmill.runtime.decode_graphs import context_bucket, graph_batch_sizes
-from modelmill.runtime.model_loader import fill_weights
 from tests.runtime import tiny
 
-KINDS = [("fixed", None), ("prompt", None), ("running", None), ("fixed", 12)]
-
-
-def test_sizes_and_buckets() -> None:
-    assert graph_batch_sizes(1) == [1]
-    assert graph_batch_sizes(3) == [1, 2, 4]
-    assert graph_batch_sizes(20) == [1, 2, 4, 8, 16, 24]
-    assert graph_batch_sizes(256)[-1] == 256
-    assert graph_batch_sizes(300)[-2:] == [288, 320]
-    assert [context_bucket(n) for n in (1, 4096, 4097, 16384, 16385)] == [
-        4096,
-        4096,
-        16384,
-        16384,
-        65536,
-    ]
+MODEL_KINDS = [("fixed", None), ("prompt", None), ("running", None), ("fixed", 12)]
 
 
 def work() -> list[Request]:
@@ -49,7 +33,7 @@ def work() -> list[Request]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rope_rule", "window"), KINDS)
+@pytest.mark.parametrize(("rope_rule", "window"), MODEL_KINDS)
 def test_the_same_tokens_as_the_cpu(rope_rule: str, window: int | None) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     expected = tiny.run(tiny.make_engine(tiny.decoder(rope_rule, window)), work())
@@ -73,7 +57,7 @@ def test_the_same_tokens_as_the_cpu(rope_rule: str, window: int | None) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rope_rule", "window"), KINDS)
+@pytest.mark.parametrize(("rope_rule", "window"), MODEL_KINDS)
 @pytest.mark.parametrize("cached", [False, True])
 def test_prompts_by_graph_give_the_tokens_of_the_cpu(
     rope_rule: str, window: int | None, *, cached: bool
@@ -183,12 +167,12 @@ def test_8_bit_pages_answer_alike_with_graphs_and_without(kv: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("forms", [False, True])
-def test_warm_up_records_and_changes_nothing(forms: bool) -> None:
+@pytest.mark.parametrize("all_specializations", [False, True])
+def test_warm_up_records_and_changes_nothing(all_specializations: bool) -> None:
     model = tiny.decoder(device="cuda:0")
     expected = tiny.run(tiny.make_engine(model), work())
     engine = tiny.make_engine(model)
-    engine.warm_up(4, all_specializations=forms)
+    engine.warm_up(4, all_specializations=all_specializations)
     assert len(engine.model_runner.decode_graphs._graphs) == 6  # greedy and drawn, of three sizes
     assert tiny.run(engine, work()) == expected
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from modelmill.accept.token_scorer import TokenScorer
 from modelmill.core.config import RunConfig
 from modelmill.nn.linear import Linear
 from modelmill.ops.cpu.common import build
@@ -39,19 +40,19 @@ def test_whole_steps_equal_watched_ones(rope_rule: str, window: int | None, weig
         torch.randint(tiny.VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist()
         for n in (5, 30, 1)
     ]
-    whole = loop.score(ids, decode_from=3)
+    fused_logits = TokenScorer(loop).logits(ids, decode_from=3)
     visited = []
     with loop.model_runner.forward_hooks(after=lambda name, *_: visited.append(name)):
-        watched = loop.score(ids, decode_from=3)
+        watched = TokenScorer(loop).logits(ids, decode_from=3)
     assert "layers.1.mlp.down_proj" in visited
-    for fused, other in zip(whole, watched, strict=True):
+    for fused, other in zip(fused_logits, watched, strict=True):
         assert torch.equal(fused, other)
 
 
 def test_another_weight_is_noticed() -> None:
     loop = _loop("fixed", None, "dense")
-    before = loop.score([[1, 2, 3]])[0]
+    before = TokenScorer(loop).logits([[1, 2, 3]])[0]
     down = loop.model.get_submodule("layers.0.mlp.down_proj")
     assert isinstance(down, Linear)
     down.weight = base.pack("dense", down.weight.dense() * 2, torch.float32)
-    assert not torch.equal(loop.score([[1, 2, 3]])[0], before)
+    assert not torch.equal(TokenScorer(loop).logits([[1, 2, 3]])[0], before)

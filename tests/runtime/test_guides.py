@@ -10,7 +10,7 @@ import torch
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import FinishReason, Grammar, Request
-from modelmill.runtime import logit_penalties
+from modelmill.runtime import logits_processors
 from tests.runtime import tiny
 
 GRAMMAR = Grammar("regex", "anything")
@@ -23,19 +23,19 @@ class Alternating:
     """
 
     def __init__(self, lost: bool = False) -> None:
-        self.taken: list[int] = []
+        self.tokens: list[int] = []
         self.failed = lost
 
     def mask(self) -> np.ndarray:
         fine = np.zeros(8 * -(-tiny.VOCAB // 8), dtype=np.uint8)
-        if len(self.taken) < 6:
-            fine[2 + len(self.taken) % 2 : tiny.VOCAB : 2] = 1
+        if len(self.tokens) < 6:
+            fine[2 + len(self.tokens) % 2 : tiny.VOCAB : 2] = 1
         else:
             fine[tiny.EOS] = 1
         return np.packbits(fine, bitorder="little")
 
     def accept(self, token: int) -> None:
-        self.taken.append(token)
+        self.tokens.append(token)
 
 
 def guided(prompts: list[tuple[int, ...]], **params: object) -> list[Request]:
@@ -96,5 +96,5 @@ def test_bits(vocab: int) -> None:
     fine = torch.rand(3, vocab) < 0.5
     packed = np.packbits(fine.numpy(), axis=1, bitorder="little")
     logits = torch.randn(3, vocab)
-    masked = logit_penalties.apply_token_mask(logits, torch.from_numpy(packed))
+    masked = logits_processors.apply_token_mask(logits, torch.from_numpy(packed))
     assert torch.equal(masked, logits.masked_fill(~fine, float("-inf")))

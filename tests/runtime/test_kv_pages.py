@@ -23,23 +23,23 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = PagePool(COUNT)
-        self.held: dict[int, int] = {}
+        self.ref_counts: dict[int, int] = {}
         self.content: dict[int, bytes] = {}
         self.had: set[int] = set()
 
-    @initialize(kept=st.integers(0, COUNT))
-    def keep(self, kept: int) -> None:
-        self.pool = PagePool(COUNT, kept)
+    @initialize(max_cached=st.integers(0, COUNT))
+    def keep(self, max_cached: int) -> None:
+        self.pool = PagePool(COUNT, max_cached)
 
     @rule(target=holds)
     def take(self) -> int | None:
-        idle = self.had & self.content.keys() - self.held.keys()
-        left = self.had - self.held.keys() - idle
+        idle = self.had & self.content.keys() - self.ref_counts.keys()
+        left = self.had - self.ref_counts.keys() - idle
         page = self.pool.alloc()
         if page is None:
-            assert len(self.held) == COUNT
+            assert len(self.ref_counts) == COUNT
             return None
-        assert page not in self.held, "a page that is held was given away"
+        assert page not in self.ref_counts, "a page that is held was given away"
         if left:
             assert page in left, "a page that was given back is taken first"
         elif len(idle) < max(self.pool.max_idle, 1) and len(self.had) < COUNT:
@@ -49,7 +49,7 @@ class PoolMachine(RuleBasedStateMachine):
         else:
             assert page in idle, "an untouched page was allocated although max_idle pages were idle"
         self.had.add(page)
-        self.held[page] = 1
+        self.ref_counts[page] = 1
         self.content.pop(page, None)
         return page
 
@@ -57,7 +57,7 @@ class PoolMachine(RuleBasedStateMachine):
     def share(self, page: int | None) -> int | None:
         if page is not None:
             self.pool.incref(page)
-            self.held[page] += 1
+            self.ref_counts[page] += 1
         return page
 
     @rule(page=consumes(holds))
@@ -65,9 +65,9 @@ class PoolMachine(RuleBasedStateMachine):
         if page is None:
             return
         self.pool.decref(page)
-        self.held[page] -= 1
-        if not self.held[page]:
-            del self.held[page]
+        self.ref_counts[page] -= 1
+        if not self.ref_counts[page]:
+            del self.ref_counts[page]
 
     @rule(page=holds, key=st.integers(0, 9))
     def publish(self, page: int | None, key: int) -> None:
@@ -89,7 +89,7 @@ class PoolMachine(RuleBasedStateMachine):
                 "a prefix was found in a page that holds something else"
             )
             self.pool.incref(page)
-            self.held[page] = self.held.get(page, 0) + 1
+            self.ref_counts[page] = self.ref_counts.get(page, 0) + 1
         return page
 
     @rule()
@@ -100,10 +100,12 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def adds_up(self) -> None:
-        assert self.pool.num_available == COUNT - len(self.held)
+        assert self.pool.num_available == COUNT - len(self.ref_counts)
         assert self.pool.num_touched == len(self.had)
-        assert self.pool.num_idle == len(self.had & self.content.keys() - self.held.keys())
-        assert [n for n in self.pool.refs if n] == [self.held[p] for p in sorted(self.held)]
+        assert self.pool.num_idle == len(self.had & self.content.keys() - self.ref_counts.keys())
+        assert [n for n in self.pool.refs if n] == [
+            self.ref_counts[p] for p in sorted(self.ref_counts)
+        ]
 
 
 TestPool = PoolMachine.TestCase
@@ -124,10 +126,10 @@ def test_least_recently_used_goes_first() -> None:
     assert pool.num_cached == 0
 
 
-@pytest.mark.parametrize(("kept", "most"), [(None, 40), (12, 13), (1, 2), (0, 2)])
-def test_memory_is_what_is_held_at_once_and_what_is_kept(kept: int | None, most: int) -> None:
+@pytest.mark.parametrize(("max_cached", "most"), [(None, 40), (12, 13), (1, 2), (0, 2)])
+def test_memory_is_what_is_held_at_once_and_what_is_kept(max_cached: int | None, most: int) -> None:
     """However many prefixes come and go, each of two pages."""
-    pool = PagePool(40, kept)
+    pool = PagePool(40, max_cached)
     for number in range(100):
         pages = [pool.alloc(), pool.alloc()]
         for place, page in enumerate(pages):

@@ -95,9 +95,9 @@ def prompts() -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("raw", CASES, ids=lambda raw: str(raw)[:50])
 def test_greedy_answers_are_those_of_transformers(pair: Any, raw: dict[str, Any]) -> None:  # noqa: F811
-    ours, reference = pair
+    model, reference = pair
     assert read_generation(raw).warning() is None
-    engines = [tiny.make_engine(ours), tiny.make_engine(ours, overlap=True)]
+    engines = [tiny.make_engine(model), tiny.make_engine(model, overlap=True)]
     for prompt in prompts():
         want = reference_ids(reference, prompt, raw)
         for engine in engines:
@@ -111,8 +111,8 @@ def test_greedy_answers_are_those_of_transformers(pair: Any, raw: dict[str, Any]
     ids=lambda r: str(r)[:50],
 )
 def test_beams_are_those_of_transformers(pair: Any, raw: dict[str, Any]) -> None:  # noqa: F811
-    ours, reference = pair
-    engine = tiny.make_engine(ours)
+    model, reference = pair
+    engine = tiny.make_engine(model)
     for prompt in prompts()[1:]:
         want = reference_ids(reference, prompt, raw, num_beams=3)
         assert our_ids(engine, prompt, raw, num_beams=3) == want
@@ -120,25 +120,25 @@ def test_beams_are_those_of_transformers(pair: Any, raw: dict[str, Any]) -> None
 
 def test_each_key_changes_an_answer(pair: Any) -> None:  # noqa: F811
     """Otherwise the comparison above would say nothing."""
-    ours, _ = pair
-    engine = tiny.make_engine(ours)
+    model, _ = pair
+    engine = tiny.make_engine(model)
     plain = [our_ids(engine, prompt, {"do_sample": False}) for prompt in prompts()]
     for raw in CASES:
         assert [our_ids(engine, prompt, raw) for prompt in prompts()] != plain, raw
 
 
 def test_in_one_batch_as_alone_and_switched_off_by_a_request(pair: Any) -> None:  # noqa: F811
-    ours, _ = pair
+    model, _ = pair
     prompt_ids = prompts()
     hows = [read_generation(raw).resolve(SamplingParams(max_tokens=12), 3) for raw in CASES[:6]]
     todo = [
         Request(id=str(i), prompt=p, params=h, eos_ids=EOS)
         for i, (p, h) in enumerate(zip(prompt_ids, hows))
     ]
-    expected = tiny.run_one_by_one(tiny.make_engine(ours), todo)
-    assert tiny.run(tiny.make_engine(ours), todo) == expected
-    assert tiny.run(tiny.make_engine(ours, pages=14, overlap=True), todo) == expected
-    engine = tiny.make_engine(ours)
+    expected = tiny.run_one_by_one(tiny.make_engine(model), todo)
+    assert tiny.run(tiny.make_engine(model), todo) == expected
+    assert tiny.run(tiny.make_engine(model, pages=14, overlap=True), todo) == expected
+    engine = tiny.make_engine(model)
     off = our_ids(
         engine,
         prompt_ids[1],

@@ -13,8 +13,15 @@ from hypothesis import strategies as st
 from modelmill.core.types import Request, SamplingParams
 from modelmill.ops import registry
 from modelmill.ops import sample as op
-from modelmill.runtime import counter_rng, logprobs
-from modelmill.runtime.sampler import Sampler, SamplingBatch
+from modelmill.runtime.sampler import (
+    Sampler,
+    SamplingBatch,
+    derive_seed,
+    logprob_table,
+    read_logprobs,
+    splitmix64,
+    uniform,
+)
 from modelmill.runtime.sequence import RopeRule, Sequence
 
 VOCAB = 200
@@ -147,22 +154,19 @@ def test_ties_take_the_lowest_id() -> None:
 
 def test_chance_is_uniform_and_reproducible() -> None:
     seeds = np.array([0, 1, 2, 2**64 - 1] * 5000, dtype=np.uint64)
-    numbers = counter_rng.uniform(seeds, np.arange(20_000))
+    numbers = uniform(seeds, np.arange(20_000))
     assert numbers.min() >= 0
     assert numbers.max() < 1
     assert abs(numbers.mean() - 0.5) < 0.01
     assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.03
-    assert np.array_equal(counter_rng.uniform(seeds[10:20], np.arange(10, 20)), numbers[10:20])
+    assert np.array_equal(uniform(seeds[10:20], np.arange(10, 20)), numbers[10:20])
     assert (
-        len(
-            {counter_rng.derive_seed(0, i) for i in range(1000)}
-            | {counter_rng.derive_seed(1, i) for i in range(1000)}
-        )
+        len({derive_seed(0, i) for i in range(1000)} | {derive_seed(1, i) for i in range(1000)})
         == 2000
     )
     # the first outputs of splitmix64 from seed 0, as its authors publish them
     states = np.arange(1, 4, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    assert counter_rng.splitmix64(states).tolist() == [
+    assert splitmix64(states).tolist() == [
         0xE220A8397B1DCDAF,
         0x6E789E6AA1B965F4,
         0x06C45D188009454F,
@@ -171,10 +175,10 @@ def test_chance_is_uniform_and_reproducible() -> None:
 
 def test_logprob_table() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]])
-    row = logprobs.logprob_table(logits, torch.tensor([3]), 2).tolist()[0]
-    by_id = logprobs.read_logprobs(row, 2)
+    row = logprob_table(logits, torch.tensor([3]), 2).tolist()[0]
+    by_id = read_logprobs(row, 2)
     want = logits.log_softmax(-1)[0]
     assert list(by_id) == [1, 2, 3]
     assert [by_id[i].rank for i in (1, 2, 3)] == [1, 2, 4]
     assert by_id[3].logprob == pytest.approx(want[3].item())
-    assert list(logprobs.read_logprobs(row, 0)) == [3]
+    assert list(read_logprobs(row, 0)) == [3]

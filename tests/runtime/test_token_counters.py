@@ -12,8 +12,8 @@ from modelmill.core import memory_limits
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import UsageError
 from modelmill.core.types import POOL_MEAN, Request, TokenOutput
+from modelmill.loader.capacity import max_idle_pages
 from modelmill.runtime.engine_core import EngineCore
-from modelmill.runtime.kv_memory import max_idle_pages
 from tests.runtime import tiny
 
 GIB = 1 << 30

@@ -15,20 +15,39 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from modelmill.accept.token_scorer import TokenScorer
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.errors import MissingDependency, RankError, UsageError
 from modelmill.core.types import POOL_LAST, POOL_MEAN, Request
 from modelmill.llm import build_engine
-from modelmill.runtime.device import rank_devices
+from modelmill.loader.device import rank_devices
+from modelmill.runtime.batch import BatchLayout
 from modelmill.runtime.engine_core import EngineCore
-from modelmill.runtime.step_commands import COPY, StepCommand
+from modelmill.runtime.tp_workers import COMMANDS, COPY, HEADER_BYTES, StepCommand
 from tests.models import tiny_models
 from tests.runtime import tiny
 from tests.wait import TIMEOUT_SECONDS, time_limit, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECONDS = 120  # nothing here takes as long; what does has hung
+COUNTS = st.integers(0, 1 << 40)
+LAYOUTS = st.builds(BatchLayout, COUNTS, COUNTS, COUNTS, COUNTS)
+COMMANDS_SENT = st.builds(
+    StepCommand,
+    st.sampled_from(COMMANDS),
+    COUNTS,
+    LAYOUTS,
+    st.booleans(),
+    COUNTS,
+    COUNTS,
+    st.booleans(),
+    COUNTS,
+    COUNTS,
+    COUNTS,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +123,7 @@ def answered(engine_core: EngineCore) -> dict[tuple[str, int], tuple[int, ...]]:
 @pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("gpt2", 3), ("qwen2-tied-int8", 2)])
 def test_the_same_answers_as_one(engines: Callable[[str], Path], name: str, tp: int) -> None:
     alone = opened(engines(name), 1)
-    expected, logits = answered(alone), alone.score([[5, 6, 7, 8]], decode_from=2)[0]
+    expected, logits = answered(alone), TokenScorer(alone).logits([[5, 6, 7, 8]], decode_from=2)[0]
     engine_core = opened(engines(name), tp)
     try:
         # as on a GPU: sampled ids stay on the device, on every rank, for a step that is launched
@@ -112,10 +131,13 @@ def test_the_same_answers_as_one(engines: Callable[[str], Path], name: str, tp: 
         engine_core._overlap = engine_core.model_runner.keep_last_ids = True
         assert answered(engine_core) == expected
         torch.testing.assert_close(
-            engine_core.score([[5, 6, 7, 8]], decode_from=2)[0], logits, rtol=1e-4, atol=1e-4
+            TokenScorer(engine_core).logits([[5, 6, 7, 8]], decode_from=2)[0],
+            logits,
+            rtol=1e-4,
+            atol=1e-4,
         )
         with pytest.raises(UsageError, match="use --tp 1"):
-            engine_core.trace([[5, 6]])
+            TokenScorer(engine_core).trace([[5, 6]])
     finally:
         engine_core.close()
 
@@ -218,7 +240,7 @@ def test_a_killed_rank_is_one_clear_error(engines: Callable[[str], Path], name: 
     with pytest.raises(RankError, match="rank 2 of 3"):
         engine_core.step()
     with pytest.raises(RankError, match="rank 2 of 3"):
-        engine_core.score([[1, 2]])
+        TokenScorer(engine_core).logits([[1, 2]])
     engine_core.close()
     assert all(process.poll() is not None for process in workers._processes)
 
@@ -359,3 +381,10 @@ def test_a_rank_killed_on_gpus(engines: Callable[[str], Path]) -> None:
     torch.cuda.synchronize()
     # the GPU is free for another engine
     assert tiny.run(on_gpus(engines("llama"), 1), work(160)[:1])
+
+
+@given(command=COMMANDS_SENT)
+def test_orders_survive_the_way(command: StepCommand) -> None:
+    header = command.pack()
+    assert len(header) == HEADER_BYTES
+    assert StepCommand.unpack(header) == command

@@ -15,7 +15,7 @@ from modelmill.ops.w8a8_linear import Linear8BitInputs
 from modelmill.runtime import warmup
 from tests.runtime import tiny
 
-FORMS = [(1, 8), (2, 24), (5, 64)]
+SPECIALIZATIONS = [(1, 8), (2, 24), (5, 64)]
 
 
 def test_every_form_is_called_with_empty_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,13 +23,13 @@ def test_every_form_is_called_with_empty_sequences(monkeypatch: pytest.MonkeyPat
     runner = engine_core.model_runner
     requested: list[tuple[Any, ...]] = []
 
-    def forms(
+    def specialize(
         q: torch.Tensor, k: torch.Tensor, most: int, longest: int, window: int | None
     ) -> list[tuple[int, int]]:
         requested.append((tuple(q.shape[1:]), tuple(k.shape[1:]), most, longest, window))
-        return FORMS
+        return SPECIALIZATIONS
 
-    monkeypatch.setattr(registry, "specializations", lambda op, chosen: [forms])
+    monkeypatch.setattr(registry, "specializations", lambda op, chosen: [specialize])
     met: list[tuple[int, int, int]] = []
 
     def attend(inputs: PagedAttentionInputs) -> torch.Tensor:
@@ -47,8 +47,8 @@ def test_every_form_is_called_with_empty_sequences(monkeypatch: pytest.MonkeyPat
     before = [page.clone() for page in runner.kv.tensors]
     assert warmup.warm_up_attention(
         runner.ops.replace({"paged_attention": attend}), recorder, 16, 128, 16
-    ) == len(FORMS)
-    assert met == [(seqs, context, 1) for seqs, context in FORMS]
+    ) == len(SPECIALIZATIONS)
+    assert met == [(seqs, context, 1) for seqs, context in SPECIALIZATIONS]
     assert requested == [((4, 8), (2, 8, 8), 16, 128, None)]
     assert all(torch.equal(a, b) for a, b in zip(before, runner.kv.tensors))
 
@@ -93,12 +93,12 @@ def test_products_are_called_once_a_form_and_kind_of_weight(
         called.append(inputs)
         return inputs.x.new_zeros(len(inputs.x), len(inputs.weight))
 
-    def forms(x: torch.Tensor, weight: torch.Tensor, most: int) -> list[int]:
+    def specialize(x: torch.Tensor, weight: torch.Tensor, most: int) -> list[int]:
         assert most == 300
         return [len(weight), 300]
 
     monkeypatch.setattr(
-        registry, "specializations", lambda op, chosen: [forms] if op == "w8a8_linear" else []
+        registry, "specializations", lambda op, chosen: [specialize] if op == "w8a8_linear" else []
     )
     plain = tiny.make_engine().model_runner.ops.replace(
         {
@@ -128,9 +128,9 @@ def test_products_are_called_once_a_form_and_kind_of_weight(
 
 def test_a_projection_met_beforehand_stores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Row arguments are extended with slot −1, so that the KV pages do not change."""
-    forms = [lambda x, weight, max_tokens: [max_tokens]]
+    functions = [lambda x, weight, max_tokens: [max_tokens]]
     monkeypatch.setattr(
-        registry, "specializations", lambda op, chosen: forms if op == "qkv_rope_cache" else []
+        registry, "specializations", lambda op, chosen: functions if op == "qkv_rope_cache" else []
     )
     plain = tiny.make_engine().model_runner.ops.replace(
         {"qkv_rope_cache": registry.reference("qkv_rope_cache")}

@@ -9,11 +9,11 @@ import torch
 
 from modelmill.core.config import RunConfig
 from modelmill.core.types import FinishReason, Request, SamplingParams, TokenOutput
+from modelmill.loader.model_loader import fill_weights
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.linear import Linear
 from modelmill.nn.rotary import RopeSpec
 from modelmill.runtime.engine_core import EngineCore
-from modelmill.runtime.model_loader import fill_weights
 
 VOCAB = 97
 EOS = 1

@@ -32,11 +32,11 @@ class SegmentService(ServiceThread):
     ) -> Service:
         service = await super()._make_service(path, limits, template, run)
         order = OpenEngine(str(self._sam), {}, RUN, **{"max_pixels": 1 << 20, **self._open_options})
-        eye = with_long_stats_timeout(EngineClient("sam", order, max_waiting=16))
-        self._second = asyncio.create_task(eye.run())
-        await eye.load_finished.wait()
-        assert eye.error is None, eye.error
-        return Service({**service.engines, "sam": eye}, limits)
+        client = with_long_stats_timeout(EngineClient("sam", order, max_waiting=16))
+        self._second = asyncio.create_task(client.run())
+        await client.load_finished.wait()
+        assert client.error is None, client.error
+        return Service({**service.engines, "sam": client}, limits)
 
     def close(self) -> None:
         async def end() -> None:

@@ -89,8 +89,8 @@ def test_text_is_the_same_alone_batched_streamed_and_in_the_class(
 def test_conversations_too(running: ServiceThread, llm: LLM, how: Any) -> None:
     (answer,) = llm.chat(TALK, SamplingParams(**{**GREEDY, **how}), progress=False)
     expected = [output.text for output in answer.outputs]
-    whole = chat(running, **how)
-    assert [choice["message"]["content"] for choice in whole["choices"]] == expected
+    response = chat(running, **how)
+    assert [choice["message"]["content"] for choice in response["choices"]] == expected
     events = chat(running, stream=True, **how)
     assert texts_of(events, len(expected)) == expected
     assert [event["choices"][0]["delta"].get("role") for event in events[: len(expected)]] == [
@@ -126,9 +126,9 @@ def test_usage_ends_a_stream_where_it_is_asked_for(running: ServiceThread) -> No
 
 
 def test_stop_strings_end_the_text_and_never_show(running: ServiceThread) -> None:
-    whole = complete(running, prompt=PROMPTS[0], max_tokens=60)["choices"][0]["text"]
-    stop = whole[30:34]
-    cut = whole[: whole.index(stop)]
+    full_text = complete(running, prompt=PROMPTS[0], max_tokens=60)["choices"][0]["text"]
+    stop = full_text[30:34]
+    cut = full_text[: full_text.index(stop)]
     (choice,) = complete(
         running, prompt=PROMPTS[0], max_tokens=60, stop=[stop, "never to be seen"]
     )["choices"]
@@ -148,11 +148,12 @@ def test_of_several_answers_each_ends_once_at_a_stop_string(
     named = {"tools": [{"type": "function", "function": {"name": "now"}}]} if tools else {}
     how = {"n": 4, "temperature": 1.0, "seed": 5, "max_tokens": 60, "stop": [".", "a"]}
     for ask, more in ((complete, {"prompt": PROMPTS[0]}), (chat, named)):
-        whole = ask(running, **how, **more)["choices"]
+        choices = ask(running, **how, **more)["choices"]
         texts = [
-            choice["text"] if "text" in choice else choice["message"]["content"] for choice in whole
+            choice["text"] if "text" in choice else choice["message"]["content"]
+            for choice in choices
         ]
-        assert "stop" in {choice["finish_reason"] for choice in whole}
+        assert "stop" in {choice["finish_reason"] for choice in choices}
         # texts_of refuses a chunk after the last
         assert texts_of(ask(running, **how, **more, stream=True), 4) == texts
 
@@ -192,13 +193,13 @@ def test_a_completion_goes_on_with_the_text(running: ServiceThread, llm: LLM) ->
     """
     ids = llm.tokenizer.encode(START)
     for prompt in (START, ids):
-        (whole,) = complete(running, prompt=prompt, max_tokens=8, logprobs=1)["choices"]
+        (completion,) = complete(running, prompt=prompt, max_tokens=8, logprobs=1)["choices"]
         (echoed,) = complete(running, prompt=prompt, max_tokens=8, echo=True)["choices"]
-        assert whole["text"].startswith(" ")
-        assert echoed["text"] == START + whole["text"]
-        table = whole["logprobs"]
+        assert completion["text"].startswith(" ")
+        assert echoed["text"] == START + completion["text"]
+        table = completion["logprobs"]
         for token, offset in zip(table["tokens"], table["text_offset"]):
-            assert whole["text"][offset : offset + len(token)] == token
+            assert completion["text"][offset : offset + len(token)] == token
     (answer,) = llm.generate([START], SamplingParams(temperature=0, max_tokens=8), progress=False)
     assert START + answer.outputs[0].text == llm.tokenizer.decode(
         [*ids, *answer.outputs[0].token_ids]
@@ -405,12 +406,12 @@ def test_a_stream_tells_the_token_that_ended_it_where_the_whole_answer_does(
 ) -> None:
     ids = complete(running, prompt=PROMPTS[0], return_token_ids=True)["choices"][0]["token_ids"]
     how = {"prompt": PROMPTS[0], "logprobs": 0, "echo": echo, "stop_token_ids": [ids[5]]}
-    (whole,) = complete(running, **how)["choices"]
+    (choice,) = complete(running, **how)["choices"]
     prompt = len(
         running.post("/tokenize", {"model": "stories", "prompt": PROMPTS[0]}).json["tokens"]
     )
-    assert len(whole["logprobs"]["tokens"]) == (prompt + 6 if echo else 5)
-    assert of_stream(complete(running, **how, stream=True)) == (whole["text"], whole["logprobs"])
+    assert len(choice["logprobs"]["tokens"]) == (prompt + 6 if echo else 5)
+    assert of_stream(complete(running, **how, stream=True)) == (choice["text"], choice["logprobs"])
 
 
 @pytest.mark.parametrize("prompt", ["Once", [1, 403]])
@@ -444,12 +445,12 @@ def test_a_prompt_that_ends_inside_a_character(
     the end.
     """
     how = {"prompt": [1, 403, 198], "logprobs": 0, "logit_bias": bias, "max_tokens": most}
-    (whole,) = complete(running, **how, echo=True)["choices"]
-    assert whole["text"] == "Once" + shown
-    assert whole["logprobs"]["text_offset"][:3] == [0, 0, 4]
+    (choice,) = complete(running, **how, echo=True)["choices"]
+    assert choice["text"] == "Once" + shown
+    assert choice["logprobs"]["text_offset"][:3] == [0, 0, 4]
     assert of_stream(complete(running, **how, echo=True, stream=True)) == (
-        whole["text"],
-        whole["logprobs"],
+        choice["text"],
+        choice["logprobs"],
     )
     assert complete(running, **how)["choices"][0]["text"] == answer
 

@@ -85,13 +85,13 @@ def test_pictures_are_told_apart(served: ServiceThread) -> None:
 
 def test_streamed(served: ServiceThread) -> None:
     body = {**ASK, "messages": talk(data_url(encode_image(random_photo())), "What?")}
-    whole = served.post("/v1/chat/completions", body).json["choices"][0]["message"]["content"]
+    content = served.post("/v1/chat/completions", body).json["choices"][0]["message"]["content"]
     events = served.post("/v1/chat/completions", {**body, "stream": True}).events
     assert (
         "".join(
             e["choices"][0]["delta"].get("content") or "" for e in events if isinstance(e, dict)
         )
-        == whole
+        == content
     )
 
 
@@ -101,14 +101,14 @@ def test_the_card_tells(served: ServiceThread) -> None:
     assert card["input_modalities"] == ["text", "image"]
 
 
-def picture_file(mode: str, form: str, size: tuple[int, int] = (20, 30), **how: Any) -> str:
+def picture_file(mode: str, file_format: str, size: tuple[int, int] = (20, 30), **how: Any) -> str:
     out = io.BytesIO()
-    PIL.Image.new(mode, size).save(out, form, **how)
+    PIL.Image.new(mode, size).save(out, file_format, **how)
     return data_url(out.getvalue())
 
 
 @pytest.mark.parametrize(
-    ("mode", "form", "size"),
+    ("mode", "file_format", "size"),
     [("CMYK", "JPEG", (20, 30)), ("I;16", "PNG", (20, 30)), ("P", "PNG", (20, 30)),
     ("1", "PNG", (20, 30)),
      ("RGBA", "PNG", (20, 30)), ("LA", "PNG", (20, 30)), ("L", "PNG", (1, 1)),
@@ -116,9 +116,13 @@ def picture_file(mode: str, form: str, size: tuple[int, int] = (20, 30), **how: 
      ("P", "GIF", (20, 30))],
 )  # fmt: skip
 def test_odd_pictures_are_answered(
-    served: ServiceThread, mode: str, form: str, size: tuple[int, int]
+    served: ServiceThread, mode: str, file_format: str, size: tuple[int, int]
 ) -> None:
-    body = {**ASK, "max_tokens": 2, "messages": talk(picture_file(mode, form, size), "What?")}
+    body = {
+        **ASK,
+        "max_tokens": 2,
+        "messages": talk(picture_file(mode, file_format, size), "What?"),
+    }
     assert served.post("/v1/chat/completions", body).status == 200
 
 

@@ -129,7 +129,7 @@ WRONG: list[tuple[Any, str]] = [
     ({"input": [[]]}, "input is empty"),
     ({"input": ["a", 1]}, "input"),
     ({"input": [-1]}, "input"),
-    ({"input": [1 << 20]}, "token ids outside"),
+    ({"input": [1 << 20]}, "token ids must be between"),
     ({"input": [True]}, "input"),
     ({"input": None}, "input"),
     ({"input": [3] * 513}, "tokens, this engine takes"),

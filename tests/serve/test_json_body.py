@@ -62,8 +62,8 @@ def test_pieces_make_the_same_values(monkeypatch: pytest.MonkeyPatch, seed: int)
     monkeypatch.setattr(json_scan, "SLICE_BYTES", 15)
     rng, refused = random.Random(seed), 0
     for _ in range(120):
-        form = {"ensure_ascii": rng.random() < 0.5, "indent": rng.choice((None, 1))}
-        data = json.dumps(made(rng), **form).encode("utf-8", "surrogatepass")
+        style = {"ensure_ascii": rng.random() < 0.5, "indent": rng.choice((None, 1))}
+        data = json.dumps(made(rng), **style).encode("utf-8", "surrogatepass")
         if rng.random() < 0.5:
             data = damaged(rng, data)
         if any(
@@ -131,10 +131,10 @@ def test_long_lists_that_nobody_uses_are_left_empty(count: int, between: str) ->
         + part
         + ',{"logprobs":[1]}]}],"logprobs":[1]}'
     )
-    value, whole = parse(text.encode(), FREE, {"logprobs": 5}), json.loads(text)
+    value, expected = parse(text.encode(), FREE, {"logprobs": 5}), json.loads(text)
     if count > 4096:
-        whole["input"][1]["content"][0]["logprobs"] = []
-    assert value == whole
+        expected["input"][1]["content"][0]["logprobs"] = []
+    assert value == expected
     assert parse(text.encode(), FREE) == json.loads(text)
     assert parse(text.encode(), FREE, {"logprobs": 4}) == json.loads(text)
 

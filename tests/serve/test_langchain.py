@@ -61,11 +61,11 @@ def test_streaming_and_usage(model: Any, stories: Path) -> None:
     assert model.invoke("The dog").content == expected.text
     chunks = list(model.stream("The dog"))
     assert len(chunks) > 10
-    whole = chunks[0]
+    joined = chunks[0]
     for chunk in chunks[1:]:
-        whole += chunk
-    assert whole.content == expected.text
-    assert whole.usage_metadata["output_tokens"] == len(expected.token_ids)
+        joined += chunk
+    assert joined.content == expected.text
+    assert joined.usage_metadata["output_tokens"] == len(expected.token_ids)
 
     async def several() -> list[Any]:
         return await asyncio.gather(
@@ -85,10 +85,10 @@ def test_tools(model: Any) -> None:
     assert list(call["args"]) == ["town"]
     pieces = list(bound.stream("Weather?"))
     assert sum(bool(piece.tool_call_chunks) for piece in pieces) > 3
-    whole = pieces[0]
+    joined = pieces[0]
     for piece in pieces[1:]:
-        whole += piece
-    assert [(each["name"], each["args"]) for each in whole.tool_calls] == [
+        joined += piece
+    assert [(each["name"], each["args"]) for each in joined.tool_calls] == [
         ("weather", call["args"])
     ]
     result = {"role": "tool", "tool_call_id": call["id"], "content": weather(call["args"]["town"])}

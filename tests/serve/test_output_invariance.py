@@ -78,7 +78,7 @@ def alone(llm: LLM) -> list[Found]:
     return [of(llm.generate(prompt, params(how), progress=False)[0]) for prompt, how in SETTINGS]
 
 
-async def whole(running: ServiceThread, prompt: str, how: dict[str, Any]) -> Found:
+async def unstreamed(running: ServiceThread, prompt: str, how: dict[str, Any]) -> Found:
     body = {"model": "stories", "prompt": prompt, "return_token_ids": True, **how}
     response = await running.client.post("/v1/completions", body)
     assert response.status == 200, response.body
@@ -125,7 +125,7 @@ def test_seeds_matter(alone: list[Found]) -> None:
     assert len({str(output) for output in alone}) > 40
 
 
-@pytest.mark.parametrize("ask", [whole, streamed])
+@pytest.mark.parametrize("ask", [unstreamed, streamed])
 def test_over_http_one_after_another(running: ServiceThread, alone: list[Found], ask: Any) -> None:
     for (prompt, how), expected in zip(SETTINGS[::3], alone[::3], strict=True):
         assert running.run(ask(running, prompt, how)) == expected, how
@@ -135,7 +135,9 @@ def test_over_http_all_at_once(running: ServiceThread, alone: list[Found]) -> No
     """Streamed and not, in an order of their own."""
 
     async def together() -> list[Found]:
-        asks = [(whole, streamed)[place % 2](running, *SETTINGS[place]) for place in range(MANY)]
+        asks = [
+            (unstreamed, streamed)[place % 2](running, *SETTINGS[place]) for place in range(MANY)
+        ]
         return await asyncio.gather(*asks)
 
     for actual, expected, (_, how) in zip(running.run(together()), alone, SETTINGS, strict=True):
@@ -201,7 +203,7 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"at": {"enum": ["Ulm", "Bonn"]}}},
     },
 }
-KINDS: list[dict[str, Any]] = [
+CASES: list[dict[str, Any]] = [
     {"structured_outputs": {"regex": r"[A-Z][a-z]{2,5}, [0-9]{3}"}},
     {"structured_outputs": {"choice": ["yes", "no", "niño"]}},
     {"structured_outputs": {"grammar": 'start: ("a" | "b")+ "."'}},
@@ -226,7 +228,7 @@ def held_to(place: int) -> dict[str, Any]:
     return {
         **how,
         **logprobs,
-        **KINDS[place % len(KINDS)],
+        **CASES[place % len(CASES)],
         "model": "stories",
         "messages": talk,
         "max_tokens": 120,
@@ -250,12 +252,12 @@ async def talked(running: ServiceThread, body: dict[str, Any], stream: bool) -> 
     if not stream:
         return [comparable(choice, choice["message"]) for choice in response.json["choices"]]
     assert response.events[0]["prompt_token_ids"]
-    whole: list[Any] = [
+    choices: list[Any] = [
         ({"token_ids": []}, {"content": "", "tool_calls": []}) for _ in range(body.get("n", 1))
     ]
     for event in response.events[:-1]:
         for piece in event["choices"]:
-            choice, message = whole[piece["index"]]
+            choice, message = choices[piece["index"]]
             choice["token_ids"] += piece.get("token_ids", ())
             choice["finish_reason"] = piece["finish_reason"]
             message["content"] += piece["delta"].get("content", "")
@@ -267,7 +269,7 @@ async def talked(running: ServiceThread, body: dict[str, Any], stream: bool) -> 
                 message["tool_calls"][call["index"]]["function"]["arguments"] += call["function"][
                     "arguments"
                 ]
-    return [comparable(*each) for each in whole]
+    return [comparable(*each) for each in choices]
 
 
 def test_answers_that_are_held_to_something(

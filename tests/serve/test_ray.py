@@ -47,7 +47,7 @@ class Cluster(ServerProcess):
         if importlib.util.find_spec("ray") is None:
             pytest.skip("needs ray[serve]: run it with make test-ray")
         super().__init__(engine, "--ray", "--replicas", 2, *words, ready=False)
-        self.whole()
+        self.wait_for_replicas()
 
     def __exit__(self, *parts: object) -> None:
         children = (
@@ -58,8 +58,8 @@ class Cluster(ServerProcess):
         super().__exit__(*parts)
         gone(children)
 
-    def whole(self, seconds: float = 240) -> None:
-        """Until both replicas run, and Ray Serve has nothing left to do."""
+    def wait_for_replicas(self, seconds: float = 240) -> None:
+        """Wait until both replicas run and Ray Serve has nothing left to do."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.finish()[1]
@@ -288,7 +288,7 @@ def test_a_replica_is_killed_under_load(cluster: Cluster, expected: dict[str, st
             ),
             240,
         )
-        cluster.whole()
+        cluster.wait_for_replicas()
         done = load.complete
         wait_until(lambda: load.complete >= done + 24, 240)
 
@@ -320,7 +320,7 @@ def test_an_engine_s_process_is_killed(cluster: Cluster, expected: dict[str, str
     asyncio.run(load.run(kill))
     assert not load.wrong
     assert len(load.errors) <= 12
-    cluster.whole()
+    cluster.wait_for_replicas()
 
 
 def test_replicas_are_replaced_one_after_another(
@@ -334,7 +334,7 @@ def test_replicas_are_replaced_one_after_another(
         wait_until(lambda: load.complete >= 12, 240)
         cluster.process.send_signal(signal.SIGHUP)
         wait_until(lambda: not before & {each.pid for each in cluster.replicas}, 240)
-        cluster.whole()
+        cluster.wait_for_replicas()
         done = load.complete
         wait_until(lambda: load.complete >= done + 12, 240)
 
@@ -361,13 +361,13 @@ def test_sigterm_lets_answers_finish_and_leaves_nothing(stories: Path) -> None:
 def test_a_front_that_is_killed_leaves_nothing(stories: Path) -> None:
     with Cluster(stories) as cluster:
         children = psutil.Process(cluster.process.pid).children(recursive=True)
-        ours = [
+        processes = [
             each
             for each in children
             if "modelmill" in " ".join(each.cmdline()) or "Replica" in each.name()
         ]
-        assert len(ours) >= 2
+        assert len(processes) >= 2
         cluster.process.kill()
-        gone(ours, 60)
+        gone(processes, 60)
         # Ray looks only now and then whether its own are still wanted
         gone(children, 180)

@@ -365,9 +365,9 @@ def test_the_application_called_without_a_socket(running: ServiceThread) -> None
                     break
         return texts
 
-    (status, _), whole = running.run(call_body(how))
+    (status, _), reply = running.run(call_body(how))
     assert status == 200
-    text = json.loads(whole)["choices"][0]["text"]
+    text = json.loads(reply)["choices"][0]["text"]
     start, *pieces = running.run(call_body({**how, "stream": True}))
     assert start[0] == 200
     events = [
@@ -405,7 +405,7 @@ def test_the_application_called_without_a_socket(running: ServiceThread) -> None
     [
         (("--replicas", "2"), "--replicas needs --ray"),
         (("--ray-address", "auto"), "--ray-address needs --ray"),
-        (("--ray", "--replicas", "0"), "--replicas must be in 1…1024"),
+        (("--ray", "--replicas", "0"), "--replicas must be between 1 and 1024"),
         (("--ray", "--device", "cuda:1"), "give --device cuda"),
     ],
 )

@@ -162,8 +162,8 @@ def test_the_text_is_that_of_a_chat_whole_and_streamed(
     running: ServiceThread, input: Any, messages: Any, how: Any
 ) -> None:
     expected = chat(running, messages, **how)["message"]["content"]
-    whole = ask(running, **input, **how)
-    assert text_of(whole) == expected
+    response = ask(running, **input, **how)
+    assert text_of(response) == expected
     events = stream(running, **input, **how)
     deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
     assert "".join(deltas) == expected
@@ -322,10 +322,10 @@ def test_each_token_is_told_beside_the_text_that_it_is_in(
         "max_output_tokens": 200,
     }
     body["structured_outputs"] = {"choice": [before + CALL + after]}
-    whole = ask(running, **body)["output"]
+    output_items = ask(running, **body)["output"]
     events = stream(running, **body)
     pairs = []
-    for output in (whole, events[-1]["response"]["output"]):
+    for output in (output_items, events[-1]["response"]["output"]):
         assert [item["name"] for item in output if item["type"] == "function_call"] == ["weather"]
         parts = [item["content"][0] for item in output if item["type"] == "message"]
         assert [part["text"].strip() for part in parts] == [each.strip() for each in around if each]

@@ -25,10 +25,10 @@ from modelmill.serve.engine_client import EngineState
 from modelmill.serve.segment_messages import SegmentJob, SegmentResult
 from modelmill.serve.service import Service, ServiceLimits
 from modelmill.serve.worker_messages import SegmentFailure, decode, encode
-from modelmill.vision.masks import decode_rle, from_coco_rle
 from modelmill.vision.prompts import make_prompt
 from tests.serve.asgi_client import Client, Response
 from tests.serve.segment_service import SegmentService, data_url, encode_image, random_photo
+from tests.vision.coco_rle import decode_rle, from_coco_rle
 
 PICTURE = random_photo()
 IMAGE = data_url(encode_image(PICTURE))
@@ -78,7 +78,7 @@ def pixels(mask: dict[str, Any]) -> np.ndarray:
     return np.asarray(PIL.Image.open(io.BytesIO(base64.b64decode(data))))
 
 
-@pytest.mark.parametrize("form", ["rle", "png"])
+@pytest.mark.parametrize("mask_format", ["rle", "png"])
 @pytest.mark.parametrize(
     "prompt",
     [
@@ -90,11 +90,11 @@ def pixels(mask: dict[str, Any]) -> np.ndarray:
     ids=str,
 )
 def test_masks_are_the_classes(
-    seeing: SegmentService, segmenter: Segmenter, prompt: dict[str, Any], form: str
+    seeing: SegmentService, segmenter: Segmenter, prompt: dict[str, Any], mask_format: str
 ) -> None:
     segmenter.set_image(PICTURE)
     for multimask in (True, False):
-        reply = segment(seeing, image=IMAGE, format=form, multimask=multimask, **prompt)
+        reply = segment(seeing, image=IMAGE, format=mask_format, multimask=multimask, **prompt)
         expected = segmenter.predict(**prompt, multimask=multimask)
         assert [mask["box"] for mask in reply["masks"]] == [list(mask.box) for mask in expected]
         for mask, one in zip(reply["masks"], expected, strict=True):

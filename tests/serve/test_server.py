@@ -51,8 +51,8 @@ def test_the_openai_client(server: ServerProcess, llm: LLM) -> None:
     with client(server) as api:
         assert [model.id for model in api.models.list()] == ["stories"]
         how: Any = {"model": "stories", "messages": TALK, "temperature": 0, "max_tokens": 20}
-        whole = api.chat.completions.create(**how)
-        assert whole.choices[0].message.content == answer_text
+        completion = api.chat.completions.create(**how)
+        assert completion.choices[0].message.content == answer_text
         chunks = list(
             api.chat.completions.create(**how, stream=True, stream_options={"include_usage": True})
         )
@@ -61,8 +61,8 @@ def test_the_openai_client(server: ServerProcess, llm: LLM) -> None:
             == answer_text
         )
         assert (
-            chunks[-1].usage == whole.usage
-            or chunks[-1].usage.total_tokens == whole.usage.total_tokens
+            chunks[-1].usage == completion.usage
+            or chunks[-1].usage.total_tokens == completion.usage.total_tokens
         )
         text = api.completions.create(
             model="stories", prompt=["Once upon", "The"], max_tokens=3, temperature=0
@@ -87,14 +87,14 @@ def test_the_openai_client_for_asyncio(server: ServerProcess) -> None:
                 stream = await api.chat.completions.create(**how, seed=seed, stream=True)
                 return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
-            async def whole(seed: int) -> str | None:
+            async def completion_text(seed: int) -> str | None:
                 return (
                     (await api.chat.completions.create(**how, seed=seed)).choices[0].message.content
                 )
 
             seeds = range(12)
             assert await asyncio.gather(*map(streamed, seeds)) == await asyncio.gather(
-                *map(whole, seeds)
+                *map(completion_text, seeds)
             )
 
     asyncio.run(main())
@@ -182,7 +182,7 @@ def test_a_worker_that_is_killed(server: ServerProcess) -> None:
     (worker,) = server.workers
     worker.suspend()
     stream = server.start_post("/v1/completions", {**LONG, "n": 8, "stream": True})
-    whole = server.start_post("/v1/completions", {**LONG, "n": 8})
+    unstreamed = server.start_post("/v1/completions", {**LONG, "n": 8})
     received = stream.recv(1 << 12)
     worker.kill()
     with time_limit():
@@ -196,12 +196,12 @@ def test_a_worker_that_is_killed(server: ServerProcess) -> None:
     assert b'data: {"error"' in received
     assert b"engine_restarted" in received
     assert b"[DONE]" not in received
-    assert whole.recv(1 << 16).startswith(b"HTTP/1.1 503")
+    assert unstreamed.recv(1 << 16).startswith(b"HTTP/1.1 503")
     body = server.wait(200)
     assert body["engines"][0]["restarts"] == 1
     assert server.request("/v1/completions", {**LONG, "max_tokens": 3})[0] == 200
     assert len(server.workers) == 1
-    for sock in (stream, whole):
+    for sock in (stream, unstreamed):
         sock.close()
 
 

@@ -30,10 +30,10 @@ PERSON = {
 def texts_of(running: ServiceThread, **body: Any) -> list[str]:
     """What every choice says, whole and streamed, which must be the same."""
     ask = {"model": "stories", "messages": TALK, "max_tokens": 200, "temperature": 0, **body}
-    whole = running.post("/v1/chat/completions", ask)
-    assert whole.status == 200, whole.body
-    texts = [choice["message"]["content"] for choice in whole.json["choices"]]
-    assert all(choice["finish_reason"] == "stop" for choice in whole.json["choices"]), texts
+    response = running.post("/v1/chat/completions", ask)
+    assert response.status == 200, response.body
+    texts = [choice["message"]["content"] for choice in response.json["choices"]]
+    assert all(choice["finish_reason"] == "stop" for choice in response.json["choices"]), texts
     streamed = [""] * len(texts)
     for event in running.post("/v1/chat/completions", {**ask, "stream": True}).events[:-1]:
         for choice in event["choices"]:
@@ -245,7 +245,7 @@ def test_an_answer_whose_grammar_takes_too_much_work_is_an_error_and_not_whole(
 ) -> None:
     """Streamed as well; and one whose schema has no text is refused."""
     pattern = {"type": "string", "pattern": "^(.{1,80} ){1,50}$"}
-    form = schema(
+    response_format = schema(
         {
             "type": "object",
             "properties": {"a": pattern},
@@ -257,13 +257,13 @@ def test_an_answer_whose_grammar_takes_too_much_work_is_an_error_and_not_whole(
         "model": "stories",
         "messages": [{"role": "user", "content": "Go on"}],
         "max_tokens": 400,
-        **form,
+        **response_format,
     }
     for seed in range(3):
         body_with_seed = {**body, "temperature": 1.0, "seed": seed}
-        whole = running.post("/v1/chat/completions", body_with_seed)
-        assert whole.status == 400, whole.json["choices"][0]
-        assert "held to its grammar" in whole.json["error"]["message"]
+        response = running.post("/v1/chat/completions", body_with_seed)
+        assert response.status == 400, response.json["choices"][0]
+        assert "held to its grammar" in response.json["error"]["message"]
         streamed = running.post("/v1/chat/completions", {**body_with_seed, "stream": True})
         assert b"held to its grammar" in streamed.body
         assert b'"finish_reason":"stop"' not in streamed.body

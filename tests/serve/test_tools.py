@@ -48,10 +48,10 @@ def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_forced_call(running: ServiceThread, choice: Any) -> None:
     body = {**ASK, "tools": [WEATHER], "tool_choice": choice}
-    whole = running.post("/v1/chat/completions", body).json["choices"][0]
-    assert whole["finish_reason"] == "tool_calls"
-    assert whole["message"]["content"] is None
-    (call,) = whole["message"]["tool_calls"]
+    unstreamed = running.post("/v1/chat/completions", body).json["choices"][0]
+    assert unstreamed["finish_reason"] == "tool_calls"
+    assert unstreamed["message"]["content"] is None
+    (call,) = unstreamed["message"]["tool_calls"]
     assert call["type"] == "function"
     assert call["function"]["name"] == "weather"
     arguments = json.loads(call["function"]["arguments"])
@@ -240,7 +240,9 @@ def deep(container: str, depth: int) -> str:
 
 UNSAYABLE = ['{"minimum": NaN}', '{"maximum": 1e400}', '{"minimum": -Infinity}']
 UNSAYABLE += [
-    deep(kind, depth) for kind in ("object", "list") for depth in (100, 250, 350, 600, 900, 5000)
+    deep(nesting, depth)
+    for nesting in ("object", "list")
+    for depth in (100, 250, 350, 600, 900, 5000)
 ]
 
 
@@ -383,10 +385,10 @@ def test_only_a_stop_string_of_the_request_cuts_a_call(
     text = f"Thought: I need it.\nAction: weather\nAction Input: {generated}"
     output = CompletionOutput(0, text, [1], "stop", ended)
     answer = RequestOutput("r", None, [1], [output])
-    whole = ChatResponseBuilder(
+    builder = ChatResponseBuilder(
         body, SimpleNamespace(request_states=[SimpleNamespace(output=answer)]), REACT
     )  # type: ignore[arg-type]
-    choice = whole._choice(output)
+    choice = builder._choice(output)
     assert (choice["finish_reason"], choice["stop_reason"]) == (reason, ended)
     assert choice["message"]["tool_calls"][0]["function"] == {
         "name": "weather",

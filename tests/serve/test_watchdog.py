@@ -148,13 +148,13 @@ def test_answers_are_the_same_with_signs_of_life() -> None:
 
 def test_a_process_that_opens_an_engine_answers_for_itself() -> None:
     """Whatever takes minutes there; once it is open only the engine's own thread does."""
-    ours, box = inbox()
-    with ours:
+    api_socket, box = inbox()
+    with api_socket:
         box._is_opening = True
-        ours.sendall(encode(Ping()))
-        assert ours.recv(100) == encode(Heartbeat())
+        api_socket.sendall(encode(Ping()))
+        assert api_socket.recv(100) == encode(Heartbeat())
         box.finish_opening()
-        ours.sendall(encode(Ping()))
+        api_socket.sendall(encode(Ping()))
         assert box.messages.get(timeout=TIMEOUT_SECONDS) == Ping()
     assert box.messages.get(timeout=TIMEOUT_SECONDS) is None
 

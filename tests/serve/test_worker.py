@@ -148,19 +148,19 @@ def test_waiting_begins_where_a_request_has_come(monkeypatch: pytest.MonkeyPatch
     """Also for one whose grammar is made ready first, or that comes while a step runs."""
     clock = Clock(monkeypatch)
     guided = request("g", 3, grammar=Grammar("regex", "a"))
-    ours, box = inbox()
+    api_socket, box = inbox()
 
     def make(_: Request) -> Any:
         clock.now += 7.0
         return "guide"
 
     box.accept_grammars(make)
-    with ours:
-        ours.sendall(encode(AddRequest(guided)))
+    with api_socket:
+        api_socket.sendall(encode(AddRequest(guided)))
         assert box.messages.get(timeout=TIMEOUT_SECONDS) == Arrival(
             guided, 100.0, cast(Any, "guide")
         )
-        ours.sendall(encode(AddRequest(request("a", 3))))
+        api_socket.sendall(encode(AddRequest(request("a", 3))))
         assert box.messages.get(timeout=TIMEOUT_SECONDS) == Arrival(request("a", 3), 107.0)
     assert box.messages.get(timeout=TIMEOUT_SECONDS) is None
 
@@ -174,14 +174,14 @@ def test_waiting_begins_where_a_request_has_come(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_a_grammar_that_cannot_be_made_is_refused(error: Exception, line: str) -> None:
-    ours, box = inbox()
+    api_socket, box = inbox()
 
     def make(_: Request) -> Any:
         raise error
 
     box.accept_grammars(make)
-    with ours:
-        ours.sendall(encode(AddRequest(request("g", 3, grammar=Grammar("regex", "a")))))
+    with api_socket:
+        api_socket.sendall(encode(AddRequest(request("g", 3, grammar=Grammar("regex", "a")))))
         come = box.messages.get(timeout=TIMEOUT_SECONDS)
         assert isinstance(come, Arrival)
         assert worked(tiny.make_engine(), come, Arrival(request("a", 1), 0.0))[

@@ -31,7 +31,7 @@ class ThreadWorker:
     pid = 0
 
     def __init__(self, make: Callable[[], EngineCore]) -> None:
-        self.ours, self._theirs = socket.socketpair()
+        self.api_socket, self._worker_socket = socket.socketpair()
         self.engine_core = make()
         self.allow_steps = threading.Event()
         self.allow_steps.set()
@@ -39,7 +39,7 @@ class ThreadWorker:
         self._thread.start()
 
     def _run(self) -> None:
-        wire = MessageChannel(self._theirs)
+        wire = MessageChannel(self._worker_socket)
         assert isinstance(wire.receive(), OpenEngine)
         wire.send(ready_message(self.engine_core, "tiny"))
         step = self.engine_core.step
@@ -50,12 +50,12 @@ class ThreadWorker:
 
         self.engine_core.step = blocked_step  # type: ignore[method-assign]
         EngineWorker(self.engine_core, wire, Inbox(wire, on_server_gone=self.allow_steps.set)).run()
-        self._theirs.close()
+        self._worker_socket.close()
 
     def kill(self) -> None:
         # the thread may be closing it at this moment
         with contextlib.suppress(OSError):
-            self._theirs.shutdown(socket.SHUT_RDWR)
+            self._worker_socket.shutdown(socket.SHUT_RDWR)
 
     async def wait(self) -> int:
         await asyncio.to_thread(self._thread.join)
@@ -72,7 +72,7 @@ class ThreadLauncher:
     async def __call__(self) -> tuple[socket.socket, ThreadWorker]:
         child = await asyncio.to_thread(ThreadWorker, self._make)
         self.children.append(child)
-        return child.ours, child
+        return child.api_socket, child
 
 
 def ids_only_processor(*_: Any) -> TextProcessor:

@@ -39,7 +39,7 @@ def real(shared: Path) -> Any:
 
 
 @pytest.fixture(scope="session")
-def theirs(shared: Path) -> Any:
+def load_hf_tokenizer(shared: Path) -> Any:
     """name → the same vocabulary in transformers, the reference."""
     import transformers
 

@@ -68,10 +68,10 @@ def random_answer(grammar: Grammar, rng: random.Random, max_tokens: int = 3000) 
 def random_parameters(rng: random.Random) -> dict[str, Any]:
     """What a function may be given as parameters."""
     out = _object(rng, 3) if rng.random() < 0.8 else _schema(rng, 3)
-    told = rng.random()
-    if told < 0.5 or "type" not in out:
+    draw = rng.random()
+    if draw < 0.5 or "type" not in out:
         out["type"] = "object"
-    elif told < 0.6:
+    elif draw < 0.6:
         out["type"] = ["null", "object"]
     elif out["type"] == "object":
         del out["type"]
@@ -85,8 +85,8 @@ def random_parameters(rng: random.Random) -> dict[str, Any]:
 
 
 def _schema(rng: random.Random, depth: int) -> dict[str, Any]:
-    kinds = [_scalar, _scalar, _several, _object, _list, _reference]
-    return rng.choice(kinds if depth else [_scalar])(rng, depth - 1)
+    makers = [_scalar, _scalar, _several, _object, _list, _reference]
+    return rng.choice(makers if depth else [_scalar])(rng, depth - 1)
 
 
 def _scalar(rng: random.Random, _: int) -> dict[str, Any]:
@@ -105,12 +105,12 @@ def _scalar(rng: random.Random, _: int) -> dict[str, Any]:
 def _several(rng: random.Random, depth: int) -> dict[str, Any]:
     if rng.random() < 0.5:
         return {"anyOf": [_schema(rng, depth) for _ in range(rng.randint(1, 3))]}
-    kinds = [_object(rng, depth) for _ in range(rng.randint(2, 3))]
-    for place, kind in enumerate(kinds):
+    objects = [_object(rng, depth) for _ in range(rng.randint(2, 3))]
+    for place, branch in enumerate(objects):
         if rng.random() < 0.8:
-            kind["properties"]["type"] = {"const": f"k{place}"}
-            kind["required"] = [*dict.fromkeys([*kind.get("required", ()), "type"])]
-    return {"oneOf": kinds}
+            branch["properties"]["type"] = {"const": f"k{place}"}
+            branch["required"] = [*dict.fromkeys([*branch.get("required", ()), "type"])]
+    return {"oneOf": objects}
 
 
 def _object(rng: random.Random, depth: int) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def _finite(schema: dict[str, Any], known: set[str]) -> bool:
     )
 
 
-KINDS = {
+PYTHON_TYPES = {
     "object": dict, "array": list, "string": str, "integer": int, "number": (int, float),
     "boolean": bool,
     "null": type(None),
@@ -184,7 +184,7 @@ def is_valid(value: Any, schema: Any, root: dict[str, Any]) -> bool:
         return schema
     checks = [
         "$ref" not in schema or is_valid(value, _pointed(schema["$ref"], root), root),
-        "type" not in schema or any(_is(value, kind) for kind in _listed(schema["type"])),
+        "type" not in schema or any(_is(value, type_name) for type_name in _listed(schema["type"])),
         "const" not in schema or _same(value, schema["const"]),
         "enum" not in schema or any(_same(value, each) for each in schema["enum"]),
         "anyOf" not in schema or any(is_valid(value, each, root) for each in schema["anyOf"]),
@@ -210,12 +210,12 @@ def _object_fits(value: dict[str, Any], schema: dict[str, Any], root: dict[str, 
     return checks + [is_valid(each, named.get(name, rest), root) for name, each in value.items()]
 
 
-def _is(value: Any, kind: str) -> bool:
+def _is(value: Any, type_name: str) -> bool:
     if isinstance(value, bool):
-        return kind == "boolean"
-    if kind == "integer" and isinstance(value, float):
+        return type_name == "boolean"
+    if type_name == "integer" and isinstance(value, float):
         return value.is_integer()
-    return isinstance(value, KINDS[kind])  # type: ignore[arg-type]
+    return isinstance(value, PYTHON_TYPES[type_name])  # type: ignore[arg-type]
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -227,7 +227,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _pointed(address: str, root: dict[str, Any]) -> Any:
-    found: Any = root
+    target: Any = root
     for step in address.split("/")[1:]:
-        found = found.get(step, {}) if step == "properties" else found.get(step)
-    return found
+        target = target.get(step, {}) if step == "properties" else target.get(step)
+    return target

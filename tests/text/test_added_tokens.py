@@ -49,10 +49,10 @@ def test_control_tokens_are_found_where_the_library_finds_them(
     flags: dict[str, Any], text: str
 ) -> None:
     spec = spec_with(flags)
-    theirs = (
+    expected = (
         tokenizers.Tokenizer.from_str(json.dumps(spec)).encode(text, add_special_tokens=False).ids
     )
-    assert load_tokenizer(hf_files(spec)).encode(text, special=True, bos=False) == theirs
+    assert load_tokenizer(hf_files(spec)).encode(text, special=True, bos=False) == expected
 
 
 @settings(deadline=None, max_examples=40)
@@ -66,26 +66,29 @@ def test_ordinary_added_tokens_are_found_in_any_text(
 ) -> None:
     """They may be normalized first (here: made small letters)."""
     spec = spec_with({"<x>": {**flags, "normalized": normalized}}, normalizer={"type": "Lowercase"})
-    theirs = (
+    expected = (
         tokenizers.Tokenizer.from_str(json.dumps(spec)).encode(text, add_special_tokens=False).ids
     )
     tokenizer = load_tokenizer(hf_files(spec))
-    assert tokenizer.encode(text, bos=False) == theirs
-    assert tokenizer.encode(text, special=True, bos=False) == theirs
+    assert tokenizer.encode(text, bos=False) == expected
+    assert tokenizer.encode(text, special=True, bos=False) == expected
 
 
 def test_a_word_character_is_what_the_library_says() -> None:
     """Every character of the first plane but surrogates, and those in circles and squares."""
     spec = spec_with({"<x>": {"single_word": True, "special": True}})
-    library, ours = tokenizers.Tokenizer.from_str(json.dumps(spec)), load_tokenizer(hf_files(spec))
+    library, tokenizer = (
+        tokenizers.Tokenizer.from_str(json.dumps(spec)),
+        load_tokenizer(hf_files(spec)),
+    )
     texts = [
         "<x>" + chr(c)
         for c in (*range(1, 0xD800), *range(0xE000, 0x10000), *range(0x1F100, 0x1F200))
     ]
     differ = [
         text
-        for text, theirs in zip(texts, library.encode_batch(texts), strict=True)
-        if (ours.split_special(text)[0] == 259) != (theirs.ids[:1] == [259])
+        for text, encoding in zip(texts, library.encode_batch(texts), strict=True)
+        if (tokenizer.split_special(text)[0] == 259) != (encoding.ids[:1] == [259])
     ]
     # letters that one side's version of Unicode does not know yet
     unknown = [text for text in differ if unicodedata.category(text[-1]) == "Cn"]
@@ -140,8 +143,8 @@ def test_a_tokenizer_jsons_post_processor_wins(name: str | None, post: str, tmp_
         files = hf_files(spec, **{key: value for key, value in config.items() if value is not None})
         for file, data in files.items():
             (tmp_path / file).write_bytes(data)
-        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-        assert load_tokenizer(files).encode("hello") == theirs("hello")["input_ids"], config
+        hf_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        assert load_tokenizer(files).encode("hello") == hf_tokenizer("hello")["input_ids"], config
 
 
 @pytest.mark.parametrize("flag", FLAGS[:4])
@@ -162,9 +165,12 @@ def test_flags_of_a_token_in_two_files(flag: str, where: str, tmp_path: Path) ->
     files = hf_files(spec_with(flags), eos_token="<|end|>", **config)
     for file, data in files.items():
         (tmp_path / file).write_bytes(data)
-    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(files)
+    hf_tokenizer, tokenizer = (
+        transformers.AutoTokenizer.from_pretrained(tmp_path),
+        load_tokenizer(files),
+    )
     for text in ("a <x> b", "a<x>b", "a  <x>  b", "<x>", "A <X>"):
         assert (
-            ours.encode(text, special=True, bos=False)
-            == theirs(text, add_special_tokens=False)["input_ids"]
+            tokenizer.encode(text, special=True, bos=False)
+            == hf_tokenizer(text, add_special_tokens=False)["input_ids"]
         )

@@ -67,9 +67,9 @@ def chats(real, shared):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("generate", [True, False])
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
-def test_same_ids_as_transformers(chats, theirs, name, generate, tools):
+def test_same_ids_as_transformers(chats, load_hf_tokenizer, name, generate, tools):
     for messages in [*CONVERSATIONS, TOOL_TALK, TOOL_TALK[:3]]:
-        expected = theirs(name).apply_chat_template(
+        expected = load_hf_tokenizer(name).apply_chat_template(
             messages, tools=tools, add_generation_prompt=generate, tokenize=True, return_dict=False
         )
         assert chats[name].encode(messages, generate, tools=tools) == expected
@@ -82,20 +82,20 @@ def test_same_ids_as_transformers(chats, theirs, name, generate, tools):
         st.text(max_size=20) | st.text(alphabet="<|im_>\n a", max_size=8), min_size=1, max_size=4
     )
 )
-def test_same_ids_as_transformers_for_any_text(chats, theirs, real, name, texts):
+def test_same_ids_as_transformers_for_any_text(chats, load_hf_tokenizer, real, name, texts):
     if any(control in text for control in real(name).special for text in texts):
         return
     roles = ["user", "assistant"] * 2
     messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
-    expected = theirs(name).apply_chat_template(
+    expected = load_hf_tokenizer(name).apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False
     )
     assert chats[name].encode(messages) == expected
 
 
-def test_options_reach_the_template(chats, theirs):
+def test_options_reach_the_template(chats, load_hf_tokenizer):
     messages = CONVERSATIONS[0]
-    expected = theirs("qwen3").apply_chat_template(
+    expected = load_hf_tokenizer("qwen3").apply_chat_template(
         messages, add_generation_prompt=True, enable_thinking=False, return_dict=False
     )
     assert chats["qwen3"].encode(messages, options={"enable_thinking": False}) == expected
@@ -126,9 +126,9 @@ def test_no_text_in_a_request_makes_a_control_token(chats, real, name, data):
     }
     tools = json.loads(json.dumps(TOOLS))
     tools[0]["function"]["description"] = data.draw(evil)
-    wanted = [id for id in chats[name].encode(clean, tools=TOOLS) if id in control]
+    expected = [id for id in chats[name].encode(clean, tools=TOOLS) if id in control]
     ids = chats[name].encode(dirty, tools=tools)
-    assert [id for id in ids if id in control] == wanted
+    assert [id for id in ids if id in control] == expected
     assert tokenizer.decode(ids, skip_special=False) == chats[name].render(dirty, tools=tools)
 
 

@@ -86,8 +86,8 @@ def test_history_is_dropped_oldest_first_and_the_system_prompt_kept(tokenizer):
     fit = (60 - size - 1) // one  # strictly below the window; the question is not counted
     assert fit >= 2
     for count in (0, 1, fit, fit + 1, 20):
-        kept = chat.encode([system, *turn * count, question])
-        assert kept == chat.encode([system, *turn * min(count, fit), question])
+        ids = chat.encode([system, *turn * count, question])
+        assert ids == chat.encode([system, *turn * min(count, fit), question])
     assert (
         len(chat.encode([system, *turn * 20, question], False))
         - len(chat.encode([system, question], False))
@@ -128,11 +128,11 @@ def test_the_window_is_the_checkpoints_own(tokenizer, shared):
         {"role": "user", "content": "now"}
     ]
     files = files_of(shared, "qwen.tiktoken")
-    whole = load_chat(files, tokenizer).encode(talk)
-    for window, kept in ((200, 3), (0, None), ("x", None), (10**6, None)):
+    full_ids = load_chat(files, tokenizer).encode(talk)
+    for window, num_kept in ((200, 3), (0, None), ("x", None), (10**6, None)):
         settings = {"generation_config.json": json.dumps({"max_window_size": window}).encode()}
         ids = load_chat({**files, **settings}, tokenizer).encode(talk)
-        assert (ids == whole) == (kept is None)
-        if kept is not None:
-            assert ids[: ids.index(END)] == whole[: whole.index(END)]
-            assert len(ids) < len(whole)
+        assert (ids == full_ids) == (num_kept is None)
+        if num_kept is not None:
+            assert ids[: ids.index(END)] == full_ids[: full_ids.index(END)]
+            assert len(ids) < len(full_ids)

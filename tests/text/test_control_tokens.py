@@ -77,16 +77,16 @@ def test_the_mark_is_free():
     st.text(alphabet="ab<|", max_size=20),
 )
 def test_alternation_finds_the_longest_at_the_first_place(texts, text):
-    found = re.search(regex_union(texts), text)
+    match = re.search(regex_union(texts), text)
     places = [
         (at, -len(each)) for each in texts for at in range(len(text)) if text.startswith(each, at)
     ]
     if not places:
-        assert found is None
+        assert match is None
     else:
         at, size = min(places)
-        assert found is not None
-        assert (found.start(), found.end()) == (at, at - size)
+        assert match is not None
+        assert (match.start(), match.end()) == (at, at - size)
 
 
 def test_many_tokens_and_a_megabyte_take_no_time():

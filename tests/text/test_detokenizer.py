@@ -16,11 +16,11 @@ def streamed(tokenizer, ids, skip_special):
     return "".join(map(detokenizer.push, ids)) + detokenizer.flush()
 
 
-@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("model_name", SMALL)
 @settings(deadline=None)
 @given(data=st.data(), skip_special=st.booleans())
-def test_small_vocabularies_stream_what_they_decode(kind, data, skip_special):
-    tokenizer = load_tokenizer(SMALL[kind])
+def test_small_vocabularies_stream_what_they_decode(model_name, data, skip_special):
+    tokenizer = load_tokenizer(SMALL[model_name])
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=12))
     assert streamed(tokenizer, ids, skip_special) == tokenizer.decode(
         ids, skip_special=skip_special
@@ -51,15 +51,15 @@ def test_what_follows_a_text_is_what_it_adds_to_it(real, name, data, skip_specia
     assert "word" + added == tokenizer.decode([*before, *ids], skip_special=skip_special)
 
 
-@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("model_name", SMALL)
 @settings(deadline=None)
 @given(data=st.data(), skip_special=st.booleans(), follows=st.booleans())
-def test_ids_before_and_behind_are_decoded_together(kind, data, skip_special, follows):
+def test_ids_before_and_behind_are_decoded_together(model_name, data, skip_special, follows):
     """A prompt of ids may end inside a character: it is the first of what follows.
 
     Its control tokens never show.
     """
-    tokenizer = load_tokenizer(SMALL[kind])
+    tokenizer = load_tokenizer(SMALL[model_name])
     ids = st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=8)
     prompt, answer = data.draw(ids), data.draw(ids)
     # written out, control tokens of the answer are its words
@@ -68,14 +68,14 @@ def test_ids_before_and_behind_are_decoded_together(kind, data, skip_special, fo
     before = Detokenizer(tokenizer, skip_special=skip_special, continues_prompt=follows)
     text = "".join(map(before.push_prompt, prompt))
     for detokenizer in (before.fork(), before):
-        found = text + "".join(map(detokenizer.push, answer)) + detokenizer.flush()
+        streamed = text + "".join(map(detokenizer.push, answer)) + detokenizer.flush()
         first = (
             []
             if any(map(tokenizer.token_bytes, plain)) or not follows
             else tokenizer.encode("h", bos=False)
         )
-        whole = tokenizer.decode([*first, *plain, *answer], skip_special=skip_special)
-        assert found == whole[len(tokenizer.decode(first)) :]
+        full_text = tokenizer.decode([*first, *plain, *answer], skip_special=skip_special)
+        assert streamed == full_text[len(tokenizer.decode(first)) :]
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -85,12 +85,12 @@ def test_text_comes_back_and_only_ever_grows(real, name, text):
     tokenizer = real(name)
     ids = tokenizer.encode(text)
     detokenizer = Detokenizer(tokenizer)
-    seen = ""
+    streamed = ""
     for id in ids:
-        seen += detokenizer.push(id)
-        assert "\ufffd" not in seen or "\ufffd" in text
-    seen += detokenizer.flush()
-    assert seen == tokenizer.decode(ids)
+        streamed += detokenizer.push(id)
+        assert "\ufffd" not in streamed or "\ufffd" in text
+    streamed += detokenizer.flush()
+    assert streamed == tokenizer.decode(ids)
 
 
 def test_an_emoji_in_four_tokens_comes_at_once(real):

@@ -152,23 +152,23 @@ def smollm2(tmp_path_factory):
     from modelmill.checkpoint.pull import pull
 
     path = pull("smollm2", tmp_path_factory.mktemp("smollm2"))
-    theirs = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    hf_tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     files = open_checkpoint(path).tokenizer_files()
     tokenizer = load_tokenizer(files)
-    return lambda: (files, tokenizer, theirs)  # a function: hypothesis prints fixtures
+    return lambda: (files, tokenizer, hf_tokenizer)  # a function: hypothesis prints fixtures
 
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(text=st.text(max_size=60) | st.text(alphabet="ab 1\n\t'sé中🦙", max_size=60))
 def test_smollm2_as_transformers(smollm2, text):
-    _, tokenizer, theirs = smollm2()
+    _, tokenizer, hf_tokenizer = smollm2()
     # transformers forgets the file's pre-tokenizer, which sets every digit apart before all else
     text = "".join("x" if char.isnumeric() else char for char in text)
     ids = tokenizer.encode(text, special=True)
-    assert ids == theirs(text)["input_ids"]
+    assert ids == hf_tokenizer(text)["input_ids"]
     # not always `text`: this vocabulary has no token for a few control characters
-    assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert tokenizer.decode(ids) == hf_tokenizer.decode(ids, skip_special_tokens=True)
 
 
 @pytest.mark.slow
@@ -176,12 +176,12 @@ def test_smollm2_chat_as_transformers(smollm2):
     from modelmill.text.chat import load_chat
     from tests.text.test_chat import CONVERSATIONS
 
-    files, tokenizer, theirs = smollm2()
+    files, tokenizer, hf_tokenizer = smollm2()
     chat = load_chat(files, tokenizer)
     assert chat is not None
     for messages in CONVERSATIONS:
         for generate in (True, False):
-            expected = theirs.apply_chat_template(
+            expected = hf_tokenizer.apply_chat_template(
                 messages, add_generation_prompt=generate, return_dict=False
             )
             assert chat.encode(messages, generate) == expected

@@ -62,12 +62,12 @@ NOTHING = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "text"), NOTHING)
+@pytest.mark.parametrize(("grammar_type", "text"), NOTHING)
 def test_what_has_no_text_is_refused(
-    guides: grammars.GuideFactory, tokenizer: Tokenizer, kind: str, text: str
+    guides: grammars.GuideFactory, tokenizer: Tokenizer, grammar_type: str, text: str
 ) -> None:
     with pytest.raises(RequestError, match="cannot be used"):
-        guides.make(Grammar(kind, text), tokenizer.eos_ids)
+        guides.make(Grammar(grammar_type, text), tokenizer.eos_ids)
 
 
 def test_an_empty_text_is_one(guides: grammars.GuideFactory, tokenizer: Tokenizer) -> None:
@@ -118,9 +118,9 @@ def test_random_walks_end_inside_the_grammar(
     words = ["yes", "no", "naïve", 'a"b', "日本"]
     assert walk(guides, tokenizer, Grammar("choice", json.dumps(words)), seed) in words
     schema: Any = {"type": "array", "items": {"enum": [1, "x", None]}, "minItems": 2, "maxItems": 3}
-    found = walk(guides, tokenizer, Grammar("json", json.dumps(schema)), seed)
-    assert found is not None
-    assert 2 <= len(json.loads(found)) <= 3
+    document = walk(guides, tokenizer, Grammar("json", json.dumps(schema)), seed)
+    assert document is not None
+    assert 2 <= len(json.loads(document)) <= 3
 
 
 def test_a_copy_goes_its_own_way(guides: grammars.GuideFactory, tokenizer: Tokenizer) -> None:
@@ -140,7 +140,7 @@ def test_an_answer_without_an_end_is_refused(guides: grammars.GuideFactory) -> N
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"),
+    ("grammar_type", "text"),
     [
         ("regex", "("), ("regex", "x" * 300000), ("json", "{"), ("json", "[]"),
         ("json", '{"type": "odd"}'),
@@ -151,11 +151,11 @@ def test_an_answer_without_an_end_is_refused(guides: grammars.GuideFactory) -> N
         ("choice", r'["\ud800"]'),
     ],
 )  # fmt: skip
-def test_what_is_no_grammar(kind: str, text: str) -> None:
-    with pytest.raises(RequestError) as told:
-        grammars.check_grammar(Grammar(kind, text))
-    assert "\n" not in str(told.value)
-    assert len(str(told.value)) < 400
+def test_what_is_no_grammar(grammar_type: str, text: str) -> None:
+    with pytest.raises(RequestError) as error:
+        grammars.check_grammar(Grammar(grammar_type, text))
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 400
 
 
 def test_a_panic_of_the_library_is_a_refusal() -> None:
@@ -163,9 +163,9 @@ def test_a_panic_of_the_library_is_a_refusal() -> None:
     schema = {"properties": "object", "$ref": {}, "pattern": ["é" * 200]}
     text = json.dumps(schema, ensure_ascii=False)
     for shift in range(4):
-        with pytest.raises(RequestError) as told:
+        with pytest.raises(RequestError) as error:
             grammars.check_grammar(Grammar("json", text.replace("$ref", "$ref" + "x" * shift)))
-        assert len(str(told.value)) < 400
+        assert len(str(error.value)) < 400
 
 
 WORDS = [
@@ -196,10 +196,10 @@ ANY = st.recursive(
 @settings(deadline=None, max_examples=200)
 @given(schema=st.dictionaries(KEYS, ANY, max_size=3))
 def test_any_object_is_a_schema_or_refused_in_a_line(schema: dict[str, Any]) -> None:
-    said = ""
+    message = ""
     try:
         grammars.check_grammar(Grammar("json", json.dumps(schema)))
     except RequestError as error:
-        said = str(error)
-    assert "\n" not in said
-    assert len(said) < 400
+        message = str(error)
+    assert "\n" not in message
+    assert len(message) < 400

@@ -67,10 +67,10 @@ def test_what_a_user_types_is_text(chat: ImageChat) -> None:
 
 
 def test_a_system_message_stands_first(chat: ImageChat) -> None:
-    said = chat.render(
+    prompt = chat.render(
         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     )
-    assert said == "Be brief.###Human: Hi###Assistant:"
+    assert prompt == "Be brief.###Human: Hi###Assistant:"
 
 
 def test_without_the_question_to_go_on(chat: ImageChat) -> None:
@@ -123,10 +123,10 @@ def test_questions_have_the_pictures_in_front(tokenizer: Tokenizer) -> None:
         {"role": "assistant", "content": "A dog."},
         user("And this?", PICTURE),
     ]
-    said = "Be brief. Question: What is\nthis? Answer: A dog. Question: And this? Answer:"
-    assert chat.render(talk) == "<ImageHere><ImageHere>" + said
+    prompt_text = "Be brief. Question: What is\nthis? Answer: A dog. Question: And this? Answer:"
+    assert chat.render(talk) == "<ImageHere><ImageHere>" + prompt_text
     ids, pictures = chat.encode_with_images(talk)
-    assert ids == [0] * 6 + tokenizer.encode(said, bos=True)
+    assert ids == [0] * 6 + tokenizer.encode(prompt_text, bos=True)
     assert [position for position, _ in pictures] == [0, 3]
     assert chat.render(talk, add_generation_prompt=False).endswith("Question: And this?")
     assert chat.encode_with_images([user(PICTURE)])[0] == [0] * 3 + tokenizer.encode("", bos=True)
@@ -200,10 +200,10 @@ def test_a_lone_double_mark_ends_nothing(tokenizer: Tokenizer, chat: ImageChat) 
 @given(st.lists(st.sampled_from([HASH, DOUBLE, TRIPLE, 263, 11203, 29889, 13]), max_size=12))
 def test_the_text_decides(tokenizer: Tokenizer, chat: ImageChat, ids: list[int]) -> None:
     """Whatever the tokens are, the answer ends where its text first holds ###."""
-    text, taken, stopped = answered(tokenizer, chat, ids)
-    whole = tokenizer.decode(ids)
-    assert stopped == ("###" in whole)
+    text, consumed_ids, stopped = answered(tokenizer, chat, ids)
+    full_text = tokenizer.decode(ids)
+    assert stopped == ("###" in full_text)
     if stopped:
-        assert text == whole.split("###")[0]
-        assert "###" in tokenizer.decode(taken)
-        assert "###" not in tokenizer.decode(taken[:-1])
+        assert text == full_text.split("###")[0]
+        assert "###" in tokenizer.decode(consumed_ids)
+        assert "###" not in tokenizer.decode(consumed_ids[:-1])

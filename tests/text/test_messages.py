@@ -9,13 +9,13 @@ from modelmill.text.messages import validate_messages
 def test_parts_become_one_text_and_arguments_objects():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    given = [
+    messages = [
         {"role": "developer", "content": "s"},
         {"role": "user", "content": parts},
         {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
         {"role": "tool", "content": "r", "tool_call_id": "1"},
     ]
-    assert validate_messages(given) == [
+    assert validate_messages(messages) == [
         {"role": "system", "content": "s"},
         {"role": "user", "content": "a\nb"},
         {
@@ -95,5 +95,5 @@ def test_wrong_messages_are_requests_errors(messages):
 )
 def test_arguments_that_no_template_could_write_stay_the_text_that_the_model_wrote(text):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": text}}
-    (found,) = validate_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
-    assert found["tool_calls"][0]["function"]["arguments"] == text
+    (message,) = validate_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert message["tool_calls"][0]["function"]["arguments"] == text

@@ -89,10 +89,10 @@ def test_an_answer_goes_on_after_a_result(chat):
         "me see.\n"
         'Action: weather\nAction Input: {"town": "Köln"}\nObservation: dry\nThought:'
     )
-    whole = both(
+    prompt = both(
         chat, [ASK, call("weather"), result("weather", "dry")], add_generation_prompt=False
     )
-    assert whole.endswith("Thought:<|im_end|>")
+    assert prompt.endswith("Thought:<|im_end|>")
 
 
 def test_history(chat):

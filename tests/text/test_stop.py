@@ -34,13 +34,13 @@ def test_any_cut_gives_the_plain_answer(text, stops, draw):
         out += emit
         at += size
         if not stopped:
-            held = text[len(out) : at]
-            assert text[:at] == out + held
+            pending = text[len(out) : at]
+            assert text[:at] == out + pending
             # never part of a stop string given out, never more held than needed
             longest = max(
                 (n for s in stops for n in range(len(s)) if text[:at].endswith(s[:n])), default=0
             )
-            assert len(held) == longest
+            assert len(pending) == longest
     assert (out + matcher.flush(), matched) == plain(text, stops)
 
 

@@ -87,12 +87,12 @@ def talk(content: Any, arguments: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("arguments", [TEXT, {"city": "Köln"}], ids=["text", "object"])
 def test_no_template_loses_a_call(content: Any, arguments: Any) -> None:
     as_text = TEXT if isinstance(arguments, str) else '{"city": "Köln"}'
-    given = talk(content, arguments)
-    assert rendered(NULL_AND_TEXT, given) == f"[U]hi[C]function|weather|{as_text}[R]5"
-    whole = '{"name": "weather", "arguments": {"city": "Köln"}}'
-    assert rendered(OBJECTS, given) == f"[user]hi[assistant]{whole}[tool]5"
-    assert rendered(EITHER, given) == f"[user]hi[assistant]weather{as_text}[tool]5"
-    assert rendered(ITEMS, given) == "[user]hi[assistant]weather<city>Köln[tool]5"
+    messages = talk(content, arguments)
+    assert rendered(NULL_AND_TEXT, messages) == f"[U]hi[C]function|weather|{as_text}[R]5"
+    call_text = '{"name": "weather", "arguments": {"city": "Köln"}}'
+    assert rendered(OBJECTS, messages) == f"[user]hi[assistant]{call_text}[tool]5"
+    assert rendered(EITHER, messages) == f"[user]hi[assistant]weather{as_text}[tool]5"
+    assert rendered(ITEMS, messages) == "[user]hi[assistant]weather<city>Köln[tool]5"
 
 
 def test_arguments_that_are_no_object_stay_the_text_that_the_model_wrote() -> None:
@@ -121,9 +121,9 @@ def parts(*texts: str) -> list[dict[str, Any]]:
     ids=["anybody's", "users'", "none", "none, fails"],
 )
 def test_lists_go_to_templates_that_read_lists(template: str, joins: dict[str, str]) -> None:
-    given = [{"role": role, "content": parts("a", "b")} for role in joins]
+    messages = [{"role": role, "content": parts("a", "b")} for role in joins]
     want = "".join(f"[{role}]a{join}b" for role, join in joins.items())
-    assert rendered(template, given) == want
+    assert rendered(template, messages) == want
     assert rendered(template, [{"role": "user", "content": parts("one")}]) == "[user]one"
 
 
@@ -147,7 +147,7 @@ def test_any_parts_are_those_texts_in_that_order(template: str, join: str) -> No
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
 @pytest.mark.parametrize("arguments", [TEXT, {"city": "Köln"}], ids=["text", "object"])
 def test_published_templates_write_what_transformers_writes(
-    real: Any, theirs: Any, shared: Any, name: str, arguments: Any
+    real: Any, load_hf_tokenizer: Any, shared: Any, name: str, arguments: Any
 ) -> None:
     """From the form that the template was written for; transformers leaves the choice to its
     caller.
@@ -155,9 +155,11 @@ def test_published_templates_write_what_transformers_writes(
     files = files_of(shared, name)
     template = json.loads(files["tokenizer_config.json"])["chat_template"]
     chat = TemplateChat({"default": template}, real(name))
-    meant = json.loads(TEXT) if name == "qwen2.5" or not isinstance(arguments, str) else arguments
-    want = theirs(name).apply_chat_template(
-        talk("", meant), tokenize=False, add_generation_prompt=True
+    parsed_arguments = (
+        json.loads(TEXT) if name == "qwen2.5" or not isinstance(arguments, str) else arguments
+    )
+    want = load_hf_tokenizer(name).apply_chat_template(
+        talk("", parsed_arguments), tokenize=False, add_generation_prompt=True
     )
     for content in (None, ""):
         assert chat.render(talk(content, arguments)) == want
@@ -172,8 +174,8 @@ def test_calls_of_a_template_that_knows_no_tools_are_its_own_where_none_are_offe
     )
     assert variables == {}
     assert chat.render(messages) == f"[U]hi[C]function|weather|{TEXT}[R]5"
-    told, _ = prepare_tools(chat.tool_style, talk(None, TEXT), [], writes_calls=False)
-    assert "tool_calls" not in told[1]
+    prepared, _ = prepare_tools(chat.tool_style, talk(None, TEXT), [], writes_calls=False)
+    assert "tool_calls" not in prepared[1]
     chat.close()
 
 

@@ -45,23 +45,27 @@ def test_vectors(real, shared, name, vector):
 @pytest.mark.parametrize("name", ["gpt2", "qwen2.5", "qwen3"])
 @settings(deadline=None, max_examples=60)
 @given(text=st.text(max_size=60) | st.text(alphabet="ab 1\n\t'sé中🦙<|>_", max_size=60))
-def test_same_ids_and_text_as_transformers(real, theirs, name, text):
+def test_same_ids_and_text_as_transformers(real, load_hf_tokenizer, name, text):
     ids = real(name).encode(text, special=True)
-    assert ids == theirs(name)(text)["input_ids"]
+    assert ids == load_hf_tokenizer(name)(text)["input_ids"]
     if not any(control in text for control in real(name).special):
         assert real(name).encode(text) == ids
-    other = theirs(name).decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    other = load_hf_tokenizer(name).decode(
+        ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
     assert real(name).decode(ids) == other
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen2.5", "qwen3"])
 @settings(deadline=None, max_examples=25)
 @given(data=st.data(), skip=st.booleans())
-def test_same_text_as_transformers_for_any_ids(real, theirs, name, data, skip):
+def test_same_text_as_transformers_for_any_ids(real, load_hf_tokenizer, name, data, skip):
     ids = data.draw(
         st.lists(st.integers(0, real(name).vocab_size - 1) | st.integers(0, 255), max_size=10)
     )
-    other = theirs(name).decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+    other = load_hf_tokenizer(name).decode(
+        ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+    )
     assert real(name).decode(ids, skip_special=skip) == other
 
 
@@ -79,8 +83,8 @@ def test_text_never_makes_control_tokens_unless_asked(real, name, data):
     assert not set(ids) & set(tokenizer.special.values())
     assert tokenizer.decode(ids) == text
     parsed = tokenizer.encode(text, bos=False, special=True)
-    wanted = [tokenizer.special[part] for part in parts if part in tokenizer.special]
-    assert [id for id in parsed if id in set(tokenizer.special.values())] == wanted
+    expected = [tokenizer.special[part] for part in parts if part in tokenizer.special]
+    assert [id for id in parsed if id in set(tokenizer.special.values())] == expected
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -89,10 +93,10 @@ def test_text_never_makes_control_tokens_unless_asked(real, name, data):
 def test_token_bytes_are_the_bytes_of_the_text(real, name, text):
     tokenizer = real(name)
     ids = tokenizer.encode(text, bos=False)
-    whole = b"".join(map(tokenizer.token_bytes, ids))
+    joined = b"".join(map(tokenizer.token_bytes, ids))
     opening = tokenizer.first_token_bytes(ids[0]) if ids else b""
     assert (
-        opening + whole[len(tokenizer.token_bytes(ids[0])) if ids else 0 :]
+        opening + joined[len(tokenizer.token_bytes(ids[0])) if ids else 0 :]
         == tokenizer.decode(ids).encode()
     )
 
@@ -150,11 +154,11 @@ def test_a_text_that_is_too_long_is_counted_in_parts(real, monkeypatch, name):
     already.
     """
     tokenizer, split = real(name), []
-    whole = tokenizer._encode_ordinary
+    encode_ordinary = tokenizer._encode_ordinary
     monkeypatch.setattr(
         tokenizer,
         "_encode_ordinary",
-        lambda text, start: split.append(len(text)) or whole(text, start),
+        lambda text, start: split.append(len(text)) or encode_ordinary(text, start),
     )
     monkeypatch.setattr(tokenizer, "max_tokens", 3000)
     with pytest.raises(TokenizerError, match="the prompt has more than 3000 tokens; shorten it"):
@@ -173,20 +177,20 @@ def test_a_long_text_lets_other_threads_run(real, name):
     """
     tokenizer, best = real(name), float("inf")
     for _ in range(5):
-        held, done = [0.0], threading.Event()
+        longest_wait, done = [0.0], threading.Event()
 
-        def turn(held=held, done=done):
+        def turn(longest_wait=longest_wait, done=done):
             while not done.is_set():
                 began = time.process_time()
                 time.sleep(0.001)
-                held[0] = max(held[0], time.process_time() - began)
+                longest_wait[0] = max(longest_wait[0], time.process_time() - began)
 
         other = threading.Thread(target=turn)
         other.start()
         tokenizer.encode("The quick brown fox jumps over 13 lazy dogs. " * 4000)
         done.set()
         other.join()
-        best = min(best, held[0])
+        best = min(best, longest_wait[0])
         if best < 0.05:
             break
     assert best < 0.05

@@ -57,9 +57,9 @@ def test_what_a_forced_call_writes_is_a_call_that_the_function_takes(
         if text is None:
             continue
         ended += 1
-        found = make_tool_parser(tool_prompts.BARE_STYLE, ["f", "g"], forced=True)
-        pieces = [piece for char in text for piece in found.push(char)]
-        content, calls = collect_tool_calls([*pieces, *found.flush()])
+        parser = make_tool_parser(tool_prompts.BARE_STYLE, ["f", "g"], forced=True)
+        pieces = [piece for char in text for piece in parser.push(char)]
+        content, calls = collect_tool_calls([*pieces, *parser.flush()])
         assert content == ""
         assert 1 <= len(calls) <= (16 if several else 1)
         for each in calls:
@@ -71,20 +71,20 @@ def test_what_a_forced_call_writes_is_a_call_that_the_function_takes(
 
 def usable(rng: random.Random) -> dict[str, Any]:
     """Parameters that describe an object, as far as the grammar's library can say it."""
-    while not _usable(found := random_parameters(rng)):
+    while not _usable(parameters := random_parameters(rng)):
         pass
-    return found
+    return parameters
 
 
 def _usable(schema: dict[str, Any]) -> bool:
-    kind = schema.get("type", "object")
+    schema_type = schema.get("type", "object")
     if is_endless(schema):
         return False
     try:
         check_grammar(Grammar("json", json.dumps({**schema, "type": "object"})))
     except RequestError:
         return False
-    return kind == "object" or "object" in kind
+    return schema_type == "object" or "object" in schema_type
 
 
 TREE = {
@@ -188,15 +188,15 @@ def test_arguments_are_an_object_whatever_the_parameters_say(
     function = {"name": "f"} if schema is None else {"name": "f", "parameters": schema}
     grammar = forced_call_grammar([{"type": "function", "function": function}], None)
     check_grammar(grammar)
-    for given, takes_it in ((fine, True), (none, False)):
-        for text in given:
+    for texts, takes_it in ((fine, True), (none, False)):
+        for text in texts:
             assert takes(grammar, f'{{"name": "f", "arguments": {text}}}') is takes_it, text
 
 
-@pytest.mark.parametrize("kind", ["string", "odd", None, 3, [], ["null"], {}])
-def test_parameters_of_another_type_are_refused(kind: Any) -> None:
+@pytest.mark.parametrize("schema_type", ["string", "odd", None, 3, [], ["null"], {}])
+def test_parameters_of_another_type_are_refused(schema_type: Any) -> None:
     with pytest.raises(RequestError, match="tools: the parameters of f must have the type object"):
-        forced_call_grammar([tool("f", {"type": kind})], None)
+        forced_call_grammar([tool("f", {"type": schema_type})], None)
 
 
 @pytest.mark.parametrize(
@@ -207,11 +207,11 @@ def test_parameters_of_another_type_are_refused(kind: Any) -> None:
 def test_the_function_at_fault_is_named(schema: Any) -> None:
     with pytest.raises(
         RequestError, match=r"^the parameters of bad: the JSON schema cannot be used: "
-    ) as told:
+    ) as error:
         check_grammar(
             forced_call_grammar([tool("fine", {"type": "object"}), tool("bad", schema)], None)
         )
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 OPEN = {
@@ -229,9 +229,9 @@ def test_arguments_are_closed() -> None:
         "properties": {},
         "additionalProperties": False,
     }
-    found = close_schema(OPEN)
-    assert found["additionalProperties"] is False
-    assert found["properties"]["a"]["additionalProperties"] is False
+    schema = close_schema(OPEN)
+    assert schema["additionalProperties"] is False
+    assert schema["properties"]["a"]["additionalProperties"] is False
     for same in (
         {"type": "object"},
         {**OPEN, "allOf": [{"properties": {"c": {}}}]},
@@ -272,8 +272,8 @@ def test_closing_shuts_nothing_out_that_is_needed() -> None:
 
 
 def test_definitions_of_two_functions_do_not_meet() -> None:
-    def own(kind: Any) -> dict[str, Any]:
-        return {"properties": {"x": {"$ref": "#/$defs/X"}}, "$defs": {"X": kind}}
+    def own(definition: Any) -> dict[str, Any]:
+        return {"properties": {"x": {"$ref": "#/$defs/X"}}, "$defs": {"X": definition}}
 
     nested = {"type": "array", "items": {"$ref": "#/$defs/X"}}
     offered = [
@@ -291,27 +291,30 @@ def test_definitions_of_two_functions_do_not_meet() -> None:
                 assert takes(grammar, f"[{text}]" if several else text) is (of == name)
 
 
-def kinds(*each: dict[str, Any]) -> dict[str, Any]:
+def one_of(*each: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": {"k": {"oneOf": list(each)}}}
 
 
-def kind(required: list[str], **properties: Any) -> dict[str, Any]:
+def object_schema(required: list[str], **properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": required}
 
 
 def test_of_kinds_that_exclude_each_other_one_fits() -> None:
     """Closed, {"a": 1} would fit the first kind alone; as they were given, it fits both."""
-    one = kind(["a"], a={"type": "integer"})
-    assert close_schema(kinds(one, {"type": "object", "properties": {}})) == kinds(
+    one = object_schema(["a"], a={"type": "integer"})
+    assert close_schema(one_of(one, {"type": "object", "properties": {}})) == one_of(
         one, {"type": "object", "properties": {}}
     )
     for first, other in (
-        (one, kind(["b"], b={})),
-        (kind(["t"], t={"const": "x"}, a={}), kind(["t"], t={"enum": ["y", "z"]})),
+        (one, object_schema(["b"], b={})),
+        (
+            object_schema(["t"], t={"const": "x"}, a={}),
+            object_schema(["t"], t={"enum": ["y", "z"]}),
+        ),
         ({"type": "string"}, one),
     ):
-        found = close_schema(kinds(first, other))["properties"]["k"]["oneOf"]
-        assert found[1]["additionalProperties"] is False
-        check_grammar(forced_call_grammar([tool("f", kinds(first, other))], None))
-    many = kinds(*(kind(["t"], t={"const": f"k{place}"}) for place in range(2000)))
+        branches = close_schema(one_of(first, other))["properties"]["k"]["oneOf"]
+        assert branches[1]["additionalProperties"] is False
+        check_grammar(forced_call_grammar([tool("f", one_of(first, other))], None))
+    many = one_of(*(object_schema(["t"], t={"const": f"k{place}"}) for place in range(2000)))
     assert close_schema(many) == many

@@ -117,16 +117,16 @@ def read(
     style: str, text: str, sizes: list[int], **how: object
 ) -> tuple[str, list[tuple[str, str]], list[str | ToolCallDelta]]:
     """(content, calls, pieces) of a text that comes in pieces of these sizes, over and over."""
-    found, pieces, at, turn = (
+    parser, pieces, at, turn = (
         make_tool_parser(style, ["f", "g"], **how),
         list[str | ToolCallDelta](),
         0,
         0,
     )  # type: ignore[arg-type]
     while at < len(text):
-        pieces += found.push(text[at : at + sizes[turn % len(sizes)]])
+        pieces += parser.push(text[at : at + sizes[turn % len(sizes)]])
         at, turn = at + sizes[turn % len(sizes)], turn + 1
-    pieces += found.flush()
+    pieces += parser.flush()
     content, calls = collect_tool_calls(pieces)
     assert len({call.id for call in calls}) == len(calls)
     return content, [(call.name, call.arguments) for call in calls], pieces
@@ -136,9 +136,9 @@ def read(
 @pytest.mark.parametrize("sizes", [[1], [10**6], [3, 1, 7]], ids=str)
 def test_each_form(place: int, sizes: list[int]) -> None:
     style, text, content, calls = CASES[place]
-    found = read(style, text, sizes)
-    assert found[1] == calls
-    assert found[0] == content
+    result = read(style, text, sizes)
+    assert result[1] == calls
+    assert result[0] == content
 
 
 PIECES = [
@@ -177,16 +177,16 @@ def test_streamed_or_whole_it_is_the_same(
     assert (content, calls) == read(style, text, [10**6], thinking=thinking)[:2]
     if not calls and style != REACT_STYLE:
         assert content == text
-    told = 0
+    num_calls = 0
     for piece in pieces:
         if isinstance(piece, str):
             assert piece
         elif piece.name is not None:
-            assert piece.index == told
+            assert piece.index == num_calls
             assert piece.id
-            told += 1
+            num_calls += 1
         else:
-            assert piece.index == told - 1
+            assert piece.index == num_calls - 1
             assert piece.id is None
             assert piece.arguments
     for part, (name, arguments) in zip(
@@ -231,21 +231,21 @@ def test_every_object_arrives(
 
 def test_arguments_come_as_they_are_written() -> None:
     """The name first, as soon as it is sure; then every piece at once."""
-    found = make_tool_parser(MARKED_STYLE, ["f"])
-    assert found.push('<tool_call>{"name": "f", "argu') == []
-    (begun,) = found.push('ments": {"x": ')
+    parser = make_tool_parser(MARKED_STYLE, ["f"])
+    assert parser.push('<tool_call>{"name": "f", "argu') == []
+    (begun,) = parser.push('ments": {"x": ')
     assert isinstance(begun, ToolCallDelta)
     assert (begun.index, begun.name, begun.arguments) == (0, "f", '{"x": ')
-    assert found.push('"long') == [ToolCallDelta(0, '"long')]
-    assert found.push(' story"}}') == [ToolCallDelta(0, ' story"}')]
-    assert found.push("</tool_call>") == []
-    assert found.flush() == []
+    assert parser.push('"long') == [ToolCallDelta(0, '"long')]
+    assert parser.push(' story"}}') == [ToolCallDelta(0, ' story"}')]
+    assert parser.push("</tool_call>") == []
+    assert parser.flush() == []
 
 
 def test_content_is_not_held_longer_than_needed() -> None:
-    found = make_tool_parser(MARKED_STYLE, ["f"])
-    assert found.push("Well, 1 <") == ["Well, 1"]
-    assert found.push(" 2.") == [" < 2."]
+    parser = make_tool_parser(MARKED_STYLE, ["f"])
+    assert parser.push("Well, 1 <") == ["Well, 1"]
+    assert parser.push(" 2.") == [" < 2."]
     assert make_tool_parser(BARE_STYLE, ["f"]).push("It is") == ["It is"]
     assert make_tool_parser(REACT_STYLE, ["f"]).push("Hi the") == ["Hi the"]
     answer = make_tool_parser(REACT_STYLE, ["f"])

@@ -25,15 +25,15 @@ def test_a_format_without_tools_is_told_of_them_in_words() -> None:
         },
         {"role": "tool", "content": "42", "tool_call_id": "c"},
     ]
-    found = tool_prompts.describe_tools(talk, [TOOL])
-    assert found[0]["content"].startswith("Be brief.\n\n")
-    assert '"name": "f"' in found[0]["content"]
-    assert found[2] == {
+    messages = tool_prompts.describe_tools(talk, [TOOL])
+    assert messages[0]["content"].startswith("Be brief.\n\n")
+    assert '"name": "f"' in messages[0]["content"]
+    assert messages[2] == {
         "role": "assistant",
         "content": '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>',
     }
-    assert found[3]["role"] == "user"
-    assert "42" in found[3]["content"]
+    assert messages[3]["role"] == "user"
+    assert "42" in messages[3]["content"]
     assert tool_prompts.describe_tools(talk[1:2], [TOOL])[0]["role"] == "system"
     assert tool_prompts.describe_tools(talk[:2], []) == talk[:2]
 
@@ -68,14 +68,14 @@ PARALLEL: list[dict[str, Any]] = [
 
 def test_calls_made_at_once_are_told_one_by_one() -> None:
     talk, _ = tool_prompts.prepare_tools(tool_prompts.BARE_STYLE, PARALLEL, [])
-    told = [(m["role"], m["content"], [c["id"] for c in m.get("tool_calls", ())]) for m in talk]
-    assert told == [
+    actual = [(m["role"], m["content"], [c["id"] for c in m.get("tool_calls", ())]) for m in talk]
+    assert actual == [
         ("user", "Go", []), ("assistant", "Two.", ["a"]), ("tool", "A", []),
         ("assistant", "", ["b"]),
         ("tool", "B", []), ("assistant", "Done", []),
     ]  # fmt: skip
-    kept, _ = tool_prompts.prepare_tools(tool_prompts.MARKED_STYLE, PARALLEL, [])
-    assert len(kept) == len(PARALLEL)
+    messages, _ = tool_prompts.prepare_tools(tool_prompts.MARKED_STYLE, PARALLEL, [])
+    assert len(messages) == len(PARALLEL)
 
 
 def test_results_that_belong_to_no_call_are_kept() -> None:

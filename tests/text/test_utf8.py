@@ -31,9 +31,9 @@ def test_any_cut_gives_what_python_gives(data, draw):
 def test_each_byte_counts_every_broken_byte(data):
     stream = Utf8Stream(each_byte=True)
     text = "".join(stream.push(bytes([byte])) for byte in data) + stream.flush()
-    kept = text.replace(REPLACEMENT, "")
+    valid_text = text.replace(REPLACEMENT, "")
     genuine = data.decode("utf-8", errors="ignore").count(REPLACEMENT)
-    assert kept == data.decode("utf-8", errors="ignore").replace(REPLACEMENT, "")
+    assert valid_text == data.decode("utf-8", errors="ignore").replace(REPLACEMENT, "")
     assert text.count(REPLACEMENT) - genuine == len(data) - len(
         data.decode("utf-8", errors="ignore").encode()
     )

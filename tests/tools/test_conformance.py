@@ -48,11 +48,13 @@ def suites(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     package = tmp_path / "modelmill"
     package.mkdir()
-    found = {name: make(name, {"passed": 2, "failed": []}) for name in ("one", "two")}
-    monkeypatch.setattr(conformance, "find_suites", lambda: found)
+    fake_suites = {name: make(name, {"passed": 2, "failed": []}) for name in ("one", "two")}
+    monkeypatch.setattr(conformance, "find_suites", lambda: fake_suites)
     monkeypatch.setattr(conformance, "PACKAGE", package)
     monkeypatch.setattr(conformance, "DOCUMENT", tmp_path / "conformance.md")
-    return SimpleNamespace(runs=runs, found=found, make=make, root=tmp_path, package=package)
+    return SimpleNamespace(
+        runs=runs, by_name=fake_suites, make=make, root=tmp_path, package=package
+    )
 
 
 def run(suites: Any, *argv: str) -> int:
@@ -83,7 +85,9 @@ def test_results_are_kept_until_the_sources_change(suites: Any) -> None:
 
 
 def test_a_failure_is_named_run_again_and_ends_with_1(suites: Any) -> None:
-    suites.found["two"] = suites.make("two", {"passed": 1, "failed": [("a | check", "saw\nthis")]})
+    suites.by_name["two"] = suites.make(
+        "two", {"passed": 1, "failed": [("a | check", "saw\nthis")]}
+    )
     assert run(suites) == 1
     assert "| a \\| check | saw this |" in page(suites)
     assert "| **1** |" in page(suites)
@@ -92,7 +96,7 @@ def test_a_failure_is_named_run_again_and_ends_with_1(suites: Any) -> None:
 
 
 def test_a_suite_that_cannot_run_is_a_failure(suites: Any) -> None:
-    suites.found["one"] = suites.make("one", RuntimeError("no node\nhere"))
+    suites.by_name["one"] = suites.make("one", RuntimeError("no node\nhere"))
     assert run(suites) == 1
     assert "| runs to its end | RuntimeError: no node |" in page(suites)
     assert suites.runs == ["one", "two"], "the others run all the same"
@@ -166,16 +170,17 @@ def test_cases_of_a_schemathesis_report() -> None:
 
 
 @pytest.mark.parametrize(
-    ("response", "told"), [({"error": {"code": "not_found"}}, 1), ({"error": None}, 0), ("", 0)]
+    ("response", "num_notes"),
+    [({"error": {"code": "not_found"}}, 1), ({"error": None}, 0), ("", 0)],
 )
-def test_a_pass_on_a_path_that_is_not_served_is_told(response: Any, told: int) -> None:
+def test_a_pass_on_a_path_that_is_not_served_is_told(response: Any, num_notes: int) -> None:
     result = SuiteResult(0)
     each = SimpleNamespace(
         status=SimpleNamespace(value="passed"), response=response, warnings=[], errors=[]
     )
     llm_comply._collect(result, "open-responses: compact-response", each)
     assert result.passed == 1
-    assert len(result.notes) == told
+    assert len(result.notes) == num_notes
 
 
 def test_every_way_of_asking_begins_with_no_prefix_known(monkeypatch: pytest.MonkeyPatch) -> None:

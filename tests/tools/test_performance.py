@@ -76,12 +76,12 @@ def op(case: str, variant: str, fraction: float, **more: Any) -> dict[str, Any]:
     return {**row, "fraction": fraction, **more}
 
 
-def cpu(ours: float, ratio: float, note: str = "", prompt: int = 16) -> dict[str, Any]:
+def cpu(speed: float, ratio: float, note: str = "", prompt: int = 16) -> dict[str, Any]:
     """A row of ``benchmarks/llamacpp_peer.py``."""
     engine = {"dtype": "bfloat16", "quantization": "int8", "quantize_head": False}
     row = {"op": "llamacpp_peer", "phase": "decode", "prompt": prompt, "engine": engine, "busy": 0}
     row["device"] = "AMD EPYC (family 26 model 2), 2 cores"
-    return {**row, "ours": ours, "ratio": ratio, "note": note}
+    return {**row, "ours": speed, "ratio": ratio, "note": note}
 
 
 def test_the_committed_page_is_what_the_rows_and_the_story_give() -> None:
@@ -117,8 +117,8 @@ def test_first_tokens_stand_card_by_card_and_draw_by_draw() -> None:
     assert "| normal" in normal
     assert normal.endswith("| 83.0 / 100 = 0.830 | 85.5 / 90.0 = 0.950 | **84.2** missed |")
     line = make_target_line("first-4096", rows)
-    assert line.ours is not None
-    assert line.ours.value == 1.0, "cards, other draws and what was tried are other lines"
+    assert line.newest is not None
+    assert line.newest.value == 1.0, "cards, other draws and what was tried are other lines"
 
 
 def test_every_op_has_a_line_with_its_largest_cases() -> None:
@@ -184,9 +184,14 @@ def test_without_a_peer_the_newest_row_counts_and_the_oldest_was_first() -> None
         "decode-1x128",
         [bench(4.2, "01"), bench(3.7, "03"), bench(3.9, "02"), bench(9.0, "04", prompt=4096)],
     )
-    assert line.ours is not None
+    assert line.newest is not None
     assert line.first is not None
-    assert (line.ours.value, line.first.value, line.beside_peer, line.peers) == (3.7, 4.2, None, {})
+    assert (line.newest.value, line.first.value, line.beside_peer, line.peers) == (
+        3.7,
+        4.2,
+        None,
+        {},
+    )
 
 
 def test_peers_come_from_the_newest_run_that_has_both_and_ours_from_the_newest() -> None:
@@ -197,9 +202,9 @@ def test_peers_come_from_the_newest_run_that_has_both_and_ours_from_the_newest()
         table("vLLM", 1, "d", "08"),
     ]  # fmt: skip
     line = make_target_line("decode-1x128", [*rows, bench(3.4, "09")])
-    assert line.ours is not None
+    assert line.newest is not None
     assert line.beside_peer is not None
-    assert (line.ours.value, line.beside_peer.value, line.peers["vLLM"].value) == (3.5, 3.6, 4.8)
+    assert (line.newest.value, line.beside_peer.value, line.peers["vLLM"].value) == (3.5, 3.6, 4.8)
 
 
 def test_runs_with_other_options_are_other_figures() -> None:
@@ -209,8 +214,8 @@ def test_runs_with_other_options_are_other_figures() -> None:
         bench(2.2, "03", subject="transformers"),
     ]
     line = make_target_line("decode-1x128", rows)
-    assert line.ours is not None
-    assert line.ours.value == 3.7
+    assert line.newest is not None
+    assert line.newest.value == 3.7
 
 
 @pytest.mark.parametrize(
@@ -231,7 +236,7 @@ def test_runs_with_other_options_are_other_figures() -> None:
     ],
 )
 def test_each_kind_of_work_finds_its_rows(work: str, row: dict[str, Any]) -> None:
-    names = {name for name in TARGETS if make_target_line(name, [row]).ours is not None}
+    names = {name for name in TARGETS if make_target_line(name, [row]).newest is not None}
     assert names == {work}
 
 

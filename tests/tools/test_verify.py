@@ -35,12 +35,12 @@ def items(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 
     (tmp_path / "repo" / "modelmill").mkdir(parents=True)
     (tmp_path / "shared" / "data").mkdir(parents=True)
-    found = {"1": item("1", True), "2": item("2", True)}
-    monkeypatch.setattr(verify, "find_items", lambda: found)
+    fake_items = {"1": item("1", True), "2": item("2", True)}
+    monkeypatch.setattr(verify, "find_items", lambda: fake_items)
     monkeypatch.setattr(verify, "ROOT", tmp_path / "repo")
     monkeypatch.setattr(verify, "PACKAGE", tmp_path / "repo" / "modelmill")
     monkeypatch.setattr(verify, "DOCUMENT", tmp_path / "repo" / "docs" / "verification.md")
-    return {"runs": runs, "items": found, "item": item, "root": tmp_path / "repo"}
+    return {"runs": runs, "items": fake_items, "item": item, "root": tmp_path / "repo"}
 
 
 def run(items: dict[str, Any], *argv: str) -> int:

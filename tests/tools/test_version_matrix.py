@@ -40,10 +40,10 @@ def test_each_set_names_each_package_once_with_torch_first() -> None:
         names
     )
     assert not {"ruff", "mypy"} & set(names)
-    for low, whole in zip(oldest, newest, strict=True):
+    for low, requirement in zip(oldest, newest, strict=True):
         (pin,) = Requirement(low).specifier
         assert pin.operator == "=="
-        assert pin.version in Requirement(whole).specifier
+        assert pin.version in Requirement(requirement).specifier
     assert not {"triton", "transformers", "fastapi", "hypothesis"} & {
         Requirement(line).name for line in core
     }

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from modelmill.accept.token_scorer import TokenScorer
 from modelmill.artifact.manifest import MANIFEST_FILE, Manifest
 from modelmill.artifact.shard import ShardReader
 from modelmill.artifact.store import open_artifact
@@ -251,5 +252,5 @@ def test_loading_runs_nothing_the_folder_brings(engine: Path) -> None:
     (engine / "evil.py").write_text("raise SystemExit('ran')")
     (engine / "sitecustomize.py").write_text("raise SystemExit('ran')")
     loop = EngineCore.open(engine, SMALL)
-    assert torch.isfinite(loop.score([[1, 2, 3]])[0]).all()
+    assert torch.isfinite(TokenScorer(loop).logits([[1, 2, 3]])[0]).all()
     assert asdict(good)["config"]["model_type"] == "llama"

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from modelmill.accept.token_scorer import TokenScorer
 from modelmill.artifact.manifest import MANIFEST_FILE, Manifest
 from modelmill.builder import build_engine
 from modelmill.builder.plan import make_plan
@@ -89,7 +90,7 @@ def opened(engine: Path) -> str:
         loop = EngineCore.open(engine, SMALL)
     except ModelmillError as error:
         return check_one_line(error)
-    loop.score([[1, 2, 3, 4]], decode_from=2)
+    TokenScorer(loop).logits([[1, 2, 3, 4]], decode_from=2)
     return ""
 
 

@@ -50,9 +50,12 @@ def test_hundreds_of_schemas_through_the_api_leave_nothing_behind(running: Servi
     worker = psutil.Process(running.engine.pid)
 
     def ask(number: int) -> int:
-        form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema(number)}}
+        response_format = {
+            "type": "json_schema",
+            "json_schema": {"name": "s", "schema": schema(number)},
+        }
         return running.post(
-            "/v1/chat/completions", {**CHAT, "response_format": form, "max_tokens": 1}
+            "/v1/chat/completions", {**CHAT, "response_format": response_format, "max_tokens": 1}
         ).status
 
     assert {ask(number) for number in range(100)} == {200}

@@ -93,9 +93,12 @@ def rotated() -> bytes:
     return encode_image(random_photo(), "JPEG", exif=exif)
 
 
-def animated(form: str) -> bytes:
+def animated(file_format: str) -> bytes:
     return encode_image(
-        random_photo(), form, save_all=True, append_images=[random_photo(i) for i in range(1, 4)]
+        random_photo(),
+        file_format,
+        save_all=True,
+        append_images=[random_photo(i) for i in range(1, 4)],
     )
 
 
@@ -261,8 +264,8 @@ def test_pieces_of_pictures_at_random(seeing: SegmentService) -> None:
     """300 broken files: never a 5xx, and the worker's memory stays where it is."""
     chance = random.Random(7)
     sources = [
-        encode_image(random_photo(3), form)
-        for form in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+        encode_image(random_photo(3), file_format)
+        for file_format in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
     ]
     worker = psutil.Process(seeing.segment_engine.pid)
     before = 0

@@ -81,17 +81,17 @@ def test_a_large_reply_holds_nobody_up(
 
 
 def test_a_large_reply_is_whole(running: ServiceThread) -> None:
-    whole = running.post("/v1/completions", {"model": "stories", **SCORED}).json["choices"][0][
+    logprobs = running.post("/v1/completions", {"model": "stories", **SCORED}).json["choices"][0][
         "logprobs"
     ]
     events = running.post("/v1/completions", {"model": "stories", **SCORED, "stream": True}).events
     tables = [
         each["choices"][0]["logprobs"] for each in events[:-1] if each["choices"][0]["logprobs"]
     ]
-    assert {key: [one for table in tables for one in table[key]] for key in whole} == whole
-    assert [len(whole[key]) for key in sorted(whole)] == [len(IDS) + 1] * 4
-    assert whole["token_logprobs"][0] is whole["top_logprobs"][0] is None
-    assert all(len(best) in (20, 21) for best in whole["top_logprobs"][1:])
+    assert {key: [one for table in tables for one in table[key]] for key in logprobs} == logprobs
+    assert [len(logprobs[key]) for key in sorted(logprobs)] == [len(IDS) + 1] * 4
+    assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+    assert all(len(best) in (20, 21) for best in logprobs["top_logprobs"][1:])
 
 
 def test_the_log_probabilities_of_one_reply_are_bounded(running: ServiceThread) -> None:

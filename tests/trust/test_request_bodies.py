@@ -167,14 +167,16 @@ def schemas(schema: Any) -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize("path", REQUEST_MODELS)
 def test_lists_end_at_their_first_error_and_objects_are_counted_first(path: str) -> None:
     """An error for each element is what made a megabyte take minutes."""
-    whole = REQUEST_MODELS[path].__pydantic_core_schema__
-    lists = [each for each in schemas(whole) if each.get("type") == "list"]
+    core_schema = REQUEST_MODELS[path].__pydantic_core_schema__
+    lists = [each for each in schemas(core_schema) if each.get("type") == "list"]
     assert lists
     assert all(each.get("fail_fast") for each in lists), lists
-    before = [each["schema"] for each in schemas(whole) if each.get("type") == "function-before"]
-    objects = [each for each in schemas(whole) if each.get("type") == "dict"]
+    before = [
+        each["schema"] for each in schemas(core_schema) if each.get("type") == "function-before"
+    ]
+    objects = [each for each in schemas(core_schema) if each.get("type") == "dict"]
     assert all(any(each is inner for part in before for inner in schemas(part)) for each in objects)
-    models = [each for each in schemas(whole) if each.get("type") == "model"]
+    models = [each for each in schemas(core_schema) if each.get("type") == "model"]
     assert all(each["schema"]["type"] == "function-before" for each in models)
 
 

@@ -39,13 +39,13 @@ def test_any_value_in_any_field(name: str) -> None:
         except RequestError as error:
             check_one_line(error)
             continue
-        kept = getattr(params, name)
+        stored_value = getattr(params, name)
         if name in flags:
-            assert isinstance(kept, bool)
-        elif isinstance(kept, (int, float)):
-            assert math.isfinite(kept)
+            assert isinstance(stored_value, bool)
+        elif isinstance(stored_value, (int, float)):
+            assert math.isfinite(stored_value)
         else:
-            assert kept is None or len(kept) <= 1024
+            assert stored_value is None or len(stored_value) <= 1024
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_token_ids_outside_the_vocabulary_are_refused_at_build(tmp_path: Path, k
             plan = make_plan(open_checkpoint(folder), BuildConfig(target="cpu")).describe()
             assert plan["sampling"]["unused"] == {"typical_p": "is not offered"}
             continue
-        with pytest.raises(CheckpointError, match=f"the token id {vocab}"):
+        with pytest.raises(CheckpointError, match=f"between 0 and {vocab - 1}, not {vocab}"):
             make_plan(open_checkpoint(folder), BuildConfig(target="cpu"))
 
 

@@ -718,8 +718,8 @@ def test_clients_that_leave_in_the_middle(running: ServiceThread) -> None:
             await asyncio.gather(
                 *(leave(running.client, place) for place in range(begin, begin + 20))
             )
-        whole = {**COMPLETION, "max_tokens": 400, "ignore_eos": True}
-        tasks = [asyncio.create_task(first_part(running.client, whole)) for _ in range(20)]
+        request_body = {**COMPLETION, "max_tokens": 400, "ignore_eos": True}
+        tasks = [asyncio.create_task(first_part(running.client, request_body)) for _ in range(20)]
         await asyncio.gather(*tasks)
 
     async def first_part(client: Client, body: Any) -> None:

@@ -24,7 +24,7 @@ QUIET = [
 ]
 
 
-def nobody(done: int, total: int) -> None:
+def ignore_progress(done: int, total: int) -> None:
     assert 0 <= done <= max(total, done)
 
 
@@ -38,15 +38,15 @@ def test_rough_treatment_leaves_the_server_as_it_was(
     """
     with SoakServer([stories, sam], QUIET) as server:
         assert server.segment_model is not None
-        result = fuzz.fuzz(server, 160, 1, nobody)
+        result = fuzz.fuzz(server, 160, 1, ignore_progress)
         assert sum(result["statuses"].values()) == 160
         assert set(result["after"].values()) == {0.0}
-        left = client_disconnects.run_disconnects(server, 60, nobody, concurrency=20)
+        left = client_disconnects.run_disconnects(server, 60, ignore_progress, concurrency=20)
         assert left["ok"]
         assert left["had_read_something"] > 30
-        whole = mixed_load.run_mixed_load(server, 0.1, 0, nobody, clients=4)
-        assert sum(whole["requests"].values()) > 4
-        mixed_load.plot(whole, tmp_path / "plot.png")
+        load_result = mixed_load.run_mixed_load(server, 0.1, 0, ignore_progress, clients=4)
+        assert sum(load_result["requests"].values()) > 4
+        mixed_load.plot(load_result, tmp_path / "plot.png")
         assert (tmp_path / "plot.png").stat().st_size > 5000
     assert server.leftover_processes() == []
 

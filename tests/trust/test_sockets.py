@@ -175,8 +175,8 @@ def test_a_connection_that_says_nothing_is_closed(port: Port) -> None:
 
 
 def test_a_body_that_never_comes(port: Port) -> None:
-    whole = post(COMPLETION)
-    status, error = error_of(port.answer(whole[:-5]))
+    request_bytes = post(COMPLETION)
+    status, error = error_of(port.answer(request_bytes[:-5]))
     assert (status, error["code"]) == (408, "request_timeout")
 
 

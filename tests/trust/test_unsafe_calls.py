@@ -89,8 +89,11 @@ def faults(source: str) -> list[str]:
         if isinstance(node, ast.Import):
             errors += [alias.name for alias in node.names if forbidden(alias.name)]
         elif isinstance(node, ast.ImportFrom):
-            whole = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
-            errors += [module for module in whole if forbidden(module)]
+            imported_names = [
+                node.module or "",
+                *(f"{node.module}.{alias.name}" for alias in node.names),
+            ]
+            errors += [module for module in imported_names if forbidden(module)]
             errors += [
                 alias.name for alias in node.names if alias.name in NAMES or alias.name in CALLS
             ]

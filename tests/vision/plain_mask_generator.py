@@ -33,7 +33,7 @@ class PlainMask:
 
 
 def generate_masks(
-    eye: SamModel, picture: PIL.Image.Image, *, points_per_side: int, batch: int = 64,
+    model: SamModel, picture: PIL.Image.Image, *, points_per_side: int, batch: int = 64,
     pred_iou: float = 0.88,
     stable: float = 0.95, offset: float = 1.0, box_nms: float = 0.7, layers: int = 0,
     crop_nms: float = 0.7,
@@ -52,10 +52,10 @@ def generate_masks(
         inside: list[PlainMask] = []
         for start in range(0, len(points), batch):
             some = points[start : start + batch]
-            for at, logits, score in decode_points(eye, part, some):
+            for at, logits, score in decode_points(model, part, some):
                 if score <= pred_iou:
                     continue
-                big = upsample(eye, logits, part.size)
+                big = upsample(model, logits, part.size)
                 steady = int((big > offset).sum()) / max(int((big > -offset).sum()), 1)
                 if np.float32(steady) < stable:
                     continue
@@ -63,10 +63,10 @@ def generate_masks(
                 box = mask_box(mask)
                 if touches_crop_edge(box, crop, (width, height)):
                     continue
-                whole = np.zeros((height, width), dtype=bool)
-                whole[crop[1] : crop[3], crop[0] : crop[2]] = mask
+                pixels = np.zeros((height, width), dtype=bool)
+                pixels[crop[1] : crop[3], crop[0] : crop[2]] = mask
                 inside.append(
-                    PlainMask(whole, box, score, steady, (at[0] + crop[0], at[1] + crop[1]), crop)
+                    PlainMask(pixels, box, score, steady, (at[0] + crop[0], at[1] + crop[1]), crop)
                 )
         for each in nms(inside, [f.score for f in inside], box_nms):
             each.box = [each.box[k] + crop[k % 2] for k in range(4)]
@@ -106,27 +106,30 @@ def make_crops(
 
 
 @torch.inference_mode()
-def decode_points(eye: SamModel, part: PIL.Image.Image, points: list[tuple[float, float]]) -> Any:
+def decode_points(model: SamModel, part: PIL.Image.Image, points: list[tuple[float, float]]) -> Any:
     """(point, logits [4G, 4G], predicted IoU) of the three masks of each point."""
-    scale = eye.image_size / max(part.size)
+    scale = model.image_size / max(part.size)
     new = tuple(int(n * scale + 0.5) for n in part.size)
     at = torch.tensor(
         [[[x * (new[0] / part.width), y * (new[1] / part.height)], [0.0, 0.0]] for x, y in points]
     )
     labels = torch.tensor([[1, -1]] * len(points))
-    embedding = eye.embed_image(part).embedding
-    logits, scores = eye.model.decode_masks(embedding, at, labels, None, eye.vision)  # type: ignore[operator]
+    embedding = model.embed_image(part).embedding
+    logits, scores = model.model.decode_masks(embedding, at, labels, None, model.vision)  # type: ignore[operator]
     for i, point in enumerate(points):
         for k in (1, 2, 3):
             yield point, logits[i, k], float(scores[i, k])
 
 
-def upsample(eye: SamModel, logits: torch.Tensor, size: tuple[int, int]) -> np.ndarray:
+def upsample(model: SamModel, logits: torch.Tensor, size: tuple[int, int]) -> np.ndarray:
     """To the encoder's square, without its padding, to the picture's size."""
-    scale = eye.image_size / max(size)
+    scale = model.image_size / max(size)
     wide, tall = (int(n * scale + 0.5) for n in size)
     big = F.interpolate(
-        logits[None, None], (eye.image_size, eye.image_size), mode="bilinear", align_corners=False
+        logits[None, None],
+        (model.image_size, model.image_size),
+        mode="bilinear",
+        align_corners=False,
     )
     big = F.interpolate(
         big[..., :tall, :wide], (size[1], size[0]), mode="bilinear", align_corners=False
@@ -152,11 +155,11 @@ def touches_crop_edge(
 
 def nms(masks: list[PlainMask], scores: list[float], threshold: float) -> list[PlainMask]:
     """The best first; what overlaps a better one's box by more than the threshold goes."""
-    kept: list[PlainMask] = []
+    survivors: list[PlainMask] = []
     for i in sorted(range(len(masks)), key=lambda i: -np.float32(scores[i])):
-        if all(iou(masks[i].box, other.box) <= threshold for other in kept):
-            kept.append(masks[i])
-    return kept
+        if all(iou(masks[i].box, other.box) <= threshold for other in survivors):
+            survivors.append(masks[i])
+    return survivors
 
 
 def iou(a: list[int], b: list[int]) -> float:
@@ -177,10 +180,10 @@ def remove_small_regions(mask: np.ndarray, min_pixels: int, holes: bool) -> tupl
         return mask, False
     if holes:
         return mask | np.isin(labels, small), True
-    kept = [i + 1 for i, size in enumerate(sizes) if size >= min_pixels] or [
+    labels_to_keep = [i + 1 for i, size in enumerate(sizes) if size >= min_pixels] or [
         int(np.argmax(sizes)) + 1
     ]
-    return np.isin(labels, kept), True
+    return np.isin(labels, labels_to_keep), True
 
 
 def label_regions(ground: np.ndarray) -> tuple[np.ndarray, list[int]]:

@@ -16,32 +16,33 @@ from modelmill.models import sam
 from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.registry import select_backends
 from modelmill.vision.automatic_mask_generator import AutomaticMaskOptions
-from modelmill.vision.masks import from_coco_rle, to_coco_rle
+from modelmill.vision.masks import to_coco_rle
 from modelmill.vision.sam_model import SamModel
 from tests.models.sam_seeded import small_state
 from tests.models.test_sam import made
 from tests.vision import plain_mask_generator as plain
+from tests.vision.coco_rle import from_coco_rle
 
 
 def same(
-    eye: SamModel, picture: PIL.Image.Image, names: dict[str, str], options: dict[str, Any]
+    model: SamModel, picture: PIL.Image.Image, names: dict[str, str], options: dict[str, Any]
 ) -> int:
     """Compare; returns how many masks there are. names: our option → the plain one's."""
-    actual = eye.generate_masks(picture, AutomaticMaskOptions(**options))
+    actual = model.generate_masks(picture, AutomaticMaskOptions(**options))
     expected = plain.generate_masks(
-        eye, picture, **{names[name]: value for name, value in options.items()}
+        model, picture, **{names[name]: value for name, value in options.items()}
     )
     assert len(actual) == len(expected)
-    for ours, reference in zip(actual, expected, strict=True):
-        assert ours.score == reference.score
-        assert ours.box == tuple(reference.box)
-        assert ours.point == pytest.approx(reference.point, abs=1e-9)
-        assert ours.crop == reference.crop
-        assert ours.stability == pytest.approx(reference.stability, rel=1e-6)
+    for mask, reference in zip(actual, expected, strict=True):
+        assert mask.score == reference.score
+        assert mask.box == tuple(reference.box)
+        assert mask.point == pytest.approx(reference.point, abs=1e-9)
+        assert mask.crop == reference.crop
+        assert mask.stability == pytest.approx(reference.stability, rel=1e-6)
         runs = plain.encode_rle(reference.mask)
-        assert ours.to_dict(rle=True)["rle"] == to_coco_rle(runs, *reference.mask.shape)
-        assert from_coco_rle(ours.to_dict(rle=True)["rle"]) == runs
-        assert ours.area == int(reference.mask.sum())
+        assert mask.to_dict(rle=True)["rle"] == to_coco_rle(runs, *reference.mask.shape)
+        assert from_coco_rle(mask.to_dict(rle=True)["rle"]) == runs
+        assert mask.area == int(reference.mask.sum())
     return len(actual)
 
 
@@ -87,14 +88,14 @@ def blots(side: int) -> Any:
 def test_blots_are_kept_as_plain_loops_keep_them(
     options: dict[str, Any], least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    eye = SamModel(
+    sam_model = SamModel(
         made(small_state(2)), VisionContext(select_backends("cpu")), sam.IMAGE_MEAN, sam.IMAGE_STD
     )
-    monkeypatch.setattr(eye.model, "decode_masks", blots(eye.image_size // 4))
+    monkeypatch.setattr(sam_model.model, "decode_masks", blots(sam_model.image_size // 4))
     values = np.random.default_rng(3).integers(0, 255, (90, 140, 3), dtype=np.uint8)
     picture = PIL.Image.fromarray(values)
     settings = {"pred_iou_thresh": 0.6, "stability_score_thresh": 0.3} | options
-    assert same(eye, picture, NAMES, settings) >= least
+    assert same(sam_model, picture, NAMES, settings) >= least
 
 
 @pytest.mark.slow
@@ -107,9 +108,11 @@ def test_mobilesam_finds_what_plain_loops_find(shared: Path, options: dict[str, 
     from safetensors.torch import load_file
 
     model = made(load_file(shared / "data/models/mobile_sam/mobile_sam.safetensors"))
-    eye = SamModel(model, VisionContext(select_backends("cpu")), sam.IMAGE_MEAN, sam.IMAGE_STD)
+    sam_model = SamModel(
+        model, VisionContext(select_backends("cpu")), sam.IMAGE_MEAN, sam.IMAGE_STD
+    )
     picture = PIL.Image.open(shared / "data/images/dog.jpg").convert("RGB")
     if "min_mask_region_area" in options:
         picture = picture.resize((300, 200))  # plain loops visit every pixel
-    count = same(eye, picture, NAMES, options)
+    count = same(sam_model, picture, NAMES, options)
     assert count >= 8

@@ -86,18 +86,18 @@ def test_an_eye_with_graphs_sees_what_one_without_sees() -> None:
         make_prompt([(5.0, 6.0)]),
     ]
     for part in (pictures[:9], pictures[9:], pictures[:1]):
-        for eye in models:
-            eye.embedding_cache.clear()
-        embeddings = [eye.embed_images(part) for eye in models]
+        for sam_model in models:
+            sam_model.embedding_cache.clear()
+        embeddings = [sam_model.embed_images(part) for sam_model in models]
         for one, other in zip(*embeddings, strict=True):
             assert torch.allclose(one.embedding, other.embedding, atol=1e-4)
             for first, second in zip(
-                *(eye.predict_all(one, prompts) for eye in models), strict=True
+                *(sam_model.predict_all(one, prompts) for sam_model in models), strict=True
             ):
                 assert [m.score for m in first] == pytest.approx(
                     [m.score for m in second], abs=1e-4
                 )
-                for ours, plain in zip(first, second, strict=True):
-                    assert float((ours.pixels == plain.pixels).float().mean()) > 0.999
+                for mask, plain in zip(first, second, strict=True):
+                    assert float((mask.pixels == plain.pixels).float().mean()) > 0.999
     assert len(models[0].captured_calls) >= 3
     assert len(models[1].captured_calls) == 0

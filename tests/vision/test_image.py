@@ -75,13 +75,13 @@ def test_every_orientation_is_undone() -> None:
     picture = PIL.Image.fromarray(
         np.random.default_rng(0).integers(0, 256, (4, 6, 3), dtype=np.uint8)
     )
-    for form in ("PNG", "TIFF", "JPEG", "WEBP"):
+    for file_format in ("PNG", "TIFF", "JPEG", "WEBP"):
         for note in range(10):
             exif = PIL.Image.Exif()
             exif[0x0112] = note
-            data = saved(picture, form, exif=exif)
+            data = saved(picture, file_format, exif=exif)
             expected = ImageOps.exif_transpose(PIL.Image.open(io.BytesIO(data))).convert("RGB")
-            assert np.array_equal(image.open_image(data), expected), (form, note)
+            assert np.array_equal(image.open_image(data), expected), (file_format, note)
 
 
 @pytest.mark.parametrize(

@@ -54,10 +54,10 @@ def test_small_regions_go(mask: np.ndarray, least: int) -> None:
     labels, sizes = flooded(~mask)
     filled = mask | np.isin(labels, [i + 1 for i, size in enumerate(sizes) if size < least])
     labels, islands = flooded(filled)
-    kept = [i + 1 for i, size in enumerate(islands) if size >= least]
-    if islands and not kept:
-        kept = [1 + int(np.argmax(islands))]
-    assert np.array_equal(actual, np.isin(labels, kept))
+    labels_to_keep = [i + 1 for i, size in enumerate(islands) if size >= least]
+    if islands and not labels_to_keep:
+        labels_to_keep = [1 + int(np.argmax(islands))]
+    assert np.array_equal(actual, np.isin(labels, labels_to_keep))
     expected_change = any(size < least for size in sizes) or any(size < least for size in islands)
     assert changed == expected_change
 

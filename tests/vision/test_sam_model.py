@@ -20,37 +20,38 @@ from modelmill.vision.automatic_mask_generator import (
     point_grid,
     touches_crop_edge,
 )
-from modelmill.vision.masks import encode_rle, from_coco_rle
+from modelmill.vision.masks import encode_rle
 from modelmill.vision.prompts import Prompt, group_by_shape, make_prompt, prompt_tensors
 from modelmill.vision.sam_model import Mask, SamModel
 from tests.models.test_sam import made
+from tests.vision.coco_rle import from_coco_rle
 
 
 @pytest.fixture(scope="module")
-def eye(shared: Path) -> SamModel:
+def sam_model(shared: Path) -> SamModel:
     from safetensors.torch import load_file
 
     model = made(load_file(shared / "data/models/mobile_sam/mobile_sam.safetensors"))
     return SamModel(model, VisionContext(select_backends("cpu")), sam.IMAGE_MEAN, sam.IMAGE_STD)
 
 
-def test_the_truck_window(eye: SamModel, shared: Path) -> None:
+def test_the_truck_window(sam_model: SamModel, shared: Path) -> None:
     # the facts are those of the original pipeline, as published beside the weights
-    embedding = eye.embed_image(shared / "data/images/truck.jpg")
+    embedding = sam_model.embed_image(shared / "data/images/truck.jpg")
     assert embedding.size == (1800, 1200)
-    best = eye.predict(embedding, make_prompt([(500, 375)]))[0]
+    best = sam_model.predict(embedding, make_prompt([(500, 375)]))[0]
     assert best.box == (424, 318, 627, 446)
     assert best.score == pytest.approx(0.9998, abs=5e-5)
     assert best.pixels.shape == (1200, 1800)
-    single = eye.predict(embedding, make_prompt([(500, 375)]), multimask=False)
+    single = sam_model.predict(embedding, make_prompt([(500, 375)]), multimask=False)
     assert len(single) == 1
     assert single[0].box == (233, 317, 629, 460)
     assert single[0].score == pytest.approx(0.8048, abs=5e-5)
 
 
-def test_prompts_together_are_prompts_alone(eye: SamModel, shared: Path) -> None:
-    embedding = eye.embed_image(shared / "data/images/truck.jpg")
-    first = eye.predict(embedding, make_prompt([(500, 375)]))
+def test_prompts_together_are_prompts_alone(sam_model: SamModel, shared: Path) -> None:
+    embedding = sam_model.embed_image(shared / "data/images/truck.jpg")
+    first = sam_model.predict(embedding, make_prompt([(500, 375)]))
     prompts = [
         make_prompt([(500, 375)]),
         make_prompt(box=(425, 600, 700, 875)),
@@ -59,42 +60,42 @@ def test_prompts_together_are_prompts_alone(eye: SamModel, shared: Path) -> None
         make_prompt([(500, 375)], mask=first[0].logits),
         make_prompt([(500, 375), (1125, 625)]),
     ]
-    together = eye.predict_all(embedding, prompts)
+    together = sam_model.predict_all(embedding, prompts)
     for prompt, masks in zip(prompts, together, strict=True):
-        alone = eye.predict(embedding, prompt)
+        alone = sam_model.predict(embedding, prompt)
         assert [m.box for m in alone] == [m.box for m in masks]
         assert [m.score for m in alone] == pytest.approx([m.score for m in masks], abs=1e-5)
         assert [m.score for m in masks] == sorted((m.score for m in masks), reverse=True)
 
 
 def test_a_cpu_decodes_many_prompts_a_few_at_a_time(
-    eye: SamModel, shared: Path, monkeypatch: pytest.MonkeyPatch
+    sam_model: SamModel, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Intermediate tensors of 64 prompts are 268 MB each, fresh pages of the system's for each
     operation.
     """
-    embedding = eye.embed_image(shared / "data/images/truck.jpg")
+    embedding = sam_model.embed_image(shared / "data/images/truck.jpg")
     prompts = [make_prompt([(100.0 * i, 50.0 * i)]) for i in range(1, 12)]
-    calls, decoded = [], eye._run_decoder
+    calls, decoded = [], sam_model._run_decoder
     monkeypatch.setattr(
-        eye, "_run_decoder", lambda *inputs: calls.append(len(inputs[1])) or decoded(*inputs)
+        sam_model, "_run_decoder", lambda *inputs: calls.append(len(inputs[1])) or decoded(*inputs)
     )
-    logits, scores = eye.decode(embedding, prompts)
+    logits, scores = sam_model.decode(embedding, prompts)
     assert max(calls) <= 8
     assert sum(calls) == 11
     for i in (0, 7, 8, 10):
-        alone, score = eye.decode(embedding, [prompts[i]])
+        alone, score = sam_model.decode(embedding, [prompts[i]])
         assert torch.allclose(alone[0], logits[i], atol=1e-3)
         assert torch.allclose(score[0], scores[i], atol=1e-5)
 
 
 def test_a_picture_seen_before_is_not_computed_again(
-    eye: SamModel, shared: Path, monkeypatch: pytest.MonkeyPatch
+    sam_model: SamModel, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    embedding = eye.embed_image(shared / "data/images/truck.jpg")
-    monkeypatch.setattr(eye.model, "encode_image", None)
+    embedding = sam_model.embed_image(shared / "data/images/truck.jpg")
+    monkeypatch.setattr(sam_model.model, "encode_image", None)
     assert torch.equal(
-        eye.embed_image(shared / "data/images/truck.jpg").embedding, embedding.embedding
+        sam_model.embed_image(shared / "data/images/truck.jpg").embedding, embedding.embedding
     )
 
 
@@ -176,7 +177,7 @@ def test_masks_of_a_large_picture_are_kept_as_small_as_they_are() -> None:
     """A hundred whole masks of a 48-megapixel photo would take 4.8 GB."""
     part = torch.tensor([[True, False], [True, True], [False, True]])
     mask = Mask(part, (8000, 6000), 0.9, (10, 20, 11, 22), 4)
-    whole = mask.pixels
-    assert whole.shape == (6000, 8000)
-    assert whole.nonzero().tolist() == [[20, 10], [21, 10], [21, 11], [22, 11]]
-    assert from_coco_rle(mask.to_dict(rle=True)["rle"]) == encode_rle(whole)
+    pixels = mask.pixels
+    assert pixels.shape == (6000, 8000)
+    assert pixels.nonzero().tolist() == [[20, 10], [21, 10], [21, 11], [22, 11]]
+    assert from_coco_rle(mask.to_dict(rle=True)["rle"]) == encode_rle(pixels)

@@ -49,25 +49,25 @@ def test_nearest_errs_by_half_a_step_and_stores_what_it_says(
 ) -> None:
     weight = drawn(*size, seed=size[0])
     weight[0] = 0.0
-    kept = Int4Weight.pack(weight, torch.float32, group_size=group, symmetric=symmetric)
-    scale = kept.scale.float().abs().repeat_interleave(kept.group_size, 1)[:, : size[1]]
+    packed = Int4Weight.pack(weight, torch.float32, group_size=group, symmetric=symmetric)
+    scale = packed.scale.float().abs().repeat_interleave(packed.group_size, 1)[:, : size[1]]
     # 7 levels on one side of a symmetric grid: its other end may lack a whole step; float16 rounds
     # the grid itself
     steps = 1.0 if symmetric else 0.5
     assert bool(
-        ((kept.dense() - weight).abs() <= (steps + 0.02) * scale + 1e-3 * weight.abs()).all()
+        ((packed.dense() - weight).abs() <= (steps + 0.02) * scale + 1e-3 * weight.abs()).all()
     )
-    assert kept.shape == size
-    stored = kept.tensors()
+    assert packed.shape == size
+    stored = packed.tensors()
     info = base.packed_info("int4", size, torch.float32, group_size=group, symmetric=symmetric)
     assert {name: (tuple(t.shape), t.dtype) for name, t in stored.items()} == info
     assert list(stored) == list(info), "written in the order announced"
     again = base.from_tensors("int4", stored)
-    assert torch.equal(again.dense(), kept.dense())
+    assert torch.equal(again.dense(), packed.dense())
     x = drawn(3, size[1], seed=1)
     torch.testing.assert_close(
-        kept.matmul(x, None, registry.select_backends("cpu")),
-        x @ kept.dense().T,
+        packed.matmul(x, None, registry.select_backends("cpu")),
+        x @ packed.dense().T,
         rtol=1e-4,
         atol=1e-4,
     )
@@ -79,9 +79,9 @@ def test_16_levels_are_held_exactly() -> None:
     codes[:, ::32], codes[:, 1::32] = 0, 15
     scale = torch.rand(6, 3).half().float() + 0.1
     weight = codes * scale.half().float().repeat_interleave(32, 1) - 0.75
-    kept = Int4Weight.pack(weight, torch.float32, group_size=32)
-    assert torch.equal(kept.dense(), weight)
-    assert torch.equal(kept.codes().long(), codes)
+    packed = Int4Weight.pack(weight, torch.float32, group_size=32)
+    assert torch.equal(packed.dense(), weight)
+    assert torch.equal(packed.codes().long(), codes)
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
@@ -89,10 +89,10 @@ def test_16_levels_are_held_exactly() -> None:
 def test_a_slice_is_the_slice_of_what_is_multiplied_with(
     columns: tuple[int, int], symmetric: bool
 ) -> None:
-    whole = Int4Weight.pack(drawn(20, 300), torch.float32, group_size=64, symmetric=symmetric)
+    packed = Int4Weight.pack(drawn(20, 300), torch.float32, group_size=64, symmetric=symmetric)
     rows = [(2, 5), (11, 20)]
-    part = whole.slice(rows, columns)
-    expected = torch.cat([whole.dense()[a:b, slice(*columns)] for a, b in rows])
+    part = packed.slice(rows, columns)
+    expected = torch.cat([packed.dense()[a:b, slice(*columns)] for a, b in rows])
     assert torch.equal(part.dense(), expected)
     assert torch.equal(base.from_tensors("int4", part.tensors()).dense(), expected)
     assert part.alignment == 64

@@ -39,70 +39,72 @@ def _made(
     made = RptqRecipe(
         BuildConfig(quantization="rptq", bits=bits, mode=mode, splits_per_channel=splits)
     ).recipe_for("layers.0.mlp.down_proj")
-    held = made.quantize(weight, statistics)
-    assert isinstance(held, RptqWeight)
-    return held, weight, x
+    rptq_weight = made.quantize(weight, statistics)
+    assert isinstance(rptq_weight, RptqWeight)
+    return rptq_weight, weight, x
 
 
 @pytest.mark.parametrize(("bits", "mode"), BITS_AND_MODES)
 def test_what_is_announced_is_stored_and_read_back(bits: str, mode: str) -> None:
-    held, _, x = _made(bits, mode)
+    rptq_weight, _, x = _made(bits, mode)
     layout = RptqRecipe(BuildConfig(quantization="rptq", bits=bits, mode=mode)).pack_options
-    announced = packed_info("rptq", held.shape, torch.float32, **layout)
-    stored = held.tensors()
+    announced = packed_info("rptq", rptq_weight.shape, torch.float32, **layout)
+    stored = rptq_weight.tensors()
     assert list(announced) == list(stored)
     assert {n: (tuple(t.shape), t.dtype) for n, t in stored.items()} == announced
     again = from_tensors("rptq", stored)
     ops = registry.select_backends("cpu")
-    assert torch.equal(again.matmul(x, None, ops), held.matmul(x, None, ops))
+    assert torch.equal(again.matmul(x, None, ops), rptq_weight.matmul(x, None, ops))
 
 
 @pytest.mark.parametrize(("bits", "most"), [("w8a8", 0.02), ("w4a8", 0.12), ("w4a4", 0.25)])
 @pytest.mark.parametrize("mode", ["exact", "dynamic"])
 def test_outputs_are_near_those_of_the_weight(bits: str, mode: str, most: float) -> None:
-    held, weight, x = _made(bits, mode)
+    rptq_weight, weight, x = _made(bits, mode)
     right = x @ weight.T
-    off = held.matmul(x, None, registry.select_backends("cpu")) - right
+    off = rptq_weight.matmul(x, None, registry.select_backends("cpu")) - right
     assert float(off.norm() / right.norm()) < most
 
 
 @pytest.mark.parametrize(("bits", "mode"), BITS_AND_MODES)
 def test_parts_of_ranks_add_up(bits: str, mode: str) -> None:
     """Columns cut anywhere, rows in stretches: the parts' products sum up to the whole."""
-    held, _, x = _made(bits, mode)
+    rptq_weight, _, x = _made(bits, mode)
     ops = registry.select_backends("cpu")
-    whole = held.matmul(x, None, ops)
-    parts = [held.slice([(0, 24)], cut) for cut in ((0, 37), (37, 100))]
+    expected = rptq_weight.matmul(x, None, ops)
+    parts = [rptq_weight.slice([(0, 24)], cut) for cut in ((0, 37), (37, 100))]
     summed = sum(
         part.matmul(x[:, a:b], None, ops)
         for part, (a, b) in zip(parts, ((0, 37), (37, 100)), strict=True)
     )
     # a token's own steps see fewer channels in a part
     tolerance = 1e-5 if mode != "dynamic" else 0.3
-    assert float((summed - whole).abs().max()) <= tolerance * float(whole.abs().max())
-    some = held.slice([(2, 5), (20, 24)], (0, 100)).matmul(x, None, ops)
-    assert torch.allclose(some, torch.cat([whole[:, 2:5], whole[:, 20:24]], 1), atol=1e-6)
+    assert float((summed - expected).abs().max()) <= tolerance * float(expected.abs().max())
+    some = rptq_weight.slice([(2, 5), (20, 24)], (0, 100)).matmul(x, None, ops)
+    assert torch.allclose(some, torch.cat([expected[:, 2:5], expected[:, 20:24]], 1), atol=1e-6)
 
 
 def test_a_norm_puts_out_what_the_product_wants() -> None:
-    held, _, x = _made("w8a8", "exact")
-    assert held.act_quant is not None
+    rptq_weight, _, x = _made("w8a8", "exact")
+    assert rptq_weight.act_quant is not None
     norm = torch.rand(100) + 0.5
     ops = registry.select_backends("cpu")
-    values, scale = rms_norm_quant(x, norm, 1e-5, held.act_quant)
-    fused = held.matmul(QuantizedInput(values, scale, x.dtype), None, ops)
+    values, scale = rms_norm_quant(x, norm, 1e-5, rptq_weight.act_quant)
+    fused = rptq_weight.matmul(QuantizedInput(values, scale, x.dtype), None, ops)
     assert torch.equal(
-        fused, held.matmul(ops.rms_norm(x, norm, 1e-5), None, ops)
-    ) or torch.allclose(fused, held.matmul(ops.rms_norm(x, norm, 1e-5), None, ops), atol=0.05)
+        fused, rptq_weight.matmul(ops.rms_norm(x, norm, 1e-5), None, ops)
+    ) or torch.allclose(
+        fused, rptq_weight.matmul(ops.rms_norm(x, norm, 1e-5), None, ops), atol=0.05
+    )
     assert _made("w8a8", "dynamic")[0].act_quant is None
 
 
 def test_a_gate_is_taken_in_the_same_pass() -> None:
-    held, _, x = _made("w4a4", "exact")
+    rptq_weight, _, x = _made("w4a4", "exact")
     ops = registry.select_backends("cpu")
     both = torch.cat([x, x.flip(0)], 1)
-    apart = held.matmul(ops.silu_mul(both), None, ops)
-    off = (held.try_swiglu_quant(both, None, ops) - apart).norm() / apart.norm()
+    apart = rptq_weight.matmul(ops.silu_mul(both), None, ops)
+    off = (rptq_weight.try_swiglu_quant(both, None, ops) - apart).norm() / apart.norm()
     assert float(off) < 0.01  # a value at the border of two integers may fall to either
 
 
@@ -135,22 +137,22 @@ def test_damage_is_named() -> None:
 def test_several_columns_of_a_channel_add_up_to_one_number_of_more_levels(
     bits: str, splits: int
 ) -> None:
-    held, _, x = _made(bits, "exact", columns=300, splits=splits)
-    assert held.tensors().keys() == packed_info(
-        "rptq", held.shape, torch.float32, mode="exact"
+    rptq_weight, _, x = _made(bits, "exact", columns=300, splits=splits)
+    assert rptq_weight.tensors().keys() == packed_info(
+        "rptq", rptq_weight.shape, torch.float32, mode="exact"
     ).keys() | ({"offset"} if bits != "w8a8" else set())
     ops = registry.select_backends("cpu")
     x = torch.cat([x, 100 * x[:20], torch.zeros(1, 300)])  # values far outside and none at all
-    right = held.fake_quantize(x).double() @ held.dense().double().T
-    out = held.matmul(x, None, ops)
+    right = rptq_weight.fake_quantize(x).double() @ rptq_weight.dense().double().T
+    out = rptq_weight.matmul(x, None, ops)
     assert float((out - right).abs().max()) < 2e-5 * float(right.abs().max())
-    assert not held.fake_quantize(torch.zeros(1, 300)).any()
-    cut = held.slice([(3, 9)], (120, 300))
-    assert torch.allclose(cut.fake_quantize(x[:, 120:]), held.fake_quantize(x)[:, 120:])
+    assert not rptq_weight.fake_quantize(torch.zeros(1, 300)).any()
+    cut = rptq_weight.slice([(3, 9)], (120, 300))
+    assert torch.allclose(cut.fake_quantize(x[:, 120:]), rptq_weight.fake_quantize(x)[:, 120:])
     plain, _, _ = _made(bits, "exact", columns=300)
     inside = x[:200]
-    errors = [float((each.fake_quantize(inside) - inside).norm()) for each in (held, plain)]
-    reach = [float(each.fake_quantize(100 * inside).abs().sum()) for each in (held, plain)]
+    errors = [float((each.fake_quantize(inside) - inside).norm()) for each in (rptq_weight, plain)]
+    reach = [float(each.fake_quantize(100 * inside).abs().sum()) for each in (rptq_weight, plain)]
     if bits == "w4a4":
         assert errors[0] < 0.75 * errors[1], "finer steps"
     else:

@@ -37,20 +37,20 @@ def test_what_is_stored_is_what_is_multiplied(
 ) -> None:
     weight = drawn(*size, seed=size[1])
     weight[0] = 0.0
-    kept = FORMATS[weight_format].pack(
+    packed = FORMATS[weight_format].pack(
         weight, torch.float32, per_channel=per_channel, input_scale=given_scale
     )
-    stored = kept.tensors()
+    stored = packed.tensors()
     info = base.packed_info(weight_format, size, torch.float32, per_channel=per_channel)
     assert {name: (tuple(t.shape), t.dtype) for name, t in stored.items()} == info
     assert list(stored) == list(info), "written in the order announced"
     step = (
-        kept.scale[:, None] * 0.5
+        packed.scale[:, None] * 0.5
         if weight_format == "w8a8"
-        else weight.abs() * 2.0**-4 + kept.scale[:, None] * 2.0**-9
+        else weight.abs() * 2.0**-4 + packed.scale[:, None] * 2.0**-9
     )
-    assert bool(((kept.dense() - weight).abs() <= step * 1.0001).all())
-    assert per_channel or len(set(kept.scale.tolist())) == 1
+    assert bool(((packed.dense() - weight).abs() <= step * 1.0001).all())
+    assert per_channel or len(set(packed.scale.tolist())) == 1
     again = base.from_tensors(weight_format, stored)
     x = drawn(3, size[1], seed=1)
     for ops in (
@@ -59,9 +59,9 @@ def test_what_is_stored_is_what_is_multiplied(
             "cpu", dict.fromkeys(("quantize", f"{weight_format}_linear"), "torch")
         ),
     ):
-        found = again.matmul(x, None, ops)
+        output = again.matmul(x, None, ops)
         torch.testing.assert_close(
-            found,
+            output,
             again.fake_quantize(x) @ again.dense().T,
             rtol=EXACT[weight_format],
             atol=EXACT[weight_format] * 10,
@@ -73,24 +73,24 @@ def test_what_is_stored_is_what_is_multiplied(
 @pytest.mark.parametrize("weight_format", sorted(FORMATS))
 @pytest.mark.parametrize("static", [False, True])
 def test_what_a_norm_has_rounded_is_taken_as_it_is(weight_format: str, static: bool) -> None:
-    kept = FORMATS[weight_format].pack(
+    packed = FORMATS[weight_format].pack(
         drawn(9, 70), torch.float32, input_scale=0.02 if static else 0.0
     )
     ops, x, bias = registry.select_backends("cpu"), drawn(4, 70, 1), drawn(1, 9, 2)[0]
-    act_quant = kept.act_quant
+    act_quant = packed.act_quant
     rounded = QuantizedInput(*ops.quantize(x, act_quant), x.dtype)
     assert (rounded.scale is None) == static
-    assert torch.equal(kept.matmul(rounded, bias, ops), kept.matmul(x, bias, ops))
+    assert torch.equal(packed.matmul(rounded, bias, ops), packed.matmul(x, bias, ops))
 
 
 @pytest.mark.parametrize("weight_format", sorted(FORMATS))
 def test_a_slice_is_the_slice_of_what_is_multiplied_with(weight_format: str) -> None:
-    whole = FORMATS[weight_format].pack(drawn(20, 60), torch.float32, input_scale=0.05)
-    part = whole.slice([(2, 5), (11, 20)], (7, 50))
+    packed = FORMATS[weight_format].pack(drawn(20, 60), torch.float32, input_scale=0.05)
+    part = packed.slice([(2, 5), (11, 20)], (7, 50))
     assert torch.equal(
-        part.dense(), torch.cat([whole.dense()[2:5, 7:50], whole.dense()[11:20, 7:50]])
+        part.dense(), torch.cat([packed.dense()[2:5, 7:50], packed.dense()[11:20, 7:50]])
     )
-    assert part.input_scale is whole.input_scale
+    assert part.input_scale is packed.input_scale
     assert torch.equal(base.from_tensors(weight_format, part.tensors()).dense(), part.dense())
 
 
@@ -107,6 +107,6 @@ def test_damage_is_named(weight_format: str) -> None:
 
 def test_weights_of_nothing_stay_nothing() -> None:
     for weight_format in FORMATS.values():
-        kept = weight_format.pack(torch.zeros(3, 8), torch.float32, per_channel=False)
-        assert not kept.dense().any()
-        assert replace(kept).scale.tolist() == [1.0] * 3
+        packed = weight_format.pack(torch.zeros(3, 8), torch.float32, per_channel=False)
+        assert not packed.dense().any()
+        assert replace(packed).scale.tolist() == [1.0] * 3

@@ -95,10 +95,10 @@ def _run_suite(
     current = source_digest(PACKAGE, Path(module.__file__)) + version_of(module.PACKAGE)
     path = options.out / f"{name}.json"
     selected = not options.only or name in options.only
-    kept = suite.load(path, current)
-    if kept is not None and not (selected and (options.force or not kept.ok)):
-        _log(f"{name}: {_result_line(kept)} (of {kept.date})")
-        return kept
+    stored = suite.load(path, current)
+    if stored is not None and not (selected and (options.force or not stored.ok)):
+        _log(f"{name}: {_result_line(stored)} (of {stored.date})")
+        return stored
     if not selected:
         return _stale_result(path)
     _log(f"{name}: {module.TITLE}")

@@ -142,10 +142,12 @@ def compare_results(expected: dict[str, Any], served: dict[str, Any]) -> SuiteRe
             for key in expected["results"][task]
             if key.endswith(",none") and "stderr" not in key
         ):
-            ours, reference = served["results"][task][metric], expected["results"][task][metric]
+            actual, reference = served["results"][task][metric], expected["results"][task][metric]
             name = f"{task}: {metric.removesuffix(',none')}"
-            result.facts[name] = f"{ours:g} through the server, {reference:g} with transformers"
-            _collect(result, name, None if ours == reference else f"{ours:g}, not {reference:g}")
+            result.facts[name] = f"{actual:g} through the server, {reference:g} with transformers"
+            _collect(
+                result, name, None if actual == reference else f"{actual:g}, not {reference:g}"
+            )
     worst, greedy = _likelihood_difference(
         expected["samples"][TASKS[0]], served["samples"][TASKS[0]]
     )

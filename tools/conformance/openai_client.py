@@ -231,7 +231,7 @@ def _function(client: Any, model: str) -> None:
 def _function_streamed(client: Any, model: str) -> None:
     choice = {"type": "function", "function": {"name": "weather"}}
     how: Any = {"tools": [TOOL], "tool_choice": choice, "max_tokens": 80}
-    whole = chat(client, model, **how).choices[0].message.tool_calls[0].function
+    unstreamed = chat(client, model, **how).choices[0].message.tool_calls[0].function
     name = arguments = ""
     finish = None
     for chunk in chat(client, model, stream=True, **how):
@@ -240,7 +240,9 @@ def _function_streamed(client: Any, model: str) -> None:
             assert_equal(call.index, 0, "index")
             name += call.function.name or ""
             arguments += call.function.arguments or ""
-    assert_equal((name, arguments, finish), (whole.name, whole.arguments, "tool_calls"), "call")
+    assert_equal(
+        (name, arguments, finish), (unstreamed.name, unstreamed.arguments, "tool_calls"), "call"
+    )
 
 
 @check("structured output: parsed into a pydantic class")
@@ -283,11 +285,11 @@ def _completions(client: Any, model: str) -> None:
 @check("responses: the text of the chat, whole and streamed")
 def _responses(client: Any, model: str) -> None:
     text = chat(client, model).choices[0].message.content
-    whole = respond(client, model)
-    assert_equal((whole.output_text, whole.status), (text, "incomplete"), "response")
-    assert_equal(whole.incomplete_details.reason, "max_output_tokens", "reason")
+    unstreamed = respond(client, model)
+    assert_equal((unstreamed.output_text, unstreamed.status), (text, "incomplete"), "response")
+    assert_equal(unstreamed.incomplete_details.reason, "max_output_tokens", "reason")
     assert_equal(
-        (whole.usage.output_tokens, whole.usage.output_tokens_details.reasoning_tokens),
+        (unstreamed.usage.output_tokens, unstreamed.usage.output_tokens_details.reasoning_tokens),
         (12, 0),
         "usage",
     )

@@ -53,11 +53,11 @@ def cards_table(rows: Sequence[Row]) -> list[str]:
                 card: _newest_by_side([row for row in drawn if row["card"] == card])
                 for card in places
             }
-            ours = [values[OURS] for values in sides.values() if OURS in values]
-            if ours:
+            engine_values = [values[OURS] for values in sides.values() if OURS in values]
+            if engine_values:
                 middle, reached = (
-                    median(ours),
-                    "reached" if median(ours) <= target.required else "missed",
+                    median(engine_values),
+                    "reached" if median(engine_values) <= target.required else "missed",
                 )
                 cells = [
                     target.title,
@@ -78,11 +78,11 @@ def _newest_by_side(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def _cell(sides: Mapping[str, float]) -> str:
-    ours, reference = sides.get(OURS), sides.get(PEER)
-    if ours is None:
+    engine_value, reference = sides.get(OURS), sides.get(PEER)
+    if engine_value is None:
         return ""
     return (
-        number(ours)
+        number(engine_value)
         if reference is None
-        else f"{number(ours)} / {number(reference)} = {ours / reference:.3f}"
+        else f"{number(engine_value)} / {number(reference)} = {engine_value / reference:.3f}"
     )

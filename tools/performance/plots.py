@@ -47,18 +47,18 @@ def speed(rows: Sequence[Row]) -> Bars:
     bars = []
     for work, target in TARGETS.items():
         line = make_target_line(work, rows)
-        if line.ours is None:
+        if line.newest is None:
             continue
         values = {
-            "modelmill": line.ours.value / target.required,
+            "modelmill": line.newest.value / target.required,
             "dream": target.stretch_goal / target.required,
         }
         if target.floor is not None:
             values["floor"] = target.floor / target.required
         if (
             line.first is not None
-            and line.first is not line.ours
-            and line.first.row["date"] != line.ours.row["date"]
+            and line.first is not line.newest
+            and line.first.row["date"] != line.newest.row["date"]
         ):
             values["first"] = line.first.value / target.required
         if line.beside_peer is not None:

@@ -75,11 +75,11 @@ class MeasuredFigure:
 class TargetLine:
     """What is known of one line of the speed table.
 
-    ours: the newest; first: the oldest. beside_peer, peers: ours and others from the newest run
+    newest and first: figures by date. beside_peer, peers: the engine and others in the newest run
     that has both, measured by the same statistic.
     """
 
-    ours: MeasuredFigure | None
+    newest: MeasuredFigure | None
     first: MeasuredFigure | None
     beside_peer: MeasuredFigure | None
     peers: Mapping[str, MeasuredFigure]
@@ -98,7 +98,7 @@ def make_target_line(workload: str, rows: Sequence[Row]) -> TargetLine:
     our_rows = [row for row in tables if row["subject"] == OURS]
     benches = [row for row in rows if _is_bench_row(workload, row)]
     first = min([*our_rows, *benches], key=_date, default=None)
-    ours = max(our_rows or benches, key=_date, default=None)
+    newest = max(our_rows or benches, key=_date, default=None)
     others = {row["run"] for row in tables if not str(row["subject"]).startswith(OURS)}
     beside = max((row for row in our_rows if row["run"] in others), key=_date, default=None)
     run = None if beside is None else beside["run"]
@@ -108,7 +108,7 @@ def make_target_line(workload: str, rows: Sequence[Row]) -> TargetLine:
         if row["run"] == run and row["subject"] != OURS
     }
     return TargetLine(
-        _measured_or_none(ours), _measured_or_none(first), _measured_or_none(beside), peers
+        _measured_or_none(newest), _measured_or_none(first), _measured_or_none(beside), peers
     )
 
 

@@ -89,11 +89,11 @@ def _against(rows: Sequence[Row], other: Row | None, *, faster: bool) -> list[st
     """Another subject's figure, and its ratio to ours of the same run."""
     if other is None:
         return ["–", ""]
-    ours = next(
+    engine_row = next(
         (row for row in rows if row["subject"] == OURS and row["date"] == other["date"]), None
     )
     name = f"{other['subject']} " if faster else ""
-    if ours is None:
+    if engine_row is None:
         return [name + _subject_text(other), ""]
-    ratio = ours["value"] / other["value"] if faster else other["value"] / ours["value"]
+    ratio = engine_row["value"] / other["value"] if faster else other["value"] / engine_row["value"]
     return [name + _subject_text(other), f"**{ratio:.2f}**"]

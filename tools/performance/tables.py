@@ -38,23 +38,23 @@ def speed_table(rows: Sequence[Row]) -> list[str]:
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for work, target in TARGETS.items():
         line = make_target_line(work, rows)
-        if line.ours is not None:
-            lines.append("| " + " | ".join(_speed_cells(target, line.ours, line)) + " |")
+        if line.newest is not None:
+            lines.append("| " + " | ".join(_speed_cells(target, line.newest, line)) + " |")
     return lines
 
 
-def _speed_cells(target: SpeedTarget, ours: MeasuredFigure, line: TargetLine) -> list[str]:
+def _speed_cells(target: SpeedTarget, newest: MeasuredFigure, line: TargetLine) -> list[str]:
     floor = "–" if target.floor is None else f"{target.floor:g}"
     first = (
         "–"
-        if line.first is None or line.first.row["date"] == ours.row["date"]
+        if line.first is None or line.first.row["date"] == newest.row["date"]
         else number(line.first.value)
     )
     reached = (
         "dream"
-        if ours.value <= target.stretch_goal
+        if newest.value <= target.stretch_goal
         else "reached"
-        if ours.value <= target.required
+        if newest.value <= target.required
         else "missed"
     )
     cells = [
@@ -63,7 +63,7 @@ def _speed_cells(target: SpeedTarget, ours: MeasuredFigure, line: TargetLine) ->
         floor,
         f"{target.required:g}",
         first,
-        f"**{format_against_target(ours.value, target.required)}**{_range(ours)}",
+        f"**{format_against_target(newest.value, target.required)}**{_range(newest)}",
         reached,
     ]
     if line.beside_peer is None:
@@ -74,11 +74,11 @@ def _speed_cells(target: SpeedTarget, ours: MeasuredFigure, line: TargetLine) ->
     return [*cells, *beside, *_shares(target, line.beside_peer, line.peers.get("vLLM"))]
 
 
-def _shares(target: SpeedTarget, ours: MeasuredFigure, peer: MeasuredFigure | None) -> list[str]:
+def _shares(target: SpeedTarget, newest: MeasuredFigure, peer: MeasuredFigure | None) -> list[str]:
     """Return ``must`` over vLLM's reference time, and our time over vLLM's in one run."""
     if target.reference_mark is None or peer is None:
         return ["", ""]
-    required, actual = target.required / target.reference_mark, ours.value / peer.value
+    required, actual = target.required / target.reference_mark, newest.value / peer.value
     return [f"{required:.3f}", f"**{actual:.3f}**{'' if actual <= required else ' missed'}"]
 
 
@@ -109,9 +109,9 @@ def conditions_table(rows: Sequence[Row]) -> list[str]:
     """The runs that the speed table's newest figures come from: command, device, versions, date."""
     titles_by_condition: dict[str, list[str]] = {}
     for work, target in TARGETS.items():
-        ours = make_target_line(work, rows).ours
-        if ours is not None:
-            row = ours.row
+        newest = make_target_line(work, rows).newest
+        if newest is not None:
+            row = newest.row
             note = f" ({row['note']})" if "note" in row else ""
             versions = ", ".join(
                 f"{name} {version}" for name, version in row["versions"].items() if name != "numpy"

@@ -97,8 +97,15 @@ def structured_output(rng: random.Random) -> RequestSpec:
         "properties": {name: {"type": "integer"}, "ok": {"type": "boolean"}},
         "required": [name],
     }
-    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, "strict": True}}
-    return "/v1/chat/completions", {**_random_chat(rng), "response_format": form, "max_tokens": 30}
+    response_format = {
+        "type": "json_schema",
+        "json_schema": {"name": "s", "schema": schema, "strict": True},
+    }
+    return "/v1/chat/completions", {
+        **_random_chat(rng),
+        "response_format": response_format,
+        "max_tokens": 30,
+    }
 
 
 def tool_call(rng: random.Random) -> RequestSpec:
@@ -117,7 +124,7 @@ def segment(rng: random.Random) -> RequestSpec:
     return segment_requests.PATH, segment_requests.valid_request(rng)
 
 
-KINDS: dict[str, tuple[int, Callable[[random.Random], RequestSpec]]] = {
+REQUEST_TYPES: dict[str, tuple[int, Callable[[random.Random], RequestSpec]]] = {
     "chat": (4, chat),
     "completion": (4, completion),
     "structured": (2, structured_output),
@@ -136,7 +143,9 @@ async def send_one(
     Raises:
         SoakFailure: the response is not allowed.
     """
-    request_types = KINDS if server.segment_model is None else {**KINDS, **SEGMENT_KINDS}
+    request_types = (
+        REQUEST_TYPES if server.segment_model is None else {**REQUEST_TYPES, **SEGMENT_KINDS}
+    )
     name = rng.choices(
         [*request_types, "left", "bad"],
         [weight for weight, _ in request_types.values()] + [DISCONNECT_WEIGHT, HOSTILE_WEIGHT],

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from modelmill.accept.token_scorer import TokenScorer
 from tools.verify.context import ROOT, VerifyContext
 from tools.verify.result import Fact, VerifyResult, make_result
 
@@ -76,7 +77,7 @@ def _family(name: str, folder: Path) -> Fact:
     draw = torch.Generator().manual_seed(3)
     ids = [torch.randint(0, 160, (n,), generator=draw).tolist() for n in LENGTHS]
     worst = {"prefill": 0.0, "decode": 0.0}
-    for row, alone in zip(ids, loop.score(ids, decode_from=PROMPT), strict=True):
+    for row, alone in zip(ids, TokenScorer(loop).logits(ids, decode_from=PROMPT), strict=True):
         error = (alone - _stepwise_logits(model, row)).abs().amax(-1)
         worst["prefill"] = max(worst["prefill"], float(error[:PROMPT].max()))
         worst["decode"] = max(worst["decode"], float(error[PROMPT:].max()))
@@ -113,11 +114,11 @@ def _qwen(folder: Path) -> list[Fact]:
     draw = torch.Generator().manual_seed(4)
     prompts = [int(share * QWEN["seq_length"]) for share in LENGTH_FACTORS]
     ids = [torch.randint(0, 120, (n + 9,), generator=draw).tolist() for n in prompts]
-    mixed = loop.score(ids, decode_from=prompts)
+    mixed = TokenScorer(loop).logits(ids, decode_from=prompts)
     facts = []
     for share, n, row, many in zip(LENGTH_FACTORS, prompts, ids, mixed, strict=True):
         right = plain_qwen_logits(tensors, QWEN, row, prompt=n)
-        alone = loop.score([row], decode_from=n)[0]
+        alone = TokenScorer(loop).logits([row], decode_from=n)[0]
         errors = {
             "alone": float((alone - right).abs().max()),
             "mixed in one batch": float((many - right).abs().max()),

@@ -86,7 +86,7 @@ def write_qwen_checkpoint(gguf: Path, folder: Path) -> None:
         "lm_head.weight": embed.clone() if tied else get("lm_head.weight"),
     }
     for i in range(raw["num_hidden_layers"]):
-        ours, llama_layer = f"transformer.h.{i}", f"model.layers.{i}"
+        qwen_layer, llama_layer = f"transformer.h.{i}", f"model.layers.{i}"
         attn = f"{llama_layer}.self_attn"
         qkv = [
             get(f"{attn}.q_proj.weight"),
@@ -94,14 +94,14 @@ def write_qwen_checkpoint(gguf: Path, folder: Path) -> None:
             repeated(f"{attn}.v_proj.weight"),
         ]
         tensors |= {
-            f"{ours}.ln_1.weight": get(f"{llama_layer}.input_layernorm.weight"),
-            f"{ours}.ln_2.weight": get(f"{llama_layer}.post_attention_layernorm.weight"),
-            f"{ours}.attn.c_attn.weight": torch.cat(qkv),
-            f"{ours}.attn.c_attn.bias": torch.zeros(3 * hidden),
-            f"{ours}.attn.c_proj.weight": get(f"{attn}.o_proj.weight"),
-            f"{ours}.mlp.w1.weight": get(f"{llama_layer}.mlp.up_proj.weight"),
-            f"{ours}.mlp.w2.weight": get(f"{llama_layer}.mlp.gate_proj.weight"),
-            f"{ours}.mlp.c_proj.weight": get(f"{llama_layer}.mlp.down_proj.weight"),
+            f"{qwen_layer}.ln_1.weight": get(f"{llama_layer}.input_layernorm.weight"),
+            f"{qwen_layer}.ln_2.weight": get(f"{llama_layer}.post_attention_layernorm.weight"),
+            f"{qwen_layer}.attn.c_attn.weight": torch.cat(qkv),
+            f"{qwen_layer}.attn.c_attn.bias": torch.zeros(3 * hidden),
+            f"{qwen_layer}.attn.c_proj.weight": get(f"{attn}.o_proj.weight"),
+            f"{qwen_layer}.mlp.w1.weight": get(f"{llama_layer}.mlp.up_proj.weight"),
+            f"{qwen_layer}.mlp.w2.weight": get(f"{llama_layer}.mlp.gate_proj.weight"),
+            f"{qwen_layer}.mlp.c_proj.weight": get(f"{llama_layer}.mlp.down_proj.weight"),
         }
     _save(folder, tensors, qwen_config(raw, len(embed)))
 

@@ -44,7 +44,7 @@ def _perplexity(context: VerifyContext) -> Fact:
     )[:LIMIT]
     context.log("  perplexity: modelmill")
     on_progress = context.progress("perplexity")
-    ours = measure_perplexity(
+    engine_result = measure_perplexity(
         ids,
         EngineScorer(llm.engine_core),
         max_length=WINDOW,
@@ -61,15 +61,15 @@ def _perplexity(context: VerifyContext) -> Fact:
         return {"perplexity": result.perplexity, "tokens": result.tokens}
 
     right = context.cached_json("perplexity", [context.gguf.name, ids, WINDOW], make)
-    off = 100 * (ours.perplexity / right["perplexity"] - 1)
+    off = 100 * (engine_result.perplexity / right["perplexity"] - 1)
     measured = (
-        f"{ours.perplexity:.6f} for {right['perplexity']:.6f} over {ours.tokens} scored "
-        f"tokens: {off:+.5f} %"
+        f"{engine_result.perplexity:.6f} for {right['perplexity']:.6f} over "
+        f"{engine_result.tokens} scored tokens: {off:+.5f} %"
     )
     return Fact(
         "perplexity, float32: within 0.1 %",
         measured,
-        abs(off) <= 0.1 and ours.tokens == right["tokens"],
+        abs(off) <= 0.1 and engine_result.tokens == right["tokens"],
     )
 
 

@@ -115,13 +115,13 @@ def _faults(
         tally = FaultCounts()
         for dtype, recipe in _settings():
             _try_fault(tally, fault, opened.model_type, checkpoint, root, (dtype, recipe))
-        kept = tally.refused == tally.named == tally.compared == tally.tried > 0
+        all_named = tally.refused == tally.named == tally.compared == tally.tried > 0
         names = ", ".join(f"{name} ({count}×)" for name, count in sorted(tally.names.items()))
         summary = (
             f"refused {tally.refused} of {tally.tried}, named {tally.named}, by compare "
             f"{tally.compared}: {names}"
         )
-        yield Fact(f"{model}: {fault.name}", "; ".join([summary, *tally.wrong]), kept)
+        yield Fact(f"{model}: {fault.name}", "; ".join([summary, *tally.wrong]), all_named)
 
 
 def _try_fault(
@@ -223,11 +223,12 @@ def _check_unfit_shape(root: Path) -> Fact:
     from modelmill.core.errors import TensorMismatch
     from modelmill.models import gpt2
 
-    honest = gpt2.rules
+    real_rules = gpt2.rules
 
     def wrong(config: Any) -> Any:
         return [
-            replace(r, how="copy") if "c_attn.weight" in r.sources[0] else r for r in honest(config)
+            replace(r, how="copy") if "c_attn.weight" in r.sources[0] else r
+            for r in real_rules(config)
         ]
 
     with mock.patch.object(gpt2, "rules", wrong):

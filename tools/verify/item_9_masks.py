@@ -170,14 +170,14 @@ def _chosen(segmenter: Any, photo: Path, best: Any) -> tuple[Any, Any, Any]:
     return best, logits[rows, best], scores[rows, best]
 
 
-def _mask_ious(model: Any, embedding: Any, ours: Any, reference: Any) -> Any:
+def _mask_ious(model: Any, embedding: Any, actual: Any, reference: Any) -> Any:
     """IoU [N] of masks at the photo's size, a few at a time."""
     import torch
 
     from modelmill.ops.upsample_masks import UpsampleMasksInputs
     from modelmill.vision.masks import mask_iou
 
-    pairs = zip(ours.split(GRID_SIDE), reference.split(GRID_SIDE), strict=True)
+    pairs = zip(actual.split(GRID_SIDE), reference.split(GRID_SIDE), strict=True)
     sized = (
         [
             model.vision.ops.upsample_masks(

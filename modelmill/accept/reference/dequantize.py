@@ -20,15 +20,6 @@ from modelmill.accept.reference.tensor_source import RawContainer
 
 Matrix = NDArray[np.float64]
 MARKER_SUFFIXES = ("qweight", "weight_scale")
-PACKED_SUFFIXES = (
-    "qzeros",
-    "scales",
-    "g_idx",
-    "weight_packed",
-    "weight_zero_point",
-    "weight_shape",
-    "weight_g_idx",
-)
 
 
 class DequantizedContainer:
@@ -60,7 +51,7 @@ class DequantizedContainer:
         return []
 
     def get(self, name: str) -> torch.Tensor:
-        """Read a tensor."""
+        """Read one tensor by its name, in the reference's dtype."""
         stem, _, suffix = name.rpartition(".")
         if stem not in self._stems or suffix != "weight":
             return self._raw.get(name)

@@ -24,7 +24,9 @@ class SamDecoderReference:
 
     def __init__(self, reference: SamReference) -> None:
         self.reference = reference
-        self.get, self.linear, self.norm = reference.get, reference.linear, reference.norm
+        self.get = reference.get
+        self.linear = reference.linear
+        self.norm = reference.norm
 
     def prompt_stages(
         self, points: Tensor, labels: Tensor, mask: Tensor | None

@@ -36,7 +36,7 @@ class RawContainer(Protocol):
         """Return shape and dtype of a tensor without reading it."""
 
     def get(self, name: str) -> Tensor:
-        """Read a tensor."""
+        """Read one tensor by its name, in the reference's dtype."""
 
 
 class OpenedCheckpoint(Protocol):

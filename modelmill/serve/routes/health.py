@@ -56,7 +56,7 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
-    """The served models."""
+    """List the served engines as OpenAI models."""
     service = get_service(request)
     return {
         "object": "list",
@@ -66,7 +66,7 @@ async def models(request: Request) -> dict[str, Any]:
 
 @router.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> dict[str, Any]:
-    """One served model."""
+    """Describe one served engine as an OpenAI model."""
     return _model_card(name, get_service(request).get_engine(name))
 
 

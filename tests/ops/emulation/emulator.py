@@ -199,7 +199,7 @@ def tensor_map(
     assert all(stride % 16 == 0 for stride in strides)
     assert max(box) <= 256
     assert box[0] * BYTES[dtype] % 16 == 0
-    filled = ((*given, 1, 1, 1)[:count] for given, count in ((sizes, 4), (strides, 3), (box, 4)))
+    filled = ((*values, 1, 1, 1)[:count] for values, count in ((sizes, 4), (strides, 3), (box, 4)))
     return struct.pack(
         "=16Q", address, BYTES[dtype], swizzled, *(each for part in filled for each in part), 0, 0
     )

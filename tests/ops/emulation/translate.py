@@ -26,9 +26,9 @@ def translate(text: str, known: set[str]) -> str:
     text = re.sub(r"extern __shared__[^;]*?(\w+)\[\];", r"#define \1 (emu::dynamic())", text)
     text = _shared_by_name(text)
     pieces, end = [], 0
-    for found in re.finditer(r"\basm(?:\s+volatile)?\s*\(", text):
-        close = _closing(text, found.end())
-        pieces += [text[end : found.start()], _statement(text[found.end() : close], known)]
+    for match in re.finditer(r"\basm(?:\s+volatile)?\s*\(", text):
+        close = _closing(text, match.end())
+        pieces += [text[end : match.start()], _statement(text[match.end() : close], known)]
         end = text.index(";", close) + 1
     return "".join(pieces) + text[end:]
 
@@ -39,7 +39,7 @@ def cluster_sizes(text: str) -> dict[str, int]:
         (name, re.search(r"__cluster_dims__\((\w+)", attributes))
         for attributes, name in KERNEL.findall(text)
     )
-    return {name: _number(found[1], text) if found else 1 for name, found in dims}
+    return {name: _number(match[1], text) if match else 1 for name, match in dims}
 
 
 def _number(word: str, text: str) -> int:
@@ -53,10 +53,10 @@ def _shared_by_name(text: str) -> str:
     """
     count = iter(range(1 << 30))
 
-    def placed(found: re.Match[str]) -> str:
-        kind, name, size = found.groups()
+    def placed(match: re.Match[str]) -> str:
+        type_name, name, size = match.groups()
         return (
-            f"typedef {kind} {name}_type{size}; {name}_type &{name} = "
+            f"typedef {type_name} {name}_type{size}; {name}_type &{name} = "
             f"emu::in_block<{name}_type, {next(count)}>();"
         )
 
@@ -68,21 +68,21 @@ def _shared_by_name(text: str) -> str:
 def _closing(text: str, at: int) -> int:
     """Where the parenthesis closes that has opened just before ``at``."""
     depth = 1
-    for found in re.compile(rf"{QUOTED}|[()]").finditer(text, at):
-        depth += {"(": 1, ")": -1}.get(found[0], 0)
+    for match in re.compile(rf"{QUOTED}|[()]").finditer(text, at):
+        depth += {"(": 1, ")": -1}.get(match[0], 0)
         if depth == 0:
-            return found.start()
+            return match.start()
     raise ValueError("an asm statement does not end")
 
 
 def _split(text: str, by: str) -> list[str]:
     """At top level: not within strings, parentheses, brackets and braces."""
     parts, depth, begin = [], 0, 0
-    for found in re.finditer(rf"{QUOTED}|[()\[\]{{}}]|{by}", text):
-        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(found[0], 0)
-        if depth == 0 and found[0] == by:
-            parts.append(text[begin : found.start()])
-            begin = found.end()
+    for match in re.finditer(rf"{QUOTED}|[()\[\]{{}}]|{by}", text):
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(match[0], 0)
+        if depth == 0 and match[0] == by:
+            parts.append(text[begin : match.start()])
+            begin = match.end()
     return [part.strip() for part in (*parts, text[begin:])]
 
 
@@ -93,16 +93,16 @@ def _statement(inside: str, known: set[str]) -> str:
     )
     values, targets = [], []
     for each in (*outputs, *inputs):
-        found = re.fullmatch(rf"({QUOTED})\s*\((.*)\)", each, re.DOTALL)
-        assert found, f"no operand: {each}"
-        constraint, expression = found.groups()
-        kind, written = constraint.strip('"=+'), constraint[1] in "=+"
+        match = re.fullmatch(rf"({QUOTED})\s*\((.*)\)", each, re.DOTALL)
+        assert match, f"no operand: {each}"
+        constraint, expression = match.groups()
+        letter, written = constraint.strip('"=+'), constraint[1] in "=+"
         cast = (
             f"emu::bits({expression})"
-            if kind == "l"
-            else f"static_cast<{TYPES.get(kind)}>({expression})"
+            if letter == "l"
+            else f"static_cast<{TYPES.get(letter)}>({expression})"
         )
-        values.append(f"({expression})" if written or kind == "n" else cast)
+        values.append(f"({expression})" if written or letter == "n" else cast)
         targets.append(f"&({expression})")
     body = " ".join(ast.literal_eval(f"({template})").split())
     if body.startswith("{"):
@@ -125,8 +125,8 @@ def _instruction(
     if label:
         return f"{label[1]}: {_instruction(text[label.end() :], values, targets, own, known)}"
     if text.startswith(".reg"):
-        _, kind, *names = text.replace(",", " ").split()
-        own.append(f"{LOCALS[kind[1:]]} {', '.join(f'own_{name} = 0' for name in names)};")
+        _, type_name, *names = text.replace(",", " ").split()
+        own.append(f"{LOCALS[type_name[1:]]} {', '.join(f'own_{name} = 0' for name in names)};")
         return ""
     condition = re.match(r"@(!?)(\w+)\s+", text)
     if condition:
@@ -151,10 +151,10 @@ def _operands(text: str, values: list[str], targets: list[str]) -> list[str]:
         # the statement's own: C++ may know another of that name
         return name if name[0].isdigit() else f"own_{name}"
 
-    found = []
+    operands = []
     for number, part in enumerate(_split(text, ",") if text else []):
         if part.startswith("["):
-            found += (
+            operands += (
                 _operands(part[1:-1], values, targets)
                 if "{" in part
                 else [one(part[1:-1], values.__getitem__)]
@@ -166,7 +166,7 @@ def _operands(text: str, values: list[str], targets: list[str]) -> list[str]:
             each = [
                 f"&own_{name}" if target and name[0] != "%" else one(name, of) for name in names
             ]
-            found.append(f"std::array{{{', '.join(each)}}}")
+            operands.append(f"std::array{{{', '.join(each)}}}")
         elif part != "_":
-            found.append(one(part, values.__getitem__))
-    return found
+            operands.append(one(part, values.__getitem__))
+    return operands

@@ -22,9 +22,9 @@ WIDTHS = [8] * 9 + [4] * 7 + [8] * 2
 
 
 def last_launch(driver: ctypes.CDLL) -> dict[str, Any]:
-    """Of the last launch."""
-    driver.told.restype = ctypes.c_void_p
-    text = ctypes.string_at(driver.told(), 24 + 32 + 8 * 32)
+    """Return the arguments of the last launch."""
+    driver.last_launch.restype = ctypes.c_void_p
+    text = ctypes.string_at(driver.last_launch(), 24 + 32 + 8 * 32)
     launches, function, stream, *sizes = struct.unpack_from("=3Q8I", text)
     words = list(struct.unpack_from("=32Q", text, 56))[: len(WIDTHS)]
     return {
@@ -47,20 +47,24 @@ def main() -> None:
 
     weight = torch.ones(512, dtype=torch.bfloat16)
     inputs = [torch.randn(rows, 512).to(torch.bfloat16) for rows in (7, 7, 5)]
-    held = []
+    outputs = []
 
     def launched() -> list[dict[str, Any]]:
-        found = []
+        launches = []
         for x in inputs:
-            held.append(norm_quant.rms_norm_quant(x, None, weight, 1e-5, ActQuantSpec(torch.int8)))
-            found.append(
-                last_launch(driver)
-                | {"x": x.data_ptr(), "values": held[-1][0].data_ptr(), "rows": x.shape[0]}
+            outputs.append(
+                norm_quant.rms_norm_quant(x, None, weight, 1e-5, ActQuantSpec(torch.int8))
             )
-        return found
+            launches.append(
+                last_launch(driver)
+                | {"x": x.data_ptr(), "values": outputs[-1][0].data_ptr(), "rows": x.shape[0]}
+            )
+        return launches
 
-    mine = launched()
-    kept = [launch.__name__ for launch in norm_quant._launcher.compiled_launches.values()]
+    cached = launched()
+    compiled_launches = [
+        launch.__name__ for launch in norm_quant._launcher.compiled_launches.values()
+    ]
     kernel = norm_quant._launcher.kernel
 
     def by_triton(
@@ -78,9 +82,9 @@ def main() -> None:
     fast_launch.CachedLauncher.__call__ = by_triton  # type: ignore[method-assign, assignment]
     json.dump(
         {
-            "cached": mine,
+            "cached": cached,
             "triton": launched(),
-            "compiled_launches": kept,
+            "compiled_launches": compiled_launches,
             "stream": fake_cuda_driver.FAKE_STREAM,
         },
         sys.stdout,

@@ -16,7 +16,7 @@ _DTYPES = build.DTYPES
 
 
 def run(x: torch.Tensor) -> torch.Tensor:
-    """As the reference."""
+    """Compute the op on the CPU; same contract as the reference."""
     dtype = x.dtype
     if dtype not in _DTYPES:
         return gelu_tanh(x)

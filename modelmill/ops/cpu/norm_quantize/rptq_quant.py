@@ -16,7 +16,7 @@ _DTYPES = build.DTYPES
 
 
 def run(inputs: RptqQuantInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As the reference."""
+    """Compute the op on the CPU; same contract as the reference."""
     x, perm, inv_scale, zero_point, bits, group, gated = inputs
     operands = ((perm, torch.int32), (inv_scale, torch.float32), (zero_point, torch.int32))
     fits = all(t is None or (t.is_contiguous() and t.dtype is dtype) for t, dtype in operands)

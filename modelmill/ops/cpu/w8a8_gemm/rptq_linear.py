@@ -17,7 +17,7 @@ _MAX_GROUP = 1 << 16  # columns whose sum of 255 · 128 stays below 2³¹
 
 
 def run(inputs: RptqLinearInputs) -> torch.Tensor:
-    """As the reference."""
+    """Compute the op on the CPU; same contract as the reference."""
     q, weight, scale, offset, group, step, constant, bias, dtype = inputs
     grids = [t for t in (scale, offset) if t is not None]
     packed = weight.dtype is torch.uint8

@@ -26,7 +26,10 @@ PREFILL_MIN_QUERIES = 64  # up to here half of a tile of 128 would be empty, or 
 PREFILL_MIN_TOKENS = 128  # up to here starting the copies takes longer than all else
 _TRITON = importlib.util.find_spec("triton") is not None
 # Sizes of paged_attention.cu.
-QUERIES, KEYS, STAGES, THREADS = 128, 128, 2, 384
+QUERIES = 128
+KEYS = 128
+STAGES = 2
+THREADS = 384
 MAX_SEQUENCES, PLAN_BYTES = 1024, 13 * 1024
 # Keys and values of the heads that are served at the same time: what stays in an L2 cache of 50 MB
 # beside all else.

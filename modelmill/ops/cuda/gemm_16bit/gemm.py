@@ -21,7 +21,10 @@ from modelmill.ops.kernel_range import HALF, UNBOUNDED, GemmProblem, KernelRange
 
 TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
 # Sizes of gemm_large_m.cuh.
-TILE_ROWS, DEPTH, STAGES, LARGE_M_THREADS = 128, 64, 4, 384
+TILE_ROWS = 128
+DEPTH = 64
+STAGES = 4
+LARGE_M_THREADS = 384
 TILE_WIDTHS = (256, 224)  # rows of the weight of a tile
 TILES_PER_BAND = 8
 # Of gemm_small_m.cu: columns of the output a block, as (PARTS, BLOCK_N); shared memory that a block

@@ -110,7 +110,9 @@ def run(
     _, kv_heads, page, dim = k_cache.shape
     q = torch.empty((x.shape[0], heads, dim), dtype=x.dtype, device=x.device)
     with torch.cuda.device(x.device):
-        desks, biases, barriers = 2 * 64 * 128 * 2, 2 * TILE_WIDTH * 2, 6 * 8
+        desks = 2 * 64 * 128 * 2
+        biases = 2 * TILE_WIDTH * 2
+        barriers = 6 * 8
         shared = gemm.pipeline_bytes(TILE_WIDTH) + desks + biases + barriers
         named = kernel_macros(dim, biased=bias is not None, dtype=x.dtype)
         kernel = launch.load_kernel(

@@ -13,12 +13,12 @@ from modelmill.ops.quant_types import ActQuantSpec
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, eps: float, spec: ActQuantSpec) -> bool:
-    """As ``rmsnorm_quant_permute.supports_rows``."""
+    """Whether the kernel takes these rows; see ``rmsnorm_quant_permute.supports_rows``."""
     return rmsnorm_quant_permute.supports_rows(x, weight, spec)
 
 
 def run(
     x: torch.Tensor, weight: torch.Tensor, eps: float, spec: ActQuantSpec
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As the reference."""
+    """Compute the op with the CUDA kernel; same contract as the reference."""
     return rmsnorm_quant_permute.rms_norm_quant(x, None, weight, eps, spec)

@@ -95,7 +95,9 @@ def rms_norm_quant(
     """
     dtype, factor, zero, order, bits = spec
     assert order is not None
-    width, columns, rows = x.shape[-1], order.numel(), x.numel() // x.shape[-1]
+    width = x.shape[-1]
+    columns = order.numel()
+    rows = x.numel() // x.shape[-1]
     values = torch.empty((*x.shape[:-1], columns), dtype=dtype, device=x.device)
     scale = (
         torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if factor is None else None

@@ -59,7 +59,7 @@ def supports(inputs: RptqQuantInputs) -> bool:
 
 
 def run(inputs: RptqQuantInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As the reference."""
+    """Compute the op with the CUDA kernel; same contract as the reference."""
     x, perm, inv_scale, zero_point, bits, group, gated = inputs
     rows, columns, own = x.shape[0], perm.numel(), inv_scale is None
     width = x.shape[1] // (2 if gated else 1)

@@ -15,7 +15,10 @@ from modelmill.ops.w8a8_linear import Linear8BitInputs
 INPUT_MACROS = {torch.int8: (), torch.float8_e4m3fn: ("FP8",)}
 OUTPUT_MACROS = {torch.bfloat16: (), torch.float16: ("HALF",), torch.float32: ("OUT_FP32",)}
 # Sizes of gemm_8bit.cu.
-THREADS, K_SLAB, BARRIER_BYTES, SHARED_BYTES = 384, 128, 16, 227 << 10
+THREADS = 384
+K_SLAB = 128
+BARRIER_BYTES = 16
+SHARED_BYTES = 227 << 10
 Gemm8BitKernelConfig = tuple[int, int, int]  # MT, BN, PINGPONG
 # A tile's rows of x and of w, and what an SM makes of it beside the largest (measured on
 # an H200).

@@ -32,7 +32,7 @@ class WqMmaKernelConfig(NamedTuple):
 
     @property
     def macros(self) -> tuple[str, ...]:
-        """For the compiler."""
+        """Preprocessor macros that select this launch config."""
         return (
             f"M_TILES={self.m_tiles}",
             f"WARPS_N={self.n_warps}",

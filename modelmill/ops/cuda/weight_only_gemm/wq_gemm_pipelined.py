@@ -35,7 +35,7 @@ class WqSpec(NamedTuple):
 
     @property
     def k_tiles(self) -> int:
-        """Of 128 columns."""
+        """Number of tiles of 128 columns along K."""
         return -(-self.columns // K_TILE)
 
     @property

@@ -33,7 +33,7 @@ def supports(inputs: ImageAttentionInputs) -> bool:
 
 
 def run(inputs: ImageAttentionInputs) -> torch.Tensor:
-    """Run the op."""
+    """Compute the op with the Triton kernel; same contract as the reference."""
     qkv, heads, window, fill, rel_h, rel_w, bias = inputs
     batch, height, width, _, _, dim = qkv.shape
     win_h, win_w = (height, width) if window is None else (window, window)

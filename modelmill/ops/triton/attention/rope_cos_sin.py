@@ -33,7 +33,7 @@ def supports(inputs: RopeCosSinInputs) -> bool:
 def run(
     inputs: RopeCosSinInputs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Run the op."""
+    """Compute the op with the Triton kernel; same contract as the reference."""
     positions, keys, table, factor, logn, dtype = inputs
     tokens, half = positions.shape[0], table.shape[1]
     cos = torch.empty((tokens, half), dtype=torch.float32, device=positions.device)

@@ -134,7 +134,7 @@ def _direct_launch(compiled: Any) -> LaunchFunction | None:
 
 
 def _triton_launch(compiled: Any) -> LaunchFunction:
-    """Launch through ``compiled[grid]``."""
+    """Launch through Triton's own ``compiled[grid]``, without the cached arguments."""
 
     def launch(
         grid: tuple[int, int, int],

@@ -163,7 +163,9 @@ def gemm_config(
 
 
 def _default_gemm_config(x: torch.Tensor, weight: torch.Tensor) -> LaunchConfig:
-    tokens, n, weight_bytes = x.shape[0], weight.shape[0], weight.element_size()
+    tokens = x.shape[0]
+    n = weight.shape[0]
+    weight_bytes = weight.element_size()
     if x.dtype == torch.float32:
         return FLOAT32_GEMM_CONFIG
     if tokens <= 16:

@@ -18,6 +18,6 @@ def supports(
 def run(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the op."""
+    """Compute the op with the Triton kernel; same contract as the reference."""
     out, _, total = layer_norm_quant(x, residual, weight, bias, eps)
     return out, total

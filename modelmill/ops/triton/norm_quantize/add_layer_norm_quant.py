@@ -19,5 +19,5 @@ def supports(inputs: AddLayerNormQuantInputs) -> bool:
 def run(
     inputs: AddLayerNormQuantInputs,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Run the op."""
+    """Compute the op with the Triton kernel; same contract as the reference."""
     return layer_norm_quant(*inputs)

@@ -10,12 +10,12 @@ from modelmill.ops.triton.norm_quantize.norm_quant import rms_norm_quant, suppor
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, eps: float, spec: ActQuantSpec) -> bool:
-    """As ``norm_quant.supports_rows``."""
+    """Whether the kernel takes these rows; see ``norm_quant.supports_rows``."""
     return supports_rows(x, weight, spec)
 
 
 def run(
     x: torch.Tensor, weight: torch.Tensor, eps: float, spec: ActQuantSpec
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run the op."""
+    """Compute the op with the Triton kernel; same contract as the reference."""
     return rms_norm_quant(x, None, weight, eps, spec)[:2]

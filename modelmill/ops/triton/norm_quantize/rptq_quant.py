@@ -29,7 +29,7 @@ def supports(inputs: RptqQuantInputs) -> bool:
 
 
 def run(inputs: RptqQuantInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run the op."""
+    """Compute the op with the Triton kernel; same contract as the reference."""
     x, perm, inv_scale, zero_point, bits, group, gated = inputs
     flat = as_rows(x)
     rows, columns = flat.shape[0], perm.numel()

@@ -67,7 +67,7 @@ def float_to_key(x):
 
 @triton.jit
 def key_to_float(key):
-    """Inverse of ``float_to_key``."""
+    """Return the float32 whose ``float_to_key`` is ``key``."""
     bits = key.to(tl.int32)
     return bits_to_float(bits ^ ((bits >> 31) & 0x7FFFFFFF))
 

@@ -89,7 +89,7 @@ def narrow_bracket(level, mass, lo, hi, row_max, sufficient, insufficient, PIVOT
 
 @triton.jit
 def pivot_step(lo, hi, row_max, PIVOTS: tl.constexpr):
-    """Distance between pivots."""
+    """Return the distance between the pivots of one bisection round."""
     return (tl.minimum(hi, row_max) - lo) * (1.0 / PIVOTS)
 
 

@@ -26,7 +26,7 @@ def supports(inputs: UpsampleMasksInputs) -> bool:
 
 
 def run(inputs: UpsampleMasksInputs) -> Masks:
-    """Run the op."""
+    """Compute the op with the Triton kernel; same contract as the reference."""
     logits, image, resized, size, offset, pixels = inputs
     count, grid, _ = logits.shape
     width, height = size

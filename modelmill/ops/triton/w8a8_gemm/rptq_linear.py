@@ -33,7 +33,7 @@ def supports(inputs: RptqLinearInputs) -> bool:
 
 
 def run(inputs: RptqLinearInputs) -> torch.Tensor:
-    """Run the op."""
+    """Compute the op with the Triton kernel; same contract as the reference."""
     q, weight, scale, offset, group, step, constant, bias, dtype = inputs
     tokens, columns = q.shape
     n = weight.shape[0]

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from modelmill.core.errors import CorruptArtifact, IncompatibleArtifact
+from modelmill.loader.capacity import weight_bytes
+from modelmill.loader.model_loader import build_model, fill_weights, load_model
 from modelmill.nn.decoder import Decoder
-from modelmill.runtime.kv_memory import weight_bytes
-from modelmill.runtime.model_loader import build_model, fill_weights, load_model
 from modelmill.weights import base
 from tests.runtime import tiny
 

@@ -16,14 +16,14 @@ from torch import nn
 from modelmill.core.config import RunConfig
 from modelmill.core.types import EmbeddingSpan, Request, SamplingParams
 from modelmill.eval.targets import greedy_request
+from modelmill.loader.model_loader import build_model
 from modelmill.nn.linear import Linear
 from modelmill.nn.synthetic_step import fill_random_weights
 from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.registry import Ops, select_backends
-from modelmill.runtime.decode_graphs import DecodeGraphs
+from modelmill.runtime.cuda_graphs import DecodeGraphs
 from modelmill.runtime.engine_core import EngineCore
-from modelmill.runtime.model_loader import build_model
-from modelmill.runtime.vision_runner import MAX_BATCH, VisionEncoderRunner
+from modelmill.vision.encoder_runner import MAX_BATCH, VisionEncoderRunner
 from modelmill.weights import base
 
 SIDE, QUERIES, WIDTH = 4, 2, 3
@@ -112,7 +112,7 @@ def test_only_the_latest_stay() -> None:
 
 def test_what_is_lent_on_the_device_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     size = QUERIES * WIDTH * 4
-    monkeypatch.setattr("modelmill.runtime.vision_runner.MAX_DEVICE_EMBEDDING_BYTES", 3 * size)
+    monkeypatch.setattr("modelmill.vision.encoder_runner.MAX_DEVICE_EMBEDDING_BYTES", 3 * size)
     runner = VisionEncoderRunner(FakeVisionModel(), select_backends("cpu"), "cpu")
     first = runner.encode_images([picture(1), picture(2)])
     assert len(runner._device_embeddings) == 2

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from modelmill.loader import capacity, unpack_weights
 from modelmill.nn.decoder import Decoder
 from modelmill.nn.linear import Linear
 from modelmill.ops import int8_linear, registry
 from modelmill.ops.cpu.common import build
 from modelmill.ops.int8_linear import PACKED_ROWS, packable, takes_packed
 from modelmill.ops.quant_types import MAX_EXACT_COLUMNS, exact_int_matmul
-from modelmill.runtime import kv_memory, unpack_weights
 from modelmill.weights import base, int8_group
 from modelmill.weights.base import UnpackedWeight, WeightFormat
 from modelmill.weights.mixed_rows import MixedRowsWeight
@@ -191,14 +191,14 @@ def _int8_model() -> Decoder:
 def test_where_memory_ends_weights_stay_packed_and_a_line_says_so() -> None:
     model = _int8_model()
     linears = [m for m in model.modules() if isinstance(m, Linear)]
-    before = kv_memory.weight_bytes(model)
+    before = capacity.weight_bytes(model)
     room = sum(4 * m.shape[0] * m.shape[1] for m in linears[:3])
     done = unpack_weights.unpack_weights(model, TORCH, torch.float32, room)
     assert [isinstance(m.weight, UnpackedWeight) for m in linears] == [True] * 3 + [False] * (
         len(linears) - 3
     )
     assert (done.num_unpacked, done.num_packed, done.unpacked_bytes) == (3, len(linears) - 3, room)
-    assert kv_memory.weight_bytes(model) == before + room
+    assert capacity.weight_bytes(model) == before + room
     assert done.warning is not None
     assert f"{done.num_packed} of {len(linears)} weights" in done.warning
     assert "\n" not in done.warning

@@ -98,7 +98,9 @@ class _Unpacker:
     """One pass over a model's weights."""
 
     def __init__(self, ops: Ops, dtype: torch.dtype, max_bytes: int) -> None:
-        self.ops, self.dtype, self.max_bytes = ops, dtype, max_bytes
+        self.ops = ops
+        self.dtype = dtype
+        self.max_bytes = max_bytes
         self.report = UnpackReport()
         self._unpacked_by_address: dict[int, WeightFormat] = {}
 

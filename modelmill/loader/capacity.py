@@ -1,6 +1,8 @@
-"""Sizes the KV cache: how many pages fit beside the weights and the largest step."""
+"""How much fits: the longest sequence, and the KV pages beside the weights and the largest step."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import nn
@@ -8,16 +10,39 @@ from torch import nn
 from modelmill.core import memory_limits
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import RunConfig
-from modelmill.core.errors import CapacityError
+from modelmill.core.errors import CapacityError, UsageError
 from modelmill.nn.kv import KVCache, KVShape, kv_cache_dtype
 from modelmill.nn.linear import Linear
 from modelmill.nn.step import Step
 from modelmill.ops.registry import Ops
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
-from modelmill.runtime import prefill_graphs
 
 CPU_MEMORY_FRACTION = 0.3
 _GIB = 1 << 30
+
+
+def max_sequence_len(model: nn.Module, config: RunConfig, built_max_len: int | None) -> int:
+    """Most tokens of a sequence.
+
+    Args:
+        model: The model.
+        config: Run options.
+        built_max_len: The engine's limit; None: the model's.
+
+    Raises:
+        UsageError: ``config.max_model_len`` exceeds the limit.
+    """
+    limit = int(model.config.max_len) if built_max_len is None else built_max_len  # type: ignore[union-attr, arg-type]
+    if config.max_model_len is None:
+        return limit
+    if config.max_model_len > limit:
+        raise UsageError(
+            f"--max-model-len {config.max_model_len} exceeds the engine's {limit}; lower it or "
+            "rebuild"
+        )
+    if config.max_model_len < 1:
+        raise UsageError(f"--max-model-len must be at least 1, not {config.max_model_len}")
+    return config.max_model_len
 
 
 def num_kv_pages(
@@ -27,8 +52,18 @@ def num_kv_pages(
     kv_dtype: torch.dtype,
     max_model_len: int,
     tp_group: TPGroup = SINGLE_RANK,
+    graph_bytes: int = 0,
 ) -> int:
     """Pages of the KV cache of a loaded model: as configured, or as free memory allows.
+
+    Args:
+        model: The model, on its device.
+        ops: The ops that it calls.
+        config: Run options.
+        kv_dtype: Of the cache.
+        max_model_len: Most tokens of a sequence.
+        tp_group: This rank's group.
+        graph_bytes: Device memory that CUDA graphs captured later will take.
 
     Raises:
         CapacityError: Not even one sequence or one step fits, or the configured size exceeds the
@@ -39,7 +74,9 @@ def num_kv_pages(
         free = config.kv_cache_bytes
     elif device.startswith("cuda"):
         try:
-            free = free_cuda_bytes(model, ops, config, device, config.max_num_seqs, tp_group)
+            free = free_cuda_bytes(
+                model, ops, config, device, config.max_num_seqs, tp_group, graph_bytes
+            )
         except torch.OutOfMemoryError:
             raise CapacityError(
                 f"a step of {config.max_num_batched_tokens} tokens does not fit beside "
@@ -150,10 +187,18 @@ def free_cuda_bytes(
     device: str,
     max_logit_rows: int,
     tp_group: TPGroup = SINGLE_RANK,
+    graph_bytes: int = 0,
 ) -> int:
     """Bytes left for KV pages after weights and the largest step, measured by running one.
 
-    ``max_logit_rows``: most rows that a step samples.
+    Args:
+        model: The model, on its device.
+        ops: The ops that it calls.
+        config: Run options.
+        device: A GPU.
+        max_logit_rows: Most rows that a step samples.
+        tp_group: This rank's group.
+        graph_bytes: Device memory that CUDA graphs captured later will take.
     """
     index = torch.device(device)
     torch.cuda.synchronize(index)
@@ -165,16 +210,8 @@ def free_cuda_bytes(
     peak = torch.cuda.max_memory_allocated(index) - before
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(index)
-    # for decode and prefill graphs, the sampler's tables and fragmentation
-    reserve = (
-        _GIB // 2
-        + peak // 8
-        + (
-            prefill_graphs.MAX_GRAPH_BYTES
-            if prefill_graphs.prefill_graphs_enabled(config, tp_group)
-            else 0
-        )
-    )
+    # for graphs, the sampler's tables and fragmentation
+    reserve = _GIB // 2 + peak // 8 + graph_bytes
     return int(total * config.gpu_memory_utilization) - (total - free) - peak - reserve
 
 
@@ -240,3 +277,12 @@ def weight_bytes(model: nn.Module) -> int:
         for t in tensors:
             size_by_address[t.data_ptr()] = t.numel() * t.element_size()
     return sum(size_by_address.values())
+
+
+def mostly_8bit_inputs(model: nn.Module) -> bool:
+    """Whether most of the weights take 8-bit inputs."""
+    balance = 0
+    for module in model.modules():
+        if isinstance(module, Linear):
+            balance += math.prod(module.shape) * (1 if module.weight.act_quant is not None else -1)
+    return balance > 0

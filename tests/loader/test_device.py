@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from modelmill.core.errors import UsageError
+from modelmill.loader.device import COMPILING_STAGE, compile_cpu_kernels
 from modelmill.ops.cpu.common import build as kernels
-from modelmill.runtime.device import COMPILING_STAGE, compile_cpu_kernels
 
 
 def test_who_waits_for_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
-"""Steps of a prompt alone: filled up to few sizes, captured when met again, the same tokens as
-without.
+"""Which graphs there are; steps of a prompt alone: filled up to few sizes, captured when met again,
+the same tokens as without.
 """
 
 from __future__ import annotations
@@ -13,19 +13,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from modelmill.core.config import RunConfig
 from modelmill.core.types import Request
 from modelmill.ops.cuda_graph import CapturedGraph, NotCapturable
-from modelmill.runtime import prefill_graphs
-from modelmill.runtime.batch import PackedBatch
-from modelmill.runtime.prefill_graphs import (
+from modelmill.parallel.tp_group import TPGroup
+from modelmill.runtime import cuda_graphs, model_runner
+from modelmill.runtime.batch import BatchLayout, PackedBatch, Packer, reserve_step_buffers
+from modelmill.runtime.cuda_graphs import (
     CAPTURE_AFTER_USES,
-    MAX_GRAPHS,
+    MAX_PREFILL_GRAPHS,
     PREFILL_GRAPH_SIZES,
+    GraphLimits,
     PrefillGraphs,
+    context_bucket,
+    graph_batch_sizes,
+    graph_limits,
 )
 from tests.runtime import tiny
 
-KINDS = [("fixed", None), ("prompt", None), ("running", None), ("fixed", 12)]
+MODEL_KINDS = [("fixed", None), ("prompt", None), ("running", None), ("fixed", 12)]
 
 
 class FakeCapturer:
@@ -87,7 +93,7 @@ def test_a_token_alone_is_no_prompt() -> None:
     )
 
 
-@pytest.mark.parametrize(("rope_rule", "window"), KINDS)
+@pytest.mark.parametrize(("rope_rule", "window"), MODEL_KINDS)
 def test_the_same_tokens_as_without(rope_rule: str, window: int | None) -> None:
     model = tiny.decoder(rope_rule, window)
     todo = tiny.requests(tiny.prompts(12, 1, 60, seed=4))
@@ -174,7 +180,7 @@ def test_what_cannot_be_recorded_is_launched_and_not_tried_again() -> None:
 
 
 def test_without_memory_it_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_graphs, "OOM_RETRY_USES", 3)
+    monkeypatch.setattr(cuda_graphs, "OOM_RETRY_USES", 3)
     todo = tiny.requests([(5, 6, 7)], tiny.params(max_tokens=1))
     capturer = FakeCapturer()
     engine = filling(capturer, enable_prefix_caching=False)
@@ -189,7 +195,7 @@ def test_without_memory_it_is_tried_again_later(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_no_more_are_kept_than_memory_was_set_aside_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_graphs, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(cuda_graphs, "MAX_PREFILL_GRAPHS", 2)
     engine = filling(FakeCapturer(), enable_prefix_caching=False)
     todo = tiny.requests([tuple(range(2, 2 + n)) for n in (10, 20, 40)], tiny.params(max_tokens=1))
     for _ in range(CAPTURE_AFTER_USES + 1):
@@ -207,7 +213,7 @@ def test_what_is_recorded_beforehand_is_what_requests_bring(longest: int, most: 
     graphs = PrefillGraphs(lambda _: torch.empty(0), FakeCapturer(), most, longest)
     brought = {graphs.padded_size(n, n) for n in range(2, min(longest, most, 1024) + 1)} - {None}
     assert set(graphs.all_sizes()) == brought
-    assert len(brought) <= MAX_GRAPHS
+    assert len(brought) <= MAX_PREFILL_GRAPHS
 
 
 def test_somebody_who_watches_modules_sees_the_prompt_as_it_is() -> None:
@@ -243,3 +249,63 @@ def test_nothing_is_written_behind_what_was_sent(monkeypatch: pytest.MonkeyPatch
     tiny.run(engine, tiny.requests(tiny.prompts(6, 1, 60)))
     tiny.run_one_by_one(engine, tiny.requests(tiny.prompts(6, 1, 60, seed=2)))
     assert len(sent) > 12
+
+
+def test_sizes_and_buckets() -> None:
+    assert graph_batch_sizes(1) == [1]
+    assert graph_batch_sizes(3) == [1, 2, 4]
+    assert graph_batch_sizes(20) == [1, 2, 4, 8, 16, 24]
+    assert graph_batch_sizes(256)[-1] == 256
+    assert graph_batch_sizes(300)[-2:] == [288, 320]
+    assert [context_bucket(n) for n in (1, 4096, 4097, 16384, 16385)] == [
+        4096,
+        4096,
+        16384,
+        16384,
+        65536,
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("enabled", "rows", "max_seqs"), [(True, 40, 40), (True, 4000, 512), (False, 40, None)]
+)
+def test_graphs_and_the_buffer_whose_address_they_know(
+    enabled: bool, rows: int, max_seqs: int | None, ranks: int
+) -> None:
+    reserved: list[BatchLayout] = []
+    packer = SimpleNamespace(reserve=reserved.append)
+    config = RunConfig(
+        cuda_graphs=enabled, max_num_seqs=rows, max_num_batched_tokens=5000, page_size=16
+    )
+    reserve_step_buffers(cast(Packer, packer), config, 7)
+    assert reserved == [BatchLayout(5000, rows, 5000 + rows, 14)]
+    limits = graph_limits(config, 7, TPGroup(size=ranks))
+    if max_seqs is None:
+        assert limits is None
+    else:
+        assert limits == GraphLimits(max_seqs, 7 * 16, 5000 if ranks == 1 else None)
+
+
+@pytest.mark.parametrize("prefill_tokens", [None, 96])
+def test_a_runner_has_its_graphs_from_the_start(
+    monkeypatch: pytest.MonkeyPatch, prefill_tokens: int | None
+) -> None:
+    """What the constructors get: on a GPU they would reserve a memory pool."""
+    made: dict[str, tuple[Any, ...]] = {}
+    for name in ("DecodeGraphs", "PrefillGraphs"):
+        monkeypatch.setattr(
+            model_runner, name, lambda *args, name=name: made.update({name: args}) or name
+        )
+    monkeypatch.setattr(model_runner, "PrefillGraphCapturer", lambda: "capturer")
+    before = tiny.make_engine().model_runner
+    runner = model_runner.ModelRunner(
+        before.model, before.ops, before.kv, before.packer, before.sampler, 4,
+        graph_limits=GraphLimits(3, 112, prefill_tokens),
+    )  # fmt: skip
+    forward, select_ids = runner.forward, runner.sampler.select_ids
+    decode = {"DecodeGraphs": (forward, select_ids, runner.last_ids, runner.packer, 3, 112)}
+    prefill = {"PrefillGraphs": (forward, "capturer", 96, 112)}
+    assert made == decode | ({} if prefill_tokens is None else prefill)
+    assert runner.decode_graphs == "DecodeGraphs"
+    assert runner.prefill_graphs == (None if prefill_tokens is None else "PrefillGraphs")

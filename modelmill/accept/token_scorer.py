@@ -1,6 +1,6 @@
-"""Scores given token ids through the engine's KV pages, with the logits that serving computes.
+"""Scores token ids that exist already, through the engine's KV pages, with the logits of serving.
 
-Used by acceptance, perplexity and compare.
+Used by acceptance, comparison and dumps.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 
 from modelmill.core.errors import CapacityError
 from modelmill.core.types import Request, SamplingParams
+from modelmill.nn.forward_hooks import PostHook, PreHook
 from modelmill.runtime.batch import LogitRows
-from modelmill.runtime.forward_hooks import PostHook, PreHook
-from modelmill.runtime.model_runner import ModelRunner
-from modelmill.runtime.scheduler import Schedule, Scheduler
-from modelmill.runtime.sequence import RopeRule, Sequence
+from modelmill.runtime.engine_core import EngineCore
+from modelmill.runtime.scheduler import Schedule
+from modelmill.runtime.sequence import Sequence
 
 # most elements of the logits [rows, V] of one step
 _MAX_LOGIT_ELEMENTS = 1 << 26
@@ -28,16 +28,24 @@ LogitsCallback = Callable[[int, int, torch.Tensor], None]
 class TokenScorer:
     """Prefills given ids in chunks of at most ``max_tokens``, then decodes the rest, in batches."""
 
-    def __init__(
-        self, runner: ModelRunner, scheduler: Scheduler, rope_rule: RopeRule, max_tokens: int
-    ) -> None:
-        self.runner, self.scheduler, self.rope_rule = runner, scheduler, rope_rule
-        self.max_tokens = max_tokens
+    def __init__(self, core: EngineCore) -> None:
+        self.runner = core.model_runner
+        self.scheduler = core.scheduler
+        self.rope_rule = core.rope_rule
+        self.max_tokens = core.config.max_num_batched_tokens
 
     def logits(
         self, ids: Seq[Seq[int]], decode_from: int | Seq[int] | None = None
     ) -> list[torch.Tensor]:
-        """Logits [T, V] float32 on the CPU for each list."""
+        """Compute the logits after each token of each list of ids.
+
+        Args:
+            ids: Token ids of each text.
+            decode_from: From this position on, run one token per step; None: prefill all.
+
+        Returns:
+            [T, V] float32 on the CPU for each list.
+        """
         vocab = self.runner.sampler.vocab
         out = [torch.empty(len(one), vocab) for one in ids]
 
@@ -93,7 +101,18 @@ class TokenScorer:
         before: PreHook | None = None,
         after: PostHook | None = None,
     ) -> dict[str, list[Any]]:
-        """Run the lists and record module outputs; see ``EngineCore.trace``."""
+        """Score ``ids`` and record the outputs of the modules whose names match ``pattern``.
+
+        Args:
+            ids: Token ids of each text.
+            pattern: Glob of module names.
+            decode_from: As for ``logits``.
+            before: Called for every module, as in ``ModelRunner.forward_hooks``.
+            after: Called for every module, as in ``ModelRunner.forward_hooks``.
+
+        Returns:
+            By module name, one output per step, on the CPU.
+        """
         outputs: dict[str, list[Any]] = {}
 
         def record(name: str, args: tuple[Any, ...], output: Any) -> None:
@@ -110,18 +129,16 @@ class TokenScorer:
         self, ids: Seq[Seq[int]], starts: Seq[int | None], todo: list[int]
     ) -> tuple[list[Sequence], list[int]]:
         """Start as many sequences as pages and rows last, with all pages; returns the rest too."""
-        size, pool, tables = (
-            self.scheduler.limits.page_size,
-            self.scheduler.pool,
-            self.scheduler.tables,
-        )
+        size = self.scheduler.limits.page_size
+        pool = self.scheduler.pool
+        tables = self.scheduler.tables
         seqs: list[Sequence] = []
         for index in todo:
             need = -(-len(ids[index]) // size)
             if need > tables.table.shape[1] or not len(ids[index]):
                 raise CapacityError(
-                    f"{len(ids[index])} tokens are outside 1…{tables.table.shape[1] * size}, the "
-                    "longest sequence here"
+                    "a sequence must have between 1 and "
+                    f"{tables.table.shape[1] * size} tokens here, not {len(ids[index])}"
                 )
             if need > pool.num_available or not tables.num_free_rows:
                 break

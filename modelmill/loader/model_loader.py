@@ -165,12 +165,10 @@ class _TensorStore:
         aliases: Mapping[str, str],
         device: str,
     ) -> None:
-        self.read_tensor, self.names, self.aliases, self.device = (
-            read_tensor,
-            names,
-            aliases,
-            device,
-        )
+        self.read_tensor = read_tensor
+        self.names = names
+        self.aliases = aliases
+        self.device = device
         self.used: set[str] = set()
         self._shared: dict[str, torch.Tensor] = {}
         self._alias_targets = set(aliases.values())

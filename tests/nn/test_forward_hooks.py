@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from modelmill.runtime.forward_hooks import attach_forward_hooks
+from modelmill.nn.forward_hooks import attach_forward_hooks
 
 
 class Boom(Exception):

@@ -1,4 +1,4 @@
-"""The number of KV pages, and the error if there are too few."""
+"""The longest sequence, the number of KV pages, and the error if there are too few."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from modelmill.core import memory_limits
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import CapacityError, MissingDependency, UsageError
+from modelmill.loader.capacity import kv_pages_for_bytes, max_sequence_len
+from modelmill.loader.device import available_cores, pick_device, use_threads
 from modelmill.nn.kv import KVShape
 from modelmill.parallel.tp_group import TPGroup
-from modelmill.runtime.device import available_cores, pick_device, use_threads
 from modelmill.runtime.engine_core import EngineCore
-from modelmill.runtime.kv_memory import kv_pages_for_bytes
 from tests.runtime import tiny
 
 SHAPE = KVShape(2, 2, 8)
@@ -88,11 +88,22 @@ def test_threads() -> None:
 
 def test_threads_stay_within_the_containers_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "modelmill.runtime.device.os.sched_getaffinity", lambda _: set(range(64)), raising=False
+        "modelmill.loader.device.os.sched_getaffinity", lambda _: set(range(64)), raising=False
     )
-    monkeypatch.setattr("modelmill.runtime.device.psutil.cpu_count", lambda logical: 64)
+    monkeypatch.setattr("modelmill.loader.device.psutil.cpu_count", lambda logical: 64)
     for quota, cores in ((0.5, 1), (1.5, 2), (float("inf"), 64)):
         monkeypatch.setattr(
-            "modelmill.runtime.device.memory_limits.cpu_quota", lambda quota=quota: quota
+            "modelmill.loader.device.memory_limits.cpu_quota", lambda quota=quota: quota
         )
         assert available_cores() == cores
+
+
+def test_how_long_a_sequence_may_be() -> None:
+    model = tiny.decoder(max_len=128)
+    assert max_sequence_len(model, RunConfig(), None) == 128
+    assert max_sequence_len(model, RunConfig(), 100) == 100
+    assert max_sequence_len(model, RunConfig(max_model_len=50), 100) == 50
+    with pytest.raises(UsageError, match="exceeds the engine's 100"):
+        max_sequence_len(model, RunConfig(max_model_len=101), 100)
+    with pytest.raises(UsageError, match="at least 1, not 0"):
+        max_sequence_len(model, RunConfig(max_model_len=0), None)

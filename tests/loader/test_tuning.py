@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from modelmill.artifact.autotune_store import AutotuneRecord, record_path, record_to_bytes
-from modelmill.runtime.autotune_load import load_tuning, look_up_tuning
+from modelmill.loader.tuning import load_tuning, look_up_tuning
 
 pytest.importorskip("triton")
 H200, A100 = "NVIDIA H200", "NVIDIA A100-SXM4-80GB"

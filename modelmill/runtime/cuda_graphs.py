@@ -1,0 +1,329 @@
+"""CUDA graphs of steps: whole decode steps, and the prefill of one short prompt.
+
+A *decode graph* runs the step from the previous step's ids to this step's ids. It is captured at
+first use for a batch size and a bound on the context. Its inputs, sampling parameters included, are
+at fixed addresses (``batch.BatchLayout``), so that one graph serves every mix of temperature,
+top-k, top-p and min-p. Smaller batches are padded with sequences of context 0 and slot −1.
+
+A *prefill graph* runs a step of a single sequence with up to 1,024 prompt tokens left, whose 300
+kernel launches take longer than it computes. Such a step is padded to one of twelve sizes whether
+it is captured yet or not, so that the same prompt always gives the same results. Steps of several
+sequences have too many different sizes. From some hundred tokens on, the GPU computes for longer
+than the host launches and padding costs time: such a step is padded only if it nearly has one of
+the sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from modelmill.core import log
+from modelmill.core.config import RunConfig
+from modelmill.core.quoting import one_line
+from modelmill.ops.cuda_graph import (
+    CapturedGraph,
+    GraphCapturer,
+    NotCapturable,
+    dry_run,
+    on_side_stream,
+)
+from modelmill.parallel.tp_group import TPGroup
+from modelmill.runtime.batch import BatchLayout, PackedBatch, Packer
+
+_log = log.get_logger(__name__)
+# Output of a graph: ids by argmax, sampled ids, or logits (for penalties, grammars, logprobs).
+GREEDY, SAMPLED, LOGITS = "greedy", "sampled", "logits"
+MAX_GRAPH_SEQS = 512  # sequences of the largest decode graph
+PREFILL_GRAPH_SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)
+FREE_PAD_TOKENS = 512  # up to this size padding costs less than launching
+MAX_PAD_FRACTION = 1 / 64  # share of padding allowed in a larger size
+# uses of a size until it is captured: a capture takes as long as ten steps
+CAPTURE_AFTER_USES = 2
+MAX_PREFILL_GRAPHS = 16  # steps of further sizes are launched kernel by kernel
+# device memory of all prefill graphs: mostly a cuBLAS workspace in each
+MAX_PREFILL_GRAPH_BYTES = MAX_PREFILL_GRAPHS * 40 << 20
+OOM_RETRY_USES = 100  # uses of a size between an out-of-memory error and the next capture
+# (tokens, bound on the context): they determine a step's layout and launches
+PrefillSize = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class GraphLimits:
+    """Which CUDA graphs a runner captures.
+
+    Attributes:
+        max_seqs: Sequences of the largest decode graph.
+        max_context: Most tokens of a sequence.
+        max_prefill_tokens: Most prompt tokens of a step; None: no prefill graphs.
+    """
+
+    max_seqs: int
+    max_context: int
+    max_prefill_tokens: int | None
+
+
+def graph_limits(
+    config: RunConfig, max_pages_per_seq: int, tp_group: TPGroup
+) -> GraphLimits | None:
+    """Which CUDA graphs are captured on a GPU; None: none."""
+    if not config.cuda_graphs:
+        return None
+    with_prefill = prefill_graphs_enabled(config, tp_group)
+    return GraphLimits(
+        min(config.max_num_seqs, MAX_GRAPH_SEQS),
+        max_pages_per_seq * config.page_size,
+        config.max_num_batched_tokens if with_prefill else None,
+    )
+
+
+def prefill_graphs_enabled(config: RunConfig, tp_group: TPGroup) -> bool:
+    """Whether prefill graphs are used: only without tensor parallelism."""
+    return config.cuda_graphs and tp_group.size == 1
+
+
+def prefill_graph_bytes(config: RunConfig, tp_group: TPGroup) -> int:
+    """Device memory that the prefill graphs may take."""
+    return MAX_PREFILL_GRAPH_BYTES if prefill_graphs_enabled(config, tp_group) else 0
+
+
+class DecodeGraphs:
+    """Captured decode steps, by layout, context bound and output."""
+
+    def __init__(
+        self,
+        forward: Callable[[PackedBatch], torch.Tensor],
+        select_ids: Callable[[torch.Tensor, dict[str, torch.Tensor] | None], torch.Tensor],
+        last_ids: torch.Tensor,
+        packer: Packer,
+        max_seqs: int,
+        max_len: int,
+    ) -> None:
+        """Start without graphs.
+
+        Args:
+            forward: Logits of a batch.
+            select_ids: Ids from logits and sampling inputs (None: argmax).
+            last_ids: Sampled ids by page table row, written by the graphs.
+            packer: Makes the batches.
+            max_seqs: Most sequences of a graph.
+            max_len: Most tokens of a sequence.
+        """
+        self._forward = forward
+        self._select_ids = select_ids
+        self._last_ids = last_ids
+        self._packer = packer
+        self.sizes = graph_batch_sizes(max_seqs)
+        self.max_seqs = max_seqs
+        self._max_len = max_len
+        self._graphs: dict[tuple[BatchLayout, int, str], CapturedGraph[torch.Tensor]] = {}
+        self._capturer = GraphCapturer()
+        self._logits: torch.Tensor | None = None
+        self._dry_run_outputs: set[str] = set()
+
+    def padded_size(self, seqs: int, context: int) -> tuple[int, int]:
+        """(sequences, context) of the smallest graph that fits."""
+        size = next(s for s in self.sizes if s >= seqs)
+        return size, min(context_bucket(context), max(self._max_len, context))
+
+    def replay(self, batch: PackedBatch, graph_output: str) -> torch.Tensor:
+        """Run a padded batch by graph; captures the graph if there is none yet.
+
+        Returns:
+            The ids, which are written to ``last_ids`` too; with ``LOGITS`` the logits. The next
+            replay overwrites them.
+
+        Raises:
+            NotCapturable: An op synchronizes with the host.
+        """
+        key = (batch.views.layout, batch.max_context, graph_output)
+        entry = self._graphs.get(key)
+        if entry is None:
+            entry = self._graphs[key] = self._capture(batch, graph_output)
+        return entry.replay()
+
+    def _capture(self, batch: PackedBatch, graph_output: str) -> CapturedGraph[torch.Tensor]:
+        """Capture a graph after running the batch itself for warm-up.
+
+        Running a step twice is harmless: it writes the same keys and values.
+        """
+        batch = _with_last_ids(batch)
+        with on_side_stream(torch.cuda.Stream()):
+            self._run(batch, graph_output)
+            if graph_output not in self._dry_run_outputs:
+                self._dry_run(batch, graph_output)
+        return self._capturer.capture(lambda: self._run_and_keep_ids(batch, graph_output))
+
+    def _run_and_keep_ids(self, batch: PackedBatch, graph_output: str) -> torch.Tensor:
+        out = self._run(batch, graph_output)
+        if graph_output != LOGITS:
+            self._last_ids[batch.views.keep_slots] = out
+        return out
+
+    def _run(self, batch: PackedBatch, graph_output: str) -> torch.Tensor:
+        logits = self._forward(batch)
+        if graph_output == LOGITS:
+            return self._logits_buffer(logits)[: batch.tokens].copy_(logits)
+        return self._select_ids(
+            logits, batch.views.sampling_inputs(len(logits)) if graph_output == SAMPLED else None
+        )
+
+    def _dry_run(self, batch: PackedBatch, graph_output: str) -> None:
+        """Check once per output that all ops can be captured."""
+        dry_run(lambda: self._run(batch, graph_output))
+        self._dry_run_outputs.add(graph_output)
+
+    def _logits_buffer(self, logits: torch.Tensor) -> torch.Tensor:
+        """The output buffer of all LOGITS graphs."""
+        if self._logits is None:
+            shape = (self.sizes[-1], logits.shape[1])
+            self._logits = torch.empty(shape, dtype=logits.dtype, device=logits.device)
+        return self._logits
+
+
+def graph_batch_sizes(max_seqs: int) -> list[int]:
+    """Batch sizes of graphs: 1, 2, 4, 8, then by 8 to 64, by 16 to 256, by 32 to ``max_seqs``.
+
+    The last size is the first that is at least ``max_seqs``.
+    """
+    sizes = [1, 2, 4, 8]
+    while sizes[-1] < max_seqs:
+        last = sizes[-1]
+        sizes.append(last + (8 if last < 64 else 16 if last < 256 else 32))
+    return [s for i, s in enumerate(sizes) if i == 0 or sizes[i - 1] < max_seqs]
+
+
+def context_bucket(context: int) -> int:
+    """A bound on the context: 4,096 times a power of four.
+
+    Few bounds are enough, because kernels split each sequence's actual context.
+    """
+    bound = 4096
+    while bound < context:
+        bound *= 4
+    return bound
+
+
+def _with_last_ids(batch: PackedBatch) -> PackedBatch:
+    return PackedBatch(
+        batch.views,
+        batch.tokens,
+        batch.all_rows,
+        batch.max_query,
+        batch.max_context,
+        True,
+        None,
+        None,
+    )
+
+
+class PrefillGraphs:
+    """Logits [1, V] of padded steps, by graph from the second use of a size on."""
+
+    def __init__(
+        self,
+        forward: Callable[[PackedBatch], torch.Tensor],
+        capture: Callable[[Callable[[], torch.Tensor]], CapturedGraph[torch.Tensor]],
+        max_tokens: int,
+        max_len: int,
+    ) -> None:
+        """Start without graphs.
+
+        Args:
+            forward: Logits of a batch.
+            capture: Captures a call. If it raises NotCapturable, graphs are switched off; after an
+                out-of-memory error it is tried again later.
+            max_tokens: Most tokens of a step.
+            max_len: Most tokens of a sequence.
+        """
+        self._forward, self._capture = forward, capture
+        self._max_len = max_len
+        self.sizes = tuple(
+            size
+            for i, size in enumerate(PREFILL_GRAPH_SIZES)
+            if size <= max_tokens and (i == 0 or PREFILL_GRAPH_SIZES[i - 1] < max_len)
+        )
+        self._captured: dict[PrefillSize, CapturedGraph[torch.Tensor]] = {}
+        self._num_uses: dict[PrefillSize, int] = {}
+        self._enabled = True
+
+    def __len__(self) -> int:
+        """Number of captured graphs."""
+        return len(self._captured)
+
+    def all_sizes(self) -> list[PrefillSize]:
+        """Every size with the context bound of a first chunk, largest first.
+
+        The smaller graphs reuse the memory pool of the largest.
+        """
+        return [
+            (size, self._context_bound(min(size, self._max_len))) for size in reversed(self.sizes)
+        ]
+
+    def padded_size(self, tokens: int, context: int) -> PrefillSize | None:
+        """(tokens, context) that a step is padded to; None: it is not padded."""
+        size = next((size for size in self.sizes if size >= tokens), None)
+        if (
+            tokens < 2
+            or size is None
+            or (size > FREE_PAD_TOKENS and size - tokens > MAX_PAD_FRACTION * size)
+        ):
+            return None
+        padded = (size, self._context_bound(context))
+        # without a graph padding only costs time
+        can_capture = self._enabled and len(self._captured) < MAX_PREFILL_GRAPHS
+        return padded if padded in self._captured or can_capture else None
+
+    def _context_bound(self, context: int) -> int:
+        return min(context_bucket(context), max(self._max_len, context))
+
+    def run(self, batch: PackedBatch) -> torch.Tensor:
+        """The logits of a padded batch; a later call may overwrite them."""
+        size = (batch.max_query, batch.max_context)
+        captured = self._captured.get(size)
+        if captured is None:
+            captured = self._capture_if_reused(size, batch)
+        if captured is None:
+            return self._forward(batch)
+        return captured.replay()
+
+    def _capture_if_reused(
+        self, size: PrefillSize, batch: PackedBatch
+    ) -> CapturedGraph[torch.Tensor] | None:
+        self._num_uses[size] = self._num_uses.get(size, 0) + 1
+        if (
+            not self._enabled
+            or self._num_uses[size] < CAPTURE_AFTER_USES
+            or len(self._captured) >= MAX_PREFILL_GRAPHS
+        ):
+            return None
+        try:
+            captured = self._captured[size] = self._capture(lambda: self._forward(batch))
+        except NotCapturable as error:
+            _log.warning("prefill without CUDA graphs: %s", one_line(str(error), 300))
+            self._enabled = False
+            return None
+        except torch.OutOfMemoryError:
+            self._num_uses[size] = -OOM_RETRY_USES
+            return None
+        return captured
+
+
+class PrefillGraphCapturer:
+    """Captures calls on a separate stream, within a request."""
+
+    def __init__(self) -> None:
+        self._capturer = GraphCapturer()
+        self._stream = torch.cuda.Stream()
+        self._dry_run_done = False
+
+    def __call__(self, call: Callable[[], torch.Tensor]) -> CapturedGraph[torch.Tensor]:
+        """Capture a call; see ``capture`` of ``PrefillGraphs``."""
+        with on_side_stream(self._stream):
+            call()
+            if not self._dry_run_done:
+                dry_run(call)
+                self._dry_run_done = True
+            return self._capturer.capture_on_current_stream(call)
