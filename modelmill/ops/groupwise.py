@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -57,19 +57,21 @@ class RandomWeight(Protocol):
 
 
 def matmul_reference(
-    x: torch.Tensor, weight_float: torch.Tensor, bias: torch.Tensor | None
+    inputs: GroupwiseLinearInputs, dequantize: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
-    """Compute x · weightᵀ + bias.
+    """Compute x · weightᵀ + bias with the weight dequantized.
 
     Args:
-        x: [T, K].
-        weight_float: [N, K] dequantized; its dtype is the accumulation dtype.
-        bias: [N] or None.
+        inputs: the operands.
+        dequantize: makes [N, K] of weight, scale, offset, group, K and the accumulation dtype.
 
     Returns:
         [T, N] of x's dtype, rounded once.
     """
-    out = linear(x.to(weight_float.dtype), weight_float)
+    x, weight, scale, offset, group, bias = inputs
+    acc_dtype = torch.promote_types(x.dtype, torch.float32)
+    wide = dequantize(weight, scale, offset, group, x.shape[-1], acc_dtype)
+    out = linear(x.to(acc_dtype), wide)
     return (out if bias is None else out + bias).to(x.dtype)
 
 

@@ -36,10 +36,7 @@ def int8_group_linear(inputs: GroupwiseLinearInputs) -> torch.Tensor:
     Returns:
         [T, N] of x's dtype.
     """
-    x, weight, scale, offset, group, bias = inputs
-    acc_dtype = torch.promote_types(x.dtype, torch.float32)
-    wide = dequantize_weight(weight, scale, offset, group, x.shape[-1], acc_dtype)
-    return matmul_reference(x, wide, bias)
+    return matmul_reference(inputs, dequantize_weight)
 
 
 def dequantize_weight(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 from modelmill.ops.binding import run_first
@@ -18,26 +21,23 @@ def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
     return gemm.supports_operands(x, weight, bias)
 
 
-def _run_small_m(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+def _swiglu(
+    kernel: Callable[..., None],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
-    gemm.gemm_small_m(x, weight, bias, out)
-    return out
-
-
-def _run_large_m(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
-    gemm.gemm_swiglu_large_m(x, weight, bias, out)
+    kernel(x, weight, bias, out)
     return out
 
 
 # Sums in float32, the products rounded before the gate.
 RANGES = (*gemm.small_m_ranges(n_multiple=4), gemm.LARGE_M_RANGE)
 KERNELS = (
-    Kernel(KernelRange(m=(1, gemm.SMALL_M_MAX_ROWS)), _run_small_m),
-    Kernel(KernelRange(), _run_large_m),
+    Kernel(
+        KernelRange(m=(1, gemm.SMALL_M_MAX_ROWS)), functools.partial(_swiglu, gemm.gemm_small_m)
+    ),
+    Kernel(KernelRange(), functools.partial(_swiglu, gemm.gemm_swiglu_large_m)),
 )
 run = run_first(KERNELS, DECLARATION)

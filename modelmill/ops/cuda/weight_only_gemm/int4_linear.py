@@ -12,10 +12,13 @@ from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.cuda.weight_only_gemm import int4_gemm_small_m, wq_gemm_pipelined, wq_gemv
 from modelmill.ops.cuda.weight_only_gemm.weight_only import (
     K_TILE,
+    KERNEL_CONFIGS,
+    MAX_ROWS,
     RUN,
     THREADS,
     TYPES,
     WqMmaKernelConfig,
+    config_for,
     config_rows,
     fits_shared_memory,
     group_shift,
@@ -27,15 +30,6 @@ from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.int4_linear import DECLARATION
 from modelmill.ops.kernel_range import HALF, GemmProblem, Kernel, KernelRange
 
-# rows of x up to … → how the kernel is compiled: with many rows a block takes more of N, as x is
-# read by each
-KERNEL_CONFIGS = (
-    (8, WqMmaKernelConfig(1, 1, 2, 3)),
-    (16, WqMmaKernelConfig(2, 1, 2, 2)),
-    (32, WqMmaKernelConfig(4, 2, 2, 1)),
-    (64, WqMmaKernelConfig(8, 4, 1, 1)),
-)
-MAX_ROWS = KERNEL_CONFIGS[-1][0]
 # rows that go through shared memory (wq_gemm_pipelined, int4_gemm_small_m), by what they are
 # padded to
 SHARED_MEMORY_ROWS = ((9, 32), (33, MAX_ROWS))
@@ -48,11 +42,6 @@ def available(device_type: str) -> str | None:
     """
     common = _kernel_macros(torch.bfloat16, config_for(1), K_TILE, offset=True, gated=False)
     return build.why_unavailable(device_type, "int4_linear", common)
-
-
-def config_for(tokens: int) -> WqMmaKernelConfig:
-    """How the kernel for so many rows of x is compiled."""
-    return next(form for most, form in KERNEL_CONFIGS if tokens <= most)
 
 
 def _fits(config: WqMmaKernelConfig, problem: GemmProblem) -> bool:

@@ -15,10 +15,13 @@ from modelmill.ops.cuda.common import launch
 from modelmill.ops.cuda.weight_only_gemm import wq_gemm_pipelined, wq_gemv
 from modelmill.ops.cuda.weight_only_gemm.weight_only import (
     K_TILE,
+    KERNEL_CONFIGS,
+    MAX_ROWS,
     RUN,
     THREADS,
     TYPES,
     WqMmaKernelConfig,
+    config_for,
     config_rows,
     fits_shared_memory,
     group_shift,
@@ -29,24 +32,10 @@ from modelmill.ops.cuda.weight_only_gemm.weight_only import (
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.kernel_range import HALF, GemmProblem, Kernel, KernelRange
 
-# rows of x up to … → how the kernel is compiled: with many rows a block takes more of N, as x is
-# read by each
-KERNEL_CONFIGS = (
-    (8, WqMmaKernelConfig(1, 1, 2, 3)),
-    (16, WqMmaKernelConfig(2, 1, 2, 2)),
-    (32, WqMmaKernelConfig(4, 2, 2, 1)),
-    (64, WqMmaKernelConfig(8, 4, 1, 1)),
-)
-MAX_ROWS = KERNEL_CONFIGS[-1][0]
 # rows, or weights: more of either go through shared memory (wq_gemm_pipelined), where the weight's
 # sizes let them
 MMA_MAX_ROWS, PIPELINED_MIN_WEIGHTS = 8, 1 << 25
 _MAX_K_TILE = {8: 64}  # of a piece, by tiles of x: for more there are too few registers
-
-
-def config_for(tokens: int) -> WqMmaKernelConfig:
-    """How the kernel for so many rows of x is compiled."""
-    return next(form for most, form in KERNEL_CONFIGS if tokens <= most)
 
 
 def k_tile_for_rows(tokens: int, group: int, columns: int) -> int:

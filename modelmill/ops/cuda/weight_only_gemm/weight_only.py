@@ -49,6 +49,22 @@ class WqMmaKernelConfig(NamedTuple):
         return 16 * self.n_warps * (groups + 1) * 8
 
 
+# rows of x up to … → how the kernel is compiled: with many rows a block takes more of N, as x is
+# read by each
+KERNEL_CONFIGS = (
+    (8, WqMmaKernelConfig(1, 1, 2, 3)),
+    (16, WqMmaKernelConfig(2, 1, 2, 2)),
+    (32, WqMmaKernelConfig(4, 2, 2, 1)),
+    (64, WqMmaKernelConfig(8, 4, 1, 1)),
+)
+MAX_ROWS = KERNEL_CONFIGS[-1][0]
+
+
+def config_for(tokens: int) -> WqMmaKernelConfig:
+    """How the kernel for so many rows of x is compiled."""
+    return next(form for most, form in KERNEL_CONFIGS if tokens <= most)
+
+
 def fits_shared_memory(config: WqMmaKernelConfig, groups: int) -> bool:
     """Whether a block's scales find room."""
     return config.shared_bytes(groups) <= _MAX_SHARED_BYTES - config.m_tiles * 4096
